@@ -1,30 +1,28 @@
-//! The RAM blocks that do not outlive their QEMU by themselves.
+//! RAM blocks that end with their QEMU, and so must be carried to the next one.
 //!
 //! The main RAM is a shared file. Firmware, option ROMs, ACPI tables and video memory are anonymous memory of the
-//! QEMU process; they are read from it, page by page where it is populated, and travel in the stream.
+//! QEMU process. Their populated pages are read from the process and sent in the migration stream.
 
+use crate::pages::Page;
 use rekindle_kernel::memory::{self, PAGE_SIZE, PageMap};
 use rekindle_kernel::process::Process;
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::stream::Blocks;
 use std::io;
 
-/// One page.
-pub type Page = [u8; PAGE_SIZE];
-
-/// One block with its content.
+/// A RAM block with its content.
 #[derive(Debug, Clone)]
-pub struct Block {
-    /// QEMU's name for it.
+pub struct CarriedBlock {
+    /// QEMU's name of the block.
     pub id: String,
     /// Bytes in use.
     pub used: u64,
-    /// Runs of populated pages by byte offset, ascending and apart. What is between them is zero.
+    /// Runs of populated pages by byte offset, ascending, with gaps between them. The gaps are zero.
     runs: Vec<(u64, Vec<u8>)>,
 }
 
-impl Block {
-    /// The pages that are not all zero, by byte offset, ascending.
+impl CarriedBlock {
+    /// Pages that are not all zero, by byte offset, ascending.
     pub fn pages(&self) -> impl Iterator<Item = (u64, &Page)> {
         self.runs
             .iter()
@@ -33,36 +31,36 @@ impl Block {
     }
 }
 
-impl PartialEq for Block {
+impl PartialEq for CarriedBlock {
     fn eq(&self, other: &Self) -> bool {
         (&self.id, self.used) == (&other.id, other.used) && self.pages().eq(other.pages())
     }
 }
 
-impl Eq for Block {}
+impl Eq for CarriedBlock {}
 
 const ZERO: Page = [0; PAGE_SIZE];
 
 /// The content of all RAM blocks but the main RAM, at one moment.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Carried {
-    /// The blocks, in QEMU's order.
-    pub blocks: Vec<Block>,
+pub struct CarriedBlocks {
+    /// In QEMU's order.
+    pub blocks: Vec<CarriedBlock>,
 }
 
-impl Carried {
-    /// Read the blocks of a QEMU process, given what it says of them.
+impl CarriedBlocks {
+    /// Reads the blocks of a QEMU process, given the block table that QEMU reports.
     ///
-    /// While the guest runs the content may be of different moments; with the guest stopped it is exact.
+    /// The content is of one moment only if the guest is stopped.
     ///
     /// # Errors
-    /// `Unsupported` when this QEMU does not tell where its blocks are; otherwise as [`memory::read`].
+    /// `Unsupported` when this QEMU does not report the addresses of its blocks; otherwise as [`memory::read`].
     pub fn read(process: Process, blocks: &[RamBlock]) -> io::Result<Self> {
         let map = PageMap::open(process)?;
         let mut carried = Self::default();
         for block in blocks.iter().filter(|block| block.id != MAIN_RAM) {
             let Some(address) = block.address else {
-                let text = format!("this QEMU does not tell where its RAM block {} is", block.id);
+                let text = format!("this QEMU does not report the address of its RAM block {}", block.id);
                 return Err(io::Error::new(io::ErrorKind::Unsupported, text));
             };
             let mut runs = Vec::new();
@@ -71,14 +69,14 @@ impl Carried {
                 memory::read(process, address + run.start, &mut bytes)?;
                 runs.push((run.start, bytes));
             }
-            carried.blocks.push(Block { id: block.id.clone(), used: block.used, runs });
+            carried.blocks.push(CarriedBlock { id: block.id.clone(), used: block.used, runs });
         }
         Ok(carried)
     }
 
-    /// What must be written over `older` to get this: `(block, offset, page)`, pages that became zero among them.
+    /// Lists what to write over `older` to get this content: `(block, offset, page)`, including pages that became zero.
     ///
-    /// `None` when blocks have come, gone or changed their size: then there is no patch, only a new start.
+    /// `None` if blocks were added, removed or resized: then all content must be written again.
     #[must_use]
     pub fn changes_since<'a>(&'a self, older: &'a Self) -> Option<Vec<(&'a str, u64, &'a Page)>> {
         if self.blocks.len() != older.blocks.len() {
@@ -89,7 +87,7 @@ impl Carried {
             if (&new.id, new.used) != (&old.id, old.used) {
                 return None;
             }
-            // Both ascend: one walk along them finds what came, went and changed.
+            // Both are ascending: one pass over both finds added, removed and changed pages.
             let mut old_pages = old.pages().peekable();
             let mut new_pages = new.pages().peekable();
             loop {
@@ -99,7 +97,7 @@ impl Carried {
                 let after = new_pages.next_if(|(offset, _)| *offset <= old_at);
                 match (before, after) {
                     (None, None) => break,
-                    (Some((gone, _)), None) => changes.push((new.id.as_str(), gone, &ZERO)),
+                    (Some((removed, _)), None) => changes.push((new.id.as_str(), removed, &ZERO)),
                     (Some((_, before)), Some((_, after))) if before == after => {}
                     (_, Some((offset, after))) => changes.push((new.id.as_str(), offset, after)),
                 }
@@ -108,18 +106,18 @@ impl Carried {
         Some(changes)
     }
 
-    /// Name and size of each block, as a stream's `ram` section starts with them.
+    /// Name and size of each block, as listed at the start of a stream's `ram` section.
     pub fn sizes(&self) -> impl Iterator<Item = (&str, u64)> + Clone {
         self.blocks.iter().map(|block| (block.id.as_str(), block.used))
     }
 
-    /// The blocks as read back from a stream.
+    /// Converts the blocks that were read from a stream.
     #[must_use]
     pub fn from_stream(blocks: Blocks) -> Self {
         let blocks = blocks
             .into_iter()
             .filter(|(id, _)| id != MAIN_RAM)
-            .map(|(id, (used, pages))| Block { id, used, runs: pages.into_iter().collect() })
+            .map(|(id, (used, pages))| CarriedBlock { id, used, runs: pages.into_iter().collect() })
             .collect();
         Self { blocks }
     }
@@ -131,9 +129,9 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
-    fn carried(pages: &BTreeMap<u64, u8>) -> Carried {
+    fn carried(pages: &BTreeMap<u64, u8>) -> CarriedBlocks {
         let runs = pages.iter().map(|(n, byte)| (n * PAGE_SIZE as u64, vec![*byte; PAGE_SIZE])).collect();
-        Carried { blocks: vec![Block { id: "vga.vram".into(), used: 1 << 20, runs }] }
+        CarriedBlocks { blocks: vec![CarriedBlock { id: "vga.vram".into(), used: 1 << 20, runs }] }
     }
 
     fn block(used: u64, address: Option<u64>) -> RamBlock {
@@ -149,10 +147,10 @@ mod tests {
     }
 
     #[test]
-    fn a_block_without_an_address_is_refused_by_name() {
+    fn the_error_for_a_block_without_address_names_the_block() {
         let me = Process::current().unwrap();
         let blocks = [block(4096, None)];
-        let e = Carried::read(me, &blocks).unwrap_err();
+        let e = CarriedBlocks::read(me, &blocks).unwrap_err();
         assert_eq!(e.kind(), io::ErrorKind::Unsupported);
         assert!(e.to_string().contains("pc.bios"), "{e}");
     }
@@ -165,7 +163,7 @@ mod tests {
         area[start + PAGE_SIZE + 3] = 9;
         let address = Some((area.as_ptr() as usize + start) as u64);
         let blocks = [block(4 * PAGE_SIZE as u64, address)];
-        let carried = Carried::read(me, &blocks).unwrap();
+        let carried = CarriedBlocks::read(me, &blocks).unwrap();
         let pages: Vec<_> = carried.blocks[0].pages().map(|(offset, page)| (offset, page[3])).collect();
         assert_eq!(pages, [(PAGE_SIZE as u64, 9)]);
     }

@@ -1,9 +1,9 @@
-//! Digests of a guest's memory while it is stopped.
+//! Digests of a stopped guest's memory.
 //!
-//! They answer one question: did this memory change between two moments? XXH3 is for that; it is no protection
-//! against somebody who constructs collisions.
+//! They answer one question: did this memory change between two moments? XXH3 is sufficient for that. It does not
+//! protect against deliberate collisions.
 
-use crate::carried::Carried;
+use crate::carried::{CarriedBlock, CarriedBlocks};
 use rekindle_kernel::memory::PAGE_SIZE;
 use rustix::fs::{SeekFrom, seek};
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 const CHUNK: usize = 1 << 20;
 
-/// The digest of each page of the RAM file at `path`; 0 for a page of zeroes, whether it is populated or not.
+/// Returns the digest of each page of the RAM file at `path`; 0 for a page of zeroes, whether it is populated or not.
 ///
 /// # Errors
 /// When the file cannot be read.
@@ -35,46 +35,45 @@ pub fn file_pages(path: &Path) -> io::Result<Vec<u64>> {
         let end = seek(&file, SeekFrom::Hole(data))?.min(len);
         at = data - data % PAGE_SIZE as u64;
         while at < end {
-            let some = (end - at).min(CHUNK as u64).next_multiple_of(PAGE_SIZE as u64).min(len - at);
-            let chunk = buffer.get_mut(..some as usize).unwrap_or_default();
+            let length = (end - at).min(CHUNK as u64).next_multiple_of(PAGE_SIZE as u64).min(len - at);
+            let chunk = buffer.get_mut(..length as usize).unwrap_or_default();
             file.read_exact_at(chunk, at)?;
             let (pages, _) = chunk.as_chunks::<PAGE_SIZE>();
-            let places = digests.iter_mut().skip((at / PAGE_SIZE as u64) as usize);
-            for (digest, page) in places.zip(pages) {
+            let slots = digests.iter_mut().skip((at / PAGE_SIZE as u64) as usize);
+            for (digest, page) in slots.zip(pages) {
                 *digest = page_digest(page);
             }
-            at += some;
+            at += length;
         }
     }
     Ok(digests)
 }
 
-/// Digest those pages of the RAM file at `path` anew that lie in `runs` (bytes from its beginning), in `digests`, which is as
-/// [`file_pages`] gives it.
+/// Updates `digests`, the result of [`file_pages`], for the pages in `runs` (byte offsets in the file).
 ///
 /// # Errors
-/// When the file cannot be read; then `digests` is worth nothing.
-pub fn file_pages_again(path: &Path, digests: &mut [u64], runs: &[Range<u64>]) -> io::Result<()> {
+/// When the file cannot be read; then `digests` is invalid.
+pub fn update_file_pages(path: &Path, digests: &mut [u64], runs: &[Range<u64>]) -> io::Result<()> {
     let file = File::open(path)?;
     let mut buffer = vec![0; CHUNK];
     for run in runs {
         let end = run.end.next_multiple_of(PAGE_SIZE as u64);
         let mut at = run.start - run.start % PAGE_SIZE as u64;
         while at < end {
-            let some = (end - at).min(CHUNK as u64);
-            let chunk = buffer.get_mut(..some as usize).unwrap_or_default();
+            let length = (end - at).min(CHUNK as u64);
+            let chunk = buffer.get_mut(..length as usize).unwrap_or_default();
             file.read_exact_at(chunk, at)?;
-            let places = digests.iter_mut().skip((at / PAGE_SIZE as u64) as usize);
-            for (digest, page) in places.zip(chunk.as_chunks::<PAGE_SIZE>().0) {
+            let slots = digests.iter_mut().skip((at / PAGE_SIZE as u64) as usize);
+            for (digest, page) in slots.zip(chunk.as_chunks::<PAGE_SIZE>().0) {
                 *digest = page_digest(page);
             }
-            at += some;
+            at += length;
         }
     }
     Ok(())
 }
 
-/// The same for pages that are known to be zero.
+/// Sets the digests of the pages in `runs`, which are known to be zero.
 pub fn zero_pages(digests: &mut [u64], runs: &[Range<u64>]) {
     for run in runs {
         let (first, end) = (run.start / PAGE_SIZE as u64, run.end.div_ceil(PAGE_SIZE as u64));
@@ -82,15 +81,14 @@ pub fn zero_pages(digests: &mut [u64], runs: &[Range<u64>]) {
     }
 }
 
-/// That of one page.
 fn page_digest(page: &[u8; PAGE_SIZE]) -> u64 {
     if page.iter().any(|&byte| byte != 0) { xxh3_64(page) } else { 0 }
 }
 
-/// The digest of each carried block, by name.
+/// Returns the digest of each block by its name.
 #[must_use]
-pub fn carried(carried: &Carried) -> BTreeMap<String, u128> {
-    let digest = |block: &crate::carried::Block| {
+pub fn carried(carried: &CarriedBlocks) -> BTreeMap<String, u128> {
+    let digest = |block: &CarriedBlock| {
         let mut digest = Xxh3::new();
         digest.update(&block.used.to_le_bytes());
         for (offset, page) in block.pages() {
@@ -108,7 +106,7 @@ mod tests {
     use std::io::Write;
 
     #[test]
-    fn holes_and_zeroes_are_the_same_and_a_byte_makes_a_difference() {
+    fn a_hole_has_the_digest_of_zeroes_and_one_byte_changes_one_digest() {
         let directory = tempfile::tempdir().unwrap();
         let make = |name: &str, zeroes_at: Option<u64>, byte: u8| {
             let path = directory.path().join(name);
@@ -130,16 +128,16 @@ mod tests {
         let other = make("d", None, 6);
         let changed: Vec<_> = (0..sparse.len()).filter(|&page| sparse[page] != other[page]).collect();
         assert_eq!(changed, [3 * 256]);
-        // Digested again where it was written, it is the same as digested anew.
-        let mut again = sparse.clone();
-        file_pages_again(
+        // An update of the written pages gives the same result as a full pass.
+        let mut updated = sparse.clone();
+        update_file_pages(
             &directory.path().join("d"),
-            &mut again,
+            &mut updated,
             &[0..10, 3 * CHUNK as u64 + 70..3 * CHUNK as u64 + 80],
         )
         .unwrap();
-        assert_eq!(again, other);
-        zero_pages(&mut again, std::slice::from_ref(&(3 * CHUNK as u64..3 * CHUNK as u64 + 4096)));
-        assert_eq!(again.iter().filter(|&&digest| digest != 0).count(), 1);
+        assert_eq!(updated, other);
+        zero_pages(&mut updated, std::slice::from_ref(&(3 * CHUNK as u64..3 * CHUNK as u64 + 4096)));
+        assert_eq!(updated.iter().filter(|&&digest| digest != 0).count(), 1);
     }
 }

@@ -1,9 +1,9 @@
-//! Where RAM files live, and how much still fits.
+//! Directories for RAM files, and their free space.
 //!
-//! A RAM file on tmpfs or hugetlbfs gets its pages when the guest first touches them, so a directory with free space
-//! today can be full tomorrow, and the guest that touches the page too many is killed by `SIGBUS`. Hence asking for more
-//! than is left is refused beforehand. On hugetlbfs the kernel keeps the books: it sets pages aside for a file. On tmpfs it
-//! does not, so what has been promised to the files that are there counts as used.
+//! A RAM file on tmpfs or hugetlbfs gets its pages when the guest first touches them. So a directory with free space
+//! today can be full tomorrow, and then a guest that touches one more page is killed by `SIGBUS`. Therefore a file that
+//! may not fit later is rejected when it is created. On hugetlbfs the kernel reserves pages for each file. On tmpfs it
+//! does not, so the pages that existing files may still claim count as used ("promised").
 
 mod replace;
 
@@ -25,32 +25,29 @@ use std::path::{Path, PathBuf};
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const SUFFIX: &str = "ram";
-/// Of the file of a QEMU that waits with empty RAM.
+/// Suffix of the RAM file of a QEMU that waits for its guest with empty RAM.
 const WAITING: &str = "waiting";
 
-/// Why a RAM file cannot be had.
+/// Why a RAM file cannot be created or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum RamError {
     /// The directory cannot be used.
     #[error("RAM directory {}", path.display())]
     Directory {
-        /// The directory.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// Too much was asked for.
+    /// More was requested than is left.
     #[error(
-        "RAM directory {}: {} asked for, {} left ({} free, of which {} promised to other guests); stop a VM, make \
+        "RAM directory {}: {} requested, {} left ({} free, of which {} promised to other guests); stop a VM, make \
          `memory` smaller, or name a larger directory as `ram.dir`",
-        path.display(), mib(*asked), mib(*left), mib(*free), mib(*promised)
+        path.display(), mib(*requested), mib(*left), mib(*free), mib(*promised)
     )]
     TooSmall {
-        /// The directory.
         path: PathBuf,
-        /// Bytes asked for.
-        asked: u64,
+        /// Bytes requested.
+        requested: u64,
         /// Bytes left: free less promised.
         left: u64,
         /// Bytes free in the file system and in the machine.
@@ -58,45 +55,40 @@ pub enum RamError {
         /// Bytes that other RAM files may still claim.
         promised: u64,
     },
-    /// More huge pages were asked for than there are.
+    /// More huge pages were requested than are left.
     #[error(
-        "RAM directory {}: {} asked for, {} left in huge pages of {} ({} free, of which {} reserved{}); stop a VM, make \
+        "RAM directory {}: {} requested, {} left in huge pages of {} ({} free, of which {} reserved{}); stop a VM, make \
          `memory` smaller, or {}",
-        path.display(), mib(*asked), mib(pages.left()), mib(pages.page), mib(pages.free), mib(pages.reserved),
+        path.display(), mib(*requested), mib(pages.left()), mib(pages.page), mib(pages.free), mib(pages.reserved),
         pages.limit.map(|limit| format!("; the mount's `size=` leaves {}", mib(limit))).unwrap_or_default(),
-        pages.mend(*asked)
+        pages.remedy(*requested)
     )]
     TooFewHugePages {
-        /// The directory.
         path: PathBuf,
-        /// Bytes asked for.
-        asked: u64,
-        /// What there is.
+        /// Bytes requested.
+        requested: u64,
+        /// What the file system has.
         pages: HugePages,
     },
-    /// The kernel does not give huge pages that it has.
+    /// The kernel does not reserve huge pages although they are free.
     #[error(
-        "RAM directory {}: {} in huge pages are refused, although {} are left; raise the limit of this control group \
-         (`hugetlb.*.rsvd.max`)",
-        path.display(), mib(*asked), mib(*left)
+        "RAM directory {}: the kernel does not reserve {} of huge pages, although {} are left; raise the limit of this \
+         control group (`hugetlb.*.rsvd.max`)",
+        path.display(), mib(*requested), mib(*left)
     )]
     Withheld {
-        /// The directory.
         path: PathBuf,
-        /// Bytes asked for.
-        asked: u64,
+        /// Bytes requested.
+        requested: u64,
         /// Bytes left.
         left: u64,
-        /// What the kernel says.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// There is a file of that name.
-    #[error("RAM file {} exists already: a VM of that name runs, or `rekindle recover` has not been run", path.display())]
-    Exists {
-        /// The file.
-        path: PathBuf,
-    },
+    /// A file of that name exists.
+    #[error("RAM file {} exists: a VM of that name runs, or an operation was interrupted; run `rekindle recover`", path.display())]
+    Exists { path: PathBuf },
 }
 
 fn mib(bytes: u64) -> String {
@@ -125,7 +117,7 @@ impl RamDirectory {
         Ok(Self { path: path.to_owned(), own_bytes: None })
     }
 
-    /// A tmpfs of Rekindle's own at `path`, mounted with room for `bytes` if it is not yet. Needs root.
+    /// Rekindle's own tmpfs at `path`; mounts it with a size of `bytes` if it is not mounted. Needs root.
     ///
     /// # Errors
     /// [`RamError::Directory`] when it cannot be mounted.
@@ -135,10 +127,10 @@ impl RamDirectory {
         Ok(own)
     }
 
-    /// Take Rekindle's own tmpfs at `path` away if no RAM file is in it. Best effort: to fail is no error.
+    /// Unmounts Rekindle's own tmpfs at `path` if it has no RAM file. Best effort: failures are ignored.
     ///
-    /// A pager or a protector may see a moment later than we that its QEMU has ended, and has its RAM mapped until then.
-    /// Nothing has a name there any more, so that is no reason to leave it: the kernel takes it apart when they let go.
+    /// A pager or a protector may still have RAM mapped there, because it notices the end of its QEMU a moment later. So
+    /// the unmount is lazy: the kernel frees the file system when the last mapping ends.
     pub fn release_own_tmpfs(path: &Path) {
         let Ok(_lock) = lock_above(path) else { return };
         let empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
@@ -147,13 +139,13 @@ impl RamDirectory {
         }
     }
 
-    /// Keep others from making RAM files here, and a tmpfs of Rekindle's own from being taken away.
+    /// Prevents other processes from creating RAM files here, and from unmounting Rekindle's own tmpfs.
     fn lock(&self) -> Result<Locked, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let above = match self.own_bytes {
             Some(bytes) => {
                 let above = lock_above(&self.path).map_err(failed)?;
-                // Whoever stopped the last VM has taken the tmpfs away.
+                // The process that stopped the last VM has unmounted the tmpfs.
                 mount_own(&self.path, bytes).map_err(failed)?;
                 Some(above)
             }
@@ -164,26 +156,25 @@ impl RamDirectory {
         Ok(Locked { _above: above, _directory: directory })
     }
 
-    /// Where it is.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Where the RAM file of VM `name` is or would be.
+    /// Path of the RAM file of VM `name`, which need not exist.
     #[must_use]
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(format!("{name}.{SUFFIX}"))
     }
 
-    /// Where it is while its QEMU only waits.
+    /// Path of that file while its QEMU waits for the guest.
     #[must_use]
     pub fn waiting(&self, name: &str) -> PathBuf {
         self.path.join(format!("{name}.{WAITING}"))
     }
 
-    /// `(free, promised)` in bytes: what the file system and the machine still have, and what of it has been promised: on
-    /// hugetlbfs the pages that are reserved for any file, elsewhere what the RAM files that are there may still claim.
+    /// Returns `(free, promised)` in bytes: what the file system and the machine have, and the part of it that is
+    /// promised. On hugetlbfs that is what the kernel has reserved, elsewhere what the RAM files may still claim.
     ///
     /// # Errors
     /// [`RamError::Directory`].
@@ -208,41 +199,41 @@ impl RamDirectory {
         Ok((free, promised))
     }
 
-    /// Make the RAM file of VM `name` with `bytes` bytes, readable by nobody else.
+    /// Creates the RAM file of VM `name` with `bytes` bytes; only this user can read it.
     ///
-    /// On success: the file exists, empty and as long as asked for; its pages come when they are touched. On hugetlbfs
-    /// they are set aside for it, so that they do come.
+    /// On success: the file exists with that length, and has no pages. A page is allocated when it is touched; on
+    /// hugetlbfs all of them are reserved, so that this cannot fail.
     ///
     /// # Errors
     /// [`RamError::TooSmall`] or [`RamError::TooFewHugePages`] with both figures; [`RamError::Exists`].
     pub fn create(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
-        // Between looking and making nobody else may make one.
+        // No other process may create a file between the check and the creation.
         let _lock = self.lock()?;
         self.check_room(bytes)?;
-        let path = self.make(self.file(name), bytes)?;
-        if let Err(e) = self.fill_direct(&path, bytes) {
+        let path = self.create_file(self.file(name), bytes)?;
+        if let Err(e) = self.allocate_direct(&path, bytes) {
             let _ = fs::remove_file(&path);
             return Err(e);
         }
         Ok(path)
     }
 
-    /// As [`RamDirectory::create`], for a QEMU that only waits and touches nothing: nothing is promised to it, so any number of
-    /// them may wait. (On hugetlbfs its pages are set aside all the same: QEMU would have the kernel do it.) The guest
-    /// that is to run in it needs [`RamDirectory::claim`] first.
+    /// As [`RamDirectory::create`], for a QEMU that waits for its guest and touches no page: nothing is promised to it, so
+    /// any number of them may wait. (On hugetlbfs its pages are reserved all the same, because QEMU would reserve them.)
+    /// [`RamDirectory::claim`] is required before a guest runs in it.
     ///
     /// # Errors
-    /// As for [`RamDirectory::create`], but [`RamError::TooSmall`].
+    /// As for [`RamDirectory::create`], except [`RamError::TooSmall`].
     pub fn create_waiting(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let _lock = self.lock()?;
-        self.make(self.waiting(name), bytes)
+        self.create_file(self.waiting(name), bytes)
     }
 
-    /// Promise the `bytes` bytes of the file of VM `name` that waits: it gets the name [`RamDirectory::file`]. Done already
-    /// is no error.
+    /// Promises `bytes` bytes to the waiting file of VM `name`, and renames it to [`RamDirectory::file`]. Idempotent.
     ///
     /// # Errors
-    /// [`RamError::TooSmall`], and then it waits on; [`RamError::Exists`]; [`RamError::Directory`] when none waits.
+    /// [`RamError::TooSmall`], and then the file still waits; [`RamError::Exists`]; [`RamError::Directory`] when no file
+    /// waits.
     pub fn claim(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let _lock = self.lock()?;
@@ -257,8 +248,8 @@ impl RamDirectory {
         Ok(path)
     }
 
-    /// Whether as much is left now. Of huge pages the kernel is asked itself, when they are set aside: a mount may have some
-    /// to its own, and a control group a limit.
+    /// Checks that `bytes` bytes are left. Huge pages are not checked here but when the kernel reserves them: a mount may
+    /// have pages of its own, and a control group may have a limit.
     ///
     /// # Errors
     /// [`RamError::TooSmall`] with all figures.
@@ -270,32 +261,32 @@ impl RamDirectory {
         let (free, promised) = self.room()?;
         let left = free.saturating_sub(promised);
         if bytes > left {
-            return Err(RamError::TooSmall { path: self.path.clone(), asked: bytes, left, free, promised });
+            return Err(RamError::TooSmall { path: self.path.clone(), requested: bytes, left, free, promised });
         }
         Ok(())
     }
 
-    fn make(&self, path: PathBuf, bytes: u64) -> Result<PathBuf, RamError> {
+    fn create_file(&self, path: PathBuf, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         if path.exists() {
             return Err(RamError::Exists { path });
         }
         let huge = huge_page_size(&self.path).map_err(failed)?.is_some();
-        let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
-        let file = made.map_err(failed)?;
+        let created = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
+        let file = created.map_err(failed)?;
         let sized = file.set_len(bytes).map_err(failed);
-        let had = sized.and_then(|()| if huge { self.reserve(&file, bytes) } else { Ok(()) });
-        if let Err(e) = had {
+        let reserved = sized.and_then(|()| if huge { self.reserve(&file, bytes) } else { Ok(()) });
+        if let Err(e) = reserved {
             let _ = fs::remove_file(&path);
             return Err(e);
         }
         Ok(path)
     }
 
-    /// Give VM `name`, whose QEMU has ended, RAM for a new start in the place of what it has.
+    /// Replaces the RAM of VM `name`, whose QEMU has ended, for a new start.
     ///
-    /// On success: the file exists and is as long as asked for. It is empty, but on hugetlbfs it is the one that was there,
-    /// with what the guest has left in it, as after a reset: pages that go back to the pool may not come again.
+    /// On success: the file exists with `bytes` bytes. It is empty; but on hugetlbfs it is the same file with the guest's
+    /// old content, as after a reset, because pages that are returned to the pool may be unavailable afterwards.
     ///
     /// # Errors
     /// As for [`RamDirectory::create`].
@@ -306,30 +297,30 @@ impl RamDirectory {
         if fits && huge_page_size(&self.path).map_err(failed)?.is_some() {
             return Ok(path);
         }
-        self.give_back(name)?;
+        self.remove_and_release(name)?;
         self.create(name, bytes)
     }
 
-    /// The same while somebody has the former RAM open and gives its pages back as those of the new one are taken: together they are
-    /// never more than the VM has been promised.
+    /// As [`RamDirectory::renew`], while another process has the old RAM open and releases its pages as those of the new
+    /// one are allocated: together they never exceed what was promised to the VM.
     ///
     /// # Errors
-    /// As for [`RamDirectory::renew`]; [`RamError::Exists`] on hugetlbfs, where the file that was there is the new one.
+    /// As for [`RamDirectory::renew`]; [`RamError::Exists`] on hugetlbfs, where the old file is used again.
     pub fn renew_keeping_cache(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let path = self.file(name);
         if huge_page_size(&self.path).map_err(failed)?.is_some() {
             return Err(RamError::Exists { path });
         }
-        let there = fs::metadata(&path).map_or(0, |file| file.blocks() * 512);
+        let allocated = fs::metadata(&path).map_or(0, |file| file.blocks() * 512);
         self.remove(name)?;
         let _lock = self.lock()?;
-        self.check_room(bytes.saturating_sub(there))?;
-        self.make(path, bytes)
+        self.check_room(bytes.saturating_sub(allocated))?;
+        self.create_file(path, bytes)
     }
 
-    /// Where a file's pages are the memory itself (DAX), all of it is taken at once: in large pieces, which huge pages can map.
-    fn fill_direct(&self, path: &Path, bytes: u64) -> Result<(), RamError> {
+    /// Allocates all of a file on DAX: in one call it gets large extents, which huge pages can map.
+    fn allocate_direct(&self, path: &Path, bytes: u64) -> Result<(), RamError> {
         let failed = |e: rustix::io::Errno| RamError::Directory { path: self.path.clone(), source: e.into() };
         let failed_at = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         if !is_direct(path).map_err(failed_at)? {
@@ -339,7 +330,7 @@ impl RamDirectory {
         fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(failed)
     }
 
-    /// Have the huge pages of a RAM file set aside for it.
+    /// Has the kernel reserve the huge pages of a RAM file.
     fn reserve(&self, file: &File, bytes: u64) -> Result<(), RamError> {
         let Err(source) = reserve(file, bytes) else { return Ok(()) };
         let path = self.path.clone();
@@ -347,16 +338,16 @@ impl RamDirectory {
         let stat = statfs(&path).map_err(|e| failed(e.into()))?;
         Err(match HugePages::of(&stat).map_err(failed)? {
             Some(pages) if source.kind() == io::ErrorKind::OutOfMemory && pages.left() < bytes => {
-                RamError::TooFewHugePages { path, asked: bytes, pages }
+                RamError::TooFewHugePages { path, requested: bytes, pages }
             }
             Some(pages) if source.kind() == io::ErrorKind::OutOfMemory => {
-                RamError::Withheld { path, asked: bytes, left: pages.left(), source }
+                RamError::Withheld { path, requested: bytes, left: pages.left(), source }
             }
             _ => failed(source),
         })
     }
 
-    /// Remove the RAM file of VM `name`, and with it the guest's memory. One that is not there is no error.
+    /// Removes the RAM file of VM `name`, and with it the guest's memory. A missing file is no error.
     ///
     /// # Errors
     /// [`RamError::Directory`].
@@ -373,13 +364,13 @@ impl RamDirectory {
     }
 }
 
-/// Held while a RAM file is made.
+/// Held while a RAM file is created.
 struct Locked {
     _above: Option<OwnedFd>,
     _directory: File,
 }
 
-/// Lock a tmpfs of Rekindle's own that is mounted at `path`, or is going to be: by the folder above, which stays.
+/// Locks Rekindle's own tmpfs, mounted at `path` or not, through the parent directory, which is never removed.
 fn lock_above(path: &Path) -> io::Result<OwnedFd> {
     let above = path.parent().unwrap_or(Path::new("/"));
     DirBuilder::new().recursive(true).mode(0o700).create(above)?;
@@ -388,7 +379,7 @@ fn lock_above(path: &Path) -> io::Result<OwnedFd> {
     Ok(lock)
 }
 
-/// Mount a tmpfs with room for `bytes` at `path`, if there is none yet.
+/// Mounts a tmpfs with a size of `bytes` at `path`, unless one is mounted.
 fn mount_own(path: &Path, bytes: u64) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)?;
     let above = fs::metadata(path.parent().unwrap_or(Path::new("/")))?.dev();
@@ -400,24 +391,24 @@ fn mount_own(path: &Path, bytes: u64) -> io::Result<()> {
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
         Ok(mount("rekindle-ram", path, "tmpfs", flags, options(more)?.as_c_str())?)
     };
-    // `noswap` since Linux 6.4: a guest's memory is not to be on a swap disk.
+    // `noswap` needs Linux 6.4. It keeps a guest's memory off the swap disk.
     try_mount(",noswap").or_else(|_| try_mount(""))
 }
 
-/// Whether `path` is on hugetlbfs, and then its page size.
+/// Returns the page size if `path` is on hugetlbfs.
 ///
 /// # Errors
-/// When it cannot be looked at.
+/// When `path` cannot be opened or inspected.
 pub fn huge_page_size(path: &Path) -> io::Result<Option<u64>> {
     let directory = File::open(path)?;
     let stat = fstatfs(&directory)?;
     Ok((stat.f_type == HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
 }
 
-/// Whether the pages of the file at `path` are the memory itself (DAX).
+/// Returns whether the file at `path` is on DAX, so that mapping it maps the storage itself.
 ///
 /// # Errors
-/// When it cannot be looked at.
+/// When `path` cannot be opened or inspected.
 pub fn is_direct(path: &Path) -> io::Result<bool> {
     let file = File::open(path)?;
     let known = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
@@ -425,14 +416,14 @@ pub fn is_direct(path: &Path) -> io::Result<bool> {
 }
 
 fn free_bytes(stat: &StatFs) -> u64 {
-    // A tmpfs without limit says 0 blocks in all.
+    // A tmpfs without limit reports a total of 0 blocks.
     if stat.f_blocks == 0 && stat.f_type as u64 == TMPFS_MAGIC { u64::MAX } else { stat.f_bavail * stat.f_bsize as u64 }
 }
 
-/// `MemAvailable` of `/proc/meminfo` in bytes: what the machine can give without swapping.
+/// Returns `MemAvailable` of `/proc/meminfo` in bytes: what can be allocated without swapping.
 ///
 /// # Errors
-/// When `/proc/meminfo` is not as expected.
+/// When `/proc/meminfo` cannot be read or parsed.
 pub fn available_memory() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let kib = text
@@ -448,14 +439,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_than_fits_is_refused_with_both_figures_and_what_is_promised_counts() {
+    fn a_file_that_does_not_fit_is_rejected_with_figures_and_promised_pages_count_as_used() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let ram = RamDirectory::at(directory.path()).unwrap();
         let (free, promised) = ram.room().unwrap();
         assert_eq!(promised, 0);
         let e = ram.create("big", free * 2).unwrap_err();
-        assert!(matches!(e, RamError::TooSmall { asked, .. } if asked == free * 2));
-        assert!(e.to_string().contains(&format!("{} MiB asked for", (free * 2) >> 20)), "{e}");
+        assert!(matches!(e, RamError::TooSmall { requested, .. } if requested == free * 2));
+        assert!(e.to_string().contains(&format!("{} MiB requested", (free * 2) >> 20)), "{e}");
         let most = free / 4 * 3;
         ram.create("first", most).unwrap();
         assert_eq!(ram.room().unwrap().1, most);
@@ -468,32 +459,32 @@ mod tests {
     }
 
     #[test]
-    fn any_number_may_wait_but_only_what_fits_is_claimed() {
+    fn any_number_of_files_may_wait_but_only_those_that_fit_are_claimed() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let ram = RamDirectory::at(directory.path()).unwrap();
         let most = ram.room().unwrap().0 / 4 * 3;
         for name in ["one", "two", "three"] {
             ram.create_waiting(name, most).unwrap();
         }
-        assert_eq!(ram.room().unwrap().1, 0, "nothing is promised to those who wait");
+        assert_eq!(ram.room().unwrap().1, 0, "nothing is promised to waiting files");
         assert!(matches!(ram.create_waiting("one", most), Err(RamError::Exists { .. })));
         let file = ram.claim("one", most).unwrap();
         assert_eq!(file, ram.file("one"));
         assert_eq!(ram.room().unwrap().1, most);
-        assert_eq!(ram.claim("one", most).unwrap(), file, "once more is no error");
+        assert_eq!(ram.claim("one", most).unwrap(), file, "a second claim is no error");
         assert!(matches!(ram.claim("two", most), Err(RamError::TooSmall { .. })));
-        assert!(ram.waiting("two").exists(), "it waits on");
+        assert!(ram.waiting("two").exists(), "it still waits");
         ram.remove("one").unwrap();
         ram.claim("two", most).unwrap();
-        assert!(matches!(ram.claim("nobody", 4096), Err(RamError::Directory { .. } | RamError::TooSmall { .. })));
+        assert!(matches!(ram.claim("unknown", 4096), Err(RamError::Directory { .. } | RamError::TooSmall { .. })));
         ram.remove("two").unwrap();
-        assert!(matches!(ram.claim("nobody", 4096), Err(RamError::Directory { .. })));
+        assert!(matches!(ram.claim("unknown", 4096), Err(RamError::Directory { .. })));
         ram.remove("three").unwrap();
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 
     #[test]
-    fn a_renewed_file_is_empty_again_and_may_be_of_another_size() {
+    fn a_renewed_file_is_empty_and_may_have_another_size() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let ram = RamDirectory::at(directory.path()).unwrap();
         let file = ram.create("web", 1 << 20).unwrap();
@@ -506,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn room_that_the_former_ram_has_is_room_for_the_next() {
+    fn the_space_of_old_ram_is_available_to_the_ram_that_replaces_it() {
         if !rustix::process::geteuid().is_root() {
             eprintln!("needs root: not run");
             return;
@@ -515,28 +506,28 @@ mod tests {
         let path = directory.path().join("ram");
         let ram = RamDirectory::own_tmpfs(&path, 8 << 20).unwrap();
         ram.create("x", 6 << 20).unwrap();
-        let former = File::options().read(true).write(true).open(ram.file("x")).unwrap();
-        std::os::unix::fs::FileExt::write_all_at(&former, &[1; 5 << 20], 0).unwrap();
+        let old = File::options().read(true).write(true).open(ram.file("x")).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&old, &[1; 5 << 20], 0).unwrap();
         let next = ram.renew_keeping_cache("x", 6 << 20).unwrap();
         assert_eq!(fs::metadata(&next).unwrap().blocks(), 0, "it is another file");
-        assert_eq!(former.metadata().unwrap().blocks() * 512, 5 << 20);
-        // Somebody else's has no claim to that room.
+        assert_eq!(old.metadata().unwrap().blocks() * 512, 5 << 20);
+        // The file of another VM cannot use that space.
         assert!(matches!(ram.create("y", 3 << 20), Err(RamError::TooSmall { .. })));
-        // Without the former one's there would not be enough.
+        // Without the space of the old RAM there is not enough.
         fs::remove_file(&next).unwrap();
         assert!(matches!(ram.renew_keeping_cache("x", 6 << 20), Err(RamError::TooSmall { .. })));
-        drop(former);
+        drop(old);
         RamDirectory::release_own_tmpfs(&path);
     }
 
     #[test]
-    fn a_missing_directory_is_named() {
+    fn the_error_for_a_missing_directory_names_it() {
         let e = RamDirectory::at(Path::new("/nowhere/at/all")).unwrap_err();
         assert!(e.to_string().contains("/nowhere/at/all"), "{e}");
     }
 
     #[test]
-    fn a_tmpfs_of_our_own_is_mounted_once_with_its_size() {
+    fn the_own_tmpfs_is_mounted_once_with_its_size_and_unmounted_when_unused() {
         if !rustix::process::geteuid().is_root() {
             eprintln!("needs root: not run");
             return;
@@ -553,8 +544,8 @@ mod tests {
         assert!(!path.exists());
         ram.create("x", 1 << 20).unwrap();
         RamDirectory::release_own_tmpfs(&path);
-        assert!(path.join("x.ram").exists(), "one that is in use stays");
-        // A pager that has not seen yet that the VM is gone has it open.
+        assert!(path.join("x.ram").exists(), "a tmpfs with a RAM file stays mounted");
+        // A pager that has not noticed the end of the VM has the file open.
         let held = File::open(path.join("x.ram")).unwrap();
         fs::remove_file(path.join("x.ram")).unwrap();
         RamDirectory::release_own_tmpfs(&path);

@@ -1,8 +1,8 @@
-//! Huge pages: how many a hugetlbfs still has.
+//! Free huge pages of a hugetlbfs.
 //!
-//! The kernel takes them out of a pool of its own, one for each size of page. A file has them *reserved* when it is first
-//! mapped, and keeps them until it is removed; one that finds none when it is touched has its process killed by
-//! `SIGBUS`. So a RAM file here is reserved whole when it is made, or it is not made.
+//! The kernel has one pool for each page size. It *reserves* pages for a file when the file is first mapped, and the
+//! file keeps them until it is removed. A process that touches a page for which the pool has none is killed by
+//! `SIGBUS`. So all pages of a RAM file are reserved when it is created; otherwise it is not created.
 
 use rustix::fs::{FsWord, StatFs};
 use std::fs;
@@ -12,26 +12,26 @@ use std::path::{Path, PathBuf};
 /// `HUGETLBFS_MAGIC` of `linux/magic.h`.
 pub(crate) const HUGETLBFS_MAGIC: FsWord = 0x9584_58f6;
 
-/// What a hugetlbfs and the pool behind it have, in bytes.
+/// Free space of a hugetlbfs and of the kernel's pool, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HugePages {
     /// Bytes of a page.
     pub page: u64,
-    /// The pool as its owner set it.
+    /// Configured size of the pool (`nr_hugepages`).
     pub pool: u64,
-    /// Pages that nobody has yet, with those that the kernel may add to the pool (`nr_overcommit_hugepages`).
+    /// Free pages, including those that the kernel may add to the pool (`nr_overcommit_hugepages`).
     pub free: u64,
-    /// How much of that is reserved.
+    /// The part of `free` that is reserved for files.
     pub reserved: u64,
-    /// What the mount's own `size=` leaves; none if it has none.
+    /// Space left by the mount's `size=`; `None` without that option.
     pub limit: Option<u64>,
 }
 
 impl HugePages {
-    /// Those of the file system of `stat`; none if it is no hugetlbfs.
+    /// Reads the figures of the file system of `stat`; `None` if it is not a hugetlbfs.
     ///
     /// # Errors
-    /// When the pool cannot be looked at in `/sys/kernel/mm/hugepages`.
+    /// When the pool cannot be read in `/sys/kernel/mm/hugepages`.
     pub fn of(stat: &StatFs) -> io::Result<Option<Self>> {
         if stat.f_type != HUGETLBFS_MAGIC {
             return Ok(None);
@@ -40,40 +40,40 @@ impl HugePages {
         let directory = directory(page);
         let pages = |name: &str| -> io::Result<u64> {
             let path = directory.join(name);
-            let odd = |e: &dyn std::fmt::Display| io::Error::other(format!("{}: {e}", path.display()));
-            let text = fs::read_to_string(&path).map_err(|e| odd(&e))?;
-            text.trim().parse::<u64>().map_err(|e| odd(&e)).map(|pages| pages.saturating_mul(page))
+            let failed = |e: &dyn std::fmt::Display| io::Error::other(format!("{}: {e}", path.display()));
+            let text = fs::read_to_string(&path).map_err(|e| failed(&e))?;
+            text.trim().parse::<u64>().map_err(|e| failed(&e)).map(|pages| pages.saturating_mul(page))
         };
-        let more = pages("nr_overcommit_hugepages")?.saturating_sub(pages("surplus_hugepages")?);
+        let overcommit = pages("nr_overcommit_hugepages")?.saturating_sub(pages("surplus_hugepages")?);
         Ok(Some(Self {
             page,
             pool: pages("nr_hugepages")?.saturating_sub(pages("surplus_hugepages")?),
-            free: pages("free_hugepages")?.saturating_add(more),
+            free: pages("free_hugepages")?.saturating_add(overcommit),
             reserved: pages("resv_hugepages")?,
-            // Without `size=` a mount says that it has no blocks at all or, with `min_size=`, as many as can be said.
+            // Without `size=` a mount reports 0 blocks or, with `min_size=`, the largest number.
             limit: (stat.f_blocks != 0 && stat.f_blocks != u64::MAX).then(|| stat.f_bavail.saturating_mul(page)),
         }))
     }
 
-    /// Bytes that can still be reserved. A mount with `min_size=` may have more: they are reserved for it.
+    /// Returns how many bytes can still be reserved. A mount with `min_size=` may have more, reserved for itself.
     #[must_use]
     pub fn left(&self) -> u64 {
         self.free.saturating_sub(self.reserved).min(self.limit.unwrap_or(u64::MAX))
     }
 
-    /// What makes room for `asked` bytes.
+    /// Returns what the user can do so that `requested` bytes fit, as the last part of an error message.
     #[must_use]
-    pub fn mend(&self, asked: u64) -> String {
-        if self.limit.is_some_and(|limit| limit < asked) {
+    pub fn remedy(&self, requested: u64) -> String {
+        if self.limit.is_some_and(|limit| limit < requested) {
             return "mount it with a larger `size=`".into();
         }
-        let missing = asked.saturating_sub(self.left()).div_ceil(self.page);
+        let missing = requested.saturating_sub(self.left()).div_ceil(self.page);
         let (file, pages) = (directory(self.page).join("nr_hugepages"), self.pool / self.page + missing);
-        format!("have more huge pages: echo {pages} > {}", file.display())
+        format!("enlarge the pool: echo {pages} > {}", file.display())
     }
 }
 
-/// Where the kernel shows the pool of pages of this size.
+/// Returns the sysfs directory of the pool of this page size.
 fn directory(page: u64) -> PathBuf {
     Path::new("/sys/kernel/mm/hugepages").join(format!("hugepages-{}kB", page >> 10))
 }
@@ -87,7 +87,7 @@ mod tests {
         HugePages { page: PAGE, pool: 40 * PAGE, free: 30 * PAGE, reserved: 10 * PAGE, limit: None };
 
     #[test]
-    fn what_is_reserved_is_not_left_and_a_mount_may_have_less() {
+    fn reserved_pages_and_the_limit_of_the_mount_are_subtracted() {
         assert_eq!(POOL.left(), 20 * PAGE);
         assert_eq!(HugePages { limit: Some(5 * PAGE), ..POOL }.left(), 5 * PAGE);
         assert_eq!(HugePages { limit: Some(50 * PAGE), ..POOL }.left(), 20 * PAGE);
@@ -95,15 +95,15 @@ mod tests {
     }
 
     #[test]
-    fn the_mend_is_for_what_is_short() {
-        let mend = POOL.mend(21 * PAGE - 5);
-        assert_eq!(mend, "have more huge pages: echo 41 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages");
-        let mend = HugePages { limit: Some(20 * PAGE), ..POOL }.mend(21 * PAGE);
-        assert_eq!(mend, "mount it with a larger `size=`");
+    fn the_remedy_names_what_is_too_small() {
+        let remedy = POOL.remedy(21 * PAGE - 5);
+        assert_eq!(remedy, "enlarge the pool: echo 41 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages");
+        let remedy = HugePages { limit: Some(20 * PAGE), ..POOL }.remedy(21 * PAGE);
+        assert_eq!(remedy, "mount it with a larger `size=`");
     }
 
     #[test]
-    fn another_file_system_has_none() {
+    fn other_file_systems_have_no_huge_pages() {
         assert_eq!(HugePages::of(&rustix::fs::statfs("/proc").unwrap()).unwrap(), None);
     }
 }

@@ -1,8 +1,12 @@
-//! Sets of pages: runs of byte offsets, ascending and apart.
+//! Sets of pages: runs of byte offsets, ascending, with gaps between them.
 
+use rekindle_kernel::memory::PAGE_SIZE;
 use std::ops::Range;
 
-/// Add a run that begins at or after the end of the last one.
+/// The content of a page of 4 KiB.
+pub type Page = [u8; PAGE_SIZE];
+
+/// Adds a run that begins at or after the end of the last one.
 pub fn push(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     match runs.last_mut() {
         Some(last) if last.end >= run.start => last.end = last.end.max(run.end),
@@ -11,7 +15,7 @@ pub fn push(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     }
 }
 
-/// All that is in one of them.
+/// Returns all that is in at least one of the sets.
 #[must_use]
 pub fn union(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut all: Vec<_> = one.iter().chain(other).cloned().collect();
@@ -21,20 +25,20 @@ pub fn union(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
     runs
 }
 
-/// The runs, with gaps of at most `most` bytes between two of them filled.
+/// Returns the runs with each gap of at most `max_gap` bytes filled.
 #[must_use]
-pub fn bridged(runs: &[Range<u64>], most: u64) -> Vec<Range<u64>> {
+pub fn bridged(runs: &[Range<u64>], max_gap: u64) -> Vec<Range<u64>> {
     let mut all: Vec<Range<u64>> = Vec::new();
     for run in runs {
         match all.last_mut() {
-            Some(last) if run.start - last.end <= most => last.end = run.end,
+            Some(last) if run.start - last.end <= max_gap => last.end = run.end,
             _ => all.push(run.clone()),
         }
     }
     all
 }
 
-/// All of `0..length` that is not in `runs`.
+/// Returns all of `0..length` that is not in `runs`.
 #[must_use]
 pub fn complement(runs: &[Range<u64>], length: u64) -> Vec<Range<u64>> {
     let mut rest = Vec::new();
@@ -49,7 +53,7 @@ pub fn complement(runs: &[Range<u64>], length: u64) -> Vec<Range<u64>> {
     rest
 }
 
-/// All of `one` that is not in `other`.
+/// Returns all of `one` that is not in `other`.
 #[must_use]
 pub fn difference(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut rest = Vec::new();
@@ -64,39 +68,39 @@ pub fn difference(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
             if next.start >= run.end {
                 break;
             }
-            push_apart(&mut rest, at..next.start.max(at));
+            push_if_not_empty(&mut rest, at..next.start.max(at));
             at = next.end;
             if at >= run.end {
                 break;
             }
         }
-        push_apart(&mut rest, at..run.end.max(at));
+        push_if_not_empty(&mut rest, at..run.end.max(at));
     }
     rest
 }
 
-/// All that is in both.
+/// Returns all that is in both sets.
 #[must_use]
 pub fn intersection(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
     let end = one.last().map_or(0, |run| run.end);
     difference(one, &complement(other, end))
 }
 
-/// As [`push`], but neighbours of the input stay neighbours: an empty run adds nothing.
-fn push_apart(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
+/// As [`push`], but ignores an empty run also where it is adjacent to the last one.
+fn push_if_not_empty(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     if !run.is_empty() {
         push(runs, run);
     }
 }
 
-/// How many bytes they are.
+/// Returns the number of bytes in the runs.
 #[must_use]
 pub fn bytes(runs: &[Range<u64>]) -> u64 {
     runs.iter().map(|run| run.end - run.start).sum()
 }
 
 #[cfg(test)]
-#[allow(clippy::single_range_in_vec_init, reason = "one run is meant")]
+#[allow(clippy::single_range_in_vec_init, reason = "the vector has one run")]
 mod tests {
     use super::*;
     use proptest::prelude::*;
@@ -114,7 +118,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn as_sets(
+        fn operations_agree_with_those_of_btree_sets(
             one in proptest::collection::btree_set(0u64..40, 0..30),
             other in proptest::collection::btree_set(0u64..40, 0..30),
         ) {

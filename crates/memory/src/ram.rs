@@ -1,7 +1,7 @@
-//! The RAM blocks of a running QEMU as data: where each is, and how it is read.
+//! The RAM blocks of a running QEMU: their addresses, and how to read them.
 //!
-//! Shared memory is read from its file (`pread`), private memory out of the process (`process_vm_readv`, a thousand pieces
-//! a call). Neither changes anything: a page that is not there is not read through a mapping, which would make it be there.
+//! Shared memory is read from its file (`pread`), private memory from the process (`process_vm_readv`, a thousand pieces
+//! per call). Neither allocates a page: reading a missing page through a mapping would do that.
 
 use crate::pages;
 use rekindle_kernel::maps::{self, Mapping};
@@ -16,92 +16,84 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 
-/// Why guest RAM cannot be had as data.
+/// Why guest RAM cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestRamError {
     /// The blocks were not found.
     #[error(transparent)]
     Locate(#[from] LocateError),
-    /// The process cannot be looked at.
-    #[error("cannot look at the memory map of QEMU (process {pid}): run as root")]
+    /// The memory map of the process cannot be read.
+    #[error("cannot read the memory map of QEMU (process {pid}): run as root")]
     Maps {
-        /// QEMU.
         pid: u32,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// A block's file cannot be opened.
     #[error("cannot open the file of RAM block {id} ({name}): run as root, or as QEMU's user")]
     File {
-        /// The block.
         id: String,
-        /// The file's name as the kernel tells it.
+        /// The file's name as the kernel reports it.
         name: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// A block cannot be read.
     #[error("cannot read RAM block {id} at {:#x}..{:#x}", range.start, range.end)]
     Read {
-        /// The block.
         id: String,
-        /// Where in the block.
+        /// Offsets in the block.
         range: Range<u64>,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// What is populated cannot be told.
-    #[error("cannot tell which pages of RAM block {id} are there")]
+    /// The populated pages cannot be determined.
+    #[error("cannot determine which pages of RAM block {id} are populated")]
     Scan {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: ScanError,
     },
 }
 
-/// How a block is read.
+/// How to read a block.
 #[derive(Debug)]
 enum Access {
-    /// From this file, in which it begins at that offset.
+    /// From this file, in which the block begins at that offset.
     File(File, u64),
-    /// Out of the process.
+    /// From the process.
     Process,
 }
 
 /// One RAM block of a running QEMU.
 #[derive(Debug)]
 pub struct Block {
-    /// What QEMU says of it.
-    pub told: RamBlock,
-    /// Its address in QEMU.
+    /// The entry in QEMU's block table.
+    pub info: RamBlock,
+    /// Address in QEMU.
     pub address: u64,
-    /// QEMU itself may write it. A guest's writes to memory that is not writable never come through.
+    /// QEMU has it mapped writable. A guest cannot write a block that is not.
     pub writable: bool,
-    /// Others who map the same file see what is written.
+    /// Writes are visible to other processes that map the same file.
     pub shared: bool,
     access: Access,
 }
 
 impl Block {
-    /// Its addresses in QEMU, as far as it is used.
+    /// Addresses of the used part in QEMU.
     #[must_use]
     pub fn used(&self) -> Range<u64> {
-        let page = self.told.page_size.max(1);
-        self.address..self.address + self.told.used.next_multiple_of(page).min(self.told.total)
+        let page = self.info.page_size.max(1);
+        self.address..self.address + self.info.used.next_multiple_of(page).min(self.info.total)
     }
 
-    /// Its addresses in QEMU, with what it may grow to.
+    /// Addresses in QEMU, including the part to which the block may grow.
     #[must_use]
     pub fn total(&self) -> Range<u64> {
-        self.address..self.address + self.told.total
+        self.address..self.address + self.info.total
     }
 
-    /// Its file, if it is shared memory, and the offset in it.
+    /// File of shared memory, and the offset of the block in it.
     #[must_use]
     pub fn file(&self) -> Option<(&File, u64)> {
         match &self.access {
@@ -110,20 +102,19 @@ impl Block {
         }
     }
 
-    /// Runs of addresses as runs of offsets in the block.
+    /// Converts runs of addresses to runs of offsets in the block.
     pub(crate) fn offsets(&self, runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
         runs.into_iter().map(|run| run.start - self.address..run.end - self.address).collect()
     }
 }
 
-/// A difference between what was and what is.
+/// A change of QEMU's block table; the name is that of the block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// A block came: memory or a device was plugged in.
+    /// Memory or a device was plugged in.
     Added(String),
-    /// A block went.
     Removed(String),
-    /// A block is used further, or less far, than before, or was moved.
+    /// The block grew, shrank or was moved.
     Resized(String),
 }
 
@@ -136,51 +127,49 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// All RAM blocks of the QEMU `process`, which answers at `qmp`.
+    /// Finds all RAM blocks of the QEMU `process` with QMP connection `qmp`.
     ///
     /// # Errors
-    /// [`GuestRamError`]; a block that cannot be found or read is never left out.
+    /// [`GuestRamError`] if any block cannot be found or read: none is left out.
     pub fn of(qmp: &mut Qmp, process: Process) -> Result<Self, GuestRamError> {
         Self::from_blocks(process, ramblock::locate(qmp, process)?)
     }
 
-    /// The same for blocks that are known, all of them with an address.
+    /// As [`GuestRam::of`], from a known block table; all blocks must have an address.
     ///
     /// # Errors
     /// [`GuestRamError`].
-    pub fn from_blocks(process: Process, told: Vec<RamBlock>) -> Result<Self, GuestRamError> {
+    pub fn from_blocks(process: Process, blocks: Vec<RamBlock>) -> Result<Self, GuestRamError> {
         let pid = process.pid;
         let maps = maps::of(process).map_err(|source| GuestRamError::Maps { pid, source })?;
-        let blocks = told.into_iter().map(|told| block(process, &maps, told)).collect::<Result<_, _>>()?;
+        let blocks = blocks.into_iter().map(|info| block(process, &maps, info)).collect::<Result<_, _>>()?;
         Ok(Self { process, blocks, may_shrink: true })
     }
 
-    /// Take it that the guest gives no memory back: it has neither a balloon nor virtio-mem. Then pages that were punched
-    /// out of shared memory are not looked for, which takes 2 to 3 ms per GiB of each stop.
+    /// Declares that the guest gives no memory back: it has neither a balloon nor virtio-mem. Then trackers do not search
+    /// for pages that were punched out of shared memory, which takes 2 to 3 ms per GiB at each stop.
     #[must_use]
     pub fn never_shrinking(self) -> Self {
         Self { may_shrink: false, ..self }
     }
 
-    /// Whether pages may be given back.
     #[must_use]
     pub fn may_shrink(&self) -> bool {
         self.may_shrink
     }
 
-    /// QEMU.
     #[must_use]
     pub fn process(&self) -> Process {
         self.process
     }
 
-    /// The blocks, in QEMU's order.
+    /// Blocks in QEMU's order.
     #[must_use]
     pub fn blocks(&self) -> &[Block] {
         &self.blocks
     }
 
-    /// What has changed since: ask at each stop of the guest, before dirty pages are relied on.
+    /// Compares QEMU's current block table with this one. Call it at each stop of the guest, before dirty pages are used.
     ///
     /// # Errors
     /// As for [`GuestRam::of`].
@@ -191,29 +180,29 @@ impl GuestRam {
     fn compare(&self, now: &[RamBlock]) -> Vec<Change> {
         let mut changes = Vec::new();
         for block in &self.blocks {
-            let id = &block.told.id;
+            let id = &block.info.id;
             match now.iter().find(|now| now.id == *id) {
                 None => changes.push(Change::Removed(id.clone())),
                 Some(now) => {
                     let moved = now.address.is_some_and(|address| address != block.address);
-                    let told = &block.told;
-                    if moved || (now.used, now.total, now.offset) != (told.used, told.total, told.offset) {
+                    let old = &block.info;
+                    if moved || (now.used, now.total, now.offset) != (old.used, old.total, old.offset) {
                         changes.push(Change::Resized(id.clone()));
                     }
                 }
             }
         }
-        let known = |id: &str| self.blocks.iter().any(|block| block.told.id == id);
+        let known = |id: &str| self.blocks.iter().any(|block| block.info.id == id);
         changes.extend(now.iter().filter(|now| !known(&now.id)).map(|now| Change::Added(now.id.clone())));
         changes
     }
 
-    /// Read runs of a block, by offsets, one after the other into `buffer`, which holds exactly them.
+    /// Reads runs (offsets) of a block one after the other into `buffer`, whose length must be their sum.
     ///
     /// # Errors
     /// [`GuestRamError::Read`].
     pub fn read(&self, block: &Block, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<(), GuestRamError> {
-        let failed = |range: Range<u64>| move |source| GuestRamError::Read { id: block.told.id.clone(), range, source };
+        let failed = |range: Range<u64>| move |source| GuestRamError::Read { id: block.info.id.clone(), range, source };
         match &block.access {
             Access::Process => {
                 let whole = runs.first().map_or(0, |run| run.start)..runs.last().map_or(0, |run| run.end);
@@ -225,18 +214,18 @@ impl GuestRam {
                 let mut rest = buffer;
                 for run in runs {
                     let length = (run.end - run.start) as usize;
-                    let Some((one, others)) = std::mem::take(&mut rest).split_at_mut_checked(length) else {
+                    let Some((part, tail)) = std::mem::take(&mut rest).split_at_mut_checked(length) else {
                         return Err(failed(run.clone())(io::ErrorKind::InvalidInput.into()));
                     };
-                    file.read_exact_at(one, offset + run.start).map_err(failed(run.clone()))?;
-                    rest = others;
+                    file.read_exact_at(part, offset + run.start).map_err(failed(run.clone()))?;
+                    rest = tail;
                 }
                 Ok(())
             }
         }
     }
 
-    /// The runs of a block that hold something, by offsets: the rest reads as zero, without being read.
+    /// Finds the runs (offsets) of a block that have pages. All other runs are zero and need not be read.
     ///
     /// # Errors
     /// [`GuestRamError::Read`], [`GuestRamError::Scan`].
@@ -244,12 +233,12 @@ impl GuestRam {
         let length = block.used().end - block.address;
         match &block.access {
             Access::File(file, offset) => data(file, *offset..*offset + length).map_err(|source| GuestRamError::Read {
-                id: block.told.id.clone(),
+                id: block.info.id.clone(),
                 range: 0..length,
                 source,
             }),
             Access::Process => {
-                let failed = |source| GuestRamError::Scan { id: block.told.id.clone(), source };
+                let failed = |source| GuestRamError::Scan { id: block.info.id.clone(), source };
                 let query = Query { any: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
                 let mut scanner = Scanner::open(self.process).map_err(failed)?;
                 Ok(block.offsets(scanner.matching(block.used(), query).map_err(failed)?))
@@ -257,7 +246,7 @@ impl GuestRam {
         }
     }
 
-    /// The runs of a block that are certainly zero: what [`GuestRam::populated`] leaves.
+    /// Finds the runs (offsets) of a block that have no pages and so are zero: the complement of [`GuestRam::populated`].
     ///
     /// # Errors
     /// As for [`GuestRam::populated`].
@@ -266,7 +255,7 @@ impl GuestRam {
     }
 }
 
-/// The runs of a file that hold data, in a range of it and relative to its beginning, in whole pages.
+/// Finds the runs of a file that hold data within `range`, in whole pages, relative to the start of `range`.
 pub(crate) fn data(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     const PAGE: u64 = memory::PAGE_SIZE as u64;
     let mut runs = Vec::new();
@@ -275,7 +264,7 @@ pub(crate) fn data(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>
         let start = match seek(file, SeekFrom::Data(at)) {
             Ok(start) => start.max(at),
             Err(rustix::io::Errno::NXIO) => break,
-            // Not a file with holes, as hugetlbfs: all of it counts.
+            // This file system does not report holes, as hugetlbfs: all of the file counts as data.
             Err(rustix::io::Errno::INVAL) => at,
             Err(e) => return Err(e.into()),
         };
@@ -293,36 +282,36 @@ pub(crate) fn data(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>
     Ok(runs)
 }
 
-fn block(process: Process, maps: &[Mapping], told: RamBlock) -> Result<Block, GuestRamError> {
-    let unmapped = |told: &RamBlock| LocateError::Unmapped {
-        id: told.id.clone(),
-        bytes: told.total,
-        address: told.address.unwrap_or(0),
+fn block(process: Process, maps: &[Mapping], info: RamBlock) -> Result<Block, GuestRamError> {
+    let unmapped = |info: &RamBlock| LocateError::Unmapped {
+        id: info.id.clone(),
+        bytes: info.total,
+        address: info.address.unwrap_or(0),
         pid: process.pid,
     };
-    let address = told.address.ok_or_else(|| unmapped(&told))?;
-    let parts = maps::covering(maps, &(address..address + told.total)).ok_or_else(|| unmapped(&told))?;
-    let Some(first) = parts.first() else { return Err(unmapped(&told).into()) };
-    // One file, in one piece: QEMU may have given parts of the mapping other properties.
-    let place = |map: &Mapping| map.offset.wrapping_sub(map.range.start);
-    let one_file = parts.iter().all(|map| map.shared && map.inode == first.inode && place(map) == place(first));
+    let address = info.address.ok_or_else(|| unmapped(&info))?;
+    let parts = maps::covering(maps, &(address..address + info.total)).ok_or_else(|| unmapped(&info))?;
+    let Some(first) = parts.first() else { return Err(unmapped(&info).into()) };
+    // One contiguous piece of one file. It can be several mappings, because QEMU may change the flags of a part.
+    let base = |map: &Mapping| map.offset.wrapping_sub(map.range.start);
+    let one_file = parts.iter().all(|map| map.shared && map.inode == first.inode && base(map) == base(first));
     let shared = parts.iter().any(|map| map.shared);
     let writable = parts.iter().all(|map| map.writable);
     let mut access = Access::Process;
     if one_file && first.inode != 0 {
-        let failed = |source| GuestRamError::File { id: told.id.clone(), name: first.name.clone(), source };
+        let failed = |source| GuestRamError::File { id: info.id.clone(), name: first.name.clone(), source };
         let file = open(process, first).map_err(failed)?;
         // A device (devdax) cannot be read, but its memory can.
         if !file.metadata().map_err(failed)?.file_type().is_char_device() {
             access = Access::File(file, first.offset + (address - first.range.start));
         }
     }
-    Ok(Block { address, writable, shared, access, told })
+    Ok(Block { address, writable, shared, access, info })
 }
 
-/// The file of a mapping: as the kernel has it mapped, or else as QEMU has it open, which needs fewer rights.
+/// Opens the file of a mapping through `/proc/PID/map_files`, or else through QEMU's descriptor, which needs fewer rights.
 fn open(process: Process, map: &Mapping) -> io::Result<File> {
-    let refused = match map.open(process) {
+    let error = match map.open(process) {
         Ok(Some(file)) => return Ok(file),
         Ok(None) => io::ErrorKind::NotFound.into(),
         Err(e) => e,
@@ -335,24 +324,24 @@ fn open(process: Process, map: &Mapping) -> io::Result<File> {
             return File::open(entry.path());
         }
     }
-    Err(refused)
+    Err(error)
 }
 
 #[cfg(test)]
-#[allow(clippy::single_range_in_vec_init, reason = "one run is meant")]
+#[allow(clippy::single_range_in_vec_init, reason = "the vector has one run")]
 mod tests {
     use super::*;
     use rekindle_kernel::memory::PAGE_SIZE;
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
-    fn told(id: &str, address: Option<u64>, pages: u64) -> RamBlock {
+    fn ram_block(id: &str, address: Option<u64>, pages: u64) -> RamBlock {
         RamBlock { id: id.into(), used: pages * PAGE, total: pages * PAGE, page_size: PAGE, offset: 0, address }
     }
 
     fn ram(area: &[u8], pages: u64) -> GuestRam {
         let address = (area.as_ptr() as u64).next_multiple_of(PAGE);
-        GuestRam::from_blocks(Process::current().unwrap(), vec![told("ram", Some(address), pages)]).unwrap()
+        GuestRam::from_blocks(Process::current().unwrap(), vec![ram_block("ram", Some(address), pages)]).unwrap()
     }
 
     #[test]
@@ -373,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_of_a_file_are_zero_without_being_read() {
+    fn only_pages_with_data_are_found_in_a_sparse_file() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = directory.path().join("ram");
         let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
@@ -386,24 +375,24 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_come_go_and_grow_are_noticed() {
+    fn added_removed_and_resized_blocks_are_reported() {
         let area = vec![0u8; 9 * PAGE_SIZE];
         let ram = ram(&area, 8);
-        let same = ram.blocks()[0].told.clone();
+        let same = ram.blocks()[0].info.clone();
         assert_eq!(ram.compare(std::slice::from_ref(&same)), []);
-        let silent = RamBlock { address: None, ..same.clone() };
-        assert_eq!(ram.compare(&[silent]), [], "a QEMU that does not tell addresses");
+        let without_address = RamBlock { address: None, ..same.clone() };
+        assert_eq!(ram.compare(&[without_address]), [], "a QEMU that does not report addresses");
         let grown = RamBlock { used: 4 * PAGE, ..same.clone() };
         assert_eq!(ram.compare(&[grown]), [Change::Resized("ram".into())]);
-        assert_eq!(ram.compare(&[same, told("dimm", None, 1)]), [Change::Added("dimm".into())]);
+        assert_eq!(ram.compare(&[same, ram_block("dimm", None, 1)]), [Change::Added("dimm".into())]);
         assert_eq!(ram.compare(&[]), [Change::Removed("ram".into())]);
     }
 
     #[test]
-    fn a_block_that_is_not_mapped_is_refused_by_name() {
+    fn the_error_for_an_unmapped_block_names_it() {
         let me = Process::current().unwrap();
-        let e = GuestRam::from_blocks(me, vec![told("dimm", Some(PAGE), 2)]).unwrap_err();
+        let e = GuestRam::from_blocks(me, vec![ram_block("dimm", Some(PAGE), 2)]).unwrap_err();
         assert!(e.to_string().contains("dimm"), "{e}");
-        assert!(GuestRam::from_blocks(me, vec![told("dimm", None, 2)]).is_err());
+        assert!(GuestRam::from_blocks(me, vec![ram_block("dimm", None, 2)]).is_err());
     }
 }

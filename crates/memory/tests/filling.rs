@@ -1,4 +1,4 @@
-//! Tracking while pages still come: a checkpoint, with what is told put over it, is the memory at each stop.
+//! Tracking during a fill: a checkpoint, overwritten with the reported pages, is the memory at each stop.
 
 #![allow(unsafe_code, reason = "the process's memory is a mapping of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -9,7 +9,7 @@ use common::victim::{self, HugePages, Kind, PAGE, Victim, expected};
 use common::wait_for;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::userfault::remote;
-use rekindle_memory::missing::{Content, Last, Page, PageSource, Pager};
+use rekindle_memory::missing::{Completion, Content, Page, PageSource, Pager};
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, Dirty, Filling, TrackError, Tracker};
 use rekindle_qemu::stopped::Stopped;
@@ -25,15 +25,15 @@ fn victim() {
     victim::act();
 }
 
-/// The checkpoint from which pages come. On a busy machine it waits for the checkpoints that are to be taken meanwhile: it gets slower
-/// the further it is ahead of them.
+/// The checkpoint that pages are filled from. It slows down when it has supplied more than [`PACE`] pages per new
+/// checkpoint, so that checkpoints are taken during the fill on a busy machine too.
 struct Checkpoint {
-    slow: Duration,
-    given: u32,
-    beside: Arc<AtomicU32>,
+    delay: Duration,
+    supplied: u32,
+    taken: Arc<AtomicU32>,
 }
 
-/// Pages that may come for each checkpoint that was taken.
+/// Pages that are supplied at full speed for each new checkpoint.
 const PACE: u32 = 400;
 
 fn fill_page(page: u64, buffer: &mut [u8]) -> Content {
@@ -50,9 +50,9 @@ impl PageSource for Checkpoint {
     type Error = io::Error;
 
     fn page(&mut self, _: &str, page: u64, buffer: &mut Page) -> io::Result<Content> {
-        self.given += 1;
-        let is_ahead = self.given > PACE * (1 + self.beside.load(Ordering::SeqCst));
-        thread::sleep(if is_ahead { Duration::from_millis(1) } else { self.slow });
+        self.supplied += 1;
+        let is_ahead = self.supplied > PACE * (1 + self.taken.load(Ordering::SeqCst));
+        thread::sleep(if is_ahead { Duration::from_millis(1) } else { self.delay });
         Ok(fill_page(page, buffer))
     }
 
@@ -65,7 +65,7 @@ fn all(_: &str) -> bool {
     true
 }
 
-/// Put what is told over a copy.
+/// Overwrites a copy with the reported pages.
 fn apply(ram: &GuestRam, dirty: &Dirty, copy: &mut [u8]) {
     let block = &ram.blocks()[0];
     for run in &dirty.zero[0] {
@@ -76,14 +76,14 @@ fn apply(ram: &GuestRam, dirty: &Dirty, copy: &mut [u8]) {
     }
 }
 
-/// That a copy is the memory, and what has not come is what it was.
+/// Asserts that a copy is the memory, and that pages which are not filled have the content of `image`.
 #[track_caller]
-fn assert_whole(victim: &Victim, copy: &[u8], image: &[u8], give_back: bool, what: &str) {
+fn assert_same_or_missing(victim: &Victim, copy: &[u8], image: &[u8], give_back: bool, what: &str) {
     let memory = victim.memory();
     let size = PAGE as usize;
     let pages = copy.chunks(size).zip(memory.chunks(size)).zip(image.chunks(size)).enumerate();
     let wrong = pages.filter(|(_, ((copy, memory), image))| {
-        // Missing, or zero in the checkpoint as well, or given back: the tracker's documentation says what is not told then.
+        // Missing, or zero in the checkpoint too, or given back: see the tracker's documentation.
         let absent = memory.iter().all(|&byte| byte == 0);
         copy != memory && !(absent && (copy == image || give_back))
     });
@@ -95,8 +95,8 @@ fn populated(victim: &Victim) -> u64 {
     rekindle_memory::pages::bytes(&victim.ram.populated(&victim.ram.blocks()[0]).unwrap())
 }
 
-/// Who tracks.
-enum Now {
+/// The tracker in use.
+enum CurrentTracker {
     Filling(Box<Filling>),
     Own(Asynchronous),
 }
@@ -109,7 +109,7 @@ fn attach(victim: &Victim) -> Box<Filling> {
 }
 
 #[test]
-fn a_checkpoint_with_what_is_told_put_over_it_is_the_memory_at_each_stop() {
+fn a_checkpoint_overwritten_with_the_reported_pages_is_the_memory_at_each_stop() {
     let huge = HugePages::take(32);
     let mut kinds = vec![(Kind::Private, 6000, false), (Kind::Shared, 6000, false)];
     kinds.extend([(Kind::Private, 6000, true), (Kind::Shared, 6000, true)]);
@@ -118,91 +118,96 @@ fn a_checkpoint_with_what_is_told_put_over_it_is_the_memory_at_each_stop() {
         let mut victim = Victim::mixer(kind, pages, give_back);
         let before = victim::descriptors(victim.process);
         let injector = Injector::new(victim.process).unwrap();
-        let total = victim.ram.blocks()[0].told.used;
+        let total = victim.ram.blocks()[0].info.used;
         let mut image = vec![0; total as usize];
         for (page, bytes) in image.chunks_mut(PAGE as usize).enumerate() {
             fill_page(page as u64, bytes);
         }
         let mut copy = image.clone();
-        let beside = Arc::new(AtomicU32::new(0));
-        let mut source = Checkpoint { slow: Duration::from_micros(60), given: 0, beside: Arc::clone(&beside) };
+        let taken = Arc::new(AtomicU32::new(0));
+        let mut source = Checkpoint { delay: Duration::from_micros(60), supplied: 0, taken: Arc::clone(&taken) };
         let mut pager = Pager::begin(injector, &victim.ram, all, &mut source, None).unwrap();
         let (end, filled, handed) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
-        let (mut after, mut told) = (0, 0);
+        let (mut after, mut reported) = (0, 0);
         thread::scope(|scope| {
             let (mut pager, mut source, end, filled, handed) = (&mut pager, &mut source, &end, &filled, &handed);
-            let last = move || {
+            let completion = move || {
                 filled.store(true, Ordering::SeqCst);
-                if handed.load(Ordering::SeqCst) { Last::HandedOver } else { Last::Wait }
+                if handed.load(Ordering::SeqCst) { Completion::HandedOver } else { Completion::Wait }
             };
             let mut running = Some(scope.spawn(move || {
-                let progress = pager.run_until(source, [], end, last).unwrap();
+                let progress = pager.run_until(source, [], end, completion).unwrap();
                 (pager, source, progress)
             }));
             let mut stopped = Stopped::vouched();
             victim.begin();
             victim.stop();
-            let mut now = Now::Filling(attach(&victim));
+            let mut current = CurrentTracker::Filling(attach(&victim));
             for round in 0.. {
-                victim.go_on();
+                victim.resume();
                 thread::sleep(Duration::from_millis(5));
                 victim.stop();
-                let dirty = match &mut now {
-                    Now::Filling(tracker) if filled.load(Ordering::SeqCst) && round > 25 => {
+                let dirty = match &mut current {
+                    CurrentTracker::Filling(tracker) if filled.load(Ordering::SeqCst) && round > 25 => {
                         let (dirty, own) = tracker.hand_over(&mut stopped, None).unwrap();
-                        now = Now::Own(own);
+                        current = CurrentTracker::Own(own);
                         handed.store(true, Ordering::SeqCst);
                         dirty
                     }
-                    // A protector has died: the record stays.
-                    Now::Filling(tracker) if round == 7 => {
+                    // The protector dies: the record stays.
+                    CurrentTracker::Filling(tracker) if round == 7 => {
                         *tracker = attach(&victim);
                         tracker.collect(&mut stopped).unwrap()
                     }
-                    // It died with what it had collected.
-                    Now::Filling(tracker) if round == 11 => {
+                    // It dies and loses what it has collected.
+                    CurrentTracker::Filling(tracker) if round == 11 => {
                         tracker.collect(&mut stopped).unwrap();
                         *tracker = attach(&victim);
                         tracker.everything().unwrap()
                     }
-                    Now::Filling(tracker) => {
-                        beside.fetch_add(u32::from(!filled.load(Ordering::SeqCst)), Ordering::SeqCst);
+                    CurrentTracker::Filling(tracker) => {
+                        taken.fetch_add(u32::from(!filled.load(Ordering::SeqCst)), Ordering::SeqCst);
                         tracker.collect(&mut stopped).unwrap()
                     }
-                    Now::Own(own) => {
+                    CurrentTracker::Own(own) => {
                         after += 1;
                         own.collect(&mut stopped).unwrap()
                     }
                 };
-                told += dirty.bytes();
+                reported += dirty.bytes();
                 apply(&victim.ram, &dirty, &mut copy);
-                assert_whole(&victim, &copy, &image, give_back, &format!("{kind:?}, {give_back}, round {round}"));
-                // The pager dies, too, and another goes on.
+                let what = format!("{kind:?}, {give_back}, round {round}");
+                assert_same_or_missing(&victim, &copy, &image, give_back, &what);
+                // The pager dies, and another one continues.
                 if round == 15 && !filled.load(Ordering::SeqCst) {
                     end.store(true, Ordering::SeqCst);
                     (pager, source, _) = running.take().unwrap().join().unwrap();
                     end.store(false, Ordering::SeqCst);
-                    *pager = Pager::take_over(injector, &victim.ram, all).unwrap().expect("it was left");
+                    *pager = Pager::take_over(injector, &victim.ram, all).unwrap().expect("a registration");
                     running = Some(scope.spawn(move || {
-                        let progress = pager.run_until(source, [], end, last).unwrap();
+                        let progress = pager.run_until(source, [], end, completion).unwrap();
                         (pager, source, progress)
                     }));
                 }
                 if after == 15 {
                     break;
                 }
-                assert!(round < 10_000, "{} of {total} bytes have come", populated(&victim));
+                assert!(round < 10_000, "{} of {total} bytes are filled", populated(&victim));
             }
             let (_, _, progress) = running.unwrap().join().unwrap();
             assert!(progress.complete, "{kind:?}: {progress:?}");
-            assert_eq!(remote::existing(victim.process).unwrap().len(), 1, "{kind:?}: ours, the pager's is closed");
-            let Now::Own(own) = now else { panic!("it was handed over") };
-            victim.go_on();
+            assert_eq!(
+                remote::existing(victim.process).unwrap().len(),
+                1,
+                "{kind:?}: the tracker's, the pager's is closed"
+            );
+            let CurrentTracker::Own(own) = current else { panic!("not handed over") };
+            victim.resume();
             own.detach().unwrap();
         });
-        let beside = beside.load(Ordering::SeqCst);
-        assert!(beside > 5, "{kind:?}: {beside} checkpoints while pages came");
-        assert!(told > 0, "{kind:?}");
+        let taken = taken.load(Ordering::SeqCst);
+        assert!(taken > 5, "{kind:?}: {taken} checkpoints during the fill");
+        assert!(reported > 0, "{kind:?}");
         assert_eq!(victim::descriptors(victim.process), before, "{kind:?}");
         assert!(!victim.is_registered());
         assert!(victim.end());
@@ -210,20 +215,20 @@ fn a_checkpoint_with_what_is_told_put_over_it_is_the_memory_at_each_stop() {
 }
 
 #[test]
-fn what_has_not_come_is_neither_told_nor_read_and_a_read_page_is_not_a_written_one() {
+fn missing_pages_are_neither_reported_nor_read_and_a_read_page_does_not_count_as_written() {
     let mut reader = Victim::mixer(Kind::Shared, 3000, false);
     let injector = Injector::new(reader.process).unwrap();
     let mut source =
-        Checkpoint { slow: Duration::ZERO, given: 0, beside: Arc::new(AtomicU32::new(u32::MAX / PACE - 1)) };
+        Checkpoint { delay: Duration::ZERO, supplied: 0, taken: Arc::new(AtomicU32::new(u32::MAX / PACE - 1)) };
     let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
     let end = AtomicBool::new(false);
-    // Everything comes, and nobody writes.
+    // All pages are filled, and none is written.
     thread::scope(|scope| {
         let (pager, source, end) = (&mut pager, &mut source, &end);
-        let running = scope.spawn(move || pager.run_until(source, [], end, || Last::Wait).unwrap());
-        wait_for(|| "all that is not zero".into(), || (populated(&reader) == 2000 * PAGE).then_some(()));
+        let running = scope.spawn(move || pager.run_until(source, [], end, || Completion::Wait).unwrap());
+        wait_for(|| "all pages that are not zero".into(), || (populated(&reader) == 2000 * PAGE).then_some(()));
         let mut tracker = attach(&reader);
-        // One page was written: the proof.
+        // One page was written, by the tracker's test.
         let dirty = tracker.collect(&mut Stopped::vouched()).unwrap();
         assert_eq!((dirty.bytes(), dirty.zero[0].len()), (PAGE, 0));
         assert_eq!(tracker.collect(&mut Stopped::vouched()).unwrap().bytes(), 0);
@@ -232,7 +237,7 @@ fn what_has_not_come_is_neither_told_nor_read_and_a_read_page_is_not_a_written_o
         end.store(true, Ordering::SeqCst);
         running.join().unwrap();
     });
-    // It ends its record: that is told, and not taken for "nothing was written".
+    // The pager ends its record: that is an error, not "nothing was written".
     let mut tracker = attach(&reader);
     assert!(pager.run(&mut source, [], &AtomicBool::new(false)).unwrap().complete);
     let e = tracker.collect(&mut Stopped::vouched()).unwrap_err();

@@ -1,4 +1,4 @@
-//! Real guests in stock QEMUs of both versions: adopted, made to do system calls, tracked, restored page by page.
+//! Real guests in stock QEMUs of both versions: adopted, injected with system calls, tracked, and restored page by page.
 
 #![allow(unsafe_code, reason = "the shared module of the tests maps memory of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Bytes that the guest has to have written between two stops.
+/// Bytes that the guest must write between two stops.
 const ENOUGH: u64 = 1 << 20;
 const SANDBOX: [&str; 2] = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
 
@@ -50,13 +50,13 @@ fn assert_same(ram: &GuestRam, copies: &[Vec<u8>], now: &[Vec<u8>], what: &str) 
     for (block, (copy, now)) in ram.blocks().iter().zip(copies.iter().zip(now)) {
         let pages = copy.chunks(4096).zip(now.chunks(4096)).enumerate();
         let different: Vec<_> = pages.filter(|(_, (copy, now))| copy != now).map(|(page, _)| page).collect();
-        assert!(different.is_empty(), "{what}: pages {different:?} of {} differ", block.told.id);
+        assert!(different.is_empty(), "{what}: pages {different:?} of {} differ", block.info.id);
     }
 }
 
-/// The same with the memory as it is, the guest stopped: piece by piece, as a copy of all of it for each look takes its time.
+/// As [`assert_same`], with the memory of the stopped guest: in pieces, because a full copy for each comparison is slow.
 #[track_caller]
-fn assert_is_now(ram: &GuestRam, copies: &[Vec<u8>], what: &str) {
+fn assert_is_memory(ram: &GuestRam, copies: &[Vec<u8>], what: &str) {
     let mut piece = vec![0; 1 << 20];
     for (block, copy) in ram.blocks().iter().zip(copies) {
         let mut different = Vec::new();
@@ -82,15 +82,15 @@ fn assert_is_now(ram: &GuestRam, copies: &[Vec<u8>], what: &str) {
             end = run.end;
         }
         compare(end, None, copy.len() as u64 - end);
-        assert!(different.is_empty(), "{what}: pages {different:?} of {} differ", block.told.id);
+        assert!(different.is_empty(), "{what}: pages {different:?} of {} differ", block.info.id);
     }
 }
 
 #[test]
-fn a_thousand_calls_into_a_busy_qemu_are_not_noticed_by_its_guest() {
+fn a_thousand_injected_calls_do_not_disturb_the_guest_of_a_busy_qemu() {
     for binary in binaries() {
         let qemu = Qemu::boot(Config::new(binary, Ram::Private).with(&SANDBOX));
-        qemu.write_all_the_time();
+        qemu.write_continuously();
         let injector = Injector::new(qemu.process).unwrap();
         let before: u64 = qemu.ask("tick").parse().unwrap();
         for _ in 0..1000 {
@@ -98,7 +98,7 @@ fn a_thousand_calls_into_a_busy_qemu_are_not_noticed_by_its_guest() {
             assert_eq!(pid, u64::from(qemu.process.pid));
         }
         wait_for(
-            || "the guest to count on".into(),
+            || "the guest to continue counting".into(),
             || (qemu.ask("tick").parse::<u64>().unwrap() > before + 3).then_some(()),
         );
         qemu.verify();
@@ -106,7 +106,7 @@ fn a_thousand_calls_into_a_busy_qemu_are_not_noticed_by_its_guest() {
 }
 
 #[test]
-fn a_qemu_is_known_from_its_socket_and_its_blocks_are_found() {
+fn a_qemu_is_identified_by_its_socket_and_its_blocks_are_found() {
     for binary in binaries() {
         for ram in [Ram::File, Ram::Memfd, Ram::Private] {
             let more = ["-name", "some,,one", "-device", "virtio-balloon-pci"];
@@ -125,19 +125,19 @@ fn a_qemu_is_known_from_its_socket_and_its_blocks_are_found() {
             assert_eq!((backend.size, backend.share), (MIB << 20, Some(ram != Ram::Private)));
 
             let found = GuestRam::of(&mut qmp, qemu.process).unwrap();
-            let told = ramblock::list(&mut qmp).unwrap();
-            assert_eq!(found.blocks().len(), told.len());
-            assert!(told.len() > 5, "{told:?}");
+            let listed = ramblock::list(&mut qmp).unwrap();
+            assert_eq!(found.blocks().len(), listed.len());
+            assert!(listed.len() > 5, "{listed:?}");
             assert_eq!(found.changes(&mut qmp).unwrap(), []);
-            for (block, told) in found.blocks().iter().zip(&told) {
-                // A QEMU that tells the addresses tells the same ones.
-                assert!(told.address.is_none_or(|address| address == block.address), "{block:?}");
+            for (block, listed) in found.blocks().iter().zip(&listed) {
+                // A QEMU that reports addresses reports the same ones.
+                assert!(listed.address.is_none_or(|address| address == block.address), "{block:?}");
             }
-            let main = found.blocks().iter().find(|block| block.told.id == "ram").unwrap();
+            let main = found.blocks().iter().find(|block| block.info.id == "ram").unwrap();
             assert_eq!((main.shared, main.file().is_some()), (ram != Ram::Private, ram != Ram::Private));
             // The firmware's last 16 bytes begin with a jump (at the processor's first instruction).
-            let bios = found.blocks().iter().find(|block| block.told.id == "pc.bios").unwrap();
-            let end = bios.told.used;
+            let bios = found.blocks().iter().find(|block| block.info.id == "pc.bios").unwrap();
+            let end = bios.info.used;
             let mut last = vec![0; 16];
             found.read(bios, std::slice::from_ref(&(end - 16..end)), &mut last).unwrap();
             assert_eq!(last[0], 0xea);
@@ -146,7 +146,7 @@ fn a_qemu_is_known_from_its_socket_and_its_blocks_are_found() {
 }
 
 #[test]
-fn what_stands_in_the_way_is_named() {
+fn obstacles_to_adoption_are_named() {
     let binary = &tools().new;
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let file = directory.path().join("shared");
@@ -157,14 +157,14 @@ fn what_stands_in_the_way_is_named() {
     drop(qemu.qmp());
     let (adopted, _qmp) = adopt(&qemu.path("qmp"), Duration::from_secs(30)).unwrap();
     let named: Vec<_> = adopted.obstacles.iter().map(|obstacle| obstacle.what.as_str()).collect();
-    // Rekindle's own word for it, and QEMU's.
+    // Rekindle's own message, and QEMU's.
     assert_eq!(named.len(), 2, "{named:?}");
     assert!(named.iter().any(|what| what.starts_with("ivshmem-plain")), "{named:?}");
     assert!(named.iter().any(|what| what.contains("Migration is disabled")), "{named:?}");
 }
 
 #[test]
-fn a_socket_of_no_qemu_is_refused() {
+fn a_socket_that_is_not_of_qemu_is_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("sock");
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
@@ -187,7 +187,7 @@ fn a_copy_that_follows_a_running_guest_is_its_memory_at_each_stop() {
     for (binary, kind) in cases {
         let binary = binaries()[binary];
         let qemu = Qemu::boot(Config::new(binary, kind).with(&SANDBOX));
-        qemu.write_all_the_time();
+        qemu.write_continuously();
         let mut qmp = qemu.qmp();
         let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
         let injector = Injector::new(qemu.process).unwrap();
@@ -198,18 +198,18 @@ fn a_copy_that_follows_a_running_guest_is_its_memory_at_each_stop() {
         let mut tracker = Asynchronous::attach(injector, Arc::clone(&ram), &mut stopped, None).unwrap();
         let mut copies: Vec<_> = everything(&ram).iter().map(|all| vec![0xff; all.len()]).collect();
         apply(&ram, &Dirty::everything(&ram).unwrap(), &mut copies);
-        let mut told = 0;
+        let mut reported = 0;
         for round in 0..8 {
-            assert_is_now(&ram, &copies, &format!("{} {kind:?}, round {round}", binary.display()));
+            assert_is_memory(&ram, &copies, &format!("{} {kind:?}, round {round}", binary.display()));
             pause(&mut qmp, false);
-            wait_for(|| qemu.said(), || (tracker.look().unwrap().bytes() > ENOUGH).then_some(()));
+            wait_for(|| qemu.output(), || (tracker.peek().unwrap().bytes() > ENOUGH).then_some(()));
             pause(&mut qmp, true);
             let mut stopped = Stopped::check(&mut qmp).unwrap();
             let dirty = tracker.collect(&mut stopped).unwrap();
-            told += dirty.bytes();
+            reported += dirty.bytes();
             apply(&ram, &dirty, &mut copies);
         }
-        assert!(told > 0 && told < 8 * (MIB << 20) / 2, "{told}");
+        assert!(reported > 0 && reported < 8 * (MIB << 20) / 2, "{reported}");
         pause(&mut qmp, false);
         tracker.detach().unwrap();
         assert_eq!(victim::open_files(qemu.process), before);
@@ -223,7 +223,7 @@ fn a_copy_that_follows_a_running_guest_is_its_memory_at_each_stop() {
 fn checkpoints_are_copied_while_the_guest_runs() {
     for binary in binaries() {
         let qemu = Qemu::boot(Config::new(binary, Ram::File));
-        qemu.write_all_the_time();
+        qemu.write_continuously();
         let mut qmp = qemu.qmp();
         let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
         let injector = Injector::new(qemu.process).unwrap();
@@ -241,7 +241,7 @@ fn checkpoints_are_copied_while_the_guest_runs() {
         let mut tracker = attached.unwrap();
         for round in 0..6 {
             pause(&mut qmp, false);
-            wait_for(|| qemu.said(), || (tracker.look().unwrap().bytes() > ENOUGH).then_some(()));
+            wait_for(|| qemu.output(), || (tracker.peek().unwrap().bytes() > ENOUGH).then_some(()));
             pause(&mut qmp, true);
             let mut stopped = Stopped::check(&mut qmp).unwrap();
             let dirty = tracker.collect(&mut stopped).unwrap();
@@ -251,7 +251,7 @@ fn checkpoints_are_copied_while_the_guest_runs() {
             while let Some(claim) = tracker.claim(64 << 10) {
                 claim.runs.iter().for_each(|run| save(&ram, claim.block, run.clone()));
             }
-            wait_for(|| "the last pages".into(), || tracker.landed().ok());
+            wait_for(|| "the last pages".into(), || tracker.check_all_copied().ok());
             assert_same(&ram, &copies.lock().unwrap(), &now, &format!("{}, round {round}", binary.display()));
         }
         assert!(tracker.faults() > 0);
@@ -267,7 +267,7 @@ fn checkpoints_are_copied_while_the_guest_runs() {
 fn a_hundred_attachments_leave_no_trace() {
     for binary in binaries() {
         let qemu = Qemu::boot(Config::new(binary, Ram::File).with(&SANDBOX));
-        qemu.write_all_the_time();
+        qemu.write_continuously();
         let mut qmp = qemu.qmp();
         let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
         let injector = Injector::new(qemu.process).unwrap();
@@ -289,7 +289,7 @@ fn a_hundred_attachments_leave_no_trace() {
 #[test]
 fn a_qemu_of_another_user_is_tracked_through_the_device() {
     let allowed = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap();
-    assert_eq!(allowed.trim(), "0", "this test needs userfaultfd to be root's: sysctl vm.unprivileged_userfaultfd=0");
+    assert_eq!(allowed.trim(), "0", "only root may use userfaultfd in this test: sysctl vm.unprivileged_userfaultfd=0");
     let config = Config::new(&tools().new, Ram::Private).with(&["-run-with", "user=nobody", "-sandbox", "on"]);
     let qemu = Qemu::start(config);
     let mut qmp = qemu.qmp();
@@ -308,13 +308,13 @@ fn a_qemu_of_another_user_is_tracked_through_the_device() {
     let mut tracker = Asynchronous::attach(injector, ram, &mut stopped, number).unwrap();
     let _: Value = qmp.execute("closefd", &name).unwrap();
     pause(&mut qmp, false);
-    wait_for(|| "the guest to write".into(), || (tracker.look().unwrap().bytes() > 1 << 20).then_some(()));
+    wait_for(|| "the guest to write".into(), || (tracker.peek().unwrap().bytes() > 1 << 20).then_some(()));
     tracker.detach().unwrap();
     assert_eq!(remote::device_in(qemu.process).unwrap(), None);
 }
 
 #[test]
-fn pages_that_the_disk_brings_past_the_processor_are_told() {
+fn pages_written_by_disk_reads_are_reported() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (disk, archive) = (directory.path().join("disk"), directory.path().join("overlay"));
     let mut random = 1u64;
@@ -327,7 +327,7 @@ fn pages_that_the_disk_brings_past_the_processor_are_told() {
         })
         .collect();
     fs::write(&disk, content).unwrap();
-    // Reads the disk again and again, each time into other pages.
+    // Reads the disk repeatedly, each time into other pages.
     let script = "#!/bin/sh\nmount -t proc proc /proc\nmount -t devtmpfs dev /dev\n\
         while read -r module; do insmod /modules/$module.ko; done </modules/order\n\
         while true; do echo sum $(md5sum </dev/vda); echo 3 >/proc/sys/vm/drop_caches; done\n";
@@ -339,7 +339,7 @@ fn pages_that_the_disk_brings_past_the_processor_are_told() {
             config.overlay = Some(archive.clone());
             let qemu = Qemu::start(config);
             let sums = || qemu.console().lines().filter(|line| line.starts_with("sum ")).count();
-            wait_for(|| qemu.said(), || (sums() > 0).then_some(()));
+            wait_for(|| qemu.output(), || (sums() > 0).then_some(()));
             let mut qmp = qemu.qmp();
             let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
             let injector = Injector::new(qemu.process).unwrap();
@@ -350,19 +350,19 @@ fn pages_that_the_disk_brings_past_the_processor_are_told() {
             let before = sums();
             for round in 0..30 {
                 pause(&mut qmp, false);
-                // No condition: the stops are to come at different moments of the guest's reads.
+                // Not a wait for a condition: the stops should hit different moments of the guest's reads.
                 thread::sleep(Duration::from_millis(10 + 7 * (round % 5)));
                 pause(&mut qmp, true);
                 let mut stopped = Stopped::check(&mut qmp).unwrap();
                 let dirty = tracker.collect(&mut stopped).unwrap();
                 apply(&ram, &dirty, &mut copies);
-                assert_is_now(&ram, &copies, &format!("{kind:?}, round {round}"));
+                assert_is_memory(&ram, &copies, &format!("{kind:?}, round {round}"));
             }
             pause(&mut qmp, false);
             tracker.detach().unwrap();
-            wait_for(|| qemu.said(), || (sums() > before + 1).then_some(()));
+            wait_for(|| qemu.output(), || (sums() > before + 1).then_some(()));
             let console = qemu.console();
-            // The last line may be half written.
+            // The last line may be incomplete.
             let whole = console.rsplit_once('\n').unwrap().0;
             let mut seen: Vec<_> = whole.lines().filter(|line| line.starts_with("sum ")).map(str::trim_end).collect();
             seen.dedup();
@@ -371,17 +371,17 @@ fn pages_that_the_disk_brings_past_the_processor_are_told() {
     }
 }
 
-/// RAM blocks as they were.
+/// Saved RAM blocks.
 struct Image {
     blocks: BTreeMap<String, Vec<u8>>,
-    slow: Duration,
+    delay: Duration,
 }
 
 impl PageSource for Image {
     type Error = std::io::Error;
 
     fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> std::io::Result<Content> {
-        thread::sleep(self.slow);
+        thread::sleep(self.delay);
         let all = self.blocks.get(block).unwrap();
         buffer.copy_from_slice(&all[page as usize * 4096..][..4096]);
         Ok(if buffer.iter().all(|&byte| byte == 0) { Content::Zero } else { Content::Data })
@@ -393,7 +393,7 @@ impl PageSource for Image {
 }
 
 #[test]
-fn a_guest_goes_on_in_a_new_qemu_while_its_pages_come_although_the_pager_is_replaced() {
+fn a_guest_runs_in_a_new_qemu_during_the_fill_although_the_pager_is_replaced() {
     for binary in binaries() {
         for kind in [Ram::File, Ram::Private] {
             let old = Qemu::boot(Config::new(binary, kind));
@@ -404,15 +404,15 @@ fn a_guest_goes_on_in_a_new_qemu_while_its_pages_come_although_the_pager_is_repl
             let state: PathBuf = directory.path().join("state");
             let _: Value = qmp.execute("xen-save-devices-state", json!({"filename": state, "live": false})).unwrap();
             let ram = GuestRam::of(&mut qmp, old.process).unwrap();
-            let blocks = ram.blocks().iter().map(|block| block.told.id.clone()).zip(everything(&ram)).collect();
-            let mut image = Image { blocks, slow: Duration::from_micros(30) };
+            let blocks = ram.blocks().iter().map(|block| block.info.id.clone()).zip(everything(&ram)).collect();
+            let mut image = Image { blocks, delay: Duration::from_micros(30) };
             drop((qmp, ram, old));
 
             let new = Qemu::start(Config::new(binary, kind).with(&["-incoming", "defer"]));
             let mut qmp = new.qmp();
             let ram = GuestRam::of(&mut qmp, new.process).unwrap();
             let injector = Injector::new(new.process).unwrap();
-            // All of it, firmware and video memory too.
+            // All blocks, including firmware and video memory.
             let mut pager = Pager::begin(injector, &ram, |_| true, &mut image, None).unwrap();
             let end = AtomicBool::new(false);
             thread::scope(|scope| {
@@ -425,15 +425,15 @@ fn a_guest_goes_on_in_a_new_qemu_while_its_pages_come_although_the_pager_is_repl
                 let progress = running.join().unwrap();
                 assert!(!progress.complete && progress.faults > 0, "{progress:?}");
             });
-            let mut pager = Pager::take_over(injector, &ram, |_| true).unwrap().expect("it was left");
-            image.slow = Duration::ZERO;
+            let mut pager = Pager::take_over(injector, &ram, |_| true).unwrap().expect("a registration");
+            image.delay = Duration::ZERO;
             let progress = pager.run(&mut image, [], &AtomicBool::new(false)).unwrap();
             assert!(progress.complete, "{progress:?}");
             let running = |qmp: &mut rekindle_qemu::qmp::Qmp| {
                 let status: Value = qmp.execute("query-status", ()).unwrap();
                 (status["status"] == "running").then_some(())
             };
-            wait_for(|| new.said(), || running(&mut qmp));
+            wait_for(|| new.output(), || running(&mut qmp));
             assert!(!victim::is_registered(new.process));
             assert_eq!(remote::existing(new.process).unwrap(), []);
             drop(qmp);

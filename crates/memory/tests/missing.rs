@@ -1,4 +1,4 @@
-//! The pager, on a process that reads its memory while it comes.
+//! The pager, with a process that reads its memory during the fill.
 
 #![allow(unsafe_code, reason = "the process's memory is a mapping of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -24,15 +24,15 @@ fn victim() {
     victim::act();
 }
 
-/// Pages as the reader expects them.
+/// Supplies the pages that the reader expects.
 #[derive(Default)]
 struct Pattern {
-    /// Pages that cannot be had, and how many times still.
+    /// A page that is unavailable, and how many more times.
     fails: Option<(u64, u32)>,
-    /// Whether to give up then.
-    gives_up: bool,
+    /// Do not try again after a failure.
+    no_retry: bool,
     /// Time for each page.
-    slow: Duration,
+    delay: Duration,
     served: u64,
 }
 
@@ -46,9 +46,9 @@ impl PageSource for Pattern {
             && *left > 0
         {
             *left -= 1;
-            return Err(io::Error::other("the store is away"));
+            return Err(io::Error::other("the store is unreachable"));
         }
-        std::thread::sleep(self.slow);
+        std::thread::sleep(self.delay);
         self.served += 1;
         if page.is_multiple_of(3) {
             return Ok(Content::Zero);
@@ -60,7 +60,7 @@ impl PageSource for Pattern {
     }
 
     fn retry(&mut self, _: &io::Error, _: u32) -> Option<Duration> {
-        (!self.gives_up).then_some(Duration::from_millis(1))
+        (!self.no_retry).then_some(Duration::from_millis(1))
     }
 }
 
@@ -73,7 +73,7 @@ fn never() -> AtomicBool {
 }
 
 #[test]
-fn every_page_is_right_while_it_comes_and_no_trace_is_left() {
+fn every_page_is_right_during_the_fill_and_no_trace_is_left() {
     let huge = HugePages::take(16);
     let mut kinds = vec![(Kind::Private, 4000), (Kind::Shared, 4000)];
     kinds.extend(huge.as_ref().map(|_| (Kind::Huge, 8)));
@@ -86,11 +86,11 @@ fn every_page_is_right_while_it_comes_and_no_trace_is_left() {
         assert!(reader.is_registered());
         reader.begin();
         // The last pages first.
-        let length = reader.ram.blocks()[0].told.used;
+        let length = reader.ram.blocks()[0].info.used;
         let progress = pager.run(&mut source, [(0, length / 2..length)], &never()).unwrap();
         assert!(progress.complete && progress.left == 0 && progress.faults > 0, "{kind:?}: {progress:?}");
         assert!(progress.filled + progress.demanded > 0, "{kind:?}: {progress:?}");
-        // Before it ends: then it has no memory any more.
+        // Only while the reader runs: after its end it has no memory.
         if reader.is_reading() {
             assert!(!reader.is_registered());
             assert_eq!(victim::descriptors(reader.process), before);
@@ -100,13 +100,13 @@ fn every_page_is_right_while_it_comes_and_no_trace_is_left() {
 }
 
 #[test]
-fn nothing_old_is_put_where_the_guest_has_given_pages_back() {
+fn no_old_content_is_put_where_the_guest_has_given_pages_back() {
     for kind in [Kind::Private, Kind::Shared] {
         let mut giver = Victim::giver(kind, 1000);
         let injector = Injector::new(giver.process).unwrap();
-        let mut source = Pattern { slow: Duration::from_micros(50), ..Pattern::default() };
+        let mut source = Pattern { delay: Duration::from_micros(50), ..Pattern::default() };
         let mut pager = Pager::begin(injector, &giver.ram, all, &mut source, None).unwrap();
-        // Some of them are brought before they are given back.
+        // Some of them are filled before they are given back.
         let end = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let (pager, source, end) = (&mut pager, &mut source, &end);
@@ -124,7 +124,7 @@ fn nothing_old_is_put_where_the_guest_has_given_pages_back() {
 }
 
 #[test]
-fn while_the_source_fails_its_reader_waits_and_others_do_not() {
+fn while_the_source_fails_for_one_page_only_its_readers_wait() {
     let mut reader = Victim::reader(Kind::Shared, 500);
     let injector = Injector::new(reader.process).unwrap();
     let mut source = Pattern { fails: Some((100, 50)), ..Pattern::default() };
@@ -137,10 +137,10 @@ fn while_the_source_fails_its_reader_waits_and_others_do_not() {
 }
 
 #[test]
-fn a_page_that_cannot_be_had_is_named_and_its_reader_waits_for_the_next_pager() {
+fn the_error_names_an_unavailable_page_and_its_reader_waits_for_the_next_pager() {
     let mut reader = Victim::reader(Kind::Private, 500);
     let injector = Injector::new(reader.process).unwrap();
-    let mut source = Pattern { fails: Some((101, u32::MAX)), gives_up: true, ..Pattern::default() };
+    let mut source = Pattern { fails: Some((101, u32::MAX)), no_retry: true, ..Pattern::default() };
     let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
     reader.begin();
     let e = pager.run(&mut source, [], &never()).unwrap_err();
@@ -148,29 +148,29 @@ fn a_page_that_cannot_be_had_is_named_and_its_reader_waits_for_the_next_pager() 
     drop(pager);
     assert!(reader.is_reading() && reader.is_registered());
     let mut source = Pattern::default();
-    let mut next = Pager::take_over(injector, &reader.ram, all).unwrap().expect("it was left");
-    assert!(next.progress().left < 500, "what is there is known");
+    let mut next = Pager::take_over(injector, &reader.ram, all).unwrap().expect("a registration");
+    assert!(next.progress().left < 500, "present pages are known");
     assert!(next.run(&mut source, [], &never()).unwrap().complete);
     assert!(source.served < 500);
     assert!(reader.is_right());
 }
 
-/// Not a test: a pager that is killed. Its victim is told by the environment.
+/// Not a test: a pager that is killed. The environment names its victim.
 #[test]
 #[ignore = "run by the other tests"]
 fn pager() {
     let Ok(victim) = std::env::var("REKINDLE_TEST_PAGED") else { return };
     let numbers: Vec<u64> = victim.split(' ').map(|word| word.parse().unwrap()).collect();
-    let [pid, address, pages, anew] = numbers[..] else { panic!("{victim}") };
+    let [pid, address, pages, is_first] = numbers[..] else { panic!("{victim}") };
     let process = Process::of(pid as u32).unwrap();
     let total = pages * PAGE;
-    let told = RamBlock { id: "ram".into(), used: total, total, page_size: PAGE, offset: 0, address: Some(address) };
-    let ram = GuestRam::from_blocks(process, vec![told]).unwrap();
-    let mut source = Pattern { slow: Duration::from_micros(20), ..Pattern::default() };
+    let block = RamBlock { id: "ram".into(), used: total, total, page_size: PAGE, offset: 0, address: Some(address) };
+    let ram = GuestRam::from_blocks(process, vec![block]).unwrap();
+    let mut source = Pattern { delay: Duration::from_micros(20), ..Pattern::default() };
     let injector = Injector::new(process).unwrap();
-    let mut pager = match anew {
+    let mut pager = match is_first {
         1 => Pager::begin(injector, &ram, all, &mut source, None).unwrap(),
-        _ => Pager::take_over(injector, &ram, all).unwrap().expect("it was left"),
+        _ => Pager::take_over(injector, &ram, all).unwrap().expect("a registration"),
     };
     println!("serving");
     pager.run(&mut source, [], &never()).unwrap();
@@ -192,19 +192,19 @@ fn pagers_are_killed_one_after_the_other_and_every_page_is_right() {
             command.env("REKINDLE_TEST_PAGED", arguments).stdout(std::process::Stdio::piped());
             let mut child = command.spawn().unwrap();
             let mut output = io::BufReader::new(child.stdout.take().unwrap());
-            let mut said = String::new();
-            while !said.contains("serving") {
-                assert!(io::BufRead::read_line(&mut output, &mut said).unwrap() > 0, "{said}");
+            let mut printed = String::new();
+            while !printed.contains("serving") {
+                assert!(io::BufRead::read_line(&mut output, &mut printed).unwrap() > 0, "{printed}");
             }
             if round == 0 {
                 reader.begin();
             }
-            // Some at work, some just begun.
+            // Some are killed in the middle of the work, some at its start.
             std::thread::sleep(Duration::from_millis(20 * (round % 3)));
             child.kill().unwrap();
             child.wait().unwrap();
-            io::Read::read_to_string(&mut output, &mut said).unwrap();
-            if said.contains("complete") {
+            io::Read::read_to_string(&mut output, &mut printed).unwrap();
+            if printed.contains("complete") {
                 break;
             }
             killed += 1;
@@ -223,7 +223,7 @@ fn pagers_are_killed_one_after_the_other_and_every_page_is_right() {
 }
 
 #[test]
-fn what_was_there_before_the_guest_ran_is_overwritten() {
+fn pages_present_before_the_guest_ran_are_overwritten() {
     let mut reader = Victim::reader(Kind::Shared, 100);
     let block = &reader.ram.blocks()[0];
     for page in [0, 50, 51] {
@@ -238,7 +238,7 @@ fn what_was_there_before_the_guest_ran_is_overwritten() {
 }
 
 #[test]
-fn what_is_beside_a_page_that_was_waited_for_comes_too() {
+fn the_neighbours_of_a_faulted_page_are_filled_too() {
     let mut reader = Victim::reader(Kind::Shared, 3000);
     let injector = Injector::new(reader.process).unwrap();
     let mut source = Pattern::default();
@@ -248,11 +248,11 @@ fn what_is_beside_a_page_that_was_waited_for_comes_too() {
         let (pager, source, end) = (&mut pager, &mut source, &end);
         let serving = scope.spawn(move || pager.run_on_demand(source, end, &never()).unwrap());
         let block = &reader.ram.blocks()[0];
-        // One page is read here, by its neighbours' reader: nothing else asks.
+        // The test itself reads one page; nothing else causes a fault.
         let mut byte = [0];
         rekindle_kernel::memory::read(reader.process, block.address + 1000 * PAGE, &mut byte).unwrap();
-        let there = || rekindle_memory::pages::bytes(&reader.ram.populated(block).unwrap());
-        wait_for(|| "its neighbours".into(), || (there() > 16 * PAGE).then_some(()));
+        let populated = || rekindle_memory::pages::bytes(&reader.ram.populated(block).unwrap());
+        wait_for(|| "its neighbours".into(), || (populated() > 16 * PAGE).then_some(()));
         end.store(true, Ordering::Relaxed);
         let progress = serving.join().unwrap();
         assert_eq!(progress.demanded, 1, "{progress:?}");
@@ -264,17 +264,17 @@ fn what_is_beside_a_page_that_was_waited_for_comes_too() {
 }
 
 #[test]
-fn as_long_as_a_guest_is_waited_with_all_of_its_memory_comes() {
+fn until_the_guest_is_started_all_of_its_memory_is_filled() {
     let mut reader = Victim::reader(Kind::Shared, 3000);
     let injector = Injector::new(reader.process).unwrap();
-    let mut source = Pattern { slow: Duration::from_micros(20), ..Pattern::default() };
+    let mut source = Pattern { delay: Duration::from_micros(20), ..Pattern::default() };
     let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
     let (end, waits) = (AtomicBool::new(false), AtomicBool::new(true));
     let some = std::thread::scope(|scope| {
         let (pager, source, end, waits) = (&mut pager, &mut source, &end, &waits);
         let serving = scope.spawn(move || pager.run_on_demand(source, end, waits).unwrap());
-        let there = || rekindle_memory::pages::bytes(&reader.ram.populated(&reader.ram.blocks()[0]).unwrap());
-        wait_for(|| "some of it".into(), || (there() > 100 * PAGE).then_some(()));
+        let populated = || rekindle_memory::pages::bytes(&reader.ram.populated(&reader.ram.blocks()[0]).unwrap());
+        wait_for(|| "some of it".into(), || (populated() > 100 * PAGE).then_some(()));
         waits.store(false, Ordering::Relaxed);
         end.store(true, Ordering::Relaxed);
         serving.join().unwrap()
@@ -284,20 +284,20 @@ fn as_long_as_a_guest_is_waited_with_all_of_its_memory_comes() {
     let rest = std::thread::scope(|scope| {
         let (pager, source, end, waits) = (&mut pager, &mut source, &end, &waits);
         let serving = scope.spawn(move || pager.run_on_demand(source, end, waits).unwrap());
-        let there = || rekindle_memory::pages::bytes(&reader.ram.populated(&reader.ram.blocks()[0]).unwrap());
-        // A third is zero, and left out.
-        wait_for(|| "the rest".into(), || (there() == 2000 * PAGE).then_some(()));
+        let populated = || rekindle_memory::pages::bytes(&reader.ram.populated(&reader.ram.blocks()[0]).unwrap());
+        // A third of the pages is zero and not filled.
+        wait_for(|| "the rest".into(), || (populated() == 2000 * PAGE).then_some(()));
         end.store(true, Ordering::Relaxed);
         serving.join().unwrap()
     });
-    assert!(!rest.complete, "who waits may still come: {rest:?}");
+    assert!(!rest.complete, "more faults are possible: {rest:?}");
     reader.begin();
     assert!(pager.run(&mut source, [], &never()).unwrap().complete);
     assert!(reader.is_right());
 }
 
 #[test]
-fn what_was_put_ahead_is_not_asked_for_again() {
+fn a_prefilled_page_is_not_fetched_again() {
     let mut reader = Victim::reader(Kind::Shared, 300);
     let injector = Injector::new(reader.process).unwrap();
     let mut source = Pattern::default();
@@ -306,24 +306,24 @@ fn what_was_put_ahead_is_not_asked_for_again() {
     let mut content = [0; PAGE as usize];
     for &page in &ahead {
         source.page("ram", page, &mut content).unwrap();
-        pager.put_ahead("ram", page, &content).unwrap();
-        // It is there: another content does not count.
-        pager.put_ahead("ram", page, &[7; PAGE as usize]).unwrap();
+        pager.prefill_page("ram", page, &content).unwrap();
+        // The page is present: other content is ignored.
+        pager.prefill_page("ram", page, &[7; PAGE as usize]).unwrap();
     }
-    pager.put_ahead("ram", 300, &content).unwrap();
-    pager.put_ahead("other", 0, &content).unwrap();
+    pager.prefill_page("ram", 300, &content).unwrap();
+    pager.prefill_page("other", 0, &content).unwrap();
     source.served = 0;
     reader.begin();
     assert!(pager.run(&mut source, [], &never()).unwrap().complete);
     assert!(reader.is_right());
-    assert_eq!(source.served, 100, "the pages that were not put");
+    assert_eq!(source.served, 100, "the pages that were not prefilled");
 }
 
 #[test]
-fn a_pager_that_is_told_to_end_ends_and_another_goes_on() {
+fn a_pager_ends_when_its_flag_is_set_and_another_run_continues() {
     let mut reader = Victim::reader(Kind::Shared, 3000);
     let injector = Injector::new(reader.process).unwrap();
-    let mut source = Pattern { slow: Duration::from_micros(100), ..Pattern::default() };
+    let mut source = Pattern { delay: Duration::from_micros(100), ..Pattern::default() };
     let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
     reader.begin();
     let end = AtomicBool::new(false);
@@ -342,24 +342,24 @@ fn a_pager_that_is_told_to_end_ends_and_another_goes_on() {
 }
 
 #[test]
-fn a_process_that_ends_ends_its_pager() {
+fn a_pager_ends_with_its_process() {
     let reader = Victim::reader(Kind::Shared, 3000);
     let injector = Injector::new(reader.process).unwrap();
-    let mut source = Pattern { slow: Duration::from_millis(1), ..Pattern::default() };
+    let mut source = Pattern { delay: Duration::from_millis(1), ..Pattern::default() };
     let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
     drop(reader);
     let e = pager.run(&mut source, [], &never()).unwrap_err();
-    assert!(matches!(e, PagerError::Gone { .. }), "{e}");
+    assert!(matches!(e, PagerError::QemuEnded { .. }), "{e}");
 }
 
-/// Has nothing, and is asked again and again.
-struct Away;
+/// Fails for every page, and is tried again without limit.
+struct Unreachable;
 
-impl PageSource for Away {
+impl PageSource for Unreachable {
     type Error = io::Error;
 
     fn page(&mut self, _: &str, _: u64, _: &mut Page) -> io::Result<Content> {
-        Err(io::Error::other("the store is away"))
+        Err(io::Error::other("the store is unreachable"))
     }
 
     fn retry(&mut self, _: &io::Error, _: u32) -> Option<Duration> {
@@ -368,21 +368,21 @@ impl PageSource for Away {
 }
 
 #[test]
-fn a_pager_whose_source_is_away_ends_with_its_process() {
+fn a_pager_with_an_unreachable_source_ends_with_its_process() {
     let reader = Victim::reader(Kind::Shared, 500);
     let injector = Injector::new(reader.process).unwrap();
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut Away, None).unwrap();
+    let mut pager = Pager::begin(injector, &reader.ram, all, &mut Unreachable, None).unwrap();
     let end = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let serving = scope.spawn(|| pager.run(&mut Away, [], &end));
+        let serving = scope.spawn(|| pager.run(&mut Unreachable, [], &end));
         drop(reader);
         let deadline = Instant::now() + Duration::from_secs(30);
         while !serving.is_finished() && Instant::now() < deadline {
             std::thread::yield_now();
         }
-        // So that one that goes on is a failure, and not a test without an end.
+        // A pager that does not end makes the test fail, not hang.
         end.store(true, Ordering::Relaxed);
         let e = serving.join().unwrap().unwrap_err();
-        assert!(matches!(e, PagerError::Gone { .. }), "{e}");
+        assert!(matches!(e, PagerError::QemuEnded { .. }), "{e}");
     });
 }

@@ -18,7 +18,7 @@ use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
-use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer, admin, types};
+use rekindle_store::{Image, Options, ReadOptions, StoreError, StoreUrl, Writer, admin, types};
 use rekindle_vm::journal::Journal;
 use rekindle_vm::place::Made;
 use rekindle_vm::rundir::RunDir;
@@ -138,7 +138,7 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
 }
 
 fn block(block: &rekindle_memory::ram::Block) -> types::Block {
-    let info = &block.told;
+    let info = &block.info;
     types::Block { id: info.id.clone(), used: info.used, max: info.total, page_size: info.page_size }
 }
 
@@ -154,7 +154,7 @@ pub fn describe(store: &StoreUrl) -> Result<StoredCandidate, RestoreError> {
 }
 
 fn open(store: &StoreUrl) -> Result<ChosenCheckpoint, RestoreError> {
-    let image = Image::open(store, &Which { unlooked: true, ..Which::default() })?;
+    let image = Image::open(store, &ReadOptions { lazy: true, ..ReadOptions::default() })?;
     let recipe = crate::recipe::Recipe::read(&image.definition()?)?;
     Ok(ChosenCheckpoint { image, recipe, epochs: rekindle_vm::disks::Epochs::new() })
 }

@@ -6,7 +6,7 @@
 
 use crate::progress::Progress;
 use crate::target::TargetError;
-use rekindle_store::remote::{Identity, Spare};
+use rekindle_store::remote::{Identity, SpareConnections};
 use rekindle_store::types::{Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{StoreError, StoreUrl, admin};
 use rekindle_vm::life::LifeError;
@@ -114,7 +114,7 @@ impl OwnerRecord {
         owner: &Owner,
         only_if: Option<OnlyIf>,
     ) -> Result<admin::Fenced, OwnError> {
-        Self::claim_over(&Spare::default(), rundir, store, identity, vm, owner, only_if)
+        Self::claim_over(&SpareConnections::default(), rundir, store, identity, vm, owner, only_if)
     }
 
     /// As [`OwnerRecord::claim`], over an existing connection to a server.
@@ -122,7 +122,7 @@ impl OwnerRecord {
     /// # Errors
     /// As [`OwnerRecord::claim`].
     pub fn claim_over(
-        spare: &Spare,
+        spare: &SpareConnections,
         rundir: &RunDir,
         store: &StoreUrl,
         identity: Option<&Identity>,

@@ -5,13 +5,13 @@
 
 use crate::filling;
 use rekindle_kernel::inject::{InjectError, Injector};
-use rekindle_memory::missing::{Content, Last, Page, PageSource, Pager, PagerError, Progress};
+use rekindle_memory::missing::{Completion, Content, Page, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{CheckpointInfo, PAGE_SIZE};
-use rekindle_store::{Image, StoreError, StoreUrl, Which};
+use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rekindle_vm::{disks, fault};
 use rustix::fs::{FlockOperation, flock};
@@ -106,7 +106,7 @@ impl Fill {
         ram: &GuestRam,
         paged: Vec<String>,
     ) -> Self {
-        let blocks = ram.blocks().iter().map(|block| block.told.clone()).collect();
+        let blocks = ram.blocks().iter().map(|block| block.info.clone()).collect();
         // The pager may be started from another directory.
         let full = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let identity = identity.map(|Identity { cert, key, ca }| [cert, key, ca].map(full));
@@ -114,9 +114,9 @@ impl Fill {
         Self { format: FORMAT, store, identity, number, vmm, blocks, paged, epoch, stage }
     }
 
-    fn which(&self) -> Which {
+    fn which(&self) -> ReadOptions {
         let identity = self.identity.clone().map(|[cert, key, ca]| Identity { cert, key, ca });
-        Which { at: Some(self.number), identity, ..Which::default() }
+        ReadOptions { at: Some(self.number), identity, ..ReadOptions::default() }
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {
@@ -328,14 +328,14 @@ struct RecordDecision<'a> {
 }
 
 impl RecordDecision<'_> {
-    fn decide(&mut self) -> Last {
+    fn decide(&mut self) -> Completion {
         match filling::lock(self.rundir) {
             Ok(Some(lock)) => {
                 self.lock = Some(lock);
                 fault::point("fill.end.locked", None, None);
                 match Fill::read(self.rundir) {
-                    Ok(Some(Fill { stage: Stage::HandedOver, .. })) => Last::HandedOver,
-                    _ => Last::Release,
+                    Ok(Some(Fill { stage: Stage::HandedOver, .. })) => Completion::HandedOver,
+                    _ => Completion::Release,
                 }
             }
             Ok(None) => {
@@ -345,11 +345,11 @@ impl RecordDecision<'_> {
                 {
                     tracing::debug!("cannot notify the protector that the fill is complete: {e}");
                 }
-                Last::Wait
+                Completion::Wait
             }
             Err(e) => {
                 tracing::debug!("cannot determine whether a protector uses the write record: {e}");
-                Last::Wait
+                Completion::Wait
             }
         }
     }

@@ -16,7 +16,7 @@ use rekindle_memory::directory::is_direct;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
-use rekindle_store::{Image, Options, StoreError, StoreUrl, Which, Writer, admin};
+use rekindle_store::{Image, Options, ReadOptions, StoreError, StoreUrl, Writer, admin};
 use rekindle_vm::attach::Protection;
 use rekindle_vm::disks;
 use rekindle_vm::host::Host;
@@ -395,7 +395,7 @@ impl<'a> ProtectLoop<'a> {
         if plan.policy == Policy::Cow {
             return Err(wait("policy cow cannot share the memory with the pager"));
         }
-        let which = Which { identity: self.settings.identity.clone(), ..Which::default() };
+        let which = ReadOptions { identity: self.settings.identity.clone(), ..ReadOptions::default() };
         let newest = match Image::open(store, &which) {
             Ok(image) => CommitId { number: image.info().number, epoch: image.info().epoch },
             Err(StoreError::Empty { .. }) => return Err(wait("it is a checkpoint of another store")),
@@ -488,7 +488,7 @@ impl<'a> ProtectLoop<'a> {
         let committed = self.newest.unwrap_or_default();
         // What it collects is not committed: a later protector must not continue incrementally if we are killed here.
         Progress { collected: committed + 1, committed, ..self.progress(session) }.write(session.target.rundir());
-        let which = Which { at: self.newest, identity: self.settings.identity.clone(), ..Which::default() };
+        let which = ReadOptions { at: self.newest, identity: self.settings.identity.clone(), ..ReadOptions::default() };
         session.compare(&Image::open(&self.settings.store, &which)?)
     }
 

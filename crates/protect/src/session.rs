@@ -155,7 +155,7 @@ impl TrackingSession {
         let injector = Injector::new(target.process())?;
         let copies = Arc::<Mutex<Copies>>::default();
         if !matches!(begin, InitialTracking::Continue) || policy == Policy::Cow {
-            tracker::sweep(injector).map_err(TrackError::from)?;
+            tracker::close_leftovers(injector).map_err(TrackError::from)?;
         }
         // A QEMU of another user may not create a userfaultfd by itself.
         let device = userfaultfd::hand(monitors.control(), target.process())?;
@@ -183,7 +183,7 @@ impl TrackingSession {
                 (_, InitialTracking::Continue) => match Asynchronous::resume(injector, Arc::clone(&ram), stopped)? {
                     Some(tracker) => (Tracking::Asynchronous(tracker), true),
                     None => {
-                        tracker::sweep(injector).map_err(TrackError::from)?;
+                        tracker::close_leftovers(injector).map_err(TrackError::from)?;
                         fresh_tracking(stopped)?
                     }
                 },
@@ -197,7 +197,7 @@ impl TrackingSession {
         // Writes of the disk servers that were not recorded may be anywhere.
         let resumed = resumed && served.complete;
         let owed = match (&mut tracking, resumed) {
-            (Tracking::Filling(tracker), true) => tracker.others_whole()?,
+            (Tracking::Filling(tracker), true) => tracker.all_of_other_blocks()?,
             (Tracking::Filling(tracker), false) => tracker.everything()?,
             (_, true) => no_pages(&ram),
             (_, false) => Dirty::everything(&ram)?,
@@ -259,16 +259,16 @@ impl TrackingSession {
 
     /// Size of all RAM blocks in bytes.
     pub(crate) fn ram_bytes(&self) -> u64 {
-        self.ram.blocks().iter().map(|block| block.told.used).sum()
+        self.ram.blocks().iter().map(|block| block.info.used).sum()
     }
 
     /// The RAM block table as a store has it.
     fn table(&self) -> Vec<types::Block> {
         let entry = |block: &Block| types::Block {
-            id: block.told.id.clone(),
-            used: block.told.used,
-            max: block.told.total,
-            page_size: block.told.page_size,
+            id: block.info.id.clone(),
+            used: block.info.used,
+            max: block.info.total,
+            page_size: block.info.page_size,
         };
         self.ram.blocks().iter().map(entry).collect()
     }

@@ -11,7 +11,7 @@ use common::{DEADLINE, Guest, Lab, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote;
 use rekindle_store::types::PAGE_SIZE;
-use rekindle_store::{Image, StoreUrl, Which};
+use rekindle_store::{Image, ReadOptions, StoreUrl};
 use rekindle_vm::fault::POINTS;
 use rustix::fs::{SeekFrom, seek};
 use rustix::process::{Pid, Signal, kill_process};
@@ -200,7 +200,7 @@ impl<'a> Case<'a> {
 
 fn image(store: &Path, number: u64) -> Image {
     let url: StoreUrl = store.to_str().unwrap().parse().unwrap();
-    Image::open(&url, &Which { at: Some(number), ..Which::default() }).unwrap()
+    Image::open(&url, &ReadOptions { at: Some(number), ..ReadOptions::default() }).unwrap()
 }
 
 /// Every page of the main RAM of a checkpoint against a copy of the memory of that moment.

@@ -107,14 +107,14 @@ fn huge_pages_that_are_not_there_are_refused_with_the_mend_before_a_qemu_starts(
         vm(&lab, name, &small).net(Net::None).start(&[]);
     }
     let three = vm(&lab, "three", &small).net(Net::None).write();
-    refused(&three, 1, &["128 MiB asked for, 4 MiB left", "the mount's `size=` leaves 4 MiB", "a larger `size=`"]);
+    refused(&three, 1, &["128 MiB requested, 4 MiB left", "the mount's `size=` leaves 4 MiB", "a larger `size=`"]);
     let left = pages.left() >> 20;
     let much = vm(&lab, "much", &ram).net(Net::None).memory(&format!("{}M", left + 2)).write();
-    let (asked, has) = (format!("{} MiB asked for", left + 2), format!("{left} MiB left in huge pages of 2 MiB"));
+    let (requested, has) = (format!("{} MiB requested", left + 2), format!("{left} MiB left in huge pages of 2 MiB"));
     refused(
         &much,
         1,
-        &[&place, &asked, &has, "reserved", "have more huge pages: echo ", "hugepages-2048kB/nr_hugepages"],
+        &[&place, &requested, &has, "reserved", "enlarge the pool: echo ", "hugepages-2048kB/nr_hugepages"],
     );
 
     lab.rekindle(["stop", "--now", "one"]).ok();

@@ -112,7 +112,7 @@ fn what_makes_no_sense_has_exit_status_2_and_what_is_not_there_1() {
         (&["ls", "/nowhere/at/all"][..], "not a store"),
         (&["import", "/nowhere/store", "/dev/null"], "not a store"),
         (&["import", "/nowhere/store", "/dev/null", "--name", "db"], "rekindle store init /nowhere/store"),
-        (&["export", &path, "--at", "9"], "kept are 1, 2, 3"),
+        (&["export", &path, "--at", "9"], "available: 1, 2, 3"),
         (&["ls", "tls://127.0.0.1:1/web"], "--cert"),
         (&["import", &path, "/dev/null"], "cut short"),
         (
@@ -165,7 +165,7 @@ fn what_is_exported_is_imported() {
     store(["export", &path, "--output", nowhere.to_str().unwrap()], 1);
     let text =
         said(&store(["export", &path, "--at", "7", "--output", directory.path().join("x").to_str().unwrap()], 1));
-    assert!(text.contains("kept are"), "{text}");
+    assert!(text.contains("available:"), "{text}");
     assert!(!directory.path().join("x").exists() && !directory.path().join("x.part").exists());
 }
 

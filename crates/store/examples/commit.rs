@@ -1,4 +1,4 @@
-//! Measures a store on this machine, beside `dd` of the same bytes on the same disk:
+//! Measures a store on this machine, compared with `dd` of the same bytes on the same disk:
 //!
 //! ```text
 //! cargo run --release -p rekindle-store --example commit -- DIRECTORY [ROUNDS]
@@ -8,7 +8,7 @@
 //! the dirty pages, opening an image of 8 GiB against one of 512 MiB, reading, and the memory of the writer.
 
 use rekindle_store::types::{Block, PAGE_SIZE, Page, Vm};
-use rekindle_store::{Image, Options, Result, StoreUrl, Which, Writer};
+use rekindle_store::{Image, Options, ReadOptions, Result, StoreUrl, Writer};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -193,13 +193,13 @@ fn opens(directory: &Path, rounds: u32) -> Result<Value> {
     for _ in 0..rounds.max(9) {
         for (url, times) in [(&small, &mut small_ms), (&large, &mut large_ms)] {
             let began = Instant::now();
-            let image = Image::open(url, &Which::default())?;
+            let image = Image::open(url, &ReadOptions::default())?;
             image.devices()?;
             image.read_page(0, 12345, &mut content)?;
             times.push(began.elapsed().as_secs_f64() * 1e3);
         }
     }
-    let image = Image::open(&large, &Which::default())?;
+    let image = Image::open(&large, &ReadOptions::default())?;
     let mut state = 1u64;
     for _ in 0..4000 {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

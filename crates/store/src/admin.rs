@@ -1,11 +1,11 @@
-//! What an administrator does with a store, wherever it is.
+//! Administration of a store, in a directory or on a server.
 
 use crate::disk::{Disk, LocalDisk};
 use crate::error::Result;
 use crate::home::Home;
 use crate::listing::{Listing, list};
 use crate::log;
-use crate::remote::{self, Identity, Spare};
+use crate::remote::{self, Identity, SpareConnections};
 use crate::types::{Guest, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use crate::verify::{Verified, verify};
@@ -13,18 +13,19 @@ use crate::writer::{Options, Writer};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Bytes that were looked at, and how many there are.
+/// Called with the number of bytes done and in total.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 pub(crate) fn home(path: &Path) -> Result<Home> {
     Home::open(Arc::new(LocalDisk::new(path)), None)
 }
 
-/// Creates a store that no VM uses yet: it belongs to the first that is protected, or booted by a cluster manager, with it.
+/// Creates a store without a VM. It belongs to the first VM that is protected with it, or booted with it by a cluster
+/// manager.
 ///
 /// # Errors
-/// [`crate::StoreError::Exists`], and then nothing was changed; [`crate::StoreError::NotEmpty`]; for one on a server also
-/// [`crate::StoreError::Line`].
+/// [`crate::StoreError::Exists`], and then nothing was changed; [`crate::StoreError::NotEmpty`]; for a store on a server also
+/// [`crate::StoreError::Connection`].
 pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
     match url {
         StoreUrl::Directory(path) => {
@@ -35,10 +36,10 @@ pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
     }
 }
 
-/// What is in a store.
+/// Lists the contents of a store.
 ///
 /// # Errors
-/// [`crate::StoreError::NotAStore`], damage by name; for one on a server also [`crate::StoreError::Line`].
+/// [`crate::StoreError::NotAStore`], damage; for a store on a server also [`crate::StoreError::Connection`].
 pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
     match url {
         StoreUrl::Directory(path) => list(&home(path)?),
@@ -46,10 +47,10 @@ pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
     }
 }
 
-/// Look at every byte that counts of a store. One on a server is looked at there.
+/// Checks every byte of a store that is in use. A store on a server is checked there.
 ///
 /// # Errors
-/// As [`listing`]; what is found to be bad is in the answer.
+/// As [`listing`]; damage is listed in the result.
 pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<'_>) -> Result<Verified> {
     match url {
         StoreUrl::Directory(path) => verify(&home(path)?, progress),
@@ -57,8 +58,8 @@ pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<
     }
 }
 
-/// Free all room that can be freed; the bytes. This becomes the owner of the store: a loop that still protects the VM into
-/// it is refused from then on.
+/// Frees all space that can be freed; returns the number of bytes. Becomes the owner of the store: a protector that still
+/// writes to it cannot commit any more.
 ///
 /// # Errors
 /// As [`Writer::open`].
@@ -73,17 +74,17 @@ pub fn compact(url: &StoreUrl, identity: Option<&Identity>) -> Result<u64> {
     Ok(freed)
 }
 
-/// A store that nobody else can commit to any more.
+/// Result of fencing a store: no earlier owner can commit to it any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fenced {
     /// The new owner epoch.
     pub epoch: u64,
-    /// The newest checkpoint, now for good; 0 if there is none.
+    /// The newest checkpoint, which cannot change any more; 0 if there is none.
     pub newest: u64,
 }
 
-/// Become the owner of a store without writing to it: whoever was it before can commit nothing any more. A restore does this
-/// before it reads. The first guest that is booted ([`Guest::Booted`]) gets a store that is unused.
+/// Becomes the owner of a store without writing to it, so that the previous owner cannot commit any more. A restore does
+/// this before it reads. An unused store is assigned to the first guest that is booted ([`Guest::Booted`]).
 ///
 /// # Errors
 /// As [`Writer::open`].
@@ -94,15 +95,15 @@ pub fn fence(
     only_if: Option<OnlyIf>,
     identity: Option<&Identity>,
 ) -> Result<Fenced> {
-    fence_over(&Spare::default(), url, vm, owner, only_if, identity)
+    fence_over(&SpareConnections::default(), url, vm, owner, only_if, identity)
 }
 
-/// As [`fence`], over a line to a server that is there already.
+/// As [`fence`], over an existing connection to the server, if `spare` has one.
 ///
 /// # Errors
 /// As [`fence`].
 pub fn fence_over(
-    spare: &Spare,
+    spare: &SpareConnections,
     url: &StoreUrl,
     vm: &Vm,
     owner: &Owner,

@@ -1,5 +1,4 @@
-//! All that the store does with files, in one small layer, so that a test can record, lose, tear and refuse every
-//! single step.
+//! File operations of the store, in one small layer, so that a test can record, lose, tear or fail every single step.
 //!
 //! Names are relative to the store's directory (`log/000000000042`).
 
@@ -12,29 +11,29 @@ use std::sync::Arc;
 
 /// An open file.
 pub trait DiskFile: Debug + Send + Sync {
-    /// Read from `offset` on until `buffer` is full or the file ends; how many bytes that are.
+    /// Reads from `offset` until `buffer` is full or the file ends; returns the number of bytes.
     ///
     /// # Errors
     /// The system's.
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
-    /// Write all of `bytes` at `offset`.
+    /// Writes all of `bytes` at `offset`.
     ///
     /// # Errors
     /// The system's; then any part of it may have been written.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Let the disk begin with bytes that were written. A hint.
+    /// Starts to write these bytes to the disk. A hint.
     fn start_writeback(&self, offset: u64, len: u64);
-    /// Wait until content and length are durable.
+    /// Waits until content and length are durable.
     ///
     /// # Errors
     /// The system's; then it is not known what is durable.
     fn sync(&self) -> io::Result<()>;
-    /// Cut the file to `len` bytes.
+    /// Shortens the file to `len` bytes.
     ///
     /// # Errors
     /// The system's.
     fn truncate(&self, len: u64) -> io::Result<()>;
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     ///
     /// # Errors
     /// The system's.
@@ -43,47 +42,47 @@ pub trait DiskFile: Debug + Send + Sync {
 
 /// A directory with files.
 pub trait Disk: Debug + Send + Sync {
-    /// Where it is, for messages.
+    /// Name for messages.
     fn name(&self) -> &str;
-    /// Make the directory `name`, and the store's own if `name` is empty. One that is there is no error.
+    /// Creates the directory `name`, or the store's own if `name` is empty. It is no error if the directory exists.
     ///
     /// # Errors
     /// The system's.
     fn create_directory(&self, name: &str) -> io::Result<()>;
-    /// Names and lengths in directory `name`.
+    /// Returns names and lengths of the files in directory `name`.
     ///
     /// # Errors
     /// The system's.
     fn list(&self, name: &str) -> io::Result<Vec<(String, u64)>>;
-    /// Make a new file, for reading and writing.
+    /// Creates a new file for reading and writing.
     ///
     /// # Errors
     /// `AlreadyExists`, and the system's.
     fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>>;
-    /// Open a file for reading.
+    /// Opens a file for reading.
     ///
     /// # Errors
     /// `NotFound`, and the system's.
     fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>>;
-    /// Give the file `from` the further name `to`, if nothing has it.
+    /// Gives the file `from` the additional name `to`, if that is free.
     ///
     /// # Errors
     /// `AlreadyExists`, and the system's.
     fn link(&self, from: &str, to: &str) -> io::Result<()>;
-    /// Remove the name `name`.
+    /// Removes the name `name`.
     ///
     /// # Errors
     /// `NotFound`, and the system's.
     fn remove(&self, name: &str) -> io::Result<()>;
-    /// Wait until what came and went in directory `name` is durable; for the empty name also that the directory itself
-    /// is there.
+    /// Waits until added and removed names in directory `name` are durable; for the empty name also the store's directory
+    /// itself.
     ///
     /// # Errors
     /// The system's.
     fn sync_directory(&self, name: &str) -> io::Result<()>;
 }
 
-/// A directory of this machine, or one that it has mounted.
+/// A local or mounted directory.
 #[derive(Debug)]
 pub struct LocalDisk {
     root: PathBuf,
@@ -91,13 +90,13 @@ pub struct LocalDisk {
 }
 
 impl LocalDisk {
-    /// That at `root`, which need not exist yet.
+    /// The directory `root`, which need not exist yet.
     #[must_use]
     pub fn new(root: &Path) -> Self {
         Self { root: root.to_owned(), name: root.display().to_string() }
     }
 
-    /// As [`LocalDisk::new`], called `name` in messages.
+    /// As [`LocalDisk::new`], with another name for messages.
     #[must_use]
     pub fn named(root: &Path, name: &str) -> Self {
         Self { root: root.to_owned(), name: name.to_owned() }
@@ -133,7 +132,7 @@ impl DiskFile for LocalFile {
     }
 
     fn start_writeback(&self, offset: u64, len: u64) {
-        // Not every file system knows it; the sync does the work then.
+        // If the file system does not support this, the sync does the work.
         let _ = rekindle_kernel::file::start_writeback(&self.0, offset, len);
     }
 
@@ -156,7 +155,7 @@ impl Disk for LocalDisk {
     }
 
     fn create_directory(&self, name: &str) -> io::Result<()> {
-        // Whoever can read it can read the guest's memory.
+        // Private, because a store contains the guest's memory.
         DirBuilder::new().recursive(true).mode(0o700).create(self.path(name))
     }
 
@@ -167,7 +166,7 @@ impl Disk for LocalDisk {
             let Ok(name) = entry.file_name().into_string() else { continue };
             match entry.metadata() {
                 Ok(metadata) => found.push((name, metadata.len())),
-                // It went while we looked.
+                // The file was removed since the directory was read.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(e) => return Err(e),
             }
@@ -197,7 +196,7 @@ impl Disk for LocalDisk {
         if name.is_empty() {
             let parent = fs::canonicalize(&self.root)?.parent().map(Path::to_owned);
             if let Some(parent) = parent {
-                // One may use a directory without being allowed to read the one above it.
+                // A process can use a directory without permission to read its parent.
                 match File::open(&parent).and_then(|parent| parent.sync_all()) {
                     Err(e) if e.kind() != io::ErrorKind::PermissionDenied => return Err(e),
                     _ => {}

@@ -1,4 +1,4 @@
-//! What can go wrong with a store, each by its own name.
+//! Errors of a store.
 
 use crate::format::{Flaw, Structure};
 use crate::types::{Owner, Vm};
@@ -6,83 +6,67 @@ use std::fmt;
 use std::io;
 use uuid::Uuid;
 
-/// Why something with a store did not work. `store` is its directory or its URL.
+/// An error of a store. `store` is its directory or URL.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// No superblock there.
+    /// There is no superblock.
     #[error(
         "{store}: not a store of Rekindle; check the path, and that its file system is mounted; to create a store there: rekindle store \
          init {store}"
     )]
-    NotAStore {
-        /// Where.
-        store: String,
-    },
-    /// Created ahead, and no VM has used it yet.
+    NotAStore { store: String },
+    /// The store was created, but no VM has used it yet.
     #[error("{store}: a new store, without a VM yet; fill it: rekindle protect NAME --store {store}")]
-    Unused {
-        /// Where.
-        store: String,
-    },
-    /// To be created, and there already.
-    #[error("{store}: there is a store already{}; nothing was changed", Of(vm))]
+    Unused { store: String },
+    /// A store to be created exists.
+    #[error("{store}: there is a store already{}; nothing was changed", OfVm(vm))]
     Exists {
-        /// Where.
         store: String,
         /// Its VM, if it has one.
         vm: Option<Vm>,
     },
-    /// A file, or below one.
+    /// The path is a file, or below a file.
     #[error("{store}: not a directory; a store is a directory, or tls://HOST:PORT/NAME")]
-    NotADirectory {
-        /// Where.
-        store: String,
-    },
+    NotADirectory { store: String },
     /// The directory or the superblock may not be read.
     #[error(
         "{store}: permission denied; a store can be read only by the user that created it, since it holds guests' memory: run this as \
          that user (usually root)"
     )]
     Denied {
-        /// Where.
         store: String,
         /// What the system reported.
         #[source]
         source: io::Error,
     },
-    /// A directory that holds something else.
+    /// The directory contains something else.
     #[error(
         "{store}: no store can be created here, since it contains `{found}`; name an empty directory, or one that does not exist"
     )]
     NotEmpty {
-        /// Where.
         store: String,
-        /// Something that is there.
+        /// One of its contents.
         found: String,
     },
-    /// Made by a newer Rekindle.
+    /// The store was written by a newer Rekindle.
     #[error("{store}/{file}: format version {found}, this Rekindle knows up to {known}; use a newer Rekindle")]
     Newer {
-        /// Where.
         store: String,
-        /// The file.
         file: String,
-        /// Its version.
         found: u32,
         /// The newest known one.
         known: u32,
     },
-    /// It belongs to another VM.
-    #[error("{store}: holds VM {} ({}), not {}; check the path and the VM", found.name, found.uuid, Wanted(expected, name))]
+    /// The store belongs to another VM.
+    #[error("{store}: holds VM {} ({}), not {}; check the path and the VM", found.name, found.uuid, ExpectedVm(expected, name))]
     OtherVm {
-        /// Where.
         store: String,
-        /// Whose it is.
+        /// VM of the store.
         found: Vm,
-        /// Whose it should be.
+        /// VM that was expected.
         expected: Uuid,
-        /// That one's name, if it is known.
+        /// Name of the expected VM, if it is known.
         name: Option<String>,
     },
     /// A checksum or a length is wrong.
@@ -90,172 +74,127 @@ pub enum StoreError {
         "{store}/{file}: {structure} is damaged at byte {at}: {what}; see what is left: rekindle store verify {store}"
     )]
     Damaged {
-        /// Where.
         store: String,
-        /// The file.
         file: String,
-        /// What it is.
         structure: Structure,
-        /// Where in the file.
+        /// Offset in the file.
         at: u64,
-        /// What is wrong.
         what: String,
     },
-    /// A file is gone that must be there.
-    #[error("{store}/{file} is missing; {needed}; put it back from a copy of the store, or open an earlier checkpoint")]
+    /// A required file is missing.
+    #[error("{store}/{file} is missing; {needed}; restore it from a copy of the store, or open an earlier checkpoint")]
     Missing {
-        /// Where.
         store: String,
-        /// The file.
         file: String,
-        /// What needs it.
+        /// Why it is required.
         needed: String,
     },
     /// No checkpoint was ever committed.
     #[error(
         "{store}: no checkpoint has been committed yet; protect the VM first: rekindle protect {vm} --store {store}"
     )]
-    Empty {
-        /// Where.
-        store: String,
-        /// The VM.
-        vm: String,
-    },
-    /// A checkpoint that is not kept.
-    #[error("{store}: checkpoint {asked} is not there; kept are {}", Numbers(have))]
+    Empty { store: String, vm: String },
+    /// The checkpoint is not kept.
+    #[error("{store}: there is no checkpoint {asked}; available: {}", Numbers(have))]
     NoSuchCheckpoint {
-        /// Where.
         store: String,
-        /// The one asked for.
+        /// The requested checkpoint.
         asked: u64,
-        /// Those that there are.
+        /// All checkpoints that are kept.
         have: Vec<u64>,
     },
     /// Another owner has taken over.
-    #[error(
-        "{store}: owner epoch {mine} is over: epoch {epoch} belongs to {owner}; nothing more of this owner can count"
-    )]
+    #[error("{store}: owner epoch {mine} is over: epoch {epoch} belongs to {owner}; this owner cannot commit any more")]
     Superseded {
-        /// Where.
         store: String,
-        /// The epoch of whoever asks.
+        /// Epoch of the owner that gets this error.
         mine: u64,
-        /// The epoch that holds now.
+        /// Current epoch.
         epoch: u64,
-        /// Who has it, and since when.
         owner: Owner,
     },
     /// The disk is full.
-    #[error("{}: the disk is full while {doing}; the store is as it was: make room, and go on", Spot(store, file))]
+    #[error(
+        "{}: the disk is full while {doing}; the store is unchanged; free some space and try again",
+        FilePath(store, file)
+    )]
     NoSpace {
-        /// Where.
         store: String,
-        /// The file.
         file: String,
-        /// What was under way.
+        /// The operation.
         doing: &'static str,
-        /// The system's word.
         #[source]
         source: io::Error,
     },
-    /// The system refuses.
-    #[error("{}: {doing} failed", Spot(store, file))]
+    /// A system call failed.
+    #[error("{}: {doing} failed", FilePath(store, file))]
     Io {
-        /// Where.
         store: String,
-        /// The file, empty for the directory itself.
+        /// Empty for the directory itself.
         file: String,
-        /// What was under way.
+        /// The operation.
         doing: &'static str,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// A page cannot be had as it was stored.
+    /// A page is damaged.
     #[error(transparent)]
     Page(#[from] Box<BadPage>),
-    /// A page or block that the checkpoint does not have.
+    /// The checkpoint does not have this page or block.
     #[error("{store}: checkpoint {checkpoint} has no page {page} in block {block}")]
     NoSuchPage {
-        /// Where.
         store: String,
-        /// The checkpoint.
         checkpoint: u64,
-        /// The block: its name, or its number in the table.
+        /// Name of the block, or its number in the table.
         block: String,
-        /// The page.
         page: u64,
     },
-    /// A block table that no VM can have.
+    /// The block table is impossible for a VM.
     #[error("{store}: the RAM block table cannot be stored: {what}")]
-    Blocks {
-        /// Where.
-        store: String,
-        /// Why.
-        what: String,
-    },
-    /// More than fits into a log entry.
+    Blocks { store: String, what: String },
+    /// Something does not fit into a log entry.
     #[error("{store}: {what} has {len} bytes; at most {max} can be stored")]
-    TooLarge {
-        /// Where.
-        store: String,
-        /// What.
-        what: &'static str,
-        /// Its length.
-        len: u64,
-        /// The limit.
-        max: u64,
-    },
-    /// The writer failed earlier in a way that leaves open what counts.
-    #[error("{store}: closed after an earlier failure ({why}); open it again to go on from what counts")]
+    TooLarge { store: String, what: &'static str, len: u64, max: u64 },
+    /// An earlier error of the writer left the newest log entry unknown.
+    #[error("{store}: closed after an earlier failure ({why}); open it again to continue from what is committed")]
     Closed {
-        /// Where.
         store: String,
         /// That failure.
         why: String,
     },
-    /// A store at the other end of a line cannot be reached.
+    /// The connection to the server of the store failed.
     #[error("{store}: {doing} failed")]
-    Line {
-        /// Its URL.
+    Connection {
         store: String,
         /// What was under way.
         doing: &'static str,
-        /// Why.
         #[source]
-        source: crate::remote::LineError,
+        source: crate::remote::ConnectionError,
     },
-    /// The server refuses.
-    #[error("{store}: the server says: {text}")]
+    /// The server reports an error.
+    #[error("{store}: the server reports: {text}")]
     Refused {
-        /// Its URL.
         store: String,
-        /// The kind of error there, e.g. `no-space`.
+        /// Kind of the error on the server, e.g. `no-space`.
         kind: String,
-        /// Its words.
+        /// Message of the server.
         text: String,
     },
 }
 
-/// A page that cannot be had as it was stored.
+/// A damaged page.
 #[derive(Debug, thiserror::Error)]
 #[error("VM {vm}, checkpoint {checkpoint}, block {block}, page {page}: {what} ({store}/{file}, byte {at})")]
 pub struct BadPage {
-    /// The store.
     pub store: String,
-    /// The VM.
     pub vm: String,
-    /// The checkpoint.
     pub checkpoint: u64,
-    /// The RAM block.
     pub block: String,
     /// Number of the page in its block.
     pub page: u64,
-    /// The file.
     pub file: String,
-    /// Where in the file.
+    /// Offset in the file.
     pub at: u64,
-    /// What is wrong.
     pub what: String,
 }
 
@@ -263,7 +202,7 @@ pub struct BadPage {
 pub type Result<T> = std::result::Result<T, StoreError>;
 
 impl StoreError {
-    /// A word for the kind, stable for machines.
+    /// Stable name of the kind, for programs.
     #[must_use]
     pub fn kind(&self) -> &str {
         match self {
@@ -287,28 +226,33 @@ impl StoreError {
             Self::Blocks { .. } => "blocks",
             Self::TooLarge { .. } => "too-large",
             Self::Closed { .. } => "closed",
-            Self::Line { .. } => "line",
+            Self::Connection { .. } => "line",
             Self::Refused { kind, .. } => kind,
         }
     }
 
-    /// Whether the store may be well again later.
+    /// Returns whether the error may disappear without a change of the store.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         matches!(
             self,
-            Self::NoSpace { .. } | Self::Io { .. } | Self::Denied { .. } | Self::Line { .. } | Self::Closed { .. }
+            Self::NoSpace { .. }
+                | Self::Io { .. }
+                | Self::Denied { .. }
+                | Self::Connection { .. }
+                | Self::Closed { .. }
         )
     }
 
-    /// Whether no VM has a checkpoint there: there is no store, or one that was never used.
+    /// Returns whether there is no store, or an unused one: no VM can have a checkpoint there.
     #[must_use]
     pub fn is_no_store(&self) -> bool {
         matches!(self, Self::NotAStore { .. } | Self::Unused { .. })
     }
 
-    /// Who runs the guest now, or has shut it down, where one that began with epoch `run` has to be stopped because of that. `None` if
-    /// it is about something else: an administrator, or another protector of the same guest, may have taken the store over.
+    /// Returns the owner that runs the guest now, or has shut it down, if a guest that began with epoch `run` must be stopped
+    /// because of that. `None` for all other reasons: for example, an administrator or another protector of the same guest
+    /// may own the store.
     #[must_use]
     pub fn guest_is_over(&self, run: u64) -> Option<&Owner> {
         match self {
@@ -317,7 +261,7 @@ impl StoreError {
         }
     }
 
-    /// The system refused to do something with a file of a store.
+    /// Converts the system's error for an operation on a file of a store.
     pub(crate) fn io(store: &str, file: &str, doing: &'static str, source: io::Error) -> Self {
         let (store, file) = (store.to_owned(), file.to_owned());
         match source.kind() {
@@ -326,7 +270,7 @@ impl StoreError {
         }
     }
 
-    /// A structure of a file cannot be used.
+    /// Converts the flaw of a structure in a file.
     pub(crate) fn flaw(store: &str, file: &str, flaw: Flaw) -> Self {
         let (store, file) = (store.to_owned(), file.to_owned());
         match flaw {
@@ -335,16 +279,16 @@ impl StoreError {
         }
     }
 
-    /// Whether a file was not there.
+    /// Returns whether a file was not found.
     pub(crate) fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
     }
 }
 
 /// A file of a store, or its directory where `file` is empty.
-struct Spot<'a>(&'a str, &'a str);
+struct FilePath<'a>(&'a str, &'a str);
 
-impl fmt::Display for Spot<'_> {
+impl fmt::Display for FilePath<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.1 {
             "" => f.write_str(self.0),
@@ -353,9 +297,9 @@ impl fmt::Display for Spot<'_> {
     }
 }
 
-struct Of<'a>(&'a Option<Vm>);
+struct OfVm<'a>(&'a Option<Vm>);
 
-impl fmt::Display for Of<'_> {
+impl fmt::Display for OfVm<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(vm) => write!(f, ", of VM {} ({})", vm.name, vm.uuid),
@@ -364,9 +308,9 @@ impl fmt::Display for Of<'_> {
     }
 }
 
-struct Wanted<'a>(&'a Uuid, &'a Option<String>);
+struct ExpectedVm<'a>(&'a Uuid, &'a Option<String>);
 
-impl fmt::Display for Wanted<'_> {
+impl fmt::Display for ExpectedVm<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.1 {
             Some(name) => write!(f, "VM {name} ({})", self.0),

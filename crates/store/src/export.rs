@@ -1,4 +1,4 @@
-//! A checkpoint as a stream that stock QEMU loads by itself, and back.
+//! Converts a checkpoint to a migration stream that stock QEMU loads, and back.
 
 use crate::error::StoreError;
 use crate::reader::Image;
@@ -9,36 +9,33 @@ use rekindle_qemu::stream::{self, RamSection, StreamError};
 use serde_json::{Value, json};
 use std::io::{self, Read, Write};
 
-/// Why a checkpoint did not become a stream, or a stream a checkpoint.
+/// Why an export or import failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
-    /// The store fails.
+    /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The device state in the store is no stream.
     #[error("the device state of checkpoint {number} cannot be exported")]
     Devices {
-        /// The checkpoint.
         number: u64,
-        /// Why.
         #[source]
         source: StreamError,
     },
-    /// What is written to fails.
+    /// The output failed.
     #[error("the stream cannot be written")]
     Write(#[source] io::Error),
-    /// What is read is no stream that is known.
+    /// The input is not a known stream.
     #[error(transparent)]
     Incoming(#[from] IncomingError),
 }
 
-/// Write a checkpoint as a migration stream: all pages of all RAM blocks, then the devices. `machine` is needed for a QEMU
-/// that was not started with `-global migration.send-configuration=off`. `progress` gets the bytes of RAM that are done, and
-/// of all. The bytes written.
+/// Writes a checkpoint as a migration stream: all pages of all RAM blocks, then the device state. `machine` is required for
+/// a QEMU that was not started with `-global migration.send-configuration=off`. `progress` gets the bytes of RAM that are
+/// done, and the total. Returns the number of bytes written.
 ///
 /// # Errors
-/// [`ExportError::Store`] with the name of a page that is damaged: what was written until then is no whole stream, and no
-/// QEMU takes it for one.
+/// [`ExportError::Store`], which names a damaged page: the incomplete stream is then rejected by QEMU.
 pub fn export(
     image: &Image,
     out: &mut dyn Write,
@@ -84,11 +81,11 @@ pub fn export(
     Ok(written)
 }
 
-/// Read a migration stream into a store as its next checkpoint: one that [`export`] or QEMU has written. `progress` gets the
+/// Reads a migration stream, from [`export`] or QEMU, into a store as its next checkpoint. `progress` gets the number of
 /// pages that were read.
 ///
 /// # Errors
-/// [`ExportError::Incoming`] when it is something else; the store is then as it was.
+/// [`ExportError::Incoming`] when the input is not such a stream; the store is then unchanged.
 pub fn import(
     writer: &mut Writer,
     from: impl Read,

@@ -1,5 +1,5 @@
-//! Every parser under a name, for whoever throws bytes at them: the targets in `fuzz/`, and the test below, which does the
-//! same on every build with a fixed budget.
+//! All parsers, by name, for fuzzing: the targets in `fuzz/`, and the test below, which does the same on every build with a
+//! fixed budget.
 
 use crate::format::base::{Base, Header, decode_part};
 use crate::format::entry::{Entry, Section};
@@ -14,10 +14,10 @@ use crate::url::StoreUrl;
 use rekindle_qemu::incoming::Incoming;
 use uuid::Uuid;
 
-/// A parser, given any bytes.
+/// Runs a parser with any bytes.
 pub type Target = fn(&[u8]);
 
-/// All of them.
+/// All parsers.
 pub const TARGETS: &[(&str, Target)] = &[
     ("superblock", |bytes| drop(Superblock::decode(bytes))),
     ("segment-header", |bytes| {
@@ -66,7 +66,7 @@ pub const TARGETS: &[(&str, Target)] = &[
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::base::{Place, Spot, encode_part};
+    use crate::format::base::{IndexEntry, Location, encode_part};
     use crate::format::entry::{self, Kind};
     use crate::format::manifest::{Cut, Extent, Kept, StoredBlock};
     use crate::format::segment::{FrameHeader, Kind as FrameKind, Record, encode_header};
@@ -74,7 +74,7 @@ mod tests {
     use crate::types::{Block, Pages, Vm};
     use rekindle_qemu::stream::{HEADER, RamSection};
 
-    /// Something valid for each parser, to be mutated.
+    /// Returns a valid input for a parser, which is then mutated.
     fn seed(name: &str) -> Vec<u8> {
         let block = Block { id: "ram".into(), used: 8192, max: 8192, page_size: 4096 };
         let stored = StoredBlock { number: 0, block, cuts: vec![Cut { number: 1, pages: 1 }] };
@@ -111,7 +111,7 @@ mod tests {
             "base-trailer" => base.encode(Uuid::nil(), 4128).1,
             "base-part" => {
                 let mut part = Vec::new();
-                encode_part([Spot { place: Place(1), digest: 2 }; 3].into_iter(), &mut part);
+                encode_part([IndexEntry { place: Location(1), digest: 2 }; 3].into_iter(), &mut part);
                 part
             }
             "page" => lz4_flex::block::compress(&[7; PAGE_SIZE]),
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn no_bytes_make_a_parser_panic() {
+    fn no_input_causes_a_panic() {
         let mut state = 0x1234_5678_9abc_def1u64;
         let mut random = move |below: usize| {
             state ^= state << 13;

@@ -1,4 +1,4 @@
-//! The directory of a store: opening, making, reading its files whole.
+//! The directory of a store: opens and creates it, and reads whole files.
 
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Result, StoreError};
@@ -20,7 +20,7 @@ pub(crate) struct Home {
 }
 
 impl Home {
-    /// Open the store in `disk`; with `expected`, only if it is of that VM.
+    /// Opens the store in `disk`; with `expected`, only if it belongs to that VM.
     ///
     /// # Errors
     /// [`StoreError::NotAStore`], [`StoreError::Unused`], [`StoreError::OtherVm`], [`StoreError::Damaged`], [`StoreError::Newer`].
@@ -49,7 +49,8 @@ impl Home {
         Ok(Self { disk, id: block.id, vm: block.vm, created_us: block.created_us })
     }
 
-    /// Creates a store in `disk` that no VM uses yet: [`Home::open_for`] gives it to the first one. One that was half created is finished.
+    /// Creates a store without a VM in `disk`: [`Home::open_for`] assigns it to the first VM. Completes a store whose
+    /// creation was interrupted.
     ///
     /// # Errors
     /// [`StoreError::Exists`], and then nothing was changed; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`].
@@ -62,7 +63,7 @@ impl Home {
             Err(e) => return Err(e),
         }
         create_directories(disk)?;
-        // Its name says it all.
+        // Empty: only its name matters.
         let file = match disk.create(names::UNUSED) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(StoreError::Exists { store, vm: None }),
             other => other.map_err(|e| StoreError::io(&store, names::UNUSED, "creating the file", e))?,
@@ -71,12 +72,12 @@ impl Home {
         disk.sync_directory("").map_err(|e| StoreError::io(&store, "", "making the store durable", e))
     }
 
-    /// Opens the store in `disk` for `vm`, which it belongs to from then on if it was unused. Where there is none, creates it only if
-    /// `create`: the path may be mistyped, or its file system not be mounted. One that was half created is finished; of two that create
-    /// it concurrently, both get the same.
+    /// Opens the store in `disk` for `vm`, and assigns it to that VM if it was unused. Creates a missing store only with
+    /// `create`: the path may be mistyped, or its file system not mounted. Completes a store whose creation was interrupted;
+    /// two processes that create it concurrently get the same store.
     ///
     /// # Errors
-    /// As [`Home::open`]; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`] and then nothing but empty directories is left.
+    /// As [`Home::open`]; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`], and then only empty directories are left.
     pub fn open_for(disk: Arc<dyn Disk>, vm: &Vm, create: bool) -> Result<Self> {
         let name_it = |e| match e {
             StoreError::OtherVm { store, found, expected, .. } => {
@@ -95,7 +96,7 @@ impl Home {
         let new = format!("{}00000000-{}", names::NEW, Uuid::new_v4().simple());
         let written = write_new(&disk, &new, &block.encode()).and_then(|()| {
             match disk.link(&new, names::SUPERBLOCK) {
-                // Somebody else was first, and may have tidied up what we had written: theirs holds.
+                // Another process was first, and may have removed our file: its superblock is valid.
                 Err(e) if matches!(e.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::NotFound) => Ok(()),
                 other => other.map_err(|e| StoreError::io(&store, names::SUPERBLOCK, "linking the superblock", e)),
             }
@@ -103,27 +104,26 @@ impl Home {
         let _ = disk.remove(&new);
         written?;
         disk.sync_directory("").map_err(|e| StoreError::io(&store, "", "making the superblock durable", e))?;
-        // Left over, it means nothing: there is a superblock.
+        // Without effect if it stays, since there is a superblock.
         let _ = disk.remove(names::UNUSED);
         Self::open(disk, Some(vm.uuid)).map_err(name_it)
     }
 
-    /// Where it is, for messages.
+    /// Name of the store, for messages.
     pub fn name(&self) -> &str {
         self.disk.name()
     }
 
-    /// The digester of its pages.
     pub fn digester(&self) -> Digester {
         Digester::new(self.id)
     }
 
-    /// The system refused `doing` with file `name`.
+    /// Converts the system's error for `doing` something with file `name`.
     pub fn failed<'a>(&'a self, name: &'a str, doing: &'static str) -> impl FnOnce(io::Error) -> StoreError + 'a {
         move |e| StoreError::io(self.name(), name, doing, e)
     }
 
-    /// Bytes of the file `name`, exactly `len` of them at `at`, or as many as it has.
+    /// Reads `len` bytes at `at` from the file `name`, or fewer at its end.
     pub fn read_at(&self, file: &Arc<dyn DiskFile>, name: &str, at: u64, len: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; len];
         let found = file.read_at(&mut bytes, at).map_err(self.failed(name, "reading"))?;
@@ -132,7 +132,7 @@ impl Home {
     }
 }
 
-/// Creates the directories of a store, durably, where nothing else is.
+/// Creates the directories of a store and makes them durable. Fails if the directory contains anything else.
 fn create_directories(disk: &Arc<dyn Disk>) -> Result<()> {
     let failed = |doing| move |e: io::Error| StoreError::io(disk.name(), "", doing, e);
     disk.create_directory("").map_err(|e| match e.kind() {
@@ -145,8 +145,8 @@ fn create_directories(disk: &Arc<dyn Disk>) -> Result<()> {
         [names::LOG, names::SEGMENTS, names::INDEX, names::SUPERBLOCK, names::UNUSED].contains(&name)
             || name.starts_with(names::NEW)
     };
-    let there = disk.list("").map_err(failed("looking into the directory"))?;
-    if let Some((found, _)) = there.into_iter().find(|(name, _)| !ours(name) && name != "lost+found") {
+    let contents = disk.list("").map_err(failed("listing the directory"))?;
+    if let Some((found, _)) = contents.into_iter().find(|(name, _)| !ours(name) && name != "lost+found") {
         return Err(StoreError::NotEmpty { store: disk.name().to_owned(), found });
     }
     for directory in [names::LOG, names::SEGMENTS, names::INDEX] {
@@ -155,13 +155,13 @@ fn create_directories(disk: &Arc<dyn Disk>) -> Result<()> {
     disk.sync_directory("").map_err(failed("making the directory durable"))
 }
 
-/// The content of a file of at most `limit` bytes.
+/// Reads a file of at most `limit` bytes.
 pub(crate) fn read_whole(disk: &Arc<dyn Disk>, name: &str, limit: u64) -> Result<Vec<u8>> {
     let failed = |doing| move |e| StoreError::io(disk.name(), name, doing, e);
     let file = disk.open(name).map_err(failed("opening"))?;
-    let len = file.length().map_err(failed("looking at its length"))?;
+    let len = file.length().map_err(failed("reading its length"))?;
     if len > limit {
-        let e = io::Error::new(io::ErrorKind::InvalidData, format!("{len} bytes long; at most {limit} make sense"));
+        let e = io::Error::new(io::ErrorKind::InvalidData, format!("{len} bytes long; at most {limit} are possible"));
         return Err(failed("reading")(e));
     }
     let mut bytes = vec![0; len as usize];
@@ -170,10 +170,10 @@ pub(crate) fn read_whole(disk: &Arc<dyn Disk>, name: &str, limit: u64) -> Result
     Ok(bytes)
 }
 
-/// Make the file `name` with `content`, durable but for its name.
+/// Creates the file `name` with `content` and makes the content durable, but not the name.
 pub(crate) fn write_new(disk: &Arc<dyn Disk>, name: &str, content: &[u8]) -> Result<()> {
     let failed = |doing| move |e| StoreError::io(disk.name(), name, doing, e);
-    let file = disk.create(name).map_err(failed("making the file"))?;
+    let file = disk.create(name).map_err(failed("creating the file"))?;
     file.write_at(content, 0).map_err(failed("writing"))?;
     file.sync().map_err(failed("making the file durable"))
 }

@@ -1,7 +1,7 @@
-//! An image opened for reading, on this machine.
+//! Reads a checkpoint of a store in a directory.
 
 use crate::error::{BadPage, Result, StoreError};
-use crate::format::base::Spot;
+use crate::format::base::IndexEntry;
 use crate::format::entry::{Entry, Kind, Section};
 use crate::format::manifest::{Manifest, Table};
 use crate::format::names;
@@ -18,9 +18,9 @@ use std::sync::{Arc, PoisonError, RwLock};
 /// A page of a checkpoint: position of its block in the table, and its number there.
 pub type PageId = (usize, u64);
 
-/// Most bytes that one read takes together.
+/// Limit of bytes of a combined read.
 const READ: u64 = 1 << 20;
-/// Bytes that are read without being needed, rather than reading twice.
+/// Unneeded bytes that are read to combine two reads.
 const GAP: u64 = 16 << 10;
 
 /// A checkpoint of a store in a directory.
@@ -30,17 +30,17 @@ pub struct LocalImage {
     entry: Entry,
     table: Table,
     files: Files,
-    /// None until the first page is wanted, if it was opened so.
+    /// `None` until the first page is read, if it was opened lazily.
     index: RwLock<Option<Arc<Index>>>,
 }
 
-/// The table in an entry.
+/// Reads the block table of an entry.
 pub(crate) fn table(home: &Home, entry: &Entry) -> Result<Table> {
     let bytes = log::section(home, entry, Section::Checkpoint)?;
     Table::decode(&bytes).map_err(|flaw| StoreError::flaw(home.name(), &names::entry(entry.slot), flaw))
 }
 
-/// What an entry and its table say of a checkpoint.
+/// Describes a checkpoint, given its entry and block table.
 pub(crate) fn describe(entry: &Entry, table: &Table) -> CheckpointInfo {
     CheckpointInfo {
         number: table.number,
@@ -53,8 +53,8 @@ pub(crate) fn describe(entry: &Entry, table: &Table) -> CheckpointInfo {
     }
 }
 
-/// The newest manifest, and the entry of checkpoint `at` or the newest. A damaged entry at the end of the log is only
-/// passed over if an older checkpoint is asked for by number; then the damage is told too.
+/// Finds the newest manifest, and the entry of checkpoint `at` or the newest. A damaged entry at the end of the log is
+/// skipped only if an older checkpoint is requested by number; then the damage is returned too.
 pub(crate) fn select(home: &Home, at: Option<u64>) -> Result<(Manifest, Entry, Option<StoreError>)> {
     let (tail_entry, manifest, passed) = match log::tail(home) {
         Ok(tail) => match tail.state {
@@ -83,7 +83,7 @@ pub(crate) fn select(home: &Home, at: Option<u64>) -> Result<(Manifest, Entry, O
     Ok((manifest, entry, passed))
 }
 
-/// The log entry of a kept checkpoint.
+/// Reads the log entry of a kept checkpoint.
 pub(crate) fn kept_entry(home: &Home, manifest: &Manifest, kept: crate::format::manifest::Kept) -> Result<Entry> {
     let entry = log::read(home, kept.slot).map_err(|e| match e {
         e if e.is_not_found() => {
@@ -100,8 +100,8 @@ pub(crate) fn kept_entry(home: &Home, manifest: &Manifest, kept: crate::format::
     Ok(entry)
 }
 
-/// Whether all that is wrong is that something has gone that the newest manifest does not list any more: whoever looks at a store
-/// while its owner works may find that what was there when it began has been replaced.
+/// Returns whether an error is only about a checkpoint or file that the newest manifest does not list any more. A process
+/// that reads a store while its owner writes can find that something was replaced since it started.
 pub(crate) fn is_replaced(home: &Home, e: &StoreError) -> bool {
     let newest = || Some(log::tail(home).ok()?.state?.1);
     match e {
@@ -120,7 +120,7 @@ fn needs(manifest: &Manifest, file: &str) -> bool {
     entries.chain(segments).any(|needed| needed == file)
 }
 
-/// The newest manifest that can be read and keeps checkpoint `at`.
+/// Finds the newest readable manifest that keeps checkpoint `at`.
 fn older_manifest(home: &Home, at: u64) -> Option<Manifest> {
     log::slots(home).ok()?.0.into_iter().rev().find_map(|slot| {
         let entry = log::read(home, slot).ok().filter(|entry| entry.kind != Kind::Claim)?;
@@ -129,9 +129,9 @@ fn older_manifest(home: &Home, at: u64) -> Option<Manifest> {
 }
 
 impl LocalImage {
-    /// Open checkpoint `at` of a store, or the newest, without looking where its pages are: that is done when the first is
-    /// wanted, and then what is found to be damaged is told.
-    pub(crate) fn open_unlooked(home: Home, at: Option<u64>) -> Result<Self> {
+    /// Opens checkpoint `at` of a store, or the newest, without building the index of its pages. The first read of a page
+    /// builds it, and reports damage.
+    pub(crate) fn open_lazily(home: Home, at: Option<u64>) -> Result<Self> {
         let (_, entry, passed) = select(&home, at)?;
         let table = table(&home, &entry)?;
         if let Some(damage) = passed {
@@ -140,7 +140,7 @@ impl LocalImage {
         Ok(Self { home, entry, table, files: Files::default(), index: RwLock::new(None) })
     }
 
-    /// Open checkpoint `at` of a store, or the newest.
+    /// Opens checkpoint `at` of a store, or the newest.
     pub(crate) fn open(home: Home, at: Option<u64>) -> Result<Self> {
         let mut tries = 0;
         loop {
@@ -152,7 +152,7 @@ impl LocalImage {
             let table = table(&home, &entry)?;
             let files = Files::default();
             match (Index::build(&home, &files, &manifest, &table, true), passed) {
-                // A writer at work may have replaced the manifest, and then removed what it lists.
+                // A writer may have replaced the manifest and removed a file that the old one lists.
                 (Err(StoreError::Missing { .. }), None) if tries < 3 => {}
                 // The older manifest lists what the damaged entry has replaced.
                 (Err(StoreError::Missing { .. }), Some(damage)) => return Err(damage),
@@ -175,19 +175,19 @@ impl LocalImage {
         &self.table
     }
 
-    /// Whether a base index helped to open it.
+    /// Returns whether a base index was used.
     #[must_use]
     pub fn has_base(&self) -> bool {
         self.index().is_ok_and(|index| index.has_base())
     }
 
-    /// What it is of.
+    /// Describes the checkpoint.
     #[must_use]
     pub fn info(&self) -> CheckpointInfo {
         describe(&self.entry, &self.table)
     }
 
-    /// A section of its log entry.
+    /// Reads a section of its log entry.
     pub(crate) fn section(&self, section: Section) -> Result<Vec<u8>> {
         log::section(&self.home, &self.entry, section)
     }
@@ -197,7 +197,7 @@ impl LocalImage {
         found.map_or_else(|| self.renew(None, true), Ok)
     }
 
-    /// The index anew, after something in it has turned out to be damaged or gone: `seen` is the one that was used.
+    /// Rebuilds the index after something in it turned out to be damaged or missing; `seen` is the index that was used.
     fn renew(&self, seen: Option<&Arc<Index>>, with_base: bool) -> Result<Arc<Index>> {
         let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(now) = index.as_ref().filter(|now| seen.is_none_or(|seen| !Arc::ptr_eq(now, seen))) {
@@ -213,19 +213,19 @@ impl LocalImage {
         Ok(built)
     }
 
-    /// Do something with the index; once more with a new one if it turns out to be out of date or damaged.
+    /// Runs `work` with the index, and once more with a new index if it turns out to be outdated or damaged.
     pub(crate) fn with_index<T>(&self, mut work: impl FnMut(&Index) -> Result<T>) -> Result<T> {
         let index = self.index()?;
         let error = match work(&index) {
             Err(e @ StoreError::Missing { .. }) => e,
             Err(e @ StoreError::Damaged { .. }) if index.has_base() => {
-                tracing::warn!("{e}; the index is made from the directories instead");
+                tracing::warn!("{e}; rebuilding the index from the segments' directories");
                 let renewed = self.renew(Some(&index), false)?;
                 return work(&renewed);
             }
             other => return other,
         };
-        // The writer has moved pages and removed where they were; or the file is really gone.
+        // The writer has moved pages and removed the old segment, or the file is really missing.
         match self.renew(Some(&index), true) {
             Ok(renewed) => work(&renewed),
             Err(e @ StoreError::NoSuchCheckpoint { .. }) => Err(e),
@@ -246,7 +246,7 @@ impl LocalImage {
         StoreError::NoSuchPage { store, checkpoint, block, page }
     }
 
-    fn bad_page(&self, index: &Index, (block, page): PageId, spot: Spot, what: &str) -> StoreError {
+    fn bad_page(&self, index: &Index, (block, page): PageId, spot: IndexEntry, what: &str) -> StoreError {
         let extent = index.segments.get(spot.place.segment());
         StoreError::from(Box::new(BadPage {
             store: self.home.name().into(),
@@ -260,8 +260,8 @@ impl LocalImage {
         }))
     }
 
-    /// Where pages are, in the order asked for.
-    pub(crate) fn spots(&self, index: &Index, pages: &[PageId]) -> Result<Vec<Spot>> {
+    /// Finds pages in the index, in the given order.
+    pub(crate) fn spots(&self, index: &Index, pages: &[PageId]) -> Result<Vec<IndexEntry>> {
         let spot = |&(block, page): &PageId| {
             if page >= self.block(block)?.pages() {
                 return Err(self.no_page(self.block(block)?.id.clone(), page));
@@ -271,7 +271,7 @@ impl LocalImage {
         pages.iter().map(spot).collect()
     }
 
-    /// The stored bytes of pages, each with its digest, in the order asked for. Reads that lie together are made one.
+    /// Reads the stored bytes of pages, each with its digest, in the given order. Combines reads that are close together.
     pub(crate) fn read_stored(&self, pages: &[PageId]) -> Result<Vec<(u64, Vec<u8>)>> {
         self.with_index(|index| {
             let spots = self.spots(index, pages)?;
@@ -320,11 +320,11 @@ impl LocalImage {
         })
     }
 
-    /// Read one page: one read of exactly its stored bytes, checked against its digest.
+    /// Reads one page, with one read of exactly its stored bytes, and checks its digest.
     ///
     /// # Errors
-    /// [`StoreError::Page`] if it is not as it was stored; [`StoreError::NoSuchPage`]; [`StoreError::NoSuchCheckpoint`]
-    /// if the checkpoint has ceased to be kept.
+    /// [`StoreError::Page`] if it is damaged; [`StoreError::NoSuchPage`]; [`StoreError::NoSuchCheckpoint`] if the checkpoint
+    /// is not kept any more.
     pub fn read_page(&self, block: usize, page: u64, content: &mut Page) -> Result<()> {
         self.with_index(|index| {
             let id = (block, page);
@@ -347,7 +347,7 @@ impl LocalImage {
         })
     }
 
-    /// The digests of pages, in the order asked for.
+    /// Returns the digests of pages, in the given order.
     ///
     /// # Errors
     /// As [`LocalImage::read_page`].
@@ -355,13 +355,13 @@ impl LocalImage {
         self.with_index(|index| Ok(self.spots(index, pages)?.iter().map(|spot| spot.digest).collect()))
     }
 
-    /// Read many pages, in any order of blocks and pages; `take` gets them in the order asked for.
+    /// Reads many pages of any blocks; passes them to `take` in the given order.
     ///
     /// # Errors
-    /// As [`LocalImage::read_page`]; those before the bad one were taken.
+    /// As [`LocalImage::read_page`]; the pages before the failed one were passed.
     pub fn read_many(&self, pages: &[PageId], mut take: impl FnMut(PageId, &Page)) -> Result<()> {
         let mut content = [0; crate::types::PAGE_SIZE];
-        // So many that what is held at a time stays small.
+        // Few enough that little memory is used.
         for some in pages.chunks(512) {
             for (id, (digest, stored)) in some.iter().zip(self.read_stored(some)?) {
                 unpack(self.home.digester(), &stored, digest, &mut content).or_else(|what| {
@@ -375,10 +375,10 @@ impl LocalImage {
         Ok(())
     }
 
-    /// The pages that are not zero, those written last first: the working set.
+    /// Iterates over the pages that are not zero, the most recently written first: the working set comes first.
     ///
     /// # Errors
-    /// If it was opened without looking where its pages are, and that cannot be told.
+    /// If it was opened lazily and the index cannot be built.
     pub fn hot(&self) -> Result<Hot<'_>> {
         let index = self.index()?;
         let seen = (0..index.blocks()).map(|_| PageSet::default()).collect();
@@ -386,7 +386,7 @@ impl LocalImage {
     }
 }
 
-/// Pages of an image, those written last first.
+/// Pages of an image, the most recently written first.
 #[derive(Debug)]
 pub struct Hot<'a> {
     image: &'a LocalImage,
@@ -398,13 +398,13 @@ pub struct Hot<'a> {
 }
 
 impl Hot<'_> {
-    /// The pages of the next frame, last one first in `ready`, so that popping gives the order in which they were written.
+    /// Loads the pages of the next frame into `ready`, in reverse, so that popping returns them as they were written.
     fn load(&mut self, frame: crate::index::Recent) {
         let Some(extent) = self.index.segments.get(frame.segment).copied() else { return };
         let home = &self.image.home;
         let Ok(file) = self.image.files.get(home, extent) else { return };
         let Ok(bytes) = home.read_at(&file, "", frame.at, DIRECTORY_ROOM) else { return };
-        // It is an order only: what cannot be read here comes with the rest, and fails by name when its page is read.
+        // This is only an order: an unreadable frame's pages come with the rest, and reading such a page returns the error.
         let Ok(directory) = Directory::decode(&bytes, frame.at) else { return };
         let position = |number| self.image.table.blocks.iter().position(|stored| stored.number == number);
         let pages: Vec<_> = directory
@@ -415,11 +415,11 @@ impl Hot<'_> {
         self.ready.extend(pages.into_iter().rev());
     }
 
-    /// Whether a page is wanted, and was not given before.
+    /// Returns whether a page is not zero and was not returned before.
     fn wanted(&mut self, (block, page): PageId) -> bool {
         self.index.pages(block).is_some_and(|pages| page < pages)
             && self.seen.get_mut(block).is_some_and(|seen| seen.insert(page))
-            // What cannot be found out is given, so that reading it fails by name.
+            // A page that cannot be found is returned, so that reading it returns the error.
             && self.index.find(&self.image.home, block, page).map_or(true, |spot| spot.place.len() != 0)
     }
 }

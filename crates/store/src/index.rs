@@ -1,10 +1,10 @@
-//! Where every page of one checkpoint is.
+//! Index of all pages of a checkpoint.
 //!
-//! The base index covers what there was when it was written; the directories of what came later lie over it. Without a
-//! base that fits, the directories alone give the same.
+//! It combines a base index with the directories of frames that were written later. Without a usable base index, the
+//! directories alone give the same result.
 
 use crate::error::{Result, StoreError};
-use crate::format::base::{self, Base, Place, Spot};
+use crate::format::base::{self, Base, IndexEntry, Location};
 use crate::format::manifest::{Extent, Manifest, StoredBlock, Table};
 use crate::format::names;
 use crate::format::segment::Kind;
@@ -16,24 +16,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
-/// Segments whose directories are read at a time.
+/// Segments whose directories are read concurrently.
 const READERS: usize = 4;
 
 /// A base index on the disk, loaded part by part.
 #[derive(Debug)]
-struct Loaded {
+struct LoadedBase {
     name: String,
     file: Arc<dyn crate::disk::DiskFile>,
     base: Base,
-    /// For each position in its segment table, that in the manifest's, if it is still there.
+    /// For each position in its segment table, the position in the manifest, if the segment still exists.
     segments: Vec<Option<usize>>,
-    parts: Vec<OnceLock<Box<[Spot]>>>,
+    parts: Vec<OnceLock<Box<[IndexEntry]>>>,
 }
 
-/// A record that lies over the base.
+/// A record that is newer than the base index.
 #[derive(Debug, Clone, Copy)]
-struct Over {
-    place: Place,
+struct OverlayRecord {
+    place: Location,
     digest: u64,
     /// The checkpoint that it was written in.
     number: u64,
@@ -42,22 +42,22 @@ struct Over {
     block: u32,
 }
 
-/// The records that lie over the base, sorted by part of a block; which of them count is found out part by part, when a
-/// page of it is wanted.
+/// Records that are newer than the base index, sorted by part of a block. The valid ones of a part are determined when a
+/// page of it is looked up.
 #[derive(Debug, Default)]
 struct Overlay {
-    records: Vec<Over>,
-    /// Positions in `records`, sorted by part, and within a part as they came.
+    records: Vec<OverlayRecord>,
+    /// Positions in `records`, sorted by part, and within a part in the order of reading.
     order: Vec<u32>,
-    /// Where each part begins in `order`, and the end.
+    /// Start of each part in `order`, and the end.
     starts: Vec<u32>,
     /// For each page of a part the position in `records` plus one, or 0.
     parts: Vec<OnceLock<Box<[u32]>>>,
 }
 
 impl Overlay {
-    fn new(records: Vec<Over>, blocks: &[Block]) -> Self {
-        let part_of = |record: &Over| {
+    fn new(records: Vec<OverlayRecord>, blocks: &[IndexBlock]) -> Self {
+        let part_of = |record: &OverlayRecord| {
             let first = blocks.get(record.block as usize).map_or(0, |block| block.first_part);
             first + record.page as usize / base::PART_PAGES as usize
         };
@@ -86,8 +86,8 @@ impl Overlay {
         Self { records, order, starts, parts: (0..parts).map(|_| OnceLock::new()).collect() }
     }
 
-    /// The record of a page that counts among those here.
-    fn find(&self, block: &Block, page: u64) -> Option<&Over> {
+    /// Finds the valid record of a page.
+    fn find(&self, block: &IndexBlock, page: u64) -> Option<&OverlayRecord> {
         let part = block.first_part + (page / base::PART_PAGES) as usize;
         let pages = self.parts.get(part)?.get_or_init(|| self.build(part));
         let position = pages.get((page % base::PART_PAGES) as usize)?.checked_sub(1)?;
@@ -105,7 +105,7 @@ impl Overlay {
         for position in records {
             let Some(record) = self.records.get(*position as usize) else { continue };
             let Some(best) = pages.get_mut(record.page as usize % base::PART_PAGES as usize) else { continue };
-            // Of two of one checkpoint the later one counts. Segments come in the order of their numbers.
+            // Of two records of one checkpoint the later one is valid. Segments come in the order of their numbers.
             let before = best.checked_sub(1).and_then(|before| self.records.get(before as usize));
             if before.is_none_or(|before| record.number >= before.number) {
                 *best = position + 1;
@@ -116,7 +116,7 @@ impl Overlay {
 }
 
 #[derive(Debug)]
-struct Block {
+struct IndexBlock {
     stored: StoredBlock,
     pages: u64,
     /// Its first part, counted over all blocks.
@@ -125,7 +125,7 @@ struct Block {
     base: Option<(usize, u64)>,
 }
 
-/// Frames of one checkpoint that lie over the base, for the order in which pages are fetched.
+/// A frame that is newer than the base index, for the order in which pages are fetched.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Recent {
     pub number: u64,
@@ -133,48 +133,51 @@ pub(crate) struct Recent {
     pub at: u64,
 }
 
-/// Where every page of one checkpoint is.
+/// Index of all pages of a checkpoint.
 #[derive(Debug)]
 pub(crate) struct Index {
-    /// The checkpoint.
     pub number: u64,
     /// The segments that places refer to, by position.
     pub segments: Vec<Extent>,
-    /// Frames that were written since the base, newest first.
+    /// Frames that were written since the base index, newest first.
     pub recent: Vec<Recent>,
-    /// Pages in directories that the base does not cover.
+    /// Pages in directories that the base index does not cover.
     pub uncovered: u64,
-    blocks: Vec<Block>,
+    blocks: Vec<IndexBlock>,
     overlay: Overlay,
-    base: Option<Loaded>,
+    base: Option<LoadedBase>,
 }
 
-/// What lies over the base in one segment, or in all.
+/// Frames and records of one or all segments that are newer than the base index.
 #[derive(Debug, Default)]
-struct Covering {
+struct SegmentOverlay {
     recent: Vec<Recent>,
-    records: Vec<Over>,
+    records: Vec<OverlayRecord>,
 }
 
-/// Do that for each segment, several at a time: one frame tells where the next is, so that each is a read to be waited for.
-fn each_segment(segments: &[Extent], over: impl Fn(usize, Extent) -> Result<Covering> + Sync) -> Result<Covering> {
+/// Runs `read` for each segment, several concurrently: each frame gives the offset of the next one, so each is a separate
+/// read.
+fn each_segment(
+    segments: &[Extent],
+    read: impl Fn(usize, Extent) -> Result<SegmentOverlay> + Sync,
+) -> Result<SegmentOverlay> {
     let next = AtomicUsize::new(0);
-    let done: Vec<OnceLock<Result<Covering>>> = segments.iter().map(|_| OnceLock::new()).collect();
+    let done: Vec<OnceLock<Result<SegmentOverlay>>> = segments.iter().map(|_| OnceLock::new()).collect();
     thread::scope(|scope| {
         for _ in 0..READERS.min(segments.len()) {
             scope.spawn(|| {
                 let take = || next.fetch_add(1, Ordering::Relaxed);
                 let mut position = take();
                 while let Some((extent, done)) = segments.get(position).zip(done.get(position)) {
-                    let _ = done.set(over(position, *extent));
+                    let _ = done.set(read(position, *extent));
                     position = take();
                 }
             });
         }
     });
-    let mut all = Covering::default();
+    let mut all = SegmentOverlay::default();
     for one in done.into_iter().filter_map(OnceLock::into_inner) {
-        let Covering { recent, records } = one?;
+        let SegmentOverlay { recent, records } = one?;
         all.recent.extend(recent);
         all.records.extend(records);
     }
@@ -182,7 +185,8 @@ fn each_segment(segments: &[Extent], over: impl Fn(usize, Extent) -> Result<Cove
 }
 
 impl Index {
-    /// That of the checkpoint of `table`, with what `manifest` says counts. Without `with_base` from the directories alone.
+    /// Builds the index of the checkpoint of `table`, in the segments of `manifest`. Without `with_base`, from the
+    /// directories alone.
     ///
     /// # Errors
     /// When a segment is missing or its directories are damaged.
@@ -202,7 +206,7 @@ impl Index {
             by_number.insert(stored.number, position);
             let pages = stored.block.pages();
             let base = in_base.get(&stored.number).copied();
-            blocks.push(Block { stored: stored.clone(), pages, first_part, base });
+            blocks.push(IndexBlock { stored: stored.clone(), pages, first_part, base });
             first_part += base::parts(pages) as usize;
         }
         let from = base.as_ref().map_or(0, |loaded| loaded.base.from);
@@ -211,14 +215,14 @@ impl Index {
             .flat_map(|loaded| &loaded.base.segments)
             .map(|extent| ((extent.epoch, extent.number), extent.len))
             .collect();
-        let over = |position: usize, extent: Extent| -> Result<Covering> {
-            let mut covering = Covering::default();
+        let over = |position: usize, extent: Extent| -> Result<SegmentOverlay> {
+            let mut covering = SegmentOverlay::default();
             let begin = covered.get(&(extent.epoch, extent.number)).copied().unwrap_or(0);
             if begin >= extent.len {
                 return Ok(covering);
             }
             let file = files.get(home, extent)?;
-            // Neighbours are mostly of one block.
+            // Adjacent records are mostly of one block.
             let mut last = (u16::MAX, None);
             frames(home, extent, &file, begin.next_multiple_of(crate::format::ALIGNMENT), |at, directory| {
                 if directory.header.kind == Kind::Pages {
@@ -237,8 +241,8 @@ impl Index {
                     if page >= of.pages || of.stored.is_void(page, found.number) {
                         continue;
                     }
-                    covering.records.push(Over {
-                        place: Place::new(position, found.offset, found.record.len),
+                    covering.records.push(OverlayRecord {
+                        place: Location::new(position, found.offset, found.record.len),
                         digest: found.record.digest,
                         number: found.number,
                         page: found.record.page,
@@ -249,7 +253,7 @@ impl Index {
             })?;
             Ok(covering)
         };
-        let Covering { mut recent, records } = each_segment(&segments, over)?;
+        let SegmentOverlay { mut recent, records } = each_segment(&segments, over)?;
         let uncovered = records.len() as u64;
         let overlay = Overlay::new(records, &blocks);
         recent.sort_by_key(|frame| std::cmp::Reverse((frame.number, frame.segment, frame.at)));
@@ -257,7 +261,7 @@ impl Index {
         Ok(Self { number: table.number, segments, recent, uncovered, blocks, overlay, base })
     }
 
-    /// Whether a base index helped.
+    /// Returns whether a base index is used.
     pub fn has_base(&self) -> bool {
         self.base.is_some()
     }
@@ -272,17 +276,18 @@ impl Index {
         self.blocks.len()
     }
 
-    /// Where a page is. A page that nothing was stored of, and one beyond the block, is the default, which means zero.
+    /// Finds a page. A page that was never stored, or is outside of the block, gives the default, which means zero.
     ///
     /// # Errors
-    /// When a part of the base index is damaged: build it anew without. The error says what is wrong with it.
-    pub fn find(&self, home: &Home, block: usize, page: u64) -> Result<Spot> {
-        let Some(block) = self.blocks.get(block) else { return Ok(Spot::default()) };
+    /// When a part of the base index is damaged: then build the index without it.
+    pub fn find(&self, home: &Home, block: usize, page: u64) -> Result<IndexEntry> {
+        let Some(block) = self.blocks.get(block) else { return Ok(IndexEntry::default()) };
         if page >= block.pages {
-            return Ok(Spot::default());
+            return Ok(IndexEntry::default());
         }
         let over = self.overlay.find(block, page);
-        let over_spot = over.map_or(Spot::default(), |over| Spot { place: over.place, digest: over.digest });
+        let over_spot =
+            over.map_or(IndexEntry::default(), |over| IndexEntry { place: over.place, digest: over.digest });
         let Some(base) = &self.base else { return Ok(over_spot) };
         if over.is_some_and(|over| over.number > base.base.from) {
             return Ok(over_spot);
@@ -291,8 +296,8 @@ impl Index {
         let Some((first, pages)) = block.base.filter(covers) else { return Ok(over_spot) };
         let part = base.part(home, first, page / base::PART_PAGES, pages)?;
         let spot = part.get((page % base::PART_PAGES) as usize).copied().unwrap_or_default();
-        // A page that was moved since: content of the same page with the same digest is the same.
-        let moved = |over: &&Over| over.digest == spot.digest && over.place.len() == spot.place.len();
+        // The page was moved since: the same page with the same digest has the same content.
+        let moved = |over: &&OverlayRecord| over.digest == spot.digest && over.place.len() == spot.place.len();
         if spot.place.is_stored() && over.filter(moved).is_some() {
             return Ok(over_spot);
         }
@@ -301,52 +306,52 @@ impl Index {
         }
         match base.segments.get(spot.place.segment()) {
             Some(Some(segment)) => {
-                let place = Place::new(*segment, spot.place.offset(), spot.place.len());
-                Ok(Spot { place, digest: spot.digest })
+                let place = Location::new(*segment, spot.place.offset(), spot.place.len());
+                Ok(IndexEntry { place, digest: spot.digest })
             }
             _ => {
-                let flaw = Flaw::bad(Structure::BasePart, 0, "it refers to a segment that is gone");
+                let flaw = Flaw::bad(Structure::BasePart, 0, "it refers to a segment that does not exist");
                 Err(StoreError::flaw(home.name(), &base.name, flaw))
             }
         }
     }
 }
 
-impl Loaded {
-    fn part(&self, home: &Home, first: usize, part: u64, pages: u64) -> Result<&[Spot]> {
+impl LoadedBase {
+    fn part(&self, home: &Home, first: usize, part: u64, pages: u64) -> Result<&[IndexEntry]> {
         let number = first + part as usize;
         let flawed = |flaw| StoreError::flaw(home.name(), &self.name, flaw);
-        let none = Flaw::bad(Structure::BaseTrailer, 0, "it has not as many parts as its blocks need");
+        let none = Flaw::bad(Structure::BaseTrailer, 0, "it has fewer parts than its blocks need");
         let (slot, sum) = self.parts.get(number).zip(self.base.sums.get(number)).ok_or_else(|| flawed(none))?;
         if let Some(loaded) = slot.get() {
             return Ok(loaded);
         }
-        // Parts are as long as a part can be, but for the last one of each block.
+        // All parts have full length, except the last one of each block.
         let before: u64 = self.offset_of(number);
         let in_part = (pages - part * base::PART_PAGES).min(base::PART_PAGES);
-        let bytes = home.read_at(&self.file, &self.name, before, in_part as usize * base::SPOT_LEN)?;
+        let bytes = home.read_at(&self.file, &self.name, before, in_part as usize * base::ENTRY_LEN)?;
         let spots = base::decode_part(&bytes, *sum, before).map_err(flawed)?;
         Ok(slot.get_or_init(|| spots))
     }
 
-    /// Where part `number` begins: the parts follow one another, shorter ones as they are.
+    /// Returns the offset of part `number`: the parts follow one another without gaps.
     fn offset_of(&self, number: usize) -> u64 {
         let mut at = base::HEADER_LEN;
         let mut first = 0;
         for (_, pages) in &self.base.blocks {
             let parts = base::parts(*pages) as usize;
             if number < first + parts {
-                return at + (number - first) as u64 * base::PART_PAGES * base::SPOT_LEN as u64;
+                return at + (number - first) as u64 * base::PART_PAGES * base::ENTRY_LEN as u64;
             }
             first += parts;
-            at += pages * base::SPOT_LEN as u64;
+            at += pages * base::ENTRY_LEN as u64;
         }
         at
     }
 }
 
-/// The newest base index that is good for checkpoint `number`. One that is damaged is passed over with a warning.
-fn find_base(home: &Home, manifest: &Manifest, number: u64) -> Option<Loaded> {
+/// Finds the newest base index that is usable for checkpoint `number`. Skips a damaged one with a warning.
+fn find_base(home: &Home, manifest: &Manifest, number: u64) -> Option<LoadedBase> {
     let mut bases: Vec<_> = home
         .disk
         .list(names::INDEX)
@@ -359,13 +364,13 @@ fn find_base(home: &Home, manifest: &Manifest, number: u64) -> Option<Loaded> {
         match load(home, manifest, number, &names::base(slot, epoch), len) {
             Ok(Some(loaded)) => return Some(loaded),
             Ok(None) => {}
-            Err(e) => tracing::warn!("{e}; the index is made from the directories instead"),
+            Err(e) => tracing::warn!("{e}; rebuilding the index from the segments' directories"),
         }
     }
     None
 }
 
-fn load(home: &Home, manifest: &Manifest, number: u64, name: &str, len: u64) -> Result<Option<Loaded>> {
+fn load(home: &Home, manifest: &Manifest, number: u64, name: &str, len: u64) -> Result<Option<LoadedBase>> {
     let file = match home.disk.open(name) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         other => other.map_err(home.failed(name, "opening"))?,
@@ -376,12 +381,12 @@ fn load(home: &Home, manifest: &Manifest, number: u64, name: &str, len: u64) -> 
         return Ok(None);
     }
     if header.trailer_at.checked_add(header.trailer_len).is_none_or(|end| end > len) {
-        return Err(flawed(Flaw::bad(Structure::BaseHeader, 0, "the file is shorter than it says")));
+        return Err(flawed(Flaw::bad(Structure::BaseHeader, 0, "the file is shorter than its header states")));
     }
     let trailer = home.read_at(&file, name, header.trailer_at, header.trailer_len as usize)?;
     let base = Base::decode(&header, &trailer).map_err(flawed)?;
     let spots: Option<u64> = base.blocks.iter().try_fold(0u64, |sum, (_, pages)| sum.checked_add(*pages));
-    let ends = spots.and_then(|spots| spots.checked_mul(base::SPOT_LEN as u64)?.checked_add(base::HEADER_LEN));
+    let ends = spots.and_then(|spots| spots.checked_mul(base::ENTRY_LEN as u64)?.checked_add(base::HEADER_LEN));
     if ends != Some(header.trailer_at) {
         return Err(flawed(Flaw::bad(
             Structure::BaseTrailer,
@@ -389,17 +394,17 @@ fn load(home: &Home, manifest: &Manifest, number: u64, name: &str, len: u64) -> 
             "its parts are not as long as its blocks",
         )));
     }
-    let there: HashMap<(u64, u64), usize> =
+    let existing: HashMap<(u64, u64), usize> =
         manifest.segments.iter().enumerate().map(|(n, extent)| ((extent.epoch, extent.number), n)).collect();
-    let segments = base.segments.iter().map(|extent| there.get(&(extent.epoch, extent.number)).copied()).collect();
+    let segments = base.segments.iter().map(|extent| existing.get(&(extent.epoch, extent.number)).copied()).collect();
     let parts = base.sums.iter().map(|_| OnceLock::new()).collect();
-    Ok(Some(Loaded { name: name.to_owned(), file, base, segments, parts }))
+    Ok(Some(LoadedBase { name: name.to_owned(), file, base, segments, parts }))
 }
 
-/// Check that every base index of the store can be read, all of it; the flaws of those that cannot.
+/// Checks that all base indices of the store can be read completely; returns the errors of those that cannot.
 pub(crate) fn check_bases(home: &Home, manifest: &Manifest) -> Result<Vec<StoreError>> {
     let mut flaws = Vec::new();
-    let listed = home.disk.list(names::INDEX).map_err(home.failed(names::INDEX, "looking into the directory"))?;
+    let listed = home.disk.list(names::INDEX).map_err(home.failed(names::INDEX, "listing the directory"))?;
     for (name, len) in listed.into_iter().filter(|(name, _)| names::parse_base(name).is_some()) {
         let name = format!("{}/{name}", names::INDEX);
         let checked = load(home, manifest, u64::MAX, &name, len).and_then(|loaded| {
@@ -413,13 +418,13 @@ pub(crate) fn check_bases(home: &Home, manifest: &Manifest) -> Result<Vec<StoreE
             }
             Ok(())
         });
-        // An owner at work removes those that it has replaced.
+        // The owner removes base indices that it has replaced.
         flaws.extend(checked.err().filter(|e| !e.is_not_found()));
     }
     Ok(flaws)
 }
 
-/// Check the header of a segment and all directories in it.
+/// Checks the header of a segment and all directories in it.
 pub(crate) fn check_segment(home: &Home, extent: Extent) -> Result<u64> {
     let mut pages = 0;
     let file = open_checked(home, extent)?;

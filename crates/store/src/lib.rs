@@ -1,18 +1,20 @@
-//! Fail-over images of VMs: written as checkpoints, read back page by page (HydraVM, HPL-2011-24, sections III-A and IV).
+//! Stores of VM checkpoints, written as a whole and read back page by page (HydraVM, HPL-2011-24, sections III-A and IV).
 //!
-//! | module | what it is for |
+//! | module | purpose |
 //! |---|---|
-//! | [`writer`] | the owner of a store: begin, pages, commit |
-//! | [`reader`] | a checkpoint opened for reading; [`image`] is one in a directory |
-//! | [`admin`] | what an administrator does: list, verify, compact, fence |
-//! | [`url`] | where a store is |
-//! | [`export`] | a checkpoint as a stream that QEMU loads, and back |
-//! | [`types`] | what a store is about |
-//! | [`error`] | what can go wrong, each by its own name |
-//! | [`disk`] | all that is done with files |
+//! | [`writer`] | write checkpoints, as the owner of a store |
+//! | [`reader`] | read a checkpoint; [`image`] reads one in a directory |
+//! | [`admin`] | list, verify, compact and fence a store |
+//! | [`url`] | address of a store |
+//! | [`export`] | convert a checkpoint to a migration stream that QEMU loads, and back |
+//! | [`types`] | VMs, RAM blocks, owners, checkpoints |
+//! | [`error`] | all errors |
+//! | [`disk`] | file operations |
 //! | [`remote`] | stores on a server |
-//! | [`fuzz`] | every parser, for fuzzing |
-//! | [`format`] | what is in the files: `docs/store-format.md` |
+//! | [`fuzz`] | all parsers, for fuzzing |
+//! | [`format`] | formats of the files: `docs/store-format.md` |
+
+#![allow(missing_docs, reason = "a name that needs no explanation gets no comment")]
 
 pub mod admin;
 pub mod disk;
@@ -38,6 +40,6 @@ pub mod verify;
 pub mod writer;
 
 pub use error::{Result, StoreError};
-pub use reader::{Image, Which};
+pub use reader::{Image, ReadOptions};
 pub use url::StoreUrl;
 pub use writer::{Checkpoint, Options, Writer};

@@ -1,7 +1,7 @@
-//! The log: numbered entries that appear all at once, or not at all because somebody else was first.
+//! The log: numbered entries, each of which appears atomically, or not at all if another process was first.
 //!
-//! A new entry is written under another name, synced, and then linked to its number. The link is the whole commit, and
-//! the whole check of the owner epoch: whoever was superseded finds the claim of the next owner under its number.
+//! A new entry is written under another name, synced, and then linked to its number. The link is the commit, and also the
+//! check of the owner epoch: a superseded owner finds the claim of the next owner under its number.
 
 use crate::error::{Result, StoreError};
 use crate::format::Flaw;
@@ -15,7 +15,7 @@ use std::io;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
-/// How often something is looked at again that others change meanwhile.
+/// Attempts to read something that other processes change meanwhile.
 pub(crate) const TRIES: usize = 100;
 
 /// The end of the log.
@@ -27,7 +27,7 @@ pub(crate) struct Tail {
     pub epoch: u64,
     /// Number of the entry by which the owner claimed the store.
     pub claim: u64,
-    /// The newest entry with a manifest, and that.
+    /// The newest entry with a manifest, and the manifest.
     pub state: Option<(Entry, Manifest)>,
 }
 
@@ -36,44 +36,43 @@ pub(crate) struct Tail {
 pub struct Claim {
     /// Its epoch.
     pub epoch: u64,
-    /// Who it is.
     pub owner: Owner,
-    /// Its entry.
+    /// Number of its log entry.
     pub(crate) slot: u64,
 }
 
 /// Why an entry is not in the log.
 #[derive(Debug)]
 pub(crate) enum NotAppended {
-    /// Somebody else's has its number.
+    /// Another entry has its number.
     Taken,
-    /// It certainly is not there.
+    /// The entry is certainly not in the log.
     Failed(StoreError),
-    /// It may or may not last.
+    /// The entry may or may not be in the log.
     Uncertain(StoreError),
 }
 
-/// Numbers of the entries, ascending, and of the one that was there last, as far as that is known.
+/// Returns the numbers of all entries, ascending, and the number of the newest entry by its second name, if it has one.
 pub(crate) fn slots(home: &Home) -> Result<(Vec<u64>, Option<u64>)> {
-    let listed = home.disk.list(names::LOG).map_err(home.failed(names::LOG, "looking into the directory"))?;
+    let listed = home.disk.list(names::LOG).map_err(home.failed(names::LOG, "listing the directory"))?;
     let mut slots: Vec<_> = listed.iter().filter_map(|(name, _)| names::parse_entry(name)).collect();
     slots.sort_unstable();
     Ok((slots, listed.iter().filter_map(|(name, _)| names::parse_last(name)).max()))
 }
 
-/// The entry `slot`.
+/// Reads the entry `slot`.
 pub(crate) fn read(home: &Home, slot: u64) -> Result<Entry> {
     let name = names::entry(slot);
     let bytes = read_whole(&home.disk, &name, entry::LONGEST)?;
     Entry::decode(bytes, home.id, slot).map_err(|flaw| StoreError::flaw(home.name(), &name, flaw))
 }
 
-/// A section of an entry.
+/// Decodes a section of an entry.
 pub(crate) fn section(home: &Home, entry: &Entry, section: Section) -> Result<Vec<u8>> {
     entry.section(section).map_err(|flaw| StoreError::flaw(home.name(), &names::entry(entry.slot), flaw))
 }
 
-/// The manifest in an entry. It knows its own checksum from there.
+/// Decodes the manifest of an entry, and fills in the entry's own checksum.
 pub(crate) fn manifest(home: &Home, entry: &Entry) -> Result<Manifest> {
     let bytes = section(home, entry, Section::Manifest)?;
     let mut manifest =
@@ -84,7 +83,7 @@ pub(crate) fn manifest(home: &Home, entry: &Entry) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// Who claimed the store by entry `slot`.
+/// Reads the claim in entry `slot`.
 pub(crate) fn claim_in(home: &Home, slot: u64) -> Result<Claim> {
     let entry = read(home, slot)?;
     let bytes = section(home, &entry, Section::Claim)?;
@@ -95,7 +94,7 @@ pub(crate) fn claim_in(home: &Home, slot: u64) -> Result<Claim> {
     Ok(Claim { epoch: entry.epoch, owner, slot })
 }
 
-/// The end of the log.
+/// Reads the end of the log.
 pub(crate) fn tail(home: &Home) -> Result<Tail> {
     let mut tries = 0;
     'again: loop {
@@ -109,12 +108,12 @@ pub(crate) fn tail(home: &Home) -> Result<Tail> {
                 if tries < 3 {
                     continue 'again;
                 }
-                // Claims are kept for ever, and below them the newest manifest.
+                // Claims are never removed, and neither is the newest manifest before them.
                 let needed = "the newest entries of the log have no gap".to_owned();
                 return Err(StoreError::Missing { store: home.name().into(), file: names::entry(slot), needed });
             }
             let entry = match read(home, slot) {
-                // An owner at work removes entries that a newer one has replaced.
+                // The owner removes entries that a newer entry has replaced.
                 Err(e) if e.is_not_found() && tries < TRIES => continue 'again,
                 other => other?,
             };
@@ -135,7 +134,7 @@ pub(crate) fn tail(home: &Home) -> Result<Tail> {
     }
 }
 
-/// Where the newest manifest was when a store was claimed by `claim`, or 0; else the entry before it.
+/// Returns the entry with the newest manifest at the time of `claim`, or 0; for old claims, the preceding entry.
 fn before(home: &Home, claim: &Entry) -> Result<u64> {
     if claim.section_len(Section::Before) == 0 {
         return Ok(claim.slot - 1);
@@ -143,12 +142,12 @@ fn before(home: &Home, claim: &Entry) -> Result<u64> {
     let bytes = section(home, claim, Section::Before)?;
     let before = Reader::new(&bytes).u64().filter(|before| *before < claim.slot);
     before.ok_or_else(|| {
-        let flaw = Flaw::bad(Section::Before.structure(), 0, "it does not say what was before it");
+        let flaw = Flaw::bad(Section::Before.structure(), 0, "it does not name the entry before it");
         StoreError::flaw(home.name(), &names::entry(claim.slot), flaw)
     })
 }
 
-/// Put an entry into the log as number `slot`. `waited` grows by the time spent in waiting for the disk.
+/// Appends an entry to the log as number `slot`. Adds the time spent waiting for the disk to `waited`.
 pub(crate) fn append(
     home: &Home,
     epoch: u64,
@@ -161,8 +160,8 @@ pub(crate) fn append(
     let began = Instant::now();
     let linked = write_new(&home.disk, &new, content).map_err(NotAppended::Failed).and_then(|()| {
         home.disk.link(&new, &name).or_else(|e| match read_whole(&home.disk, &name, entry::LONGEST) {
-            // An answer that got lost on its way from a file server: it is ours.
-            Ok(there) if there == content => Ok(()),
+            // The entry is ours: the file server's answer to the link was lost.
+            Ok(found) if found == content => Ok(()),
             Ok(_) => Err(NotAppended::Taken),
             Err(other) if other.is_not_found() && e.kind() != io::ErrorKind::AlreadyExists => {
                 Err(NotAppended::Failed(home.failed(&name, "linking the log entry")(e)))
@@ -176,33 +175,33 @@ pub(crate) fn append(
     });
     *waited += began.elapsed();
     if done.is_ok() {
-        // So that it is missed if it goes. Nothing waits for that to be durable.
+        // A second name, so that the loss of the entry is noticed. It need not be durable.
         let _ = home.disk.link(&new, &names::last(slot));
         let _ = home.disk.remove(&names::last(slot.saturating_sub(1)));
     }
-    // Its first name is of no use, whatever became of it.
+    // The temporary name is not needed in any case.
     let _ = home.disk.remove(&new);
     done
 }
 
-/// Become the owner of the store: from now on nothing of an earlier owner can count any more. With `only_if`, only if
-/// that holds still.
+/// Becomes the owner of the store: no earlier owner can commit any more. With `only_if`, only if that condition holds.
 ///
 /// # Errors
-/// [`StoreError::Superseded`] if it is not; damage and the system's errors, after which the earlier owner still holds.
+/// [`StoreError::Superseded`] if it does not; damage and the system's errors, after which the previous owner is still the
+/// owner.
 pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Claim, Tail)> {
     for _ in 0..TRIES {
         let tail = tail(home)?;
         let owner = follow(home, owner, &tail)?;
         let over = match only_if {
             Some(OnlyIf::Epoch(mine)) if mine != tail.epoch => Some(mine),
-            Some(OnlyIf::Run { run }) if run != before_it(home, &tail)?.run => Some(run),
+            Some(OnlyIf::Run { run }) if run != guest_epochs(home, &tail)?.run => Some(run),
             _ => None,
         };
         if let Some(mine) = over {
             return Err(superseded(home, mine, tail.claim));
         }
-        // What we found must last at least as long as what we build on it.
+        // The entries found must be durable before a claim that builds on them.
         home.disk.sync_directory(names::LOG).map_err(home.failed(names::LOG, "making the log durable"))?;
         let (epoch, slot) = (tail.epoch + 1, tail.top + 1);
         let text = serde_json::to_vec(&owner).map_err(|e| StoreError::io(home.name(), "", "claiming", e.into()))?;
@@ -216,20 +215,20 @@ pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Resu
             Err(NotAppended::Taken) => continue,
             Err(NotAppended::Failed(e) | NotAppended::Uncertain(e)) => return Err(e),
         }
-        // A file server's client may have shown an old list of the directory. It is fresh now, since we changed it.
+        // The client of a file server may have listed an old state of the directory. It is current now, since we changed it.
         if follows(home, epoch, slot)? {
             return Ok((Claim { epoch, owner, slot }, tail));
         }
         let _ = home.disk.remove(&names::last(slot));
         let _ = home.disk.remove(&names::entry(slot));
     }
-    let e = io::Error::new(io::ErrorKind::ResourceBusy, "others claim it all the time");
+    let e = io::Error::new(io::ErrorKind::ResourceBusy, "other processes claim it all the time; try again later");
     Err(StoreError::io(home.name(), "", "claiming", e))
 }
 
-/// Whether a claim that has just got its number is where it belongs: what comes after it is of later owners, which have seen it. A
-/// claim among entries of its own or an earlier epoch has taken the number of one that is not needed any more. A claim that was right
-/// must stay: the owner before it must find its next number taken for ever.
+/// Returns whether a new claim has a correct number: all entries after it are of later owners, which have seen it. A claim
+/// among entries of its own or an earlier epoch has taken the number of a removed entry. A correct claim must stay, because
+/// the previous owner must always find its next number taken.
 fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
     let (slots, _) = slots(home)?;
     if slots.binary_search(&slot).is_err() {
@@ -239,7 +238,7 @@ fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
         match read(home, later) {
             Ok(entry) if entry.epoch > epoch => {}
             Ok(_) => return Ok(false),
-            // Its owner needs it no more.
+            // Its owner has removed it.
             Err(e) if e.is_not_found() => {}
             Err(e) => return Err(e),
         }
@@ -247,35 +246,35 @@ fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
     Ok(true)
 }
 
-/// When the guest of the owner so far began.
+/// Epochs in which the guest of the current owner began.
 #[derive(Debug, Clone, Copy, Default)]
-struct Before {
+struct GuestEpochs {
     run: u64,
     boot: u64,
 }
 
-fn before_it(home: &Home, tail: &Tail) -> Result<Before> {
+fn guest_epochs(home: &Home, tail: &Tail) -> Result<GuestEpochs> {
     if tail.claim == 0 {
-        return Ok(Before::default());
+        return Ok(GuestEpochs::default());
     }
     let Owner { run, boot, .. } = claim_in(home, tail.claim)?.owner;
-    Ok(Before { run, boot })
+    Ok(GuestEpochs { run, boot })
 }
 
-/// `owner` as it is going to be in the log, with the epochs of its guest.
+/// Completes `owner` for the log, with the epochs of its guest.
 fn follow(home: &Home, owner: &Owner, tail: &Tail) -> Result<Owner> {
     let now = tail.epoch + 1;
-    let Before { run, boot } = match owner.guest {
-        Guest::Booted | Guest::Ended => Before { run: now, boot: now },
-        Guest::Restored => Before { run: now, ..before_it(home, tail)? },
-        Guest::Same => before_it(home, tail)?,
+    let GuestEpochs { run, boot } = match owner.guest {
+        Guest::Booted | Guest::Ended => GuestEpochs { run: now, boot: now },
+        Guest::Restored => GuestEpochs { run: now, ..guest_epochs(home, tail)? },
+        Guest::Same => guest_epochs(home, tail)?,
     };
     Ok(Owner { run, boot, ..owner.clone() })
 }
 
-/// The error for an owner whose epoch `mine` is over, because of the entry `slot` of another owner.
+/// Returns the error for an owner whose epoch `mine` is over, because of the entry `slot` of another owner.
 pub(crate) fn superseded(home: &Home, mine: u64, slot: u64) -> StoreError {
-    // There may be newer ones still.
+    // There may be even newer owners.
     let newest = tail(home).map_or(slot, |tail| tail.claim.max(slot));
     match claim_in(home, newest) {
         Ok(Claim { epoch, owner, .. }) => StoreError::Superseded { store: home.name().into(), mine, epoch, owner },

@@ -1,11 +1,11 @@
-//! An image opened for reading, wherever it is.
+//! Reads a checkpoint, in a directory or on a server.
 
 use crate::disk::{Disk, LocalDisk};
 use crate::error::{Result, StoreError};
 use crate::format::entry::Section;
 use crate::home::Home;
 use crate::image::{Hot, LocalImage, PageId};
-use crate::remote::{Identity, RemoteImage, Spare};
+use crate::remote::{Identity, RemoteImage, SpareConnections};
 use crate::types::{CheckpointInfo, Page, Vm};
 use crate::url::StoreUrl;
 use serde_json::Value;
@@ -13,23 +13,23 @@ use std::ops::Range;
 use std::sync::Arc;
 use uuid::Uuid;
 
-/// What is to be opened.
+/// Selects the checkpoint to open.
 #[derive(Debug, Clone, Default)]
-pub struct Which {
+pub struct ReadOptions {
     /// Number of the checkpoint; the newest if `None`.
     pub at: Option<u64>,
-    /// The VM that it must be of; any if `None`.
+    /// The VM of the store; any if `None`.
     pub vm: Option<Uuid>,
-    /// Who we are to a server.
+    /// Certificates for a server.
     pub identity: Option<Identity>,
-    /// Look where its pages are when the first one is wanted, not before: that takes the longer the larger the guest is, and
-    /// some only want to know what the checkpoint says of itself.
-    pub unlooked: bool,
-    /// Lines to a server that are there already.
-    pub spare: Spare,
+    /// Build the index of pages when the first page is read. Building it takes longer the larger the guest is, and some
+    /// callers need only the description of the checkpoint.
+    pub lazy: bool,
+    /// Existing connections to a server.
+    pub spare: SpareConnections,
 }
 
-/// One checkpoint, opened for reading. Several threads can read at once.
+/// One checkpoint, opened for reading. Several threads can read it concurrently.
 #[derive(Debug)]
 pub struct Image {
     source: Source,
@@ -44,15 +44,15 @@ enum Source {
 }
 
 impl Image {
-    /// Open a checkpoint of a store.
+    /// Opens a checkpoint of a store.
     ///
-    /// It stays readable while its owner goes on, as long as it is kept; [`crate::Writer::hold`] keeps it. With
-    /// [`Which::unlooked`] damage to the index is told when the first page is read.
+    /// It stays readable while the owner writes, as long as it is kept; [`crate::Writer::hold`] keeps it. With
+    /// [`ReadOptions::lazy`] damage to the index is reported when the first page is read.
     ///
     /// # Errors
     /// [`StoreError::NotAStore`], [`StoreError::OtherVm`], [`StoreError::Empty`], [`StoreError::NoSuchCheckpoint`], damage by
-    /// name; for one on a server also [`StoreError::Line`] and [`StoreError::Refused`].
-    pub fn open(url: &StoreUrl, which: &Which) -> Result<Self> {
+    /// name; for one on a server also [`StoreError::Connection`] and [`StoreError::Refused`].
+    pub fn open(url: &StoreUrl, which: &ReadOptions) -> Result<Self> {
         match url {
             StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), which),
             StoreUrl::Remote(server) => {
@@ -66,16 +66,15 @@ impl Image {
     ///
     /// # Errors
     /// As [`Image::open`].
-    pub fn on_disk(disk: Arc<dyn Disk>, which: &Which) -> Result<Self> {
+    pub fn on_disk(disk: Arc<dyn Disk>, which: &ReadOptions) -> Result<Self> {
         let home = Home::open(disk, which.vm)?;
         let vm = home.vm.clone();
         let local =
-            if which.unlooked { LocalImage::open_unlooked(home, which.at)? } else { LocalImage::open(home, which.at)? };
+            if which.lazy { LocalImage::open_lazily(home, which.at)? } else { LocalImage::open(home, which.at)? };
         let info = local.info();
         Ok(Self { source: Source::Local(Box::new(local)), vm, info })
     }
 
-    /// The VM.
     #[must_use]
     pub fn vm(&self) -> &Vm {
         &self.vm
@@ -109,7 +108,7 @@ impl Image {
         })
     }
 
-    /// Where it is, for messages.
+    /// Name of the store, for messages.
     fn name(&self) -> &str {
         match &self.source {
             Source::Local(local) => local.home().name(),
@@ -117,7 +116,7 @@ impl Image {
         }
     }
 
-    /// How to build the VM again, as it was committed.
+    /// Reads how to rebuild the VM, as it was committed.
     ///
     /// # Errors
     /// When it is damaged.
@@ -125,7 +124,7 @@ impl Image {
         self.json(Section::Definition)
     }
 
-    /// What the protecting loop noted.
+    /// Reads the protector's notes.
     ///
     /// # Errors
     /// When it is damaged.
@@ -133,7 +132,7 @@ impl Image {
         self.json(Section::Metadata)
     }
 
-    /// The device state.
+    /// Reads the device state.
     ///
     /// # Errors
     /// When it is damaged.
@@ -141,7 +140,7 @@ impl Image {
         self.section(Section::Devices)
     }
 
-    /// Which of the pages are another content than the given one. No page is read for it: their digests are compared.
+    /// Returns the pages whose content differs from the given one. Compares digests, so no page is read.
     ///
     /// # Errors
     /// As for [`Image::read_page`].
@@ -151,7 +150,7 @@ impl Image {
             Source::Local(image) => (image.home().digester(), image.digests(&ids)?),
             Source::Remote(remote) => (remote.digester(), remote.digests(&ids)?),
         };
-        // Most of them are one page of zeroes, again and again.
+        // Most of them are the same page of zeroes.
         let mut before: Option<(&Page, u64)> = None;
         let mut unlike = Vec::new();
         for ((id, content), stored) in given.iter().zip(digests) {
@@ -166,11 +165,11 @@ impl Image {
         Ok(unlike)
     }
 
-    /// Read one page of a block, by its position in the table. One that was never stored is zero.
+    /// Reads one page of a block, by its position in the table. A page that was never stored is zero.
     ///
     /// # Errors
-    /// [`StoreError::Page`] if it is not as it was stored; then `content` is not to be used. [`StoreError::NoSuchPage`].
-    /// [`StoreError::NoSuchCheckpoint`] if it has ceased to be kept.
+    /// [`StoreError::Page`] if it is damaged; then `content` must not be used. [`StoreError::NoSuchPage`].
+    /// [`StoreError::NoSuchCheckpoint`] if the checkpoint is not kept any more.
     pub fn read_page(&self, block: usize, page: u64, content: &mut Page) -> Result<()> {
         match &self.source {
             Source::Local(local) => local.read_page(block, page, content),
@@ -178,10 +177,10 @@ impl Image {
         }
     }
 
-    /// Read many pages; `take` gets them in the order asked for.
+    /// Reads many pages; passes them to `take` in the given order.
     ///
     /// # Errors
-    /// As [`Image::read_page`]; those before the one that failed were taken.
+    /// As [`Image::read_page`]; the pages before the failed one were passed.
     pub fn read_many(&self, pages: &[PageId], take: impl FnMut(PageId, &Page)) -> Result<()> {
         match &self.source {
             Source::Local(local) => local.read_many(pages, take),
@@ -189,7 +188,7 @@ impl Image {
         }
     }
 
-    /// Read pages that follow one another.
+    /// Reads consecutive pages.
     ///
     /// # Errors
     /// As [`Image::read_many`].
@@ -205,7 +204,7 @@ impl Image {
         Ok(())
     }
 
-    /// The pages that are not zero, those written last first: the working set of the guest, then the rest.
+    /// Iterates over the pages that are not zero, the most recently written first: the guest's working set, then the rest.
     pub fn hot(&self) -> HotPages<'_> {
         match &self.source {
             Source::Local(local) => match local.hot() {
@@ -217,14 +216,12 @@ impl Image {
     }
 }
 
-/// Pages of an image, those written last first.
+/// Pages of a checkpoint, the most recently written first.
 #[derive(Debug)]
 pub enum HotPages<'a> {
-    /// Of one in a directory.
     Local(Box<Hot<'a>>),
-    /// Of one on a server.
     Remote(crate::remote::RemoteHot<'a>),
-    /// It cannot be told which they are: why, once.
+    /// The order cannot be determined: returns the error once.
     Unknown(Option<Box<StoreError>>),
 }
 

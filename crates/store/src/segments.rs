@@ -1,4 +1,4 @@
-//! Reading segments: open files, and the directories of their frames.
+//! Reads segments: keeps files open, and decodes the directories of frames.
 
 use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
@@ -11,10 +11,10 @@ use crate::home::Home;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Open files at most: a process may have 1024 by default.
-const MOST_OPEN: usize = 256;
+/// Limit of open files: a process may have 1024 by default.
+const MAX_OPEN: usize = 256;
 
-/// Bytes of the beginning of a frame that are read at first: the directory of 512 pages.
+/// Bytes of a frame that are read first: enough for the directory of 512 pages.
 const USUAL: usize = FRAME_HEADER_LEN + 512 * RECORD_LEN;
 
 /// Open segments, for reading.
@@ -24,7 +24,7 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    /// A segment whose header was checked.
+    /// Returns an open segment whose header was checked.
     ///
     /// # Errors
     /// [`StoreError::Missing`], [`StoreError::Damaged`].
@@ -35,7 +35,7 @@ impl Files {
             return Ok(file.clone());
         }
         let file = open_checked(home, extent)?;
-        if open.len() >= MOST_OPEN {
+        if open.len() >= MAX_OPEN {
             open.clear();
         }
         open.insert(key, file.clone());
@@ -43,12 +43,12 @@ impl Files {
     }
 }
 
-/// Open a segment and check its header.
+/// Opens a segment and checks its header.
 pub(crate) fn open_checked(home: &Home, extent: Extent) -> Result<Arc<dyn DiskFile>> {
     let name = names::segment(extent.epoch, extent.number);
     let file = match home.disk.open(&name) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            let needed = format!("{} bytes of pages in it count", extent.len);
+            let needed = format!("checkpoints need {} bytes of pages in it", extent.len);
             return Err(StoreError::Missing { store: home.name().into(), file: name, needed });
         }
         other => other.map_err(home.failed(&name, "opening"))?,
@@ -59,11 +59,10 @@ pub(crate) fn open_checked(home: &Home, extent: Extent) -> Result<Arc<dyn DiskFi
     Ok(file)
 }
 
-/// Give each frame of a segment from byte `from` on, as far as the segment counts, to `take`, which says whether it
-/// wants more.
+/// Passes each frame in the committed part of a segment, from byte `from`, to `take`.
 ///
 /// # Errors
-/// Damage, by name.
+/// Damage, and errors of `take`.
 pub(crate) fn frames(
     home: &Home,
     extent: Extent,
@@ -86,7 +85,11 @@ pub(crate) fn frames(
         let directory = Directory::decode(buffer.get(..found).unwrap_or_default(), at).map_err(flawed)?;
         let next = directory.header.next(at);
         if at + directory.header.len() > extent.len {
-            return Err(flawed(Flaw::bad(Structure::FrameDirectory, at, "the frame is longer than what counts")));
+            return Err(flawed(Flaw::bad(
+                Structure::FrameDirectory,
+                at,
+                "the frame ends after the committed part of the segment",
+            )));
         }
         take(at, &directory)?;
         at = next;

@@ -1,5 +1,5 @@
-//! Tables with a value for every page of a block, of which only the parts that are used take memory: what a block
-//! table claims costs nothing until pages come.
+//! Tables with a value for every page of a block. Only parts with values use memory, so a large block without pages costs
+//! nothing.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +15,7 @@ fn parts(pages: u64) -> usize {
     pages.div_ceil(PART as u64) as usize
 }
 
-/// Pages of part `part`: the last one is shorter.
+/// Returns the number of pages of a part: the last one is shorter.
 fn part_len(pages: u64, part: usize) -> usize {
     pages.saturating_sub((part * PART) as u64).min(PART as u64) as usize
 }
@@ -28,17 +28,15 @@ pub(crate) struct Sparse<T> {
 }
 
 impl<T: Copy + Default + PartialEq> Sparse<T> {
-    /// For a block of `pages` pages.
     pub fn new(pages: u64) -> Self {
         Self { pages, parts: vec![None; parts(pages)] }
     }
 
-    /// How many pages there are.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Make room for `pages` pages, if there are fewer.
+    /// Grows the table to at least `pages` pages.
     pub fn grow(&mut self, pages: u64) {
         let last = self.parts.len().saturating_sub(1);
         self.pages = self.pages.max(pages);
@@ -51,13 +49,13 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
         }
     }
 
-    /// The value of a page; the default beyond the end.
+    /// Returns the value of a page; the default beyond the end.
     pub fn get(&self, page: u64) -> T {
         let (part, within) = split(page);
         self.parts.get(part).and_then(|part| part.as_ref()?.get(within)).copied().unwrap_or_default()
     }
 
-    /// The place of a page's value, `None` beyond the end.
+    /// Returns a page's value for changing; `None` beyond the end.
     pub fn get_mut(&mut self, page: u64) -> Option<&mut T> {
         if page >= self.pages {
             return None;
@@ -68,7 +66,7 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
         part.get_or_insert_with(|| vec![T::default(); len].into_boxed_slice()).get_mut(within)
     }
 
-    /// The pages from `from` on that have a value other than the default.
+    /// Iterates over pages from `from` on whose value is not the default.
     pub fn set_from(&self, from: u64) -> impl Iterator<Item = (u64, T)> + '_ {
         let (first, within) = split(from);
         self.parts.iter().enumerate().skip(first).flat_map(move |(number, part)| {
@@ -81,7 +79,7 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
     }
 }
 
-/// The digests of the pages of a block: set by the one who commits, looked at by the one who sends.
+/// The digests of a block's pages: set by the thread that commits, read by the thread that sends pages.
 #[derive(Debug)]
 pub(crate) struct Digests {
     pages: u64,
@@ -89,12 +87,12 @@ pub(crate) struct Digests {
 }
 
 impl Digests {
-    /// For a block of `pages` pages, all 0.
+    /// Digests of `pages` pages, all 0.
     pub fn new(pages: u64) -> Self {
         Self { pages, parts: (0..parts(pages)).map(|_| OnceLock::new()).collect() }
     }
 
-    /// These, for a block of `pages` pages.
+    /// Returns a copy for `pages` pages.
     pub fn resized(&self, pages: u64) -> Self {
         let new = Self::new(pages);
         for (number, (old, new)) in self.parts.iter().zip(&new.parts).enumerate() {
@@ -106,19 +104,19 @@ impl Digests {
         new
     }
 
-    /// Whether none was ever set.
+    /// Returns whether no digest was ever set.
     pub fn is_untouched(&self) -> bool {
         self.parts.iter().all(|part| part.get().is_none())
     }
 
-    /// The digest of a page; 0 beyond the end.
+    /// Returns the digest of a page; 0 beyond the end.
     pub fn get(&self, page: u64) -> u64 {
         let (part, within) = split(page);
         let value = self.parts.get(part).and_then(|part| part.get()?.get(within));
         value.map_or(0, |value| value.load(Ordering::Relaxed))
     }
 
-    /// Set the digest of a page.
+    /// Sets the digest of a page.
     pub fn set(&self, page: u64, digest: u64) {
         let (part, within) = split(page);
         let len = part_len(self.pages, part);
@@ -140,7 +138,7 @@ pub(crate) struct PageSet {
 }
 
 impl PageSet {
-    /// Put a page in; whether it was not there before.
+    /// Adds a page; returns whether it is new.
     pub fn insert(&mut self, page: u64) -> bool {
         let (word, bit) = ((page / 64) as usize, 1 << (page % 64));
         if self.words.len() <= word {
@@ -152,12 +150,10 @@ impl PageSet {
         new
     }
 
-    /// Whether a page is in it.
     pub fn contains(&self, page: u64) -> bool {
         self.words.get((page / 64) as usize).is_some_and(|word| word >> (page % 64) & 1 == 1)
     }
 
-    /// Take all out.
     pub fn clear(&mut self) {
         self.words.iter_mut().for_each(|word| *word = 0);
     }
@@ -171,7 +167,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn they_are_maps(sets in proptest::collection::vec((0u64..20_000, 1u64..100), 0..60), from in 0u64..20_000) {
+        fn tables_agree_with_maps_and_sets(sets in proptest::collection::vec((0u64..20_000, 1u64..100), 0..60), from in 0u64..20_000) {
             let mut sparse = Sparse::<u64>::new(10_000);
             let digests = Digests::new(10_000);
             // Before the end grows, and in the part that grows.

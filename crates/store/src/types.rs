@@ -1,4 +1,4 @@
-//! What a store is about: a VM, its RAM blocks, its owner, its checkpoints.
+//! VMs, RAM blocks, owners and checkpoints of a store.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -11,89 +11,86 @@ pub const PAGE_SIZE: usize = 4096;
 /// The content of one page.
 pub type Page = [u8; PAGE_SIZE];
 
-/// The VM that an image is of.
+/// The VM of a store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vm {
-    /// What tells it from every other one.
+    /// Unique among all VMs.
     pub uuid: Uuid,
-    /// What people call it.
+    /// Name for people.
     pub name: String,
 }
 
 /// One RAM block at a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Block {
-    /// Its name in QEMU, as `info ramblock` shows it.
+    /// QEMU's name of the block, as `info ramblock` shows it.
     pub id: String,
     /// Bytes in use.
     pub used: u64,
-    /// Bytes it may grow to.
+    /// Bytes to which it may grow.
     pub max: u64,
-    /// Bytes of a page of what backs it (4 KiB, or that of huge pages). The store's own pages always have [`PAGE_SIZE`].
+    /// Page size of the backing memory (4 KiB, or the huge page size). The store's own pages always have [`PAGE_SIZE`].
     pub page_size: u64,
 }
 
 impl Block {
-    /// Pages of [`PAGE_SIZE`] that it has.
+    /// Number of pages of [`PAGE_SIZE`].
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.used.div_ceil(PAGE_SIZE as u64)
     }
 }
 
-/// What becomes of the guest when its store gets a new owner.
+/// What happens to the guest when its store gets a new owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Guest {
-    /// Nothing: who runs it, runs it on.
+    /// Nothing: it continues to run where it is.
     #[default]
     Same,
-    /// It was booted: no checkpoint from before is of it.
+    /// It was booted: earlier checkpoints are of another run of the guest.
     Booted,
-    /// It goes on from a checkpoint.
+    /// It resumes from a checkpoint.
     Restored,
-    /// It was shut down in order: no checkpoint is of it any more.
+    /// It was cleanly shut down: no checkpoint may be restored.
     Ended,
 }
 
-/// On what condition somebody becomes the owner of a store.
+/// Condition for becoming the owner of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum OnlyIf {
     /// This is still the owner epoch.
     Epoch(u64),
-    /// The guest is still the one that began with this epoch, whoever else has had the store since.
-    Run {
-        /// The epoch.
-        run: u64,
-    },
+    /// The guest is still the one that began with this epoch, even if the store had other owners since.
+    Run { run: u64 },
 }
 
-/// Who owns a store: the one whose checkpoints count.
+/// The owner of a store: only its commits are valid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
     /// Name of its host.
     pub host: String,
-    /// Number of its process there.
+    /// Process ID on that host.
     pub pid: u32,
-    /// What it does, e.g. `protect web`.
+    /// Name of the operation, e.g. `protect web`.
     pub operation: String,
-    /// Since when, in microseconds since 1970 by its own clock.
+    /// Start of the ownership, in microseconds since 1970 by the owner's clock.
     pub since_us: u64,
     /// What it has done with the guest.
     #[serde(default)]
     pub guest: Guest,
-    /// The epoch with which the guest began to run where it runs, or was shut down. Whoever runs one of an earlier epoch has to
-    /// stop it. The store fills it in; 0: not known, since an older Rekindle has claimed the store.
+    /// Epoch in which the guest began to run on its host, or was shut down. A host that runs the guest of an earlier epoch
+    /// must stop it. Filled in by the store; 0 if unknown, because an older Rekindle has claimed the store.
     #[serde(default)]
     pub run: u64,
-    /// The epoch with which the guest was booted, or shut down: checkpoints of an earlier epoch are not of it. As `run`.
+    /// Epoch in which the guest was booted, or shut down: checkpoints of an earlier epoch are not of it. As `run`.
     #[serde(default)]
     pub boot: u64,
 }
 
 impl Owner {
-    /// This process, doing `operation`, from now on, with the guest as it is.
+    /// This process, which does `operation` from now on, and does not change the guest.
     #[must_use]
     pub fn here(operation: &str) -> Self {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -101,7 +98,7 @@ impl Owner {
         Self { host, pid, operation, since_us, guest: Guest::Same, run: 0, boot: 0 }
     }
 
-    /// The same, which has done this with the guest.
+    /// Sets what the owner has done with the guest.
     #[must_use]
     pub fn with(self, guest: Guest) -> Self {
         Self { guest, ..self }
@@ -115,59 +112,56 @@ impl fmt::Display for Owner {
     }
 }
 
-/// How many pages of a checkpoint became what.
+/// Numbers of pages of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Pages {
     /// Stored with their content.
     pub stored: u64,
-    /// Found to be all zero, and recorded so.
+    /// Recorded as zero.
     pub zero: u64,
-    /// Found to be as they were, and dropped.
+    /// Sent by the caller, but unchanged and not stored.
     pub unchanged: u64,
-    /// Bytes of the stored ones after compression.
+    /// Bytes of the stored pages after compression.
     pub compressed: u64,
 }
 
-/// A checkpoint that counts.
+/// A committed checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointInfo {
-    /// Its number: the first of a store is 1, and there is no gap.
+    /// The first of a store is 1, and there is no gap.
     pub number: u64,
     /// Epoch of the owner that committed it.
     pub epoch: u64,
-    /// When, in microseconds since 1970 by that owner's clock.
+    /// Time of the commit, in microseconds since 1970 by that owner's clock.
     pub time_us: u64,
-    /// The RAM blocks.
     pub blocks: Vec<Block>,
-    /// Its pages.
     pub pages: Pages,
-    /// Bytes written for it, all together.
+    /// Total bytes written for it.
     pub bytes: u64,
     /// Bytes of its device state.
     pub devices: u64,
 }
 
-/// What a commit did.
+/// Result of a commit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Committed {
     /// Number of the checkpoint.
     pub number: u64,
-    /// Its pages.
     pub pages: Pages,
-    /// Bytes written, all together.
+    /// Total bytes written.
     pub bytes: u64,
-    /// Time spent in writing.
+    /// Time spent writing.
     pub writing: Duration,
-    /// Time spent in waiting for the disk.
+    /// Time spent waiting for the disk.
     pub syncing: Duration,
 }
 
-/// Microseconds since 1970.
+/// Returns the current time in microseconds since 1970.
 pub fn now_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
-/// A time for people: `2025-03-01 12:30:05.123 UTC`.
+/// Formats a time for people: `2025-03-01 12:30:05.123 UTC`.
 #[must_use]
 pub fn utc(us: u64) -> String {
     let (seconds, ms) = (us / 1_000_000, us / 1000 % 1000);

@@ -1,11 +1,11 @@
-//! Where a store is: a directory, or a name on a server.
+//! Address of a store: a directory, or a name on a server.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Where a store is.
+/// Address of a store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub enum StoreUrl {
@@ -20,7 +20,6 @@ pub enum StoreUrl {
 pub struct Remote {
     /// Name or address of the server, an IPv6 address without its brackets.
     pub host: String,
-    /// Its port.
     pub port: u16,
     /// Name of the store there.
     pub name: ImageName,
@@ -31,61 +30,45 @@ pub struct Remote {
 #[serde(into = "String", try_from = "String")]
 pub struct ImageName(String);
 
-/// Why a text does not say where a store is.
+/// Why a text is not the address of a store.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
-    /// Nothing at all.
+    /// The text is empty.
     #[error("empty; write a directory, or tls://HOST:PORT/NAME")]
     Empty,
-    /// As `scp` and NFS name a directory of another host.
+    /// A directory of another host, in the notation of `scp` and NFS.
     #[error(
         "`{text}` is taken for a directory of host {host}, which cannot be opened directly: mount it and write the path of the mount, or run \
          `rekindle store serve` on {host} and write tls://{host}:PORT/NAME; for a directory here of that name write ./{text}"
     )]
     OfHost {
-        /// All of it.
         text: String,
-        /// What is before the colon, without a user.
+        /// The part before the colon, without a user.
         host: String,
     },
     /// Another scheme.
     #[error("`{scheme}://` is not known; write a directory, file:///DIRECTORY, or tls://HOST:PORT/NAME")]
     Scheme {
-        /// What is before `://`.
+        /// The part before `://`.
         scheme: String,
     },
     /// A file URL with a host, or without a full path.
     #[error("`{url}` does not name a directory from / on; write file:///DIRECTORY with three slashes")]
-    File {
-        /// The URL.
-        url: String,
-    },
-    /// Escapes, which nobody needs here.
+    File { url: String },
+    /// The URL has escapes, which are not supported.
     #[error("`{url}` has a `%`; write the path as it is, without file://")]
-    Escaped {
-        /// The URL.
-        url: String,
-    },
+    Escaped { url: String },
     /// Not `HOST:PORT/NAME`.
     #[error("`{url}` is not tls://HOST:PORT/NAME: {what}")]
-    Remote {
-        /// The URL.
-        url: String,
-        /// What is wrong.
-        what: &'static str,
-    },
-    /// The name on the server is none.
+    Remote { url: String, what: &'static str },
+    /// The name of the store is invalid.
     #[error(
         "`{name}` cannot be the name of a store on a server; use 1 to 64 of a-z, 0-9, `.`, `_` and `-`, beginning with a letter or digit"
     )]
-    Name {
-        /// That name.
-        name: String,
-    },
+    Name { name: String },
 }
 
 impl ImageName {
-    /// As text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -126,7 +109,7 @@ impl FromStr for StoreUrl {
             "file" if rest.starts_with('/') => Ok(Self::Directory(PathBuf::from(rest))),
             "file" => Err(UrlError::File { url: text.into() }),
             "tls" => remote(text, rest).map(Self::Remote),
-            // A relative path may hold anything.
+            // A relative path may contain anything.
             _ if scheme.contains(['/', '.']) => Ok(Self::Directory(PathBuf::from(text))),
             _ => Err(UrlError::Scheme { scheme: scheme.into() }),
         }
@@ -258,7 +241,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_makes_it_panic_and_what_it_says_it_reads(text in "\\PC{0,40}|tls://[a-z:\\[\\]]{0,8}:[0-9]{1,6}/[a-z.]{0,70}") {
+        fn no_text_causes_a_panic_and_a_printed_url_is_parsed_again(text in "\\PC{0,40}|tls://[a-z:\\[\\]]{0,8}:[0-9]{1,6}/[a-z.]{0,70}") {
             if let Ok(url) = text.parse::<StoreUrl>() {
                 prop_assert_eq!(url.to_string().parse::<StoreUrl>(), Ok(url));
             }

@@ -1,4 +1,4 @@
-//! Looking at every byte that counts.
+//! Verification: checks every byte of a store that is in use.
 
 use crate::error::{Result, StoreError};
 use crate::format::entry::Section;
@@ -13,31 +13,31 @@ use crate::types::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
-/// What was looked at, and what is wrong with it.
+/// Result of a verification.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Verified {
-    /// Checkpoints that were looked at.
+    /// Checkpoints that were checked.
     pub checkpoints: u64,
-    /// Pages: each content once, though several checkpoints have it.
+    /// Stored pages that were checked; a page that several checkpoints share counts once.
     pub pages: u64,
-    /// Their stored bytes.
+    /// Stored bytes of these pages.
     pub bytes: u64,
-    /// What is bad, each by its name.
+    /// Messages about damage.
     pub bad: Vec<String>,
-    /// What is bad and can be made anew: base indices.
+    /// Messages about damage that can be repaired: base indices.
     pub warnings: Vec<String>,
 }
 
 impl Verified {
-    /// Whether all is well.
+    /// Returns whether there is no damage, except for warnings.
     #[must_use]
     pub fn is_good(&self) -> bool {
         self.bad.is_empty()
     }
 
-    /// What was looked at in the store `home`, if it is good.
-    fn note<T>(&mut self, home: &Home, looked: Result<T>) -> Option<T> {
-        match looked {
+    /// Returns the value of a successful check of the store `home`; records the error of a failed one.
+    fn note<T>(&mut self, home: &Home, result: Result<T>) -> Option<T> {
+        match result {
             Ok(found) => Some(found),
             Err(e) if is_replaced(home, &e) => None,
             Err(e) => {
@@ -54,11 +54,11 @@ impl Verified {
     }
 }
 
-/// Look at all of a store: every page of every kept checkpoint, device states, tables, indices. `progress` gets the bytes
-/// of pages that were read, and how many there will be as far as that is known.
+/// Checks all of a store: every page of every kept checkpoint, device states, block tables, indices. `progress` gets the
+/// bytes of pages that were read, and an estimate of the total.
 ///
 /// # Errors
-/// Only when there is nothing to look at: [`StoreError::NotAStore`], or its superblock is damaged.
+/// Only when nothing can be checked: [`StoreError::NotAStore`], or a damaged superblock.
 pub(crate) fn verify(home: &Home, mut progress: impl FnMut(u64, u64)) -> Result<Verified> {
     let mut verified = Verified::default();
     for (slot, claim) in claims(home, &mut verified) {
@@ -80,17 +80,17 @@ pub(crate) fn verify(home: &Home, mut progress: impl FnMut(u64, u64)) -> Result<
     }
     let mut seen = HashSet::new();
     for number in manifest.numbers() {
-        // An owner at work may remove the checkpoint, or move its pages to other segments: then it is looked at as it is now.
+        // The owner may remove the checkpoint, or move its pages to other segments: then its current state is checked.
         let mut tries = 0;
         loop {
             tries += 1;
-            let looked = checkpoint(home, number, &mut seen, &mut verified, &mut |done| progress(done, total));
-            match looked {
+            let result = checkpoint(home, number, &mut seen, &mut verified, &mut |done| progress(done, total));
+            match result {
                 Err(e @ StoreError::NoSuchCheckpoint { .. }) if is_replaced(home, &e) => break,
                 Err(e) if is_replaced(home, &e) => {
-                    // It was not looked at, and that is not to be taken for good.
+                    // A checkpoint that was not checked must not count as good.
                     if tries == log::TRIES {
-                        verified.bad.push(format!("{e}; its owner works on it all the time, so try again later"));
+                        verified.bad.push(format!("{e}; its owner changes the store all the time; try again later"));
                         break;
                     }
                 }
@@ -105,7 +105,6 @@ pub(crate) fn verify(home: &Home, mut progress: impl FnMut(u64, u64)) -> Result<
     Ok(verified)
 }
 
-/// One checkpoint.
 fn checkpoint(
     home: &Home,
     number: u64,
@@ -119,13 +118,13 @@ fn checkpoint(
     }
     table(home, &entry)?;
     let image = LocalImage::open(home.clone(), Some(number))?;
-    // The base index must say what the directories say.
+    // The base index must agree with the directories.
     let plain = Index::build(home, &Files::default(), &manifest, image.table(), false)?;
     pages(&image, &plain, seen, verified, progress);
     Ok(())
 }
 
-/// Numbers of the log entries that are claims, and of those that are not.
+/// Lists the numbers of all log entries, and whether each is a claim.
 fn claims(home: &Home, verified: &mut Verified) -> Vec<(u64, bool)> {
     let Some((slots, _)) = verified.note(home, log::slots(home)) else { return Vec::new() };
     let is_claim = |slot| log::read(home, slot).is_ok_and(|entry| entry.kind == crate::format::entry::Kind::Claim);
@@ -140,7 +139,7 @@ fn pages(
     progress: &mut dyn FnMut(u64),
 ) {
     let home = image.home();
-    let mut wanted: Vec<(u64, PageId)> = Vec::new();
+    let mut to_read: Vec<(u64, PageId)> = Vec::new();
     for block in 0..plain.blocks() {
         for page in 0..plain.pages(block).unwrap_or(0) {
             let id = (block, page);
@@ -150,8 +149,8 @@ fn pages(
                 && by_base.digest != spot.digest
             {
                 let text = format!(
-                    "{}: checkpoint {}: the base index says something else of block {block}, page {page}, than the \
-                     directories; delete the files in {}/{}",
+                    "{}: checkpoint {}: for page {page} of block {block} the base index differs from the directories; \
+                     delete the files in {}/{}",
                     home.name(),
                     plain.number,
                     home.name(),
@@ -164,14 +163,14 @@ fn pages(
                 && let Some(extent) = extent
                 && seen.insert((extent.number, spot.place.offset()))
             {
-                wanted.push((spot.place.0, id));
+                to_read.push((spot.place.0, id));
             }
         }
     }
-    // In the order in which they lie on the disk.
-    wanted.sort_unstable();
+    // In the order of their places on the disk.
+    to_read.sort_unstable();
     let mut content = [0; PAGE_SIZE];
-    for some in wanted.chunks(1024) {
+    for some in to_read.chunks(1024) {
         let ids: Vec<PageId> = some.iter().map(|(_, id)| *id).collect();
         match image.read_stored(&ids) {
             Ok(stored) => {
@@ -183,7 +182,7 @@ fn pages(
                     }
                 }
             }
-            // One by one, so that only the bad ones are named.
+            // One by one, to find the damaged ones.
             Err(_) => {
                 for id in ids {
                     verified.pages += 1;

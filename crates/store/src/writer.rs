@@ -1,4 +1,4 @@
-//! Writing checkpoints.
+//! Writes checkpoints.
 //!
 //! ```text
 //! caller               packers (threads)      the store's own thread
@@ -6,12 +6,12 @@
 //! is unchanged ------> -------------------->  (or send to a server)
 //! ```
 //!
-//! A page stays in one buffer from the guest's memory to the disk: the frame's, with room for its directory before the first page.
-//! Digesting a page costs the caller some 200 ns and saves the copy of those that have not changed. All else happens
-//! elsewhere. Frames keep their order, whichever packer is done first.
+//! From the guest's memory to the disk, a page stays in one buffer: that of its frame, with space for the frame's directory
+//! before the first page. The caller digests each page, which takes about 200 ns and avoids storing unchanged pages. All
+//! other work is done by other threads. Frames keep their order, whichever packer is done first.
 
 use crate::disk::{Disk, LocalDisk};
-use crate::engine::{self, Begun, Engine, Frame, Request, Settings, State};
+use crate::engine::{self, Engine, Frame, Request, Settings, StartedBlock, State};
 use crate::error::{Result, StoreError};
 use crate::format::page::{Digester, Packer};
 use crate::format::segment::{FRAME_HEADER_LEN, FRAME_RECORDS, RECORD_LEN, Record};
@@ -27,37 +27,37 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-/// Pages of a frame at most: with header and directory it fits into a huge page.
+/// Limit of pages in a frame: with header and directory it fits into a huge page.
 const FRAME_PAGES: usize = 507;
-/// Bytes before the first page of a frame in the making: room for the longest directory.
+/// Bytes before the first page of a frame that is being built: space for the longest directory.
 const HEAD: usize = FRAME_HEADER_LEN + FRAME_RECORDS * RECORD_LEN;
 const _: () = assert!(HEAD + FRAME_PAGES * PAGE_SIZE <= HUGE);
 
-/// How a store is to be written.
+/// Options for writing a store.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The VM. A store of another one is refused.
+    /// The VM of the store. A store of another VM is rejected.
     pub vm: Vm,
-    /// How many checkpoints are kept, at least 1.
+    /// Number of checkpoints to keep, at least 1.
     pub keep: u32,
-    /// What the owner does, for those who look: `protect web`.
+    /// The owner's operation, as shown to users: `protect web`.
     pub operation: String,
-    /// What becomes of the guest.
+    /// What happens to the guest.
     pub guest: Guest,
-    /// Become the owner only if this holds still, of a store that is there.
+    /// Become the owner only if this condition holds. The store must exist.
     pub only_if: Option<OnlyIf>,
-    /// Threads that compress; 0 for what suits this machine.
+    /// Threads that compress; 0: depends on this machine.
     pub packers: usize,
-    /// Who we are to a server.
+    /// Certificates for a server.
     pub identity: Option<Identity>,
-    /// Bytes of a segment; 0 for what suits the guest.
+    /// Bytes of a segment; 0: depends on the guest's size.
     pub segment: u64,
-    /// Create the store if there is none. Never with `only_if`.
+    /// Create a missing store. Never with `only_if`.
     pub create: bool,
 }
 
 impl Options {
-    /// The usual ones, for `vm`: 10 checkpoints are kept, of a store that exists.
+    /// Default options for `vm`: keep 10 checkpoints, in an existing store.
     #[must_use]
     pub fn new(vm: Vm, operation: &str) -> Self {
         let operation = operation.to_owned();
@@ -66,32 +66,32 @@ impl Options {
     }
 }
 
-/// A frame in the making: its pages lie behind [`HEAD`], one after another.
+/// A frame that is being built: its pages follow [`HEAD`], one after another.
 #[derive(Debug)]
-struct Raw {
-    /// `len` is 0 for pages of zeroes, of which nothing else is there.
+struct FrameBuilder {
+    /// `len` is 0 for pages of zeroes, which have no content in the frame.
     records: Vec<Record>,
     frame: Frame,
 }
 
-impl Raw {
+impl FrameBuilder {
     fn new(mut frame: Frame) -> Self {
         frame.bytes.clear();
         frame.bytes.grow(HEAD);
         Self { records: Vec::with_capacity(FRAME_RECORDS), frame }
     }
 
-    /// How many more pages it has room for.
+    /// Number of pages that still fit.
     fn room(&self) -> usize {
         let pages = self.frame.bytes.len().saturating_sub(HEAD) / PAGE_SIZE;
         FRAME_PAGES.saturating_sub(pages).min(FRAME_RECORDS.saturating_sub(self.records.len()))
     }
 }
 
-/// What a packer is asked to do: pack, and send on.
-type Job = (Raw, Sender<Frame>);
+/// Job of a packer: pack the frame and send it.
+type Job = (FrameBuilder, Sender<Frame>);
 
-/// What is known of a store that was opened for writing.
+/// State of a store that was opened for writing.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Opened {
     pub digester: Digester,
@@ -111,20 +111,20 @@ pub struct Writer {
     epoch: u64,
     requests: Option<Sender<Request>>,
     jobs: Option<Sender<Job>>,
-    /// Buffers that are free, with the way back for those that are not.
+    /// Channel of free buffers; the sender returns a buffer to it.
     frames: (Sender<Frame>, Receiver<Frame>),
     threads: Vec<JoinHandle<()>>,
-    raw: Option<Raw>,
-    blocks: Vec<(Begun, PageSet)>,
+    raw: Option<FrameBuilder>,
+    blocks: Vec<(StartedBlock, PageSet)>,
     unchanged: u64,
 }
 
 impl Writer {
-    /// Opens a store and becomes its owner: nothing of an earlier owner counts from now on.
+    /// Opens a store and becomes its owner: no earlier owner can commit any more.
     ///
     /// # Errors
-    /// [`StoreError::NotAStore`] without [`Options::create`]; [`StoreError::OtherVm`], [`StoreError::NotEmpty`], damage by name; [`StoreError::Superseded`] with
-    /// [`Options::only_if`]; [`StoreError::Line`] and [`StoreError::Refused`] for one on a server. The earlier owner then
+    /// [`StoreError::NotAStore`] without [`Options::create`]; [`StoreError::OtherVm`], [`StoreError::NotEmpty`], damage; [`StoreError::Superseded`] with
+    /// [`Options::only_if`]; [`StoreError::Connection`] and [`StoreError::Refused`] for one on a server. The earlier owner then
     /// still is the owner.
     pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
         match url {
@@ -157,7 +157,7 @@ impl Writer {
     ) -> Result<Self> {
         let failed = |e: io::Error| StoreError::io(&store, "", "starting a thread", e);
         let packers = match options.packers {
-            // More than two would take from the guest what it needs.
+            // More than two would take processor time that the guest needs.
             0 => thread::available_parallelism().map_or(1, |cores| cores.get().min(2)),
             set => set.min(16),
         };
@@ -172,7 +172,7 @@ impl Writer {
             let packer = thread::Builder::new().name("store packer".into()).spawn(move || pack_all(&todo));
             threads.push(packer.map_err(failed)?);
         }
-        // Beside those that are packed one is being filled, one written, and one waits for either.
+        // In addition to those being packed, one is filled, one is written, and one is spare.
         for _ in 0..packers + 3 {
             let _ = frames.0.send(Frame::default());
         }
@@ -193,66 +193,66 @@ impl Writer {
         })
     }
 
-    /// The owner epoch. For a store on a server it grows whenever the line had to be made anew.
+    /// Returns the owner epoch. For a store on a server it grows with each new connection.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Epoch(reply)).and_then(|()| self.answer(&answer)).unwrap_or(self.epoch)
     }
 
-    /// Number that the next checkpoint gets.
+    /// Number of the next checkpoint.
     #[must_use]
     pub fn next_number(&self) -> u64 {
         self.next
     }
 
-    /// Keep so many checkpoints from the next commit on.
+    /// Sets how many checkpoints are kept from the next commit on.
     pub fn keep(&mut self, keep: u32) {
         let _ = self.ask(Request::Keep(keep));
     }
 
-    /// Keep checkpoint `number`, and what came after it, however old it gets: something still reads it. `None` lets go of
-    /// it. The bound on the disk's use does not hold meanwhile.
+    /// Keeps checkpoint `number` and all later ones regardless of their age, because it is being read. `None` releases it.
+    /// Until then the store may exceed its size limit.
     pub fn hold(&mut self, number: Option<u64>) {
         let _ = self.ask(Request::Hold(number));
     }
 
-    /// Begin a checkpoint of a VM that has these RAM blocks.
+    /// Begins a checkpoint of a VM that has these RAM blocks.
     ///
     /// # Errors
-    /// [`StoreError::Superseded`]; [`StoreError::Blocks`]; for a store on a server also [`StoreError::Line`], if it
+    /// [`StoreError::Superseded`]; [`StoreError::Blocks`]; for a store on a server also [`StoreError::Connection`], if it
     /// cannot be reached again.
     pub fn begin(&mut self, blocks: &[Block]) -> Result<Checkpoint<'_>> {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Begin(blocks.to_vec(), reply))?;
-        let begun = self.answer(&answer)??;
-        // The sets keep their memory.
+        let started = self.answer(&answer)??;
+        // The sets are reused, to keep their memory.
         let mut sets = std::mem::take(&mut self.blocks).into_iter().map(|(_, set)| set);
-        let with_set = |begun| {
+        let with_set = |started| {
             let mut set = sets.next().unwrap_or_default();
             set.clear();
-            (begun, set)
+            (started, set)
         };
-        let blocks: Vec<_> = begun.into_iter().map(with_set).collect();
+        let blocks: Vec<_> = started.into_iter().map(with_set).collect();
         self.blocks = blocks;
         self.unchanged = 0;
         Ok(Checkpoint { writer: self, open: true })
     }
 
-    /// Free all room that can be freed; the bytes.
+    /// Frees all space that can be freed; returns the number of bytes.
     ///
     /// # Errors
-    /// The system's; the store is then as it was.
+    /// The system's; the store is then unchanged.
     pub fn compact(&mut self) -> Result<u64> {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Compact(reply))?;
         self.answer(&answer)?
     }
 
-    /// Finish what is done in the background, and write a base index, so that opening is fast.
+    /// Finishes background work and writes a base index, so that opening is fast.
     ///
     /// # Errors
-    /// The system's; what was committed stays.
+    /// The system's; committed checkpoints stay.
     pub fn settle(&mut self) -> Result<()> {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Settle(reply))?;
@@ -271,55 +271,55 @@ impl Writer {
         answer.recv().map_err(|_| self.ended())
     }
 
-    /// Send the frame in the making to a packer, and its place in the order to the store.
+    /// Sends the frame that is being built to a packer, and a receiver for the packed frame to the store's thread.
     fn flush(&mut self) -> Result<()> {
-        // An empty one stays for the next checkpoint.
+        // An empty frame stays for the next checkpoint.
         let Some(raw) = self.raw.take_if(|raw| !raw.records.is_empty()) else { return Ok(()) };
         let (packed, coming) = mpsc::channel();
         self.jobs.as_ref().and_then(|jobs| jobs.send((raw, packed)).ok()).ok_or_else(|| self.ended())?;
         self.ask(Request::Frame(coming, self.frames.0.clone()))
     }
 
-    /// The frame in the making, which has room for a page.
-    fn room(&mut self) -> Result<Raw> {
+    /// Takes a frame with space for at least one page.
+    fn room(&mut self) -> Result<FrameBuilder> {
         if self.raw.as_ref().is_some_and(|raw| raw.room() == 0) {
             self.flush()?;
         }
         match self.raw.take() {
             Some(raw) => Ok(raw),
-            None => Ok(Raw::new(self.frames.1.recv().map_err(|_| self.ended())?)),
+            None => Ok(FrameBuilder::new(self.frames.1.recv().map_err(|_| self.ended())?)),
         }
     }
 
-    /// What is stored of page `number` of a block of the checkpoint in hand, if anything.
+    /// Returns the record to store for page `number` of a block of the open checkpoint; `None` if the page is unchanged.
     fn record(&mut self, block: usize, number: u64, content: &Page) -> Option<Record> {
         let digest = self.digester.digest(content);
-        let (begun, sent) = self.blocks.get_mut(block)?;
-        // One that was sent already may have been something else.
-        if begun.digests.get(number) == digest && !sent.contains(number) {
+        let (started, sent) = self.blocks.get_mut(block)?;
+        // A page that was sent already may have had other content then.
+        if started.digests.get(number) == digest && !sent.contains(number) {
             self.unchanged += 1;
             return None;
         }
         sent.insert(number);
         let len = if digest == 0 { 0 } else { PAGE_SIZE as u16 };
-        Some(Record { digest, page: number as u32, len, block: begun.number })
+        Some(Record { digest, page: number as u32, len, block: started.number })
     }
 }
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        // Nobody asks any more: the threads end when they have done what they were asked.
+        // Without senders, the threads end after the last request.
         self.requests = None;
         self.jobs = None;
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
-                tracing::error!("{}: a thread of the store has panicked", self.store);
+                tracing::error!("{}: a thread of the writer panicked", self.store);
             }
         }
     }
 }
 
-/// A checkpoint being written. Dropped, it is given up and leaves no trace.
+/// An open checkpoint. If it is dropped, it is aborted and leaves no trace.
 #[derive(Debug)]
 pub struct Checkpoint<'a> {
     writer: &'a mut Writer,
@@ -327,20 +327,20 @@ pub struct Checkpoint<'a> {
 }
 
 impl Checkpoint<'_> {
-    /// Its number, if it is committed.
+    /// The number that it gets when it is committed.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.writer.next
     }
 
-    /// Add pages of a block, by its position in the table; each with its number in the block. Of a page that comes more
-    /// than once the last content counts. Those that are as they were at the checkpoint before are dropped. A page that no
-    /// checkpoint ever got is zero.
+    /// Adds pages of a block, given by its position in the table; each page with its number in the block. If a page is
+    /// added twice, the last content is stored. Pages that have not changed since the previous checkpoint are dropped. A
+    /// page that was never added to any checkpoint is zero.
     ///
-    /// Returns when the contents were copied. What goes wrong in storing them the commit tells.
+    /// Returns when the contents are copied. The commit returns errors of storing them.
     ///
     /// # Errors
-    /// [`StoreError::NoSuchPage`] for one that the block does not have; [`StoreError::Closed`].
+    /// [`StoreError::NoSuchPage`] for a page that the block does not have; [`StoreError::Closed`].
     pub fn pages<'p>(&mut self, block: usize, pages: impl IntoIterator<Item = (u64, &'p Page)>) -> Result<()> {
         self.check(block, None)?;
         for (number, content) in pages {
@@ -356,8 +356,8 @@ impl Checkpoint<'_> {
         Ok(())
     }
 
-    /// As [`Checkpoint::pages`], for the pages in `runs`, which `read` puts into the room that it is given: it gets some runs of pages, and as
-    /// many bytes as they have. Saves a copy of each.
+    /// As [`Checkpoint::pages`], for the pages in `runs`. `read` is called with some of the runs and a buffer of their size,
+    /// which it must fill. This saves a copy of each page.
     ///
     /// # Errors
     /// As [`Checkpoint::pages`], and those of `read`.
@@ -386,7 +386,7 @@ impl Checkpoint<'_> {
             let pages: u64 = part.iter().map(|run| run.end.saturating_sub(run.start)).sum();
             let done = read(&part, raw.frame.bytes.grow(pages as usize * PAGE_SIZE));
             if done.is_ok() {
-                self.take(block, &part, kept, &mut raw);
+                self.drop_unchanged(block, &part, kept, &mut raw);
             } else {
                 raw.frame.bytes.truncate(kept);
             }
@@ -396,10 +396,10 @@ impl Checkpoint<'_> {
         Ok(())
     }
 
-    /// Of the pages in `runs`, whose contents lie in `raw` from `at` on, only those stay that are to be stored.
-    fn take(&mut self, block: usize, runs: &[Range<u64>], at: usize, raw: &mut Raw) {
+    /// Removes unchanged pages from the pages in `runs`, whose contents are in `raw` from `at` on.
+    fn drop_unchanged(&mut self, block: usize, runs: &[Range<u64>], at: usize, raw: &mut FrameBuilder) {
         let (mut from, mut to) = (at, at);
-        let Raw { records, frame: Frame { bytes, .. } } = raw;
+        let FrameBuilder { records, frame: Frame { bytes, .. } } = raw;
         for number in runs.iter().flat_map(Clone::clone) {
             let content = bytes.get(from..).and_then(|rest| rest.first_chunk::<PAGE_SIZE>());
             if let Some(record) = content.and_then(|content| self.writer.record(block, number, content)) {
@@ -416,25 +416,26 @@ impl Checkpoint<'_> {
         bytes.truncate(to);
     }
 
-    /// Whether there is a block in position `block` that has page `page`.
+    /// Checks that there is a block at position `block`, with page `page`.
     fn check(&self, block: usize, page: Option<u64>) -> Result<()> {
         let found = self.writer.blocks.get(block);
-        if found.is_some_and(|(begun, _)| page.is_none_or(|page| page < begun.pages)) {
+        if found.is_some_and(|(started, _)| page.is_none_or(|page| page < started.pages)) {
             return Ok(());
         }
         let (store, checkpoint) = (self.writer.store.clone(), self.writer.next);
         Err(StoreError::NoSuchPage { store, checkpoint, block: format!("number {block}"), page: page.unwrap_or(0) })
     }
 
-    /// Let the checkpoint count. `definition` says how to build the VM again, `metadata` what the protecting loop wants to
-    /// note; the store looks at neither. `devices` is the device state.
+    /// Commits the checkpoint. `definition` describes how to rebuild the VM, `metadata` has notes of the protector; the store
+    /// does not interpret them. `devices` is the device state.
     ///
-    /// On success: it is durable.
-    /// On failure: it is not there, and the next one can be begun.
+    /// On success: the checkpoint is durable.
+    /// On failure: it is not committed, and the next one can begin.
     ///
     /// # Errors
     /// [`StoreError::Superseded`] if there is another owner now; [`StoreError::NoSpace`]; [`StoreError::TooLarge`]; the
-    /// system's. After [`StoreError::Closed`], and when the line to a server is lost meanwhile, it may be there.
+    /// system's. After [`StoreError::Closed`], or if the connection to a server is lost during the commit, the checkpoint
+    /// may be committed.
     pub fn commit(mut self, definition: &Value, metadata: &Value, devices: &[u8]) -> Result<Committed> {
         self.writer.flush()?;
         let json = |value: &Value| {
@@ -463,7 +464,7 @@ impl Drop for Checkpoint<'_> {
     }
 }
 
-/// Pack frames until there are no more.
+/// Packs frames until there are no more jobs.
 fn pack_all(todo: &Mutex<Receiver<Job>>) {
     let mut packer = Packer::default();
     loop {
@@ -473,16 +474,16 @@ fn pack_all(todo: &Mutex<Receiver<Job>>) {
     }
 }
 
-/// Pages become what is stored of them, where they are, and the directory is put before them.
-fn pack(packer: &mut Packer, raw: Raw) -> Frame {
-    let Raw { mut records, mut frame } = raw;
+/// Compresses the pages in place, and writes the directory in front of them.
+fn pack(packer: &mut Packer, raw: FrameBuilder) -> Frame {
+    let FrameBuilder { mut records, mut frame } = raw;
     frame.count = records.len();
     frame.start = HEAD - FRAME_HEADER_LEN - RECORD_LEN * frame.count.min(FRAME_RECORDS);
     let bytes = &mut frame.bytes;
     let (mut from, mut to) = (HEAD, HEAD);
     for record in records.iter_mut().filter(|record| record.len != 0) {
         let Some(page) = bytes.get(from..).and_then(|rest| rest.first_chunk::<PAGE_SIZE>()) else { break };
-        // No longer than the page, so that it ends before the next one begins.
+        // Never longer than the page, so that it ends before the next page.
         match packer.pack(page) {
             Some(stored) => {
                 record.len = stored.len() as u16;

@@ -9,7 +9,7 @@ use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::{self, RamBlock};
 use rekindle_store::export::{export, import};
 use rekindle_store::types::{Block, PAGE_SIZE, Vm};
-use rekindle_store::{Image, Options, StoreUrl, Which, Writer};
+use rekindle_store::{Image, Options, ReadOptions, StoreUrl, Writer};
 use serde_json::{Value, json};
 use std::env;
 use std::fs::{self, File};
@@ -63,7 +63,7 @@ impl Guest {
         let blocks = ramblock::list(&mut self.qmp).unwrap();
         let read = |block: RamBlock| {
             let mut content = vec![0; block.used as usize];
-            memory::read(process, block.address.expect("a QEMU that tells where its RAM is"), &mut content).unwrap();
+            memory::read(process, block.address.expect("a QEMU that reports RAM addresses"), &mut content).unwrap();
             (block, content)
         };
         blocks.into_iter().map(read).collect()
@@ -145,7 +145,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     assert!(committed.pages.stored > 50 && committed.pages.unchanged > 10_000, "{committed:?}");
     drop(writer);
 
-    let image = Image::open(&url, &Which::default()).unwrap();
+    let image = Image::open(&url, &ReadOptions::default()).unwrap();
     let plain = path("plain");
     let bytes = export(&image, &mut File::create(&plain).unwrap(), None, &mut |_, _| {}).unwrap();
     assert_eq!(bytes, fs::metadata(&plain).unwrap().len());
@@ -158,7 +158,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     second.wait("query-status", "running");
     drop(second);
 
-    // For a QEMU as everybody starts it.
+    // For a QEMU with default options.
     let named = path("named");
     export(&image, &mut File::create(&named).unwrap(), Some("pc-q35-7.2"), &mut |_, _| {}).unwrap();
     let mut third = Guest::start(directory.path(), "third", &["-S", "-incoming", "defer"]);
@@ -175,7 +175,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     let committed = import(&mut writer, File::open(&saved).unwrap(), &json!({"by": "qemu"}), &mut |_| {}).unwrap();
     assert_eq!(committed.number, 1);
     drop(writer);
-    let image = Image::open(&url, &Which::default()).unwrap();
+    let image = Image::open(&url, &ReadOptions::default()).unwrap();
     for (block, content) in &memory {
         let position = image.block(&block.id).unwrap_or_else(|| panic!("{} is not there", block.id));
         image

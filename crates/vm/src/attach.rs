@@ -217,7 +217,7 @@ fn make(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<S
 fn prove(adopted: &Adopted, qmp: &mut Qmp) -> Result<(), AttachError> {
     let injector = Injector::new(adopted.process())?;
     let device = userfaultfd::hand(qmp, adopted.process())?;
-    let tried = tracker::trial(injector, device);
+    let tried = tracker::check_userfaultfd(injector, device);
     userfaultfd::take_back(qmp)?;
     Ok(tried?)
 }
@@ -388,7 +388,7 @@ pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
 
 fn release(vmm: &Vmm, mark: &Path) -> Result<(), AttachError> {
     // First resume threads that wait to write.
-    tracker::sweep(Injector::new(Process { pid: vmm.pid, started: vmm.started })?)?;
+    tracker::close_leftovers(Injector::new(Process { pid: vmm.pid, started: vmm.started })?)?;
     let mut qmp = vmm.connect(GREETING).map_err(|e| match e {
         VmmError::Qmp(e) => AttachError::Qmp(e),
         other => LifeError::Vmm(other).into(),

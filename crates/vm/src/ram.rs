@@ -88,7 +88,7 @@ pub fn has_room(hardware: &Hardware) -> bool {
 /// [`RamError`].
 pub fn forget_waiting(hardware: &Hardware) -> Result<(), RamError> {
     let Ok(ram) = directory(hardware) else { return Ok(()) };
-    hardware.ram_files().into_iter().try_for_each(|(path, _)| ram.forget_waiting(&name(&path)))
+    hardware.ram_files().into_iter().try_for_each(|(path, _)| ram.remove_waiting(&name(&path)))
 }
 
 /// Gives a VM whose previous QEMU has ended the RAM that waits, in place of its own: see [`RamDirectory::replace`]. Returns what can be

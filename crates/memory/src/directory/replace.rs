@@ -1,6 +1,6 @@
-//! RAM that a QEMU has already which only waits, in the place of that of a guest whose QEMU has ended; and giving the latter back.
+//! Replaces the RAM of a guest whose QEMU has ended with that of a waiting QEMU, and releases the old RAM.
 //!
-//! Its pages are some 0.1 s of work for each GiB. Where there is room for both until then, nobody waits for it.
+//! Releasing takes about 0.1 s per GiB. Where both fit, it happens later, so that no guest waits for it.
 
 use super::{RamDirectory, RamError};
 use rustix::fs::{FallocateFlags, fallocate};
@@ -9,10 +9,10 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// So much is given back at a time: whoever else wants memory of the same file system is let in between.
+/// Bytes released per call, so that other allocations on the same file system are served in between.
 const PIECE: u64 = 16 << 20;
 
-/// RAM of a guest whose QEMU has ended: it has no name any more, and takes its room until it is given back or dropped.
+/// RAM of a guest whose QEMU has ended. Its file has no name; it uses space until it is released or dropped.
 #[derive(Debug)]
 pub struct PreviousRam(File);
 
@@ -25,18 +25,18 @@ impl PreviousRam {
         }
     }
 
-    /// What it may still claim of what it was promised.
+    /// Bytes that were promised to it and are not allocated.
     fn promised(&self) -> u64 {
         self.0.metadata().map_or(0, |file| file.len().saturating_sub(file.blocks() * 512))
     }
 
-    /// Give its pages back now, also those that somebody has mapped who has not let go of it yet: a server of a disk unmaps it beside.
-    pub fn give_back(self) {
+    /// Frees its pages now, even while another process has them mapped: a disk server unmaps them concurrently.
+    pub fn release(self) {
         let bytes = self.0.metadata().map_or(0, |file| file.len());
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         for at in (0..bytes).step_by(PIECE as usize) {
             if let Err(e) = fallocate(&self.0, punch, at, PIECE.min(bytes - at)) {
-                tracing::debug!("the former memory goes with its last user: {e}");
+                tracing::debug!("cannot punch out the old RAM; it is freed when its last user closes it: {e}");
                 return;
             }
         }
@@ -44,52 +44,52 @@ impl PreviousRam {
 }
 
 impl RamDirectory {
-    /// Remove the RAM file of VM `name`, if there is one, and give its pages back.
-    pub(super) fn give_back(&self, name: &str) -> Result<(), RamError> {
-        let former = PreviousRam::open(&self.file(name)).map_err(|source| self.failed(source))?;
+    /// Removes the RAM file of VM `name`, if it exists, and frees its pages.
+    pub(super) fn remove_and_release(&self, name: &str) -> Result<(), RamError> {
+        let old = PreviousRam::open(&self.file(name)).map_err(|source| self.failed(source))?;
         self.remove(name)?;
-        former.into_iter().for_each(PreviousRam::give_back);
+        old.into_iter().for_each(PreviousRam::release);
         Ok(())
     }
 
-    /// Remove what waits for VM `name` ([`RamDirectory::create_waiting`]). None is no error.
+    /// Removes the waiting file of VM `name` ([`RamDirectory::create_waiting`]). A missing file is no error.
     ///
     /// # Errors
     /// [`RamError::Directory`].
-    pub fn forget_waiting(&self, name: &str) -> Result<(), RamError> {
+    pub fn remove_waiting(&self, name: &str) -> Result<(), RamError> {
         match fs::remove_file(self.waiting(name)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(self.failed(e)),
             _ => Ok(()),
         }
     }
 
-    /// Give VM `name`, whose QEMU has ended, the RAM of `bytes` bytes that waits, in the place of what it has.
+    /// Replaces the RAM of VM `name`, whose QEMU has ended, with the waiting file of `bytes` bytes.
     ///
-    /// *Needs:* one that waits ([`RamDirectory::create_waiting`]); nobody uses the former RAM.
-    /// *On success:* the file that waited has the name [`RamDirectory::file`], and its bytes are promised. Gives the former RAM where there is
-    /// room for both, so that it can be given back later; else that has been done.
-    /// *On failure:* the former RAM is gone, if there was no room for both.
+    /// *Needs:* a waiting file ([`RamDirectory::create_waiting`]); the old RAM is not in use.
+    /// *On success:* the waiting file has the name [`RamDirectory::file`], and its bytes are promised. Where both fit, the
+    /// old RAM is returned, so that the caller can release it later; otherwise it is released.
+    /// *On failure:* the old RAM is removed, if both did not fit.
     ///
     /// # Errors
-    /// [`RamError::TooSmall`]; [`RamError::Directory`] when none waits.
+    /// [`RamError::TooSmall`]; [`RamError::Directory`] when no file waits.
     pub fn replace(&self, name: &str, bytes: u64) -> Result<Option<PreviousRam>, RamError> {
         let failed = |source| self.failed(source);
         let _lock = self.lock()?;
         let (waiting, path) = (self.waiting(name), self.file(name));
-        let there = fs::metadata(&waiting).map_err(failed)?.blocks() * 512;
-        let wanted = bytes.saturating_sub(there);
-        let mut former = PreviousRam::open(&path).map_err(failed)?;
+        let allocated = fs::metadata(&waiting).map_err(failed)?.blocks() * 512;
+        let required = bytes.saturating_sub(allocated);
+        let mut old = PreviousRam::open(&path).map_err(failed)?;
         let (free, promised) = self.room()?;
-        let promised = promised.saturating_sub(former.as_ref().map_or(0, PreviousRam::promised));
-        if wanted > free.saturating_sub(promised) {
-            if let Some(former) = former.take() {
+        let promised = promised.saturating_sub(old.as_ref().map_or(0, PreviousRam::promised));
+        if required > free.saturating_sub(promised) {
+            if let Some(old) = old.take() {
                 fs::remove_file(&path).map_err(failed)?;
-                former.give_back();
+                old.release();
             }
-            self.check_room(wanted)?;
+            self.check_room(required)?;
         }
         fs::rename(&waiting, &path).map_err(failed)?;
-        Ok(former)
+        Ok(old)
     }
 
     fn failed(&self, source: io::Error) -> RamError {
@@ -102,8 +102,9 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
 
-    /// A tmpfs of 8 MiB with the RAM of a guest in it, of `memory` MiB, `touched` of which it has touched; and as much that waits.
-    fn with(memory: u64, touched: usize, test: impl FnOnce(&RamDirectory, File)) {
+    /// Runs `test` with a tmpfs of 8 MiB that has a guest's RAM file of `memory` MiB, `touched` MiB of them allocated, and
+    /// a waiting file of the same length.
+    fn with_waiting_ram(memory: u64, touched: usize, test: impl FnOnce(&RamDirectory, File)) {
         if !rustix::process::geteuid().is_root() {
             eprintln!("needs root: not run");
             return;
@@ -112,32 +113,32 @@ mod tests {
         let path = directory.path().join("ram");
         let ram = RamDirectory::own_tmpfs(&path, 8 << 20).unwrap();
         ram.create("x", memory << 20).unwrap();
-        let former = OpenOptions::new().read(true).write(true).open(ram.file("x")).unwrap();
-        former.write_all_at(&vec![1; touched << 20], 0).unwrap();
+        let old = OpenOptions::new().read(true).write(true).open(ram.file("x")).unwrap();
+        old.write_all_at(&vec![1; touched << 20], 0).unwrap();
         ram.create_waiting("x", memory << 20).unwrap();
-        test(&ram, former);
+        test(&ram, old);
         RamDirectory::release_own_tmpfs(&path);
     }
 
-    fn taken(file: &File) -> u64 {
+    fn allocated(file: &File) -> u64 {
         file.metadata().unwrap().blocks() * 512
     }
 
     #[test]
-    fn where_there_is_room_for_both_the_former_goes_later_and_counts_until_then() {
-        with(4, 3, |ram, seen| {
-            let former = ram.replace("x", 4 << 20).unwrap().expect("room for both");
-            assert_eq!(fs::metadata(ram.file("x")).unwrap().blocks(), 0, "it is the other one");
+    fn if_both_fit_the_old_ram_is_released_later_and_counts_as_used_until_then() {
+        with_waiting_ram(4, 3, |ram, open| {
+            let old = ram.replace("x", 4 << 20).unwrap().expect("room for both");
+            assert_eq!(fs::metadata(ram.file("x")).unwrap().blocks(), 0, "it is the waiting file");
             assert!(!ram.waiting("x").exists());
-            assert_eq!(taken(&seen), 3 << 20);
+            assert_eq!(allocated(&open), 3 << 20);
             let e = ram.create("y", 2 << 20).unwrap_err();
             assert!(
                 matches!(e, RamError::TooSmall { free, promised, .. } if free == 5 << 20 && promised == 4 << 20),
                 "{e}"
             );
-            // Somebody has it open still.
-            former.give_back();
-            assert_eq!(taken(&seen), 0);
+            // It is freed although it is open.
+            old.release();
+            assert_eq!(allocated(&open), 0);
             ram.create("y", 2 << 20).unwrap();
             ram.remove("y").unwrap();
             ram.remove("x").unwrap();
@@ -145,27 +146,27 @@ mod tests {
     }
 
     #[test]
-    fn where_there_is_none_it_goes_first() {
-        with(6, 5, |ram, seen| {
+    fn if_only_one_fits_the_old_ram_is_released_first() {
+        with_waiting_ram(6, 5, |ram, open| {
             assert!(ram.replace("x", 6 << 20).unwrap().is_none());
-            assert_eq!(taken(&seen), 0, "although somebody has it open");
+            assert_eq!(allocated(&open), 0, "freed although it is open");
             assert_eq!(fs::metadata(ram.file("x")).unwrap().blocks(), 0);
             assert!(!ram.waiting("x").exists());
-            assert!(matches!(ram.replace("x", 6 << 20), Err(RamError::Directory { .. })), "none waits");
+            assert!(matches!(ram.replace("x", 6 << 20), Err(RamError::Directory { .. })), "no file waits");
             assert!(ram.file("x").exists());
             ram.remove("x").unwrap();
         });
     }
 
     #[test]
-    fn what_somebody_has_open_is_no_obstacle_to_the_next() {
-        with(6, 5, |ram, seen| {
+    fn renewed_ram_fits_although_the_old_file_is_open() {
+        with_waiting_ram(6, 5, |ram, open| {
             ram.renew("x", 6 << 20).unwrap();
-            assert_eq!(taken(&seen), 0);
-            assert!(!ram.waiting("x").exists(), "it is not waited with");
+            assert_eq!(allocated(&open), 0);
+            assert!(!ram.waiting("x").exists(), "the waiting file is removed");
             ram.create_waiting("x", 6 << 20).unwrap();
-            ram.forget_waiting("x").unwrap();
-            ram.forget_waiting("x").unwrap();
+            ram.remove_waiting("x").unwrap();
+            ram.remove_waiting("x").unwrap();
             assert!(!ram.waiting("x").exists());
             ram.remove("x").unwrap();
         });

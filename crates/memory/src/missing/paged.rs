@@ -1,35 +1,33 @@
-//! One RAM block whose pages come: which are there, which are not to come any more.
+//! Which pages of a RAM block are still missing.
 
 use crate::ram::Block;
 use std::ops::Range;
 
-/// A set of pages by number.
+/// A RAM block that a pager fills.
 #[derive(Debug)]
-pub(super) struct Paged {
+pub(super) struct PagedBlock {
     pub id: String,
-    /// Its addresses in QEMU.
+    /// Addresses in QEMU.
     pub range: Range<u64>,
-    /// Bytes of a page in the host.
+    /// Bytes of a host page.
     pub page: u64,
-    /// Pages that are there, are zero, or were given back.
+    /// Bitmap of the pages that are present, are zero, or were given back.
     done: Vec<u64>,
-    /// How many are not.
+    /// Number of pages that are not done.
     left: u64,
 }
 
-impl Paged {
+impl PagedBlock {
     pub(super) fn new(block: &Block) -> Self {
-        let (range, page) = (block.used(), block.told.page_size);
+        let (range, page) = (block.used(), block.info.page_size);
         let pages = (range.end - range.start) / page;
-        Self { id: block.told.id.clone(), range, page, done: vec![0; pages.div_ceil(64) as usize], left: pages }
+        Self { id: block.info.id.clone(), range, page, done: vec![0; pages.div_ceil(64) as usize], left: pages }
     }
 
-    /// How many pages it has.
     pub(super) fn pages(&self) -> u64 {
         (self.range.end - self.range.start) / self.page
     }
 
-    /// How many of them are not done.
     pub(super) fn left(&self) -> u64 {
         self.left
     }
@@ -46,26 +44,26 @@ impl Paged {
         }
     }
 
-    /// The pages that lie in a run of offsets, wholly or in part.
+    /// Pages that overlap a run of offsets.
     pub(super) fn touched(&self, run: &Range<u64>) -> Range<u64> {
         run.start / self.page..run.end.div_ceil(self.page).min(self.pages())
     }
 
-    /// The addresses of some pages.
+    /// Addresses of a run of pages.
     pub(super) fn addresses(&self, pages: &Range<u64>) -> Range<u64> {
         self.range.start + pages.start * self.page..self.range.start + pages.end * self.page
     }
 
-    /// The page at an address.
+    /// Number of the page at an address.
     pub(super) fn page_at(&self, address: u64) -> Option<u64> {
         self.range.contains(&address).then(|| (address - self.range.start) / self.page)
     }
 
-    /// The first run of pages at or after `from` that are not done, at most `most`.
-    pub(super) fn next_missing(&self, within: &Range<u64>, most: u64) -> Option<Range<u64>> {
+    /// Finds the first run of pages in `within` that are not done, with at most `max` pages.
+    pub(super) fn next_missing(&self, within: &Range<u64>, max: u64) -> Option<Range<u64>> {
         let start = within.clone().find(|&page| !self.is_done(page))?;
-        let end = (start..within.end.min(start + most)).find(|&page| self.is_done(page));
-        Some(start..end.unwrap_or(within.end.min(start + most)))
+        let end = (start..within.end.min(start + max)).find(|&page| self.is_done(page));
+        Some(start..end.unwrap_or(within.end.min(start + max)))
     }
 }
 
@@ -74,8 +72,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_comes_in_runs() {
-        let mut paged = Paged {
+    fn missing_pages_are_found_in_runs() {
+        let mut paged = PagedBlock {
             id: "ram".into(),
             range: 0x1000_0000..0x1000_0000 + 200 * 4096,
             page: 4096,
@@ -90,7 +88,7 @@ mod tests {
         assert_eq!(paged.next_missing(&(3..200), 10), Some(4..14));
         assert_eq!(paged.next_missing(&(60..200), 100), Some(60..64));
         assert_eq!(paged.next_missing(&(199..200), 100), None);
-        assert!(paged.is_done(5000), "what is beyond does not come");
+        assert!(paged.is_done(5000), "a page outside of the block is never missing");
         assert_eq!(paged.touched(&(4095..8193)), 0..3);
         assert_eq!(paged.page_at(0x1000_1fff), Some(1));
         assert_eq!(paged.page_at(0x1), None);

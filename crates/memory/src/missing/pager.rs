@@ -1,6 +1,6 @@
-//! The pager: how it begins, takes over, and ends. What it does in between is in [`super::serve`].
+//! The pager: its start, take-over and end. Its work in between is in [`super::serve`].
 
-use super::paged::Paged;
+use super::paged::PagedBlock;
 use super::source::{Content, Page, PageSource};
 use crate::pages;
 use crate::ram::{GuestRam, GuestRamError};
@@ -16,20 +16,20 @@ use std::ops::Range;
 use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
-/// What a pager's userfaultfd is asked for. QEMU itself asks for no events of removed pages: so it is also how it is known.
+/// Features of a pager's userfaultfd. They also identify it: QEMU itself never requests events of removed pages.
 const PLAIN: Features = Features::MISSING_SHMEM
     .union(Features::MISSING_HUGETLBFS)
     .union(Features::EVENT_REMOVE)
     .union(Features::EXACT_ADDRESS);
-/// The same, where the kernel can also record what is written meanwhile (Linux 6.7): for [`crate::tracker::Filling`].
+/// The same where the kernel can record writes during the fill (Linux 6.7), for [`crate::tracker::Filling`].
 const RECORDING: Features = PLAIN
     .union(Features::PAGEFAULT_FLAG_WP)
     .union(Features::WP_HUGETLBFS_SHMEM)
     .union(Features::WP_UNPOPULATED)
     .union(Features::WP_ASYNC);
 
-/// The userfaultfd of a pager in QEMU, and whether it records what is written.
-pub(crate) fn left(process: Process) -> Result<Option<(Existing, bool)>, RemoteError> {
+/// Finds the userfaultfd of a pager in QEMU, and whether it records writes.
+pub(crate) fn existing_pager(process: Process) -> Result<Option<(Existing, bool)>, RemoteError> {
     let ours = |existing: Existing| match existing.features {
         RECORDING => Some((existing, true)),
         PLAIN => Some((existing, false)),
@@ -38,127 +38,119 @@ pub(crate) fn left(process: Process) -> Result<Option<(Existing, bool)>, RemoteE
     Ok(remote::existing(process)?.into_iter().find_map(ours))
 }
 
-/// Why pages cannot be brought.
+/// Why a guest's RAM cannot be filled.
 #[derive(Debug, thiserror::Error)]
 pub enum PagerError {
     /// No userfaultfd in QEMU.
     #[error(transparent)]
     Remote(#[from] RemoteError),
-    /// The blocks cannot be looked at.
+    /// The blocks cannot be read.
     #[error(transparent)]
     Ram(#[from] GuestRamError),
-    /// A block cannot be registered, or a page not be put into it.
-    #[error("cannot bring the pages of RAM block {id}")]
+    /// A block cannot be registered, or a page cannot be put into it.
+    #[error("cannot fill RAM block {id}")]
     Block {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: UserfaultError,
     },
-    /// What is there cannot be told, or overwritten.
-    #[error("cannot tell or write the pages of RAM block {id} that are there")]
-    There {
-        /// The block.
+    /// The present pages cannot be determined or overwritten.
+    #[error("cannot find or overwrite the present pages of RAM block {id}")]
+    Present {
         id: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// The page tables cannot be read.
     #[error(transparent)]
     Scan(#[from] ScanError),
-    /// The source has given up.
-    #[error("page {page} of RAM block {block} cannot be had; whoever needs it waits until another pager takes over")]
+    /// The source does not try again.
+    #[error(
+        "cannot fetch page {page} of RAM block {block}; a guest that needs it waits until another pager takes over"
+    )]
     Source {
-        /// The block.
         block: String,
         /// The page, in units of 4 KiB.
         page: u64,
-        /// Why.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// QEMU has ended.
-    #[error("QEMU (process {pid}) has ended before all of its memory was there")]
-    Gone {
-        /// QEMU.
-        pid: u32,
-    },
+    #[error("QEMU (process {pid}) has ended before all of its memory was filled")]
+    QemuEnded { pid: u32 },
     /// Waiting failed.
     #[error("cannot wait for faults")]
     Wait {
-        /// Why.
         #[source]
         source: io::Error,
     },
 }
 
-/// How far a pager has come.
+/// Progress of a pager, in host pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Progress {
-    /// Faults that somebody waited for.
+    /// Faults of threads that blocked.
     pub faults: u64,
-    /// Pages of the host brought because of them.
+    /// Pages supplied for these faults.
     pub demanded: u64,
-    /// Pages brought behind.
+    /// Pages filled in the background.
     pub filled: u64,
-    /// Pages that are zero and were left out.
+    /// Zero pages, which are not filled.
     pub zero: u64,
-    /// Pages that the guest gave back meanwhile.
+    /// Pages that the guest gave back during the fill.
     pub given_back: u64,
     /// Pages still missing.
     pub left: u64,
-    /// The longest time from reading a fault to its page, in nanoseconds. A page that had to be tried again counts.
+    /// The longest time from reading a fault to supplying its page, in nanoseconds, including failed attempts.
     pub worst_ns: u64,
-    /// All is there; the registration is gone.
+    /// All pages are present and the registration has ended.
     pub complete: bool,
 }
 
-/// What is to become of the registration when all is there.
+/// What to do with the registration when all pages are present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Last {
-    /// It goes, and with it the record of what was written.
+pub enum Completion {
+    /// End it, and with it the record of writes.
     Release,
-    /// Not yet: a tracker still needs the record. It is asked for again; who touches a zero page that was left out, or gives
-    /// pages back, is served meanwhile.
+    /// Keep it and ask again later, because a tracker still needs the record. Faults on zero pages that were not filled,
+    /// and pages given back, are handled meanwhile.
     Wait,
-    /// A tracker has taken the memory over by a descriptor of its own: only ours is closed.
+    /// Close only the pager's descriptor: a tracker has registered the memory with its own.
     HandedOver,
 }
 
-/// A page that somebody waits for.
+/// A page that a blocked thread needs.
 #[derive(Debug)]
-pub(super) struct Wanted {
+pub(super) struct PendingFault {
     pub(super) since: Instant,
     pub(super) attempts: u32,
-    /// When to try (again).
+    /// Time of the next attempt.
     pub(super) due: Instant,
 }
 
-/// Brings the missing pages of a QEMU. Dropped or killed, QEMU keeps its descriptor: see [the module](super).
+/// Fills the missing pages of a QEMU. If it is dropped or killed, QEMU keeps its descriptor: see [the module](super).
 #[derive(Debug)]
 pub struct Pager {
     pub(super) process: Process,
     pub(super) remote: Option<Remote>,
-    pub(super) blocks: Vec<Paged>,
+    pub(super) blocks: Vec<PagedBlock>,
     /// By block and page.
-    pub(super) wanted: BTreeMap<(usize, u64), Wanted>,
+    pub(super) pending: BTreeMap<(usize, u64), PendingFault>,
     pub(super) progress: Progress,
-    /// Neighbours of pages that somebody waited for, the next ones last: what is beside them is wanted next.
-    pub(super) around: Vec<(usize, Range<u64>)>,
-    /// Attempts for the batch behind, and when to try again.
-    pub(super) behind: (u32, Instant),
+    /// Stack of the neighbours of faulted pages: they are likely to be needed next.
+    pub(super) neighbours: Vec<(usize, Range<u64>)>,
+    /// Failed attempts of the current background batch, and the time of the next attempt.
+    pub(super) background: (u32, Instant),
     pub(super) buffer: Vec<u8>,
-    /// Pages come write-protected, so that what is written afterwards is known.
+    /// Pages are put write-protected, so that writes to them are recorded.
     pub(super) recording: bool,
 }
 
 impl Pager {
-    /// Register those blocks of `ram` that `chosen` names, in a QEMU that waits for its state and whose guest has not
-    /// run. What QEMU has put there itself is overwritten from `source`.
+    /// Registers the blocks of `ram` that `chosen` selects, in a QEMU that waits for its device state and whose guest has
+    /// not run. Pages that QEMU itself has written are overwritten from `source`.
     ///
-    /// `device`: the number at which QEMU has `/dev/userfaultfd`, where it may not open a userfaultfd by itself.
+    /// `device`: QEMU's descriptor of `/dev/userfaultfd`, if QEMU may not open a userfaultfd itself.
     ///
     /// # Errors
     /// [`PagerError`]; nothing is registered then.
@@ -179,7 +171,7 @@ impl Pager {
         }
     }
 
-    /// The first half of [`Pager::begin`], for which nothing needs to be known of the guest. [`Pager::overwrite`] is the other one.
+    /// First half of [`Pager::begin`], which needs no knowledge of the guest. The second half is [`Pager::overwrite`].
     ///
     /// # Errors
     /// As [`Pager::begin`].
@@ -189,7 +181,7 @@ impl Pager {
         chosen: impl Fn(&str) -> bool,
         device: Option<RawFd>,
     ) -> Result<Self, PagerError> {
-        let blocks = paged(ram, chosen);
+        let blocks = paged_blocks(ram, chosen);
         let (features, mode) = match supported().is_ok_and(|kernel| kernel.contains(RECORDING)) {
             true => (RECORDING, Mode::MISSING | Mode::WRITE_PROTECT),
             false => (PLAIN, Mode::MISSING),
@@ -208,15 +200,15 @@ impl Pager {
         Ok(Self::with(injector.process(), remote, blocks))
     }
 
-    /// Whether a pager has registered memory of a QEMU.
+    /// Returns whether a pager has registered memory of a QEMU.
     ///
     /// # Errors
     /// [`PagerError`].
-    pub fn is_begun(process: Process) -> Result<bool, PagerError> {
-        Ok(left(process)?.is_some())
+    pub fn is_registered_in(process: Process) -> Result<bool, PagerError> {
+        Ok(existing_pager(process)?.is_some())
     }
 
-    /// Go on where a pager before has ended. `None`: none has left anything, so all is there.
+    /// Continues where a previous pager has ended. `None`: there is no registration, so all pages are present.
     ///
     /// # Errors
     /// [`PagerError`].
@@ -225,11 +217,11 @@ impl Pager {
         ram: &GuestRam,
         chosen: impl Fn(&str) -> bool,
     ) -> Result<Option<Self>, PagerError> {
-        let Some((ours, _)) = left(injector.process())? else { return Ok(None) };
-        let remote = Remote::take(injector, ours)?;
-        let mut pager = Self::with(injector.process(), remote, paged(ram, chosen));
-        pager.look(ram)?;
-        // Faults that the other one had read, but not served, are told again to none but who wakes them.
+        let Some((existing, _)) = existing_pager(injector.process())? else { return Ok(None) };
+        let remote = Remote::take(injector, existing)?;
+        let mut pager = Self::with(injector.process(), remote, paged_blocks(ram, chosen));
+        pager.mark_present(ram)?;
+        // Faults that the previous pager had read but not served are reported again only after a wake-up.
         for block in &pager.blocks {
             if let Some(remote) = &pager.remote {
                 let woken = remote.userfault.wake(block.range.clone());
@@ -239,44 +231,43 @@ impl Pager {
         Ok(Some(pager))
     }
 
-    fn with(process: Process, remote: Remote, blocks: Vec<Paged>) -> Self {
+    fn with(process: Process, remote: Remote, blocks: Vec<PagedBlock>) -> Self {
         let progress = Progress::default();
-        let behind = (0, Instant::now());
+        let background = (0, Instant::now());
         let recording = remote.userfault.features() == RECORDING;
-        let (remote, wanted) = (Some(remote), BTreeMap::new());
-        let (around, buffer) = (Vec::new(), Vec::new());
-        Self { process, remote, blocks, wanted, progress, around, behind, buffer, recording }
+        let (remote, pending) = (Some(remote), BTreeMap::new());
+        let (neighbours, buffer) = (Vec::new(), Vec::new());
+        Self { process, remote, blocks, pending, progress, neighbours, background, buffer, recording }
     }
 
-    /// How far it has come.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        Progress { left: self.blocks.iter().map(Paged::left).sum(), ..self.progress }
+        Progress { left: self.blocks.iter().map(PagedBlock::left).sum(), ..self.progress }
     }
 
-    /// What is there already, and what is not registered any more (given back), is done.
-    fn look(&mut self, ram: &GuestRam) -> Result<(), PagerError> {
+    /// Marks as done the pages that are present, and those that are not registered any more (given back).
+    fn mark_present(&mut self, ram: &GuestRam) -> Result<(), PagerError> {
         let registered = remote::registered(self.process, Mode::MISSING);
-        let registered = registered.map_err(|source| PagerError::There { id: "all".into(), source })?;
+        let registered = registered.map_err(|source| PagerError::Present { id: "all".into(), source })?;
         for paged in &mut self.blocks {
             let Range { start, end } = paged.range;
             let inside = registered.iter().map(|range| range.start.max(start)..range.end.min(end));
             let inside: Vec<_> =
                 inside.filter(|range| !range.is_empty()).map(|range| range.start - start..range.end - start).collect();
-            let there = there(self.process, ram, paged)?;
-            for run in there.iter().chain(&pages::complement(&inside, end - start)) {
+            let present = present(self.process, ram, paged)?;
+            for run in present.iter().chain(&pages::complement(&inside, end - start)) {
                 paged.touched(run).for_each(|page| paged.set_done(page));
             }
         }
         Ok(())
     }
 
-    /// Put a page (in units of 4 KiB) of the RAM block called `id` that nobody waits for yet. One that is there, or is part of a
-    /// larger page of the host, is left alone.
+    /// Puts a page (in units of 4 KiB) of the RAM block named `id` before it is needed. Does nothing if the page is done,
+    /// or is part of a larger host page.
     ///
     /// # Errors
-    /// [`PagerError`]; it is as before.
-    pub fn put_ahead(&mut self, id: &str, page: u64, content: &Page) -> Result<(), PagerError> {
+    /// [`PagerError`]; the page is unchanged.
+    pub fn prefill_page(&mut self, id: &str, page: u64, content: &Page) -> Result<(), PagerError> {
         let block = self.blocks.iter().position(|paged| paged.id == id && paged.page == PAGE_SIZE as u64);
         let Some(block) = block.filter(|block| self.blocks.get(*block).is_some_and(|paged| !paged.is_done(page)))
         else {
@@ -290,30 +281,30 @@ impl Pager {
         Ok(())
     }
 
-    /// What QEMU has put there before its guest ran is not what belongs there: overwrite it from `source`.
+    /// Overwrites, from `source`, the pages that QEMU itself has written before its guest ran.
     ///
     /// # Errors
     /// [`PagerError`]; then the guest must not run.
     pub fn overwrite(&mut self, ram: &GuestRam, source: &mut impl PageSource) -> Result<(), PagerError> {
         for index in 0..self.blocks.len() {
             let Some(paged) = self.blocks.get(index) else { continue };
-            let pages: Vec<_> = there(self.process, ram, paged)?.iter().flat_map(|run| paged.touched(run)).collect();
+            let pages: Vec<_> = present(self.process, ram, paged)?.iter().flat_map(|run| paged.touched(run)).collect();
             for page in pages {
-                let content = self.fetch_patiently(index, page, source)?;
+                let content = self.fetch_with_retries(index, page, source)?;
                 let Some(paged) = self.blocks.get_mut(index) else { continue };
                 if content == Content::Zero {
                     self.buffer.fill(0);
                 }
                 let address = paged.addresses(&(page..page + 1)).start;
                 memory::write(self.process, address, &self.buffer)
-                    .map_err(|source| PagerError::There { id: paged.id.clone(), source })?;
+                    .map_err(|source| PagerError::Present { id: paged.id.clone(), source })?;
                 paged.set_done(page);
             }
         }
         Ok(())
     }
 
-    fn fetch_patiently<S: PageSource>(
+    fn fetch_with_retries<S: PageSource>(
         &mut self,
         block: usize,
         page: u64,
@@ -325,13 +316,13 @@ impl Pager {
                 Ok(contents) => return Ok(contents.first().copied().unwrap_or(Content::Zero)),
                 Err((at, e)) => {
                     attempts += 1;
-                    std::thread::sleep(self.patience(block, at, e, attempts, source)?);
+                    std::thread::sleep(self.retry_delay(block, at, e, attempts, source)?);
                 }
             }
         }
     }
 
-    /// Fetch some pages of the host into the buffer, one after the other. On failure: the page (of 4 KiB) that failed.
+    /// Fetches host pages into the buffer, one after the other. The error has the number of the 4-KiB page that failed.
     pub(super) fn fetch<S: PageSource>(
         &mut self,
         block: usize,
@@ -339,13 +330,13 @@ impl Pager {
         source: &mut S,
     ) -> Result<Vec<Content>, (u64, S::Error)> {
         let Some(paged) = self.blocks.get(block) else { return Ok(Vec::new()) };
-        let each = paged.page as usize / PAGE_SIZE;
+        let small_per_page = paged.page as usize / PAGE_SIZE;
         self.buffer.resize((pages.end - pages.start) as usize * paged.page as usize, 0);
         let mut contents = Vec::new();
         for (page, huge) in pages.zip(self.buffer.chunks_exact_mut(paged.page as usize)) {
             let mut content = Content::Zero;
             let (small, _) = huge.as_chunks_mut::<PAGE_SIZE>();
-            for (small, at) in small.iter_mut().zip(page * each as u64..) {
+            for (small, at) in small.iter_mut().zip(page * small_per_page as u64..) {
                 let small: &mut Page = small;
                 match source.page(&paged.id, at, small).map_err(|e| (at, e))? {
                     Content::Data => content = Content::Data,
@@ -357,7 +348,8 @@ impl Pager {
         Ok(contents)
     }
 
-    pub(super) fn patience<S: PageSource>(
+    /// Returns how long to wait before the next attempt, or the error with which to end.
+    pub(super) fn retry_delay<S: PageSource>(
         &self,
         block: usize,
         page: u64,
@@ -374,7 +366,7 @@ impl Pager {
         }
     }
 
-    /// All is there: end the registration, then the descriptors. Who waits goes on.
+    /// Ends the registration, then closes the descriptors, when all pages are present. Blocked threads continue.
     pub(super) fn release(&mut self) -> Result<(), PagerError> {
         let Some(remote) = self.remote.take() else { return Ok(()) };
         for block in &self.blocks {
@@ -388,8 +380,8 @@ impl Pager {
 }
 
 impl Pager {
-    /// All is there, and others track the memory: close the descriptors and touch nothing.
-    pub(super) fn let_go(&mut self) -> Result<(), PagerError> {
+    /// Closes the descriptors and leaves the memory as it is, registered by a tracker.
+    pub(super) fn close(&mut self) -> Result<(), PagerError> {
         match self.remote.take() {
             Some(remote) => Ok(remote.close()?),
             None => Ok(()),
@@ -397,14 +389,14 @@ impl Pager {
     }
 }
 
-fn paged(ram: &GuestRam, chosen: impl Fn(&str) -> bool) -> Vec<Paged> {
-    ram.blocks().iter().filter(|block| chosen(&block.told.id)).map(Paged::new).collect()
+fn paged_blocks(ram: &GuestRam, chosen: impl Fn(&str) -> bool) -> Vec<PagedBlock> {
+    ram.blocks().iter().filter(|block| chosen(&block.info.id)).map(PagedBlock::new).collect()
 }
 
-/// The runs (offsets) of a block that are there, in the memory itself.
-fn there(process: Process, ram: &GuestRam, paged: &Paged) -> Result<Vec<Range<u64>>, PagerError> {
-    let block = ram.blocks().iter().find(|block| block.told.id == paged.id);
-    // hugetlbfs does not tell its holes; what is mapped is there.
+/// Finds the runs (offsets) of a block whose pages are present.
+fn present(process: Process, ram: &GuestRam, paged: &PagedBlock) -> Result<Vec<Range<u64>>, PagerError> {
+    let block = ram.blocks().iter().find(|block| block.info.id == paged.id);
+    // hugetlbfs does not report holes, so mapped pages count as present.
     match block.filter(|_| paged.page == PAGE_SIZE as u64) {
         Some(block) => Ok(ram.populated(block)?),
         None => {

@@ -1,6 +1,6 @@
-//! The pager at work: serves who waits, and brings the rest.
+//! The pager's work: supplies pages for faults, and fills the rest in the background.
 
-use super::pager::{Last, Pager, PagerError, Progress, Wanted};
+use super::pager::{Completion, Pager, PagerError, PendingFault, Progress};
 use super::source::{Content, PageSource};
 use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_kernel::userfault::{Event, Filled, UserfaultError};
@@ -11,34 +11,34 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Bytes that are brought at a time when nobody waits. Small, because who comes meanwhile waits for them.
+/// Bytes per background batch. Small, because a fault that occurs during a batch waits for its end.
 const BATCH: u64 = 256 << 10;
-/// Pages to either side of one that somebody waited for that are brought next: they are wanted next (HydraVM, figure 5).
-const AROUND: u64 = 16;
-/// So many of them at a time, nearest first.
+/// Pages to either side of a faulted page that are filled next: they are likely to be needed (HydraVM, figure 5).
+const NEIGHBOURS: u64 = 16;
+/// Neighbours filled per batch, nearest first.
 const STEP: u64 = 8;
-/// Runs of neighbours that are kept in mind; older ones come with the rest.
-const MOST_AROUND: usize = 64;
-/// How long the pager sleeps at most before it looks whether it is to end.
+/// Limit of queued runs of neighbours; older ones are filled with the rest.
+const MAX_QUEUED: usize = 64;
+/// The longest sleep before the pager checks whether it should end.
 const TICK: Duration = Duration::from_millis(50);
 
 impl Pager {
-    /// Bring everything: who waits comes first, then the runs of `order` (index among the chosen blocks, offsets), then the
-    /// rest. Returns when all is there and the registration is gone, or when `end` is set.
+    /// Fills all pages: faulted pages first, then the runs of `order` (index among the chosen blocks, offsets), then the
+    /// rest. Returns when all pages are present and the registration has ended, or when `end` is set.
     ///
     /// # Errors
-    /// [`PagerError`]; everything stays registered, and `run` or [`Pager::take_over`] may go on.
+    /// [`PagerError`]; everything stays registered, and `run` or [`Pager::take_over`] may continue.
     pub fn run<S: PageSource>(
         &mut self,
         source: &mut S,
         order: impl IntoIterator<Item = (usize, Range<u64>)>,
         end: &AtomicBool,
     ) -> Result<Progress, PagerError> {
-        self.run_until(source, order, end, || Last::Release)
+        self.run_until(source, order, end, || Completion::Release)
     }
 
-    /// As [`Pager::run`], but when all is there, `last` says what is to become of the registration. A record of what was
-    /// written ([`crate::tracker::Filling`]) ends with it.
+    /// As [`Pager::run`], but when all pages are present, `completion` decides what happens to the registration. The record
+    /// of writes ([`crate::tracker::Filling`]) ends with it.
     ///
     /// # Errors
     /// As for [`Pager::run`].
@@ -47,29 +47,30 @@ impl Pager {
         source: &mut S,
         order: impl IntoIterator<Item = (usize, Range<u64>)>,
         end: &AtomicBool,
-        mut last: impl FnMut() -> Last,
+        mut completion: impl FnMut() -> Completion,
     ) -> Result<Progress, PagerError> {
         let mut order: VecDeque<_> = order.into_iter().chain(self.everything()).collect();
         while !end.load(Ordering::Relaxed) {
             let wait = self.time_to_wait();
             self.events(wait)?;
-            // Nothing is told of a process that has ended to who does nothing with its memory: one whose source is away, or that waits to let go.
+            // The end of the process is noticed otherwise only when its memory is accessed, which does not happen while the
+            // source fails, or while the registration is kept for a tracker.
             if !wait.is_zero() && !self.process.is_alive() {
-                return Err(PagerError::Gone { pid: self.process.pid });
+                return Err(PagerError::QemuEnded { pid: self.process.pid });
             }
             self.serve(source)?;
             if self.remote.is_none() {
                 break;
             }
-            if self.due().is_some() || Instant::now() < self.behind.1 || self.bring_around(source)? {
+            if self.due().is_some() || Instant::now() < self.background.1 || self.fill_neighbours(source)? {
                 continue;
             }
-            if !self.bring_some(&mut order, source)? {
-                match last() {
-                    Last::Release => self.release()?,
-                    Last::HandedOver => self.let_go()?,
-                    Last::Wait => {
-                        self.behind.1 = Instant::now() + TICK;
+            if !self.fill_batch(&mut order, source)? {
+                match completion() {
+                    Completion::Release => self.release()?,
+                    Completion::HandedOver => self.close()?,
+                    Completion::Wait => {
+                        self.background.1 = Instant::now() + TICK;
                         continue;
                     }
                 }
@@ -80,9 +81,9 @@ impl Pager {
         Ok(self.progress())
     }
 
-    /// Serve who waits, and bring what is beside those pages, but nothing else, until `end` is set: while a guest is being
-    /// brought to run, whatever else is fetched would be in the way. Another pager can take over then. As long as `all` is set the
-    /// guest is waited with, and the rest is brought, too; where that fails it is left to the next pager.
+    /// Supplies pages for faults, and fills their neighbours, until `end` is set. Other pages are not fetched, because that
+    /// would delay a guest that is being started. Another pager can take over afterwards. While `all` is set, the guest is
+    /// not started yet, and the other pages are filled too; if one cannot be fetched, they are left to the next pager.
     ///
     /// # Errors
     /// [`PagerError`]; everything stays registered.
@@ -92,46 +93,46 @@ impl Pager {
         end: &AtomicBool,
         all: &AtomicBool,
     ) -> Result<Progress, PagerError> {
-        /// So that it ends soon when it is told to.
+        /// Short, so that it ends soon after `end` is set.
         const TICK: Duration = Duration::from_millis(2);
         let mut rest = self.everything();
         while !end.load(Ordering::Relaxed) && self.remote.is_some() {
-            let next = self.wanted.values().map(|wanted| wanted.due).min();
-            let wants_all = all.load(Ordering::Relaxed) && !rest.is_empty();
-            let around = (wants_all || !self.around.is_empty()).then_some(self.behind.1);
-            let next = next.into_iter().chain(around).min();
+            let next = self.pending.values().map(|fault| fault.due).min();
+            let fills_all = all.load(Ordering::Relaxed) && !rest.is_empty();
+            let background = (fills_all || !self.neighbours.is_empty()).then_some(self.background.1);
+            let next = next.into_iter().chain(background).min();
             self.events(next.map_or(TICK, |next| next.saturating_duration_since(Instant::now()).min(TICK)))?;
             self.serve(source)?;
             if self.due().is_none()
-                && Instant::now() >= self.behind.1
-                && !self.bring_around(source)?
-                && wants_all
-                && let Err(e) = self.bring_some(&mut rest, source)
+                && Instant::now() >= self.background.1
+                && !self.fill_neighbours(source)?
+                && fills_all
+                && let Err(e) = self.fill_batch(&mut rest, source)
             {
-                tracing::debug!("what nobody waits for is brought later: {e}");
+                tracing::debug!("background fill is left to the next pager: {e}");
                 rest.clear();
             }
         }
         Ok(self.progress())
     }
 
-    /// All of its blocks, in order.
+    /// All pages, as one run per block.
     fn everything(&self) -> VecDeque<(usize, Range<u64>)> {
         self.blocks.iter().enumerate().map(|(n, block)| (n, 0..block.range.end - block.range.start)).collect()
     }
 
-    /// A wanted page whose time has come.
+    /// Block and page of a pending fault whose next attempt is due.
     fn due(&self) -> Option<(usize, u64)> {
         let now = Instant::now();
-        self.wanted.iter().find(|(_, wanted)| wanted.due <= now).map(|(&place, _)| place)
+        self.pending.iter().find(|(_, fault)| fault.due <= now).map(|(&page, _)| page)
     }
 
     fn time_to_wait(&self) -> Duration {
-        let next = self.wanted.values().map(|wanted| wanted.due).chain([self.behind.1]).min();
+        let next = self.pending.values().map(|fault| fault.due).chain([self.background.1]).min();
         next.map_or(TICK, |next| next.saturating_duration_since(Instant::now())).min(TICK)
     }
 
-    /// Wait for events, at most for `time`, and take note of them.
+    /// Waits for events, for at most `time`, and records them.
     fn events(&mut self, time: Duration) -> Result<(), PagerError> {
         let Some(remote) = &self.remote else { return Ok(()) };
         let limit = rustix::time::Timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().into() };
@@ -140,24 +141,23 @@ impl Pager {
             Ok(_) => {}
             Err(e) => return Err(PagerError::Wait { source: e.into() }),
         }
-        let gone = PagerError::Gone { pid: self.process.pid };
+        let ended = PagerError::QemuEnded { pid: self.process.pid };
         let events = match remote.userfault.events() {
             Ok(events) => events,
-            Err(UserfaultError::Gone) => return Err(gone),
+            Err(UserfaultError::Gone) => return Err(ended),
             Err(e) => return Err(PagerError::Wait { source: io::Error::other(e) }),
         };
         if events.is_empty() && !self.process.is_alive() {
-            return Err(gone);
+            return Err(ended);
         }
         let now = Instant::now();
         for event in events {
             match event {
                 Event::Fault { address, .. } => {
                     self.progress.faults += 1;
-                    let place =
-                        self.blocks.iter().enumerate().find_map(|(n, block)| Some((n, block.page_at(address)?)));
-                    if let Some(place) = place {
-                        self.wanted.entry(place).or_insert(Wanted { since: now, attempts: 0, due: now });
+                    let page = self.blocks.iter().enumerate().find_map(|(n, block)| Some((n, block.page_at(address)?)));
+                    if let Some(page) = page {
+                        self.pending.entry(page).or_insert(PendingFault { since: now, attempts: 0, due: now });
                     }
                 }
                 Event::Remove(range) | Event::Unmap(range) => self.given_back(&range),
@@ -167,7 +167,7 @@ impl Pager {
         Ok(())
     }
 
-    /// Nothing old may be put here any more.
+    /// Removes pages that the guest gave back from the registration: no old content may be put there.
     fn given_back(&mut self, range: &Range<u64>) {
         let Some(remote) = &self.remote else { return };
         for block in &mut self.blocks {
@@ -178,8 +178,8 @@ impl Pager {
                 continue;
             }
             let addresses = block.addresses(&pages);
-            // Out of the registration, so that also the next pager knows. Where the process has too many mappings for
-            // that, this one remembers, and serves zeroes.
+            // The next pager learns of them because they are not registered. If the process has too many mappings to
+            // unregister them, this pager still knows and supplies zeroes.
             if let Err(e) = remote.userfault.unregister(addresses) {
                 tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
             }
@@ -190,11 +190,11 @@ impl Pager {
         }
     }
 
-    /// Serve all who wait and whose time has come.
+    /// Supplies the pages of all pending faults that are due.
     fn serve<S: PageSource>(&mut self, source: &mut S) -> Result<(), PagerError> {
         while let Some((block, page)) = self.due() {
             let Some(paged) = self.blocks.get(block) else { break };
-            // Asked for although it is done: it came meanwhile, is a zero that was left out, or was given back.
+            // A fault on a page that is done: it was filled since, is a zero page that was not filled, or was given back.
             let done = paged.is_done(page);
             let content = if done {
                 self.buffer.clear();
@@ -207,36 +207,36 @@ impl Pager {
             match content {
                 Ok(content) => {
                     if self.put(block, page..page + 1, content)? {
-                        let since = self.wanted.remove(&(block, page)).map(|wanted| wanted.since);
+                        let since = self.pending.remove(&(block, page)).map(|fault| fault.since);
                         let took =
                             since.map_or(0, |since| u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX));
                         self.progress.worst_ns = self.progress.worst_ns.max(took);
                         self.progress.demanded += 1;
                         if !done {
-                            self.look_around(block, page);
+                            self.queue_neighbours(block, page);
                         }
                     }
                 }
                 Err((at, e)) => {
-                    let attempts = self.wanted.get(&(block, page)).map_or(0, |wanted| wanted.attempts) + 1;
-                    let wait = self.patience(block, at, e, attempts, source)?;
-                    if let Some(wanted) = self.wanted.get_mut(&(block, page)) {
-                        (wanted.attempts, wanted.due) = (attempts, Instant::now() + wait);
+                    let attempts = self.pending.get(&(block, page)).map_or(0, |fault| fault.attempts) + 1;
+                    let wait = self.retry_delay(block, at, e, attempts, source)?;
+                    if let Some(fault) = self.pending.get_mut(&(block, page)) {
+                        (fault.attempts, fault.due) = (attempts, Instant::now() + wait);
                     }
                 }
             }
-            // Others may have come, and a removal must be seen before the next page is put.
+            // There may be new faults, and a removal must be handled before the next page is put.
             self.events(Duration::ZERO)?;
         }
         Ok(())
     }
 
-    /// Put what is in the buffer to some pages, and wake who waits. `false`: mappings are changing, try again.
+    /// Puts the content of the buffer into pages, and wakes the blocked threads. `false`: mappings are changing, try again.
     pub(super) fn put(&mut self, block: usize, pages: Range<u64>, content: Content) -> Result<bool, PagerError> {
         let (Some(remote), Some(paged)) = (&self.remote, self.blocks.get_mut(block)) else { return Ok(true) };
         let addresses = paged.addresses(&pages);
         if content == Content::Zero && self.recording {
-            // There is no way to put the kernel's own zeroes protected.
+            // The kernel's zero page cannot be put write-protected.
             self.buffer.clear();
             self.buffer.resize((addresses.end - addresses.start) as usize, 0);
         }
@@ -254,15 +254,17 @@ impl Pager {
             };
             match filled.map_err(failed)? {
                 Filled::All => break,
-                // It is there; who waits for it must be told so.
+                // The page is present; threads blocked on it must be woken.
                 Filled::Exists(done) => {
                     at += done;
                     userfault.wake(at..at + paged.page).map_err(failed)?;
                     at += paged.page;
                 }
                 Filled::Changing(_) => return Ok(false),
-                Filled::Gone(_) if !self.process.is_alive() => return Err(PagerError::Gone { pid: self.process.pid }),
-                // Given back: who touches it finds zero without us.
+                Filled::Gone(_) if !self.process.is_alive() => {
+                    return Err(PagerError::QemuEnded { pid: self.process.pid });
+                }
+                // Given back: the kernel itself supplies zeroes.
                 Filled::Gone(done) => {
                     at += done;
                     let _ = userfault.wake(at..at + paged.page);
@@ -274,33 +276,33 @@ impl Pager {
         Ok(true)
     }
 
-    /// Note the neighbours of a page.
-    fn look_around(&mut self, block: usize, page: u64) {
+    /// Queues the neighbours of a page, the nearest ones last.
+    fn queue_neighbours(&mut self, block: usize, page: u64) {
         let Some(paged) = self.blocks.get(block).filter(|paged| paged.page == PAGE_SIZE as u64) else { return };
-        for distance in (0..AROUND / STEP).rev() {
+        for distance in (0..NEIGHBOURS / STEP).rev() {
             let before = page.saturating_sub((distance + 1) * STEP)..page.saturating_sub(distance * STEP);
             let after = page + 1 + distance * STEP..(page + 1 + (distance + 1) * STEP).min(paged.pages());
-            self.around.extend([before, after].into_iter().filter(|run| !run.is_empty()).map(|run| (block, run)));
+            self.neighbours.extend([before, after].into_iter().filter(|run| !run.is_empty()).map(|run| (block, run)));
         }
-        let old = self.around.len().saturating_sub(MOST_AROUND);
-        self.around.drain(..old);
+        let old = self.neighbours.len().saturating_sub(MAX_QUEUED);
+        self.neighbours.drain(..old);
     }
 
-    /// Bring the next neighbours of a page that somebody waited for. `false`: there are none left.
-    fn bring_around<S: PageSource>(&mut self, source: &mut S) -> Result<bool, PagerError> {
-        while let Some((block, run)) = self.around.pop() {
+    /// Fills the next neighbours of a faulted page. `false`: none are left.
+    fn fill_neighbours<S: PageSource>(&mut self, source: &mut S) -> Result<bool, PagerError> {
+        while let Some((block, run)) = self.neighbours.pop() {
             let Some(pages) = self.blocks.get(block).and_then(|paged| paged.next_missing(&run, STEP)) else { continue };
             if pages.end < run.end {
-                self.around.push((block, pages.end..run.end));
+                self.neighbours.push((block, pages.end..run.end));
             }
-            self.bring(block, pages, source)?;
+            self.fill(block, pages, source)?;
             return Ok(true);
         }
         Ok(false)
     }
 
-    /// Bring the next pages behind. `false`: there are none left.
-    fn bring_some<S: PageSource>(
+    /// Fills the next background batch. `false`: none are left.
+    fn fill_batch<S: PageSource>(
         &mut self,
         order: &mut VecDeque<(usize, Range<u64>)>,
         source: &mut S,
@@ -308,12 +310,12 @@ impl Pager {
         let next = loop {
             let Some((block, run)) = order.front().cloned() else { return Ok(false) };
             let missing = self.blocks.get(block).and_then(|paged| {
-                let most = (BATCH / paged.page).max(1);
-                paged.next_missing(&paged.touched(&run), most)
+                let max = (BATCH / paged.page).max(1);
+                paged.next_missing(&paged.touched(&run), max)
             });
             match (missing, self.blocks.get(block)) {
                 (Some(pages), Some(paged)) => {
-                    // What is before it in the run is done.
+                    // All earlier pages of the run are done.
                     if let Some(first) = order.front_mut() {
                         first.1.start = first.1.start.max(pages.start * paged.page);
                     }
@@ -322,28 +324,28 @@ impl Pager {
                 _ => order.pop_front(),
             };
         };
-        self.bring(next.0, next.1, source)?;
+        self.fill(next.0, next.1, source)?;
         Ok(true)
     }
 
-    /// Fetch and put pages that nobody waits for. What cannot be had is left for later.
-    fn bring<S: PageSource>(&mut self, block: usize, pages: Range<u64>, source: &mut S) -> Result<(), PagerError> {
+    /// Fetches and puts pages in the background. If that fails, schedules the next attempt.
+    fn fill<S: PageSource>(&mut self, block: usize, pages: Range<u64>, source: &mut S) -> Result<(), PagerError> {
         match self.fetch(block, pages.clone(), source) {
             Ok(contents) => {
-                self.behind.0 = 0;
-                self.put_behind(block, pages, &contents)
+                self.background.0 = 0;
+                self.put_batch(block, pages, &contents)
             }
             Err((at, e)) => {
-                self.behind.0 += 1;
-                let wait = self.patience(block, at, e, self.behind.0, source)?;
-                self.behind.1 = Instant::now() + wait;
+                self.background.0 += 1;
+                let wait = self.retry_delay(block, at, e, self.background.0, source)?;
+                self.background.1 = Instant::now() + wait;
                 Ok(())
             }
         }
     }
 
-    /// Put a batch: runs of pages with data; zeroes are left out, and read as such at the end.
-    fn put_behind(&mut self, block: usize, pages: Range<u64>, contents: &[Content]) -> Result<(), PagerError> {
+    /// Puts the pages of a batch that have data. Zero pages are not put: they read as zero after the registration ends.
+    fn put_batch(&mut self, block: usize, pages: Range<u64>, contents: &[Content]) -> Result<(), PagerError> {
         let Some(page_bytes) = self.blocks.get(block).map(|paged| paged.page as usize) else { return Ok(()) };
         let all = std::mem::take(&mut self.buffer);
         let mut at = 0;
@@ -354,7 +356,7 @@ impl Pager {
                 self.buffer.clear();
                 self.buffer.extend_from_slice(bytes);
                 if !self.put(block, part, Content::Data)? {
-                    // Mappings are changing: after the events.
+                    // Mappings are changing: handle the events first.
                     break;
                 }
                 self.progress.filled += run.len() as u64;

@@ -1,32 +1,30 @@
 //! Where missing pages come from.
 
-use rekindle_kernel::memory::PAGE_SIZE;
+pub use crate::pages::Page;
 use std::time::Duration;
 
-/// One page.
-pub type Page = [u8; PAGE_SIZE];
-
-/// What a page is.
+/// What a page contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
-    /// What was written into the buffer.
+    /// The data in the buffer.
     Data,
-    /// All zero. The buffer is not looked at.
+    /// Zeroes. The buffer is ignored.
     Zero,
 }
 
-/// Where missing pages come from: a checkpoint, a peer.
+/// Supplies missing pages, for example from a checkpoint or a peer.
 pub trait PageSource {
-    /// Why a page cannot be had.
+    /// Why a page could not be fetched.
     type Error: std::error::Error + Send + Sync + 'static;
 
-    /// Fetch page `page` (in units of 4 KiB) of the RAM block called `block` into `buffer`.
+    /// Fetches page `page` (in units of 4 KiB) of the RAM block named `block` into `buffer`.
     ///
     /// # Errors
-    /// When it cannot be had now. It is never taken for zero.
+    /// When the page is unavailable now. The pager never replaces it with zeroes.
     fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, Self::Error>;
 
-    /// A page could not be had for the `attempt`-th time (from 1): how long to wait before it is tried again. `None`: give
-    /// up, and end [`super::Pager::run`] with the error; whoever waits for the page goes on waiting.
+    /// Returns how long to wait before a page is fetched again, after `attempt` failures (from 1).
+    ///
+    /// `None` ends [`super::Pager::run`] with the error. A guest thread that needs the page stays blocked.
     fn retry(&mut self, error: &Self::Error, attempt: u32) -> Option<Duration>;
 }

@@ -1,4 +1,4 @@
-//! Tracking by asynchronous write protection: the kernel lifts it and remembers.
+//! Tracking by asynchronous write protection: the kernel itself removes it at the first write.
 
 use super::registered::{ASYNCHRONOUS, Registered, leftovers};
 use super::{Dirty, TrackError, Tracker};
@@ -10,8 +10,8 @@ use rekindle_qemu::stopped::Stopped;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-/// See [the module](super). Dropped without [`Tracker::detach`], QEMU keeps its descriptor, and writes go on being
-/// recorded for [`Asynchronous::resume`].
+/// Asynchronous tracker; see [the module](super). If it is dropped without [`Tracker::detach`], QEMU keeps its descriptor,
+/// and writes are still recorded for [`Asynchronous::resume`].
 #[derive(Debug)]
 pub struct Asynchronous {
     registered: Registered,
@@ -19,13 +19,13 @@ pub struct Asynchronous {
 }
 
 impl Asynchronous {
-    /// Begin to track all blocks of `ram` with the guest stopped. Everything counts as not written from here on, but for
-    /// a page of each block with which it was proved that tracking works.
+    /// Starts to track all blocks of `ram` with the guest stopped. All pages count as not written, except one page of each
+    /// block that was written to test the tracking.
     ///
-    /// `device`: the number at which QEMU has `/dev/userfaultfd`, where it may not open a userfaultfd by itself.
+    /// `device`: QEMU's descriptor of `/dev/userfaultfd`, if QEMU may not open a userfaultfd itself.
     ///
     /// # Errors
-    /// [`TrackError`]; QEMU is left as it was.
+    /// [`TrackError`]; QEMU is unchanged.
     pub fn attach(
         injector: Injector,
         ram: Arc<GuestRam>,
@@ -43,11 +43,11 @@ impl Asynchronous {
         }
     }
 
-    /// Go on with what an earlier process of ours left in QEMU: what was written since *its* last
-    /// [`Tracker::collect`] is still known. Whoever calls this must know that what was collected then has arrived.
+    /// Continues a record that an earlier process left in QEMU: writes since that process's last [`Tracker::collect`] are
+    /// still known. The caller must know that what was collected then is stored.
     ///
-    /// `None`: nothing was left, or it does not cover all blocks of `ram`. Then everything counts as written: see
-    /// [`Dirty::everything`], and [`Asynchronous::attach`].
+    /// `None`: there is no record, or it does not cover all blocks of `ram`. Then all pages count as written: use
+    /// [`Dirty::everything`] and [`Asynchronous::attach`].
     ///
     /// # Errors
     /// [`TrackError`].
@@ -64,7 +64,7 @@ impl Asynchronous {
         let registered = Registered::take_over(Remote::take(injector, *only)?, &ram)?;
         match registered.written(Rearm::No) {
             Ok(_) => {}
-            // Unprotected: a block was added, or the range belongs to another descriptor.
+            // Some memory is not protected: a block was added, or the range belongs to another descriptor.
             Err(TrackError::Scan { .. }) => return Ok(None),
             Err(e) => return Err(e),
         }
@@ -74,7 +74,7 @@ impl Asynchronous {
 }
 
 impl Tracker for Asynchronous {
-    fn look(&mut self) -> Result<Dirty, TrackError> {
+    fn peek(&mut self) -> Result<Dirty, TrackError> {
         let written = self.registered.written(Rearm::No)?;
         let written: Vec<_> =
             self.registered.areas.iter().zip(written).map(|(area, runs)| area.offsets(runs)).collect();

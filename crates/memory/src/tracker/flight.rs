@@ -1,19 +1,20 @@
-//! The pages of a checkpoint that is being copied while the guest runs: who copies which, and which writers wait.
+//! The pages of a checkpoint that is copied while the guest runs: which are left, which are being copied, and which
+//! writers wait.
 
 use std::ops::Range;
 
-/// What is to become of a page that somebody wants to write.
+/// What to do with a page before a guest thread writes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Wanted {
-    /// Nobody needs it: it may be written.
-    Free,
-    /// Copy it first. It counts as being copied until [`Flight::copied`].
+pub(super) enum WriteAction {
+    /// Allow the write: the checkpoint does not need the page.
+    Allow,
+    /// Copy the page first. It counts as being copied until [`Flight::copied`].
     Copy,
-    /// It is just being copied: the writer waits until that is done.
+    /// Let the writer wait: the page is being copied.
     Wait,
 }
 
-/// A set of pages by number.
+/// A set of page numbers.
 #[derive(Debug, Clone, Default)]
 struct Bits(Vec<u64>);
 
@@ -33,7 +34,7 @@ impl Bits {
         }
     }
 
-    /// The first page at or after `from`.
+    /// Finds the first page at or after `from`.
     fn next(&self, from: u64) -> Option<u64> {
         let first = (from / 64) as usize;
         let mut mask = u64::MAX << (from % 64);
@@ -47,47 +48,48 @@ impl Bits {
     }
 }
 
-/// One block's part.
+/// The pages of one block.
 #[derive(Debug, Default)]
-struct Part {
+struct BlockPages {
+    /// Bytes of a page.
     page: u64,
     to_copy: Bits,
     in_copy: Bits,
 }
 
-/// The whole.
+/// The checkpoint in flight.
 #[derive(Debug, Default)]
 pub(super) struct Flight {
-    parts: Vec<Part>,
-    /// Pages to be copied and being copied.
+    blocks: Vec<BlockPages>,
+    /// Pages to be copied or being copied.
     left: u64,
-    /// Bytes of them.
+    /// Bytes of these pages.
     left_bytes: u64,
-    /// Where the next claim begins to look.
+    /// Block and page at which the next claim starts its search.
     cursor: (usize, u64),
     /// Block and page of writers that wait for a copy in progress.
     waiting: Vec<(usize, u64)>,
-    /// Runs of each block that were allowed to be written since the next checkpoint is being collected, once it is.
+    /// Runs of each block whose writes were allowed since [`Flight::collecting`]; `None` before that.
     allowed: Option<Vec<Vec<Range<u64>>>>,
 }
 
 impl Flight {
-    /// A checkpoint of these runs (offsets) of blocks with these `(bytes, page size)`.
+    /// Starts a checkpoint of these runs (offsets) of blocks with these `(bytes, page size)`.
     pub(super) fn new(blocks: impl Iterator<Item = (u64, u64)>, runs: &[Vec<Range<u64>>]) -> Self {
         let mut flight = Self::default();
         for (index, (bytes, page)) in blocks.enumerate() {
             let pages = bytes.div_ceil(page);
-            let mut part = Part { page, to_copy: Bits::new(pages), in_copy: Bits::new(pages) };
+            let mut block = BlockPages { page, to_copy: Bits::new(pages), in_copy: Bits::new(pages) };
             for run in runs.get(index).into_iter().flatten() {
                 for number in run.start / page..run.end.div_ceil(page).min(pages) {
-                    if !part.to_copy.has(number) {
-                        part.to_copy.set(number, true);
+                    if !block.to_copy.has(number) {
+                        block.to_copy.set(number, true);
                         flight.left += 1;
                         flight.left_bytes += page;
                     }
                 }
             }
-            flight.parts.push(part);
+            flight.blocks.push(block);
         }
         flight
     }
@@ -96,12 +98,13 @@ impl Flight {
         self.left_bytes
     }
 
-    /// The pages of the next checkpoint are being collected, which protects them: from here on note what is allowed.
+    /// Notes that the pages of the next checkpoint are being collected and protected: from now on, writes that are allowed
+    /// are recorded for it.
     pub(super) fn collecting(&mut self) {
         self.allowed = Some(Vec::new());
     }
 
-    /// Runs of a block may be written.
+    /// Records that writes to runs of a block were allowed.
     pub(super) fn allowed(&mut self, block: usize, runs: &[Range<u64>]) {
         let Some(allowed) = &mut self.allowed else { return };
         if allowed.len() <= block {
@@ -112,85 +115,86 @@ impl Flight {
         }
     }
 
-    /// What of each block is to be copied now, but was allowed in the flight before since [`Flight::collecting`].
-    pub(super) fn allowed_before(&self, before: Self) -> Vec<Vec<Range<u64>>> {
-        let blocks = before.allowed.unwrap_or_default().into_iter().zip(&self.parts);
-        let to_copy = |(runs, part): (Vec<Range<u64>>, &Part)| {
+    /// Returns the runs of each block that must be copied now, but whose writes the previous flight has allowed since
+    /// [`Flight::collecting`].
+    pub(super) fn allowed_before(&self, previous: Self) -> Vec<Vec<Range<u64>>> {
+        let blocks = previous.allowed.unwrap_or_default().into_iter().zip(&self.blocks);
+        let to_copy = |(runs, block): (Vec<Range<u64>>, &BlockPages)| {
             let mut found = Vec::new();
-            let pages = runs.iter().flat_map(|run| run.start / part.page..run.end.div_ceil(part.page));
-            for page in pages.filter(|page| part.to_copy.has(*page)) {
-                crate::pages::push(&mut found, page * part.page..(page + 1) * part.page);
+            let pages = runs.iter().flat_map(|run| run.start / block.page..run.end.div_ceil(block.page));
+            for page in pages.filter(|page| block.to_copy.has(*page)) {
+                crate::pages::push(&mut found, page * block.page..(page + 1) * block.page);
             }
             found
         };
         blocks.map(to_copy).collect()
     }
 
-    /// Somebody wants to write the page at `offset` of a block.
-    pub(super) fn want(&mut self, block: usize, offset: u64) -> Wanted {
-        let Some(part) = self.parts.get_mut(block) else { return Wanted::Free };
-        let page = offset / part.page;
-        if part.to_copy.has(page) {
-            part.to_copy.set(page, false);
-            part.in_copy.set(page, true);
-            return Wanted::Copy;
+    /// Decides what to do before the page at `offset` of block `index` is written.
+    pub(super) fn before_write(&mut self, index: usize, offset: u64) -> WriteAction {
+        let Some(block) = self.blocks.get_mut(index) else { return WriteAction::Allow };
+        let page = offset / block.page;
+        if block.to_copy.has(page) {
+            block.to_copy.set(page, false);
+            block.in_copy.set(page, true);
+            return WriteAction::Copy;
         }
-        if part.in_copy.has(page) {
-            self.waiting.push((block, page));
-            return Wanted::Wait;
+        if block.in_copy.has(page) {
+            self.waiting.push((index, page));
+            return WriteAction::Wait;
         }
-        Wanted::Free
+        WriteAction::Allow
     }
 
-    /// Take the next pages to be copied, of one block and at most `most` bytes (at least a page).
-    pub(super) fn claim(&mut self, most: u64) -> Option<(usize, Vec<Range<u64>>)> {
+    /// Takes the next pages to be copied, of one block and at most `max` bytes (at least a page).
+    pub(super) fn claim(&mut self, max: u64) -> Option<(usize, Vec<Range<u64>>)> {
         loop {
-            let (block, from) = self.cursor;
-            let part = self.parts.get_mut(block)?;
+            let (index, from) = self.cursor;
+            let block = self.blocks.get_mut(index)?;
             let mut runs: Vec<Range<u64>> = Vec::new();
             let (mut at, mut bytes) = (from, 0);
-            while bytes == 0 || bytes + part.page <= most {
-                let Some(page) = part.to_copy.next(at) else { break };
-                part.to_copy.set(page, false);
-                part.in_copy.set(page, true);
-                crate::pages::push(&mut runs, page * part.page..(page + 1) * part.page);
+            while bytes == 0 || bytes + block.page <= max {
+                let Some(page) = block.to_copy.next(at) else { break };
+                block.to_copy.set(page, false);
+                block.in_copy.set(page, true);
+                crate::pages::push(&mut runs, page * block.page..(page + 1) * block.page);
                 at = page + 1;
-                bytes += part.page;
+                bytes += block.page;
             }
             if !runs.is_empty() {
-                self.cursor = (block, at);
-                return Some((block, runs));
+                self.cursor = (index, at);
+                return Some((index, runs));
             }
-            self.cursor = (block + 1, 0);
+            self.cursor = (index + 1, 0);
         }
     }
 
-    /// Runs of a block have been copied. Returns the offsets of the pages for which writers wait.
-    pub(super) fn copied(&mut self, block: usize, runs: &[Range<u64>]) -> Vec<Range<u64>> {
-        let Some(part) = self.parts.get_mut(block) else { return Vec::new() };
+    /// Notes that runs of a block have been copied. Returns the offsets of the pages for which writers wait.
+    pub(super) fn copied(&mut self, index: usize, runs: &[Range<u64>]) -> Vec<Range<u64>> {
+        let Some(block) = self.blocks.get_mut(index) else { return Vec::new() };
         for run in runs {
-            for page in run.start / part.page..run.end.div_ceil(part.page) {
-                if part.in_copy.has(page) {
-                    part.in_copy.set(page, false);
+            for page in run.start / block.page..run.end.div_ceil(block.page) {
+                if block.in_copy.has(page) {
+                    block.in_copy.set(page, false);
                     self.left -= 1;
-                    self.left_bytes -= part.page;
+                    self.left_bytes -= block.page;
                 }
             }
         }
-        let mut free = Vec::new();
+        let mut waited_for = Vec::new();
         self.waiting.retain(|&(of, page)| {
-            let keep = of != block || part.in_copy.has(page);
+            let keep = of != index || block.in_copy.has(page);
             if !keep {
-                free.push(page * part.page..(page + 1) * part.page);
+                waited_for.push(page * block.page..(page + 1) * block.page);
             }
             keep
         });
-        free
+        waited_for
     }
 }
 
 #[cfg(test)]
-#[allow(clippy::single_range_in_vec_init, reason = "one run is meant")]
+#[allow(clippy::single_range_in_vec_init, reason = "the vector has one run")]
 mod tests {
     use super::*;
     use proptest::prelude::*;
@@ -198,25 +202,25 @@ mod tests {
     const PAGE: u64 = 4096;
 
     #[test]
-    fn a_page_is_copied_once_and_its_writer_waits_only_meanwhile() {
+    fn a_page_is_copied_once_and_its_writer_waits_only_until_then() {
         let runs = vec![vec![], vec![2 * PAGE..4 * PAGE, 9 * PAGE..10 * PAGE]];
         let mut flight = Flight::new([(PAGE, PAGE), (10 * PAGE, PAGE)].into_iter(), &runs);
         assert_eq!(flight.left_bytes(), 3 * PAGE);
-        assert_eq!(flight.want(1, 0), Wanted::Free);
-        assert_eq!(flight.want(1, 3 * PAGE + 5), Wanted::Copy);
+        assert_eq!(flight.before_write(1, 0), WriteAction::Allow);
+        assert_eq!(flight.before_write(1, 3 * PAGE + 5), WriteAction::Copy);
         let (block, claimed) = flight.claim(2 * PAGE).unwrap();
         assert_eq!((block, claimed.clone()), (1, vec![2 * PAGE..3 * PAGE, 9 * PAGE..10 * PAGE]));
         assert_eq!(flight.claim(PAGE), None);
-        assert_eq!(flight.want(1, 9 * PAGE), Wanted::Wait);
+        assert_eq!(flight.before_write(1, 9 * PAGE), WriteAction::Wait);
         assert_eq!(flight.copied(1, &[3 * PAGE..4 * PAGE]), []);
         assert_eq!(flight.left_bytes(), 2 * PAGE);
         assert_eq!(flight.copied(1, &claimed), vec![9 * PAGE..10 * PAGE; 1]);
-        assert_eq!(flight.want(1, 9 * PAGE), Wanted::Free);
+        assert_eq!(flight.before_write(1, 9 * PAGE), WriteAction::Allow);
         assert_eq!(flight.left_bytes(), 0);
     }
 
     #[test]
-    fn what_is_allowed_while_the_next_checkpoint_is_collected_is_told_to_it() {
+    fn writes_allowed_while_the_next_checkpoint_is_collected_are_reported_to_it() {
         let blocks = || [(10 * PAGE, PAGE), (10 * PAGE, PAGE)].into_iter();
         let mut flight = Flight::new(blocks(), &[]);
         flight.allowed(1, &[7 * PAGE..8 * PAGE]);
@@ -239,28 +243,28 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_page_is_given_out_once(
+        fn every_page_is_copied_once(
             pages in proptest::collection::btree_set(0u64..300, 0..200),
-            wanted in proptest::collection::vec(0u64..300, 0..50),
-            most in 1u64..20,
+            writes in proptest::collection::vec(0u64..300, 0..50),
+            max in 1u64..20,
         ) {
             let runs = vec![pages.iter().map(|n| n * PAGE..(n + 1) * PAGE).collect::<Vec<_>>()];
             let mut flight = Flight::new([(300 * PAGE, PAGE)].into_iter(), &runs);
-            let mut given = Vec::new();
-            let mut wanted = wanted.into_iter();
+            let mut copied = Vec::new();
+            let mut writes = writes.into_iter();
             loop {
-                if let Some(page) = wanted.next()
-                    && flight.want(0, page * PAGE) == Wanted::Copy
+                if let Some(page) = writes.next()
+                    && flight.before_write(0, page * PAGE) == WriteAction::Copy
                 {
-                    given.push(page);
+                    copied.push(page);
                     flight.copied(0, &[page * PAGE..(page + 1) * PAGE]);
                 }
-                let Some((_, runs)) = flight.claim(most * PAGE) else { break };
-                given.extend(runs.iter().flat_map(|run| run.start / PAGE..run.end / PAGE));
+                let Some((_, runs)) = flight.claim(max * PAGE) else { break };
+                copied.extend(runs.iter().flat_map(|run| run.start / PAGE..run.end / PAGE));
                 flight.copied(0, &runs);
             }
-            given.sort_unstable();
-            prop_assert_eq!(given, pages.into_iter().collect::<Vec<_>>());
+            copied.sort_unstable();
+            prop_assert_eq!(copied, pages.into_iter().collect::<Vec<_>>());
             prop_assert_eq!(flight.left_bytes(), 0);
         }
     }

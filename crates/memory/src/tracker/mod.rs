@@ -1,33 +1,33 @@
 //! Which pages of a guest's RAM were written.
 //!
-//! The record is the kernel's: a page that is not write-protected by our userfaultfd was written since it last was. Two
-//! kinds of protection:
+//! The kernel keeps the record: a page without write protection by Rekindle's userfaultfd was written since it was
+//! protected. Two kinds of protection:
 //!
-//! - [`Asynchronous`]: the kernel lifts the protection itself at the first write, about 1 µs. Nothing of ours need run, so
-//!   the descriptor may stay in QEMU when we end, and goes on recording.
-//! - [`Synchronous`]: the writer waits for us, some 10 µs and more, and we may copy the page before it is written (HydraVM,
-//!   section on copy-on-write). Protection of a descriptor is of one kind only, and a range belongs to one descriptor; but the
-//!   record is the same, so the synchronous kind tracks for the next checkpoint too. Its descriptor is ours alone: if we
-//!   die, the kernel lets every writer go on.
+//! - [`Asynchronous`]: the kernel itself removes the protection at the first write, which takes about 1 µs. No process of
+//!   Rekindle is needed, so the descriptor may stay in QEMU when the tracker ends, and the kernel continues to record.
+//! - [`Synchronous`]: the writer blocks, for 10 µs or more, until the tracker has copied the page (HydraVM, section on
+//!   copy-on-write). A descriptor has one kind of protection, and a range belongs to one descriptor; but the record is the
+//!   same, so the synchronous kind also tracks for the next checkpoint. Only the tracker has its descriptor: if the
+//!   tracker dies, the kernel lets all writers continue.
 //!
-//! **DAX.** Where no page is, write protection of shared memory puts a marker into the page table. A fault of a DAX file finds it in its
-//! place, leaves it, and is tried again, for ever, in the kernel (Linux 6.12): the processor of a guest never comes back. So
-//! RAM in such files is tracked by [`SoftDirty`] bits, which put nothing there.
+//! **DAX.** Where shared memory has no page, write protection puts a marker into the page table. A fault on a DAX file does
+//! not replace that marker, and the kernel repeats the fault for ever (Linux 6.12): the guest's virtual processor hangs. So
+//! RAM in such files is tracked by [`SoftDirty`] bits, which need no marker.
 //!
-//! **Stopped guests.** A page that was pinned for a disk read before it was protected is written past the protection. So
-//! arming and re-arming ask for a [`Stopped`]; looking does not.
+//! **Stopped guests.** A page that was pinned for a disk read before it was protected is written without a fault. So
+//! protecting and collecting require a [`Stopped`]; [`Tracker::peek`] does not.
 //!
-//! **Memory given back** (balloon, free page reporting). Private pages that were given back count as written. Of shared
-//! memory the kernel keeps the protection where a page was punched out of the file, so it does not count as written: what
-//! is not mapped is looked for in the file, and its holes are told in [`Dirty::zero`], unless
-//! [`GuestRam::never_shrinking`]. (hugetlbfs does not tell holes; there, what is not mapped is told as written each time if
-//! it cannot be told otherwise.) One case is not told: a page of shared memory that was given back and then only *read*, or
-//! whose first write had just begun when the guest was stopped. It is zero, and is taken for what it was before. A guest
-//! that gives a page back says that it does not need what is in it, and that it may find it unchanged.
+//! **Memory given back** (balloon, free page reporting). Private pages that were given back count as written. For shared
+//! memory the kernel keeps the protection when a page is punched out of the file, so the page does not count as written.
+//! Therefore unmapped pages are looked up in the file, and its holes are listed in [`Dirty::zero`], unless
+//! [`GuestRam::never_shrinking`]. (hugetlbfs does not report holes; there, unmapped pages count as written each time if
+//! their number leaves a doubt.) One case is missed: a page of shared memory that was given back and then only *read*, or
+//! whose first write had just started when the guest was stopped. It is zero, but counts as unchanged. That is correct for
+//! the guest: when it gives a page back, it states that it does not need the content, and that it may find it unchanged.
 //!
-//! **Memory that still comes** (a restore that fills) belongs to the pager's descriptor: [`Filling`] reads the record of that.
+//! **Memory that is being filled** after a restore belongs to the pager's descriptor: [`Filling`] reads the record of that.
 //!
-//! **Blocks that come and go** are not noticed here: ask [`GuestRam::changes`] at each stop, and [`Tracker::adjust`].
+//! **Added and removed blocks** are not detected here: call [`GuestRam::changes`] at each stop, and [`Tracker::adjust`].
 
 mod asynchronous;
 mod filling;
@@ -38,7 +38,7 @@ mod synchronous;
 
 pub use asynchronous::Asynchronous;
 pub use filling::Filling;
-pub use registered::{leftovers, sweep, trial};
+pub use registered::{check_userfaultfd, close_leftovers, leftovers};
 pub use soft_dirty::SoftDirty;
 pub use synchronous::{BeforeWrite, Claim, Synchronous};
 
@@ -61,114 +61,94 @@ pub enum TrackError {
     /// A block cannot be registered, protected or released.
     #[error("cannot track RAM block {id}")]
     Block {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: UserfaultError,
     },
     /// The page tables cannot be read.
     #[error("cannot read what was written to RAM block {id}")]
     Scan {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: ScanError,
     },
     /// The page tables cannot be opened at all.
     #[error(transparent)]
     Scanner(ScanError),
-    /// A page was written, and that was not recorded.
-    #[error(
-        "tracking of RAM block {id} does not work on this host: a page was written at {address:#x}, and the kernel does \
-         not tell"
-    )]
+    /// A test write was not recorded.
+    #[error("tracking of RAM block {id} does not work on this host: a test write at {address:#x} was not recorded")]
     Unproven {
-        /// The block.
         id: String,
-        /// Where it was written.
+        /// Address of the test write.
         address: u64,
     },
-    /// The page for the proof could not be read or written.
-    #[error("cannot prove that RAM block {id} is tracked")]
+    /// The page for the test write could not be read or written.
+    #[error("cannot test the tracking of RAM block {id}")]
     Proof {
-        /// The block.
         id: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// There is no such block.
     #[error("QEMU has no RAM block {id}")]
-    NoBlock {
-        /// The block.
-        id: String,
-    },
+    NoBlock { id: String },
     /// This kernel keeps no soft-dirty bits.
     #[error("this kernel keeps no soft-dirty bits: it was built without CONFIG_MEM_SOFT_DIRTY")]
     NoSoftDirty,
     /// Soft-dirty bits cannot be cleared.
     #[error("cannot clear the soft-dirty bits of process {pid}: run as root")]
     Clear {
-        /// QEMU.
         pid: u32,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// The block's file cannot be looked at.
+    /// The block's file cannot be read.
     #[error(transparent)]
     Ram(#[from] GuestRamError),
-    /// Pages of the checkpoint before have not all been copied.
-    #[error("{bytes} bytes of the checkpoint before have not been copied yet")]
+    /// The previous checkpoint has not been copied completely.
+    #[error("{bytes} bytes of the previous checkpoint have not been copied yet")]
     InFlight {
-        /// How much.
+        /// Bytes left to copy.
         bytes: u64,
     },
-    /// The pager has let go of a block that was tracked by its record.
-    #[error("all of RAM block {id} is there, and its pager has ended its record of what was written: attach anew")]
-    Filled {
-        /// The block.
-        id: String,
-    },
-    /// The guest gives back page after page of a block that still comes.
-    #[error("the guest gave back pages of RAM block {id} whenever it was looked at; try again")]
-    Restless {
-        /// The block.
-        id: String,
-    },
+    /// The pager has unregistered a block that was tracked by its record.
+    #[error(
+        "RAM block {id} is completely filled, and its pager has ended the record of writes; track it from the start"
+    )]
+    Filled { id: String },
+    /// The guest gave back pages of a block during each attempt to read the record.
+    #[error("the guest gives back pages of RAM block {id} too fast to read the record of writes; try again")]
+    Restless { id: String },
     /// The thread that serves writers could not be started, or has ended.
     #[error("cannot serve the guest's writes")]
     Thread {
-        /// Why.
         #[source]
         source: io::Error,
     },
 }
 
-/// What may have changed, for each block of the [`GuestRam`] that is tracked, in its order.
+/// Pages that may have changed, for each block of the tracked [`GuestRam`], in its order.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Dirty {
-    /// Pages that were written: read them.
+    /// Pages that were written.
     pub written: Vec<Vec<Range<u64>>>,
-    /// Pages that are zero and may have been something else: they need not be read. Most of them were zero before.
+    /// Pages that are zero now and need not be read. Most of them were zero before.
     pub zero: Vec<Vec<Range<u64>>>,
 }
 
 impl Dirty {
-    /// Everything: for a first checkpoint, or when nothing is known.
+    /// Returns all pages: for a first checkpoint, or when there is no record.
     ///
     /// # Errors
     /// As for [`GuestRam::populated`].
     pub fn everything(ram: &GuestRam) -> Result<Self, GuestRamError> {
         let written = ram.blocks().iter().map(|block| ram.populated(block)).collect::<Result<Vec<_>, _>>()?;
         let length = |block: &crate::ram::Block| block.used().end - block.address;
-        let zero = ram.blocks().iter().zip(&written).map(|(block, there)| pages::complement(there, length(block)));
+        let zero = ram.blocks().iter().zip(&written).map(|(block, written)| pages::complement(written, length(block)));
         Ok(Self { zero: zero.collect(), written })
     }
 
-    /// How many bytes are to be read.
+    /// Bytes of the written pages.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.written.iter().map(|runs| pages::bytes(runs)).sum()
@@ -177,27 +157,27 @@ impl Dirty {
 
 /// Dirty tracking of a running guest.
 pub trait Tracker {
-    /// What was written since the last [`Tracker::collect`], without forgetting it: what is found may go on being
-    /// written. At any time.
+    /// Returns what was written since the last [`Tracker::collect`], without resetting the record. The guest may run, and
+    /// write these pages again.
     ///
     /// # Errors
     /// [`TrackError::Scan`], also when the protection is gone.
-    fn look(&mut self) -> Result<Dirty, TrackError>;
+    fn peek(&mut self) -> Result<Dirty, TrackError>;
 
-    /// What was written since the last time, and begin anew.
+    /// Returns what was written since the last call, and resets the record.
     ///
     /// # Errors
-    /// [`TrackError`]: then some pages may have been forgotten, and everything must be taken for written.
+    /// [`TrackError`]: then a part of the record may be lost, and all pages count as written.
     fn collect(&mut self, stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError>;
 
-    /// Go on with these blocks: new ones are tracked from now on and count as not written, so take all of them for
-    /// written once. What a [`Tracker`] tells is in the order of `ram` from here on.
+    /// Tracks the blocks of `ram` from now on, and reports in its order. Added blocks count as not written, so the caller
+    /// must copy all of them once.
     ///
     /// # Errors
     /// [`TrackError`]; then the old blocks are still tracked.
     fn adjust(&mut self, ram: Arc<GuestRam>, stopped: &mut Stopped<'_>) -> Result<(), TrackError>;
 
-    /// End it, and leave no trace in QEMU: no protection, no registered range, no descriptor.
+    /// Ends tracking and leaves no trace in QEMU: no protection, no registered range, no descriptor.
     ///
     /// # Errors
     /// [`TrackError::Remote`] when QEMU's own descriptor cannot be closed; everything else is undone then.

@@ -1,4 +1,4 @@
-//! RAM blocks registered with a userfaultfd for write protection, and what the page tables say of them.
+//! RAM blocks that are registered with a userfaultfd for write protection, and the record in their page tables.
 
 use super::{Dirty, TrackError};
 use crate::ram::GuestRam;
@@ -14,17 +14,15 @@ use std::os::fd::RawFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What every kind of ours asks for. QEMU itself never asks for unpopulated pages, so it is also how ours are known.
+/// Features of all trackers. They also identify a tracker: QEMU itself never requests protection of unpopulated pages.
 const COMMON: Features =
     Features::WP_UNPOPULATED.union(Features::WP_HUGETLBFS_SHMEM).union(Features::PAGEFAULT_FLAG_WP);
-/// Of the asynchronous kind.
 pub(super) const ASYNCHRONOUS: Features = COMMON.union(Features::WP_ASYNC);
-/// Of the synchronous kind.
 pub(super) const SYNCHRONOUS: Features = COMMON.union(Features::EXACT_ADDRESS);
 
 const PAGE: u64 = memory::PAGE_SIZE as u64;
 
-/// Userfaultfds of trackers that an earlier process of ours left in QEMU.
+/// Finds userfaultfds of trackers that an earlier process left in QEMU.
 ///
 /// # Errors
 /// [`RemoteError::Take`] when QEMU's descriptors cannot be listed.
@@ -33,11 +31,11 @@ pub fn leftovers(process: Process) -> Result<Vec<Existing>, RemoteError> {
     Ok(remote::existing(process)?.into_iter().filter(ours).collect())
 }
 
-/// Close all [`leftovers`], with all their protection. Returns how many there were.
+/// Closes all [`leftovers`], which ends their protection. Returns their number.
 ///
 /// # Errors
 /// [`RemoteError`].
-pub fn sweep(injector: Injector) -> Result<usize, RemoteError> {
+pub fn close_leftovers(injector: Injector) -> Result<usize, RemoteError> {
     let found = leftovers(injector.process())?;
     for existing in &found {
         Remote::take(injector, *existing)?.close()?;
@@ -45,37 +43,38 @@ pub fn sweep(injector: Injector) -> Result<usize, RemoteError> {
     Ok(found.len())
 }
 
-/// Prove that QEMU may make a userfaultfd of the kind that trackers want: one is made and closed again. Were we killed in
-/// between, it is one of the [`leftovers`].
+/// Checks that QEMU can open the userfaultfd that trackers need, by opening one and closing it. If this process is killed in
+/// between, the descriptor is one of the [`leftovers`].
 ///
 /// # Errors
-/// [`RemoteError`], naming the right that is missing.
-pub fn trial(injector: Injector, device: Option<RawFd>) -> Result<(), RemoteError> {
+/// [`RemoteError`], which names the missing permission.
+pub fn check_userfaultfd(injector: Injector, device: Option<RawFd>) -> Result<(), RemoteError> {
     Remote::open(injector, ASYNCHRONOUS, device)?.close()
 }
 
-/// One block.
+/// Address range of a RAM block.
 #[derive(Debug)]
 pub(super) struct Area {
     pub id: String,
-    /// All of it, in QEMU's addresses: registered.
+    /// Addresses in QEMU that are registered: the whole block.
     pub total: Range<u64>,
-    /// As far as it is used: told.
+    /// Addresses in QEMU whose writes are reported: the used part.
     pub used: Range<u64>,
+    /// Bytes of a page.
     pub page: u64,
-    /// What cannot be written need not be tracked.
+    /// A block that cannot be written is not tracked.
     tracked: bool,
-    /// It is shared memory.
+    /// Shared memory, with a file.
     shared: bool,
 }
 
 impl Area {
     pub(super) fn of(block: &ram::Block) -> Self {
         Self {
-            id: block.told.id.clone(),
+            id: block.info.id.clone(),
             total: block.total(),
             used: block.used(),
-            page: block.told.page_size,
+            page: block.info.page_size,
             tracked: block.writable,
             shared: block.file().is_some(),
         }
@@ -87,16 +86,16 @@ impl Area {
     }
 }
 
-/// What is not in a file, as offsets in its block.
+/// Unmapped pages of a file, as offsets in its block.
 #[derive(Debug, Default)]
 struct Holes {
-    /// Certainly zero.
+    /// Zero.
     zero: Vec<Range<u64>>,
-    /// Possibly zero: it must be read.
+    /// Possibly zero: they must be read.
     unknown: Vec<Range<u64>>,
 }
 
-/// Blocks with a userfaultfd.
+/// A userfaultfd and the blocks that are registered with it.
 #[derive(Debug)]
 pub(super) struct Registered {
     pub remote: Remote,
@@ -109,15 +108,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Registered {
-    /// Open a userfaultfd in QEMU and register all blocks; nothing is protected yet. What an earlier process of ours
-    /// left is removed first.
+    /// Opens a userfaultfd in QEMU and registers all blocks; nothing is protected yet. Closes the [`leftovers`] first.
     pub(super) fn attach(
         injector: Injector,
         ram: &GuestRam,
         features: Features,
         device: Option<RawFd>,
     ) -> Result<Self, TrackError> {
-        sweep(injector)?;
+        close_leftovers(injector)?;
         let scanner = Mutex::new(Scanner::open(injector.process()).map_err(TrackError::Scanner)?);
         let areas = ram.blocks().iter().map(Area::of).collect::<Vec<_>>();
         let remote = Remote::open(injector, features, device)?;
@@ -131,7 +129,7 @@ impl Registered {
         }
     }
 
-    /// Take over what an earlier process of ours left.
+    /// Takes over a userfaultfd that an earlier process left.
     pub(super) fn take_over(remote: Remote, ram: &GuestRam) -> Result<Self, TrackError> {
         let scanner = Mutex::new(Scanner::open(ram.process()).map_err(TrackError::Scanner)?);
         Ok(Self { remote, areas: ram.blocks().iter().map(Area::of).collect(), scanner })
@@ -145,7 +143,7 @@ impl Registered {
         registered.map_err(|source| TrackError::Block { id: area.id.clone(), source })
     }
 
-    /// Write-protect, or allow to write, runs of addresses of a block.
+    /// Protects runs of addresses of a block against writes, or removes the protection.
     pub(super) fn protect(&self, area: &Area, runs: &[Range<u64>], protect: bool) -> Result<(), TrackError> {
         if !area.tracked {
             return Ok(());
@@ -155,12 +153,12 @@ impl Registered {
         done.map_err(|source| TrackError::Block { id: area.id.clone(), source })
     }
 
-    /// Write-protect everything.
+    /// Protects all blocks.
     pub(super) fn arm(&self) -> Result<(), TrackError> {
         self.areas.iter().try_for_each(|area| self.protect(area, std::slice::from_ref(&area.total), true))
     }
 
-    /// The written pages of all blocks, as runs of addresses.
+    /// Finds the written pages of all blocks, as runs of addresses.
     pub(super) fn written(&self, rearm: Rearm) -> Result<Vec<Vec<Range<u64>>>, TrackError> {
         let mut scanner = lock(&self.scanner);
         self.areas
@@ -175,10 +173,10 @@ impl Registered {
             .collect()
     }
 
-    /// Pages of private blocks that were given back and that this kernel does not tell, as runs of addresses.
+    /// Finds pages of private blocks that were given back but are not recorded by this kernel, as runs of addresses.
     pub(super) fn given_back(&self) -> Result<Vec<Vec<Range<u64>>>, TrackError> {
         let mut scanner = lock(&self.scanner);
-        // Where everything is protected, a page that is not there has a marker in its place, unless it was given back.
+        // All pages were protected, so an absent page has a marker in the page table, unless it was given back.
         let none = Categories::PRESENT | Categories::SWAPPED;
         let query = Query { none, ..Query::all(Categories::empty()) };
         self.areas
@@ -193,33 +191,33 @@ impl Registered {
             .collect()
     }
 
-    /// Holes of a shared block.
+    /// Finds the holes of a shared block.
     fn holes(&self, area: &Area, block: &ram::Block) -> Result<Holes, TrackError> {
         let failed = |source| TrackError::Scan { id: area.id.clone(), source };
         let Some((file, offset)) = block.file().filter(|_| area.shared) else { return Ok(Holes::default()) };
-        // A page that was punched out is not mapped, but one that is not mapped may be in the file.
+        // A page that was punched out is not mapped, but an unmapped page may be in the file.
         let query = Query { none: Categories::PRESENT, ..Query::all(Categories::empty()) };
         let absent = lock(&self.scanner).matching(area.used.clone(), query);
         let absent = area.offsets(absent.map_err(failed)?);
-        let looked = |source| TrackError::Proof { id: area.id.clone(), source };
+        let file_failed = |source| TrackError::Proof { id: area.id.clone(), source };
         if area.page > PAGE {
-            // hugetlbfs does not tell its holes. If as much is mapped as the file has, all the rest is holes.
-            let there = (area.used.end - area.used.start) - pages::bytes(&absent);
-            return Ok(match there == file.metadata().map_err(looked)?.blocks() * 512 {
+            // hugetlbfs does not report holes. If all pages of the file are mapped, all absent pages are holes.
+            let mapped = (area.used.end - area.used.start) - pages::bytes(&absent);
+            return Ok(match mapped == file.metadata().map_err(file_failed)?.blocks() * 512 {
                 true => Holes { zero: absent, unknown: Vec::new() },
                 false => Holes { zero: Vec::new(), unknown: absent },
             });
         }
         let mut zero = Vec::new();
         for run in absent {
-            let there = ram::data(file, offset + run.start..offset + run.end).map_err(looked)?;
-            let holes = pages::complement(&there, run.end - run.start);
+            let data = ram::data(file, offset + run.start..offset + run.end).map_err(file_failed)?;
+            let holes = pages::complement(&data, run.end - run.start);
             holes.into_iter().for_each(|hole| pages::push(&mut zero, run.start + hole.start..run.start + hole.end));
         }
         Ok(Holes { zero, unknown: Vec::new() })
     }
 
-    /// What was written (addresses) and given back (addresses), with what the files tell, as offsets in the blocks.
+    /// Combines written pages and pages given back (addresses) with the holes of the files, as offsets in the blocks.
     pub(super) fn dirty(
         &self,
         ram: &GuestRam,
@@ -232,14 +230,14 @@ impl Registered {
             let holes = if ram.may_shrink() { self.holes(area, block)? } else { Holes::default() };
             let zero = pages::union(&area.offsets(given_back), &holes.zero);
             let written = pages::union(&area.offsets(written), &holes.unknown);
-            // What is known to be zero need not be read.
+            // Pages that are known to be zero need not be read.
             dirty.written.push(pages::difference(&written, &zero));
             dirty.zero.push(zero);
         }
         Ok(dirty)
     }
 
-    /// A page of a block that is there and protected, with its first byte.
+    /// Finds a present and protected page of a block, for a test write: its address and first byte.
     pub(super) fn page_for_proof(&self, index: usize) -> Result<Option<(u64, u8)>, TrackError> {
         match self.areas.get(index) {
             Some(area) => page_for_proof(self.remote.process(), &mut lock(&self.scanner), area),
@@ -247,14 +245,14 @@ impl Registered {
         }
     }
 
-    /// Prove that writing is recorded, with a page of each block: with the guest stopped, one byte is written over by
-    /// itself. The page counts as written from then on.
+    /// Tests that writes are recorded: writes one byte of each block, unchanged, with the guest stopped. Its page counts as
+    /// written.
     pub(super) fn prove(&self) -> Result<(), TrackError> {
         let mut scanner = lock(&self.scanner);
         self.areas.iter().try_for_each(|area| prove_page(self.remote.process(), &mut scanner, area))
     }
 
-    /// Go on with the blocks of `ram`, in its order; new ones are protected at once.
+    /// Tracks the blocks of `ram` from now on, in its order; new ones are protected immediately.
     pub(super) fn adjust(&mut self, ram: &GuestRam) -> Result<(), TrackError> {
         let mut areas = Vec::new();
         for block in ram.blocks() {
@@ -265,23 +263,23 @@ impl Registered {
             }
             areas.push(area);
         }
-        // What has gone was unregistered by its unmapping.
+        // The kernel unregistered removed blocks when they were unmapped.
         self.areas = areas;
         Ok(())
     }
 
-    /// Undo everything. Writers that wait go on.
+    /// Unregisters all blocks. Writers that wait continue.
     pub(super) fn release(&self) {
         for area in self.areas.iter().filter(|area| area.tracked) {
-            // A block that was unplugged is not registered any more. Closing the descriptor undoes what is left.
+            // It fails for a block that was unplugged. Closing the descriptor unregisters whatever is left.
             let _ = self.remote.userfault.unregister(area.total.clone());
-            // Linux wakes by itself only who waits for a missing page.
+            // Unregistering wakes only threads that wait for a missing page, not writers.
             let _ = self.remote.userfault.wake(area.total.clone());
         }
     }
 }
 
-/// A page of a block that is there and protected, with its first byte.
+/// See [`Registered::page_for_proof`].
 fn page_for_proof(process: Process, scanner: &mut Scanner, area: &Area) -> Result<Option<(u64, u8)>, TrackError> {
     if !area.tracked {
         return Ok(None);
@@ -295,7 +293,7 @@ fn page_for_proof(process: Process, scanner: &mut Scanner, area: &Area) -> Resul
     Ok(Some((address, byte)))
 }
 
-/// Prove for one block that writing is recorded, if a page of it is there and protected.
+/// Tests that writes to one block are recorded, if it has a present and protected page.
 pub(super) fn prove_page(process: Process, scanner: &mut Scanner, area: &Area) -> Result<(), TrackError> {
     let Some((address, byte)) = page_for_proof(process, scanner, area)? else { return Ok(()) };
     memory::write(process, address, &[byte]).map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;

@@ -1,7 +1,7 @@
-//! Tracking by soft-dirty bits: for RAM in files with DAX, which write protection by a userfaultfd must not touch.
+//! Tracking by soft-dirty bits, for RAM in DAX files, which must not be write-protected by a userfaultfd.
 //!
-//! Clearing them is for all of QEMU at once, and anybody may do it, so what is told is good for a check that fails on the safe side, and not
-//! for a checkpoint. Nothing of it stays in QEMU when this ends.
+//! The bits can be cleared only for the whole process, and any process with the right to do so may clear them. So the
+//! result is good enough for a check that fails safely, but not for a checkpoint. Nothing stays in QEMU when this ends.
 
 use super::TrackError;
 use crate::ram::GuestRam;
@@ -12,7 +12,7 @@ use rekindle_kernel::softdirty;
 use rekindle_qemu::stopped::Stopped;
 use std::ops::Range;
 
-/// What was written to one RAM block of a QEMU.
+/// Tracker of one RAM block; see [the module](self).
 #[derive(Debug)]
 pub struct SoftDirty {
     process: Process,
@@ -22,13 +22,12 @@ pub struct SoftDirty {
 }
 
 impl SoftDirty {
-    /// Begin to track block `id` of `ram`: nothing counts as written from here on, but for a page with which it was proved
-    /// that tracking works.
+    /// Starts to track block `id` of `ram`: no page counts as written, except one that was written to test the tracking.
     ///
     /// # Errors
-    /// [`TrackError`]; QEMU is as it was.
+    /// [`TrackError`]; QEMU is unchanged.
     pub fn attach(ram: &GuestRam, id: &str, _stopped: &mut Stopped<'_>) -> Result<Self, TrackError> {
-        let block = ram.blocks().iter().find(|block| block.told.id == id);
+        let block = ram.blocks().iter().find(|block| block.info.id == id);
         let block = block.ok_or_else(|| TrackError::NoBlock { id: id.into() })?;
         if !softdirty::works() {
             return Err(TrackError::NoSoftDirty);
@@ -40,10 +39,10 @@ impl SoftDirty {
         Ok(tracked)
     }
 
-    /// What was written since the last time, in bytes from the beginning of the block, and begin anew.
+    /// Returns what was written since the last call, as byte offsets in the block, and resets the record.
     ///
     /// # Errors
-    /// [`TrackError`]: then everything must be taken for written.
+    /// [`TrackError`]: then all pages count as written.
     pub fn collect(&mut self, _stopped: &mut Stopped<'_>) -> Result<Vec<Range<u64>>, TrackError> {
         let written = self.written(self.range.clone())?;
         self.clear()?;
@@ -59,7 +58,7 @@ impl SoftDirty {
         softdirty::clear(self.process).map_err(|source| TrackError::Clear { pid: self.process.pid, source })
     }
 
-    /// Write the first byte of the block as it is, and have that told.
+    /// Tests that writes are recorded: writes the first byte of the block, unchanged.
     fn prove(&mut self) -> Result<(), TrackError> {
         let address = self.range.start;
         let failed = |source| TrackError::Proof { id: self.id.clone(), source };

@@ -1,10 +1,10 @@
-//! Tracking by synchronous write protection: a writer waits until we have copied the page, if it is needed.
+//! Tracking by synchronous write protection: a writer waits until the page is copied, if the checkpoint needs it.
 //!
-//! At the pause everything is protected. The first write to a page since then comes to a thread of ours: if the page
-//! belongs to the checkpoint that is being copied, and has not been copied yet, that is done first; then the write goes on,
-//! and the page is in the record of the next checkpoint. A second write costs nothing.
+//! At the pause all pages are protected. The first write to a page since then is reported to the tracker's thread. If the
+//! page belongs to the checkpoint in flight and has not been copied, it is copied first. Then the write proceeds, and the
+//! page is in the record of the next checkpoint. A second write costs nothing.
 
-use super::flight::{Flight, Wanted};
+use super::flight::{Flight, WriteAction};
 use super::registered::{Area, Registered, SYNCHRONOUS};
 use super::{Dirty, TrackError, Tracker};
 use crate::pages;
@@ -23,15 +23,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 
-/// Protecting a run by itself costs as much as protecting this many pages in one go (measured: 2 µs a run, 10 to 20 ns a
-/// page; `docs/attach.md`). Between two runs everything is protected already.
+/// Gaps up to this size are protected with the runs around them. A separate run costs as much as this many pages
+/// (measured: 2 µs a run, 10 to 20 ns a page; `docs/attach.md`), and the pages in the gap are protected already.
 const BRIDGE: u64 = 128 * memory::PAGE_SIZE as u64;
 
-/// What is done before a page of the checkpoint in flight may be written: copy it. The guest waits for that.
+/// Copies a page of the checkpoint in flight before the guest writes it. The guest waits meanwhile.
 pub trait BeforeWrite: Send {
-    /// The page `page` (offsets) of block `block` is about to be written.
+    /// Copies the page `page` (offsets) of block `block`, which is about to be written.
     ///
-    /// The write goes on afterwards in any case: where copying fails, remember that this checkpoint is void.
+    /// The write proceeds afterwards in any case. An implementation that cannot copy the page must invalidate the checkpoint.
     fn before_write(&mut self, ram: &GuestRam, block: usize, page: Range<u64>);
 }
 
@@ -41,18 +41,18 @@ impl<F: FnMut(&GuestRam, usize, Range<u64>) + Send> BeforeWrite for F {
     }
 }
 
-/// What the serving thread shares with the rest.
+/// State shared by the tracker and its thread.
 #[derive(Debug)]
 struct Shared {
-    /// Written only when blocks come and go, with the guest stopped.
+    /// Locked for writing only when blocks are added or removed, with the guest stopped.
     registered: RwLock<Registered>,
     ram: RwLock<Arc<GuestRam>>,
     flight: Mutex<Flight>,
-    /// Writers that waited for us.
+    /// Write faults.
     faults: AtomicU64,
-    /// Pages copied for a writer.
+    /// Pages copied because of a write fault.
     copied: AtomicU64,
-    /// Ends the thread when it is written.
+    /// Eventfd that ends the thread.
     end: OwnedFd,
 }
 
@@ -60,13 +60,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Pages to be copied by who claimed them. Dropped, they count as copied, and writers that wait for them go on.
+/// Pages that the caller copies. When it is dropped, they count as copied, and writers that wait for them continue.
 #[derive(Debug)]
 pub struct Claim {
     shared: Arc<Shared>,
-    /// The block.
+    /// Index of the block.
     pub block: usize,
-    /// The pages, as offsets in the block.
+    /// Offsets in the block.
     pub runs: Vec<Range<u64>>,
 }
 
@@ -76,11 +76,12 @@ impl Drop for Claim {
     }
 }
 
-/// Let pages (offsets) of a block be written. The flight is held, so that no checkpoint begins between the decision and this.
+/// Allows writes to pages (offsets) of a block. The caller holds the lock of the flight, so that no checkpoint begins
+/// between its decision and this call.
 fn allow(registered: &Registered, flight: &mut Flight, block: usize, runs: &[Range<u64>]) {
     flight.allowed(block, runs);
     let Some(area) = registered.areas.get(block) else { return };
-    // A block that has just been unplugged has no writers any more.
+    // It fails for a block that has just been unplugged, which has no writers any more.
     if let Err(e) = registered.protect(area, &addresses(area, runs), false) {
         tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
     }
@@ -96,8 +97,8 @@ impl Shared {
         self.registered.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A write to `address` waits, or did: a fault may be served late, after a pause, when another one has let the page be written and it
-    /// was protected again.
+    /// Serves a write fault at `address`. The fault may be out of date: another fault has allowed the write, and since then
+    /// the page was protected again at a pause.
     fn fault(&self, address: u64, before: &mut dyn BeforeWrite) {
         self.faults.fetch_add(1, Ordering::Relaxed);
         let registered = self.registered();
@@ -106,21 +107,22 @@ impl Shared {
         let offset = (address - area.total.start) / area.page * area.page;
         let page = offset..offset + area.page;
         let mut flight = lock(&self.flight);
-        match flight.want(block, offset) {
-            Wanted::Wait => {}
-            Wanted::Free => allow(&registered, &mut flight, block, std::slice::from_ref(&page)),
-            Wanted::Copy => {
+        match flight.before_write(block, offset) {
+            WriteAction::Wait => {}
+            WriteAction::Allow => allow(&registered, &mut flight, block, std::slice::from_ref(&page)),
+            WriteAction::Copy => {
                 drop((flight, registered));
                 let ram = Arc::clone(&self.ram.read().unwrap_or_else(PoisonError::into_inner));
                 before.before_write(&ram, block, page.clone());
                 self.copied.fetch_add(1, Ordering::Relaxed);
-                // Another writer of the same page may have come meanwhile; this lets it go on as well.
+                // Another writer of the same page may wait by now; this allows its write too.
                 self.copied(block, std::slice::from_ref(&page), true);
             }
         }
     }
 
-    /// These pages (offsets) of a block have been copied: who waits for them may write, and if `all`, everybody.
+    /// Notes that pages (offsets) of a block have been copied, and allows writes to those for which writers wait, or to all
+    /// of them if `all` is set.
     fn copied(&self, block: usize, runs: &[Range<u64>], all: bool) {
         let registered = self.registered();
         let mut flight = lock(&self.flight);
@@ -129,7 +131,7 @@ impl Shared {
     }
 
     fn serve(&self, before: &mut dyn BeforeWrite) -> io::Result<()> {
-        // Of its own, so that nothing is locked while it waits.
+        // A duplicate, so that no lock is held during the poll.
         let waiting = self.registered().remote.userfault.as_fd().try_clone_to_owned()?;
         loop {
             let mut fds = [PollFd::new(&waiting, PollFlags::IN), PollFd::new(&self.end, PollFlags::IN)];
@@ -156,7 +158,8 @@ impl Shared {
     }
 }
 
-/// See [the module](super). Dropped or killed, the kernel lets all writers go on, and nothing is known any more.
+/// Synchronous tracker; see [the module](super). If it is dropped or killed, the kernel lets all writers continue, and the
+/// record is lost.
 #[derive(Debug)]
 pub struct Synchronous {
     shared: Arc<Shared>,
@@ -164,12 +167,12 @@ pub struct Synchronous {
 }
 
 impl Synchronous {
-    /// Begin to track all blocks of `ram` with the guest stopped. As [`super::Asynchronous::attach`], with `before` for the
-    /// pages of the checkpoints that [`Synchronous::begin`] names.
+    /// Starts to track all blocks of `ram` with the guest stopped, as [`super::Asynchronous::attach`]. `before` copies pages
+    /// of the checkpoints that [`Synchronous::begin`] starts.
     ///
     /// # Errors
-    /// [`TrackError`]; QEMU is left as it was. A private block of a file that is not on tmpfs or hugetlbfs cannot be
-    /// tracked this way.
+    /// [`TrackError`]; QEMU is unchanged. A private mapping of a file that is not on tmpfs or hugetlbfs cannot be tracked
+    /// this way.
     pub fn attach(
         injector: Injector,
         ram: Arc<GuestRam>,
@@ -179,7 +182,7 @@ impl Synchronous {
     ) -> Result<Self, TrackError> {
         let failed = |source: io::Error| TrackError::Thread { source };
         let mut registered = Registered::attach(injector, &ram, SYNCHRONOUS, device)?;
-        // From here on it is ours alone: our death frees QEMU.
+        // From here on QEMU has no descriptor, so the death of this process unblocks QEMU.
         registered.remote.keep_only_ours()?;
         let end = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
         let shared = Arc::new(Shared {
@@ -192,13 +195,13 @@ impl Synchronous {
         });
         let (served, mut before) = (Arc::clone(&shared), before);
         let thread = thread::Builder::new().name("write faults".into()).spawn(move || {
-            let served_all = served.serve(&mut before);
-            if let Err(e) = &served_all {
+            let result = served.serve(&mut before);
+            if let Err(e) = &result {
                 // Writers must not wait for a thread that has ended.
-                tracing::error!("cannot serve the guest's writes any more, tracking ends: {e}");
+                tracing::error!("cannot serve the guest's write faults; tracking ends: {e}");
                 served.registered().release();
             }
-            served_all
+            result
         });
         let tracker = Self { thread: Some(thread.map_err(failed)?), shared };
         tracker.shared.registered().arm()?;
@@ -206,15 +209,15 @@ impl Synchronous {
         Ok(tracker)
     }
 
-    /// As for the asynchronous kind, but a fault must come, too.
+    /// Tests that a write to a page of each block is reported as a fault.
     fn prove(&self) -> Result<(), TrackError> {
         let blocks = self.shared.registered().areas.len();
         for index in 0..blocks {
-            let (process, place) = {
+            let (process, page) = {
                 let registered = self.shared.registered();
                 (registered.remote.process(), registered.page_for_proof(index)?)
             };
-            let Some((address, byte)) = place else { continue };
+            let Some((address, byte)) = page else { continue };
             let id = || self.shared.registered().areas.get(index).map(|area| area.id.clone()).unwrap_or_default();
             let before = self.faults();
             memory::write(process, address, &[byte]).map_err(|source| TrackError::Proof { id: id(), source })?;
@@ -225,59 +228,60 @@ impl Synchronous {
         Ok(())
     }
 
-    /// Begin a checkpoint of these pages (offsets in each block) with the guest stopped: each is given to
-    /// [`BeforeWrite`] or by [`Synchronous::claim`], once.
+    /// Begins a checkpoint of these pages (offsets in each block) with the guest stopped. Each page is passed once, to
+    /// [`BeforeWrite`] or by [`Synchronous::claim`].
     ///
     /// # Errors
-    /// [`TrackError::InFlight`] when the one before is not all copied.
+    /// [`TrackError::InFlight`] when the previous checkpoint has not been copied completely.
     pub fn begin(&self, pages: &[Vec<Range<u64>>], _stopped: &mut Stopped<'_>) -> Result<(), TrackError> {
-        self.landed()?;
+        self.check_all_copied()?;
         let registered = self.shared.registered();
         let sizes = registered.areas.iter().map(|area| (area.total.end - area.total.start, area.page));
         let mut flight = lock(&self.shared.flight);
-        let before = std::mem::replace(&mut *flight, Flight::new(sizes, pages));
-        // A fault that was served late has let its page be written again. Nobody has: the guest is stopped.
-        for (area, runs) in registered.areas.iter().zip(flight.allowed_before(before)) {
+        let previous = std::mem::replace(&mut *flight, Flight::new(sizes, pages));
+        // A fault that was served late has removed the protection of its page. The page was not written since, because the
+        // guest is stopped: protect it again.
+        for (area, runs) in registered.areas.iter().zip(flight.allowed_before(previous)) {
             registered.protect(area, &addresses(area, &runs), true)?;
         }
         Ok(())
     }
 
-    /// The next pages of the checkpoint in flight, of one block and at most `most` bytes (at least a page). Copy them, then
-    /// drop the claim. `None`: all were given out.
+    /// Takes the next pages of the checkpoint in flight, of one block and at most `max` bytes (at least a page). The caller
+    /// copies them and then drops the claim. `None`: all pages are taken.
     #[must_use]
-    pub fn claim(&self, most: u64) -> Option<Claim> {
-        let (block, runs) = lock(&self.shared.flight).claim(most)?;
+    pub fn claim(&self, max: u64) -> Option<Claim> {
+        let (block, runs) = lock(&self.shared.flight).claim(max)?;
         Some(Claim { shared: Arc::clone(&self.shared), block, runs })
     }
 
-    /// That everything of the checkpoint in flight was copied.
+    /// Checks that all pages of the checkpoint in flight have been copied.
     ///
     /// # Errors
     /// [`TrackError::InFlight`].
-    pub fn landed(&self) -> Result<(), TrackError> {
+    pub fn check_all_copied(&self) -> Result<(), TrackError> {
         match lock(&self.shared.flight).left_bytes() {
             0 => Ok(()),
             bytes => Err(TrackError::InFlight { bytes }),
         }
     }
 
-    /// How many writers have waited for us.
+    /// Number of write faults.
     #[must_use]
     pub fn faults(&self) -> u64 {
         self.shared.faults.load(Ordering::Relaxed)
     }
 
-    /// How many pages were copied because somebody wanted to write them.
+    /// Number of pages that were copied because of a write fault.
     #[must_use]
     pub fn copied_for_writers(&self) -> u64 {
         self.shared.copied.load(Ordering::Relaxed)
     }
 
-    fn alive(&self) -> Result<(), TrackError> {
+    fn check_thread(&self) -> Result<(), TrackError> {
         match &self.thread {
             Some(thread) if !thread.is_finished() => Ok(()),
-            _ => Err(TrackError::Thread { source: io::Error::other("the thread has ended; attach again") }),
+            _ => Err(TrackError::Thread { source: io::Error::other("the tracker's thread has ended") }),
         }
     }
 
@@ -287,8 +291,8 @@ impl Synchronous {
 }
 
 impl Tracker for Synchronous {
-    fn look(&mut self) -> Result<Dirty, TrackError> {
-        self.alive()?;
+    fn peek(&mut self) -> Result<Dirty, TrackError> {
+        self.check_thread()?;
         let registered = self.shared.registered();
         let written = registered.written(Rearm::Unchecked)?;
         let written: Vec<_> = registered.areas.iter().zip(written).map(|(area, runs)| area.offsets(runs)).collect();
@@ -296,8 +300,8 @@ impl Tracker for Synchronous {
     }
 
     fn collect(&mut self, _stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError> {
-        self.alive()?;
-        self.landed()?;
+        self.check_thread()?;
+        self.check_all_copied()?;
         let registered = self.shared.registered();
         lock(&self.shared.flight).collecting();
         let written = registered.written(Rearm::Unchecked)?;
@@ -309,8 +313,8 @@ impl Tracker for Synchronous {
     }
 
     fn adjust(&mut self, ram: Arc<GuestRam>, _stopped: &mut Stopped<'_>) -> Result<(), TrackError> {
-        self.alive()?;
-        self.landed()?;
+        self.check_thread()?;
+        self.check_all_copied()?;
         self.shared.registered.write().unwrap_or_else(PoisonError::into_inner).adjust(&ram)?;
         *self.shared.ram.write().unwrap_or_else(PoisonError::into_inner) = ram;
         Ok(())
@@ -323,14 +327,14 @@ impl Tracker for Synchronous {
 }
 
 impl Synchronous {
-    /// Let all writers go on, and end the thread.
+    /// Lets all writers continue, and ends the thread.
     fn finish(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         self.shared.registered().release();
-        // An eventfd takes it unless it was written 2^64 times.
+        // A write to an eventfd fails only if its counter is at its limit of 2^64 - 2.
         let _ = rustix::io::write(&self.shared.end, &1u64.to_ne_bytes());
         if thread.join().is_err() {
-            tracing::error!("the thread that serves the guest's writes panicked");
+            tracing::error!("the thread that serves the guest's write faults panicked");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the tests share: a [`victim`] whose memory is written by several threads, and real guests ([`qemu`]).
+//! Shared by the tests: a [`victim`] process whose threads write its memory, and real guests ([`qemu`]).
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
@@ -8,10 +8,10 @@ pub mod victim;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long something may take that takes seconds: a machine that is busy with other things gets a lot more.
+/// Limit for what usually takes seconds: a busy machine needs a lot more time.
 pub const DEADLINE: Duration = Duration::from_secs(120);
 
-/// Ask `probe` again and again until it has an answer; panic with `what` at the deadline.
+/// Calls `probe` until it returns a value; panics with `what` at the deadline.
 #[track_caller]
 pub fn wait_for<T>(what: impl Fn() -> String, mut probe: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;

@@ -1,4 +1,4 @@
-//! Stock QEMUs with the micro guest, as somebody else would have started them.
+//! Stock QEMUs with the micro guest, started without Rekindle.
 
 use super::{DEADLINE, wait_for};
 use rekindle_kernel::process::Process;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
-/// What the tests need beside this crate.
+/// Programs and files that the tests need.
 pub struct Tools {
     /// The newer QEMU.
     pub new: PathBuf,
@@ -23,7 +23,6 @@ pub struct Tools {
     pub micro: PathBuf,
 }
 
-/// Both QEMUs and the guest.
 pub fn tools() -> &'static Tools {
     static TOOLS: OnceLock<Tools> = OnceLock::new();
     TOOLS.get_or_init(|| {
@@ -39,7 +38,7 @@ pub fn tools() -> &'static Tools {
             .unwrap_or_else(|| script("guest/build", &["micro"]).lines().last().unwrap_or("").into());
         let tools = Tools { new: path("QEMU_NEW"), old: path("QEMU_OLD"), micro: micro.into() };
         for file in [&tools.new, &tools.old, &tools.micro.join("vmlinuz"), &tools.micro.join("initrd")] {
-            assert!(file.exists(), "{} is not there; run: scripts/setup && guest/build micro", file.display());
+            assert!(file.exists(), "{} is missing; run: scripts/setup && guest/build micro", file.display());
         }
         tools
     })
@@ -52,38 +51,35 @@ fn script(name: &str, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Where the guest's RAM is.
+/// Kind of the guest's RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ram {
     /// A shared file.
     File,
     /// A shared memfd.
     Memfd,
-    /// Private memory, as `-m` gives it.
+    /// Private memory, as with `-m`.
     Private,
 }
 
-/// How a QEMU is started.
+/// Options of a QEMU.
 pub struct Config<'a> {
-    /// The binary.
     pub binary: &'a Path,
-    /// Where its RAM is.
     pub ram: Ram,
-    /// More arguments.
+    /// Additional arguments.
     pub more: Vec<String>,
-    /// A RAM disk to be unpacked over the guest's.
+    /// A RAM disk that is unpacked over the guest's.
     pub overlay: Option<PathBuf>,
-    /// A directory to use instead of one of its own.
+    /// A directory to use instead of a new one.
     pub directory: Option<PathBuf>,
 }
 
 impl<'a> Config<'a> {
-    /// The usual.
     pub fn new(binary: &'a Path, ram: Ram) -> Self {
         Self { binary, ram, more: Vec::new(), overlay: None, directory: None }
     }
 
-    /// With more arguments.
+    /// Adds arguments.
     pub fn with(mut self, more: &[&str]) -> Self {
         self.more.extend(more.iter().map(|word| (*word).to_owned()));
         self
@@ -98,15 +94,14 @@ pub struct Qemu {
     child: Child,
     directory: tempfile::TempDir,
     port: u16,
-    /// Its process.
     pub process: Process,
 }
 
 impl Qemu {
-    /// Start one; the guest need not be up.
+    /// Starts a QEMU; returns before its guest is up.
     pub fn start(config: Config<'_>) -> Self {
         let made = tempfile::Builder::new().prefix("rekindle-test-").tempdir_in("/dev/shm").unwrap();
-        // Another user has to get in.
+        // A QEMU of another user must have access.
         fs::set_permissions(made.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let directory = made.path().to_owned();
         let initrd = directory.join("initrd");
@@ -140,26 +135,26 @@ impl Qemu {
         Self { child, directory: made, port, process }
     }
 
-    /// Start one and wait until its guest is up.
+    /// Starts a QEMU and waits until its guest is up.
     pub fn boot(config: Config<'_>) -> Self {
         let qemu = Self::start(config);
         wait_for(
-            || format!("the guest to be up: {}", qemu.said()),
+            || format!("the guest to be up: {}", qemu.output()),
             || {
-                assert!(qemu.process.is_alive(), "QEMU ended: {}", qemu.said());
+                assert!(qemu.process.is_alive(), "QEMU ended: {}", qemu.output());
                 qemu.try_ask("tick")
             },
         );
         qemu
     }
 
-    /// A file of it: `qmp`, `console`, `ram`, `log`.
+    /// Path of one of its files: `qmp`, `console`, `ram`, `log`.
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// What QEMU and its guest have said.
-    pub fn said(&self) -> String {
+    /// QEMU's log, and the last lines of the guest's console.
+    pub fn output(&self) -> String {
         let console = self.console();
         let tail: Vec<_> = console.lines().rev().take(5).collect();
         format!("{} {tail:?}", fs::read_to_string(self.path("log")).unwrap_or_default())
@@ -170,9 +165,9 @@ impl Qemu {
         String::from_utf8_lossy(&fs::read(self.path("console")).unwrap_or_default()).into_owned()
     }
 
-    /// Its QMP socket.
+    /// Connects to its QMP socket.
     pub fn qmp(&self) -> Qmp {
-        wait_for(|| format!("QMP: {}", self.said()), || Qmp::connect(&self.path("qmp"), DEADLINE).ok())
+        wait_for(|| format!("QMP: {}", self.output()), || Qmp::connect(&self.path("qmp"), DEADLINE).ok())
     }
 
     fn try_ask(&self, command: &str) -> Option<String> {
@@ -184,21 +179,21 @@ impl Qemu {
         reply.strip_prefix("ok").map(|rest| rest.trim().to_owned())
     }
 
-    /// Send a command to the guest; what it replies after `ok`.
+    /// Sends a command to the guest; returns its reply after `ok`.
     #[track_caller]
     pub fn ask(&self, command: &str) -> String {
         let reply = self.try_ask(command);
-        reply.unwrap_or_else(|| panic!("the guest does not answer `{command}`: {}", self.said()))
+        reply.unwrap_or_else(|| panic!("the guest does not answer `{command}`: {}", self.output()))
     }
 
-    /// Fill memory with a pattern, and rewrite it all the time at random.
+    /// Fills memory with a pattern, and rewrites random parts of it continuously.
     #[track_caller]
-    pub fn write_all_the_time(&self) {
+    pub fn write_continuously(&self) {
         self.ask("touch 48M 7");
         self.ask("dirty 20 48 random");
     }
 
-    /// That the pattern is whole.
+    /// Asserts that the pattern is intact.
     #[track_caller]
     pub fn verify(&self) {
         self.ask("dirty 0");
@@ -213,12 +208,12 @@ impl Drop for Qemu {
     }
 }
 
-/// Stop, and let go on.
+/// Stops or resumes the guest.
 pub fn pause(qmp: &mut Qmp, stop: bool) {
     let _: Value = qmp.execute(if stop { "stop" } else { "cont" }, ()).unwrap();
 }
 
-/// All blocks as they are, the guest stopped.
+/// Reads all blocks of a stopped guest.
 pub fn everything(ram: &GuestRam) -> Vec<Vec<u8>> {
     ram.blocks()
         .iter()
@@ -233,7 +228,7 @@ pub fn everything(ram: &GuestRam) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// An archive that the kernel unpacks over the guest's RAM disk (cpio, `newc`): files with their modes.
+/// Writes an archive that the kernel unpacks over the guest's RAM disk (cpio, `newc`): files with their modes.
 pub fn overlay(path: &Path, files: &[(&str, u32, &str)]) {
     let mut archive = Vec::new();
     let end = [("TRAILER!!!", 0, "")];

@@ -1,5 +1,5 @@
-//! A process with memory of one kind, which its threads write at random. It is the test binary itself, run once more with
-//! its test `victim`, which must call [`act`].
+//! A process with memory of one kind, which its threads write at random. It is a second run of the test binary, with its
+//! test `victim`, which must call [`act`].
 
 use super::wait_for;
 use rekindle_kernel::process::Process;
@@ -20,7 +20,7 @@ pub const GIVEN_BACK: std::ops::Range<u64> = 100..700;
 pub const PAGE: u64 = 4096;
 const HUGE: u64 = 2 << 20;
 
-/// What kind of memory.
+/// Kind of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Anonymous.
@@ -31,18 +31,18 @@ pub enum Kind {
     Huge,
 }
 
-/// Takes huge pages from the system for as long as it lives, one process at a time.
+/// Adds huge pages to the system's pool until it is dropped; one process at a time.
 pub struct HugePages {
     before: u64,
     _alone: fs::File,
 }
 
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
-/// What whoever borrows some locks, in the tests of other crates too.
+/// Lock file for changes of the pool; the tests of other crates lock it too.
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
 impl HugePages {
-    /// `None` where they are not to be had.
+    /// `None` if the system cannot provide them.
     pub fn take(pages: u64) -> Option<Self> {
         let alone = fs::File::open(POOL).ok()?;
         rustix::fs::flock(&alone, rustix::fs::FlockOperation::LockExclusive).ok()?;
@@ -65,20 +65,18 @@ pub struct Victim {
     child: Child,
     input: Option<ChildStdin>,
     output: Option<BufReader<ChildStdout>>,
-    /// Its process.
     pub process: Process,
-    /// Its memory.
     pub ram: Arc<GuestRam>,
 }
 
 impl Victim {
-    /// Start one with `pages` pages, which its threads write. With `give_back` they also give pages back.
+    /// Starts one with `pages` pages, which its threads write. With `give_back` they also give pages back.
     pub fn start(kind: Kind, pages: u64, give_back: bool) -> Self {
         Self::start_as(kind, pages, if give_back { "give-back" } else { "write" })
     }
 
-    /// Start one with `pages` pages that are not there. Once told to [`Victim::begin`], its threads read all of them and
-    /// compare them with [`expected`]; [`Victim::is_right`] at the end.
+    /// Starts one with `pages` missing pages. After [`Victim::begin`] its threads read all of them and compare them with
+    /// [`expected`]; [`Victim::is_right`] returns the result.
     pub fn reader(kind: Kind, pages: u64) -> Self {
         Self::start_as(kind, pages, "read")
     }
@@ -88,24 +86,24 @@ impl Victim {
         Self::start_as(kind, pages, "give")
     }
 
-    /// Start one with `pages` pages that are not there. Once told to [`Victim::begin`], its threads read and write pages at random,
-    /// and with `give_back` give some back, until [`Victim::end`].
+    /// Starts one with `pages` missing pages. After [`Victim::begin`] its threads read and write pages at random, and with
+    /// `give_back` give some back, until [`Victim::end`].
     pub fn mixer(kind: Kind, pages: u64, give_back: bool) -> Self {
         Self::start_as(kind, pages, if give_back { "mix-give" } else { "mix" })
     }
 
-    /// Let a mixer end; panics unless it has found every page as expected.
+    /// Ends a mixer; panics unless it has found every page as expected.
     pub fn end(&mut self) -> bool {
         drop(self.input.take());
         self.is_right()
     }
 
-    /// Start one that has all its pages and writes when it is told to.
+    /// Starts one that has all its pages, and writes when [`Victim::write_some`] is called.
     pub fn server(kind: Kind, pages: u64) -> Self {
         Self::start_as(kind, pages, "serve")
     }
 
-    /// Let a server write random pages; the nanoseconds it took.
+    /// Has a server write random pages; returns the nanoseconds that took.
     pub fn write_some(&mut self, count: u64) -> u64 {
         let input = self.input.as_mut().unwrap();
         std::io::Write::write_all(input, format!("{count}\n").as_bytes()).unwrap();
@@ -114,12 +112,12 @@ impl Victim {
         line.trim_end().split_once("took ").unwrap().1.parse().unwrap()
     }
 
-    /// Let a reader begin.
+    /// Starts the threads of a reader or mixer.
     pub fn begin(&mut self) {
         std::io::Write::write_all(self.input.as_mut().unwrap(), b"x").unwrap();
     }
 
-    /// Whether a reader has found every page as expected; panics if not. Call it once.
+    /// Returns true if a reader has found every page as expected, else panics. Call it once.
     pub fn is_right(&mut self) -> bool {
         let mut output = self.output.take().unwrap();
         wait_for(|| "the reader to end".into(), || self.child.try_wait().unwrap());
@@ -129,7 +127,7 @@ impl Victim {
         true
     }
 
-    /// Whether a reader has not ended.
+    /// Returns whether a reader still runs.
     pub fn is_reading(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
@@ -153,8 +151,8 @@ impl Victim {
         let process = Process::of(child.id()).unwrap();
         let page_size = if kind == Kind::Huge { HUGE } else { PAGE };
         let total = pages * page_size;
-        let told = RamBlock { id: "ram".into(), used: total, total, page_size, offset: 0, address };
-        let ram = Arc::new(GuestRam::from_blocks(process, vec![told]).unwrap());
+        let block = RamBlock { id: "ram".into(), used: total, total, page_size, offset: 0, address };
+        let ram = Arc::new(GuestRam::from_blocks(process, vec![block]).unwrap());
         let input = child.stdin.take();
         Self { child, input, output: Some(output), process, ram }
     }
@@ -164,7 +162,7 @@ impl Victim {
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Stop all its threads.
+    /// Stops all its threads.
     pub fn stop(&self) {
         self.signal(libc::SIGSTOP);
         wait_for(
@@ -173,7 +171,7 @@ impl Victim {
         );
     }
 
-    /// Number, state and system call of each thread.
+    /// Returns number, state and system call of each thread.
     fn threads(&self) -> Vec<(String, char, String)> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.process.pid)).unwrap().flatten();
         let thread = |task: fs::DirEntry| {
@@ -184,16 +182,15 @@ impl Victim {
         tasks.filter_map(thread).collect()
     }
 
-    /// Let it go on.
-    pub fn go_on(&self) {
+    pub fn resume(&self) {
         self.signal(libc::SIGCONT);
     }
 
-    /// All of its memory.
+    /// Reads all of its memory.
     pub fn memory(&self) -> Vec<u8> {
         let block = &self.ram.blocks()[0];
-        let mut all = vec![0; block.told.used as usize];
-        // Holes are not read: reading them would be no harm, but is not how it is done.
+        let mut all = vec![0; block.info.used as usize];
+        // As Rekindle does, only populated runs are read.
         for run in self.ram.populated(block).unwrap() {
             let part = &mut all[run.start as usize..run.end as usize];
             self.ram.read(block, std::slice::from_ref(&run), part).unwrap();
@@ -201,18 +198,18 @@ impl Victim {
         all
     }
 
-    /// Whether any of its memory is registered with a userfaultfd.
+    /// Returns whether any of its memory is registered with a userfaultfd.
     pub fn is_registered(&self) -> bool {
         is_registered(self.process)
     }
 }
 
-/// Whether any memory of a process is registered with a userfaultfd.
+/// Returns whether any memory of a process is registered with a userfaultfd.
 pub fn is_registered(process: Process) -> bool {
     !remote::registered(process, Mode::all()).unwrap().is_empty()
 }
 
-/// The descriptors of a process: number and file.
+/// Lists the descriptors of a process: number and file.
 pub fn descriptors(process: Process) -> Vec<(String, String)> {
     let entries = fs::read_dir(format!("/proc/{}/fd", process.pid)).unwrap().flatten();
     let link = |entry: &fs::DirEntry| fs::read_link(entry.path()).map(|path| path.to_string_lossy().into_owned());
@@ -223,7 +220,8 @@ pub fn descriptors(process: Process) -> Vec<(String, String)> {
     all
 }
 
-/// What a process has open, but for sockets, which come and go. QEMU gives its eventfds new numbers when a guest goes on.
+/// Lists the open files of a process except sockets, which change. Without numbers, because QEMU reopens its eventfds when
+/// a guest resumes.
 pub fn open_files(process: Process) -> Vec<String> {
     let files = descriptors(process).into_iter().map(|(_, file)| file);
     let mut files: Vec<_> = files.filter(|file| !file.starts_with("socket:")).collect();
@@ -239,7 +237,7 @@ impl Drop for Victim {
     }
 }
 
-/// The victim's memory.
+/// Memory of the victim.
 struct Area {
     start: *mut u8,
     file: i32,
@@ -277,7 +275,7 @@ impl Area {
         unsafe { AtomicU64::from_ptr(self.start.add(offset as usize).cast()) }
     }
 
-    /// As QEMU gives back a balloon's pages.
+    /// Gives pages back as QEMU does for a balloon.
     fn give_back(&self, page: u64, pages: u64) {
         let (offset, length) = (page * self.page, pages.min(self.pages - page) * self.page);
         if self.file >= 0 {
@@ -292,7 +290,7 @@ impl Area {
     }
 }
 
-/// What the victim does, if this is one.
+/// Runs the role of the victim, if this process is one.
 pub fn act() {
     let Ok(kind) = std::env::var(KIND) else { return };
     let [kind, pages, role] = kind.split(' ').collect::<Vec<_>>()[..] else { panic!("{kind}") };
@@ -307,25 +305,26 @@ pub fn act() {
     }
 }
 
-/// Touches every page; then writes as many random pages as each line of input says, and answers with the nanoseconds.
+/// Touches every page. Then, for each number that it reads from a line of input, writes that many random pages and prints
+/// the nanoseconds that took.
 fn serve(area: &Area) {
     (0..area.pages).for_each(|page| area.word(page * area.page).store(page + 1, Ordering::SeqCst));
     println!("address {}", area.start as u64);
     let mut random = 88172645463325252u64;
     for line in std::io::stdin().lines() {
         let count: u64 = line.unwrap().parse().unwrap();
-        let begun = std::time::Instant::now();
+        let start = std::time::Instant::now();
         for _ in 0..count {
             random ^= random << 13;
             random ^= random >> 7;
             random ^= random << 17;
             area.word((random >> 20) % area.pages * area.page).store(random, Ordering::SeqCst);
         }
-        println!("took {}", begun.elapsed().as_nanos());
+        println!("took {}", start.elapsed().as_nanos());
     }
 }
 
-/// What a word of a page that comes from a source is: of a third of the pages, zero.
+/// Returns the word of a page that the source supplies. A third of the pages is zero.
 pub fn expected(page: u64, word: u64) -> u64 {
     if page.is_multiple_of(3) { 0 } else { page.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ word }
 }
@@ -339,7 +338,7 @@ fn read(area: &Area, give_back: bool) {
     if give_back {
         area.give_back(GIVEN_BACK.start, GIVEN_BACK.end - GIVEN_BACK.start);
     }
-    let gone = |page: u64, found: u64| give_back && GIVEN_BACK.contains(&page) && found == 0;
+    let is_given_back = |page: u64, found: u64| give_back && GIVEN_BACK.contains(&page) && found == 0;
     std::thread::scope(|scope| {
         for thread in 0..4u64 {
             scope.spawn(move || {
@@ -348,12 +347,12 @@ fn read(area: &Area, give_back: bool) {
                     let page = (n * 7919 + thread * small / 4) % small;
                     for word in 1..PAGE / 8 {
                         let found = area.word(page * PAGE + word * 8).load(Ordering::SeqCst);
-                        // Of a shared page, what was brought before it was given back may stay.
+                        // A shared page that was filled before it was given back may keep its content.
                         let may_stay = area.file >= 0 || !give_back || !GIVEN_BACK.contains(&page);
-                        let right = gone(page, found) || (may_stay && found == expected(page, word));
+                        let right = is_given_back(page, found) || (may_stay && found == expected(page, word));
                         assert!(right, "page {page}, word {word}: {found:#x}");
                     }
-                    // The first word is the threads' own.
+                    // The threads change the first word themselves.
                     area.word(page * PAGE).fetch_add(1, Ordering::SeqCst);
                 }
             });
@@ -361,14 +360,14 @@ fn read(area: &Area, give_back: bool) {
     });
     for page in 0..small {
         let found = area.word(page * PAGE).load(Ordering::SeqCst);
-        let right = found == expected(page, 0).wrapping_add(4) || gone(page, found.wrapping_sub(4));
+        let right = found == expected(page, 0).wrapping_add(4) || is_given_back(page, found.wrapping_sub(4));
         assert!(right, "page {page}: {found:#x}");
     }
     println!("all right");
     std::process::exit(0);
 }
 
-/// Threads that read and write at random pages that come.
+/// Runs threads that read and write random pages while they are filled.
 fn mix(area: &Area, give_back: bool) {
     println!("address {}", area.start as u64);
     let mut byte = [0];
@@ -385,7 +384,7 @@ fn mix(area: &Area, give_back: bool) {
                     random ^= random >> 7;
                     random ^= random << 17;
                     let page = (random >> 20) % small;
-                    // A quarter is only written, half of it only read.
+                    // A quarter of the pages is only written, a half is only read.
                     let (read, write) = (!random.is_multiple_of(4), random % 4 < 2);
                     if give_back && seed == 4 && random.is_multiple_of(128) {
                         area.give_back(page, 1 + random / 128 % 100);
@@ -412,9 +411,9 @@ fn mix(area: &Area, give_back: bool) {
     std::process::exit(0);
 }
 
-/// Threads that write pages at random.
+/// Runs threads that write random pages.
 fn write(area: &Area, give_back: bool) {
-    // A part is never touched.
+    // A quarter of the memory is never touched.
     let touched = area.pages * 3 / 4;
     for page in 0..touched / 2 {
         area.word(page * area.page).store(page + 1, Ordering::SeqCst);

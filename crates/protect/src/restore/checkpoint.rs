@@ -13,7 +13,7 @@ use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::stream::{self, RamSection};
 use rekindle_store::image::PageId;
 use rekindle_store::types::{Block, Guest, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
-use rekindle_store::{Image, Which};
+use rekindle_store::{Image, ReadOptions};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::rundir::RunDir;
 use std::borrow::Cow;
@@ -37,7 +37,7 @@ impl ChosenCheckpoint {
     pub(crate) fn open(request: &Request) -> Result<Self, RestoreError> {
         let spare = request.move_claim.as_ref().map(|move_claim| move_claim.spare.clone()).unwrap_or_default();
         let identity = request.identity.clone();
-        let which = Which { at: request.at, identity, unlooked: true, spare, ..Which::default() };
+        let which = ReadOptions { at: request.at, identity, lazy: true, spare, ..ReadOptions::default() };
         let image = Image::open(&request.store, &which)?;
         let recipe = Recipe::read(&image.definition()?)?;
         let epochs = epochs::read(&image.metadata()?).map_err(RecipeError::Malformed)?;
@@ -172,14 +172,14 @@ pub(super) fn write_small_blocks(
 ) -> Result<(), RestoreError> {
     for (index, page, content) in read_small(image, paged)? {
         let block = image.info().blocks.get(index);
-        let ours = ram.blocks().iter().find(|ours| block.is_some_and(|block| ours.told.id == block.id));
+        let ours = ram.blocks().iter().find(|ours| block.is_some_and(|block| ours.info.id == block.id));
         let Some(ours) = ours else { continue };
         let address = ours.address + page * PAGE_SIZE as u64;
         if !ours.used().contains(&address) {
             continue;
         }
         if let Err(e) = memory::write(process, address, &*content) {
-            tracing::debug!("page {page} of {} is left to the restore: {e}", ours.told.id);
+            tracing::debug!("page {page} of {} is left to the restore: {e}", ours.info.id);
         }
     }
     Ok(())
@@ -257,7 +257,7 @@ impl LoadInput {
     pub(super) fn put_first(&self, first: &load_pages::Pages, pager: &mut Pager) -> Result<(), PagerError> {
         first.iter().try_for_each(|(block, page, content)| {
             let id = self.blocks.get(*block).map_or("", |block| &block.id);
-            pager.put_ahead(id, *page, content)
+            pager.prefill_page(id, *page, content)
         })
     }
 
@@ -299,7 +299,7 @@ impl LoadInput {
 
 /// The pages that QEMU has of a block. The others are zero.
 fn own_copy(ram: &GuestRam, block: &Block) -> Result<BTreeMap<u64, Box<Page>>, RestoreError> {
-    let Some(ours) = ram.blocks().iter().find(|ours| ours.told.id == block.id) else { return Ok(BTreeMap::new()) };
+    let Some(ours) = ram.blocks().iter().find(|ours| ours.info.id == block.id) else { return Ok(BTreeMap::new()) };
     let runs = ram.populated(ours)?;
     let mut content = vec![0; runs.iter().map(|run| (run.end - run.start) as usize).sum()];
     ram.read(ours, &runs, &mut content)?;

@@ -13,7 +13,7 @@ use crate::load_pages::{self, PageRun, runs};
 use crate::recipe::Recipe;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::stream;
-use rekindle_store::remote::Spare;
+use rekindle_store::remote::SpareConnections;
 use rekindle_store::types::Vm;
 use rekindle_vm::definition::Name;
 use rekindle_vm::disks::{self, Epochs};
@@ -49,7 +49,7 @@ pub(crate) struct EarlyLoad<'a> {
     input: LoadInput,
     /// The content of the blocks that are not loaded on demand.
     small: Contents,
-    spare: Spare,
+    spare: SpareConnections,
 }
 
 /// Connections to the store that are needed after the commit: to read it, and to become its owner.
@@ -90,7 +90,7 @@ impl<'a> EarlyLoad<'a> {
             small.extend(differing.iter().map(|(block, page, content)| ((*block, *page), content.clone())));
         }
         let input = LoadInput { pages: Some(pages), ..input };
-        let spare = Spare::default();
+        let spare = SpareConnections::default();
         spare.make(&request.store, request.identity.as_ref(), LINES)?;
         Ok(Self { site, plan, prepared, ready, vm, recipe, input, small, spare })
     }
@@ -110,7 +110,7 @@ impl<'a> EarlyLoad<'a> {
     }
 
     /// Existing connections to the store.
-    pub(crate) fn spare(&self) -> Spare {
+    pub(crate) fn spare(&self) -> SpareConnections {
         self.spare.clone()
     }
 

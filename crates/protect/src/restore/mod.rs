@@ -32,7 +32,7 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stream::StreamError;
 use rekindle_qemu::transfer::{Capabilities, TransferError};
 use rekindle_qemu::vmm::VmmError;
-use rekindle_store::remote::{Identity, Spare};
+use rekindle_store::remote::{Identity, SpareConnections};
 use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
@@ -85,7 +85,7 @@ pub struct MoveClaim {
     /// The guest was resumed, or may have been.
     pub may_run: AtomicBool,
     /// Existing connections to the store.
-    pub spare: Spare,
+    pub spare: SpareConnections,
 }
 
 /// Why a guest was not restored.
@@ -400,7 +400,7 @@ fn same_blocks(
     paged: &[String],
 ) -> Result<(), RestoreError> {
     let differ = |what: String| RestoreError::Blocks { number, what };
-    let ours: Vec<_> = ram.blocks().iter().map(|block| &block.told).collect();
+    let ours: Vec<_> = ram.blocks().iter().map(|block| &block.info).collect();
     for block in theirs {
         match ours.iter().find(|ours| ours.id == block.id) {
             None => return Err(differ(format!("it has no block {}", block.id))),

@@ -120,7 +120,7 @@ fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Re
     files.extend(marks.map_err(|source| RestoreError::Journal { path: vmm.binary.clone(), source })?);
     let prepared = Prepared {
         vmm: vmm.clone(),
-        blocks: ram.blocks().iter().map(|block| block.told.clone()).collect(),
+        blocks: ram.blocks().iter().map(|block| block.info.clone()).collect(),
         files,
         given: request.definition.clone(),
         qemu: request.qemu.clone(),
@@ -221,7 +221,7 @@ impl WaitingQemu {
 
     /// Checks that no earlier restore has used it and was killed.
     fn fresh(self, vmm: &Vmm) -> Result<Self, String> {
-        match Pager::is_begun(vmm.process()) {
+        match Pager::is_registered_in(vmm.process()) {
             Ok(false) => Ok(self),
             Ok(true) => Err("its memory was registered by another restore, which has ended".into()),
             Err(e) => Err(format!("cannot determine whether its memory is registered: {e}")),

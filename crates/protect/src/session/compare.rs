@@ -52,10 +52,10 @@ fn all_but(ram: &GuestRam, owed: &Dirty, image: &Image) -> Result<Comparison, Ch
     for (index, block) in ram.blocks().iter().enumerate() {
         let get = |runs: &[Vec<Range<u64>>]| runs.get(index).cloned().unwrap_or_default();
         let since = pages::union(&get(&owed.written), &get(&owed.zero));
-        let length = block.told.used;
+        let length = block.info.used;
         compared.written_since += pages::bytes(&since) / PAGE_SIZE as u64;
-        let Some(position) = image.block(&block.told.id) else {
-            return Err(CheckpointError::Reshaped(format!("the checkpoint has no block {}", block.told.id)));
+        let Some(position) = image.block(&block.info.id) else {
+            return Err(CheckpointError::Reshaped(format!("the checkpoint has no block {}", block.info.id)));
         };
         for batch in batches(&pages::complement(&since, length)) {
             read(ram, block, &batch, &mut buffer)?;
@@ -67,7 +67,7 @@ fn all_but(ram: &GuestRam, owed: &Dirty, image: &Image) -> Result<Comparison, Ch
                 if ours.next() != Some(theirs) {
                     compared.wrong += 1;
                     if compared.named.len() < NAMED {
-                        compared.named.push(format!("{} page {number}", block.told.id));
+                        compared.named.push(format!("{} page {number}", block.info.id));
                     }
                 }
             })?;

@@ -49,7 +49,7 @@ pub(crate) struct StoppedGuest<'a> {
 pub(crate) type OnStopped<'a> = dyn FnMut(&StoppedGuest<'_>) + 'a;
 
 impl StoppedGuest<'_> {
-    /// Which of the pages `among` have changed, and their content, in that order.
+    /// ReadOptions of the pages `among` have changed, and their content, in that order.
     pub(crate) fn changed(&self, among: &[PageRun]) -> Result<(Vec<PageRun>, Vec<u8>), GuestRamError> {
         let page = PAGE_SIZE as u64;
         let (mut changed, mut content) = (Vec::new(), Vec::new());
@@ -164,7 +164,7 @@ impl TrackingSession {
                 drop(claim);
                 send(checkpoint, number, &runs, &self.buffer)?;
             }
-            tracker.landed().or_else(|_| wait_landed(tracker))?;
+            tracker.check_all_copied().or_else(|_| wait_landed(tracker))?;
             let copies = std::mem::take(&mut *lock(copies));
             if let Some(e) = copies.failed {
                 return Err(CheckpointError::Void(e));
@@ -244,7 +244,7 @@ impl TrackingSession {
 fn wait_landed(tracker: &Synchronous) -> Result<(), TrackError> {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
-        match tracker.landed() {
+        match tracker.check_all_copied() {
             Err(TrackError::InFlight { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_micros(50));
             }

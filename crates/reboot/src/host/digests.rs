@@ -113,7 +113,7 @@ impl EarlyDigests {
 
     fn update(&mut self, changed: &ChangedPages) -> Result<(), String> {
         digest::zero_pages(&mut self.pages, &changed.zero);
-        digest::file_pages_again(&self.path, &mut self.pages, &changed.written).map_err(|e| e.to_string())
+        digest::update_file_pages(&self.path, &mut self.pages, &changed.written).map_err(|e| e.to_string())
     }
 
     /// Ends tracking and leaves no trace in QEMU: the guest resumes there.
@@ -131,7 +131,7 @@ impl WriteTracker {
             let mut stopped = Stopped::check(qmp).map_err(|e| text(&e))?;
             return Ok(Self::SoftDirty(SoftDirty::attach(&ram, MAIN_RAM, &mut stopped).map_err(|e| text(&e))?));
         }
-        let index = ram.blocks().iter().position(|block| block.told.id == MAIN_RAM).ok_or("it has no main RAM")?;
+        let index = ram.blocks().iter().position(|block| block.info.id == MAIN_RAM).ok_or("it has no main RAM")?;
         let injector = Injector::new(vmm.process()).map_err(|e| text(&e))?;
         let mut stopped = Stopped::check(qmp).map_err(|e| text(&e))?;
         let tracker = Asynchronous::attach(injector, ram, &mut stopped, None).map_err(|e| text(&e))?;

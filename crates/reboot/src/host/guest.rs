@@ -10,7 +10,7 @@ use crate::vmm::warm::put_blocks;
 use crate::vmm::{
     RUN_STATE_TIMEOUT, RebootError, ReplaceOptions, Replacement, SilentQemuPolicy, begin, saved, stop, switch,
 };
-use rekindle_memory::carried::Carried;
+use rekindle_memory::carried::CarriedBlocks;
 use rekindle_memory::digest;
 use rekindle_memory::directory::RamDirectory;
 use rekindle_qemu::binary::{Binary, BinaryError};
@@ -240,7 +240,7 @@ impl PreparedSuspend {
         let tap = if in_one && blocks.iter().all(|block| block.address.is_some()) {
             let unreadable =
                 |source| RebootError::File { path: format!("/proc/{}/mem", source_qemu.pid).into(), source };
-            let carried = Carried::read(source_qemu.process(), &blocks).map_err(unreadable)?;
+            let carried = CarriedBlocks::read(source_qemu.process(), &blocks).map_err(unreadable)?;
             let mut part = stream::HEADER.to_vec();
             put_blocks(&mut part, &carried).end(&mut part);
             writer.write(&part)?;

@@ -1,7 +1,7 @@
 //! Checks that a guest's memory did not change while its QEMU was replaced.
 
 use rekindle_kernel::memory::PAGE_SIZE;
-use rekindle_memory::carried::Carried;
+use rekindle_memory::carried::CarriedBlocks;
 use rekindle_memory::digest;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -25,7 +25,7 @@ pub(crate) struct MemoryDigests {
 
 impl MemoryDigests {
     /// Combines the digests of the RAM file's pages with digests of the other RAM blocks, if those could be read.
-    pub(crate) fn new(ram: Vec<u64>, carried: Option<&Carried>) -> Self {
+    pub(crate) fn new(ram: Vec<u64>, carried: Option<&CarriedBlocks>) -> Self {
         Self { ram, blocks: carried.map(digest::carried) }
     }
 

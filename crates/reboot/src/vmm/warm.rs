@@ -18,7 +18,7 @@ use rekindle_kernel::memory::populate_heap;
 use rekindle_kernel::packet::Capture;
 use rekindle_kernel::sched::{self, PriorityBoost, Rank};
 use rekindle_kernel::stand_in::StandIn;
-use rekindle_memory::carried::Carried;
+use rekindle_memory::carried::CarriedBlocks;
 use rekindle_memory::digest;
 use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::{Qmp, QmpError};
@@ -77,7 +77,7 @@ struct StateTransfer {
 /// Where the RAM blocks come from that the two QEMUs do not share.
 enum BlockSource {
     /// They are read from the source QEMU's memory. `ahead` was sent while the guest ran.
-    QemuMemory { blocks: Vec<RamBlock>, ahead: Carried, section: RamSection },
+    QemuMemory { blocks: Vec<RamBlock>, ahead: CarriedBlocks, section: RamSection },
     /// They are part of the stream that the source QEMU writes.
     Stream,
 }
@@ -244,7 +244,8 @@ fn prepare_destination(replacement: &mut Replacement, journal: &mut Journal) -> 
     let mut feed = Feed::open(&mut destination_qmp, handover::WARM_CAPABILITIES)?;
     let mut kept = StreamWriter::begin(&rundir)?;
     let (tap, source) = if in_one && readable {
-        let ahead = Carried::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
+        let ahead =
+            CarriedBlocks::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
         let mut part = stream::HEADER.to_vec();
         let section = put_blocks(&mut part, &ahead);
         feed.write(&part)?;
@@ -316,7 +317,7 @@ fn compare_ram(source: &[RamBlock], destination: &[RamBlock]) -> Option<Problem>
     })
 }
 
-pub(crate) fn put_blocks(out: &mut Vec<u8>, carried: &Carried) -> RamSection {
+pub(crate) fn put_blocks(out: &mut Vec<u8>, carried: &CarriedBlocks) -> RamSection {
     let mut section = RamSection::start(out, carried.sizes());
     for block in &carried.blocks {
         for (offset, page) in block.pages() {
@@ -394,7 +395,8 @@ fn hand_over(
     let mut devices = Vec::with_capacity(1 << 20);
     let mut carried = None;
     if let BlockSource::QemuMemory { blocks, ahead, mut section } = source {
-        let now = Carried::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
+        let now =
+            CarriedBlocks::read(source_qemu.process(), &blocks).map_err(|source| unreadable(&source_qemu, source))?;
         let moved = || {
             unreadable(&source_qemu, io::Error::other("a RAM block changed its size during the hand-over; try again"))
         };
@@ -442,11 +444,11 @@ fn hand_over(
         if let Some(pages) = before {
             if carried.is_none() {
                 let whole = handover::read_stream(replacement.name(), &saved)?;
-                carried = stream::ram_blocks(&whole).ok().map(Carried::from_stream);
+                carried = stream::ram_blocks(&whole).ok().map(CarriedBlocks::from_stream);
             }
             let before = MemoryDigests::new(pages, carried.as_ref());
             let blocks = ramblock::list(destination_qmp)?;
-            let carried = Carried::read(destination_qemu.process(), &blocks).ok();
+            let carried = CarriedBlocks::read(destination_qemu.process(), &blocks).ok();
             let after = MemoryDigests::new(digest::file_pages(&ram).map_err(ram_error)?, carried.as_ref());
             memory = Some(before.compare(&after));
             replacement.recorder.step("compare memory");

@@ -7,11 +7,11 @@ use comfy_table::{Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use rekindle_store::admin;
 use rekindle_store::export as streams;
-use rekindle_store::listing::{Listed, Listing};
+use rekindle_store::listing::{ListedCheckpoint, Listing};
 use rekindle_store::remote::Identity;
-use rekindle_store::remote::server::{Patience, Server};
+use rekindle_store::remote::server::{Server, Timeouts};
 use rekindle_store::types::{Vm, utc};
-use rekindle_store::{Image, Options, StoreError, Which, Writer};
+use rekindle_store::{Image, Options, ReadOptions, StoreError, Writer};
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -59,7 +59,7 @@ fn draw(listing: &Listing) -> String {
     let mut table = Table::new();
     let header = ["NUMBER", "TIME", "PAGES", "ZERO", "UNCHANGED", "BYTES", "DEVICES", "EPOCH"];
     table.load_preset(presets::NOTHING).set_header(header);
-    for Listed { number, info, error } in &listing.checkpoints {
+    for ListedCheckpoint { number, info, error } in &listing.checkpoints {
         match info {
             Some(info) => table.add_row([
                 number.to_string(),
@@ -121,7 +121,7 @@ pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
         )
         .into());
     }
-    let which = Which { at: *at, identity: identity(&from.tls), ..Which::default() };
+    let which = ReadOptions { at: *at, identity: identity(&from.tls), ..ReadOptions::default() };
     let image = Image::open(&from.store, &which)?;
     let bar = progress(output, "exporting");
     let mut step = |done, total| {
@@ -219,7 +219,7 @@ pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
 pub fn serve(output: &Output, arguments: &StoreServe) -> Result<ExitCode> {
     let StoreServe { listen, dir, cert, key, client_ca, idle } = arguments;
     let identity = Identity { cert: cert.clone(), key: key.clone(), ca: client_ca.clone() };
-    let patience = Patience { idle: idle.as_duration(), ..Patience::default() };
+    let patience = Timeouts { idle: idle.as_duration(), ..Timeouts::default() };
     let server = Server::bind(listen, dir, &identity)?.with_patience(patience);
     let address = server.address().map_err(|source| StoreError::Io {
         store: dir.display().to_string(),

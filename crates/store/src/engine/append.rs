@@ -1,10 +1,10 @@
-//! Pages of the checkpoint in hand: into segments, and on their way to the disk.
+//! Appends pages of the open checkpoint to segments, and starts writing them to the disk.
 
 use super::pool::{Role, Segment};
-use super::{DIRTY_MOST, Engine, Flight, Pending, SEGMENT_LEAST, SEGMENT_MOST};
+use super::{Engine, Flight, MAX_DIRTY, Pending, SEGMENT_MAX, SEGMENT_MIN};
 use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
-use crate::format::base::Place;
+use crate::format::base::Location;
 use crate::format::manifest::Extent;
 use crate::format::names;
 use crate::format::segment::{self, FRAME_HEADER_LEN, FrameHeader, Kind, RECORD_LEN, Record};
@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 impl Engine {
-    /// Take a frame of the checkpoint in hand: [`FRAME_HEADER_LEN`] free bytes, the directory of `count` pages, their content.
-    /// What goes wrong is told by the commit.
+    /// Appends a frame to the open checkpoint: [`FRAME_HEADER_LEN`] free bytes, the directory of `count` pages, their
+    /// content. The commit returns any error.
     pub fn append(&mut self, frame: &mut [u8], count: usize) {
         let began = Instant::now();
         let Some(mut flight) = self.flight.take() else { return };
@@ -33,17 +33,17 @@ impl Engine {
         let header = FrameHeader { kind: Kind::Pages, count: count as u32, data_len: data_len as u32, number };
         let wrong = |what: &str| StoreError::Blocks { store: self.home.name().into(), what: what.into() };
         if count > segment::FRAME_RECORDS || data_len > segment::FRAME_DATA || frame.len() < data_at {
-            return Err(wrong("a frame of pages is longer than a frame can be"));
+            return Err(wrong("a frame of pages is too long"));
         }
         let records = frame.get(FRAME_HEADER_LEN..data_at).unwrap_or_default().as_chunks::<RECORD_LEN>().0;
         let mut total = 0;
         for record in records.iter().map(|bytes| Record::decode(*bytes)) {
             let block = flight.table.iter().find(|(number, _)| *number == record.block);
             if block.is_none_or(|(_, block)| u64::from(record.page) >= block.pages()) {
-                return Err(wrong("a page lies beyond its block"));
+                return Err(wrong("a page is outside of its block"));
             }
             if usize::from(record.len) > PAGE_SIZE || (record.len == 0) != (record.digest == 0) {
-                return Err(wrong("a page has a length or digest that it cannot have"));
+                return Err(wrong("a page has an impossible length or digest"));
             }
             total += usize::from(record.len);
         }
@@ -70,7 +70,7 @@ impl Engine {
         let records = frame.get(FRAME_HEADER_LEN..data_at).unwrap_or_default().as_chunks::<RECORD_LEN>().0;
         for (record, n) in records.iter().map(|bytes| Record::decode(*bytes)).zip(0u64..) {
             let own = at + FRAME_HEADER_LEN as u64 + n * RECORD_LEN as u64;
-            let place = Place::new(position, if record.len == 0 { own } else { data }, record.len);
+            let place = Location::new(position, if record.len == 0 { own } else { data }, record.len);
             data += u64::from(record.len);
             let Some(block) = self.blocks.iter().position(|state| state.number == record.block) else { continue };
             let first = flight.sent.get_mut(block).is_some_and(|sent| sent.insert(record.page.into()));
@@ -86,7 +86,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The segment that the next `len` bytes go to.
+    /// Returns the segment to which the next `len` bytes are appended.
     fn place_for(&mut self, flight: &mut Flight, len: u64) -> Result<usize> {
         let most = self.segment_len_of(flight);
         if let Some(position) = self.active
@@ -98,10 +98,10 @@ impl Engine {
             return Ok(position);
         }
         self.active = None;
-        // So that the commit need not wait for all of a large checkpoint, and the kernel need not hold it.
+        // Syncs early, so that the commit of a large checkpoint is short and the kernel's page cache stays small.
         let dirty: Vec<_> =
             flight.touched.iter().copied().filter(|p| self.pool.get(*p).is_some_and(|s| s.dirty)).collect();
-        for position in dirty.iter().take((dirty.len() + 1).saturating_sub(DIRTY_MOST)) {
+        for position in dirty.iter().take((dirty.len() + 1).saturating_sub(MAX_DIRTY)) {
             self.sync_segment(*position, &mut flight.syncing)?;
         }
         let position = self.make_segment(Role::Data)?;
@@ -116,23 +116,23 @@ impl Engine {
         match self.settings.segment {
             0 => {
                 let pages: u64 = flight.table.iter().map(|(_, block)| block.pages()).sum();
-                (pages * PAGE_SIZE as u64 / 32).next_multiple_of(4096).clamp(SEGMENT_LEAST, SEGMENT_MOST)
+                (pages * PAGE_SIZE as u64 / 32).next_multiple_of(4096).clamp(SEGMENT_MIN, SEGMENT_MAX)
             }
             set => set,
         }
     }
 
-    /// Make a new segment; it counts for nothing yet.
+    /// Creates a new segment, which no manifest lists yet.
     pub(super) fn make_segment(&mut self, role: Role) -> Result<usize> {
         let extent = Extent { epoch: self.claim.epoch, number: self.next_segment, len: 0 };
         let name = names::segment(extent.epoch, extent.number);
         self.next_segment += 1;
         let file: Arc<dyn DiskFile> =
-            self.home.disk.create(&name).map_err(self.home.failed(&name, "making a segment"))?;
+            self.home.disk.create(&name).map_err(self.home.failed(&name, "creating a segment"))?;
         let header = segment::encode_header(self.home.id, extent.epoch, extent.number);
         let written = file.write_at(&header, 0).map_err(self.home.failed(&name, "writing its header"));
         let added = written.and_then(|()| {
-            let what = "it has more segments than can be told apart".to_owned();
+            let what = "it has too many segments".to_owned();
             let full = StoreError::Blocks { store: self.home.name().into(), what };
             self.pool.add(Segment::new(extent, role, file)).ok_or(full)
         });
@@ -142,7 +142,7 @@ impl Engine {
         added
     }
 
-    /// Make what was written to a segment durable. One that is not appended to any more is closed.
+    /// Makes what was written to a segment durable. Closes a segment to which nothing more is appended.
     pub(super) fn sync_segment(&mut self, position: usize, waited: &mut Duration) -> Result<()> {
         let active = self.active == Some(position);
         let Some(segment) = self.pool.get_mut(position) else { return Ok(()) };
@@ -150,13 +150,13 @@ impl Engine {
         let synced = segment.file.as_ref().map_or(Ok(()), |file| file.sync());
         *waited += began.elapsed();
         if let Err(e) = synced {
-            // What the kernel could not write it may forget, and then call everything written.
+            // After a failed sync the kernel may drop the data, and report success for the next sync.
             segment.sound = false;
             let name = names::segment(segment.extent.epoch, segment.extent.number);
             return Err(StoreError::io(self.home.disk.name(), &name, "making pages durable", e));
         }
         segment.dirty = false;
-        // One that held something before stays open, so that it can be cut back to that.
+        // A segment with earlier content stays open, so that it can be shortened to that content.
         if !active && segment.extent.len == 0 {
             segment.file = None;
         }

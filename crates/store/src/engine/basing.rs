@@ -1,12 +1,12 @@
-//! Writing the base index, a piece at a time, while checkpoints go on.
+//! Writes the base index, one piece at a time, while checkpoints are taken.
 //!
-//! It is fuzzy: an entry may be newer than the checkpoint at which the writing began. That does no harm, because a
-//! reader lays the directories of all later checkpoints over it.
+//! It is not of one moment: an entry may be newer than the checkpoint at which the writing began. That does no harm,
+//! because a reader applies the directories of all later checkpoints on top.
 
 use super::Engine;
 use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
-use crate::format::base::{self, Base, HEADER_LEN, PART_PAGES, Place, Spot};
+use crate::format::base::{self, Base, HEADER_LEN, IndexEntry, Location, PART_PAGES};
 use crate::format::manifest::Extent;
 use crate::format::names;
 use std::collections::HashMap;
@@ -19,7 +19,7 @@ const PIECE: u64 = 16;
 
 /// A base index being written.
 #[derive(Debug)]
-pub(super) struct Basing {
+pub(super) struct BaseInProgress {
     name: String,
     file: Arc<dyn DiskFile>,
     /// Newest checkpoint when it began.
@@ -28,28 +28,28 @@ pub(super) struct Basing {
     covered: HashMap<(u64, u64), u64>,
     /// The blocks with their pages.
     blocks: Vec<(u16, u64)>,
-    /// Which block, and which part of it, is next.
+    /// Block and part to write next.
     at: (usize, u64),
     end: u64,
     sums: Vec<u64>,
 }
 
 impl Engine {
-    /// Whether a new base index is due: a quarter of the pages has been stored since the last.
+    /// Returns whether a new base index is due: a quarter of the pages was stored since the last one.
     pub(super) fn wants_base(&self) -> bool {
         let pages: u64 = self.blocks.iter().map(|state| state.block.pages()).sum();
-        !self.tired && !self.kept.is_empty() && self.since_base > 0 && self.since_base * 4 >= pages
+        !self.background_failed && !self.kept.is_empty() && self.since_base > 0 && self.since_base * 4 >= pages
     }
 
-    /// Begin to write a base index.
+    /// Begins to write a base index.
     pub(super) fn start_base(&mut self) -> Result<()> {
         if self.basing.is_some() {
             return Ok(());
         }
         let name = names::new(names::INDEX, self.claim.epoch, &Uuid::new_v4().simple().to_string());
-        let file = self.home.disk.create(&name).map_err(self.home.failed(&name, "making a base index"))?;
+        let file = self.home.disk.create(&name).map_err(self.home.failed(&name, "creating a base index"))?;
         let covered = self.pool.iter().map(|(_, segment)| segment.extent);
-        self.basing = Some(Basing {
+        self.basing = Some(BaseInProgress {
             name,
             file,
             from: self.newest(),
@@ -63,7 +63,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Write a piece of the base index in hand; whether more is left. On failure it is given up.
+    /// Writes a piece of the base index; returns whether more is left. On failure the base index is discarded.
     pub(super) fn step_base(&mut self) -> Result<bool> {
         let Some(mut basing) = self.basing.take() else { return Ok(false) };
         match self.write_piece(&mut basing) {
@@ -72,7 +72,7 @@ impl Engine {
                 let done = other.and_then(|_| self.finish_base(&basing));
                 let _ = self.home.disk.remove(&basing.name);
                 self.release();
-                self.beside = self.measure_beside();
+                self.log_and_index_bytes = self.measure_log_and_index();
                 done?;
                 return Ok(false);
             }
@@ -80,7 +80,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Give the base index in hand up.
+    /// Discards the base index that is being written.
     pub(super) fn stop_base(&mut self) {
         if let Some(basing) = self.basing.take() {
             let _ = self.home.disk.remove(&basing.name);
@@ -88,7 +88,7 @@ impl Engine {
         }
     }
 
-    fn write_piece(&mut self, basing: &mut Basing) -> Result<bool> {
+    fn write_piece(&mut self, basing: &mut BaseInProgress) -> Result<bool> {
         let mut piece = Vec::new();
         for _ in 0..PIECE {
             let (position, part) = basing.at;
@@ -98,11 +98,11 @@ impl Engine {
                 continue;
             }
             let range = part * PART_PAGES..(part * PART_PAGES + PART_PAGES).min(pages);
-            // A block that has vanished meanwhile is in no checkpoint that this index is good for.
+            // A block that was removed meanwhile is in no checkpoint for which this index can be used.
             let state = self.blocks.iter().find(|state| state.number == number);
             let spots = range.map(|page| {
-                state.map_or(Spot::default(), |state| Spot {
-                    place: Place(state.places.get(page)),
+                state.map_or(IndexEntry::default(), |state| IndexEntry {
+                    place: Location(state.places.get(page)),
                     digest: state.digests.get(page),
                 })
             });
@@ -116,7 +116,7 @@ impl Engine {
         Ok(basing.at.0 < basing.blocks.len())
     }
 
-    fn finish_base(&mut self, basing: &Basing) -> Result<()> {
+    fn finish_base(&mut self, basing: &BaseInProgress) -> Result<()> {
         let covered = |extent: &Extent| {
             let len = basing.covered.get(&(extent.epoch, extent.number)).copied().unwrap_or(0);
             Extent { len, ..*extent }
@@ -138,7 +138,7 @@ impl Engine {
         basing.file.write_at(&header, 0).map_err(failed("writing a base index"))?;
         basing.file.sync().map_err(failed("making a base index durable"))?;
         let name = names::base(self.state, self.claim.epoch);
-        // One of the same state says the same.
+        // A base index of the same state is equivalent.
         match self.home.disk.link(&basing.name, &name) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(failed("linking a base index")(e)),
             _ => {}
@@ -148,13 +148,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Two are enough: the newest, and the newest that is good for the oldest checkpoint.
+    /// Removes all base indices except two: the newest, and the newest that is usable for the oldest checkpoint.
     fn remove_old_bases(&self) {
         let listed = self.home.disk.list(names::INDEX).unwrap_or_default();
         let mut bases: Vec<_> = listed.iter().filter_map(|(name, _)| names::parse_base(name)).collect();
         bases.sort_unstable();
         let oldest = self.oldest();
-        let good_for = |slot, epoch| {
+        let usable_from = |slot, epoch| {
             let name = names::base(slot, epoch);
             let file = self.home.disk.open(&name).ok()?;
             let bytes = self.home.read_at(&file, &name, 0, 80).ok()?;
@@ -162,9 +162,9 @@ impl Engine {
         };
         let mut newest = true;
         let mut enough = false;
-        // Those of a later owner are its own affair.
+        // Never those of a later owner.
         for (slot, epoch) in bases.into_iter().rev().filter(|(_, epoch)| *epoch <= self.claim.epoch) {
-            let to = good_for(slot, epoch);
+            let to = usable_from(slot, epoch);
             let stays = to.is_some_and(|_| newest || !enough);
             enough |= to.is_some_and(|to| to <= oldest);
             newest = false;

@@ -1,9 +1,9 @@
-//! The commit: from pages on the disk to a checkpoint that counts.
+//! The commit: makes the pages on the disk a committed checkpoint.
 
 use super::pool::{Role, cost};
 use super::{Engine, Flight, Pending};
 use crate::error::{Result, StoreError};
-use crate::format::base::Place;
+use crate::format::base::Location;
 use crate::format::entry::{self, Kind, Section};
 use crate::format::manifest::{Extent, Kept, Manifest, StoredBlock, Table};
 use crate::format::names;
@@ -11,18 +11,17 @@ use crate::log::{self, NotAppended};
 use crate::types::{Block, Committed, now_us};
 use std::time::{Duration, Instant};
 
-/// What a checkpoint holds besides pages.
+/// The contents of a checkpoint other than pages.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct State {
-    /// How to build the VM again: JSON.
+    /// How to rebuild the VM: JSON.
     pub definition: Vec<u8>,
-    /// What the protecting loop noted: JSON.
+    /// Notes of the protector: JSON.
     pub metadata: Vec<u8>,
-    /// The device state.
     pub devices: Vec<u8>,
 }
 
-/// What an entry in the log would change.
+/// Changes that a log entry makes.
 struct Plan {
     kept: Vec<Kept>,
     /// Log entries that are not needed any more.
@@ -33,14 +32,15 @@ struct Plan {
 }
 
 impl Engine {
-    /// Make the checkpoint in hand count. `unchanged` pages were looked at and not sent.
+    /// Commits the open checkpoint. `unchanged` pages were checked and not sent.
     ///
-    /// On success: it is durable.
-    /// On failure: it is not there, and the store is as it was; after [`StoreError::Closed`] it may be there.
+    /// On success: the checkpoint is durable.
+    /// On failure: the checkpoint is not committed, and the store is unchanged; after [`StoreError::Closed`] it may be
+    /// committed.
     pub fn commit(&mut self, state: &State, unchanged: u64) -> Result<Committed> {
         self.check_sound()?;
         let Some(mut flight) = self.flight.take() else {
-            let why = "no checkpoint was begun".to_owned();
+            let why = "no checkpoint was started".to_owned();
             return Err(StoreError::Closed { store: self.home.name().into(), why });
         };
         flight.pages.unchanged = unchanged;
@@ -104,14 +104,14 @@ impl Engine {
         self.apply(flight, number);
         self.retire(&plan.dead, &dropped);
         self.since_base += flight.pages.stored + flight.pages.zero;
-        self.beside += (content.len() as u64).next_multiple_of(4096);
-        self.tired = false;
+        self.log_and_index_bytes += (content.len() as u64).next_multiple_of(4096);
+        self.background_failed = false;
         let syncing = flight.syncing;
         let writing = flight.writing + (apply_began - began).saturating_sub(syncing - waited);
         Ok(Committed { number, pages: flight.pages, bytes, writing, syncing })
     }
 
-    /// The blocks of the checkpoint in hand as it stores them, as number `number`.
+    /// Returns the block table of the open checkpoint, which gets number `number`.
     fn stored_blocks(&self, flight: &Flight, number: u64) -> Vec<StoredBlock> {
         let stored = |(own, block): &(u16, Block)| {
             let state = self.blocks.iter().find(|state| state.number == *own);
@@ -144,7 +144,7 @@ impl Engine {
         synced.map_err(self.home.failed(names::SEGMENTS, "making new segments durable"))
     }
 
-    /// What counts once checkpoint `number` is entry `slot`.
+    /// Plans what is kept, dropped and unused once checkpoint `number` is log entry `slot`.
     fn plan(&self, flight: &Flight, number: u64, slot: u64) -> Plan {
         let mut kept = self.kept.clone();
         kept.push(Kept { number, slot, footer: 0 });
@@ -160,27 +160,27 @@ impl Engine {
             stays
         });
         let oldest = kept.first().map_or(number, |kept| kept.number);
-        let mut gone = vec![0u64; self.pool.positions()];
-        let mut lose = |place: Place| {
+        let mut lost_bytes = vec![0u64; self.pool.positions()];
+        let mut lose = |place: Location| {
             if place.is_stored()
-                && let Some(bytes) = gone.get_mut(place.segment())
+                && let Some(bytes) = lost_bytes.get_mut(place.segment())
             {
                 *bytes += cost(place.len());
             }
         };
         for pending in &flight.pending {
             if let Some(state) = self.blocks.get(usize::from(pending.block)) {
-                lose(Place(state.places.get(pending.page.into())));
+                lose(Location(state.places.get(pending.page.into())));
             }
         }
         for (state, left) in self.shortened(flight) {
-            state.places.set_from(left).for_each(|(_, place)| lose(Place(place)));
+            state.places.set_from(left).for_each(|(_, place)| lose(Location(place)));
         }
         let mut dead = Vec::new();
         let mut segments = Vec::new();
         for (position, segment) in self.pool.iter().filter(|(_, segment)| segment.role == Role::Data) {
             let written = flight.touched.contains(&position);
-            let lost = gone.get(position).copied().unwrap_or(0);
+            let lost = lost_bytes.get(position).copied().unwrap_or(0);
             let live = segment.live.saturating_sub(lost);
             let still_needed = lost > 0 && number > oldest;
             if !written && !still_needed && segment.is_dead(live, oldest) && self.active != Some(position) {
@@ -192,14 +192,14 @@ impl Engine {
         Plan { kept, dropped, dead, segments }
     }
 
-    /// The manifest with these checkpoints and segments.
+    /// Returns the manifest with these checkpoints and segments.
     pub(super) fn manifest(&self, kept: Vec<Kept>, mut segments: Vec<Extent>) -> Manifest {
         segments.sort_unstable_by_key(|extent| extent.number);
         let next_block = self.blocks.iter().map(|state| state.number + 1).max().unwrap_or(0).max(self.next_block);
         Manifest { claim: self.claim.slot, next_block, next_segment: self.next_segment, kept, segments }
     }
 
-    /// The blocks of which the checkpoint in hand has fewer pages, or none, with how many are left.
+    /// Finds the blocks of which the open checkpoint has fewer pages, or none; with the number of pages left.
     fn shortened<'a>(&'a self, flight: &'a Flight) -> impl Iterator<Item = (&'a super::BlockState, u64)> {
         self.blocks.iter().filter_map(|state| {
             let now = flight.table.iter().find(|(number, _)| *number == state.number);
@@ -208,7 +208,7 @@ impl Engine {
         })
     }
 
-    /// Put an entry into the log as number `slot`.
+    /// Appends an entry to the log as number `slot`.
     pub(super) fn append_entry(&mut self, slot: u64, content: &[u8], waited: &mut Duration) -> Result<()> {
         if content.len() as u64 > entry::LONGEST {
             let (len, max) = (content.len() as u64, entry::LONGEST);
@@ -228,7 +228,7 @@ impl Engine {
         }
     }
 
-    /// The pages of the checkpoint in hand are the newest now.
+    /// Makes the pages of the committed checkpoint the newest.
     fn apply(&mut self, flight: &mut Flight, number: u64) {
         for position in &flight.touched {
             let active = self.active == Some(*position);
@@ -244,7 +244,7 @@ impl Engine {
         for pending in &flight.pending {
             let Some(state) = self.blocks.get_mut(usize::from(pending.block)) else { continue };
             let Some(place) = state.places.get_mut(pending.page.into()) else { continue };
-            let old = Place(std::mem::replace(place, pending.place.0));
+            let old = Location(std::mem::replace(place, pending.place.0));
             state.digests.set(pending.page.into(), pending.digest);
             if let Some(segment) = self.pool.of(pending.place) {
                 segment.live += cost(pending.place.len());
@@ -254,7 +254,7 @@ impl Engine {
             }
         }
         for (state, left) in self.shortened(flight) {
-            replaced.extend(state.places.set_from(left).map(|(_, place)| Place(place)));
+            replaced.extend(state.places.set_from(left).map(|(_, place)| Location(place)));
         }
         for old in &replaced {
             if let Some(segment) = self.pool.of(*old) {
@@ -287,7 +287,7 @@ impl Engine {
         self.pool.iter_mut().for_each(|segment| segment.dying.retain(|(n, _)| *n > oldest));
     }
 
-    /// These are not in the newest manifest any more: remove them when there is time.
+    /// Schedules the removal of segments and log entries that the newest manifest does not list any more.
     pub(super) fn retire(&mut self, segments: &[usize], entries: &[u64]) {
         for position in segments {
             if let Some(segment) = self.pool.remove(*position) {
@@ -296,13 +296,13 @@ impl Engine {
         }
         self.retired.extend(entries.iter().map(|slot| names::entry(*slot)));
         if !entries.is_empty() {
-            // Looked up rather than counted, so that it cannot drift.
-            self.beside = self.measure_beside();
+            // Read from the directories instead of counted, so that errors cannot accumulate.
+            self.log_and_index_bytes = self.measure_log_and_index();
         }
     }
 }
 
-/// Of pages that were sent twice only the last counts.
+/// Drops all but the last content of a page that was sent more than once.
 fn drop_earlier(flight: &mut Flight) {
     if !flight.duplicates {
         return;

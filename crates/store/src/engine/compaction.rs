@@ -1,11 +1,11 @@
-//! Compaction: what is still needed of segments that are mostly garbage is copied into a new one, and then they go.
+//! Compaction: copies the needed records of segments that are mostly garbage into a new segment, and removes the old ones.
 //!
-//! A frame at a time, so that a checkpoint in hand does not wait for it. Nothing counts before the log says so.
+//! It copies one frame at a time, so that an open checkpoint need not wait. Nothing changes until a log entry is written.
 
 use super::pool::{Role, cost};
 use super::{Engine, Flight};
 use crate::error::{Result, StoreError};
-use crate::format::base::Place;
+use crate::format::base::Location;
 use crate::format::entry::{self, Kind as EntryKind, Section};
 use crate::format::manifest::Extent;
 use crate::format::names;
@@ -15,7 +15,7 @@ use crate::format::segment::{
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-/// A frame is written once it has so many bytes of pages.
+/// Bytes of pages after which a frame is written.
 const FRAME_BYTES: usize = 1 << 20;
 
 /// A record that was copied.
@@ -23,31 +23,31 @@ const FRAME_BYTES: usize = 1 << 20;
 struct Moved {
     block: u16,
     page: u32,
-    old: Place,
-    new: Place,
+    old: Location,
+    new: Location,
 }
 
-/// A compaction in hand.
+/// A compaction in progress.
 #[derive(Debug)]
 pub(super) struct Compaction {
     victims: Vec<usize>,
-    /// Which victim, and where in it.
+    /// Index of the current victim, and the offset in it.
     at: (usize, u64),
     /// Records that only older checkpoints need.
-    needed: HashSet<Place>,
+    needed: HashSet<Location>,
     out: Option<usize>,
     records: Vec<u8>,
     numbers: Vec<u8>,
     data: Vec<u8>,
-    /// What the frame in the making holds: block, page, old place.
-    waiting: Vec<(u16, u32, Place)>,
+    /// Records of the frame that is being built: block, page, old place.
+    waiting: Vec<(u16, u32, Location)>,
     moved: Vec<Moved>,
     waited: Duration,
 }
 
 impl Compaction {
     /// A commit has replaced these, and older checkpoints need them.
-    pub fn also_needed(&mut self, places: &[Place]) {
+    pub fn also_needed(&mut self, places: &[Location]) {
         let victims = &self.victims;
         self.needed.extend(places.iter().filter(|place| victims.contains(&place.segment())));
     }
@@ -58,13 +58,13 @@ impl Compaction {
 }
 
 impl Engine {
-    /// Choose what to compact. With `pressing` also segments with little garbage. Whether there is anything.
-    pub(super) fn start_compaction(&mut self, pressing: bool) -> bool {
+    /// Chooses segments to compact, with `need_space` also those with little garbage. Returns whether there are any.
+    pub(super) fn start_compaction(&mut self, need_space: bool) -> bool {
         if self.compaction.is_some() {
             return true;
         }
         let oldest = self.oldest();
-        let share = if pressing { 64 } else { 8 };
+        let share = if need_space { 64 } else { 8 };
         let mut candidates: Vec<(u64, u64, usize)> = self
             .pool
             .iter()
@@ -75,7 +75,7 @@ impl Engine {
             .map(|(position, segment)| (segment.garbage(oldest), segment.extent.len, position))
             .filter(|(garbage, len, _)| *garbage > 0 && garbage * share >= *len)
             .collect();
-        // Most garbage for its length first.
+        // Highest share of garbage first.
         candidates.sort_by(|a, b| (u128::from(b.0) * u128::from(a.1)).cmp(&(u128::from(a.0) * u128::from(b.1))));
         let room = self.segment_len();
         let mut rest = 0;
@@ -110,9 +110,9 @@ impl Engine {
         true
     }
 
-    /// Do a piece of the compaction in hand; whether more is left.
+    /// Does a piece of the compaction; returns whether more is left.
     ///
-    /// On failure it is given up, and the store is as it was.
+    /// On failure the compaction is discarded, and the store is unchanged.
     pub(super) fn step_compaction(&mut self) -> Result<bool> {
         let Some(mut compaction) = self.compaction.take() else { return Ok(false) };
         let done = self.copy_frame(&mut compaction).and_then(|more| {
@@ -129,7 +129,7 @@ impl Engine {
         done
     }
 
-    /// Give the compaction in hand up.
+    /// Discards the compaction in progress.
     pub(super) fn stop_compaction(&mut self) {
         if let Some(compaction) = self.compaction.take() {
             self.drop_output(&compaction);
@@ -140,20 +140,20 @@ impl Engine {
         if let Some(segment) = compaction.out.filter(|_| self.broken.is_none()).and_then(|out| self.pool.remove(out)) {
             let name = names::segment(segment.extent.epoch, segment.extent.number);
             if let Err(e) = self.home.disk.remove(&name) {
-                tracing::warn!("{}/{name} is left over, and cannot be removed: {e}", self.home.name());
+                tracing::warn!("cannot remove the unused file {}/{name}: {e}", self.home.name());
             }
         }
         self.release();
     }
 
-    /// Copy what is needed of the next frame. `false` when all are done.
+    /// Copies the needed records of the next frame. `false`: all frames are done.
     fn copy_frame(&mut self, compaction: &mut Compaction) -> Result<bool> {
         let (victim, at) = compaction.at;
         let Some(position) = compaction.victims.get(victim).copied() else {
             self.write_frame(compaction)?;
             return Ok(false);
         };
-        // One that a commit has made superfluous meanwhile is gone.
+        // A commit may have removed the segment meanwhile.
         let Some(extent) = self.pool.get(position).map(|segment| segment.extent) else {
             compaction.at = (victim + 1, 0);
             return Ok(true);
@@ -178,7 +178,7 @@ impl Engine {
         let (header, found, data_at, data) = match read {
             Ok(read) => read,
             Err(e) => {
-                // It stays where it is, so that nothing more is lost.
+                // The segment is kept, so that nothing more is lost.
                 if let Some(segment) = self.pool.get_mut(position) {
                     segment.damaged = true;
                 }
@@ -186,7 +186,7 @@ impl Engine {
             }
         };
         for found in found {
-            let place = Place::new(position, found.offset, found.record.len);
+            let place = Location::new(position, found.offset, found.record.len);
             let state = self.blocks.iter().find(|state| state.number == found.record.block);
             let newest = state.is_some_and(|state| state.places.get(found.record.page.into()) == place.0);
             if !newest && !compaction.needed.contains(&place) {
@@ -212,7 +212,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Write the frame in the making.
+    /// Writes the frame that is being built.
     fn write_frame(&mut self, compaction: &mut Compaction) -> Result<()> {
         if compaction.waiting.is_empty() {
             return Ok(());
@@ -246,14 +246,14 @@ impl Engine {
         let mut data = at + data_at as u64;
         for ((block, page, old), n) in compaction.waiting.drain(..).zip(0u64..) {
             let own = at + FRAME_HEADER_LEN as u64 + n * crate::format::segment::RECORD_LEN as u64;
-            let new = Place::new(position, if old.len() == 0 { own } else { data }, old.len());
+            let new = Location::new(position, if old.len() == 0 { own } else { data }, old.len());
             data += u64::from(old.len());
             compaction.moved.push(Moved { block, page, old, new });
         }
         Ok(())
     }
 
-    /// All is copied: let it count, and the victims go.
+    /// Commits the compaction when all is copied, and removes the victims.
     fn finish_compaction(&mut self, compaction: &mut Compaction) -> Result<()> {
         if let Some(out) = compaction.out {
             self.sync_segment(out, &mut compaction.waited)?;
@@ -273,7 +273,7 @@ impl Engine {
             .collect();
         let slot = self.slot + 1;
         let mut manifest = self.manifest(self.kept.clone(), segments);
-        // Blocks of a checkpoint in hand count for nothing yet.
+        // Without the new blocks of an open checkpoint.
         manifest.next_block = self.next_block;
         let manifest = manifest.encode();
         let sections = [(Section::Manifest, manifest.as_slice())];
@@ -282,7 +282,7 @@ impl Engine {
         let before = std::mem::replace(&mut self.state, slot);
         self.apply_moves(compaction);
         let replaced = if self.kept.iter().any(|kept| kept.slot == before) { vec![] } else { vec![before] };
-        self.beside += (content.len() as u64).next_multiple_of(4096);
+        self.log_and_index_bytes += (content.len() as u64).next_multiple_of(4096);
         self.retire(&compaction.victims.clone(), &replaced);
         self.tidy();
         Ok(())
@@ -291,7 +291,7 @@ impl Engine {
     fn apply_moves(&mut self, compaction: &Compaction) {
         let oldest = self.oldest();
         let Some(out) = compaction.out else { return };
-        let mut elsewhere: HashMap<Place, Place> = HashMap::new();
+        let mut elsewhere: HashMap<Location, Location> = HashMap::new();
         let mut live = 0;
         for moved in &compaction.moved {
             let state = self.blocks.iter_mut().find(|state| state.number == moved.block);
@@ -300,7 +300,7 @@ impl Engine {
                     *place = moved.new.0;
                     live += cost(moved.new.len());
                 }
-                // Replaced since, or only for older checkpoints.
+                // The page was replaced since, or only older checkpoints need this content.
                 _ => {
                     elsewhere.insert(moved.old, moved.new);
                 }
@@ -329,16 +329,16 @@ impl Engine {
         }
     }
 
-    /// Before `more` bytes are written: compact until they fit into the bound, or nothing is left to compact.
+    /// Compacts until `more` bytes fit into the limit of the store's size, or until nothing is left to compact.
     pub(super) fn make_room(&mut self, flight: &Flight, more: u64) -> Result<()> {
         let pages: u64 = flight.table.iter().map(|(_, block)| block.pages()).sum();
         let ram = pages * crate::types::PAGE_SIZE as u64;
         let bound = 2 * ram + self.pool.history(self.oldest());
-        // A compaction needs room for its copy, too, and then there are a base index and a log entry.
-        let beside = ram / 128;
-        let wanted = |engine: &Self| engine.used() + more + engine.segment_len_of(flight) + beside;
+        // Includes space for the compaction's own copy, a base index and a log entry.
+        let log_and_index_bytes = ram / 128;
+        let required = |engine: &Self| engine.used() + more + engine.segment_len_of(flight) + log_and_index_bytes;
         let mut before = u64::MAX;
-        while wanted(self) > bound && self.used() < before {
+        while required(self) > bound && self.used() < before {
             before = self.used();
             if !self.start_compaction(true) {
                 break;
@@ -347,11 +347,11 @@ impl Engine {
                 match self.step_compaction() {
                     Ok(true) => {}
                     Ok(false) => break,
-                    // What is damaged stays where it is; that is no reason to give up a checkpoint.
+                    // A damaged segment is kept; the checkpoint is written all the same.
                     Err(e @ (StoreError::Damaged { .. } | StoreError::Missing { .. }))
                         if self.check_owner().is_ok() =>
                     {
-                        tracing::warn!("{e}; it cannot be compacted");
+                        tracing::warn!("cannot compact a segment: {e}");
                         before = u64::MAX;
                         break;
                     }
@@ -362,13 +362,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether there is so much garbage that it should be compacted when there is time.
+    /// Returns whether there is enough garbage for a compaction in the background.
     pub(super) fn wants_compaction(&self) -> bool {
-        // At three quarters of twice the RAM.
-        !self.tired && self.used() > self.pool.history(self.oldest()) + self.ram() / 2 * 3
+        // More than three quarters of the limit, which is twice the RAM.
+        !self.background_failed && self.used() > self.pool.history(self.oldest()) + self.ram() / 2 * 3
     }
 
-    /// Compact until hardly any garbage is left. Bytes that this has freed.
+    /// Compacts until hardly any garbage is left; returns the bytes that were freed.
     pub fn compact(&mut self) -> Result<u64> {
         self.abort();
         self.check_owner()?;

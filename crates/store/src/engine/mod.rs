@@ -1,7 +1,7 @@
-//! The writer of a store in a directory: one thread owns all of this.
+//! The writer of a store in a directory, owned by one thread.
 //!
 //! [`Engine::begin`], then [`Engine::append`] for frames of pages, then [`Engine::commit`] or [`Engine::abort`]. In
-//! between, [`Engine::work`] does a small piece of what can wait: compaction, and writing the base index.
+//! between, [`Engine::work`] does a small piece of background work: compaction, or writing the base index.
 
 mod append;
 mod basing;
@@ -12,7 +12,7 @@ mod pool;
 mod run;
 
 use crate::error::{Result, StoreError};
-use crate::format::base::Place;
+use crate::format::base::Location;
 use crate::format::manifest::{Cut, Kept, StoredBlock, check_blocks};
 use crate::format::names;
 use crate::home::Home;
@@ -25,26 +25,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub(crate) use commit::State;
-pub(crate) use run::{Begun, Frame, Request, run};
+pub(crate) use run::{Frame, Request, StartedBlock, run};
 
-/// Bytes of a segment at most, apart from its last frame.
-const SEGMENT_MOST: u64 = 32 << 20;
-const SEGMENT_LEAST: u64 = 256 << 10;
-/// Segments with unsynced pages at most: what the kernel holds of them in memory.
-const DIRTY_MOST: usize = 4;
+/// Limit of a segment's bytes; its last frame may exceed it.
+const SEGMENT_MAX: u64 = 32 << 20;
+const SEGMENT_MIN: u64 = 256 << 10;
+/// Limit of segments with unsynced pages, which the kernel keeps in memory.
+const MAX_DIRTY: usize = 4;
 
-/// How a writer is to work.
+/// Configuration of a writer.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
     /// Checkpoints to keep.
     pub keep: u32,
-    /// Bytes of a segment; by the guest's size if 0.
+    /// Bytes of a segment; 0: depends on the guest's size.
     pub segment: u64,
     /// Create the store if there is none.
     pub create: bool,
 }
 
-/// A RAM block as it is stored.
+/// A stored RAM block.
 #[derive(Debug)]
 struct BlockState {
     number: u16,
@@ -52,12 +52,12 @@ struct BlockState {
     cuts: Vec<Cut>,
     places: Sparse<u64>,
     digests: Arc<Digests>,
-    /// Whether no checkpoint has it yet.
+    /// No checkpoint has the block yet.
     new: bool,
 }
 
 impl BlockState {
-    /// Checkpoint `number` leaves `left` pages: forget the others.
+    /// Notes that checkpoint `number` has only `left` pages, and clears the others.
     fn cut(&mut self, number: u64, left: u64) {
         let beyond: Vec<u64> = self.places.set_from(left).map(|(page, _)| page).collect();
         for page in beyond {
@@ -73,16 +73,16 @@ impl BlockState {
     }
 }
 
-/// One page of the checkpoint in hand.
+/// A page of the open checkpoint.
 #[derive(Debug, Clone, Copy)]
 struct Pending {
     block: u16,
     page: u32,
-    place: Place,
+    place: Location,
     digest: u64,
 }
 
-/// The checkpoint in hand.
+/// The open checkpoint.
 #[derive(Debug, Default)]
 struct Flight {
     table: Vec<(u16, Block)>,
@@ -95,7 +95,7 @@ struct Flight {
     syncing: Duration,
     /// Segments that it has written to.
     touched: Vec<usize>,
-    /// Whether it has made a segment whose name is not durable yet.
+    /// It has created a segment whose name is not durable yet.
     made: bool,
     /// Why it cannot be committed.
     failed: Option<StoreError>,
@@ -107,7 +107,7 @@ pub(crate) struct Engine {
     home: Home,
     settings: Settings,
     claim: Claim,
-    /// The log entry that was written or found last.
+    /// The last log entry that was written or found.
     slot: u64,
     /// The newest entry with a manifest; 0 if there is none.
     state: u64,
@@ -117,49 +117,46 @@ pub(crate) struct Engine {
     next_block: u16,
     next_segment: u64,
     kept: Vec<Kept>,
-    /// A checkpoint that is kept although it is old.
+    /// A checkpoint that is kept regardless of its age.
     held: Option<u64>,
     history: History,
     flight: Option<Flight>,
-    /// Segment that is appended to.
+    /// Segment to which pages are appended.
     active: Option<usize>,
     compaction: Option<compaction::Compaction>,
-    basing: Option<basing::Basing>,
-    /// Whether background work has failed since the last commit.
-    tired: bool,
+    basing: Option<basing::BaseInProgress>,
+    /// Background work has failed since the last commit.
+    background_failed: bool,
     /// Pages stored since the last base index.
     since_base: u64,
     /// Bytes of the log and the base indices.
-    beside: u64,
-    /// Names of files that are not needed any more.
+    log_and_index_bytes: u64,
+    /// Names of files to be removed.
     retired: Vec<String>,
-    /// Why nothing can be written any more.
+    /// Why the engine cannot write any more.
     broken: Option<String>,
 }
 
 impl Engine {
-    /// The owner.
     pub fn owner(&self) -> &Claim {
         &self.claim
     }
 
-    /// Number of its newest log entry.
+    /// Number of the newest log entry.
     #[cfg(test)]
     pub fn slot(&self) -> u64 {
         self.slot
     }
 
-    /// Of the store.
     pub fn id(&self) -> uuid::Uuid {
         self.home.id
     }
 
-    /// The digester of its pages.
     pub fn digester(&self) -> crate::format::page::Digester {
         self.home.digester()
     }
 
-    /// The checkpoint in hand cannot be committed.
+    /// Makes the commit of the open checkpoint fail.
     pub fn fail(&mut self, why: &str) {
         if let Some(flight) = &mut self.flight {
             let error = StoreError::Closed { store: self.home.name().into(), why: why.into() };
@@ -167,7 +164,7 @@ impl Engine {
         }
     }
 
-    /// Where it is, for messages.
+    /// Name of the store, for messages.
     pub fn name(&self) -> &str {
         self.home.name()
     }
@@ -181,7 +178,7 @@ impl Engine {
         self.kept.first().map_or(0, |kept| kept.number)
     }
 
-    /// Bytes of RAM, of the checkpoint in hand if there is one.
+    /// Bytes of RAM, of the open checkpoint if there is one.
     fn ram(&self) -> u64 {
         let pages: u64 = match &self.flight {
             Some(flight) => flight.table.iter().map(|(_, block)| block.pages()).sum(),
@@ -192,24 +189,24 @@ impl Engine {
 
     fn segment_len(&self) -> u64 {
         match self.settings.segment {
-            0 => (self.ram() / 32).next_multiple_of(4096).clamp(SEGMENT_LEAST, SEGMENT_MOST),
+            0 => (self.ram() / 32).next_multiple_of(4096).clamp(SEGMENT_MIN, SEGMENT_MAX),
             set => set,
         }
     }
 
     /// Bytes on the disk.
     fn used(&self) -> u64 {
-        self.pool.bytes() + self.beside
+        self.pool.bytes() + self.log_and_index_bytes
     }
 
-    /// Begin a checkpoint with these blocks. One that was begun before is aborted.
-    pub fn begin(&mut self, blocks: Vec<Block>) -> Result<Vec<Begun>> {
+    /// Begins a checkpoint with these blocks. Aborts an open one.
+    pub fn begin(&mut self, blocks: Vec<Block>) -> Result<Vec<StartedBlock>> {
         self.abort();
         self.check_owner()?;
         let store = self.home.name().to_owned();
         check_blocks(blocks.iter()).map_err(|what| StoreError::Blocks { store: store.clone(), what: what.into() })?;
         let mut flight = Flight::default();
-        let mut begun = Vec::with_capacity(blocks.len());
+        let mut started = Vec::with_capacity(blocks.len());
         let mut next = self.next_block;
         for block in blocks {
             let pages = block.pages();
@@ -232,21 +229,21 @@ impl Engine {
                 }
             };
             let digests = self.blocks.iter().find(|state| state.number == number).map(|state| state.digests.clone());
-            begun.push(Begun { number, pages, digests: digests.unwrap_or_else(|| Arc::new(Digests::new(0))) });
+            started.push(StartedBlock { number, pages, digests: digests.unwrap_or_else(|| Arc::new(Digests::new(0))) });
             flight.table.push((number, block));
         }
         flight.sent = self.blocks.iter().map(|_| PageSet::default()).collect();
         self.flight = Some(flight);
-        Ok(begun)
+        Ok(started)
     }
 
-    /// Whether it is known what counts.
+    /// Fails after an error that left the newest log entry unknown.
     fn check_sound(&self) -> Result<()> {
         let closed = |why: &String| StoreError::Closed { store: self.home.name().into(), why: why.clone() };
         self.broken.as_ref().map_or(Ok(()), |why| Err(closed(why)))
     }
 
-    /// Whether this is still the owner, and can write. It saves work only: a commit is safe without.
+    /// Checks that this is still the owner and can write. This only saves work: a commit is safe without it.
     fn check_owner(&self) -> Result<()> {
         self.check_sound()?;
         match self.home.disk.open(&names::entry(self.slot + 1)) {
@@ -255,7 +252,7 @@ impl Engine {
         }
     }
 
-    /// An owner that was superseded is told that, rather than what it ran into because of it.
+    /// Replaces an error that is a consequence of another owner's take-over with [`StoreError::Superseded`].
     fn explain(&self, error: StoreError) -> StoreError {
         match error {
             e @ (StoreError::Missing { .. } | StoreError::Io { .. }) => match self.check_owner() {
@@ -266,7 +263,7 @@ impl Engine {
         }
     }
 
-    /// Give the checkpoint in hand up. It leaves no trace.
+    /// Discards the open checkpoint. It leaves no trace.
     pub fn abort(&mut self) {
         if let Some(flight) = self.flight.take() {
             self.roll_back(flight);
@@ -276,49 +273,49 @@ impl Engine {
     fn roll_back(&mut self, flight: Flight) {
         for position in flight.touched {
             let Some(segment) = self.pool.get_mut(position) else { continue };
-            let counts = segment.extent.len;
-            if counts == 0 {
+            let committed = segment.extent.len;
+            if committed == 0 {
                 let name = names::segment(segment.extent.epoch, segment.extent.number);
                 self.pool.remove(position);
                 self.active = self.active.filter(|active| *active != position);
                 if let Err(e) = self.home.disk.remove(&name) {
-                    tracing::warn!("{}/{name} is left over, and cannot be removed: {e}", self.home.name());
+                    tracing::warn!("cannot remove the unused file {}/{name}: {e}", self.home.name());
                 }
                 continue;
             }
-            segment.end = counts;
+            segment.end = committed;
             segment.dirty = false;
-            // Room for others; what stays is overwritten.
-            if let Some(Err(e)) = segment.file.as_ref().map(|file| file.truncate(counts)) {
-                tracing::debug!("the end of a segment cannot be cut off: {e}");
+            // Frees space; if it fails, the bytes are overwritten later.
+            if let Some(Err(e)) = segment.file.as_ref().map(|file| file.truncate(committed)) {
+                tracing::debug!("cannot truncate a segment: {e}");
             }
         }
         self.blocks.retain(|state| !state.new);
         self.release();
     }
 
-    /// Positions of removed segments can be used again, if nothing at work refers to them.
+    /// Allows the reuse of removed segments' positions, unless an operation in progress refers to them.
     fn release(&mut self) {
         if self.compaction.is_none() && self.basing.is_none() && self.flight.is_none() {
             self.pool.release();
         }
     }
 
-    /// Remove the files that nothing needs any more.
+    /// Removes the files that are not needed any more.
     pub fn tidy(&mut self) {
         for name in std::mem::take(&mut self.retired) {
             if let Err(e) = self.home.disk.remove(&name) {
-                tracing::warn!("{}/{name} is not needed any more, and cannot be removed: {e}", self.home.name());
+                tracing::warn!("cannot remove the obsolete file {}/{name}: {e}", self.home.name());
             }
         }
     }
 
-    /// How many checkpoints are kept from the next commit on.
+    /// Sets how many checkpoints are kept from the next commit on.
     pub fn keep(&mut self, keep: u32) {
         self.settings.keep = keep.max(1);
     }
 
-    /// Keep checkpoint `number` however old it gets; `None` lets go of it.
+    /// Keeps checkpoint `number` regardless of its age; `None` releases it.
     pub fn hold(&mut self, number: Option<u64>) {
         self.held = number;
     }

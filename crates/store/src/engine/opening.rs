@@ -1,4 +1,4 @@
-//! Opening: from what the log says to a writer that can go on.
+//! Opens a store for writing, from the state that its log records.
 
 use super::pool::{History, Pool, Segment, cost};
 use super::{BlockState, Engine, Settings};
@@ -15,7 +15,7 @@ use crate::types::{OnlyIf, Owner, Vm};
 use std::sync::Arc;
 
 impl Engine {
-    /// Opens the store in `disk`, and becomes its owner. With `only_if`, only if that still holds, and nothing is created.
+    /// Opens the store in `disk`, and becomes its owner. With `only_if`, only if that condition holds; nothing is created.
     pub fn open(
         disk: Arc<dyn Disk>,
         vm: &Vm,
@@ -25,7 +25,7 @@ impl Engine {
     ) -> Result<Self> {
         let home = match only_if {
             None => Home::open_for(disk, vm, settings.create)?,
-            // Of what is not there nothing can hold still: its file system may not be mounted.
+            // A condition cannot hold for a missing store. Its file system may not be mounted.
             Some(_) => Home::open(disk, Some(vm.uuid))?,
         };
         let (claim, tail) = log::claim(&home, owner, only_if)?;
@@ -47,9 +47,9 @@ impl Engine {
             active: None,
             compaction: None,
             basing: None,
-            tired: false,
+            background_failed: false,
             since_base: 0,
-            beside: 0,
+            log_and_index_bytes: 0,
             retired: Vec::new(),
             broken: None,
         };
@@ -63,16 +63,16 @@ impl Engine {
         } else {
             engine.clean(&Manifest::default());
         }
-        engine.beside = engine.measure_beside();
+        engine.log_and_index_bytes = engine.measure_log_and_index();
         Ok(engine)
     }
 
-    /// Take over what is there.
+    /// Loads the state of the newest checkpoint.
     fn load(&mut self, manifest: &Manifest, table: &Table) -> Result<()> {
         let index = Index::build(&self.home, &self.files, manifest, table, true)?;
         match self.fill(manifest, table, &index) {
             Err(e @ StoreError::Damaged { .. }) if index.has_base() => {
-                tracing::warn!("{e}; the index is made from the directories instead");
+                tracing::warn!("{e}; rebuilding the index from the segments' directories");
                 let index = Index::build(&self.home, &self.files, manifest, table, false)?;
                 self.fill(manifest, table, &index)
             }
@@ -107,7 +107,7 @@ impl Engine {
         }
         let newest = manifest.newest().map_or(0, |kept| kept.number);
         if manifest.oldest().is_some_and(|oldest| oldest < newest) {
-            // What is not the newest may be needed by an older checkpoint.
+            // Records that are not the newest may be needed by an older checkpoint.
             self.pool.iter_mut().for_each(|segment| segment.unknown_until = newest);
         }
         self.kept.clone_from(&manifest.kept);
@@ -117,13 +117,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Remove what an earlier owner has left. Nothing depends on it.
+    /// Removes files that an earlier owner has left. Nothing depends on this.
     fn clean(&self, manifest: &Manifest) {
         let disk = &self.home.disk;
         let mine = self.claim.epoch;
         let remove = |name: String| {
             if let Err(e) = disk.remove(&name) {
-                tracing::debug!("{}/{name} is left over, and cannot be removed: {e}", disk.name());
+                tracing::debug!("cannot remove the unused file {}/{name}: {e}", disk.name());
             }
         };
         for (name, _) in disk.list("").unwrap_or_default() {
@@ -137,8 +137,8 @@ impl Engine {
                     || names::parse_last(&name).is_some_and(|slot| slot < self.slot);
                 let segment = (directory == names::SEGMENTS).then(|| names::parse_segment(&name)).flatten();
                 let unused = segment.is_some_and(|(epoch, number)| {
-                    let counts = |extent: &Extent| (extent.epoch, extent.number) == (epoch, number);
-                    epoch < mine && !manifest.segments.iter().any(counts)
+                    let is_it = |extent: &Extent| (extent.epoch, extent.number) == (epoch, number);
+                    epoch < mine && !manifest.segments.iter().any(is_it)
                 });
                 let entry = (directory == names::LOG).then(|| names::parse_entry(&name)).flatten();
                 let replaced = entry.is_some_and(|slot| {
@@ -155,8 +155,8 @@ impl Engine {
         }
     }
 
-    /// Bytes of the log and the base indices, looked up.
-    pub(super) fn measure_beside(&self) -> u64 {
+    /// Reads the total size of the log and the base indices.
+    pub(super) fn measure_log_and_index(&self) -> u64 {
         let files = [names::LOG, names::INDEX].map(|directory| self.home.disk.list(directory).unwrap_or_default());
         files.iter().flatten().map(|(_, len)| len.next_multiple_of(4096)).sum()
     }

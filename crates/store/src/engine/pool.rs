@@ -1,52 +1,51 @@
-//! The segments that a writer knows, and what in them is needed.
+//! The segments of a writer, and how much of them is needed.
 
 use crate::disk::DiskFile;
 use crate::format::ALIGNMENT;
-use crate::format::base::Place;
+use crate::format::base::Location;
 use crate::format::manifest::Extent;
 use crate::format::segment::{HEADER_LEN, RECORD_LEN};
 use std::sync::Arc;
 
-/// Bytes that a record takes.
+/// Returns the bytes that a record of `len` bytes takes.
 pub(crate) fn cost(len: u16) -> u64 {
     u64::from(len) + RECORD_LEN as u64
 }
 
-/// What a segment is written for.
+/// Purpose of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// Checkpoints.
+    /// Pages of checkpoints.
     Data,
-    /// A compaction in hand: it counts for nothing until that is done.
+    /// Output of a compaction in progress; unused until that is done.
     Output,
 }
 
-/// A segment.
 #[derive(Debug)]
 pub(crate) struct Segment {
-    /// `len` bytes of it count.
+    /// Its `len` is the committed length.
     pub extent: Extent,
-    /// Bytes of it that are written.
+    /// Bytes written.
     pub end: u64,
     pub role: Role,
     /// Open for appending, or until it is synced.
     pub file: Option<Arc<dyn DiskFile>>,
-    /// Whether something was written since the last sync.
+    /// Something was written since the last sync.
     pub dirty: bool,
-    /// Whether it may be appended to: not after a sync has failed.
+    /// Pages may be appended; not after a failed sync.
     pub sound: bool,
     /// Bytes of records that are their page's newest.
     pub live: u64,
     /// Bytes of records that checkpoint n has replaced, but older kept checkpoints need: `(n, bytes)`.
     pub dying: Vec<(u64, u64)>,
-    /// It is not known what of the rest is needed before this checkpoint is the oldest.
+    /// Until this checkpoint is the oldest, all other bytes may be needed.
     pub unknown_until: u64,
-    /// Whether it cannot be compacted because its directories are damaged.
+    /// It cannot be compacted because its directories are damaged.
     pub damaged: bool,
 }
 
 impl Segment {
-    /// One that was just made.
+    /// A segment that was just created.
     pub fn new(extent: Extent, role: Role, file: Arc<dyn DiskFile>) -> Self {
         Self {
             extent,
@@ -62,7 +61,7 @@ impl Segment {
         }
     }
 
-    /// One that was there before.
+    /// A segment that the manifest lists.
     pub fn found(extent: Extent) -> Self {
         Self {
             extent,
@@ -91,12 +90,12 @@ impl Segment {
         self.extent.len.saturating_sub(HEADER_LEN + self.live + self.dying_after(oldest))
     }
 
-    /// Whether nothing in it is needed, when `live` bytes are live.
+    /// Returns whether nothing in it is needed, if `live` bytes are live.
     pub fn is_dead(&self, live: u64, oldest: u64) -> bool {
         live == 0 && self.unknown_until <= oldest && self.dying_after(oldest) == 0
     }
 
-    /// That checkpoint `n` has replaced `bytes` of it.
+    /// Notes that checkpoint `n` has replaced `bytes` of it.
     pub fn replaced(&mut self, n: u64, bytes: u64) {
         match self.dying.last_mut() {
             Some((last, sum)) if *last == n => *sum += bytes,
@@ -104,20 +103,20 @@ impl Segment {
         }
     }
 
-    /// Where the next frame begins.
+    /// Offset of the next frame.
     pub fn next(&self) -> u64 {
         self.end.next_multiple_of(ALIGNMENT)
     }
 }
 
-/// All segments, by position; places refer to them by that.
+/// All segments by position, to which places refer.
 #[derive(Debug, Default)]
 pub(crate) struct Pool {
     slots: Vec<Option<Segment>>,
-    /// Which segment a position stands or last stood for.
+    /// The current or last segment at each position.
     known: Vec<Extent>,
     free: Vec<usize>,
-    /// Positions that may still be referred to by a compaction or a base index in hand.
+    /// Positions of removed segments, to which a compaction or base index in progress may still refer.
     limbo: Vec<usize>,
 }
 
@@ -133,11 +132,11 @@ impl Pool {
     }
 
     /// The segment of a place.
-    pub fn of(&mut self, place: Place) -> Option<&mut Segment> {
+    pub fn of(&mut self, place: Location) -> Option<&mut Segment> {
         self.get_mut(place.segment())
     }
 
-    /// Put a segment in; its position. `None` when there are more than places can tell apart.
+    /// Adds a segment; returns its position. `None` if all positions are in use.
     pub fn add(&mut self, segment: Segment) -> Option<usize> {
         let extent = segment.extent;
         if let Some(position) = self.free.pop() {
@@ -147,7 +146,7 @@ impl Pool {
             }
             return Some(position);
         }
-        if self.slots.len() >= Place::SEGMENTS {
+        if self.slots.len() >= Location::SEGMENTS {
             return None;
         }
         self.slots.push(Some(segment));
@@ -155,14 +154,14 @@ impl Pool {
         Some(self.slots.len() - 1)
     }
 
-    /// Take a segment out. Its position is not used again before [`Pool::release`].
+    /// Removes a segment. Its position is not reused before [`Pool::release`].
     pub fn remove(&mut self, position: usize) -> Option<Segment> {
         let segment = self.slots.get_mut(position)?.take()?;
         self.limbo.push(position);
         Some(segment)
     }
 
-    /// Nothing refers to positions of removed segments any more.
+    /// Allows the reuse of all positions of removed segments.
     pub fn release(&mut self) {
         self.free.append(&mut self.limbo);
     }
@@ -172,17 +171,16 @@ impl Pool {
         self.slots.iter().enumerate().filter_map(|(position, slot)| Some((position, slot.as_ref()?)))
     }
 
-    /// All segments.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Segment> {
         self.slots.iter_mut().flatten()
     }
 
-    /// Positions that there are or were.
+    /// Number of positions.
     pub fn positions(&self) -> usize {
         self.slots.len()
     }
 
-    /// Which segment each position stands or last stood for.
+    /// The current or last segment at each position.
     pub fn known(&self) -> &[Extent] {
         &self.known
     }
@@ -192,7 +190,7 @@ impl Pool {
         self.iter().map(|(_, segment)| segment.next()).sum()
     }
 
-    /// Bytes that only older checkpoints need, or of which that is not known.
+    /// Bytes that only older checkpoints need or may need.
     pub fn history(&self, oldest: u64) -> u64 {
         let held = |segment: &Segment| {
             if segment.unknown_until > oldest {
@@ -208,40 +206,40 @@ impl Pool {
 /// Which records each kept checkpoint has replaced.
 #[derive(Debug, Default)]
 pub(crate) struct History {
-    lists: Vec<(u64, Vec<Place>)>,
+    lists: Vec<(u64, Vec<Location>)>,
 }
 
 impl History {
-    /// Places remembered at most: 8 bytes each.
-    pub const MOST: usize = 3_000_000;
+    /// Limit of remembered places, of 8 bytes each.
+    pub const MAX_PLACES: usize = 3_000_000;
 
-    /// That checkpoint `n` has replaced these. Gives the oldest checkpoint whose list is given up because there are too many, if one is.
-    pub fn push(&mut self, n: u64, places: Vec<Place>) -> Option<u64> {
+    /// Notes that checkpoint `n` has replaced these. If there are too many, forgets all lists and returns the newest
+    /// checkpoint among them.
+    pub fn push(&mut self, n: u64, places: Vec<Location>) -> Option<u64> {
         if !places.is_empty() {
             self.lists.push((n, places));
         }
         let total: usize = self.lists.iter().map(|(_, places)| places.len()).sum();
-        if total <= Self::MOST {
+        if total <= Self::MAX_PLACES {
             return None;
         }
-        // All of them: a later one alone does not tell what is needed.
+        // All lists, because a later list alone does not determine what is needed.
         let newest = self.lists.last().map(|(n, _)| *n);
         self.lists.clear();
         newest
     }
 
-    /// Checkpoint `oldest` is the oldest now.
+    /// Drops the lists that are not needed when checkpoint `oldest` is the oldest.
     pub fn prune(&mut self, oldest: u64) {
         self.lists.retain(|(n, _)| *n > oldest);
     }
 
-    /// The places with the checkpoint that has replaced each.
-    pub fn iter(&self) -> impl Iterator<Item = (u64, Place)> + '_ {
+    /// All places, each with the checkpoint that has replaced it.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, Location)> + '_ {
         self.lists.iter().flat_map(|(n, places)| places.iter().map(move |place| (*n, *place)))
     }
 
-    /// The places, to be changed.
-    pub fn places_mut(&mut self) -> impl Iterator<Item = &mut Place> {
+    pub fn places_mut(&mut self) -> impl Iterator<Item = &mut Location> {
         self.lists.iter_mut().flat_map(|(_, places)| places)
     }
 }

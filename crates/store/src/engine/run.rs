@@ -1,4 +1,4 @@
-//! The thread that owns an engine: requests in their order, and what can wait in between.
+//! The thread that owns an engine: serves requests in order, and does background work in between.
 
 use super::Engine;
 use super::commit::State;
@@ -9,60 +9,54 @@ use rekindle_kernel::large::Large;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 
-/// A block of a checkpoint that was begun.
+/// A block of an open checkpoint.
 #[derive(Debug, Clone)]
-pub(crate) struct Begun {
-    /// The number that its pages are stored under.
+pub(crate) struct StartedBlock {
+    /// The block number in the store's records.
     pub number: u16,
-    /// Pages that it has.
     pub pages: u64,
-    /// Their digests at the checkpoint before.
+    /// Digests of the pages at the previous checkpoint.
     pub digests: Arc<Digests>,
 }
 
 /// A frame of pages: free bytes for its header, the directory, the content.
 #[derive(Debug, Default)]
 pub(crate) struct Frame {
-    /// It, at their end.
+    /// Buffer whose last part is the frame.
     pub bytes: Large,
-    /// Where it begins in them.
+    /// Start of the frame in the buffer.
     pub start: usize,
-    /// How many pages.
+    /// Number of pages.
     pub count: usize,
 }
 
 impl Frame {
-    /// All of it.
     pub fn content(&mut self) -> &mut [u8] {
         self.bytes.get_mut(self.start..).unwrap_or_default()
     }
 }
 
-/// What the thread is asked to do.
+/// A request to the thread, with the sender for its answer.
 #[derive(Debug)]
 pub(crate) enum Request {
-    /// Begin a checkpoint.
-    Begin(Vec<Block>, Sender<Result<Vec<Begun>>>),
-    /// Take a frame, once it is packed. It is given back for the next one.
+    Begin(Vec<Block>, Sender<Result<Vec<StartedBlock>>>),
+    /// Append a frame, once it is packed. It is sent back for reuse.
     Frame(Receiver<Frame>, Sender<Frame>),
-    /// Let the checkpoint count.
+    /// With the number of unchanged pages.
     Commit(Box<State>, u64, Sender<Result<Committed>>),
-    /// Give it up.
     Abort,
-    /// Keep so many.
+    /// See [`Engine::keep`].
     Keep(u32),
-    /// Keep this one.
+    /// See [`Engine::hold`].
     Hold(Option<u64>),
-    /// Compact all that can be.
     Compact(Sender<Result<u64>>),
-    /// Finish what can wait.
+    /// See [`Engine::settle`].
     Settle(Sender<Result<()>>),
-    /// The epoch.
     Epoch(Sender<u64>),
 }
 
 impl Engine {
-    /// A small piece of what can wait; whether there is more.
+    /// Does a small piece of background work; returns whether there is more.
     pub fn work(&mut self) -> bool {
         if self.broken.is_some() {
             return false;
@@ -77,16 +71,16 @@ impl Engine {
             Ok(false)
         };
         done.unwrap_or_else(|e| {
-            // Nothing is lost by that. It is tried again after the next checkpoint.
-            tracing::warn!("{e}; what was to be tidied up has to wait");
-            self.tired = true;
+            // Nothing is lost.
+            tracing::warn!("background work on the store failed and is tried again after the next checkpoint: {e}");
+            self.background_failed = true;
             self.stop_compaction();
             self.stop_base();
             false
         })
     }
 
-    /// Finish what can wait, and write a base index of what there is.
+    /// Finishes background work, and writes a base index.
     pub fn settle(&mut self) -> Result<()> {
         self.check_sound()?;
         while self.compaction.is_some() {
@@ -100,7 +94,7 @@ impl Engine {
     }
 }
 
-/// Serve requests until nobody can make any more.
+/// Serves requests until all senders are dropped.
 pub(crate) fn run(mut engine: Engine, requests: &Receiver<Request>) {
     loop {
         let request = match requests.try_recv() {
@@ -116,7 +110,7 @@ pub(crate) fn run(mut engine: Engine, requests: &Receiver<Request>) {
                 }
             }
         };
-        // Whoever asked may have gone; then the answer is of no interest.
+        // The answer is dropped if its receiver has ended.
         match request {
             Request::Begin(blocks, reply) => drop(reply.send(engine.begin(blocks))),
             Request::Frame(frame, back) => match frame.recv() {

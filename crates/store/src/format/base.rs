@@ -1,4 +1,4 @@
-//! Base indices: where every page is, so that opening need not read all directories.
+//! Base indices: the places of all pages, so that opening a checkpoint need not read all directories.
 
 use super::codec::{Reader, Writer};
 use super::manifest::Extent;
@@ -11,27 +11,27 @@ pub const HEADER_LEN: u64 = ALIGNMENT;
 /// Pages of a part.
 pub const PART_PAGES: u64 = 4096;
 /// Bytes of a page: place and digest.
-pub const SPOT_LEN: usize = 16;
+pub const ENTRY_LEN: usize = 16;
 /// Most bytes of a trailer.
 const TRAILER_LONGEST: u64 = 256 << 20;
 
-/// Where a page is: 24 bits of segment, 27 of offset, 13 of length; 0 for a page that nothing was stored of.
+/// Place of a stored page: 24 bits of segment, 27 of offset, 13 of length; 0 for a page that was never stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
-pub struct Place(pub u64);
+pub struct Location(pub u64);
 
 #[expect(clippy::len_without_is_empty, reason = "0 means a page of zeroes")]
-impl Place {
-    /// Segments that can be told apart.
+impl Location {
+    /// Number of segments that a place can refer to.
     pub const SEGMENTS: usize = 1 << 24;
 
-    /// That of `len` bytes at `offset` of segment `segment`, by its position in a table.
+    /// The place of `len` bytes at `offset` of the segment at position `segment` of a table.
     #[must_use]
     pub fn new(segment: usize, offset: u64, len: u16) -> Self {
         debug_assert!(segment < Self::SEGMENTS && offset < super::segment::LONGEST && len <= 4096);
         Self((segment as u64) << 40 | offset << 13 | u64::from(len))
     }
 
-    /// Whether something was stored: at least that the page is zero.
+    /// Returns whether the page was stored, if only as zero.
     #[must_use]
     pub fn is_stored(self) -> bool {
         self.0 != 0
@@ -43,7 +43,7 @@ impl Place {
         (self.0 >> 40) as usize
     }
 
-    /// Where in the segment.
+    /// Offset in the segment.
     #[must_use]
     pub fn offset(self) -> u64 {
         self.0 >> 13 & 0x7ff_ffff
@@ -58,14 +58,12 @@ impl Place {
 
 /// A page in the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Spot {
-    /// Where it is.
-    pub place: Place,
-    /// Its digest.
+pub struct IndexEntry {
+    pub place: Location,
     pub digest: u64,
 }
 
-/// What a base index is of.
+/// Contents of a base index other than its parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Base {
     /// Newest checkpoint when the writing began: later ones are not covered.
@@ -120,7 +118,7 @@ impl Base {
         (header, trailer)
     }
 
-    /// Look at the first bytes of a file: what it is of, and where its trailer is, with length and checksum.
+    /// Decodes the header from the first bytes of a file.
     ///
     /// # Errors
     /// When they are damaged, newer, or of another store.
@@ -159,7 +157,7 @@ impl Base {
         Ok(header)
     }
 
-    /// The whole, from the header and the bytes of the trailer.
+    /// Decodes a base index, given its header and the bytes of its trailer.
     ///
     /// # Errors
     /// When the trailer is damaged.
@@ -182,7 +180,7 @@ impl Base {
             }
             reader.rest().is_empty().then_some(base)
         };
-        let base = fields().ok_or_else(|| bad("it has another length than it says"))?;
+        let base = fields().ok_or_else(|| bad("its length differs from the stated one"))?;
         let needed = base.blocks.iter().try_fold(0u64, |sum, (_, pages)| sum.checked_add(parts(*pages)));
         if needed != Some(base.sums.len() as u64) {
             return Err(bad("it has another number of parts than its blocks need"));
@@ -191,23 +189,21 @@ impl Base {
     }
 }
 
-/// What the header of a base index says.
+/// Header of a base index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// As [`Base::from`].
     pub from: u64,
     /// As [`Base::to`].
     pub to: u64,
-    /// Where the trailer begins.
+    /// Offset of the trailer.
     pub trailer_at: u64,
-    /// Its length.
     pub trailer_len: u64,
-    /// Its checksum.
     pub trailer_sum: u64,
 }
 
 /// A part as bytes, and its checksum.
-pub fn encode_part(spots: impl Iterator<Item = Spot>, out: &mut Vec<u8>) -> u64 {
+pub fn encode_part(spots: impl Iterator<Item = IndexEntry>, out: &mut Vec<u8>) -> u64 {
     let begin = out.len();
     for spot in spots {
         out.put_u64(spot.place.0);
@@ -220,13 +216,16 @@ pub fn encode_part(spots: impl Iterator<Item = Spot>, out: &mut Vec<u8>) -> u64 
 ///
 /// # Errors
 /// When they do not have the checksum `sum`.
-pub fn decode_part(bytes: &[u8], sum: u64, at: u64) -> Result<Box<[Spot]>, Flaw> {
+pub fn decode_part(bytes: &[u8], sum: u64, at: u64) -> Result<Box<[IndexEntry]>, Flaw> {
     if checksum(bytes) != sum {
         return Err(Flaw::bad(Structure::BasePart, at, "its checksum is wrong"));
     }
     let number = |half: &[u8; 8]| u64::from_le_bytes(*half);
     let spots = bytes.as_chunks::<8>().0.as_chunks::<2>().0;
-    Ok(spots.iter().map(|[place, digest]| Spot { place: Place(number(place)), digest: number(digest) }).collect())
+    Ok(spots
+        .iter()
+        .map(|[place, digest]| IndexEntry { place: Location(number(place)), digest: number(digest) })
+        .collect())
 }
 
 #[cfg(test)]
@@ -258,7 +257,7 @@ mod tests {
     proptest! {
         #[test]
         fn places_keep_what_they_are_made_of(segment in 0usize..1 << 24, offset in 0u64..1 << 27, len in 0u16..=4096) {
-            let place = Place::new(segment, offset, len);
+            let place = Location::new(segment, offset, len);
             prop_assert_eq!((place.segment(), place.offset(), place.len()), (segment, offset, len));
         }
 

@@ -1,6 +1,6 @@
 //! Little-endian numbers to and from bytes, without a panic on any input.
 
-/// Takes things from the front of some bytes; `None` once they do not suffice.
+/// Reads values from the front of some bytes; `None` if too few are left.
 #[derive(Debug, Clone, Copy)]
 pub struct Reader<'a> {
     bytes: &'a [u8],
@@ -13,7 +13,7 @@ impl<'a> Reader<'a> {
         Self { bytes }
     }
 
-    /// What has not been taken yet.
+    /// The bytes that are left.
     #[must_use]
     pub fn rest(&self) -> &'a [u8] {
         self.bytes
@@ -33,22 +33,18 @@ impl<'a> Reader<'a> {
         Some(*taken)
     }
 
-    /// A number.
     pub fn u8(&mut self) -> Option<u8> {
         self.array::<1>().map(|[byte]| byte)
     }
 
-    /// A number.
     pub fn u16(&mut self) -> Option<u16> {
         self.array().map(u16::from_le_bytes)
     }
 
-    /// A number.
     pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_le_bytes)
     }
 
-    /// A number.
     pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_le_bytes)
     }
@@ -59,31 +55,27 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(self.bytes(len.into())?).ok()
     }
 
-    /// A count of things that take at least `least` bytes each: never more than there are bytes for.
+    /// A count of items of at least `least` bytes each; `None` if there are not enough bytes for them.
     pub fn count(&mut self, least: usize) -> Option<usize> {
         let count = self.u32()? as usize;
         (count.checked_mul(least)? <= self.bytes.len()).then_some(count)
     }
 }
 
-/// The beginning of a text, of at most `most` bytes.
+/// Returns the beginning of a text, of at most `most` bytes.
 #[must_use]
 pub fn shortened(text: &str, most: usize) -> &str {
     let end = (0..=text.len().min(most)).rev().find(|&end| text.is_char_boundary(end));
     text.get(..end.unwrap_or(0)).unwrap_or_default()
 }
 
-/// Appends what [`Reader`] takes.
+/// Appends values that [`Reader`] reads.
 pub trait Writer {
-    /// A number.
     fn put_u8(&mut self, value: u8);
-    /// A number.
     fn put_u16(&mut self, value: u16);
-    /// A number.
     fn put_u32(&mut self, value: u32);
-    /// A number.
     fn put_u64(&mut self, value: u64);
-    /// A text of at most 65535 bytes; what is longer is cut.
+    /// A text, shortened to 65535 bytes.
     fn put_text(&mut self, text: &str);
 }
 

@@ -14,14 +14,14 @@ const SECTIONS: u16 = 16;
 /// Most bytes of an entry, and of a section of it once it is decompressed.
 pub const LONGEST: u64 = 128 << 20;
 
-/// What an entry is.
+/// Kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Somebody takes the store over.
+    /// The store gets a new owner.
     Claim,
-    /// A checkpoint counts.
+    /// A checkpoint is committed.
     Checkpoint,
-    /// Pages have moved.
+    /// A compaction has moved pages.
     Compaction,
 }
 
@@ -35,18 +35,18 @@ impl Kind {
     }
 }
 
-/// What a section holds.
+/// Kind of a section.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Section {
-    /// Who owns the store, as JSON.
+    /// The owner of the store, as JSON.
     Claim,
-    /// The list of all that counts.
+    /// The list of all valid checkpoints and segments.
     Manifest,
     /// Number, time, RAM block table.
     Checkpoint,
-    /// How to build the VM again, as JSON.
+    /// How to rebuild the VM, as JSON.
     Definition,
-    /// What the protecting loop noted, as JSON.
+    /// Notes of the protector, as JSON.
     Metadata,
     /// The device state.
     Devices,
@@ -67,7 +67,7 @@ impl Section {
         }
     }
 
-    /// What it is called when it is damaged.
+    /// The structure that errors about it name.
     #[must_use]
     pub fn structure(self) -> Structure {
         match self {
@@ -90,7 +90,7 @@ struct Row {
     sum: u64,
 }
 
-/// A log entry whose header and footer are right. Sections are checked when they are taken out.
+/// A log entry with a valid header and footer. A section is checked when it is read.
 #[derive(Debug, Clone)]
 pub struct Entry {
     bytes: Vec<u8>,
@@ -111,7 +111,7 @@ pub fn encode(id: Uuid, kind: Kind, epoch: u64, slot: u64, sections: &[(Section,
     let mut table = Vec::with_capacity(sections.len() * ROW_LEN);
     let mut content = Vec::new();
     for (section, raw) in sections {
-        // Half of a device state are zeroes; what does not shrink is stored as it is, and then both lengths agree.
+        // Half of a device state is zeroes. A section that does not shrink is stored as it is; then both lengths agree.
         let packed = Some(compress(raw)).filter(|packed| packed.len() < raw.len());
         let stored = packed.as_deref().unwrap_or(raw);
         table.put_u32(section.code());
@@ -190,7 +190,7 @@ impl Entry {
             return Err(head(HEADER_LEN + table_len, "the checksum of its section table is wrong"));
         }
         if length != bytes.len() as u64 {
-            return Err(tail("the file has another length than its header says"));
+            return Err(tail("the length of the file differs from the one in its header"));
         }
         let (_, footer) = bytes.split_last_chunk::<FOOTER_LEN>().ok_or_else(|| tail("it is cut short"))?;
         let mut reader = Reader::new(footer);
@@ -246,7 +246,7 @@ impl Entry {
         if row.stored == row.raw {
             return Ok(stored.to_vec());
         }
-        // LZ4 makes at most 255 times as much of anything: what claims more is not given the memory.
+        // LZ4 expands data at most 255 times; a larger stated length is rejected before memory is allocated.
         if u64::from(row.raw) > u64::from(row.stored) * 256 {
             return Err(bad("its length makes no sense"));
         }

@@ -1,4 +1,4 @@
-//! The manifest, the one list of all that counts, and the table of a checkpoint.
+//! The manifest, which lists all valid checkpoints and segments, and the block table of a checkpoint.
 
 use super::codec::{Reader, Writer};
 use super::segment;
@@ -8,26 +8,25 @@ use crate::types::{Block, Pages};
 /// A checkpoint that is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kept {
-    /// Its number.
     pub number: u64,
-    /// Its log entry.
+    /// Number of its log entry.
     pub slot: u64,
     /// The checksum in that entry's footer; unknown, and 0, for the entry that this manifest itself is in.
     pub footer: u64,
 }
 
-/// A segment, as far as it counts.
+/// The committed part of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     /// The epoch that wrote it.
     pub epoch: u64,
-    /// Its number, which no other segment of the store has or had.
+    /// Number that no other segment of the store has or had.
     pub number: u64,
-    /// Bytes that count, from the beginning.
+    /// Committed bytes.
     pub len: u64,
 }
 
-/// All that counts.
+/// List of all valid checkpoints and segments.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Manifest {
     /// The log entry by which the owner claimed the store.
@@ -87,7 +86,7 @@ impl Manifest {
             }
             reader.rest().is_empty().then_some(manifest)
         };
-        let manifest = fields().ok_or_else(|| bad("it has another length than it says"))?;
+        let manifest = fields().ok_or_else(|| bad("its length differs from the stated one"))?;
         if !manifest.kept.is_sorted_by(|a, b| a.number < b.number && a.slot < b.slot) {
             return Err(bad("its checkpoints are not in order"));
         }
@@ -120,52 +119,48 @@ impl Manifest {
     }
 }
 
-/// That a block was cut short: what was stored before of the pages cut off is void.
+/// A block was shortened: earlier records of the removed pages are void.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
-    /// The checkpoint at which it was.
+    /// The checkpoint at which it was shortened.
     pub number: u64,
-    /// The pages that were left.
+    /// Number of pages that were left.
     pub pages: u64,
 }
 
-/// A RAM block as it is stored.
+/// A stored RAM block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredBlock {
-    /// The number that its pages are stored under.
+    /// The block number in the store's records.
     pub number: u16,
-    /// The block.
     pub block: Block,
-    /// When it was cut short, the latest last: each left more pages than the one before, or that one says nothing more.
+    /// When it was shortened, the latest last. Each one leaves more pages than the previous one, which is otherwise removed.
     pub cuts: Vec<Cut>,
 }
 
 impl StoredBlock {
-    /// Whether what checkpoint `number` stored of `page` is void.
+    /// Returns whether the record of `page` in checkpoint `number` is void.
     #[must_use]
     pub fn is_void(&self, page: u64, number: u64) -> bool {
         self.cuts.iter().any(|cut| page >= cut.pages && number < cut.number)
     }
 
-    /// Note that checkpoint `number` leaves `pages` pages.
+    /// Notes that checkpoint `number` has only `pages` pages.
     pub fn cut(&mut self, number: u64, pages: u64) {
         self.cuts.retain(|cut| cut.pages < pages);
         self.cuts.push(Cut { number, pages });
     }
 }
 
-/// What a checkpoint says about itself, besides its pages.
+/// Block table and figures of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// Its number.
     pub number: u64,
-    /// When, in microseconds since 1970.
+    /// Time of the commit, in microseconds since 1970.
     pub time_us: u64,
-    /// Its pages.
     pub pages: Pages,
     /// Bytes of segments written for it.
     pub bytes: u64,
-    /// The RAM blocks.
     pub blocks: Vec<StoredBlock>,
 }
 
@@ -219,7 +214,7 @@ impl Table {
             }
             reader.rest().is_empty().then_some(Self { number, time_us, pages, bytes, blocks })
         };
-        let table = fields().ok_or_else(|| bad("it has another length than it says"))?;
+        let table = fields().ok_or_else(|| bad("its length differs from the stated one"))?;
         check_blocks(table.blocks.iter().map(|stored| &stored.block)).map_err(bad)?;
         let mut numbers: Vec<_> = table.blocks.iter().map(|stored| stored.number).collect();
         numbers.sort_unstable();
@@ -230,10 +225,10 @@ impl Table {
     }
 }
 
-/// Most bytes of RAM of a VM: what 16 bytes a page can be held for.
+/// Limit of a VM's RAM: the writer needs 16 bytes of memory per page.
 pub const MOST_RAM: u64 = 1 << 44;
 
-/// Whether these can be the RAM blocks of a VM.
+/// Checks that these can be the RAM blocks of a VM.
 ///
 /// # Errors
 /// What is wrong.
@@ -293,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_cut_off_stays_void() {
+    fn records_of_removed_pages_stay_void() {
         let mut stored = StoredBlock { number: 0, block: block("ram", 1 << 20), cuts: vec![] };
         stored.cut(5, 10);
         stored.cut(8, 20);

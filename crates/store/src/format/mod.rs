@@ -1,7 +1,7 @@
-//! What is in the files of a store, byte by byte: `docs/store-format.md` says why.
+//! Formats of a store's files, byte by byte; `docs/store-format.md` explains them.
 //!
-//! Everything here is a pure function from and to bytes. No input makes it panic or allocate more than the input is
-//! long, apart from what a limit names.
+//! All functions here are pure. No input causes a panic, or an allocation larger than the input, except where a limit is
+//! stated.
 
 pub mod base;
 pub mod codec;
@@ -17,13 +17,13 @@ use std::fmt;
 /// Version of the format that is written, and the newest that is read.
 pub const VERSION: u32 = 1;
 
-/// What begins and ends at multiples of this is not torn together with its neighbours.
+/// A crash during a write does not damage adjacent data that begins at another multiple of this.
 pub const ALIGNMENT: u64 = 4096;
 
 /// A part of a store's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Structure {
-    /// `rekindle-store`.
+    /// The file `rekindle-store`.
     Superblock,
     /// Beginning of a segment.
     SegmentHeader,
@@ -35,13 +35,13 @@ pub enum Structure {
     EntryFooter,
     /// A claim of the owner epoch.
     Claim,
-    /// The list of all that counts.
+    /// The list of all valid checkpoints and segments.
     Manifest,
     /// Number, time and RAM block table of a checkpoint.
     Checkpoint,
-    /// How to build the VM again.
+    /// How to rebuild the VM.
     Definition,
-    /// What the protecting loop noted.
+    /// Notes of the protector.
     Metadata,
     /// The device state.
     Devices,
@@ -74,40 +74,36 @@ impl fmt::Display for Structure {
     }
 }
 
-/// Why bytes are not what they should be.
+/// What is wrong with some bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flaw {
-    /// Of a newer version.
+    /// They are of a newer version.
     Newer {
-        /// That version.
         found: u32,
         /// The newest known one.
         known: u32,
     },
-    /// Damaged.
+    /// They are damaged.
     Bad {
-        /// What.
         structure: Structure,
-        /// At which byte of the file.
+        /// Offset in the file.
         at: u64,
-        /// What is wrong.
         what: &'static str,
     },
 }
 
 impl Flaw {
-    /// Something is damaged.
     pub(crate) fn bad(structure: Structure, at: u64, what: &'static str) -> Self {
         Self::Bad { structure, at, what }
     }
 
-    /// Compare a version with the one that is known.
+    /// Rejects versions newer than [`VERSION`].
     pub(crate) fn check_version(found: u32) -> Result<(), Self> {
         if found > VERSION { Err(Self::Newer { found, known: VERSION }) } else { Ok(()) }
     }
 }
 
-/// The checksum of every structure.
+/// Returns the checksum of a structure.
 #[must_use]
 pub(crate) fn checksum(bytes: &[u8]) -> u64 {
     xxhash_rust::xxh3::xxh3_64(bytes)

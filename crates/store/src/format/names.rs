@@ -1,8 +1,8 @@
-//! What the files of a store are called.
+//! Names of the files of a store.
 
 /// The superblock.
 pub const SUPERBLOCK: &str = "rekindle-store";
-/// There instead of the superblock in a store that was created ahead, until its first VM is known.
+/// Exists instead of the superblock in a store without a VM.
 pub const UNUSED: &str = "rekindle-store-unused";
 /// The directory of log entries.
 pub const LOG: &str = "log";
@@ -10,7 +10,7 @@ pub const LOG: &str = "log";
 pub const SEGMENTS: &str = "segments";
 /// The directory of base indices.
 pub const INDEX: &str = "index";
-/// How files begin that are being written.
+/// Prefix of files that are being written.
 pub const NEW: &str = "new-";
 
 /// The log entry `slot`.

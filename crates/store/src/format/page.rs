@@ -1,4 +1,4 @@
-//! One page: its digest, and how it is stored.
+//! Digest and compression of a page.
 
 use crate::types::{PAGE_SIZE, Page};
 use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into};
@@ -15,29 +15,29 @@ pub struct Digester {
 }
 
 impl Digester {
-    /// That of the store `id`.
+    /// The digester of the store `id`.
     #[must_use]
     pub fn new(id: Uuid) -> Self {
         let (high, low) = id.as_u64_pair();
         Self { seed: high ^ low }
     }
 
-    /// The digest of a page: 0 for one of zeroes, and for no other.
+    /// Returns the digest of a page: 0 for a page of zeroes, and for no other.
     #[must_use]
     pub fn digest(self, page: &Page) -> u64 {
         if *page == ZERO { 0 } else { xxh3_64_with_seed(page, self.seed).max(1) }
     }
 }
 
-/// Of each page one byte in so many is looked at before it is compressed: no multiple of a word's length, so that all bytes of its words
-/// are.
+/// Distance of the bytes that are sampled before a page is compressed. Not a multiple of a word's length, so that all bytes of
+/// words are sampled.
 const STEP: usize = 7;
-/// Random bytes have about 230 different ones among 586, and hardly ever fewer than this; machine code has some 150.
+/// 586 random bytes have about 230 different values, and hardly ever fewer than this; machine code has about 150.
 const DIFFERENT: u32 = 210;
 
-/// Whether a page looks like one that was compressed, encrypted or random: to find that out by compressing it takes ten times as long.
-/// Where this is wrong, the page takes more room.
-fn looks_random(page: &Page) -> bool {
+/// Returns whether a page appears to be compressed, encrypted or random. To try compression takes ten times as long. If this is
+/// wrong, the page only uses more space.
+fn is_probably_random(page: &Page) -> bool {
     let mut seen = [0u64; 4];
     for byte in page.iter().step_by(STEP) {
         if let Some(word) = seen.get_mut(usize::from(byte >> 6)) {
@@ -47,7 +47,7 @@ fn looks_random(page: &Page) -> bool {
     seen.iter().map(|word| word.count_ones()).sum::<u32>() >= DIFFERENT
 }
 
-/// Compresses pages, with its working memory kept from one to the next.
+/// Compresses pages, and reuses its working memory.
 pub struct Packer {
     table: CompressTable,
     buffer: Vec<u8>,
@@ -67,9 +67,9 @@ impl Default for Packer {
 }
 
 impl Packer {
-    /// The page compressed; none if it is stored as it is, because that is not longer.
+    /// Compresses the page; `None` if that does not make it shorter, so that it is stored as it is.
     pub fn pack(&mut self, page: &Page) -> Option<&[u8]> {
-        if looks_random(page) {
+        if is_probably_random(page) {
             return None;
         }
         let len = compress_into_with_table(page, &mut self.buffer, &mut self.table).ok()?;
@@ -77,13 +77,13 @@ impl Packer {
     }
 }
 
-/// Make a page of its stored bytes and compare it with its digest.
+/// Decompresses a page from its stored bytes and checks its digest.
 ///
 /// # Errors
-/// What is wrong with it; the page is then not to be used.
+/// What is wrong with the page; its content must not be used then.
 pub fn unpack(digester: Digester, stored: &[u8], digest: u64, page: &mut Page) -> Result<(), &'static str> {
     match stored.len() {
-        // Zeroes, whose digest is 0 and nothing else's.
+        // Only a page of zeroes has digest 0.
         0 => {
             *page = ZERO;
             return if digest == 0 { Ok(()) } else { Err("nothing is stored of it, and it is not zero") };
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn what_looks_random_is_not_compressed_and_the_rest_is() {
+    fn what_is_probably_random_is_not_compressed_and_the_rest_is() {
         let mut state = 88_172_645_463_325_252u64;
         let mut next = || {
             state ^= state << 13;
@@ -124,7 +124,7 @@ mod tests {
         };
         for _ in 0..1000 {
             let page: Page = std::array::from_fn(|_| next() as u8);
-            assert!(looks_random(&page));
+            assert!(is_probably_random(&page));
             assert_eq!(Packer::default().pack(&page), None);
         }
         let words =
@@ -133,7 +133,7 @@ mod tests {
         let counters = words(&|n| n);
         let text: Page = std::array::from_fn(|n| b"The guest is never given a page that is not what it was. "[n % 57]);
         for page in [pointers, counters, text] {
-            assert!(!looks_random(&page));
+            assert!(!is_probably_random(&page));
             assert!(Packer::default().pack(&page).unwrap().len() < 4096);
         }
     }
@@ -152,7 +152,7 @@ mod tests {
             prop_assert!(back == page);
             let bit = flip as usize % (stored.len() * 8);
             stored[bit / 8] ^= 1 << (bit % 8);
-            // A flipped bit may lie in bytes that mean the same; then the page is right all the same.
+            // Different bytes may decompress to the same page; then the page is correct.
             if unpack(digester, &stored, digest, &mut back).is_ok() {
                 prop_assert!(back == page);
             }

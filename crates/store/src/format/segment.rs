@@ -42,7 +42,7 @@ pub fn encode_header(id: Uuid, epoch: u64, number: u64) -> Vec<u8> {
     out
 }
 
-/// Check the first bytes of a segment.
+/// Checks the first bytes of a segment.
 ///
 /// # Errors
 /// When they are damaged, of a newer version, or of another segment.
@@ -73,7 +73,7 @@ pub fn check_header(bytes: &[u8], id: Uuid, epoch: u64, number: u64) -> Result<(
 /// One page in a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Record {
-    /// Of the page before compression.
+    /// Digest of the page before compression.
     pub digest: u64,
     /// Number of the page in its block.
     pub page: u32,
@@ -109,7 +109,7 @@ impl Record {
     }
 }
 
-/// What a frame is for.
+/// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Pages of one checkpoint.
@@ -121,7 +121,6 @@ pub enum Kind {
 /// The beginning of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// What it is for.
     pub kind: Kind,
     /// How many pages it has.
     pub count: u32,
@@ -152,13 +151,13 @@ impl FrameHeader {
         (self.data_offset() + self.data_len as usize) as u64
     }
 
-    /// Where the next frame begins if this one begins at `at`.
+    /// Offset of the next frame if this one begins at `at`.
     #[must_use]
     pub fn next(&self, at: u64) -> u64 {
         (at + self.len()).next_multiple_of(ALIGNMENT)
     }
 
-    /// Write the header into the first bytes of `frame`, whose directory is there already.
+    /// Writes the header into the first bytes of `frame`, which has its directory already.
     pub fn seal(&self, frame: &mut [u8]) {
         let mut out = Vec::with_capacity(FRAME_HEADER_LEN);
         out.extend_from_slice(FRAME_MAGIC);
@@ -174,7 +173,7 @@ impl FrameHeader {
         frame.iter_mut().zip(out).for_each(|(to, from)| *to = from);
     }
 
-    /// Read the header of the frame at byte `at` of its file from its first bytes. The directory is not looked at.
+    /// Decodes the header of the frame at byte `at` of its file from its first bytes. The directory is not checked.
     ///
     /// # Errors
     /// When it makes no sense.
@@ -209,22 +208,20 @@ fn two_part_checksum(header: &[u8], directory: &[u8]) -> u64 {
 /// Header and directory of a frame, checked.
 #[derive(Debug, Clone, Copy)]
 pub struct Directory<'a> {
-    /// Its header.
     pub header: FrameHeader,
     records: &'a [u8],
     numbers: &'a [u8],
-    /// Where it begins in its file.
+    /// Offset in its file.
     at: u64,
 }
 
 /// One page as a directory has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Found {
-    /// The page.
     pub record: Record,
     /// The checkpoint that it was written in.
     pub number: u64,
-    /// Where its content is in the file; of a page of zeroes where its record is.
+    /// Offset of its content in the file; for a page of zeroes, the offset of its record.
     pub offset: u64,
 }
 

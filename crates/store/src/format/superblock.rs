@@ -1,4 +1,4 @@
-//! The superblock: whose store it is.
+//! The superblock, which identifies a store and its VM.
 
 use super::codec::{Reader, Writer, shortened};
 use super::{Flaw, Structure, VERSION, checksum};
@@ -12,11 +12,10 @@ pub const LEN: usize = 4096;
 /// The content of `rekindle-store`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
-    /// What tells this store from every other one.
+    /// Unique among all stores.
     pub id: Uuid,
-    /// The VM.
     pub vm: Vm,
-    /// When it was made, in microseconds since 1970.
+    /// Time of its creation, in microseconds since 1970.
     pub created_us: u64,
 }
 

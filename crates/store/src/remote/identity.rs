@@ -1,6 +1,6 @@
-//! Certificates: who we are, whom we trust, and what is wrong when it does not fit.
+//! Certificates of this side and of the trusted authority, and messages about unsuitable ones.
 
-use super::line::LineError;
+use super::connection::ConnectionError;
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -11,37 +11,36 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Files with our certificate, its key, and the authority whose certificates we accept; all PEM.
+/// Files with this side's certificate, its key, and the authority whose certificates it accepts; all PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Our certificate, with those in between it and the authority's.
+    /// Certificate of this side, with intermediate certificates.
     pub cert: PathBuf,
-    /// Its key.
     pub key: PathBuf,
-    /// The authority of the other side.
+    /// Authority of the other side.
     pub ca: PathBuf,
 }
 
 impl Identity {
-    fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, LineError> {
-        let failed = |why: String| LineError::File { path: path.to_owned(), what: "certificate", why };
+    fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, ConnectionError> {
+        let failed = |why: String| ConnectionError::File { path: path.to_owned(), what: "certificate", why };
         let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
         let found = read.map_err(|e| failed(e.to_string()))?;
         if found.is_empty() { Err(failed("it has none in PEM".into())) } else { Ok(found) }
     }
 
-    fn own_key(&self) -> Result<PrivateKeyDer<'static>, LineError> {
-        PrivateKeyDer::from_pem_file(&self.key).map_err(|e| LineError::File {
+    fn own_key(&self) -> Result<PrivateKeyDer<'static>, ConnectionError> {
+        PrivateKeyDer::from_pem_file(&self.key).map_err(|e| ConnectionError::File {
             path: self.key.clone(),
             what: "private key",
             why: e.to_string(),
         })
     }
 
-    fn roots(&self) -> Result<RootCertStore, LineError> {
+    fn roots(&self) -> Result<RootCertStore, ConnectionError> {
         let mut roots = RootCertStore::empty();
         for certificate in Self::certificates(&self.ca)? {
-            roots.add(certificate).map_err(|e| LineError::File {
+            roots.add(certificate).map_err(|e| ConnectionError::File {
                 path: self.ca.clone(),
                 what: "authority's certificate",
                 why: e.to_string(),
@@ -50,15 +49,15 @@ impl Identity {
         Ok(roots)
     }
 
-    fn unusable(&self, e: &rustls::Error) -> LineError {
-        LineError::File { path: self.cert.clone(), what: "certificate", why: format!("with its key: {e}") }
+    fn unusable(&self, e: &rustls::Error) -> ConnectionError {
+        ConnectionError::File { path: self.cert.clone(), what: "certificate", why: format!("with its key: {e}") }
     }
 
-    /// How to connect with it.
+    /// TLS configuration of a client.
     ///
     /// # Errors
-    /// [`LineError::File`].
-    pub(crate) fn client(&self) -> Result<Arc<ClientConfig>, LineError> {
+    /// [`ConnectionError::File`].
+    pub(crate) fn client(&self) -> Result<Arc<ClientConfig>, ConnectionError> {
         let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_protocol_versions(&[&TLS13])
             .map_err(|e| self.unusable(&e))?;
@@ -69,16 +68,19 @@ impl Identity {
         Ok(Arc::new(config))
     }
 
-    /// How to be connected to with it. Clients must show a certificate.
+    /// TLS configuration of a server. Clients must present a certificate.
     ///
     /// # Errors
-    /// [`LineError::File`].
-    pub(crate) fn server(&self) -> Result<Arc<ServerConfig>, LineError> {
+    /// [`ConnectionError::File`].
+    pub(crate) fn server(&self) -> Result<Arc<ServerConfig>, ConnectionError> {
         let provider = Arc::new(ring::default_provider());
-        let verifier =
-            WebPkiClientVerifier::builder_with_provider(Arc::new(self.roots()?), provider.clone()).build().map_err(
-                |e| LineError::File { path: self.ca.clone(), what: "authority's certificate", why: e.to_string() },
-            )?;
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(self.roots()?), provider.clone())
+            .build()
+            .map_err(|e| ConnectionError::File {
+            path: self.ca.clone(),
+            what: "authority's certificate",
+            why: e.to_string(),
+        })?;
         let builder = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
             .map_err(|e| self.unusable(&e))?;
@@ -90,10 +92,10 @@ impl Identity {
     }
 }
 
-/// What an error of the TLS layer means for whoever has to mend it; `None` if it is no such error.
-pub(crate) fn explain(e: &io::Error) -> Option<LineError> {
+/// Explains an error of the TLS layer and its remedy; `None` if it is another error.
+pub(crate) fn explain(e: &io::Error) -> Option<ConnectionError> {
     let tls = e.get_ref()?.downcast_ref::<rustls::Error>()?;
-    let certificate = |why: String, mend: &'static str| Some(LineError::Certificate { why, mend });
+    let certificate = |why: String, remedy: &'static str| Some(ConnectionError::Certificate { why, remedy });
     match tls {
         rustls::Error::InvalidCertificate(bad) => match bad {
             CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
@@ -104,32 +106,32 @@ pub(crate) fn explain(e: &io::Error) -> Option<LineError> {
             }
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => certificate(
                 format!("the server's certificate is for another name ({bad})"),
-                "use a name that it is for, or have it made for this one (subjectAltName)",
+                "use a name in the certificate, or create one for this name (subjectAltName)",
             ),
             CertificateError::UnknownIssuer => certificate(
-                "the other side's certificate is not signed by the authority that was given".into(),
-                "give the authority that has signed it (--ca, --client-ca)",
+                "the other side's certificate is not signed by the configured authority".into(),
+                "configure the authority that has signed it (--ca, --client-ca)",
             ),
             other => certificate(
                 format!("the other side's certificate is bad: {other}"),
-                "have it made anew, and look at it: openssl x509 -text",
+                "inspect it with openssl x509 -text, and replace it",
             ),
         },
         rustls::Error::NoCertificatesPresented => certificate(
-            "the client shows no certificate".into(),
-            "give it one that the authority has signed (--cert, --key)",
+            "the client presents no certificate".into(),
+            "configure one that the authority has signed (--cert, --key)",
         ),
         rustls::Error::AlertReceived(alert) => match alert {
             AlertDescription::CertificateRequired => certificate(
-                "the server wants to see a certificate".into(),
-                "give one that its authority has signed (--cert, --key)",
+                "the server requires a certificate".into(),
+                "configure one that its authority has signed (--cert, --key)",
             ),
             AlertDescription::UnknownCA => certificate(
                 "the other side does not know the authority that has signed our certificate".into(),
-                "have it signed by the one that the other side was given (--client-ca)",
+                "use a certificate signed by the authority configured there (--client-ca)",
             ),
             AlertDescription::CertificateExpired => {
-                certificate("the other side says that our certificate has expired".into(), "renew it (--cert)")
+                certificate("the other side reports that our certificate has expired".into(), "renew it (--cert)")
             }
             AlertDescription::BadCertificate
             | AlertDescription::UnsupportedCertificate
@@ -138,13 +140,13 @@ pub(crate) fn explain(e: &io::Error) -> Option<LineError> {
             | AlertDescription::AccessDenied
             | AlertDescription::DecryptError => certificate(
                 format!("the other side does not accept our certificate ({alert:?})"),
-                "have it made for this use, and signed by the authority that the other side was given",
+                "use one for this purpose, signed by the authority configured there",
             ),
-            other => Some(LineError::Protocol { what: format!("the other side says {other:?}") }),
+            other => Some(ConnectionError::Protocol { what: format!("the other side reports {other:?}") }),
         },
-        rustls::Error::InvalidMessage(_) => Some(LineError::Protocol {
+        rustls::Error::InvalidMessage(_) => Some(ConnectionError::Protocol {
             what: "the other side does not speak TLS; is it `rekindle store serve`?".into(),
         }),
-        other => Some(LineError::Protocol { what: other.to_string() }),
+        other => Some(ConnectionError::Protocol { what: other.to_string() }),
     }
 }

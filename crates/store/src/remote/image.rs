@@ -1,7 +1,7 @@
-//! An image on a server: read with read-ahead, several requests under way, every page checked here.
+//! Reads a checkpoint on a server, with read-ahead and several requests in flight. Every page is checked by this side.
 
+use super::connection::{Connection, ConnectionError};
 use super::identity::Identity;
-use super::line::{Line, LineError};
 use super::protocol::{Kind, PAGES, Purpose, decode_ids, decode_stored, encode_ids};
 use super::{greet, greet_over};
 use crate::error::{BadPage, Result, StoreError};
@@ -9,19 +9,19 @@ use crate::format::codec::Writer;
 use crate::format::entry::Section;
 use crate::format::page::{Digester, unpack};
 use crate::image::PageId;
-use crate::reader::Which;
+use crate::reader::ReadOptions;
 use crate::types::{CheckpointInfo, PAGE_SIZE, Page, Vm};
 use crate::url::Remote;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Pages that are read with one that is wanted: its neighbours are wanted next (HydraVM, figure 5).
+/// Pages per single read: the neighbours of a page are likely to be read next (HydraVM, figure 5).
 const AHEAD: u64 = 32;
-/// Pages that were read ahead, at most.
-const MOST_AHEAD: usize = 4096;
-/// Requests under way at a time.
+/// Limit of cached pages that were read ahead.
+const MAX_AHEAD: usize = 4096;
+/// Requests in flight.
 const WINDOW: usize = 4;
-/// Pages of a request.
+/// Pages per request.
 const TOGETHER: usize = 256;
 
 /// A checkpoint on a server.
@@ -39,42 +39,40 @@ pub(crate) struct RemoteImage {
 
 #[derive(Debug)]
 struct Inner {
-    line: Option<Line>,
+    connection: Option<Connection>,
     ahead: HashMap<PageId, (u64, Vec<u8>)>,
     order: VecDeque<PageId>,
 }
 
 impl RemoteImage {
-    /// Open a checkpoint.
-    pub fn open(server: &Remote, which: &Which) -> Result<(Self, Vm, CheckpointInfo)> {
-        let purpose = Purpose::Read { vm: which.vm, at: which.at, unlooked: which.unlooked };
-        let (line, welcome) = greet_over(&which.spare, server, which.identity.as_ref(), &purpose)?;
+    /// Opens a checkpoint.
+    pub fn open(server: &Remote, which: &ReadOptions) -> Result<(Self, Vm, CheckpointInfo)> {
+        let purpose = Purpose::Read { vm: which.vm, at: which.at, lazy: which.lazy };
+        let (connection, welcome) = greet_over(&which.spare, server, which.identity.as_ref(), &purpose)?;
         let store = server.to_string();
-        let info = welcome.info.ok_or_else(|| StoreError::Line {
+        let info = welcome.info.ok_or_else(|| StoreError::Connection {
             store: store.clone(),
             doing: "opening",
-            source: LineError::protocol("no checkpoint was opened"),
+            source: ConnectionError::protocol("no checkpoint was opened"),
         })?;
         let image = Self {
             server: server.clone(),
             store,
             identity: which.identity.clone(),
-            // The same one, if the line has to be made anew.
-            purpose: Purpose::Read { vm: Some(welcome.vm.uuid), at: Some(info.number), unlooked: which.unlooked },
+            // A new connection must open the same checkpoint.
+            purpose: Purpose::Read { vm: Some(welcome.vm.uuid), at: Some(info.number), lazy: which.lazy },
             digester: Digester::new(welcome.id),
             vm: welcome.vm.name.clone(),
             info: info.clone(),
-            inner: Mutex::new(Inner { line: Some(line), ahead: HashMap::new(), order: VecDeque::new() }),
+            inner: Mutex::new(Inner { connection: Some(connection), ahead: HashMap::new(), order: VecDeque::new() }),
         };
         Ok((image, welcome.vm, info))
     }
 
-    /// Where it is.
     pub fn name(&self) -> &str {
         &self.store
     }
 
-    /// How its pages are digested.
     pub fn digester(&self) -> Digester {
         self.digester
     }
@@ -83,21 +81,21 @@ impl RemoteImage {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Do something over the line; once more over a new one if it breaks.
-    fn with_line<T>(&self, inner: &mut Inner, mut work: impl FnMut(&mut Line) -> Result<T>) -> Result<T> {
+    /// Runs `work` with the connection, and once more with a new one if that fails.
+    fn with_connection<T>(&self, inner: &mut Inner, mut work: impl FnMut(&mut Connection) -> Result<T>) -> Result<T> {
         let mut fresh = false;
         loop {
-            if inner.line.is_none() {
-                let (line, _) = greet(&self.server, self.identity.as_ref(), &self.purpose)?;
-                inner.line = Some(line);
+            if inner.connection.is_none() {
+                let (connection, _) = greet(&self.server, self.identity.as_ref(), &self.purpose)?;
+                inner.connection = Some(connection);
                 fresh = true;
             }
-            let Some(line) = &mut inner.line else { continue };
-            match work(line) {
-                Err(StoreError::Line { .. }) if !fresh => inner.line = None,
+            let Some(connection) = &mut inner.connection else { continue };
+            match work(connection) {
+                Err(StoreError::Connection { .. }) if !fresh => inner.connection = None,
                 Err(e) => {
-                    if matches!(e, StoreError::Line { .. }) {
-                        inner.line = None;
+                    if matches!(e, StoreError::Connection { .. }) {
+                        inner.connection = None;
                     }
                     return Err(e);
                 }
@@ -106,7 +104,7 @@ impl RemoteImage {
         }
     }
 
-    /// A section of its log entry.
+    /// Reads a section of its log entry.
     pub fn section(&self, section: Section) -> Result<Vec<u8>> {
         let code = match section {
             Section::Devices => 0,
@@ -117,12 +115,14 @@ impl RemoteImage {
                 return Err(StoreError::Refused { store: self.store.clone(), kind: "protocol".into(), text });
             }
         };
-        self.with_line(&mut self.inner(), |line| line.ask(&self.store, Kind::Section, &[&[code]], Kind::Bytes))
+        self.with_connection(&mut self.inner(), |connection| {
+            connection.ask(&self.store, Kind::Section, &[&[code]], Kind::Bytes)
+        })
     }
 
     fn wrong(&self, what: &str) -> StoreError {
-        let (doing, source) = (Kind::Read.doing(), LineError::protocol(what));
-        StoreError::Line { store: self.store.clone(), doing, source }
+        let (doing, source) = (Kind::Read.doing(), ConnectionError::protocol(what));
+        StoreError::Connection { store: self.store.clone(), doing, source }
     }
 
     fn stored(&self, answer: &[u8], wanted: usize) -> Result<Vec<(u64, Vec<u8>)>> {
@@ -145,7 +145,7 @@ impl RemoteImage {
         })
     }
 
-    /// Read one page, and with it those that follow.
+    /// Reads one page, and with it the following ones.
     pub fn read_page(&self, block: usize, page: u64, content: &mut Page) -> Result<()> {
         let id = (block, page);
         let mut inner = self.inner();
@@ -154,11 +154,13 @@ impl RemoteImage {
             return self.unpack(id, &found, content);
         }
         let pages = self.info.blocks.get(block).map_or(0, |block| block.pages());
-        // One that is not there is asked for too, so that the server's words are the same as those of a directory.
+        // A page that does not exist is requested too, so that the error is the same as for a directory.
         let end = (page + AHEAD).min(pages).max(page.saturating_add(1));
         let ids: Vec<PageId> = (page..end).map(|page| (block, page)).collect();
         let request = encode_ids(&ids);
-        let answer = self.with_line(&mut inner, |line| line.ask(&self.store, Kind::Read, &[&request], Kind::Stored))?;
+        let answer = self.with_connection(&mut inner, |connection| {
+            connection.ask(&self.store, Kind::Read, &[&request], Kind::Stored)
+        })?;
         let mut found = ids.iter().copied().zip(self.stored(&answer, ids.len())?);
         let Some((_, first)) = found.next() else { return Err(self.wrong("no page")) };
         for (id, page) in found {
@@ -166,7 +168,7 @@ impl RemoteImage {
                 inner.order.push_back(id);
             }
         }
-        while inner.order.len() > MOST_AHEAD {
+        while inner.order.len() > MAX_AHEAD {
             if let Some(oldest) = inner.order.pop_front() {
                 inner.ahead.remove(&oldest);
             }
@@ -175,14 +177,15 @@ impl RemoteImage {
         self.unpack(id, &first, content)
     }
 
-    /// The digests of pages, in the order asked for.
+    /// Returns the digests of pages, in the given order.
     pub fn digests(&self, pages: &[PageId]) -> Result<Vec<u64>> {
         let mut inner = self.inner();
         let mut digests = Vec::with_capacity(pages.len());
         for some in pages.chunks(PAGES) {
             let request = encode_ids(some);
-            let answer =
-                self.with_line(&mut inner, |line| line.ask(&self.store, Kind::Digests, &[&request], Kind::Bytes))?;
+            let answer = self.with_connection(&mut inner, |connection| {
+                connection.ask(&self.store, Kind::Digests, &[&request], Kind::Bytes)
+            })?;
             match answer.as_chunks::<8>() {
                 (found, []) if found.len() == some.len() => {
                     digests.extend(found.iter().copied().map(u64::from_le_bytes))
@@ -193,26 +196,27 @@ impl RemoteImage {
         Ok(digests)
     }
 
-    /// Read many pages, with several requests under way.
+    /// Reads many pages, with several requests in flight.
     pub fn read_many(&self, pages: &[PageId], mut take: impl FnMut(PageId, &Page)) -> Result<()> {
         let mut content = [0; PAGE_SIZE];
         let mut done = 0;
         let mut inner = self.inner();
-        self.with_line(&mut inner, |line| {
-            // After a broken line it goes on where it was.
+        self.with_connection(&mut inner, |connection| {
+            // A new connection continues where the broken one was.
             let rest = pages.get(done..).unwrap_or_default();
             let mut requests = rest.chunks(TOGETHER);
-            let mut under_way = VecDeque::new();
-            let failed = |source| StoreError::Line { store: self.store.clone(), doing: Kind::Read.doing(), source };
+            let mut in_flight = VecDeque::new();
+            let failed =
+                |source| StoreError::Connection { store: self.store.clone(), doing: Kind::Read.doing(), source };
             loop {
-                while under_way.len() < WINDOW
+                while in_flight.len() < WINDOW
                     && let Some(some) = requests.next()
                 {
-                    line.send(Kind::Read, &[&encode_ids(some)]).map_err(failed)?;
-                    under_way.push_back(some);
+                    connection.send(Kind::Read, &[&encode_ids(some)]).map_err(failed)?;
+                    in_flight.push_back(some);
                 }
-                let Some(some) = under_way.pop_front() else { return Ok(()) };
-                let answer = line.answer(&self.store, Kind::Read.doing(), Kind::Stored);
+                let Some(some) = in_flight.pop_front() else { return Ok(()) };
+                let answer = connection.answer(&self.store, Kind::Read.doing(), Kind::Stored);
                 let taken = answer.and_then(|answer| self.stored(&answer, some.len())).and_then(|stored| {
                     for (id, stored) in some.iter().zip(stored) {
                         self.unpack(*id, &stored, &mut content)?;
@@ -222,10 +226,10 @@ impl RemoteImage {
                     Ok(())
                 });
                 if let Err(e) = taken {
-                    // Answers to the others are still to come: they must not be taken for those of the next.
-                    let on_line = matches!(e, StoreError::Line { .. });
-                    for _ in under_way.iter().filter(|_| !on_line) {
-                        let _ = line.answer(&self.store, Kind::Read.doing(), Kind::Stored);
+                    // Receive the answers to the other requests, so that they are not mistaken for those to later ones.
+                    let on_connection = matches!(e, StoreError::Connection { .. });
+                    for _ in in_flight.iter().filter(|_| !on_connection) {
+                        let _ = connection.answer(&self.store, Kind::Read.doing(), Kind::Stored);
                     }
                     return Err(e);
                 }
@@ -233,13 +237,13 @@ impl RemoteImage {
         })
     }
 
-    /// The pages that are not zero, those written last first.
+    /// Iterates over the pages that are not zero, the most recently written first.
     pub fn hot(&self) -> RemoteHot<'_> {
         RemoteHot { image: self, given: 0, ready: Vec::new().into_iter(), end: false }
     }
 }
 
-/// Pages of an image on a server, those written last first.
+/// Pages of a checkpoint on a server, the most recently written first.
 #[derive(Debug)]
 pub struct RemoteHot<'a> {
     image: &'a RemoteImage,
@@ -260,8 +264,9 @@ impl RemoteHot<'_> {
         let mut position = Vec::new();
         position.put_u64(self.given);
         let store = &self.image.store;
-        let asked =
-            self.image.with_line(&mut self.image.inner(), |line| line.ask(store, Kind::Hot, &[&position], Kind::Order));
+        let asked = self.image.with_connection(&mut self.image.inner(), |connection| {
+            connection.ask(store, Kind::Hot, &[&position], Kind::Order)
+        });
         let part = asked.and_then(|answer| {
             decode_ids(&answer).filter(|ids| ids.len() <= PAGES).ok_or_else(|| self.image.wrong("an order of pages"))
         });

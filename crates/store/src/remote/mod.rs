@@ -1,18 +1,18 @@
 //! Stores on a server: `tls://HOST:PORT/NAME`, and the server.
 //!
-//! | module | what it is for |
+//! | module | purpose |
 //! |---|---|
-//! | [`identity`] | certificates, and what is wrong with them |
-//! | `line` | a connection: frames, limits, patience |
-//! | `protocol` | what the two say to each other |
-//! | `session` | a writer whose store is on a server |
-//! | `image` | an image on a server |
-//! | `spare` | lines that are made before they are needed |
+//! | [`identity`] | certificates, and messages about them |
+//! | `connection` | a connection: frames, limits, timeouts |
+//! | `protocol` | messages of client and server |
+//! | `session` | writes a store on a server |
+//! | `image` | reads a checkpoint on a server |
+//! | `spare` | connections that are opened before they are needed |
 //! | [`server`] | the server |
 
+pub(crate) mod connection;
 pub mod identity;
 mod image;
-pub(crate) mod line;
 pub(crate) mod protocol;
 pub mod server;
 mod serving;
@@ -25,56 +25,56 @@ use crate::listing::Listing;
 use crate::types::{OnlyIf, Owner, Vm};
 use crate::url::Remote;
 use crate::verify::Verified;
-use line::Line;
+use connection::Connection;
 use protocol::{Kind, Purpose, Welcome};
 
+pub use connection::ConnectionError;
 pub use identity::Identity;
 pub use image::RemoteHot;
 pub(crate) use image::RemoteImage;
-pub use line::LineError;
 pub(crate) use session::WriteSession;
-pub use spare::Spare;
+pub use spare::SpareConnections;
 
-/// Connect, say what for, and be welcomed.
-fn greet(server: &Remote, identity: Option<&Identity>, purpose: &Purpose) -> Result<(Line, Welcome)> {
-    greet_over(&Spare::default(), server, identity, purpose)
+/// Connects and greets the server for a purpose.
+fn greet(server: &Remote, identity: Option<&Identity>, purpose: &Purpose) -> Result<(Connection, Welcome)> {
+    greet_over(&SpareConnections::default(), server, identity, purpose)
 }
 
-/// The same over a spare line, if there is one.
+/// As [`greet`], over a spare connection if there is one.
 fn greet_over(
-    spare: &Spare,
+    spare: &SpareConnections,
     server: &Remote,
     identity: Option<&Identity>,
     purpose: &Purpose,
-) -> Result<(Line, Welcome)> {
+) -> Result<(Connection, Welcome)> {
     let store = server.to_string();
-    let connected = spare.take(server).map_or_else(|| Line::connect(server, identity), Ok);
-    let mut line =
-        connected.map_err(|source| StoreError::Line { store: store.clone(), doing: "connecting", source })?;
+    let connected = spare.take(server).map_or_else(|| Connection::connect(server, identity), Ok);
+    let mut connection =
+        connected.map_err(|source| StoreError::Connection { store: store.clone(), doing: "connecting", source })?;
     let hello = protocol::Hello { version: protocol::VERSION, name: server.name.clone(), purpose: purpose.clone() };
-    let welcome = line.ask_json(&store, Kind::Hello, &hello, Kind::Welcome)?;
-    Ok((line, welcome))
+    let welcome = connection.ask_json(&store, Kind::Hello, &hello, Kind::Welcome)?;
+    Ok((connection, welcome))
 }
 
 pub(crate) fn init(server: &Remote, identity: Option<&Identity>) -> Result<()> {
     let store = server.to_string();
-    let mut line = Line::connect(server, identity).map_err(|source| StoreError::Line {
+    let mut connection = Connection::connect(server, identity).map_err(|source| StoreError::Connection {
         store: store.clone(),
         doing: "connecting",
         source,
     })?;
     let hello = protocol::Hello { version: protocol::VERSION, name: server.name.clone(), purpose: Purpose::Init };
-    line.ask_json(&store, Kind::Hello, &hello, Kind::Done)
+    connection.ask_json(&store, Kind::Hello, &hello, Kind::Done)
 }
 
 pub(crate) fn listing(server: &Remote, identity: Option<&Identity>) -> Result<Listing> {
-    let (mut line, _) = greet(server, identity, &Purpose::Look)?;
-    line.ask_json(&server.to_string(), Kind::List, &(), Kind::Listing)
+    let (mut connection, _) = greet(server, identity, &Purpose::Inspect)?;
+    connection.ask_json(&server.to_string(), Kind::List, &(), Kind::Listing)
 }
 
 pub(crate) fn verified(server: &Remote, identity: Option<&Identity>) -> Result<Verified> {
-    let (mut line, _) = greet(server, identity, &Purpose::Look)?;
-    line.ask_json(&server.to_string(), Kind::Verify, &(), Kind::Verified)
+    let (mut connection, _) = greet(server, identity, &Purpose::Inspect)?;
+    connection.ask_json(&server.to_string(), Kind::Verify, &(), Kind::Verified)
 }
 
 pub(crate) fn fence(
@@ -83,7 +83,7 @@ pub(crate) fn fence(
     owner: &Owner,
     only_if: Option<OnlyIf>,
     identity: Option<&Identity>,
-    spare: &Spare,
+    spare: &SpareConnections,
 ) -> Result<Fenced> {
     let purpose = Purpose::Fence { vm: vm.clone(), owner: owner.clone(), only_if };
     let (_, welcome) = greet_over(spare, server, identity, &purpose)?;

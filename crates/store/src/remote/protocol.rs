@@ -1,4 +1,4 @@
-//! What client and server say to each other. `docs/store-format.md` has the sequence.
+//! Messages of client and server. `docs/store-format.md` has the sequence.
 
 use crate::error::StoreError;
 use crate::format::codec::{Reader, Writer};
@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 /// Version of the protocol.
 pub(crate) const VERSION: u32 = 3;
-/// Pages that one request may ask for.
+/// Limit of pages per request.
 pub(crate) const PAGES: usize = 1024;
 
 macro_rules! kinds {
@@ -20,26 +20,23 @@ macro_rules! kinds {
         pub(crate) enum Kind { $($(#[$doc])* $name,)* }
 
         impl Kind {
-            /// All of them.
             #[cfg(test)]
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
-            /// Its number.
             pub fn code(self) -> u8 {
                 match self { $(Self::$name => $code,)* }
             }
 
-            /// That of a number.
             pub fn from_code(code: u8) -> Option<Self> {
                 match code { $($code => Some(Self::$name),)* _ => None }
             }
 
-            /// Bytes that its payload may have.
+            /// Limit of its payload in bytes.
             pub fn limit(self) -> usize {
                 match self { $(Self::$name => $limit,)* }
             }
 
-            /// What is being done by it.
+            /// The operation, for error messages.
             pub fn doing(self) -> &'static str {
                 match self { $(Self::$name => $doing,)* }
             }
@@ -53,59 +50,57 @@ const SOME_PAGES: usize = (4 << 20) + (64 << 10);
 const STATE: usize = 128 << 20;
 
 kinds! {
-    /// Client: who, what for. JSON.
+    /// Client: greeting with the purpose of the connection. JSON.
     Hello = 1, CONTROL, "greeting";
     /// Begin a checkpoint. JSON.
     Begin = 2, TABLE, "beginning a checkpoint";
-    /// Pages of it: how many, directory, content. No answer.
+    /// Pages of the checkpoint: number, directory, content. No answer.
     Pages = 3, SOME_PAGES, "sending pages";
-    /// Let it count.
+    /// Commit the checkpoint.
     Commit = 4, STATE, "committing a checkpoint";
-    /// Give it up.
-    Abort = 5, 0, "giving a checkpoint up";
+    /// Abort the checkpoint.
+    Abort = 5, 0, "aborting a checkpoint";
     /// Read pages.
     Read = 6, CONTROL, "reading pages";
-    /// The pages written last, from a position on.
-    Hot = 7, CONTROL, "asking for the order of pages";
+    /// The most recently written pages, from a position on.
+    Hot = 7, CONTROL, "requesting the order of pages";
     /// A section of a checkpoint.
     Section = 8, CONTROL, "reading a checkpoint";
-    /// What there is.
+    /// List the contents of the store.
     List = 9, CONTROL, "listing";
-    /// Look at every byte.
+    /// Check every byte of the store.
     Verify = 10, CONTROL, "verifying";
-    /// Free room.
+    /// Free space.
     Compact = 11, CONTROL, "compacting";
-    /// Finish what is done in the background.
+    /// Finish background work.
     Settle = 12, CONTROL, "finishing";
-    /// How many checkpoints are kept, and which one is held. JSON.
-    Keep = 13, CONTROL, "setting what is kept";
-    /// Digests: of the pages of a block that is written, of any pages that are read.
-    Digests = 14, CONTROL, "asking for digests";
-    /// Server: come in. JSON.
+    /// Number of checkpoints to keep, and the one to hold. JSON.
+    Keep = 13, CONTROL, "setting the checkpoints to keep";
+    /// Digests: for a writer, of pages of a block; for a reader, of any pages.
+    Digests = 14, CONTROL, "requesting digests";
+    /// Server: answer to the greeting. JSON.
     Welcome = 65, TABLE, "greeting";
-    /// It did not work. JSON.
+    /// The request failed. JSON.
     Failure = 66, CONTROL, "failing";
     /// Numbers of the blocks. JSON.
-    Begun = 67, TABLE, "beginning a checkpoint";
-    /// It counts. JSON.
+    BlockNumbers = 67, TABLE, "beginning a checkpoint";
+    /// The checkpoint is committed. JSON.
     Committed = 68, CONTROL, "committing a checkpoint";
-    /// Done.
     Done = 69, CONTROL, "answering";
     /// Stored pages.
     Stored = 70, SOME_PAGES, "reading pages";
     /// A part of an order of pages.
-    Order = 71, CONTROL, "asking for the order of pages";
-    /// Bytes.
+    Order = 71, CONTROL, "requesting the order of pages";
     Bytes = 72, STATE, "reading";
     /// JSON.
     Listing = 73, TABLE, "listing";
     /// JSON.
     Verified = 74, STATE, "verifying";
-    /// Still at work; to be passed over.
+    /// Still at work; the answer follows.
     Busy = 75, 0, "working";
 }
 
-/// The first word.
+/// Greeting of a client.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub version: u32,
@@ -113,24 +108,25 @@ pub(crate) struct Hello {
     pub purpose: Purpose,
 }
 
-/// What a connection is for.
+/// Purpose of a connection.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Purpose {
-    /// Write, as this owner; `create`: the store, if there is none.
+    /// Write, as this owner; with `create`, create a missing store.
     Write { vm: Vm, owner: Owner, only_if: Option<OnlyIf>, keep: u32, segment: u64, create: bool },
-    /// Create a store that no VM uses yet.
+    /// Create a store without a VM.
     Init,
-    /// Read a checkpoint; `unlooked`: its pages are looked for when the first is wanted.
+    /// Read a checkpoint; with `lazy`, build the index when the first page is read.
     Read {
         vm: Option<Uuid>,
         at: Option<u64>,
-        #[serde(default)]
-        unlooked: bool,
+        #[serde(default, rename = "unlooked")]
+        lazy: bool,
     },
     /// List and verify.
-    Look,
-    /// Become the owner, and no more.
+    #[serde(rename = "look")]
+    Inspect,
+    /// Only become the owner.
     Fence {
         vm: Vm,
         owner: Owner,
@@ -139,37 +135,36 @@ pub(crate) enum Purpose {
     },
 }
 
-/// The answer to it.
+/// Answer to a greeting.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Welcome {
-    /// Of the store.
+    /// ID of the store.
     pub id: Uuid,
     pub vm: Vm,
-    /// The owner epoch.
     pub epoch: u64,
     /// The newest checkpoint; 0 if there is none.
     pub newest: u64,
-    /// The one that was opened.
+    /// The checkpoint that was opened for reading.
     pub info: Option<CheckpointInfo>,
 }
 
 /// The blocks of a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct BeginBlocks {
+pub(crate) struct BlockTable {
     pub blocks: Vec<Block>,
 }
 
 /// Their numbers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct BegunBlocks {
+pub(crate) struct BlockNumbers {
     pub numbers: Vec<u16>,
 }
 
-/// What is kept.
+/// Which checkpoints are kept.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct KeepWhat {
+pub(crate) struct Retention {
     pub keep: Option<u32>,
-    /// Set, or let go of.
+    /// Checkpoint to hold; `Some(None)` releases it.
     pub hold: Option<Option<u64>>,
 }
 
@@ -180,13 +175,13 @@ pub(crate) struct Failure {
     pub text: String,
     pub superseded: Option<(u64, u64, Owner)>,
     pub no_such: Option<(u64, Vec<u64>)>,
-    /// The VM of a store that exists already.
+    /// The VM of an existing store.
     #[serde(default)]
     pub vm: Option<Vm>,
 }
 
 impl Failure {
-    /// That of an error here, with its cause.
+    /// Converts an error, with its cause.
     pub fn of(error: &StoreError) -> Self {
         let mut text = error.to_string();
         if let Some(cause) = std::error::Error::source(error) {
@@ -207,12 +202,12 @@ impl Failure {
         Self { kind: error.kind().to_owned(), text, superseded, no_such, vm }
     }
 
-    /// What went wrong with the line or in it.
+    /// An error of the protocol.
     pub fn protocol(text: &str) -> Self {
         Self { kind: "protocol".into(), text: text.to_owned(), superseded: None, no_such: None, vm: None }
     }
 
-    /// As an error here.
+    /// Converts it to an error of this side.
     pub fn into_error(self, store: &str) -> StoreError {
         let store = store.to_owned();
         if let Some((mine, epoch, owner)) = self.superseded {
@@ -221,7 +216,7 @@ impl Failure {
         if let Some((asked, have)) = self.no_such {
             return StoreError::NoSuchCheckpoint { store, asked, have };
         }
-        // What these advise needs the whole URL.
+        // The messages of these errors need the whole URL.
         match self.kind.as_str() {
             "not-a-store" => StoreError::NotAStore { store },
             "unused" => StoreError::Unused { store },
@@ -231,7 +226,7 @@ impl Failure {
     }
 }
 
-/// Pages as bytes: how many, then block and number of each.
+/// Encodes a list of pages: count, then block and number of each.
 pub(crate) fn encode_ids(ids: &[PageId]) -> Vec<u8> {
     let mut out = Vec::with_capacity(4 + 12 * ids.len());
     out.put_u32(ids.len() as u32);
@@ -242,7 +237,7 @@ pub(crate) fn encode_ids(ids: &[PageId]) -> Vec<u8> {
     out
 }
 
-/// From bytes; `None` if they make no sense or are too many.
+/// Decodes a list of pages; `None` if it is invalid or too long.
 pub(crate) fn decode_ids(bytes: &[u8]) -> Option<Vec<PageId>> {
     let mut reader = Reader::new(bytes);
     let count = reader.count(12).filter(|count| *count <= PAGES)?;
@@ -250,7 +245,7 @@ pub(crate) fn decode_ids(bytes: &[u8]) -> Option<Vec<PageId>> {
     reader.rest().is_empty().then_some(ids)
 }
 
-/// Stored pages as bytes: digest and length of each, then their contents.
+/// Encodes stored pages: count, digest and length of each, then their contents.
 pub(crate) fn encode_stored(pages: &[(u64, Vec<u8>)]) -> Vec<u8> {
     let mut out = Vec::new();
     out.put_u32(pages.len() as u32);
@@ -262,7 +257,7 @@ pub(crate) fn encode_stored(pages: &[(u64, Vec<u8>)]) -> Vec<u8> {
     out
 }
 
-/// From bytes; `None` if they make no sense.
+/// Decodes stored pages; `None` if they are invalid.
 pub(crate) fn decode_stored(bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
     let mut reader = Reader::new(bytes);
     let count = reader.count(10).filter(|count| *count <= PAGES)?;
@@ -280,7 +275,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn types_have_numbers_of_their_own() {
+    fn each_type_has_its_own_number() {
         for kind in Kind::ALL {
             assert_eq!(Kind::from_code(kind.code()), Some(*kind));
             assert!(!kind.doing().is_empty());
@@ -290,14 +285,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn lists_come_back(ids in proptest::collection::vec((0usize..9, any::<u64>()), 0..40),
+        fn lists_are_decoded_as_they_were_encoded(ids in proptest::collection::vec((0usize..9, any::<u64>()), 0..40),
                            pages in proptest::collection::vec((any::<u64>(), proptest::collection::vec(any::<u8>(), 0..90)), 0..20)) {
             prop_assert_eq!(decode_ids(&encode_ids(&ids)), Some(ids));
             prop_assert_eq!(decode_stored(&encode_stored(&pages)), Some(pages));
         }
 
         #[test]
-        fn no_bytes_make_them_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn no_input_causes_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = decode_ids(&bytes);
             let _ = decode_stored(&bytes);
             let _ = serde_json::from_slice::<Hello>(&bytes);

@@ -1,7 +1,7 @@
 //! The server: many stores in one directory, a thread for each client.
 
+use super::connection::{Connection, ConnectionError, PATIENCE};
 use super::identity::Identity;
-use super::line::{Line, LineError, PATIENCE};
 use super::serving::serve;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::ServerConfig;
@@ -14,60 +14,55 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// Clients at a time.
+/// Limit of concurrent clients.
 const CLIENTS: usize = 256;
 
-/// Why a server cannot serve.
+/// Why a server cannot start or continue.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// Its certificates are no good.
+    /// Its certificates are unusable.
     #[error(transparent)]
-    Identity(#[from] LineError),
+    Identity(#[from] ConnectionError),
     /// The address cannot be listened on.
     #[error("cannot listen on {address}; name a free one: --listen ADDRESS:PORT")]
     Listen {
-        /// The address.
         address: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// The directory cannot be used.
-    #[error("directory {} for stores", path.display())]
+    #[error("cannot create the directory {} for stores", path.display())]
     Directory {
-        /// The directory.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// The system fails.
-    #[error("taking clients in failed")]
+    /// A system call failed.
+    #[error("cannot accept clients")]
     Accept(#[source] io::Error),
 }
 
-/// How long a client may stand still.
+/// How long a client may be silent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Patience {
+pub struct Timeouts {
     /// Within a greeting, a request, or a checkpoint.
     pub within: Duration,
-    /// Between them.
+    /// Between requests and checkpoints.
     pub idle: Duration,
 }
 
-impl Default for Patience {
+impl Default for Timeouts {
     fn default() -> Self {
         Self { within: PATIENCE, idle: Duration::from_secs(600) }
     }
 }
 
-/// A server.
 #[derive(Debug)]
 pub struct Server {
     listener: TcpListener,
     config: Arc<ServerConfig>,
     directory: PathBuf,
-    patience: Patience,
+    patience: Timeouts,
     shared: Arc<Shared>,
 }
 
@@ -82,8 +77,7 @@ struct Shared {
 pub struct Stop(Arc<Shared>);
 
 impl Stop {
-    /// Let it end: no client is taken in any more, and those that are there are dropped, with what they have not
-    /// committed.
+    /// Stops the server: it accepts no more clients, and disconnects the existing ones. Open checkpoints are aborted.
     pub fn stop(&self) {
         self.0.stop.store(true, Ordering::SeqCst);
         for client in self.0.clients.lock().unwrap_or_else(PoisonError::into_inner).values() {
@@ -93,7 +87,7 @@ impl Stop {
 }
 
 impl Server {
-    /// Listen on `address`, for stores in `directory`, which is made if it is not there.
+    /// Listens on `address`, for stores in `directory`, which is created if it is missing.
     ///
     /// # Errors
     /// [`ServeError`].
@@ -108,18 +102,18 @@ impl Server {
             listener,
             config,
             directory: directory.to_owned(),
-            patience: Patience::default(),
+            patience: Timeouts::default(),
             shared: Arc::default(),
         })
     }
 
-    /// With another patience.
+    /// Sets the timeouts.
     #[must_use]
-    pub fn with_patience(self, patience: Patience) -> Self {
+    pub fn with_patience(self, patience: Timeouts) -> Self {
         Self { patience, ..self }
     }
 
-    /// Where it listens.
+    /// Returns the address on which it listens.
     ///
     /// # Errors
     /// The system's.
@@ -127,13 +121,13 @@ impl Server {
         self.listener.local_addr()
     }
 
-    /// What ends it.
+    /// Returns a handle that stops the server.
     #[must_use]
     pub fn stopper(&self) -> Stop {
         Stop(self.shared.clone())
     }
 
-    /// Serve until it is stopped, and all clients have gone.
+    /// Serves until the server is stopped and all clients are disconnected.
     ///
     /// # Errors
     /// [`ServeError::Accept`].
@@ -154,18 +148,18 @@ impl Server {
                 let (tcp, from) = match server.listener.accept() {
                     Ok(accepted) => accepted,
                     Err(e) => {
-                        // The client has gone again, or there are too many open files for now.
-                        tracing::debug!("a client was not taken in: {e}");
+                        // The client has disconnected already, or too many files are open.
+                        tracing::debug!("cannot accept a client: {e}");
                         continue;
                     }
                 };
                 number += 1;
                 let work = move || server.client(tcp, from, number);
                 if let Err(e) = thread::Builder::new().name(format!("client {number}")).spawn_scoped(scope, work) {
-                    tracing::warn!("{from}: no thread for it: {e}");
+                    tracing::warn!("{from}: cannot start a thread for this client: {e}");
                 }
             };
-            // The scope waits for those that are there.
+            // The scope waits for the remaining clients.
             server.stopper().stop();
             served
         })
@@ -183,14 +177,14 @@ impl Server {
             Ok(())
         });
         if let Err(e) = entered {
-            tracing::warn!("{from}: not taken in: {e}");
+            tracing::warn!("{from}: client rejected: {e}");
             return;
         }
-        // One that came while the server was being stopped.
+        // The server may have been stopped since the client connected.
         if !self.shared.stop.load(Ordering::SeqCst) {
-            let accepted = Line::accept(tcp, self.config.clone(), self.patience.within);
-            match accepted.and_then(|line| serve(line, &self.directory, self.patience)) {
-                Ok(()) => tracing::debug!("{from}: gone"),
+            let accepted = Connection::accept(tcp, self.config.clone(), self.patience.within);
+            match accepted.and_then(|connection| serve(connection, &self.directory, self.patience)) {
+                Ok(()) => tracing::debug!("{from}: disconnected"),
                 Err(e) => {
                     let cause = std::error::Error::source(&e).map(|cause| format!(": {cause}")).unwrap_or_default();
                     tracing::warn!("{from}: {e}{cause}");

@@ -1,13 +1,13 @@
-//! A writer whose store is on a server: the requests that a local engine would serve, sent over a line.
+//! Writes a store on a server: sends the requests that a local engine would serve over a connection.
 //!
-//! Pages go out without an answer; the commit tells what became of them. When the line breaks, the checkpoint in hand is
-//! lost. The next one connects again, and claims the store on condition that the owner epoch is still ours.
+//! Pages are sent without waiting for an answer; the commit returns any error. If the connection fails, the open checkpoint
+//! is lost. The next one connects again, and claims the store on condition that the owner epoch has not changed.
 
+use super::connection::{Connection, ConnectionError};
 use super::greet;
 use super::identity::Identity;
-use super::line::{Line, LineError};
-use super::protocol::{BeginBlocks, BegunBlocks, KeepWhat, Kind, Purpose, Welcome};
-use crate::engine::{Begun, Frame, Request, State};
+use super::protocol::{BlockNumbers, BlockTable, Kind, Purpose, Retention, Welcome};
+use crate::engine::{Frame, Request, StartedBlock, State};
 use crate::error::{Result, StoreError};
 use crate::format::codec::{Reader, Writer};
 use crate::format::page::Digester;
@@ -19,66 +19,66 @@ use crate::writer::{Opened, Options};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
-/// Digests asked for at a time.
+/// Digests per request.
 const DIGESTS: u64 = 8000;
 
-/// A block as this side knows it.
+/// A block whose digests this side has.
 #[derive(Debug)]
-struct Known {
+struct KnownBlock {
     id: String,
     number: u16,
     pages: u64,
     digests: Arc<Digests>,
 }
 
-/// The client's end of writing to a server.
+/// A client that writes to a store on a server.
 #[derive(Debug)]
 pub(crate) struct WriteSession {
     server: Remote,
     store: String,
     identity: Option<Identity>,
     purpose: Purpose,
-    line: Option<Line>,
+    connection: Option<Connection>,
     id: uuid::Uuid,
     epoch: u64,
     newest: u64,
-    known: Vec<Known>,
-    /// Number, page and digest of what was sent of the checkpoint in hand; `None` without one.
+    known: Vec<KnownBlock>,
+    /// Block number, page and digest of all pages sent for the open checkpoint; `None` without one.
     sent: Option<Vec<(u16, u32, u64)>>,
     lost: Option<StoreError>,
-    kept: KeepWhat,
+    kept: Retention,
 }
 
 impl WriteSession {
-    /// Connect, and become the owner.
+    /// Connects and becomes the owner.
     pub fn open(server: &Remote, options: &Options) -> Result<Self> {
         let owner = Owner::here(&options.operation).with(options.guest);
         let Options { vm, only_if, keep, segment, create, .. } = options.clone();
         let purpose = Purpose::Write { vm, owner, only_if, keep, segment, create };
-        let (line, welcome) = greet(server, options.identity.as_ref(), &purpose)?;
+        let (connection, welcome) = greet(server, options.identity.as_ref(), &purpose)?;
         let Welcome { id, epoch, newest, .. } = welcome;
         Ok(Self {
             server: server.clone(),
             store: server.to_string(),
             identity: options.identity.clone(),
             purpose,
-            line: Some(line),
+            connection: Some(connection),
             id,
             epoch,
             newest,
             known: Vec::new(),
             sent: None,
             lost: None,
-            kept: KeepWhat { keep: None, hold: None },
+            kept: Retention { keep: None, hold: None },
         })
     }
 
-    /// What the writer needs to know.
+    /// State of the opened store.
     pub fn opened(&self) -> Opened {
         Opened { digester: Digester::new(self.id), newest: self.newest, epoch: self.epoch }
     }
 
-    /// Serve requests until nobody can make any more.
+    /// Serves requests until all senders are dropped.
     pub fn run(mut self, requests: &Receiver<Request>) {
         while let Ok(request) = requests.recv() {
             match request {
@@ -95,74 +95,81 @@ impl WriteSession {
                 },
                 Request::Commit(state, unchanged, reply) => drop(reply.send(self.commit(&state, unchanged))),
                 Request::Abort => self.abort(),
-                Request::Keep(keep) => self.keep(KeepWhat { keep: Some(keep), ..self.kept.clone() }),
-                Request::Hold(hold) => self.keep(KeepWhat { hold: Some(hold), ..self.kept.clone() }),
-                Request::Compact(reply) => drop(reply.send(self.with_line(|line, store| {
-                    let freed = line.ask(store, Kind::Compact, &[], Kind::Done)?;
+                Request::Keep(keep) => self.keep(Retention { keep: Some(keep), ..self.kept.clone() }),
+                Request::Hold(hold) => self.keep(Retention { hold: Some(hold), ..self.kept.clone() }),
+                Request::Compact(reply) => drop(reply.send(self.with_connection(|connection, store| {
+                    let freed = connection.ask(store, Kind::Compact, &[], Kind::Done)?;
                     Ok(Reader::new(&freed).u64().unwrap_or(0))
                 }))),
                 Request::Settle(reply) => drop(
-                    reply.send(self.with_line(|line, store| line.ask(store, Kind::Settle, &[], Kind::Done)).map(drop)),
+                    reply.send(
+                        self.with_connection(|connection, store| connection.ask(store, Kind::Settle, &[], Kind::Done))
+                            .map(drop),
+                    ),
                 ),
                 Request::Epoch(reply) => drop(reply.send(self.epoch)),
             }
         }
     }
 
-    /// The line, made anew if it is broken.
-    fn connected(&mut self) -> Result<&mut Line> {
-        if self.line.is_none() {
+    /// Returns the connection, a new one if it failed.
+    fn connected(&mut self) -> Result<&mut Connection> {
+        if self.connection.is_none() {
             if let Purpose::Write { owner, only_if, keep, create, .. } = &mut self.purpose {
-                // Gone since, it is not to be replaced.
+                // A store that has disappeared must not be created again.
                 *create = false;
-                // What was said of the guest was said once.
+                // The change of the guest is already recorded.
                 owner.guest = Guest::Same;
                 *only_if = Some(OnlyIf::Epoch(self.epoch));
                 *keep = self.kept.keep.unwrap_or(*keep);
             }
-            let (mut line, welcome) = greet(&self.server, self.identity.as_ref(), &self.purpose)?;
+            let (mut connection, welcome) = greet(&self.server, self.identity.as_ref(), &self.purpose)?;
             self.epoch = welcome.epoch;
             self.newest = welcome.newest;
-            // A commit whose answer was lost may count; so nothing that we knew is sure.
+            // A commit whose answer was lost may be valid, so the known digests may be outdated.
             self.known.clear();
             if self.kept.hold.is_some() {
-                line.ask_json::<()>(&self.store, Kind::Keep, &self.kept, Kind::Done)?;
+                connection.ask_json::<()>(&self.store, Kind::Keep, &self.kept, Kind::Done)?;
             }
-            self.line = Some(line);
+            self.connection = Some(connection);
         }
-        match &mut self.line {
-            Some(line) => Ok(line),
-            None => Err(StoreError::Line { store: self.store.clone(), doing: "connecting", source: LineError::Closed }),
+        match &mut self.connection {
+            Some(connection) => Ok(connection),
+            None => Err(StoreError::Connection {
+                store: self.store.clone(),
+                doing: "connecting",
+                source: ConnectionError::Closed,
+            }),
         }
     }
 
-    /// Do something over the line. One that turns out to have broken while nothing was going on is made anew, once.
-    fn with_line<T>(&mut self, mut work: impl FnMut(&mut Line, &str) -> Result<T>) -> Result<T> {
+    /// Runs `work` with the connection, and once more with a new one if an existing connection turns out to be broken.
+    fn with_connection<T>(&mut self, mut work: impl FnMut(&mut Connection, &str) -> Result<T>) -> Result<T> {
         let store = self.store.clone();
-        let was_there = self.line.is_some();
+        let was_there = self.connection.is_some();
         let done = work(self.connected()?, &store);
         match done {
-            Err(StoreError::Line { .. }) => {
-                self.line = None;
-                if was_there { work(self.connected()?, &store).inspect_err(|_| self.line = None) } else { done }
+            Err(StoreError::Connection { .. }) => {
+                self.connection = None;
+                if was_there { work(self.connected()?, &store).inspect_err(|_| self.connection = None) } else { done }
             }
             other => other,
         }
     }
 
-    fn begin(&mut self, blocks: &[Block]) -> Result<Vec<Begun>> {
+    fn begin(&mut self, blocks: &[Block]) -> Result<Vec<StartedBlock>> {
         self.abort();
-        let wanted = BeginBlocks { blocks: blocks.to_vec() };
-        let begun: BegunBlocks =
-            self.with_line(|line, store| line.ask_json(store, Kind::Begin, &wanted, Kind::Begun))?;
+        let table = BlockTable { blocks: blocks.to_vec() };
+        let started: BlockNumbers = self
+            .with_connection(|connection, store| connection.ask_json(store, Kind::Begin, &table, Kind::BlockNumbers))?;
         let found: Result<Vec<_>> =
-            blocks.iter().zip(&begun.numbers).map(|(block, number)| self.block(block, *number)).collect();
+            blocks.iter().zip(&started.numbers).map(|(block, number)| self.block(block, *number)).collect();
         let found = match found {
             Ok(found) if found.len() == blocks.len() => found,
             other => {
-                self.line = None;
-                let source = LineError::protocol("fewer block numbers than blocks");
-                let few = StoreError::Line { store: self.store.clone(), doing: Kind::Begin.doing(), source };
+                self.connection = None;
+                let source = ConnectionError::protocol("fewer block numbers than blocks");
+                let few = StoreError::Connection { store: self.store.clone(), doing: Kind::Begin.doing(), source };
                 return Err(other.err().unwrap_or(few));
             }
         };
@@ -171,8 +178,8 @@ impl WriteSession {
         Ok(found)
     }
 
-    /// What is known of a block. Digests that are not known here are asked for.
-    fn block(&mut self, block: &Block, number: u16) -> Result<Begun> {
+    /// Returns a block with its digests, and requests missing digests from the server.
+    fn block(&mut self, block: &Block, number: u16) -> Result<StartedBlock> {
         let pages = block.pages();
         let known = self.known.iter_mut().find(|known| known.number == number && known.id == block.id);
         if let Some(known) = known {
@@ -180,7 +187,7 @@ impl WriteSession {
                 known.digests = Arc::new(known.digests.resized(pages));
             }
             known.pages = pages;
-            return Ok(Begun { number, pages, digests: known.digests.clone() });
+            return Ok(StartedBlock { number, pages, digests: known.digests.clone() });
         }
         let digests = Digests::new(pages);
         let store = self.store.clone();
@@ -203,8 +210,8 @@ impl WriteSession {
             first += count;
         }
         let digests = Arc::new(digests);
-        self.known.push(Known { id: block.id.clone(), number, pages, digests: digests.clone() });
-        Ok(Begun { number, pages, digests })
+        self.known.push(KnownBlock { id: block.id.clone(), number, pages, digests: digests.clone() });
+        Ok(StartedBlock { number, pages, digests })
     }
 
     fn pages(&mut self, frame: &Frame) {
@@ -216,30 +223,30 @@ impl WriteSession {
             (record.block, record.page, record.digest)
         }));
         let count = (frame.count as u32).to_le_bytes();
-        let done = match &mut self.line {
-            Some(line) => line.send(Kind::Pages, &[&count, body]),
-            None => Err(LineError::Closed),
+        let done = match &mut self.connection {
+            Some(connection) => connection.send(Kind::Pages, &[&count, body]),
+            None => Err(ConnectionError::Closed),
         };
         if let Err(source) = done {
-            // What the server still had to say is what went wrong.
+            // The server may have reported the cause before it closed the connection.
             let doing = Kind::Pages.doing();
-            let said = match &mut self.line {
-                Some(line) => line.answer(&self.store, doing, Kind::Done).err(),
+            let reported = match &mut self.connection {
+                Some(connection) => connection.answer(&self.store, doing, Kind::Done).err(),
                 None => None,
             };
-            let own = StoreError::Line { store: self.store.clone(), doing, source };
-            self.lost = Some(said.filter(|e| !matches!(e, StoreError::Line { .. })).unwrap_or(own));
-            self.line = None;
+            let own = StoreError::Connection { store: self.store.clone(), doing, source };
+            self.lost = Some(reported.filter(|e| !matches!(e, StoreError::Connection { .. })).unwrap_or(own));
+            self.connection = None;
         }
     }
 
     fn commit(&mut self, state: &State, unchanged: u64) -> Result<Committed> {
         let Some(sent) = self.sent.take() else {
-            let why = "no checkpoint was begun".to_owned();
+            let why = "no checkpoint was started".to_owned();
             return Err(StoreError::Closed { store: self.store.clone(), why });
         };
         if let Some(lost) = self.lost.take() {
-            self.abort_line();
+            self.abort_remote();
             return Err(lost);
         }
         let mut front = Vec::new();
@@ -248,19 +255,19 @@ impl WriteSession {
         front.put_u32(state.metadata.len() as u32);
         let parts = [front.as_slice(), &state.definition, &state.metadata, &state.devices];
         let store = self.store.clone();
-        let Some(line) = &mut self.line else {
-            let (doing, source) = (Kind::Commit.doing(), LineError::Closed);
-            return Err(StoreError::Line { store, doing, source });
+        let Some(connection) = &mut self.connection else {
+            let (doing, source) = (Kind::Commit.doing(), ConnectionError::Closed);
+            return Err(StoreError::Connection { store, doing, source });
         };
-        let answer = line.ask(&store, Kind::Commit, &parts, Kind::Committed);
+        let answer = connection.ask(&store, Kind::Commit, &parts, Kind::Committed);
         let answer = answer.inspect_err(|e| {
-            if matches!(e, StoreError::Line { .. }) {
-                self.line = None;
+            if matches!(e, StoreError::Connection { .. }) {
+                self.connection = None;
             }
         })?;
         let committed: Committed = serde_json::from_slice(&answer).map_err(|e| {
-            let source = LineError::protocol(format!("an answer to a commit that cannot be read: {e}"));
-            StoreError::Line { store, doing: Kind::Commit.doing(), source }
+            let source = ConnectionError::protocol(format!("an answer to a commit that cannot be read: {e}"));
+            StoreError::Connection { store, doing: Kind::Commit.doing(), source }
         })?;
         for (number, page, digest) in sent {
             if let Some(known) = self.known.iter().find(|known| known.number == number) {
@@ -273,26 +280,26 @@ impl WriteSession {
 
     fn abort(&mut self) {
         if self.sent.take().is_some() {
-            self.abort_line();
+            self.abort_remote();
         }
         self.lost = None;
     }
 
-    fn abort_line(&mut self) {
-        if let Some(line) = &mut self.line
-            && line.ask(&self.store, Kind::Abort, &[], Kind::Done).is_err()
+    fn abort_remote(&mut self) {
+        if let Some(connection) = &mut self.connection
+            && connection.ask(&self.store, Kind::Abort, &[], Kind::Done).is_err()
         {
-            self.line = None;
+            self.connection = None;
         }
     }
 
-    fn keep(&mut self, kept: KeepWhat) {
+    fn keep(&mut self, kept: Retention) {
         self.kept = kept;
-        if let Some(line) = &mut self.line
-            && line.ask_json::<()>(&self.store, Kind::Keep, &self.kept, Kind::Done).is_err()
+        if let Some(connection) = &mut self.connection
+            && connection.ask_json::<()>(&self.store, Kind::Keep, &self.kept, Kind::Done).is_err()
         {
-            // It is said again once there is a line.
-            self.line = None;
+            // It is sent again over the next connection.
+            self.connection = None;
         }
     }
 }

@@ -66,7 +66,7 @@ fn story(keep: u32) -> Story {
 
 impl Story {
     /// After a crash when `count` steps were done: what must be there, and what may be.
-    fn check(&self, count: usize, fate: &BTreeMap<usize, Fate>, goes_on: bool, what: &str) {
+    fn check(&self, count: usize, fate: &BTreeMap<usize, Fate>, continues: bool, what: &str) {
         let disk = MemoryDisk::after_crash(&self.ops, count, fate);
         let before = self.marks.iter().rev().find(|mark| mark.step <= count).unwrap();
         let next = self.marks.iter().find(|mark| mark.step > count);
@@ -83,11 +83,11 @@ impl Story {
         };
         let most = next.map_or(least, |mark| mark.model.newest());
         assert!((least..=most).contains(&found), "{}: {found}, not {least} or {most}", context());
-        // The next owner goes on from there.
+        // The next owner continues from there.
         let mut engine = open(&disk, before.model.keep).unwrap_or_else(|e| panic!("{}: {e}", context()));
         assert_eq!(engine.newest(), found, "{}", context());
         let mut model = if found == least { before.model.clone() } else { next.unwrap().model.clone() };
-        if !goes_on {
+        if !continues {
             return;
         }
         model.check(&disk);
@@ -97,7 +97,7 @@ impl Story {
         }
         engine.compact().unwrap_or_else(|e| panic!("{}: {e}", context()));
         model.check(&disk);
-        // And leaves nothing behind that nobody needs.
+        // And it leaves no unused files.
         drop(engine);
         drop(open(&disk, before.model.keep).unwrap());
         let left: Vec<_> = disk.names().into_iter().filter(|name| name.contains("new-")).collect();

@@ -1,4 +1,4 @@
-//! A store is created only where that was asked for: a mistyped path, or a file system that is not mounted, gets none.
+//! A store is created only on request: not for a mistyped path, or on a file system that is not mounted.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, image, vm};

@@ -1,4 +1,4 @@
-//! Bits that flip and files that go: named, or mended, but never another content.
+//! Flipped bits and missing files: reported or repaired, but never wrong content.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, check_image, content, image, open};
@@ -88,7 +88,7 @@ fn a_flipped_bit_anywhere_is_named_or_does_no_harm() {
                     other => panic!("byte {byte} of {name}: {other}"),
                 }
             }
-            // The writer either goes on from what is right, or names what is not.
+            // The writer either continues with valid data, or reports the damage.
             if byte % 7 == 0
                 && let Err(e) = open(&bad, 3)
             {
@@ -182,14 +182,14 @@ fn what_cannot_be_opened_is_named() {
     assert!(matches!(&e, StoreError::OtherVm { found, .. } if found.name == "web"), "{e}");
     // A checkpoint that is not there.
     let e = image(&disk, Some(1)).unwrap_err();
-    assert!(e.to_string().contains("kept are 5, 6, 7"), "{e}");
+    assert!(e.to_string().contains("available: 5, 6, 7"), "{e}");
     // Something else.
     let other = MemoryDisk::default();
     assert!(matches!(image(&other, None).unwrap_err(), StoreError::NotAStore { .. }));
     drop(crate::disk::Disk::create(&other, "holiday.jpg").unwrap());
     let e = open(&other, 1).unwrap_err();
     assert!(matches!(&e, StoreError::NotEmpty { found, .. } if found == "holiday.jpg"), "{e}");
-    // With the newest entry damaged an older checkpoint can still be had, if it is asked for.
+    // If the newest entry is damaged, an older checkpoint can still be opened by its number.
     let bad = MemoryDisk::default();
     let mut model = Model { keep: 9, ..Model::default() };
     let mut engine = open(&bad, 9).unwrap();

@@ -39,17 +39,17 @@ pub struct Refusal {
     pub count: usize,
 }
 
-/// Something that happens just before a step: somebody else is faster.
+/// Something that happens just before a step: another process is faster.
 pub type Meanwhile = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct Hook(Option<(Moment, usize, Meanwhile)>);
 
-/// What is counted until somebody interrupts.
+/// What is counted until the interruption.
 #[derive(Clone, Copy, PartialEq)]
 enum Moment {
     Step,
-    Look,
+    Read,
 }
 
 impl std::fmt::Debug for Hook {
@@ -115,7 +115,7 @@ impl MemoryDisk {
         self.state().refusal.is_some_and(|refusal| refusal.after == 0)
     }
 
-    /// The same disk, seen by somebody who can be interrupted.
+    /// The same disk, through a handle that can be interrupted.
     pub fn handle(&self) -> Self {
         Self(self.0.clone(), Arc::default())
     }
@@ -125,9 +125,9 @@ impl MemoryDisk {
         self.1.lock().unwrap().0 = Some((Moment::Step, after, meanwhile));
     }
 
-    /// Before something is looked at through this handle for the `after`-th time from now on, `meanwhile` happens.
-    pub fn interrupt_look(&self, after: usize, meanwhile: Meanwhile) {
-        self.1.lock().unwrap().0 = Some((Moment::Look, after, meanwhile));
+    /// Runs `meanwhile` before the `after`-th read through this handle from now on.
+    pub fn interrupt_read(&self, after: usize, meanwhile: Meanwhile) {
+        self.1.lock().unwrap().0 = Some((Moment::Read, after, meanwhile));
     }
 
     /// The most bytes that all files with a name together ever had.
@@ -245,7 +245,7 @@ impl MemoryDisk {
 
     fn step(&self, op: Op) -> io::Result<MutexGuard<'_, State>> {
         self.meet(Moment::Step);
-        // Somebody may have been faster.
+        // Another process may have been faster.
         if let Op::Create(name, _) | Op::Link(name, _) = &op
             && self.state().names.contains_key(name)
         {
@@ -283,7 +283,7 @@ impl MemoryDisk {
 
 impl DiskFile for MemoryFile {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        self.0.meet(Moment::Look);
+        self.0.meet(Moment::Read);
         let state = self.0.state();
         let file = state.files[self.1].get(offset as usize..).unwrap_or_default();
         let len = file.len().min(buffer.len());
@@ -323,7 +323,7 @@ impl Disk for MemoryDisk {
     }
 
     fn list(&self, name: &str) -> io::Result<Vec<(String, u64)>> {
-        self.meet(Moment::Look);
+        self.meet(Moment::Read);
         let state = self.state();
         if !name.is_empty() && !state.directories.contains(name) {
             return Err(io::ErrorKind::NotFound.into());
@@ -351,7 +351,7 @@ impl Disk for MemoryDisk {
     }
 
     fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
-        self.meet(Moment::Look);
+        self.meet(Moment::Read);
         let file = self.state().names.get(name).copied().ok_or(io::ErrorKind::NotFound)?;
         Ok(Arc::new(MemoryFile(self.clone(), file)))
     }

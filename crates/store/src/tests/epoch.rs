@@ -1,4 +1,4 @@
-//! Owners: the older one is refused, by name, wherever it was when the newer one came.
+//! Owners: the older one is rejected, wherever it was when the newer one came.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, open, open_as, owner_of, send};
@@ -19,7 +19,7 @@ fn refused(result: Result<impl std::fmt::Debug>, mine: u64, epoch: u64) {
 }
 
 /// A store with five checkpoints, the handle through which its owner, of epoch 1, sees it, and that owner.
-fn begun(keep: u32) -> (MemoryDisk, MemoryDisk, Engine, Model) {
+fn started(keep: u32) -> (MemoryDisk, MemoryDisk, Engine, Model) {
     let disk = MemoryDisk::default();
     let slow = disk.handle();
     let mut model = Model { keep, ..Model::default() };
@@ -33,11 +33,11 @@ fn begun(keep: u32) -> (MemoryDisk, MemoryDisk, Engine, Model) {
 
 #[test]
 fn the_older_owner_is_refused_at_its_next_checkpoint_and_ever_after() {
-    let (disk, _, mut old, mut model) = begun(2);
+    let (disk, _, mut old, mut model) = started(2);
     // Its checkpoint is all but committed when the other one comes.
     let blocks = model.after(&change(5)).blocks.into_iter().map(|(block, _)| block).collect();
-    let begun = old.begin(blocks).unwrap();
-    send(&mut old, &[(begun[0].number, 3, 8)]);
+    let blocks = old.begin(blocks).unwrap();
+    send(&mut old, &[(blocks[0].number, 3, 8)]);
     let mut new = open_as(&disk, 2, "restore web", None).unwrap();
     assert_eq!(new.owner().epoch, 2);
     refused(old.commit(&State::default(), 0), 1, 2);
@@ -52,8 +52,8 @@ fn the_older_owner_is_refused_at_its_next_checkpoint_and_ever_after() {
 }
 
 #[test]
-fn whoever_asks_for_an_epoch_that_is_over_is_refused() {
-    let (disk, ..) = begun(2);
+fn a_claim_for_an_epoch_that_is_over_is_rejected() {
+    let (disk, ..) = started(2);
     drop(open_as(&disk, 2, "protect web", Some(1)).unwrap());
     drop(open_as(&disk, 2, "restore web", None).unwrap());
     refused(open_as(&disk, 2, "protect web", Some(2)), 2, 3);
@@ -98,7 +98,7 @@ fn take_over(disk: &MemoryDisk, slow: &MemoryDisk, old: Model, also: Change, aft
 fn an_owner_that_stalls_anywhere_in_a_commit_spoils_nothing() {
     for keep in [1, 3] {
         for after in 0.. {
-            let (disk, slow, mut old, model) = begun(keep);
+            let (disk, slow, mut old, model) = started(keep);
             let seen = take_over(&disk, &slow, model.clone(), change(5), after);
             let stalled = model.clone().commit(&mut old, &change(5));
             old.tidy();
@@ -108,7 +108,7 @@ fn an_owner_that_stalls_anywhere_in_a_commit_spoils_nothing() {
                 break;
             };
             match stalled {
-                // What it was told to count is what the new owner found.
+                // The new owner found what the old one was reported as committed.
                 Ok(_) => assert!(after_it.newest() == model.newest() + 4),
                 Err(e) => assert_eq!(owner_of(&e), Some((1, 2, "restore web")), "before step {after}: {e}"),
             }
@@ -123,7 +123,7 @@ fn an_owner_that_stalls_anywhere_in_a_commit_spoils_nothing() {
 fn an_owner_that_stalls_anywhere_in_a_compaction_deletes_nothing_that_is_needed() {
     for keep in [1, 3] {
         for after in 0.. {
-            let (disk, slow, mut old, model) = begun(keep);
+            let (disk, slow, mut old, model) = started(keep);
             let seen = take_over(&disk, &slow, model.clone(), Change::default(), after);
             let before = disk.names();
             match old.compact().and_then(|_| old.settle()) {
@@ -149,14 +149,14 @@ fn an_owner_that_stalls_anywhere_in_a_compaction_deletes_nothing_that_is_needed(
 }
 
 #[test]
-fn two_that_make_a_store_at_once_get_the_same_one() {
+fn two_processes_that_create_a_store_concurrently_get_the_same_one() {
     for after in 0.. {
         let disk = MemoryDisk::default();
         let slow = disk.handle();
         let seen = take_over(&disk, &slow, Model { keep: 2, ..Model::default() }, Change::default(), after);
         let first = open_as(&slow, 2, "protect web", None);
         let Some((mut new, mut model)) = seen.lock().unwrap().take() else { break };
-        // Whoever claims later has the higher epoch.
+        // The later claim has the higher epoch.
         let mut first = first.unwrap_or_else(|e| panic!("interrupted before step {after}: {e}"));
         if first.owner().epoch > new.owner().epoch {
             assert!(owner_of(&new.begin(vec![]).unwrap_err()).is_some());

@@ -38,7 +38,7 @@ fn walk(error: Errno, half: bool, count: usize) {
             }
             let all_passed = !disk.has_refused();
             disk.relent();
-            // What counts is there, and it goes on, at the latest when it is opened anew.
+            // All committed checkpoints are there, and the writer continues, at the latest after it is opened again.
             match model.commit(&mut engine, &change(5)) {
                 Ok(_) => {}
                 Err(StoreError::Closed { why, .. }) => {

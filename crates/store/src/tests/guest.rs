@@ -1,4 +1,4 @@
-//! Whose guest it is: hosts that boot, restore, protect and shut down one VM against a model of who may.
+//! The host of a guest: hosts boot, restore, protect and shut down one VM, compared with a model of what they may do.
 
 use super::disk::{MemoryDisk, Refusal};
 use super::model::{Change, Model, vm};
@@ -59,12 +59,12 @@ enum Step {
 
 /// A host: with which epoch its guest began, its protector.
 #[derive(Debug, Default)]
-struct Place {
+struct Host {
     run: Option<u64>,
     protector: Option<Engine>,
 }
 
-/// What must be true, told without looking at the store.
+/// What must be true, determined without the store.
 #[derive(Debug, Default)]
 struct Truth {
     /// Claims so far.
@@ -90,15 +90,15 @@ fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
     proptest::collection::vec((0usize..3, step), 1..60)
 }
 
-/// That `e` tells a host with a guest of epoch `run` to end it, just if it is not the holder.
-fn check_told(e: &StoreError, run: u64, holds: bool) {
+/// Asserts that `e` requires a host with a guest of epoch `run` to end it, unless that host is the holder.
+fn check_error(e: &StoreError, run: u64, holds: bool) {
     assert!(matches!(e, StoreError::Superseded { .. }), "{e}");
     assert_eq!(e.guest_is_over(run).is_none(), holds, "run {run}: {e}");
 }
 
 fn play(steps: Vec<(usize, Step)>) {
     let disk = new_store();
-    let mut places: [Place; 3] = Default::default();
+    let mut places: [Host; 3] = Default::default();
     let mut truth = Truth { model: Model { keep: 3, ..Model::default() }, ..Truth::default() };
     for (n, (host, step)) in steps.into_iter().enumerate() {
         let place = &mut places[host];
@@ -110,7 +110,7 @@ fn play(steps: Vec<(usize, Step)>) {
                 }
                 truth.epoch += 1;
                 assert_eq!(begin(&disk, "start web", guest, None).unwrap(), truth.epoch);
-                *place = Place { run: Some(truth.epoch), protector: None };
+                *place = Host { run: Some(truth.epoch), protector: None };
                 (truth.holder, truth.owner) = (Some(host), None);
                 if guest == Guest::Booted {
                     truth.current = 0;
@@ -129,7 +129,7 @@ fn play(steps: Vec<(usize, Step)>) {
                     }
                     Err(e) => {
                         assert!(!holds, "{e}");
-                        check_told(&e, run, false);
+                        check_error(&e, run, false);
                     }
                 }
             }
@@ -142,7 +142,7 @@ fn play(steps: Vec<(usize, Step)>) {
                     }
                     Err(e) => {
                         assert_ne!(truth.owner, Some(host), "{e}");
-                        check_told(&e, run, truth.holder == Some(host));
+                        check_error(&e, run, truth.holder == Some(host));
                     }
                 }
             }
@@ -168,7 +168,7 @@ fn play(steps: Vec<(usize, Step)>) {
                     }
                     Err(e) => {
                         assert_ne!(truth.holder, Some(host), "{e}");
-                        check_told(&e, run, false);
+                        check_error(&e, run, false);
                     }
                 }
             }
@@ -188,12 +188,12 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn only_the_host_that_began_it_last_commits_and_every_other_one_is_told(steps in steps()) {
+    fn only_the_host_that_began_it_last_commits_and_every_other_one_gets_an_error(steps in steps()) {
         play(steps);
     }
 }
 
-/// Host B begins a restore before the `after`-th step of what host A does with the guest that it has begun with epoch 1.
+/// Host B begins a restore before the `after`-th step of what host A does with the guest that began with epoch 1.
 fn overtaken<T>(after: usize, work: impl FnOnce(&MemoryDisk) -> Result<T>) -> Option<(MemoryDisk, Result<T>)> {
     let disk = new_store();
     begin(&disk, "start web", Guest::Booted, None).unwrap();
@@ -220,9 +220,9 @@ fn a_protector_that_is_overtaken_anywhere_commits_nothing_and_learns_it() {
             break;
         };
         match opened {
-            // It was first: it is told at its next step.
-            Ok(mut engine) => check_told(&engine.begin(vec![]).unwrap_err(), 1, false),
-            Err(e) => check_told(&e, 1, false),
+            // It was first: its next step fails.
+            Ok(mut engine) => check_error(&engine.begin(vec![]).unwrap_err(), 1, false),
+            Err(e) => check_error(&e, 1, false),
         }
         assert_eq!(listing(&disk).restorable(), Some(1), "before step {after}");
         assert_eq!(listing(&disk).owner.map(|owner| owner.operation).as_deref(), Some("restore web"));
@@ -230,7 +230,7 @@ fn a_protector_that_is_overtaken_anywhere_commits_nothing_and_learns_it() {
 }
 
 #[test]
-fn a_claim_that_another_one_follows_at_once_stays_so_that_the_owner_before_is_refused() {
+fn a_claim_that_another_one_follows_immediately_stays_so_that_the_previous_owner_is_rejected() {
     for after in 0.. {
         let disk = new_store();
         let mut engine = protect(&disk, None).unwrap();
@@ -258,12 +258,12 @@ fn the_end_of_a_guest_counts_only_where_it_ran_last() {
             break;
         };
         let owner = listing(&disk).owner.unwrap();
-        // Whoever comes last has it; one that is restored from a guest that had ended is told nothing of that by the store alone.
+        // The last one owns it. The store alone does not report that the restored guest had ended.
         assert_eq!((owner.guest, owner.run), (Guest::Restored, listing(&disk).epoch), "before step {after}");
         match ended {
             Ok(epoch) => assert_eq!((owner.boot, listing(&disk).restorable()), (epoch, None)),
             Err(e) => {
-                check_told(&e, 1, false);
+                check_error(&e, 1, false);
                 assert_eq!((owner.boot, listing(&disk).restorable()), (1, Some(1)));
             }
         }
@@ -288,7 +288,7 @@ fn a_full_disk_lets_the_guest_be_where_it_is_or_takes_it_away_wholly() {
             Ok(_) => assert!(!is_taken, "after {after} steps"),
             Err(e) => {
                 assert!(is_taken, "after {after} steps: {e}");
-                check_told(&e, 1, false);
+                check_error(&e, 1, false);
             }
         }
         model.check(&disk);
@@ -312,7 +312,7 @@ fn a_guest_that_is_known_never_makes_a_store() {
 #[test]
 fn a_store_of_an_older_rekindle_ends_no_guest() {
     let disk = new_store();
-    // It did not say what becomes of the guest.
+    // It did not record what happens to the guest.
     let mut engine = super::model::open(&disk, 3).unwrap();
     let mut model = Model { keep: 3, ..Model::default() };
     model.commit(&mut engine, &change(0)).unwrap();

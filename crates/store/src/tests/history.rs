@@ -1,7 +1,7 @@
-//! Random histories against the model: checkpoints, aborts, what `keep` says, compaction, base indices, reopening.
+//! Random histories against the model: checkpoints, aborts, `keep`, compaction, base indices, reopening.
 
 use super::disk::MemoryDisk;
-use super::model::{Change, Model, check_image, open, unlooked};
+use super::model::{Change, Model, check_image, lazy, open};
 use crate::error::StoreError;
 use crate::types::PAGE_SIZE;
 use proptest::prelude::*;
@@ -62,9 +62,9 @@ fn run(keep: u32, steps: Vec<Step>) {
             Step::Abort(change) => {
                 // As a commit, up to just before it.
                 let blocks = model.after(&change).blocks.into_iter().map(|(block, _)| block).collect();
-                let begun = engine.begin(blocks).unwrap();
+                let started = engine.begin(blocks).unwrap();
                 let pages: Vec<_> =
-                    change.pages.iter().map(|(b, page, kind)| (begun[*b].number, *page, *kind)).collect();
+                    change.pages.iter().map(|(b, page, kind)| (started[*b].number, *page, *kind)).collect();
                 super::model::send(&mut engine, &pages);
                 engine.work();
                 engine.abort();
@@ -102,9 +102,9 @@ proptest! {
     }
 }
 
-/// One whose pages are looked for late: its owner goes on meanwhile, moves pages and removes where they were.
+/// An image opened lazily, while the owner commits, moves pages and removes the old segments.
 #[test]
-fn an_image_that_was_opened_before_its_owner_went_on_is_read_or_gone_by_name() {
+fn a_lazily_opened_image_is_read_correctly_or_reported_as_removed() {
     let disk = MemoryDisk::default();
     let mut engine = open(&disk, 2).unwrap();
     let mut model = Model { keep: 2, ..Model::default() };
@@ -115,14 +115,14 @@ fn an_image_that_was_opened_before_its_owner_went_on_is_read_or_gone_by_name() {
     for n in 0..3 {
         model.commit(&mut engine, &change(n)).unwrap();
     }
-    let late = unlooked(&disk, None).unwrap();
+    let late = lazy(&disk, None).unwrap();
     let expected = model.checkpoints.get(&3).unwrap().clone();
     model.commit(&mut engine, &change(3)).unwrap();
     engine.compact().unwrap();
     engine.settle().unwrap();
     engine.tidy();
     check_image(&late, 3, &expected);
-    let late = unlooked(&disk, Some(4)).unwrap();
+    let late = lazy(&disk, Some(4)).unwrap();
     for n in 4..7 {
         model.commit(&mut engine, &change(n)).unwrap();
     }

@@ -8,7 +8,7 @@ mod epoch;
 mod full;
 mod guest;
 mod history;
-mod looking;
+mod inspecting;
 mod model;
 mod remote;
 mod writing;

@@ -73,7 +73,7 @@ pub fn open(disk: &MemoryDisk, keep: u32) -> Result<Engine> {
     open_as(disk, keep, "test", None)
 }
 
-/// Of an error that says that another one is the owner: the old epoch, the new one, what its owner does.
+/// Returns the old epoch, the new epoch and the owner's operation of a [`StoreError::Superseded`].
 pub fn owner_of(error: &StoreError) -> Option<(u64, u64, &str)> {
     match error {
         StoreError::Superseded { mine, epoch, owner, .. } => Some((*mine, *epoch, &owner.operation)),
@@ -90,9 +90,9 @@ pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
     LocalImage::open(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
 
-/// One whose pages are looked for later.
-pub fn unlooked(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
-    LocalImage::open_unlooked(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
+/// Opens an image lazily.
+pub fn lazy(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
+    LocalImage::open_lazily(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
 
 /// Send pages to an engine, some to a frame.
@@ -141,9 +141,9 @@ impl Model {
     pub fn commit(&mut self, engine: &mut Engine, change: &Change) -> Result<Committed> {
         let expected = self.after(change);
         let blocks: Vec<Block> = expected.blocks.iter().map(|(block, _)| block.clone()).collect();
-        let begun = engine.begin(blocks)?;
+        let started = engine.begin(blocks)?;
         let pages: Vec<_> =
-            change.pages.iter().map(|(block, page, kind)| (begun[*block].number, *page, *kind)).collect();
+            change.pages.iter().map(|(block, page, kind)| (started[*block].number, *page, *kind)).collect();
         send(engine, &pages);
         let state = State { definition: b"{}".into(), metadata: b"7".into(), devices: expected.devices.clone() };
         let committed = engine.commit(&state, 0)?;
@@ -166,7 +166,7 @@ impl Model {
         assert_eq!(image(disk, None).unwrap().info().number, self.newest());
         for (number, expected) in &self.checkpoints {
             check_image(&image(disk, Some(*number)).unwrap(), *number, expected);
-            check_image(&unlooked(disk, Some(*number)).unwrap(), *number, expected);
+            check_image(&lazy(disk, Some(*number)).unwrap(), *number, expected);
         }
         let e = image(disk, Some(self.newest() + 1)).unwrap_err();
         let have: Vec<u64> = self.checkpoints.keys().copied().collect();

@@ -1,14 +1,14 @@
-//! Stores on a server: the same as in a directory, and what may happen to a line.
+//! Stores on a server: the same as in a directory, and what may happen to a connection.
 
 use super::model::{block, content, vm};
 use crate::admin;
 use crate::error::StoreError;
 use crate::export::export;
-use crate::reader::{Image, Which};
-use crate::remote::line::Line;
+use crate::reader::{Image, ReadOptions};
+use crate::remote::connection::Connection;
 use crate::remote::protocol::{Kind, Purpose, VERSION};
-use crate::remote::server::{Patience, Server, Stop};
-use crate::remote::{Identity, LineError, Spare};
+use crate::remote::server::{Server, Stop, Timeouts};
+use crate::remote::{ConnectionError, Identity, SpareConnections};
 use crate::types::{Guest, OnlyIf, Owner, PAGE_SIZE, Page};
 use crate::url::StoreUrl;
 use crate::writer::{Options, Writer};
@@ -68,7 +68,7 @@ struct Running {
 }
 
 impl Running {
-    fn new(directory: &Path, identity: &Identity, patience: Patience) -> Self {
+    fn new(directory: &Path, identity: &Identity, patience: Timeouts) -> Self {
         let server = Server::bind("127.0.0.1:0", directory, identity).unwrap().with_patience(patience);
         let (address, stop) = (server.address().unwrap(), server.stopper());
         let thread = Some(thread::spawn(move || server.run().unwrap()));
@@ -85,7 +85,7 @@ impl Drop for Running {
     }
 }
 
-/// Passes bytes on to a server until so many have gone to it, and then cuts the line; again and again.
+/// Passes bytes on to a server until so many have gone to it, and then cuts the connection; again and again.
 struct Cutter {
     address: SocketAddr,
     left: Arc<AtomicI64>,
@@ -133,8 +133,8 @@ fn options(identity: &Identity, operation: &str) -> Options {
     Options { keep: 3, identity: Some(identity.clone()), create: true, ..Options::new(vm(), operation) }
 }
 
-fn which(identity: &Identity) -> Which {
-    Which { identity: Some(identity.clone()), ..Which::default() }
+fn which(identity: &Identity) -> ReadOptions {
+    ReadOptions { identity: Some(identity.clone()), ..ReadOptions::default() }
 }
 
 const PAGES: u64 = 600;
@@ -187,7 +187,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
-    let running = Running::new(directory.path(), &server, Patience::default());
+    let running = Running::new(directory.path(), &server, Timeouts::default());
     let there = url(running.address, "web");
     let here = StoreUrl::Directory(directory.path().join("web"));
     let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
@@ -205,14 +205,14 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     let again = commit(&mut writer, 3).unwrap();
     assert_eq!((again.number, again.pages.stored, again.pages.zero), (6, 0, 0));
     commit(&mut writer, 4).unwrap();
-    // Given up, it leaves no trace.
+    // An aborted checkpoint leaves no trace.
     let mut checkpoint = writer.begin(&[block("ram", PAGES), block("bios", 4)]).unwrap();
     checkpoint.pages(0, [(0, &content(5))]).unwrap();
     drop(checkpoint);
     writer.settle().unwrap();
 
     let remote = Image::open(&there, &which(&client)).unwrap();
-    let local = Image::open(&here, &Which::default()).unwrap();
+    let local = Image::open(&here, &ReadOptions::default()).unwrap();
     assert_eq!((remote.info(), remote.vm()), (local.info(), local.vm()));
     assert_eq!(remote.definition().unwrap(), local.definition().unwrap());
     let hot = |image: &Image| image.hot().collect::<crate::Result<Vec<_>>>().unwrap();
@@ -230,7 +230,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
         assert_eq!(e.kind(), "no-such-page", "{e}");
         assert!(e.to_string().contains("600"), "{e}");
     }
-    let at = |at| Image::open(&there, &Which { at: Some(at), ..which(&client) });
+    let at = |at| Image::open(&there, &ReadOptions { at: Some(at), ..which(&client) });
     assert_eq!(at(6).unwrap().info().number, 6);
     assert!(matches!(at(2).unwrap_err(), StoreError::NoSuchCheckpoint { have, .. } if have == [5, 6, 7]));
     let e = Image::open(&url(running.address, "other"), &which(&client)).unwrap_err();
@@ -242,7 +242,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     assert_eq!(listing.checkpoints.len(), 3);
     let verified = admin::verified(&there, Some(&client), &mut |_, _| {}).unwrap();
     assert!(verified.is_good() && verified.checkpoints == 3 && verified.pages > 500, "{verified:?}");
-    // Whoever takes over is told to the one before, by name.
+    // The error of the previous owner names the new one.
     let fenced = admin::fence(&there, &vm(), &Owner::here("restore web"), None, Some(&client)).unwrap();
     assert_eq!(fenced, admin::Fenced { epoch: 3, newest: 7 });
     let e = commit(&mut writer, 5).unwrap_err();
@@ -252,8 +252,8 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
 }
 
 fn check_rest(there: &StoreUrl, client: &Identity) {
-    for unlooked in [false, true] {
-        let image = Image::open(there, &Which { unlooked, ..which(client) }).unwrap();
+    for lazy in [false, true] {
+        let image = Image::open(there, &ReadOptions { lazy, ..which(client) }).unwrap();
         assert_eq!(image.info().number, 7);
         assert_eq!(image.hot().count(), Image::open(there, &which(client)).unwrap().hot().count());
         let all = expected(5);
@@ -271,11 +271,11 @@ fn check_rest(there: &StoreUrl, client: &Identity) {
 }
 
 #[test]
-fn a_line_that_is_cut_anywhere_costs_the_checkpoint_in_hand_and_no_more() {
+fn a_connection_that_fails_anywhere_costs_only_the_open_checkpoint() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
-    let running = Running::new(directory.path(), &server, Patience::default());
+    let running = Running::new(directory.path(), &server, Timeouts::default());
     let cutter = Cutter::new(running.address);
     let there = url(cutter.address, "web");
     let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
@@ -296,7 +296,7 @@ fn a_line_that_is_cut_anywhere_costs_the_checkpoint_in_hand_and_no_more() {
                     break;
                 }
             }
-            Err(e @ StoreError::Line { .. }) => {
+            Err(e @ StoreError::Connection { .. }) => {
                 lost += 1;
                 // What counts is what was committed; or all of it, when only the answer was lost.
                 let image = Image::open(&url(running.address, "web"), &which(&client)).unwrap();
@@ -306,14 +306,14 @@ fn a_line_that_is_cut_anywhere_costs_the_checkpoint_in_hand_and_no_more() {
             }
             Err(e) => panic!("cut after {cut}: {e}"),
         }
-        // And it goes on, as the same owner with a new epoch.
+        // And it continues, as the same owner with a new epoch.
         let done = commit(&mut writer, committed).unwrap_or_else(|e| panic!("after the cut at {cut}: {e}"));
         committed += 1;
         assert_eq!(done.number, committed);
         assert!(writer.epoch() > epoch || whole);
     }
     assert!(lost > 3, "{lost} of them were cut");
-    // Reading goes on over a new line, too.
+    // Reading continues over a new connection too.
     let image = Image::open(&there, &which(&client)).unwrap();
     for cut in [0, 700, 2_000, 5_000] {
         cutter.left.store(cut, Ordering::SeqCst);
@@ -323,9 +323,9 @@ fn a_line_that_is_cut_anywhere_costs_the_checkpoint_in_hand_and_no_more() {
         assert!(failed > 0 || cut > 0);
         check(&image, committed);
     }
-    // With another owner meanwhile it does not go on.
+    // It does not continue if there was another owner meanwhile.
     cutter.left.store(0, Ordering::SeqCst);
-    assert!(matches!(commit(&mut writer, 9), Err(StoreError::Line { .. })));
+    assert!(matches!(commit(&mut writer, 9), Err(StoreError::Connection { .. })));
     cutter.left.store(i64::MAX, Ordering::SeqCst);
     admin::fence(&there, &vm(), &Owner::here("restore web"), None, Some(&client)).unwrap();
     let e = commit(&mut writer, 9).unwrap_err();
@@ -337,7 +337,7 @@ fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
-    let running = Running::new(directory.path(), &server, Patience::default());
+    let running = Running::new(directory.path(), &server, Timeouts::default());
     let cutter = Cutter::new(running.address);
     let there = url(cutter.address, "web");
     let begin = |operation: &str, guest, only_if| {
@@ -352,9 +352,9 @@ fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
     commit(&mut writer, 0).unwrap();
     let restorable = || admin::listing(&there, Some(&client)).unwrap().restorable();
     assert_eq!(restorable(), Some(1));
-    // A line that is made anew makes no new guest of it.
+    // A connection that is made anew makes no new guest of it.
     cutter.left.store(0, Ordering::SeqCst);
-    assert!(matches!(commit(&mut writer, 1), Err(StoreError::Line { .. })));
+    assert!(matches!(commit(&mut writer, 1), Err(StoreError::Connection { .. })));
     cutter.left.store(i64::MAX, Ordering::SeqCst);
     commit(&mut writer, 1).unwrap();
     assert_eq!((writer.epoch(), restorable()), (3, Some(2)));
@@ -371,78 +371,79 @@ fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
 }
 
 #[test]
-fn a_spare_line_is_used_once_and_for_its_server_only() {
+fn a_spare_connection_is_used_once_and_for_its_server_only() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
-    let running = Running::new(directory.path(), &server, Patience::default());
+    let running = Running::new(directory.path(), &server, Timeouts::default());
     let there = url(running.address, "web");
     commit(&mut Writer::open(&there, &options(&client, "protect web")).unwrap(), 0).unwrap();
-    // Nobody who has no certificate can make a line.
-    let spare = Spare::default();
-    let open = |spare: &Spare| Image::open(&there, &Which { spare: spare.clone(), ..Which::default() });
-    let refused = |e: StoreError| matches!(e, StoreError::Line { source: LineError::NoIdentity, .. });
+    // A connection requires a certificate.
+    let spare = SpareConnections::default();
+    let open =
+        |spare: &SpareConnections| Image::open(&there, &ReadOptions { spare: spare.clone(), ..ReadOptions::default() });
+    let refused = |e: StoreError| matches!(e, StoreError::Connection { source: ConnectionError::NoIdentity, .. });
     assert!(refused(open(&spare).unwrap_err()));
     spare.make(&there, Some(&client), 2).unwrap();
     check(&open(&spare).unwrap(), 1);
     let owner = Owner::here("move web").with(Guest::Restored);
     let fence = |to: &StoreUrl| admin::fence_over(&spare, to, &vm(), &owner, Some(OnlyIf::Epoch(1)), None);
-    let other = Running::new(directory.path(), &server, Patience::default());
+    let other = Running::new(directory.path(), &server, Timeouts::default());
     assert!(refused(fence(&url(other.address, "web")).unwrap_err()), "it leads elsewhere");
     assert_eq!(fence(&there).unwrap().epoch, 2);
     assert!(refused(open(&spare).unwrap_err()), "there were two");
-    // One whose server has gone is no line.
+    // One whose server has gone is no connection.
     spare.make(&there, Some(&client), 1).unwrap();
     drop(running);
-    assert!(matches!(open(&spare).unwrap_err(), StoreError::Line { .. }));
+    assert!(matches!(open(&spare).unwrap_err(), StoreError::Connection { .. }));
     spare.make(&StoreUrl::Directory(directory.path().join("web")), None, 2).unwrap();
 }
 
 #[test]
-fn certificates_that_do_not_fit_are_named_with_the_mend() {
+fn errors_about_unsuitable_certificates_name_the_remedy() {
     let (ours, theirs) = (Authority::new("ours"), Authority::new("theirs"));
     let directory = tempfile::tempdir().unwrap();
     let good = ours.sign("127.0.0.1", 2100);
     let client = ours.sign("client", 2100);
-    let running = Running::new(directory.path(), &good, Patience::default());
+    let running = Running::new(directory.path(), &good, Timeouts::default());
     let there = url(running.address, "web");
-    let told = |there: &StoreUrl, identity: Option<Identity>| {
+    let message = |there: &StoreUrl, identity: Option<Identity>| {
         let e = admin::listing(there, identity.as_ref()).unwrap_err();
-        let StoreError::Line { source, .. } = e else { panic!("{e}") };
+        let StoreError::Connection { source, .. } = e else { panic!("{e}") };
         source.to_string()
     };
     let listed = admin::listing(&there, Some(&client)).unwrap_err();
     assert_eq!(listed.kind(), "not-a-store", "{listed}");
     for (identity, words) in [
         (None, ["--cert", "--key"]),
-        // Signed by somebody else.
+        // Signed by another authority.
         (
             Some(Identity { ca: ours.ca(), ..theirs.sign("client", 2100) }),
             ["does not know the authority", "--client-ca"],
         ),
-        // The server's is signed by somebody else.
-        (Some(Identity { ca: theirs.ca(), ..client.clone() }), ["not signed by the authority", "--ca"]),
+        // The server's certificate is signed by another authority.
+        (Some(Identity { ca: theirs.ca(), ..client.clone() }), ["not signed by the configured authority", "--ca"]),
         (Some(ours.sign("client", 2001)), ["certificate has expired", "renew"]),
         (Some(Identity { cert: "/nowhere.pem".into(), ..client.clone() }), ["/nowhere.pem", "certificate"]),
         (Some(Identity { key: good.key.clone(), ..client.clone() }), ["client-2100.pem", "key"]),
         (Some(Identity { ca: client.key.clone(), ..client.clone() }), ["client-2100.key", "certificate"]),
     ] {
-        let text = told(&there, identity);
+        let text = message(&there, identity);
         assert!(words.iter().all(|word| text.contains(word)), "{text} has not {words:?}");
     }
     for (name, year, words) in [("elsewhere", 2100, "for another name"), ("127.0.0.1", 2001, "has expired")] {
-        let running = Running::new(directory.path(), &ours.sign(name, year), Patience::default());
-        let text = told(&url(running.address, "web"), Some(client.clone()));
+        let running = Running::new(directory.path(), &ours.sign(name, year), Timeouts::default());
+        let text = message(&url(running.address, "web"), Some(client.clone()));
         assert!(text.contains(words), "{text}");
     }
-    // Something else listens there, or nobody.
+    // Another program listens there, or none.
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = other.local_addr().unwrap();
     let chatter = thread::spawn(move || other.accept().unwrap().0.write_all(b"220 mail ready\r\n").unwrap());
-    let text = told(&url(address, "web"), Some(client.clone()));
+    let text = message(&url(address, "web"), Some(client.clone()));
     assert!(text.contains("does not speak TLS") || text.contains("closed"), "{text}");
     chatter.join().unwrap();
-    let text = told(&url(address, "web"), Some(client));
+    let text = message(&url(address, "web"), Some(client));
     assert!(text.contains("rekindle store serve"), "{text}");
     // And the server lives.
     assert!(TcpStream::connect(running.address).is_ok());
@@ -452,12 +453,12 @@ fn certificates_that_do_not_fit_are_named_with_the_mend() {
 }
 
 #[test]
-fn whoever_says_nothing_is_dropped() {
+fn a_silent_client_is_dropped() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
     let soon = Duration::from_millis(100);
-    let running = Running::new(directory.path(), &server, Patience { within: soon, idle: soon });
+    let running = Running::new(directory.path(), &server, Timeouts { within: soon, idle: soon });
     let there = url(running.address, "web");
     // One that does not even greet.
     let mut mute = TcpStream::connect(running.address).unwrap();
@@ -477,31 +478,31 @@ fn whoever_says_nothing_is_dropped() {
     }
     thread::sleep(soon * 3);
     let e = checkpoint.commit(&json!(0), &json!(0), &[]).unwrap_err();
-    assert!(matches!(e, StoreError::Line { .. }), "{e}");
+    assert!(matches!(e, StoreError::Connection { .. }), "{e}");
     commit(&mut writer, 1).unwrap();
     assert!(writer.epoch() > epoch);
     assert_eq!(Image::open(&there, &which(&client)).unwrap().info().number, 2);
 }
 
-/// A line to a server, greeted for `purpose`.
-fn raw(address: SocketAddr, client: &Identity, purpose: Option<Purpose>) -> Line {
+/// A connection to a server, greeted for `purpose`.
+fn raw(address: SocketAddr, client: &Identity, purpose: Option<Purpose>) -> Connection {
     let StoreUrl::Remote(remote) = url(address, "web") else { panic!("not a server") };
-    let mut line = Line::connect(&remote, Some(client)).unwrap();
+    let mut connection = Connection::connect(&remote, Some(client)).unwrap();
     if let Some(purpose) = purpose {
         let hello = crate::remote::protocol::Hello { version: VERSION, name: remote.name, purpose };
-        line.ask_json::<serde_json::Value>("test", Kind::Hello, &hello, Kind::Welcome).unwrap();
+        connection.ask_json::<serde_json::Value>("test", Kind::Hello, &hello, Kind::Welcome).unwrap();
     }
-    line
+    connection
 }
 
-/// Both ends of a line: a server's, which has `within` for each thing, and a client's.
-fn ends(within: Duration) -> (Line, Line) {
+/// Both ends of a connection: a server's, which has `within` for each thing, and a client's.
+fn ends(within: Duration) -> (Connection, Connection) {
     let authority = Authority::new("ours");
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let config = server.server().unwrap();
-    let accepted = thread::spawn(move || Line::accept(listener.accept().unwrap().0, config, within).unwrap());
+    let accepted = thread::spawn(move || Connection::accept(listener.accept().unwrap().0, config, within).unwrap());
     let client = raw(address, &client, None);
     (accepted.join().unwrap(), client)
 }
@@ -523,28 +524,28 @@ fn repeat(mut step: impl FnMut() -> bool + Send + 'static) -> JoinHandle<bool> {
 const SOON: Duration = Duration::from_millis(300);
 
 #[test]
-fn a_frame_that_comes_byte_by_byte_ends_the_line() {
+fn a_frame_that_comes_byte_by_byte_ends_the_connection() {
     for client_drips in [true, false] {
         let (server, client) = ends(SOON);
-        let (mut dripping, mut line) = if client_drips { (client, server) } else { (server, client) };
-        line.limit(SOON, 1 << 20);
+        let (mut dripping, mut connection) = if client_drips { (client, server) } else { (server, client) };
+        connection.limit(SOON, 1 << 20);
         dripping.send_length(Kind::Pages.limit() as u32, Kind::Pages.code()).unwrap();
         let drip = repeat(move || dripping.send_raw(&[0]).is_ok());
-        let e = line.receive().unwrap_err();
-        assert!(matches!(e, LineError::Slow { .. }), "{e}");
-        drop(line);
+        let e = connection.receive().unwrap_err();
+        assert!(matches!(e, ConnectionError::Slow { .. }), "{e}");
+        drop(connection);
         drip.join().unwrap();
     }
 }
 
 #[test]
-fn a_peer_that_takes_a_frame_byte_by_byte_ends_the_line() {
-    let (mut line, mut client) = ends(SOON);
-    line.limit(SOON, 1 << 30);
+fn a_peer_that_takes_a_frame_byte_by_byte_ends_the_connection() {
+    let (mut connection, mut client) = ends(SOON);
+    connection.limit(SOON, 1 << 30);
     let drip = repeat(move || client.receive_raw(&mut [0; 512]).is_ok_and(|n| n > 0));
-    let e = line.send(Kind::Verified, &[&vec![0; Kind::Verified.limit()]]).unwrap_err();
-    assert!(matches!(e, LineError::Slow { .. }), "{e}");
-    drop(line);
+    let e = connection.send(Kind::Verified, &[&vec![0; Kind::Verified.limit()]]).unwrap_err();
+    assert!(matches!(e, ConnectionError::Slow { .. }), "{e}");
+    drop(connection);
     drip.join().unwrap();
 }
 
@@ -552,7 +553,7 @@ fn a_peer_that_takes_a_frame_byte_by_byte_ends_the_line() {
 fn a_handshake_that_comes_byte_by_byte_is_dropped() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
-    let patience = Patience { within: SOON, idle: SOON };
+    let patience = Timeouts { within: SOON, idle: SOON };
     let running = Running::new(directory.path(), &authority.sign("127.0.0.1", 2100), patience);
     let mut client = TcpStream::connect(running.address).unwrap();
     // The head of a record of 16 KiB.
@@ -561,25 +562,25 @@ fn a_handshake_that_comes_byte_by_byte_is_dropped() {
 }
 
 #[test]
-fn a_peer_that_is_at_work_for_ever_is_given_up() {
+fn a_peer_that_works_without_end_is_disconnected() {
     for server_works in [true, false] {
         let (server, client) = ends(SOON);
-        let (mut busy, mut line) = if server_works { (server, client) } else { (client, server) };
+        let (mut busy, mut connection) = if server_works { (server, client) } else { (client, server) };
         let work = repeat(move || busy.send(Kind::Busy, &[]).is_ok());
         // A client has nothing to work on.
-        let e = if server_works { line.receive_within(SOON) } else { line.receive() }.unwrap_err();
-        assert!(matches!(e, LineError::Slow { .. }), "{e}");
-        drop(line);
+        let e = if server_works { connection.receive_within(SOON) } else { connection.receive() }.unwrap_err();
+        assert!(matches!(e, ConnectionError::Slow { .. }), "{e}");
+        drop(connection);
         work.join().unwrap();
     }
 }
 
 #[test]
-fn nothing_that_a_client_says_harms_the_server_or_the_store() {
+fn no_message_of_a_client_harms_the_server_or_the_store() {
     let authority = Authority::new("ours");
     let directory = tempfile::tempdir().unwrap();
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
-    let running = Running::new(directory.path(), &server, Patience::default());
+    let running = Running::new(directory.path(), &server, Timeouts::default());
     let there = url(running.address, "web");
     let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
     commit(&mut writer, 0).unwrap();
@@ -593,12 +594,12 @@ fn nothing_that_a_client_says_harms_the_server_or_the_store() {
         Just([&1u32.to_le_bytes()[..], &[0; 16]].concat()),
         Just([&u32::MAX.to_le_bytes()[..], &[7; 40]].concat()),
     ];
-    let said = proptest::collection::vec((0..Kind::ALL.len(), payload), 1..6);
+    let messages = proptest::collection::vec((0..Kind::ALL.len(), payload), 1..6);
     for round in 0..120 {
         let purpose = match round % 4 {
             0 => None,
-            1 => Some(Purpose::Look),
-            2 => Some(Purpose::Read { vm: None, at: None, unlooked: false }),
+            1 => Some(Purpose::Inspect),
+            2 => Some(Purpose::Read { vm: None, at: None, lazy: false }),
             _ => Some(Purpose::Write {
                 vm: vm(),
                 owner: Owner::here("odd"),
@@ -608,27 +609,27 @@ fn nothing_that_a_client_says_harms_the_server_or_the_store() {
                 create: true,
             }),
         };
-        let mut line = raw(running.address, &client, purpose);
-        for (kind, payload) in said.new_tree(&mut runner).unwrap().current() {
+        let mut connection = raw(running.address, &client, purpose);
+        for (kind, payload) in messages.new_tree(&mut runner).unwrap().current() {
             let kind = Kind::ALL[kind];
-            if line.send(kind, &[&payload[..payload.len().min(kind.limit())]]).is_err() {
+            if connection.send(kind, &[&payload[..payload.len().min(kind.limit())]]).is_err() {
                 break;
             }
         }
     }
     // Lengths beyond the limit.
     for kind in Kind::ALL {
-        let mut line = raw(running.address, &client, Some(Purpose::Look));
-        let text = line.send_length(u32::MAX, kind.code()).and_then(|()| line.receive());
+        let mut connection = raw(running.address, &client, Some(Purpose::Inspect));
+        let text = connection.send_length(u32::MAX, kind.code()).and_then(|()| connection.receive());
         assert!(!matches!(text, Ok(Some((kind, _))) if kind != Kind::Failure));
     }
     check(&Image::open(&there, &which(&client)).unwrap(), 1);
     assert!(admin::verified(&there, Some(&client), &mut |_, _| {}).unwrap().is_good());
     // Another protocol is refused by its number.
     let StoreUrl::Remote(remote) = there else { panic!("not a server") };
-    let mut line = Line::connect(&remote, Some(&client)).unwrap();
-    let hello = crate::remote::protocol::Hello { version: VERSION + 1, name: remote.name, purpose: Purpose::Look };
-    let e = line.ask_json::<serde_json::Value>("test", Kind::Hello, &hello, Kind::Welcome).unwrap_err();
+    let mut connection = Connection::connect(&remote, Some(&client)).unwrap();
+    let hello = crate::remote::protocol::Hello { version: VERSION + 1, name: remote.name, purpose: Purpose::Inspect };
+    let e = connection.ask_json::<serde_json::Value>("test", Kind::Hello, &hello, Kind::Welcome).unwrap_err();
     assert!(e.to_string().contains(&format!("protocol version {}", VERSION + 1)), "{e}");
-    assert!(matches!(line.receive(), Ok(None) | Err(LineError::Closed)));
+    assert!(matches!(connection.receive(), Ok(None) | Err(ConnectionError::Closed)));
 }

@@ -177,7 +177,7 @@ impl Attempt {
         let Self { mut replacement, shutdown, .. } = self;
         let (stopped, ended) = shutdown.unwrap_or((resumed.resumed, Ended::Before));
         replacement.recorder.phase(Phase::Settle);
-        resumed.previous_ram.into_iter().for_each(PreviousRam::give_back);
+        resumed.previous_ram.into_iter().for_each(PreviousRam::release);
         replacement.recorder.step("free the previous RAM");
         replacement.recorder.write(&replacement.held.rundir);
         let report = replacement.report(&resumed.vmm, &resumed.state, (stopped, resumed.resumed), None);

@@ -1,4 +1,4 @@
-//! A connection: frames of a type and a payload, with a limit for each, and an end to patience.
+//! A connection: frames of a type and a payload, with limits of size and time.
 //!
 //! ```text
 //! length of the payload (4) | type (1) | payload
@@ -21,86 +21,74 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long the other side may stand still within something.
+/// How long the other side may send or receive nothing within a frame.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
-/// How long a connection may take to come about, with its handshake.
+/// Time limit for connecting, including the handshake.
 const CONNECT: Duration = Duration::from_secs(10);
-/// Bytes of a frame that have to come in a second, or be taken, when [`PATIENCE`] is over: 1 Mbit/s. A slower line is of no use for
+/// Bytes of a frame per second that must be transferred after [`PATIENCE`]: 1 Mbit/s. A slower connection is useless for
 /// checkpoints. So 4 MiB of pages may take a minute, and the largest frame 18 minutes.
 const SLOWEST: u64 = 128 << 10;
-/// How long a server may report that it still works on a checkpoint: on what its disk has not yet written of it. A guest may be stopped
-/// meanwhile.
+/// How long a server may report that it still works on a checkpoint, while its disk writes. A guest may be stopped meanwhile.
 const WORK: Duration = Duration::from_secs(3600);
-/// The same of work on a whole store (verify, compact): 8 TB at 100 MB/s.
+/// The same for work on a whole store (verify, compact): 8 TB at 100 MB/s.
 const LONG_WORK: Duration = Duration::from_secs(24 * 3600);
 
-/// Why a line does not hold.
+/// Why a connection failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum LineError {
-    /// A certificate or key file is no good.
+pub enum ConnectionError {
+    /// A certificate or key file is unusable.
     #[error("{what} {}: {why}", path.display())]
     File {
-        /// The file.
         path: PathBuf,
-        /// What it should be.
+        /// Expected content.
         what: &'static str,
-        /// What is wrong.
         why: String,
     },
-    /// No certificate was given.
-    #[error("a server wants to see a certificate: give --cert, --key and --ca")]
+    /// No certificate was configured.
+    #[error("a server requires a certificate: give --cert, --key and --ca")]
     NoIdentity,
-    /// The server's name is none.
-    #[error("`{host}` is no name and no address of a server")]
-    Host {
-        /// That name.
-        host: String,
-    },
-    /// Nobody there.
+    /// The server's name is invalid.
+    #[error("`{host}` is neither a name nor an address of a server")]
+    Host { host: String },
+    /// The server cannot be reached.
     #[error("{address} cannot be reached; is `rekindle store serve` running there?")]
     Connect {
-        /// Where.
         address: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// One of the certificates does not fit.
-    #[error("{why}; {mend}")]
+    /// One of the certificates is unsuitable.
+    #[error("{why}; {remedy}")]
     Certificate {
-        /// What is wrong.
         why: String,
         /// What to do.
-        mend: &'static str,
+        remedy: &'static str,
     },
-    /// Nothing comes any more.
-    #[error("the other side has not moved for {} s", after.as_secs())]
+    /// Nothing was transferred for too long.
+    #[error("the other side has neither sent nor received anything for {} s", after.as_secs())]
     Silent {
         /// How long was waited.
         after: Duration,
     },
-    /// It moves, but too slowly.
+    /// The other side is too slow.
     #[error("the other side is too slow: it has not finished within {} s", after.as_secs())]
     Slow {
         /// How long it had.
         after: Duration,
     },
-    /// It is gone.
-    #[error("the other side has closed the line")]
+    /// The other side has closed the connection.
+    #[error("the other side has closed the connection")]
     Closed,
-    /// The system fails.
-    #[error("the line failed")]
+    /// A system call failed.
+    #[error("the connection failed")]
     Io(#[source] io::Error),
-    /// It says what makes no sense.
+    /// The other side has sent something invalid.
     #[error("{what}")]
-    Protocol {
-        /// What.
-        what: String,
-    },
+    Protocol { what: String },
 }
 
-impl LineError {
+impl ConnectionError {
     fn of(e: io::Error) -> Self {
         if let Some(explained) = explain(&e) {
             return explained;
@@ -123,24 +111,25 @@ impl LineError {
     }
 }
 
-/// A TCP connection, each wait on which is bounded: by how long the other side may stand still, and by a deadline that no byte moves.
-struct Timed {
+/// A TCP connection with two limits for each operation: the longest silence of the other side, and a deadline for the whole
+/// operation, which transferred bytes do not extend.
+struct TimedStream {
     tcp: TcpStream,
     silence: Duration,
-    /// How long what is under way may take in all, and when that is over.
+    /// Time limit of the whole operation, and its deadline.
     whole: Duration,
     deadline: Instant,
-    /// The other side has moved since.
+    /// Bytes were transferred since the start of the operation.
     moved: bool,
 }
 
-impl Timed {
-    fn new(tcp: TcpStream) -> std::result::Result<Self, LineError> {
-        tcp.set_nodelay(true).and_then(|()| tcp.set_nonblocking(true)).map_err(LineError::Io)?;
+impl TimedStream {
+    fn new(tcp: TcpStream) -> std::result::Result<Self, ConnectionError> {
+        tcp.set_nodelay(true).and_then(|()| tcp.set_nonblocking(true)).map_err(ConnectionError::Io)?;
         Ok(Self { tcp, silence: CONNECT, whole: CONNECT, deadline: Instant::now() + CONNECT, moved: false })
     }
 
-    /// From now on the other side may stand still for `silence`, and may take `whole` for all that it does.
+    /// Starts an operation in which the other side may be silent for `silence`, and which may take `whole`.
     fn begin(&mut self, silence: Duration, whole: Duration) {
         (self.silence, self.whole, self.deadline) = (silence, whole, Instant::now() + whole);
         self.moved = false;
@@ -150,7 +139,7 @@ impl Timed {
     fn timed(&mut self, events: PollFlags, mut io: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
         let silent_at = Instant::now() + self.silence;
         loop {
-            // First, since more has come as a rule.
+            // Before the poll, since data is usually available.
             let now = Instant::now();
             if now >= self.deadline {
                 return Err(self.late(silent_at));
@@ -174,21 +163,21 @@ impl Timed {
 
     fn late(&self, silent_at: Instant) -> io::Error {
         let late = if self.moved && silent_at > self.deadline {
-            LineError::Slow { after: self.whole }
+            ConnectionError::Slow { after: self.whole }
         } else {
-            LineError::Silent { after: self.silence }
+            ConnectionError::Silent { after: self.silence }
         };
         io::Error::new(io::ErrorKind::TimedOut, late)
     }
 }
 
-impl Read for Timed {
+impl Read for TimedStream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         self.timed(PollFlags::IN, |mut tcp| tcp.read(into))
     }
 }
 
-impl Write for Timed {
+impl Write for TimedStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.timed(PollFlags::OUT, |mut tcp| tcp.write(bytes))
     }
@@ -198,16 +187,15 @@ impl Write for Timed {
     }
 }
 
-/// What goes in both directions.
+/// A TLS connection of a client or a server.
 trait Stream: Read + Write + Send {
-    /// What it goes over.
-    fn timed(&mut self) -> &mut Timed;
-    /// Say that no more will come.
+    fn timed(&mut self) -> &mut TimedStream;
+    /// Sends the end of the TLS connection.
     fn close(&mut self);
 }
 
-impl Stream for StreamOwned<ClientConnection, Timed> {
-    fn timed(&mut self) -> &mut Timed {
+impl Stream for StreamOwned<ClientConnection, TimedStream> {
+    fn timed(&mut self) -> &mut TimedStream {
         &mut self.sock
     }
 
@@ -217,8 +205,8 @@ impl Stream for StreamOwned<ClientConnection, Timed> {
     }
 }
 
-impl Stream for StreamOwned<ServerConnection, Timed> {
-    fn timed(&mut self) -> &mut Timed {
+impl Stream for StreamOwned<ServerConnection, TimedStream> {
+    fn timed(&mut self) -> &mut TimedStream {
         &mut self.sock
     }
 
@@ -229,39 +217,39 @@ impl Stream for StreamOwned<ServerConnection, Timed> {
 }
 
 /// One end of a connection.
-pub(crate) struct Line {
+pub(crate) struct Connection {
     stream: Box<dyn Stream>,
-    /// How long the other side may take until it begins a frame.
+    /// How long the other side may wait before it begins a frame.
     patience: Duration,
-    /// How long it may stand still within one.
+    /// How long it may be silent within a frame.
     within: Duration,
-    /// Bytes a second that it has to move within one, after that.
+    /// Bytes per second that must be transferred after that.
     slowest: u64,
 }
 
-impl Drop for Line {
+impl Drop for Connection {
     fn drop(&mut self) {
-        // So that the other side can tell an end from a break. It does not wait for a peer that takes nothing any more.
+        // So that the other side can distinguish an end from a failure. Short, because the peer may not receive any more.
         let a_moment = Duration::from_millis(100);
         self.stream.timed().begin(a_moment, a_moment);
         self.stream.close();
     }
 }
 
-impl fmt::Debug for Line {
+impl fmt::Debug for Connection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Line").field("patience", &self.patience).finish_non_exhaustive()
+        f.debug_struct("Connection").field("patience", &self.patience).finish_non_exhaustive()
     }
 }
 
-impl Line {
-    /// Connect to a server.
-    pub fn connect(server: &Remote, identity: Option<&Identity>) -> std::result::Result<Self, LineError> {
-        let config = identity.ok_or(LineError::NoIdentity)?.client()?;
+impl Connection {
+    /// Connects to a server.
+    pub fn connect(server: &Remote, identity: Option<&Identity>) -> std::result::Result<Self, ConnectionError> {
+        let config = identity.ok_or(ConnectionError::NoIdentity)?.client()?;
         let host = server.host.clone();
-        let name = ServerName::try_from(host.clone()).map_err(|_| LineError::Host { host: host.clone() })?;
+        let name = ServerName::try_from(host.clone()).map_err(|_| ConnectionError::Host { host: host.clone() })?;
         let address = format!("{}:{}", server.host, server.port);
-        let failed = |source| LineError::Connect { address: address.clone(), source };
+        let failed = |source| ConnectionError::Connect { address: address.clone(), source };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "it has no address");
         let found = (server.host.as_str(), server.port).to_socket_addrs().map_err(failed)?;
         let connected = found.into_iter().find_map(|to| match TcpStream::connect_timeout(&to, CONNECT) {
@@ -272,54 +260,54 @@ impl Line {
             }
         });
         let Some(tcp) = connected else { return Err(failed(last)) };
-        let connection = ClientConnection::new(config, name).map_err(|e| LineError::protocol(e.to_string()))?;
-        let mut stream = StreamOwned::new(connection, Timed::new(tcp)?);
+        let connection = ClientConnection::new(config, name).map_err(|e| ConnectionError::protocol(e.to_string()))?;
+        let mut stream = StreamOwned::new(connection, TimedStream::new(tcp)?);
         while stream.conn.is_handshaking() {
-            stream.conn.complete_io(&mut stream.sock).map_err(LineError::of)?;
+            stream.conn.complete_io(&mut stream.sock).map_err(ConnectionError::of)?;
         }
         Ok(Self { stream: Box::new(stream), patience: PATIENCE, within: PATIENCE, slowest: SLOWEST })
     }
 
-    /// Take a client in, with `patience` for the greeting and for each thing.
+    /// Accepts a client, with `patience` for its greeting and within each frame.
     pub fn accept(
         tcp: TcpStream,
         config: Arc<ServerConfig>,
         patience: Duration,
-    ) -> std::result::Result<Self, LineError> {
-        let connection = ServerConnection::new(config).map_err(|e| LineError::protocol(e.to_string()))?;
-        let mut stream = StreamOwned::new(connection, Timed::new(tcp)?);
+    ) -> std::result::Result<Self, ConnectionError> {
+        let connection = ServerConnection::new(config).map_err(|e| ConnectionError::protocol(e.to_string()))?;
+        let mut stream = StreamOwned::new(connection, TimedStream::new(tcp)?);
         let greeting = patience.min(CONNECT);
         stream.sock.begin(greeting, greeting);
         while stream.conn.is_handshaking() {
-            stream.conn.complete_io(&mut stream.sock).map_err(LineError::of)?;
+            stream.conn.complete_io(&mut stream.sock).map_err(ConnectionError::of)?;
         }
         Ok(Self { stream: Box::new(stream), patience, within: patience, slowest: SLOWEST })
     }
 
-    /// How long the other side may take from now on until it begins a frame.
+    /// Sets how long the other side may wait before it begins a frame.
     pub fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;
     }
 
-    /// The limits within a frame.
+    /// Sets the limits within a frame.
     #[cfg(test)]
     pub fn limit(&mut self, within: Duration, slowest: u64) {
         (self.within, self.slowest) = (within, slowest);
     }
 
-    /// How long a frame of `len` bytes may take.
+    /// Returns the time limit of a frame of `len` bytes.
     fn whole(&self, len: usize) -> Duration {
         self.within + Duration::from_secs(len as u64 / self.slowest.max(1))
     }
 
-    /// Send a frame; its payload in parts.
-    pub fn send(&mut self, kind: Kind, parts: &[&[u8]]) -> std::result::Result<(), LineError> {
+    /// Sends a frame with its payload in parts.
+    pub fn send(&mut self, kind: Kind, parts: &[&[u8]]) -> std::result::Result<(), ConnectionError> {
         let len: usize = parts.iter().map(|part| part.len()).sum();
         let short = u32::try_from(len).ok().filter(|len| *len as usize <= kind.limit());
-        let len = short.ok_or_else(|| LineError::protocol(format!("{len} bytes are too many for {kind:?}")))?;
+        let len = short.ok_or_else(|| ConnectionError::protocol(format!("{len} bytes are too many for {kind:?}")))?;
         let mut front = len.to_le_bytes().to_vec();
         front.push(kind.code());
-        // Short ones in one record.
+        // A short frame is sent in one TLS record.
         let mut rest = parts;
         if len < 8192 {
             parts.iter().for_each(|part| front.extend_from_slice(part));
@@ -331,42 +319,42 @@ impl Line {
             rest.iter().try_for_each(|part| self.stream.write_all(part))?;
             self.stream.flush()
         });
-        sent.map_err(LineError::of)
+        sent.map_err(ConnectionError::of)
     }
 
-    /// Send bytes as they are.
+    /// Sends raw bytes.
     #[cfg(test)]
-    pub fn send_raw(&mut self, bytes: &[u8]) -> std::result::Result<(), LineError> {
+    pub fn send_raw(&mut self, bytes: &[u8]) -> std::result::Result<(), ConnectionError> {
         self.stream.timed().begin(PATIENCE, PATIENCE);
-        self.stream.write_all(bytes).and_then(|()| self.stream.flush()).map_err(LineError::of)
+        self.stream.write_all(bytes).and_then(|()| self.stream.flush()).map_err(ConnectionError::of)
     }
 
-    /// Receive at most so many bytes, as they are.
+    /// Receives raw bytes.
     #[cfg(test)]
-    pub fn receive_raw(&mut self, bytes: &mut [u8]) -> std::result::Result<usize, LineError> {
+    pub fn receive_raw(&mut self, bytes: &mut [u8]) -> std::result::Result<usize, ConnectionError> {
         self.stream.timed().begin(PATIENCE, PATIENCE);
-        self.stream.read(bytes).map_err(LineError::of)
+        self.stream.read(bytes).map_err(ConnectionError::of)
     }
 
-    /// Send only the beginning of a frame.
+    /// Sends only the beginning of a frame.
     #[cfg(test)]
-    pub fn send_length(&mut self, len: u32, code: u8) -> std::result::Result<(), LineError> {
+    pub fn send_length(&mut self, len: u32, code: u8) -> std::result::Result<(), ConnectionError> {
         self.send_raw(&[&len.to_le_bytes()[..], &[code]].concat())
     }
 
-    /// Send a frame whose payload is JSON.
-    pub fn send_json(&mut self, kind: Kind, value: &impl Serialize) -> std::result::Result<(), LineError> {
-        let text = serde_json::to_vec(value).map_err(|e| LineError::Io(e.into()))?;
+    /// Sends a frame whose payload is JSON.
+    pub fn send_json(&mut self, kind: Kind, value: &impl Serialize) -> std::result::Result<(), ConnectionError> {
+        let text = serde_json::to_vec(value).map_err(|e| ConnectionError::Io(e.into()))?;
         self.send(kind, &[&text])
     }
 
-    /// The next frame. `None` when the line was closed in order, between two.
-    pub fn receive(&mut self) -> std::result::Result<Option<(Kind, Vec<u8>)>, LineError> {
+    /// Receives the next frame. `None` if the connection was closed between two frames.
+    pub fn receive(&mut self) -> std::result::Result<Option<(Kind, Vec<u8>)>, ConnectionError> {
         self.receive_within(Duration::ZERO)
     }
 
-    /// The same from a server that may report for as long as `work` that it is still at work.
-    pub fn receive_within(&mut self, work: Duration) -> std::result::Result<Option<(Kind, Vec<u8>)>, LineError> {
+    /// As [`Connection::receive`], from a server that may report for `work` that it is still working.
+    pub fn receive_within(&mut self, work: Duration) -> std::result::Result<Option<(Kind, Vec<u8>)>, ConnectionError> {
         let worked = Instant::now() + work;
         loop {
             let mut front = [0; 5];
@@ -375,7 +363,7 @@ impl Line {
             while let Some(room) = front.get_mut(there..).filter(|room| !room.is_empty()) {
                 match self.stream.read(room) {
                     Ok(0) if there == 0 => return Ok(None),
-                    Ok(0) => return Err(LineError::Closed),
+                    Ok(0) => return Err(ConnectionError::Closed),
                     Ok(n) => {
                         if there == 0 {
                             self.stream.timed().begin(self.within, self.within);
@@ -383,70 +371,72 @@ impl Line {
                         there += n;
                     }
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                    Err(e) => return Err(LineError::of(e)),
+                    Err(e) => return Err(ConnectionError::of(e)),
                 }
             }
             let [a, b, c, d, code] = front;
             let len = u32::from_le_bytes([a, b, c, d]) as usize;
             let kind = Kind::from_code(code)
-                .ok_or_else(|| LineError::protocol(format!("a frame of the unknown type {code}")))?;
+                .ok_or_else(|| ConnectionError::protocol(format!("a frame of the unknown type {code}")))?;
             if len > kind.limit() {
                 let text = format!("a frame {kind:?} of {len} bytes, more than the {} it may have", kind.limit());
-                return Err(LineError::protocol(text));
+                return Err(ConnectionError::protocol(text));
             }
-            // As it comes, so that a length alone costs no memory.
+            // The buffer grows with the data, so that a stated length alone uses no memory.
             let mut payload = Vec::new();
             let whole = self.whole(len);
             self.stream.timed().begin(self.within, whole);
             let mut rest = (&mut self.stream).take(len as u64);
-            rest.read_to_end(&mut payload).map_err(LineError::of)?;
+            rest.read_to_end(&mut payload).map_err(ConnectionError::of)?;
             if payload.len() != len {
-                return Err(LineError::Closed);
+                return Err(ConnectionError::Closed);
             }
             if kind != Kind::Busy {
                 return Ok(Some((kind, payload)));
             }
             if Instant::now() >= worked {
-                return Err(LineError::Slow { after: work });
+                return Err(ConnectionError::Slow { after: work });
             }
         }
     }
 
-    /// Ask, and wait for an answer of type `wanted`.
-    pub fn ask(&mut self, store: &str, kind: Kind, parts: &[&[u8]], wanted: Kind) -> Result<Vec<u8>> {
-        let failed = |source| StoreError::Line { store: store.to_owned(), doing: kind.doing(), source };
+    /// Sends a request, and waits for an answer of type `expected`.
+    pub fn ask(&mut self, store: &str, kind: Kind, parts: &[&[u8]], expected: Kind) -> Result<Vec<u8>> {
+        let failed = |source| StoreError::Connection { store: store.to_owned(), doing: kind.doing(), source };
         self.send(kind, parts).map_err(failed)?;
-        self.answer(store, kind.doing(), wanted)
+        self.answer(store, kind.doing(), expected)
     }
 
-    /// Wait for the answer of type `wanted` to what was asked.
-    pub fn answer(&mut self, store: &str, doing: &'static str, wanted: Kind) -> Result<Vec<u8>> {
-        let failed = |source| StoreError::Line { store: store.to_owned(), doing, source };
-        let work = if matches!(wanted, Kind::Begun | Kind::Committed) { WORK } else { LONG_WORK };
+    /// Waits for the answer of type `expected` to a request.
+    pub fn answer(&mut self, store: &str, doing: &'static str, expected: Kind) -> Result<Vec<u8>> {
+        let failed = |source| StoreError::Connection { store: store.to_owned(), doing, source };
+        let work = if matches!(expected, Kind::BlockNumbers | Kind::Committed) { WORK } else { LONG_WORK };
         match self.receive_within(work).map_err(failed)? {
-            Some((kind, payload)) if kind == wanted => Ok(payload),
+            Some((kind, payload)) if kind == expected => Ok(payload),
             Some((Kind::Failure, payload)) => {
                 let failure: Failure = serde_json::from_slice(&payload)
-                    .map_err(|_| failed(LineError::protocol("an error that cannot be read")))?;
+                    .map_err(|_| failed(ConnectionError::protocol("an error that cannot be read")))?;
                 Err(failure.into_error(store))
             }
-            Some((kind, _)) => Err(failed(LineError::protocol(format!("{kind:?} where {wanted:?} was expected")))),
-            None => Err(failed(LineError::Closed)),
+            Some((kind, _)) => {
+                Err(failed(ConnectionError::protocol(format!("{kind:?} where {expected:?} was expected"))))
+            }
+            None => Err(failed(ConnectionError::Closed)),
         }
     }
 
-    /// Ask in JSON, and be answered so.
+    /// As [`Connection::ask`], with request and answer in JSON.
     pub fn ask_json<T: DeserializeOwned>(
         &mut self,
         store: &str,
         kind: Kind,
         value: &impl Serialize,
-        wanted: Kind,
+        expected: Kind,
     ) -> Result<T> {
-        let failed = |source| StoreError::Line { store: store.to_owned(), doing: kind.doing(), source };
-        let text = serde_json::to_vec(value).map_err(|e| failed(LineError::Io(e.into())))?;
-        let answer = self.ask(store, kind, &[&text], wanted)?;
+        let failed = |source| StoreError::Connection { store: store.to_owned(), doing: kind.doing(), source };
+        let text = serde_json::to_vec(value).map_err(|e| failed(ConnectionError::Io(e.into())))?;
+        let answer = self.ask(store, kind, &[&text], expected)?;
         serde_json::from_slice(&answer)
-            .map_err(|e| failed(LineError::protocol(format!("{wanted:?} that cannot be read: {e}"))))
+            .map_err(|e| failed(ConnectionError::protocol(format!("{expected:?} that cannot be read: {e}"))))
     }
 }

@@ -1,4 +1,4 @@
-//! Whoever looks at a store while its owner works on it finds no damage: neither in what was removed since nor in what was moved.
+//! A process that inspects a store while its owner writes finds no damage, neither for removed files nor for moved pages.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, open};
@@ -13,8 +13,8 @@ fn change(n: u64) -> Change {
     Change { blocks: vec![("ram", 20)], pages }
 }
 
-/// A store that keeps `keep` checkpoints, seen by somebody before whose `after`-th look the owner replaces all of them and compacts.
-/// Whether that has happened.
+/// A store that keeps `keep` checkpoints, through a handle before whose `after`-th read the owner replaces all of them and compacts.
+/// Returns a flag that is set when that has happened.
 fn at_work(keep: u32, after: usize) -> (Home, Arc<AtomicBool>) {
     let disk = MemoryDisk::default();
     let mut model = Model { keep, ..Model::default() };
@@ -23,10 +23,10 @@ fn at_work(keep: u32, after: usize) -> (Home, Arc<AtomicBool>) {
         model.commit(&mut engine, &change(n)).unwrap();
         engine.tidy();
     }
-    let looks = disk.handle();
-    let home = Home::open(Arc::new(looks.clone()), None).unwrap();
+    let reader = disk.handle();
+    let home = Home::open(Arc::new(reader.clone()), None).unwrap();
     let done = Arc::new(AtomicBool::new(false));
-    let tell = Arc::clone(&done);
+    let flag = Arc::clone(&done);
     let meanwhile = move || {
         for n in 10..10 + u64::from(keep) {
             model.commit(&mut engine, &change(n)).unwrap();
@@ -35,9 +35,9 @@ fn at_work(keep: u32, after: usize) -> (Home, Arc<AtomicBool>) {
         engine.compact().unwrap();
         engine.settle().unwrap();
         engine.tidy();
-        tell.store(true, Ordering::Relaxed);
+        flag.store(true, Ordering::Relaxed);
     };
-    looks.interrupt_look(after, Box::new(meanwhile));
+    reader.interrupt_read(after, Box::new(meanwhile));
     (home, done)
 }
 
@@ -47,12 +47,12 @@ fn a_listing_is_of_one_moment() {
         for after in 0.. {
             let (home, done) = at_work(keep, after);
             let listing = list(&home).unwrap();
-            assert_eq!(listing.checkpoints.len() as u32, keep, "look {after}");
+            assert_eq!(listing.checkpoints.len() as u32, keep, "read {after}");
             let bad: Vec<_> = listing.checkpoints.iter().filter_map(|listed| listed.error.as_ref()).collect();
-            assert!(bad.is_empty(), "look {after}: {bad:?}");
+            assert!(bad.is_empty(), "read {after}: {bad:?}");
             assert_eq!(listing.restorable(), listing.checkpoints.last().map(|listed| listed.number));
             if !done.load(Ordering::Relaxed) {
-                assert!(after > 8, "a listing has more looks than {after}");
+                assert!(after > 8, "a listing has more reads than {after}");
                 break;
             }
         }
@@ -60,14 +60,14 @@ fn a_listing_is_of_one_moment() {
 }
 
 #[test]
-fn what_was_replaced_is_not_bad_and_what_is_moved_is_looked_at() {
+fn replaced_checkpoints_are_no_damage_and_moved_pages_are_checked() {
     for after in 0.. {
         let (home, done) = at_work(3, after);
         let verified = verify(&home, |_, _| {}).unwrap();
-        assert!(verified.is_good(), "look {after}: {verified:?}");
-        assert!(verified.warnings.is_empty(), "look {after}: {verified:?}");
+        assert!(verified.is_good(), "read {after}: {verified:?}");
+        assert!(verified.warnings.is_empty(), "read {after}: {verified:?}");
         if !done.load(Ordering::Relaxed) {
-            assert!(after > 20, "it has more looks than {after}");
+            assert!(after > 20, "it has more reads than {after}");
             assert_eq!(verified.checkpoints, 3);
             break;
         }
@@ -75,7 +75,7 @@ fn what_was_replaced_is_not_bad_and_what_is_moved_is_looked_at() {
 }
 
 #[test]
-fn what_is_gone_and_was_not_replaced_is_bad() {
+fn a_missing_file_that_was_not_replaced_is_damage() {
     let (home, _) = at_work(3, usize::MAX);
     let number = list(&home).unwrap().checkpoints[0].number;
     let (_, entry, _) = crate::image::select(&home, Some(number)).unwrap();
