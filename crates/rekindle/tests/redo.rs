@@ -1,4 +1,4 @@
-//! `rekindle disk merge` and `serve` with the redo log of another image, and with one whose sealed epoch is damaged. No guests.
+//! `rekindle disk merge` and `serve`, without guests: a redo log that belongs to another image, and one with a damaged sealed epoch.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -20,7 +20,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// An image of zeroes with a redo log next to it: epoch 1 is sealed, and has written ones to the second block.
+/// Creates an image of zeros and its redo log. Epoch 1 is sealed and has written ones to the second block.
 fn image_with_log(lab: &Lab, name: &str) -> (PathBuf, PathBuf) {
     let (image, redo) = (lab.path(name), lab.path(&format!("{name}.redo")));
     fs::write(&image, vec![0; BYTES as usize]).unwrap();
