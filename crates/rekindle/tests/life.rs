@@ -205,8 +205,8 @@ fn doctor_lists_what_it_checked_and_a_remedy_for_each_problem() {
     bad.prints(&["bad", "/nowhere/qemu", "-> apt-get install qemu-system-x86"]);
 }
 
-/// An unprivileged user's VM: run directory under `XDG_RUNTIME_DIR`, RAM in `/dev/shm`, user network. The test runs as root
-/// to change to that user.
+/// An unprivileged user's VM: run directory under `XDG_RUNTIME_DIR`, RAM in `/dev/shm`, user network. The test runs as
+/// root to change to that user.
 #[test]
 fn an_unprivileged_user_runs_and_reboots_a_vm() {
     let lab = Lab::new();

@@ -1,5 +1,5 @@
-//! `rekindle move` between two hosts that share a store and disk images. A host is a lab: it has its own run, RAM and configuration
-//! directories and its own network namespace. A script in place of `ssh` runs the other host's Rekindle.
+//! `rekindle move` between two hosts that share a store and disk images. A host is a lab: it has its own run, RAM and
+//! configuration directories and its own network namespace. A script in place of `ssh` runs the other host's Rekindle.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

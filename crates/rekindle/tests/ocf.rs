@@ -59,8 +59,9 @@ impl<'a> Resource<'a> {
         self.lab.finish(self.command(action, arguments))
     }
 
-    /// As `ocf`, while QEMU does not answer: a failure does not print the lab's state, which asks QEMU. Returns exit status and output.
-    fn ocf_without_scene(&self, action: &str, arguments: &[&str]) -> (Option<i32>, String) {
+    /// As `ocf`, while QEMU does not answer: a failure does not print the lab's state, which asks QEMU. Returns exit
+    /// status and output.
+    fn ocf_without_state_report(&self, action: &str, arguments: &[&str]) -> (Option<i32>, String) {
         let output = self.command(action, arguments).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
     }
@@ -193,12 +194,12 @@ fn a_protector_that_has_died_is_replaced_and_a_guest_that_hangs_is_stopped_in_ti
     // QEMU does not answer.
     let qemu = web.guest.only_qemu().process;
     signal(qemu, Signal::STOP);
-    let (code, output) = web.ocf_without_scene("monitor", &["--within", "2s"]);
+    let (code, output) = web.ocf_without_state_report("monitor", &["--within", "2s"]);
     assert_eq!(code, Some(1), "{output}");
-    let (code, output) = web.ocf_without_scene("start", &["--within", "20s"]);
+    let (code, output) = web.ocf_without_state_report("start", &["--within", "20s"]);
     assert!(qemu.is_alive(), "{code:?}: {output}");
     assert!(code != Some(0) && output.contains("does not answer"), "{code:?}: {output}");
-    let (code, output) = web.ocf_without_scene("stop", &["--within", "5s"]);
+    let (code, output) = web.ocf_without_state_report("stop", &["--within", "5s"]);
     assert!(!qemu.is_alive(), "{code:?}: {output}");
     assert!(code == Some(0) && output.contains("does not answer"), "{code:?}: {output}");
     assert!(common::with_argument_containing(lab.run_root().to_str().unwrap()).unwrap().is_empty());

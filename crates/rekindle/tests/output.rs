@@ -1,4 +1,5 @@
-//! `rekindle protect --output-commit`: no client sees output that a fail-over undoes. A guest counts, and a client asks for the count.
+//! `rekindle protect --output-commit`: no client sees output that a fail-over undoes. A guest counts, and a client asks
+//! for the count.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -59,8 +60,8 @@ fn first_count(guest: &Guest<'_>) -> u64 {
     })
 }
 
-/// Kills the guest's host while a client asks for the count, and restores the guest. Returns the last count that the client has seen,
-/// and the first one after the restore.
+/// Kills the guest's host while a client asks for the count, and restores the guest. Returns the last count that the
+/// client has seen, and the first one after the restore.
 fn fail_over(guest: &Guest<'_>, store: &Path, protector: Protector, answers: u64, more: &[&str]) -> (u64, u64) {
     let last = last_count_during(guest, answers, || crash(guest));
     drop(protector);
@@ -138,7 +139,8 @@ fn held_output_is_released_only_by_a_protector_or_by_release() {
     assert_eq!(guest.rekindle(&["--json", "release"]).ok().json()["released"], true);
     guest.wait_ready();
     assert_eq!(guest.rekindle(&["--json", "release"]).ok().json()["released"], false);
-    // A protector without `--output-commit` continues to hold output if it was held before: that was the operator's decision.
+    // A protector without `--output-commit` continues to hold output if it was held before: that was the operator's
+    // decision.
     start("output.committed:kill").dies();
     assert_silent();
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "50ms"]);

@@ -1,5 +1,5 @@
-//! `rekindle reboot os --how phase`: a guest resumes from a phase of an earlier boot, and never from one that has read disk blocks
-//! which were written since.
+//! `rekindle reboot os --how phase`: a guest resumes from a phase of an earlier boot, and never from one that has read
+//! disk blocks which were written since.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -104,12 +104,14 @@ fn a_guest_resumes_from_the_latest_phase_whose_blocks_were_not_written_since() {
     assert_eq!(read(&guest, 16, 64), digest(&path, 16, 64));
     assert_eq!(read(&guest, 1000, 8), digest(&path, 1000, 8));
 
-    // It continues to boot and saves a later phase again, which includes the blocks that were read before the earlier one.
+    // It continues to boot and saves a later phase again, which includes the blocks that were read before the earlier
+    // one.
     announce(&guest);
     assert_eq!(reboot_from(&guest).0.as_deref(), Some("services"));
     assert_eq!(read(&guest, 16, 64), digest(&path, 16, 64));
 
-    // Each kernel reads the first block, to find a partition table: neither phase is usable. The guest boots and saves both again.
+    // Each kernel reads the first block, to find a partition table: neither phase is usable. The guest boots and saves
+    // both again.
     guest.ask("write vda 0 1 3");
     let (candidate, report) = reboot_from(&guest);
     assert_eq!(candidate, None, "{report}");
@@ -134,7 +136,8 @@ fn a_guest_resumes_from_the_latest_phase_whose_blocks_were_not_written_since() {
     assert!(common::lab::entries(&lab.save_dir()).is_empty(), "{:?}", common::lab::entries(&lab.save_dir()));
 }
 
-/// A disk server locks the image, but a program can ignore the lock: such a write is detected while the guest does not write.
+/// A disk server locks the image, but a program can ignore the lock: such a write is detected while the guest does not
+/// write.
 #[test]
 fn a_change_of_the_image_or_the_kernel_from_outside_is_detected() {
     let lab = Lab::new();
@@ -207,7 +210,8 @@ fn unknown_phases_are_rejected_and_failures_to_save_one_do_no_harm() {
     assert_eq!(reboot_from(&guest).0.as_deref(), Some("kernel"));
 }
 
-/// After each fault the guest runs, or `recover` starts it, from a candidate or by a boot; its disk has the newest writes.
+/// After each fault the guest runs, or `recover` starts it, from a candidate or by a boot; its disk has the newest
+/// writes.
 #[test]
 fn after_every_fault_a_guest_runs() {
     let lab = Lab::new();
@@ -216,7 +220,8 @@ fn after_every_fault_a_guest_runs() {
     wait_saved(&guest, "kernel");
     let mut wrong = Vec::new();
     for (fault, status) in [
-        // The guest still runs, and continues if Rekindle dies; if a QEMU dies, another one is started after the guest's end.
+        // The guest still runs, and continues if Rekindle dies; if a QEMU dies, another one is started after the
+        // guest's end.
         ("phase.prepare.chosen:kill", None),
         ("phase.prepare.spawned:kill", None),
         ("phase.prepare.spawned:kill-new", Some(0)),

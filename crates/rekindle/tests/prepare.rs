@@ -1,5 +1,5 @@
-//! `rekindle restore --prepare` with real guests: a QEMU waits with empty RAM, into which the newest checkpoint is loaded later; or
-//! another QEMU is started, and the report states why.
+//! `rekindle restore --prepare` with real guests: a QEMU waits with empty RAM, into which the newest checkpoint is
+//! loaded later; or another QEMU is started, and the report states why.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -208,7 +208,8 @@ fn a_prepared_qemu_that_does_not_fit_any_more_is_replaced_and_the_report_states_
     assert!(restored["unused"].as_str().unwrap().contains("disk.raw has changed"), "{restored}");
     assert_ne!(restored["pid"], pid);
     end();
-    // The restore names another definition than the preparation; a definition that the preparation named also applies to the restore.
+    // The restore names another definition than the preparation; a definition that the preparation named also applies
+    // to the restore.
     let other = lab.vm("moved").section(&section).net(Net::User(port));
     let definition = other.key("shutdown_timeout = \"7s\"").write();
     prepare(&[]);
@@ -381,7 +382,8 @@ fn a_guest_with_a_served_disk_resumes_in_a_prepared_qemu_at_the_epoch_of_its_che
     assert!(status().waits && !status().active);
     guest.ask("write vda 0 64 1");
     protector.next_checkpoint();
-    // While another server has the disk, a restore fails; the prepared QEMU still waits, and the protector still owns the store.
+    // While another server has the disk, a restore fails; the prepared QEMU still waits, and the protector still owns
+    // the store.
     let refused = spare.rekindle(&["restore", "served", "--store", &store]);
     refused.status(1).prints(&["disk0", "another program has it open"]);
     assert_eq!((spare.status("served"), status().waits), ("prepared".into(), true));
@@ -405,7 +407,8 @@ fn a_guest_with_a_served_disk_resumes_in_a_prepared_qemu_at_the_epoch_of_its_che
     spare.wait_filled("served");
     guest.ask("write vda 64 64 3");
     guest.ask("drop-caches");
-    // Protected, stopped and prepared again; then the waiting disk server dies: another QEMU is started, and the report states why.
+    // Protected, stopped and prepared again; then the waiting disk server dies: another QEMU is started, and the report
+    // states why.
     spare.rekindle(&["protect", "served", "--store", &store, "--every", "50ms", "--count", "1"]).ok();
     let newest = guest.ask("read vda 0 2048");
     spare.rekindle(&["stop", "served", "--now"]).ok();

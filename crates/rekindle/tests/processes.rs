@@ -79,7 +79,8 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
     guest.warm(&[]);
     decoys.assert_alive("a warm reboot");
     assert_not_recorded("a warm reboot");
-    // Each path through `recover`: the destination QEMU was started and not recorded, or got the command to resume the guest.
+    // Each path through `recover`: the destination QEMU was started and not recorded, or got the command to resume the
+    // guest.
     for fault in ["warm.prepare.spawned:kill", "warm.resume.journalled:kill", "warm.resume.resumed:kill"] {
         let mut command = lab.command(["reboot", "vmm", "web"]);
         command.env("REKINDLE_FAULT", fault);

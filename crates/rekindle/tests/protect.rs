@@ -1,4 +1,5 @@
-//! `rekindle protect` and `rekindle restore` with real guests: a restore yields what was committed, whichever process dies when.
+//! `rekindle protect` and `rekindle restore` with real guests: a restore yields what was committed, whichever process
+//! dies when.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -70,7 +71,8 @@ fn the_guests_memory_is_compared_with_the_store() {
         assert!(protector.child.wait().unwrap().success());
     }
     guest.ask("dirty 0");
-    // A change that the page tables do not show, here in the pause of the second checkpoint, is found, and its page is named.
+    // A change that the page tables do not show, here in the pause of the second checkpoint, is found, and its page is
+    // named.
     let (page, change) = untracked_change(&guest);
     let hook = format!("test $REKINDLE_CHECKPOINT != 2 || {change}");
     let arguments = ["--every", "50ms", "--policy", "basic", "--count", "2", "--compare", "--disk-hook", &hook];
@@ -188,7 +190,8 @@ fn an_eager_restore_loads_all_memory_and_an_older_checkpoint_can_be_chosen() {
 #[test]
 fn store_commands_work_and_stock_qemu_loads_an_exported_checkpoint() {
     let lab = Lab::new();
-    // The state of a virtio-net with a tap can only be loaded with a tap; this guest has no network, so that any QEMU can load it.
+    // The state of a virtio-net with a tap can only be loaded with a tap; this guest has no network, so that any QEMU
+    // can load it.
     let guest = lab.vm("kept").memory("96M").net(Net::None).start(&[]);
     let ticks = |console: &Path| {
         let text = fs::read_to_string(console).unwrap_or_default();
@@ -384,7 +387,8 @@ fn protection_continues_after_a_warm_reboot_and_after_a_protector_dies() {
     guest.touch("32M");
     let boot = guest.boot_id();
     protector.next_checkpoint();
-    // After a kill between two checkpoints, the next protector continues; after a kill within one, it starts with a full checkpoint.
+    // After a kill between two checkpoints, the next protector continues; after a kill within one, it starts with a
+    // full checkpoint.
     for _ in 0..4 {
         protector.kill();
         wait_for("the guest to run", DEADLINE, || {

@@ -1,4 +1,5 @@
-//! `rekindle disk merge` and `serve`, without guests: a redo log that belongs to another image, and one with a damaged sealed epoch.
+//! `rekindle disk merge` and `serve`, without guests: a redo log that belongs to another image, and one with a damaged
+//! sealed epoch.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

@@ -18,8 +18,8 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
-/// How many blocks the guest reads of each disk. It drops a disk's pages when it closes the disk, and reuses them for the next one,
-/// so it reads more of the first.
+/// How many blocks the guest reads of each disk. It drops a disk's pages when it closes the disk, and reuses them for
+/// the next one, so it reads more of the first.
 const READS: [u64; 2] = [BLOCKS, READ / 2];
 
 const DISKS: [&str; 2] = ["vda", "vdb"];

@@ -24,7 +24,8 @@ fn rounds() -> u64 {
     std::env::var("REKINDLE_TEST_ROUNDS").ok().map_or(3, |rounds| rounds.parse().expect("a number"))
 }
 
-/// Copies a file system into a partition. (Every firmware reads a disk's first block, which must not belong to the file system.)
+/// Copies a file system into a partition. (Every firmware reads a disk's first block, which must not belong to the file
+/// system.)
 fn partitioned(directory: &Path, disk: &Path) -> PathBuf {
     let copy = directory.join("partitioned.raw");
     let megabytes = fs::metadata(disk).unwrap().len() >> 20;

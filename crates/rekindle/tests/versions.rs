@@ -90,7 +90,8 @@ fn each_qemu_is_replaced_by_each_other_saved_and_cold() {
     guest.assert_sound();
 }
 
-/// Protects a guest that writes its memory and disk, kills it, restores it on the same QEMU, and reboots it with a retained cache.
+/// Protects a guest that writes its memory and disk, kills it, restores it on the same QEMU, and reboots it with a
+/// retained cache.
 fn protect_restore_and_reboot_on(qemu: &'static Path) {
     let lab = Lab::new();
     let disk = image(&lab, "disk.raw");

@@ -1,5 +1,6 @@
-//! Every fault point of a move, on the source host and on the destination host. Whichever process dies, the guest continues on exactly
-//! one host, or its last checkpoint is complete and a message names the remedy; two QEMUs never run it.
+//! Every fault point of a move, on the source host and on the destination host. Whichever process dies, the guest
+//! continues on exactly one host, or its last checkpoint is complete and a message names the remedy; two QEMUs never
+//! run it.
 
 use super::{Pair, assert_cache_matches_disk, last, wait_empty, wait_filled};
 use crate::common::{DEADLINE, Done, Guest, Lab, Watch, wait_for};
@@ -24,10 +25,11 @@ enum Outcome {
     Booted,
     /// The destination host owned the guest and lost it: it has to be restored from its last checkpoint.
     OnlyInStore,
-    /// `OnlyInStore` if the destination host owned the guest already, otherwise `BackAfterCleanup`: the load on the destination host
-    /// and the commit on the source host are concurrent.
+    /// `OnlyInStore` if the destination host owned the guest already, otherwise `BackAfterCleanup`: the load on the
+    /// destination host and the commit on the source host are concurrent.
     BackOrOnlyInStore,
-    /// The destination host's Rekindle was killed when the guest might have run: `recover` on that host finds that it does.
+    /// The destination host's Rekindle was killed when the guest might have run: `recover` on that host finds that it
+    /// does.
     RecoveredByDestination,
 }
 

@@ -1,5 +1,5 @@
-//! Moves through `rekindle ocf`, as a cluster manager starts them: the guest is protected before and after the move, and a stop
-//! follows a move that was interrupted.
+//! Moves through `rekindle ocf`, as a cluster manager starts them: the guest is protected before and after the move,
+//! and a stop follows a move that was interrupted.
 
 use super::{Pair, wait_empty};
 use crate::common::served::section;
@@ -17,7 +17,8 @@ struct Managed {
 }
 
 impl Managed {
-    /// Has no network: the definition has to be the same on both hosts, and the two labs cannot have the same tap at the same time.
+    /// Has no network: the definition has to be the same on both hosts, and the two labs cannot have the same tap at
+    /// the same time.
     fn new() -> Self {
         let pair = Pair::new(NAME);
         for lab in [&pair.here, &pair.there] {
@@ -111,7 +112,7 @@ fn a_guest_is_moved_while_it_runs_and_a_stop_takes_a_last_checkpoint() {
     there.finish(nowhere).status(1).prints(&["the line to b has broken"]);
     managed.wait_checkpoints(2);
 
-    // A move was killed in the pause: a stop completes it, and the guest continues from the state at the stop, not from an older checkpoint.
+    // A move was killed in the pause: a stop loses nothing, and the guest continues after its last tick.
     let mut interrupted = managed.migrate(there, here);
     interrupted.env("REKINDLE_FAULT", "move.suspend.committed:kill");
     assert_eq!(there.finish(interrupted).code, None);
