@@ -59,9 +59,9 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     ]);
 
     // Each error names a remedy, and the guest is not affected.
-    kexec(&guest, &["--kernel", "/boot/none"]).status(1).says(&["the guest has no kernel /boot/none", "--how cold"]);
-    kexec(&guest, &["--initrd", "/boot/none"]).status(1).says(&["/boot/none", "--how cold"]);
-    kexec(&guest, &["--kernel", "/etc/passwd", "--initrd", "none"]).status(1).says(&["cannot load another one"]);
+    kexec(&guest, &["--kernel", "/boot/none"]).status(1).prints(&["the guest has no kernel /boot/none", "--how cold"]);
+    kexec(&guest, &["--initrd", "/boot/none"]).status(1).prints(&["/boot/none", "--how cold"]);
+    kexec(&guest, &["--kernel", "/etc/passwd", "--initrd", "none"]).status(1).prints(&["cannot load another one"]);
     sh(&guest, "cp /boot/vmlinuz /root/vmlinuz-x");
     kexec(&guest, &["--kernel", "/root/vmlinuz-x"]).status(1).prints(&["--initrd none"]);
     sh(&guest, "mv /usr/sbin/kexec /sbin/kexec /root/ 2>/dev/null");
@@ -86,7 +86,7 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
         command.env("REKINDLE_FAULT", fault);
         assert_eq!(lab.finish(command).code, None, "{fault}");
         assert_eq!(guest.status(), "needs-recovery", "{fault}");
-        guest.rekindle(&["recover"]).ok().says(&[printed]);
+        guest.rekindle(&["recover"]).ok().prints(&[printed]);
         guest.wait_ready();
         assert_eq!(guest.boot_id() != boot, is_new_boot, "{fault}");
         assert_eq!(guest.only_qemu().process, qemu, "{fault}");
@@ -108,10 +108,10 @@ fn a_guest_without_an_agent_is_rejected_with_a_remedy() {
     let boot = guest.boot_id();
     kexec(&guest, &[]).status(1).prints(&["mute was not rebooted", "qemu-guest-agent", "--how cold"]);
     assert_eq!((guest.boot_id(), guest.status()), (boot, "running".into()));
-    lab.rekindle(["reboot", "os", "mute", "--kernel", "/boot/x", "--how", "cold"]).status(2).says(&["--how kexec"]);
+    lab.rekindle(["reboot", "os", "mute", "--kernel", "/boot/x", "--how", "cold"]).status(2).prints(&["--how kexec"]);
     // The same for a VM that has no agent port.
     let bare = lab.vm("bare").section("[devices]\nagent = false\n").boot(&[]);
-    kexec(&bare, &[]).status(1).says(&["agent = false"]);
+    kexec(&bare, &[]).status(1).prints(&["agent = false"]);
     // A cold reboot by the power button; a guest that ignores the button is powered off.
     let report = lab.rekindle(["--json", "reboot", "os", "mute", "--how", "cold"]).ok().json();
     assert_eq!(report["ended"], "by-acpi", "{report}");

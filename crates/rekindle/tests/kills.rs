@@ -75,7 +75,7 @@ fn a_guest_keeps_its_memory_when_rekindle_is_killed_at_random_moments() {
         guest.assert_sound();
     }
     assert!(kills > 0, "each reboot ended before its kill");
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
     for _ in 0..5 {
         kill_after(&lab, Duration::from_micros(random.u64(..60_000)), &["stop", "--now", "random"]);
         // After a stop that was killed, `ls` works, and `show` finds the VM or fails cleanly.

@@ -25,7 +25,7 @@ fn a_vm_is_started_shown_and_stopped_and_nothing_is_left() {
     lab.rekindle(["ls"]).ok().prints(&["NAME", "web", "running", "128M", "pc-q35-10.0"]);
     let shown = guest.rekindle(&["show"]).ok();
     // Every default is shown.
-    shown.says(&[
+    shown.prints(&[
         "web is running",
         "sockets: ",
         "logs: ",
@@ -53,7 +53,7 @@ fn a_vm_is_started_shown_and_stopped_and_nothing_is_left() {
         shown["command_line"].as_array().unwrap(),
         "QEMU runs with another command line than is shown"
     );
-    guest.rekindle(&["show", "--timeline"]).ok().says(&["no operation has been done"]);
+    guest.rekindle(&["show", "--timeline"]).ok().prints(&["no operation has been done"]);
     // QEMU does not depend on the session that started it.
     let session = fs::read_to_string(format!("/proc/{}/stat", guest.only_qemu().process.pid)).unwrap();
     let fields: Vec<_> = session.rsplit(") ").next().unwrap().split(' ').collect();
@@ -67,7 +67,7 @@ fn a_vm_is_started_shown_and_stopped_and_nothing_is_left() {
     let stopped = guest.rekindle(&["stop"]).ok();
     stopped.prints(&["web: shut down by ACPI"]);
     lab.assert_empty();
-    guest.rekindle(&["stop"]).status(1).says(&["there is no VM web"]);
+    guest.rekindle(&["stop"]).status(1).prints(&["there is no VM web"]);
     // It can be started again immediately.
     lab.rekindle(["run", definition.to_str().unwrap()]).ok();
     guest.rekindle(&["stop", "--now"]).ok().prints(&["powered off"]);
@@ -128,9 +128,9 @@ fn a_vm_whose_qemu_died_is_reported_as_ended_and_booted_by_recover() {
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
     guest.assert_sound();
-    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+    guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
     // After a guest has powered itself off, the VM can be started again.
-    guest.tell("poweroff");
+    guest.send("poweroff");
     wait_for("the guest to be off", DEADLINE, || guest.qemus().is_empty().then_some(()));
     assert_eq!(guest.status(), "ended");
     lab.rekindle(["run", lab.path("fallen.toml").to_str().unwrap()]).ok();

@@ -22,7 +22,7 @@ fn no_message_states_that_a_vm_that_does_not_exist_runs() {
         &["show", "nope", "--timeline"],
         &["host", "suspend", "nope"],
     ] {
-        let done = lab.rekindle(arguments).status(1).says(&["there is no VM nope; `rekindle ls` lists them"]);
+        let done = lab.rekindle(arguments).status(1).prints(&["there is no VM nope; `rekindle ls` lists them"]);
         for unwanted in ["runs as before", "No such file", ".lock"] {
             assert!(!done.stdout.contains(unwanted) && !done.stderr.contains(unwanted), "{unwanted:?} in {done}");
         }
@@ -60,8 +60,8 @@ fn another_program_s_command_name_gets_a_hint_at_ours() {
         lab.rekindle([wrong, "web"]).status(2).prints(&[&format!("a similar subcommand exists: {ours}")]);
     }
     // For other mistakes, the hint is a command with a similar spelling.
-    lab.rekindle(["restor", "web"]).status(2).says(&["'restore'"]);
-    let done = lab.rekindle(["--json", "start", "web"]).status(2).says(&["'run'"]);
+    lab.rekindle(["restor", "web"]).status(2).prints(&["'restore'"]);
+    let done = lab.rekindle(["--json", "start", "web"]).status(2).prints(&["'run'"]);
     assert!(!done.stderr.contains("'store'"), "{done}");
     let done = lab.rekindle(["store", "start"]).status(2);
     assert!(!done.stderr.contains("'run'"), "{done}");

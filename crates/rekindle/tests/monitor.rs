@@ -57,12 +57,12 @@ fn a_host_and_its_guests_are_sampled_until_a_signal() {
 #[test]
 fn what_cannot_be_sampled_is_named_in_the_error() {
     let lab = Lab::new();
-    lab.rekindle(["monitor", "no-such-vm", "--count", "1"]).status(1).says(&["no-such-vm"]);
+    lab.rekindle(["monitor", "no-such-vm", "--count", "1"]).status(1).prints(&["no-such-vm"]);
     lab.rekindle(["monitor", "--service", "no-such-vm=tcp://10.0.0.1:1", "--count", "1"])
         .status(1)
-        .says(&["no-such-vm"]);
-    lab.rekindle(["monitor", "--service", "web", "--count", "1"]).status(2).says(&["NAME=URL"]);
-    lab.rekindle(["monitor", "--service", "web=ftp://x", "--count", "1"]).status(2).says(&["ftp"]);
+        .prints(&["no-such-vm"]);
+    lab.rekindle(["monitor", "--service", "web", "--count", "1"]).status(2).prints(&["NAME=URL"]);
+    lab.rekindle(["monitor", "--service", "web=ftp://x", "--count", "1"]).status(2).prints(&["ftp"]);
     let none = lab.path("none/samples").to_str().unwrap().to_owned();
     lab.rekindle(["monitor", "--out", &none, "--count", "1"]).status(1).prints(&[&none]);
     let line = lab.rekindle(["monitor", "--count", "1"]).ok().stdout;

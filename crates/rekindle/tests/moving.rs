@@ -87,7 +87,7 @@ impl Pair {
 }
 
 /// The last line of a command's output, as JSON.
-fn last(done: &Done) -> Value {
+fn last(done: &CommandResult) -> Value {
     let line = done.stdout.lines().last().unwrap_or_else(|| panic!("no output: {done}"));
     serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {done}"))
 }
@@ -240,7 +240,7 @@ fn what_the_other_host_cannot_run_is_reported_before_anything_stops() {
     let path = |path: &Path| path.to_str().unwrap().to_owned();
     let rejects = |arguments: &[&str], words: &[&str]| {
         let tick = guest.tick();
-        pair.run(&pair.here, &pair.there, arguments).status(1).says(&["b cannot take stays"]).says(words);
+        pair.run(&pair.here, &pair.there, arguments).status(1).prints(&["b cannot take stays"]).prints(words);
         assert!(guest.tick() >= tick);
         guest.assert_sound();
         wait_empty(&pair.there);
@@ -335,7 +335,7 @@ fn after_a_connection_breaks_at_the_order_to_resume_the_store_decides_where_the_
     };
     breaks("");
     let done = pair.run(&pair.here, &pair.there, &[]).status(1);
-    done.says(&["has not taken decided", "goes on here after all", "the line to b has broken"]);
+    done.prints(&["has not taken decided", "goes on here after all", "the line to b has broken"]);
     guest.verify();
     assert_cache_matches_disk(&guest);
     guest.assert_sound();
@@ -344,7 +344,7 @@ fn after_a_connection_breaks_at_the_order_to_resume_the_store_decides_where_the_
     let away = pair.here.path("store-away");
     breaks(&format!("mv {:?} {away:?};", pair.store));
     let unknown = ["cannot be known whether b has taken decided", "rekindle recover decided"];
-    pair.run(&pair.here, &pair.there, &[]).status(3).says(&unknown);
+    pair.run(&pair.here, &pair.there, &[]).status(3).prints(&unknown);
     wait_empty(&pair.there);
     let stopped = || {
         let [qemu] = guest.qemus().try_into().expect("one QEMU");
@@ -352,9 +352,9 @@ fn after_a_connection_breaks_at_the_order_to_resume_the_store_decides_where_the_
         assert_eq!(guest.status(), "needs-recovery");
     };
     stopped();
-    guest.rekindle(&["recover"]).status(3).says(&unknown);
+    guest.rekindle(&["recover"]).status(3).prints(&unknown);
     guest.rekindle(&["protect", "--store", pair.store.to_str().unwrap()]).status(1);
-    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["rekindle recover decided"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["rekindle recover decided"]);
     stopped();
     let _ = fs::remove_dir_all(&pair.store);
     fs::rename(&away, &pair.store).unwrap();

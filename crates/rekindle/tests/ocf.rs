@@ -158,7 +158,7 @@ fn a_guest_is_restored_after_a_crash_or_a_stop_and_booted_after_a_shutdown() {
     web.wait_checkpoints(1);
 
     // The guest shuts itself down.
-    web.guest.tell("poweroff");
+    web.guest.send("poweroff");
     wait_for("the monitor to report it as stopped", DEADLINE, || {
         (web.ocf("monitor", &[]).code == Some(7)).then_some(())
     });
@@ -222,7 +222,7 @@ fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_restored(
     assert!(protector.is_alive(), "the protector did not follow the guest");
     let boot = web.guest.boot_id();
     // The watcher ends QEMU after a power-off, before the next monitor action.
-    web.guest.tell("poweroff");
+    web.guest.send("poweroff");
     wait_for("its QEMU to end", DEADLINE, || web.guest.qemus().is_empty().then_some(()));
     web.monitor(7);
     web.ocf("stop", &[]).ok();
@@ -339,7 +339,7 @@ fn a_start_waits_for_an_unavailable_store_and_does_not_boot_instead() {
     let share = lab.path("share");
     fs::create_dir(&share).unwrap();
     web.store = share.join("web");
-    web.ocf("start", &["--within", "2s"]).status(1).says(&["rekindle store init"]);
+    web.ocf("start", &["--within", "2s"]).status(1).prints(&["rekindle store init"]);
     assert!(!web.store.exists() && web.guest.qemus().is_empty(), "a store was created or a guest started");
     lab.rekindle(["store", "init", web.store.to_str().unwrap()]).ok();
     web.start();
@@ -354,7 +354,7 @@ fn a_start_waits_for_an_unavailable_store_and_does_not_boot_instead() {
     // The store's file system is not mounted; the mount point exists.
     let away = lab.path("away");
     fs::rename(&web.store, &away).unwrap();
-    web.ocf("start", &[]).status(1).says(&["is not a store", "is the shared storage mounted on this node?"]);
+    web.ocf("start", &[]).status(1).prints(&["is not a store", "is the shared storage mounted on this node?"]);
     assert!(!web.store.exists(), "another store was created");
     assert!(web.guest.qemus().is_empty(), "the guest was booted");
 
@@ -388,7 +388,7 @@ fn a_guest_whose_newest_checkpoint_is_old_is_degraded() {
     let mut progress: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     let at = progress["committed_at_ms"].as_u64().unwrap();
     web.monitor(0);
-    // Make the newest checkpoint look an hour older.
+    // Backdate the newest checkpoint by an hour.
     progress["committed_at_ms"] = at.saturating_sub(3_600_000).into();
     fs::write(&path, progress.to_string()).unwrap();
     web.monitor(190).prints(&["no checkpoint of it was committed"]);
@@ -426,7 +426,7 @@ fn a_guest_that_reboots_itself_is_running_for_each_monitor_action() {
     web.start();
     web.wait_checkpoints(1);
     let boot = web.guest.boot_id();
-    web.guest.tell("reboot");
+    web.guest.send("reboot");
     // No monitor action may report it as stopped until the new boot answers.
     wait_for("the new boot to answer", DEADLINE, || {
         web.ocf("monitor", &["--within", "60s"]).ok();
@@ -454,7 +454,11 @@ fn cluster_configuration_is_generated_from_the_definition() {
         "--ca",
         "/ca.pem",
     ]);
-    text.ok().says(&["ocf:rekindle:vm", "utilization memory=96 vcpus=1", "cert=/c.pem key=/k.pem ca=/ca.pem every=2s"]);
+    text.ok().prints(&[
+        "ocf:rekindle:vm",
+        "utilization memory=96 vcpus=1",
+        "cert=/c.pem key=/k.pem ca=/ca.pem every=2s",
+    ]);
     // Each option that was given is part of the generated configuration.
     let all = ["--output-commit", "--keep", "3", "--policy", "basic", "--disk", "crash-consistent"];
     web.lab.finish(web.plain("show-config", &all)).ok().prints(&[

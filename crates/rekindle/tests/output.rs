@@ -120,13 +120,13 @@ fn held_output_is_released_only_by_a_protector_or_by_release() {
         Protector::start_with(&guest, &lab, &store, &commits, &environment)
     };
     // Killed after a commit, with frames that are still held: the next checkpoint releases them.
-    start("output.committed:kill").dies();
+    start("output.committed:kill").wait_killed();
     assert_silent();
-    guest.rekindle(&["reboot", "vmm"]).status(1).says(&["--output-commit", "rekindle release holds"]);
+    guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["--output-commit", "rekindle release holds"]);
     let mut protector = start("");
     protector.next_checkpoint();
     guest.wait_ready();
-    guest.rekindle(&["release"]).status(1).says(&["takes checkpoints of VM holds"]);
+    guest.rekindle(&["release"]).status(1).prints(&["takes checkpoints of VM holds"]);
     // Ended by a signal: output stays held, and the summary states that.
     let pid = rustix::process::Pid::from_raw(i32::try_from(protector.child.id()).unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
@@ -141,7 +141,7 @@ fn held_output_is_released_only_by_a_protector_or_by_release() {
     assert_eq!(guest.rekindle(&["--json", "release"]).ok().json()["released"], false);
     // A protector without `--output-commit` continues to hold output if it was held before: that was the operator's
     // decision.
-    start("output.committed:kill").dies();
+    start("output.committed:kill").wait_killed();
     assert_silent();
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "50ms"]);
     assert!(protector.next_checkpoint()["released_us"].is_u64());

@@ -46,10 +46,10 @@ fn a_guest_that_was_restored_elsewhere_is_ended_on_its_previous_host() {
     restore(&there, &store, &[]);
     let status = protector.child.wait().unwrap();
     assert_eq!(status.code(), Some(1), "the protector did not report the other owner");
-    assert!(here.qemus().is_empty(), "the guest still runs on its previous host\n{}", first.scene());
+    assert!(here.qemus().is_empty(), "the guest still runs on its previous host\n{}", first.state_report());
     there.only_qemu();
     // It is not booted again here, and a protector does not claim the store.
-    here.rekindle(&["recover"]).status(1).says(&["is not to run here any more", "restore web", "rekindle stop web"]);
+    here.rekindle(&["recover"]).status(1).prints(&["is not to run here any more", "restore web", "rekindle stop web"]);
     let text = store.to_str().unwrap();
     first.rekindle(["protect", "web", "--store", text, "--count", "1"]).status(1);
     here.rekindle(&["stop"]).ok();

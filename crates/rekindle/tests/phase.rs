@@ -269,7 +269,7 @@ fn after_every_fault_a_guest_runs() {
         assert_eq!(read(&guest, 2000, 16), digest(&path, 2000, 16), "{fault}");
         let fill = guest.file("fill.json");
         wait_for("the fill to finish", DEADLINE, || (!fill.exists()).then_some(()));
-        guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+        guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
         guest.assert_sound();
         let ram = guest.rekindle(&["--json", "show"]).ok().json()["hardware"]["ram"]["path"]
             .as_str()

@@ -45,8 +45,8 @@ impl<'a> Spare<'a> {
     }
 
     /// The only QEMU of this host.
-    fn qemu(&self) -> eyes::Qemu {
-        let [qemu] = eyes::qemus(&self.root).try_into().expect("one QEMU");
+    fn qemu(&self) -> observe::Qemu {
+        let [qemu] = observe::qemus(&self.root).try_into().expect("one QEMU");
         qemu
     }
 
@@ -56,7 +56,7 @@ impl<'a> Spare<'a> {
     }
 
     fn assert_empty(&self) {
-        assert!(eyes::qemus(&self.root).is_empty(), "QEMUs are left");
+        assert!(observe::qemus(&self.root).is_empty(), "QEMUs are left");
         let left = left_in(&self.root);
         assert!(left.is_empty(), "{left:?}");
     }
@@ -225,7 +225,7 @@ fn a_prepared_qemu_that_does_not_fit_any_more_is_replaced_and_the_report_states_
     end();
     // The prepared QEMU is stopped.
     prepare(&[]);
-    spare.rekindle(&["stop", "moved"]).ok().says(&["only prepared"]);
+    spare.rekindle(&["stop", "moved"]).ok().prints(&["only prepared"]);
     spare.assert_empty();
 }
 
@@ -269,7 +269,7 @@ fn a_restore_uses_the_last_checkpoint_that_the_previous_owner_committed() {
         assert_eq!(newest(), restored["checkpoint"].as_u64(), "{restored}");
         // The guest runs in the prepared QEMU, or the report states why not.
         assert_eq!(restored["prepared"] == true, restored["unused"].is_null(), "{restored}");
-        assert!(guest.qemus().is_empty(), "the guest still runs on its previous host\n{}", lab.scene());
+        assert!(guest.qemus().is_empty(), "the guest still runs on its previous host\n{}", lab.state_report());
         guest.rekindle(&["stop"]).ok();
         spare.rekindle(&["stop", "late", "--now"]).ok();
     }
@@ -297,13 +297,16 @@ fn a_prepared_qemu_survives_a_failed_restore_and_only_one_of_two_restores_uses_i
     // The store is unavailable.
     let aside = lab.path("aside");
     fs::rename(&store, &aside).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).says(&["store"]);
+    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).prints(&["store"]);
     still_waits();
     fs::rename(&aside, &store).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store, "--at", "7"]).status(1).says(&["checkpoint 7"]);
+    spare.rekindle(&["restore", "patient", "--store", &store, "--at", "7"]).status(1).prints(&["checkpoint 7"]);
     still_waits();
     let qemu = qemu_old().to_str().unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store, "--qemu", qemu]).status(1).says(&["machine type pc-q35"]);
+    spare
+        .rekindle(&["restore", "patient", "--store", &store, "--qemu", qemu])
+        .status(1)
+        .prints(&["machine type pc-q35"]);
     still_waits();
     // There is no room for the RAM at the moment.
     fs::write(lab.path("spare.toml"), "ram_size = \"64M\"\n").unwrap();
@@ -311,7 +314,7 @@ fn a_prepared_qemu_survives_a_failed_restore_and_only_one_of_two_restores_uses_i
     let full = ram.join("other.ram");
     let (free, _) = rekindle_memory::directory::RamDirectory::at(&ram).unwrap().room().unwrap();
     fs::File::create(&full).unwrap().set_len(free - (64 << 20)).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).says(&["128 MiB asked for", "promised"]);
+    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).prints(&["128 MiB asked for", "promised"]);
     still_waits();
     fs::remove_file(&full).unwrap();
 
@@ -332,7 +335,7 @@ fn a_prepared_qemu_survives_a_failed_restore_and_only_one_of_two_restores_uses_i
     assert_eq!(guest.boot_id(), boot);
     assert_eq!(pid, spare.qemu().process.pid);
     // A guest that runs cannot be prepared.
-    spare.rekindle(&["restore", "patient", "--store", &store, "--prepare"]).status(1).says(&["runs already"]);
+    spare.rekindle(&["restore", "patient", "--store", &store, "--prepare"]).status(1).prints(&["runs already"]);
     spare.rekindle(&["stop", "patient", "--now"]).ok();
     spare.assert_empty();
 }
@@ -361,7 +364,7 @@ fn a_restore_that_is_impossible_here_is_rejected_before_anything_starts() {
     fs::write(lab.path("spare.toml"), "ram_size = \"100M\"\n").unwrap();
     rejects(&[&store], &["192 MiB asked for", "asked for"]);
     // Also on the host where the guest runs.
-    lab.rekindle(["restore", "big", "--store", &store]).status(1).says(&["runs already"]);
+    lab.rekindle(["restore", "big", "--store", &store]).status(1).prints(&["runs already"]);
     guest.assert_sound();
     spare.rekindle(&["restore", "big", "--store", &store, "--prepare", "--eager"]).status(2).prints(&["--eager"]);
 }

@@ -45,7 +45,7 @@ fn a_restore_yields_what_was_committed_with_every_policy() {
         wait_filled(&guest);
         guest.verify();
         guest.assert_sound();
-        ticks_once(&guest.file("console.log"));
+        assert_ticks_once(&guest.file("console.log"));
         // It can be protected again, into the same store.
         let mut again = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "2"]);
         assert!(again.wait("checkpoint")["number"].as_u64() > restored["checkpoint"].as_u64());
@@ -127,7 +127,7 @@ fn a_guest_survives_its_pager_and_reads_no_wrong_page() {
             protector.wait("waiting");
             drop(protector);
             // ... and a new QEMU does not get it. The failed reboot starts the VM's helpers again, and so the pager.
-            guest.rekindle(&["reboot", "vmm"]).status(1).says(&["still being loaded", "rekindle recover"]);
+            guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["still being loaded", "rekindle recover"]);
         }
         guest.rekindle(&["recover"]).ok();
         wait_filled(&guest);
@@ -422,7 +422,7 @@ fn a_guest_that_a_killed_protector_left_stopped_is_resumed() {
     assert!(guest.status().contains("paused"));
     guest.rekindle(&["recover"]).ok().prints(&["left the guest stopped", "it was resumed"]);
     assert_eq!(guest.status(), "running");
-    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+    guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
     // A warm reboot keeps a pause that an operator requested, but not this one.
     stop();
     guest.warm(&[]);
@@ -457,8 +457,8 @@ fn errors_name_what_prevents_a_protection_or_a_restore() {
     guest.assert_sound();
     protect(&crash_consistent).ok();
     let other = lab.vm("other").start(&[]);
-    lab.rekindle(["protect", "other", "--store", path]).status(1).says(&["holds VM written", "not VM other"]);
-    lab.rekindle(["protect", "absent", "--store", path]).status(1).says(&["there is no VM absent"]);
+    lab.rekindle(["protect", "other", "--store", path]).status(1).prints(&["holds VM written", "not VM other"]);
+    lab.rekindle(["protect", "absent", "--store", path]).status(1).prints(&["there is no VM absent"]);
     let nothing = lab.path("nothing");
     fs::create_dir(&nothing).unwrap();
     lab.rekindle(["restore", "x", "--store", nothing.to_str().unwrap()]).status(1).prints(&["not a store of Rekindle"]);

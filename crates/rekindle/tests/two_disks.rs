@@ -157,7 +157,7 @@ fn when_a_server_dies_its_part_is_freed_and_the_other_server_continues() {
     let before = retained_bytes(&guest);
     kill_watcher(&guest);
     server(&guest, 0).kill().unwrap();
-    guest.rekindle(&["recover"]).ok().says(&["server"]);
+    guest.rekindle(&["recover"]).ok().prints(&["server"]);
     wait_for("the dead server's part to be freed", DEADLINE, || {
         (retained_bytes(&guest) < before - BLOCKS / 2 * BLOCK).then_some(())
     });

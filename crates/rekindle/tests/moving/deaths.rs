@@ -3,7 +3,7 @@
 //! run it.
 
 use super::{Pair, assert_cache_matches_disk, last, wait_empty, wait_filled};
-use crate::common::{DEADLINE, Done, Guest, Lab, Watch, wait_for};
+use crate::common::{CommandResult, DEADLINE, Guest, Lab, Watch, wait_for};
 use std::thread;
 
 /// The required result of a fault.
@@ -172,13 +172,13 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
             assert_killed(&done);
             wait_empty(there);
             assert_eq!(source.status(), "needs-recovery", "{done}");
-            source.rekindle(&["recover"]).ok().says(&["undone"]);
+            source.rekindle(&["recover"]).ok().prints(&["undone"]);
             assert_back(&source);
         }
         RecoveredOnDestination => {
             assert_killed(&done);
             assert_eq!(source.status(), "needs-recovery", "{done}");
-            source.rekindle(&["recover"]).ok().says(&["runs on the other host"]);
+            source.rekindle(&["recover"]).ok().prints(&["runs on the other host"]);
             assert_moved();
         }
         Moved => {
@@ -187,13 +187,13 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
         }
         Booted => {
             assert_ne!(done.code, Some(0), "{done}");
-            source.rekindle(&["recover"]).ok().says(&["booted"]);
+            source.rekindle(&["recover"]).ok().prints(&["booted"]);
             source.wait_ready();
             assert_ne!(source.boot_id(), boot);
             wait_empty(there);
         }
         OnlyInStore => {
-            done.status(3).says(&["has taken", "rekindle restore"]);
+            done.status(3).prints(&["has taken", "rekindle restore"]);
             wait_empty(here);
             there.rekindle(["stop", "--now", name]);
             here.rekindle(["restore", name, "--store", pair.store.to_str().unwrap()]).ok();
@@ -201,7 +201,7 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
         }
         BackOrOnlyInStore => unreachable!("replaced by one of the two above"),
         RecoveredByDestination => {
-            let _: Done = done;
+            let _: CommandResult = done;
             wait_empty(here);
             wait_for("the recovery on the destination host", DEADLINE, || {
                 (destination.rekindle(&["recover"]).code == Some(0)).then_some(())
@@ -231,6 +231,6 @@ fn assert_continued(guest: &Guest<'_>, boot: &str) {
     guest.verify();
 }
 
-fn assert_killed(done: &Done) {
+fn assert_killed(done: &CommandResult) {
     assert_eq!(done.code, None, "it was not killed: {done}");
 }

@@ -95,7 +95,7 @@ fn a_guest_is_moved_while_it_runs_and_a_stop_takes_a_last_checkpoint() {
     wait_ticks(here);
     managed.wait_checkpoints(2);
     let last = last_tick_during(here, || {
-        here.finish(managed.migrate(here, there)).ok().says(&["\"rounds\""]);
+        here.finish(managed.migrate(here, there)).ok().prints(&["\"rounds\""]);
         wait_empty(here);
     });
     managed.ocf(here, "monitor", &[]).status(7);
@@ -121,7 +121,7 @@ fn a_guest_is_moved_while_it_runs_and_a_stop_takes_a_last_checkpoint() {
         assert_eq!(managed.ocf(there, "stop", &[]).ok().json()["lost"], Value::Null);
         wait_empty(there);
     });
-    managed.ocf(here, "start", &[]).ok().says(&["restored"]);
+    managed.ocf(here, "start", &[]).ok().prints(&["restored"]);
     assert!(wait_ticks(here) > last, "the guest lost ticks that were on the console");
     managed.ocf(here, "stop", &[]).ok();
     here.assert_empty();
