@@ -159,7 +159,7 @@ fn a_card_on_a_tap_gets_what_the_definition_says() {
     };
     let all = arguments.iter().copied().chain(["--definition", definition.to_str().unwrap()]).collect::<Vec<_>>();
     write("");
-    lab.rekindle(&all).status(1).prints(&["has 2, the definition says 1"]);
+    lab.rekindle(&all).status(1).prints(&["has 2, the definition has 1"]);
     write(&format!("[[net]]\nkind = \"tap\"\nnetns = \"{}\"\n", lab.namespace));
     lab.rekindle(&all).ok();
     is_whole(&plain.guest, &boot);

@@ -69,7 +69,7 @@ fn a_store_that_is_gone_is_reported_and_replaced_only_when_that_is_asked_for() {
     protect(&["--create-store"]).ok();
     protect(&["--create-store"]).ok();
     let abandon = ["--create-store", "--abandon-old-checkpoints"];
-    protect(&abandon).status(1).prints(&["is there, with 2 checkpoints", "nothing was abandoned"]);
+    protect(&abandon).status(1).prints(&["exists, with 2 checkpoints", "nothing was abandoned"]);
 
     // Its file system is not mounted.
     let away: PathBuf = lab.path("away");

@@ -282,9 +282,9 @@ fn what_the_other_host_cannot_run_is_reported_before_anything_stops() {
     pair.there.rekindle(["stop", "--now", "stays"]).ok();
     // Another program answers, or the connection fails.
     fs::write(pair.there.path("ssh"), "#!/bin/sh\nread -r asked; echo 'Welcome to b!'\n").unwrap();
-    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["Welcome to b!", "no answer of Rekindle's"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["Welcome to b!", "not an answer of Rekindle"]);
     fs::write(pair.there.path("ssh"), "#!/bin/sh\nexit 255\n").unwrap();
-    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["the line to b has broken"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["the connection to b has broken"]);
     guest.verify();
     guest.assert_sound();
 }
@@ -335,7 +335,7 @@ fn after_a_connection_breaks_at_the_order_to_resume_the_store_decides_where_the_
     };
     breaks("");
     let done = pair.run(&pair.here, &pair.there, &[]).status(1);
-    done.prints(&["has not taken decided", "goes on here after all", "the line to b has broken"]);
+    done.prints(&["has not taken decided", "was resumed here", "the connection to b has broken"]);
     guest.verify();
     assert_cache_matches_disk(&guest);
     guest.assert_sound();
@@ -343,7 +343,7 @@ fn after_a_connection_breaks_at_the_order_to_resume_the_store_decides_where_the_
     // The store becomes unavailable at the same moment.
     let away = pair.here.path("store-away");
     breaks(&format!("mv {:?} {away:?};", pair.store));
-    let unknown = ["cannot be known whether b has taken decided", "rekindle recover decided"];
+    let unknown = ["cannot determine whether b has taken decided", "rekindle recover decided"];
     pair.run(&pair.here, &pair.there, &[]).status(3).prints(&unknown);
     wait_empty(&pair.there);
     let stopped = || {

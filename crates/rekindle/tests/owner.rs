@@ -49,7 +49,7 @@ fn a_guest_that_was_restored_elsewhere_is_ended_on_its_previous_host() {
     assert!(here.qemus().is_empty(), "the guest still runs on its previous host\n{}", first.state_report());
     there.only_qemu();
     // It is not booted again here, and a protector does not claim the store.
-    here.rekindle(&["recover"]).status(1).prints(&["is not to run here any more", "restore web", "rekindle stop web"]);
+    here.rekindle(&["recover"]).status(1).prints(&["must not run here any more", "restore web", "rekindle stop web"]);
     let text = store.to_str().unwrap();
     first.rekindle(["protect", "web", "--store", text, "--count", "1"]).status(1);
     here.rekindle(&["stop"]).ok();
@@ -78,7 +78,7 @@ fn a_late_protector_ends_the_guest_and_does_not_claim_the_store() {
     first
         .rekindle(["protect", "web", "--store", store.to_str().unwrap()])
         .status(1)
-        .prints(&["is not to run here any more"]);
+        .prints(&["must not run here any more"]);
     assert!(here.qemus().is_empty());
     assert_eq!(epoch(&second), before, "the late protector has claimed the store");
     there.only_qemu();

@@ -322,8 +322,12 @@ fn a_guest_blocks_while_its_store_is_unavailable() {
         waited = guest.file("fill.json").exists();
         if waited {
             let log = guest.file("pager.log");
-            let is_logged =
-                || fs::read_to_string(&log).unwrap_or_default().contains("whoever needs it waits").then_some(());
+            let is_logged = || {
+                fs::read_to_string(&log)
+                    .unwrap_or_default()
+                    .contains("the guest blocks where it needs it")
+                    .then_some(())
+            };
             wait_for("the pager to log that it waits", DEADLINE, is_logged);
             assert!(guest.file("fill.json").exists(), "the fill ended without the store");
         }

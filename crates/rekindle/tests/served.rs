@@ -87,7 +87,7 @@ fn a_policy_that_would_miss_a_server_s_writes_is_rejected() {
     let store = store(&lab, "missed");
     let store = store.to_str().unwrap();
     let all = ["protect", "missed", "--store", store, "--policy", "cow"];
-    lab.rekindle(all).status(1).prints(&["the server of disk0", "--policy precopy or basic"]);
+    lab.rekindle(all).status(1).prints(&["the server of disk disk0", "--policy precopy or basic"]);
     guest.assert_sound();
 }
 

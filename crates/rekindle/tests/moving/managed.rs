@@ -109,7 +109,7 @@ fn a_guest_is_moved_while_it_runs_and_a_stop_takes_a_last_checkpoint() {
     fs::write(here.path("ssh-none"), "#!/bin/sh\nexit 255\n").unwrap();
     let mut nowhere = managed.command(there, "migrate-to", &["--to", "b", "--within", "60s", "--ssh"]);
     nowhere.arg(format!("sh {}", here.path("ssh-none").display()));
-    there.finish(nowhere).status(1).prints(&["the line to b has broken"]);
+    there.finish(nowhere).status(1).prints(&["the connection to b has broken"]);
     managed.wait_checkpoints(2);
 
     // A move was killed in the pause: a stop loses nothing, and the guest continues after its last tick.
