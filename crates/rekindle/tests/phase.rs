@@ -123,7 +123,7 @@ fn a_guest_resumes_from_the_latest_phase_whose_blocks_were_not_written_since() {
     // Writes while another server, or none, had the disk are unknown.
     kill_server(&guest);
     guest.rekindle(&["recover"]).ok().prints(&["server"]);
-    assert!(phase(&guest, "kernel")["void"].as_str().unwrap().contains("server is another one"));
+    assert!(phase(&guest, "kernel")["void"].as_str().unwrap().contains("server was restarted since"));
     guest.ask("phase services");
     let rejected = "what that had touched before is not known";
     wait_for("the phase to be rejected", DEADLINE, || {

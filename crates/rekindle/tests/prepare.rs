@@ -314,7 +314,7 @@ fn a_prepared_qemu_survives_a_failed_restore_and_only_one_of_two_restores_uses_i
     let full = ram.join("other.ram");
     let (free, _) = rekindle_memory::directory::RamDirectory::at(&ram).unwrap().room().unwrap();
     fs::File::create(&full).unwrap().set_len(free - (64 << 20)).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).prints(&["128 MiB asked for", "promised"]);
+    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).prints(&["128 MiB requested", "promised"]);
     still_waits();
     fs::remove_file(&full).unwrap();
 
@@ -350,7 +350,7 @@ fn a_restore_that_is_impossible_here_is_rejected_before_anything_starts() {
     let rejects = |arguments: &[&str], words: &[&str]| {
         for more in [&[][..], &["--prepare"][..]] {
             let all = [&["restore", "big", "--store"], arguments, more].concat();
-            if !(more.contains(&"--prepare") && (arguments.contains(&"--at") || words.contains(&"asked for"))) {
+            if !(more.contains(&"--prepare") && (arguments.contains(&"--at") || words.contains(&"requested"))) {
                 spare.rekindle(&all).status(1).prints(words);
             }
             spare.assert_empty();
@@ -362,7 +362,7 @@ fn a_restore_that_is_impossible_here_is_rejected_before_anything_starts() {
     rejects(&[&store, "--at", "9"], &["checkpoint 9"]);
     rejects(&[lab.path("nowhere").to_str().unwrap()], &["nowhere"]);
     fs::write(lab.path("spare.toml"), "ram_size = \"100M\"\n").unwrap();
-    rejects(&[&store], &["192 MiB asked for", "asked for"]);
+    rejects(&[&store], &["192 MiB requested", "requested"]);
     // Also on the host where the guest runs.
     lab.rekindle(["restore", "big", "--store", &store]).status(1).prints(&["runs already"]);
     guest.assert_sound();

@@ -179,7 +179,7 @@ fn an_eager_restore_loads_all_memory_and_an_older_checkpoint_can_be_chosen() {
     crash(&guest);
     lab.rekindle(["restore", "eager", "--store", path, "--at", "1"])
         .status(1)
-        .prints(&["checkpoint 1 is not there", "2"]);
+        .prints(&["there is no checkpoint 1", "2"]);
     lab.assert_empty();
     let restored = restore(&guest, &store, &["--eager", "--at", "2"]);
     assert_eq!((restored["filled"].clone(), restored["checkpoint"].clone()), (true.into(), 2.into()));

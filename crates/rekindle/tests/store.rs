@@ -166,7 +166,7 @@ fn an_exported_checkpoint_can_be_imported() {
     store(["export", &path, "--output", nowhere.to_str().unwrap()], 1);
     let text =
         text_of(&store(["export", &path, "--at", "7", "--output", directory.path().join("x").to_str().unwrap()], 1));
-    assert!(text.contains("kept are"), "{text}");
+    assert!(text.contains("available:"), "{text}");
     assert!(!directory.path().join("x").exists() && !directory.path().join("x.part").exists());
 }
 
