@@ -1,4 +1,4 @@
-//! Memory that a guest's kernel has leaked is back after a reboot of each kind, and what it leaks is counted right.
+//! Memory that a guest's kernel has leaked is free after a reboot of each kind, and the leak's counters are right.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -11,44 +11,47 @@ use std::collections::BTreeMap;
 
 const PORT: u16 = 7003;
 const MIB: i64 = 1 << 20;
-/// What is leaked.
+/// Bytes that the guest's kernel leaks.
 const LEAK: i64 = 32 * MIB;
-/// What the kernel's other memory may differ by from one boot to the next.
-const OTHER: i64 = MIB;
+/// How much the kernel's other memory may differ from one boot to the next.
+const TOLERANCE: i64 = MIB;
 
-fn tell(guest: &Guest<'_>, line: &str) -> String {
+fn command(guest: &Guest<'_>, line: &str) -> String {
     wait_for(&format!("an answer to {line}"), DEADLINE, || guest.try_ask_at(PORT, line).ok())
 }
 
 fn get(guest: &Guest<'_>) -> BTreeMap<String, i64> {
-    let reply = tell(guest, "get");
-    let words = reply.strip_prefix("ok ").unwrap_or_else(|| panic!("get: {reply}"));
-    let pairs = words.split(' ').filter_map(|word| word.split_once('='));
+    let reply = command(guest, "get");
+    let values = reply.strip_prefix("ok ").unwrap_or_else(|| panic!("get: {reply}"));
+    let pairs = values.split(' ').filter_map(|pair| pair.split_once('='));
     pairs.map(|(name, value)| (name.to_owned(), value.parse().unwrap())).collect()
 }
 
-/// What the kernel has allocated and does not give back by itself, in bytes.
+/// Bytes of slab memory that the kernel cannot reclaim.
 fn slab(guest: &Guest<'_>) -> i64 {
     get(guest)["SUnreclaim"] * 1024
 }
 
-/// Reboot it with a leak in it: all of it is back.
+/// Leaks memory and reboots the guest; checks that all of it is free again. Returns the report.
 #[track_caller]
 fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> Value {
     let (before, available) = (slab(guest), get(guest)["MemAvailable"] * 1024);
-    assert_eq!(tell(guest, &format!("set leak_now {}", LEAK / MIB)), "ok");
+    assert_eq!(command(guest, &format!("set leak_now {}", LEAK / MIB)), "ok");
     let leaked = get(guest);
     assert_eq!(leaked["leaked_bytes"], LEAK);
     let grown = leaked["SUnreclaim"] * 1024 - before;
-    assert!((LEAK - OTHER..LEAK + OTHER).contains(&grown), "{grown} bytes of {LEAK} are to be seen");
-    assert!(available - leaked["MemAvailable"] * 1024 > LEAK - 4 * OTHER);
+    assert!(
+        (LEAK - TOLERANCE..LEAK + TOLERANCE).contains(&grown),
+        "SUnreclaim grew by {grown} bytes after a leak of {LEAK}"
+    );
+    assert!(available - leaked["MemAvailable"] * 1024 > LEAK - 4 * TOLERANCE);
     let all = ["--json", "reboot", "os", &guest.name].into_iter().chain(arguments.iter().copied());
-    let told = guest.lab.rekindle(all).ok().json();
+    let report = guest.lab.rekindle(all).ok().json();
     guest.wait_ready();
     assert_eq!(get(guest)["leaked_bytes"], 0, "{arguments:?}");
     let after = slab(guest);
-    assert!(after < before + OTHER, "{arguments:?}: {before} bytes before the leak, {after} after the reboot");
-    told
+    assert!(after < before + TOLERANCE, "{arguments:?}: {before} bytes before the leak, {after} after the reboot");
+    report
 }
 
 #[test]
@@ -63,32 +66,33 @@ fn a_leak_is_gone_after_every_kind_of_reboot() {
         shown["phases"].as_array().unwrap().iter().all(|phase| phase["void"].is_null()).then_some(())
     });
     for phase in ["services", "kernel"] {
-        let told = reboot(&guest, &["--how", "phase", "--candidate", phase]);
-        assert_eq!(told["phase"]["candidate"], phase, "{told}");
+        let report = reboot(&guest, &["--how", "phase", "--candidate", phase]);
+        assert_eq!(report["phase"]["candidate"], phase, "{report}");
     }
     reboot(&guest, &["--how", "warm-cache"]);
     reboot(&guest, &["--how", "cold"]);
 }
 
 #[test]
-fn a_leak_comes_at_intervals_and_what_makes_no_sense_is_refused() {
+fn leaks_at_intervals_are_counted_and_invalid_settings_are_rejected() {
     let lab = Lab::new();
     let guest = lab.vm("drips").leaky().boot(&[]);
-    assert_eq!((get(&guest)["events"], get(&guest)["mean_ms"]), (0, 0), "none unless it is asked for");
-    assert_eq!(tell(&guest, "set mean_ms 5"), "ok");
+    assert_eq!((get(&guest)["events"], get(&guest)["mean_ms"]), (0, 0), "it leaks without a setting");
+    assert_eq!(command(&guest, "set mean_ms 5"), "ok");
     wait_for("pieces to be leaked", DEADLINE, || (get(&guest)["events"] >= 20).then_some(()));
-    assert_eq!(tell(&guest, "set mean_ms 0"), "ok");
-    // The counters are read one after the other: only now do they agree.
+    assert_eq!(command(&guest, "set mean_ms 0"), "ok");
+    // The counters are read one after the other, so they agree only after the leak has stopped.
     let leaked = get(&guest);
     assert_eq!(leaked["leaked_bytes"], leaked["events"] * 1024);
-    let held = leaked["events"];
-    assert_eq!(tell(&guest, "set size 2048"), "ok");
-    assert_eq!(tell(&guest, "set leak_now 1"), "ok");
+    let before = leaked["events"];
+    assert_eq!(command(&guest, "set size 2048"), "ok");
+    assert_eq!(command(&guest, "set leak_now 1"), "ok");
     let now = get(&guest);
-    assert_eq!(now["events"] - held, 512, "{now:?}");
-    for wrong in ["set size 4", "set size 1000000", "set mean_ms -1", "set leak_now much", "set events 7", "set none 1"]
+    assert_eq!(now["events"] - before, 512, "{now:?}");
+    for invalid in
+        ["set size 4", "set size 1000000", "set mean_ms -1", "set leak_now much", "set events 7", "set none 1"]
     {
-        assert!(tell(&guest, wrong).starts_with("error "), "{wrong}");
+        assert!(command(&guest, invalid).starts_with("error "), "{invalid}");
     }
     assert_eq!(get(&guest)["failed"], 0);
 }

@@ -1,4 +1,4 @@
-//! The life of a VM outside a reboot: start, look, console, stop; what is refused; an ordinary user.
+//! A VM's life without reboots: run, ls, show, console, stop; rejected commands; an unprivileged user.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -15,17 +15,17 @@ use std::thread;
 use std::time::Duration;
 
 #[test]
-fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
+fn a_vm_is_started_shown_and_stopped_and_nothing_is_left() {
     let lab = Lab::new();
-    lab.rekindle(["ls"]).ok().says(&["no VMs"]);
+    lab.rekindle(["ls"]).ok().prints(&["no VMs"]);
     let guest = lab.vm("web").start(&[]);
     let definition = lab.path("web.toml");
-    lab.rekindle(["run", definition.to_str().unwrap()]).status(1).says(&["web runs already", "rekindle stop web"]);
+    lab.rekindle(["run", definition.to_str().unwrap()]).status(1).prints(&["web runs already", "rekindle stop web"]);
     guest.wait_ready();
-    lab.rekindle(["ls"]).ok().says(&["NAME", "web", "running", "128M", "pc-q35-10.0"]);
+    lab.rekindle(["ls"]).ok().prints(&["NAME", "web", "running", "128M", "pc-q35-10.0"]);
     let shown = guest.rekindle(&["show"]).ok();
-    // Every default is there.
-    shown.says(&[
+    // Every default is shown.
+    shown.prints(&[
         "web is running",
         "sockets: ",
         "logs: ",
@@ -36,7 +36,7 @@ fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
         "qemu_args = []",
     ]);
     let shown = guest.rekindle(&["show"]).ok();
-    shown.says(&[
+    shown.prints(&[
         "shutdown_timeout = \"1m\"",
         "vga = false",
         "agent = true",
@@ -47,26 +47,30 @@ fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     assert_eq!(shown["status"], "running");
     assert_eq!(shown["vmm"]["pid"], guest.only_qemu().process.pid);
-    let really: Vec<_> = shown["running_command_line"].as_array().unwrap().iter().skip(1).cloned().collect();
-    assert_eq!(&really, shown["command_line"].as_array().unwrap(), "what is shown is what it was started with");
-    guest.rekindle(&["show", "--timeline"]).ok().says(&["no operation has been done"]);
-    // A QEMU does not depend on who started it.
+    let running: Vec<_> = shown["running_command_line"].as_array().unwrap().iter().skip(1).cloned().collect();
+    assert_eq!(
+        &running,
+        shown["command_line"].as_array().unwrap(),
+        "QEMU runs with another command line than is shown"
+    );
+    guest.rekindle(&["show", "--timeline"]).ok().prints(&["no operation has been done"]);
+    // QEMU does not depend on the session that started it.
     let session = fs::read_to_string(format!("/proc/{}/stat", guest.only_qemu().process.pid)).unwrap();
     let fields: Vec<_> = session.rsplit(") ").next().unwrap().split(' ').collect();
-    assert_eq!(fields[3], guest.only_qemu().process.pid.to_string(), "it has a session of its own");
+    assert_eq!(fields[3], guest.only_qemu().process.pid.to_string(), "it has no session of its own");
     assert_eq!(lab.interfaces(), ["web-net0"]);
 
-    // Private to this user: the sockets give power over the guest, the files hold its memory.
+    // Private to this user: the sockets control the guest, and the files hold its memory.
     for path in [guest.file(""), guest.file("vmm-1"), lab.run_root()] {
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o077, 0, "{}", path.display());
     }
     let stopped = guest.rekindle(&["stop"]).ok();
-    stopped.says(&["web: shut down by ACPI"]);
+    stopped.prints(&["web: shut down by ACPI"]);
     lab.assert_empty();
-    guest.rekindle(&["stop"]).status(1).says(&["there is no VM web"]);
-    // And again, at once.
+    guest.rekindle(&["stop"]).status(1).prints(&["there is no VM web"]);
+    // It can be started again immediately.
     lab.rekindle(["run", definition.to_str().unwrap()]).ok();
-    guest.rekindle(&["stop", "--now"]).ok().says(&["powered off"]);
+    guest.rekindle(&["stop", "--now"]).ok().prints(&["powered off"]);
     lab.assert_empty();
 }
 
@@ -83,7 +87,7 @@ fn a_name_and_a_kernel_or_a_disk_are_enough() {
         fs::write(&path, text).unwrap();
         let run = lab.rekindle(["--json", "run", path.to_str().unwrap()]).ok().json();
         assert_eq!(run["definition"]["memory"], "512M", "{run:#}");
-        lab.rekindle(["show", name]).ok().says(&["is running", "memory = \"512M\"", "[devices]"]);
+        lab.rekindle(["show", name]).ok().prints(&["is running", "memory = \"512M\"", "[devices]"]);
         lab.rekindle(["reboot", "vmm", name]).ok();
         lab.rekindle(["stop", "--now", name]).ok();
     }
@@ -91,7 +95,7 @@ fn a_name_and_a_kernel_or_a_disk_are_enough() {
 }
 
 #[test]
-fn the_console_is_read_and_written_and_left() {
+fn the_console_is_read_and_written_and_detached() {
     let lab = Lab::new();
     let guest = lab.vm("talk").append("rekindle.tick=100").boot(&[]);
     let mut child = lab.command(["console", "talk"]).stdin(Stdio::piped()).spawn().unwrap();
@@ -104,14 +108,14 @@ fn the_console_is_read_and_written_and_left() {
     });
     let mut input = child.stdin.take().unwrap();
     input.write_all(b"hello\n\x1d").unwrap();
-    let status = wait_for("the console to be left", DEADLINE, || child.try_wait().unwrap());
+    let status = wait_for("the console to end", DEADLINE, || child.try_wait().unwrap());
     assert!(status.success());
     guest.assert_sound();
     assert!(guest.file("console.log").exists());
 }
 
 #[test]
-fn a_vm_whose_qemu_died_is_told_and_booted_by_recover() {
+fn a_vm_whose_qemu_died_is_reported_as_ended_and_booted_by_recover() {
     let lab = Lab::new();
     let guest = lab.vm("fallen").boot(&[]);
     let boot = guest.boot_id();
@@ -119,14 +123,14 @@ fn a_vm_whose_qemu_died_is_told_and_booted_by_recover() {
     qemu.process.kill().unwrap();
     assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
     assert_eq!(guest.status(), "ended");
-    guest.reboot("warm", &[]).status(1).says(&["fallen", "has ended"]);
-    guest.rekindle(&["recover"]).ok().says(&["memory was lost", "booted"]);
+    guest.reboot("warm", &[]).status(1).prints(&["fallen", "has ended"]);
+    guest.rekindle(&["recover"]).ok().prints(&["memory was lost", "booted"]);
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
     guest.assert_sound();
-    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
-    // A guest that powers itself off leaves a VM that can be started anew.
-    guest.tell("poweroff");
+    guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
+    // After a guest has powered itself off, the VM can be started again.
+    guest.send("poweroff");
     wait_for("the guest to be off", DEADLINE, || guest.qemus().is_empty().then_some(()));
     assert_eq!(guest.status(), "ended");
     lab.rekindle(["run", lab.path("fallen.toml").to_str().unwrap()]).ok();
@@ -138,14 +142,14 @@ fn a_vm_whose_qemu_died_is_told_and_booted_by_recover() {
 #[test]
 fn run_and_stop_can_be_killed_at_any_moment() {
     let lab = Lab::new();
-    let definition = lab.vm("cut").write();
-    let guest = lab.vm("cut").guest();
+    let definition = lab.vm("interrupted").write();
+    let guest = lab.vm("interrupted").guest();
     for delay in [1, 4, 10, 20, 40, 60, 90, 130, 180] {
         let mut run = lab.command(["run", definition.to_str().unwrap()]).spawn().unwrap();
         thread::sleep(Duration::from_millis(delay));
         let _ = run.kill();
         run.wait().unwrap();
-        let mut stop = lab.command(["stop", "--now", "cut"]).spawn().unwrap();
+        let mut stop = lab.command(["stop", "--now", "interrupted"]).spawn().unwrap();
         thread::sleep(Duration::from_millis(delay / 3));
         let _ = stop.kill();
         stop.wait().unwrap();
@@ -157,16 +161,16 @@ fn run_and_stop_can_be_killed_at_any_moment() {
         if guest.status() != "absent" {
             guest.rekindle(&["stop", "--now"]).ok();
         }
-        assert!(guest.qemus().is_empty(), "after {delay} ms: {}", lab.scene());
+        assert!(guest.qemus().is_empty(), "after {delay} ms: {}", lab.state_report());
     }
-    // What a killed run had made is no obstacle to the next.
+    // What a killed `run` has left does not prevent the next one.
     lab.rekindle(["run", definition.to_str().unwrap()]).ok();
     guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
 }
 
 #[test]
-fn looking_is_never_in_the_way_of_working() {
+fn ls_and_show_never_block_or_fail_during_reboots() {
     let lab = Lab::without_root();
     let guest = lab.vm("seen").net(Net::None).start(&[]);
     let end = AtomicBool::new(false);
@@ -176,7 +180,7 @@ fn looking_is_never_in_the_way_of_working() {
                 while !end.load(Ordering::Relaxed) {
                     lab.rekindle(["ls"]).ok();
                     let show = guest.rekindle(&["--json", "show"]).ok().json();
-                    // While a reboot passes the guest on, it may well be stopped; but never in need of anything.
+                    // During a hand-over the guest may be stopped, but the status never asks for a recovery.
                     assert_ne!(show["status"], "needs-recovery");
                     assert_ne!(show["status"], "ended");
                 }
@@ -190,26 +194,26 @@ fn looking_is_never_in_the_way_of_working() {
 }
 
 #[test]
-fn doctor_tells_what_is_there_and_the_mend_for_what_is_not() {
+fn doctor_lists_what_it_checked_and_a_remedy_for_each_problem() {
     let lab = Lab::without_root();
     let found = lab.rekindle(["--json", "doctor", "--qemu", common::qemu_new().to_str().unwrap()]).ok().json();
     let what: Vec<_> = found.as_array().unwrap().iter().map(|finding| finding["what"].as_str().unwrap()).collect();
-    for wanted in ["QEMU", "KVM", "run directory", "memory", "taps", "iproute2", "tracing"] {
-        assert!(what.contains(&wanted), "{wanted} in {what:?}");
+    for expected in ["QEMU", "KVM", "run directory", "memory", "taps", "iproute2", "tracing"] {
+        assert!(what.contains(&expected), "no {expected} in {what:?}");
     }
     let bad = lab.rekindle(["doctor", "--qemu", "/nowhere/qemu"]).status(1);
-    bad.says(&["bad", "/nowhere/qemu", "-> apt-get install qemu-system-x86"]);
+    bad.prints(&["bad", "/nowhere/qemu", "-> apt-get install qemu-system-x86"]);
 }
 
-/// An ordinary user's VM: run directory under `XDG_RUNTIME_DIR`, RAM in `/dev/shm`, user network. Root only, in that it
-/// becomes such a user.
+/// An unprivileged user's VM: run directory under `XDG_RUNTIME_DIR`, RAM in `/dev/shm`, user network. The test runs as
+/// root to change to that user.
 #[test]
-fn an_ordinary_user_runs_and_reboots_a_vm() {
+fn an_unprivileged_user_runs_and_reboots_a_vm() {
     let lab = Lab::new();
-    // A user that nobody has, so that nobody's VMs are met.
+    // An unused user ID, so that the user has no other VMs.
     let uid = 1_900_000_000 + std::process::id();
     let shared = format!("/dev/shm/rekindle-{uid}");
-    let _gone = Gone(shared.clone().into());
+    let _cleanup = RemoveOnDrop(shared.clone().into());
     let here = lab.path("user");
     fs::create_dir(&here).unwrap();
     let open = fs::Permissions::from_mode(0o755);
@@ -238,8 +242,8 @@ fn an_ordinary_user_runs_and_reboots_a_vm() {
     };
     let run = ["run", definition.to_str().unwrap()];
     fs::write(&definition, text("kind = \"tap\"\nnetns = \"rkt-user\"")).unwrap();
-    as_user(&run).status(1).says(&["needs root", "kind = \"user\""]);
-    as_user(&["doctor"]).says(&["limited taps", "run as root", "works"]);
+    as_user(&run).status(1).prints(&["needs root", "kind = \"user\""]);
+    as_user(&["doctor"]).prints(&["limited taps", "run as root", "works"]);
     fs::write(&definition, text(&format!("kind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]"))).unwrap();
     as_user(&run).ok();
     let ask = |command: &str| -> Option<String> {
@@ -257,17 +261,17 @@ fn an_ordinary_user_runs_and_reboots_a_vm() {
         assert_eq!(ask("boot-id").unwrap(), boot, "after {how}");
         assert_eq!(ask("verify").unwrap(), "4096", "after {how}");
     }
-    as_user(&["ls"]).ok().says(&["mine", "running"]);
+    as_user(&["ls"]).ok().prints(&["mine", "running"]);
     as_user(&["stop", "mine"]).ok();
-    as_user(&["ls"]).ok().says(&["no VMs"]);
+    as_user(&["ls"]).ok().prints(&["no VMs"]);
     let left: Vec<_> = common::lab::entries(shared.as_ref());
     assert!(left.is_empty(), "{left:?}");
 }
 
-/// A directory that goes at the end.
-struct Gone(PathBuf);
+/// A directory that is removed on drop.
+struct RemoveOnDrop(PathBuf);
 
-impl Drop for Gone {
+impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }

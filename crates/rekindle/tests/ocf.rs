@@ -1,4 +1,4 @@
-//! `rekindle ocf`: what the resource agent has done, on one host that is every node in turn.
+//! `rekindle ocf`: the resource agent's actions, on one host that plays every node in turn.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -7,7 +7,7 @@ mod common;
 use common::protector::{Protector, store};
 use common::served::{image, section};
 use common::vm::Vm;
-use common::{DEADLINE, Done, Guest, Lab, wait_for};
+use common::{CommandResult, DEADLINE, Guest, Lab, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::Qmp;
 use rustix::process::{Pid, Signal, kill_process};
@@ -48,24 +48,25 @@ impl<'a> Resource<'a> {
         self.lab.command(first.iter().chain(self.settings).chain(arguments))
     }
 
-    /// Told for people.
+    /// The command without `--json`.
     fn plain(&self, action: &str, arguments: &[&str]) -> Command {
         let (definition, store) = (self.definition.to_str().unwrap(), self.store.to_str().unwrap());
         let first = ["ocf", action, "web", "--definition", definition, "--store", store];
         self.lab.command(first.iter().chain(arguments))
     }
 
-    fn ocf(&self, action: &str, arguments: &[&str]) -> Done {
+    fn ocf(&self, action: &str, arguments: &[&str]) -> CommandResult {
         self.lab.finish(self.command(action, arguments))
     }
 
-    /// The same while QEMU answers nobody, and so cannot be asked for a picture of the scene.
-    fn ocf_unseen(&self, action: &str, arguments: &[&str]) -> (Option<i32>, String) {
+    /// As `ocf`, while QEMU does not answer: a failure does not print the lab's state, which asks QEMU. Returns exit
+    /// status and output.
+    fn ocf_without_state_report(&self, action: &str, arguments: &[&str]) -> (Option<i32>, String) {
         let output = self.command(action, arguments).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// Stops the protector by a signal while its guest runs: one that is stopped in the pause of a checkpoint keeps the guest stopped.
+    /// Stops the protector with SIGSTOP outside of a checkpoint's pause, so that its guest keeps running.
     fn freeze(&self, protector: Process) {
         wait_for("the protector to be stopped outside of a pause", DEADLINE, || {
             signal(protector, Signal::STOP);
@@ -87,33 +88,35 @@ impl<'a> Resource<'a> {
     }
 
     #[track_caller]
-    fn monitor(&self, code: i32) -> Done {
+    fn monitor(&self, code: i32) -> CommandResult {
         self.ocf("monitor", &["--within", "10s"]).status(code)
     }
 
     fn newest(&self) -> u64 {
         let listed = self.lab.rekindle(["--json", "store", "ls", self.store.to_str().unwrap()]).ok().json();
-        let last =
-            listed["checkpoints"].as_array().and_then(|all| all.last()).map(|one| one["number"].as_u64().unwrap());
+        let last = listed["checkpoints"]
+            .as_array()
+            .and_then(|all| all.last())
+            .map(|checkpoint| checkpoint["number"].as_u64().unwrap());
         last.unwrap_or(0)
     }
 
-    /// So many checkpoints from now on.
+    /// Waits for this many more checkpoints.
     fn wait_checkpoints(&self, count: u64) {
-        let wanted = self.newest() + count;
-        wait_for("checkpoints", DEADLINE, || (self.newest() >= wanted).then_some(()));
+        let target = self.newest() + count;
+        wait_for("checkpoints", DEADLINE, || (self.newest() >= target).then_some(()));
     }
 
     fn protector(&self) -> Process {
         let text = fs::read(self.guest.file("protector.json")).unwrap();
-        let noted: Value = serde_json::from_slice(&text).unwrap();
-        let number = |key: &str| noted[key].as_u64().unwrap();
+        let record: Value = serde_json::from_slice(&text).unwrap();
+        let number = |key: &str| record[key].as_u64().unwrap();
         Process { pid: u32::try_from(number("pid")).unwrap(), started: number("started") }
     }
 }
 
 #[test]
-fn a_vm_goes_on_after_a_crash_and_after_a_stop_and_is_booted_after_a_shutdown() {
+fn a_guest_is_restored_after_a_crash_or_a_stop_and_booted_after_a_shutdown() {
     let lab = Lab::new();
     let web = Resource::new(&lab);
     web.monitor(7);
@@ -124,17 +127,19 @@ fn a_vm_goes_on_after_a_crash_and_after_a_stop_and_is_booted_after_a_shutdown() 
     web.ocf("monitor", &["--deep"]).ok();
     web.wait_checkpoints(2);
 
-    // A crash: its QEMU ends by itself.
+    // A crash: QEMU ends unexpectedly.
     let tick = web.guest.tick();
     web.guest.only_qemu().process.kill().unwrap();
-    wait_for("that to be seen", DEADLINE, || (web.ocf("monitor", &[]).code == Some(7)).then_some(()));
+    wait_for("the monitor to report it as stopped", DEADLINE, || {
+        (web.ocf("monitor", &[]).code == Some(7)).then_some(())
+    });
     web.ocf("stop", &[]).ok();
     assert_eq!(web.start()["started"], "restored");
-    assert_eq!(web.guest.boot_id(), boot, "it goes on");
-    assert!(web.guest.tick() + 500 > tick, "it has lost more than the interval by far");
+    assert_eq!(web.guest.boot_id(), boot, "the guest was booted");
+    assert!(web.guest.tick() + 500 > tick, "the guest lost much more than one interval");
     web.wait_checkpoints(1);
 
-    // A stop: a last checkpoint.
+    // A stop takes a last checkpoint.
     let before = web.newest();
     assert_eq!(web.ocf("stop", &[]).ok().json()["lost"], Value::Null);
     assert!(web.newest() > before);
@@ -144,7 +149,7 @@ fn a_vm_goes_on_after_a_crash_and_after_a_stop_and_is_booted_after_a_shutdown() 
     assert_eq!(web.guest.boot_id(), boot);
     web.wait_checkpoints(1);
 
-    // It is shut down: no checkpoint is of it any more.
+    // After a shutdown, no checkpoint is valid any more.
     assert_eq!(web.ocf("stop", &["--how", "shutdown"]).ok().json()["how"], "shut-down");
     let started = web.start();
     assert_eq!((&started["started"], &started["why"]), (&"booted".into(), &"it was shut down cleanly".into()));
@@ -152,9 +157,11 @@ fn a_vm_goes_on_after_a_crash_and_after_a_stop_and_is_booted_after_a_shutdown() 
     assert_ne!(second, boot);
     web.wait_checkpoints(1);
 
-    // It shuts itself down.
-    web.guest.tell("poweroff");
-    wait_for("that to be seen", DEADLINE, || (web.ocf("monitor", &[]).code == Some(7)).then_some(()));
+    // The guest shuts itself down.
+    web.guest.send("poweroff");
+    wait_for("the monitor to report it as stopped", DEADLINE, || {
+        (web.ocf("monitor", &[]).code == Some(7)).then_some(())
+    });
     web.ocf("stop", &[]).ok();
     assert_eq!(web.start()["started"], "booted");
     assert_ne!(web.guest.boot_id(), second);
@@ -163,7 +170,7 @@ fn a_vm_goes_on_after_a_crash_and_after_a_stop_and_is_booted_after_a_shutdown() 
 }
 
 #[test]
-fn a_protector_that_has_died_is_seen_to_and_a_guest_that_hangs_is_stopped_in_time() {
+fn a_protector_that_has_died_is_replaced_and_a_guest_that_hangs_is_stopped_in_time() {
     let lab = Lab::new();
     let web = Resource::new(&lab);
     web.start();
@@ -175,47 +182,47 @@ fn a_protector_that_has_died_is_seen_to_and_a_guest_that_hangs_is_stopped_in_tim
     assert_ne!(web.protector(), first);
     web.wait_checkpoints(2);
 
-    // The store is away for a while: neither the guest nor its resource minds.
+    // The store is unavailable for a while: the guest runs, and the resource is healthy.
     let away = web.store.with_extension("away");
     fs::rename(&web.store, &away).unwrap();
     let tick = web.guest.tick();
     web.monitor(0);
-    wait_for("the guest to go on", DEADLINE, || (web.guest.tick() > tick + 20).then_some(()));
+    wait_for("the guest to run", DEADLINE, || (web.guest.tick() > tick + 20).then_some(()));
     fs::rename(&away, &web.store).unwrap();
     web.wait_checkpoints(2);
 
-    // Its QEMU answers nobody.
+    // QEMU does not answer.
     let qemu = web.guest.only_qemu().process;
     signal(qemu, Signal::STOP);
-    let (code, said) = web.ocf_unseen("monitor", &["--within", "2s"]);
-    assert_eq!(code, Some(1), "{said}");
-    let (code, said) = web.ocf_unseen("start", &["--within", "20s"]);
-    assert!(qemu.is_alive(), "{code:?}: {said}");
-    assert!(code != Some(0) && said.contains("does not answer"), "{code:?}: {said}");
-    let (code, said) = web.ocf_unseen("stop", &["--within", "5s"]);
-    assert!(!qemu.is_alive(), "{code:?}: {said}");
-    assert!(code == Some(0) && said.contains("does not answer"), "{code:?}: {said}");
+    let (code, output) = web.ocf_without_state_report("monitor", &["--within", "2s"]);
+    assert_eq!(code, Some(1), "{output}");
+    let (code, output) = web.ocf_without_state_report("start", &["--within", "20s"]);
+    assert!(qemu.is_alive(), "{code:?}: {output}");
+    assert!(code != Some(0) && output.contains("does not answer"), "{code:?}: {output}");
+    let (code, output) = web.ocf_without_state_report("stop", &["--within", "5s"]);
+    assert!(!qemu.is_alive(), "{code:?}: {output}");
+    assert!(code == Some(0) && output.contains("does not answer"), "{code:?}: {output}");
     assert!(common::with_argument_containing(lab.run_root().to_str().unwrap()).unwrap().is_empty());
     assert_eq!(web.start()["started"], "restored");
 }
 
 #[test]
-fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_gone_back_behind() {
+fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_restored() {
     let lab = Lab::new();
     let web = Resource::of(&lab, lab.vm("web").memory("96M").section(&section(&image(&lab, "disk"), "")), &[]);
     web.start();
     web.wait_checkpoints(2);
-    // That its system is rebooted is no end of it.
+    // A reboot of the guest's OS is no shutdown: protection continues.
     let (boot, protector) = (web.guest.boot_id(), web.protector());
     web.guest.rekindle(&["reboot", "os", "--how", "cold"]).ok();
     web.guest.wait_ready();
     assert_ne!(web.guest.boot_id(), boot);
     web.monitor(0);
     web.wait_checkpoints(2);
-    assert!(protector.is_alive(), "it has followed the guest");
+    assert!(protector.is_alive(), "the protector did not follow the guest");
     let boot = web.guest.boot_id();
-    // Who waits for its reboots ends its QEMU, before the next monitor looks.
-    web.guest.tell("poweroff");
+    // The watcher ends QEMU after a power-off, before the next monitor action.
+    web.guest.send("poweroff");
     wait_for("its QEMU to end", DEADLINE, || web.guest.qemus().is_empty().then_some(()));
     web.monitor(7);
     web.ocf("stop", &[]).ok();
@@ -227,13 +234,13 @@ fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_gone_back
 }
 
 #[test]
-fn a_guest_that_a_killed_protector_left_stopped_is_let_go_by_the_next_look_at_it() {
+fn a_monitor_action_resumes_a_guest_that_a_killed_protector_left_stopped() {
     let lab = Lab::new();
     let web = Resource::new(&lab);
     web.start();
     web.wait_checkpoints(1);
     let first = web.protector();
-    // As in a pause of its.
+    // The state in a checkpoint's pause.
     web.freeze(first);
     fs::write(web.guest.file("paused"), []).unwrap();
     let path = web.guest.only_qemu().directory.join("watch.sock");
@@ -244,18 +251,18 @@ fn a_guest_that_a_killed_protector_left_stopped_is_let_go_by_the_next_look_at_it
     web.monitor(0);
     assert_ne!(web.protector(), first);
     let tick = web.guest.tick();
-    wait_for("the guest to go on", DEADLINE, || (web.guest.tick() > tick).then_some(()));
+    wait_for("the guest to run", DEADLINE, || (web.guest.tick() > tick).then_some(()));
     web.ocf("stop", &[]).ok();
 }
 
 #[test]
-fn a_guest_of_which_no_checkpoint_can_be_taken_is_not_left_running_and_that_is_said() {
+fn a_start_fails_and_leaves_no_guest_if_no_checkpoint_can_be_taken() {
     let lab = Lab::new();
-    // QEMU writes it itself.
+    // QEMU writes the disk without a disk server.
     let disk = image(&lab, "disk");
     let section = format!("[[disk]]\npath = {disk:?}\nserver = false\n");
     let web = Resource::of(&lab, lab.vm("web").memory("96M").section(&section), &[]);
-    web.ocf("start", &[]).status(1).says(&["no checkpoints can be taken of it", "disk"]);
+    web.ocf("start", &[]).status(1).prints(&["no checkpoints can be taken of it", "disk"]);
     assert!(web.guest.qemus().is_empty());
     web.monitor(7);
     lab.assert_empty();
@@ -270,10 +277,10 @@ fn a_guest_whose_output_is_held_can_use_its_network_while_it_shuts_down() {
     web.wait_checkpoints(2);
     let boot = web.guest.boot_id();
     web.ocf("monitor", &["--deep", "--within", "20s"]).ok();
-    // Its store is away: an answer is held until it is back, and the guest is not to blame.
+    // The store is unavailable: answers are held until it is back, which is no failure of the guest.
     let away = web.store.with_extension("away");
     fs::rename(&web.store, &away).unwrap();
-    web.ocf("monitor", &["--deep", "--within", "20s"]).ok().says(&["too few checkpoints"]);
+    web.ocf("monitor", &["--deep", "--within", "20s"]).ok().prints(&["too few checkpoints"]);
     fs::rename(&away, &web.store).unwrap();
     web.wait_checkpoints(2);
     let protector = web.protector();
@@ -288,7 +295,7 @@ fn a_guest_whose_output_is_held_can_use_its_network_while_it_shuts_down() {
 }
 
 #[test]
-fn a_guest_that_does_not_shut_down_is_protected_meanwhile_and_goes_on_from_a_last_checkpoint() {
+fn a_guest_that_does_not_shut_down_stays_protected_and_is_restored_from_a_last_checkpoint() {
     let lab = Lab::new();
     let web = Resource::of(&lab, lab.vm("web").memory("96M").append("rekindle.ignore_power=1"), &[]);
     web.start();
@@ -297,19 +304,19 @@ fn a_guest_that_does_not_shut_down_is_protected_meanwhile_and_goes_on_from_a_las
     let stop = web.command("stop", &["--how", "shutdown", "--within", "20s"]).stdout(Stdio::piped()).spawn().unwrap();
     web.wait_checkpoints(3);
     let tick = web.guest.tick();
-    assert!(protector.is_alive(), "its clients are served still");
+    assert!(protector.is_alive(), "the protector ended during the shutdown");
     let stopped = web.lab.wait(stop, "stop".into()).ok().json();
     assert_eq!((&stopped["how"], &stopped["lost"]), (&"suspend".into(), &Value::Null));
     assert!(web.newest() > before + 3);
     assert_eq!(web.start()["started"], "restored");
     assert_eq!(web.guest.boot_id(), boot);
-    assert!(web.guest.tick() > tick, "nothing that a client has seen is taken back");
+    assert!(web.guest.tick() > tick, "the guest lost ticks that a client has seen");
     web.ocf("stop", &[]).ok();
     lab.assert_empty();
 }
 
 #[test]
-fn an_operation_that_does_not_end_is_ended_by_a_stop_and_starts_nothing_later() {
+fn a_stop_kills_an_operation_that_hangs_and_nothing_starts_later() {
     let lab = Lab::new();
     let web = Resource::new(&lab);
     web.start();
@@ -317,7 +324,7 @@ fn an_operation_that_does_not_end_is_ended_by_a_stop_and_starts_nothing_later() 
     let mut reboot = lab.command(["reboot", "os", "web", "--how", "cold"]);
     let mut reboot = reboot.env("REKINDLE_FAULT", "cold.suspend.off:stop").spawn().unwrap();
     wait_for("its QEMU to end", DEADLINE, || web.guest.qemus().is_empty().then_some(()));
-    web.ocf("stop", &["--within", "60s"]).ok().says(&["is killed"]);
+    web.ocf("stop", &["--within", "60s"]).ok().prints(&["is killed"]);
     assert!(!reboot.wait().unwrap().success());
     web.monitor(7);
     lab.assert_empty();
@@ -326,36 +333,38 @@ fn an_operation_that_does_not_end_is_ended_by_a_stop_and_starts_nothing_later() 
 }
 
 #[test]
-fn a_store_that_is_away_is_waited_for_by_a_start_and_nothing_is_booted_in_its_place() {
+fn a_start_waits_for_an_unavailable_store_and_does_not_boot_instead() {
     let lab = Lab::new();
     let mut web = Resource::of(&lab, lab.vm("web").memory("96M").section(&section(&image(&lab, "disk"), "")), &[]);
     let share = lab.path("share");
     fs::create_dir(&share).unwrap();
     web.store = share.join("web");
-    web.ocf("start", &["--within", "2s"]).status(1).says(&["rekindle store init"]);
-    assert!(!web.store.exists() && web.guest.qemus().is_empty(), "a store or a guest was made");
+    web.ocf("start", &["--within", "2s"]).status(1).prints(&["rekindle store init"]);
+    assert!(!web.store.exists() && web.guest.qemus().is_empty(), "a store was created or a guest started");
     lab.rekindle(["store", "init", web.store.to_str().unwrap()]).ok();
     web.start();
     web.wait_checkpoints(2);
     let boot = web.guest.boot_id();
     web.guest.only_qemu().process.kill().unwrap();
-    wait_for("that to be seen", DEADLINE, || (web.ocf("monitor", &[]).code == Some(7)).then_some(()));
+    wait_for("the monitor to report it as stopped", DEADLINE, || {
+        (web.ocf("monitor", &[]).code == Some(7)).then_some(())
+    });
     web.ocf("stop", &[]).ok();
 
-    // Its file system is not mounted, and its mount point is there.
+    // The store's file system is not mounted; the mount point exists.
     let away = lab.path("away");
     fs::rename(&web.store, &away).unwrap();
-    web.ocf("start", &[]).status(1).says(&["is not a store", "is the shared storage mounted on this node?"]);
-    assert!(!web.store.exists(), "no other store is made");
-    assert!(web.guest.qemus().is_empty(), "it was booted");
+    web.ocf("start", &[]).status(1).prints(&["is not a store", "is the shared storage mounted on this node?"]);
+    assert!(!web.store.exists(), "another store was created");
+    assert!(web.guest.qemus().is_empty(), "the guest was booted");
 
-    // Its mount point is not there, for a while.
+    // The mount point is missing for a while.
     fs::remove_dir(&share).unwrap();
-    let said = lab.path("said");
+    let errors = lab.path("errors");
     let mut start = web.command("start", &["--within", "60s"]);
-    let start = start.stdout(Stdio::piped()).stderr(fs::File::create(&said).unwrap()).spawn().unwrap();
-    wait_for("the store to be asked again", DEADLINE, || {
-        fs::read_to_string(&said).unwrap().contains("retrying").then_some(())
+    let start = start.stdout(Stdio::piped()).stderr(fs::File::create(&errors).unwrap()).spawn().unwrap();
+    wait_for("the start to try the store again", DEADLINE, || {
+        fs::read_to_string(&errors).unwrap().contains("retrying").then_some(())
     });
     fs::create_dir(lab.path("share2")).unwrap();
     fs::rename(&away, lab.path("share2").join("web")).unwrap();
@@ -368,7 +377,7 @@ fn a_store_that_is_away_is_waited_for_by_a_start_and_nothing_is_booted_in_its_pl
 }
 
 #[test]
-fn a_guest_of_which_no_checkpoint_is_committed_any_more_is_degraded() {
+fn a_guest_whose_newest_checkpoint_is_old_is_degraded() {
     let lab = Lab::new();
     let web = Resource::new(&lab);
     web.start();
@@ -379,10 +388,10 @@ fn a_guest_of_which_no_checkpoint_is_committed_any_more_is_degraded() {
     let mut progress: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     let at = progress["committed_at_ms"].as_u64().unwrap();
     web.monitor(0);
-    // As if that had been longer ago.
+    // Backdate the newest checkpoint by an hour.
     progress["committed_at_ms"] = at.saturating_sub(3_600_000).into();
     fs::write(&path, progress.to_string()).unwrap();
-    web.monitor(190).says(&["no checkpoint of it was committed"]);
+    web.monitor(190).prints(&["no checkpoint of it was committed"]);
     signal(protector, Signal::CONT);
     web.wait_checkpoints(1);
     web.monitor(0);
@@ -390,7 +399,7 @@ fn a_guest_of_which_no_checkpoint_is_committed_any_more_is_degraded() {
 }
 
 #[test]
-fn checkpoints_that_another_protector_takes_are_enough_and_it_is_ended_by_a_stop() {
+fn checkpoints_of_another_protector_suffice_and_a_stop_ends_it() {
     let lab = Lab::new();
     let web = Resource::new(&lab);
     web.start();
@@ -401,7 +410,7 @@ fn checkpoints_that_another_protector_takes_are_enough_and_it_is_ended_by_a_stop
     let mut other = Protector::start(&web.guest, &lab, &web.store, &["--every", "100ms"]);
     other.next_checkpoint();
     web.monitor(0);
-    assert_eq!(web.protector(), first, "no other one is started");
+    assert_eq!(web.protector(), first, "another protector was started");
     let before = web.newest();
     assert_eq!(web.ocf("stop", &[]).ok().json()["lost"], Value::Null);
     assert!(web.newest() > before);
@@ -410,16 +419,16 @@ fn checkpoints_that_another_protector_takes_are_enough_and_it_is_ended_by_a_stop
 }
 
 #[test]
-fn a_guest_that_reboots_itself_runs_for_whoever_looks_meanwhile() {
+fn a_guest_that_reboots_itself_is_running_for_each_monitor_action() {
     let lab = Lab::new();
     let vm = lab.vm("web").memory("96M").key("on_reboot = \"warm-cache\"");
     let web = Resource::of(&lab, vm.section(&section(&image(&lab, "disk"), "")), &[]);
     web.start();
     web.wait_checkpoints(1);
     let boot = web.guest.boot_id();
-    web.guest.tell("reboot");
-    // Until another boot answers: nobody who looks is told that it does not run.
-    wait_for("it to be up again", DEADLINE, || {
+    web.guest.send("reboot");
+    // No monitor action may report it as stopped until the new boot answers.
+    wait_for("the new boot to answer", DEADLINE, || {
         web.ocf("monitor", &["--within", "60s"]).ok();
         web.guest.try_ask("boot_id").is_ok_and(|id| !id.is_empty() && id.trim() != boot).then_some(())
     });
@@ -427,7 +436,7 @@ fn a_guest_that_reboots_itself_runs_for_whoever_looks_meanwhile() {
 }
 
 #[test]
-fn lines_for_the_cluster_come_from_the_definition() {
+fn cluster_configuration_is_generated_from_the_definition() {
     let lab = Lab::new();
     let web = Resource::new(&lab);
     let text = web.lab.rekindle([
@@ -445,10 +454,14 @@ fn lines_for_the_cluster_come_from_the_definition() {
         "--ca",
         "/ca.pem",
     ]);
-    text.ok().says(&["ocf:rekindle:vm", "utilization memory=96 vcpus=1", "cert=/c.pem key=/k.pem ca=/ca.pem every=2s"]);
-    // What was asked for is not left out of what is pasted.
+    text.ok().prints(&[
+        "ocf:rekindle:vm",
+        "utilization memory=96 vcpus=1",
+        "cert=/c.pem key=/k.pem ca=/ca.pem every=2s",
+    ]);
+    // Each option that was given is part of the generated configuration.
     let all = ["--output-commit", "--keep", "3", "--policy", "basic", "--disk", "crash-consistent"];
-    web.lab.finish(web.plain("show-config", &all)).ok().says(&[
+    web.lab.finish(web.plain("show-config", &all)).ok().prints(&[
         "keep=3",
         "policy=basic",
         "disk=crash-consistent",

@@ -1,5 +1,5 @@
-//! `rekindle restore --prepare` with real guests: a QEMU waits with empty RAM, and what goes into it later is the newest
-//! checkpoint, or another QEMU is started and that is said.
+//! `rekindle restore --prepare` with real guests: a QEMU waits with empty RAM, into which the newest checkpoint is
+//! loaded later; or another QEMU is started, and the report states why.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -8,7 +8,7 @@ mod common;
 use common::lab::{entries, left_in};
 use common::protector::Protector;
 use common::served::{image, kill_server, section};
-use common::{DEADLINE, Done, Guest, Lab, Net, eyes, qemu_old, wait_for};
+use common::{CommandResult, DEADLINE, Guest, Lab, Net, observe, qemu_old, wait_for};
 use rekindle_disk::control::Control;
 use serde_json::Value;
 use std::fs;
@@ -17,7 +17,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Another host: it has run, RAM and configuration directories of its own.
+/// Another host, with its own run, RAM and configuration directories.
 struct Spare<'a> {
     lab: &'a Lab,
     root: PathBuf,
@@ -28,7 +28,7 @@ impl<'a> Spare<'a> {
         Self { lab, root: lab.path("spare") }
     }
 
-    fn rekindle(&self, arguments: &[&str]) -> Done {
+    fn rekindle(&self, arguments: &[&str]) -> CommandResult {
         let mut command = self.lab.command(arguments);
         command.env("REKINDLE_RUN_DIR", &self.root).env("REKINDLE_HOST_CONFIG", self.lab.path("spare.toml"));
         self.lab.finish(command)
@@ -44,19 +44,19 @@ impl<'a> Spare<'a> {
         found.map_or("absent".into(), |status| status.as_str().map_or(status.to_string(), str::to_owned))
     }
 
-    /// The one QEMU of this host.
-    fn qemu(&self) -> eyes::Qemu {
-        let [qemu] = eyes::qemus(&self.root).try_into().expect("one QEMU");
+    /// The only QEMU of this host.
+    fn qemu(&self) -> observe::Qemu {
+        let [qemu] = observe::qemus(&self.root).try_into().expect("one QEMU");
         qemu
     }
 
     fn wait_filled(&self, name: &str) {
         let fill = self.root.join(name).join("fill.json");
-        wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
+        wait_for("the fill to finish", DEADLINE, || (!fill.exists()).then_some(()));
     }
 
-    fn is_empty(&self) {
-        assert!(eyes::qemus(&self.root).is_empty(), "QEMUs are left");
+    fn assert_empty(&self) {
+        assert!(observe::qemus(&self.root).is_empty(), "QEMUs are left");
         let left = left_in(&self.root);
         assert!(left.is_empty(), "{left:?}");
     }
@@ -64,7 +64,7 @@ impl<'a> Spare<'a> {
 
 impl Drop for Spare<'_> {
     fn drop(&mut self) {
-        for qemu in eyes::qemus(&self.root) {
+        for qemu in observe::qemus(&self.root) {
             let _ = qemu.process.kill();
         }
     }
@@ -83,7 +83,7 @@ fn checkpoint(guest: &Guest<'_>, store: &str) {
     guest.lab.rekindle(arguments).ok();
 }
 
-/// The host of the guest has died.
+/// Simulates the death of the guest's host.
 fn crash(guest: &Guest<'_>) {
     guest.only_qemu().process.kill().unwrap();
     guest.rekindle(&["stop", "--now"]).ok();
@@ -102,7 +102,7 @@ fn listing(directory: &Path) -> Vec<(PathBuf, u64)> {
 }
 
 #[test]
-fn a_prepared_restore_goes_on_from_the_newest_checkpoint() {
+fn a_prepared_restore_uses_the_newest_checkpoint() {
     let lab = Lab::new();
     let guest = lab.vm("ready").memory("192M").net(Net::User(free_port())).boot(&[]);
     let (spare, store) = (Spare::new(&lab), store(&lab));
@@ -112,25 +112,25 @@ fn a_prepared_restore_goes_on_from_the_newest_checkpoint() {
     let before = listing(Path::new(&store));
     let waits = spare.json(&["restore", "ready", "--store", &store, "--prepare"]);
     assert_eq!((waits["checkpoint"].clone(), waits["replaced"].clone()), (1.into(), false.into()));
-    assert_eq!(listing(Path::new(&store)), before, "to prepare changes nothing in the store");
+    assert_eq!(listing(Path::new(&store)), before, "the preparation has changed the store");
     let qemu = spare.qemu();
     assert_eq!(waits["pid"], qemu.process.pid);
     assert_eq!(spare.status("ready"), "prepared");
     let ram: Vec<_> = entries(&spare.root.join(".ram"));
     let [ram] = ram.as_slice() else { panic!("{ram:?}") };
     assert!(ram.extension().is_some_and(|extension| extension == "waiting"), "{ram:?}");
-    assert_eq!(fs::metadata(ram).unwrap().blocks(), 0, "its RAM is empty");
-    // It is no guest, and nobody takes it for one.
+    assert_eq!(fs::metadata(ram).unwrap().blocks(), 0, "the RAM of a prepared QEMU is not empty");
+    // A prepared QEMU is no guest, and no command treats it as one.
     let definition = lab.path("ready.toml");
     let refused = ["prepared for a restore", "rekindle stop ready"];
-    spare.rekindle(&["run", definition.to_str().unwrap()]).status(1).says(&refused);
-    spare.rekindle(&["protect", "ready", "--store", &store]).status(1).says(&refused);
-    spare.rekindle(&["reboot", "vmm", "ready"]).status(1).says(&refused);
-    spare.rekindle(&["recover", "ready"]).ok().says(&["nothing to recover"]);
-    spare.rekindle(&["show", "ready"]).ok().says(&["is prepared", &qemu.process.pid.to_string()]);
+    spare.rekindle(&["run", definition.to_str().unwrap()]).status(1).prints(&refused);
+    spare.rekindle(&["protect", "ready", "--store", &store]).status(1).prints(&refused);
+    spare.rekindle(&["reboot", "vmm", "ready"]).status(1).prints(&refused);
+    spare.rekindle(&["recover", "ready"]).ok().prints(&["nothing to recover"]);
+    spare.rekindle(&["show", "ready"]).ok().prints(&["is prepared", &qemu.process.pid.to_string()]);
     assert_eq!(spare.qemu().process, qemu.process);
 
-    // The guest went on meanwhile.
+    // The guest still runs, and changes its memory.
     guest.touch("64M");
     let (boot, tick) = (guest.boot_id(), guest.tick());
     checkpoint(&guest, &store);
@@ -138,13 +138,13 @@ fn a_prepared_restore_goes_on_from_the_newest_checkpoint() {
     let restored = spare.json(&["restore", "ready", "--store", &store]);
     assert_eq!((restored["checkpoint"].clone(), restored["prepared"].clone()), (2.into(), true.into()), "{restored}");
     assert_eq!(restored["unused"], Value::Null);
-    assert_eq!(spare.qemu().process, qemu.process, "it runs in the QEMU that waited");
+    assert_eq!(spare.qemu().process, qemu.process, "the guest does not run in the prepared QEMU");
     assert_eq!(guest.boot_id(), boot);
     assert!(guest.tick() >= tick);
     guest.verify();
     spare.wait_filled("ready");
     guest.verify();
-    // What was zero is not in its RAM: it takes no more of the host than it did.
+    // Zero pages are not written to the RAM file, so they take no memory of the host.
     let log = fs::read_to_string(spare.root.join("ready/pager.log")).unwrap();
     let zero = log.lines().find_map(|line| line.split_once(" behind, ")?.1.strip_suffix(" zero")?.parse::<u64>().ok());
     assert!(zero.is_some_and(|pages| pages > (32 << 20) / 4096), "{log}");
@@ -152,17 +152,17 @@ fn a_prepared_restore_goes_on_from_the_newest_checkpoint() {
     assert!(fs::metadata(&ram).unwrap().blocks() * 512 < 160 << 20, "{ram:?} is filled with zeroes");
     assert_eq!(spare.status("ready"), "running");
     assert_eq!(spare.json(&["show", "ready"])["prepared"], Value::Null);
-    // It is a VM like any other: its VMM is replaced, and it is protected.
+    // It is a VM like any other: its QEMU can be replaced, and it can be protected.
     spare.rekindle(&["reboot", "vmm", "ready"]).ok();
     assert_eq!(guest.boot_id(), boot);
     spare.rekindle(&["protect", "ready", "--store", &store, "--every", "50ms", "--count", "1"]).ok();
     guest.verify();
     spare.rekindle(&["stop", "ready", "--now"]).ok();
-    spare.is_empty();
+    spare.assert_empty();
 }
 
 #[test]
-fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
+fn a_prepared_qemu_that_does_not_fit_any_more_is_replaced_and_the_report_states_why() {
     let lab = Lab::new();
     let disk = lab.path("disk.raw");
     fs::write(&disk, vec![1; 1 << 20]).unwrap();
@@ -187,11 +187,11 @@ fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
     };
     let end = || drop(spare.rekindle(&["stop", "moved", "--now"]).ok());
 
-    // Prepared twice: the second one waits.
+    // Prepared twice: the second QEMU replaces the first.
     let first = prepare(&[]);
     assert_ne!(prepare(&[]), first);
     let waits = spare.qemu();
-    // It dies.
+    // The prepared QEMU dies.
     waits.process.kill().unwrap();
     assert!(waits.process.wait_end(Duration::from_secs(10)).unwrap());
     assert_eq!(spare.status("moved"), "ended");
@@ -199,7 +199,7 @@ fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
     assert_eq!(restored["prepared"], false);
     assert!(restored["unused"].as_str().unwrap().contains("has ended"), "{restored}");
     end();
-    // An image that it has open is not the one that it would open now.
+    // The image has been replaced since the prepared QEMU opened it.
     prepare(&[]);
     let pid = spare.qemu().process.pid;
     fs::write(lab.path("other.raw"), vec![2; 1 << 20]).unwrap();
@@ -208,7 +208,8 @@ fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
     assert!(restored["unused"].as_str().unwrap().contains("disk.raw has changed"), "{restored}");
     assert_ne!(restored["pid"], pid);
     end();
-    // The VM is to be built otherwise; and what was said when it was prepared holds at the restore.
+    // The restore names another definition than the preparation; a definition that the preparation named also applies
+    // to the restore.
     let other = lab.vm("moved").section(&section).net(Net::User(port));
     let definition = other.key("shutdown_timeout = \"7s\"").write();
     prepare(&[]);
@@ -222,10 +223,10 @@ fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
     let restored = restore_elsewhere(&spare, &["restore", "moved", "--store", &store]);
     assert_eq!(restored["prepared"], true, "{restored}");
     end();
-    // Given up.
+    // The prepared QEMU is stopped.
     prepare(&[]);
-    spare.rekindle(&["stop", "moved"]).ok().says(&["only prepared"]);
-    spare.is_empty();
+    spare.rekindle(&["stop", "moved"]).ok().prints(&["only prepared"]);
+    spare.assert_empty();
 }
 
 fn restore_elsewhere(spare: &Spare<'_>, arguments: &[&str]) -> Value {
@@ -235,13 +236,13 @@ fn restore_elsewhere(spare: &Spare<'_>, arguments: &[&str]) -> Value {
 }
 
 #[test]
-fn a_checkpoint_that_comes_while_it_is_restored_is_the_one_that_counts() {
+fn a_restore_uses_the_last_checkpoint_that_the_previous_owner_committed() {
     let lab = Lab::new();
     let spare = Spare::new(&lab);
     for round in 0..4 {
         let guest = lab.vm("late").net(Net::User(free_port())).boot(&[]);
         let store = format!("{}-{round}", store(&lab));
-        // Its host is only thought to be dead.
+        // The previous host is still alive.
         let mut command = lab.command([
             "protect",
             "late",
@@ -264,19 +265,19 @@ fn a_checkpoint_that_comes_while_it_is_restored_is_the_one_that_counts() {
         spare.rekindle(&["restore", "late", "--store", &store, "--prepare"]).ok();
         let restored = spare.json(&["restore", "late", "--store", &store]);
         let ended = lab.wait(protector, "protect".into());
-        assert_eq!(ended.code, Some(1), "the older owner is refused: {ended}");
+        assert_eq!(ended.code, Some(1), "the older owner was not rejected: {ended}");
         assert_eq!(newest(), restored["checkpoint"].as_u64(), "{restored}");
-        // Either it went into the QEMU that had waited, or why not is told.
+        // The guest runs in the prepared QEMU, or the report states why not.
         assert_eq!(restored["prepared"] == true, restored["unused"].is_null(), "{restored}");
-        assert!(guest.qemus().is_empty(), "what runs elsewhere was ended here\n{}", lab.scene());
+        assert!(guest.qemus().is_empty(), "the guest still runs on its previous host\n{}", lab.state_report());
         guest.rekindle(&["stop"]).ok();
         spare.rekindle(&["stop", "late", "--now"]).ok();
     }
-    spare.is_empty();
+    spare.assert_empty();
 }
 
 #[test]
-fn it_waits_on_when_a_restore_cannot_begin_and_two_restores_are_one() {
+fn a_prepared_qemu_survives_a_failed_restore_and_only_one_of_two_restores_uses_it() {
     let lab = Lab::new();
     let guest = lab.vm("patient").net(Net::User(free_port())).boot(&[]);
     let store = store(&lab);
@@ -286,35 +287,38 @@ fn it_waits_on_when_a_restore_cannot_begin_and_two_restores_are_one() {
     crash(&guest);
     let pid = spare.json(&["restore", "patient", "--store", &store, "--prepare"])["pid"].clone();
     let before = listing(Path::new(&store));
-    let waits_on = || {
+    let still_waits = || {
         if Path::new(&store).exists() {
-            assert_eq!(listing(Path::new(&store)), before, "who protects the VM goes on");
+            assert_eq!(listing(Path::new(&store)), before, "the store was changed");
         }
         assert_eq!(spare.status("patient"), "prepared");
         assert_eq!(pid, spare.qemu().process.pid);
     };
-    // The store is away.
+    // The store is unavailable.
     let aside = lab.path("aside");
     fs::rename(&store, &aside).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).says(&["store"]);
-    waits_on();
+    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).prints(&["store"]);
+    still_waits();
     fs::rename(&aside, &store).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store, "--at", "7"]).status(1).says(&["checkpoint 7"]);
-    waits_on();
+    spare.rekindle(&["restore", "patient", "--store", &store, "--at", "7"]).status(1).prints(&["checkpoint 7"]);
+    still_waits();
     let qemu = qemu_old().to_str().unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store, "--qemu", qemu]).status(1).says(&["machine type pc-q35"]);
-    waits_on();
-    // There is no room for it just now.
+    spare
+        .rekindle(&["restore", "patient", "--store", &store, "--qemu", qemu])
+        .status(1)
+        .prints(&["machine type pc-q35"]);
+    still_waits();
+    // There is no room for the RAM at the moment.
     fs::write(lab.path("spare.toml"), "ram_size = \"64M\"\n").unwrap();
     let ram = spare.root.join(".ram");
     let full = ram.join("other.ram");
     let (free, _) = rekindle_memory::directory::RamDirectory::at(&ram).unwrap().room().unwrap();
     fs::File::create(&full).unwrap().set_len(free - (64 << 20)).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).says(&["128 MiB asked for", "promised"]);
-    waits_on();
+    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).prints(&["128 MiB requested", "promised"]);
+    still_waits();
     fs::remove_file(&full).unwrap();
 
-    // Two at once: one gets it, and the other is told.
+    // Two concurrent restores: one gets the prepared QEMU, and the other one fails.
     let start = || {
         let mut command = lab.command(["--json", "restore", "patient", "--store", &store]);
         command.env("REKINDLE_RUN_DIR", &spare.root).env("REKINDLE_HOST_CONFIG", lab.path("spare.toml"));
@@ -330,43 +334,43 @@ fn it_waits_on_when_a_restore_cannot_begin_and_two_restores_are_one() {
     assert!(lost.stderr.contains("busy") || lost.stderr.contains("runs already"), "{lost}");
     assert_eq!(guest.boot_id(), boot);
     assert_eq!(pid, spare.qemu().process.pid);
-    // Neither is it prepared while it runs.
-    spare.rekindle(&["restore", "patient", "--store", &store, "--prepare"]).status(1).says(&["runs already"]);
+    // A guest that runs cannot be prepared.
+    spare.rekindle(&["restore", "patient", "--store", &store, "--prepare"]).status(1).prints(&["runs already"]);
     spare.rekindle(&["stop", "patient", "--now"]).ok();
-    spare.is_empty();
+    spare.assert_empty();
 }
 
 #[test]
-fn what_cannot_be_restored_here_is_refused_before_anything_starts() {
+fn a_restore_that_is_impossible_here_is_rejected_before_anything_starts() {
     let lab = Lab::new();
     let guest = lab.vm("big").memory("192M").net(Net::User(free_port())).boot(&[]);
     let store = store(&lab);
     checkpoint(&guest, &store);
     let (spare, before) = (Spare::new(&lab), listing(Path::new(&store)));
-    let refused = |arguments: &[&str], words: &[&str]| {
+    let rejects = |arguments: &[&str], words: &[&str]| {
         for more in [&[][..], &["--prepare"][..]] {
             let all = [&["restore", "big", "--store"], arguments, more].concat();
-            if !(more.contains(&"--prepare") && (arguments.contains(&"--at") || words.contains(&"asked for"))) {
-                spare.rekindle(&all).status(1).says(words);
+            if !(more.contains(&"--prepare") && (arguments.contains(&"--at") || words.contains(&"requested"))) {
+                spare.rekindle(&all).status(1).prints(words);
             }
-            spare.is_empty();
-            assert_eq!(listing(Path::new(&store)), before, "who protects the VM goes on");
+            spare.assert_empty();
+            assert_eq!(listing(Path::new(&store)), before, "the store was changed");
         }
     };
     let old = qemu_old().to_str().unwrap().to_owned();
-    refused(&[&store, "--qemu", &old], &["cannot run here", "does not know the machine type pc-q35-10"]);
-    refused(&[&store, "--at", "9"], &["checkpoint 9"]);
-    refused(&[lab.path("nowhere").to_str().unwrap()], &["nowhere"]);
+    rejects(&[&store, "--qemu", &old], &["cannot run here", "does not know the machine type pc-q35-10"]);
+    rejects(&[&store, "--at", "9"], &["checkpoint 9"]);
+    rejects(&[lab.path("nowhere").to_str().unwrap()], &["nowhere"]);
     fs::write(lab.path("spare.toml"), "ram_size = \"100M\"\n").unwrap();
-    refused(&[&store], &["192 MiB asked for", "asked for"]);
-    // And on the host where it runs.
-    lab.rekindle(["restore", "big", "--store", &store]).status(1).says(&["runs already"]);
+    rejects(&[&store], &["192 MiB requested", "requested"]);
+    // Also on the host where the guest runs.
+    lab.rekindle(["restore", "big", "--store", &store]).status(1).prints(&["runs already"]);
     guest.assert_sound();
-    spare.rekindle(&["restore", "big", "--store", &store, "--prepare", "--eager"]).status(2).says(&["--eager"]);
+    spare.rekindle(&["restore", "big", "--store", &store, "--prepare", "--eager"]).status(2).prints(&["--eager"]);
 }
 
 #[test]
-fn a_guest_with_a_served_disk_goes_on_in_a_prepared_qemu_at_the_epoch_of_its_checkpoint() {
+fn a_guest_with_a_served_disk_resumes_in_a_prepared_qemu_at_the_epoch_of_its_checkpoint() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
     let port = free_port();
@@ -374,16 +378,17 @@ fn a_guest_with_a_served_disk_goes_on_in_a_prepared_qemu_at_the_epoch_of_its_che
     let (spare, store) = (Spare::new(&lab), store(&lab));
     let mut protector = Protector::start(&guest, &lab, Path::new(&store), &["--create-store", "--every", "100ms"]);
     protector.next_checkpoint();
-    // Whoever has the disk goes on with it.
+    // The server that has the disk keeps it.
     spare.json(&["restore", "served", "--store", &store, "--prepare"]);
     let waits = spare.qemu();
     let status = || Control::connect(&spare.root.join("served/disk-disk0.control")).unwrap().status().unwrap();
     assert!(status().waits && !status().active);
     guest.ask("write vda 0 64 1");
     protector.next_checkpoint();
-    // While somebody has it nobody else gets it, and what was prepared waits on. Nor is the store taken from who protects it.
+    // While another server has the disk, a restore fails; the prepared QEMU still waits, and the protector still owns
+    // the store.
     let refused = spare.rekindle(&["restore", "served", "--store", &store]);
-    refused.status(1).says(&["disk0", "another program has it open"]);
+    refused.status(1).prints(&["disk0", "another program has it open"]);
     assert_eq!((spare.status("served"), status().waits), ("prepared".into(), true));
     protector.next_checkpoint();
     guest.ask("write vda 32 64 2");
@@ -396,16 +401,17 @@ fn a_guest_with_a_served_disk_goes_on_in_a_prepared_qemu_at_the_epoch_of_its_che
     let restored = spare.json(&["restore", "served", "--store", &store]);
     assert_eq!((restored["prepared"].clone(), restored["unused"].clone()), (true.into(), Value::Null), "{restored}");
     assert_eq!((spare.qemu().process, guest.boot_id()), (waits.process, boot));
-    assert!(status().redo.is_some() && !status().waits, "at an epoch");
-    let cached = wait_for("the guest to be free", DEADLINE, || {
+    assert!(status().redo.is_some() && !status().waits, "the server does not use the redo log");
+    let cached = wait_for("the guest to answer", DEADLINE, || {
         guest.try_ask("read vda 0 2048").ok().filter(|answer| answer.starts_with("ok"))
     });
     guest.ask("drop-caches");
-    assert_eq!(guest.try_ask("read vda 0 2048").unwrap(), cached, "memory and disk agree");
+    assert_eq!(guest.try_ask("read vda 0 2048").unwrap(), cached, "the page cache differs from the disk");
     spare.wait_filled("served");
     guest.ask("write vda 64 64 3");
     guest.ask("drop-caches");
-    // Protected and killed once more, prepared for where a server dies while it waits: another QEMU is started, and that is said.
+    // Protected, stopped and prepared again; then the waiting disk server dies: another QEMU is started, and the report
+    // states why.
     spare.rekindle(&["protect", "served", "--store", &store, "--every", "50ms", "--count", "1"]).ok();
     let newest = guest.ask("read vda 0 2048");
     spare.rekindle(&["stop", "served", "--now"]).ok();
@@ -418,5 +424,5 @@ fn a_guest_with_a_served_disk_goes_on_in_a_prepared_qemu_at_the_epoch_of_its_che
     guest.ask("drop-caches");
     assert_eq!(guest.ask("read vda 0 2048"), newest);
     spare.rekindle(&["stop", "served", "--now"]).ok();
-    spare.is_empty();
+    spare.assert_empty();
 }

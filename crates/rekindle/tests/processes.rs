@@ -1,4 +1,4 @@
-//! Whose processes are killed: only a VM's own, and only on evidence that they are dead or because the user says so.
+//! Rekindle kills only processes of the VM, and those that do not answer only with `--force`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -18,7 +18,7 @@ fn signal(process: Process, signal: Signal) {
     kill_process(Pid::from_raw(i32::try_from(process.pid).unwrap()).unwrap(), signal).unwrap();
 }
 
-/// Processes that have a VM's files among their arguments or open, and are none of the VM's.
+/// Processes that have a VM's files open or among their arguments, and do not belong to the VM.
 struct Decoys(Vec<Child>);
 
 impl Decoys {
@@ -37,14 +37,14 @@ impl Decoys {
             foreign.args(["--reuid=65534", "--regid=65534", "--clear-groups", "tail", "-f", "--", "/dev/null"]);
             start(foreign.arg(&pid).arg(&control));
         }
-        // As a backup or an administrator does.
+        // A backup program or an administrator may open these.
         let opened = ["vmm-1/qemu.lock", "vmm-1/qemu.pid", "disk-disk0.lock"].map(|file| directory.join(file));
         start(Command::new("tail").arg("-F").args(opened));
         Self(all)
     }
 
     #[track_caller]
-    fn live(&mut self, after: &str) {
+    fn assert_alive(&mut self, after: &str) {
         for (number, child) in self.0.iter_mut().enumerate() {
             assert!(child.try_wait().unwrap().is_none(), "decoy {number} has ended after {after}");
         }
@@ -66,9 +66,9 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
     let image = served::image(&lab, "disk");
     let mut decoys = Decoys::start(&lab.run_root(), "web");
     let guest = lab.vm("web").section(&served::section(&image, "")).boot(&[]);
-    decoys.live("run");
+    decoys.assert_alive("run");
     let ours: Vec<_> = decoys.0.iter().map(Child::id).collect();
-    let recorded = |step: &str| {
+    let assert_not_recorded = |step: &str| {
         for file in ["state.json", "operation.json"] {
             let text = fs::read_to_string(guest.file(file)).unwrap_or_default();
             for pid in &ours {
@@ -77,30 +77,31 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
         }
     };
     guest.warm(&[]);
-    decoys.live("a warm reboot");
-    recorded("a warm reboot");
-    // Each way through `recover`: the destination started and not recorded, and told to resume the guest.
+    decoys.assert_alive("a warm reboot");
+    assert_not_recorded("a warm reboot");
+    // Each path through `recover`: the destination QEMU was started and not recorded, or got the command to resume the
+    // guest.
     for fault in ["warm.prepare.spawned:kill", "warm.resume.journalled:kill", "warm.resume.resumed:kill"] {
         let mut command = lab.command(["reboot", "vmm", "web"]);
         command.env("REKINDLE_FAULT", fault);
         assert_eq!(lab.finish(command).code, None, "{fault}");
         guest.rekindle(&["recover"]).ok();
-        decoys.live(fault);
-        recorded(fault);
+        decoys.assert_alive(fault);
+        assert_not_recorded(fault);
         guest.wait_ready();
         let qemus = guest.qemus().into_iter().filter(|qemu| !ours.contains(&qemu.process.pid)).count();
-        assert_eq!(qemus, 1, "{fault}: {}", lab.scene());
+        assert_eq!(qemus, 1, "{fault}: {}", lab.state_report());
     }
     disks::server(&RunDir::new(&lab.run_root(), "web"), "disk0").unwrap().kill().unwrap();
     guest.rekindle(&["recover"]).ok();
-    decoys.live("recover of a disk server");
+    decoys.assert_alive("recover of a disk server");
     guest.rekindle(&["stop", "--now"]).ok();
-    decoys.live("stop");
+    decoys.assert_alive("stop");
     assert!(!lab.run_root().join("web").exists());
 }
 
 #[test]
-fn a_run_directory_is_private_so_that_nobody_else_can_hold_a_lock_in_it() {
+fn a_run_directory_is_private_so_that_no_other_user_can_hold_a_lock_in_it() {
     let lab = Lab::new();
     let guest = lab.vm("web").boot(&[]);
     for directory in [guest.file(""), guest.file("vmm-1")] {
@@ -111,14 +112,14 @@ fn a_run_directory_is_private_so_that_nobody_else_can_hold_a_lock_in_it() {
 }
 
 #[test]
-fn recover_leaves_a_qemu_alive_that_does_not_answer() {
+fn recover_does_not_kill_a_qemu_that_does_not_answer() {
     let lab = Lab::new();
     let guest = lab.vm("web").boot(&[]);
     let boot = guest.boot_id();
     let qemu = guest.only_qemu().process;
     signal(qemu, Signal::STOP);
     let pid = qemu.pid.to_string();
-    guest.rekindle(&["recover", "--wait", "2s"]).status(3).says(&[&pid, "does not answer", "kill -CONT", "--force"]);
+    guest.rekindle(&["recover", "--wait", "2s"]).status(3).prints(&[&pid, "does not answer", "kill -CONT", "--force"]);
     assert!(qemu.is_alive());
     signal(qemu, Signal::CONT);
     guest.rekindle(&["recover"]).ok();
@@ -126,7 +127,7 @@ fn recover_leaves_a_qemu_alive_that_does_not_answer() {
     assert_eq!(guest.only_qemu().process, qemu);
 
     signal(qemu, Signal::STOP);
-    guest.rekindle(&["recover", "--wait", "1s", "--force"]).ok().says(&[&pid, "is killed"]);
+    guest.rekindle(&["recover", "--wait", "1s", "--force"]).ok().prints(&[&pid, "is killed"]);
     assert!(!qemu.is_alive());
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
@@ -134,7 +135,7 @@ fn recover_leaves_a_qemu_alive_that_does_not_answer() {
 }
 
 #[test]
-fn recover_leaves_a_destination_alive_that_was_told_to_resume_and_does_not_answer() {
+fn recover_does_not_kill_a_destination_that_may_have_resumed_and_does_not_answer() {
     let lab = Lab::new();
     let guest = lab.vm("web").boot(&[]);
     let boot = guest.boot_id();
@@ -142,32 +143,32 @@ fn recover_leaves_a_destination_alive_that_was_told_to_resume_and_does_not_answe
     let mut command = lab.command(["reboot", "vmm", "web"]);
     command.env("REKINDLE_FAULT", "warm.resume.resumed:kill");
     assert_eq!(lab.finish(command).code, None);
-    // The guest runs in the new one, and the old one is still there.
+    // The guest runs in the new QEMU, and the old one still exists.
     let new = guest.qemus().into_iter().map(|qemu| qemu.process).find(|process| *process != source).unwrap();
     signal(new, Signal::STOP);
     let pid = new.pid.to_string();
-    guest.rekindle(&["recover", "--wait", "2s"]).status(3).says(&[&pid, "has not answered within 2 s", "--force"]);
+    guest.rekindle(&["recover", "--wait", "2s"]).status(3).prints(&[&pid, "has not answered within 2 s", "--force"]);
     assert!(new.is_alive() && source.is_alive());
     assert_eq!(guest.status(), "needs-recovery");
     signal(new, Signal::CONT);
-    guest.rekindle(&["recover"]).ok().says(&["the guest runs in the destination QEMU"]);
+    guest.rekindle(&["recover"]).ok().prints(&["the guest runs in the destination QEMU"]);
     assert_eq!(guest.boot_id(), boot);
     assert_eq!(guest.only_qemu().process, new);
     guest.rekindle(&["stop", "--now"]).ok();
 }
 
 #[test]
-fn a_second_server_of_a_disk_is_never_started_beside_one_that_does_not_answer() {
+fn no_second_server_of_a_disk_is_started_while_one_does_not_answer() {
     let lab = Lab::new();
     let image = served::image(&lab, "disk");
     let guest = lab.vm("web").section(&served::section(&image, "")).boot(&[]);
     let server = served::server(&guest).unwrap();
     signal(server, Signal::STOP);
     let pid = server.pid.to_string();
-    guest.rekindle(&["recover", "--wait", "2s"]).status(3).says(&["disk0", &pid, "does not answer"]);
+    guest.rekindle(&["recover", "--wait", "2s"]).status(3).prints(&["disk0", &pid, "does not answer"]);
     assert!(server.is_alive());
     signal(server, Signal::CONT);
-    wait_for("its server to answer", DEADLINE, || guest.rekindle(&["recover"]).code.filter(|code| *code == 0));
+    wait_for("the server to answer", DEADLINE, || guest.rekindle(&["recover"]).code.filter(|code| *code == 0));
     assert_eq!(served::server(&guest), Some(server));
     guest.assert_sound();
     guest.rekindle(&["stop", "--now"]).ok();

@@ -1,4 +1,5 @@
-//! `rekindle protect` and `rekindle restore` with real guests: what is restored is what was committed, whatever dies when.
+//! `rekindle protect` and `rekindle restore` with real guests: a restore yields what was committed, whichever process
+//! dies when.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -6,7 +7,7 @@ mod common;
 
 use common::protector::{Protector, crash, pager, restore, store, wait_filled};
 use common::served::kill_watcher;
-use common::{DEADLINE, Guest, Lab, Net, qemu_new, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, Net, assert_ticks_once, qemu_new, wait_for};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::Value;
 use std::fs;
@@ -16,7 +17,7 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 #[test]
-fn what_is_restored_is_what_was_committed_by_every_policy() {
+fn a_restore_yields_what_was_committed_with_every_policy() {
     for policy in ["precopy", "basic", "cow"] {
         let lab = Lab::new();
         let guest = lab.vm(policy).memory("192M").boot(&[]);
@@ -31,21 +32,21 @@ fn what_is_restored_is_what_was_committed_by_every_policy() {
         assert_eq!(checkpoint["full"], false);
         assert!(checkpoint["stopped_us"].as_u64().unwrap() > 0);
         crash(&guest);
-        // It says that QEMU has ended.
+        // The protector reports that QEMU has ended.
         let mut rest = String::new();
         std::io::Read::read_to_string(&mut protector.lines, &mut rest).unwrap();
         assert!(rest.contains("qemu-ended"), "{rest}");
 
         let restored = restore(&guest, &store, &[]);
         assert!(restored["checkpoint"].as_u64() >= checkpoint["number"].as_u64(), "{restored}");
-        assert_eq!(guest.boot_id(), boot, "the guest went on, and was not booted");
+        assert_eq!(guest.boot_id(), boot, "the guest was booted");
         assert!(guest.tick() > tick);
         guest.verify();
         wait_filled(&guest);
         guest.verify();
         guest.assert_sound();
-        ticks_once(&guest.file("console.log"));
-        // And it can be protected again, into the same store.
+        assert_ticks_once(&guest.file("console.log"));
+        // It can be protected again, into the same store.
         let mut again = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "2"]);
         assert!(again.wait("checkpoint")["number"].as_u64() > restored["checkpoint"].as_u64());
         again.wait("checkpoint");
@@ -70,26 +71,27 @@ fn the_guests_memory_is_compared_with_the_store() {
         assert!(protector.child.wait().unwrap().success());
     }
     guest.ask("dirty 0");
-    // A page that changes behind the back of the page tables, here in the pause of the second checkpoint, is found and named.
-    let (page, change) = change_behind(&guest);
+    // A change that the page tables do not show, here in the pause of the second checkpoint, is found, and its page is
+    // named.
+    let (page, change) = untracked_change(&guest);
     let hook = format!("test $REKINDLE_CHECKPOINT != 2 || {change}");
     let arguments = ["--every", "50ms", "--policy", "basic", "--count", "2", "--compare", "--disk-hook", &hook];
-    let mut protector = Protector::start(&guest, &lab, &store(&lab, "behind"), &arguments);
+    let mut protector = Protector::start(&guest, &lab, &store(&lab, "untracked"), &arguments);
     let compared = protector.wait("compared");
     assert_eq!(compared["wrong"], 1, "{compared}");
     assert!(compared["named"][0].as_str().unwrap().ends_with(&format!(" page {page}")), "{compared}");
     assert_eq!(protector.child.wait().unwrap().code(), Some(1));
 }
 
-/// A page that the guest has touched, and a command that changes it in the file that its RAM is.
-fn change_behind(guest: &Guest<'_>) -> (u64, String) {
+/// A page that the guest has touched, and a command that changes it in the guest's RAM file.
+fn untracked_change(guest: &Guest<'_>) -> (u64, String) {
     use std::os::unix::fs::FileExt;
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let path = shown["hardware"]["ram"]["path"].as_str().unwrap();
     let file = fs::File::open(path).unwrap();
     let mut content = [0; 4096];
     let pages = file.metadata().unwrap().len() / 4096;
-    // The last one with what the agent fills pages with: neither text nor zero, and never written again.
+    // The last page with the agent's fill pattern: neither text nor zero, and not written again.
     let page = (0..pages).rev().find(|page| {
         file.read_exact_at(&mut content, page * 4096).unwrap();
         content.chunks(8).filter(|word| word.iter().any(|byte| *byte > 127)).count() > 500
@@ -100,7 +102,7 @@ fn change_behind(guest: &Guest<'_>) -> (u64, String) {
 }
 
 #[test]
-fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
+fn a_guest_survives_its_pager_and_reads_no_wrong_page() {
     let lab = Lab::new();
     let guest = lab.vm("paged").memory("256M").boot(&[]);
     guest.touch("128M");
@@ -112,7 +114,7 @@ fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
     for _ in 0..5 {
         crash(&guest);
         restore(&guest, &store, &[]);
-        // It may have brought everything by now: then once more.
+        // The fill may have finished already; then the next round tries again.
         kill_watcher(&guest);
         if let Some(pager) = pager(&guest) {
             pager.kill().unwrap();
@@ -120,12 +122,12 @@ fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
         }
         if guest.file("fill.json").exists() {
             killed += 1;
-            // Neither is that memory taken for a checkpoint, ...
+            // A protector does not take a checkpoint of incomplete memory, ...
             let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "1"]);
             protector.wait("waiting");
             drop(protector);
-            // ... nor is a new QEMU given memory with holes in it. That starts the guest's helpers again, and so the pager.
-            guest.rekindle(&["reboot", "vmm"]).status(1).says(&["still being loaded", "rekindle recover"]);
+            // ... and a new QEMU does not get it. The failed reboot starts the VM's helpers again, and so the pager.
+            guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["still being loaded", "rekindle recover"]);
         }
         guest.rekindle(&["recover"]).ok();
         wait_filled(&guest);
@@ -136,12 +138,12 @@ fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
             break;
         }
     }
-    assert!(killed > 0, "the pager was never killed while it had something to do");
+    assert!(killed > 0, "each fill finished before its pager was killed");
 }
 
-/// The bound of HydraVM's saving on this side: 64 MB, 16 bytes a page, and the pages of a checkpoint in flight.
+/// The bound on a protector's memory: 64 MB, 16 bytes per page, and the pages of a checkpoint in flight.
 #[test]
-fn a_protector_takes_no_second_copy_of_the_guest() {
+fn a_protector_keeps_no_second_copy_of_the_guest() {
     let lab = Lab::new();
     let guest = lab.vm("lean").memory("512M").boot(&[]);
     guest.touch("384M");
@@ -151,7 +153,7 @@ fn a_protector_takes_no_second_copy_of_the_guest() {
         let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--policy", policy]);
         let full = protector.wait("checkpoint");
         assert!(full["dirty_bytes"].as_u64().unwrap() > 384 << 20, "{full}");
-        // In flight is what was copied and is not in the store yet; the rest of a full checkpoint is read a part at a time.
+        // Pages in flight were copied and are not in the store yet; the rest of a full checkpoint is read in parts.
         let in_flight = |checkpoint: &Value| {
             let pages = checkpoint["copied_for_writes"].as_u64().unwrap();
             checkpoint["copied_stopped_bytes"].as_u64().unwrap() + pages * 4096
@@ -164,20 +166,20 @@ fn a_protector_takes_no_second_copy_of_the_guest() {
 }
 
 #[test]
-fn an_eager_restore_has_all_memory_and_an_older_checkpoint_can_be_had() {
+fn an_eager_restore_loads_all_memory_and_an_older_checkpoint_can_be_chosen() {
     let lab = Lab::new();
     let guest = lab.vm("eager").boot(&[]);
     let store = store(&lab, "eager");
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "3", "--keep", "2"]);
     assert!(protector.child.wait().unwrap().success());
-    // Running already: refused, and nothing happens to it.
+    // A restore of a guest that runs is rejected.
     let path = store.to_str().unwrap();
-    lab.rekindle(["restore", "eager", "--store", path]).status(1).says(&["eager runs already"]);
+    lab.rekindle(["restore", "eager", "--store", path]).status(1).prints(&["eager runs already"]);
     let boot = guest.boot_id();
     crash(&guest);
     lab.rekindle(["restore", "eager", "--store", path, "--at", "1"])
         .status(1)
-        .says(&["checkpoint 1 is not there", "2"]);
+        .prints(&["there is no checkpoint 1", "2"]);
     lab.assert_empty();
     let restored = restore(&guest, &store, &["--eager", "--at", "2"]);
     assert_eq!((restored["filled"].clone(), restored["checkpoint"].clone()), (true.into(), 2.into()));
@@ -186,9 +188,10 @@ fn an_eager_restore_has_all_memory_and_an_older_checkpoint_can_be_had() {
 }
 
 #[test]
-fn a_store_is_looked_after_and_stock_qemu_loads_what_it_exports() {
+fn store_commands_work_and_stock_qemu_loads_an_exported_checkpoint() {
     let lab = Lab::new();
-    // A virtio-net that had a tap asks for one again; this guest has none, so that any QEMU will do.
+    // The state of a virtio-net with a tap can only be loaded with a tap; this guest has no network, so that any QEMU
+    // can load it.
     let guest = lab.vm("kept").memory("96M").net(Net::None).start(&[]);
     let ticks = |console: &Path| {
         let text = fs::read_to_string(console).unwrap_or_default();
@@ -202,14 +205,14 @@ fn a_store_is_looked_after_and_stock_qemu_loads_what_it_exports() {
     let listed = lab.rekindle(["--json", "store", "ls", path]).ok().json();
     assert_eq!(listed["checkpoints"].as_array().unwrap().len(), 2, "{listed:#}");
     assert_eq!(listed["vm"]["name"], "kept");
-    lab.rekindle(["store", "ls", path]).ok().says(&["NUMBER", "protect kept", "on the disk"]);
-    lab.rekindle(["store", "verify", path]).ok().says(&["2 checkpoints", "all good"]);
-    lab.rekindle(["store", "compact", path]).ok().says(&["freed"]);
+    lab.rekindle(["store", "ls", path]).ok().prints(&["NUMBER", "protect kept", "on the disk"]);
+    lab.rekindle(["store", "verify", path]).ok().prints(&["2 checkpoints", "all good"]);
+    lab.rekindle(["store", "compact", path]).ok().prints(&["freed"]);
 
-    // The same command line with RAM of its own, as anybody would start it.
+    // The same command line with anonymous RAM, started without Rekindle.
     let stream = lab.path("kept.stream");
     let file = stream.to_str().unwrap();
-    lab.rekindle(["store", "export", path, "--output", file]).ok().says(&["checkpoint 2"]);
+    lab.rekindle(["store", "export", path, "--output", file]).ok().prints(&["checkpoint 2"]);
     lab.rekindle(["store", "export", path, "--output", file]).status(0);
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let line: Vec<String> = serde_json::from_value(shown["command_line"].clone()).unwrap();
@@ -230,9 +233,9 @@ fn a_store_is_looked_after_and_stock_qemu_loads_what_it_exports() {
     let console = aside.join("console.log");
     let ticked = wait_for("the guest to tick in another QEMU", DEADLINE, || {
         if let Some(status) = qemu.try_wait().unwrap() {
-            let mut said = String::new();
-            std::io::Read::read_to_string(qemu.stderr.as_mut().unwrap(), &mut said).unwrap();
-            panic!("{status}: {said}\n{words:?}");
+            let mut errors = String::new();
+            std::io::Read::read_to_string(qemu.stderr.as_mut().unwrap(), &mut errors).unwrap();
+            panic!("{status}: {errors}\n{words:?}");
         }
         ticks(&console)
     });
@@ -241,7 +244,7 @@ fn a_store_is_looked_after_and_stock_qemu_loads_what_it_exports() {
     assert!(ticked.starts_with("tick "));
 }
 
-/// An authority, and what it has signed for a server and a client.
+/// Creates a certificate authority, and certificates for a server and a client.
 fn certificates(directory: &Path) {
     let mut authority = CertificateParams::new(Vec::new()).unwrap();
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -257,14 +260,14 @@ fn certificates(directory: &Path) {
     }
 }
 
-/// `rekindle store serve`, killed with this.
+/// `rekindle store serve`, killed on drop.
 struct Server {
     child: Child,
     address: String,
 }
 
 impl Server {
-    /// `listen`: the address; port 0 for any.
+    /// Listens on an address; with port 0, on any free port.
     fn start(lab: &Lab, tls: &Path, listen: &str) -> Self {
         let file = |name: &str| tls.join(name).to_str().unwrap().to_owned();
         let mut serve = lab.command(["store", "serve", "--listen", listen, "--dir", &file("stores")]);
@@ -285,7 +288,7 @@ impl Drop for Server {
     }
 }
 
-/// Certificates in a directory of the lab, and what a client says of its own.
+/// Certificates in a directory of the lab, and a client's arguments that name its own.
 fn identity(lab: &Lab) -> (PathBuf, Vec<String>) {
     let tls = lab.path("tls");
     fs::create_dir(&tls).unwrap();
@@ -297,7 +300,7 @@ fn identity(lab: &Lab) -> (PathBuf, Vec<String>) {
 }
 
 #[test]
-fn a_guest_waits_while_its_store_is_gone() {
+fn a_guest_blocks_while_its_store_is_unavailable() {
     let lab = Lab::new();
     let (tls, identity) = identity(&lab);
     let identity: Vec<&str> = identity.iter().map(String::as_str).collect();
@@ -315,13 +318,18 @@ fn a_guest_waits_while_its_store_is_gone() {
         crash(&guest);
         restore(&guest, &url, &identity);
         drop(server);
-        // It may have brought everything by now: then once more.
+        // The fill may have finished already; then the next round tries again.
         waited = guest.file("fill.json").exists();
         if waited {
             let log = guest.file("pager.log");
-            let says = || fs::read_to_string(&log).unwrap_or_default().contains("whoever needs it waits").then_some(());
-            wait_for("the pager to say that it waits", DEADLINE, says);
-            assert!(guest.file("fill.json").exists(), "nothing that is missing is taken for zero");
+            let is_logged = || {
+                fs::read_to_string(&log)
+                    .unwrap_or_default()
+                    .contains("the guest blocks where it needs it")
+                    .then_some(())
+            };
+            wait_for("the pager to log that it waits", DEADLINE, is_logged);
+            assert!(guest.file("fill.json").exists(), "the fill ended without the store");
         }
         server = Server::start(&lab, &tls, &address);
         guest.verify();
@@ -333,11 +341,11 @@ fn a_guest_waits_while_its_store_is_gone() {
             break;
         }
     }
-    assert!(waited, "the store was never gone while something was missing");
+    assert!(waited, "each fill finished before the store was unavailable");
 }
 
 #[test]
-fn a_guest_goes_on_from_a_server_in_another_place_than_it_was() {
+fn a_guest_is_restored_from_a_store_server_into_another_run_directory() {
     let lab = Lab::new();
     let (tls, identity) = identity(&lab);
     let identity: Vec<&str> = identity.iter().map(String::as_str).collect();
@@ -352,7 +360,7 @@ fn a_guest_goes_on_from_a_server_in_another_place_than_it_was() {
     let mut protector = Protector::start(&guest, &lab, Path::new(&url), &protect);
     assert!(protector.child.wait().unwrap().success());
     crash(&guest);
-    // Another run directory, RAM directory and journal: all that a host has of its own, but its kernel.
+    // Another run directory, RAM directory and journal, as on another host.
     let elsewhere = lab.path("elsewhere");
     fs::create_dir(&elsewhere).unwrap();
     let mut restore = lab.command(["--json", "restore", "far", "--store", &url].iter().chain(&identity));
@@ -364,7 +372,7 @@ fn a_guest_goes_on_from_a_server_in_another_place_than_it_was() {
     assert_eq!(guest.boot_id(), boot);
     guest.verify();
     let fill = elsewhere.join("far/fill.json");
-    wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
+    wait_for("the fill to finish", DEADLINE, || (!fill.exists()).then_some(()));
     guest.verify();
     let mut stop = lab.command(["stop", "far", "--now"]);
     stop.env("REKINDLE_RUN_DIR", &elsewhere);
@@ -372,7 +380,7 @@ fn a_guest_goes_on_from_a_server_in_another_place_than_it_was() {
 }
 
 #[test]
-fn protection_goes_on_over_a_warm_reboot_and_over_its_own_death() {
+fn protection_continues_after_a_warm_reboot_and_after_a_protector_dies() {
     let lab = Lab::new();
     let guest = lab.vm("moved").memory("192M").boot(&[]);
     let store = store(&lab, "moved");
@@ -383,7 +391,8 @@ fn protection_goes_on_over_a_warm_reboot_and_over_its_own_death() {
     guest.touch("32M");
     let boot = guest.boot_id();
     protector.next_checkpoint();
-    // Killed between two checkpoints, the next one goes on where it was; killed within one, it begins anew.
+    // After a kill between two checkpoints, the next protector continues; after a kill within one, it starts with a
+    // full checkpoint.
     for _ in 0..4 {
         protector.kill();
         wait_for("the guest to run", DEADLINE, || {
@@ -403,7 +412,7 @@ fn protection_goes_on_over_a_warm_reboot_and_over_its_own_death() {
 }
 
 #[test]
-fn a_guest_that_a_killed_protector_left_stopped_goes_on() {
+fn a_guest_that_a_killed_protector_left_stopped_is_resumed() {
     let lab = Lab::new();
     let guest = lab.vm("left").boot(&[]);
     let store = store(&lab, "left");
@@ -415,10 +424,10 @@ fn a_guest_that_a_killed_protector_left_stopped_goes_on() {
     };
     stop();
     assert!(guest.status().contains("paused"));
-    guest.rekindle(&["recover"]).ok().says(&["left the guest stopped", "it was resumed"]);
+    guest.rekindle(&["recover"]).ok().prints(&["left the guest stopped", "it was resumed"]);
     assert_eq!(guest.status(), "running");
-    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
-    // Nor is it its owner's pause, which a reboot of its QEMU would keep.
+    guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
+    // A warm reboot keeps a pause that an operator requested, but not this one.
     stop();
     guest.warm(&[]);
     assert_eq!(guest.status(), "running");
@@ -432,7 +441,7 @@ fn a_guest_that_a_killed_protector_left_stopped_goes_on() {
 }
 
 #[test]
-fn what_cannot_be_protected_or_restored_is_refused_by_name() {
+fn errors_name_what_prevents_a_protection_or_a_restore() {
     let lab = Lab::new();
     let disk = lab.path("disk.raw");
     fs::File::create(&disk).unwrap().set_len(16 << 20).unwrap();
@@ -441,20 +450,22 @@ fn what_cannot_be_protected_or_restored_is_refused_by_name() {
     let directory = store(&lab, "written");
     let path = directory.to_str().unwrap();
     let protect = |arguments: &[&str]| lab.rekindle(["protect", "written", "--store", path].iter().chain(arguments));
-    protect(&[]).status(1).says(&["writes to", "disk.raw", "--disk crash-consistent"]);
+    protect(&[]).status(1).prints(&["writes to", "disk.raw", "--disk crash-consistent"]);
     let crash_consistent = ["--disk", "crash-consistent", "--count", "1"];
-    protect(&[&crash_consistent[..], &["--policy", "precopy"]].concat()).status(1).says(&["O_DIRECT", "--policy cow"]);
+    protect(&[&crash_consistent[..], &["--policy", "precopy"]].concat())
+        .status(1)
+        .prints(&["O_DIRECT", "--policy cow"]);
     protect(&["--disk-hook", "exit 7", "--every", "50ms", "--count", "1"])
         .status(1)
-        .says(&["hook `exit 7`", "exit status: 7"]);
+        .prints(&["hook `exit 7`", "exit status: 7"]);
     guest.assert_sound();
     protect(&crash_consistent).ok();
     let other = lab.vm("other").start(&[]);
-    lab.rekindle(["protect", "other", "--store", path]).status(1).says(&["holds VM written", "not VM other"]);
-    lab.rekindle(["protect", "nobody", "--store", path]).status(1).says(&["there is no VM nobody"]);
+    lab.rekindle(["protect", "other", "--store", path]).status(1).prints(&["holds VM written", "not VM other"]);
+    lab.rekindle(["protect", "absent", "--store", path]).status(1).prints(&["there is no VM absent"]);
     let nothing = lab.path("nothing");
     fs::create_dir(&nothing).unwrap();
-    lab.rekindle(["restore", "x", "--store", nothing.to_str().unwrap()]).status(1).says(&["not a store of Rekindle"]);
+    lab.rekindle(["restore", "x", "--store", nothing.to_str().unwrap()]).status(1).prints(&["not a store of Rekindle"]);
     other.rekindle(&["stop", "--now"]).ok();
     crash(&guest);
     let definition = fs::read_to_string(lab.path("written.toml")).unwrap();
@@ -462,12 +473,12 @@ fn what_cannot_be_protected_or_restored_is_refused_by_name() {
     let lines = definition.lines().filter(|line| !on_tap(line));
     let here = lab.path("here.toml");
     fs::write(&here, lines.collect::<Vec<_>>().join("\n").replace("kind = \"tap\"", "kind = \"user\"")).unwrap();
-    lab.rekindle(["restore", "written", "--store", path, "--definition", here.to_str().unwrap()]).status(1).says(&[
+    lab.rekindle(["restore", "written", "--store", path, "--definition", here.to_str().unwrap()]).status(1).prints(&[
         "network net0",
         "needs one again",
         "kind = \"tap\"",
     ]);
     fs::remove_file(&disk).unwrap();
-    lab.rekindle(["restore", "written", "--store", path]).status(1).says(&["disk.raw"]);
+    lab.rekindle(["restore", "written", "--store", path]).status(1).prints(&["disk.raw"]);
     lab.assert_empty();
 }

@@ -1,4 +1,4 @@
-//! Guests whose disk a server of Rekindle's has, protected: what the server writes into their memory is in the checkpoints.
+//! Protected guests with disk servers: what a server writes into a guest's memory is in the checkpoints.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -11,7 +11,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-/// Read the disk anew all the time, so that the server writes the guest's memory, while `work` is done.
+/// Does `work` while the guest reads its disk repeatedly, so that the server writes the guest's memory.
 fn while_reading<T>(guest: &Guest<'_>, expected: &str, work: impl FnOnce() -> T) -> T {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -24,11 +24,11 @@ fn while_reading<T>(guest: &Guest<'_>, expected: &str, work: impl FnOnce() -> T)
             }
             times
         });
-        // Also when that has failed, or nobody would end.
+        // Also after a panic: otherwise the reading thread would not end.
         let result = panic::catch_unwind(AssertUnwindSafe(work));
         done.store(true, Ordering::Relaxed);
         let result = result.unwrap_or_else(|why| panic::resume_unwind(why));
-        assert!(reading.join().unwrap() > 1, "it was read while that was done");
+        assert!(reading.join().unwrap() > 1, "the disk was not read during the work");
         result
     })
 }
@@ -41,7 +41,7 @@ fn every_page_that_a_server_writes_is_in_the_checkpoint() {
     let expected = digest(&path, 0, READ / 4);
     for policy in ["precopy", "basic"] {
         while_reading(&guest, &expected, || {
-            // The second one goes on with what the first has left.
+            // The second protector continues from the first one's write record.
             for count in ["6", "10"] {
                 let store = store(&lab, policy);
                 let arguments = ["--every", "50ms", "--policy", policy, "--count", count, "--compare"];
@@ -57,7 +57,7 @@ fn every_page_that_a_server_writes_is_in_the_checkpoint() {
 }
 
 #[test]
-fn what_a_server_that_died_has_written_is_not_trusted_to_be_known() {
+fn after_a_server_died_its_writes_are_unknown_and_all_memory_is_read_again() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("unseen").memory("128M").section(&section(&path, "readonly = true\n")).boot(&[]);
@@ -69,7 +69,7 @@ fn what_a_server_that_died_has_written_is_not_trusted_to_be_known() {
         protector.next_checkpoint();
         let killed = server(&guest).expect("a server");
         killed.kill().unwrap();
-        // It is started again, and everything is read once more.
+        // The server is started again, and all memory is read again.
         assert_eq!(protector.wait("attached")["incremental"], false);
         let compared = protector.wait("compared");
         assert_eq!(compared["wrong"], 0, "{compared}");
@@ -80,25 +80,25 @@ fn what_a_server_that_died_has_written_is_not_trusted_to_be_known() {
 }
 
 #[test]
-fn what_would_miss_its_writes_is_refused() {
+fn a_policy_that_would_miss_a_server_s_writes_is_rejected() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
-    let guest = lab.vm("refused").section(&section(&path, "")).boot(&[]);
-    let store = store(&lab, "refused");
+    let guest = lab.vm("missed").section(&section(&path, "")).boot(&[]);
+    let store = store(&lab, "missed");
     let store = store.to_str().unwrap();
-    let all = ["protect", "refused", "--store", store, "--policy", "cow"];
-    lab.rekindle(all).status(1).says(&["the server of disk disk0", "--policy precopy or basic"]);
+    let all = ["protect", "missed", "--store", store, "--policy", "cow"];
+    lab.rekindle(all).status(1).prints(&["the server of disk disk0", "--policy precopy or basic"]);
     guest.assert_sound();
 }
 
 #[test]
-fn a_restored_guest_uses_its_disk_while_its_memory_still_comes() {
+fn a_restored_guest_uses_its_disk_during_the_fill() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
-    let guest = lab.vm("comes").memory("512M").section(&section(&path, "")).boot(&[]);
-    let store = store(&lab, "comes");
+    let guest = lab.vm("filling").memory("512M").section(&section(&path, "")).boot(&[]);
+    let store = store(&lab, "filling");
     guest.touch("300M");
-    // In its cache, so that what it reads elsewhere after the restore is not.
+    // These blocks are in the page cache; those that are read after the restore are not.
     read(&guest, 0, 64);
     for round in 0..4u64 {
         let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);
@@ -107,7 +107,7 @@ fn a_restored_guest_uses_its_disk_while_its_memory_still_comes() {
         let restored = restore(&guest, &store, &[]);
         assert_eq!(restored["filled"], false, "{restored}");
         if round == 1 {
-            // The pager dies, and whoever waits for a page, in the guest or in the disk's server, waits.
+            // The pager dies: each access to a missing page, by the guest or by the disk server, blocks.
             kill_watcher(&guest);
             if let Some(pager) = pager(&guest) {
                 pager.kill().unwrap();
@@ -115,14 +115,14 @@ fn a_restored_guest_uses_its_disk_while_its_memory_still_comes() {
             guest.rekindle(&["recover"]).ok();
         }
         if round == 2 {
-            // The one that comes after it waits for missing pages too.
+            // The next disk server blocks on missing pages too.
             kill_server(&guest);
             guest.rekindle(&["recover"]).ok();
         }
         guest.ask(&format!("write vda {} 64 {round}", 600 + 64 * round));
         let cached = read(&guest, 0, READ);
         guest.ask("drop-caches");
-        assert_eq!(read(&guest, 0, READ), cached, "round {round}: the disk has what its guest wrote");
+        assert_eq!(read(&guest, 0, READ), cached, "round {round}: the page cache differs from the disk");
         wait_filled(&guest);
         guest.verify();
         guest.assert_sound();

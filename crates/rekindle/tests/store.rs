@@ -1,4 +1,4 @@
-//! `rekindle store`: what people and machines are told, and the exit status.
+//! `rekindle store`: text output, JSON output, and exit status.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -19,14 +19,14 @@ fn command<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Command {
     command
 }
 
-/// Run it; it must end with `status`.
+/// Runs `rekindle store`, which must end with `status`.
 fn store<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>, status: i32) -> Output {
     let output = command(arguments).output().unwrap();
     assert_eq!(output.status.code(), Some(status), "{output:?}");
     output
 }
 
-fn said(output: &Output) -> String {
+fn text_of(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
@@ -60,24 +60,25 @@ fn sample(path: &Path) -> String {
 fn listing_verifying_and_compacting() {
     let directory = tempfile::tempdir().unwrap();
     let path = sample(&directory.path().join("web"));
-    let text = said(&store(["ls", &path], 0));
+    let text = text_of(&store(["ls", &path], 0));
     for word in
         ["VM web (00000000-0000-0000-0000-000000000007)", "owner epoch 1: `protect web`", "times the RAM of", "UTC"]
     {
         assert!(text.contains(word), "{word} is not in {text}");
     }
     let listing = json_of(&store(["--json", "ls", &path], 0));
-    let numbers: Vec<_> = listing["checkpoints"].as_array().unwrap().iter().map(|one| one["number"].as_u64()).collect();
+    let numbers: Vec<_> =
+        listing["checkpoints"].as_array().unwrap().iter().map(|checkpoint| checkpoint["number"].as_u64()).collect();
     assert_eq!(numbers, [Some(1), Some(2), Some(3)]);
     assert_eq!(listing["checkpoints"][0]["info"]["pages"]["stored"], 99);
-    let text = said(&store(["verify", &path], 0));
+    let text = text_of(&store(["verify", &path], 0));
     assert!(text.contains("3 checkpoints") && text.contains("all good"), "{text}");
-    let text = said(&store(["compact", &path], 0));
+    let text = text_of(&store(["compact", &path], 0));
     assert!(text.contains("freed"), "{text}");
     let verified = json_of(&store(["--json", "verify", &path], 0));
     assert_eq!(verified["bad"], json!([]));
 
-    // One byte in the middle of the pages.
+    // Damage one byte of a page.
     let segments: Vec<PathBuf> =
         fs::read_dir(directory.path().join("web/segments")).unwrap().map(|entry| entry.unwrap().path()).collect();
     let longest = segments.iter().max_by_key(|path| fs::metadata(path).unwrap().len()).unwrap();
@@ -85,14 +86,14 @@ fn listing_verifying_and_compacting() {
     let at = bytes.len() - 5;
     bytes[at] ^= 0x10;
     fs::write(longest, bytes).unwrap();
-    let text = said(&store(["verify", &path], 1));
+    let text = text_of(&store(["verify", &path], 1));
     for word in ["bad:", "VM web, checkpoint", "block pc.ram, page", "1 bad"] {
         assert!(text.contains(word), "{word} is not in {text}");
     }
 }
 
 #[test]
-fn what_makes_no_sense_has_exit_status_2_and_what_is_not_there_1() {
+fn invalid_arguments_have_exit_status_2_and_failures_1() {
     let directory = tempfile::tempdir().unwrap();
     let path = sample(&directory.path().join("web"));
     for (arguments, word) in [
@@ -105,7 +106,7 @@ fn what_makes_no_sense_has_exit_status_2_and_what_is_not_there_1() {
         (&["import", &path, "/dev/null", "--keep", "0"], "keep"),
         (&["serve"], "--listen"),
     ] {
-        let text = said(&store(arguments, 2));
+        let text = text_of(&store(arguments, 2));
         assert!(text.contains(word), "{arguments:?}: {word} is not in {text}");
     }
     for (arguments, word) in [
@@ -120,38 +121,38 @@ fn what_makes_no_sense_has_exit_status_2_and_what_is_not_there_1() {
             "holds VM web",
         ),
     ] {
-        let text = said(&store(arguments, 1));
+        let text = text_of(&store(arguments, 1));
         assert!(text.contains(word), "{arguments:?}: {word} is not in {text}");
     }
-    let told = json_of(&store(["--json", "ls", "/nowhere/at/all"], 1));
-    assert_eq!((&told["exit_status"], &told["kind"]), (&1.into(), &"not-a-store".into()));
-    // The failed import has taken the store over, and changed nothing else.
+    let report = json_of(&store(["--json", "ls", "/nowhere/at/all"], 1));
+    assert_eq!((&report["exit_status"], &report["kind"]), (&1.into(), &"not-a-store".into()));
+    // The failed import has claimed the store, and changed nothing else.
     assert_eq!(json_of(&store(["--json", "ls", &path], 0))["checkpoints"].as_array().unwrap().len(), 3);
 }
 
 #[test]
-fn what_is_exported_is_imported() {
+fn an_exported_checkpoint_can_be_imported() {
     let directory = tempfile::tempdir().unwrap();
     let path = sample(&directory.path().join("web"));
     let file = directory.path().join("web.stream");
     let name = file.to_str().unwrap();
-    let told = json_of(&store(["--json", "export", &path, "--at", "2", "--output", name], 0));
-    assert_eq!(told["checkpoint"], 2);
-    assert_eq!(told["bytes"], fs::metadata(&file).unwrap().len());
+    let report = json_of(&store(["--json", "export", &path, "--at", "2", "--output", name], 0));
+    assert_eq!(report["checkpoint"], 2);
+    assert_eq!(report["bytes"], fs::metadata(&file).unwrap().len());
     let piped = command(["export", &path, "--at", "2"]).stderr(Stdio::null()).output().unwrap();
-    assert!(piped.stdout == fs::read(&file).unwrap(), "standard output gets the same");
-    // Back, into a store of its own, through a pipe.
+    assert!(piped.stdout == fs::read(&file).unwrap(), "standard output differs from the file");
+    // Imported from standard input into a new store.
     let other = directory.path().join("other").to_str().unwrap().to_owned();
     let mut import = command(["import", &other, "-", "--create-store", "--name", "copy"]);
     let done = import.stdin(fs::File::open(&file).unwrap()).output().unwrap();
     assert!(done.status.success(), "{done:?}");
     let again = directory.path().join("again");
     store(["export", &other, "--output", again.to_str().unwrap()], 0);
-    assert!(fs::read(&again).unwrap() == fs::read(&file).unwrap(), "a checkpoint comes back as it was");
-    // Into the one it came from: a further checkpoint of the same VM.
+    assert!(fs::read(&again).unwrap() == fs::read(&file).unwrap(), "an imported checkpoint differs from the original");
+    // Imported into the store that it came from, it is a further checkpoint of the same VM.
     let done = json_of(&store(["--json", "import", &path, name], 0));
     assert_eq!(done["number"], 4);
-    // Into a pipe with a name, which stays one.
+    // An export to a named pipe does not replace the pipe.
     let pipe = directory.path().join("pipe");
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0).unwrap();
     let reader = std::thread::spawn({
@@ -160,16 +161,16 @@ fn what_is_exported_is_imported() {
     });
     store(["export", &path, "--at", "2", "--output", pipe.to_str().unwrap()], 0);
     assert!(reader.join().unwrap() == fs::read(&file).unwrap());
-    // Nothing is left of an export that failed.
+    // A failed export leaves no file.
     let nowhere = directory.path().join("none/at/all");
     store(["export", &path, "--output", nowhere.to_str().unwrap()], 1);
     let text =
-        said(&store(["export", &path, "--at", "7", "--output", directory.path().join("x").to_str().unwrap()], 1));
+        text_of(&store(["export", &path, "--at", "7", "--output", directory.path().join("x").to_str().unwrap()], 1));
     assert!(text.contains("available:"), "{text}");
     assert!(!directory.path().join("x").exists() && !directory.path().join("x.part").exists());
 }
 
-/// A certificate for `name`, signed by `issuer`, in `directory`.
+/// Writes a certificate for `name`, signed by `issuer`, and its key to `directory`.
 fn certificate(directory: &Path, name: &str, issuer: &Issuer<'_, KeyPair>) -> [String; 2] {
     let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
     let key = KeyPair::generate().unwrap();
@@ -180,7 +181,7 @@ fn certificate(directory: &Path, name: &str, issuer: &Issuer<'_, KeyPair>) -> [S
 }
 
 #[test]
-fn a_server_serves_until_it_is_told_to_end() {
+fn a_server_serves_until_a_signal() {
     let directory = tempfile::tempdir().unwrap();
     sample(&directory.path().join("stores/web"));
     let mut params = CertificateParams::new(Vec::new()).unwrap();
@@ -207,12 +208,12 @@ fn a_server_serves_until_it_is_told_to_end() {
     assert_eq!(listing["vm"]["name"], "web");
     assert_eq!(json_of(&store(with("verify"), 0))["checkpoints"], 3);
     assert!(json_of(&store(with("compact"), 0))["freed_bytes"].is_u64());
-    // The files of the server are no good for a client of the same authority only if they are not its own.
-    let text = said(&store(["ls", &url, "--cert", &cert, "--key", &server_key, "--ca", ca], 1));
+    // A client with its own certificate and the server's key is rejected.
+    let text = text_of(&store(["ls", &url, "--cert", &cert, "--key", &server_key, "--ca", ca], 1));
     assert!(text.contains("client.pem"), "{text}");
     let pid = rustix::process::Pid::from_child(&server);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     assert!(server.wait().unwrap().success());
-    let text = said(&store(with("ls"), 1));
+    let text = text_of(&store(with("ls"), 1));
     assert!(text.contains("rekindle store serve"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! A guest with two disks that servers of Rekindle's have: both keep what it had cached, in one memory, and neither takes from the other.
+//! A guest with two disk servers: both serve blocks from one retained cache, and neither serves the other's.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -18,12 +18,13 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
-/// What the guest reads of each. It drops a disk's pages when it closes it, and takes them for the next one: so the first has more.
+/// How many blocks the guest reads of each disk. It drops a disk's pages when it closes the disk, and reuses them for
+/// the next one, so it reads more of the first.
 const READS: [u64; 2] = [BLOCKS, READ / 2];
 
 const DISKS: [&str; 2] = ["vda", "vdb"];
 
-/// Two images, of which no two blocks are the same.
+/// Two images in which no two blocks are the same.
 fn images(lab: &Lab) -> [PathBuf; 2] {
     let [first, second] = ["first.raw", "second.raw"].map(|name| image(lab, name));
     let file = File::options().write(true).open(&second).unwrap();
@@ -44,9 +45,9 @@ fn status(guest: &Guest<'_>, number: usize) -> Status {
     Control::connect(&guest.file(&format!("disk-disk{number}.control"))).unwrap().status().unwrap()
 }
 
-fn became(guest: &Guest<'_>, number: usize) -> CacheCounts {
+fn cache_counts(guest: &Guest<'_>, number: usize) -> CacheCounts {
     let status = status(guest, number);
-    status.retained.map(|(_, told)| told).or(status.emptied).unwrap_or_default()
+    status.retained.map(|(_, counts)| counts).or(status.emptied).unwrap_or_default()
 }
 
 fn server(guest: &Guest<'_>, number: usize) -> Process {
@@ -55,20 +56,20 @@ fn server(guest: &Guest<'_>, number: usize) -> Process {
 }
 
 fn reboot(guest: &Guest<'_>) -> Value {
-    let told = guest.lab.rekindle(["--json", "reboot", "os", &guest.name]).ok().json();
+    let report = guest.lab.rekindle(["--json", "reboot", "os", &guest.name]).ok().json();
     guest.wait_ready();
-    told
+    report
 }
 
-/// Bytes that the former memory takes of the host: files without a name that a server has open.
-fn former(guest: &Guest<'_>) -> u64 {
+/// Bytes that the retained cache takes of the host: deleted RAM files that a server has open.
+fn retained_bytes(guest: &Guest<'_>) -> u64 {
     let mut files = BTreeMap::new();
     for number in 0..2 {
         let fds = fs::read_dir(format!("/proc/{}/fd", server(guest, number).pid)).unwrap();
         for fd in fds.flatten() {
-            let is_former = fs::read_link(fd.path()).is_ok_and(|to| to.to_string_lossy().contains(".ram (deleted)"));
+            let is_retained = fs::read_link(fd.path()).is_ok_and(|to| to.to_string_lossy().contains(".ram (deleted)"));
             if let Ok(metadata) =
-                fs::metadata(fd.path()).map_err(|_| ()).and_then(|of| is_former.then_some(of).ok_or(()))
+                fs::metadata(fd.path()).map_err(|_| ()).and_then(|of| is_retained.then_some(of).ok_or(()))
             {
                 files.insert((metadata.dev(), metadata.ino()), metadata.blocks() * 512);
             }
@@ -77,8 +78,8 @@ fn former(guest: &Guest<'_>) -> u64 {
     files.values().sum()
 }
 
-/// The new one's.
-fn present(guest: &Guest<'_>) -> u64 {
+/// Bytes that the guest's present RAM takes of the host.
+fn present_bytes(guest: &Guest<'_>) -> u64 {
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let path = shown["hardware"]["ram"]["path"].as_str().expect("where its RAM is").to_owned();
     fs::metadata(path).unwrap().blocks() * 512
@@ -95,25 +96,25 @@ fn assert_reads(guest: &Guest<'_>, images: &[PathBuf; 2]) {
 }
 
 #[test]
-fn what_a_guest_had_of_both_disks_is_kept_and_is_no_more_than_its_memory() {
+fn the_cache_of_both_disks_is_retained_and_memory_stays_within_its_limit() {
     let lab = Lab::new();
     let images = images(&lab);
     let guest = boot(&lab, "both", &images);
     assert_reads(&guest, &images);
-    let told = reboot(&guest);
+    let report = reboot(&guest);
     for (number, read) in READS.iter().enumerate() {
-        let kept = told["kept"]["disks"][format!("disk{number}")].as_u64().unwrap_or_default();
-        assert!(kept >= read * 9 / 10 * BLOCK, "{told}");
+        let kept = report["kept"]["disks"][format!("disk{number}")].as_u64().unwrap_or_default();
+        assert!(kept >= read * 9 / 10 * BLOCK, "{report}");
     }
     assert_reads(&guest, &images);
-    let told = [became(&guest, 0), became(&guest, 1)];
-    assert!(told[0].served > BLOCKS / 2 && told[0].refused < READ, "{told:?}");
-    assert!(told[1].served > READS[1] * 8 / 10 && told[1].refused < READS[1] / 20, "{told:?}");
-    // The guest takes all that it can have: what is kept goes for it.
+    let counts = [cache_counts(&guest, 0), cache_counts(&guest, 1)];
+    assert!(counts[0].served > BLOCKS / 2 && counts[0].refused < READ, "{counts:?}");
+    assert!(counts[1].served > READS[1] * 8 / 10 && counts[1].refused < READS[1] / 20, "{counts:?}");
+    // The guest uses nearly all of its RAM: the retained cache shrinks accordingly.
     reboot(&guest);
     guest.touch("180M");
-    wait_for("the former memory to shrink", DEADLINE, || {
-        (former(&guest) + present(&guest) <= (256 << 20) * 105 / 100).then_some(())
+    wait_for("the retained cache to shrink", DEADLINE, || {
+        (retained_bytes(&guest) + present_bytes(&guest) <= (256 << 20) * 105 / 100).then_some(())
     });
     guest.verify();
     assert_reads(&guest, &images);
@@ -121,11 +122,11 @@ fn what_a_guest_had_of_both_disks_is_kept_and_is_no_more_than_its_memory() {
 }
 
 #[test]
-fn a_frame_that_went_from_one_disk_to_the_other_is_the_other_s() {
+fn a_page_frame_that_one_disk_took_from_the_other_belongs_to_its_last_disk() {
     let lab = Lab::new();
     let images = images(&lab);
     let guest = boot(&lab, "passed", &images);
-    // To and fro, the second is the last to have them.
+    // The two disks use the frames in turn; the second one is the last.
     for _ in 0..3 {
         for (number, image) in images.iter().enumerate() {
             assert_eq!(read(&guest, number, 0, BLOCKS), digest(image, 0, BLOCKS));
@@ -134,42 +135,47 @@ fn a_frame_that_went_from_one_disk_to_the_other_is_the_other_s() {
     }
     reboot(&guest);
     assert_eq!(read(&guest, 0, 0, BLOCKS), digest(&images[0], 0, BLOCKS));
-    let told = became(&guest, 0);
-    assert!(told.refused > BLOCKS / 4, "they are the second's: {told:?}");
+    let counts = cache_counts(&guest, 0);
+    assert!(counts.refused > BLOCKS / 4, "frames of the second disk were served: {counts:?}");
     assert_eq!(read(&guest, 1, 0, BLOCKS), digest(&images[1], 0, BLOCKS));
-    let told = became(&guest, 1);
-    assert!(told.served > BLOCKS * 8 / 10 && told.refused < BLOCKS / 20, "the first took nothing from it: {told:?}");
+    let counts = cache_counts(&guest, 1);
+    assert!(
+        counts.served > BLOCKS * 8 / 10 && counts.refused < BLOCKS / 20,
+        "the second disk lost frames to the first: {counts:?}"
+    );
     guest.assert_sound();
 }
 
 #[test]
-fn what_a_server_has_needed_goes_with_it_and_the_other_serves_on() {
+fn when_a_server_dies_its_part_is_freed_and_the_other_server_continues() {
     let lab = Lab::new();
     let images = images(&lab);
     let guest = boot(&lab, "alone", &images);
     assert_reads(&guest, &images);
     reboot(&guest);
-    wait_for("what nobody needs to go", DEADLINE, || (former(&guest) < 40 << 20).then_some(()));
-    let before = former(&guest);
+    wait_for("unneeded memory to be freed", DEADLINE, || (retained_bytes(&guest) < 40 << 20).then_some(()));
+    let before = retained_bytes(&guest);
     kill_watcher(&guest);
     server(&guest, 0).kill().unwrap();
-    guest.rekindle(&["recover"]).ok().says(&["server"]);
-    wait_for("its part to go", DEADLINE, || (former(&guest) < before - BLOCKS / 2 * BLOCK).then_some(()));
+    guest.rekindle(&["recover"]).ok().prints(&["server"]);
+    wait_for("the dead server's part to be freed", DEADLINE, || {
+        (retained_bytes(&guest) < before - BLOCKS / 2 * BLOCK).then_some(())
+    });
     assert_reads(&guest, &images);
-    let told = became(&guest, 1);
-    assert!(told.served > READS[1] * 8 / 10 && told.refused < READS[1] / 20, "{told:?}");
-    // One of them has nothing when the guest is rebooted: the other's is kept.
+    let counts = cache_counts(&guest, 1);
+    assert!(counts.served > READS[1] * 8 / 10 && counts.refused < READS[1] / 20, "{counts:?}");
+    // One disk has no server when the guest is rebooted: the other disk's cache is retained.
     kill_watcher(&guest);
     server(&guest, 1).kill().unwrap();
-    let told = reboot(&guest);
-    assert!(told["kept"]["disks"]["disk0"].as_u64().unwrap_or_default() > BLOCKS / 2 * BLOCK, "{told}");
-    assert_eq!(told["kept"]["disks"]["disk1"], Value::Null, "{told}");
+    let report = reboot(&guest);
+    assert!(report["kept"]["disks"]["disk0"].as_u64().unwrap_or_default() > BLOCKS / 2 * BLOCK, "{report}");
+    assert_eq!(report["kept"]["disks"]["disk1"], Value::Null, "{report}");
     assert_reads(&guest, &images);
     guest.assert_sound();
 }
 
 #[test]
-fn a_reboot_that_is_killed_while_it_keeps_the_caches_is_ended_with_them() {
+fn recover_completes_a_killed_reboot_with_both_caches() {
     let lab = Lab::new();
     let images = images(&lab);
     let guest = boot(&lab, "killed", &images);
@@ -186,13 +192,13 @@ fn a_reboot_that_is_killed_while_it_keeps_the_caches_is_ended_with_them() {
         guest.wait_ready();
         assert_ne!(guest.boot_id(), boot, "{point}");
         assert_reads(&guest, &images);
-        let told = [became(&guest, 0), became(&guest, 1)];
-        assert!(told[0].served > BLOCKS / 2 && told[0].refused < READ, "{point}: {told:?}");
-        assert!(told[1].served > READS[1] * 8 / 10 && told[1].refused < READS[1] / 20, "{point}: {told:?}");
-        // No third memory is left behind.
+        let counts = [cache_counts(&guest, 0), cache_counts(&guest, 1)];
+        assert!(counts[0].served > BLOCKS / 2 && counts[0].refused < READ, "{point}: {counts:?}");
+        assert!(counts[1].served > READS[1] * 8 / 10 && counts[1].refused < READS[1] / 20, "{point}: {counts:?}");
+        // No third memory is left.
         guest.touch("120M");
-        wait_for("the former memory to shrink", DEADLINE, || {
-            (former(&guest) + present(&guest) <= (256 << 20) * 105 / 100).then_some(())
+        wait_for("the retained cache to shrink", DEADLINE, || {
+            (retained_bytes(&guest) + present_bytes(&guest) <= (256 << 20) * 105 / 100).then_some(())
         });
     }
     guest.assert_sound();

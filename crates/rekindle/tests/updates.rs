@@ -1,6 +1,6 @@
-//! Phase reboots of the Debian guest with writes between them: its file systems, and what is in them, are whole at the end.
+//! Phase reboots of the Debian guest with writes between them: its file systems and files are intact at the end.
 //!
-//! `REKINDLE_TEST_ROUNDS` gives more reboots than a few.
+//! `REKINDLE_TEST_ROUNDS` sets the number of reboots.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -17,14 +17,15 @@ use std::time::Duration;
 
 const PHASES: &str = "[phase]\nsave = [\"kernel\", \"services\"]\n";
 const ANSWER: Duration = Duration::from_secs(30);
-/// Where the partitions begin.
+/// Offset of the partition, in bytes.
 const PARTITION: u64 = 1 << 20;
 
 fn rounds() -> u64 {
     std::env::var("REKINDLE_TEST_ROUNDS").ok().map_or(3, |rounds| rounds.parse().expect("a number"))
 }
 
-/// A copy of a file system in a partition of its own, on a disk: what is in a disk's first block every firmware reads.
+/// Copies a file system into a partition. (Every firmware reads a disk's first block, which must not belong to the file
+/// system.)
 fn partitioned(directory: &Path, disk: &Path) -> PathBuf {
     let copy = directory.join("partitioned.raw");
     let megabytes = fs::metadata(disk).unwrap().len() >> 20;
@@ -44,7 +45,7 @@ fn partitioned(directory: &Path, disk: &Path) -> PathBuf {
     copy
 }
 
-/// A copy of a disk, on a disk.
+/// Copies an image to a directory.
 fn copy(directory: &Path, disk: &Path) -> PathBuf {
     let copy = directory.join(disk.file_name().unwrap());
     let copied = Command::new("cp").arg("--sparse=always").args([disk, &copy]).status().unwrap();
@@ -56,19 +57,20 @@ fn directory() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("updates-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Run a shell's words in the guest.
+/// Runs a shell command in the guest; it must succeed. Returns its output.
 #[track_caller]
-fn sh(guest: &Guest<'_>, words: &str) -> String {
-    // A phase that is being saved stops it for a moment.
+fn sh(guest: &Guest<'_>, command: &str) -> String {
+    // The guest is stopped for a moment while a phase is saved.
     let running = || {
         let mut all = guest.qemus();
         assert_eq!(all.len(), 1, "exactly one QEMU was expected");
         (all[0].run_state().as_deref() == Some("running")).then(|| all.remove(0))
     };
-    let port = wait_for("its QEMU to run", DEADLINE, running).directory.join("agent.sock");
-    let ran =
-        wait_for("the agent to run something", DEADLINE, || agent::run(&port, "/bin/sh", &["-c", words], ANSWER).ok());
-    assert_eq!(ran.status, Some(0), "{words}: {ran:?}");
+    let port = wait_for("the guest to run", DEADLINE, running).directory.join("agent.sock");
+    let ran = wait_for("the agent to run a command", DEADLINE, || {
+        agent::run(&port, "/bin/sh", &["-c", command], ANSWER).ok()
+    });
+    assert_eq!(ran.status, Some(0), "{command}: {ran:?}");
     ran.out
 }
 
@@ -83,7 +85,7 @@ fn wait_saved(guest: &Guest<'_>, name: &str) {
     wait_for(&format!("phase {name} to be saved"), DEADLINE, || (void(guest, name) == Value::Null).then_some(()));
 }
 
-/// Wait until all of its boot is done, which comes after its last phase, and after its data were mounted.
+/// Waits for the end of the boot, which is after the last phase and after the data file system is mounted.
 #[track_caller]
 fn wait_booted(guest: &Guest<'_>) {
     wait_for("the guest to have booted", DEADLINE, || {
@@ -91,29 +93,30 @@ fn wait_booted(guest: &Guest<'_>) {
     });
 }
 
-/// Reboot it by phase: the phase that it went on from.
+/// Reboots the guest by phase. Returns the report's `phase`.
 #[track_caller]
 fn reboot(guest: &Guest<'_>) -> Value {
     reboot_by(guest, "shutdown", "by-agent")
 }
 
-/// The same, brought to its end in a way.
+/// The same, with `--end`; the report must state how the guest ended.
 #[track_caller]
 fn reboot_by(guest: &Guest<'_>, end: &str, ended: &str) -> Value {
-    let told = guest.lab.rekindle(["--json", "reboot", "os", &guest.name, "--how", "phase", "--end", end]).ok().json();
-    assert_eq!(told["ended"], ended, "{told}");
+    let report =
+        guest.lab.rekindle(["--json", "reboot", "os", &guest.name, "--how", "phase", "--end", end]).ok().json();
+    assert_eq!(report["ended"], ended, "{report}");
     guest.wait_ready();
     wait_booted(guest);
-    told["phase"].clone()
+    report["phase"].clone()
 }
 
-/// A file of its own for each round, one that each round makes longer, one that each round writes anew.
+/// Creates a file, appends to another one and rewrites a third one, and writes them to disk.
 fn update(guest: &Guest<'_>, place: &str, round: u64) {
     write(guest, place, round);
     sh(guest, "sync");
 }
 
-/// The same, left to the guest's kernel.
+/// The same without `sync`.
 fn write(guest: &Guest<'_>, place: &str, round: u64) {
     sh(
         guest,
@@ -129,16 +132,16 @@ fn check(guest: &Guest<'_>, place: &str, rounds: u64) {
     assert_eq!(sh(guest, &format!("wc -l <{place}/sums")).trim(), rounds.to_string());
 }
 
-/// Check the file system in the partition of an image.
+/// Checks the file system in an image's partition.
 fn fsck(image: &Path) {
-    let place = format!("{}?offset={PARTITION}", image.display());
-    let checked = Command::new("e2fsck").args(["-f", "-n", &place]).output().expect("e2fsck runs");
-    let said = String::from_utf8_lossy(&checked.stdout).into_owned();
-    assert_eq!(checked.status.code(), Some(0), "{said}");
+    let file_system = format!("{}?offset={PARTITION}", image.display());
+    let checked = Command::new("e2fsck").args(["-f", "-n", &file_system]).output().expect("e2fsck runs");
+    let output = String::from_utf8_lossy(&checked.stdout).into_owned();
+    assert_eq!(checked.status.code(), Some(0), "{output}");
 }
 
 #[test]
-fn a_guest_that_writes_its_root_goes_on_from_the_early_phase_and_no_later_one() {
+fn a_guest_that_writes_its_root_resumes_from_the_early_phase_only() {
     let (lab, directory) = (Lab::new(), directory());
     let [_, _, disk, _] = lab.debian();
     let disk = partitioned(directory.path(), &disk);
@@ -153,11 +156,11 @@ fn a_guest_that_writes_its_root_goes_on_from_the_early_phase_and_no_later_one() 
         assert!(phase["skipped"][0]["name"] == "services" && why.contains("disk disk0: block "), "{phase}");
         check(&guest, "/srv", round);
     }
-    guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
+    guest.rekindle(&["stop"]).ok().prints(&["by its agent"]);
     fsck(&disk);
 }
 
-/// A guest that only reads its root and writes `data`, up, with a candidate of its late phase.
+/// Boots a guest that only reads its root and writes `data`, and waits until its late phase is saved.
 fn immutable<'a>(lab: &'a Lab, name: &str, data: &Path) -> Guest<'a> {
     let disk = &lab.debian()[2];
     let guest = lab
@@ -175,34 +178,34 @@ fn immutable<'a>(lab: &'a Lab, name: &str, data: &Path) -> Guest<'a> {
 }
 
 #[test]
-fn a_guest_that_only_reads_its_root_goes_on_from_the_late_phase_and_mounts_its_data_then() {
+fn a_guest_that_only_reads_its_root_resumes_from_the_late_phase_and_mounts_its_data_after_it() {
     let (lab, directory) = (Lab::new(), directory());
     let data = copy(directory.path(), &lab.debian()[3]);
     let guest = immutable(&lab, "data", &data);
     let boot = guest.boot_id();
     for round in 1..=rounds() {
         update(&guest, "/srv/data", round);
-        // What it leaves in its memory and on its root is gone.
+        // These are in its memory, and must not exist after the reboot.
         sh(&guest, "head -c 20000000 /dev/urandom >/run/leak; echo aged >/root/aged");
         let phase = reboot(&guest);
         assert_eq!(phase["candidate"], "services", "{phase}");
-        assert_eq!(guest.boot_id(), boot, "the same boot, each time");
+        assert_eq!(guest.boot_id(), boot, "the guest was booted");
         check(&guest, "/srv/data", round);
         sh(&guest, "[ ! -e /run/leak ] && [ ! -e /root/aged ]");
-        let began = sh(&guest, "systemctl show --value -p ActiveEnterTimestampMonotonic rekindle-restored.target");
-        assert_ne!(began.trim(), "0", "what a guest that was set back has to do is begun");
+        let started = sh(&guest, "systemctl show --value -p ActiveEnterTimestampMonotonic rekindle-restored.target");
+        assert_ne!(started.trim(), "0", "the target for a restored guest was not started");
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
-        let theirs: u64 = sh(&guest, "date +%s").trim().parse().unwrap();
-        assert!(now.abs_diff(theirs) < 60, "{now} here, {theirs} there");
+        let guest_time: u64 = sh(&guest, "date +%s").trim().parse().unwrap();
+        assert!(now.abs_diff(guest_time) < 60, "{now} on the host, {guest_time} in the guest");
     }
     assert!(void(&guest, "services").is_null() && void(&guest, "kernel").is_null());
-    guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
+    guest.rekindle(&["stop"]).ok().prints(&["by its agent"]);
     fsck(&data);
 }
 
-/// Frozen and powered off instead of shut down: nothing asks the guest to write anything but the freeze.
+/// Frozen and powered off instead of shut down: only the freeze makes the guest write its data to disk.
 #[test]
-fn what_was_written_before_its_file_systems_were_frozen_is_there() {
+fn data_written_before_a_freeze_survives_the_reboot() {
     let (lab, directory) = (Lab::new(), directory());
     let data = copy(directory.path(), &lab.debian()[3]);
     let guest = immutable(&lab, "frozen", &data);
@@ -213,28 +216,28 @@ fn what_was_written_before_its_file_systems_were_frozen_is_there() {
         assert_eq!(phase["candidate"], "services", "{phase}");
         check(&guest, "/srv/data", round);
     }
-    // Killed while it is frozen: it is thawed, so that it can be shut down.
+    // Rekindle is killed while the guest is frozen: `recover` thaws it, so that it can be shut down.
     write(&guest, "/srv/data", rounds + 1);
     let mut command = lab.command(["reboot", "os", &guest.name, "--how", "phase", "--end", "freeze"]);
     command.env("REKINDLE_FAULT", "cold.suspend.frozen:kill");
     assert_eq!(lab.finish(command).code, None);
     assert_eq!(guest.status(), "needs-recovery");
-    guest.rekindle(&["recover"]).ok().says(&["the guest was booted"]);
+    guest.rekindle(&["recover"]).ok().prints(&["the guest was booted"]);
     guest.wait_ready();
     wait_booted(&guest);
     check(&guest, "/srv/data", rounds + 1);
-    // Who has frozen it for a backup relies on that.
+    // A backup program may have frozen the file systems: they stay frozen.
     let port = guest.only_qemu().directory.join("agent.sock");
     agent::freeze(&port, ANSWER).unwrap();
     let all = ["reboot", "os", &guest.name, "--how", "cold", "--end", "freeze"];
-    lab.rekindle(all).status(1).says(&["frozen already", "runs as before"]);
+    lab.rekindle(all).status(1).prints(&["frozen already", "runs as before"]);
     agent::thaw(&port, ANSWER).unwrap();
-    // Cold too: nothing that it had not written is wanted.
+    // The same with a cold reboot.
     write(&guest, "/srv/data", rounds + 2);
     assert_eq!(lab.rekindle(["--json"].into_iter().chain(all)).ok().json()["ended"], "frozen");
     guest.wait_ready();
     wait_booted(&guest);
     check(&guest, "/srv/data", rounds + 2);
-    guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
+    guest.rekindle(&["stop"]).ok().prints(&["by its agent"]);
     fsck(&data);
 }

@@ -1,16 +1,16 @@
-//! `rekindle reboot vmm` under running guests: what stays, what passes over, what is told.
+//! `rekindle reboot vmm` with running guests: what they keep, and what the report contains.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod common;
 
-use common::{DEADLINE, Guest, Lab, Net, Watch, major, qemu_new, qemu_old, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, Net, Watch, assert_ticks_once, major, qemu_new, qemu_old, wait_for};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-/// A report of a reboot that compared the memory: nothing changed, and everything was compared.
+/// Checks a report with a memory comparison: all of the memory was compared, and nothing has changed.
 #[track_caller]
 fn assert_unchanged(report: &Value, blocks: &[&str]) {
     assert_eq!(report["memory_changed_bytes"], 0, "{report:#}");
@@ -53,7 +53,7 @@ fn warm_keeps_memory_connections_console_and_video() {
     guest.verify();
     assert!(guest.ask("uptime").parse::<f64>().unwrap() > 0.0);
     guest.assert_sound();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
     let steps = report["steps"].as_array().unwrap();
     for phase in ["prepare", "suspend", "renew", "resume", "settle"] {
         assert!(steps.iter().any(|step| step["phase"] == phase), "no {phase} in {report:#}");
@@ -64,24 +64,24 @@ fn warm_keeps_memory_connections_console_and_video() {
     );
     assert_ne!(report["from"]["pid"], report["to"]["pid"]);
 
-    // Without the comparison the load overlaps with the decision: another path.
+    // Without the comparison the load overlaps with the decision, which is another code path.
     let report = guest.warm(&[]);
     assert!(report.get("memory").is_none(), "{report:#}");
     echoes(b"once more");
     guest.verify();
     guest.assert_sound();
-    console.leave();
+    console.detach();
     let drawn = guest.rekindle(&["show", "--timeline"]).ok();
-    drawn.says(&["reboot vmm --how warm of warm", "suspend", "settle", "█"]);
+    drawn.prints(&["reboot vmm --how warm of warm", "suspend", "settle", "█"]);
     let entries = guest.rekindle(&["--json", "show", "--timeline"]).ok().json();
     assert!(entries.as_array().unwrap().iter().all(|entry| entry["vm"] == "warm"), "{entries:#}");
     let lines = guest.lab.rekindle(["reboot", "vmm", "warm"]).ok();
-    lines.says(&["warm: stopped for", &format!("QEMU {}.", major(qemu_new())), "->"]);
+    lines.prints(&["warm: stopped for", &format!("QEMU {}.", major(qemu_new())), "->"]);
     guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
 }
 
-/// `rekindle console` with its ends in the test's hands.
+/// A running `rekindle console` with its input and output.
 struct Console {
     child: Child,
     lines: BufReader<std::process::ChildStdout>,
@@ -94,26 +94,26 @@ impl Console {
         Self { child, lines }
     }
 
-    /// Wait for a whole tick line that is yet to come.
+    /// Waits for a complete tick line that is written after the call.
     fn wait_tick(&mut self) {
-        let mut whole = 0;
-        while whole < 2 {
+        let mut lines = 0;
+        while lines < 2 {
             let mut line = Vec::new();
             let n = self.lines.read_until(b'\n', &mut line).unwrap();
             assert!(n > 0, "the console has ended");
-            whole += usize::from(line.starts_with(b"tick "));
+            lines += usize::from(line.starts_with(b"tick "));
         }
     }
 
-    fn leave(mut self) {
+    fn detach(mut self) {
         self.child.stdin.take().unwrap().write_all(&[0x1d]).unwrap();
-        let status = wait_for("the console to be left", DEADLINE, || self.child.try_wait().unwrap());
+        let status = wait_for("the console to end", DEADLINE, || self.child.try_wait().unwrap());
         assert!(status.success(), "{status}");
     }
 }
 
 #[test]
-fn an_upgrade_goes_to_the_new_qemu_and_back() {
+fn an_upgrade_to_a_new_qemu_can_be_rolled_back() {
     let lab = Lab::new();
     let guest = lab.vm("upgrade").boot(&["--qemu", qemu_old().to_str().unwrap()]);
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
@@ -121,7 +121,7 @@ fn an_upgrade_goes_to_the_new_qemu_and_back() {
     guest.touch("24M");
     let boot = guest.boot_id();
     let back = guest.reboot("warm", &["--rollback"]).status(1);
-    back.says(&["upgrade", "it has run no other QEMU binary"]);
+    back.prints(&["upgrade", "it has run no other QEMU binary"]);
     guest.assert_sound();
 
     let new = qemu_new().to_str().unwrap();
@@ -140,14 +140,14 @@ fn an_upgrade_goes_to_the_new_qemu_and_back() {
         guest.verify();
         guest.assert_sound();
     }
-    // The old QEMU also saves and loads by way of the disk.
+    // The old QEMU also saves its state to disk and loads it.
     guest.reboot("saved", &[]).ok();
     guest.verify();
     guest.reboot("saved", &["--qemu", new]).ok();
     guest.verify();
     guest.assert_sound();
     assert_eq!(guest.boot_id(), boot);
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 }
 
 #[test]
@@ -165,7 +165,7 @@ fn saved_keeps_memory_and_cold_does_not() {
     echo.write_all(b"still there").unwrap();
     echo.read_exact(&mut [0; 11]).unwrap();
     guest.assert_sound();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 
     let report = guest.reboot("cold", &[]).ok().json();
     let steps: Vec<_> = report["vms"][0]["steps"].as_array().unwrap().iter().map(|step| step["step"].clone()).collect();
@@ -176,19 +176,19 @@ fn saved_keeps_memory_and_cold_does_not() {
     guest.touch("24M");
     guest.warm(&[]);
     guest.verify();
-    guest.rekindle(&["stop"]).ok().says(&["shut down by ACPI"]);
+    guest.rekindle(&["stop"]).ok().prints(&["shut down by ACPI"]);
     lab.assert_empty();
 }
 
 #[test]
-fn all_are_rebooted_at_once_and_one_that_fails_holds_up_nobody() {
+fn all_are_rebooted_together_and_one_that_fails_does_not_stop_the_others() {
     let lab = Lab::new();
-    lab.rekindle(["reboot", "vmm", "--all"]).status(2).says(&["no VM runs"]);
+    lab.rekindle(["reboot", "vmm", "--all"]).status(2).prints(&["no VM runs"]);
     let names = ["one", "two", "three"];
     let started: Vec<_> = names.iter().map(|name| lab.vm(name).memory("112M").start(&[])).collect();
     started.iter().for_each(Guest::wait_ready);
     let before: Vec<_> = started.iter().map(|guest| (guest.boot_id(), guest.touch("16M"))).collect();
-    let watch = Watch::begin(&lab.run_root());
+    let watch = Watch::start(&lab.run_root());
     let report = lab.rekindle(["--json", "reboot", "vmm", "--all"]).ok().json();
     watch.end();
     let vms = report["vms"].as_array().unwrap();
@@ -197,7 +197,7 @@ fn all_are_rebooted_at_once_and_one_that_fails_holds_up_nobody() {
     let first = vms.iter().map(|vm| time(vm, "stop_host_us")).min().unwrap();
     let last = vms.iter().map(|vm| time(vm, "resume_host_us")).max().unwrap();
     assert_eq!(report["first_stop_to_last_resume_us"], last - first);
-    // Nobody was stopped before everybody had been prepared.
+    // No guest was stopped before all had been prepared.
     for vm in vms {
         let steps = vm["steps"].as_array().unwrap();
         let prepared = steps.iter().filter(|step| step["phase"] == "prepare");
@@ -209,7 +209,7 @@ fn all_are_rebooted_at_once_and_one_that_fails_holds_up_nobody() {
         assert_eq!(&guest.boot_id(), boot);
         guest.assert_sound();
     }
-    // One of them is not carriable: it fails, the others go on.
+    // One of them cannot be handed over: it fails, and the others are rebooted.
     let _ = started[1].only_qemu().process.kill();
     let mixed = lab.rekindle(["--json", "reboot", "vmm", "one", "two", "three"]).status(1).json();
     let outcomes: Vec<_> = mixed["vms"].as_array().unwrap().iter().map(|vm| vm["outcome"].clone()).collect();
@@ -240,7 +240,7 @@ fn a_paused_guest_stays_paused() {
 }
 
 #[test]
-fn a_user_network_has_its_ports_again() {
+fn a_user_network_keeps_its_forwarded_ports() {
     let lab = Lab::without_root();
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let guest = lab.vm("ports").net(Net::User(port)).boot(&[]);
@@ -256,7 +256,7 @@ fn a_user_network_has_its_ports_again() {
 }
 
 #[test]
-fn twenty_in_a_row_lose_nothing() {
+fn twenty_reboots_in_a_row_lose_no_request() {
     let lab = Lab::new();
     let guest = lab.vm("twenty").boot(&[]);
     guest.touch("16M");
@@ -277,16 +277,16 @@ fn twenty_in_a_row_lose_nothing() {
         let pid = rustix::process::Pid::from_child(&child);
         rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
         let seen = lab.wait(child, what.into()).ok().json();
-        // More than there were reboots.
+        // More answers than there were reboots.
         assert!(seen["answered"].as_u64().unwrap() > 20, "{what}: {seen:#}");
         let failed: u64 = seen["failed"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
         assert_eq!(failed, 0, "{what}: {}", seen["first_failure"]);
         assert_eq!(seen["connections_lost"], 0, "{what}");
         assert_eq!(seen["connections_opened"], 1, "{what}");
     }
-    assert!(guest.ask("dirty 0").parse::<u64>().unwrap() > 0, "nothing was written meanwhile");
+    assert!(guest.ask("dirty 0").parse::<u64>().unwrap() > 0, "the guest wrote nothing during the reboots");
     guest.verify();
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 }

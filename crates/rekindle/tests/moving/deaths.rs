@@ -1,92 +1,99 @@
-//! Every fault point of a move, on the host that has the guest and on the one that gets it. Whatever dies: the guest goes on on exactly
-//! one of them, or its last checkpoint is whole and what to do is said; never do two QEMUs run it.
+//! Every fault point of a move, on the source host and on the destination host. Whichever process dies, the guest
+//! continues on exactly one host, or its last checkpoint is complete and a message names the remedy; two QEMUs never
+//! run it.
 
-use super::{Pair, agrees, last, wait_empty, wait_filled};
-use crate::common::{DEADLINE, Done, Guest, Lab, Watch, wait_for};
+use super::{Pair, assert_cache_matches_disk, last, wait_empty, wait_filled};
+use crate::common::{CommandResult, DEADLINE, Guest, Lab, Watch, wait_for};
 use std::thread;
 
-/// What has to come of a death.
+/// The required result of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
-    /// Exit status 1: it goes on here, by itself.
+    /// Exit status 1: the guest continues on the source host without a recovery.
     Back,
-    /// The same, when what its Rekindle there has left was removed.
-    BackLeft,
-    /// Rekindle was killed, and `recover` here lets it go on here.
-    Recovered,
-    /// The same, and it runs there.
-    There,
-    /// The same: whoever was first has it.
-    Either,
-    /// It runs there, and there is nothing to recover.
+    /// As `Back`, after `rekindle stop` has removed what is left on the destination host.
+    BackAfterCleanup,
+    /// Rekindle was killed; `recover` on the source host resumes the guest there.
+    RecoveredOnSource,
+    /// Rekindle was killed; `recover` on the source host finds that the guest runs on the destination host.
+    RecoveredOnDestination,
+    /// Rekindle was killed; after `recover` the guest runs on one of the two hosts.
+    RecoveredOnEither,
+    /// The guest runs on the destination host, and there is nothing to recover.
     Moved,
-    /// Its memory was lost with its QEMU, before the other host was told: `recover` boots it.
+    /// The source QEMU died before the state was complete elsewhere: the memory is lost, and `recover` boots the guest.
     Booted,
-    /// The other host has taken it and lost it: it is restored from its last checkpoint.
-    InStore,
-    /// `BackLeft`, or `InStore` if it was taken by then: it is loaded there while its last checkpoint is committed here.
-    BackOrInStore,
-    /// The other host's Rekindle was killed when the guest might have run: `recover` there says that it does.
-    RecoveredThere,
+    /// The destination host owned the guest and lost it: it has to be restored from its last checkpoint.
+    OnlyInStore,
+    /// `OnlyInStore` if the destination host owned the guest already, otherwise `BackAfterCleanup`: the load on the
+    /// destination host and the commit on the source host are concurrent.
+    BackOrOnlyInStore,
+    /// The destination host's Rekindle was killed when the guest might have run: `recover` on that host finds that it
+    /// does.
+    RecoveredByDestination,
 }
 
-use Outcome::{Back, BackLeft, BackOrInStore, Booted, Either, InStore, Moved, Recovered, RecoveredThere, There};
+use Outcome::{
+    Back, BackAfterCleanup, BackOrOnlyInStore, Booted, Moved, OnlyInStore, RecoveredByDestination,
+    RecoveredOnDestination, RecoveredOnEither, RecoveredOnSource,
+};
 
-/// Where, on which host, who dies, and what has to come of it.
-const NEAR: &[(&str, &str, Outcome)] = &[
-    ("move.prepare.journalled", "kill", Recovered),
+/// Fault point, action, and required result of faults on the source host.
+const SOURCE_FAULTS: &[(&str, &str, Outcome)] = &[
+    ("move.prepare.journalled", "kill", RecoveredOnSource),
     ("move.prepare.journalled", "kill-old", Booted),
-    ("move.prepare.prepared", "kill", Recovered),
+    ("move.prepare.prepared", "kill", RecoveredOnSource),
     ("move.prepare.prepared", "kill-old", Booted),
-    ("move.suspend.journalled", "kill", Recovered),
+    ("move.suspend.journalled", "kill", RecoveredOnSource),
     ("move.suspend.journalled", "kill-old", Booted),
-    ("move.suspend.read", "kill", Recovered),
-    // All of it has been read.
+    ("move.suspend.read", "kill", RecoveredOnSource),
+    // The whole state has been read.
     ("move.suspend.read", "kill-old", Moved),
-    ("move.suspend.committed", "kill", Recovered),
-    // From here on its state is whole outside of it.
+    ("move.suspend.committed", "kill", RecoveredOnSource),
+    // From here on its state is complete outside of QEMU.
     ("move.suspend.committed", "kill-old", Moved),
-    ("move.suspend.let-go", "kill", Recovered),
+    ("move.suspend.let-go", "kill", RecoveredOnSource),
     ("move.suspend.let-go", "kill-old", Moved),
-    // The other host could have been told: the store says that it has not.
-    ("move.resume.journalled", "kill", Recovered),
+    // The destination host may have got the order to resume; the store shows that it has not.
+    ("move.resume.journalled", "kill", RecoveredOnSource),
     ("move.resume.journalled", "kill-old", Moved),
-    ("move.resume.told", "kill", Either),
+    ("move.resume.told", "kill", RecoveredOnEither),
     ("move.resume.told", "kill-old", Moved),
-    ("move.settle.running", "kill", There),
+    ("move.settle.running", "kill", RecoveredOnDestination),
     ("move.settle.running", "kill-old", Moved),
-    ("move.settle.journalled", "kill", There),
+    ("move.settle.journalled", "kill", RecoveredOnDestination),
 ];
 
-const FAR: &[(&str, &str, Outcome)] = &[
-    ("prepare.journalled", "kill", BackLeft),
+/// The same for faults on the destination host.
+const DESTINATION_FAULTS: &[(&str, &str, Outcome)] = &[
+    ("prepare.journalled", "kill", BackAfterCleanup),
     ("prepare.spawned", "kill-new", Back),
-    ("prepare.recorded", "kill", BackLeft),
-    // What had waited is of no use; another QEMU is started.
+    ("prepare.recorded", "kill", BackAfterCleanup),
+    // The prepared QEMU cannot be used; another one is started.
     ("prepare.recorded", "kill-new", Moved),
-    ("move.prepare.registered", "kill", BackLeft),
+    ("move.prepare.registered", "kill", BackAfterCleanup),
     ("move.prepare.registered", "kill-new", Moved),
-    ("restore.prepare.journalled", "kill", BackLeft),
-    // It is begun anew with another QEMU, which dies only if it comes past the same point.
+    ("restore.prepare.journalled", "kill", BackAfterCleanup),
+    // The restore starts again with another QEMU, which dies only if it passes the same point.
     ("restore.prepare.journalled", "kill-new", Moved),
-    ("restore.renew.registered", "kill", BackOrInStore),
+    ("restore.renew.registered", "kill", BackOrOnlyInStore),
     ("restore.renew.registered", "kill-new", Back),
-    // From here on it may have run there: that it has died is seen by `cont` only.
-    ("restore.renew.loaded", "kill-new", InStore),
-    ("restore.resume.journalled", "kill-new", InStore),
-    ("restore.resume.resumed", "kill", RecoveredThere),
-    ("restore.settle.recorded", "kill", RecoveredThere),
-    ("restore.settle.handed-over", "kill", RecoveredThere),
+    // From here on the guest may have run there: only `cont` shows that its QEMU has died.
+    ("restore.renew.loaded", "kill-new", OnlyInStore),
+    ("restore.resume.journalled", "kill-new", OnlyInStore),
+    ("restore.resume.resumed", "kill", RecoveredByDestination),
+    ("restore.settle.recorded", "kill", RecoveredByDestination),
+    ("restore.settle.handed-over", "kill", RecoveredByDestination),
 ];
 
 #[test]
-fn a_move_with_every_death_on_the_host_that_has_the_guest() {
-    walk("near", NEAR, "REKINDLE_FAULT");
+fn every_fault_of_a_move_on_the_source_host() {
+    walk("near", SOURCE_FAULTS, "REKINDLE_FAULT");
 }
 
 #[test]
-fn a_move_with_deaths_on_the_host_that_gets_it() {
-    walk("far", FAR, "FAR_FAULT");
+fn every_fault_of_a_move_on_the_destination_host() {
+    walk("far", DESTINATION_FAULTS, "FAR_FAULT");
 }
 
 fn walk(name: &'static str, table: &[(&str, &str, Outcome)], variable: &str) {
@@ -98,7 +105,7 @@ fn walk(name: &'static str, table: &[(&str, &str, Outcome)], variable: &str) {
         let case = || case(&pair, variable, &fault, *outcome, &boot);
         if let Err(panic) = thread::scope(|scope| scope.spawn(case).join()) {
             let text = panic.downcast_ref::<String>().cloned().unwrap_or_default();
-            wrong.push(format!("==== {fault}, which has to end as {outcome:?}:\n{text}\n"));
+            wrong.push(format!("==== {fault}, expected {outcome:?}:\n{text}\n"));
             for lab in [&pair.here, &pair.there] {
                 let _ = lab.rekindle(["stop", "--now", name]);
             }
@@ -108,10 +115,10 @@ fn walk(name: &'static str, table: &[(&str, &str, Outcome)], variable: &str) {
             pair.guest(&pair.here).touch("8M");
         }
     }
-    assert!(wrong.is_empty(), "{} of {} faults end wrongly:\n{}", wrong.len(), table.len(), wrong.join("\n"));
+    assert!(wrong.is_empty(), "{} of {} faults have a wrong result:\n{}", wrong.len(), table.len(), wrong.join("\n"));
 }
 
-/// A fresh guest; its boot.
+/// Boots a guest with an empty store. Returns its boot ID.
 fn start(pair: &Pair) -> String {
     pair.new_store();
     let mut redo = pair.disk.clone().into_os_string();
@@ -126,104 +133,104 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
     let (here, there, name) = (&pair.here, &pair.there, pair.name);
     let before = pair.guest(here);
     before.ask(&format!("write vda 3 16 {}", before.tick()));
-    let watch = Watch::over(&[&here.run_root(), &there.run_root()]);
+    let watch = Watch::start_for(&[&here.run_root(), &there.run_root()]);
     let mut command = pair.command(here, there, &[]);
     command.env(variable, fault);
     let done = here.finish(command);
-    let (mine, theirs) = (pair.guest(here), pair.guest(there));
-    let is_back = |guest: &Guest<'_>| {
-        goes_on(guest, boot);
+    let (source, destination) = (pair.guest(here), pair.guest(there));
+    let assert_back = |guest: &Guest<'_>| {
+        assert_continued(guest, boot);
         guest.assert_sound();
         wait_empty(there);
     };
-    let is_there = || {
+    let assert_moved = || {
         wait_empty(here);
-        goes_on(&theirs, boot);
-        theirs.assert_sound();
+        assert_continued(&destination, boot);
+        destination.assert_sound();
     };
     let outcome = match outcome {
-        BackOrInStore if done.code == Some(3) => InStore,
-        BackOrInStore => BackLeft,
-        sure => sure,
+        BackOrOnlyInStore if done.code == Some(3) => OnlyInStore,
+        BackOrOnlyInStore => BackAfterCleanup,
+        other => other,
     };
     match outcome {
         Back => {
             done.status(1);
-            is_back(&mine);
+            assert_back(&source);
         }
-        BackLeft => {
+        BackAfterCleanup => {
             done.status(1);
             there.rekindle(["stop", "--now", name]).ok();
-            is_back(&mine);
+            assert_back(&source);
         }
-        Either => {
-            killed(&done);
-            mine.rekindle(&["recover"]).ok();
-            if mine.status() == "running" { is_back(&mine) } else { is_there() }
+        RecoveredOnEither => {
+            assert_killed(&done);
+            source.rekindle(&["recover"]).ok();
+            if source.status() == "running" { assert_back(&source) } else { assert_moved() }
         }
-        Recovered => {
-            killed(&done);
+        RecoveredOnSource => {
+            assert_killed(&done);
             wait_empty(there);
-            assert_eq!(mine.status(), "needs-recovery", "{done}");
-            mine.rekindle(&["recover"]).ok().says(&["undone"]);
-            is_back(&mine);
+            assert_eq!(source.status(), "needs-recovery", "{done}");
+            source.rekindle(&["recover"]).ok().prints(&["undone"]);
+            assert_back(&source);
         }
-        There => {
-            killed(&done);
-            assert_eq!(mine.status(), "needs-recovery", "{done}");
-            mine.rekindle(&["recover"]).ok().says(&["runs on the other host"]);
-            is_there();
+        RecoveredOnDestination => {
+            assert_killed(&done);
+            assert_eq!(source.status(), "needs-recovery", "{done}");
+            source.rekindle(&["recover"]).ok().prints(&["runs on the other host"]);
+            assert_moved();
         }
         Moved => {
             assert_eq!(last(&done.ok())["name"], name);
-            is_there();
+            assert_moved();
         }
         Booted => {
             assert_ne!(done.code, Some(0), "{done}");
-            mine.rekindle(&["recover"]).ok().says(&["booted"]);
-            mine.wait_ready();
-            assert_ne!(mine.boot_id(), boot);
+            source.rekindle(&["recover"]).ok().prints(&["booted"]);
+            source.wait_ready();
+            assert_ne!(source.boot_id(), boot);
             wait_empty(there);
         }
-        InStore => {
-            done.status(3).says(&["has taken", "rekindle restore"]);
+        OnlyInStore => {
+            done.status(3).prints(&["has taken", "rekindle restore"]);
             wait_empty(here);
             there.rekindle(["stop", "--now", name]);
             here.rekindle(["restore", name, "--store", pair.store.to_str().unwrap()]).ok();
-            is_back(&mine);
+            assert_back(&source);
         }
-        BackOrInStore => unreachable!("it is one of the two by now"),
-        RecoveredThere => {
-            let _: Done = done;
+        BackOrOnlyInStore => unreachable!("replaced by one of the two above"),
+        RecoveredByDestination => {
+            let _: CommandResult = done;
             wait_empty(here);
-            wait_for("what is there to be recovered", DEADLINE, || {
-                (theirs.rekindle(&["recover"]).code == Some(0)).then_some(())
+            wait_for("the recovery on the destination host", DEADLINE, || {
+                (destination.rekindle(&["recover"]).code == Some(0)).then_some(())
             });
-            is_there();
+            assert_moved();
         }
     }
     watch.end();
-    // For the next one: it is here.
-    if !there_is_none(there) {
+    // The next case needs the guest on the source host.
+    if !has_no_vm(there) {
         pair.run(there, here, &[]).ok();
-        goes_on(&mine, boot);
+        assert_continued(&source, boot);
         wait_empty(there);
     }
 }
 
-fn there_is_none(lab: &Lab) -> bool {
+fn has_no_vm(lab: &Lab) -> bool {
     lab.rekindle(["--json", "ls"]).ok().json().as_array().is_none_or(Vec::is_empty)
 }
 
-/// The guest runs with its memory and its disk.
-fn goes_on(guest: &Guest<'_>, boot: &str) {
+/// Checks that the guest still runs the same boot, with its memory and its disk.
+fn assert_continued(guest: &Guest<'_>, boot: &str) {
     guest.wait_ready();
     assert_eq!(guest.boot_id(), boot);
-    agrees(guest);
+    assert_cache_matches_disk(guest);
     wait_filled(guest);
     guest.verify();
 }
 
-fn killed(done: &Done) {
-    assert_eq!(done.code, None, "it has to be killed: {done}");
+fn assert_killed(done: &CommandResult) {
+    assert_eq!(done.code, None, "it was not killed: {done}");
 }

@@ -1,9 +1,9 @@
-//! Moves as a cluster manager asks for them, by `rekindle ocf`: with a protector before and after, and a stop that follows one that was
-//! cut off.
+//! Moves through `rekindle ocf`, as a cluster manager starts them: the guest is protected before and after the move,
+//! and a stop follows a move that was interrupted.
 
 use super::{Pair, wait_empty};
 use crate::common::served::section;
-use crate::common::{DEADLINE, Done, Lab, Net, wait_for};
+use crate::common::{CommandResult, DEADLINE, Lab, Net, wait_for};
 use serde_json::Value;
 use std::fs;
 use std::process::Command;
@@ -17,7 +17,8 @@ struct Managed {
 }
 
 impl Managed {
-    /// Without a network: a guest that goes on is built as it was, and both labs have the same tap only once.
+    /// Has no network: the definition has to be the same on both hosts, and the two labs cannot have the same tap at
+    /// the same time.
     fn new() -> Self {
         let pair = Pair::new(NAME);
         for lab in [&pair.here, &pair.there] {
@@ -33,7 +34,7 @@ impl Managed {
         command
     }
 
-    fn ocf(&self, lab: &Lab, action: &str, arguments: &[&str]) -> Done {
+    fn ocf(&self, lab: &Lab, action: &str, arguments: &[&str]) -> CommandResult {
         lab.finish(self.command(lab, action, arguments))
     }
 
@@ -49,28 +50,28 @@ impl Managed {
     }
 
     fn wait_checkpoints(&self, count: u64) {
-        let wanted = self.newest() + count;
-        wait_for("checkpoints", DEADLINE, || (self.newest() >= wanted).then_some(()));
+        let target = self.newest() + count;
+        wait_for("checkpoints", DEADLINE, || (self.newest() >= target).then_some(()));
     }
 }
 
-/// The first and the last tick that the guest has told on the console of its QEMU there.
+/// The first and the last tick that the guest has written to its console on a host.
 fn ticks(lab: &Lab) -> Option<(u64, u64)> {
     let text = fs::read(lab.run_root().join(NAME).join("console.log")).ok()?;
     let text = String::from_utf8_lossy(&text);
-    // Not one that is being written.
-    let (whole, _) = text.rsplit_once('\n')?;
+    // The last line may be incomplete.
+    let (complete, _) = text.rsplit_once('\n')?;
     let mut all =
-        whole.lines().filter_map(|line| line.trim_end().strip_prefix("tick ")?.split(' ').next()?.parse().ok());
+        complete.lines().filter_map(|line| line.trim_end().strip_prefix("tick ")?.split(' ').next()?.parse().ok());
     let first = all.next()?;
     Some((first, all.next_back().unwrap_or(first)))
 }
 
-/// The last tick that is told there before all of it is gone, while `act` ends it.
-fn last_of(lab: &Lab, act: impl FnOnce()) -> u64 {
+/// The last tick on the console before the VM is removed by `act`.
+fn last_tick_during(lab: &Lab, act: impl FnOnce()) -> u64 {
     thread::scope(|scope| {
-        let looks = scope.spawn(|| {
-            let mut last = ticks(lab).expect("it has told ticks").1;
+        let reader = scope.spawn(|| {
+            let mut last = ticks(lab).expect("no tick on the console").1;
             while lab.run_root().join(NAME).exists() {
                 last = ticks(lab).map_or(last, |(_, newest)| newest);
                 thread::sleep(Duration::from_millis(1));
@@ -78,7 +79,7 @@ fn last_of(lab: &Lab, act: impl FnOnce()) -> u64 {
             last
         });
         act();
-        looks.join().unwrap()
+        reader.join().unwrap()
     })
 }
 
@@ -87,41 +88,41 @@ fn wait_ticks(lab: &Lab) -> u64 {
 }
 
 #[test]
-fn a_guest_is_moved_while_it_runs_and_a_stop_has_a_last_checkpoint_of_it() {
+fn a_guest_is_moved_while_it_runs_and_a_stop_takes_a_last_checkpoint() {
     let managed = Managed::new();
     let (here, there) = (&managed.pair.here, &managed.pair.there);
     managed.ocf(here, "start", &[]).ok();
     wait_ticks(here);
     managed.wait_checkpoints(2);
-    let last = last_of(here, || {
-        here.finish(managed.migrate(here, there)).ok().says(&["\"rounds\""]);
+    let last = last_tick_during(here, || {
+        here.finish(managed.migrate(here, there)).ok().prints(&["\"rounds\""]);
         wait_empty(here);
     });
     managed.ocf(here, "monitor", &[]).status(7);
     managed.ocf(here, "stop", &[]).ok();
-    // As `migrate_from` asks.
+    // `migrate_from` does the same.
     managed.ocf(there, "monitor", &[]).status(0);
-    assert!(wait_ticks(there) > last, "it goes on where it was");
+    assert!(wait_ticks(there) > last, "the guest lost ticks in the move");
     managed.wait_checkpoints(2);
 
-    // It cannot be had: it goes on where it was, and is protected.
+    // The other host is unreachable: the guest continues where it was, and is protected.
     fs::write(here.path("ssh-none"), "#!/bin/sh\nexit 255\n").unwrap();
     let mut nowhere = managed.command(there, "migrate-to", &["--to", "b", "--within", "60s", "--ssh"]);
     nowhere.arg(format!("sh {}", here.path("ssh-none").display()));
-    there.finish(nowhere).status(1).says(&["the connection to b has broken"]);
+    there.finish(nowhere).status(1).prints(&["the connection to b has broken"]);
     managed.wait_checkpoints(2);
 
-    // What was cut off in the pause is finished by a stop, and from its last checkpoint the guest does not go on.
-    let mut cut = managed.migrate(there, here);
-    cut.env("REKINDLE_FAULT", "move.suspend.committed:kill");
-    assert_eq!(there.finish(cut).code, None);
+    // A move was killed in the pause: a stop loses nothing, and the guest continues after its last tick.
+    let mut interrupted = managed.migrate(there, here);
+    interrupted.env("REKINDLE_FAULT", "move.suspend.committed:kill");
+    assert_eq!(there.finish(interrupted).code, None);
     wait_empty(here);
-    let last = last_of(there, || {
+    let last = last_tick_during(there, || {
         assert_eq!(managed.ocf(there, "stop", &[]).ok().json()["lost"], Value::Null);
         wait_empty(there);
     });
-    managed.ocf(here, "start", &[]).ok().says(&["restored"]);
-    assert!(wait_ticks(here) > last, "a stop takes back what was to be seen of the guest");
+    managed.ocf(here, "start", &[]).ok().prints(&["restored"]);
+    assert!(wait_ticks(here) > last, "the guest lost ticks that were on the console");
     managed.ocf(here, "stop", &[]).ok();
     here.assert_empty();
 }
