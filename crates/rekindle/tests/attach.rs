@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::plain::{Plain, descriptors, free_port};
+use common::foreign::{ForeignQemu, descriptors, free_port};
 use common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_newest, qemu_old, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::Mode;
@@ -18,7 +18,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-fn attach(lab: &Lab, plain: &Plain<'_>) {
+fn attach(lab: &Lab, plain: &ForeignQemu<'_>) {
     let done = lab.rekindle(["--json", "attach", &plain.guest.name, "--qmp", &plain.socket()]).ok();
     assert_eq!(done.json()["vmm"]["pid"], plain.process.pid);
 }
@@ -57,7 +57,7 @@ fn is_whole(guest: &Guest<'_>, boot: &str) {
 /// Protected by every policy while it writes, killed, and restored from each of the checkpoints.
 fn goes_on_elsewhere(binary: &Path, arguments: &[&str]) {
     let lab = Lab::without_root();
-    let mut plain = Plain::boot(&lab, "foreign", binary, arguments, None);
+    let mut plain = ForeignQemu::boot(&lab, "foreign", binary, arguments, None);
     let guest = &plain.guest;
     attach(&lab, &plain);
     assert_eq!(guest.status(), "running");
@@ -92,7 +92,7 @@ fn goes_on_elsewhere(binary: &Path, arguments: &[&str]) {
     let fill = plain.guest.file("fill.json");
     wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
     assert_eq!(protect(&lab, "foreign", &lab.path("cow"), &["--count", "2"]).len(), 2);
-    plain.guest.rekindle(&["reboot", "vmm"]).status(1).says(&["Rekindle had not started", "rekindle restore"]);
+    plain.guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["Rekindle had not started", "rekindle restore"]);
     plain.guest.assert_sound();
     plain.guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
@@ -132,7 +132,7 @@ fn a_card_on_a_tap_gets_what_the_definition_says() {
     ip(&["tuntap", "add", &ifname, "mode", "tap"]);
     let tap = format!("tap,id=lan,ifname={ifname},script=no,downscript=no");
     let card = "virtio-net-pci,netdev=lan,mac=52:54:00:00:00:78";
-    let mut plain = Plain::boot(
+    let mut plain = ForeignQemu::boot(
         &lab,
         "tapped",
         qemu_new(),
@@ -147,7 +147,7 @@ fn a_card_on_a_tap_gets_what_the_definition_says() {
     plain.kill();
     ip(&["link", "del", &ifname]);
     let arguments = ["restore", "tapped", "--store", store.to_str().unwrap()];
-    lab.rekindle(arguments).status(1).says(&["network lan", "needs one again", "--definition"]);
+    lab.rekindle(arguments).status(1).prints(&["network lan", "needs one again", "--definition"]);
     lab.assert_empty();
     let definition = lab.path("here.toml");
     let port = plain.port();
@@ -159,7 +159,7 @@ fn a_card_on_a_tap_gets_what_the_definition_says() {
     };
     let all = arguments.iter().copied().chain(["--definition", definition.to_str().unwrap()]).collect::<Vec<_>>();
     write("");
-    lab.rekindle(&all).status(1).says(&["has 2, the definition says 1"]);
+    lab.rekindle(&all).status(1).prints(&["has 2, the definition says 1"]);
     write(&format!("[[net]]\nkind = \"tap\"\nnetns = \"{}\"\n", lab.namespace));
     lab.rekindle(&all).ok();
     is_whole(&plain.guest, &boot);
@@ -209,7 +209,7 @@ fn no_trace(process: Process, before: &std::collections::BTreeMap<String, usize>
 #[test]
 fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
     let lab = Lab::without_root();
-    let plain = Plain::boot(&lab, "traced", qemu_new(), &["-machine", "q35", "-m", "192M"], None);
+    let plain = ForeignQemu::boot(&lab, "traced", qemu_new(), &["-machine", "q35", "-m", "192M"], None);
     let guest = &plain.guest;
     let before = plain.descriptors();
     guest.touch("40M");
@@ -219,14 +219,16 @@ fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
         let protector = Protector::start(&lab, "traced", policy);
         // Its only monitor is the protector's, and so is what is in its QEMU.
         assert_eq!(guest.status(), "protected");
-        guest.rekindle(&["detach"]).status(1).says(&["takes checkpoints", &protector.0.id().to_string()]);
+        guest.rekindle(&["detach"]).status(1).prints(&["takes checkpoints", &protector.0.id().to_string()]);
         let store = lab.path("second");
-        lab.rekindle(["protect", "traced", "--store", store.to_str().unwrap()]).status(1).says(&["takes checkpoints"]);
+        lab.rekindle(["protect", "traced", "--store", store.to_str().unwrap()])
+            .status(1)
+            .prints(&["takes checkpoints"]);
         protector.kill();
         if policy != "cow" {
             assert!(!remote::existing(plain.process).unwrap().is_empty(), "nothing was left that could be taken away");
         }
-        guest.rekindle(&["detach"]).ok().says(&["continues to run"]);
+        guest.rekindle(&["detach"]).ok().prints(&["continues to run"]);
         no_trace(plain.process, &before);
         lab.assert_empty();
         let tick = guest.tick();
@@ -265,14 +267,16 @@ fn impostor(path: &Path) {
 fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     let lab = Lab::without_root();
     let attach_to = |name: &str, socket: &str| lab.rekindle(["attach", name, "--qmp", socket]);
-    attach_to("none", lab.path("no.sock").to_str().unwrap()).status(1).says(&["no.sock"]);
+    attach_to("none", lab.path("no.sock").to_str().unwrap()).status(1).prints(&["no.sock"]);
     impostor(&lab.path("impostor"));
     attach_to("none", lab.path("impostor").to_str().unwrap())
         .status(1)
-        .says(&["no QEMU", &std::process::id().to_string()]);
-    lab.rekindle(["attach", "none"]).status(2).says(&["--qmp", "--libvirt"]);
-    lab.rekindle(["attach", "none", "--libvirt", "nobody", "--connect", "test:///default"]).status(1).says(&["nobody"]);
-    lab.rekindle(["detach", "none"]).status(1).says(&["there is no VM none"]);
+        .prints(&["no QEMU", &std::process::id().to_string()]);
+    lab.rekindle(["attach", "none"]).status(2).prints(&["--qmp", "--libvirt"]);
+    lab.rekindle(["attach", "none", "--libvirt", "nobody", "--connect", "test:///default"])
+        .status(1)
+        .prints(&["nobody"]);
+    lab.rekindle(["detach", "none"]).status(1).prints(&["there is no VM none"]);
     lab.assert_empty();
 
     // What cannot be restored is said now, and not when it is too late.
@@ -280,17 +284,17 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
     let drive = format!("file={},format=raw,if=none,id=d", disk.display());
     let bad = ["-machine", "q35", "-m", "96M", "-snapshot", "-drive", &drive, "-device", "nvme,serial=x,drive=d,id=n"];
-    let plain = Plain::boot(&lab, "bad", qemu_new(), &bad, None);
+    let plain = ForeignQemu::boot(&lab, "bad", qemu_new(), &bad, None);
     let said = ["cannot be attached to", "-snapshot", "nameless file", "nvme", "QEMU cannot save"];
-    attach_to("bad", &plain.socket()).status(1).says(&said);
+    attach_to("bad", &plain.socket()).status(1).prints(&said);
     lab.assert_empty();
     drop(plain);
 
-    let mut plain = Plain::boot(&lab, "good", qemu_new(), &["-machine", "pc", "-m", "96M"], None);
+    let mut plain = ForeignQemu::boot(&lab, "good", qemu_new(), &["-machine", "pc", "-m", "96M"], None);
     let descriptors = plain.descriptors();
     // Its socket is somebody else's just now.
     let held = plain.qmp();
-    attach_to("good", &plain.socket()).status(1).says(&["another client holds it"]);
+    attach_to("good", &plain.socket()).status(1).prints(&["another client holds it"]);
     drop(held);
     // Two at once, under two names: one of them has it.
     let start = |name: &str| lab.command(["attach", name, "--qmp", &plain.socket()]).spawn().unwrap();
@@ -304,25 +308,25 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     no_trace(plain.process, &descriptors);
 
     // What is not Rekindle's to do.
-    attach_to(name, &plain.socket()).status(1).says(&["runs already"]);
-    vm(&["stop", "--now"]).status(1).says(&["attached to", "the program that started it", "rekindle detach"]);
-    vm(&["reboot", "vmm"]).status(1).says(&["attached to", "rekindle detach"]);
-    vm(&["console"]).status(1).says(&["attached to"]);
-    vm(&["show"]).ok().says(&["attached to", "monitor:"]);
-    lab.rekindle(["ls"]).ok().says(&["attached", &plain.process.pid.to_string(), "running"]);
+    attach_to(name, &plain.socket()).status(1).prints(&["runs already"]);
+    vm(&["stop", "--now"]).status(1).prints(&["attached to", "the program that started it", "rekindle detach"]);
+    vm(&["reboot", "vmm"]).status(1).prints(&["attached to", "rekindle detach"]);
+    vm(&["console"]).status(1).prints(&["attached to"]);
+    vm(&["show"]).ok().prints(&["attached to", "monitor:"]);
+    lab.rekindle(["ls"]).ok().prints(&["attached", &plain.process.pid.to_string(), "running"]);
 
     // A device that is plugged in later is not on the command line.
     let device = json!({"driver": "virtio-rng-pci", "id": "late"});
     let _: Value = plain.qmp().execute("device_add", device).unwrap();
     let store = lab.path("store");
     let arguments = ["protect", name, "--store", store.to_str().unwrap(), "--create-store", "--count", "1"];
-    lab.rekindle(arguments).status(1).says(&["device late", "plugged in while the guest ran"]);
+    lab.rekindle(arguments).status(1).prints(&["device late", "plugged in while the guest ran"]);
 
     plain.kill();
-    lab.rekindle(["ls"]).ok().says(&["ended"]);
-    vm(&["recover"]).status(1).says(&["its QEMU has ended"]);
-    lab.rekindle(arguments).status(1).says(&["does not run"]);
-    vm(&["detach"]).ok().says(&["had ended"]);
+    lab.rekindle(["ls"]).ok().prints(&["ended"]);
+    vm(&["recover"]).status(1).prints(&["its QEMU has ended"]);
+    lab.rekindle(arguments).status(1).prints(&["does not run"]);
+    vm(&["detach"]).ok().prints(&["had ended"]);
     lab.assert_empty();
 }
 
@@ -331,7 +335,7 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
     let lab = Lab::new();
     let sandbox = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
     let arguments = [["-machine", "q35"], ["-m", "128M"], sandbox].concat();
-    let mut plain = Plain::boot(&lab, "caged", qemu_new(), &arguments, Some("nobody"));
+    let mut plain = ForeignQemu::boot(&lab, "caged", qemu_new(), &arguments, Some("nobody"));
     let before = plain.descriptors();
     // A third user has no right to look into it, and is told so.
     let home = lab.path("home");
@@ -348,7 +352,7 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
     other.args(["--reuid", "games", "--regid", "games", "--clear-groups"]).arg(&program);
     other.args(["attach", "caged", "--qmp", &plain.socket()]).env("REKINDLE_RUN_DIR", home.join("run"));
     other.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let done = lab.finish(other).status(1).says(&["process", "run as root"]);
+    let done = lab.finish(other).status(1).prints(&["process", "run as root"]);
     assert!(done.stderr.contains(&plain.process.pid.to_string()), "{done}");
 
     attach(&lab, &plain);
@@ -463,8 +467,8 @@ fn a_guest_of_libvirt_is_protected_and_goes_on_without_it() {
     let pid = u32::try_from(shown["vmm"]["pid"].as_u64().unwrap()).unwrap();
     let qemu = Process::of(pid).unwrap();
     let before = descriptors(qemu);
-    lab.rekindle(["attach", "twin"].iter().chain(&domain)).status(1).says(&["is VM dom already"]);
-    lab.rekindle(["ls"]).ok().says(&["dom", "running", "libvirt's domain it's"]);
+    lab.rekindle(["attach", "twin"].iter().chain(&domain)).status(1).prints(&["is VM dom already"]);
+    lab.rekindle(["ls"]).ok().prints(&["dom", "running", "libvirt's domain it's"]);
     for policy in ["cow", "precopy"] {
         let taken = protect(&lab, "dom", &lab.path(policy), &["--policy", policy, "--count", "4"]);
         assert_eq!(taken.len(), 4);
@@ -474,7 +478,7 @@ fn a_guest_of_libvirt_is_protected_and_goes_on_without_it() {
     assert_eq!(libvirt.ask(&["domstate", "it's"]), "running");
     // What libvirt's own tools do is seen.
     libvirt.ask(&["suspend", "it's"]);
-    lab.rekindle(["ls"]).ok().says(&["stopped (paused)"]);
+    lab.rekindle(["ls"]).ok().prints(&["stopped (paused)"]);
     libvirt.ask(&["resume", "it's"]);
 
     // libvirt dies with the guest.
@@ -505,6 +509,6 @@ fn a_guest_of_libvirt_is_protected_and_goes_on_without_it() {
             assert_eq!(guest.boot_id(), boot);
         });
     }
-    guest.rekindle(&["detach"]).ok().says(&["had ended"]);
+    guest.rekindle(&["detach"]).ok().prints(&["had ended"]);
     lab.assert_empty();
 }

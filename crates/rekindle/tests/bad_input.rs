@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_old, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, Net, assert_ticks_once, qemu_new, qemu_old, wait_for};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ fn mistakes_in_a_definition_are_told_with_their_place_and_exit_status_2() {
     let path = lab.path("bad.toml");
     let refused = |text: &str, words: &[&str]| {
         fs::write(&path, text).unwrap();
-        lab.rekindle(["run", path.to_str().unwrap()]).status(2).says(words);
+        lab.rekindle(["run", path.to_str().unwrap()]).status(2).prints(words);
     };
     let (kernel, _) = lab.image();
     let boot = format!("[boot]\nkernel = {kernel:?}\n");
@@ -34,7 +34,7 @@ fn mistakes_in_a_definition_are_told_with_their_place_and_exit_status_2() {
     refused("name = \"web", &["not valid TOML"]);
     refused("name = \"web\"\n[boot]\nkernel = \"nowhere/vmlinuz\"\n", &["bad.toml:3", "nowhere/vmlinuz"]);
     refused(&format!("name = \"../web\"\nqemu_args = [\"-m\", \"1G\"]\n{boot}"), &["name", "qemu_args", "`memory`"]);
-    lab.rekindle(["run", lab.path("absent.toml").to_str().unwrap()]).status(2).says(&["absent.toml"]);
+    lab.rekindle(["run", lab.path("absent.toml").to_str().unwrap()]).status(2).prints(&["absent.toml"]);
     let told = lab.rekindle(["--json", "run", path.to_str().unwrap()]).status(2).json();
     assert_eq!(told["exit_status"], 2);
     lab.assert_empty();
@@ -61,7 +61,7 @@ fn a_command_line_that_makes_no_sense_has_exit_status_2_and_an_unknown_vm_1() {
     for arguments in
         [&["show", "web"][..], &["stop", "web"], &["recover", "web"], &["reboot", "vmm", "web"], &["console", "web"]]
     {
-        lab.rekindle(arguments).status(1).says(&["there is no VM web"]);
+        lab.rekindle(arguments).status(1).prints(&["there is no VM web"]);
     }
     lab.assert_empty();
 }
@@ -131,7 +131,7 @@ fn a_new_binary_that_will_not_do_is_refused_and_the_guest_runs_on() {
     let (boot, pid) = (guest.boot_id(), guest.only_qemu().process.pid);
     let refused = |qemu: PathBuf, words: &[&str]| {
         for how in ["warm", "saved", "cold"] {
-            let done = guest.reboot(how, &["--qemu", qemu.to_str().unwrap()]).status(1).says(words);
+            let done = guest.reboot(how, &["--qemu", qemu.to_str().unwrap()]).status(1).prints(words);
             assert_eq!(done.json()["vms"][0]["left"], "as-it-was");
             assert_eq!(guest.only_qemu().process.pid, pid);
         }
@@ -150,7 +150,7 @@ fn a_new_binary_that_will_not_do_is_refused_and_the_guest_runs_on() {
     // The machine type is pinned to one that 7.2 does not have yet.
     refused(qemu_old().into(), &["machine type pc-q35-10.0", "7.2"]);
     assert_eq!(guest.boot_id(), boot);
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn a_new_qemu_that_dies_before_the_guest_has_run_in_it_leaves_it_as_it_was() {
         [(crash, &["boom at start"][..]), (abort, &["ended while starting"]), (load, &["failed to"]), (small, &["RAM"])]
     {
         let name = qemu.display().to_string();
-        guest.reboot("warm", &["--qemu", &name]).status(1).says(&["the guest runs as before"]).says(words);
+        guest.reboot("warm", &["--qemu", &name]).status(1).prints(&["the guest runs as before"]).prints(words);
         guest.verify();
         assert_eq!(guest.only_qemu().process.pid, pid, "{name}");
         guest.assert_sound();
@@ -179,7 +179,7 @@ fn a_new_qemu_that_dies_before_the_guest_has_run_in_it_leaves_it_as_it_was() {
     guest.warm(&[]);
     guest.verify();
     guest.assert_sound();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 }
 
 /// The load fails at its end, behind the device that writes the VM generation ID into the guest's RAM, and while it is
@@ -194,7 +194,7 @@ fn a_load_that_fails_late_does_not_cost_the_guest_its_memory() {
     let qemu = odd_qemu(&lab, "crash-late", other_port);
     for _ in 0..10 {
         let done = guest.reboot("warm", &["--qemu", qemu.to_str().unwrap()]).status(1);
-        assert_eq!(done.says(&["virtio-console"]).json()["vms"][0]["left"], "as-it-was");
+        assert_eq!(done.prints(&["virtio-console"]).json()["vms"][0]["left"], "as-it-was");
         assert_eq!(guest.only_qemu().process.pid, pid);
     }
     guest.verify();
@@ -213,21 +213,25 @@ fn a_new_qemu_that_crashes_just_after_the_resume_is_told_and_recovered_from() {
     match done.code {
         // It died before the guest had written anything in it: the guest goes on in the old one.
         Some(1) => {
-            done.says(&["the guest runs as before"]);
+            done.prints(&["the guest runs as before"]);
             guest.verify();
             assert_eq!(guest.boot_id(), boot);
         }
         // Exit status 0: it died after the last look at it.
         Some(code @ (0 | 3)) => {
             if code == 3 {
-                done.says(&["lost", "rekindle recover"]);
+                done.prints(&["lost", "rekindle recover"]);
             }
             // Rekindle may have seen it dead before it had ended the old one, which is of no use any more, and stays stopped.
             let new = || guest.qemus().into_iter().find(|qemu| qemu.directory.ends_with("vmm-2"));
             wait_for("the new QEMU to be dead", DEADLINE, || new().is_none().then_some(()));
-            assert!(guest.qemus().iter().all(|qemu| qemu.run_state().as_deref() != Some("running")), "{}", lab.scene());
+            assert!(
+                guest.qemus().iter().all(|qemu| qemu.run_state().as_deref() != Some("running")),
+                "{}",
+                lab.state_report()
+            );
             assert!(["needs-recovery", "ended"].contains(&guest.status().as_str()), "{}", guest.status());
-            guest.rekindle(&["recover"]).ok().says(&["memory was lost", "booted"]);
+            guest.rekindle(&["recover"]).ok().prints(&["memory was lost", "booted"]);
             guest.wait_ready();
             assert_ne!(guest.boot_id(), boot);
         }
@@ -241,14 +245,14 @@ fn a_new_qemu_that_crashes_just_after_the_resume_is_told_and_recovered_from() {
     guest.touch("16M");
     let boot = guest.boot_id();
     let done = guest.reboot("saved", &["--qemu", qemu.to_str().unwrap()]);
-    done.status(3).says(&["failed to load the saved state", "rekindle recover"]);
+    done.status(3).prints(&["failed to load the saved state", "rekindle recover"]);
     let first = guest.rekindle(&["recover"]);
     if first.code != Some(0) {
         // It fails as long as that binary does, and can be done again.
-        first.status(1).says(&["failed to load the saved state"]);
+        first.status(1).prints(&["failed to load the saved state"]);
         fs::remove_file(&qemu).unwrap();
         std::os::unix::fs::symlink(qemu_new(), &qemu).unwrap();
-        guest.rekindle(&["recover"]).ok().says(&["with its memory"]);
+        guest.rekindle(&["recover"]).ok().prints(&["with its memory"]);
     }
     guest.verify();
     assert_eq!(guest.boot_id(), boot);
@@ -279,14 +283,14 @@ fn a_state_that_is_cut_short_or_gone_is_not_loaded_and_not_the_end() {
     flipped[whole.len() / 2] ^= 1;
     for (content, word) in [(&whole[..whole.len() / 2], "bytes instead of"), (&flipped, "digest"), (&[][..], "bytes")] {
         fs::write(&state, content).unwrap();
-        guest.rekindle(&["recover"]).status(1).says(&["handover.stream", "damaged", word, "rekindle stop torn"]);
-        assert!(guest.qemus().is_empty(), "{}", lab.scene());
+        guest.rekindle(&["recover"]).status(1).prints(&["handover.stream", "damaged", word, "rekindle stop torn"]);
+        assert!(guest.qemus().is_empty(), "{}", lab.state_report());
     }
     fs::remove_file(&state).unwrap();
-    guest.rekindle(&["recover"]).status(1).says(&["handover.stream", "No such file"]);
+    guest.rekindle(&["recover"]).status(1).prints(&["handover.stream", "No such file"]);
     // It was only out of reach: put back, it is as good as ever.
     fs::write(&state, &whole).unwrap();
-    guest.rekindle(&["recover"]).ok().says(&["with its memory"]);
+    guest.rekindle(&["recover"]).ok().prints(&["with its memory"]);
     guest.verify();
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
@@ -299,9 +303,9 @@ fn a_state_that_is_cut_short_or_gone_is_not_loaded_and_not_the_end() {
     assert_eq!(saved.len(), 1, "{saved:?}");
     let whole = fs::read(&saved[0]).unwrap();
     fs::write(&saved[0], &whole[..whole.len() / 2]).unwrap();
-    guest.rekindle(&["recover"]).status(1).says(&["damaged", "bytes instead of"]);
+    guest.rekindle(&["recover"]).status(1).prints(&["damaged", "bytes instead of"]);
     fs::write(&saved[0], &whole).unwrap();
-    guest.rekindle(&["recover"]).ok().says(&["with its memory"]);
+    guest.rekindle(&["recover"]).ok().prints(&["with its memory"]);
     guest.verify();
     guest.assert_sound();
     let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", "saved"]);
@@ -322,19 +326,19 @@ fn records_that_cannot_be_understood_are_named() {
     let whole = fs::read(&path).unwrap();
     fs::write(&journal, "{\"kind\"").unwrap();
     for arguments in [&["reboot", "vmm"][..], &["recover"], &["stop"]] {
-        guest.rekindle(arguments).status(1).says(&["operation.json"]);
+        guest.rekindle(arguments).status(1).prints(&["operation.json"]);
     }
     fs::remove_file(&journal).unwrap();
     fs::write(&path, &whole[..whole.len() / 2]).unwrap();
     for arguments in [&["show"][..], &["reboot", "vmm"], &["recover"], &["stop"]] {
-        guest.rekindle(arguments).status(1).says(&["state.json"]);
+        guest.rekindle(arguments).status(1).prints(&["state.json"]);
     }
     // One muddled VM does not hide the others.
-    lab.rekindle(["ls"]).ok().says(&["clear", "state.json"]);
+    lab.rekindle(["ls"]).ok().prints(&["clear", "state.json"]);
     assert_eq!(other.status(), "running");
     let newer = String::from_utf8(whole.clone()).unwrap().replace("\"format\": 3", "\"format\": 99");
     fs::write(&path, newer).unwrap();
-    guest.rekindle(&["show"]).status(1).says(&["newer Rekindle"]);
+    guest.rekindle(&["show"]).status(1).prints(&["newer Rekindle"]);
     fs::write(&path, &whole).unwrap();
     assert_eq!(guest.status(), "running");
     lab.rekindle(["stop", "--now", "muddled", "clear"]).ok();
@@ -349,12 +353,12 @@ fn a_ram_directory_that_is_full_or_gone_is_told() {
     // What is promised to the first counts, though its guest has not touched it.
     let second = lab.vm("second").write();
     let done = lab.rekindle(["run", second.to_str().unwrap()]).status(1);
-    done.says(&["128 MiB asked for", "left", "promised to other guests"]);
+    done.prints(&["128 MiB asked for", "left", "promised to other guests"]);
     assert!(!lab.run_root().join("second").exists(), "something is left of it");
     let lost = lab.vm("third").section("[ram]\ndir = \"/nowhere\"").write();
     let refused = lab.rekindle(["run", lost.to_str().unwrap()]);
     assert!(matches!(refused.code, Some(1 | 2)), "{refused}");
-    refused.says(&["/nowhere"]);
+    refused.prints(&["/nowhere"]);
 
     // Something else fills it: a warm reboot needs no room; a saved one would read, and so fill, all of the RAM file,
     // and a page too many ends the QEMU that asks for it.
@@ -369,7 +373,7 @@ fn a_ram_directory_that_is_full_or_gone_is_told() {
     fill();
     guest.warm(&[]);
     guest.verify();
-    guest.reboot("saved", &[]).status(1).says(&["MiB", ".ram"]);
+    guest.reboot("saved", &[]).status(1).prints(&["MiB", ".ram"]);
     guest.verify();
     fs::remove_file(&filler).unwrap();
 
@@ -381,10 +385,10 @@ fn a_ram_directory_that_is_full_or_gone_is_told() {
         fs::remove_file(path).unwrap();
     }
     fill();
-    guest.rekindle(&["recover"]).status(1).says(&["128 MiB asked for", "left"]);
+    guest.rekindle(&["recover"]).status(1).prints(&["128 MiB asked for", "left"]);
     assert_eq!(guest.status(), "needs-recovery");
     fs::remove_file(&filler).unwrap();
-    guest.rekindle(&["recover"]).ok().says(&["with its memory"]);
+    guest.rekindle(&["recover"]).ok().prints(&["with its memory"]);
     guest.verify();
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
@@ -394,7 +398,7 @@ fn a_ram_directory_that_is_full_or_gone_is_told() {
     let ram = PathBuf::from(shown["hardware"]["ram"]["path"].as_str().unwrap());
     let kept = lab.run_root().join(".ram/kept");
     fs::rename(&ram, &kept).unwrap();
-    guest.reboot("warm", &[]).status(1).says(&["RAM file", "--how saved"]);
+    guest.reboot("warm", &[]).status(1).prints(&["RAM file", "--how saved"]);
     fs::rename(&kept, &ram).unwrap();
     guest.warm(&[]);
     guest.verify();
@@ -406,8 +410,8 @@ fn what_cannot_be_carried_or_saved_is_refused_beforehand() {
     let vm = lab.vm("heavy").key("save_dir = \"/proc\"");
     let guest = vm.key("qemu_args = [\"-object\", \"memory-backend-ram,id=more,size=8M\"]").boot(&[]);
     let pid = guest.only_qemu().process.pid;
-    guest.reboot("warm", &[]).status(1).says(&["nothing was stopped", "memory-backend"]);
-    guest.reboot("saved", &[]).status(1).says(&["/proc has 0 MiB free", "128 MiB", "save_dir"]);
+    guest.reboot("warm", &[]).status(1).prints(&["nothing was stopped", "memory-backend"]);
+    guest.reboot("saved", &[]).status(1).prints(&["/proc has 0 MiB free", "128 MiB", "save_dir"]);
     assert_eq!(guest.only_qemu().process.pid, pid);
     guest.reboot("cold", &[]).ok();
     guest.wait_ready();
@@ -423,16 +427,16 @@ fn a_guest_that_ignores_the_power_button_is_powered_off_and_meanwhile_nobody_els
     let holder = cold.id().to_string();
     wait_for("the reboot to begin", DEADLINE, || guest.file("operation.json").exists().then_some(()));
     for arguments in [&["reboot", "vmm"][..], &["recover"], &["stop"]] {
-        guest.rekindle(arguments).status(1).says(&["busy", "reboot vmm --how cold", &holder]);
+        guest.rekindle(arguments).status(1).prints(&["busy", "reboot vmm --how cold", &holder]);
     }
     let definition = lab.path("deaf.toml");
-    lab.rekindle(["run", definition.to_str().unwrap()]).status(1).says(&["busy", &holder]);
+    lab.rekindle(["run", definition.to_str().unwrap()]).status(1).prints(&["busy", &holder]);
     assert_eq!(guest.status(), "running");
     let report = lab.wait(cold, "cold".into()).ok();
-    report.says(&["powered off"]);
+    report.prints(&["powered off"]);
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
     guest.assert_sound();
-    guest.rekindle(&["stop", "--timeout", "1s"]).ok().says(&["powered off"]);
+    guest.rekindle(&["stop", "--timeout", "1s"]).ok().prints(&["powered off"]);
     lab.assert_empty();
 }

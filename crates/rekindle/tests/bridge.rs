@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Bridge, Lab, ticks_once};
+use common::{Bridge, Lab, assert_ticks_once};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn connections_over_a_bridge_outlive_a_qemu() {
         assert!(stand_ins().is_empty(), "{:?} after {how}", stand_ins());
         guest.assert_sound();
     }
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
     guest.reboot("cold", &[]).ok();
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
@@ -64,7 +64,7 @@ fn a_bridge_that_is_none_is_refused_with_the_mend_before_anything_is_made() {
     let run = |bridge: &str, words: &[&str]| {
         let section = format!("[[net]]\nkind = \"tap\"\nbridge = \"{bridge}\"");
         let definition = lab.vm("astray").net(common::Net::None).section(&section).write();
-        lab.rekindle(["run", definition.to_str().unwrap()]).status(1).says(words);
+        lab.rekindle(["run", definition.to_str().unwrap()]).status(1).prints(words);
         assert!(!is_there("astray-net0"));
         lab.assert_empty();
     };

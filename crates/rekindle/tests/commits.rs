@@ -8,7 +8,7 @@
 
 mod common;
 
-use common::{Guest, Lab, ticks_once};
+use common::{Guest, Lab, assert_ticks_once};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -45,7 +45,7 @@ impl Case<'_> {
             Some(0) => false,
             // strace ends as what it traced has ended.
             None | Some(137) => true,
-            Some(other) => panic!("at {calls} {number}: exit status {other}\n{}", self.lab.scene()),
+            Some(other) => panic!("at {calls} {number}: exit status {other}\n{}", self.lab.state_report()),
         }
     }
 
@@ -96,7 +96,7 @@ fn a_protector_killed_at_every_step_of_a_commit_loses_no_committed_checkpoint() 
     assert!(kills > 20, "{kills}");
     guest.verify();
     guest.assert_sound();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 
     // What is committed after all that is whole.
     lab.rekindle(["protect", &guest.name, "--store", case.store(), "--count", "1"]).ok();

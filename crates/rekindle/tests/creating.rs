@@ -33,7 +33,7 @@ fn a_mistyped_path_and_another_host_get_no_store() {
         &["store", "ls", text(&wrong)],
         &["store", "compact", text(&wrong)],
     ] {
-        lab.rekindle(arguments).status(1).says(&[text(&wrong), "not a store of Rekindle", "rekindle store init"]);
+        lab.rekindle(arguments).status(1).prints(&[text(&wrong), "not a store of Rekindle", "rekindle store init"]);
         assert!(!wrong.exists(), "{arguments:?} has created it");
     }
     let told = lab.rekindle(["--json", "protect", "web", "--store", text(&wrong)]).status(1).json();
@@ -42,18 +42,18 @@ fn a_mistyped_path_and_another_host_get_no_store() {
     // As scp and NFS name it.
     let mut command = lab.command(["protect", "web", "--store", "host2:/srv/x", "--create-store"]);
     command.current_dir(lab.path("."));
-    lab.finish(command).status(2).says(&["directory of host host2", "mount it", "tls://host2:PORT/NAME"]);
+    lab.finish(command).status(2).prints(&["directory of host host2", "mount it", "tls://host2:PORT/NAME"]);
     assert!(!lab.path("host2:").exists());
 
     // Asked for, in either way.
     lab.rekindle(["protect", "web", "--store", text(&lab.path("one")), "--create-store", "--count", "1"]).ok();
     let two = lab.path("two");
-    lab.rekindle(["store", "init", text(&two)]).ok().says(&["rekindle protect"]);
-    lab.rekindle(["store", "init", text(&two)]).status(1).says(&["there is a store already", "without a VM yet"]);
-    lab.rekindle(["restore", "elsewhere", "--store", text(&two)]).status(1).says(&["a new store, without a VM yet"]);
+    lab.rekindle(["store", "init", text(&two)]).ok().prints(&["rekindle protect"]);
+    lab.rekindle(["store", "init", text(&two)]).status(1).prints(&["there is a store already", "without a VM yet"]);
+    lab.rekindle(["restore", "elsewhere", "--store", text(&two)]).status(1).prints(&["a new store, without a VM yet"]);
     lab.rekindle(["protect", "web", "--store", text(&two), "--count", "1"]).ok();
     let before = lab.rekindle(["--json", "store", "ls", text(&two)]).ok().json();
-    lab.rekindle(["store", "init", text(&two)]).status(1).says(&["there is a store already", "of VM web"]);
+    lab.rekindle(["store", "init", text(&two)]).status(1).prints(&["there is a store already", "of VM web"]);
     assert_eq!(lab.rekindle(["--json", "store", "ls", text(&two)]).ok().json(), before);
     guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
@@ -69,14 +69,14 @@ fn a_store_that_is_gone_is_reported_and_replaced_only_when_that_is_asked_for() {
     protect(&["--create-store"]).ok();
     protect(&["--create-store"]).ok();
     let abandon = ["--create-store", "--abandon-old-checkpoints"];
-    protect(&abandon).status(1).says(&["is there, with 2 checkpoints", "nothing was abandoned"]);
+    protect(&abandon).status(1).prints(&["is there, with 2 checkpoints", "nothing was abandoned"]);
 
     // Its file system is not mounted.
     let away: PathBuf = lab.path("away");
     fs::rename(&store, &away).unwrap();
     let words = ["the store of VM web is gone", "owner since 20", "mounted?", &abandon.join(" ")];
     for arguments in [&[][..], &["--create-store"]] {
-        protect(arguments).status(1).says(&words);
+        protect(arguments).status(1).prints(&words);
         assert!(!store.exists());
     }
     let told = protect(&["--json"]).status(1).json();
@@ -87,8 +87,8 @@ fn a_store_that_is_gone_is_reported_and_replaced_only_when_that_is_asked_for() {
     assert_eq!(told["remedy"], remedy.as_str());
     lab.rekindle(["move", "web", "--to", "b", "--ssh", "false", "--store", text(&store), "--create-store"])
         .status(1)
-        .says(&words);
-    protect(&["--abandon-old-checkpoints"]).status(1).says(&words);
+        .prints(&words);
+    protect(&["--abandon-old-checkpoints"]).status(1).prints(&words);
     assert!(!store.exists());
     // It is there again: nothing was given up.
     fs::rename(&away, &store).unwrap();
@@ -98,7 +98,7 @@ fn a_store_that_is_gone_is_reported_and_replaced_only_when_that_is_asked_for() {
     // It is gone for good.
     fs::rename(&store, &away).unwrap();
     lab.rekindle(["store", "init", text(&store)]).ok();
-    protect(&[]).status(1).says(&["the store of VM web is gone", "a new store without a VM"]);
+    protect(&[]).status(1).prints(&["the store of VM web is gone", "a new store without a VM"]);
     protect(&["--abandon-old-checkpoints"]).ok();
     let listed = lab.rekindle(["--json", "store", "ls", text(&store)]).ok().json();
     assert_eq!(listed["checkpoints"].as_array().unwrap().len(), 1, "{listed}");

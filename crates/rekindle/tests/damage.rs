@@ -93,7 +93,7 @@ fn damaged_frames_of_the_page_cache_are_not_given_to_the_next_guest() {
         assert!(damaged > BLOCKS / 8, "{damaged}");
         if panics {
             let qemu = guest.only_qemu().process;
-            guest.tell("panic");
+            guest.send("panic");
             wait_for("another QEMU", DEADLINE, || (!qemu.is_alive() && !guest.qemus().is_empty()).then_some(()));
             guest.wait_ready();
         } else {

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::device::{Device, Small, run};
+use common::device::{Device, Tmpfs, run};
 use common::guest::Guest;
 use common::protector::{Protector, crash, restore, store};
 use common::served::{BLOCK, BLOCKS, digest, image, kill_server, read, section, server, status};
@@ -49,13 +49,13 @@ fn host_dies(guest: &Guest<'_>, protector: Protector) {
 #[test]
 fn a_device_that_fails_is_an_error_to_the_guest_and_nothing_else() {
     let lab = Lab::new();
-    let (small, original) = (Small::new(&lab, "small", 18), image(&lab, "disk.raw"));
-    let mut device = Device::of(&small, &original);
+    let (small, original) = (Tmpfs::new(&lab, "small", 18), image(&lab, "disk.raw"));
+    let mut device = Device::copy_of(&small, &original);
     let guest = lab.vm("fails").section(&section(&device.path, "")).boot(&[]);
     let (boot, served_by) = (guest.boot_id(), server(&guest));
     agrees(&guest, &device);
     // Behind the middle it can neither be read nor, for want of room, be written.
-    device.cut(SOUND * BLOCK, false);
+    device.truncate(SOUND * BLOCK, false);
     small.fill();
     ask(&guest, "drop-caches");
     fails(&guest, "read vda 3000 16");
@@ -68,17 +68,17 @@ fn a_device_that_fails_is_an_error_to_the_guest_and_nothing_else() {
     assert!(told.active && told.under_way == 0, "{told:?}");
     // Well again.
     small.empty();
-    device.mend();
+    device.repair();
     agrees(&guest, &device);
     ask(&guest, "write vda 3000 16 3");
     agrees(&guest, &device);
     assert_eq!((guest.boot_id(), server(&guest)), (boot, served_by));
     // What is kept over a reboot is what is on the device, also where writing has failed.
-    device.cut(SOUND * BLOCK, false);
+    device.truncate(SOUND * BLOCK, false);
     small.fill();
     fails(&guest, "write vda 3000 32 4");
     small.empty();
-    device.mend();
+    device.repair();
     guest.lab.rekindle(["reboot", "os", &guest.name]).ok();
     guest.wait_ready();
     agrees(&guest, &device);
@@ -88,16 +88,16 @@ fn a_device_that_fails_is_an_error_to_the_guest_and_nothing_else() {
 #[test]
 fn a_device_that_fails_under_a_redo_log_fails_its_reads_and_is_merged_into_when_it_is_well() {
     let lab = Lab::new();
-    let (small, original) = (Small::new(&lab, "small", 18), image(&lab, "disk.raw"));
+    let (small, original) = (Tmpfs::new(&lab, "small", 18), image(&lab, "disk.raw"));
     let redo = lab.path("redo");
     fs::create_dir(&redo).unwrap();
-    let mut device = Device::of(&small, &original);
+    let mut device = Device::copy_of(&small, &original);
     let guest = lab.vm("logged").section(&section(&device.path, &format!("redo = {redo:?}\n"))).boot(&[]);
     let store = store(&lab, "logged");
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
     protector.next_checkpoint();
     assert!(redo.join("logged.disk0.redo").join("state").exists(), "the log is where it is to be");
-    device.cut(SOUND * BLOCK, false);
+    device.truncate(SOUND * BLOCK, false);
     small.fill();
     ask(&guest, "drop-caches");
     fails(&guest, "read vda 3000 16");
@@ -113,7 +113,7 @@ fn a_device_that_fails_under_a_redo_log_fails_its_reads_and_is_merged_into_when_
     fails(&guest, "read vda 3000 16");
     assert_eq!(ask(&guest, "read vda 3100 16"), written);
     small.empty();
-    device.mend();
+    device.repair();
     wait_for("the merge", DEADLINE, || {
         protector.next_checkpoint();
         (told(&guest).failed.is_none() && digest(&device.backing, 3100, 16) == written).then_some(())
@@ -126,7 +126,7 @@ fn a_device_that_fails_under_a_redo_log_fails_its_reads_and_is_merged_into_when_
     host_dies(&guest, protector);
     let definition = lab.path("logged.toml");
     let definition = definition.to_str().unwrap();
-    lab.rekindle(["run", definition]).status(1).says(&["disk0", "rekindle restore", "--newest-disk"]);
+    lab.rekindle(["run", definition]).status(1).prints(&["disk0", "rekindle restore", "--newest-disk"]);
     restore(&guest, &store, &[]);
     ask(&guest, "write vda 64 64 7");
     let newest = ask(&guest, &format!("read vda 0 {BLOCKS}"));
@@ -154,10 +154,10 @@ impl Drop for Mounted<'_> {
 #[test]
 fn a_redo_log_whose_device_fails_is_an_error_to_the_guest_and_stays_readable() {
     let lab = Lab::new();
-    let small = Small::new(&lab, "small", 140);
+    let small = Tmpfs::new(&lab, "small", 140);
     let empty = lab.path("empty.raw");
     fs::File::create(&empty).unwrap().set_len(128 << 20).unwrap();
-    let mut device = Device::of(&small, &empty);
+    let mut device = Device::copy_of(&small, &empty);
     run("mkfs.ext4", &["-q", "-O", "^has_journal", "-E", "lazy_itable_init=0", device.path.to_str().unwrap()]);
     let redo = lab.path("redo");
     fs::create_dir(&redo).unwrap();
@@ -171,12 +171,12 @@ fn a_redo_log_whose_device_fails_is_an_error_to_the_guest_and_stays_readable() {
     ask(&guest, "write vda 0 64 1");
     ask(&guest, "drop-caches");
     let before = read(&guest, 0, 64);
-    device.cut(1 << 20, true);
+    device.truncate(1 << 20, true);
     fails(&guest, "write vda 200 64 2");
     ask(&guest, "drop-caches");
     fails(&guest, "read vda 0 64");
     assert_eq!(read(&guest, 1000, 64), digest(&path, 1000, 64), "the image is sound");
-    device.mend();
+    device.repair();
     ask(&guest, "drop-caches");
     assert_eq!(ask(&guest, "read vda 0 64"), before, "what it had, it has");
     protector.kill();
@@ -193,7 +193,7 @@ fn a_redo_log_whose_device_fails_is_an_error_to_the_guest_and_stays_readable() {
 #[test]
 fn a_guest_waits_while_there_is_no_room_for_its_redo_log_and_goes_on() {
     let lab = Lab::new();
-    let (small, path) = (Small::new(&lab, "small", 8), image(&lab, "disk.raw"));
+    let (small, path) = (Tmpfs::new(&lab, "small", 8), image(&lab, "disk.raw"));
     let guest = lab.vm("full").section(&section(&path, &format!("redo = {:?}\n", small.path))).boot(&[]);
     let store = store(&lab, "full");
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "1000s"]);

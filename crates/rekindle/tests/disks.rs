@@ -56,7 +56,7 @@ fn a_rebooted_guest_is_given_what_it_had_of_its_disk() {
     assert_eq!((told["how"].as_str(), &told["kept"]), (Some("cold"), &Value::Null));
     assert_eq!(became(&guest), None);
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
-    guest.rekindle(&["show", "--timeline"]).ok().says(&["reboot os --how cold"]);
+    guest.rekindle(&["show", "--timeline"]).ok().prints(&["reboot os --how cold"]);
 
     let server = server(&guest).expect("a server");
     guest.rekindle(&["stop"]).ok();
@@ -73,7 +73,7 @@ fn a_guest_that_reboots_itself_or_panics_has_its_cache_and_one_that_powers_off_i
         assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
         let (boot, qemu) = (guest.boot_id(), guest.only_qemu().process);
         wait_for("somebody to wait for it", DEADLINE, || waits(&guest).then_some(()));
-        guest.tell(command);
+        guest.send(command);
         wait_for("another QEMU", DEADLINE, || (!qemu.is_alive() && !guest.qemus().is_empty()).then_some(()));
         guest.wait_ready();
         assert_ne!(guest.boot_id(), boot, "{command}");
@@ -85,13 +85,13 @@ fn a_guest_that_reboots_itself_or_panics_has_its_cache_and_one_that_powers_off_i
     // Nobody waits: it stays stopped, and is booted when it is asked for.
     watcher(&guest).expect("one that waits").kill().unwrap();
     let boot = guest.boot_id();
-    guest.tell("reboot");
+    guest.send("reboot");
     wait_for("it to be stopped", DEADLINE, || guest.status().contains("shutdown").then_some(()));
-    guest.rekindle(&["recover"]).ok().says(&["the guest was booted"]);
+    guest.rekindle(&["recover"]).ok().prints(&["the guest was booted"]);
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
     wait_for("somebody to wait for it", DEADLINE, || waits(&guest).then_some(()));
-    guest.tell("poweroff");
+    guest.send("poweroff");
     wait_for("it to be off", DEADLINE, || guest.qemus().is_empty().then_some(()));
     assert_eq!(guest.status(), "ended");
 }
@@ -134,13 +134,13 @@ fn a_server_that_died_is_started_again_and_nothing_is_lost() {
     let guest = lab.vm("killed").section(&section(&path, "")).boot(&[]);
     assert_eq!(read(&guest, 0, 256), digest(&path, 0, 256));
     let killed = kill_server(&guest);
-    guest.rekindle(&["recover"]).ok().says(&["server"]);
+    guest.rekindle(&["recover"]).ok().prints(&["server"]);
     // QEMU connects again and hands over what was under way.
     guest.ask("write vda 10 100 3");
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, 256), digest(&path, 0, 256));
     assert_ne!(server(&guest), Some(killed));
-    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+    guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
     // Dead when the guest is rebooted: there is nothing to keep, and it boots cold.
     kill_server(&guest);
     let told = reboot_os(&guest, &["--how", "warm-cache"]);
@@ -149,7 +149,7 @@ fn a_server_that_died_is_started_again_and_nothing_is_lost() {
     // QEMU dies, and the guest is booted with its disk.
     guest.only_qemu().process.kill().unwrap();
     wait_for("QEMU to be gone", DEADLINE, || guest.qemus().is_empty().then_some(()));
-    guest.rekindle(&["recover"]).ok().says(&["booted from its disks"]);
+    guest.rekindle(&["recover"]).ok().prints(&["booted from its disks"]);
     guest.wait_ready();
     assert_eq!(read(&guest, 0, 256), digest(&path, 0, 256));
     // What it had cached was in its memory still.
@@ -158,7 +158,7 @@ fn a_server_that_died_is_started_again_and_nothing_is_lost() {
     let mut command = guest.lab.command(["reboot", "os", &guest.name]);
     command.env("REKINDLE_FAULT", "cold.renew.memory:kill");
     assert_ne!(guest.lab.finish(command).code, Some(0));
-    guest.rekindle(&["recover"]).ok().says(&["the guest was booted"]);
+    guest.rekindle(&["recover"]).ok().prints(&["the guest was booted"]);
     guest.wait_ready();
     assert_eq!(read(&guest, 0, 256), digest(&path, 0, 256));
     assert!(became(&guest).is_some_and(|told| told.served > 100), "{:?}", became(&guest));
@@ -171,7 +171,7 @@ fn what_cannot_be_is_said_before_anything_is_done() {
     let guest = lab.vm("plain").boot(&[]);
     let boot = guest.boot_id();
     let refused = lab.rekindle(["reboot", "os", "plain", "--how", "warm-cache"]);
-    refused.status(1).says(&["plain was not rebooted", "`server = true`", "--how cold"]);
+    refused.status(1).prints(&["plain was not rebooted", "`server = true`", "--how cold"]);
     assert_eq!((guest.boot_id(), guest.status()), (boot, "running".into()));
     assert_eq!(reboot_os(&guest, &[])["how"], "cold", "the usual way, where no disk has a server");
     // Somebody else has the image.
@@ -179,7 +179,7 @@ fn what_cannot_be_is_said_before_anything_is_done() {
     let second = lab.vm("second").section(&section(&path, ""));
     let definition = second.write();
     let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
-    refused.status(1).says(&["disk0", "another program has it open", path.to_str().unwrap()]);
+    refused.status(1).prints(&["disk0", "another program has it open", path.to_str().unwrap()]);
     assert!(!lab.run_root().join("second").exists(), "nothing is left behind");
     assert_eq!(read(&first, 0, 16), digest(&path, 0, 16));
     // A server of its own name is no stranger's.

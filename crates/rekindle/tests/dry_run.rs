@@ -44,7 +44,7 @@ fn seen(lab: &Lab, guests: &[&Guest<'_>]) -> (BTreeMap<PathBuf, Vec<u8>>, Vec<u3
         }
     }
     let running = guests.iter().map(|guest| {
-        assert_eq!(guest.status(), "running", "{}", lab.scene());
+        assert_eq!(guest.status(), "running", "{}", lab.state_report());
         guest.only_qemu().process.pid
     });
     (files, running.collect())
@@ -88,10 +88,10 @@ fn a_dry_run_shows_what_would_be_done_and_changes_nothing() {
     ];
     for (arguments, status, words) in cases {
         let done = lab.rekindle([arguments, &["--dry-run"][..]].concat()).status(*status);
-        done.says(words).says(&["nothing was changed"]);
+        done.prints(words).prints(&["nothing was changed"]);
         assert_eq!(seen(&lab, &[&web, &db]), before, "{arguments:?} has changed something");
     }
-    lab.rekindle(["disk", "merge", text(&lab.path("none")), "--dry-run"]).status(1).says(&["none", "No such file"]);
+    lab.rekindle(["disk", "merge", text(&lab.path("none")), "--dry-run"]).status(1).prints(&["none", "No such file"]);
     let told = lab.rekindle(["--json", "stop", "web", "nope", "--dry-run"]).status(1).json();
     assert_eq!((&told["dry_run"], &told["vms"][0]["name"]), (&true.into(), &"web".into()), "{told}");
     assert!(told["vms"][0]["would"].is_string() && told["vms"][1]["error"].is_string(), "{told}");
@@ -104,19 +104,19 @@ fn a_dry_run_shows_what_would_be_done_and_changes_nothing() {
 fn a_suspend_needs_names_or_all_and_stops_no_other_guest() {
     let lab = lab();
     let [web, db] = ["web", "db"].map(|name| lab.vm(name).net(Net::None).memory("96M").start(&[]));
-    lab.rekindle(["host", "suspend"]).status(2).says(&["--all"]);
+    lab.rekindle(["host", "suspend"]).status(2).prints(&["--all"]);
     lab.rekindle(["host", "suspend", "web", "--all"]).status(2);
-    lab.rekindle(["host", "suspend", "web", "nope"]).status(1).says(&["there is no VM nope"]);
-    lab.rekindle(["host", "suspend", "web", "web"]).status(2).says(&["named twice"]);
+    lab.rekindle(["host", "suspend", "web", "nope"]).status(1).prints(&["there is no VM nope"]);
+    lab.rekindle(["host", "suspend", "web", "web"]).status(2).prints(&["named twice"]);
     for guest in [&web, &db] {
         assert_eq!(guest.status(), "running");
     }
-    lab.rekindle(["host", "suspend", "web"]).ok().says(&["web: suspended"]);
+    lab.rekindle(["host", "suspend", "web"]).ok().prints(&["web: suspended"]);
     assert_eq!((web.status().as_str(), db.status().as_str()), ("suspended", "running"));
     // Its memory would be dropped, and is not.
-    lab.rekindle(["stop", "web", "--dry-run"]).ok().says(&["web: would"]);
-    lab.rekindle(["host", "suspend", "--all", "--dry-run"]).status(1).says(&["still suspended: web"]);
-    lab.rekindle(["host", "resume"]).ok().says(&["web: resumed with its memory"]);
+    lab.rekindle(["stop", "web", "--dry-run"]).ok().prints(&["web: would"]);
+    lab.rekindle(["host", "suspend", "--all", "--dry-run"]).status(1).prints(&["still suspended: web"]);
+    lab.rekindle(["host", "resume"]).ok().prints(&["web: resumed with its memory"]);
     assert_eq!((web.status().as_str(), db.status().as_str()), ("running", "running"));
     lab.rekindle(["stop", "--now", "web", "db"]).ok();
     lab.assert_empty();

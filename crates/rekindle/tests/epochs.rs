@@ -78,7 +78,7 @@ fn a_restored_guest_has_the_disk_that_its_memory_knows() {
         // Neither disk is taken without a word.
         let definition = guest.lab.path("epochs.toml");
         let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
-        refused.status(1).says(&["disk0", "rekindle restore", "--newest-disk"]);
+        refused.status(1).prints(&["disk0", "rekindle restore", "--newest-disk"]);
         if round < 2 {
             restore(&guest, &store, &[]);
             assert_eq!(guest.boot_id(), boot, "the guest went on");
@@ -96,7 +96,7 @@ fn a_restored_guest_has_the_disk_that_its_memory_knows() {
         // The checkpoint's disk has been given up.
         guest.rekindle(&["stop"]).ok();
         let refused = lab.rekindle(["restore", "epochs", "--store", store.to_str().unwrap()]);
-        refused.status(1).says(&["the disk is newer than the checkpoint", "--newest-disk"]);
+        refused.status(1).prints(&["the disk is newer than the checkpoint", "--newest-disk"]);
         assert!(!guest.file("").exists(), "nothing is left behind");
     }
 }
@@ -122,7 +122,7 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     assert!(redo(&path).exists(), "nobody has said which disk it is to be");
     let plain = lab.vm("plain").section(&format!("[[disk]]\npath = {path:?}\nformat = \"raw\"\nserver = false\n"));
     let refused = lab.rekindle(["run", plain.write().to_str().unwrap()]);
-    refused.status(1).says(&["disk0", "redo log", "rekindle disk merge"]);
+    refused.status(1).prints(&["disk0", "redo log", "rekindle disk merge"]);
     lab.rekindle(["disk", "merge", path.to_str().unwrap()]).ok();
     assert_eq!(digest(&path), newest);
     let guest = plain.boot(&[]);

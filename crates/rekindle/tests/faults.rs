@@ -10,7 +10,7 @@ mod common;
 #[path = "faults/restore.rs"]
 mod restore;
 
-use common::{Done, Guest, Lab, Watch, ticks_once};
+use common::{CommandResult, Guest, Lab, Watch, assert_ticks_once};
 use rekindle_vm::fault::POINTS;
 use std::thread;
 use std::time::Duration;
@@ -21,7 +21,7 @@ enum Outcome {
     /// There is nobody to die: not tried.
     Nobody,
     /// The reboot succeeds all the same; the memory is kept (warm, saved) or new (cold).
-    Done,
+    Success,
     /// Exit status 1: the guest goes on in the old QEMU.
     AsItWas,
     /// Rekindle was killed or gave up (exit status 3), and `recover` says `undone`.
@@ -45,7 +45,7 @@ enum Outcome {
 }
 
 use Outcome::{
-    AsItWas, Booted, BootedLate, Done as Success, Finished, FromState, Lost, LostLate, Nobody, Nothing, Removed, Undone,
+    AsItWas, Booted, BootedLate, Finished, FromState, Lost, LostLate, Nobody, Nothing, Removed, Success, Undone,
 };
 
 /// Per point: what has to come of killing Rekindle, the old QEMU, the new QEMU.
@@ -244,38 +244,38 @@ impl<'a> Case<'a> {
 
     fn run(&self, outcome: Outcome) {
         let Self { guest, how, .. } = self;
-        let watch = Watch::begin(&guest.lab.run_root());
+        let watch = Watch::start(&guest.lab.run_root());
         let mut command = guest.lab.command(["reboot", "vmm", &guest.name, "--how", how]);
         command.env("REKINDLE_FAULT", self.fault);
         let done = guest.lab.finish(command);
         watch.end();
         assert!(guest.qemus().iter().filter(|qemu| qemu.run_state().as_deref() == Some("running")).count() <= 1);
-        let watch = Watch::begin(&guest.lab.run_root());
+        let watch = Watch::start(&guest.lab.run_root());
         match outcome {
             Nobody | Removed => unreachable!("not tried of a reboot"),
             Success => self.went_through(done),
             AsItWas => self.as_it_was(done),
-            Lost => self.lost(&done.status(3).says(&["lost", "rekindle recover"])),
-            LostLate if done.code == Some(3) => self.lost(&done.says(&["lost", "rekindle recover"])),
+            Lost => self.lost(&done.status(3).prints(&["lost", "rekindle recover"])),
+            LostLate if done.code == Some(3) => self.lost(&done.prints(&["lost", "rekindle recover"])),
             LostLate => self.lost(&done.ok()),
             Undone => {
-                self.needs_recovery(done).says(&["undone", "with its memory"]);
+                self.needs_recovery(done).prints(&["undone", "with its memory"]);
                 assert_eq!(guest.only_qemu().process.pid, self.old, "it has to run where it ran before");
                 self.kept();
             }
             Finished => {
-                self.needs_recovery(done).says(&["finished", "with its memory"]);
+                self.needs_recovery(done).prints(&["finished", "with its memory"]);
                 assert_ne!(guest.only_qemu().process.pid, self.old, "it has to run in the new QEMU");
                 self.kept();
             }
             FromState => {
-                self.needs_recovery(done).says(&["from its saved state, with its memory"]);
+                self.needs_recovery(done).prints(&["from its saved state, with its memory"]);
                 self.kept();
             }
             Nothing => {
                 assert_eq!(done.code, None, "{done}");
                 assert_eq!(guest.status(), "running");
-                guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+                guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
                 self.as_wanted();
             }
             Booted => self.booted(done),
@@ -288,16 +288,16 @@ impl<'a> Case<'a> {
         }
         watch.end();
         guest.assert_sound();
-        ticks_once(&guest.file("console.log"));
+        assert_ticks_once(&guest.file("console.log"));
         // And it is a VM like any other again.
-        guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+        guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
         let boot = guest.boot_id();
         guest.warm(&[]);
         assert_eq!(guest.boot_id(), boot);
         guest.assert_sound();
     }
 
-    fn went_through(&self, done: Done) {
+    fn went_through(&self, done: CommandResult) {
         done.ok();
         self.as_wanted();
     }
@@ -312,14 +312,14 @@ impl<'a> Case<'a> {
         assert_ne!(self.guest.only_qemu().process.pid, self.old);
     }
 
-    fn as_it_was(&self, done: Done) {
-        done.status(1).says(&["the guest runs as before"]);
+    fn as_it_was(&self, done: CommandResult) {
+        done.status(1).prints(&["the guest runs as before"]);
         assert_eq!(self.guest.only_qemu().process.pid, self.old);
         self.kept();
     }
 
     /// Rekindle was killed, or says that `recover` is needed; so does `ls`; and until then nothing else is done to it.
-    fn needs_recovery(&self, done: Done) -> Done {
+    fn needs_recovery(&self, done: CommandResult) -> CommandResult {
         let guest = self.guest;
         if self.fault.ends_with(":kill") {
             assert_eq!(done.code, None, "it has to be killed: {done}");
@@ -327,18 +327,18 @@ impl<'a> Case<'a> {
             assert_eq!(done.code, Some(3), "{done}");
         }
         assert_eq!(guest.status(), "needs-recovery", "{done}");
-        guest.reboot("warm", &[]).status(1).says(&["rekindle recover"]);
+        guest.reboot("warm", &[]).status(1).prints(&["rekindle recover"]);
         guest.rekindle(&["recover"]).ok()
     }
 
-    fn lost(&self, done: &Done) {
+    fn lost(&self, done: &CommandResult) {
         let status = self.guest.status();
         assert!(["needs-recovery", "ended"].contains(&status.as_str()), "{status} after {done}");
-        self.guest.rekindle(&["recover"]).ok().says(&["memory was lost", "booted"]);
+        self.guest.rekindle(&["recover"]).ok().prints(&["memory was lost", "booted"]);
         self.fresh();
     }
 
-    fn booted(&self, done: Done) {
+    fn booted(&self, done: CommandResult) {
         let recovered = self.needs_recovery(done);
         assert!(!recovered.stdout.contains("with its memory"), "it was booted: {recovered}");
         self.fresh();
@@ -372,7 +372,7 @@ fn recover_can_itself_be_killed() {
         let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", how]);
         command.env("REKINDLE_FAULT", fault);
         assert_eq!(lab.finish(command).code, None, "{fault}");
-        let watch = Watch::begin(&lab.run_root());
+        let watch = Watch::start(&lab.run_root());
         for delay in [1, 3, 6, 10, 15, 25, 40, 70, 120] {
             let mut recover = lab.command(["recover", &guest.name]).spawn().unwrap();
             thread::sleep(Duration::from_millis(delay));
@@ -384,8 +384,8 @@ fn recover_can_itself_be_killed() {
         guest.verify();
         assert_eq!(guest.boot_id(), boot, "{fault}");
         guest.assert_sound();
-        guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
-        ticks_once(&guest.file("console.log"));
+        guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
+        assert_ticks_once(&guest.file("console.log"));
     }
 }
 
@@ -399,17 +399,17 @@ fn both_qemus_die_after_the_state_was_saved() {
     let mut command = lab.command(["reboot", "vmm", &guest.name]);
     command.env("REKINDLE_FAULT", "warm.suspend.written:kill");
     assert_eq!(lab.finish(command).code, None);
-    assert_eq!(guest.qemus().len(), 2, "{}", lab.scene());
+    assert_eq!(guest.qemus().len(), 2, "{}", lab.state_report());
     for qemu in guest.qemus() {
         qemu.process.kill().unwrap();
         assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
     }
     assert_eq!(guest.status(), "needs-recovery");
-    guest.rekindle(&["recover"]).ok().says(&["from its saved state, with its memory"]);
+    guest.rekindle(&["recover"]).ok().prints(&["from its saved state, with its memory"]);
     guest.verify();
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 }
 
 /// The watch would see it: two QEMUs that are both told to run one guest.
@@ -421,7 +421,7 @@ fn the_watch_sees_two_qemus_that_run_one_guest() {
     let mut command = lab.command(["reboot", "vmm", &guest.name]);
     command.env("REKINDLE_FAULT", "warm.suspend.written:kill");
     lab.finish(command);
-    let watch = Watch::begin(&lab.run_root());
+    let watch = Watch::start(&lab.run_root());
     for qemu in guest.qemus() {
         let path = qemu.directory.join("qmp.sock");
         let mut qmp = rekindle_qemu::qmp::Qmp::connect(&path, Duration::from_secs(5)).unwrap();

@@ -404,7 +404,7 @@ fn whoever_dies_at_whichever_step_of_the_end_of_the_fill_the_next_one_finds_out(
             let mut protector = case.protect_with(&all, &environment);
             assert_eq!(protector.wait("attached")["filling"], true);
             drop(slow);
-            protector.dies();
+            protector.wait_killed();
             restored
         };
         let mut protector = case.protect(&all);

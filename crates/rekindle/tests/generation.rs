@@ -34,7 +34,7 @@ fn the_generation_stays_over_every_reboot() {
     assert_eq!(place.len(), 1, "{generation} was to be in the guest's RAM once");
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     assert_eq!(shown["hardware"]["vm_generation"], generation.as_str());
-    guest.rekindle(&["show"]).ok().says(&["vmgenid = true", &format!("VM generation ID: {generation}")]);
+    guest.rekindle(&["show"]).ok().prints(&["vmgenid = true", &format!("VM generation ID: {generation}")]);
     let boot = guest.boot_id();
     let same = |what: &str| {
         assert_eq!(guest.only_qemu().generation().as_ref(), Some(&generation), "after {what}");
@@ -61,7 +61,7 @@ fn the_generation_stays_over_every_reboot() {
     }
     let boots = || fs::read_to_string(guest.file("console.log")).unwrap().matches("rekindle-micro ready").count();
     assert_eq!(boots(), 1);
-    guest.tell("reboot");
+    guest.send("reboot");
     wait_for("the guest to reboot", DEADLINE, || (boots() == 2).then_some(()));
     assert_ne!(guest.boot_id(), boot);
     same("a reboot of the guest");
@@ -71,7 +71,7 @@ fn the_generation_stays_over_every_reboot() {
     // At once: it may still be about to let go of what it holds.
     guest.only_qemu().process.kill().unwrap();
     wait_for("QEMU to end", DEADLINE, || (guest.status() == "ended").then_some(()));
-    guest.rekindle(&["recover"]).ok().says(&["booted"]);
+    guest.rekindle(&["recover"]).ok().prints(&["booted"]);
     guest.wait_ready();
     same("recover");
     // Nothing is kept of a VM that was stopped.

@@ -7,7 +7,7 @@ mod common;
 use common::guest::Guest;
 use common::protector::{Protector, crash, restore, store};
 use common::served::{BLOCK, BLOCKS, digest, image, kill_server, read, section};
-use common::{DEADLINE, Done, Lab, qemu_new, qemu_old, wait_for};
+use common::{CommandResult, DEADLINE, Lab, qemu_new, qemu_old, wait_for};
 use std::fs::OpenOptions;
 use std::path::Path;
 
@@ -15,7 +15,7 @@ fn set_length(image: &Path, blocks: u64) {
     OpenOptions::new().write(true).open(image).unwrap().set_len(blocks * BLOCK).unwrap();
 }
 
-fn resize(guest: &Guest<'_>) -> Done {
+fn resize(guest: &Guest<'_>) -> CommandResult {
     guest.rekindle(&["--json", "disk", "resize"])
 }
 
@@ -49,7 +49,7 @@ fn a_disk_that_has_grown_is_so_in_its_guest_and_one_that_is_shorter_is_refused()
     grow(&guest, &path, BLOCKS + 192);
     // Shorter: by name, and the guest goes on with what there is.
     set_length(&path, BLOCKS);
-    resize(&guest).status(1).says(&[
+    resize(&guest).status(1).prints(&[
         path.to_str().unwrap(),
         "was",
         "a guest that knows the longer one would lose data",
@@ -70,12 +70,12 @@ fn a_disk_is_named_by_its_vm_or_by_the_socket_of_its_server() {
     assert_eq!(status("named/disk1").ok().json()["bytes"], BLOCKS * BLOCK);
     let socket = guest.file("disk-disk1.control");
     assert_eq!(status(socket.to_str().unwrap()).ok().json()["bytes"], BLOCKS * BLOCK);
-    status("named").status(1).says(&["which disk", "named/disk0, named/disk1"]);
-    status("named/disk2").status(1).says(&["which disk", "named/disk0, named/disk1"]);
-    status("nobody").status(1).says(&["nobody"]);
+    status("named").status(1).prints(&["which disk", "named/disk0, named/disk1"]);
+    status("named/disk2").status(1).prints(&["which disk", "named/disk0, named/disk1"]);
+    status("nobody").status(1).prints(&["nobody"]);
     guest.rekindle(&["stop"]).ok();
     let none = lab.vm("none").boot(&[]);
-    none.rekindle(&["disk", "status"]).status(1).says(&["no disk of none has a server"]);
+    none.rekindle(&["disk", "status"]).status(1).prints(&["no disk of none has a server"]);
 }
 
 #[test]

@@ -36,7 +36,7 @@ fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> Value {
 #[track_caller]
 fn end(guest: &Guest<'_>, command: &str) {
     let before = guest.only_qemu().process;
-    guest.tell(command);
+    guest.send(command);
     wait_for("another QEMU to run it", DEADLINE, || {
         let all = guest.qemus();
         all.iter().any(|qemu| qemu.process != before && qemu.run_state().as_deref() == Some("running")).then_some(())

@@ -63,7 +63,7 @@ fn a_disk_server_that_is_killed_is_restarted_and_no_read_is_wrong() {
         (shown(&guest, "disk:disk0")["count"] == rounds).then_some(())
     });
     assert_eq!(shown(&guest, "disk:disk0")["pid"], server(&guest).expect("a server").pid);
-    guest.rekindle(&["show"]).ok().says(&["# helper disk:disk0: process ", "restarted 4 times"]);
+    guest.rekindle(&["show"]).ok().prints(&["# helper disk:disk0: process ", "restarted 4 times"]);
     assert!(fs::read_to_string(guest.file("watch.log")).unwrap().contains("the server of disk disk0 was restarted"));
     assert_eq!(status(&guest).connected, 1);
     guest.assert_sound();
@@ -129,12 +129,12 @@ fn a_server_that_cannot_be_restarted_is_given_up_and_the_vm_is_degraded() {
     guest
         .rekindle(&["show"])
         .ok()
-        .says(&["# gone is degraded (the server of disk disk0 is missing", "# helper disk:disk0: missing"]);
-    lab.rekindle(["ls"]).ok().says(&["degraded"]);
+        .prints(&["# gone is degraded (the server of disk disk0 is missing", "# helper disk:disk0: missing"]);
+    lab.rekindle(["ls"]).ok().prints(&["degraded"]);
     assert!(shown(&guest, "disk:disk0")["given_up"].as_str().unwrap().contains("8 times in a row"));
     // The reason is gone.
     fs::rename(&away, &path).unwrap();
-    guest.rekindle(&["recover"]).ok().says(&["a disk server had ended; it was started again"]);
+    guest.rekindle(&["recover"]).ok().prints(&["a disk server had ended; it was started again"]);
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
     wait_for("that to be noted", DEADLINE, || shown(&guest, "disk:disk0")["given_up"].is_null().then_some(()));
@@ -153,7 +153,7 @@ fn without_the_process_that_restarts_them_the_vm_is_degraded_until_the_next_comm
     kill(server(&guest).expect("a server"));
     let said = guest.status();
     assert!(said.contains("disk disk0 is missing") && said.contains("rekindle recover alone"), "{said}");
-    guest.rekindle(&["recover"]).ok().says(&["server"]);
+    guest.rekindle(&["recover"]).ok().prints(&["server"]);
     assert_eq!(guest.status(), "running");
     // A warm reboot starts it as well.
     kill(watcher(&guest).expect("one that watches"));

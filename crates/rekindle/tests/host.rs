@@ -7,7 +7,7 @@
 
 mod common;
 
-use common::{DEADLINE, Guest, Lab, Watch, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, Watch, assert_ticks_once, wait_for};
 use serde_json::Value;
 use std::fs;
 use std::io::{Read, Write};
@@ -87,16 +87,16 @@ fn all_guests_go_on_after_a_boot_with_their_memory_and_their_connections() {
     let boots: Vec<_> = guests.iter().map(Guest::boot_id).collect();
     let mut sessions: Vec<_> = guests.iter().map(Session::open).collect();
     for how in ["warm", "saved", "warm"] {
-        let watch = Watch::begin(&lab.run_root());
+        let watch = Watch::start(&lab.run_root());
         lab.rekindle(["--json", "host", "suspend", "--all", "--how", how]).ok();
         watch.end();
         for guest in &guests {
-            assert!(guest.qemus().is_empty(), "{}", lab.scene());
+            assert!(guest.qemus().is_empty(), "{}", lab.state_report());
             assert_eq!(guest.status(), "suspended");
             let definition = lab.path(&format!("{}.toml", guest.name));
             lab.rekindle(["run", definition.to_str().unwrap()]).status(1);
         }
-        lab.rekindle(["host", "suspend", "--all"]).status(2).says(&["no VM runs"]);
+        lab.rekindle(["host", "suspend", "--all"]).status(2).prints(&["no VM runs"]);
         forget_the_boot(&lab);
         another_boot(&lab);
         let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
@@ -112,7 +112,7 @@ fn all_guests_go_on_after_a_boot_with_their_memory_and_their_connections() {
         assert_nothing_kept(&lab);
         assert_eq!(lab.rekindle(["--json", "host", "resume"]).ok().json(), Value::Array(Vec::new()));
         for guest in &guests {
-            ticks_once(&guest.file("console.log"));
+            assert_ticks_once(&guest.file("console.log"));
         }
     }
     // And they are VMs like any other.
@@ -176,7 +176,7 @@ fn a_guest_that_is_shut_down_is_booted_again() {
     let lab = lab();
     let guest = lab.vm("cold").boot(&[]);
     let boot = guest.boot_id();
-    lab.rekindle(["host", "suspend", "--all", "--how", "cold"]).ok().says(&["cold: shut down"]);
+    lab.rekindle(["host", "suspend", "--all", "--how", "cold"]).ok().prints(&["cold: shut down"]);
     forget_the_boot(&lab);
     let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
     assert_eq!(outcome(&resumed, "cold")["outcome"], "booted", "{resumed:#}");
@@ -203,17 +203,17 @@ fn one_that_cannot_be_carried_is_named_and_nobody_is_stopped() {
     bad.wait_ready();
     let tick = good.tick();
     let said = lab.rekindle(["host", "suspend", "--all"]).status(1);
-    said.says(&["nothing was stopped", "bad: -object memory-backend-ram"]);
+    said.prints(&["nothing was stopped", "bad: -object memory-backend-ram"]);
     wait_for("the good one to run on", DEADLINE, || (good.tick() > tick).then_some(()));
     for guest in [&good, &bad] {
         guest.assert_sound();
         assert_eq!(guest.status(), "running");
     }
     let said = lab.rekindle(["reboot", "host", "--dry-run"]).status(1);
-    said.says(&["bad:", "good:", "lost with this kernel", "--others saved"]);
+    said.prints(&["bad:", "good:", "lost with this kernel", "--others saved"]);
     lab.rekindle(["reboot", "host", "--how", "saved", "--others", "cold", "--dry-run"])
         .ok()
-        .says(&["good: saved", "bad: cold"]);
+        .prints(&["good: saved", "bad: cold"]);
     assert_nothing_kept(&lab);
 }
 
@@ -387,7 +387,7 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
     let lab = guest.lab;
     guest.touch("16M");
     let (boot, old) = (guest.boot_id(), guest.only_qemu().process.pid);
-    let watch = Watch::begin(&lab.run_root());
+    let watch = Watch::start(&lab.run_root());
     let part = fault.split('.').nth(1).unwrap();
     if part == "resume" {
         lab.rekindle(["host", "suspend", "--all"]).ok();
@@ -398,7 +398,7 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
     let done = lab.finish(command);
     if after == Through {
         done.ok();
-        lab.rekindle(["host", "resume"]).ok().says(&["resumed with its memory"]);
+        lab.rekindle(["host", "resume"]).ok().prints(&["resumed with its memory"]);
     } else {
         let killed = fault.ends_with(":kill");
         assert_eq!(done.code.is_none(), killed, "{fault}: {done}");
@@ -415,7 +415,7 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
             Finished => "finished: the guest runs in the destination QEMU, with its memory",
             _ => "memory was lost",
         };
-        guest.rekindle(&["recover"]).ok().says(&[word]);
+        guest.rekindle(&["recover"]).ok().prints(&[word]);
     }
     watch.end();
     guest.wait_ready();
@@ -426,7 +426,7 @@ fn one_death(guest: &Guest<'_>, fault: &str, after: After) {
     }
     guest.assert_sound();
     assert_nothing_kept(lab);
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 }
 
 /// At the end of a shutdown nobody looks after a suspend that was cut off but the same unit once more, and no guest may be lost by it.
@@ -444,7 +444,7 @@ fn a_planned_suspend_that_was_killed_is_taken_up_by_the_next() {
         command.env("REKINDLE_FAULT", format!("{point}:kill"));
         assert_eq!(lab.finish(command).code, None, "{point}");
         lab.rekindle(["host", "suspend", "--planned"]).ok();
-        assert!(guests.iter().all(|guest| guest.qemus().is_empty()), "{point}: {}", lab.scene());
+        assert!(guests.iter().all(|guest| guest.qemus().is_empty()), "{point}: {}", lab.state_report());
         // Once more is one time too many, and does nothing.
         lab.rekindle(["host", "suspend", "--planned"]).ok();
         forget_the_boot(&lab);

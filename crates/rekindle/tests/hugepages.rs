@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Guest, HugePages, Lab, Net, Watch, ticks_once};
+use common::{Guest, HugePages, Lab, Net, Watch, assert_ticks_once};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -28,8 +28,8 @@ fn left_kib(ram: &Path) -> u64 {
 }
 
 /// A reboot that is cut off by `fault`.
-fn cut_off(guest: &Guest<'_>, fault: &str) -> common::Done {
-    let watch = Watch::begin(&guest.lab.run_root());
+fn cut_off(guest: &Guest<'_>, fault: &str) -> common::CommandResult {
+    let watch = Watch::start(&guest.lab.run_root());
     let mut command = guest.lab.command(["reboot", "vmm", &guest.name]);
     command.env("REKINDLE_FAULT", fault);
     let done = guest.lab.finish(command);
@@ -66,15 +66,15 @@ fn a_guest_in_huge_pages_lives_through_every_reboot() {
     kept();
 
     assert_eq!(cut_off(&guest, "warm.suspend.written:kill").code, None);
-    guest.rekindle(&["recover"]).ok().says(&["undone", "with its memory"]);
+    guest.rekindle(&["recover"]).ok().prints(&["undone", "with its memory"]);
     kept();
     assert_eq!(cut_off(&guest, "warm.resume.journalled:kill").code, None);
-    guest.rekindle(&["recover"]).ok().says(&["finished", "with its memory"]);
+    guest.rekindle(&["recover"]).ok().prints(&["finished", "with its memory"]);
     kept();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
     // Nobody can tell here whether the guest has run in a QEMU that died: its memory counts as touched.
-    cut_off(&guest, "warm.resume.journalled:kill-new").status(3).says(&["lost", "rekindle recover"]);
-    guest.rekindle(&["recover"]).ok().says(&["memory was lost", "booted"]);
+    cut_off(&guest, "warm.resume.journalled:kill-new").status(3).prints(&["lost", "rekindle recover"]);
+    guest.rekindle(&["recover"]).ok().prints(&["memory was lost", "booted"]);
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
     guest.assert_sound();
@@ -89,9 +89,14 @@ fn huge_pages_that_are_not_there_are_refused_with_the_mend_before_a_qemu_starts(
     let lab = Lab::without_root();
     let (ram, small) = (pages.mount(&lab, "huge", ""), pages.mount(&lab, "small", ",size=260M"));
     let refused = |path: &Path, status: i32, words: &[&str]| {
-        lab.rekindle(["run", path.to_str().unwrap()]).status(status).says(words);
+        lab.rekindle(["run", path.to_str().unwrap()]).status(status).prints(words);
         assert!(common::lab::entries(&ram).is_empty(), "RAM is left: {:?}", common::lab::entries(&ram));
-        assert_eq!(common::eyes::qemus(&lab.run_root()).len(), common::lab::entries(&small).len(), "{}", lab.scene());
+        assert_eq!(
+            common::observe::qemus(&lab.run_root()).len(),
+            common::lab::entries(&small).len(),
+            "{}",
+            lab.state_report()
+        );
     };
     let odd = vm(&lab, "odd", &ram).net(Net::None).memory("127M").write();
     refused(&odd, 2, &["`memory = \"127M\"`: not a multiple of 2M", "write \"126M\" or \"128M\""]);

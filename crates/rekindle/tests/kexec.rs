@@ -16,7 +16,7 @@ fn sh(guest: &Guest<'_>, words: &str) -> agent::Ran {
     wait_for("the agent to run something", DEADLINE, || agent::run(&port, "/bin/sh", &["-c", words], ANSWER).ok())
 }
 
-fn kexec(guest: &Guest<'_>, arguments: &[&str]) -> common::Done {
+fn kexec(guest: &Guest<'_>, arguments: &[&str]) -> common::CommandResult {
     let all = ["--json", "reboot", "os", &guest.name, "--how", "kexec"].into_iter().chain(arguments.iter().copied());
     guest.lab.rekindle(all)
 }
@@ -52,20 +52,20 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     assert_eq!(sh(&guest, "cat /proc/cmdline").out.trim(), line.trim());
     let console = std::fs::read_to_string(guest.file("console.log")).unwrap();
     assert!(!console.contains("failed"), "{console}");
-    guest.rekindle(&["show", "--timeline"]).ok().says(&[
+    guest.rekindle(&["show", "--timeline"]).ok().prints(&[
         "reboot os --how kexec",
         "load the kernel",
         "start the new kernel",
     ]);
 
     // What cannot be is said with the mend, and the guest feels nothing of it.
-    kexec(&guest, &["--kernel", "/boot/none"]).status(1).says(&["the guest has no kernel /boot/none", "--how cold"]);
-    kexec(&guest, &["--initrd", "/boot/none"]).status(1).says(&["/boot/none", "--how cold"]);
-    kexec(&guest, &["--kernel", "/etc/passwd", "--initrd", "none"]).status(1).says(&["cannot load another one"]);
+    kexec(&guest, &["--kernel", "/boot/none"]).status(1).prints(&["the guest has no kernel /boot/none", "--how cold"]);
+    kexec(&guest, &["--initrd", "/boot/none"]).status(1).prints(&["/boot/none", "--how cold"]);
+    kexec(&guest, &["--kernel", "/etc/passwd", "--initrd", "none"]).status(1).prints(&["cannot load another one"]);
     sh(&guest, "cp /boot/vmlinuz /root/vmlinuz-x");
-    kexec(&guest, &["--kernel", "/root/vmlinuz-x"]).status(1).says(&["--initrd none"]);
+    kexec(&guest, &["--kernel", "/root/vmlinuz-x"]).status(1).prints(&["--initrd none"]);
     sh(&guest, "mv /usr/sbin/kexec /sbin/kexec /root/ 2>/dev/null");
-    kexec(&guest, &[]).status(1).says(&["kexec-tools"]);
+    kexec(&guest, &[]).status(1).prints(&["kexec-tools"]);
     assert_eq!((guest.boot_id(), guest.status()), (after.clone(), "running".into()));
     sh(&guest, "mv /root/kexec /usr/sbin/");
 
@@ -86,11 +86,11 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
         command.env("REKINDLE_FAULT", fault);
         assert_eq!(lab.finish(command).code, None, "{fault}");
         assert_eq!(guest.status(), "needs-recovery", "{fault}");
-        guest.rekindle(&["recover"]).ok().says(&[said]);
+        guest.rekindle(&["recover"]).ok().prints(&[said]);
         guest.wait_ready();
         assert_eq!(guest.boot_id() != boot, jumps, "{fault}");
         assert_eq!(guest.only_qemu().process, qemu, "{fault}");
-        guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+        guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
     }
 
     // Cold, and its agent is who shuts it down.
@@ -106,16 +106,16 @@ fn a_guest_without_an_agent_is_refused_by_name() {
     let lab = Lab::new();
     let guest = lab.vm("mute").boot(&[]);
     let boot = guest.boot_id();
-    kexec(&guest, &[]).status(1).says(&["mute was not rebooted", "qemu-guest-agent", "--how cold"]);
+    kexec(&guest, &[]).status(1).prints(&["mute was not rebooted", "qemu-guest-agent", "--how cold"]);
     assert_eq!((guest.boot_id(), guest.status()), (boot, "running".into()));
-    lab.rekindle(["reboot", "os", "mute", "--kernel", "/boot/x", "--how", "cold"]).status(2).says(&["--how kexec"]);
+    lab.rekindle(["reboot", "os", "mute", "--kernel", "/boot/x", "--how", "cold"]).status(2).prints(&["--how kexec"]);
     // The same of a VM that has no port for one.
     let bare = lab.vm("bare").section("[devices]\nagent = false\n").boot(&[]);
-    kexec(&bare, &[]).status(1).says(&["agent = false"]);
+    kexec(&bare, &[]).status(1).prints(&["agent = false"]);
     // Cold, by the power button, and where that is ignored by the plug.
     let told = lab.rekindle(["--json", "reboot", "os", "mute", "--how", "cold"]).ok().json();
     assert_eq!(told["ended"], "by-acpi", "{told}");
     let deaf = lab.vm("deaf").key("shutdown_timeout = \"1s\"").append("rekindle.ignore_power=1").boot(&[]);
-    lab.rekindle(["reboot", "os", "deaf", "--how", "cold"]).ok().says(&["it was powered off"]);
+    lab.rekindle(["reboot", "os", "deaf", "--how", "cold"]).ok().prints(&["it was powered off"]);
     deaf.wait_ready();
 }

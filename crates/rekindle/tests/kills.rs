@@ -7,7 +7,7 @@
 
 mod common;
 
-use common::{Guest, Lab, Watch, ticks_once};
+use common::{Guest, Lab, Watch, assert_ticks_once};
 use std::env;
 use std::thread;
 use std::time::Duration;
@@ -56,12 +56,12 @@ fn rekindle_killed_at_random_moments_costs_no_guest_its_memory() {
         let from = if round % 2 == 0 { 0. } else { 0.9 * prepares };
         let delay = Duration::from_secs_f64((from + random.f64() * (1.1 * takes - from)) / 1000.);
         eprintln!("round {round}: {arguments:?}, after {delay:?}");
-        let watch = Watch::begin(&lab.run_root());
+        let watch = Watch::start(&lab.run_root());
         let all = [&["reboot", "vmm", "random"], *arguments].concat();
         kills += u64::from(killed(&lab, &all, delay));
         // Looking at it works at any time, and tells what is to be done.
         let status = guest.status();
-        assert!(["running", "needs-recovery"].contains(&status.as_str()), "{status}\n{}", lab.scene());
+        assert!(["running", "needs-recovery"].contains(&status.as_str()), "{status}\n{}", lab.state_report());
         guest.rekindle(&["show"]).ok();
         guest.rekindle(&["show", "--timeline"]).ok();
         // Now and then the recovery is killed as well.
@@ -76,7 +76,7 @@ fn rekindle_killed_at_random_moments_costs_no_guest_its_memory() {
         guest.assert_sound();
     }
     assert!(kills > 0, "it was never faster killed than done");
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
     for _ in 0..5 {
         killed(&lab, &["stop", "--now", "random"], Duration::from_micros(random.u64(..60_000)));
         // Half-way gone or not: it is listed as something that can be stopped, or not at all.

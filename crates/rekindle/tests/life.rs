@@ -17,15 +17,15 @@ use std::time::Duration;
 #[test]
 fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
     let lab = Lab::new();
-    lab.rekindle(["ls"]).ok().says(&["no VMs"]);
+    lab.rekindle(["ls"]).ok().prints(&["no VMs"]);
     let guest = lab.vm("web").start(&[]);
     let definition = lab.path("web.toml");
-    lab.rekindle(["run", definition.to_str().unwrap()]).status(1).says(&["web runs already", "rekindle stop web"]);
+    lab.rekindle(["run", definition.to_str().unwrap()]).status(1).prints(&["web runs already", "rekindle stop web"]);
     guest.wait_ready();
-    lab.rekindle(["ls"]).ok().says(&["NAME", "web", "running", "128M", "pc-q35-10.0"]);
+    lab.rekindle(["ls"]).ok().prints(&["NAME", "web", "running", "128M", "pc-q35-10.0"]);
     let shown = guest.rekindle(&["show"]).ok();
     // Every default is there.
-    shown.says(&[
+    shown.prints(&[
         "web is running",
         "sockets: ",
         "logs: ",
@@ -36,7 +36,7 @@ fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
         "qemu_args = []",
     ]);
     let shown = guest.rekindle(&["show"]).ok();
-    shown.says(&[
+    shown.prints(&[
         "shutdown_timeout = \"1m\"",
         "vga = false",
         "agent = true",
@@ -49,7 +49,7 @@ fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
     assert_eq!(shown["vmm"]["pid"], guest.only_qemu().process.pid);
     let really: Vec<_> = shown["running_command_line"].as_array().unwrap().iter().skip(1).cloned().collect();
     assert_eq!(&really, shown["command_line"].as_array().unwrap(), "what is shown is what it was started with");
-    guest.rekindle(&["show", "--timeline"]).ok().says(&["no operation has been done"]);
+    guest.rekindle(&["show", "--timeline"]).ok().prints(&["no operation has been done"]);
     // A QEMU does not depend on who started it.
     let session = fs::read_to_string(format!("/proc/{}/stat", guest.only_qemu().process.pid)).unwrap();
     let fields: Vec<_> = session.rsplit(") ").next().unwrap().split(' ').collect();
@@ -61,12 +61,12 @@ fn a_vm_is_started_looked_at_and_stopped_and_nothing_is_left() {
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o077, 0, "{}", path.display());
     }
     let stopped = guest.rekindle(&["stop"]).ok();
-    stopped.says(&["web: shut down by ACPI"]);
+    stopped.prints(&["web: shut down by ACPI"]);
     lab.assert_empty();
-    guest.rekindle(&["stop"]).status(1).says(&["there is no VM web"]);
+    guest.rekindle(&["stop"]).status(1).prints(&["there is no VM web"]);
     // And again, at once.
     lab.rekindle(["run", definition.to_str().unwrap()]).ok();
-    guest.rekindle(&["stop", "--now"]).ok().says(&["powered off"]);
+    guest.rekindle(&["stop", "--now"]).ok().prints(&["powered off"]);
     lab.assert_empty();
 }
 
@@ -83,7 +83,7 @@ fn a_name_and_a_kernel_or_a_disk_are_enough() {
         fs::write(&path, text).unwrap();
         let run = lab.rekindle(["--json", "run", path.to_str().unwrap()]).ok().json();
         assert_eq!(run["definition"]["memory"], "512M", "{run:#}");
-        lab.rekindle(["show", name]).ok().says(&["is running", "memory = \"512M\"", "[devices]"]);
+        lab.rekindle(["show", name]).ok().prints(&["is running", "memory = \"512M\"", "[devices]"]);
         lab.rekindle(["reboot", "vmm", name]).ok();
         lab.rekindle(["stop", "--now", name]).ok();
     }
@@ -119,14 +119,14 @@ fn a_vm_whose_qemu_died_is_told_and_booted_by_recover() {
     qemu.process.kill().unwrap();
     assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
     assert_eq!(guest.status(), "ended");
-    guest.reboot("warm", &[]).status(1).says(&["fallen", "has ended"]);
-    guest.rekindle(&["recover"]).ok().says(&["memory was lost", "booted"]);
+    guest.reboot("warm", &[]).status(1).prints(&["fallen", "has ended"]);
+    guest.rekindle(&["recover"]).ok().prints(&["memory was lost", "booted"]);
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
     guest.assert_sound();
-    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+    guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
     // A guest that powers itself off leaves a VM that can be started anew.
-    guest.tell("poweroff");
+    guest.send("poweroff");
     wait_for("the guest to be off", DEADLINE, || guest.qemus().is_empty().then_some(()));
     assert_eq!(guest.status(), "ended");
     lab.rekindle(["run", lab.path("fallen.toml").to_str().unwrap()]).ok();
@@ -157,7 +157,7 @@ fn run_and_stop_can_be_killed_at_any_moment() {
         if guest.status() != "absent" {
             guest.rekindle(&["stop", "--now"]).ok();
         }
-        assert!(guest.qemus().is_empty(), "after {delay} ms: {}", lab.scene());
+        assert!(guest.qemus().is_empty(), "after {delay} ms: {}", lab.state_report());
     }
     // What a killed run had made is no obstacle to the next.
     lab.rekindle(["run", definition.to_str().unwrap()]).ok();
@@ -198,7 +198,7 @@ fn doctor_tells_what_is_there_and_the_mend_for_what_is_not() {
         assert!(what.contains(&wanted), "{wanted} in {what:?}");
     }
     let bad = lab.rekindle(["doctor", "--qemu", "/nowhere/qemu"]).status(1);
-    bad.says(&["bad", "/nowhere/qemu", "-> apt-get install qemu-system-x86"]);
+    bad.prints(&["bad", "/nowhere/qemu", "-> apt-get install qemu-system-x86"]);
 }
 
 /// An ordinary user's VM: run directory under `XDG_RUNTIME_DIR`, RAM in `/dev/shm`, user network. Root only, in that it
@@ -238,8 +238,8 @@ fn an_ordinary_user_runs_and_reboots_a_vm() {
     };
     let run = ["run", definition.to_str().unwrap()];
     fs::write(&definition, text("kind = \"tap\"\nnetns = \"rkt-user\"")).unwrap();
-    as_user(&run).status(1).says(&["needs root", "kind = \"user\""]);
-    as_user(&["doctor"]).says(&["limited taps", "run as root", "works"]);
+    as_user(&run).status(1).prints(&["needs root", "kind = \"user\""]);
+    as_user(&["doctor"]).prints(&["limited taps", "run as root", "works"]);
     fs::write(&definition, text(&format!("kind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]"))).unwrap();
     as_user(&run).ok();
     let ask = |command: &str| -> Option<String> {
@@ -257,9 +257,9 @@ fn an_ordinary_user_runs_and_reboots_a_vm() {
         assert_eq!(ask("boot-id").unwrap(), boot, "after {how}");
         assert_eq!(ask("verify").unwrap(), "4096", "after {how}");
     }
-    as_user(&["ls"]).ok().says(&["mine", "running"]);
+    as_user(&["ls"]).ok().prints(&["mine", "running"]);
     as_user(&["stop", "mine"]).ok();
-    as_user(&["ls"]).ok().says(&["no VMs"]);
+    as_user(&["ls"]).ok().prints(&["no VMs"]);
     let left: Vec<_> = common::lab::entries(shared.as_ref());
     assert!(left.is_empty(), "{left:?}");
 }

@@ -22,7 +22,7 @@ fn of_a_vm_that_does_not_exist_nothing_is_said_to_run() {
         &["show", "nope", "--timeline"],
         &["host", "suspend", "nope"],
     ] {
-        let done = lab.rekindle(arguments).status(1).says(&["there is no VM nope; `rekindle ls` lists them"]);
+        let done = lab.rekindle(arguments).status(1).prints(&["there is no VM nope; `rekindle ls` lists them"]);
         for wrong in ["runs as before", "No such file", ".lock"] {
             assert!(!done.stdout.contains(wrong) && !done.stderr.contains(wrong), "{wrong:?} in {done}");
         }
@@ -35,7 +35,7 @@ fn a_file_in_the_place_of_a_store_is_named_as_the_user_named_it() {
     let lab = Lab::without_root();
     for store in ["/etc/passwd", "/etc/passwd/below"] {
         for arguments in [&["store", "ls", store][..], &["store", "init", store], &["restore", "x", "--store", store]] {
-            let done = lab.rekindle(arguments).status(1).says(&[store, "not a directory; a store is a directory"]);
+            let done = lab.rekindle(arguments).status(1).prints(&[store, "not a directory; a store is a directory"]);
             assert!(!done.stderr.contains("rekindle-store"), "{done}");
         }
     }
@@ -47,9 +47,9 @@ fn a_libvirt_domain_is_recognised() {
     let path = lab.path("db.xml");
     fs::write(&path, "<?xml version='1.0'?>\n<domain type='kvm'>\n  <name>db</name>\n</domain>\n").unwrap();
     let words = ["db.xml", "a libvirt domain (XML)", "virsh start db", "rekindle attach NAME --libvirt db"];
-    lab.rekindle(["run", path.to_str().unwrap()]).status(2).says(&words);
+    lab.rekindle(["run", path.to_str().unwrap()]).status(2).prints(&words);
     fs::write(&path, "<network><name>default</name></network>").unwrap();
-    let done = lab.rekindle(["run", path.to_str().unwrap()]).status(2).says(&["this is XML", "TOML"]);
+    let done = lab.rekindle(["run", path.to_str().unwrap()]).status(2).prints(&["this is XML", "TOML"]);
     assert!(!done.stderr.contains("attach"), "{done}");
 }
 
@@ -57,11 +57,11 @@ fn a_libvirt_domain_is_recognised() {
 fn the_word_of_another_program_leads_to_ours() {
     let lab = Lab::without_root();
     for (wrong, ours) in [("start", "'run'"), ("list", "'ls'"), ("destroy", "'stop'"), ("migrate", "'move'")] {
-        lab.rekindle([wrong, "web"]).status(2).says(&[&format!("a similar subcommand exists: {ours}")]);
+        lab.rekindle([wrong, "web"]).status(2).prints(&[&format!("a similar subcommand exists: {ours}")]);
     }
     // None of those: what is spelled alike.
-    lab.rekindle(["restor", "web"]).status(2).says(&["'restore'"]);
-    let done = lab.rekindle(["--json", "start", "web"]).status(2).says(&["'run'"]);
+    lab.rekindle(["restor", "web"]).status(2).prints(&["'restore'"]);
+    let done = lab.rekindle(["--json", "start", "web"]).status(2).prints(&["'run'"]);
     assert!(!done.stderr.contains("'store'"), "{done}");
     let done = lab.rekindle(["store", "start"]).status(2);
     assert!(!done.stderr.contains("'run'"), "{done}");

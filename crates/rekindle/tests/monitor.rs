@@ -31,7 +31,7 @@ fn a_host_and_its_guests_are_looked_at_until_it_is_told_to_end() {
     wait_for("three looks at the guest", DEADLINE, || {
         (samples(&out).iter().filter(|sample| sample["guest"] == "aging").count() >= 3).then_some(())
     });
-    lab.rekindle(["monitor", "--out", &path, "--count", "1"]).status(1).says(&["another `rekindle monitor`", &path]);
+    lab.rekindle(["monitor", "--out", &path, "--count", "1"]).status(1).prints(&["another `rekindle monitor`", &path]);
 
     let before = guest.only_qemu().process.pid;
     guest.warm(&[]);
@@ -57,12 +57,12 @@ fn a_host_and_its_guests_are_looked_at_until_it_is_told_to_end() {
 #[test]
 fn what_cannot_be_looked_at_is_named() {
     let lab = Lab::new();
-    lab.rekindle(["monitor", "nobody", "--count", "1"]).status(1).says(&["nobody"]);
-    lab.rekindle(["monitor", "--service", "nobody=tcp://10.0.0.1:1", "--count", "1"]).status(1).says(&["nobody"]);
-    lab.rekindle(["monitor", "--service", "web", "--count", "1"]).status(2).says(&["NAME=URL"]);
-    lab.rekindle(["monitor", "--service", "web=ftp://x", "--count", "1"]).status(2).says(&["ftp"]);
+    lab.rekindle(["monitor", "nobody", "--count", "1"]).status(1).prints(&["nobody"]);
+    lab.rekindle(["monitor", "--service", "nobody=tcp://10.0.0.1:1", "--count", "1"]).status(1).prints(&["nobody"]);
+    lab.rekindle(["monitor", "--service", "web", "--count", "1"]).status(2).prints(&["NAME=URL"]);
+    lab.rekindle(["monitor", "--service", "web=ftp://x", "--count", "1"]).status(2).prints(&["ftp"]);
     let none = lab.path("none/samples").to_str().unwrap().to_owned();
-    lab.rekindle(["monitor", "--out", &none, "--count", "1"]).status(1).says(&[&none]);
+    lab.rekindle(["monitor", "--out", &none, "--count", "1"]).status(1).prints(&[&none]);
     let line = lab.rekindle(["monitor", "--count", "1"]).ok().stdout;
     assert!(serde_json::from_str::<Value>(line.trim()).unwrap()["guest"].is_null(), "{line}");
 }

@@ -11,7 +11,7 @@ mod managed;
 
 use common::protector::{Protector, pager};
 use common::served::{image, read, section};
-use common::{DEADLINE, Done, Guest, Lab, Watch, eyes, wait_for};
+use common::{CommandResult, DEADLINE, Guest, Lab, Watch, observe, wait_for};
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -81,13 +81,13 @@ impl Pair {
         command
     }
 
-    fn run(&self, from: &Lab, to: &Lab, arguments: &[&str]) -> Done {
+    fn run(&self, from: &Lab, to: &Lab, arguments: &[&str]) -> CommandResult {
         from.finish(self.command(from, to, arguments))
     }
 }
 
 /// The last line of what a command wrote.
-fn last(done: &Done) -> Value {
+fn last(done: &CommandResult) -> Value {
     let line = done.stdout.lines().last().unwrap_or_else(|| panic!("nothing was said: {done}"));
     serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {done}"))
 }
@@ -104,7 +104,7 @@ fn wait_empty(lab: &Lab) {
     wait_for("nothing to be left", DEADLINE, || {
         let names = common::lab::entries(&lab.run_root());
         let vms = names.iter().filter(|path| !path.file_name().unwrap().to_string_lossy().starts_with('.')).count();
-        (vms == 0 && eyes::qemus(&lab.run_root()).is_empty()).then_some(())
+        (vms == 0 && observe::qemus(&lab.run_root()).is_empty()).then_some(())
     });
     lab.assert_empty();
 }
@@ -152,7 +152,7 @@ fn a_guest_goes_on_elsewhere_and_comes_back() {
     assert_eq!(guest.only_qemu().process.pid, pid);
     protector.next_checkpoint();
     wait_empty(&pair.there);
-    let watch = Watch::over(&[&pair.here.run_root(), &pair.there.run_root()]);
+    let watch = Watch::start_for(&[&pair.here.run_root(), &pair.there.run_root()]);
     let hosts = [(&pair.here, &pair.there), (&pair.there, &pair.here), (&pair.here, &pair.there)];
     for (round, (from, to)) in hosts.into_iter().enumerate() {
         let before = pair.guest(from);
@@ -237,7 +237,7 @@ fn what_the_other_host_cannot_have_is_told_before_anything_stops() {
     let path = |path: &Path| path.to_str().unwrap().to_owned();
     let refused = |arguments: &[&str], says: &[&str]| {
         let tick = guest.tick();
-        pair.run(&pair.here, &pair.there, arguments).status(1).says(&["b cannot take stays"]).says(says);
+        pair.run(&pair.here, &pair.there, arguments).status(1).prints(&["b cannot take stays"]).prints(says);
         assert!(guest.tick() >= tick);
         guest.assert_sound();
         wait_empty(&pair.there);
@@ -274,14 +274,14 @@ fn what_the_other_host_cannot_have_is_told_before_anything_stops() {
     let plain = pair.there.vm("stays").net(common::Net::None).write();
     pair.there.rekindle(["run", plain.to_str().unwrap()]).ok();
     let done = pair.run(&pair.here, &pair.there, &["--definition", &path(&plain)]);
-    done.status(1).says(&["b cannot take stays", "runs already"]);
+    done.status(1).prints(&["b cannot take stays", "runs already"]);
     guest.assert_sound();
     pair.there.rekindle(["stop", "--now", "stays"]).ok();
     // Nobody there answers, or somebody else.
     fs::write(pair.there.path("ssh"), "#!/bin/sh\nread -r asked; echo 'Welcome to b!'\n").unwrap();
-    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["Welcome to b!", "no answer of Rekindle's"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["Welcome to b!", "no answer of Rekindle's"]);
     fs::write(pair.there.path("ssh"), "#!/bin/sh\nexit 255\n").unwrap();
-    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["the line to b has broken"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["the line to b has broken"]);
     guest.verify();
     guest.assert_sound();
 }
@@ -301,20 +301,20 @@ fn one_at_a_time_moves_it_and_what_cannot_be_moved_is_refused() {
     wait_for("the first to have the VM", DEADLINE, || {
         fs::read_to_string(guest.file("lock")).is_ok_and(|text| text.contains("\"move\"")).then_some(())
     });
-    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["`move`"]);
-    guest.rekindle(&["stop"]).status(1).says(&["`move`"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["`move`"]);
+    guest.rekindle(&["stop"]).status(1).prints(&["`move`"]);
     fs::write(&gate, "on\n").unwrap();
     pair.here.wait(first, "move".into()).ok();
     wait_empty(&pair.here);
     pair.guest(&pair.there).wait_ready();
-    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["there is no VM once"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["there is no VM once"]);
     pair.there.rekindle(["stop", "--now", "once"]).ok();
     // A disk that QEMU itself writes.
     let section = format!("[[disk]]\npath = {:?}\nserver = false\n", pair.disk);
     let plain = pair.here.vm("once").section(&section).net(common::Net::None).write();
     fs::remove_dir_all(format!("{}.redo", pair.disk.display())).unwrap();
     pair.here.rekindle(["run", plain.to_str().unwrap()]).ok();
-    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["disk0", "server = true"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["disk0", "server = true"]);
 }
 
 #[test]
@@ -332,7 +332,7 @@ fn a_line_that_breaks_at_the_word_is_decided_by_the_store_and_not_without_it() {
     };
     breaks("");
     let done = pair.run(&pair.here, &pair.there, &[]).status(1);
-    done.says(&["has not taken cut", "goes on here after all", "the line to b has broken"]);
+    done.prints(&["has not taken cut", "goes on here after all", "the line to b has broken"]);
     guest.verify();
     agrees(&guest);
     guest.assert_sound();
@@ -341,7 +341,7 @@ fn a_line_that_breaks_at_the_word_is_decided_by_the_store_and_not_without_it() {
     let away = pair.here.path("store-away");
     breaks(&format!("mv {:?} {away:?};", pair.store));
     let refused = ["cannot be known whether b has taken cut", "rekindle recover cut"];
-    pair.run(&pair.here, &pair.there, &[]).status(3).says(&refused);
+    pair.run(&pair.here, &pair.there, &[]).status(3).prints(&refused);
     wait_empty(&pair.there);
     let stopped = || {
         let [qemu] = guest.qemus().try_into().expect("one QEMU");
@@ -349,13 +349,13 @@ fn a_line_that_breaks_at_the_word_is_decided_by_the_store_and_not_without_it() {
         assert_eq!(guest.status(), "needs-recovery");
     };
     stopped();
-    guest.rekindle(&["recover"]).status(3).says(&refused);
+    guest.rekindle(&["recover"]).status(3).prints(&refused);
     guest.rekindle(&["protect", "--store", pair.store.to_str().unwrap()]).status(1);
-    pair.run(&pair.here, &pair.there, &[]).status(1).says(&["rekindle recover cut"]);
+    pair.run(&pair.here, &pair.there, &[]).status(1).prints(&["rekindle recover cut"]);
     stopped();
     let _ = fs::remove_dir_all(&pair.store);
     fs::rename(&away, &pair.store).unwrap();
-    guest.rekindle(&["recover"]).ok().says(&["undone"]);
+    guest.rekindle(&["recover"]).ok().prints(&["undone"]);
     guest.verify();
     agrees(&guest);
     guest.assert_sound();

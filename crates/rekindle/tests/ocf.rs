@@ -7,7 +7,7 @@ mod common;
 use common::protector::{Protector, store};
 use common::served::{image, section};
 use common::vm::Vm;
-use common::{DEADLINE, Done, Guest, Lab, wait_for};
+use common::{CommandResult, DEADLINE, Guest, Lab, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::Qmp;
 use rustix::process::{Pid, Signal, kill_process};
@@ -55,7 +55,7 @@ impl<'a> Resource<'a> {
         self.lab.command(first.iter().chain(arguments))
     }
 
-    fn ocf(&self, action: &str, arguments: &[&str]) -> Done {
+    fn ocf(&self, action: &str, arguments: &[&str]) -> CommandResult {
         self.lab.finish(self.command(action, arguments))
     }
 
@@ -87,7 +87,7 @@ impl<'a> Resource<'a> {
     }
 
     #[track_caller]
-    fn monitor(&self, code: i32) -> Done {
+    fn monitor(&self, code: i32) -> CommandResult {
         self.ocf("monitor", &["--within", "10s"]).status(code)
     }
 
@@ -153,7 +153,7 @@ fn a_vm_goes_on_after_a_crash_and_after_a_stop_and_is_booted_after_a_shutdown() 
     web.wait_checkpoints(1);
 
     // It shuts itself down.
-    web.guest.tell("poweroff");
+    web.guest.send("poweroff");
     wait_for("that to be seen", DEADLINE, || (web.ocf("monitor", &[]).code == Some(7)).then_some(()));
     web.ocf("stop", &[]).ok();
     assert_eq!(web.start()["started"], "booted");
@@ -215,7 +215,7 @@ fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_gone_back
     assert!(protector.is_alive(), "it has followed the guest");
     let boot = web.guest.boot_id();
     // Who waits for its reboots ends its QEMU, before the next monitor looks.
-    web.guest.tell("poweroff");
+    web.guest.send("poweroff");
     wait_for("its QEMU to end", DEADLINE, || web.guest.qemus().is_empty().then_some(()));
     web.monitor(7);
     web.ocf("stop", &[]).ok();
@@ -255,7 +255,7 @@ fn a_guest_of_which_no_checkpoint_can_be_taken_is_not_left_running_and_that_is_s
     let disk = image(&lab, "disk");
     let section = format!("[[disk]]\npath = {disk:?}\nserver = false\n");
     let web = Resource::of(&lab, lab.vm("web").memory("96M").section(&section), &[]);
-    web.ocf("start", &[]).status(1).says(&["no checkpoints can be taken of it", "disk"]);
+    web.ocf("start", &[]).status(1).prints(&["no checkpoints can be taken of it", "disk"]);
     assert!(web.guest.qemus().is_empty());
     web.monitor(7);
     lab.assert_empty();
@@ -273,7 +273,7 @@ fn a_guest_whose_output_is_held_can_use_its_network_while_it_shuts_down() {
     // Its store is away: an answer is held until it is back, and the guest is not to blame.
     let away = web.store.with_extension("away");
     fs::rename(&web.store, &away).unwrap();
-    web.ocf("monitor", &["--deep", "--within", "20s"]).ok().says(&["too few checkpoints"]);
+    web.ocf("monitor", &["--deep", "--within", "20s"]).ok().prints(&["too few checkpoints"]);
     fs::rename(&away, &web.store).unwrap();
     web.wait_checkpoints(2);
     let protector = web.protector();
@@ -317,7 +317,7 @@ fn an_operation_that_does_not_end_is_ended_by_a_stop_and_starts_nothing_later() 
     let mut reboot = lab.command(["reboot", "os", "web", "--how", "cold"]);
     let mut reboot = reboot.env("REKINDLE_FAULT", "cold.suspend.off:stop").spawn().unwrap();
     wait_for("its QEMU to end", DEADLINE, || web.guest.qemus().is_empty().then_some(()));
-    web.ocf("stop", &["--within", "60s"]).ok().says(&["is killed"]);
+    web.ocf("stop", &["--within", "60s"]).ok().prints(&["is killed"]);
     assert!(!reboot.wait().unwrap().success());
     web.monitor(7);
     lab.assert_empty();
@@ -332,7 +332,7 @@ fn a_store_that_is_away_is_waited_for_by_a_start_and_nothing_is_booted_in_its_pl
     let share = lab.path("share");
     fs::create_dir(&share).unwrap();
     web.store = share.join("web");
-    web.ocf("start", &["--within", "2s"]).status(1).says(&["rekindle store init"]);
+    web.ocf("start", &["--within", "2s"]).status(1).prints(&["rekindle store init"]);
     assert!(!web.store.exists() && web.guest.qemus().is_empty(), "a store or a guest was made");
     lab.rekindle(["store", "init", web.store.to_str().unwrap()]).ok();
     web.start();
@@ -345,7 +345,7 @@ fn a_store_that_is_away_is_waited_for_by_a_start_and_nothing_is_booted_in_its_pl
     // Its file system is not mounted, and its mount point is there.
     let away = lab.path("away");
     fs::rename(&web.store, &away).unwrap();
-    web.ocf("start", &[]).status(1).says(&["is not a store", "is the shared storage mounted on this node?"]);
+    web.ocf("start", &[]).status(1).prints(&["is not a store", "is the shared storage mounted on this node?"]);
     assert!(!web.store.exists(), "no other store is made");
     assert!(web.guest.qemus().is_empty(), "it was booted");
 
@@ -382,7 +382,7 @@ fn a_guest_of_which_no_checkpoint_is_committed_any_more_is_degraded() {
     // As if that had been longer ago.
     progress["committed_at_ms"] = at.saturating_sub(3_600_000).into();
     fs::write(&path, progress.to_string()).unwrap();
-    web.monitor(190).says(&["no checkpoint of it was committed"]);
+    web.monitor(190).prints(&["no checkpoint of it was committed"]);
     signal(protector, Signal::CONT);
     web.wait_checkpoints(1);
     web.monitor(0);
@@ -417,7 +417,7 @@ fn a_guest_that_reboots_itself_runs_for_whoever_looks_meanwhile() {
     web.start();
     web.wait_checkpoints(1);
     let boot = web.guest.boot_id();
-    web.guest.tell("reboot");
+    web.guest.send("reboot");
     // Until another boot answers: nobody who looks is told that it does not run.
     wait_for("it to be up again", DEADLINE, || {
         web.ocf("monitor", &["--within", "60s"]).ok();
@@ -445,10 +445,14 @@ fn lines_for_the_cluster_come_from_the_definition() {
         "--ca",
         "/ca.pem",
     ]);
-    text.ok().says(&["ocf:rekindle:vm", "utilization memory=96 vcpus=1", "cert=/c.pem key=/k.pem ca=/ca.pem every=2s"]);
+    text.ok().prints(&[
+        "ocf:rekindle:vm",
+        "utilization memory=96 vcpus=1",
+        "cert=/c.pem key=/k.pem ca=/ca.pem every=2s",
+    ]);
     // What was asked for is not left out of what is pasted.
     let all = ["--output-commit", "--keep", "3", "--policy", "basic", "--disk", "crash-consistent"];
-    web.lab.finish(web.plain("show-config", &all)).ok().says(&[
+    web.lab.finish(web.plain("show-config", &all)).ok().prints(&[
         "keep=3",
         "policy=basic",
         "disk=crash-consistent",

@@ -118,13 +118,13 @@ fn what_is_held_stays_so_until_somebody_lets_it_out() {
         Protector::start_with(&guest, &lab, &store, &commits, &environment)
     };
     // Killed, with a checkpoint that counts and whose frames are still held; and the next one lets them out.
-    start("output.committed:kill").dies();
+    start("output.committed:kill").wait_killed();
     silent();
-    guest.rekindle(&["reboot", "vmm"]).status(1).says(&["--output-commit", "rekindle release holds"]);
+    guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["--output-commit", "rekindle release holds"]);
     let mut protector = start("");
     protector.next_checkpoint();
     guest.wait_ready();
-    guest.rekindle(&["release"]).status(1).says(&["takes checkpoints of VM holds"]);
+    guest.rekindle(&["release"]).status(1).prints(&["takes checkpoints of VM holds"]);
     // Told to end: the same, and that is said.
     let pid = rustix::process::Pid::from_raw(i32::try_from(protector.child.id()).unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
@@ -138,7 +138,7 @@ fn what_is_held_stays_so_until_somebody_lets_it_out() {
     guest.wait_ready();
     assert_eq!(guest.rekindle(&["--json", "release"]).ok().json()["released"], false);
     // A protector that is not asked to goes on holding what is held: who has begun it had a reason.
-    start("output.committed:kill").dies();
+    start("output.committed:kill").wait_killed();
     silent();
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "50ms"]);
     assert!(protector.next_checkpoint()["released_us"].is_u64());

@@ -46,10 +46,10 @@ fn a_guest_that_was_restored_elsewhere_is_ended_where_it_ran() {
     restore(&there, &store, &[]);
     let status = protector.child.wait().unwrap();
     assert_eq!(status.code(), Some(1), "a host that was taken over says so");
-    assert!(here.qemus().is_empty(), "its guest was ended\n{}", first.scene());
+    assert!(here.qemus().is_empty(), "its guest was ended\n{}", first.state_report());
     there.only_qemu();
     // Nobody boots it again here, and nobody takes the store back.
-    here.rekindle(&["recover"]).status(1).says(&["is not to run here any more", "restore web", "rekindle stop web"]);
+    here.rekindle(&["recover"]).status(1).prints(&["is not to run here any more", "restore web", "rekindle stop web"]);
     let text = store.to_str().unwrap();
     first.rekindle(["protect", "web", "--store", text, "--count", "1"]).status(1);
     here.rekindle(&["stop"]).ok();
@@ -78,7 +78,7 @@ fn a_protector_that_comes_back_late_ends_the_guest_before_it_claims_anything() {
     first
         .rekindle(["protect", "web", "--store", store.to_str().unwrap()])
         .status(1)
-        .says(&["is not to run here any more"]);
+        .prints(&["is not to run here any more"]);
     assert!(here.qemus().is_empty());
     assert_eq!(epoch(&second), before, "it has claimed the store");
     there.only_qemu();

@@ -5,7 +5,7 @@
 mod common;
 
 use common::served::{digest, image, kill_server, read, section};
-use common::{DEADLINE, Done, Guest, Lab, wait_for};
+use common::{CommandResult, DEADLINE, Guest, Lab, wait_for};
 use rekindle_vm::lock::Lock;
 use rekindle_vm::phases;
 use rekindle_vm::rundir::RunDir;
@@ -38,7 +38,7 @@ fn announce(guest: &Guest<'_>) {
     wait_saved(guest, "services");
 }
 
-fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> Done {
+fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> CommandResult {
     let all = ["--json", "reboot", "os", &guest.name, "--how", "phase"].into_iter().chain(arguments.iter().copied());
     guest.lab.rekindle(all)
 }
@@ -70,7 +70,7 @@ fn a_guest_goes_on_from_the_latest_phase_of_whose_blocks_none_was_written_since(
     assert!(phase(&guest, "services")["void"].as_str().unwrap().contains("none was saved"));
     assert_eq!(read(&guest, 16, 64), digest(&path, 16, 64));
     announce(&guest);
-    guest.rekindle(&["show"]).ok().says(&["# phase kernel: ", "# phase services: ", "may be used"]);
+    guest.rekindle(&["show"]).ok().prints(&["# phase kernel: ", "# phase services: ", "may be used"]);
 
     // What it has in its memory since, and what it has written elsewhere, is no part of it; the disk is what it is.
     guest.touch("16M");
@@ -85,7 +85,7 @@ fn a_guest_goes_on_from_the_latest_phase_of_whose_blocks_none_was_written_since(
     assert_eq!(read(&guest, 16, 64), digest(&path, 16, 64));
     let console = fs::read_to_string(guest.file("console.log")).unwrap();
     assert!(console.contains("rekindle-phase services: restored "), "{console}");
-    guest.rekindle(&["show", "--timeline"]).ok().says(&[
+    guest.rekindle(&["show", "--timeline"]).ok().prints(&[
         "reboot os --how phase",
         "choose a candidate",
         "tell the guest",
@@ -95,7 +95,7 @@ fn a_guest_goes_on_from_the_latest_phase_of_whose_blocks_none_was_written_since(
     guest.ask("write vda 20 1 9");
     assert!(phase(&guest, "services")["void"].as_str().unwrap().contains("disk disk0: block 20 "));
     let qemu = guest.only_qemu().process;
-    reboot(&guest, &["--candidate", "services"]).status(1).says(&["block 20 ", "--how cold", "runs as before"]);
+    reboot(&guest, &["--candidate", "services"]).status(1).prints(&["block 20 ", "--how cold", "runs as before"]);
     assert_eq!(guest.only_qemu().process, qemu);
     let (candidate, told) = from(&guest);
     assert_eq!(candidate.as_deref(), Some("kernel"), "{told}");
@@ -119,7 +119,7 @@ fn a_guest_goes_on_from_the_latest_phase_of_whose_blocks_none_was_written_since(
 
     // What was written while another server had it, or none, nobody knows.
     kill_server(&guest);
-    guest.rekindle(&["recover"]).ok().says(&["server"]);
+    guest.rekindle(&["recover"]).ok().prints(&["server"]);
     assert!(phase(&guest, "kernel")["void"].as_str().unwrap().contains("server is another one"));
     guest.ask("phase services");
     let skipped = "what that had touched before is not known";
@@ -166,20 +166,20 @@ fn what_keeps_no_phases_is_refused_and_what_is_not_wanted_is_not_saved() {
     let lab = Lab::new();
     let plain = lab.vm("plain").boot(&[]);
     let boot = plain.boot_id();
-    reboot(&plain, &[]).status(1).says(&["plain was not rebooted", "[phase]", "--how cold"]);
+    reboot(&plain, &[]).status(1).prints(&["plain was not rebooted", "[phase]", "--how cold"]);
     let freeze = ["--how", "cold", "--end", "freeze"];
     lab.rekindle(["reboot", "os", "plain"].into_iter().chain(freeze))
         .status(1)
-        .says(&["no agent answers", "omit --end freeze"]);
-    plain.rekindle(&["reboot", "os", "--how", "kexec", "--end", "freeze"]).status(2).says(&["--how kexec"]);
-    plain.rekindle(&["reboot", "os", "--candidate", "kernel"]).status(2).says(&["--how phase"]);
+        .prints(&["no agent answers", "omit --end freeze"]);
+    plain.rekindle(&["reboot", "os", "--how", "kexec", "--end", "freeze"]).status(2).prints(&["--how kexec"]);
+    plain.rekindle(&["reboot", "os", "--candidate", "kernel"]).status(2).prints(&["--how phase"]);
     assert_eq!((plain.boot_id(), plain.status()), (boot, "running".into()));
     // Nobody listens: the guest has booted all the same.
     plain.ask("phase services");
 
     let guest = guest(&lab, "some", &image(&lab, "disk.raw"));
     wait_saved(&guest, "kernel");
-    reboot(&guest, &["--candidate", "other"]).status(1).says(&["it saves no phase other", "kernel, services"]);
+    reboot(&guest, &["--candidate", "other"]).status(1).prints(&["it saves no phase other", "kernel, services"]);
     let log = || fs::read_to_string(guest.file("phases.log")).unwrap_or_default();
     guest.ask("phase other");
     wait_for("it to be refused", DEADLINE, || log().contains("does not name it").then_some(()));
@@ -263,7 +263,7 @@ fn every_death_ends_with_a_guest_that_runs() {
         assert_eq!(read(&guest, 2000, 16), digest(&path, 2000, 16), "{fault}");
         let fill = guest.file("fill.json");
         wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
-        guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+        guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
         guest.assert_sound();
         let ram = guest.rekindle(&["--json", "show"]).ok().json()["hardware"]["ram"]["path"]
             .as_str()
@@ -299,7 +299,7 @@ fn a_reboot_waits_for_a_phase_that_is_being_saved_and_for_nothing_else() {
     // A phase is there a moment before who saved it lets go of the VM.
     let lock = |operation| wait_for("nobody to hold the VM", DEADLINE, || Lock::acquire(&rundir, operation).ok());
     let other = lock("protecting something else");
-    reboot(&guest, &[]).status(1).says(&["is busy", "protecting something else"]);
+    reboot(&guest, &[]).status(1).prints(&["is busy", "protecting something else"]);
     drop(other);
     let saving = lock(phases::SAVING);
     let tries = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC).unwrap();
@@ -324,7 +324,7 @@ fn a_guest_in_huge_pages_has_no_phases() {
     let ram = pages.mount(&lab, "huge", ",size=264M");
     let vm = lab.vm("huge").memory("256M").section(&format!("[ram]\ndir = {ram:?}"));
     let guest = vm.section(PHASES).section(&section(&image(&lab, "disk.raw"), "")).boot(&[]);
-    reboot(&guest, &[]).status(1).says(&["huge was not rebooted", "huge pages", "--how cold"]);
+    reboot(&guest, &[]).status(1).prints(&["huge was not rebooted", "huge pages", "--how cold"]);
     let log = || fs::read_to_string(guest.file("phases.log")).unwrap_or_default();
     wait_for("it not to be saved", DEADLINE, || log().contains("huge pages").then_some(()));
 }

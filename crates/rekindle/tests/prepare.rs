@@ -8,7 +8,7 @@ mod common;
 use common::lab::{entries, left_in};
 use common::protector::Protector;
 use common::served::{image, kill_server, section};
-use common::{DEADLINE, Done, Guest, Lab, Net, eyes, qemu_old, wait_for};
+use common::{CommandResult, DEADLINE, Guest, Lab, Net, observe, qemu_old, wait_for};
 use rekindle_disk::control::Control;
 use serde_json::Value;
 use std::fs;
@@ -28,7 +28,7 @@ impl<'a> Spare<'a> {
         Self { lab, root: lab.path("spare") }
     }
 
-    fn rekindle(&self, arguments: &[&str]) -> Done {
+    fn rekindle(&self, arguments: &[&str]) -> CommandResult {
         let mut command = self.lab.command(arguments);
         command.env("REKINDLE_RUN_DIR", &self.root).env("REKINDLE_HOST_CONFIG", self.lab.path("spare.toml"));
         self.lab.finish(command)
@@ -45,8 +45,8 @@ impl<'a> Spare<'a> {
     }
 
     /// The one QEMU of this host.
-    fn qemu(&self) -> eyes::Qemu {
-        let [qemu] = eyes::qemus(&self.root).try_into().expect("one QEMU");
+    fn qemu(&self) -> observe::Qemu {
+        let [qemu] = observe::qemus(&self.root).try_into().expect("one QEMU");
         qemu
     }
 
@@ -56,7 +56,7 @@ impl<'a> Spare<'a> {
     }
 
     fn is_empty(&self) {
-        assert!(eyes::qemus(&self.root).is_empty(), "QEMUs are left");
+        assert!(observe::qemus(&self.root).is_empty(), "QEMUs are left");
         let left = left_in(&self.root);
         assert!(left.is_empty(), "{left:?}");
     }
@@ -64,7 +64,7 @@ impl<'a> Spare<'a> {
 
 impl Drop for Spare<'_> {
     fn drop(&mut self) {
-        for qemu in eyes::qemus(&self.root) {
+        for qemu in observe::qemus(&self.root) {
             let _ = qemu.process.kill();
         }
     }
@@ -123,11 +123,11 @@ fn a_prepared_restore_goes_on_from_the_newest_checkpoint() {
     // It is no guest, and nobody takes it for one.
     let definition = lab.path("ready.toml");
     let refused = ["prepared for a restore", "rekindle stop ready"];
-    spare.rekindle(&["run", definition.to_str().unwrap()]).status(1).says(&refused);
-    spare.rekindle(&["protect", "ready", "--store", &store]).status(1).says(&refused);
-    spare.rekindle(&["reboot", "vmm", "ready"]).status(1).says(&refused);
-    spare.rekindle(&["recover", "ready"]).ok().says(&["nothing to recover"]);
-    spare.rekindle(&["show", "ready"]).ok().says(&["is prepared", &qemu.process.pid.to_string()]);
+    spare.rekindle(&["run", definition.to_str().unwrap()]).status(1).prints(&refused);
+    spare.rekindle(&["protect", "ready", "--store", &store]).status(1).prints(&refused);
+    spare.rekindle(&["reboot", "vmm", "ready"]).status(1).prints(&refused);
+    spare.rekindle(&["recover", "ready"]).ok().prints(&["nothing to recover"]);
+    spare.rekindle(&["show", "ready"]).ok().prints(&["is prepared", &qemu.process.pid.to_string()]);
     assert_eq!(spare.qemu().process, qemu.process);
 
     // The guest went on meanwhile.
@@ -224,7 +224,7 @@ fn what_was_prepared_and_does_not_fit_any_more_is_replaced_and_that_is_said() {
     end();
     // Given up.
     prepare(&[]);
-    spare.rekindle(&["stop", "moved"]).ok().says(&["only prepared"]);
+    spare.rekindle(&["stop", "moved"]).ok().prints(&["only prepared"]);
     spare.is_empty();
 }
 
@@ -268,7 +268,7 @@ fn a_checkpoint_that_comes_while_it_is_restored_is_the_one_that_counts() {
         assert_eq!(newest(), restored["checkpoint"].as_u64(), "{restored}");
         // Either it went into the QEMU that had waited, or why not is told.
         assert_eq!(restored["prepared"] == true, restored["unused"].is_null(), "{restored}");
-        assert!(guest.qemus().is_empty(), "what runs elsewhere was ended here\n{}", lab.scene());
+        assert!(guest.qemus().is_empty(), "what runs elsewhere was ended here\n{}", lab.state_report());
         guest.rekindle(&["stop"]).ok();
         spare.rekindle(&["stop", "late", "--now"]).ok();
     }
@@ -296,13 +296,16 @@ fn it_waits_on_when_a_restore_cannot_begin_and_two_restores_are_one() {
     // The store is away.
     let aside = lab.path("aside");
     fs::rename(&store, &aside).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).says(&["store"]);
+    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).prints(&["store"]);
     waits_on();
     fs::rename(&aside, &store).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store, "--at", "7"]).status(1).says(&["checkpoint 7"]);
+    spare.rekindle(&["restore", "patient", "--store", &store, "--at", "7"]).status(1).prints(&["checkpoint 7"]);
     waits_on();
     let qemu = qemu_old().to_str().unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store, "--qemu", qemu]).status(1).says(&["machine type pc-q35"]);
+    spare
+        .rekindle(&["restore", "patient", "--store", &store, "--qemu", qemu])
+        .status(1)
+        .prints(&["machine type pc-q35"]);
     waits_on();
     // There is no room for it just now.
     fs::write(lab.path("spare.toml"), "ram_size = \"64M\"\n").unwrap();
@@ -310,7 +313,7 @@ fn it_waits_on_when_a_restore_cannot_begin_and_two_restores_are_one() {
     let full = ram.join("other.ram");
     let (free, _) = rekindle_memory::directory::RamDirectory::at(&ram).unwrap().room().unwrap();
     fs::File::create(&full).unwrap().set_len(free - (64 << 20)).unwrap();
-    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).says(&["128 MiB asked for", "promised"]);
+    spare.rekindle(&["restore", "patient", "--store", &store]).status(1).prints(&["128 MiB asked for", "promised"]);
     waits_on();
     fs::remove_file(&full).unwrap();
 
@@ -331,7 +334,7 @@ fn it_waits_on_when_a_restore_cannot_begin_and_two_restores_are_one() {
     assert_eq!(guest.boot_id(), boot);
     assert_eq!(pid, spare.qemu().process.pid);
     // Neither is it prepared while it runs.
-    spare.rekindle(&["restore", "patient", "--store", &store, "--prepare"]).status(1).says(&["runs already"]);
+    spare.rekindle(&["restore", "patient", "--store", &store, "--prepare"]).status(1).prints(&["runs already"]);
     spare.rekindle(&["stop", "patient", "--now"]).ok();
     spare.is_empty();
 }
@@ -347,7 +350,7 @@ fn what_cannot_be_restored_here_is_refused_before_anything_starts() {
         for more in [&[][..], &["--prepare"][..]] {
             let all = [&["restore", "big", "--store"], arguments, more].concat();
             if !(more.contains(&"--prepare") && (arguments.contains(&"--at") || words.contains(&"asked for"))) {
-                spare.rekindle(&all).status(1).says(words);
+                spare.rekindle(&all).status(1).prints(words);
             }
             spare.is_empty();
             assert_eq!(listing(Path::new(&store)), before, "who protects the VM goes on");
@@ -360,9 +363,9 @@ fn what_cannot_be_restored_here_is_refused_before_anything_starts() {
     fs::write(lab.path("spare.toml"), "ram_size = \"100M\"\n").unwrap();
     refused(&[&store], &["192 MiB asked for", "asked for"]);
     // And on the host where it runs.
-    lab.rekindle(["restore", "big", "--store", &store]).status(1).says(&["runs already"]);
+    lab.rekindle(["restore", "big", "--store", &store]).status(1).prints(&["runs already"]);
     guest.assert_sound();
-    spare.rekindle(&["restore", "big", "--store", &store, "--prepare", "--eager"]).status(2).says(&["--eager"]);
+    spare.rekindle(&["restore", "big", "--store", &store, "--prepare", "--eager"]).status(2).prints(&["--eager"]);
 }
 
 #[test]
@@ -383,7 +386,7 @@ fn a_guest_with_a_served_disk_goes_on_in_a_prepared_qemu_at_the_epoch_of_its_che
     protector.next_checkpoint();
     // While somebody has it nobody else gets it, and what was prepared waits on. Nor is the store taken from who protects it.
     let refused = spare.rekindle(&["restore", "served", "--store", &store]);
-    refused.status(1).says(&["disk0", "another program has it open"]);
+    refused.status(1).prints(&["disk0", "another program has it open"]);
     assert_eq!((spare.status("served"), status().waits), ("prepared".into(), true));
     protector.next_checkpoint();
     guest.ask("write vda 32 64 2");

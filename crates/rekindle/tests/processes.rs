@@ -89,7 +89,7 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
         recorded(fault);
         guest.wait_ready();
         let qemus = guest.qemus().into_iter().filter(|qemu| !ours.contains(&qemu.process.pid)).count();
-        assert_eq!(qemus, 1, "{fault}: {}", lab.scene());
+        assert_eq!(qemus, 1, "{fault}: {}", lab.state_report());
     }
     disks::server(&RunDir::new(&lab.run_root(), "web"), "disk0").unwrap().kill().unwrap();
     guest.rekindle(&["recover"]).ok();
@@ -118,7 +118,7 @@ fn recover_leaves_a_qemu_alive_that_does_not_answer() {
     let qemu = guest.only_qemu().process;
     signal(qemu, Signal::STOP);
     let pid = qemu.pid.to_string();
-    guest.rekindle(&["recover", "--wait", "2s"]).status(3).says(&[&pid, "does not answer", "kill -CONT", "--force"]);
+    guest.rekindle(&["recover", "--wait", "2s"]).status(3).prints(&[&pid, "does not answer", "kill -CONT", "--force"]);
     assert!(qemu.is_alive());
     signal(qemu, Signal::CONT);
     guest.rekindle(&["recover"]).ok();
@@ -126,7 +126,7 @@ fn recover_leaves_a_qemu_alive_that_does_not_answer() {
     assert_eq!(guest.only_qemu().process, qemu);
 
     signal(qemu, Signal::STOP);
-    guest.rekindle(&["recover", "--wait", "1s", "--force"]).ok().says(&[&pid, "is killed"]);
+    guest.rekindle(&["recover", "--wait", "1s", "--force"]).ok().prints(&[&pid, "is killed"]);
     assert!(!qemu.is_alive());
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
@@ -146,11 +146,11 @@ fn recover_leaves_a_destination_alive_that_was_told_to_resume_and_does_not_answe
     let new = guest.qemus().into_iter().map(|qemu| qemu.process).find(|process| *process != source).unwrap();
     signal(new, Signal::STOP);
     let pid = new.pid.to_string();
-    guest.rekindle(&["recover", "--wait", "2s"]).status(3).says(&[&pid, "has not answered within 2 s", "--force"]);
+    guest.rekindle(&["recover", "--wait", "2s"]).status(3).prints(&[&pid, "has not answered within 2 s", "--force"]);
     assert!(new.is_alive() && source.is_alive());
     assert_eq!(guest.status(), "needs-recovery");
     signal(new, Signal::CONT);
-    guest.rekindle(&["recover"]).ok().says(&["the guest runs in the destination QEMU"]);
+    guest.rekindle(&["recover"]).ok().prints(&["the guest runs in the destination QEMU"]);
     assert_eq!(guest.boot_id(), boot);
     assert_eq!(guest.only_qemu().process, new);
     guest.rekindle(&["stop", "--now"]).ok();
@@ -164,7 +164,7 @@ fn a_second_server_of_a_disk_is_never_started_beside_one_that_does_not_answer() 
     let server = served::server(&guest).unwrap();
     signal(server, Signal::STOP);
     let pid = server.pid.to_string();
-    guest.rekindle(&["recover", "--wait", "2s"]).status(3).says(&["disk0", &pid, "does not answer"]);
+    guest.rekindle(&["recover", "--wait", "2s"]).status(3).prints(&["disk0", &pid, "does not answer"]);
     assert!(server.is_alive());
     signal(server, Signal::CONT);
     wait_for("its server to answer", DEADLINE, || guest.rekindle(&["recover"]).code.filter(|code| *code == 0));

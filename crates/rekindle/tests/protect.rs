@@ -6,7 +6,7 @@ mod common;
 
 use common::protector::{Protector, crash, pager, restore, store, wait_filled};
 use common::served::kill_watcher;
-use common::{DEADLINE, Guest, Lab, Net, qemu_new, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, Net, assert_ticks_once, qemu_new, wait_for};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::Value;
 use std::fs;
@@ -44,7 +44,7 @@ fn what_is_restored_is_what_was_committed_by_every_policy() {
         wait_filled(&guest);
         guest.verify();
         guest.assert_sound();
-        ticks_once(&guest.file("console.log"));
+        assert_ticks_once(&guest.file("console.log"));
         // And it can be protected again, into the same store.
         let mut again = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "2"]);
         assert!(again.wait("checkpoint")["number"].as_u64() > restored["checkpoint"].as_u64());
@@ -125,7 +125,7 @@ fn a_guest_outlives_its_pager_and_reads_no_wrong_page() {
             protector.wait("waiting");
             drop(protector);
             // ... nor is a new QEMU given memory with holes in it. That starts the guest's helpers again, and so the pager.
-            guest.rekindle(&["reboot", "vmm"]).status(1).says(&["still being loaded", "rekindle recover"]);
+            guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["still being loaded", "rekindle recover"]);
         }
         guest.rekindle(&["recover"]).ok();
         wait_filled(&guest);
@@ -172,12 +172,12 @@ fn an_eager_restore_has_all_memory_and_an_older_checkpoint_can_be_had() {
     assert!(protector.child.wait().unwrap().success());
     // Running already: refused, and nothing happens to it.
     let path = store.to_str().unwrap();
-    lab.rekindle(["restore", "eager", "--store", path]).status(1).says(&["eager runs already"]);
+    lab.rekindle(["restore", "eager", "--store", path]).status(1).prints(&["eager runs already"]);
     let boot = guest.boot_id();
     crash(&guest);
     lab.rekindle(["restore", "eager", "--store", path, "--at", "1"])
         .status(1)
-        .says(&["checkpoint 1 is not there", "2"]);
+        .prints(&["checkpoint 1 is not there", "2"]);
     lab.assert_empty();
     let restored = restore(&guest, &store, &["--eager", "--at", "2"]);
     assert_eq!((restored["filled"].clone(), restored["checkpoint"].clone()), (true.into(), 2.into()));
@@ -202,14 +202,14 @@ fn a_store_is_looked_after_and_stock_qemu_loads_what_it_exports() {
     let listed = lab.rekindle(["--json", "store", "ls", path]).ok().json();
     assert_eq!(listed["checkpoints"].as_array().unwrap().len(), 2, "{listed:#}");
     assert_eq!(listed["vm"]["name"], "kept");
-    lab.rekindle(["store", "ls", path]).ok().says(&["NUMBER", "protect kept", "on the disk"]);
-    lab.rekindle(["store", "verify", path]).ok().says(&["2 checkpoints", "all good"]);
-    lab.rekindle(["store", "compact", path]).ok().says(&["freed"]);
+    lab.rekindle(["store", "ls", path]).ok().prints(&["NUMBER", "protect kept", "on the disk"]);
+    lab.rekindle(["store", "verify", path]).ok().prints(&["2 checkpoints", "all good"]);
+    lab.rekindle(["store", "compact", path]).ok().prints(&["freed"]);
 
     // The same command line with RAM of its own, as anybody would start it.
     let stream = lab.path("kept.stream");
     let file = stream.to_str().unwrap();
-    lab.rekindle(["store", "export", path, "--output", file]).ok().says(&["checkpoint 2"]);
+    lab.rekindle(["store", "export", path, "--output", file]).ok().prints(&["checkpoint 2"]);
     lab.rekindle(["store", "export", path, "--output", file]).status(0);
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let line: Vec<String> = serde_json::from_value(shown["command_line"].clone()).unwrap();
@@ -415,9 +415,9 @@ fn a_guest_that_a_killed_protector_left_stopped_goes_on() {
     };
     stop();
     assert!(guest.status().contains("paused"));
-    guest.rekindle(&["recover"]).ok().says(&["left the guest stopped", "it was resumed"]);
+    guest.rekindle(&["recover"]).ok().prints(&["left the guest stopped", "it was resumed"]);
     assert_eq!(guest.status(), "running");
-    guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+    guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
     // Nor is it its owner's pause, which a reboot of its QEMU would keep.
     stop();
     guest.warm(&[]);
@@ -441,20 +441,22 @@ fn what_cannot_be_protected_or_restored_is_refused_by_name() {
     let directory = store(&lab, "written");
     let path = directory.to_str().unwrap();
     let protect = |arguments: &[&str]| lab.rekindle(["protect", "written", "--store", path].iter().chain(arguments));
-    protect(&[]).status(1).says(&["writes to", "disk.raw", "--disk crash-consistent"]);
+    protect(&[]).status(1).prints(&["writes to", "disk.raw", "--disk crash-consistent"]);
     let crash_consistent = ["--disk", "crash-consistent", "--count", "1"];
-    protect(&[&crash_consistent[..], &["--policy", "precopy"]].concat()).status(1).says(&["O_DIRECT", "--policy cow"]);
+    protect(&[&crash_consistent[..], &["--policy", "precopy"]].concat())
+        .status(1)
+        .prints(&["O_DIRECT", "--policy cow"]);
     protect(&["--disk-hook", "exit 7", "--every", "50ms", "--count", "1"])
         .status(1)
-        .says(&["hook `exit 7`", "exit status: 7"]);
+        .prints(&["hook `exit 7`", "exit status: 7"]);
     guest.assert_sound();
     protect(&crash_consistent).ok();
     let other = lab.vm("other").start(&[]);
-    lab.rekindle(["protect", "other", "--store", path]).status(1).says(&["holds VM written", "not VM other"]);
-    lab.rekindle(["protect", "nobody", "--store", path]).status(1).says(&["there is no VM nobody"]);
+    lab.rekindle(["protect", "other", "--store", path]).status(1).prints(&["holds VM written", "not VM other"]);
+    lab.rekindle(["protect", "nobody", "--store", path]).status(1).prints(&["there is no VM nobody"]);
     let nothing = lab.path("nothing");
     fs::create_dir(&nothing).unwrap();
-    lab.rekindle(["restore", "x", "--store", nothing.to_str().unwrap()]).status(1).says(&["not a store of Rekindle"]);
+    lab.rekindle(["restore", "x", "--store", nothing.to_str().unwrap()]).status(1).prints(&["not a store of Rekindle"]);
     other.rekindle(&["stop", "--now"]).ok();
     crash(&guest);
     let definition = fs::read_to_string(lab.path("written.toml")).unwrap();
@@ -462,12 +464,12 @@ fn what_cannot_be_protected_or_restored_is_refused_by_name() {
     let lines = definition.lines().filter(|line| !on_tap(line));
     let here = lab.path("here.toml");
     fs::write(&here, lines.collect::<Vec<_>>().join("\n").replace("kind = \"tap\"", "kind = \"user\"")).unwrap();
-    lab.rekindle(["restore", "written", "--store", path, "--definition", here.to_str().unwrap()]).status(1).says(&[
+    lab.rekindle(["restore", "written", "--store", path, "--definition", here.to_str().unwrap()]).status(1).prints(&[
         "network net0",
         "needs one again",
         "kind = \"tap\"",
     ]);
     fs::remove_file(&disk).unwrap();
-    lab.rekindle(["restore", "written", "--store", path]).status(1).says(&["disk.raw"]);
+    lab.rekindle(["restore", "written", "--store", path]).status(1).prints(&["disk.raw"]);
     lab.assert_empty();
 }

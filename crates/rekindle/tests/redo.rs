@@ -62,7 +62,7 @@ fn the_log_of_another_image_is_neither_merged_nor_served() {
     let serve = ["disk", "serve", text(&b), "--redo", text(&redo), "--socket", text(&socket), "--buffered"];
     for arguments in [&merge[..], &[&merge[..], &["--dry-run"]].concat(), &serve[..]] {
         let failed = lab.rekindle(arguments).status(1);
-        failed.says(&["a.raw, not of b.raw", "--image-renamed-from a.raw"]);
+        failed.prints(&["a.raw, not of b.raw", "--image-renamed-from a.raw"]);
         assert_eq!(fs::read(&b).unwrap(), vec![7; BYTES as usize], "{arguments:?}");
         assert_eq!(content(&redo), before, "{arguments:?}");
     }
@@ -91,7 +91,7 @@ fn a_damaged_sealed_epoch_is_not_merged_and_its_segment_is_named() {
     let before = content(&redo);
     for arguments in [&["disk", "merge", text(&image), "--buffered"][..], &["disk", "merge", text(&image), "--dry-run"]]
     {
-        lab.rekindle(arguments).status(1).says(&["1.log", "epoch 1", "byte 4096", "backup"]);
+        lab.rekindle(arguments).status(1).prints(&["1.log", "epoch 1", "byte 4096", "backup"]);
         assert_eq!(fs::read(&image).unwrap(), vec![0; BYTES as usize], "{arguments:?}");
         assert_eq!(content(&redo), before, "{arguments:?}");
     }

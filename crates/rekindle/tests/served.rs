@@ -87,7 +87,7 @@ fn what_would_miss_its_writes_is_refused() {
     let store = store(&lab, "refused");
     let store = store.to_str().unwrap();
     let all = ["protect", "refused", "--store", store, "--policy", "cow"];
-    lab.rekindle(all).status(1).says(&["the server of disk0", "--policy precopy or basic"]);
+    lab.rekindle(all).status(1).prints(&["the server of disk0", "--policy precopy or basic"]);
     guest.assert_sound();
 }
 

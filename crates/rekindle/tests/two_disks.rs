@@ -153,7 +153,7 @@ fn what_a_server_has_needed_goes_with_it_and_the_other_serves_on() {
     let before = former(&guest);
     kill_watcher(&guest);
     server(&guest, 0).kill().unwrap();
-    guest.rekindle(&["recover"]).ok().says(&["server"]);
+    guest.rekindle(&["recover"]).ok().prints(&["server"]);
     wait_for("its part to go", DEADLINE, || (former(&guest) < before - BLOCKS / 2 * BLOCK).then_some(()));
     assert_reads(&guest, &images);
     let told = became(&guest, 1);

@@ -153,7 +153,7 @@ fn a_guest_that_writes_its_root_goes_on_from_the_early_phase_and_no_later_one() 
         assert!(phase["skipped"][0]["name"] == "services" && why.contains("disk disk0: block "), "{phase}");
         check(&guest, "/srv", round);
     }
-    guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
+    guest.rekindle(&["stop"]).ok().prints(&["by its agent"]);
     fsck(&disk);
 }
 
@@ -196,7 +196,7 @@ fn a_guest_that_only_reads_its_root_goes_on_from_the_late_phase_and_mounts_its_d
         assert!(now.abs_diff(theirs) < 60, "{now} here, {theirs} there");
     }
     assert!(void(&guest, "services").is_null() && void(&guest, "kernel").is_null());
-    guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
+    guest.rekindle(&["stop"]).ok().prints(&["by its agent"]);
     fsck(&data);
 }
 
@@ -219,7 +219,7 @@ fn what_was_written_before_its_file_systems_were_frozen_is_there() {
     command.env("REKINDLE_FAULT", "cold.suspend.frozen:kill");
     assert_eq!(lab.finish(command).code, None);
     assert_eq!(guest.status(), "needs-recovery");
-    guest.rekindle(&["recover"]).ok().says(&["the guest was booted"]);
+    guest.rekindle(&["recover"]).ok().prints(&["the guest was booted"]);
     guest.wait_ready();
     wait_booted(&guest);
     check(&guest, "/srv/data", rounds + 1);
@@ -227,7 +227,7 @@ fn what_was_written_before_its_file_systems_were_frozen_is_there() {
     let port = guest.only_qemu().directory.join("agent.sock");
     agent::freeze(&port, ANSWER).unwrap();
     let all = ["reboot", "os", &guest.name, "--how", "cold", "--end", "freeze"];
-    lab.rekindle(all).status(1).says(&["frozen already", "runs as before"]);
+    lab.rekindle(all).status(1).prints(&["frozen already", "runs as before"]);
     agent::thaw(&port, ANSWER).unwrap();
     // Cold too: nothing that it had not written is wanted.
     write(&guest, "/srv/data", rounds + 2);
@@ -235,6 +235,6 @@ fn what_was_written_before_its_file_systems_were_frozen_is_there() {
     guest.wait_ready();
     wait_booted(&guest);
     check(&guest, "/srv/data", rounds + 2);
-    guest.rekindle(&["stop"]).ok().says(&["by its agent"]);
+    guest.rekindle(&["stop"]).ok().prints(&["by its agent"]);
     fsck(&data);
 }

@@ -6,7 +6,7 @@ mod common;
 
 use common::protector::{Protector, crash, restore, store, wait_filled};
 use common::served::{READ, digest, image, read, section, server, status};
-use common::{DEADLINE, Guest, Lab, major, qemu_new, qemu_newest, qemu_old, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, assert_ticks_once, major, qemu_new, qemu_newest, qemu_old, wait_for};
 use rekindle_qemu::program::Program;
 use serde_json::Value;
 use std::path::Path;
@@ -62,7 +62,7 @@ fn each_qemu_is_replaced_by_each_other_warm_and_back() {
     guest.rekindle(&["recover"]).ok();
     guest.ask("drop-caches");
     assert_eq!(read(&guest, 0, READ), digest(&disk, 0, READ));
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
     guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
 }

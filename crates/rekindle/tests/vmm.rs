@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{DEADLINE, Guest, Lab, Net, Watch, major, qemu_new, qemu_old, ticks_once, wait_for};
+use common::{DEADLINE, Guest, Lab, Net, Watch, assert_ticks_once, major, qemu_new, qemu_old, wait_for};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Stdio};
@@ -53,7 +53,7 @@ fn warm_keeps_memory_connections_console_and_video() {
     guest.verify();
     assert!(guest.ask("uptime").parse::<f64>().unwrap() > 0.0);
     guest.assert_sound();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
     let steps = report["steps"].as_array().unwrap();
     for phase in ["prepare", "suspend", "renew", "resume", "settle"] {
         assert!(steps.iter().any(|step| step["phase"] == phase), "no {phase} in {report:#}");
@@ -72,11 +72,11 @@ fn warm_keeps_memory_connections_console_and_video() {
     guest.assert_sound();
     console.leave();
     let drawn = guest.rekindle(&["show", "--timeline"]).ok();
-    drawn.says(&["reboot vmm --how warm of warm", "suspend", "settle", "█"]);
+    drawn.prints(&["reboot vmm --how warm of warm", "suspend", "settle", "█"]);
     let entries = guest.rekindle(&["--json", "show", "--timeline"]).ok().json();
     assert!(entries.as_array().unwrap().iter().all(|entry| entry["vm"] == "warm"), "{entries:#}");
     let lines = guest.lab.rekindle(["reboot", "vmm", "warm"]).ok();
-    lines.says(&["warm: stopped for", &format!("QEMU {}.", major(qemu_new())), "->"]);
+    lines.prints(&["warm: stopped for", &format!("QEMU {}.", major(qemu_new())), "->"]);
     guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
 }
@@ -121,7 +121,7 @@ fn an_upgrade_goes_to_the_new_qemu_and_back() {
     guest.touch("24M");
     let boot = guest.boot_id();
     let back = guest.reboot("warm", &["--rollback"]).status(1);
-    back.says(&["upgrade", "it has run no other QEMU binary"]);
+    back.prints(&["upgrade", "it has run no other QEMU binary"]);
     guest.assert_sound();
 
     let new = qemu_new().to_str().unwrap();
@@ -147,7 +147,7 @@ fn an_upgrade_goes_to_the_new_qemu_and_back() {
     guest.verify();
     guest.assert_sound();
     assert_eq!(guest.boot_id(), boot);
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 }
 
 #[test]
@@ -165,7 +165,7 @@ fn saved_keeps_memory_and_cold_does_not() {
     echo.write_all(b"still there").unwrap();
     echo.read_exact(&mut [0; 11]).unwrap();
     guest.assert_sound();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 
     let report = guest.reboot("cold", &[]).ok().json();
     let steps: Vec<_> = report["vms"][0]["steps"].as_array().unwrap().iter().map(|step| step["step"].clone()).collect();
@@ -176,19 +176,19 @@ fn saved_keeps_memory_and_cold_does_not() {
     guest.touch("24M");
     guest.warm(&[]);
     guest.verify();
-    guest.rekindle(&["stop"]).ok().says(&["shut down by ACPI"]);
+    guest.rekindle(&["stop"]).ok().prints(&["shut down by ACPI"]);
     lab.assert_empty();
 }
 
 #[test]
 fn all_are_rebooted_at_once_and_one_that_fails_holds_up_nobody() {
     let lab = Lab::new();
-    lab.rekindle(["reboot", "vmm", "--all"]).status(2).says(&["no VM runs"]);
+    lab.rekindle(["reboot", "vmm", "--all"]).status(2).prints(&["no VM runs"]);
     let names = ["one", "two", "three"];
     let started: Vec<_> = names.iter().map(|name| lab.vm(name).memory("112M").start(&[])).collect();
     started.iter().for_each(Guest::wait_ready);
     let before: Vec<_> = started.iter().map(|guest| (guest.boot_id(), guest.touch("16M"))).collect();
-    let watch = Watch::begin(&lab.run_root());
+    let watch = Watch::start(&lab.run_root());
     let report = lab.rekindle(["--json", "reboot", "vmm", "--all"]).ok().json();
     watch.end();
     let vms = report["vms"].as_array().unwrap();
@@ -288,5 +288,5 @@ fn twenty_in_a_row_lose_nothing() {
     guest.verify();
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
-    ticks_once(&guest.file("console.log"));
+    assert_ticks_once(&guest.file("console.log"));
 }

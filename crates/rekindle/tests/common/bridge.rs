@@ -1,18 +1,18 @@
-//! A bridge of this host.
+//! A bridge on this host.
 
 use super::lab::Lab;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A bridge, with a way to it from a lab's namespace; both go at the end. Only its own ports can reach it: the host has no
-/// address on it.
+/// A bridge that is connected to a lab's namespace; both are removed on drop. Only its own ports can reach it: the host
+/// has no address on it.
 pub struct Bridge {
-    /// Its name, which no other on this host has.
+    /// The name, which is unique on this host.
     pub name: String,
     namespace: String,
 }
 
-/// The lab's end of the way to the bridge.
+/// The interface in the lab's namespace that leads to the bridge.
 pub const NEAR: &str = "near";
 
 fn ip(line: &str) {
@@ -21,7 +21,7 @@ fn ip(line: &str) {
 }
 
 impl Bridge {
-    /// Make it, and the lab's namespace.
+    /// Creates the bridge and the lab's namespace.
     pub fn new(lab: &Lab) -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let name = format!("rt{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -36,12 +36,12 @@ impl Bridge {
         bridge
     }
 
-    /// Give the lab an address in the bridge's network.
+    /// Gives the lab an address in the bridge's network.
     pub fn address(&self, address: &str) {
         ip(&format!("-n {} addr add {address} dev {NEAR}", self.namespace));
     }
 
-    /// The interfaces in the bridge, but for the way to the lab.
+    /// Returns the interfaces in the bridge, except the one that leads to the lab.
     pub fn ports(&self) -> Vec<String> {
         let output = Command::new("ip").args(["-o", "link", "show", "master", &self.name]).output().expect("ip runs");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -52,7 +52,7 @@ impl Bridge {
 
 impl Drop for Bridge {
     fn drop(&mut self) {
-        // The way to the lab goes with either of its ends.
+        // Removing one end of the veth pair removes both.
         for line in [
             format!("link del {}p", self.name),
             format!("link del {}", self.name),

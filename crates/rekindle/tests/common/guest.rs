@@ -1,7 +1,7 @@
-//! One guest: what it says of itself, and what `rekindle` says of it.
+//! One guest: its own answers, and what `rekindle` reports about it.
 
-use super::eyes::{self, Qemu};
-use super::lab::{Done, Lab};
+use super::lab::{CommandResult, Lab};
+use super::observe::{self, Qemu};
 use super::{DEADLINE, wait_for};
 use rekindle_kernel::netns;
 use serde_json::Value;
@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 /// A guest of a lab.
 pub struct Guest<'a> {
-    /// Where it lives.
     pub lab: &'a Lab,
     /// The VM's name.
     pub name: String,
@@ -40,7 +39,6 @@ impl<'a> Guest<'a> {
         Self { lab, name: name.into(), namespace, address }
     }
 
-    /// Its address.
     pub fn ip(&self) -> String {
         self.address.ip().to_string()
     }
@@ -50,7 +48,7 @@ impl<'a> Guest<'a> {
         self.lab.run_root().join(&self.name).join(name)
     }
 
-    /// Connect to one of its ports, soon.
+    /// Connects to one of its ports within 2 s.
     pub fn connect(&self, port: u16) -> io::Result<TcpStream> {
         self.connect_within(port, Duration::from_secs(2))
     }
@@ -64,24 +62,24 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Send a command and give the reply.
+    /// Sends a command and returns the reply.
     pub fn try_ask(&self, command: &str) -> io::Result<String> {
         self.try_ask_at(self.address.port(), command)
     }
 
-    /// Send a command to one of its ports and give the reply.
+    /// Sends a command to one of its ports and returns the reply.
     pub fn try_ask_at(&self, port: u16, command: &str) -> io::Result<String> {
-        Self::asked(&self.connect(port)?, command, Duration::from_secs(60))
+        Self::exchange(&self.connect(port)?, command, Duration::from_secs(60))
     }
 
-    /// Whether it answers by now. QEMU's user network takes a connection before its guest can, and then lets a packet that
-    /// was lost wait for 6 to 48 s: asking again is sooner.
+    /// Returns whether the guest answers. QEMU's user network accepts a connection before its guest can, and retransmits a
+    /// lost packet only after 6 to 48 s: another connection is faster.
     pub fn is_up(&self) -> bool {
         let soon = Duration::from_secs(2);
-        self.connect(self.address.port()).and_then(|stream| Self::asked(&stream, "boot-id", soon)).is_ok()
+        self.connect(self.address.port()).and_then(|stream| Self::exchange(&stream, "boot-id", soon)).is_ok()
     }
 
-    fn asked(stream: &TcpStream, command: &str, patience: Duration) -> io::Result<String> {
+    fn exchange(stream: &TcpStream, command: &str, patience: Duration) -> io::Result<String> {
         stream.set_read_timeout(Some(patience))?;
         writeln!(&*stream, "{command}")?;
         let mut reply = String::new();
@@ -89,58 +87,59 @@ impl<'a> Guest<'a> {
         if reply.ends_with('\n') { Ok(reply.trim_end().into()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 
-    /// Send a command whose reply may not come, since the guest ends.
+    /// Sends a command without waiting for a reply: the guest may end before it replies.
     #[track_caller]
-    pub fn tell(&self, command: &str) {
+    pub fn send(&self, command: &str) {
         let stream = self.connect_within(self.address.port(), DEADLINE);
         let sent = stream.and_then(|stream| writeln!(&stream, "{command}"));
-        sent.unwrap_or_else(|e| panic!("`{command}` to guest {}: {e}\n{}", self.name, self.lab.scene()));
+        sent.unwrap_or_else(|e| panic!("`{command}` to guest {}: {e}\n{}", self.name, self.lab.state_report()));
     }
 
-    /// Send a command to a guest that runs; what it replies after `ok`.
+    /// Sends a command to a running guest and returns what follows `ok` in the reply.
     #[track_caller]
     pub fn ask(&self, command: &str) -> String {
         // A guest that runs on a busy machine may take a while.
         let stream = self.connect_within(self.address.port(), DEADLINE);
-        let reply = stream.and_then(|stream| Self::asked(&stream, command, Duration::from_secs(60)));
-        let reply = reply.unwrap_or_else(|e| panic!("`{command}` to guest {}: {e}\n{}", self.name, self.lab.scene()));
+        let reply = stream.and_then(|stream| Self::exchange(&stream, command, Duration::from_secs(60)));
+        let reply =
+            reply.unwrap_or_else(|e| panic!("`{command}` to guest {}: {e}\n{}", self.name, self.lab.state_report()));
         let rest = reply.strip_prefix("ok");
-        rest.unwrap_or_else(|| panic!("guest {} answers `{command}`: {reply}\n{}", self.name, self.lab.scene()))
+        rest.unwrap_or_else(|| panic!("guest {} answers `{command}`: {reply}\n{}", self.name, self.lab.state_report()))
             .trim()
             .into()
     }
 
-    /// Wait until it is up.
+    /// Waits until the guest answers.
     #[track_caller]
     pub fn wait_ready(&self) {
         wait_for(&format!("guest {} to be up", self.name), DEADLINE, || {
-            assert!(!self.qemus().is_empty(), "guest {}: its QEMU has ended\n{}", self.name, self.lab.scene());
+            assert!(!self.qemus().is_empty(), "guest {}: its QEMU has ended\n{}", self.name, self.lab.state_report());
             self.is_up().then_some(())
         });
     }
 
-    /// The kernel's number of this boot.
+    /// Returns the kernel's ID of this boot.
     #[track_caller]
     pub fn boot_id(&self) -> String {
         self.ask("boot-id")
     }
 
-    /// The guest's counter of ticks.
+    /// Returns the guest's tick counter.
     #[track_caller]
     pub fn tick(&self) -> u64 {
         self.ask("tick").parse().expect("a number")
     }
 
-    /// Fill memory with a pattern.
+    /// Fills guest memory with a pattern.
     #[track_caller]
     pub fn touch(&self, size: &str) {
         self.ask(&format!("touch {size} 7"));
     }
 
-    /// That the pattern is whole.
+    /// Asserts that the pattern of [`Guest::touch`] is intact.
     #[track_caller]
     pub fn verify(&self) {
-        // It answers a moment before it is free for the next command.
+        // The guest replies shortly before it can accept the next command.
         let answer = wait_for("the guest to be free", DEADLINE, || {
             let answer = self.try_ask("verify").ok()?;
             (!answer.contains("busy with another command")).then_some(answer)
@@ -150,24 +149,24 @@ impl<'a> Guest<'a> {
         assert!(pages > 0, "no memory was touched in guest {}", self.name);
     }
 
-    /// Run `rekindle COMMAND.. NAME`.
-    pub fn rekindle(&self, arguments: &[&str]) -> Done {
+    /// Runs `rekindle COMMAND.. NAME`.
+    pub fn rekindle(&self, arguments: &[&str]) -> CommandResult {
         self.lab.rekindle(arguments.iter().copied().chain([self.name.as_str()]))
     }
 
-    /// `rekindle reboot vmm NAME --how HOW ...`, whatever comes of it.
-    pub fn reboot(&self, how: &str, arguments: &[&str]) -> Done {
+    /// Runs `rekindle reboot vmm NAME --how HOW ...`, which may fail.
+    pub fn reboot(&self, how: &str, arguments: &[&str]) -> CommandResult {
         let first = ["--json", "reboot", "vmm", &self.name, "--how", how];
         self.lab.rekindle(first.into_iter().chain(arguments.iter().copied()))
     }
 
-    /// A warm reboot that has to succeed; its report.
+    /// Runs a warm reboot that has to succeed and returns its report.
     #[track_caller]
     pub fn warm(&self, arguments: &[&str]) -> Value {
         self.reboot("warm", arguments).ok().json()["vms"][0].clone()
     }
 
-    /// Its status as `rekindle ls` says it.
+    /// Returns the status that `rekindle ls` reports.
     #[track_caller]
     pub fn status(&self) -> String {
         let all = self.lab.rekindle(["--json", "ls"]).ok().json();
@@ -179,27 +178,26 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Its QEMUs.
     pub fn qemus(&self) -> Vec<Qemu> {
-        eyes::qemus(&self.lab.run_root().join(&self.name))
+        observe::qemus(&self.lab.run_root().join(&self.name))
     }
 
-    /// Its only QEMU, which runs the guest.
+    /// Returns the VM's QEMU after asserting that it is the only one and runs the guest.
     #[track_caller]
     pub fn only_qemu(&self) -> Qemu {
         let mut all = self.qemus();
-        assert_eq!(all.len(), 1, "exactly one QEMU was expected\n{}", self.lab.scene());
+        assert_eq!(all.len(), 1, "exactly one QEMU was expected\n{}", self.lab.state_report());
         let qemu = all.remove(0);
-        assert_eq!(qemu.run_state().as_deref(), Some("running"), "{}", self.lab.scene());
+        assert_eq!(qemu.run_state().as_deref(), Some("running"), "{}", self.lab.state_report());
         qemu
     }
 
-    /// That all is as it should be of a VM that nothing is done to: one QEMU, which runs, and nothing left over.
+    /// Asserts that the VM is running with one QEMU, and that no operation has left anything.
     #[track_caller]
     pub fn assert_sound(&self) {
         let qemu = self.only_qemu();
-        assert_eq!(self.status(), "running", "{}", self.lab.scene());
-        assert!(!self.file("operation.json").exists(), "operation.json is left\n{}", self.lab.scene());
+        assert_eq!(self.status(), "running", "{}", self.lab.state_report());
+        assert!(!self.file("operation.json").exists(), "operation.json is left\n{}", self.lab.state_report());
         assert!(!self.file("handover.stream").exists(), "handover.stream is left");
         let directories: Vec<_> = super::lab::entries(&self.file(""))
             .into_iter()
@@ -208,14 +206,14 @@ impl<'a> Guest<'a> {
         assert_eq!(directories, std::slice::from_ref(&qemu.directory), "directories of other QEMUs are left");
         let shown = self.rekindle(&["--json", "show"]).ok().json();
         assert_eq!(shown["vmm"]["pid"], qemu.process.pid, "another QEMU is recorded than runs: {shown:#}");
-        let mine = eyes::scheduling(std::process::id());
-        assert_eq!(qemu.scheduling(), mine, "threads of QEMU are left before others, or behind them");
+        let mine = observe::scheduling(std::process::id());
+        assert_eq!(qemu.scheduling(), mine, "QEMU's threads have kept a changed priority");
         if self.namespace.is_some() {
             let known = |name: &String| name.ends_with("-net0") || name == super::bridge::NEAR;
             let others: Vec<_> = self.lab.interfaces().into_iter().filter(|name| !known(name)).collect();
             assert!(others.is_empty(), "stand-ins of taps are left: {others:?}");
         }
-        // Phases of its boot are to be there.
+        // Boot snapshots stay.
         let mut saved = super::lab::entries(&self.lab.save_dir());
         saved.retain(|path| path.extension().is_none_or(|end| end != "phase"));
         assert!(saved.is_empty(), "saved states are left: {saved:?}");

@@ -1,4 +1,4 @@
-//! Huge pages of this host, borrowed for a test.
+//! Huge pages that a test reserves on this host.
 
 use super::lab::Lab;
 use rustix::fs::{FlockOperation, flock};
@@ -9,11 +9,11 @@ use std::process::Command;
 /// Bytes of a page.
 const PAGE: u64 = 2 << 20;
 
-/// More huge pages of 2 MiB than this host had; given back at the end, also after a panic. Make it before the [`Lab`]
-/// whose guests use them, so that it ends after that.
+/// Additional huge pages of 2 MiB; released on drop, also after a panic. Create it before the [`Lab`] whose guests use
+/// the pages, so that it is dropped after the lab.
 pub struct HugePages {
     more: u64,
-    /// One borrower at a time: the number of pages is read and written in two steps.
+    /// A lock for one user at a time: the number of pages is read and written in two steps.
     _only: File,
 }
 
@@ -29,7 +29,7 @@ fn number(name: &str) -> u64 {
 }
 
 impl HugePages {
-    /// Have so many MiB more.
+    /// Reserves `mib` MiB more than the host had.
     pub fn borrow(mib: u64) -> Self {
         let only = File::open(file("")).unwrap_or_else(|e| panic!("this host has no huge pages of 2 MiB: {e}"));
         flock(&only, FlockOperation::LockExclusive).expect("a directory can be locked");
@@ -47,7 +47,7 @@ impl HugePages {
         pages
     }
 
-    /// A hugetlbfs of the test's own, which goes with the lab. `options` as `mount` takes them.
+    /// Mounts a hugetlbfs for the test, which the lab unmounts. `options` start with a comma, as `mount` takes them.
     pub fn mount(&self, lab: &Lab, name: &str, options: &str) -> PathBuf {
         let path = lab.path(name);
         fs::create_dir(&path).expect("a directory");
@@ -59,7 +59,7 @@ impl HugePages {
         path
     }
 
-    /// Bytes of the host's pool that nobody has and nobody is promised.
+    /// Returns the bytes of the host's pool that are neither used nor reserved.
     pub fn left(&self) -> u64 {
         number("free_hugepages").saturating_sub(number("resv_hugepages")) * PAGE
     }
@@ -70,7 +70,7 @@ impl Drop for HugePages {
         let now = number("nr_hugepages");
         let path = file("nr_hugepages");
         if let Err(e) = fs::write(&path, now.saturating_sub(self.more).to_string()) {
-            eprintln!("{} huge pages are not given back: {}: {e}", self.more, path.display());
+            eprintln!("{} huge pages were not released: {}: {e}", self.more, path.display());
         }
     }
 }

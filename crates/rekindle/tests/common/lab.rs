@@ -1,7 +1,7 @@
-//! A place for one test: run directory, RAM, network namespace; all of it goes at the end, also after a panic.
+//! The environment of one test: run directory, RAM, network namespace. It is removed on drop, also after a panic.
 
 use super::vm::Vm;
-use super::{DEADLINE, eyes};
+use super::{DEADLINE, observe};
 use rekindle_qemu::binary::Binary;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -15,12 +15,11 @@ use std::sync::{Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The repository.
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// What the tests need beside this crate.
+/// The QEMU binaries and the guest image that the tests need.
 struct Tools {
     old: PathBuf,
     new: PathBuf,
@@ -49,13 +48,13 @@ fn tools() -> &'static Tools {
         let [old, new, newest] = QEMUS.map(path);
         let tools = Tools { old, new, newest, micro: micro.into() };
         for file in [&tools.old, &tools.new, &tools.newest, &tools.micro.join("vmlinuz"), &tools.micro.join("initrd")] {
-            assert!(file.exists(), "{} is not there; run: scripts/setup && guest/build micro", file.display());
+            assert!(file.exists(), "{} is missing; run: scripts/setup && guest/build micro", file.display());
         }
         tools
     })
 }
 
-/// The folder of the Debian guest, which has a second disk for data.
+/// Returns the directory of the Debian guest, which has a second disk for data.
 fn debian() -> &'static Path {
     static DEBIAN: OnceLock<PathBuf> = OnceLock::new();
     DEBIAN.get_or_init(|| {
@@ -64,7 +63,7 @@ fn debian() -> &'static Path {
     })
 }
 
-/// The folder of the micro guest that can leak its kernel's memory.
+/// Returns the directory of the micro guest that can leak its kernel's memory.
 fn leaky() -> &'static Path {
     static LEAKY: OnceLock<PathBuf> = OnceLock::new();
     LEAKY.get_or_init(|| {
@@ -80,29 +79,29 @@ fn script(name: &str, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// The QEMU that VMs of the tests have: 10, or the one that `QEMU_NEW` names.
+/// Returns the QEMU of the tests' VMs: version 10, or the one that `QEMU_NEW` names.
 pub fn qemu_new() -> &'static Path {
     &tools().new
 }
 
-/// QEMU 11, which a script starts by a dynamic loader of its own.
+/// Returns QEMU 11, a script that starts the binary with its own dynamic loader.
 pub fn qemu_newest() -> &'static Path {
     &tools().newest
 }
 
-/// The first number of a QEMU's version.
+/// Returns the major version of a QEMU.
 pub fn major(qemu: &Path) -> u32 {
     static KNOWN: Mutex<BTreeMap<PathBuf, u32>> = Mutex::new(BTreeMap::new());
     let ask = || Binary::probe(qemu).expect("it is a QEMU").version.major;
     *KNOWN.lock().expect("nothing panics meanwhile").entry(qemu.to_owned()).or_insert_with(ask)
 }
 
-/// QEMU 7.2.
+/// Returns QEMU 7.2.
 pub fn qemu_old() -> &'static Path {
     &tools().old
 }
 
-/// A place for one test.
+/// The environment of one test.
 pub struct Lab {
     directory: tempfile::TempDir,
     /// The network namespace for its taps.
@@ -111,14 +110,14 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// A new one. Needs root: the tests run guests that are reached over taps.
+    /// Creates a lab. Needs root: the tests run guests that are reached over taps.
     pub fn new() -> Self {
         let root = rustix::process::geteuid().is_root();
         assert!(root, "the tests with guests need root, for taps and network namespaces; run: sudo make test");
         Self::without_root()
     }
 
-    /// A new one for VMs without taps.
+    /// Creates a lab for VMs without taps.
     pub fn without_root() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         tools();
@@ -129,53 +128,53 @@ impl Lab {
         Self { directory, namespace, subnets: AtomicU32::new(0) }
     }
 
-    /// A file of the test's own.
+    /// Returns the path of a file in the lab's directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// Where the run directories of its VMs are.
+    /// Returns the parent of the VMs' run directories.
     pub fn run_root(&self) -> PathBuf {
         self.path("run")
     }
 
-    /// Where saved states go.
+    /// Returns the directory of saved states.
     pub fn save_dir(&self) -> PathBuf {
         self.path("saved")
     }
 
-    /// The image's kernel and RAM disk.
+    /// Returns the micro guest's kernel and RAM disk.
     pub fn image(&self) -> (PathBuf, PathBuf) {
         (tools().micro.join("vmlinuz"), tools().micro.join("initrd"))
     }
 
-    /// Kernel and RAM disk of the micro guest that can leak.
+    /// Returns kernel and RAM disk of the micro guest that can leak.
     pub fn leaky(&self) -> (PathBuf, PathBuf) {
-        let place = leaky();
-        assert!(place.join("initrd").exists(), "{} is not there; run: guest/leak/build", place.display());
-        (place.join("vmlinuz"), place.join("initrd"))
+        let directory = leaky();
+        assert!(directory.join("initrd").exists(), "{} is missing; run: guest/leak/build", directory.display());
+        (directory.join("vmlinuz"), directory.join("initrd"))
     }
 
-    /// Kernel, RAM disk, disk and second disk of the Debian guest.
+    /// Returns kernel, RAM disk, disk and second disk of the Debian guest.
     pub fn debian(&self) -> [PathBuf; 4] {
         ["vmlinuz", "initrd", "disk.raw", "data.raw"].map(|name| {
             let path = debian().join(name);
-            assert!(path.exists(), "{} is not there; run: guest/build immutable", path.display());
+            assert!(path.exists(), "{} is missing; run: guest/build immutable", path.display());
             path
         })
     }
 
-    /// A number that no other VM of this lab has, from 1.
+    /// Returns a number that is unique in this lab, from 1.
     pub fn next_subnet(&self) -> u32 {
         self.subnets.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Define a VM.
+    /// Begins the definition of a VM.
     pub fn vm(&self, name: &str) -> Vm<'_> {
         Vm::new(self, name)
     }
 
-    /// `rekindle` in this lab, not yet started.
+    /// Returns a command that runs `rekindle` in this lab.
     pub fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
         command.args(arguments).env("REKINDLE_RUN_DIR", self.run_root());
@@ -185,20 +184,20 @@ impl Lab {
         command
     }
 
-    /// Run `rekindle` with these arguments, whatever comes of it.
-    pub fn rekindle<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Done {
+    /// Runs `rekindle` with these arguments; it may fail.
+    pub fn rekindle<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> CommandResult {
         self.finish(self.command(arguments))
     }
 
-    /// Run a command whatever comes of it, but not for ever.
-    pub fn finish(&self, mut command: Command) -> Done {
+    /// Runs a command, which may fail but has to end before the deadline.
+    pub fn finish(&self, mut command: Command) -> CommandResult {
         let what = format!("{command:?}");
         let child = command.spawn().unwrap_or_else(|e| panic!("{what}: {e}"));
         self.wait(child, what)
     }
 
-    /// Wait for a command that was started with its output piped.
-    pub fn wait(&self, mut child: Child, what: String) -> Done {
+    /// Waits for a command that was started with its output piped.
+    pub fn wait(&self, mut child: Child, what: String) -> CommandResult {
         let collect = |pipe: Option<Box<dyn Read + Send>>| {
             thread::spawn(move || {
                 let mut text = Vec::new();
@@ -210,33 +209,33 @@ impl Lab {
         };
         let stdout = collect(child.stdout.take().map(|pipe| Box::new(pipe) as _));
         let stderr = collect(child.stderr.take().map(|pipe| Box::new(pipe) as _));
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut late = false;
         let status = loop {
             if let Some(status) = child.try_wait().expect("a child can be waited for") {
                 break status;
             }
-            if !late && begun.elapsed() > DEADLINE {
+            if !late && started.elapsed() > DEADLINE {
                 late = true;
                 let _ = child.kill();
             }
             thread::sleep(Duration::from_millis(2));
         };
         let output = |reader: thread::JoinHandle<String>| reader.join().expect("a reader does not panic");
-        let done = Done {
+        let done = CommandResult {
             what,
             code: status.code(),
             stdout: output(stdout),
             stderr: output(stderr),
-            scene: self.scene(),
-            took: begun.elapsed(),
+            lab_state: self.state_report(),
+            took: started.elapsed(),
         };
         assert!(!late, "not within {DEADLINE:?}: {done}");
         done
     }
 
-    /// What is to be seen of the VMs: for messages.
-    pub fn scene(&self) -> String {
+    /// Describes the state of all VMs, for a failed assertion's message.
+    pub fn state_report(&self) -> String {
         let mut text = String::new();
         let tail = |path: &Path, lines: usize| {
             let content = fs::read(path).map(|all| String::from_utf8_lossy(&all).into_owned()).unwrap_or_default();
@@ -257,13 +256,13 @@ impl Lab {
                 text += &format!("  {}:\n{shown}", path.display());
             }
         }
-        for qemu in eyes::qemus(&self.run_root()) {
+        for qemu in observe::qemus(&self.run_root()) {
             text += &format!("  QEMU {} in {}: {:?}\n", qemu.process.pid, qemu.directory.display(), qemu.run_state());
         }
         text
     }
 
-    /// The interfaces in the namespace, but for `lo`.
+    /// Returns the interfaces in the namespace, except `lo`.
     pub fn interfaces(&self) -> Vec<String> {
         let output = Command::new("ip").args(["-n", &self.namespace, "-o", "link"]).output().expect("ip runs");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -271,10 +270,10 @@ impl Lab {
         names.map(|name| name.trim_end().to_owned()).filter(|name| name != "lo").collect()
     }
 
-    /// That nothing is left of any VM: no QEMU, no RAM, no mount, no namespace, no run directory.
+    /// Asserts that nothing is left of any VM: no QEMU, no RAM, no mount, no namespace, no run directory.
     pub fn assert_empty(&self) {
-        let left: Vec<_> = eyes::qemus(&self.run_root()).iter().map(|qemu| qemu.process.pid).collect();
-        assert!(left.is_empty(), "QEMUs are left: {left:?}\n{}", self.scene());
+        let left: Vec<_> = observe::qemus(&self.run_root()).iter().map(|qemu| qemu.process.pid).collect();
+        assert!(left.is_empty(), "QEMUs are left: {left:?}\n{}", self.state_report());
         let root = self.run_root();
         let left = left_in(&root);
         assert!(left.is_empty(), "left in {}: {left:?}", root.display());
@@ -284,11 +283,11 @@ impl Lab {
         assert!(!rekindle_kernel::netns::path(&self.namespace).exists(), "namespace {} is left", self.namespace);
     }
 
-    /// End what is left, by force.
+    /// Kills remaining processes and removes remaining mounts and the namespace.
     fn clean_up(&self) {
-        // Only processes that have this test's own directory among their arguments.
+        // Only processes whose arguments contain this test's directory.
         let mark = self.directory.path().to_string_lossy().into_owned();
-        for process in eyes::with_argument_containing(&mark).unwrap_or_default() {
+        for process in observe::with_argument_containing(&mark).unwrap_or_default() {
             let _ = process.kill();
             let _ = process.wait_end(Duration::from_secs(10));
         }
@@ -320,13 +319,13 @@ impl Drop for Lab {
     }
 }
 
-/// What is left in a run directory. What is known of QEMU binaries stays there, and so do logs.
+/// Returns what is left in a run root, except the cache about QEMU binaries and the logs, which stay.
 pub fn left_in(root: &Path) -> Vec<PathBuf> {
     let stays = |path: &PathBuf| [".netns", ".binaries", ".log"].iter().any(|name| path.ends_with(name));
     entries(root).into_iter().filter(|path| !stays(path)).collect()
 }
 
-/// The paths in a directory, sorted; none if it is not there.
+/// Returns the sorted paths in a directory; none if it does not exist.
 pub fn entries(directory: &Path) -> Vec<PathBuf> {
     let read = fs::read_dir(directory).into_iter().flatten();
     let mut paths: Vec<_> = read.filter_map(|entry| Some(entry.ok()?.path())).collect();
@@ -334,55 +333,52 @@ pub fn entries(directory: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// A `rekindle` that has ended.
-pub struct Done {
+/// The output and exit status of a command that has ended.
+pub struct CommandResult {
     what: String,
-    /// Its exit status; none if a signal ended it.
+    /// The exit status; `None` if a signal ended the command.
     pub code: Option<i32>,
-    /// What it wrote.
     pub stdout: String,
-    /// What it wrote to standard error.
     pub stderr: String,
-    scene: String,
-    /// How long it took.
+    lab_state: String,
     pub took: Duration,
 }
 
-impl std::fmt::Display for Done {
+impl std::fmt::Display for CommandResult {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { what, code, stdout, stderr, scene, took } = self;
+        let Self { what, code, stdout, stderr, lab_state, took } = self;
         write!(
             f,
-            "{what}\nexit status {code:?} after {took:?}\nstdout:\n{stdout}\nstderr:\n{stderr}\nafterwards:\n{scene}"
+            "{what}\nexit status {code:?} after {took:?}\nstdout:\n{stdout}\nstderr:\n{stderr}\nafterwards:\n{lab_state}"
         )
     }
 }
 
-impl Done {
-    /// That it ended with this exit status.
+impl CommandResult {
+    /// Asserts the exit status.
     #[track_caller]
     pub fn status(self, code: i32) -> Self {
         assert!(self.code == Some(code), "exit status {code} was expected of {self}");
         self
     }
 
-    /// That it succeeded.
+    /// Asserts success.
     #[track_caller]
     pub fn ok(self) -> Self {
         self.status(0)
     }
 
-    /// That all of `words` are in what it wrote.
+    /// Asserts that each of `words` is in standard output or standard error.
     #[track_caller]
-    pub fn says(self, words: &[&str]) -> Self {
+    pub fn prints(self, words: &[&str]) -> Self {
         let text = format!("{}{}", self.stdout, self.stderr);
         for word in words {
-            assert!(text.contains(word), "{word:?} was expected in what was said by {self}");
+            assert!(text.contains(word), "{word:?} was expected in the output of {self}");
         }
         self
     }
 
-    /// Its standard output as JSON.
+    /// Parses standard output as JSON.
     #[track_caller]
     pub fn json(&self) -> Value {
         serde_json::from_str(&self.stdout).unwrap_or_else(|e| panic!("no JSON ({e}) from {self}"))

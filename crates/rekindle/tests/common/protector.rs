@@ -1,4 +1,4 @@
-//! A protector beside a test, and what is done to the guest that it protects.
+//! A protector that runs during a test, and operations on the guest that it protects.
 
 use super::guest::Guest;
 use super::lab::Lab;
@@ -11,21 +11,20 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// A protector beside the test.
+/// A `rekindle protect` that runs during the test.
 pub struct Protector {
-    /// Its process.
     pub child: Child,
-    /// What it says.
+    /// The events that it prints.
     pub lines: BufReader<ChildStdout>,
 }
 
 impl Protector {
-    /// `rekindle protect` of a guest into a store, with more arguments.
+    /// Starts `rekindle protect` of a guest into a store, with additional arguments.
     pub fn start(guest: &Guest<'_>, lab: &Lab, store: &Path, arguments: &[&str]) -> Self {
         Self::start_with(guest, lab, store, arguments, &[])
     }
 
-    /// The same with more in its environment.
+    /// Starts it with additional environment variables.
     pub fn start_with(
         guest: &Guest<'_>,
         lab: &Lab,
@@ -41,12 +40,12 @@ impl Protector {
         Self { child, lines }
     }
 
-    /// The next event of this kind; those before it are passed over, and told if the test fails.
+    /// Waits for the next event of this kind. Skips others, and prints them except checkpoints.
     #[track_caller]
     pub fn wait(&mut self, event: &str) -> Value {
         loop {
             let mut line = String::new();
-            assert_ne!(self.lines.read_line(&mut line).unwrap(), 0, "it ended before `{event}`");
+            assert_ne!(self.lines.read_line(&mut line).unwrap(), 0, "the protector ended before `{event}`");
             let value: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{e}: {line}"));
             if value["event"] == event {
                 return value;
@@ -57,7 +56,7 @@ impl Protector {
         }
     }
 
-    /// Wait for a checkpoint of what the guest has done until now.
+    /// Waits for a checkpoint that contains what the guest has done until now.
     #[track_caller]
     pub fn next_checkpoint(&mut self) -> Value {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_micros() as u64;
@@ -69,29 +68,28 @@ impl Protector {
         }
     }
 
-    /// The most memory that it has had, in bytes.
+    /// Returns its peak resident memory, in bytes.
     pub fn most_memory(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("it lives");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the protector runs");
         line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
     }
 
-    /// Wait for its death.
-    pub fn dies(mut self) {
+    /// Waits until it has been killed.
+    pub fn wait_killed(mut self) {
         let _ = std::io::copy(&mut self.lines, &mut std::io::sink());
-        assert!(!self.child.wait().unwrap().success(), "it was to be killed");
+        assert!(!self.child.wait().unwrap().success(), "the protector ended successfully, but should have been killed");
     }
 
-    /// Let it end by itself, so that it does not leave the guest stopped.
+    /// Stops it with SIGTERM, so that it does not leave the guest stopped.
     pub fn end(mut self) {
         let pid = rustix::process::Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-        // Whatever it says until then must not keep it.
+        // A full pipe would block it.
         let _ = std::io::copy(&mut self.lines, &mut std::io::sink());
         assert!(self.child.wait().unwrap().success());
     }
 
-    /// Kill it, whatever it does.
     pub fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -105,7 +103,7 @@ impl Drop for Protector {
     }
 }
 
-/// A store of a lab, created if it is not there yet.
+/// Returns a store of the lab, created if it does not exist.
 pub fn store(lab: &Lab, name: &str) -> PathBuf {
     let path = lab.path(&format!("store-{name}"));
     if !path.exists() {
@@ -114,22 +112,22 @@ pub fn store(lab: &Lab, name: &str) -> PathBuf {
     path
 }
 
-/// The host of the guest has died: its QEMU, and all that Rekindle kept of it.
+/// Simulates a crash of the guest's host: kills QEMU and removes the VM's run directory.
 pub fn crash(guest: &Guest<'_>) {
-    // Whatever it does: a checkpoint may have stopped it just now.
+    // Does not check the run state: a checkpoint may be stopping the guest.
     let [qemu] = guest.qemus().try_into().expect("one QEMU");
     qemu.process.kill().unwrap();
     assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
     guest.rekindle(&["stop", "--now"]).ok();
 }
 
-/// `rekindle restore`, which has to succeed.
+/// Runs `rekindle restore`, which has to succeed.
 #[track_caller]
 pub fn restore(guest: &Guest<'_>, store: &Path, arguments: &[&str]) -> Value {
     restore_with(guest, store, arguments, &[])
 }
 
-/// The same with more in its environment, and its pager's.
+/// Runs it with additional environment variables, which its pager inherits.
 #[track_caller]
 pub fn restore_with(guest: &Guest<'_>, store: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Value {
     let all = ["--json", "restore"].iter().chain(arguments).copied();
@@ -138,23 +136,23 @@ pub fn restore_with(guest: &Guest<'_>, store: &Path, arguments: &[&str], environ
     guest.lab.finish(command).ok().json()
 }
 
-/// Wait until a restore has filled.
+/// Waits until all of the guest's memory is loaded.
 pub fn wait_filled(guest: &Guest<'_>) {
-    wait_for("the memory to be there", DEADLINE, || (!guest.file("fill.json").exists()).then_some(()));
+    wait_for("the memory to be loaded", DEADLINE, || (!guest.file("fill.json").exists()).then_some(()));
 }
 
-/// The pager of a guest.
+/// Finds the pager of a guest.
 pub fn pager(guest: &Guest<'_>) -> Option<Process> {
-    let all = super::eyes::with_argument_containing("pager").unwrap();
+    let all = super::observe::with_argument_containing("pager").unwrap();
     all.into_iter().find(|process| {
         let line = fs::read_to_string(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
         line.contains("\0pager\0")
             && line.ends_with(&format!("\0{}\0", guest.name))
-            && environment(process.pid, &guest.lab.run_root())
+            && has_run_root(process.pid, &guest.lab.run_root())
     })
 }
 
-fn environment(pid: u32, root: &Path) -> bool {
+fn has_run_root(pid: u32, root: &Path) -> bool {
     let text = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     String::from_utf8_lossy(&text).contains(&format!("REKINDLE_RUN_DIR={}", root.display()))
 }

@@ -1,4 +1,4 @@
-//! Disks that a server of Rekindle's has.
+//! Disks that Rekindle's disk server serves.
 
 use super::{Guest, Lab};
 use rekindle_disk::control::Control;
@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 pub const BLOCK: u64 = 4096;
-/// Of the disk.
+/// The size of the disk, in blocks.
 pub const BLOCKS: u64 = 4096;
-/// What the guest reads of it: fits into its memory.
+/// The number of blocks that the guest reads: they fit into its memory.
 pub const READ: u64 = 2048;
 
-/// A disk whose blocks are all different.
+/// Creates an image whose blocks are all different.
 pub fn image(lab: &Lab, name: &str) -> PathBuf {
     let path = lab.path(name);
     let file = File::create(&path).unwrap();
@@ -31,7 +31,7 @@ pub fn section(image: &Path, more: &str) -> String {
     format!("[[disk]]\npath = {image:?}\nserver = true\n{more}")
 }
 
-/// As the guest answers to `read`.
+/// Computes what the guest replies to `read`.
 pub fn digest(image: &Path, first: u64, count: u64) -> String {
     let mut content = vec![0; (count * BLOCK) as usize];
     File::open(image).unwrap().read_exact_at(&mut content, first * BLOCK).unwrap();
@@ -49,20 +49,20 @@ pub fn status(guest: &Guest<'_>) -> Status {
     Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap()
 }
 
-/// The process that has its first disk.
+/// Finds the server of its first disk.
 pub fn server(guest: &Guest<'_>) -> Option<Process> {
     let mark = format!("--control={}", guest.file("disk-disk0.control").display());
-    super::eyes::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive)
+    super::observe::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive)
 }
 
-/// The process that restarts its helpers, and reboots it.
+/// Finds the `rekindle watch` of a VM.
 pub fn watcher(guest: &Guest<'_>) -> Option<Process> {
     watchers(guest).into_iter().next()
 }
 
-/// The same, with one of a VM of the same name that has just gone and is about to end.
+/// Finds all of them: one of a previous VM of the same name may be about to end.
 fn watchers(guest: &Guest<'_>) -> Vec<Process> {
-    let mut found = super::eyes::with_argument_containing("watch").unwrap();
+    let mut found = super::observe::with_argument_containing("watch").unwrap();
     found.retain(|process| {
         let line = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
         let root = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
@@ -73,7 +73,7 @@ fn watchers(guest: &Guest<'_>) -> Vec<Process> {
     found
 }
 
-/// Nothing restarts its helpers any more, until `recover`.
+/// Kills the process that restarts the VM's helpers: none is restarted until `recover`.
 pub fn kill_watcher(guest: &Guest<'_>) {
     for watcher in watchers(guest) {
         watcher.kill().unwrap();
@@ -81,7 +81,7 @@ pub fn kill_watcher(guest: &Guest<'_>) {
     }
 }
 
-/// The process that has its first disk dies, and is not restarted until `recover`.
+/// Kills the server of the first disk, which is not restarted until `recover`.
 pub fn kill_server(guest: &Guest<'_>) -> Process {
     kill_watcher(guest);
     let server = server(guest).expect("a server");

@@ -7,21 +7,21 @@ use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
-/// An eighth of a micro guest's boot, by processor time, is its kernel's test of its ciphers.
-const QUICK: &str = "cryptomgr.notests";
+/// Skips the kernel's tests of its ciphers, which take an eighth of a micro guest's boot (processor time).
+const NO_CIPHER_TESTS: &str = "cryptomgr.notests";
 
-/// How a VM is reached.
+/// The network of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Net {
     /// A tap in the lab's namespace.
     Tap,
     /// QEMU's own network, with this port of the host forwarded to the guest's port 7000.
     User(u16),
-    /// Not at all.
+    /// No network.
     None,
 }
 
-/// A VM with the micro guest, as it is going to be defined.
+/// A builder for the definition of a VM with the micro guest.
 pub struct Vm<'a> {
     lab: &'a Lab,
     name: String,
@@ -53,55 +53,53 @@ impl<'a> Vm<'a> {
         }
     }
 
-    /// Its memory.
     pub fn memory(mut self, memory: &str) -> Self {
         self.memory = memory.into();
         self
     }
 
-    /// With the Debian guest, whose disk is only read: changes stay in its memory, and many VMs share it.
+    /// Uses the Debian guest with a read-only disk: changes stay in its memory, and many VMs can share the disk.
     pub fn debian(self) -> Self {
         let [_, _, disk, _] = self.lab.debian();
         self.debian_of("root=/dev/vda ro rekindle.overlay=50%", &format!("path = {disk:?}\nreadonly = true\n"))
     }
 
-    /// The same with this on its kernel's command line, and this disk.
+    /// Uses the Debian guest with this kernel command line and disk.
     pub fn debian_of(mut self, append: &str, disk: &str) -> Self {
         self.debian = true;
         self.memory("512M").append(append).section(&format!("[[disk]]\n{disk}"))
     }
 
-    /// With the micro guest that can leak its kernel's memory.
+    /// Uses the micro guest that can leak its kernel's memory.
     pub fn leaky(mut self) -> Self {
         self.leaky = true;
         self
     }
 
-    /// More on the guest's kernel command line.
+    /// Appends to the guest's kernel command line.
     pub fn append(mut self, text: &str) -> Self {
         self.append += &format!(" {text}");
         self
     }
 
-    /// A line above the sections.
+    /// Adds a line above the sections.
     pub fn key(mut self, line: &str) -> Self {
         self.keys += &format!("{line}\n");
         self
     }
 
-    /// A section.
+    /// Adds a section.
     pub fn section(mut self, text: &str) -> Self {
         self.sections += &format!("{text}\n");
         self
     }
 
-    /// How it is reached.
     pub fn net(mut self, net: Net) -> Self {
         self.net = net;
         self
     }
 
-    /// Put its tap into a bridge, over which the lab reaches it.
+    /// Puts the VM's tap into a bridge, over which the lab reaches the guest.
     pub fn bridge(mut self, bridge: &Bridge) -> Self {
         bridge.address(&format!("10.79.{}.1/24", self.subnet));
         self.bridge = Some(bridge.name.clone());
@@ -136,18 +134,18 @@ impl<'a> Vm<'a> {
         let qemu = if keys.contains("qemu = ") { String::new() } else { format!("qemu = {:?}\n", qemu_new()) };
         format!(
             "name = \"{name}\"\nmemory = \"{memory}\"\n{qemu}{save_dir}{keys}\n[boot]\nkernel = {kernel:?}\ninitrd = {initrd:?}\n\
-             append = \"console=ttyS0 quiet {QUICK} rekindle.tick=20{address}{append}\"\n\n{net}\n{sections}"
+             append = \"console=ttyS0 quiet {NO_CIPHER_TESTS} rekindle.tick=20{address}{append}\"\n\n{net}\n{sections}"
         )
     }
 
-    /// Write the definition.
+    /// Writes the definition and returns its path.
     pub fn write(&self) -> PathBuf {
         let path = self.lab.path(&format!("{}.toml", self.name));
         fs::write(&path, self.text()).expect("a definition can be written");
         path
     }
 
-    /// Where the guest's port 7000 is.
+    /// Returns the guest, which need not be running.
     pub fn guest(&self) -> Guest<'a> {
         let (namespace, address) = match self.net {
             Net::Tap => {
@@ -160,7 +158,7 @@ impl<'a> Vm<'a> {
         Guest::new(self.lab, &self.name, namespace, SocketAddr::new(address, port))
     }
 
-    /// Write the definition and start the VM, with more arguments for `rekindle run`; does not wait for the guest.
+    /// Writes the definition and starts the VM with additional arguments for `rekindle run`; does not wait for the guest.
     #[track_caller]
     pub fn start(self, arguments: &[&str]) -> Guest<'a> {
         let path = self.write();
@@ -169,7 +167,7 @@ impl<'a> Vm<'a> {
         self.guest()
     }
 
-    /// As [`Vm::start`], and wait until the guest is up.
+    /// Starts the VM as [`Vm::start`] does and waits until the guest is up.
     #[track_caller]
     pub fn boot(self, arguments: &[&str]) -> Guest<'a> {
         let guest = self.start(arguments);

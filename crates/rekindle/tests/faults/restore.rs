@@ -3,7 +3,7 @@
 
 use super::Outcome::{self, AsItWas, Finished, LostLate, Nobody, Nothing, Removed};
 use super::{ACTIONS, TABLE};
-use crate::common::{DEADLINE, Done, Guest, Lab, Watch, wait_for};
+use crate::common::{CommandResult, DEADLINE, Guest, Lab, Watch, wait_for};
 use std::thread;
 
 #[test]
@@ -76,7 +76,7 @@ impl Case<'_> {
         if self.prepared {
             lab.finish(self.restore(&["--prepare"])).ok();
         }
-        let watch = Watch::begin(&lab.run_root());
+        let watch = Watch::start(&lab.run_root());
         let mut command = self.restore(self.arguments);
         command.env("REKINDLE_FAULT", &self.fault);
         let done = lab.finish(command);
@@ -84,8 +84,8 @@ impl Case<'_> {
             Removed => {
                 killed(&done);
                 assert_eq!(guest.status(), "needs-recovery", "{done}");
-                lab.finish(self.restore(&[])).status(1).says(&["rekindle recover"]);
-                guest.rekindle(&["recover"]).ok().says(&["is removed"]);
+                lab.finish(self.restore(&[])).status(1).prints(&["rekindle recover"]);
+                guest.rekindle(&["recover"]).ok().prints(&["is removed"]);
                 lab.assert_empty();
             }
             AsItWas => {
@@ -95,13 +95,13 @@ impl Case<'_> {
             Finished => {
                 killed(&done);
                 assert_eq!(guest.status(), "needs-recovery", "{done}");
-                guest.rekindle(&["recover"]).ok().says(&["finished", "with its memory"]);
+                guest.rekindle(&["recover"]).ok().prints(&["finished", "with its memory"]);
                 self.runs();
             }
             Nothing if self.arguments.contains(&"--prepare") => {
                 killed(&done);
                 assert_eq!(guest.status(), "prepared", "{done}");
-                guest.rekindle(&["recover"]).ok().says(&["nothing to recover"]);
+                guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
                 let restored = lab.finish(self.restore(&[])).ok().json();
                 assert_eq!(restored["prepared"], true, "{restored}");
                 self.runs();
@@ -129,7 +129,7 @@ impl Case<'_> {
         }
         lab.assert_empty();
         // And it can be restored as ever.
-        let watch = Watch::begin(&lab.run_root());
+        let watch = Watch::start(&lab.run_root());
         lab.finish(self.restore(&[])).ok();
         self.runs();
         watch.end();
@@ -149,6 +149,6 @@ impl Case<'_> {
     }
 }
 
-fn killed(done: &Done) {
+fn killed(done: &CommandResult) {
     assert_eq!(done.code, None, "it has to be killed: {done}");
 }

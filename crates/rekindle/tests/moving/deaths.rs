@@ -2,7 +2,7 @@
 //! one of them, or its last checkpoint is whole and what to do is said; never do two QEMUs run it.
 
 use super::{Pair, agrees, last, wait_empty, wait_filled};
-use crate::common::{DEADLINE, Done, Guest, Lab, Watch, wait_for};
+use crate::common::{CommandResult, DEADLINE, Guest, Lab, Watch, wait_for};
 use std::thread;
 
 /// What has to come of a death.
@@ -126,7 +126,7 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
     let (here, there, name) = (&pair.here, &pair.there, pair.name);
     let before = pair.guest(here);
     before.ask(&format!("write vda 3 16 {}", before.tick()));
-    let watch = Watch::over(&[&here.run_root(), &there.run_root()]);
+    let watch = Watch::start_for(&[&here.run_root(), &there.run_root()]);
     let mut command = pair.command(here, there, &[]);
     command.env(variable, fault);
     let done = here.finish(command);
@@ -165,13 +165,13 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
             killed(&done);
             wait_empty(there);
             assert_eq!(mine.status(), "needs-recovery", "{done}");
-            mine.rekindle(&["recover"]).ok().says(&["undone"]);
+            mine.rekindle(&["recover"]).ok().prints(&["undone"]);
             is_back(&mine);
         }
         There => {
             killed(&done);
             assert_eq!(mine.status(), "needs-recovery", "{done}");
-            mine.rekindle(&["recover"]).ok().says(&["runs on the other host"]);
+            mine.rekindle(&["recover"]).ok().prints(&["runs on the other host"]);
             is_there();
         }
         Moved => {
@@ -180,13 +180,13 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
         }
         Booted => {
             assert_ne!(done.code, Some(0), "{done}");
-            mine.rekindle(&["recover"]).ok().says(&["booted"]);
+            mine.rekindle(&["recover"]).ok().prints(&["booted"]);
             mine.wait_ready();
             assert_ne!(mine.boot_id(), boot);
             wait_empty(there);
         }
         InStore => {
-            done.status(3).says(&["has taken", "rekindle restore"]);
+            done.status(3).prints(&["has taken", "rekindle restore"]);
             wait_empty(here);
             there.rekindle(["stop", "--now", name]);
             here.rekindle(["restore", name, "--store", pair.store.to_str().unwrap()]).ok();
@@ -194,7 +194,7 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
         }
         BackOrInStore => unreachable!("it is one of the two by now"),
         RecoveredThere => {
-            let _: Done = done;
+            let _: CommandResult = done;
             wait_empty(here);
             wait_for("what is there to be recovered", DEADLINE, || {
                 (theirs.rekindle(&["recover"]).code == Some(0)).then_some(())
@@ -224,6 +224,6 @@ fn goes_on(guest: &Guest<'_>, boot: &str) {
     guest.verify();
 }
 
-fn killed(done: &Done) {
+fn killed(done: &CommandResult) {
     assert_eq!(done.code, None, "it has to be killed: {done}");
 }

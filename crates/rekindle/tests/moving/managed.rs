@@ -3,7 +3,7 @@
 
 use super::{Pair, wait_empty};
 use crate::common::served::section;
-use crate::common::{DEADLINE, Done, Lab, Net, wait_for};
+use crate::common::{CommandResult, DEADLINE, Lab, Net, wait_for};
 use serde_json::Value;
 use std::fs;
 use std::process::Command;
@@ -33,7 +33,7 @@ impl Managed {
         command
     }
 
-    fn ocf(&self, lab: &Lab, action: &str, arguments: &[&str]) -> Done {
+    fn ocf(&self, lab: &Lab, action: &str, arguments: &[&str]) -> CommandResult {
         lab.finish(self.command(lab, action, arguments))
     }
 
@@ -94,7 +94,7 @@ fn a_guest_is_moved_while_it_runs_and_a_stop_has_a_last_checkpoint_of_it() {
     wait_ticks(here);
     managed.wait_checkpoints(2);
     let last = last_of(here, || {
-        here.finish(managed.migrate(here, there)).ok().says(&["\"rounds\""]);
+        here.finish(managed.migrate(here, there)).ok().prints(&["\"rounds\""]);
         wait_empty(here);
     });
     managed.ocf(here, "monitor", &[]).status(7);
@@ -108,7 +108,7 @@ fn a_guest_is_moved_while_it_runs_and_a_stop_has_a_last_checkpoint_of_it() {
     fs::write(here.path("ssh-none"), "#!/bin/sh\nexit 255\n").unwrap();
     let mut nowhere = managed.command(there, "migrate-to", &["--to", "b", "--within", "60s", "--ssh"]);
     nowhere.arg(format!("sh {}", here.path("ssh-none").display()));
-    there.finish(nowhere).status(1).says(&["the line to b has broken"]);
+    there.finish(nowhere).status(1).prints(&["the line to b has broken"]);
     managed.wait_checkpoints(2);
 
     // What was cut off in the pause is finished by a stop, and from its last checkpoint the guest does not go on.
@@ -120,7 +120,7 @@ fn a_guest_is_moved_while_it_runs_and_a_stop_has_a_last_checkpoint_of_it() {
         assert_eq!(managed.ocf(there, "stop", &[]).ok().json()["lost"], Value::Null);
         wait_empty(there);
     });
-    managed.ocf(here, "start", &[]).ok().says(&["restored"]);
+    managed.ocf(here, "start", &[]).ok().prints(&["restored"]);
     assert!(wait_ticks(here) > last, "a stop takes back what was to be seen of the guest");
     managed.ocf(here, "stop", &[]).ok();
     here.assert_empty();

@@ -1,4 +1,4 @@
-//! Eyes on QEMUs that trust nobody's records: processes, their run states over time, and what the guests print.
+//! Observes QEMUs without Rekindle's records: processes, their run states over time, and the guests' consoles.
 
 use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::{Qmp, QmpError};
@@ -15,14 +15,13 @@ use std::time::{Duration, Instant};
 /// A QEMU process of a VM.
 #[derive(Debug, Clone)]
 pub struct Qemu {
-    /// The process.
     pub process: Process,
-    /// Where its sockets are.
+    /// The directory of its sockets.
     pub directory: PathBuf,
 }
 
 impl Qemu {
-    /// Its run state, if it tells.
+    /// Returns the run state, or `None` if QEMU does not answer.
     pub fn run_state(&self) -> Option<String> {
         self.run_state_within(Duration::from_secs(2))
     }
@@ -33,17 +32,17 @@ impl Qemu {
         status["status"].as_str().map(str::to_owned)
     }
 
-    /// The VM generation ID that its guest is told; none if it has no device for it.
+    /// Returns the VM generation ID that the guest reads, or `None` if it has no such device.
     pub fn generation(&self) -> Option<String> {
-        let mut qmp = Qmp::connect(&self.directory.join("watch.sock"), Duration::from_secs(5)).expect("it answers");
+        let mut qmp = Qmp::connect(&self.directory.join("watch.sock"), Duration::from_secs(5)).expect("QEMU answers");
         match qmp.execute::<Value>("query-vm-generation-id", ()) {
-            Ok(told) => told["guid"].as_str().map(str::to_owned),
+            Ok(reply) => reply["guid"].as_str().map(str::to_owned),
             Err(QmpError::Refused { .. }) => None,
             Err(e) => panic!("{e}"),
         }
     }
 
-    /// How its threads are scheduled, each way once: (nice, policy), normally as [`scheduling`] says of the test.
+    /// Returns the distinct (nice, policy) pairs of its threads, normally those of the test process.
     pub fn scheduling(&self) -> Vec<(i32, u32)> {
         scheduling(self.process.pid)
     }
@@ -53,9 +52,9 @@ impl Qemu {
     }
 }
 
-/// How the threads of a process are scheduled, each way once: (nice, policy).
+/// Returns the distinct (nice, policy) pairs of a process's threads.
 pub fn scheduling(pid: u32) -> Vec<(i32, u32)> {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it runs").flatten();
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("the process runs").flatten();
     let stats = tasks.filter_map(|task| fs::read_to_string(task.path().join("stat")).ok());
     // Fields 19 and 41 of proc_pid_stat(5); the name in field 2 may hold spaces and ends with the last bracket.
     let one = |stat: String| {
@@ -65,28 +64,28 @@ pub fn scheduling(pid: u32) -> Vec<(i32, u32)> {
     stats.filter_map(one).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
-/// The QEMUs with their sockets below `root`, by their command lines.
+/// Finds the QEMUs whose sockets are below `root`, by their command lines.
 pub fn qemus(root: &Path) -> Vec<Qemu> {
     qemus_among(root, processes())
 }
 
-/// All processes that have `text` as a part of one of their arguments: good enough for a test, whose directory no other one has.
+/// Finds all processes whose command line contains `text`. The path of a test's directory is unique, so it is safe to use here.
 pub fn with_argument_containing(text: &str) -> std::io::Result<Vec<Process>> {
-    let has_it = |pid: &u32| {
+    let matches = |pid: &u32| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         line.windows(text.len()).any(|part| part == text.as_bytes())
     };
-    let found = processes().into_iter().filter(|pid| *pid != std::process::id() && has_it(pid));
+    let found = processes().into_iter().filter(|pid| *pid != std::process::id() && matches(pid));
     Ok(found.filter_map(|pid| Process::of(pid).ok()).collect())
 }
 
-/// All processes.
+/// Returns the IDs of all processes.
 fn processes() -> BTreeSet<u32> {
     let entries = fs::read_dir("/proc").expect("/proc").flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// As [`qemus`], among these processes.
+/// Finds the QEMUs of [`qemus`] among these processes.
 fn qemus_among(root: &Path, pids: impl IntoIterator<Item = u32>) -> Vec<Qemu> {
     let mut found = Vec::new();
     for pid in pids {
@@ -107,7 +106,7 @@ fn qemus_among(root: &Path, pids: impl IntoIterator<Item = u32>) -> Vec<Qemu> {
     found
 }
 
-/// Looks, all the time, for two QEMUs that run one guest.
+/// A thread that continuously checks that no two QEMUs run one guest.
 pub struct Watch {
     end: Arc<AtomicBool>,
     seen: Arc<AtomicBool>,
@@ -115,36 +114,36 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Begin to look at all VMs below `root`.
-    pub fn begin(root: &Path) -> Self {
-        Self::over(&[root])
+    /// Starts to watch all VMs below `root`.
+    pub fn start(root: &Path) -> Self {
+        Self::start_for(&[root])
     }
 
-    /// Begin to look at all VMs below several places: those of one name are one.
-    pub fn over(roots: &[&Path]) -> Self {
+    /// Starts to watch all VMs below several directories. VMs of the same name count as one.
+    pub fn start_for(roots: &[&Path]) -> Self {
         let end = Arc::new(AtomicBool::new(false));
         let has_seen = Arc::new(AtomicBool::new(false));
         let (ended, seeing) = (Arc::clone(&end), Arc::clone(&has_seen));
         let roots: Vec<_> = roots.iter().map(|root| root.to_path_buf()).collect();
-        // What a machine runs besides takes longer to look at than what is looked for, and becomes no QEMU as Rekindle's may.
-        let is_other = |pid: &u32| {
+        // Other programs are skipped, which saves most of the time. Unlike Rekindle's processes, they never become a QEMU.
+        let is_unrelated = |pid: &u32| {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             !["rekindle", "qemu"].iter().any(|word| line.windows(word.len()).any(|part| part == word.as_bytes()))
         };
-        let mut others: BTreeSet<u32> = processes().into_iter().filter(is_other).collect();
+        let mut others: BTreeSet<u32> = processes().into_iter().filter(is_unrelated).collect();
         let thread = thread::spawn(move || {
-            let (mut looks, mut seen) = (0, Vec::new());
-            // At least once, also when it is ended at once.
+            let (mut rounds, mut seen) = (0, Vec::new());
+            // Checks once even if it is stopped immediately.
             loop {
                 let all = processes();
-                // A number that is free can be a QEMU's next time.
+                // A process ID that is free can be a QEMU's in the next round.
                 others.retain(|pid| all.contains(pid));
-                looks += 1;
+                rounds += 1;
                 let of = |root: &PathBuf| qemus_among(root, all.difference(&others).copied());
-                seen.extend(two_at_once(roots.iter().flat_map(of).collect()));
+                seen.extend(two_running(roots.iter().flat_map(of).collect()));
                 seeing.store(!seen.is_empty(), Ordering::Relaxed);
                 if ended.load(Ordering::Relaxed) {
-                    return (looks, seen);
+                    return (rounds, seen);
                 }
                 thread::sleep(Duration::from_millis(1));
             }
@@ -152,7 +151,7 @@ impl Watch {
         Self { end, seen: has_seen, thread: Some(thread) }
     }
 
-    /// Wait until it has seen something.
+    /// Waits until it has seen two QEMUs run one guest, or `patience` is over.
     pub fn wait_seen(&self, patience: Duration) {
         let deadline = Instant::now() + patience;
         while !self.seen.load(Ordering::Relaxed) && Instant::now() < deadline {
@@ -160,12 +159,12 @@ impl Watch {
         }
     }
 
-    /// End it: no VM was run by two QEMUs.
+    /// Stops the thread and asserts that no VM was run by two QEMUs.
     #[track_caller]
     pub fn end(mut self) {
         self.end.store(true, Ordering::Relaxed);
-        let (looks, seen) = self.thread.take().expect("ended once").join().expect("the watch does not panic");
-        assert!(looks > 0, "nobody looked");
+        let (rounds, seen) = self.thread.take().expect("ended once").join().expect("the watch does not panic");
+        assert!(rounds > 0, "no round of checks has ended");
         assert!(seen.is_empty(), "two QEMUs ran one guest: {seen:?}");
     }
 }
@@ -176,9 +175,11 @@ impl Drop for Watch {
     }
 }
 
-/// Two QEMUs of one VM that run at the same moment. They are asked one after the other, and the guest may pass from one
-/// to the other in between; but a QEMU that ran before another was seen running, and still runs after that, ran beside it.
-fn two_at_once(qemus: Vec<Qemu>) -> Option<String> {
+/// Describes two QEMUs of one VM that run at the same moment, if there are such.
+///
+/// The QEMUs are queried one after the other, and the guest may move from one to another in between. But a QEMU that ran
+/// both before and after another one was seen running, ran at the same time.
+fn two_running(qemus: Vec<Qemu>) -> Option<String> {
     let mut by_vm: BTreeMap<OsString, Vec<Qemu>> = BTreeMap::new();
     for qemu in qemus {
         by_vm.entry(qemu.directory.parent()?.file_name()?.to_owned()).or_default().push(qemu);
@@ -186,13 +187,13 @@ fn two_at_once(qemus: Vec<Qemu>) -> Option<String> {
     by_vm.values().find_map(|all| {
         let running: Vec<_> = all.iter().filter(|qemu| qemu.runs()).collect();
         let (first, rest) = running.split_first()?;
-        (!rest.is_empty() && first.runs()).then(|| format!("{first:?} beside {rest:?}"))
+        (!rest.is_empty() && first.runs()).then(|| format!("{first:?} and {rest:?}"))
     })
 }
 
-/// That each tick of a guest was printed once: a guest that ran in two QEMUs, or was set back, prints one twice.
+/// Asserts that the guest printed each tick once: a guest that ran in two QEMUs, or was rolled back, prints one twice.
 #[track_caller]
-pub fn ticks_once(console: &Path) {
+pub fn assert_ticks_once(console: &Path) {
     let text = fs::read(console).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
     let mut seen = BTreeSet::new();
@@ -200,7 +201,7 @@ pub fn ticks_once(console: &Path) {
         if line.ends_with("rekindle-micro ready") {
             seen.clear();
         }
-        // "tick N UPTIME": the time tells a whole line from two that ran into one another.
+        // "tick N UPTIME": the time distinguishes a whole line from two that were mixed.
         let words: Vec<_> = line.split(' ').collect();
         if let ["tick", number, time] = words.as_slice()
             && let (Ok(number), Ok(_)) = (number.parse::<u64>(), time.parse::<f64>())

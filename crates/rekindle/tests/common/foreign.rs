@@ -1,4 +1,4 @@
-//! A QEMU that somebody else has started, with the micro guest.
+//! A QEMU with the micro guest that Rekindle has not started.
 
 use super::guest::Guest;
 use super::lab::Lab;
@@ -12,36 +12,36 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often it is booted, and how long that may take: with two emulated processors 1 boot of 143 hung for
-/// good (`rcu_preempt detected stalls`, "timer wakeup didn't happen"), before anything of Rekindle has seen its QEMU.
-const BOOTS: usize = 3;
-const BOOT: Duration = Duration::from_secs(40);
+/// The attempts to boot the guest. With two emulated processors 1 boot of 143 hung (`rcu_preempt detected stalls`,
+/// "timer wakeup didn't happen"), without Rekindle being involved.
+const BOOT_ATTEMPTS: usize = 3;
+/// The time limit of one attempt.
+const BOOT_LIMIT: Duration = Duration::from_secs(40);
 
-/// A port that nobody listens on.
+/// Returns a TCP port on which no process listens.
 pub fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// A QEMU of somebody else's.
-pub struct Plain<'a> {
-    /// Its guest, reached over a port that QEMU forwards.
+/// A QEMU that Rekindle has not started.
+pub struct ForeignQemu<'a> {
+    /// The guest, reached over a port that QEMU forwards.
     pub guest: Guest<'a>,
-    /// Its process.
     pub process: Process,
     child: Child,
     directory: PathBuf,
     port: u16,
 }
 
-impl<'a> Plain<'a> {
-    /// Start one with `arguments` beside the usual ones, in `user`'s name if one is named, and wait until its guest is up.
+impl<'a> ForeignQemu<'a> {
+    /// Starts a QEMU with `arguments` in addition to the usual ones, as `user` if given, and waits until its guest is up.
     pub fn boot(lab: &'a Lab, name: &str, binary: &Path, arguments: &[&str], user: Option<&str>) -> Self {
         let port = free_port();
         let guest = lab.vm(name).net(Net::User(port)).guest();
         let directory = lab.path(&format!("plain-{name}"));
         fs::create_dir(&directory).unwrap();
         let path = |name: &str| directory.join(name).to_string_lossy().into_owned();
-        // Another user cannot read the image where it is.
+        // Another user may be unable to read the image in its own directory.
         let (kernel, initrd) = lab.image();
         fs::copy(kernel, path("vmlinuz")).unwrap();
         fs::copy(initrd, path("initrd")).unwrap();
@@ -67,7 +67,7 @@ impl<'a> Plain<'a> {
         command.args(["-netdev", &format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:7000")]);
         command.args(["-device", "virtio-net-pci,netdev=net,mac=52:54:00:00:00:77", "-device", "VGA"]).args(arguments);
         command.stdin(Stdio::null()).stdout(Stdio::null());
-        let child = (0..BOOTS).find_map(|_| Self::booted(&mut command, &path("log"), &guest));
+        let child = (0..BOOT_ATTEMPTS).find_map(|_| Self::try_boot(&mut command, &path("log"), &guest));
         let child = child.unwrap_or_else(|| {
             panic!("the guest was not up: {}", fs::read_to_string(path("console")).unwrap_or_default());
         });
@@ -75,13 +75,13 @@ impl<'a> Plain<'a> {
         Self { guest, process, child, directory, port }
     }
 
-    /// Start it and wait until its guest is up; `None`: it hangs.
-    fn booted(command: &mut Command, log: &str, guest: &Guest<'_>) -> Option<Child> {
+    /// Starts QEMU and waits until its guest is up. Kills it and returns `None` if the guest hangs.
+    fn try_boot(command: &mut Command, log: &str, guest: &Guest<'_>) -> Option<Child> {
         let mut child = command.stderr(fs::File::create(log).unwrap()).spawn().unwrap();
-        let end = Instant::now() + BOOT;
+        let end = Instant::now() + BOOT_LIMIT;
         while !guest.is_up() {
-            let said = || fs::read_to_string(log).unwrap_or_default();
-            assert!(child.try_wait().unwrap().is_none(), "QEMU has ended: {}", said());
+            let errors = || fs::read_to_string(log).unwrap_or_default();
+            assert!(child.try_wait().unwrap().is_none(), "QEMU has ended: {}", errors());
             if Instant::now() > end {
                 child.kill().unwrap();
                 child.wait().unwrap();
@@ -92,34 +92,33 @@ impl<'a> Plain<'a> {
         Some(child)
     }
 
-    /// The port of the host that leads to its guest.
+    /// Returns the port of the host that is forwarded to the guest.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Its QMP socket.
+    /// Returns the path of the QMP socket.
     pub fn socket(&self) -> String {
         self.directory.join("qmp").to_string_lossy().into_owned()
     }
 
-    /// Speak to it.
+    /// Connects to the QMP socket.
     pub fn qmp(&self) -> Qmp {
         Qmp::connect(Path::new(&self.socket()), Duration::from_secs(10)).unwrap()
     }
 
-    /// Kill it.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// What it has open, each kind with its count, but for connections.
+    /// Counts the open files of QEMU, except sockets, by name.
     pub fn descriptors(&self) -> BTreeMap<String, usize> {
         descriptors(self.process)
     }
 }
 
-/// What a process has open, each kind with its count, but for connections.
+/// Counts the open files of a process, except sockets, by name.
 pub fn descriptors(process: Process) -> BTreeMap<String, usize> {
     let mut all = BTreeMap::new();
     for entry in fs::read_dir(format!("/proc/{}/fd", process.pid)).unwrap().flatten() {
@@ -132,7 +131,7 @@ pub fn descriptors(process: Process) -> BTreeMap<String, usize> {
     all
 }
 
-impl Drop for Plain<'_> {
+impl Drop for ForeignQemu<'_> {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
