@@ -52,7 +52,7 @@ fn a_guest_sees_that_its_disk_has_grown_and_a_shorter_image_is_rejected() {
     resize(&guest).status(1).prints(&[
         path.to_str().unwrap(),
         "was",
-        "a guest that knows the longer one would lose data",
+        "a guest that uses the longer disk would lose data",
     ]);
     set_length(&path, BLOCKS + 192);
     assert_eq!(resize(&guest).ok().json()["bytes"], (BLOCKS + 192) * BLOCK);
