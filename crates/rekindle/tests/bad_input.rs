@@ -353,7 +353,7 @@ fn a_ram_directory_that_is_full_or_gone_is_told() {
     // What is promised to the first counts, though its guest has not touched it.
     let second = lab.vm("second").write();
     let done = lab.rekindle(["run", second.to_str().unwrap()]).status(1);
-    done.prints(&["128 MiB asked for", "left", "promised to other guests"]);
+    done.prints(&["128 MiB requested", "left", "promised to other guests"]);
     assert!(!lab.run_root().join("second").exists(), "something is left of it");
     let lost = lab.vm("third").section("[ram]\ndir = \"/nowhere\"").write();
     let refused = lab.rekindle(["run", lost.to_str().unwrap()]);
@@ -385,7 +385,7 @@ fn a_ram_directory_that_is_full_or_gone_is_told() {
         fs::remove_file(path).unwrap();
     }
     fill();
-    guest.rekindle(&["recover"]).status(1).prints(&["128 MiB asked for", "left"]);
+    guest.rekindle(&["recover"]).status(1).prints(&["128 MiB requested", "left"]);
     assert_eq!(guest.status(), "needs-recovery");
     fs::remove_file(&filler).unwrap();
     guest.rekindle(&["recover"]).ok().prints(&["with its memory"]);

@@ -1,4 +1,4 @@
-//! Guests in a bridge of the host, which their owner has made and keeps.
+//! Guests in a bridge that the administrator has created, and that Rekindle does not remove.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -9,12 +9,12 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::time::Duration;
 
-/// Whether the host has this interface.
+/// Returns whether the host has this interface.
 fn is_there(interface: &str) -> bool {
     Path::new("/sys/class/net").join(interface).exists()
 }
 
-/// Stand-ins of taps, which a reboot makes beside those.
+/// Returns the host's stand-in taps, which exist only during a reboot.
 fn stand_ins() -> Vec<String> {
     let all =
         std::fs::read_dir("/sys/class/net").unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -59,7 +59,7 @@ fn connections_over_a_bridge_outlive_a_qemu() {
 }
 
 #[test]
-fn a_bridge_that_is_none_is_refused_with_the_mend_before_anything_is_made() {
+fn a_missing_or_wrong_bridge_is_rejected_with_a_remedy_before_anything_is_created() {
     let lab = Lab::new();
     let run = |bridge: &str, words: &[&str]| {
         let section = format!("[[net]]\nkind = \"tap\"\nbridge = \"{bridge}\"");

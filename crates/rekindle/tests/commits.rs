@@ -1,5 +1,5 @@
-//! `rekindle protect` killed at every write, sync and link of a commit, and at every look at the guest's memory: the store
-//! holds the newest committed checkpoint or the one before, and the guest goes on.
+//! `rekindle protect` killed at every write, sync and link of a commit, and at every scan of the guest's memory: the store
+//! holds the newest committed checkpoint or the previous one, and the guest continues to run.
 //!
 //! strace(1) counts the calls and kills at the one that is named. What a power failure makes of unsynced writes is tested
 //! in the store crate, on a disk of its own.
@@ -12,8 +12,8 @@ use common::{Guest, Lab, assert_ticks_once};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The calls at which it is killed. A thread counts its own: strace kills at the first that comes to the number.
-/// With the step in which the numbers are gone through.
+/// The calls at which the protector is killed, with the step between the tried call numbers. strace counts for each
+/// thread, and kills when the first of them reaches the number.
 const CALLS: &[(&str, usize)] =
     &[("fsync", 1), ("linkat,link", 1), ("fdatasync", 1), ("unlinkat,unlink", 1), ("pwrite64", 1), ("ioctl", 7)];
 
@@ -28,8 +28,8 @@ impl Case<'_> {
         self.store.to_str().unwrap()
     }
 
-    /// Protect the guest until one checkpoint is committed, or it is killed when it begins call `number` of `calls`.
-    /// Whether it was killed.
+    /// Runs a protector until it has committed one checkpoint, or is killed as it begins call `number` of `calls`.
+    /// Returns whether it was killed.
     fn killed(&self, calls: &str, number: u32) -> bool {
         let inject = format!("inject={calls}:signal=KILL:when={number}");
         let rekindle =
@@ -41,15 +41,15 @@ impl Case<'_> {
             command.env(name, value.unwrap_or_default());
         }
         let status = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
-        match status.expect("strace is there").code() {
+        match status.expect("strace is installed").code() {
             Some(0) => false,
-            // strace ends as what it traced has ended.
+            // strace ends with the status of the traced process.
             None | Some(137) => true,
             Some(other) => panic!("at {calls} {number}: exit status {other}\n{}", self.lab.state_report()),
         }
     }
 
-    /// The number of the newest checkpoint.
+    /// Returns the number of the newest checkpoint, or 0.
     fn newest(&self) -> u64 {
         let listed = self.lab.rekindle(["--json", "store", "ls", self.store()]).ok().json();
         let all = listed["checkpoints"].as_array().unwrap_or_else(|| panic!("{listed}"));
@@ -57,7 +57,7 @@ impl Case<'_> {
     }
 }
 
-/// Its first owner may have been killed before it was one.
+/// Returns whether the store exists: the first protector may have been killed before it created it.
 fn is_store(path: &Path) -> bool {
     path.join("rekindle-store").exists()
 }
@@ -75,7 +75,7 @@ fn a_protector_killed_at_every_step_of_a_commit_loses_no_committed_checkpoint() 
         let kills_before = kills;
         for number in (1..).step_by(*step) {
             let killed = case.killed(calls, number);
-            // In a pause it leaves the guest stopped; whoever comes next lets it go on.
+            // A protector that is killed during a pause leaves the guest stopped; `recover` resumes it.
             guest.rekindle(&["recover"]).ok();
             assert_eq!(guest.boot_id(), boot);
             let newest = if is_store(&case.store) { case.newest() } else { 0 };
@@ -98,7 +98,7 @@ fn a_protector_killed_at_every_step_of_a_commit_loses_no_committed_checkpoint() 
     guest.assert_sound();
     assert_ticks_once(&guest.file("console.log"));
 
-    // What is committed after all that is whole.
+    // The next checkpoint can be restored.
     lab.rekindle(["protect", &guest.name, "--store", case.store(), "--count", "1"]).ok();
     let [qemu] = guest.qemus().try_into().expect("one QEMU");
     qemu.process.kill().unwrap();

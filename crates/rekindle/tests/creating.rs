@@ -1,4 +1,4 @@
-//! Where checkpoints go: a store is created only where that was asked for, and one that is gone is not replaced silently.
+//! Creation of stores: a store is created only with an explicit option, and a missing one is not replaced silently.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -36,16 +36,16 @@ fn a_mistyped_path_and_another_host_get_no_store() {
         lab.rekindle(arguments).status(1).prints(&[text(&wrong), "not a store of Rekindle", "rekindle store init"]);
         assert!(!wrong.exists(), "{arguments:?} has created it");
     }
-    let told = lab.rekindle(["--json", "protect", "web", "--store", text(&wrong)]).status(1).json();
-    assert_eq!((&told["kind"], &told["store"]), (&"not-a-store".into(), &text(&wrong).into()), "{told}");
+    let error = lab.rekindle(["--json", "protect", "web", "--store", text(&wrong)]).status(1).json();
+    assert_eq!((&error["kind"], &error["store"]), (&"not-a-store".into(), &text(&wrong).into()), "{error}");
 
-    // As scp and NFS name it.
+    // A path as scp and NFS write it.
     let mut command = lab.command(["protect", "web", "--store", "host2:/srv/x", "--create-store"]);
     command.current_dir(lab.path("."));
     lab.finish(command).status(2).prints(&["directory of host host2", "mount it", "tls://host2:PORT/NAME"]);
     assert!(!lab.path("host2:").exists());
 
-    // Asked for, in either way.
+    // Created explicitly, in both ways.
     lab.rekindle(["protect", "web", "--store", text(&lab.path("one")), "--create-store", "--count", "1"]).ok();
     let two = lab.path("two");
     lab.rekindle(["store", "init", text(&two)]).ok().prints(&["rekindle protect"]);
@@ -60,7 +60,7 @@ fn a_mistyped_path_and_another_host_get_no_store() {
 }
 
 #[test]
-fn a_store_that_is_gone_is_reported_and_replaced_only_when_that_is_asked_for() {
+fn a_missing_store_is_reported_and_replaced_only_with_an_explicit_option() {
     let lab = Lab::without_root();
     let guest = start(&lab, "web");
     let store = lab.path("store");
@@ -79,23 +79,23 @@ fn a_store_that_is_gone_is_reported_and_replaced_only_when_that_is_asked_for() {
         protect(arguments).status(1).prints(&words);
         assert!(!store.exists());
     }
-    let told = protect(&["--json"]).status(1).json();
-    assert_eq!((&told["kind"], &told["vm"]), (&"store-gone".into(), &"web".into()), "{told}");
-    assert_eq!(told["store"], text(&store));
-    assert!(told["since"].as_str().unwrap().ends_with(" UTC"), "{told}");
+    let error = protect(&["--json"]).status(1).json();
+    assert_eq!((&error["kind"], &error["vm"]), (&"store-gone".into(), &"web".into()), "{error}");
+    assert_eq!(error["store"], text(&store));
+    assert!(error["since"].as_str().unwrap().ends_with(" UTC"), "{error}");
     let remedy = format!("rekindle protect web --store {} {}", text(&store), abandon.join(" "));
-    assert_eq!(told["remedy"], remedy.as_str());
+    assert_eq!(error["remedy"], remedy.as_str());
     lab.rekindle(["move", "web", "--to", "b", "--ssh", "false", "--store", text(&store), "--create-store"])
         .status(1)
         .prints(&words);
     protect(&["--abandon-old-checkpoints"]).status(1).prints(&words);
     assert!(!store.exists());
-    // It is there again: nothing was given up.
+    // It is mounted again: no checkpoint was abandoned.
     fs::rename(&away, &store).unwrap();
     protect(&[]).ok();
     assert_eq!(lab.rekindle(["--json", "store", "ls", text(&store)]).ok().json()["checkpoints"][2]["number"], 3);
 
-    // It is gone for good.
+    // It is lost.
     fs::rename(&store, &away).unwrap();
     lab.rekindle(["store", "init", text(&store)]).ok();
     protect(&[]).status(1).prints(&["the store of VM web is gone", "a new store without a VM"]);

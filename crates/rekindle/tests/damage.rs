@@ -1,4 +1,4 @@
-//! A guest whose page cache was damaged before it was rebooted with a warm cache: it is given nothing of that. The whole experiment is
+//! A guest whose page cache was damaged before it was rebooted with a warm cache gets no damaged block. The whole experiment is
 //! `make bench TOPIC=faults` (docs/fault-experiment.md).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 const BLOCK: usize = 4096;
 const BLOCKS: u64 = 2048;
 
-/// A block of the disk; all are different.
+/// Returns the content of a block of the disk; all are different.
 fn block(n: u64) -> Vec<u8> {
     let mut block = vec![0; BLOCK];
     fastrand::Rng::with_seed(n).fill(&mut block);
@@ -34,7 +34,7 @@ fn image(lab: &Lab) -> PathBuf {
     path
 }
 
-/// As the guest answers to `read` of the whole disk.
+/// Computes what the guest replies to `read` of the whole disk.
 fn digest(image: &Path) -> String {
     let content = fs::read(image).unwrap();
     assert_eq!(content.len() as u64, BLOCKS * BLOCK as u64);
@@ -50,8 +50,8 @@ fn ram(guest: &Guest<'_>) -> File {
     File::options().read(true).write(true).open(path).unwrap()
 }
 
-/// Flip a bit in all frames that hold a block whose number is a multiple of `every`; gives how many blocks that were. A block can lie in
-/// several: what the guest has given up stays there until something else needs the frame.
+/// Flips a bit in all frames that hold a block whose number is a multiple of `every`, and returns the number of such blocks.
+/// Several frames can hold one block: a frame that the guest has freed keeps its content until it is reused.
 fn damage(guest: &Guest<'_>, every: u64, rng: &mut fastrand::Rng) -> u64 {
     let ram = ram(guest);
     let known: HashMap<Vec<u8>, u64> = (0..BLOCKS).map(|n| (block(n), n)).collect();
@@ -66,14 +66,14 @@ fn damage(guest: &Guest<'_>, every: u64, rng: &mut fastrand::Rng) -> u64 {
             ram.write_all_at(&[frame[byte] ^ 1 << rng.u8(0..8)], at + byte as u64).unwrap();
         }
     }
-    assert!(held.len() as u64 > BLOCKS * 9 / 10, "it has cached {} blocks", held.len());
+    assert!(held.len() as u64 > BLOCKS * 9 / 10, "the guest has cached only {} blocks", held.len());
     held.into_iter().filter(|n| n % every == 0).count() as u64
 }
 
-fn became(guest: &Guest<'_>) -> CacheCounts {
+fn cache_counts(guest: &Guest<'_>) -> CacheCounts {
     let status = Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap();
     assert!(!status.unchecked, "a server without its check is for the experiment only");
-    status.retained.map(|(_, told)| told).or(status.emptied).expect("an attic")
+    status.retained.map(|(_, counts)| counts).or(status.emptied).expect("a retained cache")
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn damaged_frames_of_the_page_cache_are_not_given_to_the_next_guest() {
     let whole = digest(&path);
     let read = format!("read vda 0 {BLOCKS}");
     let mut rng = fastrand::Rng::with_seed(5);
-    // Rebooted by its owner, and by itself when it has panicked.
+    // Rebooted by a command, and because it has panicked.
     for panics in [false, true] {
         assert_eq!(guest.ask(&read), whole);
         let boot = guest.boot_id();
@@ -97,15 +97,15 @@ fn damaged_frames_of_the_page_cache_are_not_given_to_the_next_guest() {
             wait_for("another QEMU", DEADLINE, || (!qemu.is_alive() && !guest.qemus().is_empty()).then_some(()));
             guest.wait_ready();
         } else {
-            let told = guest.rekindle(&["--json", "reboot", "os", "--how", "warm-cache"]).ok().json();
-            assert!(told["kept"]["bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{told}");
+            let report = guest.rekindle(&["--json", "reboot", "os", "--how", "warm-cache"]).ok().json();
+            assert!(report["kept"]["bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{report}");
             guest.wait_ready();
         }
         assert_ne!(guest.boot_id(), boot, "it was booted");
-        // Every block, from the attic where that is what is on the disk.
+        // Every block is right. It comes from the retained cache if that matches the disk.
         assert_eq!(guest.ask(&read), whole, "panics: {panics}");
-        let told = became(&guest);
-        assert!(told.refused >= damaged, "{damaged} were damaged: {told:?}");
-        assert!(told.served > BLOCKS / 2, "the others are served: {told:?}");
+        let counts = cache_counts(&guest);
+        assert!(counts.refused >= damaged, "{damaged} were damaged: {counts:?}");
+        assert!(counts.served > BLOCKS / 2, "few of the other blocks are served: {counts:?}");
     }
 }

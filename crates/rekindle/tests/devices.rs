@@ -1,4 +1,4 @@
-//! Block devices that fail under a guest's own requests, and are well again; where the redo log of one is.
+//! Block devices that fail during a guest's requests and recover: the device of the disk, and the one of its redo log.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -13,17 +13,17 @@ use std::fs;
 use std::path::Path;
 use std::thread;
 
-/// Blocks that a device keeps when it is cut.
-const SOUND: u64 = BLOCKS / 2;
+/// The blocks that a truncated device keeps.
+const KEPT: u64 = BLOCKS / 2;
 
-/// The guest is told of an error.
+/// Asserts that a command of the guest fails.
 #[track_caller]
-fn fails(guest: &Guest<'_>, command: &str) {
+fn assert_fails(guest: &Guest<'_>, command: &str) {
     let reply = guest.try_ask(command).unwrap();
     assert!(reply.starts_with("error"), "`{command}`: {reply}");
 }
 
-/// As [`Guest::ask`], when the command before has ended.
+/// Sends a command as [`Guest::ask`] does, once the previous command has ended.
 #[track_caller]
 fn ask(guest: &Guest<'_>, command: &str) -> String {
     let reply = wait_for("the guest to be free", DEADLINE, || {
@@ -32,61 +32,61 @@ fn ask(guest: &Guest<'_>, command: &str) -> String {
     reply.strip_prefix("ok").unwrap_or_else(|| panic!("`{command}`: {reply}")).trim().to_owned()
 }
 
-/// All that the guest reads is what is on the device.
+/// Asserts that the guest reads the content of the device.
 #[track_caller]
-fn agrees(guest: &Guest<'_>, device: &Device) {
+fn assert_content(guest: &Guest<'_>, device: &Device) {
     ask(guest, "drop-caches");
     assert_eq!(ask(guest, &format!("read vda 0 {BLOCKS}")), digest(&device.backing, 0, BLOCKS));
 }
 
-/// The host dies: QEMU, the disk's server and the protector with it.
-fn host_dies(guest: &Guest<'_>, protector: Protector) {
+/// Simulates a crash of the host: kills QEMU, the disk server and the protector.
+fn crash_host(guest: &Guest<'_>, protector: Protector) {
     kill_server(guest);
     crash(guest);
     protector.kill();
 }
 
 #[test]
-fn a_device_that_fails_is_an_error_to_the_guest_and_nothing_else() {
+fn a_failing_device_causes_errors_in_the_guest_only_for_the_failing_blocks() {
     let lab = Lab::new();
     let (small, original) = (Tmpfs::new(&lab, "small", 18), image(&lab, "disk.raw"));
     let mut device = Device::copy_of(&small, &original);
     let guest = lab.vm("fails").section(&section(&device.path, "")).boot(&[]);
     let (boot, served_by) = (guest.boot_id(), server(&guest));
-    agrees(&guest, &device);
-    // Behind the middle it can neither be read nor, for want of room, be written.
-    device.truncate(SOUND * BLOCK, false);
+    assert_content(&guest, &device);
+    // The second half can be neither read nor, because the tmpfs is full, written.
+    device.truncate(KEPT * BLOCK, false);
     small.fill();
     ask(&guest, "drop-caches");
-    fails(&guest, "read vda 3000 16");
-    fails(&guest, "write vda 3000 16 1");
-    // Over the edge: one request, of which a part could be done.
-    fails(&guest, &format!("read vda {} 4", SOUND - 2));
-    assert_eq!(read(&guest, 0, SOUND), digest(&device.backing, 0, SOUND), "the rest is served as ever");
+    assert_fails(&guest, "read vda 3000 16");
+    assert_fails(&guest, "write vda 3000 16 1");
+    // One request across the boundary, of which a part could succeed.
+    assert_fails(&guest, &format!("read vda {} 4", KEPT - 2));
+    assert_eq!(read(&guest, 0, KEPT), digest(&device.backing, 0, KEPT), "the other blocks can be read");
     ask(&guest, "write vda 10 16 2");
-    let told = status(&guest);
-    assert!(told.active && told.under_way == 0, "{told:?}");
-    // Well again.
+    let status = status(&guest);
+    assert!(status.active && status.under_way == 0, "{status:?}");
+    // The device works again.
     small.empty();
     device.repair();
-    agrees(&guest, &device);
+    assert_content(&guest, &device);
     ask(&guest, "write vda 3000 16 3");
-    agrees(&guest, &device);
+    assert_content(&guest, &device);
     assert_eq!((guest.boot_id(), server(&guest)), (boot, served_by));
-    // What is kept over a reboot is what is on the device, also where writing has failed.
-    device.truncate(SOUND * BLOCK, false);
+    // The cache that a reboot retains matches the device, also where a write has failed.
+    device.truncate(KEPT * BLOCK, false);
     small.fill();
-    fails(&guest, "write vda 3000 32 4");
+    assert_fails(&guest, "write vda 3000 32 4");
     small.empty();
     device.repair();
     guest.lab.rekindle(["reboot", "os", &guest.name]).ok();
     guest.wait_ready();
-    agrees(&guest, &device);
+    assert_content(&guest, &device);
     guest.assert_sound();
 }
 
 #[test]
-fn a_device_that_fails_under_a_redo_log_fails_its_reads_and_is_merged_into_when_it_is_well() {
+fn a_failing_device_under_a_redo_log_fails_reads_and_is_merged_into_after_its_repair() {
     let lab = Lab::new();
     let (small, original) = (Tmpfs::new(&lab, "small", 18), image(&lab, "disk.raw"));
     let redo = lab.path("redo");
@@ -96,34 +96,34 @@ fn a_device_that_fails_under_a_redo_log_fails_its_reads_and_is_merged_into_when_
     let store = store(&lab, "logged");
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
     protector.next_checkpoint();
-    assert!(redo.join("logged.disk0.redo").join("state").exists(), "the log is where it is to be");
-    device.truncate(SOUND * BLOCK, false);
+    assert!(redo.join("logged.disk0.redo").join("state").exists(), "the redo log is in the configured directory");
+    device.truncate(KEPT * BLOCK, false);
     small.fill();
     ask(&guest, "drop-caches");
-    fails(&guest, "read vda 3000 16");
-    // Writes go to the log, and are read from there; merging them has to wait.
+    assert_fails(&guest, "read vda 3000 16");
+    // Writes go to the redo log and are read from there. They cannot be merged yet.
     ask(&guest, "write vda 3100 16 5");
     ask(&guest, "drop-caches");
     let written = ask(&guest, "read vda 3100 16");
-    let told = |guest: &Guest<'_>| status(guest).redo.expect("a log");
+    let redo_status = |guest: &Guest<'_>| status(guest).redo.expect("a log");
     wait_for("a merge that fails", DEADLINE, || {
         protector.next_checkpoint();
-        told(&guest).failed
+        redo_status(&guest).failed
     });
-    fails(&guest, "read vda 3000 16");
+    assert_fails(&guest, "read vda 3000 16");
     assert_eq!(ask(&guest, "read vda 3100 16"), written);
     small.empty();
     device.repair();
     wait_for("the merge", DEADLINE, || {
         protector.next_checkpoint();
-        (told(&guest).failed.is_none() && digest(&device.backing, 3100, 16) == written).then_some(())
+        (redo_status(&guest).failed.is_none() && digest(&device.backing, 3100, 16) == written).then_some(())
     });
     assert_eq!(ask(&guest, "read vda 3000 16"), digest(&original, 3000, 16));
-    // What a failure leaves there is found: by who asks, by a restore, and by who wants the newest disk.
+    // After a crash, `run`, `restore` and `run --newest-disk` all find the redo log.
     ask(&guest, "write vda 0 64 6");
     protector.next_checkpoint();
     protector.next_checkpoint();
-    host_dies(&guest, protector);
+    crash_host(&guest, protector);
     let definition = lab.path("logged.toml");
     let definition = definition.to_str().unwrap();
     lab.rekindle(["run", definition]).status(1).prints(&["disk0", "rekindle restore", "--newest-disk"]);
@@ -137,12 +137,12 @@ fn a_device_that_fails_under_a_redo_log_fails_its_reads_and_is_merged_into_when_
     lab.rekindle(["run", definition, "--newest-disk"]).ok();
     guest.wait_ready();
     assert_eq!(ask(&guest, &format!("read vda 0 {BLOCKS}")), newest);
-    agrees(&guest, &device);
-    assert_eq!(fs::read_dir(&redo).unwrap().count(), 0, "the log has gone");
+    assert_content(&guest, &device);
+    assert_eq!(fs::read_dir(&redo).unwrap().count(), 0, "the redo log is removed");
     guest.assert_sound();
 }
 
-/// An ext4 on the device, mounted; without a journal, which would give up at the first error.
+/// A mounted ext4. It has no journal: that would abort at the first error.
 struct Mounted<'a>(&'a Path);
 
 impl Drop for Mounted<'_> {
@@ -152,7 +152,7 @@ impl Drop for Mounted<'_> {
 }
 
 #[test]
-fn a_redo_log_whose_device_fails_is_an_error_to_the_guest_and_stays_readable() {
+fn a_failing_device_of_a_redo_log_causes_errors_in_the_guest_and_loses_no_write() {
     let lab = Lab::new();
     let small = Tmpfs::new(&lab, "small", 140);
     let empty = lab.path("empty.raw");
@@ -172,17 +172,17 @@ fn a_redo_log_whose_device_fails_is_an_error_to_the_guest_and_stays_readable() {
     ask(&guest, "drop-caches");
     let before = read(&guest, 0, 64);
     device.truncate(1 << 20, true);
-    fails(&guest, "write vda 200 64 2");
+    assert_fails(&guest, "write vda 200 64 2");
     ask(&guest, "drop-caches");
-    fails(&guest, "read vda 0 64");
-    assert_eq!(read(&guest, 1000, 64), digest(&path, 1000, 64), "the image is sound");
+    assert_fails(&guest, "read vda 0 64");
+    assert_eq!(read(&guest, 1000, 64), digest(&path, 1000, 64), "blocks of the image can be read");
     device.repair();
     ask(&guest, "drop-caches");
-    assert_eq!(ask(&guest, "read vda 0 64"), before, "what it had, it has");
+    assert_eq!(ask(&guest, "read vda 0 64"), before, "earlier writes are kept");
     protector.kill();
     ask(&guest, "write vda 300 64 3");
     let newest = ask(&guest, "read vda 300 64");
-    // A flush has failed, and nobody knows what of the segment is durable: only a merge, which reads all of it, mends that.
+    // A flush has failed, so it is unknown what part of the segment is durable. Only a merge, which reads all of it, fixes that.
     lab.rekindle(["disk", "merge", guest.file("disk-disk0.control").to_str().unwrap()]).ok();
     assert_eq!((digest(&path, 0, 64), digest(&path, 300, 64)), (before, newest));
     guest.assert_sound();
@@ -191,7 +191,7 @@ fn a_redo_log_whose_device_fails_is_an_error_to_the_guest_and_stays_readable() {
 }
 
 #[test]
-fn a_guest_waits_while_there_is_no_room_for_its_redo_log_and_goes_on() {
+fn a_guest_waits_while_its_redo_log_has_no_space_and_then_continues() {
     let lab = Lab::new();
     let (small, path) = (Tmpfs::new(&lab, "small", 8), image(&lab, "disk.raw"));
     let guest = lab.vm("full").section(&section(&path, &format!("redo = {:?}\n", small.path))).boot(&[]);
@@ -203,7 +203,7 @@ fn a_guest_waits_while_there_is_no_room_for_its_redo_log_and_goes_on() {
         let writing = scope.spawn(|| ask(&guest, "write vda 0 3000 1"));
         let why = wait_for("writes to wait", DEADLINE, || status(&guest).redo?.waiting);
         assert!(why.contains("no room"), "{why}");
-        assert_eq!(digest(&path, 0, BLOCKS), before, "the checkpoint's disk is as it was");
+        assert_eq!(digest(&path, 0, BLOCKS), before, "the checkpoint's disk is unchanged");
         // Reads do not wait.
         assert!(status(&guest).active);
         small.resize(64);
@@ -213,9 +213,9 @@ fn a_guest_waits_while_there_is_no_room_for_its_redo_log_and_goes_on() {
     let newest = read(&guest, 0, BLOCKS);
     ask(&guest, "drop-caches");
     assert_eq!(read(&guest, 0, BLOCKS), newest);
-    host_dies(&guest, protector);
+    crash_host(&guest, protector);
     restore(&guest, &store, &[]);
     ask(&guest, "drop-caches");
-    assert_eq!(ask(&guest, &format!("read vda 0 {BLOCKS}")), before, "the checkpoint's");
+    assert_eq!(ask(&guest, &format!("read vda 0 {BLOCKS}")), before, "the disk of the checkpoint");
     guest.assert_sound();
 }

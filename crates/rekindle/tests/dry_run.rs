@@ -1,5 +1,5 @@
-//! `--dry-run` of all that stops a guest: it shows what would be done and what prevents it, and changes nothing. What stops several
-//! guests needs their names, or `--all`.
+//! `--dry-run` of every command that stops a guest: it shows what would be done and what prevents it, and changes nothing. A
+//! command that stops several guests needs their names, or `--all`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -24,9 +24,9 @@ fn lab() -> Lab {
     lab
 }
 
-/// All that says what is done with VMs, all RAM and saved states by their names, and the QEMUs that run. Locks and logs are left out: they
-/// say nothing, and a watcher that has just started makes some.
-fn seen(lab: &Lab, guests: &[&Guest<'_>]) -> (BTreeMap<PathBuf, Vec<u8>>, Vec<u32>) {
+/// Returns the content of the VMs' records, the names of all RAM and saved states, and the running QEMUs. Locks and logs are
+/// left out: they are not state, and a `rekindle watch` that has just started creates some.
+fn snapshot(lab: &Lab, guests: &[&Guest<'_>]) -> (BTreeMap<PathBuf, Vec<u8>>, Vec<u32>) {
     let mut files = BTreeMap::new();
     let mut todo = vec![lab.run_root(), lab.path("ram"), lab.path("suspended"), lab.save_dir()];
     while let Some(directory) = todo.pop() {
@@ -39,8 +39,8 @@ fn seen(lab: &Lab, guests: &[&Guest<'_>]) -> (BTreeMap<PathBuf, Vec<u8>>, Vec<u3
             if name.ends_with("lock") || name.contains(".log") || name == "helpers.json" {
                 continue;
             }
-            let says = name.ends_with(".json") || name.ends_with(".jsonl");
-            files.insert(path.clone(), if says { fs::read(&path).unwrap() } else { Vec::new() });
+            let is_record = name.ends_with(".json") || name.ends_with(".jsonl");
+            files.insert(path.clone(), if is_record { fs::read(&path).unwrap() } else { Vec::new() });
         }
     }
     let running = guests.iter().map(|guest| {
@@ -66,7 +66,7 @@ fn a_dry_run_shows_what_would_be_done_and_changes_nothing() {
     let away = ["--to", "b", "--ssh", "false"];
     let image = lab.path("disk.raw");
     fs::write(&image, [0; 4096]).unwrap();
-    let before = seen(&lab, &[&web, &db]);
+    let before = snapshot(&lab, &[&web, &db]);
     let cases: &[(&[&str], i32, &[&str])] = &[
         (&["stop", "web", "db"], 0, &["web: would shut its guest down", "db: would shut its guest down"]),
         (&["stop", "web", "--now"], 0, &["would power its guest off"]),
@@ -89,13 +89,13 @@ fn a_dry_run_shows_what_would_be_done_and_changes_nothing() {
     for (arguments, status, words) in cases {
         let done = lab.rekindle([arguments, &["--dry-run"][..]].concat()).status(*status);
         done.prints(words).prints(&["nothing was changed"]);
-        assert_eq!(seen(&lab, &[&web, &db]), before, "{arguments:?} has changed something");
+        assert_eq!(snapshot(&lab, &[&web, &db]), before, "{arguments:?} has changed something");
     }
     lab.rekindle(["disk", "merge", text(&lab.path("none")), "--dry-run"]).status(1).prints(&["none", "No such file"]);
-    let told = lab.rekindle(["--json", "stop", "web", "nope", "--dry-run"]).status(1).json();
-    assert_eq!((&told["dry_run"], &told["vms"][0]["name"]), (&true.into(), &"web".into()), "{told}");
-    assert!(told["vms"][0]["would"].is_string() && told["vms"][1]["error"].is_string(), "{told}");
-    assert_eq!(seen(&lab, &[&web, &db]), before);
+    let report = lab.rekindle(["--json", "stop", "web", "nope", "--dry-run"]).status(1).json();
+    assert_eq!((&report["dry_run"], &report["vms"][0]["name"]), (&true.into(), &"web".into()), "{report}");
+    assert!(report["vms"][0]["would"].is_string() && report["vms"][1]["error"].is_string(), "{report}");
+    assert_eq!(snapshot(&lab, &[&web, &db]), before);
     lab.rekindle(["stop", "--now", "web", "db"]).ok();
     lab.assert_empty();
 }
@@ -113,7 +113,7 @@ fn a_suspend_needs_names_or_all_and_stops_no_other_guest() {
     }
     lab.rekindle(["host", "suspend", "web"]).ok().prints(&["web: suspended"]);
     assert_eq!((web.status().as_str(), db.status().as_str()), ("suspended", "running"));
-    // Its memory would be dropped, and is not.
+    // A stop would drop its memory; the dry run does not.
     lab.rekindle(["stop", "web", "--dry-run"]).ok().prints(&["web: would"]);
     lab.rekindle(["host", "suspend", "--all", "--dry-run"]).status(1).prints(&["still suspended: web"]);
     lab.rekindle(["host", "resume"]).ok().prints(&["web: resumed with its memory"]);

@@ -1,4 +1,5 @@
-//! A protected guest that writes its disk: after a failure it goes on with the disk of its checkpoint, or boots from the newest one.
+//! A protected guest that writes its disk: after a failure it resumes with the disk of its checkpoint, or boots
+//! from the newest disk.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -11,7 +12,7 @@ use common::{DEADLINE, Lab, wait_for};
 use rekindle_disk::engine::logged::RedoStatus;
 use std::path::{Path, PathBuf};
 
-/// What the guest writes of its disk.
+/// The number of blocks that the guest writes.
 const WRITTEN: u64 = 512;
 
 fn redo(image: &Path) -> PathBuf {
@@ -28,32 +29,32 @@ fn digest(image: &Path) -> String {
     served::digest(image, 0, WRITTEN)
 }
 
-fn told(guest: &Guest<'_>) -> Option<RedoStatus> {
+fn redo_status(guest: &Guest<'_>) -> Option<RedoStatus> {
     status(guest).redo
 }
 
-/// The host dies: QEMU, the disk's server and the protector with it.
-fn host_dies(guest: &Guest<'_>, protector: Protector) {
+/// Simulates a crash of the host: kills QEMU, the disk server and the protector.
+fn crash_host(guest: &Guest<'_>, protector: Protector) {
     kill_server(guest);
     crash(guest);
     protector.kill();
 }
 
-/// Memory and disk agree: what the guest has of the disk in its cache is what is on it.
-fn agrees(guest: &Guest<'_>) -> String {
-    // What it was about to write is written.
+/// Asserts that the guest's page cache and its disk have the same content, and returns its digest.
+fn assert_cache_matches_disk(guest: &Guest<'_>) -> String {
+    // The restored guest may still be busy with a write of the checkpoint.
     let last = format!("write vda {WRITTEN} 1 1");
     wait_for("the command of the checkpoint to end", DEADLINE, || {
         guest.try_ask(&last).ok().filter(|answer| !answer.contains("busy"))
     });
     let cached = read(guest);
     guest.ask("drop-caches");
-    assert_eq!(read(guest), cached, "the guest's memory has another disk");
+    assert_eq!(read(guest), cached, "the guest's cache differs from its disk");
     cached
 }
 
 #[test]
-fn a_restored_guest_has_the_disk_that_its_memory_knows() {
+fn a_restored_guest_has_the_disk_that_matches_its_memory() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("epochs").section(&section(&path, "")).boot(&[]);
@@ -63,26 +64,26 @@ fn a_restored_guest_has_the_disk_that_its_memory_knows() {
         let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
         protector.next_checkpoint();
         for n in 0..40 {
-            // All over it, again and again; checkpoints come in between.
+            // Overlapping writes, with checkpoints in between.
             guest.ask(&format!("write vda {} 32 {}", n * 37 % (WRITTEN - 32), round * 100 + n));
         }
         protector.next_checkpoint();
-        let told = told(&guest).expect("a log");
-        assert!(told.epoch > 2 && told.sealed > 0, "{told:?}");
+        let status = redo_status(&guest).expect("a log");
+        assert!(status.epoch > 2 && status.sealed > 0, "{status:?}");
         for n in 0..10 {
             guest.ask(&format!("write vda {} 32 {}", n * 51 % (WRITTEN - 32), round * 100 + 50 + n));
         }
         let newest = read(&guest);
-        host_dies(&guest, protector);
+        crash_host(&guest, protector);
         assert!(redo(&path).exists());
-        // Neither disk is taken without a word.
+        // `run` rejects the choice between the two disks without an option.
         let definition = guest.lab.path("epochs.toml");
         let refused = lab.rekindle(["run", definition.to_str().unwrap()]);
         refused.status(1).prints(&["disk0", "rekindle restore", "--newest-disk"]);
         if round < 2 {
             restore(&guest, &store, &[]);
-            assert_eq!(guest.boot_id(), boot, "the guest went on");
-            agrees(&guest);
+            assert_eq!(guest.boot_id(), boot, "the guest was resumed");
+            assert_cache_matches_disk(&guest);
             guest.assert_sound();
             continue;
         }
@@ -90,10 +91,10 @@ fn a_restored_guest_has_the_disk_that_its_memory_knows() {
         guest.wait_ready();
         assert_ne!(guest.boot_id(), boot);
         assert_eq!(read(&guest), newest, "all that was written");
-        assert_eq!(digest(&path), newest, "and merged");
+        assert_eq!(digest(&path), newest, "all of it is merged");
         assert!(!redo(&path).exists());
-        agrees(&guest);
-        // The checkpoint's disk has been given up.
+        assert_cache_matches_disk(&guest);
+        // The checkpoint's disk no longer exists.
         guest.rekindle(&["stop"]).ok();
         let refused = lab.rekindle(["restore", "epochs", "--store", store.to_str().unwrap()]);
         refused.status(1).prints(&["the disk is newer than the checkpoint", "--newest-disk"]);
@@ -102,7 +103,7 @@ fn a_restored_guest_has_the_disk_that_its_memory_knows() {
 }
 
 #[test]
-fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_qemu() {
+fn a_clean_stop_merges_the_redo_log_and_a_disk_with_a_log_is_not_given_to_qemu() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("ended").section(&section(&path, "")).boot(&[]);
@@ -112,14 +113,14 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     guest.ask("write vda 5 20 9");
     let newest = read(&guest);
     assert_ne!(digest(&path), newest, "it is in the log");
-    // Committed, it comes to the image while the guest runs.
+    // Once committed, it is merged into the image while the guest runs.
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
     protector.next_checkpoint();
     wait_for("the merge", DEADLINE, || (digest(&path) == newest).then_some(()));
     guest.ask("write vda 8 20 10");
     let newest = read(&guest);
-    host_dies(&guest, protector);
-    assert!(redo(&path).exists(), "nobody has said which disk it is to be");
+    crash_host(&guest, protector);
+    assert!(redo(&path).exists(), "the log is kept until the user chooses a disk");
     let plain = lab.vm("plain").section(&format!("[[disk]]\npath = {path:?}\nformat = \"raw\"\nserver = false\n"));
     let refused = lab.rekindle(["run", plain.write().to_str().unwrap()]);
     refused.status(1).prints(&["disk0", "redo log", "rekindle disk merge"]);
@@ -139,14 +140,14 @@ fn a_vm_that_is_stopped_in_order_has_no_log_and_a_disk_with_one_is_not_given_to_
     assert!(protector.child.wait().unwrap().success());
     guest.ask("write vda 30 20 11");
     let newest = read(&guest);
-    assert!(told(&guest).is_some(), "the checkpoint is wanted, until somebody says otherwise");
+    assert!(redo_status(&guest).is_some(), "the redo log of the checkpoint is kept until the VM is stopped");
     guest.rekindle(&["stop"]).ok();
     assert_eq!(digest(&path), newest);
     assert!(!redo(&path).exists());
 }
 
 #[test]
-fn a_server_that_dies_before_the_restored_guest_has_written_is_followed_by_one_at_the_same_epoch() {
+fn a_server_that_dies_before_the_restored_guest_writes_is_restarted_at_the_same_epoch() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("since").section(&section(&path, "")).boot(&[]);
@@ -157,24 +158,24 @@ fn a_server_that_dies_before_the_restored_guest_has_written_is_followed_by_one_a
     let expected = read(&guest);
     guest.ask("write vda 0 64 2");
     assert_ne!(read(&guest), expected, "newer than the checkpoint");
-    let die = || {
+    let kill = || {
         kill_server(&guest);
     };
-    die();
+    kill();
     crash(&guest);
     restore(&guest, &store, &[]);
     for _ in 0..2 {
-        die();
+        kill();
         guest.rekindle(&["recover"]).ok();
         guest.ask("drop-caches");
-        assert_eq!(read(&guest), expected, "the disk of the checkpoint, still");
+        assert_eq!(read(&guest), expected, "the disk is still that of the checkpoint");
     }
     guest.ask("write vda 100 8 3");
     let newest = read(&guest);
     assert_ne!(newest, expected);
-    die();
+    kill();
     guest.rekindle(&["recover"]).ok();
     guest.ask("drop-caches");
-    assert_eq!(read(&guest), newest, "and what it has written since");
+    assert_eq!(read(&guest), newest, "the write after the restore is kept");
     guest.assert_sound();
 }

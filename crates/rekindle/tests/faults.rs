@@ -18,8 +18,8 @@ use std::time::Duration;
 /// What has to come of a death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
-    /// There is nobody to die: not tried.
-    Nobody,
+    /// No such process exists at this point: not tried.
+    NotTried,
     /// The reboot succeeds all the same; the memory is kept (warm, saved) or new (cold).
     Success,
     /// Exit status 1: the guest goes on in the old QEMU.
@@ -45,13 +45,13 @@ enum Outcome {
 }
 
 use Outcome::{
-    AsItWas, Booted, BootedLate, Finished, FromState, Lost, LostLate, Nobody, Nothing, Removed, Success, Undone,
+    AsItWas, Booted, BootedLate, Finished, FromState, Lost, LostLate, NotTried, Nothing, Removed, Success, Undone,
 };
 
 /// Per point: what has to come of killing Rekindle, the old QEMU, the new QEMU.
 const TABLE: &[(&str, [Outcome; 3])] = &[
     // The old QEMU still runs the guest: its death is the guest's.
-    ("warm.prepare.journalled", [Undone, Lost, Nobody]),
+    ("warm.prepare.journalled", [Undone, Lost, NotTried]),
     ("warm.prepare.spawned", [Undone, Lost, AsItWas]),
     ("warm.prepare.recorded", [Undone, Lost, AsItWas]),
     ("warm.prepare.ready", [Undone, Lost, AsItWas]),
@@ -65,89 +65,89 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("warm.resume.journalled", [Finished, Success, AsItWas]),
     ("warm.resume.resumed", [Finished, Success, Lost]),
     ("warm.settle.journalled", [Finished, Success, Lost]),
-    ("warm.settle.old-gone", [Finished, Nobody, LostLate]),
-    ("warm.settle.recorded", [Finished, Nobody, LostLate]),
-    ("saved.suspend.journalled", [Undone, Lost, Nobody]),
-    ("saved.suspend.stopped", [Undone, Lost, Nobody]),
-    ("saved.suspend.saved", [Undone, Success, Nobody]),
-    ("saved.renew.old-gone", [FromState, Nobody, Nobody]),
-    ("saved.renew.spawned", [FromState, Nobody, FromState]),
-    ("saved.renew.loaded", [FromState, Nobody, FromState]),
-    ("saved.resume.journalled", [Finished, Nobody, FromState]),
-    ("saved.resume.resumed", [Finished, Nobody, Lost]),
-    ("saved.settle.recorded", [Nothing, Nobody, LostLate]),
+    ("warm.settle.old-gone", [Finished, NotTried, LostLate]),
+    ("warm.settle.recorded", [Finished, NotTried, LostLate]),
+    ("saved.suspend.journalled", [Undone, Lost, NotTried]),
+    ("saved.suspend.stopped", [Undone, Lost, NotTried]),
+    ("saved.suspend.saved", [Undone, Success, NotTried]),
+    ("saved.renew.old-gone", [FromState, NotTried, NotTried]),
+    ("saved.renew.spawned", [FromState, NotTried, FromState]),
+    ("saved.renew.loaded", [FromState, NotTried, FromState]),
+    ("saved.resume.journalled", [Finished, NotTried, FromState]),
+    ("saved.resume.resumed", [Finished, NotTried, Lost]),
+    ("saved.settle.recorded", [Nothing, NotTried, LostLate]),
     // The guest may have been asked to shut down already; killing the old QEMU is one way of shutting down.
-    ("cold.suspend.journalled", [Booted, Success, Nobody]),
+    ("cold.suspend.journalled", [Booted, Success, NotTried]),
     // Of the Debian guest, which has an agent: `updates.rs` passes it.
-    ("cold.suspend.frozen", [Nobody; 3]),
-    ("cold.suspend.off", [Booted, Nobody, Nobody]),
-    ("cold.renew.memory", [Booted, Nobody, Nobody]),
-    ("cold.renew.spawned", [Booted, Nobody, Booted]),
-    ("cold.resume.resumed", [Booted, Nobody, BootedLate]),
-    ("cold.settle.recorded", [Nothing, Nobody, BootedLate]),
+    ("cold.suspend.frozen", [NotTried; 3]),
+    ("cold.suspend.off", [Booted, NotTried, NotTried]),
+    ("cold.renew.memory", [Booted, NotTried, NotTried]),
+    ("cold.renew.spawned", [Booted, NotTried, Booted]),
+    ("cold.resume.resumed", [Booted, NotTried, BootedLate]),
+    ("cold.settle.recorded", [Nothing, NotTried, BootedLate]),
     // Of the Debian guest, which has an agent: `kexec.rs` walks through them.
-    ("kexec.prepare.journalled", [Nobody; 3]),
-    ("kexec.suspend.journalled", [Nobody; 3]),
-    ("kexec.suspend.asked", [Nobody; 3]),
-    ("kexec.settle.booted", [Nobody; 3]),
+    ("kexec.prepare.journalled", [NotTried; 3]),
+    ("kexec.suspend.journalled", [NotTried; 3]),
+    ("kexec.suspend.asked", [NotTried; 3]),
+    ("kexec.settle.booted", [NotTried; 3]),
     // Of a guest that is rebooted with its cache: `two_disks.rs` walks through them.
-    ("cache.renew.kept", [Nobody; 3]),
-    ("cache.renew.shared", [Nobody; 3]),
-    ("cache.renew.memory", [Nobody; 3]),
+    ("cache.renew.kept", [NotTried; 3]),
+    ("cache.renew.shared", [NotTried; 3]),
+    ("cache.renew.memory", [NotTried; 3]),
     // Of a guest with phases: `phase.rs` walks through them, and through those of a restore that it passes.
-    ("phase.prepare.chosen", [Nobody; 3]),
-    ("phase.prepare.spawned", [Nobody; 3]),
-    ("phase.prepare.ready", [Nobody; 3]),
-    ("phase.renew.replaced", [Nobody; 3]),
-    ("phase.renew.agreed", [Nobody; 3]),
+    ("phase.prepare.chosen", [NotTried; 3]),
+    ("phase.prepare.spawned", [NotTried; 3]),
+    ("phase.prepare.ready", [NotTried; 3]),
+    ("phase.renew.replaced", [NotTried; 3]),
+    ("phase.renew.agreed", [NotTried; 3]),
     // There is no guest yet that could be lost: the checkpoint is where it was.
-    ("prepare.journalled", [Removed, Nobody, Nobody]),
-    ("prepare.spawned", [Removed, Nobody, AsItWas]),
-    ("prepare.recorded", [Nothing, Nobody, LostLate]),
-    ("restore.prepare.journalled", [Removed, Nobody, AsItWas]),
-    ("restore.prepare.spawned", [Removed, Nobody, AsItWas]),
-    ("restore.renew.registered", [Removed, Nobody, AsItWas]),
-    ("restore.renew.loaded", [Removed, Nobody, AsItWas]),
+    ("prepare.journalled", [Removed, NotTried, NotTried]),
+    ("prepare.spawned", [Removed, NotTried, AsItWas]),
+    ("prepare.recorded", [Nothing, NotTried, LostLate]),
+    ("restore.prepare.journalled", [Removed, NotTried, AsItWas]),
+    ("restore.prepare.spawned", [Removed, NotTried, AsItWas]),
+    ("restore.renew.registered", [Removed, NotTried, AsItWas]),
+    ("restore.renew.loaded", [Removed, NotTried, AsItWas]),
     // From here on the guest may have run.
-    ("restore.resume.journalled", [Finished, Nobody, AsItWas]),
-    ("restore.resume.resumed", [Finished, Nobody, LostLate]),
-    ("restore.settle.recorded", [Nothing, Nobody, LostLate]),
-    ("restore.settle.handed-over", [Nothing, Nobody, LostLate]),
+    ("restore.resume.journalled", [Finished, NotTried, AsItWas]),
+    ("restore.resume.resumed", [Finished, NotTried, LostLate]),
+    ("restore.settle.recorded", [Nothing, NotTried, LostLate]),
+    ("restore.settle.handed-over", [Nothing, NotTried, LostLate]),
     // No reboot passes these: `filling.rs` walks through them.
-    ("fill.checkpoint.collected", [Nobody; 3]),
-    ("fill.handover.stopped", [Nobody; 3]),
-    ("fill.handover.tracked", [Nobody; 3]),
-    ("fill.handover.resumed", [Nobody; 3]),
-    ("fill.handover.recorded", [Nobody; 3]),
-    ("fill.end.locked", [Nobody; 3]),
-    ("fill.end.closed", [Nobody; 3]),
+    ("fill.checkpoint.collected", [NotTried; 3]),
+    ("fill.handover.stopped", [NotTried; 3]),
+    ("fill.handover.tracked", [NotTried; 3]),
+    ("fill.handover.resumed", [NotTried; 3]),
+    ("fill.handover.recorded", [NotTried; 3]),
+    ("fill.end.locked", [NotTried; 3]),
+    ("fill.end.closed", [NotTried; 3]),
     // Nor this one: `output.rs` does.
-    ("output.committed", [Nobody; 3]),
+    ("output.committed", [NotTried; 3]),
     // Nor these: `moving.rs` does.
-    ("move.prepare.journalled", [Nobody; 3]),
-    ("move.prepare.registered", [Nobody; 3]),
-    ("move.prepare.prepared", [Nobody; 3]),
-    ("move.suspend.journalled", [Nobody; 3]),
-    ("move.suspend.read", [Nobody; 3]),
-    ("move.suspend.committed", [Nobody; 3]),
-    ("move.suspend.let-go", [Nobody; 3]),
-    ("move.resume.journalled", [Nobody; 3]),
-    ("move.resume.told", [Nobody; 3]),
-    ("move.settle.running", [Nobody; 3]),
-    ("move.settle.journalled", [Nobody; 3]),
+    ("move.prepare.journalled", [NotTried; 3]),
+    ("move.prepare.registered", [NotTried; 3]),
+    ("move.prepare.prepared", [NotTried; 3]),
+    ("move.suspend.journalled", [NotTried; 3]),
+    ("move.suspend.read", [NotTried; 3]),
+    ("move.suspend.committed", [NotTried; 3]),
+    ("move.suspend.let-go", [NotTried; 3]),
+    ("move.resume.journalled", [NotTried; 3]),
+    ("move.resume.told", [NotTried; 3]),
+    ("move.settle.running", [NotTried; 3]),
+    ("move.settle.journalled", [NotTried; 3]),
     // Nor these: `host.rs` does.
-    ("host.suspend.ahead", [Nobody; 3]),
-    ("host.suspend.journalled", [Nobody; 3]),
-    ("host.suspend.stopped", [Nobody; 3]),
-    ("host.suspend.saved", [Nobody; 3]),
-    ("host.suspend.listed", [Nobody; 3]),
-    ("host.suspend.committed", [Nobody; 3]),
-    ("host.suspend.ended", [Nobody; 3]),
-    ("host.resume.placed", [Nobody; 3]),
-    ("host.resume.loaded", [Nobody; 3]),
-    ("host.resume.struck", [Nobody; 3]),
-    ("host.resume.resumed", [Nobody; 3]),
-    ("host.resume.recorded", [Nobody; 3]),
+    ("host.suspend.ahead", [NotTried; 3]),
+    ("host.suspend.journalled", [NotTried; 3]),
+    ("host.suspend.stopped", [NotTried; 3]),
+    ("host.suspend.saved", [NotTried; 3]),
+    ("host.suspend.listed", [NotTried; 3]),
+    ("host.suspend.committed", [NotTried; 3]),
+    ("host.suspend.ended", [NotTried; 3]),
+    ("host.resume.placed", [NotTried; 3]),
+    ("host.resume.loaded", [NotTried; 3]),
+    ("host.resume.struck", [NotTried; 3]),
+    ("host.resume.resumed", [NotTried; 3]),
+    ("host.resume.recorded", [NotTried; 3]),
 ];
 
 const ACTIONS: [&str; 3] = ["kill", "kill-old", "kill-new"];
@@ -191,7 +191,7 @@ fn walk(name: &str, wanted: impl Fn(&str) -> bool) {
     let mut wrong = Vec::new();
     for (point, outcomes) in TABLE.iter().filter(|(point, _)| wanted(point)) {
         let how = point.split('.').next().unwrap();
-        for (action, outcome) in ACTIONS.iter().zip(outcomes).filter(|(_, outcome)| **outcome != Nobody) {
+        for (action, outcome) in ACTIONS.iter().zip(outcomes).filter(|(_, outcome)| **outcome != NotTried) {
             tried += 1;
             let fault = format!("{point}:{action}");
             let one = thread::scope(|scope| scope.spawn(|| Case::begin(&guest, how, &fault).run(*outcome)).join());
@@ -252,7 +252,7 @@ impl<'a> Case<'a> {
         assert!(guest.qemus().iter().filter(|qemu| qemu.run_state().as_deref() == Some("running")).count() <= 1);
         let watch = Watch::start(&guest.lab.run_root());
         match outcome {
-            Nobody | Removed => unreachable!("not tried of a reboot"),
+            NotTried | Removed => unreachable!("not tried of a reboot"),
             Success => self.went_through(done),
             AsItWas => self.as_it_was(done),
             Lost => self.lost(&done.status(3).prints(&["lost", "rekindle recover"])),

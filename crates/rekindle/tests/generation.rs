@@ -1,4 +1,4 @@
-//! The VM generation ID: it tells a guest that it was set back or doubled, so it must stay when it was not.
+//! The VM generation ID: a change informs the guest that it was rolled back or duplicated, so it must not change otherwise.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -8,8 +8,7 @@ use common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_old, wait_for};
 use serde_json::Value;
 use std::fs;
 
-/// The ID in the guest's hands: where the firmware has put it into RAM, by its bytes there (the first three fields are
-/// little-endian, as Windows has them).
+/// Returns where the firmware has put the ID into the guest's RAM. The first three fields are little-endian there.
 fn in_ram(guest: &Guest<'_>, generation: &str) -> Vec<usize> {
     let hex: String = generation.chars().filter(|c| *c != '-').collect();
     let mut bytes: Vec<_> = (0..32).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect();
@@ -18,27 +17,27 @@ fn in_ram(guest: &Guest<'_>, generation: &str) -> Vec<usize> {
     }
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let ram = fs::read(shown["hardware"]["ram"]["path"].as_str().unwrap()).unwrap();
-    // In a page of its own, behind room for a header.
-    let places = (40..ram.len()).step_by(4096).filter(|at| ram[*at..].starts_with(&bytes));
-    places.collect()
+    // In its own page, after a header of 40 bytes.
+    let offsets = (40..ram.len()).step_by(4096).filter(|at| ram[*at..].starts_with(&bytes));
+    offsets.collect()
 }
 
 #[test]
-fn the_generation_stays_over_every_reboot() {
+fn the_generation_id_survives_every_reboot() {
     let lab = Lab::new();
     let (old, new) = (qemu_old().to_str().unwrap(), qemu_new().to_str().unwrap());
     let guest = lab.vm("same").boot(&["--qemu", old]);
     guest.touch("16M");
-    let generation = guest.only_qemu().generation().expect("it has one by default");
-    let place = in_ram(&guest, &generation);
-    assert_eq!(place.len(), 1, "{generation} was to be in the guest's RAM once");
+    let generation = guest.only_qemu().generation().expect("a VM has one by default");
+    let offsets = in_ram(&guest, &generation);
+    assert_eq!(offsets.len(), 1, "{generation} is not in the guest's RAM exactly once");
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     assert_eq!(shown["hardware"]["vm_generation"], generation.as_str());
     guest.rekindle(&["show"]).ok().prints(&["vmgenid = true", &format!("VM generation ID: {generation}")]);
     let boot = guest.boot_id();
     let same = |what: &str| {
         assert_eq!(guest.only_qemu().generation().as_ref(), Some(&generation), "after {what}");
-        assert_eq!(in_ram(&guest, &generation), place, "after {what}");
+        assert_eq!(in_ram(&guest, &generation), offsets, "after {what}");
     };
     for (how, arguments) in [
         ("warm", &["--verify-memory"][..]),
@@ -68,20 +67,20 @@ fn the_generation_stays_over_every_reboot() {
     guest.reboot("cold", &[]).ok();
     guest.wait_ready();
     same("cold");
-    // At once: it may still be about to let go of what it holds.
+    // Immediately: QEMU may not have released its resources yet.
     guest.only_qemu().process.kill().unwrap();
     wait_for("QEMU to end", DEADLINE, || (guest.status() == "ended").then_some(()));
     guest.rekindle(&["recover"]).ok().prints(&["booted"]);
     guest.wait_ready();
     same("recover");
-    // Nothing is kept of a VM that was stopped.
+    // A VM that was stopped gets a new ID.
     guest.rekindle(&["stop", "--now"]).ok();
     let again = lab.rekindle(["--json", "run", lab.path("same.toml").to_str().unwrap()]).ok().json();
     assert!(again["hardware"]["vm_generation"].as_str().is_some_and(|it| it != generation), "{again:#}");
 }
 
 #[test]
-fn a_vm_without_a_generation_has_none_also_one_from_before_there_were_any() {
+fn a_vm_without_a_generation_id_gets_none_also_with_a_record_of_an_older_version() {
     let lab = Lab::without_root();
     let guest = lab.vm("none").net(Net::None).section("[devices]\nvmgenid = false").start(&[]);
     let none = || {
@@ -107,11 +106,11 @@ fn a_vm_without_a_generation_has_none_also_one_from_before_there_were_any() {
 }
 
 #[test]
-fn a_guest_that_is_set_back_is_told_so_by_another_generation() {
+fn a_restored_guest_gets_another_generation_id() {
     let lab = Lab::new();
     let guest = lab.vm("back").boot(&[]);
     let generation = guest.only_qemu().generation().unwrap();
-    let (boot, place) = (guest.boot_id(), in_ram(&guest, &generation));
+    let (boot, offsets) = (guest.boot_id(), in_ram(&guest, &generation));
     let store = lab.path("store");
     let store = ["--store", store.to_str().unwrap()];
     lab.rekindle([&["protect", "back", "--create-store", "--every", "100ms", "--count", "1"][..], &store].concat())
@@ -121,8 +120,8 @@ fn a_guest_that_is_set_back_is_told_so_by_another_generation() {
     assert_eq!(guest.boot_id(), boot);
     let other = guest.only_qemu().generation().unwrap();
     assert_ne!(other, generation);
-    assert_eq!((in_ram(&guest, &other), in_ram(&guest, &generation)), (place, vec![]));
-    // From then on that one stays.
+    assert_eq!((in_ram(&guest, &other), in_ram(&guest, &generation)), (offsets, vec![]));
+    // The new ID survives a reboot.
     let report = guest.warm(&["--verify-memory"]);
     assert_eq!(report["memory_changed_bytes"], 0, "{report:#}");
     assert_eq!(guest.only_qemu().generation(), Some(other));

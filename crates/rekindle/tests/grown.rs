@@ -1,4 +1,4 @@
-//! A disk that becomes longer under its guest.
+//! A disk that is enlarged while its guest runs.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -19,11 +19,11 @@ fn resize(guest: &Guest<'_>) -> CommandResult {
     guest.rekindle(&["--json", "disk", "resize"])
 }
 
-/// The image becomes so long, and the guest sees it without having been rebooted.
+/// Enlarges the image and asserts that the guest sees it without a reboot.
 fn grow(guest: &Guest<'_>, image: &Path, blocks: u64) {
     let boot = guest.boot_id();
     let reply = guest.try_ask(&format!("read vda {} 1", blocks - 1)).unwrap();
-    assert!(!reply.starts_with("ok"), "it does not know of that block yet: {reply}");
+    assert!(!reply.starts_with("ok"), "the guest already has that block: {reply}");
     set_length(image, blocks);
     assert_eq!(resize(guest).ok().json()["bytes"], blocks * BLOCK);
     wait_for("the guest to see it", DEADLINE, || {
@@ -34,25 +34,25 @@ fn grow(guest: &Guest<'_>, image: &Path, blocks: u64) {
 }
 
 #[test]
-fn a_disk_that_has_grown_is_so_in_its_guest_and_one_that_is_shorter_is_refused() {
+fn a_guest_sees_that_its_disk_has_grown_and_a_shorter_image_is_rejected() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
     let old = qemu_old();
     let guest = lab.vm("grown").section(&section(&path, "")).boot(&["--qemu", old.to_str().unwrap()]);
     grow(&guest, &path, BLOCKS + 64);
     assert_eq!(read(&guest, BLOCKS, 64), digest(&path, BLOCKS, 64));
-    // Another QEMU, and another server.
+    // With another QEMU, and with another server.
     guest.warm(&["--qemu", qemu_new().to_str().unwrap()]);
     grow(&guest, &path, BLOCKS + 128);
     kill_server(&guest);
     guest.rekindle(&["recover"]).ok();
     grow(&guest, &path, BLOCKS + 192);
-    // Shorter: by name, and the guest goes on with what there is.
+    // A shorter image is an error that names it; the guest continues with the old size.
     set_length(&path, BLOCKS);
     resize(&guest).status(1).prints(&[
         path.to_str().unwrap(),
         "was",
-        "a guest that knows the longer one would lose data",
+        "a guest that uses the longer disk would lose data",
     ]);
     set_length(&path, BLOCKS + 192);
     assert_eq!(resize(&guest).ok().json()["bytes"], (BLOCKS + 192) * BLOCK);
@@ -72,14 +72,14 @@ fn a_disk_is_named_by_its_vm_or_by_the_socket_of_its_server() {
     assert_eq!(status(socket.to_str().unwrap()).ok().json()["bytes"], BLOCKS * BLOCK);
     status("named").status(1).prints(&["which disk", "named/disk0, named/disk1"]);
     status("named/disk2").status(1).prints(&["which disk", "named/disk0, named/disk1"]);
-    status("nobody").status(1).prints(&["nobody"]);
+    status("absent").status(1).prints(&["absent"]);
     guest.rekindle(&["stop"]).ok();
     let none = lab.vm("none").boot(&[]);
     none.rekindle(&["disk", "status"]).status(1).prints(&["no disk of none has a server"]);
 }
 
 #[test]
-fn a_disk_with_epochs_grows_too_and_goes_back() {
+fn a_disk_with_epochs_can_grow_and_be_rolled_back() {
     let lab = Lab::new();
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("grown").section(&section(&path, "")).boot(&[]);
@@ -97,7 +97,7 @@ fn a_disk_with_epochs_grows_too_and_goes_back() {
         guest.try_ask("write vda 0 1 1").ok().filter(|answer| !answer.contains("busy"))
     });
     guest.ask("drop-caches");
-    assert_eq!(read(&guest, BLOCKS, 64), newest, "what was written beyond the former end");
+    assert_eq!(read(&guest, BLOCKS, 64), newest, "the content beyond the old end is that of the checkpoint");
     grow(&guest, &path, BLOCKS + 128);
     guest.assert_sound();
 }

@@ -1,4 +1,4 @@
-//! Guests whose RAM is in huge pages: a pool that does not grow, whose pages are set aside before a QEMU starts.
+//! Guests whose RAM is in huge pages: a pool of fixed size, whose pages are reserved before a QEMU starts.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -9,26 +9,26 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// A VM with its RAM in `ram`, as a definition.
+/// Defines a VM with its RAM in `ram`.
 fn vm<'a>(lab: &'a Lab, name: &str, ram: &Path) -> common::vm::Vm<'a> {
     lab.vm(name).section(&format!("[ram]\ndir = {ram:?}"))
 }
 
-/// What a QEMU has mapped of huge pages, in KiB.
+/// Returns how much memory in huge pages a QEMU has mapped, in KiB.
 fn huge_kib(guest: &Guest<'_>) -> u64 {
     let status = fs::read_to_string(format!("/proc/{}/status", guest.only_qemu().process.pid)).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("HugetlbPages:"));
     line.and_then(|rest| rest.trim().strip_suffix("kB")).map(|kib| kib.trim().parse().unwrap()).unwrap()
 }
 
-/// What a mount leaves of its `size=`, in KiB.
+/// Returns how much of a mount's `size=` is free, in KiB.
 fn left_kib(ram: &Path) -> u64 {
     let stat = rustix::fs::statvfs(ram).unwrap();
     (stat.f_bavail * stat.f_frsize) >> 10
 }
 
-/// A reboot that is cut off by `fault`.
-fn cut_off(guest: &Guest<'_>, fault: &str) -> common::CommandResult {
+/// Runs a reboot with an injected fault.
+fn reboot_with_fault(guest: &Guest<'_>, fault: &str) -> common::CommandResult {
     let watch = Watch::start(&guest.lab.run_root());
     let mut command = guest.lab.command(["reboot", "vmm", &guest.name]);
     command.env("REKINDLE_FAULT", fault);
@@ -38,7 +38,7 @@ fn cut_off(guest: &Guest<'_>, fault: &str) -> common::CommandResult {
 }
 
 #[test]
-fn a_guest_in_huge_pages_lives_through_every_reboot() {
+fn a_guest_in_huge_pages_survives_every_kind_of_reboot() {
     let pages = HugePages::borrow(264);
     let lab = Lab::new();
     let ram = pages.mount(&lab, "huge", ",size=264M");
@@ -57,23 +57,23 @@ fn a_guest_in_huge_pages_lives_through_every_reboot() {
     kept();
     guest.warm(&[]);
     kept();
-    // Saving reads all of the RAM, of which the guest has touched a part; the rest is promised to it, so there is room
-    // although next to nothing is left to others.
+    // Saving reads all of the RAM, of which the guest has touched only a part. The rest is reserved for it, so there is
+    // room although the mount has little free space.
     let file = fs::metadata(&common::lab::entries(&ram)[0]).unwrap();
     let (untouched, left) = ((file.len() >> 10) - file.blocks() / 2, left_kib(&ram));
     assert!(untouched > left && left == 8 << 10, "{untouched} KiB were not touched, {left} KiB are left");
     guest.reboot("saved", &[]).ok();
     kept();
 
-    assert_eq!(cut_off(&guest, "warm.suspend.written:kill").code, None);
+    assert_eq!(reboot_with_fault(&guest, "warm.suspend.written:kill").code, None);
     guest.rekindle(&["recover"]).ok().prints(&["undone", "with its memory"]);
     kept();
-    assert_eq!(cut_off(&guest, "warm.resume.journalled:kill").code, None);
+    assert_eq!(reboot_with_fault(&guest, "warm.resume.journalled:kill").code, None);
     guest.rekindle(&["recover"]).ok().prints(&["finished", "with its memory"]);
     kept();
     assert_ticks_once(&guest.file("console.log"));
-    // Nobody can tell here whether the guest has run in a QEMU that died: its memory counts as touched.
-    cut_off(&guest, "warm.resume.journalled:kill-new").status(3).prints(&["lost", "rekindle recover"]);
+    // It is unknown whether the guest has run in the QEMU that died, so its memory counts as changed.
+    reboot_with_fault(&guest, "warm.resume.journalled:kill-new").status(3).prints(&["lost", "rekindle recover"]);
     guest.rekindle(&["recover"]).ok().prints(&["memory was lost", "booted"]);
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
@@ -84,7 +84,7 @@ fn a_guest_in_huge_pages_lives_through_every_reboot() {
 }
 
 #[test]
-fn huge_pages_that_are_not_there_are_refused_with_the_mend_before_a_qemu_starts() {
+fn missing_huge_pages_are_an_error_with_a_remedy_before_a_qemu_starts() {
     let pages = HugePages::borrow(264);
     let lab = Lab::without_root();
     let (ram, small) = (pages.mount(&lab, "huge", ""), pages.mount(&lab, "small", ",size=260M"));
@@ -100,13 +100,13 @@ fn huge_pages_that_are_not_there_are_refused_with_the_mend_before_a_qemu_starts(
     };
     let odd = vm(&lab, "odd", &ram).net(Net::None).memory("127M").write();
     refused(&odd, 2, &["`memory = \"127M\"`: not a multiple of 2M", "write \"126M\" or \"128M\""]);
-    // The same where the host says where RAM is, and not the definition.
+    // The same if the host configuration, not the definition, names the directory.
     fs::write(lab.path(".host.toml"), format!("ram_dir = {ram:?}\n")).unwrap();
-    let place = ram.display().to_string();
+    let directory = ram.display().to_string();
     let odd = lab.vm("odd").net(Net::None).memory("127M").write();
-    refused(&odd, 1, &["not a multiple of 2M", &place, "\"126M\" or \"128M\""]);
+    refused(&odd, 1, &["not a multiple of 2M", &directory, "\"126M\" or \"128M\""]);
 
-    // What the kernel has set aside for one guest is neither counted twice nor given to another.
+    // Pages that the kernel has reserved for one guest are neither counted twice nor given to another.
     fs::remove_file(lab.path(".host.toml")).unwrap();
     for name in ["one", "two"] {
         vm(&lab, name, &small).net(Net::None).start(&[]);
@@ -115,11 +115,12 @@ fn huge_pages_that_are_not_there_are_refused_with_the_mend_before_a_qemu_starts(
     refused(&three, 1, &["128 MiB requested, 4 MiB left", "the mount's `size=` leaves 4 MiB", "a larger `size=`"]);
     let left = pages.left() >> 20;
     let much = vm(&lab, "much", &ram).net(Net::None).memory(&format!("{}M", left + 2)).write();
-    let (requested, has) = (format!("{} MiB requested", left + 2), format!("{left} MiB left in huge pages of 2 MiB"));
+    let (required, available) =
+        (format!("{} MiB requested", left + 2), format!("{left} MiB left in huge pages of 2 MiB"));
     refused(
         &much,
         1,
-        &[&place, &requested, &has, "reserved", "enlarge the pool: echo ", "hugepages-2048kB/nr_hugepages"],
+        &[&directory, &required, &available, "reserved", "enlarge the pool: echo ", "hugepages-2048kB/nr_hugepages"],
     );
 
     lab.rekindle(["stop", "--now", "one"]).ok();

@@ -1,7 +1,7 @@
-//! Every fault point of a restore, and of preparing one. There is no guest yet that could be lost: whatever dies, the checkpoint
-//! is where it was, and a restore begins anew; or the guest runs with its memory.
+//! Every fault point of a restore, and of preparing one. There is no guest yet that could be lost: after each death either the
+//! checkpoint is unchanged and can be restored, or the guest runs with its memory.
 
-use super::Outcome::{self, AsItWas, Finished, LostLate, Nobody, Nothing, Removed};
+use super::Outcome::{self, AsItWas, Finished, LostLate, NotTried, Nothing, Removed};
 use super::{ACTIONS, TABLE};
 use crate::common::{CommandResult, DEADLINE, Guest, Lab, Watch, wait_for};
 use std::thread;
@@ -18,7 +18,7 @@ fn restore_with_every_death() {
 
 #[test]
 fn restore_into_a_prepared_qemu_with_every_death() {
-    // It is there already.
+    // The prepared QEMU has already been started.
     let wanted = |point: &str| point.starts_with("restore.") && point != "restore.prepare.spawned";
     walk("waits", &[], true, wanted);
 }
@@ -36,8 +36,8 @@ fn walk(name: &str, arguments: &[&str], prepared: bool, wanted: impl Fn(&str) ->
     let mut tried = 0;
     let mut wrong = Vec::new();
     for (point, outcomes) in TABLE.iter().filter(|(point, _)| wanted(point)) {
-        for (action, outcome) in ACTIONS.iter().zip(outcomes).filter(|(_, outcome)| **outcome != Nobody) {
-            // A QEMU that is started in this step is not there yet to be killed.
+        for (action, outcome) in ACTIONS.iter().zip(outcomes).filter(|(_, outcome)| **outcome != NotTried) {
+            // The QEMU is started only after this point, so it cannot be killed.
             if !prepared && *point == "restore.prepare.journalled" && *action == "kill-new" {
                 continue;
             }
@@ -82,7 +82,7 @@ impl Case<'_> {
         let done = lab.finish(command);
         match outcome {
             Removed => {
-                killed(&done);
+                assert_killed(&done);
                 assert_eq!(guest.status(), "needs-recovery", "{done}");
                 lab.finish(self.restore(&[])).status(1).prints(&["rekindle recover"]);
                 guest.rekindle(&["recover"]).ok().prints(&["is removed"]);
@@ -93,27 +93,27 @@ impl Case<'_> {
                 lab.assert_empty();
             }
             Finished => {
-                killed(&done);
+                assert_killed(&done);
                 assert_eq!(guest.status(), "needs-recovery", "{done}");
                 guest.rekindle(&["recover"]).ok().prints(&["finished", "with its memory"]);
-                self.runs();
+                self.assert_runs();
             }
             Nothing if self.arguments.contains(&"--prepare") => {
-                killed(&done);
+                assert_killed(&done);
                 assert_eq!(guest.status(), "prepared", "{done}");
                 guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
                 let restored = lab.finish(self.restore(&[])).ok().json();
                 assert_eq!(restored["prepared"], true, "{restored}");
-                self.runs();
+                self.assert_runs();
             }
             Nothing => {
-                killed(&done);
-                // QEMU itself may wait for a page, which no pager supplies any more; nor has anything started the guest's helpers again.
+                assert_killed(&done);
+                // QEMU itself may wait for a page that no pager supplies. The guest's helpers have not been restarted either.
                 let status = guest.status();
                 let is_degraded = status.contains("degraded") && status.contains("rekindle recover");
                 assert!(is_degraded || ["running", "silent"].contains(&status.as_str()), "{status}: {done}");
                 guest.rekindle(&["recover"]).ok();
-                self.runs();
+                self.assert_runs();
                 assert_eq!(guest.status(), "running");
             }
             LostLate => {
@@ -128,27 +128,27 @@ impl Case<'_> {
             guest.rekindle(&["stop", "--now"]).ok();
         }
         lab.assert_empty();
-        // And it can be restored as ever.
+        // The checkpoint can still be restored.
         let watch = Watch::start(&lab.run_root());
         lab.finish(self.restore(&[])).ok();
-        self.runs();
+        self.assert_runs();
         watch.end();
         guest.rekindle(&["stop", "--now"]).ok();
         lab.assert_empty();
     }
 
-    /// The guest runs with its memory.
-    fn runs(&self) {
-        // The first packet to an interface that was just made may be lost.
+    /// Asserts that the guest runs with its memory.
+    fn assert_runs(&self) {
+        // The first packet to a new interface may be lost.
         self.guest.wait_ready();
         assert_eq!(self.guest.boot_id(), self.boot);
         let fill = self.guest.file("fill.json");
-        wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
+        wait_for("the memory to be loaded", DEADLINE, || (!fill.exists()).then_some(()));
         self.guest.verify();
         self.guest.assert_sound();
     }
 }
 
-fn killed(done: &CommandResult) {
-    assert_eq!(done.code, None, "it has to be killed: {done}");
+fn assert_killed(done: &CommandResult) {
+    assert_eq!(done.code, None, "the command was not killed: {done}");
 }
