@@ -402,7 +402,7 @@ impl FinalPause<'_> {
         let sent_us = host_us();
         let message = Message::Go(Go { epoch: record.epoch });
         let answer = self.connection.send(&message, GO_READ);
-        fault::point("move.resume.info", Some(vmm), None);
+        fault::point("move.resume.told", Some(vmm), None);
         let answer = answer.and_then(|()| self.connection.read_answer(GO));
         let answered_us = host_us();
         let host = record.remote.host.clone();
