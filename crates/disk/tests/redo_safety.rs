@@ -261,7 +261,6 @@ impl Device {
     }
 
     fn set_full(&self, is_full: bool) {
-        let size = if is_full { "remount,size=4k" } else { "remount,size=1m" };
         let junk = self.room.join("junk");
         if is_full {
             use std::io::Write;
@@ -269,7 +268,7 @@ impl Device {
             while junk.write_all(&[1; 4096]).is_ok() {}
         } else {
             fs::remove_file(&junk).unwrap();
-            run("mount", &["-o", size, self.room.to_str().unwrap()]);
+            run("mount", &["-o", "remount,size=1m", self.room.to_str().unwrap()]);
         }
     }
 }
