@@ -127,7 +127,7 @@ fn recover_does_not_kill_a_qemu_that_does_not_answer() {
     assert_eq!(guest.only_qemu().process, qemu);
 
     signal(qemu, Signal::STOP);
-    guest.rekindle(&["recover", "--wait", "1s", "--force"]).ok().prints(&[&pid, "is killed"]);
+    guest.rekindle(&["recover", "--wait", "1s", "--force"]).ok().prints(&[&pid, "killing it (--force)"]);
     assert!(!qemu.is_alive());
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot);
