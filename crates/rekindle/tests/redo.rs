@@ -39,8 +39,7 @@ fn image_with_log(lab: &Lab, name: &str) -> (PathBuf, PathBuf) {
     log.written(&placed);
     let epoch = log.mark().unwrap();
     for segment in log.unsealed(epoch).unwrap() {
-        segment.write().unwrap();
-        segment.sync().unwrap();
+        assert!(segment.make_durable(&redo).unwrap());
     }
     log_dir.record(|state| state.seal(epoch, &[1])).unwrap();
     (image, redo)

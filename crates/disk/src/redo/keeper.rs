@@ -365,15 +365,12 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         })?;
         let image = self.image.with(|image| image.clone()).ok_or_else(|| refused(&RedoError::Closed))?;
         let mut failed = if is_image_dirty { image.sync().err() } else { image.check().err() };
-        let mut synced = Vec::new();
-        let sealed: Vec<u64> = segments.iter().map(|segment| segment.epoch).collect();
+        // `sealed`: the epochs whose segments have a seal record.
+        let (mut synced, mut sealed) = (Vec::new(), Vec::new());
         for segment in segments {
-            if let Err(e) = segment.write() {
-                failed = failed.or(Some(e));
-                continue;
-            }
-            let done = segment.sync();
+            let done = segment.make_durable(self.files.path());
             synced.push((segment.epoch, segment.written, done.is_ok()));
+            sealed.extend(matches!(done, Ok(true)).then_some(segment.epoch));
             failed = failed.or(done.err());
         }
         let (is_good, shared) = (failed.is_none(), image.clone());

@@ -449,3 +449,28 @@ fn a_begin_without_space_removes_no_existing_log() {
         50,
     );
 }
+
+#[test]
+fn a_full_file_system_is_emptied_by_a_seal_and_a_merge() {
+    shuttle::check_random(
+        || {
+            let files = StepFiles::new(image(), true);
+            let mut opened = open(&files, DiskVersion::Newest, LIMITS[1]);
+            let engine = ModelEngine::new(files.image(None), opened.logged.take());
+            let keeper = opened.start(&engine);
+            keeper.begin(&engine).unwrap();
+            engine.write(0, 7);
+            engine.stop();
+            let EpochId { epoch, .. } = keeper.mark(&engine).unwrap();
+            engine.resume();
+            files.memory.leave_room(thread_rng().gen_range(0..2));
+            keeper.seal(&engine, epoch).unwrap();
+            keeper.committed(epoch).unwrap();
+            end(&keeper);
+            assert_eq!(engine.read(0), 7);
+            engine.0.with(|state| state.has_ended = true);
+            keeper.release();
+        },
+        50,
+    );
+}

@@ -3,9 +3,12 @@
 use super::{Log, Segment};
 use crate::redo::files::LogFile;
 use crate::redo::format::{seal_length, write_seal};
+use crate::redo::state::segment_name;
+use crate::report::warn_limited;
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeSet;
 use std::io;
+use std::path::Path;
 
 /// Why epochs cannot be sealed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -36,23 +39,34 @@ pub struct Unsealed<F> {
 }
 
 impl<F: LogFile> Unsealed<F> {
-    /// Writes the seal record. A repeated call writes the same bytes.
+    /// Writes the seal record, and waits until entries and record are durable. Returns whether there is a record. `directory` is of the log.
+    ///
+    /// A record that cannot be written, as on a full file system, is no error: without the seal nothing could be merged, so that no space
+    /// would become free. The state must not name the epoch then, so a partially written record is ignored. A repeated call writes the
+    /// same bytes.
     ///
     /// # Errors
-    /// The system's; the segment's entries are unchanged.
-    pub fn write(&self) -> io::Result<()> {
+    /// Those of the sync; what is durable is unknown then.
+    pub fn make_durable(&self, directory: &Path) -> io::Result<bool> {
+        let written = self.write();
+        self.file.sync()?;
+        if let Err(e) = &written {
+            warn_limited!(
+                "the redo log {}: cannot write the seal record of {}: {e}; epoch {} is sealed without it, so damage to this \
+                 segment would not be detected when the log is opened",
+                directory.display(),
+                segment_name(self.epoch),
+                self.epoch
+            );
+        }
+        Ok(written.is_ok())
+    }
+
+    fn write(&self) -> io::Result<()> {
         let (header, list) = write_seal(&self.entries, self.nonce, self.offset);
         let mut record = Buffer::new(header.len() + list.len());
         record.iter_mut().zip(header.into_iter().chain(list)).for_each(|(place, byte)| *place = byte);
         self.file.write_at(&record, self.offset)
-    }
-
-    /// Waits until entries and seal record are durable.
-    ///
-    /// # Errors
-    /// The system's; what is durable is unknown then.
-    pub fn sync(&self) -> io::Result<()> {
-        self.file.sync()
     }
 }
 

@@ -10,6 +10,7 @@ use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, TestRng, TestRunner};
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
 use uuid::Uuid;
 
 #[derive(Debug, Clone, Copy)]
@@ -253,5 +254,57 @@ fn power_lost_at_any_step_with_any_mixture_of_lost_steps() {
         let volatile = CrashDisk::volatile(&history.ops, count);
         let fate: BTreeMap<_, _> = volatile.iter().copied().zip(fates.into_iter().cycle()).collect();
         history.check(count, &fate, n % 4 == 0, &format!("{fate:?}"));
+    }
+}
+
+/// The file system gets full, with room for so many pages of the seal record, which has two: one epoch is sealed, committed and merged.
+fn history_of_full_disk(room: usize) -> History {
+    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let before = Guarantee { sealed: BTreeSet::new(), ..model.guarantee.clone() };
+    let mut marks = vec![(0, before), (model.disk.steps(), model.guarantee.clone())];
+    let mut note = |model: &ProtectedDisk| marks.push((model.disk.steps(), model.guarantee.clone()));
+    model.prepare().unwrap();
+    model.write(0, 8, EntryKind::Data);
+    note(&model);
+    model.write(8, 8, EntryKind::Data);
+    note(&model);
+    let epoch = model.mark();
+    let marked = BTreeMap::from([(epoch, model.disk.steps())]);
+    model.prepare().unwrap();
+    note(&model);
+    model.disk.leave_room(0);
+    model.write(4, 8, EntryKind::Data);
+    note(&model);
+    assert_eq!(model.try_end_write(0).unwrap_err().kind(), ErrorKind::StorageFull);
+    model.disk.leave_room(room);
+    model.seal(epoch).unwrap_or_else(|e| panic!("{room} pages: {e:?}"));
+    note(&model);
+    assert_eq!(model.log().unsealed(epoch).unwrap().is_empty(), room == 2, "the next seal repeats a missing record");
+    model.commit(epoch).unwrap();
+    note(&model);
+    model.end_write(0);
+    note(&model);
+    model.check();
+    let uuid = model.uuid;
+    let epochs = model.epochs.into_iter().map(|(epoch, content)| ((uuid, epoch), content)).collect();
+    History { ops: model.disk.ops(), marks, epochs, marked }
+}
+
+#[test]
+fn a_full_file_system_prevents_no_seal_and_no_merge() {
+    for room in 0..=2 {
+        let history = history_of_full_disk(room);
+        for count in 0..=history.ops.len() {
+            let context = format!("{room} pages");
+            history.check(count, &BTreeMap::new(), true, &context);
+            let volatile = CrashDisk::volatile(&history.ops, count);
+            let all_lost = volatile.iter().map(|step| (*step, Fate::Lost)).collect();
+            history.check(count, &all_lost, true, &context);
+            for step in volatile {
+                for fate in [Fate::Lost, Fate::Torn(0x5555_5555_5555_5555), Fate::Torn(!1)] {
+                    history.check(count, &BTreeMap::from([(step, fate)]), false, &context);
+                }
+            }
+        }
     }
 }

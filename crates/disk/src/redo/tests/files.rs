@@ -38,6 +38,24 @@ struct DiskState {
     ops: Vec<Step>,
     /// Number of steps until all fail, and the error.
     refusal: Option<(usize, i32)>,
+    /// Only the first one fails.
+    is_refused_once: bool,
+    /// Pages of all files together that the file system has room for.
+    capacity: Option<usize>,
+}
+
+impl DiskState {
+    /// Pages of the files in the directory.
+    fn pages(&self) -> usize {
+        self.names.values().map(|file| self.files[*file].len().div_ceil(4096)).sum()
+    }
+
+    /// How many of `bytes` at `offset` there is room for.
+    fn room(&self, file: usize, offset: u64, bytes: usize) -> usize {
+        let Some(capacity) = self.capacity.filter(|_| file != 0) else { return bytes };
+        let pages = self.files[file].len().div_ceil(4096) + capacity.saturating_sub(self.pages());
+        (pages * 4096).saturating_sub(offset as usize).min(bytes)
+    }
 }
 
 /// See [the module](self). Clones share the same disk.
@@ -78,11 +96,24 @@ impl CrashDisk {
     }
 
     pub fn fail_after(&self, after: usize, error: i32) {
-        self.state().refusal = Some((after, error));
+        let mut state = self.state();
+        (state.refusal, state.is_refused_once) = (Some((after, error)), false);
+    }
+
+    /// Lets one step fail.
+    pub fn fail_once_after(&self, after: usize, error: i32) {
+        let mut state = self.state();
+        (state.refusal, state.is_refused_once) = (Some((after, error)), true);
     }
 
     pub fn stop_failing(&self) {
         self.state().refusal = None;
+    }
+
+    /// Leaves room for so many pages more in the log's files.
+    pub fn leave_room(&self, pages: usize) {
+        let mut state = self.state();
+        state.capacity = Some(state.pages() + pages);
     }
 
     pub fn change(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
@@ -163,8 +194,13 @@ impl CrashDisk {
 
     fn step(&self, op: Step) -> io::Result<MutexGuard<'_, DiskState>> {
         let mut state = self.state();
+        let is_once = state.is_refused_once;
         match &mut state.refusal {
-            Some((0, error)) => return Err(io::Error::from_raw_os_error(*error)),
+            Some((0, error)) => {
+                let error = io::Error::from_raw_os_error(*error);
+                state.refusal.take_if(|_| is_once);
+                return Err(error);
+            }
             Some((left, _)) => *left -= 1,
             None => {}
         }
@@ -183,9 +219,11 @@ impl LogFile for CrashFile {
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        let mut state = self.0.step(Step::Write(self.1, offset, bytes.to_vec()))?;
-        write_into(&mut state.files[self.1], offset, bytes);
-        Ok(())
+        let room = self.0.state().room(self.1, offset, bytes.len());
+        let fitting = &bytes[..room];
+        let mut state = self.0.step(Step::Write(self.1, offset, fitting.to_vec()))?;
+        write_into(&mut state.files[self.1], offset, fitting);
+        if room < bytes.len() { Err(io::Error::from_raw_os_error(libc::ENOSPC)) } else { Ok(()) }
     }
 
     fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()> {

@@ -12,6 +12,7 @@ use crate::redo::recover::{self, DiskVersion};
 use crate::redo::state::LogDirectory;
 use rekindle_kernel::uring::Buffer;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use uuid::Uuid;
@@ -167,17 +168,26 @@ impl ProtectedDisk {
 
     /// Completes one of the writes in progress.
     pub fn end_write(&mut self, which: usize) {
+        self.try_end_write(which).unwrap();
+    }
+
+    /// As [`Self::end_write`]. A write that fails stays in progress, as the engine retries it.
+    pub fn try_end_write(&mut self, which: usize) -> io::Result<()> {
         if self.pending.is_empty() {
-            return;
+            return Ok(());
         }
-        let PendingWrite { placed, entry, values } = self.pending.swap_remove(which % self.pending.len());
-        self.log().file(placed.epoch).unwrap().write_at(&entry[..placed.length() as usize], placed.offset).unwrap();
+        let which = which % self.pending.len();
+        let PendingWrite { placed, entry, .. } = &self.pending[which];
+        let file = self.log.as_ref().unwrap().file(placed.epoch).unwrap();
+        file.write_at(&entry[..placed.length() as usize], placed.offset)?;
+        let PendingWrite { placed, values, .. } = self.pending.swap_remove(which);
         self.log().written(&placed);
         for (place, value) in self.now[(placed.at / 512) as usize..].iter_mut().zip(values) {
             if place.0 < placed.sequence {
                 *place = (placed.sequence, value);
             }
         }
+        Ok(())
     }
 
     pub fn end_writes(&mut self) {
@@ -223,12 +233,12 @@ impl ProtectedDisk {
 
     pub fn seal(&mut self, epoch: u64) -> Result<(), RedoError> {
         let mut sealed = Vec::new();
-        let failed = |e| RedoError::io(Path::new("log"), "writing a seal record")(e);
+        let failed = |e| RedoError::io(Path::new("log"), "making it durable")(e);
         for segment in self.log().unsealed(epoch).unwrap() {
-            segment.write().map_err(failed)?;
-            segment.sync().map_err(failed)?;
+            if segment.make_durable(Path::new("log")).map_err(failed)? {
+                sealed.push(segment.epoch);
+            }
             self.log().synced(segment.epoch, segment.written, true);
-            sealed.push(segment.epoch);
         }
         self.log_dir.lock().unwrap().as_mut().unwrap().record(|state| state.seal(epoch, &sealed))?;
         self.log().sealed(&sealed);
