@@ -172,12 +172,12 @@ fn another_or_a_newer_disk_is_not_served_for_a_checkpoint() {
     assert!(refused(2, uuid::Uuid::new_v4()).contains("it is of disk"));
     assert!(refused(9, new_log.disk).contains("never sealed"));
     // Without a server, the log can be inspected and merged.
-    let left = inspect(&directory(&disk)).unwrap().unwrap();
+    let left = inspect(&directory(&disk), u64::MAX).unwrap().unwrap();
     assert_eq!((left.disk, left.sealed, left.floor, left.writes), (new_log.disk, 2, 2, 1));
     assert_eq!(disk.block(1), content(1, 2));
     assert!(merge_all(&disk.image, &default_directory(&disk.image), true, None).unwrap().is_some());
     assert_eq!(disk.block(1), content(1, 3));
-    assert_eq!(inspect(&directory(&disk)).unwrap(), None);
+    assert_eq!(inspect(&directory(&disk), u64::MAX).unwrap(), None);
     assert_eq!(merge_all(&disk.image, &default_directory(&disk.image), true, None).unwrap(), None);
     assert!(refused(2, new_log.disk).contains("the disk is newer than the checkpoint"));
     disk.serve(|_| ());

@@ -5,6 +5,9 @@
 
 mod kept;
 mod since;
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests;
 
 pub use kept::{Kept, release_memory, reuse};
 
@@ -427,13 +430,14 @@ fn redo(disk: &Disk) -> PathBuf {
     disk.redo.clone().unwrap_or_else(|| offline::default_directory(&disk.path))
 }
 
-/// Describes what prevents giving a VM its disks: a disk with a redo log that QEMU itself would not see. With `choose` also one
-/// whose log a failure has left, since there are two disks then, and the user must choose.
+/// Describes what prevents giving a VM its disks at `epochs`: a damaged redo log, or one that QEMU itself would not see. Damage to later
+/// epochs prevents nothing. With `choose` also one whose log a failure has left, since there are two disks then, and the user must choose.
 #[must_use]
-pub fn left_behind(hardware: &Hardware, choose: bool) -> Vec<String> {
+pub fn left_behind(hardware: &Hardware, epochs: &Epochs, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
         let image = disk.path.display();
-        match offline::inspect_log(&disk.path, &redo(disk), None) {
+        let upto = epochs.get(&disk.id).map_or(u64::MAX, |at| at.epoch);
+        match offline::inspect_log(&disk.path, &redo(disk), upto, None) {
             Ok(Some(left)) if !disk.server => Some(format!(
                 "disk {}: {image} has a redo log with {} writes that QEMU would not see; add server = true, or merge it: \
                  rekindle disk merge {image}",
@@ -457,7 +461,8 @@ pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
     let problem = |disk: &Disk| {
         let at = epochs.get(&disk.id)?;
         let image = disk.path.display();
-        match offline::inspect_log(&disk.path, &redo(disk), None) {
+        // Only the identity matters; the segments may be in use.
+        match offline::inspect_log(&disk.path, &redo(disk), 0, None) {
             Ok(Some(left)) if left.disk == at.disk => None,
             Ok(Some(_)) => Some(format!("disk {}: {image} is another disk here than the guest's", disk.id)),
             Ok(None) => {

@@ -2,7 +2,7 @@
 
 use crate::attach;
 use crate::definition::Definition;
-use crate::disks::{self, DisksError};
+use crate::disks::{self, DisksError, Epochs};
 use crate::helpers;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation, Step};
@@ -412,7 +412,7 @@ pub fn run_as<E: From<LifeError>>(
 ) -> Result<State, E> {
     let choose = |hardware: &mut Hardware| {
         hardware.uuid = uuid.or(hardware.uuid);
-        let left = disks::left_behind(hardware, !newest_disk);
+        let left = disks::left_behind(hardware, &Epochs::new(), !newest_disk);
         if left.is_empty() { Ok(()) } else { Err(left) }
     };
     let place = VmSlot::take(host, definition, qemu, "run", choose)?;

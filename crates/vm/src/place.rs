@@ -134,7 +134,8 @@ impl<'a> Site<'a> {
     }
 
     /// Plans the VM of `definition` on this host. `fit` may refuse the hardware that the definition came to, or
-    /// change what a guest that exists already needs otherwise. Nothing is made.
+    /// change what a guest that exists already needs otherwise. `epochs`: those of the checkpoint to restore; the other disks are
+    /// wanted as they are. Nothing is made.
     ///
     /// # Errors
     /// [`LifeError`]: the definition asks for what this host or this QEMU does not have.
@@ -142,9 +143,10 @@ impl<'a> Site<'a> {
         &self,
         definition: Definition,
         qemu: Option<&Path>,
+        epochs: &Epochs,
         fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
     ) -> Result<Plan, LifeError> {
-        plan(self.host, &self.rundir, definition, qemu, fit)
+        plan(self.host, &self.rundir, definition, qemu, epochs, fit)
     }
 
     /// Uses the site for what was planned, in the place of whatever waits there.
@@ -217,7 +219,7 @@ impl<'a> VmSlot<'a> {
         if let Some((state, _)) = site.prepared() {
             state.refuse_prepared()?;
         }
-        match site.plan(definition, qemu, fit) {
+        match site.plan(definition, qemu, &Epochs::new(), fit) {
             Ok(plan) => site.place(plan),
             Err(e) => {
                 site.leave();
@@ -339,6 +341,7 @@ fn plan(
     rundir: &RunDir,
     definition: Definition,
     qemu: Option<&Path>,
+    epochs: &Epochs,
     fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
 ) -> Result<Plan, LifeError> {
     let name = definition.name.to_string();
@@ -355,7 +358,7 @@ fn plan(
     let file = ram.file(&unique_name(rundir));
     let mut hardware = hardware::pin(&definition, &binary, file).map_err(|problem| unfit(vec![problem]))?;
     fit(&mut hardware).map_err(unfit)?;
-    let unseen = disks::left_behind(&hardware, false);
+    let unseen = disks::left_behind(&hardware, epochs, false);
     if !unseen.is_empty() {
         return Err(unfit(unseen));
     }

@@ -32,7 +32,7 @@ pub struct LogSummary {
     pub sealed: u64,
     /// The oldest such epoch.
     pub floor: u64,
-    /// Writes that are not in the image.
+    /// Writes in the inspected epochs that are not in the image.
     pub writes: usize,
     /// File name of the image; unknown if an earlier version created the log.
     pub image: Option<String>,
@@ -47,14 +47,15 @@ pub fn image_name(image: &Path) -> Option<String> {
     path.file_name().map(|name| name.to_string_lossy().into_owned())
 }
 
-/// Summarizes the log in a directory, even while a server uses it. `None`: no log.
+/// Summarizes the log in a directory, even while a server uses it. `None`: no log. `upto`: only segments of epochs up to this are read
+/// and checked, as for the disk of that epoch; 0 for the state alone, `u64::MAX` for the newest disk.
 ///
 /// # Errors
 /// [`RedoError`], also for a damaged log.
-pub fn inspect(directory: &Path) -> Result<Option<LogSummary>, RedoError> {
+pub fn inspect(directory: &Path, upto: u64) -> Result<Option<LogSummary>, RedoError> {
     let mut seen = None;
     loop {
-        let (count, left) = inspect_once(directory)?;
+        let (count, left) = inspect_once(directory, upto)?;
         match left {
             // A server may have created a log or removed merged segments since the state was read.
             Err(RedoError::DamagedSegment { .. } | RedoError::DamagedState { .. }) if seen != Some(count) => {
@@ -72,9 +73,10 @@ pub fn inspect(directory: &Path) -> Result<Option<LogSummary>, RedoError> {
 pub fn inspect_log(
     image: &Path,
     directory: &Path,
+    upto: u64,
     renamed_from: Option<&str>,
 ) -> Result<Option<LogSummary>, RedoError> {
-    let left = inspect(directory)?;
+    let left = inspect(directory, upto)?;
     let found = left.as_ref().and_then(|left| left.image.as_deref());
     match (found, image_name(image)) {
         (Some(found), Some(image)) if found != image && renamed_from != Some(found) => {
@@ -86,7 +88,7 @@ pub fn inspect_log(
 
 /// Returns the count of the state that was read, and the summary.
 #[allow(clippy::type_complexity, reason = "only `inspect` calls it")]
-fn inspect_once(directory: &Path) -> Result<(u64, Result<Option<LogSummary>, RedoError>), RedoError> {
+fn inspect_once(directory: &Path, upto: u64) -> Result<(u64, Result<Option<LogSummary>, RedoError>), RedoError> {
     let failed = |doing| RedoError::io(directory, doing);
     let slots = match fs::read(directory.join("state")) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
@@ -103,14 +105,15 @@ fn inspect_once(directory: &Path) -> Result<(u64, Result<Option<LogSummary>, Red
         let damaged = || RedoError::DamagedState { path: directory.to_owned() };
         return Ok((0, if epochs.is_empty() { Ok(None) } else { Err(damaged()) }));
     };
-    let must_be_whole: BTreeSet<u64> = state.sealed_segments().collect();
+    let must_be_whole: BTreeSet<u64> = state.sealed_segments().filter(|epoch| *epoch <= upto).collect();
     let lost =
         |epoch, what| RedoError::DamagedSegment { path: directory.to_owned(), name: segment_name(epoch), epoch, what };
     if let Some(epoch) = must_be_whole.iter().find(|epoch| !epochs.contains(epoch)) {
         return Ok((count, Err(lost(*epoch, "the file is missing".into()))));
     }
     let mut writes = 0;
-    for epoch in epochs.into_iter().filter(|epoch| *epoch > state.merged && !state.is_dead(*epoch)) {
+    let is_needed = |epoch: &u64| *epoch <= upto && *epoch > state.merged && !state.is_dead(*epoch);
+    for epoch in epochs.into_iter().filter(is_needed) {
         let file = match File::open(directory.join(segment_name(epoch))) {
             // Merged since the directory was read.
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,

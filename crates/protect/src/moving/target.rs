@@ -10,7 +10,7 @@ use crate::restore::{MoveClaim, Request, RestoreError, Restored, restore_in};
 use rekindle_kernel::lines::{LineError, Lines, write_by};
 use rekindle_store::admin;
 use rekindle_vm::definition::{Definition, Name};
-use rekindle_vm::disks;
+use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, Status};
 use rekindle_vm::place::Site;
@@ -207,7 +207,8 @@ impl<'a> IncomingVm<'a> {
         let given = definition.is_some();
         let wanted = definition.clone().unwrap_or_else(|| recipe.definition.clone());
         let wanted = Definition { name: name.clone(), ..wanted };
-        let planned = site.plan(wanted, qemu.as_deref(), |hardware| recipe.fit(hardware, given));
+        // The last checkpoint needs all of the disks.
+        let planned = site.plan(wanted, qemu.as_deref(), &Epochs::new(), |hardware| recipe.fit(hardware, given));
         let room = planned.and_then(|plan| plan.check_room());
         site.leave();
         room.map_err(|e| chain(&e))?;

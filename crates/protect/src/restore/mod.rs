@@ -334,7 +334,7 @@ fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &ChosenCheckpoi
     let definition = given.unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
     let qemu = request.qemu.clone().or(qemu);
-    let mut plan = site.plan(definition, qemu.as_deref(), |hardware| {
+    let mut plan = site.plan(definition, qemu.as_deref(), &chosen.epochs, |hardware| {
         chosen.recipe.fit(hardware, is_given)?;
         without_epoch(hardware, &chosen.epochs)
     })?;

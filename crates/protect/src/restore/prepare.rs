@@ -71,7 +71,7 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQe
     let replaced = site.prepared().is_some();
     let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
-    let planned = site.plan(definition, request.qemu.as_deref(), |hardware| {
+    let planned = site.plan(definition, request.qemu.as_deref(), &chosen.epochs, |hardware| {
         chosen.recipe.fit(hardware, request.definition.is_some())
     });
     let plan = match planned {

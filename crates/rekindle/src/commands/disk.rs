@@ -99,7 +99,7 @@ fn would_merge(
         let left = Control::connect(image)?.status()?.redo.map(|redo| redo.bytes);
         (left.map(|left| format!("{} of redo log", bytes(left))), json!({"dry_run": true, "redo_bytes": left}))
     } else {
-        let left = inspect_log(image, &redo.unwrap_or_else(|| default_directory(image)), renamed_from)?
+        let left = inspect_log(image, &redo.unwrap_or_else(|| default_directory(image)), u64::MAX, renamed_from)?
             .map(|left| left.writes);
         (left.map(|left| format!("{left} writes of redo log")), json!({"dry_run": true, "writes": left}))
     };
