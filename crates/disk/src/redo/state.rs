@@ -183,8 +183,7 @@ impl<D: LogFiles> LogDirectory<D> {
         state.segments.retain(|(_, last)| *last > floor);
         if self.state.format < FORMAT {
             // An earlier version must not find the old state in the other slot.
-            self.state.format = FORMAT;
-            self.write(self.state.clone())?;
+            self.write(EpochState { format: FORMAT, ..self.state.clone() })?;
         }
         self.write(EpochState { format: FORMAT, ..state })
     }

@@ -200,6 +200,22 @@ fn an_earlier_version_finds_no_older_state_of_a_changed_log() {
 }
 
 #[test]
+fn a_failed_change_of_format_is_repeated_for_both_slots() {
+    // Write and sync of one slot, then of the other one.
+    for after in 0..4 {
+        let model = log_of_format_1();
+        let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
+        model.disk.fail_once_after(after, libc::EIO);
+        log_dir.record(|state| state.floor = 1).unwrap_err();
+        log_dir.record(|state| state.floor = 1).unwrap();
+        model.disk.change("state", |bytes| {
+            let states = bytes.chunks(PAGE as usize).map(|slot| newest_slot(slot).unwrap().unwrap().1);
+            assert_eq!(states.map(|state| state.format).collect::<Vec<_>>(), [FORMAT, FORMAT], "step {after} fails");
+        });
+    }
+}
+
+#[test]
 fn the_log_of_another_image_is_rejected_and_a_renamed_one_is_recorded() {
     let model = ProtectedDisk::begin(CrashDisk::new(image()));
     let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
