@@ -5,6 +5,7 @@ use super::files::{FileStart, LogFile, LogFiles};
 use super::format::{PAGE, SegmentHead, read_head, write_head};
 use super::log::Segment;
 use super::slot::{EpochState, FORMAT, MAGIC, newest_slot, write_slot};
+use crate::report::warn_limited;
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
@@ -180,7 +181,13 @@ impl<D: LogFiles> LogDirectory<D> {
         change(&mut state);
         let floor = state.merged;
         state.dead.retain(|(_, last)| *last > floor);
-        state.segments.retain(|(_, last)| *last > floor);
+        if let Some((first, last)) = state.fit_segments() {
+            warn_limited!(
+                "the redo log {}: its state has no space for all ranges of sealed epochs, so damage to segments of epochs {first} to \
+                 {last} would not be detected when the log is opened",
+                self.files.path().display()
+            );
+        }
         if self.state.format < FORMAT {
             // An earlier version must not find the old state in the other slot.
             self.write(EpochState { format: FORMAT, ..self.state.clone() })?;

@@ -216,6 +216,47 @@ fn a_failed_change_of_format_is_repeated_for_both_slots() {
 }
 
 #[test]
+fn a_state_with_more_ranges_than_fit_drops_the_oldest_and_can_be_recorded() {
+    let model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
+    let ranges: Vec<(u64, u64)> = (0..400).map(|n| (1_000_000 + 3 * n, 1_000_001 + 3 * n)).collect();
+    let newest = ranges[399];
+    log_dir
+        .record(|state| {
+            state.sealed = newest.1;
+            // The order in which they were sealed does not matter.
+            state.segments = ranges.iter().copied().rev().collect();
+        })
+        .unwrap();
+    log_dir.record(|state| (state.floor, state.merged) = (7, 6)).unwrap();
+    log_dir.record(|state| state.seal(newest.1 + 2, &[newest.1 + 2])).unwrap();
+    drop(log_dir);
+    let state = LogDirectory::open(model.disk.clone()).unwrap().unwrap().state().clone();
+    assert_eq!((state.floor, state.merged, state.sealed), (7, 6, newest.1 + 2));
+    let kept = state.segments.len();
+    assert!(kept > 100, "{kept}");
+    let mut expected = ranges[401 - kept..].to_vec();
+    expected.push((newest.1 + 2, newest.1 + 2));
+    let mut segments = state.segments;
+    segments.sort_unstable();
+    assert_eq!(segments, expected);
+}
+
+#[test]
+fn discarded_ranges_are_dropped_from_the_state() {
+    let model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
+    log_dir
+        .record(|state| {
+            (state.sealed, state.dead) = (9, vec![(4, 8)]);
+            state.segments = vec![(1, 2), (3, 5), (7, 8)];
+        })
+        .unwrap();
+    assert_eq!(log_dir.state().segments, [(1, 2), (3, 5)]);
+    assert_eq!(log_dir.state().sealed_segments().collect::<Vec<_>>(), [1, 2, 3]);
+}
+
+#[test]
 fn the_log_of_another_image_is_rejected_and_a_renamed_one_is_recorded() {
     let model = ProtectedDisk::begin(CrashDisk::new(image()));
     let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
