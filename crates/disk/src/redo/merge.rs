@@ -56,7 +56,10 @@ impl<D: LogFiles> SharedDirectory<D> for Mutex<Option<LogDirectory<D>>> {
 ///
 /// *Needs:* committed and sealed epochs; no other writer of the image.
 /// *On success:* the image is the disk of the last epoch, durably, and the state records that; the segments can be removed.
-/// *On failure:* the log is unchanged; the image is between two epochs, and the state prevents its use as an older one.
+/// *On failure:* the log is unchanged. If an entry is damaged, so are the image and the state: older epochs stay available. After another
+/// failure the image may be between two epochs, and the state prevents its use as an older one.
+///
+/// Reads each entry twice: once before the first write, to find damage while the image is still that of the older epochs.
 ///
 /// Calls `pace` after each step; an error of it ends the merge.
 ///
@@ -67,17 +70,17 @@ pub fn merge<D: LogFiles>(
     log_dir: &impl SharedDirectory<D>,
     batch: &Batch<D::File>,
     target: &mut MergeTarget<D::File>,
-    pace: impl FnMut() -> io::Result<()>,
+    mut pace: impl FnMut() -> io::Result<()>,
 ) -> Result<(), RedoError> {
-    let upto = batch.upto;
-    let mut started = target.image.check();
+    let (upto, pieces) = (batch.upto, batch.resolve());
+    let mut started = target.image.check().and_then(|()| verify(batch, &pieces, &mut pace));
     // Before the first write: the older epochs become unavailable with it.
     log_dir.with_directory(&mut |log_dir| {
         let failed = RedoError::io(log_dir.files().path(), "merging it into the image");
         std::mem::replace(&mut started, Ok(())).map_err(failed)?;
         log_dir.record(|state| state.floor = state.floor.max(upto))
     })?;
-    let mut merged = copy(batch, &target.image, pace).and_then(|()| target.image.sync());
+    let mut merged = copy(batch, &pieces, &target.image, pace).and_then(|()| target.image.sync());
     log_dir.with_directory(&mut |log_dir| {
         let failed = RedoError::io(log_dir.files().path(), "merging it into the image");
         std::mem::replace(&mut merged, Ok(())).map_err(failed)?;
@@ -85,10 +88,28 @@ pub fn merge<D: LogFiles>(
     })
 }
 
-fn copy<F: LogFile>(batch: &Batch<F>, image: &Synced<F>, mut pace: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+/// A range of the disk: its first byte, its length in bytes, and the entry that has its newest content.
+type Piece = (u64, u64, LogEntry);
+
+/// Checks the entries that [`copy`] reads.
+fn verify<F: LogFile>(batch: &Batch<F>, pieces: &[Piece], mut pace: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    let mut entries = EntryReader { batch, read: VecDeque::new() };
+    for (.., placed) in pieces {
+        entries.get(placed)?;
+        pace()?;
+    }
+    Ok(())
+}
+
+fn copy<F: LogFile>(
+    batch: &Batch<F>,
+    pieces: &[Piece],
+    image: &Synced<F>,
+    mut pace: impl FnMut() -> io::Result<()>,
+) -> io::Result<()> {
     let image = image.file();
     let mut entries = EntryReader { batch, read: VecDeque::new() };
-    for (at, bytes, placed) in batch.resolve() {
+    for &(at, bytes, placed) in pieces {
         let data = entries.get(&placed)?;
         let hole = placed.what == EntryKind::Hole;
         let mut done = 0;
