@@ -18,7 +18,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// How long the other end of a pipe may stand still.
+/// How long QEMU may take to read the next part of a state, or to write all of its device state.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 /// Bytes that a state may have: devices, and RAM that is not shared, as that of graphics cards.
 const MOST_STATE: u64 = 1 << 30;
@@ -39,7 +39,7 @@ pub enum TransferError {
     #[error("the pipe to QEMU failed")]
     Pipe(#[source] io::Error),
     /// The QEMU at the other end does not move.
-    #[error("QEMU has not moved its end of the pipe for {} s", PATIENCE.as_secs())]
+    #[error("QEMU has not read or written the guest's state within {} s", PATIENCE.as_secs())]
     Stuck,
     /// It is longer than any state is.
     #[error("QEMU has sent more than {} MiB as the state of its devices", MOST_STATE >> 20)]

@@ -267,7 +267,7 @@ fn a_suspended_guest_can_be_given_up() {
     let lab = lab();
     let guest = lab.vm("given-up").boot(&[]);
     lab.rekindle(["host", "suspend", "--all"]).ok();
-    guest.rekindle(&["stop"]).ok();
+    guest.rekindle(&["stop"]).ok().prints(&["was dropped"]);
     assert_nothing_kept(&lab);
     assert_eq!(lab.rekindle(["--json", "host", "resume"]).ok().json(), Value::Array(Vec::new()));
     // Also in a boot that does not know of it yet.
@@ -275,7 +275,7 @@ fn a_suspended_guest_can_be_given_up() {
     guest.wait_ready();
     lab.rekindle(["host", "suspend", "--all"]).ok();
     forget_the_boot(&lab);
-    guest.rekindle(&["stop"]).ok();
+    guest.rekindle(&["stop"]).ok().prints(&["was dropped"]);
     assert_nothing_kept(&lab);
     assert!(common::lab::entries(&lab.path("ram")).is_empty(), "its RAM is left");
 }

@@ -146,7 +146,9 @@ fn a_prepared_restore_uses_the_newest_checkpoint() {
     guest.verify();
     // Zero pages are not written to the RAM file, so they take no memory of the host.
     let log = fs::read_to_string(spare.root.join("ready/pager.log")).unwrap();
-    let zero = log.lines().find_map(|line| line.split_once(" in the background, ")?.1.strip_suffix(" zero")?.parse::<u64>().ok());
+    let zero = log
+        .lines()
+        .find_map(|line| line.split_once(" in the background, ")?.1.strip_suffix(" zero")?.parse::<u64>().ok());
     assert!(zero.is_some_and(|pages| pages > (32 << 20) / 4096), "{log}");
     let [ram] = entries(&spare.root.join(".ram")).try_into().unwrap();
     assert!(fs::metadata(&ram).unwrap().blocks() * 512 < 160 << 20, "{ram:?} is filled with zeroes");

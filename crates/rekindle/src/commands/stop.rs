@@ -28,6 +28,18 @@ fn would(host: &Host, name: &str, now: bool) -> Result<String, LifeError> {
     }
 }
 
+const DROPPED: &str = "its memory, which a suspend of the host had saved, was dropped";
+
+fn describe(ended: Ended) -> &'static str {
+    match ended {
+        Ended::ByAgent => "shut down by its agent",
+        Ended::ByAcpi => "shut down by ACPI",
+        Ended::Frozen | Ended::PoweredOff => "powered off",
+        Ended::Prepared => "was only prepared; its waiting QEMU was ended",
+        Ended::Before => "had ended by itself",
+    }
+}
+
 pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
     let host = Host::open()?;
     let patience = if arguments.now { Some(Duration::ZERO) } else { arguments.timeout.map(|span| span.as_duration()) };
@@ -46,19 +58,17 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
     for name in &arguments.names {
         let stopped = match life::stop_with(&host, name.as_str(), patience, |rundir, _| report_shutdown(rundir)) {
             // A suspended VM that has not been resumed in this boot.
-            Err(LifeError::Unknown { .. }) if host::drop_suspended(&host, name.as_str())? => Ok(Ended::Before),
-            Ok(ended) => host::drop_suspended(&host, name.as_str()).map(|_| ended).map_err(anyhow::Error::from),
+            Err(LifeError::Unknown { .. }) if host::drop_suspended(&host, name.as_str())? => {
+                Ok((Ended::Before, DROPPED))
+            }
+            Ok(ended) => {
+                let dropped = host::drop_suspended(&host, name.as_str()).map_err(anyhow::Error::from);
+                dropped.map(|is_dropped| (ended, if is_dropped { DROPPED } else { describe(ended) }))
+            }
             Err(e) => Err(e.into()),
         };
         match stopped {
-            Ok(ended) => {
-                let how = match ended {
-                    Ended::ByAgent => "shut down by its agent",
-                    Ended::ByAcpi => "shut down by ACPI",
-                    Ended::Frozen | Ended::PoweredOff => "powered off",
-                    Ended::Prepared => "was only prepared; its waiting QEMU was ended",
-                    Ended::Before => "had ended by itself",
-                };
+            Ok((ended, how)) => {
                 output.result(&serde_json::json!({"name": name, "ended": ended}), format!("{name}: {how}"))?;
             }
             Err(e) => {
