@@ -34,9 +34,9 @@ pub enum CheckError {
     },
 }
 
-struct Nobody;
+struct NoObserver;
 
-impl Observer for Nobody {}
+impl Observer for NoObserver {}
 
 /// Asks once, on a new connection, from inside the network namespace `/run/netns/NAME` if one is given. Returns how long
 /// the answer took, with the connecting.
@@ -57,7 +57,7 @@ fn ask(target: &Target, timeout: Duration) -> Result<Duration, CheckError> {
     let dialer = Dialer::resolve(target, Options::default().connect_attempt).map_err(CheckError::Resolve)?;
     let waiter = Waiter::unstoppable();
     let began = Instant::now();
-    match Client::new(target, dialer, 0).exchange(&Io::begin(&waiter, &Nobody, timeout)) {
+    match Client::new(target, dialer, 0).exchange(&Io::begin(&waiter, &NoObserver, timeout)) {
         Ok(()) => Ok(began.elapsed()),
         Err(Broken::Failed(source)) => Err(CheckError::Unhealthy { url: target.to_string(), source }),
         // Nothing stops an unstoppable waiter; were it so, no answer came.

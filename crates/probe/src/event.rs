@@ -1,4 +1,4 @@
-//! Live lines: what a probe tells while it runs.
+//! Live lines: what a probe reports while it runs.
 
 use serde::{Deserialize, Serialize};
 

@@ -12,7 +12,7 @@ pub enum Failure {
     /// No whole answer in time.
     #[error("no answer within {0:?}")]
     Timeout(Duration),
-    /// Nobody listens at the target.
+    /// No process listens at the target.
     #[error("connection refused")]
     Refused,
     /// No connection, for any other reason than a refusal.

@@ -44,7 +44,7 @@ impl Gaps {
 
     fn keep(&mut self, silence: Silence) {
         if self.kept.len() == MAX_GAPS {
-            // Silences are rare, by the threshold: looking through all of them is cheap enough.
+            // Silences are rare, by the threshold: a search through all of them is cheap enough.
             let shortest = self.kept.iter().enumerate().min_by_key(|(_, kept)| kept.length);
             match shortest {
                 Some((index, kept)) if kept.length < silence.length => _ = self.kept.remove(index),

@@ -79,7 +79,7 @@ impl Intervals {
     }
 }
 
-/// The intervals that were not yet given to a live reader; always of the width that was asked for.
+/// The intervals that were not yet given to a live reader; always of the configured width.
 #[derive(Debug)]
 pub(crate) struct LiveIntervals {
     width_ms: u64,
@@ -118,7 +118,7 @@ impl LiveIntervals {
         taken
     }
 
-    /// Takes out everything up to `now`, with the interval that has only begun.
+    /// Takes out everything up to `now`, with the interval that is not complete.
     pub(crate) fn take_all(&mut self, now: Duration) -> Vec<Interval> {
         self.take_ended(now.saturating_add(Duration::from_millis(self.width_ms)))
     }

@@ -1,4 +1,4 @@
-//! The client side of a measurement: asks a service again and again while its VMM, guest or host is replaced, and says
+//! The client side of a measurement: asks a service again and again while its VMM, guest or host is replaced, and reports
 //! what a client saw.
 //!
 //! [`Probe::start`] puts one thread behind each connection; [`Probe::stop`] gives the [`Report`]: requests sent,
@@ -34,7 +34,7 @@
 //! from the last to the stop. A service that answers every tick shows silences of about `every` (divided by the
 //! connections), so that a gap is known no better than that. Gaps are silences longer than [`Options::gap_threshold`].
 //!
-//! **After a failure the next request does not wait for its tick.** The first goes out at once, the following ones
+//! **After a failure the next request does not wait for its tick.** The first is sent immediately, the following ones
 //! after 1, 2, 4 … 50 ms until one is answered, so that the end of an outage is seen within 50 ms even with a long
 //! `every`. Wrong content, which comes from a service that does answer, waits for the next tick.
 //!

@@ -6,12 +6,12 @@ use std::time::Duration;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     /// The time between two requests of one connection. Default: 10 ms. There is no spinning: below some 200 µs the
-    /// host's timers and scheduler set the pace, and [`skipped`](crate::Report::skipped) says how far it was missed.
+    /// host's timers and scheduler set the pace, and [`skipped`](crate::Report::skipped) reports how far it was missed.
     pub every: Duration,
     /// A request with no answer for so long has failed, and its connection is closed. Default: 10 s.
     pub timeout: Duration,
     /// A SYN with no answer for so long is sent anew, from a new socket and to the host's next address, as part of the
-    /// same request. Default: 250 ms. The kernel would repeat it only after 1, 3 and 7 s, and a gap could not be told
+    /// same request. Default: 250 ms. The kernel would repeat it only after 1, 3 and 7 s, and a gap could not be distinguished
     /// better than that. Must be longer than the round trip to the target.
     pub connect_attempt: Duration,
     /// The number of connections, each with a thread. Default: 1.
@@ -49,7 +49,7 @@ pub enum OptionsError {
     #[error("{0} must be longer than 0")]
     Zero(&'static str),
     /// No connection, or more threads than make sense.
-    #[error("{0} connections asked for; 1 to {max} are possible", max = Options::MAX_CONNECTIONS)]
+    #[error("{0} connections requested; 1 to {max} are possible", max = Options::MAX_CONNECTIONS)]
     Connections(usize),
     /// The interval is not a number of whole milliseconds.
     #[error("interval {0:?} is not a whole number of milliseconds")]

@@ -80,8 +80,8 @@ struct Starter {
 impl Probe {
     /// Starts probing.
     ///
-    /// The host's name is resolved, and the network namespace entered, before this returns. Whether anyone answers is
-    /// not looked at: that is what the probe is to find out.
+    /// The host's name is resolved, and the network namespace entered, before this returns. Whether the target answers is
+    /// not checked: the probe measures that.
     ///
     /// # Errors
     ///
@@ -90,7 +90,7 @@ impl Probe {
         Self::start_inner(target, &options, None)
     }
 
-    /// Starts probing, and tells `sink` of each interval and each gap as it ends.
+    /// Starts probing, and reports to `sink` each interval and each gap as it ends.
     ///
     /// The sink runs on a thread of its own: it may take its time without disturbing the measurement. All events have
     /// been handed out when [`Probe::stop`] returns.
@@ -157,7 +157,7 @@ impl Probe {
         Ok(Self { run, threads, ended: Mutex::new(ended), stop: Some(stop) })
     }
 
-    /// What was seen until now; as if the probe were stopped now, though it goes on.
+    /// What was seen until now; as if the probe were stopped now, though it continues.
     pub fn snapshot(&self) -> Report {
         self.run.recorder.report()
     }
@@ -168,7 +168,7 @@ impl Probe {
         ended.recv_timeout(timeout) == Err(RecvTimeoutError::Disconnected)
     }
 
-    /// Stops probing, at once: requests still outstanding are given up and count as
+    /// Stops probing immediately: requests still outstanding are dropped and count as
     /// [`in_flight`](Report::in_flight), not as failed.
     pub fn stop(mut self) -> Report {
         self.shut_down();
@@ -191,7 +191,7 @@ impl Drop for Probe {
     }
 }
 
-/// Starts the thread of one connection. It says on `ready` whether it is where it should be, and then waits for its run;
+/// Starts the thread of one connection. It reports on `ready` whether it is where it should be, and then waits for its run;
 /// it ends if none comes.
 fn spawn(
     client: Client,

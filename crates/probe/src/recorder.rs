@@ -48,7 +48,7 @@ struct Record {
 #[derive(Debug)]
 struct Live {
     intervals: LiveIntervals,
-    /// Dropped at the end, which tells the reader of it.
+    /// Dropped at the end, which notifies the reader.
     gaps: Option<SyncSender<Gap>>,
 }
 

@@ -18,13 +18,13 @@ pub struct Report {
     pub every_us: u64,
     /// The number of connections held in parallel.
     pub connections: u64,
-    /// Requests begun.
+    /// Requests started.
     pub sent: u64,
     /// Good answers, whole and right.
     pub answered: u64,
     /// Requests that failed, by cause.
     pub failed: Failures,
-    /// Requests with neither an answer nor a failure yet; at the stop they were given up.
+    /// Requests with neither an answer nor a failure yet; at the stop they were dropped.
     pub in_flight: u64,
     /// Ticks at which no request was sent, because the one before was still outstanding or being retried.
     pub skipped: u64,
@@ -44,7 +44,7 @@ pub struct Report {
     pub gaps_total: u64,
     /// The longest [`MAX_GAPS`](crate::MAX_GAPS) gaps, in the order of time.
     pub gaps: Vec<Gap>,
-    /// The width of each interval: as asked for, or a power of two times that in a run longer than
+    /// The width of each interval: as configured, or a power of two times that in a run longer than
     /// [`MAX_INTERVALS`](crate::MAX_INTERVALS).
     pub interval_ms: u64,
     /// Throughput over time, without holes; the last interval may have been cut short by the stop.
@@ -78,7 +78,7 @@ impl Failures {
 /// Percentiles of the time from sending a request to its whole answer, to three significant digits; the largest is
 /// exact. They hide outages (see the crate's documentation): those are in the gaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are enough")]
 pub struct Latency {
     pub p50_us: u64,
     pub p95_us: u64,

@@ -24,7 +24,7 @@ impl Schedule {
         Duration::from_nanos(self.next)
     }
 
-    /// Goes on to the first tick after `now`, at least one tick further. Returns how many ticks were left out.
+    /// Advances to the first tick after `now`, at least one tick further. Returns how many ticks were left out.
     pub(crate) fn advance(&mut self, now: Duration) -> u64 {
         let missed = nanos(now).saturating_sub(self.next) / self.every;
         self.next = self.next.saturating_add(missed.saturating_add(1).saturating_mul(self.every));

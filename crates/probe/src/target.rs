@@ -60,7 +60,7 @@ pub struct UrlError {
 /// What can be wrong with a URL.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
+#[allow(missing_docs, reason = "the messages are enough")]
 pub enum UrlFault {
     #[error("no scheme")]
     NoScheme,
@@ -197,7 +197,7 @@ fn split_port(authority: &str) -> Result<(&str, Option<&str>), UrlFault> {
         };
     }
     match authority.split_once(':') {
-        // Two colons: an IPv6 address that lacks its brackets.
+        // Two colons: an IPv6 address without its brackets.
         Some((_, port)) if port.contains(':') => Err(bad()),
         Some((host, port)) => Ok((host, Some(port))),
         None => Ok((authority, None)),

@@ -54,7 +54,7 @@ impl Waiter {
         self.wait(None, deadline)
     }
 
-    /// Waits until the socket can be read or written, as `events` says.
+    /// Waits until the socket can be read or written, as in `events`.
     pub(crate) fn wait_for(&self, socket: BorrowedFd<'_>, events: PollFlags, deadline: Instant) -> Woken {
         self.wait(Some((socket, events)), Some(deadline))
     }
@@ -81,7 +81,7 @@ impl Waiter {
                 Ok(_) if self.stop.is_some() && !fds[0].revents().is_empty() => return Woken::Stopped,
                 Ok(_) => return Woken::Ready,
                 Err(Errno::INTR | Errno::AGAIN | Errno::NOMEM) => {}
-                // Only a programming error is left (EFAULT, EINVAL): the socket's next call will say more.
+                // Only a programming error is left (EFAULT, EINVAL): the socket's next call reports it.
                 Err(_) => return Woken::Ready,
             }
         }

@@ -16,7 +16,7 @@ use crate::later;
 use crate::target::Target;
 use crate::waiter::{Waiter, Woken};
 
-/// Who wants to know what happens to connections.
+/// Gets notified of what happens to connections.
 pub(crate) trait Observer {
     /// A connection was established.
     fn opened(&self) {}
@@ -62,7 +62,7 @@ impl<'a> Io<'a> {
 pub struct ResolveError {
     /// The host, as in the URL.
     pub host: String,
-    /// What the resolver said; nothing if it found the host, but no address.
+    /// The resolver's message; nothing if it found the host, but no address.
     pub source: Option<io::Error>,
 }
 
@@ -98,8 +98,8 @@ impl Dialer {
         }
     }
 
-    /// Opens a connection. An attempt that is not answered is given up for a new one, to the next address; the host is
-    /// given up when all its addresses have failed in a row.
+    /// Opens a connection. An attempt that is not answered is replaced by a new one, to the next address; the host is
+    /// abandoned when all its addresses have failed in a row.
     pub(crate) fn dial(&mut self, io: &Io<'_>) -> Result<Wire, Broken> {
         let mut failed = 0;
         loop {
@@ -137,7 +137,7 @@ impl Dialer {
             Ok(None) => {}
             Ok(Some(error)) | Err(error) => return Err(Attempt::Broken(connect_failure(error).into())),
         }
-        // A port of this host that nobody listens on can, by chance, be picked as the local port too: TCP then connects
+        // A port of this host on which no process listens can, by chance, be picked as the local port too: TCP then connects
         // the socket to itself, and it echoes perfectly.
         if stream.local_addr().is_ok_and(|local| local == address) {
             return Err(Attempt::Broken(Failure::Refused.into()));
@@ -171,7 +171,7 @@ pub(crate) enum Idle {
     Quiet,
     /// The other side ended it.
     Ended,
-    /// Bytes came in that nobody asked for.
+    /// Bytes were received that are no part of an answer.
     Unasked,
 }
 
@@ -182,7 +182,7 @@ pub(crate) struct Wire {
 }
 
 impl Wire {
-    /// Looks at the connection between two requests.
+    /// Checks the connection between two requests.
     pub(crate) fn idle(&self) -> Idle {
         loop {
             return match self.stream.peek(&mut [0]) {

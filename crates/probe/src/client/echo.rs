@@ -17,7 +17,7 @@ impl Echo {
         Self { id, number: 0 }
     }
 
-    /// The next message; its number goes on over a new connection, so that no old answer can pass for a new one.
+    /// The next message; its number continues over a new connection, so that no old answer can pass for a new one.
     fn next(&mut self) -> String {
         self.number += 1;
         format!("rekindle-probe {:04x} {:016x}\n", self.id, self.number)
@@ -36,7 +36,7 @@ impl Echo {
             let bytes = &buffer[..received];
             if !message.as_bytes()[echoed..].starts_with(bytes) {
                 let text = format!("{:?} is no echo of {:?}", String::from_utf8_lossy(bytes), &message[echoed..]);
-                // What follows cannot be told apart any more.
+                // What follows cannot be assigned to a request any more.
                 return Ok(Answer { keep: false, wrong: Some(Failure::WrongContent(text)) });
             }
             echoed += received;

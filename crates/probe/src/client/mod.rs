@@ -35,7 +35,7 @@ enum Protocol {
 }
 
 impl Client {
-    /// A client of `target`, not connected yet. `id` tells its messages from those of other clients.
+    /// A client of `target`, not connected yet. `id` distinguishes its messages from those of other clients.
     pub(crate) fn new(target: &Target, dialer: Dialer, id: usize) -> Self {
         let protocol = match target.scheme() {
             Scheme::Http => Protocol::Http(Http::new(target)),
@@ -48,7 +48,7 @@ impl Client {
     /// Sends one request and reads the whole answer, on the open connection or else on a new one.
     ///
     /// The connection stays open for the next request only if this one left it in order. One that the other side ended
-    /// is told to the observer, also if that happened since the last request: that costs a new connection, but fails
+    /// is reported to the observer, also if that happened since the last request: that costs a new connection, but fails
     /// nothing.
     pub(crate) fn exchange(&mut self, io: &Io<'_>) -> Result<(), Broken> {
         let mut wire = self.open(io)?;

@@ -58,7 +58,7 @@ fn an_echo_too_many_is_wrong_content() {
 }
 
 #[test]
-fn a_reset_is_counted_and_probing_goes_on() {
+fn a_reset_is_counted_and_probing_continues() {
     // Closing with bytes unread sends a reset.
     let server = Server::start(|mut stream, number| {
         let mut message = [0; 37];

@@ -174,7 +174,7 @@ fn a_request_without_answer_times_out() {
 }
 
 #[test]
-fn a_check_says_what_is_wrong() {
+fn a_check_reports_what_is_wrong() {
     let healthy = Server::http(|_| Some(ok("hello")));
     assert!(check(&healthy.target("http"), PATIENT, None).unwrap() > Duration::ZERO);
     let broken = Server::http(|_| Some(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec()));

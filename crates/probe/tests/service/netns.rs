@@ -45,7 +45,7 @@ fn a_service_inside_a_namespace_is_reached_from_inside_only() {
         TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()
     });
     let listener = listening.join().unwrap();
-    // Whoever has this port outside keeps others away from it, and does not answer.
+    // The listener outside of the namespace occupies this port and does not answer.
     let outside = TcpListener::bind(listener.local_addr().unwrap());
     let inside = Server::http_on(listener, |_| Some(ok("hello")));
     let target = inside.target("http");

@@ -48,7 +48,7 @@ fn stopping_interrupts_a_request_without_failing_it() {
 }
 
 #[test]
-fn events_tell_the_same_as_the_report() {
+fn events_agree_with_the_report() {
     let server = Server::http(|number| {
         if number % 20 == 10 {
             thread::sleep(Duration::from_millis(30));
@@ -60,16 +60,16 @@ fn events_tell_the_same_as_the_report() {
         let _ = sink.send(event);
     })
     .unwrap();
-    // An interval is told as soon as it has ended, and not only at the stop.
-    let mut told = Vec::new();
-    while !told.iter().any(|event| matches!(event, Event::Interval(_))) {
-        told.push(events.recv().unwrap());
+    // An interval is reported as soon as it has ended, and not only at the stop.
+    let mut reported = Vec::new();
+    while !reported.iter().any(|event| matches!(event, Event::Interval(_))) {
+        reported.push(events.recv().unwrap());
     }
     let report = stop_once(probe, |seen| seen.gaps_total >= 3);
-    told.extend(events);
+    reported.extend(events);
 
     let (mut intervals, mut gaps) = (Vec::new(), Vec::new());
-    for event in told {
+    for event in reported {
         match event {
             Event::Interval(interval) => intervals.push(interval),
             Event::Gap(gap) => gaps.push(gap),

@@ -9,7 +9,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, lis
 
 use crate::server::{Server, brisk, stop_once, until};
 
-/// A port that is taken, but on which nobody listens.
+/// A port that is taken, but on which no process listens.
 fn deaf_port() -> (OwnedFd, u16) {
     let fd = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
     bind(&fd, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
@@ -47,7 +47,7 @@ fn a_name_is_resolved() {
 }
 
 #[test]
-fn refusals_are_counted_until_somebody_listens() {
+fn refusals_are_counted_until_a_server_listens() {
     let (fd, port) = deaf_port();
     let target: Target = format!("tcp://127.0.0.1:{port}").parse().unwrap();
     let refused = check(&target, Duration::from_secs(60), None);
