@@ -7,7 +7,7 @@ use rekindle_qemu::devices::{DeviceState, DeviceStateError};
 use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stopped::Stopped;
-use rekindle_vm::life::run_state;
+use rekindle_vm::qemu::run_state;
 use rekindle_vm::timeline::host_us;
 use serde_json::Value;
 use std::fs;

@@ -20,11 +20,13 @@ use rekindle_qemu::ramblock;
 use rekindle_qemu::stream;
 use rekindle_qemu::transfer::Tap;
 use rekindle_qemu::vmm;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, SavedState, Step};
-use rekindle_vm::life::{self, Ended, LifeError};
 use rekindle_vm::lock::RunState;
+use rekindle_vm::names::saved_path;
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::shutdown::{self, Ended};
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Phase, host_us};
 use rekindle_vm::{disks, fault, ram};
@@ -193,7 +195,7 @@ impl PreparedSuspend {
         let rundir = self.replacement.held.rundir.clone();
         let source_qemu = self.replacement.source_qemu.clone();
         if self.how() == RebootMethod::Cold {
-            let ended = life::shut_down(&source_qemu, state.definition.shutdown_timeout.as_duration())?;
+            let ended = shutdown::shut_down(&source_qemu, state.definition.shutdown_timeout.as_duration())?;
             if matches!(ended, Ended::ByAgent | Ended::ByAcpi) {
                 disks::end_epochs(&rundir, &state.hardware);
             }
@@ -204,7 +206,7 @@ impl PreparedSuspend {
         let mut qmp = self.qmp.take().map_or_else(|| source_qemu.connect(vmm::START), Ok)?;
         let stopped = self.stop(&mut qmp)?;
         if self.how() == RebootMethod::Saved {
-            let saved = saved::save(&mut qmp, &life::saved_path(host, &rundir, &state.definition))?;
+            let saved = saved::save(&mut qmp, &saved_path(host, &rundir, &state.definition))?;
             self.replacement.recorder.step("save to disk");
             return Ok((Some(saved), None, stopped));
         }

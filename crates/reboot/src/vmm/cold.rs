@@ -3,11 +3,12 @@
 use super::{ColdReboot, Failure, GuestStatus, RebootError, Replacement, resume, switch};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::{End, Ended, LifeError};
+use rekindle_vm::shutdown::{self, End, Ended};
 use rekindle_vm::timeline::{Phase, host_us};
-use rekindle_vm::{disks, life, network, phases, ram};
+use rekindle_vm::{disks, network, phases, ram};
 
 /// Shuts the guest down and boots it.
 pub(crate) fn reboot(mut replacement: Replacement, kind: Kind, end: End) -> Result<ColdReboot, Failure> {
@@ -28,7 +29,7 @@ pub(crate) fn shut_down(
     journal.advance(Step::Suspend).map_err(replacement.file_error("operation.json"))?;
     fault::point("cold.suspend.journalled", Some(&source_qemu), None);
     replacement.recorder.phase(Phase::Suspend);
-    let ended = life::end(&source_qemu, end, replacement.held.state.definition.shutdown_timeout.as_duration())?;
+    let ended = shutdown::end(&source_qemu, end, replacement.held.state.definition.shutdown_timeout.as_duration())?;
     let stopped = host_us();
     replacement.recorder.step(ended.step());
     fault::point("cold.suspend.off", Some(&source_qemu), None);

@@ -7,8 +7,10 @@ use rekindle_qemu::cpu;
 use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_vm::definition::uncarriable;
+use rekindle_vm::error::LifeError;
+use rekindle_vm::hardware;
 use rekindle_vm::lock::RunState;
-use rekindle_vm::{hardware, life};
+use rekindle_vm::qemu;
 use rustix::fs::statvfs;
 use serde::Serialize;
 use std::os::unix::fs::MetadataExt;
@@ -52,10 +54,10 @@ pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
         problems.extend(uncarriable(&state.definition).into_iter().map(Problem));
         // A guest that its owner paused stays paused. So wait for a checkpoint that has stopped the guest, and undo a
         // pause that an interrupted checkpoint left behind: neither is the owner's.
-        let quiet = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(life::LifeError::from)?;
+        let quiet = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         end_pause(&replacement.held, &replacement.source_qemu)?;
         let mut qmp = replacement.source_qemu.connect(Duration::from_secs(10))?;
-        let run_state = life::run_state(&mut qmp)?;
+        let run_state = qemu::run_state(&mut qmp)?;
         drop(quiet);
         if Hold::found(&mut qmp)?.is_some() {
             problems.push(Problem(format!(

@@ -15,14 +15,19 @@ use rekindle_protect::moving::settle::{Settled, settle};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::disks;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::{self, Held, LifeError};
+use rekindle_vm::life::Held;
 use rekindle_vm::lock::RunState;
+use rekindle_vm::names::saved_path;
 use rekindle_vm::network;
 use rekindle_vm::phases;
+use rekindle_vm::qemu::{self, SHUT_DOWN};
 use rekindle_vm::ram;
+use rekindle_vm::shutdown;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -87,7 +92,7 @@ impl std::fmt::Display for Recovered {
 /// [`RebootError`]; [`RebootError::Silent`] if a QEMU that may run the guest does not answer.
 pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
     let (held, journal) = Held::take_anyhow(host, name, "recover")?;
-    let _run_state = RunState::acquire(&held.rundir, RUN_STATE_TIMEOUT).map_err(life::LifeError::from)?;
+    let _run_state = RunState::acquire(&held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let Some(journal) = journal else { return recover_idle(host, &held, policy) };
     answer::require_answers(&held, &journal.operation, policy)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
@@ -100,7 +105,7 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
         Kind::Restore => recover_restore(host, &held, journal),
         Kind::Move => recover_move(host, &held, journal),
         Kind::Stop => {
-            life::clean_up(host, &held.rundir, &held.state)?;
+            clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
         Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return crate::host::recover(host, &held, journal),
@@ -146,7 +151,7 @@ fn recover_idle(host: &Host, held: &Held, policy: SilentQemuPolicy) -> Result<Re
         Err(LifeError::Prepared { .. }) => Ok(Recovered::Nothing),
         // A start that was interrupted before it began, or a QEMU that waited for a restore and ended.
         Err(_) if held.state.vmm.is_none() => {
-            life::clean_up(host, &held.rundir, &held.state)?;
+            clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
         Err(_) => boot_lost(held),
@@ -163,8 +168,8 @@ fn boot_lost(held: &Held) -> Result<Recovered, RebootError> {
 /// Returns whether a guest has rebooted itself, powered off or panicked, and QEMU has stopped there as configured. The
 /// process that would have booted it has died.
 fn guest_has_ended(vmm: &Vmm, wait: Duration) -> bool {
-    let state = vmm.connect(wait).map_err(RebootError::from).and_then(|mut qmp| Ok(life::run_state(&mut qmp)?));
-    state.is_ok_and(|state| life::SHUT_DOWN.contains(&state.as_str()))
+    let state = vmm.connect(wait).map_err(RebootError::from).and_then(|mut qmp| Ok(qemu::run_state(&mut qmp)?));
+    state.is_ok_and(|state| SHUT_DOWN.contains(&state.as_str()))
 }
 
 fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
@@ -172,7 +177,7 @@ fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let journal = Journal::open(&held.rundir, Kind::OsWarmCache, held.state.vmm.clone(), generation);
     let mut journal = journal.map_err(|source| file(held, source))?;
     journal.advance(Step::Suspend).map_err(|source| file(held, source))?;
-    life::shut_down(vmm, held.state.definition.shutdown_timeout.as_duration())?;
+    shutdown::shut_down(vmm, held.state.definition.shutdown_timeout.as_duration())?;
     boot(held, journal, Recovered::Started, None)
 }
 
@@ -185,7 +190,7 @@ pub(super) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError
     // Its threads may still have raised priority.
     let _ = sched::normal(vmm.process());
     let mut qmp = vmm.connect(vmm::START)?;
-    if life::run_state(&mut qmp)? == "paused" {
+    if qemu::run_state(&mut qmp)? == "paused" {
         resume(&mut qmp, true)?;
     }
     std::fs::remove_file(&mark).map_err(|source| RebootError::File { path: mark, source })?;
@@ -195,7 +200,7 @@ pub(super) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError
 /// Removes a saved state that is not needed because the guest runs, also one that an interrupted operation or recovery
 /// left without naming it in a journal.
 fn forget_saved(host: &Host, held: &Held) {
-    let _ = std::fs::remove_file(life::saved_path(host, &held.rundir, &held.state.definition));
+    let _ = std::fs::remove_file(saved_path(host, &held.rundir, &held.state.definition));
 }
 
 fn file(held: &Held, source: std::io::Error) -> RebootError {
@@ -208,7 +213,7 @@ fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, 
         journal.close().map_err(|source| file(held, source))?;
         return Ok(Recovered::Started);
     }
-    life::clean_up(host, &held.rundir, &held.state)?;
+    clean_up(host, &held.rundir, &held.state)?;
     Ok(Recovered::Removed)
 }
 
@@ -218,7 +223,7 @@ fn recover_prepare(host: &Host, held: &Held, journal: Journal) -> Result<Recover
         journal.close().map_err(|source| file(held, source))?;
         return Ok(Recovered::Prepared);
     }
-    life::clean_up(host, &held.rundir, &held.state)?;
+    clean_up(host, &held.rundir, &held.state)?;
     Ok(Recovered::Removed)
 }
 
@@ -240,7 +245,7 @@ fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recover
     let to = journal.operation.to.clone().filter(Vmm::is_alive);
     if let Some(vmm) = to.filter(|_| journal.operation.step >= Step::Resume) {
         let mut qmp = vmm.connect(vmm::START)?;
-        if life::run_state(&mut qmp)? != "running" {
+        if qemu::run_state(&mut qmp)? != "running" {
             resume(&mut qmp, true)?;
         }
         let state =
@@ -250,7 +255,7 @@ fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Recover
         network::forward_ports(&mut qmp, &held.state.hardware);
         return Ok(Recovered::Finished);
     }
-    life::clean_up(host, &held.rundir, &held.state)?;
+    clean_up(host, &held.rundir, &held.state)?;
     Ok(Recovered::Removed)
 }
 
@@ -297,7 +302,7 @@ pub(crate) fn recover_cold(held: &Held, journal: Journal) -> Result<Recovered, R
             return Ok(Recovered::Undone);
         }
         // The guest may already be shutting down.
-        life::shut_down(source_qemu, held.state.definition.shutdown_timeout.as_duration())?;
+        shutdown::shut_down(source_qemu, held.state.definition.shutdown_timeout.as_duration())?;
     }
     // A guest that shut itself down has lost nothing.
     boot(held, journal, Recovered::Started, None)
@@ -397,10 +402,10 @@ pub(crate) fn finish(
     // The process that sent `cont` may have died during the load: the QEMU resumes the guest by itself then, or stays
     // paused.
     let deadline = Instant::now() + handover::LOAD_TIMEOUT;
-    let mut run_state = life::run_state(&mut qmp)?;
+    let mut run_state = qemu::run_state(&mut qmp)?;
     while run_state == "inmigrate" && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(10));
-        run_state = life::run_state(&mut qmp)?;
+        run_state = qemu::run_state(&mut qmp)?;
     }
     if operation.running && run_state != "running" {
         resume(&mut qmp, true)?;

@@ -7,11 +7,12 @@ use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::{load_from_file, save_to_file};
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, SavedState, Step};
-use rekindle_vm::life::LifeError;
+use rekindle_vm::names::saved_path;
 use rekindle_vm::timeline::Phase;
-use rekindle_vm::{disks, life, network, ram};
+use rekindle_vm::{disks, network, ram};
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
@@ -19,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 /// Path of this VM's saved state.
 pub(crate) fn path(replacement: &Replacement) -> PathBuf {
-    life::saved_path(&replacement.host, &replacement.held.rundir, &replacement.held.state.definition)
+    saved_path(&replacement.host, &replacement.held.rundir, &replacement.held.state.definition)
 }
 
 /// Replaces the QEMU through a saved state on disk.

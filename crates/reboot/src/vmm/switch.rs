@@ -6,7 +6,7 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::fault;
 use rekindle_vm::journal::Journal;
-use rekindle_vm::life::processes_of;
+use rekindle_vm::qemu::processes_of;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use serde_json::Value;
@@ -36,7 +36,7 @@ pub(crate) fn return_to_source(
     let generation = journal.operation.generation;
     end_generation(rundir, generation)?;
     let mut qmp = source_qemu.connect(vmm::START)?;
-    if run && rekindle_vm::life::run_state(&mut qmp)? != "running" {
+    if run && rekindle_vm::qemu::run_state(&mut qmp)? != "running" {
         cont_with_retries(&mut qmp)?;
     }
     let _ = fs::remove_dir_all(rundir.vmm(generation).0);

@@ -11,7 +11,7 @@ use rekindle_memory::directory::PreviousRam;
 use rekindle_protect::restore::Clock;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::{End, Ended};
+use rekindle_vm::shutdown::{End, Ended};
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::Phase;
 use rekindle_vm::{disks, fault, ram};
