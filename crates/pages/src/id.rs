@@ -16,7 +16,7 @@ impl fmt::Display for BlockId {
 }
 
 /// A page's number in its block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct PageNo(pub u64);
 
@@ -30,7 +30,7 @@ impl PageNo {
     /// Offset of its first byte in the block.
     #[must_use]
     pub fn offset(self) -> u64 {
-        self.0 * PAGE_SIZE as u64
+        self.0.saturating_mul(PAGE_SIZE as u64)
     }
 
     /// The next page.

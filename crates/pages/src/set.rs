@@ -37,22 +37,31 @@ impl DirtySet {
     }
 
     #[must_use]
+    #[inline]
     pub fn contains(&self, page: PageNo) -> bool {
         self.bits.contains(page.0 as usize)
     }
 
     /// Adds a page; returns whether it is new.
+    #[inline]
     pub fn insert(&mut self, page: PageNo) -> bool {
         let bit = page.0 as usize;
         if bit >= self.bits.len() {
-            self.bits.grow((bit + 1).next_power_of_two());
+            self.grow(bit);
         }
         let is_new = !self.bits.put(bit);
         self.len += u64::from(is_new);
         is_new
     }
 
+    /// Makes room for at least this bit. Doubles, because each growth by a few bits would cost more than the insertion.
+    #[cold]
+    fn grow(&mut self, bit: usize) {
+        self.bits.grow((bit + 1).next_power_of_two());
+    }
+
     /// Removes a page; returns whether it was in the set.
+    #[inline]
     pub fn remove(&mut self, page: PageNo) -> bool {
         let was_in = self.contains(page);
         if was_in {
@@ -70,6 +79,7 @@ impl DirtySet {
 
     /// Finds the first page of the set at or after `from`.
     #[must_use]
+    #[inline]
     pub fn next(&self, from: PageNo) -> Option<PageNo> {
         const BITS: u64 = usize::BITS as u64;
         let mut mask = usize::MAX << (from.0 % BITS);
