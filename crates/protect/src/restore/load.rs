@@ -10,8 +10,9 @@ use rekindle_kernel::inject::Injector;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::sched::{self, PriorityBoost, Rank};
 use rekindle_kernel::spawn::{detach, disown};
-use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError, Progress};
+use rekindle_memory::missing::{Content, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::GuestRam;
+use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::agent;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
@@ -148,22 +149,23 @@ struct OnDemand<'scope, 'env> {
 /// Pages of a checkpoint that may not be committed yet.
 struct UncommittedPages<'a> {
     input: &'a LoadInput,
+    ram: &'a GuestRam,
     on_event: Option<&'a mut dyn FnMut(&PagerEvent)>,
     source: Option<CheckpointPages<'a>>,
 }
 
 impl<'a> UncommittedPages<'a> {
-    fn new(input: &'a LoadInput, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
-        Self { input, on_event: Some(on_event), source: None }
+    fn new(input: &'a LoadInput, ram: &'a GuestRam, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
+        Self { input, ram, on_event: Some(on_event), source: None }
     }
 }
 
 impl PageSource for UncommittedPages<'_> {
     type Error = RestoreError;
 
-    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, RestoreError> {
+    fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, RestoreError> {
         if let Some(on_event) = self.on_event.take() {
-            self.source = Some(CheckpointPages::new(self.input.image()?, on_event));
+            self.source = Some(CheckpointPages::new(self.input.image()?, self.ram, on_event));
         }
         match &mut self.source {
             Some(source) => Ok(source.page(block, page, buffer)?),
@@ -280,9 +282,9 @@ pub(crate) fn load_and_resume(
             Some(registered) => registered,
             None => RegisteredMemory::new(&vmm, &mut qmp, &ram, &input.paged)?,
         };
-        registered.pager.overwrite(&ram, &mut UncommittedPages::new(input, &mut |_| {}))?;
+        registered.pager.overwrite(&ram, &mut UncommittedPages::new(input, &ram, &mut |_| {}))?;
         let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        input.put_first(&first, &mut registered.pager)?;
+        input.put_first(&first, &ram, &mut registered.pager)?;
         let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok::<_, RestoreError>((stream, registered))
     })?;
@@ -295,10 +297,10 @@ pub(crate) fn load_and_resume(
     // Ends the thread that supplies pages also when the load fails.
     thread::scope(|scope| {
         let ending = SetOnDrop(&end);
-        let (stop, all) = (&end, &all);
+        let (stop, all, ram) = (&end, &all, &ram);
         // The thread also owns the descriptor: after the pager has taken over and ended, a zero page would block as long as ours is open.
         let thread =
-            scope.spawn(move || pager.run_on_demand(&mut UncommittedPages::new(input, &mut |_| {}), stop, all));
+            scope.spawn(move || pager.run_on_demand(&mut UncommittedPages::new(input, ram, &mut |_| {}), stop, all));
 
         let before_load = BeforeLoad { recorder: &mut *recorder, journal: &mut journal, injector, fill_all: all };
         let not_loading = (target_vm.ready)(before_load)?;
