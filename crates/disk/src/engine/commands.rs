@@ -167,7 +167,7 @@ impl Engine {
             retained_memory: retained.map(RetainedCache::identity),
             emptied: self.emptied,
             waits: self.waits,
-            touched: self.ledger.touched(),
+            touched: self.ledger.touched_count(),
             broken: self.broken(),
             unchecked: crate::retained::UNCHECKED,
             redo: self.logged.as_ref().map(super::logged::EngineLog::status),

@@ -3,7 +3,7 @@
 use super::Engine;
 use super::command::Refused;
 use crate::block::touched;
-use crate::ledger::{ImageStamp, Moment, StaleReason};
+use crate::ledger::{ImageStamp, ImageState, Moment, StaleReason};
 use crate::request::{Kind, Range};
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::Ordering;
@@ -28,10 +28,10 @@ impl Engine {
         let Some(Ok(kind)) = self.jobs.get(number).map(super::Job::wants) else { return };
         let blocks = |range: &Range| touched(range.at, range.bytes);
         match kind {
-            Kind::Read(range) => self.ledger.reads(blocks(range)),
-            Kind::Write(range) => self.ledger.changes(blocks(range)),
-            Kind::Discard(ranges) => ranges.iter().for_each(|range| self.ledger.changes(blocks(range))),
-            Kind::Zeroes(ranges) => ranges.iter().for_each(|(range, _)| self.ledger.changes(blocks(range))),
+            Kind::Read(range) => self.ledger.record_read(blocks(range)),
+            Kind::Write(range) => self.ledger.record_write(blocks(range)),
+            Kind::Discard(ranges) => ranges.iter().for_each(|range| self.ledger.record_write(blocks(range))),
+            Kind::Zeroes(ranges) => ranges.iter().for_each(|(range, _)| self.ledger.record_write(blocks(range))),
             Kind::Flush | Kind::Identity => {}
         }
     }
@@ -40,17 +40,16 @@ impl Engine {
     pub(super) fn serve_ledger(&mut self, command: LedgerCommand) {
         match command {
             LedgerCommand::Begin(answer) => {
-                let started = self.without_guest().map(|()| self.ledger.begin());
+                let started = self.without_guest().map(|()| self.ledger.start_boot());
                 let _ = answer.send(started);
             }
             LedgerCommand::Mark(answer) => drop(answer.send(self.mark_moment())),
             LedgerCommand::Check(moment, answer) => {
-                let stamp = self.image_stamp();
-                let _ = answer.send(Ok(self.ledger.check(moment, self.capacity, stamp).err()));
+                let _ = answer.send(Ok(self.ledger.check(moment, &self.image_state()).err()));
             }
             LedgerCommand::Resume(moment, answer) => {
                 let resumed = self.without_guest().map(|()| {
-                    let void = self.ledger.resume(moment, self.capacity, self.image_stamp()).err();
+                    let void = self.ledger.resume(moment, &self.image_state()).err();
                     if void.is_none() {
                         self.settings.filling.store(true, Ordering::Relaxed);
                     }
@@ -72,8 +71,8 @@ impl Engine {
                 "the guest runs, so its snapshot would miss its latest actions; stop the guest first".into(),
             ));
         }
-        let stamp = self.image_stamp();
-        self.ledger.mark(self.capacity, stamp).ok_or_else(|| {
+        let state = self.image_state();
+        self.ledger.mark(state).ok_or_else(|| {
             Refused(
                 "its server has been started again under the guest: what that had touched before is not known".into(),
             )
@@ -82,12 +81,17 @@ impl Engine {
 
     /// Length and times of the image. For a device, and for an image into which a log is merged, the times mean nothing: only the lock
     /// prevents changes by others.
+    fn image_state(&self) -> ImageState {
+        ImageState { capacity: self.capacity, stamp: self.image_stamp() }
+    }
+
     fn image_stamp(&self) -> Option<ImageStamp> {
         if self.image.is_device || self.logged.is_some() {
-            return Some((self.capacity, 0, 0));
+            return Some(ImageStamp { bytes: self.capacity, modified_ns: 0, changed_ns: 0 });
         }
         let found = self.image.file.metadata().ok()?;
         let ns = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
-        Some((found.len(), ns(found.mtime(), found.mtime_nsec()), ns(found.ctime(), found.ctime_nsec())))
+        let modified_ns = ns(found.mtime(), found.mtime_nsec());
+        Some(ImageStamp { bytes: found.len(), modified_ns, changed_ns: ns(found.ctime(), found.ctime_nsec()) })
     }
 }
