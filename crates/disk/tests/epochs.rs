@@ -6,7 +6,7 @@ mod common;
 
 use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::engine::logged::RedoStatus;
+use rekindle_disk::engine::redo_log::RedoStatus;
 use rekindle_disk::redo::keeper::EpochId;
 use rekindle_disk::redo::offline::{default_directory, inspect, merge_all};
 use rekindle_disk::redo::recover::DiskVersion;

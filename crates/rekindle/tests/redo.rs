@@ -8,7 +8,7 @@ mod common;
 use common::Lab;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
 use rekindle_disk::redo::format::{EntryKind, PAGE};
-use rekindle_disk::redo::log::Log;
+use rekindle_disk::redo::log::{Log, SpaceLimit};
 use rekindle_disk::redo::state::LogDirectory;
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ fn image_with_log(lab: &Lab, name: &str) -> (PathBuf, PathBuf) {
     for epoch in [1, 2] {
         log.add_ready(log_dir.prepare(epoch).unwrap());
     }
-    let placed = log.allocate(PAGE, PAGE, EntryKind::Data, true).unwrap();
+    let placed = log.allocate(PAGE, PAGE, EntryKind::Data, SpaceLimit::Enforced).unwrap();
     let mut entry = Buffer::new(2 * PAGE as usize);
     entry[PAGE as usize..].fill(1);
     let header = log.header(&placed, &entry[PAGE as usize..]);

@@ -43,6 +43,15 @@ impl LogEntry {
     }
 }
 
+/// What a write does when the log has reached its limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SpaceLimit {
+    /// It waits.
+    Enforced,
+    /// It takes more space: the guest, or the server, cannot stop before it is done.
+    MayBeExceeded,
+}
+
 /// Why no entry can be allocated yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CannotAllocate {
@@ -249,7 +258,7 @@ impl<F: Clone> Log<F> {
         self.ready.insert(segment.epoch, segment);
     }
 
-    /// Allocates an entry for a write of whole sectors. `limited`: fails if the log would exceed its limit.
+    /// Allocates an entry for a write of whole sectors.
     ///
     /// # Errors
     /// [`CannotAllocate`].
@@ -258,10 +267,10 @@ impl<F: Clone> Log<F> {
         at: u64,
         bytes: u64,
         what: EntryKind,
-        limited: bool,
+        limit: SpaceLimit,
     ) -> Result<LogEntry, CannotAllocate> {
         let epoch = self.epoch;
-        if limited && self.bytes + length(what, bytes) > self.limit {
+        if limit == SpaceLimit::Enforced && self.bytes + length(what, bytes) > self.limit {
             return Err(CannotAllocate::Limit);
         }
         if !self.segments.contains_key(&epoch) {

@@ -1,7 +1,7 @@
 use super::*;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
 use rekindle_disk::redo::format::{EntryKind, PAGE};
-use rekindle_disk::redo::log::Log;
+use rekindle_disk::redo::log::{Log, SpaceLimit};
 use rekindle_disk::redo::state::{LogDirectory, segment_name};
 use rekindle_kernel::uring::Buffer;
 use rekindle_qemu::command::Ram;
@@ -60,7 +60,7 @@ fn make_log(image: &Path) -> Uuid {
         for missing in log.missing_segments() {
             log.add_ready(log_dir.prepare(missing).unwrap());
         }
-        let placed = log.allocate(0, PAGE, EntryKind::Data, true).unwrap();
+        let placed = log.allocate(0, PAGE, EntryKind::Data, SpaceLimit::Enforced).unwrap();
         let mut entry = Buffer::new(placed.length() as usize);
         let header = log.header(&placed, &[0; PAGE as usize]);
         entry[..PAGE as usize].copy_from_slice(&header);

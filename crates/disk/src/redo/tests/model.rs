@@ -6,7 +6,7 @@ use crate::redo::error::RedoError;
 use crate::redo::files::{LogFile, Synced, read_any};
 use crate::redo::format::{EntryKind, PAGE};
 use crate::redo::index::Source;
-use crate::redo::log::{Log, LogEntry};
+use crate::redo::log::{Log, LogEntry, SpaceLimit};
 use crate::redo::merge::{MergeTarget, merge};
 use crate::redo::recover::{self, DiskVersion};
 use crate::redo::state::LogDirectory;
@@ -146,7 +146,7 @@ impl ProtectedDisk {
     /// Starts a write of some sectors, or zeroes them.
     pub fn write(&mut self, sector: u64, sectors: u64, what: EntryKind) {
         let (at, bytes_of) = (sector * 512, sectors.min(SECTORS - sector) * 512);
-        let placed = self.log().allocate(at, bytes_of, what, true).unwrap();
+        let placed = self.log().allocate(at, bytes_of, what, SpaceLimit::Enforced).unwrap();
         let values: Vec<u64> = (0..bytes_of / 512)
             .map(|_| match what {
                 EntryKind::Data => {
