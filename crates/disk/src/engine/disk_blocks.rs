@@ -138,7 +138,7 @@ impl BlockCatalog for DiskBlocks {
     }
 
     fn sync_targets(&self, mut target: impl FnMut(SyncTarget)) -> Result<(), DurabilityLost> {
-        if self.log.as_ref().is_none_or(|log| log.image_dirty) {
+        if self.log.as_ref().is_none_or(|log| log.is_image_dirty) {
             if self.image.durability.is_broken() {
                 return Err(DurabilityLost);
             }

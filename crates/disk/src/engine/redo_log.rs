@@ -7,7 +7,7 @@ use super::catalog::{Change, DataLocation, DurabilityLost, EntryResult, PartId, 
 use super::io::{DiskIo, Token};
 use crate::redo::files::LocalFile;
 use crate::redo::index::Source;
-use crate::redo::log::{CannotAllocate, Log, LogEntry, SpaceLimit};
+use crate::redo::log::{CannotAllocate, Log, LogEntry, SpaceLimit, SyncOutcome};
 use crate::report::warn_limited;
 use crate::request::Range;
 use rekindle_kernel::uring::Operation;
@@ -78,9 +78,9 @@ pub struct RedoStatus {
 pub struct EngineLog<F = LocalFile> {
     pub log: Log<F>,
     /// The image may have writes from before the log that are not durable.
-    pub image_dirty: bool,
+    pub is_image_dirty: bool,
     /// New writes wait: the log is about to end.
-    pub closing: bool,
+    pub is_closing: bool,
     /// Called when a segment or free space is needed.
     keeper: KeeperCallback,
     /// Parts that wait for space.
@@ -123,11 +123,11 @@ impl std::fmt::Debug for KeeperCallback {
 impl<F: Clone> EngineLog<F> {
     /// `keeper` is called when a segment or free space is needed.
     #[must_use]
-    pub fn new(log: Log<F>, keeper: KeeperCallback, image_dirty: bool) -> Self {
+    pub fn new(log: Log<F>, keeper: KeeperCallback, is_image_dirty: bool) -> Self {
         Self {
             log,
-            image_dirty,
-            closing: false,
+            is_image_dirty,
+            is_closing: false,
             keeper,
             waiting: VecDeque::new(),
             why_waiting: None,
@@ -238,7 +238,7 @@ impl<F: Clone> EngineLog<F> {
         entry: Option<LogEntry>,
         limit: SpaceLimit,
     ) -> WriteTarget {
-        if self.closing {
+        if self.is_closing {
             if let Some(entry) = entry {
                 self.log.abandoned(&entry);
             }
@@ -283,7 +283,7 @@ impl<F: Clone> EngineLog<F> {
 
     /// Records the result of a sync of a segment. Returns an error also if another sync has received it.
     pub(super) fn record_sync(&mut self, epoch: u64, entries: u64, result: io::Result<usize>) -> io::Result<usize> {
-        let is_durable = self.log.synced(epoch, entries, result.is_ok());
+        let is_durable = self.log.record_sync(epoch, entries, SyncOutcome::from(&result));
         self.is_reclaim_wanted = true;
         if is_durable || result.is_err() { result } else { Err(io::Error::from_raw_os_error(libc::EIO)) }
     }

@@ -17,7 +17,8 @@ pub mod threads;
 
 use super::error::{RedoError, chain};
 use super::files::{LocalFile, LocalFiles, LogFiles, Synced};
-use super::log::Log;
+use super::log::seal::SealRecord;
+use super::log::{Log, SyncOutcome};
 use super::merge::{MergeTarget, SharedDirectory};
 use super::offline::{default_directory, image_name};
 use super::recover::{self, DiskVersion};
@@ -61,6 +62,14 @@ struct CurrentLog<D: LogFiles> {
     log_dir: Option<LogDirectory<D>>,
     /// The first epoch of the next log. Requests in progress may still refer to epochs of the previous log.
     next: u64,
+}
+
+/// A segment that a seal has synced.
+struct SyncedSegment {
+    epoch: u64,
+    /// Number of its entries before the sync.
+    written: u64,
+    outcome: SyncOutcome,
 }
 
 /// Requests to the threads. All but `stop` and `is_protected` end with the current log.
@@ -360,27 +369,32 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
     pub fn seal(&self, engine: &impl VisitEngine<File = D::File>, epoch: u64) -> Result<(), Refused> {
         let (disk, segments, is_image_dirty) = engine.visit(move |view| {
             let engine_log = view.log.as_ref().ok_or_else(no_log)?;
-            let segments = engine_log.log.unsealed(epoch).map_err(|e| Refused(format!("epoch {epoch}: {e}")))?;
-            Ok((engine_log.log.disk(), segments, engine_log.image_dirty))
+            let segments =
+                engine_log.log.segments_to_seal(epoch).map_err(|e| Refused(format!("epoch {epoch}: {e}")))?;
+            Ok((engine_log.log.disk(), segments, engine_log.is_image_dirty))
         })?;
         let image = self.image.with(|image| image.clone()).ok_or_else(|| refused(&RedoError::Closed))?;
         let mut failed = if is_image_dirty { image.sync().err() } else { image.check().err() };
-        // `sealed`: the epochs whose segments have a seal record.
-        let (mut synced, mut sealed) = (Vec::new(), Vec::new());
+        let mut synced = Vec::new();
+        let mut epochs_with_record = Vec::new();
         for segment in segments {
-            let done = segment.make_durable(self.files.path());
-            synced.push((segment.epoch, segment.written, done.is_ok()));
-            sealed.extend(matches!(done, Ok(true)).then_some(segment.epoch));
-            failed = failed.or(done.err());
+            let result = segment.make_durable(self.files.path());
+            synced.push(SyncedSegment {
+                epoch: segment.epoch,
+                written: segment.written,
+                outcome: SyncOutcome::from(&result),
+            });
+            epochs_with_record.extend(matches!(result, Ok(SealRecord::Written)).then_some(segment.epoch));
+            failed = failed.or(result.err());
         }
-        let (is_good, shared) = (failed.is_none(), image.clone());
+        let (has_synced_image, shared_image) = (failed.is_none(), image.clone());
         let is_durable = engine.visit(move |view| {
             let engine_log = view.log.as_mut().filter(|engine_log| engine_log.log.disk() == disk).ok_or_else(no_log)?;
-            let log = &mut engine_log.log;
-            // Every result is recorded, also after a failed one.
-            let is_durable =
-                synced.into_iter().fold(true, |all, (epoch, written, good)| log.synced(epoch, written, good) && all);
-            engine_log.image_dirty &= !(is_good && shared.check().is_ok());
+            let mut is_durable = true;
+            for SyncedSegment { epoch, written, outcome } in synced {
+                is_durable &= engine_log.log.record_sync(epoch, written, outcome);
+            }
+            engine_log.is_image_dirty &= !(has_synced_image && shared_image.check().is_ok());
             Ok(is_durable)
         })?;
         // A concurrent flush of the guest may have received the error for this data.
@@ -395,9 +409,9 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
             if log_dir.state().floor > epoch {
                 return Err(Refused(format!("epoch {epoch} is no longer available: later writes are being merged")));
             }
-            log_dir.record(|state| state.seal(epoch, &sealed)).map_err(|e| refused(&e))?;
+            log_dir.record(|state| state.seal(epoch, &epochs_with_record)).map_err(|e| refused(&e))?;
             engine.visit(move |view| {
-                view.log.iter_mut().for_each(|engine_log| engine_log.log.sealed(&sealed));
+                view.log.iter_mut().for_each(|engine_log| engine_log.log.mark_sealed(&epochs_with_record));
                 Ok(())
             })
         })?;

@@ -1,6 +1,7 @@
 use super::*;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
 use rekindle_disk::redo::format::{EntryKind, PAGE};
+use rekindle_disk::redo::log::seal::SealRecord;
 use rekindle_disk::redo::log::{Log, SpaceLimit};
 use rekindle_disk::redo::state::{LogDirectory, segment_name};
 use rekindle_kernel::uring::Buffer;
@@ -67,11 +68,11 @@ fn make_log(image: &Path) -> Uuid {
         log.file(epoch).unwrap().write_at(&entry, placed.offset).unwrap();
         log.written(&placed);
         assert_eq!(log.mark(), Some(epoch));
-        for segment in log.unsealed(epoch).unwrap() {
-            assert!(segment.make_durable(image).unwrap());
+        for segment in log.segments_to_seal(epoch).unwrap() {
+            assert_eq!(segment.make_durable(image).unwrap(), SealRecord::Written);
         }
         log_dir.record(|state| state.seal(epoch, &[epoch])).unwrap();
-        log.sealed(&[epoch]);
+        log.mark_sealed(&[epoch]);
     }
     disk
 }

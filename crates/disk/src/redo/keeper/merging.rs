@@ -66,7 +66,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
                     if let Err(Refused(why)) = self.end_log() {
                         tracing::warn!("cannot remove the redo log: {why}");
                         let reopened = self.engine.visit(|view| {
-                            view.log.iter_mut().for_each(|engine_log| engine_log.closing = false);
+                            view.log.iter_mut().for_each(|engine_log| engine_log.is_closing = false);
                             Ok(())
                         });
                         // An engine that has ended needs no log.
@@ -95,7 +95,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
             }
             let is_long = engine.visit(|view| {
                 let (bytes, limit) = view.log.as_ref().map_or((0, 1), |engine_log| engine_log.log.bytes());
-                Ok(bytes > limit / 2 || view.log.as_ref().is_some_and(|engine_log| engine_log.closing))
+                Ok(bytes > limit / 2 || view.log.as_ref().is_some_and(|engine_log| engine_log.is_closing))
             });
             if matches!(is_long, Ok(false)) {
                 keeper.tasks.wait_timeout(worked, |tasks| (tasks.stop || tasks.is_end_wanted).then_some(()));
@@ -138,7 +138,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
                 let engine_log = view.log.as_mut().ok_or_else(no_log)?;
                 let is_short = engine_log.log.current_bytes() < SHORT_LOG || is_last;
                 if is_short {
-                    engine_log.closing = true;
+                    engine_log.is_closing = true;
                 } else {
                     engine_log.log.mark();
                 }

@@ -170,7 +170,7 @@ impl ModelEngine {
         let placed: Result<(LogEntry, StepFile, Buffer), StepFile> = self.0.wait(|state| {
             let limit = if state.is_stopping { SpaceLimit::MayBeExceeded } else { SpaceLimit::Enforced };
             let Some(engine_log) = &mut state.engine_log else { return Some(Err(state.image.clone())) };
-            if engine_log.closing {
+            if engine_log.is_closing {
                 return None;
             }
             match engine_log.log.allocate(sector * SECTOR, SECTOR, EntryKind::Data, limit) {
