@@ -1,7 +1,7 @@
 //! A second thread that digests large pieces, while the engine's thread answers the guest and takes the next request. One thread for
 //! both reaches about 3 GB/s, and some disks are faster.
 //!
-//! It gets the buffer, which is not changed any more, and nothing else of the engine; [`super::job`] records the digests.
+//! It gets the buffer, which is not changed any more, and nothing else of the engine; [`super::RebootCache`] records the digests.
 
 use crate::block::BLOCK;
 use crate::digest::{Digest, Digester};
@@ -17,12 +17,12 @@ use std::thread;
 /// Smallest piece in bytes that is worth the transfer.
 pub(super) const LARGE: usize = 128 << 10;
 /// Most pieces in its queue.
-const AHEAD: usize = 4;
+const MAX_QUEUED_PIECES: usize = 4;
 
 /// Adjacent blocks to digest: `bytes` of the buffer.
 pub(super) struct Piece {
-    /// What it belongs to.
-    pub of: usize,
+    /// Number of its moved blocks.
+    pub pending: usize,
     pub buffer: Buffer,
     pub bytes: Range<usize>,
     pub digester: Digester,
@@ -30,16 +30,16 @@ pub(super) struct Piece {
 
 /// A digested piece.
 pub(super) struct DigestedPiece {
-    pub of: usize,
+    pub pending: usize,
     pub buffer: Buffer,
     pub digests: Vec<Digest>,
 }
 
 impl Piece {
     pub fn digest(self) -> DigestedPiece {
-        let Self { of, buffer, bytes, digester } = self;
+        let Self { pending, buffer, bytes, digester } = self;
         let digests = digests(digester, buffer.get(bytes).unwrap_or_default()).collect();
-        DigestedPiece { of, buffer, digests }
+        DigestedPiece { pending, buffer, digests }
     }
 }
 
@@ -50,10 +50,10 @@ pub(super) fn digests(digester: Digester, bytes: &[u8]) -> impl Iterator<Item = 
 
 /// See [the module](self). The thread ends when this is dropped.
 pub(super) struct DigestThread {
-    given: Sender<Piece>,
-    back: Receiver<DigestedPiece>,
+    pieces: Sender<Piece>,
+    digested: Receiver<DigestedPiece>,
     /// Pieces that have not been returned.
-    out: usize,
+    outstanding: usize,
 }
 
 impl DigestThread {
@@ -61,23 +61,23 @@ impl DigestThread {
     ///
     /// # Errors
     /// The system's: no thread can be started.
-    pub fn begin(wake: Arc<OwnedFd>) -> io::Result<Self> {
-        let (given, work) = channel::<Piece>();
-        let (done, back) = channel();
+    pub fn start(wake: Arc<OwnedFd>) -> io::Result<Self> {
+        let (pieces, work) = channel::<Piece>();
+        let (results, digested) = channel();
         thread::Builder::new().name("disk-digest".into()).spawn(move || {
             for piece in work {
-                if done.send(piece.digest()).is_err() {
+                if results.send(piece.digest()).is_err() {
                     return;
                 }
                 let _ = write(&wake, &1u64.to_ne_bytes());
             }
         })?;
-        Ok(Self { given, back, out: 0 })
+        Ok(Self { pieces, digested, outstanding: 0 })
     }
 
     /// Whether it has space for another piece.
     pub fn is_free(&self) -> bool {
-        self.out < AHEAD
+        self.outstanding < MAX_QUEUED_PIECES
     }
 
     /// Passes a piece to the thread.
@@ -85,24 +85,24 @@ impl DigestThread {
     /// # Errors
     /// The piece, if the thread has ended.
     pub fn give(&mut self, piece: Piece) -> Result<(), Piece> {
-        self.given.send(piece).map_err(|refused| refused.0)?;
-        self.out += 1;
+        self.pieces.send(piece).map_err(|refused| refused.0)?;
+        self.outstanding += 1;
         Ok(())
     }
 
     /// A piece that is done, if there is one.
     pub fn take_back(&mut self) -> Option<DigestedPiece> {
-        let back = self.back.try_recv().ok()?;
-        self.out -= 1;
-        Some(back)
+        let piece = self.digested.try_recv().ok()?;
+        self.outstanding -= 1;
+        Some(piece)
     }
 
     /// Waits for a piece. `None`: there is none, or the thread has ended.
     pub fn wait_back(&mut self) -> Option<DigestedPiece> {
-        if self.out == 0 {
+        if self.outstanding == 0 {
             return None;
         }
-        self.out -= 1;
-        self.back.recv().ok()
+        self.outstanding -= 1;
+        self.digested.recv().ok()
     }
 }

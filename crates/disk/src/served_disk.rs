@@ -28,13 +28,13 @@ pub struct PendingDisk {
 
 /// See [the module](self).
 #[derive(Debug)]
-pub struct Desk {
+pub struct ServedDisk {
     pub engine: Handle,
     keeper: OnceLock<Arc<Keeper>>,
     waiting: Mutex<Option<PendingDisk>>,
 }
 
-impl Desk {
+impl ServedDisk {
     /// For a server that has its disk.
     #[must_use]
     pub fn new(engine: Handle, keeper: Arc<Keeper>) -> Self {
@@ -61,16 +61,16 @@ impl Desk {
     ///
     /// # Errors
     /// [`Refused`]: another process has the image, the log is of another disk, or the disk is open already.
-    pub fn have(&self, at: Option<EpochId>, filling: bool) -> Result<(), Refused> {
+    pub fn open(&self, at: Option<EpochId>, filling: bool) -> Result<(), Refused> {
         let mut waits = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = waits.as_ref().ok_or_else(|| Refused("it has its disk already".into()))?;
         let image = Image::open(&waiting.image, waiting.mode).map_err(|e| Refused(chain(&e)))?;
         let version = at.map_or(DiskVersion::Newest, |EpochId { disk, epoch }| DiskVersion::Epoch { epoch, disk });
         let options = LogOptions { version, ..waiting.redo.clone() };
         let mut opened = keeper::open(&image, options).map_err(|e| Refused(chain(&e)))?;
-        let logged = opened.logged.take();
+        let log = opened.engine_log.take();
         waiting.filling.store(filling, Ordering::Relaxed);
-        self.engine.ask(|answer| Command::Have(Box::new((image, logged)), answer))?;
+        self.engine.ask(|answer| Command::Open(Box::new((image, log)), answer))?;
         // Set only here, while `waits` is locked.
         let _ = self.keeper.set(opened.start(&self.engine));
         *waits = None;

@@ -4,17 +4,17 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Blocks of one piece: 16 MiB of the disk in 512 bytes.
-const PIECE: u64 = 4096;
-const WORDS: usize = (PIECE / 64) as usize;
+const PIECE_BLOCKS: u64 = 4096;
+const PIECE_WORDS: usize = (PIECE_BLOCKS / 64) as usize;
 
 /// See [the module](self).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Blocks(BTreeMap<u64, Box<[u64; WORDS]>>);
+pub struct BlockSet(BTreeMap<u64, Box<[u64; PIECE_WORDS]>>);
 
 /// The words of a piece that contain blocks of a range, with their bits.
 fn words(piece: u64, range: &Range<u64>) -> impl Iterator<Item = (usize, u64)> {
-    let begin = range.start.max(piece * PIECE) - piece * PIECE;
-    let end = range.end.min((piece + 1) * PIECE) - piece * PIECE;
+    let begin = range.start.max(piece * PIECE_BLOCKS) - piece * PIECE_BLOCKS;
+    let end = range.end.min((piece + 1) * PIECE_BLOCKS) - piece * PIECE_BLOCKS;
     (begin / 64..end.div_ceil(64)).map(move |word| {
         let (first, last) = (begin.max(word * 64) - word * 64, end.min((word + 1) * 64) - word * 64);
         let ones = if last - first == 64 { u64::MAX } else { ((1 << (last - first)) - 1) << first };
@@ -22,10 +22,10 @@ fn words(piece: u64, range: &Range<u64>) -> impl Iterator<Item = (usize, u64)> {
     })
 }
 
-impl Blocks {
+impl BlockSet {
     pub fn insert(&mut self, range: Range<u64>) {
-        for piece in range.start / PIECE..range.end.div_ceil(PIECE) {
-            let bits = self.0.entry(piece).or_insert_with(|| Box::new([0; WORDS]));
+        for piece in range.start / PIECE_BLOCKS..range.end.div_ceil(PIECE_BLOCKS) {
+            let bits = self.0.entry(piece).or_insert_with(|| Box::new([0; PIECE_WORDS]));
             for (word, ones) in words(piece, &range) {
                 if let Some(bits) = bits.get_mut(word) {
                     *bits |= ones;
@@ -36,14 +36,13 @@ impl Blocks {
 
     /// The first block of a range that is in the set.
     #[must_use]
-    pub fn first_of(&self, range: &Range<u64>) -> Option<u64> {
-        let pieces = self.0.range(range.start / PIECE..range.end.div_ceil(PIECE));
+    pub fn first_in(&self, range: &Range<u64>) -> Option<u64> {
+        let pieces = self.0.range(range.start / PIECE_BLOCKS..range.end.div_ceil(PIECE_BLOCKS));
         pieces.into_iter().find_map(|(piece, bits)| {
-            let mut found =
+            let mut common =
                 words(*piece, range).map(|(word, ones)| (word, bits.get(word).copied().unwrap_or(0) & ones));
-            found
-                .find(|(_, both)| *both != 0)
-                .map(|(word, both)| piece * PIECE + word as u64 * 64 + u64::from(both.trailing_zeros()))
+            let first = common.find(|(_, bits)| *bits != 0);
+            first.map(|(word, bits)| piece * PIECE_BLOCKS + word as u64 * 64 + u64::from(bits.trailing_zeros()))
         })
     }
 
@@ -71,7 +70,7 @@ mod tests {
             ranges in prop::collection::vec((0u64..20_000, 0u64..5000), 0..12),
             asked in prop::collection::vec((0u64..26_000, 0u64..9000), 1..12),
         ) {
-            let (mut blocks, mut model) = (Blocks::default(), BTreeSet::new());
+            let (mut blocks, mut model) = (BlockSet::default(), BTreeSet::new());
             for (begin, count) in ranges {
                 blocks.insert(begin..begin + count);
                 model.extend(begin..begin + count);
@@ -80,7 +79,7 @@ mod tests {
             prop_assert_eq!(blocks.is_empty(), model.is_empty());
             for (begin, count) in asked {
                 let range = begin..begin + count;
-                prop_assert_eq!(blocks.first_of(&range), model.range(range).next().copied());
+                prop_assert_eq!(blocks.first_in(&range), model.range(range).next().copied());
             }
         }
     }
