@@ -1,4 +1,4 @@
-"""Guests of experiments: images from `guest/build`, VM definitions, and the check that a guest is ready."""
+"""Guests of experiments: images from `tests/images/build`, VM definitions, and the check that a guest is ready."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ class Image:
 
 def build(root: Path, kind: str) -> Image:
     """Builds the image, or takes it from the cache."""
-    return Image(kind, _built(root / "guest" / "build", kind))
+    return Image(kind, _built(root / "tests/images/build", kind))
 
 
 def _built(*command: Path | str) -> Path:
@@ -53,7 +53,7 @@ def _built(*command: Path | str) -> Path:
 
 def build_stand_in(root: Path, kind: str) -> Image:  # noqa: ARG001  # the same one for every kind
     """Builds the image that replaces the larger ones in a trial: `micro` with additions."""
-    return Image("micro", _built(root / "guest" / "stand-in" / "build"))
+    return Image("micro", _built(root / "tests/images/stand-in/build"))
 
 
 @dataclass(frozen=True)

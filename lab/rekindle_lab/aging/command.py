@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rekindle_bench.report import table
 
 from rekindle_lab.aging import exhaustion
 from rekindle_lab.aging.exhaustion import Finding
 from rekindle_lab.aging.quiet import KINDS, false_alarms
 from rekindle_lab.aging.samples import METRICS, SamplesError, read
-from rekindle_lab.bench.report import table
 from rekindle_lab.failure import fail
 from rekindle_lab.numbers import finite, for_json
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rekindle_bench.report import table
 
-from rekindle_lab.bench.report import table
 from rekindle_lab.failure import fail
 from rekindle_lab.numbers import for_json
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rekindle_bench.report import table
 
-from rekindle_lab.bench.report import table
 from rekindle_lab.models.availability import availability, nines
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
 from rekindle_lab.plan.command import Plan, make

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rekindle_bench.report import table
 
 from rekindle_lab import style, throughput
-from rekindle_lab.bench.report import table
 from rekindle_lab.records import Record, load
 
 

@@ -3,8 +3,9 @@
 import time
 from typing import Any
 
-from rekindle_lab.bench.os.client import Client, longest_gap
-from rekindle_lab.bench.os.stage import ask_often
+from rekindle_bench.os.client import Client, longest_gap
+from rekindle_bench.os.stage import ask_often
+
 from rekindle_lab.experiment.definition import Guest as About
 from rekindle_lab.experiment.runner import Measured, RunError
 from rekindle_lab.experiment.subject import NAME, Subject

@@ -93,11 +93,11 @@ def command(
 
 def _machine(rekindle: Path | None, qemu: str) -> tuple[Path, Path, str]:
     """Returns the project's root, the binary and QEMU's path; raises `typer.Exit` if something is missing."""
-    from rekindle_lab.bench.__main__ import find_root
+    from rekindle_bench.__main__ import find_root
 
     root = find_root(Path.cwd()) or find_root(Path(__file__).resolve())
     if root is None:
-        raise fail("experiment", "not inside a clone of the project (no parent folder has guest/build)")
+        raise fail("experiment", "not inside a clone of the project (no parent folder has tests/images/build)")
     binary = (rekindle or root / "target" / "release" / "rekindle").resolve()
     if not binary.exists():
         raise fail("experiment", f"{binary} does not exist; run: make build")

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rekindle_bench.os.leak import Leaky, Memory, leak_image, leaky
+from rekindle_bench.os.stage import wait_saved
+from rekindle_bench.report import machine_versions, qemu_version
+
 from rekindle_lab import netns
-from rekindle_lab.bench.os.leak import Leaky, Memory, leak_image, leaky
-from rekindle_lab.bench.os.stage import wait_saved
-from rekindle_lab.bench.report import machine_versions, qemu_version
 from rekindle_lab.experiment import action, load, subject
 from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.inside import GuestStatus

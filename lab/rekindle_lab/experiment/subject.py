@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rekindle_bench.os.leak import leak_image
+from rekindle_bench.os.stage import OsGuest
+
 from rekindle_lab import guests
-from rekindle_lab.bench.os.leak import leak_image
-from rekindle_lab.bench.os.stage import OsGuest
 from rekindle_lab.experiment.definition import Guest as About
 from rekindle_lab.guests import Image
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rekindle_bench.report import table
 
-from rekindle_lab.bench.report import table
 from rekindle_lab.failure import fail
 from rekindle_lab.models import crossing, figures, throughput
 from rekindle_lab.models.availability import availability, downtime_s, nines, os_reboots

@@ -1,4 +1,4 @@
-"""Writes a campaign for `docs/results/`: a Markdown page with all tables, and the raw data for the plots."""
+"""Writes a campaign for `bench/results/`: a Markdown page with all tables, and the raw data for the plots."""
 
 import gzip
 import shutil
@@ -6,10 +6,11 @@ import statistics
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rekindle_bench.report import pipes
+
 from rekindle_lab.analysis import tables
 from rekindle_lab.analysis.judge import Verdict, judge
 from rekindle_lab.analysis.runs import Order, Runs, content, load
-from rekindle_lab.bench.report import pipes
 from rekindle_lab.experiment.session import duration
 from rekindle_lab.report.page import may_replace, replace_folder
 

@@ -1,0 +1,95 @@
+"""The stage of this topic: a test bed, new for each case, with its VM and a client."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_bench import stage as bench
+from rekindle_bench.rows import RowFile
+from rekindle_lab import guests
+from rekindle_lab.cluster.bed import VM, Bed, BedError, bed
+from rekindle_lab.cluster.counter import PATIENCE
+from rekindle_lab.rekindle import Rekindle
+
+EVERY_S = 1.0
+"""Checkpoint interval."""
+GUEST_BYTES = 96 << 20
+"""The default of `tests/cluster/bed`."""
+
+
+@dataclass
+class Stage(bench.Stage):
+    """Everything that cases share."""
+
+    micro: Path
+    """The guest's image."""
+    beds: Path
+    """Folder of the beds, on a real disk."""
+    _closing: ExitStack
+    _bed: Bed | None = None
+    _number: int = 0
+
+    @property
+    def bed(self) -> Bed:
+        """The running bed."""
+        if self._bed is None:
+            raise BedError("no bed is running")
+        return self._bed
+
+    def fresh(self, every: str = f"{EVERY_S:g}s", *, output_commit: bool = False, patience_s: float = PATIENCE) -> Bed:
+        """Replaces the bed with a new one with empty files."""
+        self._closing.close()
+        self._bed = None
+        self._number += 1
+        own = self.beds / str(self._number)
+        own.mkdir()
+        self.log("a new bed")
+        given = (self.root, self.rekindle.binary, self.qemu, self.micro, own, every)
+        self._bed = self._closing.enter_context(bed(*given, output_commit=output_commit, patience_s=patience_s))
+        return self._bed
+
+    def away(self) -> None:
+        """Stops the bed while something else is measured."""
+        self._closing.close()
+        self._bed = None
+
+    def spare_bytes(self, node: str) -> int:
+        """Returns memory that nodes other than `node` hold for its guest: processes, and files in run directories."""
+        others = [pid for name in ("n1", "n2", "n3") if name != node and (pid := self.bed.pid(name)) is not None]
+        return sum(_processes(pid) + _files(Path(f"/proc/{pid}/root/run/rekindle")) for pid in others)
+
+
+def _processes(init: int) -> int:
+    """Returns the memory of a node's processes that belong to the VM, in bytes."""
+    inside = Path(f"/proc/{init}/ns/pid").readlink()
+    total = 0
+    for process in Path("/proc").iterdir():
+        try:
+            if not process.name.isdigit() or (process / "ns" / "pid").readlink() != inside:
+                continue
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if VM.encode() not in words and not any(b"/run/rekindle/" in word for word in words):
+                continue
+            lines = (process / "smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def _files(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
+
+
+@contextmanager
+def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
+    """Sets up the stage. `disk`: a folder on a real disk, for the store."""
+    with ExitStack() as stack:
+        at = stack.enter_context(bench.folders(disk))
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bed-", dir=at.disk_dir)))
+        micro = guests.build(root, "micro").folder
+        ours = Rekindle(binary, at.work / "run")
+        closing = stack.enter_context(ExitStack())
+        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, "", micro, own, closing)

@@ -1,0 +1,199 @@
+"""A run from start to end: raw rows go into a file, its circumstances into TOPIC-run.json; both can be read again."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rekindle_bench.plausible import plausible_since
+from rekindle_bench.report import Findings, Report, machine_versions, qemu_version
+from rekindle_bench.rows import RowFile
+from rekindle_bench.stage import Stage, Trial
+from rekindle_lab import guests
+from rekindle_lab.rekindle import Rekindle
+
+TRIAL_WORDS = "a trial: the smallest of everything, once; shows that it works, and is no measurement"
+BUSY_LOAD = 0.5
+"""A machine with a higher load average in the minute before a run is not called quiet."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The settings of a run."""
+
+    root: Path
+    """The folder of the project."""
+    out: Path
+    """Where results go."""
+    binary: Path
+    """The `rekindle` that is measured."""
+    qemu: str
+    plan: Any
+    """A plan of the topic."""
+    only: list[str]
+    """Cases; empty: all."""
+    command: str
+    """The command with which the user started it."""
+    trial: Trial | None = None
+
+    def build_images(self, *kinds: str) -> None:
+        """Builds the guest images now, so that this does not count for the time of a quick run."""
+        for kind in () if self.trial else kinds:
+            guests.build(self.root, kind)
+
+    def left_out(self, words: Callable[[Any], list[str]]) -> list[str]:
+        """Returns what the plan omits from the full one, described by `words`."""
+        return [TRIAL_WORDS] if self.trial else words(self.plan)
+
+
+@dataclass
+class Run:
+    """A run that is under way. The topic sets `stage` once it is set up."""
+
+    task: Task
+    rows: RowFile
+    left_out: list[str]
+    stage: Stage | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Further entries for TOPIC-run.json."""
+
+    def cases(self, cases: Mapping[str, Callable[[Any, Any], None]]) -> None:
+        """Runs the cases on the stage."""
+        assert self.stage is not None
+        self.stage.trial = self.task.trial
+        self.stage.run(cases, self.task.plan, self.task.only)
+
+
+def cache() -> Path:
+    """Returns a folder on a real disk that is kept between runs."""
+    return Path(os.environ.get("REKINDLE_CACHE") or Path.home() / ".cache" / "rekindle")
+
+
+def load_before() -> float:
+    """Returns the machine's load average of the last minute, before a run begins."""
+    return os.getloadavg()[0]
+
+
+@contextmanager
+def recorded(
+    topic: str, kind: type, task: Task, left_out: Callable[[Any], list[str]], *, append: bool = False
+) -> Iterator[Run]:
+    """Opens TOPIC-raw.csv for rows of `kind`, as a new file unless they are to be appended.
+
+    However the body ends, TOPIC-run.json has the rest. `left_out` lists what a plan omits from the full one.
+    """
+    versions = {"rekindle": Rekindle(task.binary, task.out).version(), "qemu": qemu_version(task.qemu)}
+    versions |= machine_versions()
+    load = load_before()
+    check = plausible_since(time.time_ns() // 1000) if task.trial else None
+    rows = RowFile(task.out / raw_name(topic), kind, append=append, check=check)
+    run = Run(task, rows, task.left_out(left_out))
+    if load > BUSY_LOAD and not task.trial:
+        run.left_out.append(f"quiet: the machine had other work when the run began (load {load:.2f})")
+    errors: list[str] = []
+    try:
+        yield run
+    except Exception as error:
+        # An error outside of the cases. What was measured before counts.
+        errors.append(f"{topic}: {type(error).__name__}: {error}")
+    finally:
+        run.rows.close()
+        about = {
+            "command": task.command,
+            "versions": versions,
+            "load_before": round(load, 2),
+            "left_out": run.left_out + (run.stage.left_out if run.stage else []),
+            "errors": (run.stage.errors if run.stage else []) + errors,
+            "failed": run.stage.failed if run.stage else [],
+            **run.notes,
+        }
+        (task.out / about_name(topic)).write_text(json.dumps(about, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A topic: what is measured under one name, and where."""
+
+    name: str
+    image: str
+    """Kind of the guest's image."""
+    row: type
+    """The dataclass of the raw file's rows."""
+    cases: Mapping[str, Callable[[Any, Any], None]]
+    left_out: Callable[[Any], list[str]]
+    """Lists what a plan omits from the full one."""
+    stage: Callable[[Path, Path, str, RowFile, Path], AbstractContextManager[Stage]]
+    """Sets up the stage from: project's folder, binary, QEMU, file of rows, folder on a real disk."""
+
+    def measure(self, task: Task) -> Path:
+        """Runs the cases and writes the raw files; returns the file of rows."""
+        task.build_images(self.image)
+        with (
+            recorded(self.name, self.row, task, self.left_out) as here,
+            self.stage(task.root, task.binary, task.qemu, here.rows, cache()) as here.stage,
+        ):
+            here.cases(self.cases)
+        return task.out / raw_name(self.name)
+
+
+def raw_name(topic: str) -> str:
+    """Returns the name of the file of rows."""
+    return f"{topic}-raw.csv"
+
+
+def about_name(topic: str) -> str:
+    """Returns the name of the file with a run's circumstances: versions, omissions, errors."""
+    return f"{topic}-run.json"
+
+
+def copy_run(topic: str, raw: Path, out: Path, *more: str) -> dict[str, Any]:
+    """Copies the files of a run into `out` unless they are there already, and returns the circumstances of the run.
+
+    `more`: names of further files that may be in the folder of the rows.
+    """
+    if raw.resolve() != (out / raw_name(topic)).resolve():
+        for name in (about_name(topic), *more):
+            if (raw.parent / name).exists():
+                shutil.copyfile(raw.parent / name, out / name)
+        shutil.copyfile(raw, out / raw_name(topic))
+    return read_sidecar(raw, about_name(topic), {})
+
+
+def read_sidecar(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401
+    """Returns the JSON of a file in the folder of the rows, or `default` if there is none."""
+    path = raw.parent / name
+    return json.loads(path.read_text()) if path.exists() else default
+
+
+def bare_report(topic: str, about: dict[str, Any], command: str, errors: list[str]) -> Report:
+    """Makes a report without figures, for a run that cannot be analysed. `about`: its circumstances."""
+    made = report(topic, about, command, Findings(""), [], {})
+    made.errors += errors
+    return made
+
+
+def report(
+    topic: str,
+    about: dict[str, Any],
+    command: str,
+    found: Findings,
+    plots: list[str],
+    tables: dict[str, list[dict[str, object]]],
+) -> Report:
+    """Makes the report of a run. `about`: from `copy_run`; `command`: used if that does not name it."""
+    return Report(
+        topic=topic,
+        command=about.get("command", command),
+        versions=about.get("versions", {}),
+        figures=found.figures,
+        left_out=[*about.get("left_out", []), *found.absent],
+        errors=about.get("errors", []),
+        failed=about.get("failed", []),
+        plots=plots,
+        tables=tables,
+    )
