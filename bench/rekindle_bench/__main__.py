@@ -25,6 +25,7 @@ from rekindle_bench import os as os_reboot
 from rekindle_bench import trial as trials
 from rekindle_bench.run import Task, about_name, bare_report, raw_name, read_sidecar
 from rekindle_bench.stage import interrupt_on_signals
+from rekindle_lab.machine import find_root
 
 TOPICS = {
     "vmm": vmm,
@@ -41,11 +42,6 @@ TOPICS = {
 
 ALL = "all"
 """Every topic; only for a trial."""
-
-
-def find_root(start: Path) -> Path | None:
-    """Returns the project's folder: the nearest parent that has tests/images/build."""
-    return next((folder for folder in [start, *start.parents] if (folder / "tests/images/build").exists()), None)
 
 
 def refuse(text: str) -> typer.Exit:

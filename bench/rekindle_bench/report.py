@@ -2,14 +2,13 @@
 
 import json
 import math
-import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rekindle_lab.stats import Comparison, compare
+from rekindle_lab.tables import pipes, table
 
 
 @dataclass(frozen=True)
@@ -257,70 +256,3 @@ def _line(figure: Figure) -> dict[str, Any]:
             "ours is": figure.verdict if figure.of_peer else "",
         }
     return line
-
-
-def table(rows: list[dict[str, Any]], title: str = "") -> str:
-    """Formats rows as a table in plain text: numbers to the right, words to the left."""
-    if not rows:
-        return f"{title}\n  (nothing)" if title else "(nothing)"
-    head = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[_cell(row.get(key)) for key in head] for row in rows]
-    widths = [max(len(text) for text in column) for column in zip(head, *cells, strict=True)]
-    right = [all(isinstance(row.get(key), int | float | None) for row in rows) for key in head]
-    lines = [
-        "  ".join(
-            text.rjust(w) if r else text.ljust(w) for text, w, r in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in [head, ["-" * width for width in widths], *cells]
-    ]
-    return "\n".join([title, *lines] if title else lines)
-
-
-def pipes(rows: list[dict[str, Any]]) -> str:
-    """Formats rows as a table in Markdown."""
-    if not rows:
-        return "(nothing)"
-    head = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [head, ["---"] * len(head), *([_cell(row.get(key)) for key in head] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def machine_versions() -> dict[str, str]:
-    """Returns the versions of the machine and the lab, as far as they matter to a figure."""
-    import matplotlib
-    import numpy
-    import pandas
-    import scipy
-
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
-    cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
-    return {
-        "linux": platform.release(),
-        "cpu": f"{cores} x {cpu}",
-        "memory": f"{memory_kib / 2**20:.1f} GiB",
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-        "scipy": scipy.__version__,
-        "pandas": pandas.__version__,
-        "matplotlib": matplotlib.__version__,
-    }
-
-
-def qemu_version(binary: str) -> str:
-    """Returns the first line of a QEMU's `--version`."""
-    done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[0]

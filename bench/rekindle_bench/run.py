@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rekindle_bench.plausible import plausible_since
-from rekindle_bench.report import Findings, Report, machine_versions, qemu_version
+from rekindle_bench.report import Findings, Report
 from rekindle_bench.rows import RowFile
 from rekindle_bench.stage import Stage, Trial
 from rekindle_lab import guests
+from rekindle_lab.machine import cache, machine_versions, qemu_version
 from rekindle_lab.rekindle import Rekindle
 
 TRIAL_WORDS = "a trial: the smallest of everything, once; shows that it works, and is no measurement"
@@ -67,11 +68,6 @@ class Run:
         assert self.stage is not None
         self.stage.trial = self.task.trial
         self.stage.run(cases, self.task.plan, self.task.only)
-
-
-def cache() -> Path:
-    """Returns a folder on a real disk that is kept between runs."""
-    return Path(os.environ.get("REKINDLE_CACHE") or Path.home() / ".cache" / "rekindle")
 
 
 def load_before() -> float:

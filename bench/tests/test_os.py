@@ -16,12 +16,14 @@ from typer.testing import CliRunner
 
 from made_up import START_US
 from rekindle_bench.__main__ import main
-from rekindle_bench.os import analysis, boot, cases, client, rows
-from rekindle_bench.os.client import Answer, Client, longest_gap
+from rekindle_bench.os import analysis, boot, cases, rows
 from rekindle_bench.os.plan import FULL, GUESTS, QUICK, left_out, quick
 from rekindle_bench.os.rows import PEERS, WAYS, Row
-from rekindle_bench.os.stage import OsGuest, Stage, describe_hang, fill, make_disk, phase_of
+from rekindle_bench.os.stage import Stage, describe_hang, fill, phase_of
+from rekindle_lab import page_client
 from rekindle_lab.guests import Image
+from rekindle_lab.os_guest import OsGuest, make_disk
+from rekindle_lab.page_client import Answer, PageClient, longest_gap
 from rekindle_lab.rekindle import RekindleError
 
 app = typer.Typer()
@@ -166,14 +168,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
     ("path", "status", "answered"), [("/whole", 200, True), ("/half", 200, False), ("/whole", 503, False)]
 )
 def test_only_a_whole_answer_counts(monkeypatch, path, status, answered):
-    monkeypatch.setattr(client, "ANSWER_S", 0.2)
-    monkeypatch.setattr(client.netns, "inside", lambda _, function: function())
+    monkeypatch.setattr(page_client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(page_client.netns, "inside", lambda _, function: function())
     monkeypatch.setattr(Handler, "status", status)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         port = server.server_address[1]
-        asks = Client("none", "127.0.0.1", path, port)
+        asks = PageClient("none", "127.0.0.1", path, port)
         if answered:
             with asks:
                 asks.wait(5)
@@ -237,7 +239,7 @@ def test_a_root_in_a_partition(tmp_path):
 
 
 def test_a_reboot_that_did_not_resume_from_its_phase_is_rejected():
-    gap = client.Gap(START_US, START_US + 1000, 10)
+    gap = page_client.Gap(START_US, START_US + 1000, 10)
     result = {"name": "g", "stop_host_us": 1, "resume_host_us": 2, "phase": {"candidate": None, "skipped": ["why"]}}
     with pytest.raises(RekindleError, match="why"):
         fill(Row("reboot", "micro", 512, "phase-services", 0), result, gap)

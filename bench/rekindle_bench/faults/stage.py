@@ -6,7 +6,6 @@ import mmap
 import os
 import re
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -240,10 +239,8 @@ class Stage(bench.Stage):
     def fault_image(self) -> Image:
         """Returns the guest's image, built if need be."""
         if "micro-faults" not in self.images:
-            built = subprocess.run(
-                [self.root / "tests/images/faults/build"], stdout=subprocess.PIPE, text=True, check=True
-            )
-            self.images["micro-faults"] = guests.Image("micro-faults", Path(built.stdout.strip().splitlines()[-1]))
+            folder = guests.run_build(self.root / "tests/images/faults/build")
+            self.images["micro-faults"] = guests.Image("micro-faults", folder)
         return self.images["micro-faults"]
 
     @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rekindle_bench import run
 from rekindle_bench.report import Report
+from rekindle_lab.machine import cache
 
 from . import analysis, plots, rows
 from .cases import CASES
@@ -30,7 +31,7 @@ def measure(task: run.Task) -> Path:
     unchecked = build_unchecked(task.root) if task.plan.unchecked else None
     with (
         run.recorded(TOPIC, rows.Row, task, left_out, append=resumed) as here,
-        stage(task.root, task.binary, unchecked, task.qemu, here.rows, run.cache(), done) as here.stage,
+        stage(task.root, task.binary, unchecked, task.qemu, here.rows, cache(), done) as here.stage,
     ):
         here.stage.fault_image()
         here.cases(CASES)

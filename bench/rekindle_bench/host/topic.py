@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rekindle_bench import run
 from rekindle_bench.report import Report
+from rekindle_lab.machine import cache
 
 from . import analysis, plots, rows
 from .cases import CASES
@@ -29,7 +30,7 @@ def measure(task: run.Task) -> Path:
     try:
         with (
             run.recorded(TOPIC, rows.Row, task, left_out, append=resumed) as here,
-            stage(task.root, task.binary, task.qemu, here.rows, run.cache(), task.plan, done) as here.stage,
+            stage(task.root, task.binary, task.qemu, here.rows, cache(), task.plan, done) as here.stage,
         ):
             here.stage.records = records
             here.cases(CASES)

@@ -20,11 +20,6 @@ STARTS_LOADER = b"Booting from"
 ASKED = 7
 
 
-def debug_port(path: Path) -> list[str]:
-    """Returns QEMU's arguments that make the firmware's debug port a file."""
-    return ["-chardev", f"file,id=firmware,path={path}", "-device", "isa-debugcon,iobase=0x402,chardev=firmware"]
-
-
 class Firmware:
     """Waits until the firmware starts the loader, as written to its debug port.
 

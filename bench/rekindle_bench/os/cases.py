@@ -6,12 +6,13 @@ from contextlib import ExitStack
 
 from rekindle_bench.stage import NotPlannedError
 from rekindle_lab.guests import Image
+from rekindle_lab.leak import Leaky, leak_image, leaky
+from rekindle_lab.os_guest import OsGuest
 from rekindle_lab.rekindle import RekindleError
 
 from . import peers
-from .leak import Leaky, leak_image, leaky
 from .plan import GUESTS, LEAKS, Plan
-from .stage import OsGuest, Stage
+from .stage import Stage
 
 INDEXES = {"micro": 10, "debian": 20, "immutable": 30}
 """Prefix of the guests' networks."""

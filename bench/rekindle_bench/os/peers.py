@@ -26,14 +26,15 @@ from pathlib import Path
 
 from rekindle_bench.stage import NotPlannedError
 from rekindle_lab import netns
+from rekindle_lab.os_guest import MICRO_DISK_BYTES, OsGuest, ask_often
+from rekindle_lab.page_client import PageClient, longest_gap
 from rekindle_lab.peers.cpr import PeerError
 from rekindle_lab.qmp import Qmp, QmpError
 from rekindle_lab.slow import run
 
-from .client import Client, longest_gap
 from .plan import Plan
 from .rows import PEERS, Row
-from .stage import MICRO_DISK_BYTES, SETTLE_S, OsGuest, Stage, ask_often
+from .stage import SETTLE_S, Stage
 
 INDEX = 50
 DEADLINE_S = 120.0
@@ -166,7 +167,7 @@ class Peer:
         """Restarts it with a client at it."""
         row = Row("peers", self.guest.kind, self.guest.memory_mib, self.how, number)
         ask_often(self.guest.netns)
-        with Client(self.guest.netns, self.guest.address, self.guest.path) as client:
+        with PageClient(self.guest.netns, self.guest.address, self.guest.path) as client:
             client.wait(10)
             time.sleep(SETTLE_S)
             began_us = time.time_ns() // 1000

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rekindle_bench import run
 from rekindle_bench.report import Report
+from rekindle_lab.leak import leak_image
 
 from . import analysis, plots, rows
 from .cases import CASES
-from .leak import leak_image
 from .plan import QUICK, left_out, quick
 from .stage import IMAGE, stage
 

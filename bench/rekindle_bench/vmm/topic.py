@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rekindle_bench import run
 from rekindle_bench.report import Report
+from rekindle_lab.machine import cache
 
 from . import analysis, plots, rows
 from .cases import CASES
@@ -22,7 +23,7 @@ def measure(task: run.Task) -> Path:
     try:
         with (
             run.recorded(TOPIC, rows.Row, task, left_out) as here,
-            stage(task.root, task.binary, task.qemu, here.rows, run.cache()) as here.stage,
+            stage(task.root, task.binary, task.qemu, here.rows, cache()) as here.stage,
         ):
             records = here.stage.records
             here.cases(CASES)

@@ -93,7 +93,7 @@ def command(
 
 def _machine(rekindle: Path | None, qemu: str) -> tuple[Path, Path, str]:
     """Returns the project's root, the binary and QEMU's path; raises `typer.Exit` if something is missing."""
-    from rekindle_bench.__main__ import find_root
+    from rekindle_lab.machine import find_root
 
     root = find_root(Path.cwd()) or find_root(Path(__file__).resolve())
     if root is None:

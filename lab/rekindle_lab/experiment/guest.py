@@ -13,10 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench.os.leak import Leaky, Memory, leak_image, leaky
-from rekindle_bench.os.stage import wait_saved
-from rekindle_bench.report import machine_versions, qemu_version
-
 from rekindle_lab import netns
 from rekindle_lab.experiment import action, load, subject
 from rekindle_lab.experiment.definition import Experiment
@@ -28,6 +24,9 @@ from rekindle_lab.experiment.runner import Measured, RunError
 from rekindle_lab.experiment.sampling import Sampler
 from rekindle_lab.experiment.settings import AFTER, IN_WINDOW
 from rekindle_lab.experiment.subject import NAME, Subject
+from rekindle_lab.leak import Leaky, Memory, leak_image, leaky
+from rekindle_lab.machine import machine_versions, qemu_version
+from rekindle_lab.os_guest import wait_saved
 from rekindle_lab.protector import Protector, protected
 from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.stores import on_disk

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench.os.leak import leak_image
-from rekindle_bench.os.stage import OsGuest
-
 from rekindle_lab import guests
 from rekindle_lab.experiment.definition import Guest as About
 from rekindle_lab.guests import Image
+from rekindle_lab.leak import leak_image
+from rekindle_lab.os_guest import OsGuest
 
 NAME = "subject"
 SERVED = "server = true"

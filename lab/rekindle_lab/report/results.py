@@ -6,13 +6,12 @@ import statistics
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rekindle_bench.report import pipes
-
 from rekindle_lab.analysis import tables
 from rekindle_lab.analysis.judge import Verdict, judge
 from rekindle_lab.analysis.runs import Order, Runs, content, load
 from rekindle_lab.experiment.session import duration
 from rekindle_lab.report.page import may_replace, replace_folder
+from rekindle_lab.tables import pipes
 
 NAME = "results.md"
 RAW = "runs.jsonl.gz"

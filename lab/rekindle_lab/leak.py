@@ -1,14 +1,13 @@
 """Leaks of kernel memory in a guest, made by the module `tests/images/leak`."""
 
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rekindle_lab import guests
+from rekindle_lab.os_guest import OsGuest
 from rekindle_lab.rekindle import RekindleError
-
-from .stage import OsGuest
 
 LEAK_PORT = 7003
 PARAMETERS = "/sys/module/rekindle_leak/parameters"
@@ -16,10 +15,7 @@ PARAMETERS = "/sys/module/rekindle_leak/parameters"
 
 def leak_image(root: Path) -> Path:
     """Returns the folder with the image `micro-leak` and the module, built if need be."""
-    done = subprocess.run([root / "tests/images/leak/build"], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0 or not done.stdout.strip():
-        raise RuntimeError(f"tests/images/leak/build: exit status {done.returncode}")
-    return Path(done.stdout.strip().splitlines()[-1])
+    return guests.run_build(root / "tests/images/leak/build")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Gap:
         return self.end_host_us - self.start_host_us
 
 
-class Client:
+class PageClient:
     """Sends requests from `__enter__` until `__exit__`."""
 
     def __init__(self, namespace: str, address: str, path: str, port: int = 80) -> None:
@@ -95,7 +95,7 @@ class Client:
                 raise RekindleError(f"{self._address}: no {more} answers within {WAIT_S:g} s")
             time.sleep(0.02)
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> "PageClient":
         """Starts the requests."""
         for thread in self._threads:
             thread.start()

@@ -2,11 +2,11 @@ import json
 
 import pytest
 import typer
-from made_up import START_US, record
 from typer.testing import CliRunner
 
+from made_up import START_US, record
+from rekindle_bench.demo import plan, vmm, web
 from rekindle_lab.cli import app as rekindle_lab
-from rekindle_lab.demo import plan, vmm, web
 from rekindle_lab.records import load, parse
 from rekindle_lab.web import Answer
 

@@ -1,6 +1,6 @@
 """Measures a web server through a cold and a warm-cache reboot of its guest, and draws both side by side.
 
-    python -m rekindle_lab.demo.web --rekindle BINARY --qemu QEMU --out web.png
+    python -m rekindle_bench.demo.web --rekindle BINARY --qemu QEMU --out web.png
 
 The guest is `debian`. Rekindle's server has its disk, with the rate limit of the VM's definition (`bps`), so
 the result does not depend on the machine's disk. Reads from the retained cache are not limited.
@@ -19,13 +19,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import typer
 from matplotlib.axes import Axes
-from rekindle_bench.report import table
+
 from rekindle_bench.rows import RowFile
 from rekindle_bench.stage import interrupt_on_signals
 from rekindle_bench.warm_cache.stage import CacheGuest, Stage, stage
-
 from rekindle_lab import style
 from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.tables import table
 from rekindle_lab.web import Answer, Client
 
 COLD, WARM = "cold", "warm-cache"

@@ -1,6 +1,6 @@
 """Writes a plan for the VM that the demo has measured: how to renew its VMM and its OS, and the resulting availability.
 
-    python -m rekindle_lab.demo.plan --web web.json --out plan.toml warm.json saved.json cold.json
+    python -m rekindle_bench.demo.plan --web web.json --out plan.toml warm.json saved.json cold.json
 
 The records are those of `demo.vmm`, `web.json` is written by `demo.web`. `plan.toml` has the usual format of a plan
 (lab/README.md); edit it, then give it to `rekindle-lab plan`.
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rekindle_bench.report import table
 
 from rekindle_lab.models.availability import availability, nines
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
 from rekindle_lab.plan.command import Plan, make
 from rekindle_lab.plan.fleet import load as load_fleet
 from rekindle_lab.records import Record, load
+from rekindle_lab.tables import table
 from rekindle_lab.toml import DefinitionError
 
 HEAD = """\

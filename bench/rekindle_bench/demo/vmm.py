@@ -1,6 +1,6 @@
 """Draws the demo's measurements: throughput over time for each way to reboot, and a table.
 
-    python -m rekindle_lab.demo.vmm --out demo.png warm.json saved.json cold.json
+    python -m rekindle_bench.demo.vmm --out demo.png warm.json saved.json cold.json
 
 Each file is `{"how": NAME, "reboot": JSON of the reboot, "probe": JSON of the probe's report}`.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rekindle_bench.report import table
 
 from rekindle_lab import style, throughput
 from rekindle_lab.records import Record, load
+from rekindle_lab.tables import table
 
 
 def summary(records: Sequence[Record]) -> str:
