@@ -24,8 +24,8 @@ from rekindle_bench import cluster, faults, host, move, protect, restore, vmm, w
 from rekindle_bench import os as os_reboot
 from rekindle_bench import trial as trials
 from rekindle_bench.run import Task, about_name, bare_report, raw_name, read_sidecar
-from rekindle_bench.stage import interrupt_on_signals
-from rekindle_lab.machine import find_root
+from rekindle_lab.machine import find_root, interrupt_on_signals
+from rekindle_lab.runs.ledger import LedgerError
 
 TOPICS = {
     "vmm": vmm,
@@ -100,6 +100,8 @@ def main(
     errors = []
     try:
         raw = chosen.measure(task)
+    except LedgerError as error:
+        raise refuse(str(error)) from None
     except KeyboardInterrupt:
         print(f"bench: what was measured is in {folder}; --from-raw analyses it", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -3,20 +3,26 @@
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rekindle_bench.case import Case, NoRoomError, NotPlannedError, Plan, Trial
 from rekindle_bench.plausible import plausible_since
 from rekindle_bench.report import Findings, Report
 from rekindle_bench.rows import RowFile
-from rekindle_bench.stage import Stage, Trial
+from rekindle_bench.stage import Stage
 from rekindle_lab import guests
 from rekindle_lab.machine import cache, machine_versions, qemu_version
 from rekindle_lab.rekindle import Rekindle
+from rekindle_lab.runs.execute import Leaves, RunEnd, execute, remove_remains
+from rekindle_lab.runs.ledger import Ledger
+from rekindle_lab.runs.workspace import Workspace
 
 TRIAL_WORDS = "a trial: the smallest of everything, once; shows that it works, and is no measurement"
 BUSY_LOAD = 0.5
@@ -58,16 +64,23 @@ class Run:
 
     task: Task
     rows: RowFile
+    ledger: Ledger
     left_out: list[str]
     stage: Stage | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     """Further entries for TOPIC-run.json."""
+    earlier: int = 0
+    """Number of lines that the ledger had before."""
 
-    def cases(self, cases: Mapping[str, Callable[[Any, Any], None]]) -> None:
+    def cases(self, cases: Mapping[str, Case]) -> None:
         """Runs the cases on the stage."""
         assert self.stage is not None
         self.stage.trial = self.task.trial
-        self.stage.run(cases, self.task.plan, self.task.only)
+        run_cases(self.stage, self.ledger, cases, self.task.plan, self.task.only)
+
+    def failed(self) -> list[str]:
+        """Returns the cases with an error, of this run."""
+        return [line["run"] for line in self.ledger.runs[self.earlier :] if line["outcome"] == "failed"]
 
 
 def load_before() -> float:
@@ -79,36 +92,91 @@ def load_before() -> float:
 def recorded(
     topic: str, kind: type, task: Task, left_out: Callable[[Any], list[str]], *, append: bool = False
 ) -> Iterator[Run]:
-    """Opens TOPIC-raw.csv for rows of `kind`, as a new file unless they are to be appended.
+    """Opens the ledger of the cases, and TOPIC-raw.csv for rows of `kind`, as a new file unless `append` is true.
 
-    However the body ends, TOPIC-run.json has the rest. `left_out` lists what a plan omits from the full one.
+    What a killed run has left is removed. However the body ends, TOPIC-run.json has the rest. `left_out` lists what a
+    plan omits from the full one.
     """
     versions = {"rekindle": Rekindle(task.binary, task.out).version(), "qemu": qemu_version(task.qemu)}
     versions |= machine_versions()
     load = load_before()
     check = plausible_since(time.time_ns() // 1000) if task.trial else None
-    rows = RowFile(task.out / raw_name(topic), kind, append=append, check=check)
-    run = Run(task, rows, task.left_out(left_out))
-    if load > BUSY_LOAD and not task.trial:
-        run.left_out.append(f"quiet: the machine had other work when the run began (load {load:.2f})")
-    errors: list[str] = []
+    with Ledger(task.out, f"{topic}-") as ledger:
+        remove_remains(ledger, partial(_clear, task.binary), lambda text: print(text, file=sys.stderr, flush=True))
+        if not append:
+            ledger.restart()
+        rows = RowFile(task.out / raw_name(topic), kind, append=append, check=check)
+        run = Run(task, rows, ledger, task.left_out(left_out), earlier=len(ledger.runs))
+        if load > BUSY_LOAD and not task.trial:
+            run.left_out.append(f"quiet: the machine had other work when the run began (load {load:.2f})")
+        errors: list[str] = []
+        try:
+            yield run
+        except Exception as error:
+            # An error outside of the cases. What was measured before counts.
+            errors.append(f"{topic}: {type(error).__name__}: {error}")
+        finally:
+            run.rows.close()
+            about = {
+                "command": task.command,
+                "versions": versions,
+                "load_before": round(load, 2),
+                "left_out": run.left_out + (run.stage.left_out if run.stage else []),
+                "errors": (run.stage.errors if run.stage else []) + errors,
+                "failed": run.failed(),
+                **run.notes,
+            }
+            (task.out / about_name(topic)).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _clear(binary: Path, leaves: Leaves) -> None:
+    Workspace.from_leaves(binary, leaves).remove()
+
+
+def run_cases(stage: Stage, ledger: Ledger, cases: Mapping[str, Case], plan: Plan, only: list[str]) -> None:
+    """Runs the cases, or only those named. Errors of one are recorded, and the next one runs."""
+    for name, case in cases.items():
+        reason = _reason_to_omit(stage, name, plan, only)
+        if reason:
+            stage.left_out.append(f"case {name}: {reason}")
+        else:
+            execute(ledger, name, lambda _: stage.space.leaves, partial(_run_case, stage, name, case, plan))
+
+
+def _reason_to_omit(stage: Stage, name: str, plan: Plan, only: list[str]) -> str:
+    if only and name not in only:
+        return "not selected"
+    if stage.trial and name in stage.trial.not_tried:
+        return f"not tried: {stage.trial.not_tried[name]}"
+    if plan.budget_s is not None and time.monotonic() - stage.began > plan.budget_s:
+        return "no time left for it"
+    return ""
+
+
+def _run_case(stage: Stage, name: str, case: Case, plan: Plan, leaves: Leaves) -> RunEnd:
+    del leaves  # the workspace of the stage, which all cases share
+    errors, left_out, rows = len(stage.errors), len(stage.left_out), stage.rows.count
+    has_room = True
     try:
-        yield run
+        case(stage, plan)
+    except NoRoomError as error:
+        has_room = False
+        stage.left_out.append(f"case {name}: the machine {error}")
+    except NotPlannedError:
+        if stage.trial:
+            stage.errors.append(f"case {name}: the plan of the trial has none of it")
+        else:
+            stage.left_out.append(f"case {name}: not part of this plan")
     except Exception as error:
-        # An error outside of the cases. What was measured before counts.
-        errors.append(f"{topic}: {type(error).__name__}: {error}")
-    finally:
-        run.rows.close()
-        about = {
-            "command": task.command,
-            "versions": versions,
-            "load_before": round(load, 2),
-            "left_out": run.left_out + (run.stage.left_out if run.stage else []),
-            "errors": (run.stage.errors if run.stage else []) + errors,
-            "failed": run.stage.failed if run.stage else [],
-            **run.notes,
-        }
-        (task.out / about_name(topic)).write_text(json.dumps(about, indent=1) + "\n")
+        stage.errors.append(f"case {name}: {type(error).__name__}: {error}")
+        stage.log(stage.errors[-1])
+    if stage.trial:
+        stage.errors += [f"case {name}: {problem}" for problem in stage.rows.take_problems()]
+        if has_room and stage.rows.count == rows and len(stage.errors) == errors:
+            stage.errors.append(f"case {name}: it measured nothing")
+    failures, omissions, appended = stage.errors[errors:], stage.left_out[left_out:], stage.rows.count - rows
+    outcome = "failed" if failures else "done" if appended or not omissions else "left out"
+    return RunEnd(outcome, {"rows": appended, "errors": failures, "left_out": omissions})
 
 
 @dataclass(frozen=True)
@@ -120,7 +188,7 @@ class Topic:
     """Kind of the guest's image."""
     row: type
     """The dataclass of the raw file's rows."""
-    cases: Mapping[str, Callable[[Any, Any], None]]
+    cases: Mapping[str, Case]
     left_out: Callable[[Any], list[str]]
     """Lists what a plan omits from the full one."""
     stage: Callable[[Path, Path, str, RowFile, Path], AbstractContextManager[Stage]]

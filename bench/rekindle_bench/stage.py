@@ -1,66 +1,24 @@
 """The environment of a benchmark: folders, a network namespace and VMs, all removed again, however a run ends."""
 
+import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
 
+from rekindle_bench.case import NoRoomError, Trial
 from rekindle_bench.rows import RowFile
 from rekindle_lab import guests
 from rekindle_lab.guests import Guest
 from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.runs.workspace import Workspace
 
 MIB = 1 << 20
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def interrupt_on_signals(name: str) -> None:
-    """Makes termination signals raise `KeyboardInterrupt`, so that what is under way is removed.
-
-    Only the first one does: a second one does not interrupt the removal.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        for one in _ENDING:
-            signal.signal(one, signal.SIG_IGN)
-        print(f"{name}: interrupted; taking everything down", file=sys.stderr, flush=True)
-        raise KeyboardInterrupt
-
-    for one in _ENDING:
-        signal.signal(one, interrupt)
-
-
-class NoRoomError(Exception):
-    """The machine has not enough memory or disk for a case, or a requirement is missing."""
-
-
-class NotPlannedError(Exception):
-    """A plan does not include a case."""
-
-
-class Plan(Protocol):
-    """The common part of the topics' plans."""
-
-    @property
-    def budget_s(self) -> float | None:
-        """A case that would begin later than this is left out."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A run that only checks that every case still works."""
-
-    not_tried: Mapping[str, str]
-    """Cases that are left out, with reasons."""
 
 
 @dataclass
@@ -71,17 +29,32 @@ class Stage:
     rekindle: Rekindle
     qemu: str
     rows: RowFile
-    work: Path
-    ram_dir: Path
-    disk_dir: Path
-    netns: str
+    space: Workspace
     began: float = field(default_factory=time.monotonic, kw_only=True)
     left_out: list[str] = field(default_factory=list, kw_only=True)
     errors: list[str] = field(default_factory=list, kw_only=True)
-    failed: list[str] = field(default_factory=list, kw_only=True)
-    """The cases with an error."""
     trial: Trial | None = field(default=None, kw_only=True)
     images: dict[str, guests.Image] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def work(self) -> Path:
+        """The folder of run directories and sockets."""
+        return self.space.work
+
+    @property
+    def ram_dir(self) -> Path:
+        """The folder of guest RAM."""
+        return self.space.ram
+
+    @property
+    def disk_dir(self) -> Path:
+        """The folder on a real disk."""
+        return self.space.disk
+
+    @property
+    def netns(self) -> str:
+        """The network namespace of guests and clients."""
+        return self.space.namespaces[0]
 
     def log(self, text: str) -> None:
         """Logs progress."""
@@ -127,64 +100,14 @@ class Stage:
             if guest.disk:
                 guest.disk.unlink(missing_ok=True)
 
-    def run(self, cases: Mapping[str, Callable[[Any, Any], None]], plan: Plan, only: list[str]) -> None:
-        """Runs the cases, or only those named. Errors of one are recorded, and the next one runs."""
-        for name, case in cases.items():
-            if only and name not in only:
-                self.left_out.append(f"case {name}: not selected")
-            elif self.trial and name in self.trial.not_tried:
-                self.left_out.append(f"case {name}: not tried: {self.trial.not_tried[name]}")
-            elif plan.budget_s is not None and time.monotonic() - self.began > plan.budget_s:
-                self.left_out.append(f"case {name}: no time left for it")
-            else:
-                self._run_case(name, case, plan)
-
-    def _run_case(self, name: str, case: Callable[[Any, Any], None], plan: Plan) -> None:
-        errors, rows, room = len(self.errors), self.rows.count, True
-        try:
-            case(self, plan)
-        except NoRoomError as error:
-            room = False
-            self.left_out.append(f"case {name}: the machine {error}")
-        except NotPlannedError:
-            if self.trial:
-                self.errors.append(f"case {name}: the plan of the trial has none of it")
-            else:
-                self.left_out.append(f"case {name}: not part of this plan")
-        except Exception as error:
-            self.errors.append(f"case {name}: {type(error).__name__}: {error}")
-            self.log(self.errors[-1])
-        if self.trial:
-            self.errors += [f"case {name}: {problem}" for problem in self.rows.take_problems()]
-            if room and self.rows.count == rows and len(self.errors) == errors:
-                self.errors.append(f"case {name}: it measured nothing")
-        if len(self.errors) > errors:
-            self.failed.append(name)
-
-
-@dataclass(frozen=True)
-class Folders:
-    """The folders of a run."""
-
-    work: Path
-    """On a tmpfs, as run directories are; with a short path, since it holds unix sockets."""
-    ram_dir: Path
-    """A tmpfs of its own for guest RAM."""
-    disk_dir: Path
-    """On a real disk."""
-
 
 @contextmanager
-def folders(disk: Path) -> Iterator[Folders]:
-    """Makes the folders of a run, removed at its end. `disk`: a folder on a real disk, for disks, RAM and stores."""
-    with ExitStack() as stack:
-        work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
-        stack.callback(shutil.rmtree, work, ignore_errors=True)
-        disk.mkdir(parents=True, exist_ok=True)
-        disk_dir = Path(tempfile.mkdtemp(prefix="bench-", dir=disk))
-        stack.callback(shutil.rmtree, disk_dir, ignore_errors=True)
-        ram_dir = work / "ram"
-        ram_dir.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=90%,mode=0700", "rekindle-bench", ram_dir], check=True)
-        stack.callback(subprocess.run, ["umount", "-l", ram_dir], check=False)
-        yield Folders(work, ram_dir, disk_dir)
+def workspace(binary: Path, disk: Path, namespaces: Sequence[str] = ("",)) -> Iterator[Workspace]:
+    """Makes the folders and network namespaces of a benchmark, removed at its end.
+
+    `disk`: a folder on a real disk. `namespaces`: what is added to the name of each.
+    """
+    work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
+    names = tuple(f"rkb{os.getpid()}{added}" for added in namespaces)
+    with Workspace(binary, work, disk / f"bench-{work.name}", names).made() as space:
+        yield space

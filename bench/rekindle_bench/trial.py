@@ -17,9 +17,9 @@ from typing import Any
 
 from rekindle_bench import cluster, faults, host, move, protect, restore, vmm, warm_cache
 from rekindle_bench import os as os_reboot
+from rekindle_bench.case import Trial
 from rekindle_bench.protect.plan import Pause, Units
 from rekindle_bench.restore.plan import Piece
-from rekindle_bench.stage import Trial
 from rekindle_bench.warm_cache.plan import Files
 
 _ONCE = {"warm": 1, "cpr-transfer": 1, "saved": 1, "cold": 1}

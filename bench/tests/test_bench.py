@@ -13,11 +13,14 @@ from typer.testing import CliRunner
 
 from rekindle_bench import __main__ as command
 from rekindle_bench import run, trial
+from rekindle_bench.case import NoRoomError, NotPlannedError, Trial
 from rekindle_bench.plausible import problems
 from rekindle_bench.report import NO_BAR, Figure, Findings
 from rekindle_bench.rows import RowFile
-from rekindle_bench.stage import NoRoomError, NotPlannedError, Stage, Trial
+from rekindle_bench.stage import Stage
 from rekindle_lab.rekindle import Rekindle
+from rekindle_lab.runs.ledger import Ledger, LedgerError
+from rekindle_lab.runs.workspace import Workspace
 
 app = typer.Typer()
 app.command()(command.main)
@@ -44,11 +47,20 @@ def make(tmp_path):
         begin_us = checked and (lambda row: problems(row, BEGIN_US, BEGIN_US + 1_000_000))
         rows = RowFile(tmp_path / "raw.csv", Row, check=begin_us)
         nothing = Rekindle(Path("/bin/true"), tmp_path)
-        stage = Stage(tmp_path, nothing, "qemu", rows, tmp_path, tmp_path, tmp_path, "none")
+        space = Workspace(nothing.binary, tmp_path, tmp_path, ("none",))
+        stage = Stage(tmp_path, nothing, "qemu", rows, space)
         stage.trial = checked
         return stage
 
     return make
+
+
+def run_all(stage, cases):
+    """Runs the cases, and returns those that the ledger has as failed."""
+    with Ledger(stage.root) as ledger:
+        run.run_cases(stage, ledger, cases, PLAN, [])
+        assert ledger.interrupted() == []
+        return [line["run"] for line in ledger.runs if line["outcome"] == "failed"]
 
 
 def leaves(*rows):
@@ -68,22 +80,22 @@ def fails(error):
 
 def test_a_failing_case_is_named_and_the_others_still_run(make):
     stage = make()
-    stage.run({"one": leaves(Row("one")), "two": fails(OSError("gone")), "three": leaves(Row("three"))}, PLAN, [])
+    cases = {"one": leaves(Row("one")), "two": fails(OSError("gone")), "three": leaves(Row("three"))}
+    assert run_all(stage, cases) == ["two"]
     assert stage.rows.count == 2
-    assert stage.failed == ["two"] and stage.errors == ["case two: OSError: gone"]
+    assert stage.errors == ["case two: OSError: gone"]
 
 
 def test_an_error_that_does_not_end_its_case_fails_it_too(make):
     stage = make()
-    stage.run({"one": lambda stage, plan: stage.errors.append("round 3: lost")}, PLAN, [])
-    assert stage.failed == ["one"]
+    assert run_all(stage, {"one": lambda stage, plan: stage.errors.append("round 3: lost")}) == ["one"]
 
 
 def test_a_case_that_is_not_in_the_plan_is_left_out(make):
     stage = make()
-    stage.run({"one": fails(NotPlannedError()), "two": fails(NoRoomError("needs 9 MiB"))}, PLAN, [])
+    failed = run_all(stage, {"one": fails(NotPlannedError()), "two": fails(NoRoomError("needs 9 MiB"))})
     assert stage.left_out == ["case one: not part of this plan", "case two: the machine needs 9 MiB"]
-    assert not stage.errors and not stage.failed
+    assert not stage.errors and not failed
 
 
 def test_a_trial_requires_rows_of_every_case(make):
@@ -96,8 +108,7 @@ def test_a_trial_requires_rows_of_every_case(make):
         "wrong": leaves(Row("wrong", us=-5)),
         "full": fails(NoRoomError("needs 9 MiB")),
     }
-    stage.run(cases, PLAN, [])
-    assert stage.failed == ["nothing", "none", "wrong"]
+    assert run_all(stage, cases) == ["nothing", "none", "wrong"]
     assert stage.errors == [
         "case nothing: it measured nothing",
         "case none: the plan of the trial has none of it",
@@ -240,6 +251,47 @@ def test_errors_outside_of_the_cases_are_recorded(tmp_path, monkeypatch):
         raise OSError("no namespace")
     about = json.loads((tmp_path / "x-run.json").read_text())
     assert about["errors"] == ["x: OSError: no namespace"] and "half of it" in about["left_out"]
+    assert (tmp_path / "x-raw.csv").read_text().count("\n") == 2
+
+
+class Killed(BaseException):
+    """Ends a benchmark as a kill does: nothing of it is removed."""
+
+
+def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
+    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
+    space = Workspace(task.binary, tmp_path / "work", tmp_path / "disk", ())
+
+    def killed(stage, plan):
+        for folder in (space.work, space.disk):
+            folder.mkdir()
+        stage.rows.append(Row("one", us=1))
+        raise Killed
+
+    def measure(case):
+        with run.recorded("x", Row, task, lambda plan: []) as here:
+            here.stage = Stage(tmp_path, Rekindle(task.binary, space.work), "qemu", here.rows, space)
+            here.cases({"one": case})
+
+    with pytest.raises(Killed):
+        measure(killed)
+    assert space.work.exists() and space.disk.exists()
+    measure(leaves(Row("one", us=2), Row("one", us=3)))
+    assert not space.work.exists() and not space.disk.exists()
+    assert "run one, attempt 1: interrupted" in capsys.readouterr().err
+    (line,) = [json.loads(line) for line in (tmp_path / "x-runs.jsonl").read_text().splitlines()]
+    assert (line["run"], line["outcome"], line["rows"]) == ("one", "done", 2)
+    assert (tmp_path / "x-raw.csv").read_text().count("\n") == 3
+
+
+def test_two_runs_of_a_topic_at_the_same_time_are_rejected(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
+    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
+    with run.recorded("x", Row, task, lambda plan: []) as here:
+        here.rows.append(Row("one", us=1))
+        with pytest.raises(LedgerError, match="running already"), run.recorded("x", Row, task, lambda plan: []):
+            pass
     assert (tmp_path / "x-raw.csv").read_text().count("\n") == 2
 
 

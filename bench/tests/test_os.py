@@ -25,6 +25,7 @@ from rekindle_lab.guests import Image
 from rekindle_lab.os_guest import OsGuest, make_disk
 from rekindle_lab.page_client import Answer, PageClient, longest_gap
 from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.runs.workspace import Workspace
 
 app = typer.Typer()
 app.command()(main)
@@ -301,7 +302,7 @@ def test_a_guest_that_is_lost_is_booted(tmp_path):
     calls = []
     rekindle = SimpleNamespace(call=lambda *words: calls.append(words))
     one = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
-    where = Stage(tmp_path, rekindle, "qemu", None, tmp_path, tmp_path, tmp_path, "ns")
+    where = Stage(tmp_path, rekindle, "qemu", None, Workspace(tmp_path, tmp_path, tmp_path, ("ns",)))
     where.record_loss(one, "it did not return")
     assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"]
     assert where.errors == ["it did not return"]

@@ -1,9 +1,14 @@
-"""The machine on which an experiment runs: the project's folder, the cache, the versions of what is installed."""
+"""The machine on which an experiment runs: the project's folder, the cache, versions of what is installed, signals."""
 
 import os
 import platform
+import signal
 import subprocess
+import sys
 from pathlib import Path
+from types import FrameType
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def find_root(start: Path) -> Path | None:
@@ -49,3 +54,19 @@ def qemu_version(binary: str) -> str:
     """Returns the first line of a QEMU's `--version`."""
     done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[0]
+
+
+def interrupt_on_signals(name: str) -> None:
+    """Makes termination signals raise `KeyboardInterrupt`, so that what is under way is removed.
+
+    Only the first one does: a second one does not interrupt the removal.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        for one in _ENDING:
+            signal.signal(one, signal.SIG_IGN)
+        print(f"{name}: interrupted; taking everything down", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt
+
+    for one in _ENDING:
+        signal.signal(one, interrupt)

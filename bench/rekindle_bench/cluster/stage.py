@@ -1,6 +1,5 @@
 """The stage of this topic: a test bed, new for each case, with its VM and a client."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -87,9 +86,9 @@ def _files(folder: Path) -> int:
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
     """Sets up the stage. `disk`: a folder on a real disk, for the store."""
     with ExitStack() as stack:
-        at = stack.enter_context(bench.folders(disk))
-        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bed-", dir=at.disk_dir)))
+        space = stack.enter_context(bench.workspace(binary, disk, namespaces=()))
+        beds = space.disk / "beds"
+        beds.mkdir()
         micro = guests.build(root, "micro").folder
-        ours = Rekindle(binary, at.work / "run")
         closing = stack.enter_context(ExitStack())
-        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, "", micro, own, closing)
+        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space, micro, beds, closing)

@@ -21,9 +21,9 @@ import typer
 from matplotlib.axes import Axes
 
 from rekindle_bench.rows import RowFile
-from rekindle_bench.stage import interrupt_on_signals
 from rekindle_bench.warm_cache.stage import CacheGuest, Stage, stage
 from rekindle_lab import style
+from rekindle_lab.machine import interrupt_on_signals
 from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.tables import table
 from rekindle_lab.web import Answer, Client

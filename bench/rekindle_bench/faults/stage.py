@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -291,9 +291,6 @@ def stage(
     done: dict[tuple[str, int], int],
 ) -> Iterator[Stage]:
     """Sets up the stage. `disk`: a folder on a real disk."""
-    with ExitStack() as stack:
-        at = stack.enter_context(bench.folders(disk))
-        name = stack.enter_context(netns.namespace(f"rkf{os.getpid()}"))
-        ours = Rekindle(binary, at.work / "run")
-        other = Rekindle(unchecked, at.work / "unchecked") if unchecked else None
-        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, other, done)
+    with bench.workspace(binary, disk) as space:
+        other = Rekindle(unchecked, space.work / "unchecked") if unchecked else None
+        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space, other, done)

@@ -1,15 +1,13 @@
 """The stage of this topic: emulated hosts, and guests of this machine."""
 
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rekindle_bench import stage as bench
 from rekindle_bench.rows import RowFile
-from rekindle_lab import netns
 from rekindle_lab.rekindle import Rekindle
 
 from .plan import Plan
@@ -40,8 +38,5 @@ class Stage(bench.Stage):
 @contextmanager
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, plan: Plan, done: Done) -> Iterator[Stage]:
     """Sets up the stage. `disk`: a folder on a real disk, for the disks of emulated hosts."""
-    with ExitStack() as stack:
-        at = stack.enter_context(bench.folders(disk))
-        name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))
-        ours = Rekindle(binary, at.work / "run")
-        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, plan, done)
+    with bench.workspace(binary, disk) as space:
+        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space, plan, done)

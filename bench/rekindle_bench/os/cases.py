@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from rekindle_bench.stage import NotPlannedError
+from rekindle_bench.case import NotPlannedError
 from rekindle_lab.guests import Image
 from rekindle_lab.leak import Leaky, leak_image, leaky
 from rekindle_lab.os_guest import OsGuest

@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rekindle_bench.stage import NotPlannedError
+from rekindle_bench.case import NotPlannedError
 from rekindle_lab import netns
 from rekindle_lab.os_guest import MICRO_DISK_BYTES, OsGuest, ask_often
 from rekindle_lab.page_client import PageClient, longest_gap

@@ -1,7 +1,6 @@
 """The stage of this topic: guests that are rebooted, with a client at each."""
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +10,6 @@ from typing import Any
 
 from rekindle_bench import stage as bench
 from rekindle_bench.rows import RowFile
-from rekindle_lab import netns
 from rekindle_lab.guests import Image
 from rekindle_lab.os_guest import OsGuest, ask_often, wait_saved
 from rekindle_lab.page_client import Gap, PageClient, longest_gap
@@ -147,7 +145,5 @@ def fill(row: Row, result: dict[str, Any], gap: Gap) -> None:
 @contextmanager
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
     """Sets up the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
-    with ExitStack() as stack:
-        at = stack.enter_context(bench.folders(disk))
-        name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))
-        yield Stage(root, Rekindle(binary, at.work / "run"), qemu, rows, at.work, at.ram_dir, at.disk_dir, name)
+    with bench.workspace(binary, disk) as space:
+        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space)

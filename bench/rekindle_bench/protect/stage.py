@@ -1,6 +1,5 @@
 """The stage of this topic: one guest with its workloads, the stores, and rows from a protector's events."""
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +8,6 @@ from typing import Any
 
 from rekindle_bench import stage as bench
 from rekindle_bench.rows import RowFile
-from rekindle_lab import netns
 from rekindle_lab.guests import Guest
 from rekindle_lab.protector import Protector
 from rekindle_lab.qmp import Qmp
@@ -88,8 +86,6 @@ def policy(how: str) -> str | None:
 def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, kind: type[Stage] = Stage) -> Iterator[Stage]:
     """Sets up the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
     with ExitStack() as stack:
-        at = stack.enter_context(bench.folders(disk))
-        name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))
-        rekindle = Rekindle(binary, at.work / "run")
+        space = stack.enter_context(bench.workspace(binary, disk))
         closing = stack.enter_context(ExitStack())
-        yield kind(root, rekindle, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, closing)
+        yield kind(root, Rekindle(binary, space.work / "run"), qemu, rows, space, closing)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from rekindle_bench.stage import NoRoomError
+from rekindle_bench.case import NoRoomError
 from rekindle_lab import netns
 from rekindle_lab.guests import Guest, size
 from rekindle_lab.rekindle import failed_requests

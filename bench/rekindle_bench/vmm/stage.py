@@ -47,9 +47,13 @@ LOAD = Client("files/020.bin", "4ms", ("--connections", "8", "--interval", "20ms
 class Stage(bench.Stage):
     """Everything that cases share."""
 
-    peer_netns: str
     records: list[dict[str, Any]] = field(default_factory=list)
     """Reboots with the client's throughput, for figure 8."""
+
+    @property
+    def peer_netns(self) -> str:
+        """The network namespace of the peer's guests."""
+        return self.space.namespaces[1]
 
     @contextmanager
     def peer(self, guest: Guest, *, wait: bool = True) -> Iterator["Peer"]:
@@ -187,8 +191,5 @@ def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Ite
 
     `disk`: a folder on a real disk, for copies of guest disks and saved RAM.
     """
-    with ExitStack() as stack:
-        at = stack.enter_context(bench.folders(disk))
-        names = [stack.enter_context(netns.namespace(f"rkb{os.getpid()}{end}")) for end in ("", "p")]
-        ours = Rekindle(binary, at.work / "run")
-        yield Stage(root, ours, qemu, rows, at.work, at.ram_dir, at.disk_dir, names[0], names[1])
+    with bench.workspace(binary, disk, namespaces=("", "p")) as space:
+        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rekindle_bench.stage import NotPlannedError
+from rekindle_bench.case import NotPlannedError
 from rekindle_lab import guests
 from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.web import Client, rates

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle_bench.stage import MIB, NoRoomError
+from rekindle_bench.case import NoRoomError
+from rekindle_bench.stage import MIB
 from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.slow import loop_device
 

@@ -1,7 +1,6 @@
 """The stage of this topic: a disk with limited rates, and guests on it that are rebooted."""
 
 import json
-import os
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rekindle_bench import stage as bench
+from rekindle_bench.case import NoRoomError
 from rekindle_bench.rows import RowFile
 from rekindle_lab import guests, netns
 from rekindle_lab.guests import QEMUS_OWN, Guest
@@ -142,7 +142,7 @@ class Stage(bench.Stage):
     def limit_rates(self, limit: str | None) -> None:
         """Limits the disk to one of the rates, or removes the limit."""
         if self.slow is None:
-            raise bench.NoRoomError("has no block I/O controller of control groups v1, so no disk can be limited")
+            raise NoRoomError("has no block I/O controller of control groups v1, so no disk can be limited")
         self.slow.limit_rates(LIMITS[limit] if limit else None)
 
     def from_retained_cache(self, guest: CacheGuest) -> int:
@@ -170,8 +170,6 @@ def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, *, slo
     `disk`: a folder on a real one. `slow`: with a disk that the kernel limits, where possible.
     """
     with ExitStack() as stack:
-        at = stack.enter_context(bench.folders(disk))
-        name = stack.enter_context(netns.namespace(f"rkb{os.getpid()}"))
-        held = stack.enter_context(slow_disk(at.disk_dir / "slow", 12288)) if slow and can_be_slow() else None
-        rekindle = Rekindle(binary, at.work / "run")
-        yield Stage(root, rekindle, qemu, rows, at.work, at.ram_dir, at.disk_dir, name, slow=held)
+        space = stack.enter_context(bench.workspace(binary, disk))
+        held = stack.enter_context(slow_disk(space.disk / "slow", 12288)) if slow and can_be_slow() else None
+        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space, slow=held)

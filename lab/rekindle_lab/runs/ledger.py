@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rekindle_lab.experiment.files import sync_folder
+from rekindle_lab.runs.files import sync_folder
 
 RUNS = "runs.jsonl"
 STARTED = "begun.jsonl"
@@ -23,21 +23,22 @@ class LedgerError(RuntimeError):
 
 
 class Ledger:
-    """The ledger of one experiment, open for appending."""
+    """The ledger of one experiment, open for appending. `prefix`: of its files, where several share a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "") -> None:
         self.folder = folder
-        self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._runs, self._started = folder / f"{prefix}{RUNS}", folder / f"{prefix}{STARTED}"
+        self._lock = os.open(folder / f".{prefix}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
             raise LedgerError(f"{folder}: this experiment is running already") from error
         try:
-            self.truncated = sum(_remove_truncated_line(folder / name) for name in (RUNS, STARTED))
+            self.truncated = sum(_remove_truncated_line(path) for path in (self._runs, self._started))
             """Number of lines that a crash had truncated."""
-            self.runs = _lines(folder / RUNS)
-            self.started = _lines(folder / STARTED)
+            self.runs = _lines(self._runs)
+            self.started = _lines(self._started)
         except BaseException:
             os.close(self._lock)
             raise
@@ -51,16 +52,16 @@ class Ledger:
         os.close(self._lock)
 
     @property
-    def done(self) -> set[int]:
+    def done(self) -> set[int | str]:
         """Returns the numbers of the runs that are done."""
         return {line["run"] for line in self.runs if line["outcome"] == "done"}
 
     @property
-    def failed(self) -> set[int]:
+    def failed(self) -> set[int | str]:
         """Returns the numbers of the runs that failed and are not done."""
         return {line["run"] for line in self.runs if line["outcome"] == "failed"} - self.done
 
-    def attempts(self, run: int) -> int:
+    def attempts(self, run: int | str) -> int:
         """Returns how often a run was started."""
         return sum(line["run"] == run and not line.get("cleared") for line in self.started)
 
@@ -70,18 +71,24 @@ class Ledger:
         over = {(line["run"], line["attempt"]) for line in [*self.runs, *cleared]}
         return [line for line in self.started if (line["run"], line["attempt"]) not in over]
 
+    def restart(self) -> None:
+        """Forgets all runs: the experiment starts anew."""
+        for path in (self._runs, self._started):
+            path.unlink(missing_ok=True)
+        self.runs, self.started = [], []
+
     def clear(self, started: dict[str, Any]) -> None:
         """Records that the remains of an interrupted attempt are removed."""
         self.begin({"run": started["run"], "attempt": started["attempt"], "cleared": True})
 
     def begin(self, line: dict[str, Any]) -> None:
         """Records that an attempt starts, before it does anything."""
-        _append(self.folder / STARTED, line)
+        _append(self._started, line)
         self.started.append(line)
 
     def end(self, line: dict[str, Any]) -> None:
         """Records its result. From now on it counts."""
-        _append(self.folder / RUNS, line)
+        _append(self._runs, line)
         self.runs.append(line)
 
 
