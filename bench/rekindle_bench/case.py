@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Case = Callable[[Any, Any], None]
-"""Measures on a stage by a plan, and appends rows."""
+"""Measures on a env by a plan, and appends rows."""
 
 
 class NoRoomError(Exception):

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rekindle_bench.case import Case, NoRoomError, NotPlannedError, Plan, Trial
+from rekindle_bench.environment import Environment
 from rekindle_bench.plausible import plausible_since
 from rekindle_bench.report import Findings, Report
 from rekindle_bench.rows import RowFile
-from rekindle_bench.stage import Stage
 from rekindle_lab import guests
 from rekindle_lab.machine import cache, machine_versions, qemu_version
 from rekindle_lab.rekindle import Rekindle
@@ -60,23 +60,23 @@ class Task:
 
 @dataclass
 class Run:
-    """A run that is under way. The topic sets `stage` once it is set up."""
+    """A run that is under way. The topic sets `environment` once it is set up."""
 
     task: Task
     rows: RowFile
     ledger: Ledger
     left_out: list[str]
-    stage: Stage | None = None
+    environment: Environment | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     """Further entries for TOPIC-run.json."""
     earlier: int = 0
     """Number of lines that the ledger had before."""
 
     def cases(self, cases: Mapping[str, Case]) -> None:
-        """Runs the cases on the stage."""
-        assert self.stage is not None
-        self.stage.trial = self.task.trial
-        run_cases(self.stage, self.ledger, cases, self.task.plan, self.task.only)
+        """Runs the cases in the environment."""
+        assert self.environment is not None
+        self.environment.trial = self.task.trial
+        run_cases(self.environment, self.ledger, cases, self.task.plan, self.task.only)
 
     def failed(self) -> list[str]:
         """Returns the cases with an error, of this run."""
@@ -121,8 +121,8 @@ def recorded(
                 "command": task.command,
                 "versions": versions,
                 "load_before": round(load, 2),
-                "left_out": run.left_out + (run.stage.left_out if run.stage else []),
-                "errors": (run.stage.errors if run.stage else []) + errors,
+                "left_out": run.left_out + (run.environment.left_out if run.environment else []),
+                "errors": (run.environment.errors if run.environment else []) + errors,
                 "failed": run.failed(),
                 **run.notes,
             }
@@ -133,48 +133,48 @@ def _clear(binary: Path, leaves: Leaves) -> None:
     Workspace.from_leaves(binary, leaves).remove()
 
 
-def run_cases(stage: Stage, ledger: Ledger, cases: Mapping[str, Case], plan: Plan, only: list[str]) -> None:
+def run_cases(env: Environment, ledger: Ledger, cases: Mapping[str, Case], plan: Plan, only: list[str]) -> None:
     """Runs the cases, or only those named. Errors of one are recorded, and the next one runs."""
     for name, case in cases.items():
-        reason = _reason_to_omit(stage, name, plan, only)
+        reason = _reason_to_omit(env, name, plan, only)
         if reason:
-            stage.left_out.append(f"case {name}: {reason}")
+            env.left_out.append(f"case {name}: {reason}")
         else:
-            execute(ledger, name, lambda _: stage.space.leaves, partial(_run_case, stage, name, case, plan))
+            execute(ledger, name, lambda _: env.space.leaves, partial(_run_case, env, name, case, plan))
 
 
-def _reason_to_omit(stage: Stage, name: str, plan: Plan, only: list[str]) -> str:
+def _reason_to_omit(env: Environment, name: str, plan: Plan, only: list[str]) -> str:
     if only and name not in only:
         return "not selected"
-    if stage.trial and name in stage.trial.not_tried:
-        return f"not tried: {stage.trial.not_tried[name]}"
-    if plan.budget_s is not None and time.monotonic() - stage.began > plan.budget_s:
+    if env.trial and name in env.trial.not_tried:
+        return f"not tried: {env.trial.not_tried[name]}"
+    if plan.budget_s is not None and time.monotonic() - env.began > plan.budget_s:
         return "no time left for it"
     return ""
 
 
-def _run_case(stage: Stage, name: str, case: Case, plan: Plan, leaves: Leaves) -> RunEnd:
-    del leaves  # the workspace of the stage, which all cases share
-    errors, left_out, rows = len(stage.errors), len(stage.left_out), stage.rows.count
+def _run_case(env: Environment, name: str, case: Case, plan: Plan, leaves: Leaves) -> RunEnd:
+    del leaves  # the workspace of the environment, which all cases share
+    errors, left_out, rows = len(env.errors), len(env.left_out), env.rows.count
     has_room = True
     try:
-        case(stage, plan)
+        case(env, plan)
     except NoRoomError as error:
         has_room = False
-        stage.left_out.append(f"case {name}: the machine {error}")
+        env.left_out.append(f"case {name}: the machine {error}")
     except NotPlannedError:
-        if stage.trial:
-            stage.errors.append(f"case {name}: the plan of the trial has none of it")
+        if env.trial:
+            env.errors.append(f"case {name}: the plan of the trial has none of it")
         else:
-            stage.left_out.append(f"case {name}: not part of this plan")
+            env.left_out.append(f"case {name}: not part of this plan")
     except Exception as error:
-        stage.errors.append(f"case {name}: {type(error).__name__}: {error}")
-        stage.log(stage.errors[-1])
-    if stage.trial:
-        stage.errors += [f"case {name}: {problem}" for problem in stage.rows.take_problems()]
-        if has_room and stage.rows.count == rows and len(stage.errors) == errors:
-            stage.errors.append(f"case {name}: it measured nothing")
-    failures, omissions, appended = stage.errors[errors:], stage.left_out[left_out:], stage.rows.count - rows
+        env.errors.append(f"case {name}: {type(error).__name__}: {error}")
+        env.log(env.errors[-1])
+    if env.trial:
+        env.errors += [f"case {name}: {problem}" for problem in env.rows.take_problems()]
+        if has_room and env.rows.count == rows and len(env.errors) == errors:
+            env.errors.append(f"case {name}: it measured nothing")
+    failures, omissions, appended = env.errors[errors:], env.left_out[left_out:], env.rows.count - rows
     outcome = "failed" if failures else "done" if appended or not omissions else "left out"
     return RunEnd(outcome, {"rows": appended, "errors": failures, "left_out": omissions})
 
@@ -191,15 +191,15 @@ class Topic:
     cases: Mapping[str, Case]
     left_out: Callable[[Any], list[str]]
     """Lists what a plan omits from the full one."""
-    stage: Callable[[Path, Path, str, RowFile, Path], AbstractContextManager[Stage]]
-    """Sets up the stage from: project's folder, binary, QEMU, file of rows, folder on a real disk."""
+    environment: Callable[[Path, Path, str, RowFile, Path], AbstractContextManager[Environment]]
+    """Sets up the environment from: project's folder, binary, QEMU, file of rows, folder on a real disk."""
 
     def measure(self, task: Task) -> Path:
         """Runs the cases and writes the raw files; returns the file of rows."""
         task.build_images(self.image)
         with (
             recorded(self.name, self.row, task, self.left_out) as here,
-            self.stage(task.root, task.binary, task.qemu, here.rows, cache()) as here.stage,
+            self.environment(task.root, task.binary, task.qemu, here.rows, cache()) as here.environment,
         ):
             here.cases(self.cases)
         return task.out / raw_name(self.name)

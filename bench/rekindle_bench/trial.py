@@ -110,7 +110,7 @@ LANES = 3
 
 
 def trial(topic: str) -> Trial:
-    """Returns what the stage of a topic needs to know."""
+    """Returns what the env of a topic needs to know."""
     return Trial(NOT_TRIED.get(topic, {}))
 
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from rekindle_bench import __main__ as command
 from rekindle_bench import run, trial
 from rekindle_bench.case import NoRoomError, NotPlannedError, Trial
+from rekindle_bench.environment import Environment
 from rekindle_bench.plausible import problems
 from rekindle_bench.report import NO_BAR, Figure, Findings
 from rekindle_bench.rows import RowFile
-from rekindle_bench.stage import Stage
 from rekindle_lab.rekindle import Rekindle
 from rekindle_lab.runs.ledger import Ledger, LedgerError
 from rekindle_lab.runs.workspace import Workspace
@@ -41,65 +41,65 @@ class Row:
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes a stage whose rows are checked, or not."""
+    """Makes a env whose rows are checked, or not."""
 
     def make(checked=None):
         begin_us = checked and (lambda row: problems(row, BEGIN_US, BEGIN_US + 1_000_000))
         rows = RowFile(tmp_path / "raw.csv", Row, check=begin_us)
         nothing = Rekindle(Path("/bin/true"), tmp_path)
         space = Workspace(nothing.binary, tmp_path, tmp_path, ("none",))
-        stage = Stage(tmp_path, nothing, "qemu", rows, space)
-        stage.trial = checked
-        return stage
+        env = Environment(tmp_path, nothing, "qemu", rows, space)
+        env.trial = checked
+        return env
 
     return make
 
 
-def run_all(stage, cases):
+def run_all(env, cases):
     """Runs the cases, and returns those that the ledger has as failed."""
-    with Ledger(stage.root) as ledger:
-        run.run_cases(stage, ledger, cases, PLAN, [])
+    with Ledger(env.root) as ledger:
+        run.run_cases(env, ledger, cases, PLAN, [])
         assert ledger.interrupted() == []
         return [line["run"] for line in ledger.runs if line["outcome"] == "failed"]
 
 
 def leaves(*rows):
-    def case(stage, plan):
+    def case(env, plan):
         for row in rows:
-            stage.rows.append(row)
+            env.rows.append(row)
 
     return case
 
 
 def fails(error):
-    def case(stage, plan):
+    def case(env, plan):
         raise error
 
     return case
 
 
 def test_a_failing_case_is_named_and_the_others_still_run(make):
-    stage = make()
+    env = make()
     cases = {"one": leaves(Row("one")), "two": fails(OSError("gone")), "three": leaves(Row("three"))}
-    assert run_all(stage, cases) == ["two"]
-    assert stage.rows.count == 2
-    assert stage.errors == ["case two: OSError: gone"]
+    assert run_all(env, cases) == ["two"]
+    assert env.rows.count == 2
+    assert env.errors == ["case two: OSError: gone"]
 
 
 def test_an_error_that_does_not_end_its_case_fails_it_too(make):
-    stage = make()
-    assert run_all(stage, {"one": lambda stage, plan: stage.errors.append("round 3: lost")}) == ["one"]
+    env = make()
+    assert run_all(env, {"one": lambda env, plan: env.errors.append("round 3: lost")}) == ["one"]
 
 
 def test_a_case_that_is_not_in_the_plan_is_left_out(make):
-    stage = make()
-    failed = run_all(stage, {"one": fails(NotPlannedError()), "two": fails(NoRoomError("needs 9 MiB"))})
-    assert stage.left_out == ["case one: not part of this plan", "case two: the machine needs 9 MiB"]
-    assert not stage.errors and not failed
+    env = make()
+    failed = run_all(env, {"one": fails(NotPlannedError()), "two": fails(NoRoomError("needs 9 MiB"))})
+    assert env.left_out == ["case one: not part of this plan", "case two: the machine needs 9 MiB"]
+    assert not env.errors and not failed
 
 
 def test_a_trial_requires_rows_of_every_case(make):
-    stage = make(Trial({"large": "takes hours"}))
+    env = make(Trial({"large": "takes hours"}))
     cases = {
         "good": leaves(Row("good", us=5)),
         "nothing": leaves(),
@@ -108,13 +108,13 @@ def test_a_trial_requires_rows_of_every_case(make):
         "wrong": leaves(Row("wrong", us=-5)),
         "full": fails(NoRoomError("needs 9 MiB")),
     }
-    assert run_all(stage, cases) == ["nothing", "none", "wrong"]
-    assert stage.errors == [
+    assert run_all(env, cases) == ["nothing", "none", "wrong"]
+    assert env.errors == [
         "case nothing: it measured nothing",
         "case none: the plan of the trial has none of it",
         "case wrong: row wrong ours: us is negative: -5",
     ]
-    assert "case large: not tried: takes hours" in stage.left_out
+    assert "case large: not tried: takes hours" in env.left_out
 
 
 @pytest.mark.parametrize(
@@ -263,15 +263,15 @@ def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, 
     task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
     space = Workspace(task.binary, tmp_path / "work", tmp_path / "disk", ())
 
-    def killed(stage, plan):
+    def killed(env, plan):
         for folder in (space.work, space.disk):
             folder.mkdir()
-        stage.rows.append(Row("one", us=1))
+        env.rows.append(Row("one", us=1))
         raise Killed
 
     def measure(case):
         with run.recorded("x", Row, task, lambda plan: []) as here:
-            here.stage = Stage(tmp_path, Rekindle(task.binary, space.work), "qemu", here.rows, space)
+            here.environment = Environment(tmp_path, Rekindle(task.binary, space.work), "qemu", here.rows, space)
             here.cases({"one": case})
 
     with pytest.raises(Killed):

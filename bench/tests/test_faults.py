@@ -15,11 +15,11 @@ import pytest
 from rekindle_bench.faults import analysis, plots
 from rekindle_bench.faults.cases import in_lanes, jobs
 from rekindle_bench.faults.code import Code
+from rekindle_bench.faults.damaged_guests import complaints
 from rekindle_bench.faults.kinds import KINDS
 from rekindle_bench.faults.plan import FULL, Plan
 from rekindle_bench.faults.ram import PAGE, Ram
 from rekindle_bench.faults.rows import Row, read
-from rekindle_bench.faults.stage import complaints
 from rekindle_bench.rows import RowFile
 
 START = 0xFFFFFFFF81000000

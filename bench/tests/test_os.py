@@ -18,8 +18,8 @@ from made_up import START_US
 from rekindle_bench.__main__ import main
 from rekindle_bench.os import analysis, boot, cases, rows
 from rekindle_bench.os.plan import FULL, GUESTS, QUICK, left_out, quick
+from rekindle_bench.os.rebooted_guests import OsEnvironment, describe_hang, fill, phase_of
 from rekindle_bench.os.rows import PEERS, WAYS, Row
-from rekindle_bench.os.stage import Stage, describe_hang, fill, phase_of
 from rekindle_lab import page_client
 from rekindle_lab.guests import Image
 from rekindle_lab.os_guest import OsGuest, make_disk
@@ -302,7 +302,7 @@ def test_a_guest_that_is_lost_is_booted(tmp_path):
     calls = []
     rekindle = SimpleNamespace(call=lambda *words: calls.append(words))
     one = SimpleNamespace(name="mute", phases=False, wait_ready=lambda: calls.append("ready"))
-    where = Stage(tmp_path, rekindle, "qemu", None, Workspace(tmp_path, tmp_path, tmp_path, ("ns",)))
+    where = OsEnvironment(tmp_path, rekindle, "qemu", None, Workspace(tmp_path, tmp_path, tmp_path, ("ns",)))
     where.record_loss(one, "it did not return")
     assert calls == [("reboot", "os", "mute", "--how", "cold"), "ready"]
     assert where.errors == ["it did not return"]
@@ -318,7 +318,7 @@ def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
                 raise RekindleError("it did not return")
             return Row("reboot", "micro", 512, "cold", 0)
 
-        stage = SimpleNamespace(
+        env = SimpleNamespace(
             os_guest=lambda *_, **__: guest(tmp_path, "micro"),
             ours=nullcontext,
             wait_saved=lambda _: None,
@@ -328,7 +328,7 @@ def test_a_loss_skips_a_row_and_too_many_end_the_case(tmp_path):
             log=lambda _: None,
         )
         try:
-            cases.CASES["micro"](stage, FULL)
+            cases.CASES["micro"](env, FULL)
         except RekindleError:
             return len(rows), len(losses), "stopped"
         return len(rows), len(losses), "whole"

@@ -11,11 +11,11 @@ from rekindle_lab.cluster.bed import NODES, Bed, BedError, wait_for
 from rekindle_lab.cluster.counter import PATIENCE, Answer
 from rekindle_lab.cluster.judge import PERIOD_S, losses
 
+from .beds import EVERY_S, GUEST_BYTES, BedEnvironment
 from .faults import KILLS, PASSING, Fault, draw, words
 from .output import output
 from .plan import Plan
 from .rows import Row
-from .stage import EVERY_S, GUEST_BYTES, Stage
 
 STEADY = 5
 """Checkpoints in a row before the next fault."""
@@ -56,10 +56,10 @@ class Way:
     strict: bool = False
     """Whether nothing that a client has received may be lost."""
 
-    def bed(self, stage: Stage) -> Bed:
+    def bed(self, env: BedEnvironment) -> Bed:
         """Starts a new bed for the case."""
         every = f"{round(self.every_s * 1000)}ms"
-        return stage.fresh(every, output_commit=self.output_commit, patience_s=self.patience_s)
+        return env.fresh(every, output_commit=self.output_commit, patience_s=self.patience_s)
 
 
 def record_outcome(row: Row, before: int, events: list[dict[str, Any]], answers: list[Answer], bound: int) -> None:
@@ -129,15 +129,15 @@ def _wait_recovered(bed: Bed, fault: Fault, before: int, at: int) -> None:
     bed.watched()
 
 
-def _run_fault(stage: Stage, way: Way, row: Row, fault: Fault) -> None:
+def _run_fault(env: BedEnvironment, way: Way, row: Row, fault: Fault) -> None:
     """Waits until all is well, injects the fault, waits for recovery, and records what happened."""
-    bed = stage.bed
+    bed = env.bed
     events = bed.settle(STEADY)
     before, home = bed.watched()
     if home != wait_for("Pacemaker to run the VM", bed.vm_node):
         raise BedError(f"Pacemaker has the VM elsewhere than on {home}, where its QEMU is")
     row.node = next(name for name in NODES if name != home) if fault.kind == "kill-other" else home
-    row.spare_bytes = stage.spare_bytes(home)
+    row.spare_bytes = env.spare_bytes(home)
     time.sleep(fault.wait_s)
     events = (bed.checkpoints() or events)[-STEADY:]
     row.interval_s = interval_s(events)
@@ -159,48 +159,48 @@ def _run_fault(stage: Stage, way: Way, row: Row, fault: Fault) -> None:
     row.recovered = row.recovered and not row.trouble
 
 
-def _series(stage: Stage, plan: Plan, way: Way, what: str, faults: Iterable[tuple[int, Fault]]) -> None:
+def _series(env: BedEnvironment, plan: Plan, way: Way, what: str, faults: Iterable[tuple[int, Fault]]) -> None:
     """Appends a row for each fault; after one from which the cluster does not recover, starts a new bed."""
-    if _late(stage, plan, what):
+    if _late(env, plan, what):
         return
-    way.bed(stage)
+    way.bed(env)
     for number, (seed, fault) in enumerate(faults):
-        if number and _late(stage, plan, f"{what} from {number + 1} on"):
+        if number and _late(env, plan, f"{what} from {number + 1} on"):
             return
         row = Row(way.case, number, fault.kind, seed, "", fault.lasts_s, 0, planned=way.planned, every_s=way.every_s)
         row.guest_bytes = GUEST_BYTES
         try:
-            _run_fault(stage, way, row, fault)
+            _run_fault(env, way, row, fault)
         except BedError as error:
             # The cluster was well after the fault before, but no longer is.
             row.recovered, row.trouble = False, f"before the fault: {error}"
         row.at_us = row.at_us or _now()
-        stage.rows.append(row)
+        env.rows.append(row)
         summary = f"silence {row.gap_s or 0.0:.2f} s, back {row.back} ({row.beyond} beyond)"
-        stage.log(f"{way.case}: {number + 1}: {fault.kind}: {summary}{'; ' + row.trouble if row.trouble else ''}")
+        env.log(f"{way.case}: {number + 1}: {fault.kind}: {summary}{'; ' + row.trouble if row.trouble else ''}")
         if not row.recovered and number + 1 < way.planned:
             with suppress(BedError):
-                stage.log("last events of the bed: " + "; ".join(words for _, words in stage.bed.events()[-12:]))
-            way.bed(stage)
+                env.log("last events of the bed: " + "; ".join(words for _, words in env.bed.events()[-12:]))
+            way.bed(env)
 
 
-def _late(stage: Stage, plan: Plan, what: str) -> bool:
-    late = plan.budget_s is not None and time.monotonic() - stage.began > plan.budget_s
+def _late(env: BedEnvironment, plan: Plan, what: str) -> bool:
+    late = plan.budget_s is not None and time.monotonic() - env.began > plan.budget_s
     if late:
-        stage.left_out.append(f"{what}: no time left for them")
+        env.left_out.append(f"{what}: no time left for them")
     return late
 
 
-def failover(stage: Stage, plan: Plan) -> None:
+def failover(env: BedEnvironment, plan: Plan) -> None:
     """Kills the node with the guest, repeatedly."""
     given = [(number, killed(number)) for number in range(plan.failovers)]
-    _series(stage, plan, Way("failover", plan.failovers), "fail-overs", given)
+    _series(env, plan, Way("failover", plan.failovers), "fail-overs", given)
 
 
-def faults(stage: Stage, plan: Plan) -> None:
+def faults(env: BedEnvironment, plan: Plan) -> None:
     """Injects random faults; their seeds are recorded."""
     given = [(number, draw(number)) for number in range(plan.faults)]
-    _series(stage, plan, Way("faults", plan.faults), "faults", given)
+    _series(env, plan, Way("faults", plan.faults), "faults", given)
 
 
 def killed(number: int) -> Fault:
@@ -214,20 +214,20 @@ def held_faults(count: int) -> list[tuple[int, Fault]]:
     return [(seed, draw(seed) if number % 2 else killed(number)) for number, seed in enumerate(seeds)]
 
 
-def held(stage: Stage, plan: Plan) -> None:
+def held(env: BedEnvironment, plan: Plan) -> None:
     """Injects faults with output commit: nothing that a client has seen may be lost."""
     way = Way("held", plan.held, HELD_EVERY_S, output_commit=True, patience_s=HELD_PATIENCE_S, strict=True)
-    _series(stage, plan, way, "faults with output commit", held_faults(plan.held))
+    _series(env, plan, way, "faults with output commit", held_faults(plan.held))
 
 
-def held_off(stage: Stage, plan: Plan) -> None:
+def held_off(env: BedEnvironment, plan: Plan) -> None:
     """Runs the control of `held` without output commit: the same check must detect what is lost."""
     way = Way("held-off", plan.held_off, HELD_EVERY_S, patience_s=HELD_PATIENCE_S, strict=True)
     given = [(number, killed(number)) for number in range(plan.held_off)]
-    _series(stage, plan, way, "fail-overs without output commit", given)
+    _series(env, plan, way, "fail-overs without output commit", given)
 
 
-CASES: dict[str, Callable[[Stage, Plan], None]] = {
+CASES: dict[str, Callable[[BedEnvironment, Plan], None]] = {
     "failover": failover,
     "faults": faults,
     "held": held,

@@ -15,9 +15,9 @@ from rekindle_lab.protector import Protector
 from rekindle_lab.stats import median, p99
 from rekindle_lab.stores import Store, over_tls
 
+from .beds import GUEST_BYTES, BedEnvironment
 from .plan import Plan
 from .rows import Row
-from .stage import GUEST_BYTES, Stage
 
 WAYS = ("none", "protect", "output-commit")
 """No protection; checkpoints alone; network output held until a checkpoint is committed."""
@@ -106,12 +106,12 @@ def turns(plan: Plan, number: int) -> list[tuple[str, float | None]]:
 
 
 @contextmanager
-def _protected(stage: Stage, guest: Guest, store: Store, how: str, every_s: float | None) -> Iterator[None]:
+def _protected(env: BedEnvironment, guest: Guest, store: Store, how: str, every_s: float | None) -> Iterator[None]:
     if every_s is None:
         yield
         return
     more = ["--output-commit"] if how == "output-commit" else []
-    protector = Protector(stage.rekindle, guest.name, store, f"{round(every_s * 1000)}ms", None, *more)
+    protector = Protector(env.rekindle, guest.name, store, f"{round(every_s * 1000)}ms", None, *more)
     try:
         # The first checkpoint has all memory, and the next what was written meanwhile.
         protector.wait("checkpoint", 3)
@@ -119,21 +119,21 @@ def _protected(stage: Stage, guest: Guest, store: Store, how: str, every_s: floa
         protector.stop()
     finally:
         protector.kill()
-        stage.rekindle.call("release", guest.name)
+        env.rekindle.call("release", guest.name)
 
 
-def output(stage: Stage, plan: Plan) -> None:
+def output(env: BedEnvironment, plan: Plan) -> None:
     """Measures a guest outside the cluster, with its store over TLS."""
-    stage.away()
-    with netns.namespace(f"rkb{getpid()}o") as name, over_tls(stage.rekindle, stage.disk_dir / "output") as place:
-        guest = Guest("output", stage.image("micro"), GUEST_BYTES >> 20, 31, None, name, stage.ram_dir, stage.disk_dir)
+    env.away()
+    with netns.namespace(f"rkb{getpid()}o") as name, over_tls(env.rekindle, env.disk_dir / "output") as place:
+        guest = Guest("output", env.image("micro"), GUEST_BYTES >> 20, 31, None, name, env.ram_dir, env.disk_dir)
         store = place.fresh(guest.name)
-        with stage.ours(guest):
+        with env.ours(guest):
             _warm(guest, plan.many_s)
             for number in range(plan.output_rounds):
                 for how, every_s in turns(plan, number):
-                    stage.log(f"output: turn {number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
-                    _window(stage, guest, store, how, every_s, number, plan)
+                    env.log(f"output: turn {number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
+                    _window(env, guest, store, how, every_s, number, plan)
 
 
 def _warm(guest: Guest, seconds: float) -> None:
@@ -144,14 +144,16 @@ def _warm(guest: Guest, seconds: float) -> None:
         line.close()
 
 
-def _window(stage: Stage, guest: Guest, store: Store, how: str, every_s: float | None, number: int, plan: Plan) -> None:
+def _window(
+    env: BedEnvironment, guest: Guest, store: Store, how: str, every_s: float | None, number: int, plan: Plan
+) -> None:
     began_us, planned = time.time_ns() // 1000, plan.output_rounds
     row = Row("output", number, how, number, "", plan.trips_s, began_us, planned, every_s=every_s)
     lines: list[socket.socket] = []
     try:
         # Connected before output is held: otherwise each connection would wait for a checkpoint of its own.
         lines += [_connect(guest) for _ in range(MANY)]
-        with _protected(stage, guest, store, how, every_s):
+        with _protected(env, guest, store, how, every_s):
             took = trips(lines[:CALLERS], plan.trips_s, number)
             row.trips, row.median_us, row.p99_us = len(took), median(took), p99(took)
             row.per_s = rate(lines, plan.many_s)
@@ -160,4 +162,4 @@ def _window(stage: Stage, guest: Guest, store: Store, how: str, every_s: float |
         for line in lines:
             line.close()
     row.guest_bytes = GUEST_BYTES
-    stage.rows.append(row)
+    env.rows.append(row)

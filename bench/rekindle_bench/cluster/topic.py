@@ -6,12 +6,12 @@ from rekindle_bench import run
 from rekindle_bench.report import Report
 
 from . import analysis, plots, rows
+from .beds import environment
 from .cases import CASES
 from .plan import left_out
-from .stage import stage
 
 TOPIC = "cluster"
-measure = run.Topic(TOPIC, "micro", rows.Row, CASES, left_out, stage).measure
+measure = run.Topic(TOPIC, "micro", rows.Row, CASES, left_out, environment).measure
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

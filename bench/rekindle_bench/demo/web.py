@@ -21,7 +21,7 @@ import typer
 from matplotlib.axes import Axes
 
 from rekindle_bench.rows import RowFile
-from rekindle_bench.warm_cache.stage import CacheGuest, Stage, stage
+from rekindle_bench.warm_cache.cache_guests import CacheEnvironment, CacheGuest, environment
 from rekindle_lab import style
 from rekindle_lab.machine import interrupt_on_signals
 from rekindle_lab.rekindle import RekindleError
@@ -90,7 +90,7 @@ class Reboot:
         return sum(one.bytes for one in self.after()[:FILES]) / (self.served() - self.well) / 1e6
 
 
-def through(on: Stage, guest: CacheGuest, client: Client, how: str) -> Reboot:
+def through(on: CacheEnvironment, guest: CacheGuest, client: Client, how: str) -> Reboot:
     """Reboots the guest while its web server is used."""
     time.sleep(BEFORE_S)
     started = time.monotonic()
@@ -103,7 +103,7 @@ def through(on: Stage, guest: CacheGuest, client: Client, how: str) -> Reboot:
     return Reboot(how, seen, well, end, on.from_retained_cache(guest))
 
 
-def measure(on: Stage) -> list[Reboot]:
+def measure(on: CacheEnvironment) -> list[Reboot]:
     """Measures both reboots of one guest, with a client."""
     image = on.image("debian")
     guest = CacheGuest("web", image, MEMORY_MIB, 1, None, on.netns, on.ram_dir, on.disk_dir, bytes_per_s=BYTES_PER_S)
@@ -202,7 +202,7 @@ def main(
     out = out.resolve()  # definitions in another folder name the disks next to it
     rows = RowFile(out.with_suffix(".csv"), Row)
     try:
-        with stage(root, rekindle.resolve(), qemu, rows, out.parent, slow=False) as on:
+        with environment(root, rekindle.resolve(), qemu, rows, out.parent, slow=False) as on:
             reboots = measure(on)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

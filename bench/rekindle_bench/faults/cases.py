@@ -10,11 +10,11 @@ import numpy as np
 
 from rekindle_lab.rekindle import RekindleError
 
+from .damaged_guests import FaultEnvironment, NoAnswerError, Subject, complaints
 from .kinds import BY_NAME, Kind
 from .plan import BLOCKS, Plan
 from .ram import Ram
 from .rows import Row
-from .stage import NoAnswerError, Stage, Subject, complaints
 
 PATIENCE_S = 4.0
 """How long a guest may take to answer, and its load to progress, before it counts as hung."""
@@ -40,14 +40,14 @@ def jobs(plan: Plan, done: dict[tuple[str, int], int]) -> list[tuple[int, str, i
     return left
 
 
-def faults(stage: Stage, plan: Plan) -> None:
+def faults(env: FaultEnvironment, plan: Plan) -> None:
     """Runs all faults, several guests at a time."""
-    waiting = jobs(plan, stage.done)
+    waiting = jobs(plan, env.done)
     total, lock = len(waiting), threading.Lock()
 
     def next_job() -> tuple[int, str, int] | None:
         with lock:
-            late = plan.budget_s is not None and time.monotonic() - stage.began > plan.budget_s
+            late = plan.budget_s is not None and time.monotonic() - env.began > plan.budget_s
             return None if late or not waiting or stopping.is_set() else waiting.pop(0)
 
     def lane(index: int) -> None:
@@ -55,34 +55,34 @@ def faults(stage: Stage, plan: Plan) -> None:
         try:
             while job := next_job():
                 block, name, checked = job
-                stage.log(f"run {total - len(waiting)} of {total}: {name}{'' if checked else ', unchecked'}")
+                env.log(f"run {total - len(waiting)} of {total}: {name}{'' if checked else ', unchecked'}")
                 row = Row(name, BY_NAME[name].of_class, checked, block, 1000 * block + index)
                 began = time.monotonic()
                 try:
                     if checked not in subjects:
                         stack = ExitStack()
-                        subjects[checked] = (stack.enter_context(stage.subject(index, checked)), stack)
-                    one_run(stage, subjects[checked][0], BY_NAME[name], row, plan)
+                        subjects[checked] = (stack.enter_context(env.subject(index, checked)), stack)
+                    one_run(env, subjects[checked][0], BY_NAME[name], row, plan)
                 except (NoAnswerError, RekindleError, OSError, ValueError) as error:
                     # The guest is in no state to be used again.
                     row.note = f"{row.note} {type(error).__name__}: {error}".strip()[:400]
-                    stage.log(f"{name}: {row.note}")
+                    env.log(f"{name}: {row.note}")
                     with lock:
-                        stage.errors.append(f"run {block} of {name}{'' if checked else ', unchecked'}: {row.note}")
+                        env.errors.append(f"run {block} of {name}{'' if checked else ', unchecked'}: {row.note}")
                     if checked in subjects:
                         subjects.pop(checked)[1].close()
                 row.us = int((time.monotonic() - began) * 1e6)
                 with lock:
-                    stage.rows.append(row)
+                    env.rows.append(row)
         finally:
             with ExitStack() as all_of:
                 for _, stack in subjects.values():
                     all_of.callback(stack.close)
 
     stopping = threading.Event()
-    in_lanes(plan.lanes, lane, stopping, lambda: stage.left_out.append(f"{len(waiting)} of {total} runs: broken off"))
+    in_lanes(plan.lanes, lane, stopping, lambda: env.left_out.append(f"{len(waiting)} of {total} runs: broken off"))
     if waiting:
-        stage.left_out.append(f"{len(waiting)} of {total} runs: no time left for them")
+        env.left_out.append(f"{len(waiting)} of {total} runs: no time left for them")
 
 
 def in_lanes(
@@ -115,7 +115,7 @@ def in_lanes(
         raise
 
 
-def one_run(stage: Stage, subject: Subject, kind: Kind, row: Row, plan: Plan) -> None:
+def one_run(env: FaultEnvironment, subject: Subject, kind: Kind, row: Row, plan: Plan) -> None:
     """Injects faults of one type, reboots, and compares."""
     rng = random.Random(f"{row.block} {kind.name} {row.checked}")
     generation, console_length = subject.generation(), len(subject.console())
@@ -125,7 +125,7 @@ def one_run(stage: Stage, subject: Subject, kind: Kind, row: Row, plan: Plan) ->
     with subject.traffic():
         _wait_loaded(subject)
         try:
-            row.put, row.hit = put_in(stage, subject, kind, rng)
+            row.put, row.hit = put_in(env, subject, kind, rng)
         except NoAnswerError as error:
             # The guest may end while the faults are injected.
             row.put, row.note = kind.count, f"{error}"[:100]
@@ -157,7 +157,7 @@ def _wait_loaded(subject: Subject) -> None:
         raise RekindleError(f"{subject.guest.name}: its load does nothing")
 
 
-def put_in(stage: Stage, subject: Subject, kind: Kind, rng: random.Random) -> tuple[int, list[int]]:
+def put_in(env: FaultEnvironment, subject: Subject, kind: Kind, rng: random.Random) -> tuple[int, list[int]]:
     """Injects the faults; returns their number, and the blocks whose page-cache frames they hit, where known."""
     if kind.method == "nothing":
         return 0, []
@@ -165,7 +165,7 @@ def put_in(stage: Stage, subject: Subject, kind: Kind, rng: random.Random) -> tu
         _ok(subject.ask(f"fault {kind.name} {kind.count} {rng.randrange(1 << 32)}", 5.0), f"fault {kind.name}")
         return kind.count, []
     if kind.method == "code":
-        return _change_code(stage, subject, kind, rng), []
+        return _change_code(env, subject, kind, rng), []
     stacks = subject.receive("cat /proc/rekindle-fault", None).decode() if kind.method == "stack" else ""
     queue = subject.receive_queue() if kind.method == "dma" else {}
     ram = Ram(subject.ram_file())
@@ -185,11 +185,11 @@ def put_in(stage: Stage, subject: Subject, kind: Kind, rng: random.Random) -> tu
         ram.close()
 
 
-def _change_code(stage: Stage, subject: Subject, kind: Kind, rng: random.Random) -> int:
-    if stage.code is None:
+def _change_code(env: FaultEnvironment, subject: Subject, kind: Kind, rng: random.Random) -> int:
+    if env.code is None:
         raise ValueError("the kernel's code is not known")
     done = 0
-    for tried, change in enumerate(stage.code.changes(kind.name, rng)):
+    for tried, change in enumerate(env.code.changes(kind.name, rng)):
         if done == kind.count or tried == TRIES * kind.count:
             return done
         try:
@@ -268,4 +268,4 @@ def compare(subject: Subject, row: Row) -> None:
     row.kept = left + sum(counts.values())
 
 
-CASES: dict[str, Callable[[Stage, Plan], None]] = {"faults": faults}
+CASES: dict[str, Callable[[FaultEnvironment, Plan], None]] = {"faults": faults}

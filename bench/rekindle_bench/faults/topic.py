@@ -10,8 +10,8 @@ from rekindle_lab.machine import cache
 
 from . import analysis, plots, rows
 from .cases import CASES
+from .damaged_guests import environment
 from .plan import left_out
-from .stage import stage
 
 TOPIC = "faults"
 
@@ -31,9 +31,9 @@ def measure(task: run.Task) -> Path:
     unchecked = build_unchecked(task.root) if task.plan.unchecked else None
     with (
         run.recorded(TOPIC, rows.Row, task, left_out, append=resumed) as here,
-        stage(task.root, task.binary, unchecked, task.qemu, here.rows, cache(), done) as here.stage,
+        environment(task.root, task.binary, unchecked, task.qemu, here.rows, cache(), done) as here.environment,
     ):
-        here.stage.fault_image()
+        here.environment.fault_image()
         here.cases(CASES)
     return raw
 

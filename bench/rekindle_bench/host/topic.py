@@ -10,8 +10,8 @@ from rekindle_lab.machine import cache
 
 from . import analysis, plots, rows
 from .cases import CASES
+from .emulated_hosts import Done, environment
 from .plan import left_out
-from .stage import Done, stage
 
 TOPIC = "host"
 RECORDS = "host-breakdown.json"
@@ -30,9 +30,9 @@ def measure(task: run.Task) -> Path:
     try:
         with (
             run.recorded(TOPIC, rows.Row, task, left_out, append=resumed) as here,
-            stage(task.root, task.binary, task.qemu, here.rows, cache(), task.plan, done) as here.stage,
+            environment(task.root, task.binary, task.qemu, here.rows, cache(), task.plan, done) as here.environment,
         ):
-            here.stage.records = records
+            here.environment.records = records
             here.cases(CASES)
     finally:
         (task.out / RECORDS).write_text(json.dumps(records) + "\n")

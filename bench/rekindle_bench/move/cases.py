@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rekindle_bench.protect.stage import Stage
+from rekindle_bench.protect.working_guests import ProtectEnvironment
 from rekindle_lab import netns
 from rekindle_lab.guests import Guest, size
 from rekindle_lab.netns import Tap
@@ -45,58 +45,60 @@ class DestinationHost:
 
 
 @contextmanager
-def _there(stage: Stage) -> Iterator[DestinationHost]:
+def _there(env: ProtectEnvironment) -> Iterator[DestinationHost]:
     with ExitStack() as stack:
-        other = stack.enter_context(netns.namespace(f"{stage.netns}b"))
-        ram = stage.ram_dir / "there"
+        other = stack.enter_context(netns.namespace(f"{env.netns}b"))
+        ram = env.ram_dir / "there"
         ram.mkdir(exist_ok=True)
-        there = Rekindle(stage.rekindle.binary, stage.work / "there")
-        ssh = stage.work / "ssh"
+        there = Rekindle(env.rekindle.binary, env.work / "there")
+        ssh = env.work / "ssh"
         ssh.write_text(f'#!/bin/sh\nshift\nREKINDLE_RUN_DIR={there.run_dir} exec sh -c "$*"\n')
         ssh.chmod(0o755)
         yield DestinationHost(there, other, ram, ssh)
 
 
-def moves(stage: Stage, plan: Plan) -> None:
+def moves(env: ProtectEnvironment, plan: Plan) -> None:
     """Moves by size, load and way."""
-    with _there(stage) as there:
+    with _there(env) as there:
         for number in range(plan.rounds):
             for mib, touch in plan.sizes.items():
                 for load in plan.loads:
-                    stage.log(f"move: round {number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
+                    env.log(f"move: round {number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
                     for how in HOWS:
-                        _move_once(stage, there, mib, touch, load, how, number)
+                        _move_once(env, there, mib, touch, load, how, number)
 
 
-def _move_once(stage: Stage, there: DestinationHost, mib: int, touch: str, load: int, how: str, number: int) -> None:
-    stage.need(memory_mib=2 * mib, disk_mib=2 * mib)
-    guest = stage.guest("goes", IMAGE, mib, 21, touch)
+def _move_once(
+    env: ProtectEnvironment, there: DestinationHost, mib: int, touch: str, load: int, how: str, number: int
+) -> None:
+    env.need(memory_mib=2 * mib, disk_mib=2 * mib)
+    guest = env.guest("goes", IMAGE, mib, 21, touch)
     row = Row("moves", mib, f"dirty {load}" if load else "idle", how, STORES.get(how, ""), number)
-    with stage.ours(guest), ExitStack() as stack:
+    with env.ours(guest), ExitStack() as stack:
         if load:
             guest.command(f"dirty {load} 64 random")
         began: list[float] = []
-        with stage.rekindle.probes([(guest.echo_url, guest.netns)], every="2ms", margin_s=QUIET_S) as probes:
+        with env.rekindle.probes([(guest.echo_url, guest.netns)], every="2ms", margin_s=QUIET_S) as probes:
             began.append(time.time())
             if how in STORES:
-                store = stage.store(STORES[how]).fresh("goes")
+                store = env.store(STORES[how]).fresh("goes")
                 stack.callback(store.remove)
                 stack.callback(lambda: there.rekindle.call("stop", guest.name, "--now", ok=range(256)))
-                stop = _ours(stage, there, guest, store, row)
+                stop = _ours(env, there, guest, store, row)
             else:
-                stop = _qemu(stage, there, guest, how, row)
+                stop = _qemu(env, there, guest, how, row)
         if stop is not None:
             _service(probes[0], began[0], stop, row)
-        stage.rows.append(row)
+        env.rows.append(row)
 
 
-def _ours(stage: Stage, there: DestinationHost, guest: Guest, store: Store, row: Row) -> float:
+def _ours(env: ProtectEnvironment, there: DestinationHost, guest: Guest, store: Store, row: Row) -> float:
     """Runs `rekindle move`; returns when the guest was stopped, in s since 1970."""
-    definition = stage.work / "goes-there.toml"
-    definition.write_text(there.guest_there(guest).definition(stage.qemu))
+    definition = env.work / "goes-there.toml"
+    definition.write_text(there.guest_there(guest).definition(env.qemu))
     reach = ("--to", "there", "--ssh", str(there.ssh), "--rekindle", str(there.rekindle.binary))
     started = time.time()
-    moved = stage.rekindle.call(
+    moved = env.rekindle.call(
         "move",
         guest.name,
         *reach,
@@ -125,20 +127,20 @@ def _ours(stage: Stage, there: DestinationHost, guest: Guest, store: Store, row:
     return started + (moved["us"] - moved["stopped_us"]) / 1e6
 
 
-def _qemu(stage: Stage, there: DestinationHost, guest: Guest, how: str, row: Row) -> float | None:
+def _qemu(env: ProtectEnvironment, there: DestinationHost, guest: Guest, how: str, row: Row) -> float | None:
     """Runs QEMU's migration; returns when the guest was stopped, in s since 1970, or `None` if it never was."""
-    shown = stage.rekindle.show(guest.name)
+    shown = env.rekindle.show(guest.name)
     tap = Tap(f"rkm{os.getpid() % 100000}", there.netns, guest.host_address)
     try:
-        with stage.qmp(guest) as source:
+        with env.qmp(guest) as source:
             ram = there.ram / "migrated.ram"
-            vm = migrate.Vm(stage.qemu, shown["command_line"], shown["vmm"]["directory"])
-            with migrate.waiting(vm, stage.work / "migrated", tap, ram) as target:
+            vm = migrate.Vm(env.qemu, shown["command_line"], shown["vmm"]["directory"])
+            with migrate.waiting(vm, env.work / "migrated", tap, ram) as target:
                 done = migrate.migrate(source, target, how)
                 there.guest_there(guest).wait_ready()
     except migrate.NotConvergedError as error:
         row.converged = 0
-        stage.log(str(error))
+        env.log(str(error))
         return None
     finally:
         tap.close()
@@ -164,4 +166,4 @@ def _service(probe: Probe, began: float, stop: float, row: Row) -> None:
     row.before_per_s, row.during_per_s = rate(begins + width, began), rate(began, stop)
 
 
-CASES: dict[str, Callable[[Stage, Plan], None]] = {"moves": moves}
+CASES: dict[str, Callable[[ProtectEnvironment, Plan], None]] = {"moves": moves}

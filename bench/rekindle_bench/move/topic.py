@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rekindle_bench import run
-from rekindle_bench.protect.stage import stage
+from rekindle_bench.protect.working_guests import environment
 from rekindle_bench.report import Report
 from rekindle_lab.models.moves import TABLE
 
@@ -12,7 +12,7 @@ from .cases import CASES, IMAGE
 from .plan import left_out
 
 TOPIC = "move"
-measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage).measure
+measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, environment).measure
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

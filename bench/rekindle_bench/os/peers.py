@@ -33,8 +33,8 @@ from rekindle_lab.qmp import Qmp, QmpError
 from rekindle_lab.slow import run
 
 from .plan import Plan
+from .rebooted_guests import SETTLE_S, OsEnvironment
 from .rows import PEERS, Row
-from .stage import SETTLE_S, Stage
 
 INDEX = 50
 DEADLINE_S = 120.0
@@ -49,7 +49,7 @@ BOOTED = ("qboot", "microvm")
 class Peer:
     """One guest, under one QEMU after the other."""
 
-    stage: Stage
+    env: OsEnvironment
     guest: OsGuest
     how: str
     like: list[str]
@@ -98,7 +98,7 @@ class Peer:
         self.qmp.unlink(missing_ok=True)
         with (self.folder / "qemu.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [self.stage.qemu, *self.words(), *more],
+                [self.env.qemu, *self.words(), *more],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -184,17 +184,17 @@ class Peer:
         return row
 
 
-def has_kvm(stage: Stage, guest: OsGuest) -> bool:
+def has_kvm(env: OsEnvironment, guest: OsGuest) -> bool:
     """Whether the guest runs under KVM."""
-    line = stage.rekindle.show(guest.name)["command_line"]
+    line = env.rekindle.show(guest.name)["command_line"]
     return any(one == "-accel" and line[at + 1].startswith("kvm") for at, one in enumerate(line[:-1]))
 
 
 @contextmanager
-def peer(stage: Stage, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
+def peer(env: OsEnvironment, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
     """Starts a guest with the kind, memory and processors of `like`; saves and restarts it if that is its way."""
-    stage.need(memory_mib=int(like.memory_mib * 1.2) + 256, disk_mib=3 * like.memory_mib)
-    line = stage.rekindle.show(like.name)["command_line"]
+    env.need(memory_mib=int(like.memory_mib * 1.2) + 256, disk_mib=3 * like.memory_mib)
+    line = env.rekindle.show(like.name)["command_line"]
     taken = [word for at, one in enumerate(line[:-1]) if one in TAKEN_OVER for word in (one, line[at + 1])]
     guest = OsGuest(
         f"{like.kind}-{how}",
@@ -202,18 +202,18 @@ def peer(stage: Stage, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
         like.memory_mib,
         index,
         None,
-        stage.netns,
-        stage.ram_dir,
-        stage.disk_dir,
+        env.netns,
+        env.ram_dir,
+        env.disk_dir,
         kind=like.kind,
     )
-    folder = stage.disk_dir / guest.name
+    folder = env.disk_dir / guest.name
     folder.mkdir()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        tap = netns.Tap(f"rkp{index}x{like.index}", stage.netns, guest.host_address)
+        tap = netns.Tap(f"rkp{index}x{like.index}", env.netns, guest.host_address)
         stack.callback(tap.close)
-        made = Peer(stage, guest, how, taken, tap, folder)
+        made = Peer(env, guest, how, taken, tap, folder)
         stack.callback(made.end)
         made.make_disks()
         made.start()
@@ -225,7 +225,7 @@ def peer(stage: Stage, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
         yield made
 
 
-def peers(stage: Stage, plan: Plan) -> None:
+def peers(env: OsEnvironment, plan: Plan) -> None:
     """Measures Rekindle and each peer, by turns."""
     if not any(plan.peers.values()):
         raise NotPlannedError
@@ -234,21 +234,21 @@ def peers(stage: Stage, plan: Plan) -> None:
             continue
         index = INDEX + (0 if kind == "micro" else 10)
         with ExitStack() as stack:
-            plain = stack.enter_context(stage.ours(stage.os_guest(kind, index, plan.memory_mib)))
-            keeps = stack.enter_context(stage.ours(stage.os_guest(kind, index + 1, plan.memory_mib, phases=True)))
+            plain = stack.enter_context(env.ours(env.os_guest(kind, index, plan.memory_mib)))
+            keeps = stack.enter_context(env.ours(env.os_guest(kind, index + 1, plan.memory_mib, phases=True)))
             assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
-            stage.wait_saved(keeps)
+            env.wait_saved(keeps)
             ways: dict[str, Callable[[int], Row]] = {}
             for how in OURS:
                 guest = plain if how == "cold" else keeps
-                ways[how] = lambda number, guest=guest, how=how: stage.reboot(guest, how, number, "peers")
+                ways[how] = lambda number, guest=guest, how=how: env.reboot(guest, how, number, "peers")
             for at, how in enumerate(PEERS):
-                if how == "microvm" and not has_kvm(stage, plain):
-                    stage.left_out.append(f"{kind}: peer microvm: without KVM Debian's kernel does not boot in it")
+                if how == "microvm" and not has_kvm(env, plain):
+                    env.left_out.append(f"{kind}: peer microvm: without KVM Debian's kernel does not boot in it")
                     continue
-                ways[how] = stack.enter_context(peer(stage, plain, how, index + 2 + at)).round
+                ways[how] = stack.enter_context(peer(env, plain, how, index + 2 + at)).round
             for number in range(rounds):
                 for how, restart in ways.items():
                     row = restart(number)
-                    stage.rows.append(row)
-                    stage.log(f"peers: {kind}: {number + 1} of {rounds}: {how}: {(row.gap_us or 0) / 1e6:.2f} s")
+                    env.rows.append(row)
+                    env.log(f"peers: {kind}: {number + 1} of {rounds}: {how}: {(row.gap_us or 0) / 1e6:.2f} s")

@@ -10,10 +10,10 @@ from rekindle_lab.leak import leak_image
 from . import analysis, plots, rows
 from .cases import CASES
 from .plan import QUICK, left_out, quick
-from .stage import IMAGE, stage
+from .rebooted_guests import IMAGE, environment
 
 TOPIC = "os"
-_TOPIC = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage)
+_TOPIC = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, environment)
 
 
 def measure(task: run.Task) -> Path:

@@ -18,7 +18,7 @@ from rekindle_lab.work import Window, Work
 
 from .plan import Pause, Plan
 from .rows import DEFAULT, POLICIES, Row
-from .stage import Stage, policy, span
+from .working_guests import ProtectEnvironment, policy, span
 
 MEMORY_MIB = 512
 """The paper's guest."""
@@ -30,43 +30,43 @@ COMMIT_BYTES = 46_000_000
 WRONG_EVERY_S = 0.05
 
 
-def pause(stage: Stage, plan: Plan) -> None:
+def pause(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures guest-stopped time while the guest compiles: every policy and every peer in turn, at each size."""
     for index, (mib, wanted) in enumerate(plan.pause.items(), start=1):
-        stage.log(f"pause: starting a guest with {size(mib)}")
-        with stage.working(f"pause{mib}", mib, index, wanted.touch) as (guest, work):
-            store = stage.store("disk").fresh(guest.name)
+        env.log(f"pause: starting a guest with {size(mib)}")
+        with env.working(f"pause{mib}", mib, index, wanted.touch) as (guest, work):
+            store = env.store("disk").fresh(guest.name)
             work.loop("compile")
             for number in range(wanted.rounds):
-                stage.log(f"pause: {size(mib)}: round {number + 1} of {wanted.rounds}")
-                _round(stage, guest, store, wanted, number)
+                env.log(f"pause: {size(mib)}: round {number + 1} of {wanted.rounds}")
+                _round(env, guest, store, wanted, number)
             store.remove()
 
 
-def _round(stage: Stage, guest: Guest, store: Store, wanted: Pause, number: int) -> None:
+def _round(env: ProtectEnvironment, guest: Guest, store: Store, wanted: Pause, number: int) -> None:
     common = {"case": "pause", "memory_mib": guest.memory_mib, "workload": "compile", "store": "disk", "round": number}
     peers = dict(wanted.saves)
     for how in POLICIES:
         count = ("--count", str(wanted.checkpoints + 1))
-        with protected(stage.rekindle, guest.name, store, span(PAUSE_EVERY_S), policy(how), *count) as protector:
+        with protected(env.rekindle, guest.name, store, span(PAUSE_EVERY_S), policy(how), *count) as protector:
             protector.wait("checkpoint", wanted.checkpoints + 1, timeout=60 + 30 * wanted.checkpoints)
             protector.join()
-            stage.checkpoints(protector, 1, **common, how=how, every_s=PAUSE_EVERY_S)
+            env.checkpoints(protector, 1, **common, how=how, every_s=PAUSE_EVERY_S)
         if peers:
             saves = peers.popitem()
-            _peer(stage, guest, *saves, common)
+            _peer(env, guest, *saves, common)
     for how, times in peers.items():
-        _peer(stage, guest, how, times, common)
+        _peer(env, guest, how, times, common)
 
 
-def _peer(stage: Stage, guest: Guest, how: str, times: int, common: dict[str, Any]) -> None:
-    path = stage.disk_dir / f"{guest.name}.save"
+def _peer(env: ProtectEnvironment, guest: Guest, how: str, times: int, common: dict[str, Any]) -> None:
+    path = env.disk_dir / f"{guest.name}.save"
     try:
-        with stage.qmp(guest) as qmp:
+        with env.qmp(guest) as qmp:
             for _ in range(times):
                 time.sleep(GAP_S)  # gives the guest time to work
                 saved = snapshot.save(qmp, how, path)
-                stage.rows.append(
+                env.rows.append(
                     Row(
                         what="save",
                         how=how,
@@ -82,7 +82,7 @@ def _peer(stage: Stage, guest: Guest, how: str, times: int, common: dict[str, An
 
 
 def _window(
-    stage: Stage,
+    env: ProtectEnvironment,
     guest: Guest,
     work: Work,
     store: Store | None,
@@ -97,7 +97,7 @@ def _window(
     protection = (
         nullcontext(None)
         if store is None or every_s is None
-        else protected(stage.rekindle, guest.name, store, span(every_s), policy(how))
+        else protected(env.rekindle, guest.name, store, span(every_s), policy(how))
     )
     with protection as protector:
         if protector is not None:
@@ -111,9 +111,9 @@ def _window(
     within = 0
     if protector is not None and store is not None:
         within = sum(begin <= event["stopped_host_us"] <= end for event in protector.of("checkpoint"))
-        stage.checkpoints(protector, 2, **common)
-        detach(stage.rekindle, guest.name, store, policy(how))
-    stage.rows.append(
+        env.checkpoints(protector, 2, **common)
+        detach(env.rekindle, guest.name, store, policy(how))
+    env.rows.append(
         Row(
             what="window",
             units=window.count,
@@ -128,53 +128,53 @@ def _window(
     return window
 
 
-def intervals(stage: Stage, plan: Plan) -> None:
+def intervals(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures table I, figures 2 and 3: size, commit, pause, overhead by interval, workload, policy and store."""
-    with stage.working("table", MEMORY_MIB, 10) as (guest, work):
+    with env.working("table", MEMORY_MIB, 10) as (guest, work):
         for number, (kind, workload, how) in enumerate(plan.cells):
-            if not stage.has_store(kind):
+            if not env.has_store(kind):
                 continue
-            store = stage.store(kind).fresh(f"table-{workload}-{how}")
+            store = env.store(kind).fresh(f"table-{workload}-{how}")
             common = {"case": "intervals", "round": number}
             work.run(workload, plan.units.of(workload))  # so that the guest has it all in its page cache
-            _window(stage, guest, work, None, plan, workload, None, "none", **common)
+            _window(env, guest, work, None, plan, workload, None, "none", **common)
             for every_s in plan.intervals_s:
-                stage.log(f"intervals: {workload}, {how}, {kind}, every {every_s:g} s")
-                _window(stage, guest, work, store, plan, workload, every_s, how, **common)
-            _window(stage, guest, work, None, plan, workload, None, "none", **common)
+                env.log(f"intervals: {workload}, {how}, {kind}, every {every_s:g} s")
+                _window(env, guest, work, store, plan, workload, every_s, how, **common)
+            _window(env, guest, work, None, plan, workload, None, "none", **common)
             store.remove()
 
 
-def slowdown(stage: Stage, plan: Plan) -> None:
+def slowdown(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures the same work with and without protection every 2 s, by turns: A B, B A, A B, ..."""
-    with stage.working("slow", MEMORY_MIB, 11) as (guest, work):
+    with env.working("slow", MEMORY_MIB, 11) as (guest, work):
         for workload, pairs in plan.slowdown.items():
-            store = stage.store("disk").fresh(f"slowdown-{workload}")
+            store = env.store("disk").fresh(f"slowdown-{workload}")
             work.run(workload, plan.units.of(workload))  # so that the guest has it all in its page cache
             for number in range(pairs):
-                stage.log(f"slowdown: {workload}: pair {number + 1} of {pairs}")
+                env.log(f"slowdown: {workload}: pair {number + 1} of {pairs}")
                 turns = [(None, None, "none"), (store, 2.0, DEFAULT)]
                 for at, every_s, how in turns if number % 2 == 0 else turns[::-1]:
                     common = {"case": "slowdown", "round": number}
-                    _window(stage, guest, work, at, plan, workload, every_s, how, **common)
+                    _window(env, guest, work, at, plan, workload, every_s, how, **common)
             store.remove()
 
 
-def rates(stage: Stage, plan: Plan) -> None:
+def rates(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures memory written at a set rate, and an idle guest: every policy, a checkpoint per second."""
-    with stage.working("rates", MEMORY_MIB, 12) as (guest, _):
+    with env.working("rates", MEMORY_MIB, 12) as (guest, _):
         area = max(area for _, area in plan.rates)
         guest.command(f"touch {max(1, int(area))}M")
         for number, (rate, area) in enumerate(plan.rates):
             guest.command(f"dirty {rate:g} {area:g} random" if rate else "dirty 0")
             for how in POLICIES:
-                stage.log(f"rates: {rate:g} MB/s over {area:g} MB, {how}")
-                store = stage.store("disk").fresh("rates")
+                env.log(f"rates: {rate:g} MB/s over {area:g} MB, {how}")
+                store = env.store("disk").fresh("rates")
                 count = ("--count", str(plan.rate_checkpoints + 1))
-                with protected(stage.rekindle, guest.name, store, "1s", policy(how), *count) as protector:
+                with protected(env.rekindle, guest.name, store, "1s", policy(how), *count) as protector:
                     protector.wait("checkpoint", plan.rate_checkpoints + 1)
                     protector.join()
-                    stage.checkpoints(
+                    env.checkpoints(
                         protector,
                         1,
                         case="rates",
@@ -189,32 +189,32 @@ def rates(stage: Stage, plan: Plan) -> None:
                 store.remove()
 
 
-def commit(stage: Stage, plan: Plan) -> None:
+def commit(env: ProtectEnvironment, plan: Plan) -> None:
     """Measures a checkpoint of 46 MB that do not compress, by turns with dd of as many bytes to the same disk."""
     pages = math.ceil(COMMIT_BYTES / 4096)
     area_mib = math.ceil(pages * 4096 / (1 << 20))
-    source, target = stage.work / "dd.source", stage.disk_dir / "dd.target"
-    with stage.working("commit", MEMORY_MIB, 13) as (guest, _):
-        store = stage.store("disk").fresh("commit")
+    source, target = env.work / "dd.source", env.disk_dir / "dd.target"
+    with env.working("commit", MEMORY_MIB, 13) as (guest, _):
+        store = env.store("disk").fresh("commit")
         guest.command(f"touch {area_mib}M")
         common = {"case": "commit", "memory_mib": MEMORY_MIB, "workload": "dirty", "store": "disk"}
-        with protected(stage.rekindle, guest.name, store, "1h") as protector:
+        with protected(env.rekindle, guest.name, store, "1h") as protector:
             protector.stop()
         try:
             for number in range(plan.commit):
-                stage.log(f"commit: turn {number + 1} of {plan.commit}")
+                env.log(f"commit: turn {number + 1} of {plan.commit}")
                 _rewrite(guest, area_mib)
                 # QEMU's write record covers it: the next protector's first checkpoint consists of just that.
-                with protected(stage.rekindle, guest.name, store, "1h") as protector:
+                with protected(env.rekindle, guest.name, store, "1h") as protector:
                     event = protector.of("checkpoint")[0]
                     protector.stop()
                     if event["full"]:
                         raise RuntimeError("the protector did not continue from the last one's checkpoint")
-                    stage.checkpoints(protector, 0, **common, how=DEFAULT, round=number)
+                    env.checkpoints(protector, 0, **common, how=DEFAULT, round=number)
                 if not source.exists():
                     source.write_bytes(os.urandom(event["bytes"]))
                 us, length = dd(source, target, event["bytes"])
-                stage.rows.append(Row(what="dd", how="dd", round=number, took_us=us, bytes=length, **common))
+                env.rows.append(Row(what="dd", how="dd", round=number, took_us=us, bytes=length, **common))
         finally:
             source.unlink(missing_ok=True)
             target.unlink(missing_ok=True)
@@ -247,22 +247,22 @@ def dd(source: Path, target: Path, length: int) -> tuple[int, int]:
     return int(float(report[2]) * 1e6), int(report[1])
 
 
-def wrong(stage: Stage, plan: Plan) -> None:
+def wrong(env: ProtectEnvironment, plan: Plan) -> None:
     """Takes many checkpoints of a guest that compiles and writes; then compares all memory with the store's newest."""
-    with stage.working("wrong", MEMORY_MIB, 14) as (guest, work):
+    with env.working("wrong", MEMORY_MIB, 14) as (guest, work):
         guest.command("touch 64M")
         guest.command("dirty 20 64 random")
         work.loop("compile")
         for number, how in enumerate(POLICIES if plan.budget_s is None else (DEFAULT,)):
             # The default policy has all of them; each of the others a tenth.
             count = plan.wrong if how == DEFAULT else max(1, plan.wrong // 10)
-            stage.log(f"wrong: {count} checkpoints, {how}")
-            store = stage.store("disk").fresh(f"wrong-{how}")
+            env.log(f"wrong: {count} checkpoints, {how}")
+            store = env.store("disk").fresh(f"wrong-{how}")
             more = ("--keep", "1", "--count", str(count), "--compare")
-            with protected(stage.rekindle, guest.name, store, span(WRONG_EVERY_S), policy(how), *more) as protector:
+            with protected(env.rekindle, guest.name, store, span(WRONG_EVERY_S), policy(how), *more) as protector:
                 compared = protector.wait("compared", timeout=120 + 3.0 * count)[0]
                 protector.join()
-                stage.rows.append(
+                env.rows.append(
                     Row(
                         case="wrong",
                         what="compare",
@@ -283,7 +283,7 @@ def wrong(stage: Stage, plan: Plan) -> None:
             store.remove()
 
 
-CASES: dict[str, Callable[[Stage, Plan], None]] = {
+CASES: dict[str, Callable[[ProtectEnvironment, Plan], None]] = {
     "pause": pause,
     "commit": commit,
     "wrong": wrong,

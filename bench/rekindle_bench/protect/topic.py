@@ -8,10 +8,10 @@ from rekindle_bench.report import Report
 from . import analysis, plots, rows
 from .cases import CASES
 from .plan import left_out
-from .stage import IMAGE, stage
+from .working_guests import IMAGE, environment
 
 TOPIC = "protect"
-measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage).measure
+measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, environment).measure
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

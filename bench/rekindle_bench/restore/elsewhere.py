@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from rekindle_bench.protect.stage import IMAGE
+from rekindle_bench.protect.working_guests import IMAGE
 from rekindle_lab import libvirt, netns
 from rekindle_lab.guests import COMMAND_PORT
 from rekindle_lab.protector import Protector
@@ -21,9 +21,9 @@ from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.stores import Store
 from rekindle_lab.work import Window, Work
 
+from .crashed_guests import RestoreEnvironment
 from .plan import Plan
 from .rows import Row
-from .stage import Stage
 
 MEMORY_MIB = 512
 END_DEADLINE_S = 60.0
@@ -31,31 +31,31 @@ HOST_ADDRESS, GUEST_ADDRESS = "10.89.77.1/24", "10.89.77.2/24"
 """RAM of the guest that libvirt starts."""
 
 
-def elsewhere(stage: Stage, plan: Plan) -> None:
+def elsewhere(env: RestoreEnvironment, plan: Plan) -> None:
     """Measures a guest of Rekindle's, then one of libvirt's."""
     with ExitStack() as stack:
-        there = Rekindle(stage.rekindle.binary, stage.work / "there")
-        other = stack.enter_context(netns.namespace(f"{stage.netns}b"))
-        ram = stage.ram_dir / "there"
+        there = Rekindle(env.rekindle.binary, env.work / "there")
+        other = stack.enter_context(netns.namespace(f"{env.netns}b"))
+        ram = env.ram_dir / "there"
         ram.mkdir()
-        _of_rekindle(stage, plan, there, other, ram)
-        _of_libvirt(stage, plan, there, other, ram)
+        _of_rekindle(env, plan, there, other, ram)
+        _of_libvirt(env, plan, there, other, ram)
 
 
-def _of_rekindle(stage: Stage, plan: Plan, there: Rekindle, other: str, ram: Path) -> None:
-    with stage.working("moves", MEMORY_MIB, 13) as (guest, work):
-        definition = stage.work / "moves-there.toml"
-        definition.write_text(replace(guest, netns=other, ram_dir=ram).definition(stage.qemu))
-        _move(stage, plan, work, there, definition, "elsewhere", lambda: stage.qemus(guest.name))
+def _of_rekindle(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str, ram: Path) -> None:
+    with env.working("moves", MEMORY_MIB, 13) as (guest, work):
+        definition = env.work / "moves-there.toml"
+        definition.write_text(replace(guest, netns=other, ram_dir=ram).definition(env.qemu))
+        _move(env, plan, work, there, definition, "elsewhere", lambda: env.qemus(guest.name))
         answer = replace(guest, netns=other).command("uptime")
         there.stop(guest.name)
         if not answer.startswith("ok"):
             raise RekindleError(f"{guest.name} does not answer in {other}: {answer}")
 
 
-def _of_libvirt(stage: Stage, plan: Plan, there: Rekindle, other: str, ram: Path) -> None:
-    folder = stage.disk_dir / "libvirt"
-    for above in (stage.disk_dir, *stage.disk_dir.parents):
+def _of_libvirt(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str, ram: Path) -> None:
+    folder = env.disk_dir / "libvirt"
+    for above in (env.disk_dir, *env.disk_dir.parents):
         if not above.stat().st_mode & 0o001:
             # The user of libvirtd must be able to reach it.
             folder = Path("/var/tmp") / f"rekindle-{os.getpid()}"
@@ -63,26 +63,26 @@ def _of_libvirt(stage: Stage, plan: Plan, there: Rekindle, other: str, ram: Path
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         daemon = stack.enter_context(libvirt.daemon(folder))
         card = stack.enter_context(libvirt.tap(f"rkl{os.getpid() % 100000}", HOST_ADDRESS))
-        image = stage.image(IMAGE)
-        domain = libvirt.create(daemon, "moves", image, MEMORY_MIB, stage.qemu, card, GUEST_ADDRESS)
+        image = env.image(IMAGE)
+        domain = libvirt.create(daemon, "moves", image, MEMORY_MIB, env.qemu, card, GUEST_ADDRESS)
         pid = int((folder / "run/libvirt/qemu/run/moves.pid").read_text())
         stack.callback(_end, [pid])
         domain.command("uptime")
-        stage.rekindle.call("attach", "moves", "--libvirt", "moves", "--connect", daemon.uri)
-        stack.callback(lambda: stage.rekindle.call("detach", "moves", ok=range(256)))
-        definition = stage.work / "libvirt-there.toml"
+        env.rekindle.call("attach", "moves", "--libvirt", "moves", "--connect", daemon.uri)
+        stack.callback(lambda: env.rekindle.call("detach", "moves", ok=range(256)))
+        definition = env.work / "libvirt-there.toml"
         definition.write_text(
-            f'name = "moves"\nmemory = "{MEMORY_MIB}M"\nqemu = "{stage.qemu}"\n[ram]\ndir = "{ram}"\n'
+            f'name = "moves"\nmemory = "{MEMORY_MIB}M"\nqemu = "{env.qemu}"\n[ram]\ndir = "{ram}"\n'
             f'[boot]\nkernel = "{folder / "vmlinuz"}"\n'
             f'[[net]]\nkind = "tap"\nnetns = "{other}"\naddress = "{HOST_ADDRESS}"\n'
         )
-        work = Work(domain, stage.rekindle.run_dir, domain.console)
+        work = Work(domain, env.rekindle.run_dir, domain.console)
 
         def host() -> list[int]:
             daemon.kill()
             return [pid]
 
-        _move(stage, plan, work, there, definition, "libvirt", host)
+        _move(env, plan, work, there, definition, "libvirt", host)
         # The guest answers in its new namespace.
         with netns.connect(other, domain.address, COMMAND_PORT, 60.0) as connection:
             connection.sendall(b"uptime\n")
@@ -106,7 +106,7 @@ def _end(processes: list[int]) -> None:
 
 
 def _move(
-    stage: Stage,
+    env: RestoreEnvironment,
     plan: Plan,
     work: Work,
     there: Rekindle,
@@ -116,11 +116,11 @@ def _move(
 ) -> None:
     """Compiles undisturbed, then with the death of the host in the middle. `host`: its processes but the protector."""
     name, count = work.guest.name, plan.units.compile
-    stage.log(f"elsewhere: {how}: undisturbed")
+    env.log(f"elsewhere: {how}: undisturbed")
     whole = work.run("compile", count)
-    stage.log(f"elsewhere: {how}: with the death of its host in the middle")
-    store: Store = stage.store("tls").fresh(f"elsewhere-{how}")
-    protector = Protector(stage.rekindle, name, store, "1s")
+    env.log(f"elsewhere: {how}: with the death of its host in the middle")
+    store: Store = env.store("tls").fresh(f"elsewhere-{how}")
+    protector = Protector(env.rekindle, name, store, "1s")
     moved: list[Row] = []
 
     def half(window: Window) -> None:
@@ -146,11 +146,11 @@ def _move(
         protector.kill()
     if not moved:
         raise RekindleError(f"elsewhere: {how}: the work finished before its host could die; give it more units")
-    stage.rows.append(moved[0])
+    env.rows.append(moved[0])
     for which, one in (("undisturbed", whole), (how, window)):
         row = Row("elsewhere", "window", MEMORY_MIB, "compile", "tls", which, 0 if how == "elsewhere" else 1)
         row.units, row.digest = one.count, one.digest
-        stage.rows.append(row)
+        env.rows.append(row)
     if window.digest != whole.digest:
         raise RekindleError(f"elsewhere: {how}: the work gave {window.digest}, undisturbed {whole.digest}")
     store.remove()

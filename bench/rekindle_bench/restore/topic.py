@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from rekindle_bench import run
-from rekindle_bench.protect.stage import IMAGE
+from rekindle_bench.protect.working_guests import IMAGE
 from rekindle_bench.report import Report
 
 from . import analysis, plots, rows
 from .cases import CASES
+from .crashed_guests import environment
 from .plan import left_out
-from .stage import stage
 
 TOPIC = "restore"
-measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage).measure
+measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, environment).measure
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

@@ -16,7 +16,7 @@ from rekindle_lab.rekindle import failed_requests
 
 from .plan import Plan
 from .rows import HOWS, Row
-from .stage import LOAD, USUAL, Client, Peer, Stage, by_name
+from .twins import LOAD, USUAL, Client, Peer, VmmEnvironment, by_name
 
 SMALL_MIB = 256
 DEBIAN_MIB = 1024
@@ -28,7 +28,7 @@ SESSIONS = 4
 
 
 def in_turn(
-    stage: Stage,
+    env: VmmEnvironment,
     case: str,
     ours: list[Guest],
     peers: list[Peer],
@@ -43,84 +43,84 @@ def in_turn(
     names = f"{len(ours)} x {ours[0].image.kind} {size(ours[0].memory_mib)}"
     for number in range(max(repetitions.values())):
         todo = [how for how in HOWS if number < repetitions.get(how, 0) and (peers or how != "cpr-transfer")]
-        stage.log(f"{case}: {names}: round {number + 1} of {max(repetitions.values())}: {', '.join(todo)}")
+        env.log(f"{case}: {names}: round {number + 1} of {max(repetitions.values())}: {', '.join(todo)}")
         if each_round is not None:
             each_round(number)
         for how in todo:
-            stage.reboot(case, number, peers if how == "cpr-transfer" else ours, how, client=client)
+            env.reboot(case, number, peers if how == "cpr-transfer" else ours, how, client=client)
 
 
-def ram(stage: Stage, plan: Plan) -> None:
+def ram(env: VmmEnvironment, plan: Plan) -> None:
     """Measures figure 5: one micro guest, all of its RAM touched, by size."""
     for index, (mib, repetitions) in enumerate(plan.ram.items(), start=1):
         with ExitStack() as stack:
             try:
                 saved = repetitions.get("saved", 0)
-                stage.need(memory_mib=mib, disk_mib=mib if saved else 0)
-                stage.log(f"ram: starting a guest with {size(mib)}, and touching all of it")
-                guest = stack.enter_context(stage.ours(stage.guest(f"ram{mib}", "micro", mib, index, "all")))
+                env.need(memory_mib=mib, disk_mib=mib if saved else 0)
+                env.log(f"ram: starting a guest with {size(mib)}, and touching all of it")
+                guest = stack.enter_context(env.ours(env.guest(f"ram{mib}", "micro", mib, index, "all")))
             except NoRoomError as error:
-                stage.left_out.append(f"micro with {size(mib)}: all of it, for the machine {error}")
+                env.left_out.append(f"micro with {size(mib)}: all of it, for the machine {error}")
                 continue
             peers = []
             if repetitions.get("cpr-transfer", 0):
                 try:
-                    stage.need(memory_mib=mib)
-                    peers = [stack.enter_context(stage.peer(guest))]
+                    env.need(memory_mib=mib)
+                    peers = [stack.enter_context(env.peer(guest))]
                 except NoRoomError as error:
-                    stage.left_out.append(f"micro with {size(mib)}: cpr-transfer, for the machine {error}")
-            in_turn(stage, "ram", [guest], peers, repetitions)
+                    env.left_out.append(f"micro with {size(mib)}: cpr-transfer, for the machine {error}")
+            in_turn(env, "ram", [guest], peers, repetitions)
 
 
-def sizes(stage: Stage, plan: Plan) -> None:
+def sizes(env: VmmEnvironment, plan: Plan) -> None:
     """Reboots the smallest and the largest guest warm in turn, both running, to isolate the effect of size."""
-    stage.need(memory_mib=sum(plan.extremes))
+    env.need(memory_mib=sum(plan.extremes))
     with ExitStack() as stack:
         guests = []
         for index, mib in enumerate(plan.extremes, start=10):
-            stage.log(f"sizes: starting a guest with {size(mib)}, and touching all of it")
-            guests.append(stack.enter_context(stage.ours(stage.guest(f"size{mib}", "micro", mib, index, "all"))))
+            env.log(f"sizes: starting a guest with {size(mib)}, and touching all of it")
+            guests.append(stack.enter_context(env.ours(env.guest(f"size{mib}", "micro", mib, index, "all"))))
         for number in range(plan.sizes):
-            stage.log(f"sizes: round {number + 1} of {plan.sizes}")
+            env.log(f"sizes: round {number + 1} of {plan.sizes}")
             for guest in guests:
-                stage.reboot("sizes", number, [guest], "warm")
+                env.reboot("sizes", number, [guest], "warm")
 
 
-def count(stage: Stage, plan: Plan) -> None:
+def count(env: VmmEnvironment, plan: Plan) -> None:
     """Measures figures 6 and 7: more and more small guests, rebooted in parallel."""
     with ExitStack() as stack:
         ours: list[Guest] = []
         peers: list[Peer] = []
         for n, repetitions in plan.count.items():
-            stage.log(f"count: starting VMs up to number {n}")
+            env.log(f"count: starting VMs up to number {n}")
             with_peers = any(r.get("cpr-transfer", 0) for m, r in plan.count.items() if m >= n)
             while len(ours) < n:
-                stage.need(memory_mib=2 * SMALL_MIB)
-                guest = stage.guest(f"small{len(ours)}", "micro", SMALL_MIB, 20 + len(ours))
-                ours.append(stack.enter_context(stage.ours(guest, wait=False)))
+                env.need(memory_mib=2 * SMALL_MIB)
+                guest = env.guest(f"small{len(ours)}", "micro", SMALL_MIB, 20 + len(ours))
+                ours.append(stack.enter_context(env.ours(guest, wait=False)))
                 if with_peers:
-                    peers.append(stack.enter_context(stage.peer(guest, wait=False)))
+                    peers.append(stack.enter_context(env.peer(guest, wait=False)))
             for guest in [*ours, *(peer.guest for peer in peers)]:
                 guest.wait_ready()
-            each_round = functools.partial(alone, stage, ours[0]) if n == max(plan.count) else None
-            in_turn(stage, "count", ours, peers, repetitions, SLOW, each_round)
+            each_round = functools.partial(alone, env, ours[0]) if n == max(plan.count) else None
+            in_turn(env, "count", ours, peers, repetitions, SLOW, each_round)
 
 
-def alone(stage: Stage, guest: Guest, number: int) -> None:
+def alone(env: VmmEnvironment, guest: Guest, number: int) -> None:
     """Reboots one guest among many warm, for comparison with all of them."""
-    stage.reboot("solo", number, [guest], "warm", client=SLOW)
+    env.reboot("solo", number, [guest], "warm", client=SLOW)
 
 
-def debian(stage: Stage, plan: Plan) -> None:
+def debian(env: VmmEnvironment, plan: Plan) -> None:
     """Reboots one guest with a whole distribution, nginx as the service."""
     if not any(plan.debian.values()):
         return
-    stage.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
+    env.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
     with ExitStack() as stack:
-        stage.log("debian: starting")
-        guest = stack.enter_context(stage.ours(stage.guest("debian", "debian", DEBIAN_MIB, 40)))
-        peer = stack.enter_context(stage.peer(guest))
-        in_turn(stage, "debian", [guest], [peer], plan.debian)
+        env.log("debian: starting")
+        guest = stack.enter_context(env.ours(env.guest("debian", "debian", DEBIAN_MIB, 40)))
+        peer = stack.enter_context(env.peer(guest))
+        in_turn(env, "debian", [guest], [peer], plan.debian)
 
 
 class EchoSession:
@@ -183,12 +183,12 @@ def ssh_session(guest: Guest) -> EchoSession:
     return EchoSession(process.stdin.write, process.stdout.fileno(), close)
 
 
-def losses(stage: Stage, plan: Plan) -> None:
+def losses(env: VmmEnvironment, plan: Plan) -> None:
     """Reboots warm in a row, under HTTP load, with TCP and ssh sessions open all the time."""
-    stage.need(memory_mib=DEBIAN_MIB, disk_mib=4 * 1024)
+    env.need(memory_mib=DEBIAN_MIB, disk_mib=4 * 1024)
     with ExitStack() as stack:
-        stage.log("losses: starting debian")
-        guest = stack.enter_context(stage.ours(stage.guest("losses", "debian", DEBIAN_MIB, 41)))
+        env.log("losses: starting debian")
+        guest = stack.enter_context(env.ours(env.guest("losses", "debian", DEBIAN_MIB, 41)))
         # micro, which stands in for it in a trial, has no ssh.
         openers = [tcp_session] * SESSIONS + ([] if guest.image.kind == "micro" else [ssh_session])
         sessions = [opener(guest) for opener in openers]
@@ -196,12 +196,12 @@ def losses(stage: Stage, plan: Plan) -> None:
         if not all(session.works() for session in sessions):
             raise RuntimeError("a TCP or ssh session does not work even before the first reboot")
         common = {"guest": "debian", "memory_mib": DEBIAN_MIB, "vms": 1, "vm": guest.name}
-        with stage.rekindle.probes([(LOAD.url(guest), guest.netns)], *LOAD.options, every=LOAD.every) as probes:
+        with env.rekindle.probes([(LOAD.url(guest), guest.netns)], *LOAD.options, every=LOAD.every) as probes:
             for number in range(plan.losses):
-                document = stage.rekindle.reboot([guest.name], "warm")
+                document = env.rekindle.reboot([guest.name], "warm")
                 vm = by_name(document, [guest.name])[0]
                 lost = [index for index, session in enumerate(sessions) if not session.works()]
-                stage.rows.append(
+                env.rows.append(
                     Row(
                         case="losses",
                         how="warm",
@@ -216,12 +216,12 @@ def losses(stage: Stage, plan: Plan) -> None:
                         **common,
                     )
                 )
-                stage.log(f"losses: reboot {number + 1} of {plan.losses}, sessions lost: {len(lost)}")
+                env.log(f"losses: reboot {number + 1} of {plan.losses}, sessions lost: {len(lost)}")
                 for index in lost:  # reopened, or it would be counted again after the next reboot
                     sessions[index].close()
                     sessions[index] = openers[index](guest)
         report = probes[0].report
-        stage.rows.append(
+        env.rows.append(
             Row(
                 case="load",
                 how="warm",
@@ -235,32 +235,32 @@ def losses(stage: Stage, plan: Plan) -> None:
         )
 
 
-def memory(stage: Stage, plan: Plan) -> None:
+def memory(env: VmmEnvironment, plan: Plan) -> None:
     """Reboots warm; Rekindle compares every RAM block before and after, and the guest verifies its own memory."""
-    stage.need(memory_mib=512)
-    with stage.ours(stage.guest("memory", "micro", 512, 42, "all")) as guest:
+    env.need(memory_mib=512)
+    with env.ours(env.guest("memory", "micro", 512, 42, "all")) as guest:
         for number in range(plan.memory):
-            stage.log(f"memory: reboot {number + 1} of {plan.memory}")
-            stage.reboot("memory", number, [guest], "warm", "--verify-memory")
+            env.log(f"memory: reboot {number + 1} of {plan.memory}")
+            env.reboot("memory", number, [guest], "warm", "--verify-memory")
         reply = guest.command("verify")
         if not reply.startswith("ok"):
             raise RuntimeError(f"the guest finds its memory changed after {plan.memory} warm reboots: {reply}")
 
 
-def breakdown(stage: Stage, plan: Plan) -> None:
+def breakdown(env: VmmEnvironment, plan: Plan) -> None:
     """Measures figure 8: throughput of nginx over time, with the steps of each way to reboot."""
-    stage.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
+    env.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
     with ExitStack() as stack:
-        stage.log("breakdown: starting debian")
-        guest = stack.enter_context(stage.ours(stage.guest("web", "debian", DEBIAN_MIB, 43)))
-        peer = stack.enter_context(stage.peer(guest)) if "cpr-transfer" in plan.breakdown else None
+        env.log("breakdown: starting debian")
+        guest = stack.enter_context(env.ours(env.guest("web", "debian", DEBIAN_MIB, 43)))
+        peer = stack.enter_context(env.peer(guest)) if "cpr-transfer" in plan.breakdown else None
         for how in plan.breakdown:
-            stage.log(f"breakdown: {how}")
+            env.log(f"breakdown: {how}")
             target: Guest | Peer = peer if peer is not None and how == "cpr-transfer" else guest
-            stage.records.append(stage.reboot("breakdown", 0, [target], how, client=LOAD))
+            env.records.append(env.reboot("breakdown", 0, [target], how, client=LOAD))
 
 
-CASES: dict[str, Callable[[Stage, Plan], None]] = {
+CASES: dict[str, Callable[[VmmEnvironment, Plan], None]] = {
     "ram": ram,
     "sizes": sizes,
     "losses": losses,

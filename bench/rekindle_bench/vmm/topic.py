@@ -10,7 +10,7 @@ from rekindle_lab.machine import cache
 from . import analysis, plots, rows
 from .cases import CASES
 from .plan import left_out
-from .stage import stage
+from .twins import environment
 
 TOPIC = "vmm"
 RECORDS = "vmm-breakdown.json"
@@ -23,9 +23,9 @@ def measure(task: run.Task) -> Path:
     try:
         with (
             run.recorded(TOPIC, rows.Row, task, left_out) as here,
-            stage(task.root, task.binary, task.qemu, here.rows, cache()) as here.stage,
+            environment(task.root, task.binary, task.qemu, here.rows, cache()) as here.environment,
         ):
-            records = here.stage.records
+            records = here.environment.records
             here.cases(CASES)
     finally:
         (task.out / RECORDS).write_text(json.dumps(records) + "\n")

@@ -13,10 +13,10 @@ from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.web import Client, rates
 
 from . import native
+from .cache_guests import CacheEnvironment, CacheGuest
 from .helper import helper_back
 from .plan import Files, Plan
 from .rows import Row
-from .stage import CacheGuest, Stage
 from .watch import Watch, cached_kib
 
 MICRO_FILE = "/bytes/65536"
@@ -58,35 +58,37 @@ def settle(guest: CacheGuest) -> None:
     )
 
 
-def access(stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int, at: int) -> None:
+def access(
+    env: CacheEnvironment, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int, at: int
+) -> None:
     """Accesses the file, and appends a row."""
     moved, took = fio(guest, one.what, one.block, one.mib)
     given = {"memory_mib": guest.memory_mib, "block": one.block, "bytes": moved, "us": took}
-    stage.rows.append(Row(case, one.what, how, limit, number, at, **given))
+    env.rows.append(Row(case, one.what, how, limit, number, at, **given))
     if "write" in one.what:
         guest.ssh("sync")
 
 
 def access_around_reboot(
-    stage: Stage, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int
+    env: CacheEnvironment, guest: CacheGuest, case: str, one: Files, how: str, limit: str, number: int
 ) -> None:
     """Accesses the file, reboots, and accesses it again, twice each; records the memory that the host uses for that."""
     for at in (-2, -1):
-        access(stage, guest, case, one, how, limit, number, at)
-    with Watch(guest.name, stage.ram_dir) as watch:
-        steps = stage.reboot(guest, WARM if how == WARM else COLD).get("steps", [])
+        access(env, guest, case, one, how, limit, number, at)
+    with Watch(guest.name, env.ram_dir) as watch:
+        steps = env.reboot(guest, WARM if how == WARM else COLD).get("steps", [])
         settle(guest)
-        access(stage, guest, case, one, how, limit, number, 1)
-    memory(stage, guest, watch, case, how, limit, number, steps)
-    access(stage, guest, case, one, how, limit, number, 2)
+        access(env, guest, case, one, how, limit, number, 1)
+    memory(env, guest, watch, case, how, limit, number, steps)
+    access(env, guest, case, one, how, limit, number, 2)
 
 
 def memory(
-    stage: Stage, guest: CacheGuest, watch: Watch, case: str, how: str, limit: str, number: int, steps: object
+    env: CacheEnvironment, guest: CacheGuest, watch: Watch, case: str, how: str, limit: str, number: int, steps: object
 ) -> None:
     """Appends a row with the memory of the host at the peak."""
     cached = cached_kib(guest.disk) if guest.disk else None
-    served = stage.from_retained_cache(guest) if guest.cache == "server" else None
+    served = env.from_retained_cache(guest) if guest.cache == "server" else None
     given = {"ram_kib": watch.ram_kib, "private_kib": watch.private_kib, "code_kib": watch.code_kib}
     other = {
         "memory_mib": guest.memory_mib,
@@ -94,7 +96,7 @@ def memory(
         "cached_kib": cached,
         "steps": steps if isinstance(steps, list) else [],
     }
-    stage.rows.append(Row(case, "memory", how, limit, number, **given, **other))
+    env.rows.append(Row(case, "memory", how, limit, number, **given, **other))
 
 
 def turns(number: int, ways: tuple[str, ...]) -> tuple[str, ...]:
@@ -102,86 +104,86 @@ def turns(number: int, ways: tuple[str, ...]) -> tuple[str, ...]:
     return ways if number % 2 == 0 else ways[::-1]
 
 
-def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[Stage, Plan], None]:
+def files(kind: Callable[[Files], bool], limit: int = 0) -> Callable[[CacheEnvironment, Plan], None]:
     """Returns the case of figures 5 to 7: one guest, rebooted with its cache and cold by turns.
 
     `limit`: the disk's, by its index in the plan; fewer rounds with others than the first.
     """
 
-    def case(stage: Stage, plan: Plan) -> None:
+    def case(env: CacheEnvironment, plan: Plan) -> None:
         accesses = [one for one in plan.files if kind(one)]
         if not accesses or limit >= len(plan.limits):
             raise NotPlannedError
         name = plan.limits[limit]
-        stage.limit_rates(None)
-        with stage.ours(stage.cached("files", plan.memory_mib, 1)) as guest:
+        env.limit_rates(None)
+        with env.ours(env.cached("files", plan.memory_mib, 1)) as guest:
             assert isinstance(guest, CacheGuest)
-            stage.limit_rates(name)
+            env.limit_rates(name)
             settle(guest)
             for one in accesses:
                 for number in range(one.rounds if limit == 0 else min(one.rounds, OTHER_ROUNDS)):
                     for how in turns(number, (WARM, COLD)):
-                        access_around_reboot(stage, guest, "files", one, how, name, number)
-                    stage.log(f"files: {name}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
-            stage.limit_rates(None)
+                        access_around_reboot(env, guest, "files", one, how, name, number)
+                    env.log(f"files: {name}: {one.what} of {one.block}, {number + 1} of {one.rounds}")
+            env.limit_rates(None)
 
     return case
 
 
-def folios(stage: Stage, plan: Plan) -> None:
+def folios(env: CacheEnvironment, plan: Plan) -> None:
     """Measures the same on a file system that caches in large pieces, so that a guest has less work per page."""
     if not plan.folios:
         raise NotPlannedError
-    stage.limit_rates(None)
+    env.limit_rates(None)
     limit = plan.limits[0]
-    with stage.ours(replace(stage.cached("folios", plan.memory_mib, 7), data=True)) as guest:
+    with env.ours(replace(env.cached("folios", plan.memory_mib, 7), data=True)) as guest:
         assert isinstance(guest, CacheGuest)
         guest.mount()
         guest.ssh(f"cp /srv/file {guest.file} && sync && umount /mnt && echo 3 >/proc/sys/vm/drop_caches")
         guest.mount()
-        stage.limit_rates(limit)
+        env.limit_rates(limit)
         settle(guest)
         for one in plan.folios:
             for number in range(one.rounds):
                 for how in turns(number, (WARM, COLD)):
-                    access_around_reboot(stage, guest, "folios", one, how, limit, number)
-                stage.log(f"folios: {one.what} of {one.block}, {number + 1} of {one.rounds}")
-        stage.limit_rates(None)
+                    access_around_reboot(env, guest, "folios", one, how, limit, number)
+                env.log(f"folios: {one.what} of {one.block}, {number + 1} of {one.rounds}")
+        env.limit_rates(None)
 
 
-def peers(stage: Stage, plan: Plan) -> None:
+def peers(env: CacheEnvironment, plan: Plan) -> None:
     """Measures figures 11 and 12: QEMU has the disk, with the host's cache and without."""
     if not plan.peers:
         raise NotPlannedError
     limit = plan.limits[0]
     for cache in ("writeback", "none"):
-        stage.limit_rates(None)
-        with stage.ours(stage.cached("peer", plan.memory_mib, 2, cache)) as guest:
+        env.limit_rates(None)
+        with env.ours(env.cached("peer", plan.memory_mib, 2, cache)) as guest:
             assert isinstance(guest, CacheGuest)
-            stage.limit_rates(limit)
+            env.limit_rates(limit)
             settle(guest)
             for one in plan.peers:
                 for number in range(one.rounds):
-                    access_around_reboot(stage, guest, "peers", one, cache, limit, number)
-            stage.limit_rates(None)
-        stage.log(f"peers: cache={cache}")
+                    access_around_reboot(env, guest, "peers", one, cache, limit, number)
+            env.limit_rates(None)
+        env.log(f"peers: cache={cache}")
 
 
-def map_cost(stage: Stage, plan: Plan) -> None:
+def map_cost(env: CacheEnvironment, plan: Plan) -> None:
     """Measures figures 8 to 10: the cost of the map without reboots. Two guests; all accesses reach the disk."""
-    if stage.slow:
-        stage.limit_rates(None)
-    image = stage.image("debian-cache")
+    if env.slow:
+        env.limit_rates(None)
+    image = env.image("debian-cache")
     kinds = (("read", 4096, ()), ("write", 4096, ("--end_fsync=1",)), ("bytes", 1, ("--end_fsync=1",)))
-    disks = {how: stage.disk_dir / f"{how}.raw" for how in ("map", "no-map")}
+    disks = {how: env.disk_dir / f"{how}.raw" for how in ("map", "no-map")}
     try:
         for disk in disks.values():
             guests.copy_sparse(image.folder / "disk.raw", disk)
         with (
-            native.ours(stage, disks["map"], "map", "--queues=1") as with_map,
-            native.ours(stage, disks["no-map"], "nomap", "--queues=1", "--no-map") as without,
-            stage.ours(stage.cached("with", 768, 3, str(with_map.socket))) as one,
-            stage.ours(stage.cached("without", 768, 4, str(without.socket))) as other,
+            native.ours(env, disks["map"], "map", "--queues=1") as with_map,
+            native.ours(env, disks["no-map"], "nomap", "--queues=1", "--no-map") as without,
+            env.ours(env.cached("with", 768, 3, str(with_map.socket))) as one,
+            env.ours(env.cached("without", 768, 4, str(without.socket))) as other,
         ):
             both = {"map": (one, with_map), "no-map": (other, without)}
             for number in range(plan.map_rounds):
@@ -195,23 +197,23 @@ def map_cost(stage: Stage, plan: Plan) -> None:
                         before = server.used_us()
                         moved, took = fio(guest, what, block, plan.map_mib, *options)
                         given = {"bytes": moved, "us": took, "cpu_us": server.used_us() - before}
-                        stage.rows.append(Row("map", what, how, "none", number, memory_mib=768, block=block, **given))
-                stage.log(f"map: {number + 1} of {plan.map_rounds}")
+                        env.rows.append(Row("map", what, how, "none", number, memory_mib=768, block=block, **given))
+                env.log(f"map: {number + 1} of {plan.map_rounds}")
     finally:
         for disk in disks.values():
             disk.unlink(missing_ok=True)
 
 
-def tpch(stage: Stage, plan: Plan) -> None:
+def tpch(env: CacheEnvironment, plan: Plan) -> None:
     """Measures table 1: the 22 queries one after the other, twice before a reboot and twice after it."""
-    stage.limit_rates(None)
+    env.limit_rates(None)
     queries = "".join(path.read_text() for path in sorted(TPCH.glob("q*.sql")))
     run = f"cat >/run/tpch.sql <<'SQL'\n\\set ON_ERROR_STOP on\n\\timing on\n\\o /dev/null\n{queries}\nSQL\n"
     run += "date +%s.%N; psql -U postgres -h /var/run/postgresql -f /run/tpch.sql tpch; date +%s.%N"
     limit = plan.limits[0]
-    with stage.ours(stage.cached("tpch", 1024, 5)) as guest:
+    with env.ours(env.cached("tpch", 1024, 5)) as guest:
         assert isinstance(guest, CacheGuest)
-        stage.limit_rates(limit)
+        env.limit_rates(limit)
 
         def power(how: str, number: int, at: int) -> None:
             """Runs the 22 queries once; the run with `at` 0 only fills the cache."""
@@ -224,33 +226,33 @@ def tpch(stage: Stage, plan: Plan) -> None:
             took = round((stamps[1] - stamps[0]) * 1e6)
             if at == 0:
                 return
-            served = stage.from_retained_cache(guest) if at == 1 and how == WARM else None
+            served = env.from_retained_cache(guest) if at == 1 and how == WARM else None
             given = {"bytes": served, "us": took, "steps": steps}
-            stage.rows.append(Row("tpch", "tpch", how, limit, number, at, guest.memory_mib, **given))
+            env.rows.append(Row("tpch", "tpch", how, limit, number, at, guest.memory_mib, **given))
 
         power(WARM, 0, 0)
         for number in range(plan.tpch):
             for how in turns(number, (WARM, COLD, COLD_READ)):
                 for at in range(-plan.tpch_runs, 0):
                     power(how, number, at)
-                stage.reboot(guest, WARM if how == WARM else COLD)
+                env.reboot(guest, WARM if how == WARM else COLD)
                 if how == COLD_READ:
                     guest.ssh(READ_ALL)
                 for at in range(1, plan.tpch_runs + 1):
                     power(how, number, at)
-            stage.log(f"tpch: {number + 1} of {plan.tpch}")
-        stage.limit_rates(None)
+            env.log(f"tpch: {number + 1} of {plan.tpch}")
+        env.limit_rates(None)
 
 
-def http(stage: Stage, plan: Plan) -> None:
+def http(env: CacheEnvironment, plan: Plan) -> None:
     """Measures figure 13: one client requests 4,000 files, one at a time, while the guest is rebooted."""
-    stage.limit_rates(None)
+    env.limit_rates(None)
     limit = plan.limits[0]
-    with stage.ours(stage.cached("http", 1024, 6)) as guest:
+    with env.ours(env.cached("http", 1024, 6)) as guest:
         assert isinstance(guest, CacheGuest)
         # It would start while the web server works already.
         guest.ssh("systemctl disable --now postgresql@15-main")
-        stage.limit_rates(limit)
+        env.limit_rates(limit)
         # micro, which stands in for the guest in a trial, has one file.
         paths = [MICRO_FILE if guest.stands_in else f"/many/{n:04}" for n in range(plan.web_files)]
         with Client(guest.netns, guest.address, paths) as client:
@@ -262,21 +264,21 @@ def http(stage: Stage, plan: Plan) -> None:
                     begin = time.monotonic()
                     time.sleep(plan.http_s)
                     rebooted = time.monotonic()
-                    with Watch(guest.name, stage.ram_dir) as watch:
-                        steps = stage.reboot(guest, how).get("steps", [])
+                    with Watch(guest.name, env.ram_dir) as watch:
+                        steps = env.reboot(guest, how).get("steps", [])
                         well = time.monotonic()
                         time.sleep(plan.http_s)
                     seconds = rates(client.answers, begin, rebooted, well, time.monotonic())
                     for second, requests, moved, took in seconds:
                         given = {"bytes": moved, "us": took, "requests": requests, "second": second}
                         row = Row("http", "http", how, limit, number, memory_mib=guest.memory_mib, block=65536, **given)
-                        stage.rows.append(row)
-                    memory(stage, guest, watch, "http", how, limit, number, steps)
-                stage.log(f"http: {number + 1} of {plan.http}")
-        stage.limit_rates(None)
+                        env.rows.append(row)
+                    memory(env, guest, watch, "http", how, limit, number, steps)
+                env.log(f"http: {number + 1} of {plan.http}")
+        env.limit_rates(None)
 
 
-CASES: dict[str, Callable[[Stage, Plan], None]] = {
+CASES: dict[str, Callable[[CacheEnvironment, Plan], None]] = {
     "native": native.native,
     "attic": native.retained,
     "read": files(lambda one: one.what == "read" and one.block >= 4096),

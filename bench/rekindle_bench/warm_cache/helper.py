@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rekindle_lab.rekindle import RekindleError
 
+from .cache_guests import CacheEnvironment, CacheGuest
 from .plan import Plan
 from .rows import Row
-from .stage import CacheGuest, Stage
 
 BACK_DEADLINE_S = 60.0
 POLL_S = 0.001
@@ -58,13 +58,13 @@ def is_served(control: Path) -> bool:
         return False
 
 
-def kill(stage: Stage, guest: CacheGuest) -> int:
+def kill(env: CacheEnvironment, guest: CacheGuest) -> int:
     """Kills the server of the guest's disk. Returns the microseconds until another one serves the guest."""
-    shown = stage.rekindle.show(guest.name)["helpers"]
+    shown = env.rekindle.show(guest.name)["helpers"]
     pid = next((helper["pid"] for helper in shown if helper["helper"] == "disk:disk0"), None)
     if pid is None:
         raise RekindleError(f"{guest.name}: the server of its disk is missing: {shown}")
-    control = stage.rekindle.run_dir / guest.name / "disk-disk0.control"
+    control = env.rekindle.run_dir / guest.name / "disk-disk0.control"
     began = time.monotonic_ns()
     os.kill(pid, signal.SIGKILL)
     while not is_served(control):
@@ -74,21 +74,21 @@ def kill(stage: Stage, guest: CacheGuest) -> int:
     return (time.monotonic_ns() - began) // 1000
 
 
-def helper_back(stage: Stage, plan: Plan) -> None:
+def helper_back(env: CacheEnvironment, plan: Plan) -> None:
     """Kills it under a load that verifies what it reads."""
-    if stage.slow:
-        stage.limit_rates(None)
+    if env.slow:
+        env.limit_rates(None)
     seconds = round(plan.kills * (plan.kill_every_s + 1)) + 5
-    with stage.ours(stage.cached("helper", 768, 8)) as guest, ThreadPoolExecutor(1) as pool:
+    with env.ours(env.cached("helper", 768, 8)) as guest, ThreadPoolExecutor(1) as pool:
         assert isinstance(guest, CacheGuest)
         load: Future[Verified] = pool.submit(verify, guest, seconds)
         for number in range(plan.kills):
             time.sleep(plan.kill_every_s)
             if load.done():
                 break
-            row = Row("helper", "kill", "server", "none", number, memory_mib=guest.memory_mib, us=kill(stage, guest))
-            stage.rows.append(row)
+            row = Row("helper", "kill", "server", "none", number, memory_mib=guest.memory_mib, us=kill(env, guest))
+            env.rows.append(row)
         verified = load.result()
         given = {"bytes": verified.bytes_read, "errors": verified.errors}
-        stage.rows.append(Row("helper", "verify", "server", "none", 0, memory_mib=guest.memory_mib, **given))
-        stage.log(f"helper: {plan.kills} kills, {verified.errors} errors in {verified.bytes_read} bytes")
+        env.rows.append(Row("helper", "verify", "server", "none", 0, memory_mib=guest.memory_mib, **given))
+        env.log(f"helper: {plan.kills} kills, {verified.errors} errors in {verified.bytes_read} bytes")

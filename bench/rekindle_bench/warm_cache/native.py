@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle_bench.case import NoRoomError
-from rekindle_bench.stage import MIB
+from rekindle_bench.environment import MIB
 from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.slow import loop_device
 
+from .cache_guests import CacheEnvironment
 from .plan import Plan
 from .rows import Row
-from .stage import Stage
 
 START_DEADLINE_S = 30.0
 PEERS = {"qsd": "io_uring", "qsd-native": "native", "qsd-threads": "threads"}
@@ -73,28 +73,28 @@ def _process(command: list[str], socket: Path, log: Path) -> Iterator[Server]:
         socket.unlink(missing_ok=True)
 
 
-def ours(stage: Stage, image: Path, name: str = "ours", *options: str) -> AbstractContextManager[Server]:
+def ours(env: CacheEnvironment, image: Path, name: str = "ours", *options: str) -> AbstractContextManager[Server]:
     """Starts Rekindle's server."""
-    socket = stage.work / f"{name}.sock"
-    command = [str(stage.rekindle.binary), "disk", "serve", str(image), "--socket", str(socket), *options]
-    return _process(command, socket, stage.work / f"{name}.log")
+    socket = env.work / f"{name}.sock"
+    command = [str(env.rekindle.binary), "disk", "serve", str(image), "--socket", str(socket), *options]
+    return _process(command, socket, env.work / f"{name}.log")
 
 
-def daemon(stage: Stage, device: Path, aio: str) -> AbstractContextManager[Server]:
+def daemon(env: CacheEnvironment, device: Path, aio: str) -> AbstractContextManager[Server]:
     """Starts QEMU's storage daemon, with a polling thread of its own, and direct I/O as in Rekindle's server."""
     binary = shutil.which("qemu-storage-daemon")
     if binary is None:
         raise NoRoomError("has no qemu-storage-daemon; run: scripts/setup")
-    socket = stage.work / "qsd.sock"
+    socket = env.work / "qsd.sock"
     export = f"type=vhost-user-blk,id=e,node-name=f,addr.type=unix,addr.path={socket},writable=on,iothread=t"
     blockdev = f"driver=host_device,node-name=f,filename={device},cache.direct=on,aio={aio}"
     command = [binary, "--object", "iothread,id=t", "--blockdev", blockdev, "--export", export]
-    return _process(command, socket, stage.work / "qsd.log")
+    return _process(command, socket, env.work / "qsd.log")
 
 
-def ask(stage: Stage, server: Server, kind: Kind, span_mib: int, *options: str) -> dict[str, int]:
+def ask(env: CacheEnvironment, server: Server, kind: Kind, span_mib: int, *options: str) -> dict[str, int]:
     """Runs the client; returns its report."""
-    client = stage.rekindle.binary.parent / "examples" / "native"
+    client = env.rekindle.binary.parent / "examples" / "native"
     command = [str(client), str(server.socket), "--what", kind.what, "--order", kind.order, "--bytes", str(kind.block)]
     command += ["--depth", str(kind.depth), "--span", str(span_mib * MIB), "--server", str(server.pid), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -109,12 +109,12 @@ def _row(what: Kind, how: str, number: int, report: dict[str, int]) -> Row:
 
 
 @contextmanager
-def medium(stage: Stage, span_mib: int) -> Iterator[Path]:
+def medium(env: CacheEnvironment, span_mib: int) -> Iterator[Path]:
     """Makes a block device in memory: its own time varies less than a disk's."""
-    stage.need(memory_mib=4 * span_mib)
+    env.need(memory_mib=4 * span_mib)
     if not Path("/dev/loop-control").exists():
         raise NoRoomError("has no loop devices")
-    path = stage.work / "native.raw"
+    path = env.work / "native.raw"
     try:
         subprocess.run(["dd", "if=/dev/urandom", f"of={path}", "bs=1M", f"count={span_mib}", "status=none"], check=True)
         with loop_device(path) as device:
@@ -125,45 +125,45 @@ def medium(stage: Stage, span_mib: int) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def native(stage: Stage, plan: Plan) -> None:
+def native(env: CacheEnvironment, plan: Plan) -> None:
     """Measures windows with each server in turn."""
     ways = ("server", *PEERS)
-    with medium(stage, plan.span_mib) as device:
+    with medium(env, plan.span_mib) as device:
         for number in range(plan.native):
             for how in ways if number % 2 == 0 else ways[::-1]:
-                with daemon(stage, device, PEERS[how]) if how in PEERS else ours(stage, device) as server:
+                with daemon(env, device, PEERS[how]) if how in PEERS else ours(env, device) as server:
                     for kind in KINDS:
-                        report = ask(stage, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
-                        stage.rows.append(_row(kind, how, number, report))
-            stage.log(f"native: {number + 1} of {plan.native}")
+                        report = ask(env, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
+                        env.rows.append(_row(kind, how, number, report))
+            env.log(f"native: {number + 1} of {plan.native}")
 
 
-def retained(stage: Stage, plan: Plan) -> None:
+def retained(env: CacheEnvironment, plan: Plan) -> None:
     """Reads all, disconnects, and reads all again from the retained cache: into used buffers, or untouched memory."""
     kind = KINDS[1]
     every = ("--requests", str(plan.span_mib * MIB // kind.block))
-    with medium(stage, plan.span_mib) as device, ours(stage, device) as server:
+    with medium(env, plan.span_mib) as device, ours(env, device) as server:
         control = f"{server.socket}.control"
         for number in range(plan.retained):
             for how, option in (("attic", "--reuse"), ("attic-fresh", "--fresh")):
-                ask(stage, server, kind, plan.span_mib, *every)
-                _idle(stage, control)
-                stage.rekindle.call("disk", "keep", control)
-                report = ask(stage, server, kind, plan.span_mib, *every, option)
-                _idle(stage, control)
-                status = stage.rekindle.call("disk", "status", control)
+                ask(env, server, kind, plan.span_mib, *every)
+                _idle(env, control)
+                env.rekindle.call("disk", "keep", control)
+                report = ask(env, server, kind, plan.span_mib, *every, option)
+                _idle(env, control)
+                status = env.rekindle.call("disk", "status", control)
                 served = (status["attic"] or [0, status["emptied"]])[1]["served"]
                 if served * 4096 != report["bytes"]:
                     raise RekindleError(f"{served} blocks came from the retained cache, not {report['bytes'] // 4096}")
-                stage.rekindle.call("disk", "drop", control)
-                stage.rows.append(_row(kind, how, number, report))
-        stage.log(f"attic: {plan.retained}")
+                env.rekindle.call("disk", "drop", control)
+                env.rows.append(_row(kind, how, number, report))
+        env.log(f"attic: {plan.retained}")
 
 
-def _idle(stage: Stage, control: str) -> None:
+def _idle(env: CacheEnvironment, control: str) -> None:
     """Waits until no client is connected."""
     deadline = time.monotonic() + START_DEADLINE_S
-    while stage.rekindle.call("disk", "status", control)["connected"]:
+    while env.rekindle.call("disk", "status", control)["connected"]:
         if time.monotonic() > deadline:
             raise RekindleError(f"{control}: its client does not disconnect")
         time.sleep(0.01)

@@ -6,12 +6,12 @@ from rekindle_bench import run
 from rekindle_bench.report import Report
 
 from . import analysis, plots, rows
+from .cache_guests import IMAGE, environment
 from .cases import CASES
 from .plan import left_out
-from .stage import IMAGE, stage
 
 TOPIC = "warm-cache"
-measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, stage).measure
+measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, environment).measure
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:

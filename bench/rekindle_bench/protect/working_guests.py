@@ -1,4 +1,4 @@
-"""The stage of this topic: one guest with its workloads, the stores, and rows from a protector's events."""
+"""The environment of this topic: one guest with its workloads, the stores, and rows from a protector's events."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench import stage as bench
+from rekindle_bench.environment import Environment, workspace
 from rekindle_bench.rows import RowFile
 from rekindle_lab.guests import Guest
 from rekindle_lab.protector import Protector
@@ -22,8 +22,8 @@ IMAGE = "debian-work"
 
 
 @dataclass
-class Stage(bench.Stage):
-    """Everything that cases share."""
+class ProtectEnvironment(Environment):
+    """Guests that work, and the stores for their checkpoints."""
 
     _closing: ExitStack
     _stores: dict[str, Store] = field(default_factory=dict)
@@ -83,9 +83,11 @@ def policy(how: str) -> str | None:
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, kind: type[Stage] = Stage) -> Iterator[Stage]:
-    """Sets up the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
+def environment(
+    root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, kind: type[ProtectEnvironment] = ProtectEnvironment
+) -> Iterator[ProtectEnvironment]:
+    """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
     with ExitStack() as stack:
-        space = stack.enter_context(bench.workspace(binary, disk))
+        space = stack.enter_context(workspace(binary, disk))
         closing = stack.enter_context(ExitStack())
         yield kind(root, Rekindle(binary, space.work / "run"), qemu, rows, space, closing)

@@ -1,4 +1,4 @@
-"""The stage of this topic: guests that are rebooted, with a client at each."""
+"""The environment of this topic: guests that are rebooted, with a client at each."""
 
 import json
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench import stage as bench
+from rekindle_bench.environment import Environment, workspace
 from rekindle_bench.rows import RowFile
 from rekindle_lab.guests import Image
 from rekindle_lab.os_guest import OsGuest, ask_often, wait_saved
@@ -28,13 +28,13 @@ SETTLE_S = 1.0
 
 
 @dataclass
-class Stage(bench.Stage):
-    """Everything that cases share."""
+class OsEnvironment(Environment):
+    """Guests whose system is rebooted."""
 
     def os_guest(
         self, kind: str, index: int, memory_mib: int, image: Image | None = None, *, phases: bool = False
     ) -> OsGuest:
-        """Returns a guest. One that keeps phases has no debug port: its firmware's stage is not measured."""
+        """Returns a guest. One that keeps phases has no debug port: its firmware's part is not measured."""
         self.need(memory_mib=int(memory_mib * 1.1) + 256, disk_mib=2048)
         name = f"{kind}{index}"
         return OsGuest(
@@ -143,7 +143,7 @@ def fill(row: Row, result: dict[str, Any], gap: Gap) -> None:
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Sets up the stage: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
-    with bench.workspace(binary, disk) as space:
-        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space)
+def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[OsEnvironment]:
+    """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
+    with workspace(binary, disk) as space:
+        yield OsEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space)

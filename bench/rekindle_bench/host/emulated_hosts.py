@@ -1,4 +1,4 @@
-"""The stage of this topic: emulated hosts, and guests of this machine."""
+"""The environment of this topic: emulated hosts, and guests of this machine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench import stage as bench
+from rekindle_bench.environment import Environment, workspace
 from rekindle_bench.rows import RowFile
 from rekindle_lab.rekindle import Rekindle
 
@@ -17,8 +17,8 @@ Done = dict[tuple[str, str, int, int, str], int]
 
 
 @dataclass
-class Stage(bench.Stage):
-    """Everything that cases share."""
+class HostEnvironment(Environment):
+    """Emulated hosts: rounds that are done, and what is recorded of reboots."""
 
     plan: Plan
     done: Done
@@ -36,7 +36,9 @@ class Stage(bench.Stage):
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, plan: Plan, done: Done) -> Iterator[Stage]:
-    """Sets up the stage. `disk`: a folder on a real disk, for the disks of emulated hosts."""
-    with bench.workspace(binary, disk) as space:
-        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space, plan, done)
+def environment(
+    root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, plan: Plan, done: Done
+) -> Iterator[HostEnvironment]:
+    """Sets up the environment. `disk`: a folder on a real disk, for the disks of emulated hosts."""
+    with workspace(binary, disk) as space:
+        yield HostEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, plan, done)

@@ -1,4 +1,4 @@
-"""The stage of this topic: guests with a disk of Rekindle's that are inspected and damaged from outside."""
+"""The environment of this topic: guests with a disk of Rekindle's that are inspected and damaged from outside."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rekindle_bench import stage as bench
+from rekindle_bench.environment import Environment, workspace
 from rekindle_bench.rows import RowFile
 from rekindle_lab import guests, netns
 from rekindle_lab.guests import Guest, Image
@@ -226,8 +226,8 @@ def complaints(text: str) -> bool:
 
 
 @dataclass
-class Stage(bench.Stage):
-    """Everything that cases share."""
+class FaultEnvironment(Environment):
+    """Guests that are damaged, with and without the check of digests."""
 
     unchecked: Rekindle | None
     """The binary without the check of digests, in a run directory of its own."""
@@ -281,7 +281,7 @@ class Stage(bench.Stage):
 
 
 @contextmanager
-def stage(
+def environment(
     root: Path,
     binary: Path,
     unchecked: Path | None,
@@ -289,8 +289,8 @@ def stage(
     rows: RowFile,
     disk: Path,
     done: dict[tuple[str, int], int],
-) -> Iterator[Stage]:
-    """Sets up the stage. `disk`: a folder on a real disk."""
-    with bench.workspace(binary, disk) as space:
+) -> Iterator[FaultEnvironment]:
+    """Sets up the environment. `disk`: a folder on a real disk."""
+    with workspace(binary, disk) as space:
         other = Rekindle(unchecked, space.work / "unchecked") if unchecked else None
-        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space, other, done)
+        yield FaultEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, other, done)

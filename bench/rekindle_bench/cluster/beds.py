@@ -1,11 +1,11 @@
-"""The stage of this topic: a test bed, new for each case, with its VM and a client."""
+"""The environment of this topic: a test bed, new for each case, with its VM and a client."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle_bench import stage as bench
+from rekindle_bench.environment import Environment, workspace
 from rekindle_bench.rows import RowFile
 from rekindle_lab import guests
 from rekindle_lab.cluster.bed import VM, Bed, BedError, bed
@@ -19,8 +19,8 @@ GUEST_BYTES = 96 << 20
 
 
 @dataclass
-class Stage(bench.Stage):
-    """Everything that cases share."""
+class BedEnvironment(Environment):
+    """Test beds, one at a time."""
 
     micro: Path
     """The guest's image."""
@@ -83,12 +83,12 @@ def _files(folder: Path) -> int:
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Sets up the stage. `disk`: a folder on a real disk, for the store."""
+def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[BedEnvironment]:
+    """Sets up the environment. `disk`: a folder on a real disk, for the store."""
     with ExitStack() as stack:
-        space = stack.enter_context(bench.workspace(binary, disk, namespaces=()))
+        space = stack.enter_context(workspace(binary, disk, namespaces=()))
         beds = space.disk / "beds"
         beds.mkdir()
         micro = guests.build(root, "micro").folder
         closing = stack.enter_context(ExitStack())
-        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space, micro, beds, closing)
+        yield BedEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, micro, beds, closing)

@@ -1,4 +1,4 @@
-"""The stage of this topic: VMs, their twins for the peer, and reboots with a client at each."""
+"""The environment of this topic: VMs, their twins for the peer, and reboots with a client at each."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench import stage as bench
+from rekindle_bench.environment import Environment, workspace
 from rekindle_bench.rows import RowFile
 from rekindle_lab import guests, netns
 from rekindle_lab.guests import Guest
@@ -44,8 +44,8 @@ LOAD = Client("files/020.bin", "4ms", ("--connections", "8", "--interval", "20ms
 
 
 @dataclass
-class Stage(bench.Stage):
-    """Everything that cases share."""
+class VmmEnvironment(Environment):
+    """VMs whose QEMU is replaced, and their twins for the peer."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     """Reboots with the client's throughput, for figure 8."""
@@ -186,10 +186,10 @@ def handover_json(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Sets up the stage: folders, a tmpfs for guest RAM, two network namespaces (ours, the peer's).
+def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[VmmEnvironment]:
+    """Sets up the environment: folders, a tmpfs for guest RAM, two network namespaces (ours, the peer's).
 
     `disk`: a folder on a real disk, for copies of guest disks and saved RAM.
     """
-    with bench.workspace(binary, disk, namespaces=("", "p")) as space:
-        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space)
+    with workspace(binary, disk, namespaces=("", "p")) as space:
+        yield VmmEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space)

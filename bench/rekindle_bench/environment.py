@@ -22,8 +22,8 @@ MIB = 1 << 20
 
 
 @dataclass
-class Stage:
-    """Everything that cases share."""
+class Environment:
+    """What all cases of a topic share: VMs, folders, the file of rows, and notes on what went wrong."""
 
     root: Path
     rekindle: Rekindle
@@ -68,7 +68,7 @@ class Stage:
         return self.images[kind]
 
     def guest(self, name: str, kind: str, memory_mib: int, index: int, touch: str | None = None) -> Guest:
-        """Returns a guest of this stage."""
+        """Returns a guest of this env."""
         image = self.image(kind)
         return Guest(name, image, memory_mib, index, touch, self.netns, self.ram_dir, self.disk_dir)
 

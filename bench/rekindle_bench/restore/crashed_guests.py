@@ -1,4 +1,4 @@
-"""The stage of this topic: guests that crash and are restored."""
+"""The environment of this topic: guests that crash and are restored."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench.protect.stage import Stage as ProtectStage
-from rekindle_bench.protect.stage import stage as protect_stage
+from rekindle_bench.protect.working_guests import ProtectEnvironment
+from rekindle_bench.protect.working_guests import environment as protect_environment
 from rekindle_bench.rows import RowFile
 from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.stores import Store
@@ -44,8 +44,8 @@ class Filled:
     worst_us: int | None
 
 
-class Stage(ProtectStage):
-    """Everything that cases share."""
+class RestoreEnvironment(ProtectEnvironment):
+    """Guests that crash, and are restored."""
 
     def knows_prepare(self) -> bool:
         """Whether this `rekindle restore` has `--prepare`."""
@@ -132,8 +132,8 @@ class Stage(ProtectStage):
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[Stage]:
-    """Sets up the stage, as for topic `protect`."""
-    with protect_stage(root, binary, qemu, rows, disk, Stage) as here:
-        assert isinstance(here, Stage)
+def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[RestoreEnvironment]:
+    """Sets up the environment, as for topic `protect`."""
+    with protect_environment(root, binary, qemu, rows, disk, RestoreEnvironment) as here:
+        assert isinstance(here, RestoreEnvironment)
         yield here

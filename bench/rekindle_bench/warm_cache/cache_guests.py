@@ -1,4 +1,4 @@
-"""The stage of this topic: a disk with limited rates, and guests on it that are rebooted."""
+"""The environment of this topic: a disk with limited rates, and guests on it that are rebooted."""
 
 import json
 import socket
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from rekindle_bench import stage as bench
 from rekindle_bench.case import NoRoomError
+from rekindle_bench.environment import Environment, workspace
 from rekindle_bench.rows import RowFile
 from rekindle_lab import guests, netns
 from rekindle_lab.guests import QEMUS_OWN, Guest
@@ -126,8 +126,8 @@ class CacheGuest(Guest):
 
 
 @dataclass
-class Stage(bench.Stage):
-    """Everything that cases share."""
+class CacheEnvironment(Environment):
+    """Guests with caches, on a disk whose rates can be limited."""
 
     slow: Slow | None = None
     """Disk with limits for the guests' disks; `None` where the kernel cannot limit one."""
@@ -164,12 +164,14 @@ class Stage(bench.Stage):
 
 
 @contextmanager
-def stage(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, *, slow: bool = True) -> Iterator[Stage]:
-    """Sets up the stage: folders, a tmpfs for guest RAM, a network namespace, a disk.
+def environment(
+    root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, *, slow: bool = True
+) -> Iterator[CacheEnvironment]:
+    """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace, a disk.
 
     `disk`: a folder on a real one. `slow`: with a disk that the kernel limits, where possible.
     """
     with ExitStack() as stack:
-        space = stack.enter_context(bench.workspace(binary, disk))
+        space = stack.enter_context(workspace(binary, disk))
         held = stack.enter_context(slow_disk(space.disk / "slow", 12288)) if slow and can_be_slow() else None
-        yield Stage(root, Rekindle(binary, space.work / "run"), qemu, rows, space, slow=held)
+        yield CacheEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, slow=held)
