@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from rekindle_bench.case import NoRoomError, Trial
 from rekindle_bench.rows import RowFile
@@ -19,6 +20,7 @@ from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.runs.workspace import Workspace
 
 MIB = 1 << 20
+AnyGuest = TypeVar("AnyGuest", bound=Guest)
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Environment:
             raise NoRoomError(f"needs {disk_mib + 1024} MiB of disk in {self.disk_dir}, {disk} MiB are free")
 
     @contextmanager
-    def ours(self, guest: Guest, *, wait: bool = True) -> Iterator[Guest]:
+    def ours(self, guest: AnyGuest, *, wait: bool = True) -> Iterator[AnyGuest]:
         """Runs a VM of Rekindle's, ready unless `wait` is false; stops it at the end."""
         definition = guest.write(self.work, self.qemu)
         try:

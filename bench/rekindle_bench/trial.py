@@ -20,7 +20,7 @@ from rekindle_bench import os as os_reboot
 from rekindle_bench.case import Trial
 from rekindle_bench.protect.plan import Pause, Units
 from rekindle_bench.restore.plan import Piece
-from rekindle_bench.warm_cache.plan import Files
+from rekindle_bench.warm_cache.plan import FileAccess
 
 _ONCE = {"warm": 1, "cpr-transfer": 1, "saved": 1, "cold": 1}
 
@@ -44,14 +44,14 @@ PLANS: dict[str, Any] = {
         native_s=0.2,
         retained=1,
         files=(
-            Files("read", 4096, 16, 1),
-            Files("read", 1024, 4, 1),
-            Files("write", 4096, 16, 1),
-            Files("mmap-read", 4096, 16, 1),
+            FileAccess("read", 4096, 16, 1),
+            FileAccess("read", 1024, 4, 1),
+            FileAccess("write", 4096, 16, 1),
+            FileAccess("mmap-read", 4096, 16, 1),
         ),
         limits=("paper", "cloud"),
         folios=(),
-        peers=(Files("read", 4096, 16, 1),),
+        peers=(FileAccess("read", 4096, 16, 1),),
         map_rounds=1,
         map_mib=16,
         tpch=0,

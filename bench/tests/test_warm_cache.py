@@ -8,10 +8,11 @@ from typer.testing import CliRunner
 
 from rekindle_bench.__main__ import main
 from rekindle_bench.warm_cache import analysis, rows
-from rekindle_bench.warm_cache.cases import TPCH, turns
 from rekindle_bench.warm_cache.plan import FULL, QUICK, left_out
+from rekindle_bench.warm_cache.queries import TPCH
 from rekindle_bench.warm_cache.rows import Row
 from rekindle_bench.warm_cache.watch import Watch, cached_kib, files_in, private_kib
+from rekindle_bench.warm_cache.ways import turns
 from rekindle_lab.web import Answer, rates
 
 app = typer.Typer()

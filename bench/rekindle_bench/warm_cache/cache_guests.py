@@ -145,6 +145,22 @@ class CacheEnvironment(Environment):
             raise NoRoomError("has no block I/O controller of control groups v1, so no disk can be limited")
         self.slow.limit_rates(LIMITS[limit] if limit else None)
 
+    @contextmanager
+    def limited(self, limit: str) -> Iterator[None]:
+        """Limits the disk while the body runs."""
+        self.limit_rates(limit)
+        try:
+            yield
+        finally:
+            self.limit_rates(None)
+
+    @contextmanager
+    def on_limited_disk(self, guest: CacheGuest, limit: str) -> Iterator[CacheGuest]:
+        """Runs a guest whose disk is limited while the body runs; it boots without the limit."""
+        self.limit_rates(None)
+        with self.ours(guest), self.limited(limit):
+            yield guest
+
     def from_retained_cache(self, guest: CacheGuest) -> int:
         """Returns bytes that its disks' servers have supplied from the retained cache; none after a cold reboot."""
         of_all = 0

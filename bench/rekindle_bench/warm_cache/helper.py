@@ -80,7 +80,6 @@ def helper_back(env: CacheEnvironment, plan: Plan) -> None:
         env.limit_rates(None)
     seconds = round(plan.kills * (plan.kill_every_s + 1)) + 5
     with env.ours(env.cached("helper", 768, 8)) as guest, ThreadPoolExecutor(1) as pool:
-        assert isinstance(guest, CacheGuest)
         load: Future[Verified] = pool.submit(verify, guest, seconds)
         for number in range(plan.kills):
             time.sleep(plan.kill_every_s)

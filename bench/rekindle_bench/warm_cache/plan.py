@@ -9,7 +9,7 @@ LIMITS = {"paper": Limit(90_000_000), "cloud": Limit(125_000_000, 3000)}
 
 
 @dataclass(frozen=True)
-class Files:
+class FileAccess:
     """Accesses to one file, before and after reboots."""
 
     what: str
@@ -28,11 +28,11 @@ class Plan:
     """Windows of each server and kind."""
     native_s: float
     retained: int
-    files: tuple[Files, ...]
+    files: tuple[FileAccess, ...]
     limits: tuple[str, ...]
-    folios: tuple[Files, ...]
+    folios: tuple[FileAccess, ...]
     """Files on XFS."""
-    peers: tuple[Files, ...]
+    peers: tuple[FileAccess, ...]
     map_rounds: int
     map_mib: int
     tpch: int
@@ -62,21 +62,21 @@ FULL = Plan(
     native_s=2.0,
     retained=10,
     files=(
-        Files("read", 4096, 1024, 5),
-        Files("read", 1 << 20, 1024, 5),
-        Files("read", 2048, 512, 2),
-        Files("read", 1024, 256, 2),
-        Files("read", 512, 128, 2),
-        Files("write", 4096, 256, 2),
-        Files("write", 2048, 256, 2),
-        Files("write", 1024, 256, 2),
-        Files("write", 512, 128, 2),
-        Files("mmap-read", 4096, 512, 2),
-        Files("mmap-write", 4096, 256, 2),
+        FileAccess("read", 4096, 1024, 5),
+        FileAccess("read", 1 << 20, 1024, 5),
+        FileAccess("read", 2048, 512, 2),
+        FileAccess("read", 1024, 256, 2),
+        FileAccess("read", 512, 128, 2),
+        FileAccess("write", 4096, 256, 2),
+        FileAccess("write", 2048, 256, 2),
+        FileAccess("write", 1024, 256, 2),
+        FileAccess("write", 512, 128, 2),
+        FileAccess("mmap-read", 4096, 512, 2),
+        FileAccess("mmap-write", 4096, 256, 2),
     ),
     limits=("paper", "cloud"),
-    folios=(Files("read", 1 << 20, 1024, 5), Files("read", 4096, 1024, 3)),
-    peers=(Files("read", 4096, 1024, 3), Files("write", 2048, 512, 2)),
+    folios=(FileAccess("read", 1 << 20, 1024, 5), FileAccess("read", 4096, 1024, 3)),
+    peers=(FileAccess("read", 4096, 1024, 3), FileAccess("write", 2048, 512, 2)),
     map_rounds=16,
     map_mib=256,
     tpch=4,
@@ -90,7 +90,7 @@ QUICK = Plan(
     native=4,
     native_s=1.0,
     retained=3,
-    files=(Files("read", 4096, 1024, 1), Files("read", 1 << 20, 1024, 1)),
+    files=(FileAccess("read", 4096, 1024, 1), FileAccess("read", 1 << 20, 1024, 1)),
     limits=("paper",),
     folios=(),
     peers=(),
