@@ -14,6 +14,9 @@ from rekindle_lab import netns
 from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.runs.processes import mentioning, with_variable
 
+VM_RECORDS = ("state.json", "operation.json")
+"""Files that a VM's folder in a run directory may have."""
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -60,7 +63,7 @@ class Workspace:
 
     def _stop_vms(self) -> None:
         """Stops the VMs of all run directories in it."""
-        for folder in {record.parent for record in self.work.glob("*/*/*.json")}:
+        for folder in {record.parent for name in VM_RECORDS for record in self.work.glob(f"*/[!.]*/{name}")}:
             try:
                 Rekindle(self.binary, folder.parent).stop(folder.name)
             except (RekindleError, subprocess.TimeoutExpired) as error:
