@@ -1,7 +1,7 @@
 //! Guests are suspended out of their QEMUs and resumed into others, as around a reboot of the host.
 //!
 //! Here the host is not rebooted: the run directory, which a reboot empties, is removed in its place, and the record is told that it was
-//! another boot. `host/test` reboots a whole emulated host.
+//! another boot. `tests/hosts/test` reboots a whole emulated host.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
