@@ -1,8 +1,6 @@
 """Runs with guests: rejected settings, VM definitions, and the output of clients and guests."""
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +19,6 @@ from rekindle_lab.experiment.inside import parse as parse_status
 from rekindle_lab.experiment.runner import RunError
 from rekindle_lab.guests import Image
 from rekindle_lab.runs import processes
-from rekindle_lab.runs.workspace import Workspace
 from rekindle_lab.toml import DefinitionError
 
 CAMPAIGNS = sorted((Path(__file__).parents[1] / "campaigns").glob("*.toml"))
@@ -308,18 +305,3 @@ def test_a_process_that_only_mentions_a_run_directory_is_not_ended(tmp_path):
     finally:
         mentions.kill()
         mentions.wait()
-
-
-def test_only_processes_left_by_a_kill_are_ended(tmp_path):
-    mine, other = ({**os.environ, "REKINDLE_RUN_DIR": str(tmp_path / name)} for name in ("run", "run-2"))
-    left = subprocess.Popen(["sleep", "1000"], env=mine)
-    stays = subprocess.Popen(["sleep", "1000"], env=other)
-    try:
-        (tmp_path / "run").mkdir()
-        Workspace(tmp_path / "rekindle", tmp_path, tmp_path / "disk", ("rkx-there-is-none",)).remove()
-        assert left.wait(timeout=30) == -signal.SIGKILL
-        assert stays.poll() is None
-    finally:
-        for process in (left, stays):
-            process.kill()
-            process.wait()

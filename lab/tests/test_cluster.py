@@ -1,0 +1,140 @@
+"""The watch over the test bed of a cluster: consoles, processes, answers of the counter, and the timeline from them."""
+
+import json
+import socket
+import subprocess
+import time
+
+import pytest
+
+from rekindle_lab.cluster import counter, running, timeline
+from rekindle_lab.cluster.bed import Bed, BedError
+from rekindle_lab.cluster.counter import Answer
+from rekindle_lab.cluster.running import Span
+from rekindle_lab.cluster.tail import Tail
+
+START = 1_800_000_000_000_000
+S = 1_000_000
+
+
+def test_a_console_returns_the_first_tick_of_its_own_qemu(tmp_path):
+    path = tmp_path / "console.log"
+    path.write_bytes(b"tick 7 0.350\r\ntick 8 0.4")
+    console = running.Console(path)
+    assert console.first_tick() is None
+    with path.open("ab") as file:
+        file.write(b"00\r\nother\r\ntick 5 0.2")
+        file.flush()
+        # The end of an earlier line, and an incomplete line.
+        assert console.first_tick() is None
+        file.write(b"50\r\ntick 6 0.300\r\n")
+    assert console.first_tick() == 5
+    later = running.Console(tmp_path / "not-yet")
+    assert later.first_tick() is None
+
+
+def test_new_processes_are_inspected_for_a_while(tmp_path):
+    def process(pid, *words):
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        (tmp_path / str(pid) / "cmdline").write_bytes(b"\0".join(words) + b"\0")
+
+    qemu = (b"qemu", b"-chardev", b"socket,id=console,logfile=/run/x/console.log,logappend=on", b"/run/spy-web.sock")
+    process(1, b"init")
+    processes = running.Processes("web", tmp_path)
+    assert processes.qemus(10.0) == {}
+    process(2, b"rekindle")
+    assert processes.qemus(10.1) == {}
+    # It executes another program; an old process would be inspected only at intervals.
+    process(2, *qemu)
+    assert processes.qemus(10.2) == {2: tmp_path / "2" / "root" / "run/x/console.log"}
+    process(1, *qemu)
+    assert list(processes.qemus(11.5)) == []
+    assert sorted(processes.qemus(12.5)) == [1, 2]
+    assert processes.is_new(2) and not processes.is_new(1)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_guest_already_running_has_a_first_tick_only_if_its_start_was_seen(tmp_path, new):
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    qemu = object.__new__(running.Qemu)
+    qemu.socket, qemu.buffer, qemu.runs, qemu.new = ours, b"", False, new
+    qemu.console = running.Console(tmp_path / "console")
+    # It was busy with its load: the resume was not reported.
+    theirs.sendall(b'{"return": {}}\n{"return": {"status": "running", "running": true}}\n')
+    assert [runs for runs, _ in qemu.poll()] == [True]
+    assert (qemu.console is not None) == new
+    ours.close()
+    theirs.close()
+
+
+def test_only_new_lines_of_a_growing_file_are_read(tmp_path):
+    tail = Tail(tmp_path / "grows")
+    assert tail.lines() == []
+    tail.path.write_text("one\ntw")
+    assert tail.lines() == ["one"]
+    with tail.path.open("a") as file:
+        file.write("o\nthree\n")
+    assert tail.lines() == ["two", "three"]
+    assert tail.lines() == []
+    tail.path.write_text("anew\n")
+    assert tail.lines() == ["anew"]
+
+
+def test_the_watch_must_live_and_see_one_qemu(tmp_path):
+    here = Bed(tmp_path, tmp_path / "bed", {})
+    with pytest.raises(BedError, match="has ended"):
+        here.watched()
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        here.client = here.watcher = sleeper
+        ahead = (time.time_ns() // 1000) + 60 * S
+        here.running_file.write_text(json.dumps({"beat": [[7, "n2"]], "host_us": ahead}) + "\n")
+        assert here.watched() == (7, "n2")
+        with here.running_file.open("a") as file:
+            file.write(json.dumps({"beat": [[7, "n2"], [8, "n3"]], "host_us": ahead}) + "\n")
+        with pytest.raises(BedError, match="2 QEMUs"):
+            here.watched()
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    with pytest.raises(BedError, match="has ended"):
+        here.watched()
+
+
+def test_the_counter_is_followed_through_fail_overs():
+    answers = [Answer(START + n * 20_000, 100 + n // 2) for n in range(50)]
+    back = [Answer(START + 3 * S + n * 20_000, 110 + n // 2) for n in range(50)]
+    silent = [Answer(START + 9 * S, 140)]
+    first, second = counter.drops(answers + back + silent)
+    assert (first.highest, first.after.tick, first.back) == (124, 110, 14)
+    assert first.gap_s == pytest.approx(3 - 0.98)
+    assert second.back == 0
+
+
+def test_only_guests_that_run_at_the_same_time_overlap(tmp_path):
+    lines = [
+        {"pid": 1, "node": "n1", "runs": True, "host_us": 10},
+        {"pid": 1, "node": "n1", "runs": False, "host_us": 20},
+        {"pid": 1, "node": "n1", "runs": True, "host_us": 21},
+        {"pid": 1, "node": "n1", "runs": False, "host_us": 40},
+        {"pid": 2, "node": "n2", "runs": True, "host_us": 39},
+    ]
+    path = tmp_path / "running.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spans = running.read(path, 100)
+    assert Span(2, "n2", 39, 100) in spans
+    assert running.overlaps(spans) == [(Span(1, "n1", 21, 40), Span(2, "n2", 39, 100))]
+    assert not running.overlaps(spans[:2])
+
+
+def test_a_timeline_has_the_parts_of_a_fail_over():
+    events = [(START / S, "kill n1"), (START / S + 1.5, "switch off n1 rc=0")]
+    spans = [Span(1, "n1", START - 9 * S, START), Span(2, "n2", START + 2 * S, START + 9 * S)]
+    answers = [Answer(START - 10_000, 50), Answer(START + int(2.1 * S), 40)]
+    node, found = timeline.parts(events, spans, answers)
+    assert node == "n1"
+    assert [round((part.end_us - part.begin_us) / S, 2) for part in found] == [1.5, 0.5, 0.1, 2.11]
+    assert "n2 chosen" in timeline.draw(found)
+    with pytest.raises(ValueError, match="no node was killed"):
+        timeline.parts([], spans, answers)
