@@ -30,17 +30,20 @@ pub(super) enum RingError {
     Kick(Errno),
 }
 
-/// The next request of a queue.
+/// What to do next with a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum NextRequest {
-    /// Its first descriptor is `head`.
-    New { head: u16 },
-    /// A previous server has taken it already.
-    Repeated { head: u16 },
-    /// The guest has just added a request: check again.
-    Unclear,
-    /// The guest will kick the queue.
-    None,
+pub(super) enum QueueStep {
+    /// Serve a new request, whose first descriptor is `head`.
+    ServeNew {
+        head: u16,
+    },
+    /// Serve a request that a previous server has taken already.
+    ServeAgain {
+        head: u16,
+    },
+    /// Check again: the guest has just added a request.
+    Retry,
+    WaitForKick,
 }
 
 /// See [the module](self).
@@ -77,22 +80,22 @@ impl RunningQueue {
     }
 
     /// Takes the next request from the queue.
-    pub fn next_request(&mut self, memory: &Memory) -> Result<NextRequest, RingError> {
+    pub fn next_request(&mut self, memory: &Memory) -> Result<QueueStep, RingError> {
         let size = self.rings.size();
         if self.broken.is_some() {
-            return Ok(NextRequest::None);
+            return Ok(QueueStep::WaitForKick);
         }
         if let Some(head) = self.unfinished.pop_front() {
             let is_valid = head < size;
-            return if is_valid { Ok(NextRequest::Repeated { head }) } else { Err(RingError::Inflight { head, size }) };
+            return if is_valid { Ok(QueueStep::ServeAgain { head }) } else { Err(RingError::Inflight { head, size }) };
         }
         if self.is_stopping {
-            return Ok(NextRequest::None);
+            return Ok(QueueStep::WaitForKick);
         }
         self.next_available(memory)
     }
 
-    fn next_available(&mut self, memory: &Memory) -> Result<NextRequest, RingError> {
+    fn next_available(&mut self, memory: &Memory) -> Result<QueueStep, RingError> {
         let size = self.rings.size();
         let map: &GuestMemoryMmap<WriteMarks> = &memory.map;
         self.rings.disable_notification(map).map_err(RingError::Access)?;
@@ -106,14 +109,14 @@ impl RunningQueue {
             other => other.map_err(RingError::Access)?,
         };
         match available.next().map(|chain| chain.head_index()) {
-            Some(head) if head < size => Ok(NextRequest::New { head }),
+            Some(head) if head < size => Ok(QueueStep::ServeNew { head }),
             Some(head) => {
                 available.go_to_previous_position();
                 Err(RingError::Head { head, size })
             }
             None => {
                 let has_more = self.rings.enable_notification(map).map_err(RingError::Access)?;
-                Ok(if has_more { NextRequest::Unclear } else { NextRequest::None })
+                Ok(if has_more { QueueStep::Retry } else { QueueStep::WaitForKick })
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Starts and stops queues, takes their requests, answers them and notifies the guest.
 
 use super::connection::Connection;
-use super::queue::{NextRequest, RingError, RunningQueue};
+use super::queue::{QueueStep, RingError, RunningQueue};
 use super::{FrontEnd, StoppingQueue};
 use crate::engine::catalog::{BlockCatalog, DriverState};
 use crate::engine::command::{FrontendId, QueueDescriptors, Refused, Rings};
@@ -197,13 +197,13 @@ impl<B: BlockCatalog> FrontEnd<B> {
                 return;
             };
             match queue.next_request(&memory) {
-                Ok(NextRequest::New { head }) => {
+                Ok(QueueStep::ServeNew { head }) => {
                     self.note_taken(session, number, head);
                     cost += self.begin_request(session, number, head, &memory);
                 }
-                Ok(NextRequest::Repeated { head }) => cost += self.begin_request(session, number, head, &memory),
-                Ok(NextRequest::Unclear) => cost += 1,
-                Ok(NextRequest::None) => return,
+                Ok(QueueStep::ServeAgain { head }) => cost += self.begin_request(session, number, head, &memory),
+                Ok(QueueStep::Retry) => cost += 1,
+                Ok(QueueStep::WaitForKick) => return,
                 Err(e) => return self.break_queue(session, number, &e),
             }
         }

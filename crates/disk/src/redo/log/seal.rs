@@ -1,7 +1,7 @@
 //! Sealing ended epochs: their segments become durable, each with a seal record.
 //!
-//! A seal record follows the last entry of a segment and lists the entries. Without it, a damaged entry could not be told from one whose
-//! write was interrupted. The steps, which the keeper takes:
+//! A seal record follows the last entry of a segment and lists the entries. Without it, a damaged entry would be
+//! taken for one whose write was interrupted. The steps, which the keeper takes:
 //!
 //! ```text
 //! Log::segments_to_seal ──> SegmentToSeal::make_durable ──> the state names the epochs ──> Log::mark_sealed

@@ -218,7 +218,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
     }
 }
 
-/// The result of a look-up of adjacent blocks in the retained cache.
+/// Adjacent blocks that were requested from the retained cache.
 struct RetainedBlocks<'a> {
     first: u64,
     /// Offset of the first block in the request's data.

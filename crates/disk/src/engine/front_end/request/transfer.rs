@@ -230,7 +230,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
             Work::Sync(target) => self.blocks.record_sync(target, result),
             _ => result,
         };
-        let status = match self.judge(&part, &result, buffer.is_some()) {
+        let status = match self.judge(&part, &result) {
             PartOutcome::Moved => match self.copy_read_data(id, &part, buffer.as_mut()) {
                 Some(()) => return self.finish_move(id, buffer, 0),
                 None => RequestStatus::Failed,
@@ -247,11 +247,11 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.end_part(id.request, status);
     }
 
-    /// Interprets the result of an operation, and logs failures. `has_buffer`: the operation has moved data.
-    fn judge(&self, part: &Part, result: &io::Result<usize>, has_buffer: bool) -> PartOutcome {
+    /// Interprets the result of an operation, and logs failures.
+    fn judge(&self, part: &Part, result: &io::Result<usize>) -> PartOutcome {
         let path = self.blocks.path().display();
         match result {
-            Ok(moved) if has_buffer && *moved as u64 != part.bytes => {
+            Ok(moved) if part.work.moves_data() && *moved as u64 != part.bytes => {
                 warn_limited!("{path}: {moved} bytes instead of {} at {}", part.bytes, part.at);
                 PartOutcome::Failed
             }
