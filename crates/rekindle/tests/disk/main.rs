@@ -1,0 +1,13 @@
+//! Disks that Rekindle serves.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod devices;
+mod grown;
+mod redo;
+mod served;
+mod servers;
+mod two_disks;

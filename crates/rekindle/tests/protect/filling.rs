@@ -1,0 +1,460 @@
+//! Checkpoints during the fill of a restore: each is complete, whichever process dies meanwhile. Every page of some of them
+//! is compared with the guest's memory at the moment of the checkpoint.
+
+use crate::common::protector::{Protector, crash, pager, restore, restore_with, store, wait_filled};
+use crate::common::served::kill_watcher;
+use crate::common::{DEADLINE, Guest, Lab, wait_for};
+use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::remote;
+use rekindle_store::types::PAGE_SIZE;
+use rekindle_store::{Image, ReadOptions, StoreUrl};
+use rekindle_vm::fault::POINTS;
+use rustix::fs::{SeekFrom, seek};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::fs::{self, File};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Stops a pager for most of the time, so that its fill takes long; the pager is fast again on drop. On a busy machine the
+/// pager is stopped late, and then for longer.
+struct Slowdown {
+    end: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+fn signal(process: Process, signal: Signal) {
+    let pid = Pid::from_raw(i32::try_from(process.pid).unwrap()).unwrap();
+    if process.is_alive() {
+        let _ = kill_process(pid, signal);
+    }
+}
+
+impl Slowdown {
+    fn of(process: Process) -> Self {
+        let end = Arc::new(AtomicBool::new(false));
+        let is_over = Arc::clone(&end);
+        let thread = thread::spawn(move || {
+            let mut worked = Duration::from_millis(1);
+            while !is_over.load(Ordering::Relaxed) {
+                signal(process, Signal::STOP);
+                thread::sleep((worked * 40).min(Duration::from_millis(400)));
+                let resumed = Instant::now();
+                signal(process, Signal::CONT);
+                thread::sleep(Duration::from_millis(1));
+                worked = resumed.elapsed();
+            }
+            signal(process, Signal::CONT);
+        });
+        Self { end, thread: Some(thread) }
+    }
+}
+
+impl Drop for Slowdown {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().unwrap().join();
+    }
+}
+
+/// Returns the populated runs of a file: all except its holes. Zeroes may be populated.
+fn populated_runs(file: &File) -> Vec<Range<u64>> {
+    let length = file.metadata().unwrap().len();
+    let (mut runs, mut end) = (Vec::new(), 0);
+    while let Ok(start) = seek(file, SeekFrom::Data(end)) {
+        end = seek(file, SeekFrom::Hole(start)).unwrap_or(length);
+        runs.push(start..end);
+    }
+    runs
+}
+
+/// Copies a file with the same holes. `cp` turns pages of zeroes into holes, which here stand for missing pages.
+fn copy_with_holes(source: &Path, copy: &Path) {
+    let (source, copy) = (File::open(source).unwrap(), File::create(copy).unwrap());
+    copy.set_len(source.metadata().unwrap().len()).unwrap();
+    let mut buffer = Vec::new();
+    for run in populated_runs(&source) {
+        for offset in run.clone().step_by(1 << 20) {
+            buffer.resize((run.end - offset).min(1 << 20) as usize, 0);
+            source.read_exact_at(&mut buffer, offset).unwrap();
+            copy.write_all_at(&buffer, offset).unwrap();
+        }
+    }
+}
+
+/// Environment variables of [`copier`]: the paths of its source and its copy.
+const COPY_SOURCE: &str = "REKINDLE_TEST_COPY_FROM";
+const COPY: &str = "REKINDLE_TEST_COPY_TO";
+
+/// The name of the test that the disk hook runs, as the test binary takes it.
+const COPIER: &str = "filling::copier";
+
+#[test]
+#[ignore = "run by the disk hook of the other tests"]
+fn copier() {
+    let path = |name| PathBuf::from(std::env::var_os(name).unwrap());
+    copy_with_holes(&path(COPY_SOURCE), &path(COPY));
+}
+
+#[test]
+fn a_page_of_zeroes_is_there_in_a_copy_and_a_hole_is_not() {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let [source, copy] = ["from", "to"].map(|name| directory.path().join(name));
+    let file = File::create(&source).unwrap();
+    file.set_len(64 * PAGE_SIZE as u64).unwrap();
+    for (page, byte) in [(3, 1), (4, 0), (9, 0), (40, 7)] {
+        file.write_all_at(&[byte; PAGE_SIZE], page * PAGE_SIZE as u64).unwrap();
+    }
+    copy_with_holes(&source, &copy);
+    let to_pages = |run: &Range<u64>| run.start / PAGE_SIZE as u64..run.end / PAGE_SIZE as u64;
+    let populated: Vec<_> = populated_runs(&File::open(&copy).unwrap()).iter().map(to_pages).collect();
+    assert_eq!(populated, [3..5, 9..10, 40..41]);
+    assert_eq!(fs::read(&source).unwrap(), fs::read(&copy).unwrap());
+}
+
+/// A guest with a store. Its protector's disk hook copies the guest's memory in the pause of a checkpoint.
+struct ProtectedGuest<'a> {
+    lab: &'a Lab,
+    guest: Guest<'a>,
+    store: PathBuf,
+    /// The shell command that makes the copies.
+    hook: String,
+}
+
+/// A checkpoint whose pages have been compared with a copy of the memory.
+struct ComparedCheckpoint {
+    /// The protector's event.
+    event: Value,
+    /// The number of pages that were missing in the guest's memory.
+    missing: u64,
+}
+
+impl ComparedCheckpoint {
+    fn number(&self) -> u64 {
+        self.event["number"].as_u64().unwrap()
+    }
+
+    /// Asserts that it contains only changed pages, and whether it was taken during the fill.
+    #[track_caller]
+    fn assert_incremental(&self, is_filling: bool) {
+        assert_eq!(self.event["filling"], is_filling);
+        assert_eq!(self.event["full"], false);
+    }
+}
+
+/// A restore whose pager is slow.
+struct SlowRestore {
+    /// The number of the checkpoint that is restored.
+    checkpoint: u64,
+    slowdown: Slowdown,
+}
+
+impl<'a> ProtectedGuest<'a> {
+    /// Boots a guest, fills `touched_mib` of its memory with a pattern, has it write there continuously, and takes two
+    /// checkpoints.
+    fn new(lab: &'a Lab, name: &str, memory: &str, touched_mib: u32) -> Self {
+        let guest = lab.vm(name).memory(memory).boot(&[]);
+        guest.touch(&format!("{touched_mib}M"));
+        guest.ask(&format!("dirty 6 {touched_mib} random"));
+        let store = store(lab, name);
+        let (ram, copies) = (lab.run_root().join(".ram"), lab.path("copies"));
+        fs::create_dir(&copies).unwrap();
+        // A checkpoint that fails is repeated under the same number, and so is its copy.
+        let hook = format!(
+            "cd {}; [ -e want ] || [ -e $REKINDLE_CHECKPOINT ] || exit 0
+             export {COPY_SOURCE}=$(echo {}/{name}-*.ram) {COPY}=part
+             {} {COPIER} --exact --ignored && mv part $REKINDLE_CHECKPOINT && rm -f want",
+            copies.display(),
+            ram.display(),
+            std::env::current_exe().unwrap().display()
+        );
+        let protected = Self { lab, guest, store, hook };
+        let mut protector = protected.protect(&["--count", "2"]);
+        assert!(protector.child.wait().unwrap().success());
+        protected
+    }
+
+    fn protect(&self, arguments: &[&str]) -> Protector {
+        self.protect_with(arguments, &[])
+    }
+
+    fn protect_with(&self, arguments: &[&str], environment: &[(&str, &str)]) -> Protector {
+        let all = ["--every", "100ms", "--disk-hook", &self.hook].iter().chain(arguments).copied().collect::<Vec<_>>();
+        Protector::start_with(&self.guest, self.lab, &self.store, &all, environment)
+    }
+
+    /// Simulates a crash of the guest's host and restores the newest checkpoint with a slow pager.
+    fn crash_and_restore(&self) -> SlowRestore {
+        crash(&self.guest);
+        let restored = restore(&self.guest, &self.store, &[]);
+        SlowRestore { checkpoint: restored["checkpoint"].as_u64().unwrap(), slowdown: self.slow_down_pager() }
+    }
+
+    fn slow_down_pager(&self) -> Slowdown {
+        Slowdown::of(wait_for("a pager", DEADLINE, || pager(&self.guest)))
+    }
+
+    fn is_filling(&self) -> bool {
+        let text = fs::read_to_string(self.guest.file("fill.json")).unwrap_or_default();
+        text.contains("\"filling\"")
+    }
+
+    /// Requests a copy of the memory, waits for the checkpoint of that moment, and asserts that all pages are the same.
+    /// Pages that are missing in the memory must be as in checkpoint `restored`.
+    #[track_caller]
+    fn compare_next(&self, protector: &mut Protector, restored: u64) -> ComparedCheckpoint {
+        let copies = self.lab.path("copies");
+        fs::write(copies.join("want"), []).unwrap();
+        loop {
+            let event = protector.wait("checkpoint");
+            let copy = copies.join(event["number"].to_string());
+            if copy.exists() {
+                let missing = compare(&self.store, &copy, event["number"].as_u64().unwrap(), restored);
+                fs::remove_file(copy).unwrap();
+                return ComparedCheckpoint { event, missing };
+            }
+        }
+    }
+
+    /// Counts the userfaultfds in QEMU.
+    fn userfaultfds(&self) -> usize {
+        // The guest may be in the pause of a checkpoint.
+        let qemus = self.guest.qemus();
+        let [qemu] = qemus.as_slice() else { panic!("{} QEMUs", qemus.len()) };
+        remote::existing(qemu.process).unwrap().len()
+    }
+}
+
+fn image(store: &Path, number: u64) -> Image {
+    let url: StoreUrl = store.to_str().unwrap().parse().unwrap();
+    Image::open(&url, &ReadOptions { at: Some(number), ..ReadOptions::default() }).unwrap()
+}
+
+/// Compares every page of the main RAM of checkpoint `number` with a copy of the memory at that moment. Returns how many
+/// pages are missing in the copy; they must be as in checkpoint `restored`.
+#[track_caller]
+fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
+    let (checkpoint, restored_checkpoint) = (image(store, number), image(store, restored));
+    let main = checkpoint.info().blocks.iter().position(|block| block.id == "ram").expect("main RAM");
+    let copy = File::open(copy).unwrap();
+    let length = copy.metadata().unwrap().len();
+    assert_eq!(checkpoint.info().blocks[main].used, length);
+    let (mut wrong, mut missing) = (Vec::new(), 0);
+    let (mut expected, mut actual) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
+    let mut populated = populated_runs(&copy).into_iter().peekable();
+    for page in 0..length / PAGE_SIZE as u64 {
+        let offset = page * PAGE_SIZE as u64;
+        while populated.next_if(|run| run.end <= offset).is_some() {}
+        let is_populated = populated.peek().is_some_and(|run| run.contains(&offset));
+        checkpoint.read_page(main, page, &mut actual).unwrap();
+        if is_populated {
+            copy.read_exact_at(&mut expected, offset).unwrap();
+        } else {
+            missing += 1;
+            restored_checkpoint.read_page(main, page, &mut expected).unwrap();
+        }
+        if actual != expected {
+            wrong.push(page);
+            let mut old = [0; PAGE_SIZE];
+            restored_checkpoint.read_page(main, page, &mut old).unwrap();
+            let differ: Vec<_> = (0..PAGE_SIZE).filter(|n| actual[*n] != expected[*n]).collect();
+            let (first, last) = (differ[0], differ[differ.len() - 1]);
+            eprintln!(
+                "page {page} of checkpoint {number}: {} bytes differ, from {first} to {last}\n\
+                 memory: {:02x?}, populated: {is_populated}, as in checkpoint {restored}: {}\n\
+                 checkpoint: {:02x?}, zero: {}, as in checkpoint {restored}: {}",
+                differ.len(),
+                &expected[first..(first + 16).min(PAGE_SIZE)],
+                expected == old,
+                &actual[first..(first + 16).min(PAGE_SIZE)],
+                actual == [0; PAGE_SIZE],
+                actual == old,
+            );
+        }
+    }
+    assert!(wrong.is_empty(), "checkpoint {number}: {} pages are wrong: {wrong:?}", wrong.len());
+    missing
+}
+
+#[test]
+fn a_checkpoint_during_the_fill_is_whole_and_can_be_restored() {
+    for policy in ["precopy", "basic"] {
+        let lab = Lab::new();
+        let protected = ProtectedGuest::new(&lab, policy, "256M", 112);
+        let guest = &protected.guest;
+        let (boot, tick) = (guest.boot_id(), guest.tick());
+        let restore = protected.crash_and_restore();
+        // The checkpoint that is restored is kept for as long as its pages are loaded.
+        let mut protector = protected.protect(&["--policy", policy, "--keep", "2"]);
+        let attached = protector.wait("attached");
+        assert_eq!(attached["filling"], true);
+        assert_eq!(attached["incremental"], true);
+        let (mut newest, mut most_dirty_bytes) = (0, 0);
+        for round in 0..3 {
+            let checkpoint = protected.compare_next(&mut protector, restore.checkpoint);
+            checkpoint.assert_incremental(true);
+            let missing = checkpoint.missing;
+            assert!(missing > 1000, "round {round}: only {missing} pages were missing");
+            most_dirty_bytes = most_dirty_bytes.max(checkpoint.event["dirty_bytes"].as_u64().unwrap());
+            newest = checkpoint.number();
+        }
+        assert!(protected.is_filling(), "the pager was not slow enough");
+        // 64 MB, 16 bytes a page, and the pages of a checkpoint in flight.
+        let bound = 64_000_000 + 16 * ((256 << 20) / PAGE_SIZE as u64) + most_dirty_bytes;
+        assert!(protector.most_memory() < bound, "{} of {bound} bytes", protector.most_memory());
+        eprintln!("{policy}: at most {} bytes of memory, {most_dirty_bytes} in flight", protector.most_memory());
+        drop(restore.slowdown);
+        // The guest crashes and is restored before its fill has ended.
+        let second_restore = protected.crash_and_restore();
+        assert!(second_restore.checkpoint >= newest && newest > restore.checkpoint);
+        drop((second_restore, protector));
+        assert_eq!(guest.boot_id(), boot, "the guest was booted instead of resumed");
+        wait_for("the guest to tick", DEADLINE, || (guest.tick() > tick).then_some(()));
+        guest.verify();
+        wait_filled(guest);
+        guest.verify();
+        guest.assert_sound();
+    }
+}
+
+#[test]
+fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
+    let lab = Lab::new();
+    let protected = ProtectedGuest::new(&lab, "mortal", "256M", 112);
+    let guest = &protected.guest;
+    let SlowRestore { checkpoint: restored, mut slowdown } = protected.crash_and_restore();
+    let arguments = ["--keep", "1000"];
+    let mut protector = protected.protect(&arguments);
+    for round in 0..4 {
+        let checkpoint = protected.compare_next(&mut protector, restored);
+        assert!(protected.is_filling() && checkpoint.missing > 0, "the pager was not slow enough");
+        if round % 2 == 0 {
+            protector.kill();
+            protector = protected.protect(&arguments);
+            assert_eq!(protector.wait("attached")["filling"], true);
+        } else {
+            let pager = pager(guest).expect("it is filling");
+            drop(slowdown);
+            kill_watcher(guest);
+            pager.kill().unwrap();
+            assert!(pager.wait_end(Duration::from_secs(10)).unwrap());
+            // Without a pager no checkpoint stops the guest: it may need a page meanwhile.
+            let waiting = protector.wait("waiting");
+            assert!(waiting["state"].as_str().unwrap().contains("rekindle recover"), "{waiting}");
+            guest.rekindle(&["recover"]).ok();
+            slowdown = protected.slow_down_pager();
+            // Also if the protector was about to stop the guest: it has started again by now, while pages are still missing.
+            assert_eq!(protector.wait("checkpoint")["filling"], true);
+        }
+    }
+    drop(slowdown);
+    // The protector replaces the pager's write record with its own: no page is lost, and none is read again.
+    protector.wait("filled");
+    for _ in 0..3 {
+        protected.compare_next(&mut protector, restored).assert_incremental(false);
+    }
+    wait_filled(guest);
+    wait_for("the pager to close its descriptor", DEADLINE, || (protected.userfaultfds() == 1).then_some(()));
+    protector.next_checkpoint();
+    crash(guest);
+    drop(protector);
+    restore(guest, &protected.store, &[]);
+    guest.verify();
+    wait_filled(guest);
+    guest.verify();
+    guest.assert_sound();
+}
+
+/// Waits until a protector reports that it waits for `reason`. Before, it may report that the pager does not serve yet: the
+/// pager has just been started.
+#[track_caller]
+fn wait_for_waiting(protector: &mut Protector, reason: &str) {
+    loop {
+        let waiting = protector.wait("waiting");
+        let state = waiting["state"].as_str().unwrap();
+        if state.contains(reason) {
+            return;
+        }
+        assert!(state.contains("it has no pager"), "{waiting}");
+    }
+}
+
+#[test]
+fn where_the_record_of_the_pager_cannot_be_used_protection_waits_until_it_has_ended() {
+    let lab = Lab::new();
+    let protected = ProtectedGuest::new(&lab, "waits", "192M", 64);
+    let guest = &protected.guest;
+    let SlowRestore { checkpoint: restored, slowdown } = protected.crash_and_restore();
+    // Another store, and a policy that needs its own write record.
+    let mut elsewhere = Protector::start(guest, &lab, &store(&lab, "elsewhere"), &["--every", "100ms"]);
+    wait_for_waiting(&mut elsewhere, "another store");
+    drop(elsewhere);
+    let mut cow = protected.protect(&["--policy", "cow", "--keep", "1000"]);
+    wait_for_waiting(&mut cow, "policy cow");
+    drop(slowdown);
+    assert_eq!(cow.wait("checkpoint")["full"], true);
+    protected.compare_next(&mut cow, restored);
+    drop(cow);
+    wait_filled(guest);
+    // A checkpoint that is not the newest: the missing pages are not those of the newest.
+    crash(guest);
+    restore(guest, &protected.store, &["--at", &restored.to_string()]);
+    let slowdown = protected.slow_down_pager();
+    let mut protector = protected.protect(&["--keep", "1000"]);
+    if protected.is_filling() {
+        wait_for_waiting(&mut protector, "not the newest");
+    }
+    drop(slowdown);
+    assert_eq!(protector.wait("checkpoint")["full"], true);
+    protected.compare_next(&mut protector, restored);
+    protector.end();
+    guest.verify();
+    guest.assert_sound();
+}
+
+#[test]
+fn a_death_at_any_step_of_the_end_of_the_fill_is_found_by_the_next_process() {
+    let lab = Lab::new();
+    let protected = ProtectedGuest::new(&lab, "steps", "128M", 24);
+    let guest = &protected.guest;
+    let points: Vec<_> = POINTS.iter().filter(|point| point.starts_with("fill.")).collect();
+    assert!(points.len() >= 7);
+    for point in points {
+        eprintln!("==== {point}");
+        let fault = format!("{point}:kill");
+        let environment = [("REKINDLE_FAULT", fault.as_str())];
+        let arguments = ["--keep", "1000"];
+        let is_of_pager = point.starts_with("fill.end.");
+        let restored = if is_of_pager {
+            crash(guest);
+            let restored = restore_with(guest, &protected.store, &[], &environment);
+            wait_for("the pager to die, and a restart of it", DEADLINE, || {
+                let restarts = fs::read_to_string(guest.file("helpers.json")).unwrap_or_default();
+                restarts.contains("\"pager\"").then_some(())
+            });
+            restored["checkpoint"].as_u64().unwrap()
+        } else {
+            let restore = protected.crash_and_restore();
+            let mut protector = protected.protect_with(&arguments, &environment);
+            assert_eq!(protector.wait("attached")["filling"], true);
+            drop(restore.slowdown);
+            protector.wait_killed();
+            restore.checkpoint
+        };
+        let mut protector = protected.protect(&arguments);
+        for _ in 0..2 {
+            protected.compare_next(&mut protector, restored);
+        }
+        wait_filled(guest);
+        protector.next_checkpoint();
+        protector.end();
+        assert_eq!(protected.userfaultfds(), 1, "{point}: the protector's");
+        guest.verify();
+        guest.assert_sound();
+    }
+}

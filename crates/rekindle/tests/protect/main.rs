@@ -1,0 +1,16 @@
+//! `rekindle protect`, `restore` and `store`: checkpoints.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod checkpoints;
+mod commits;
+mod creating;
+mod epochs;
+mod filling;
+mod output;
+mod owner;
+mod prepare;
+mod store;

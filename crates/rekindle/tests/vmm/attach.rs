@@ -1,0 +1,513 @@
+//! `rekindle attach` and `detach`: QEMUs that were started by hand or by libvirt, not by Rekindle.
+
+use crate::common::foreign::{ForeignQemu, descriptors, free_port};
+use crate::common::protector::wait_filled;
+use crate::common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_newest, qemu_old, wait_for};
+use rekindle_kernel::process::Process;
+use rekindle_kernel::userfault::Mode;
+use rekindle_kernel::userfault::remote;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+fn attach(lab: &Lab, foreign: &ForeignQemu<'_>) {
+    let attached = lab.rekindle(["--json", "attach", &foreign.guest.name, "--qmp", &foreign.socket()]).ok();
+    assert_eq!(attached.json()["vmm"]["pid"], foreign.process.pid);
+}
+
+/// Runs `rekindle protect`, which has to end successfully, and returns its checkpoint events.
+fn protect(lab: &Lab, name: &str, store: &Path, arguments: &[&str]) -> Vec<Value> {
+    let common = ["--json", "protect", name, "--store", store.to_str().unwrap(), "--create-store", "--every", "100ms"];
+    let protected = lab.rekindle(common.iter().chain(arguments)).ok();
+    let events = protected.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    events.filter(|event| event["event"] == "checkpoint").collect()
+}
+
+/// Restores the guest in another run root, as on another host. Calls `check` with its run directory, then stops it.
+fn restore_on_another_host(lab: &Lab, name: &str, store: &Path, arguments: &[&str], check: impl FnOnce(&Path)) {
+    let run_root = lab.path("elsewhere");
+    let rekindle = |arguments: &[&str]| {
+        let mut command = lab.command(arguments);
+        command.env("REKINDLE_RUN_DIR", &run_root);
+        lab.finish(command)
+    };
+    let restore = ["--json", "restore", name, "--store", store.to_str().unwrap()];
+    rekindle(&restore.iter().chain(arguments).copied().collect::<Vec<_>>()).ok();
+    let run_directory = run_root.join(name);
+    check(&run_directory);
+    let fill = run_directory.join("fill.json");
+    wait_for("the memory to be loaded", DEADLINE, || (!fill.exists()).then_some(()));
+    rekindle(&["stop", "--now", name]).ok();
+}
+
+/// Asserts that the guest was not booted since `boot`, and that its memory is intact.
+fn assert_not_rebooted(guest: &Guest<'_>, boot: &str) {
+    assert_eq!(guest.boot_id(), boot, "the guest was booted instead of resumed");
+    guest.ask("dirty 0");
+    guest.verify();
+}
+
+/// Protects a guest with each policy while it writes, kills it, and restores it from the checkpoints of each.
+fn protect_kill_and_restore(binary: &Path, arguments: &[&str]) {
+    let lab = Lab::without_root();
+    let mut foreign = ForeignQemu::boot(&lab, "foreign", binary, arguments, None);
+    let guest = &foreign.guest;
+    attach(&lab, &foreign);
+    assert_eq!(guest.status(), "running");
+    guest.touch("40M");
+    let boot = guest.boot_id();
+    guest.ask("dirty 20 40 random");
+    let policies = ["basic", "cow", "precopy"];
+    for policy in policies {
+        let store = lab.path(policy);
+        let checkpoints = protect(&lab, "foreign", &store, &["--policy", policy, "--count", "4"]);
+        assert_eq!(checkpoints.len(), 4);
+        assert!(checkpoints[1..].iter().all(|checkpoint| checkpoint["full"] == false), "{checkpoints:?}");
+    }
+    let tick = guest.tick();
+    foreign.kill();
+    let guest = &foreign.guest;
+    assert_eq!(guest.status(), "ended");
+    for policy in policies {
+        restore_on_another_host(&lab, "foreign", &lab.path(policy), &[], |_| assert_not_rebooted(guest, &boot));
+    }
+    // With another QEMU the guest would have another CPU model, although the option is the same `-cpu max`.
+    let other = if binary == qemu_new() { qemu_old() } else { qemu_new() };
+    let store = lab.path("cow");
+    let arguments = ["restore", "foreign", "--store", store.to_str().unwrap(), "--qemu", other.to_str().unwrap()];
+    let refused = lab.rekindle(arguments).status(1);
+    let reasons = ["would see other processors", "does not know the machine type"];
+    assert!(reasons.iter().any(|reason| refused.stderr.contains(reason)), "{refused}");
+    lab.assert_empty();
+    // On this host too, under its own name: now it is a VM that Rekindle has started, and can be protected further.
+    lab.rekindle(["restore", "foreign", "--store", lab.path("cow").to_str().unwrap()]).ok();
+    assert_not_rebooted(guest, &boot);
+    assert!(guest.tick() + 10_000 > tick);
+    wait_filled(guest);
+    assert_eq!(protect(&lab, "foreign", &lab.path("cow"), &["--count", "2"]).len(), 2);
+    guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["Rekindle had not started", "rekindle restore"]);
+    guest.assert_sound();
+    guest.rekindle(&["stop", "--now"]).ok();
+    lab.assert_empty();
+}
+
+#[test]
+fn a_guest_of_an_old_qemu_with_plain_memory_is_restored_elsewhere() {
+    // The usual way to start one by hand: memory by `-m`, machine by its alias, nothing prepared.
+    protect_kill_and_restore(qemu_old(), &["-machine", "q35,smm=off", "-m", "192M", "-device", "vmgenid,id=gen"]);
+}
+
+#[test]
+fn a_guest_of_a_qemu_under_a_loader_is_restored_elsewhere() {
+    // `/proc/PID/exe` is the loader.
+    protect_kill_and_restore(qemu_newest(), &["-machine", "q35", "-m", "192M", "-device", "vmgenid,id=gen"]);
+}
+
+#[test]
+fn a_guest_of_a_new_qemu_with_two_memories_is_restored_elsewhere() {
+    let arguments = [
+        ["-machine", "pc"],
+        ["-m", "size=192M,slots=2,maxmem=1G"],
+        ["-object", r#"{"qom-type":"memory-backend-ram","id":"ram-node0","size":134217728}"#],
+        ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"],
+        ["-numa", "node,nodeid=0,cpus=0,memdev=ram-node0"],
+        ["-numa", "node,nodeid=1,cpus=1,memdev=mem"],
+        ["-uuid", "7fe0a1c4-54b5-46de-b4b2-6fb1a1cbb2b1"],
+    ];
+    protect_kill_and_restore(qemu_new(), &arguments.concat());
+}
+
+#[test]
+fn a_card_on_a_tap_gets_what_the_definition_has() {
+    let lab = Lab::new();
+    let ifname = format!("rkp{}", std::process::id() % 1_000_000);
+    let ip = |arguments: &[&str]| assert!(Command::new("ip").args(arguments).status().unwrap().success());
+    ip(&["tuntap", "add", &ifname, "mode", "tap"]);
+    let tap = format!("tap,id=lan,ifname={ifname},script=no,downscript=no");
+    let card = "virtio-net-pci,netdev=lan,mac=52:54:00:00:00:78";
+    let mut foreign = ForeignQemu::boot(
+        &lab,
+        "tapped",
+        qemu_new(),
+        &["-machine", "q35", "-m", "96M", "-netdev", &tap, "-device", card],
+        None,
+    );
+    attach(&lab, &foreign);
+    let boot = foreign.guest.boot_id();
+    foreign.guest.touch("20M");
+    let store = lab.path("store");
+    protect(&lab, "tapped", &store, &["--count", "2"]);
+    foreign.kill();
+    ip(&["link", "del", &ifname]);
+    let arguments = ["restore", "tapped", "--store", store.to_str().unwrap()];
+    lab.rekindle(arguments).status(1).prints(&["network lan", "needs one again", "--definition"]);
+    lab.assert_empty();
+    let definition = lab.path("here.toml");
+    let port = foreign.port();
+    let (kernel, _) = lab.image();
+    let write_definition = |second_net: &str| {
+        let first_net = format!("[[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n");
+        let text = format!("name = \"tapped\"\naccel = \"tcg\"\n[boot]\nkernel = {kernel:?}\n{first_net}{second_net}");
+        fs::write(&definition, text).unwrap();
+    };
+    let with_definition = [&arguments[..], &["--definition", definition.to_str().unwrap()]].concat();
+    write_definition("");
+    lab.rekindle(&with_definition).status(1).prints(&["has 2, the definition has 1"]);
+    write_definition(&format!("[[net]]\nkind = \"tap\"\nnetns = \"{}\"\n", lab.namespace));
+    lab.rekindle(&with_definition).ok();
+    assert_not_rebooted(&foreign.guest, &boot);
+    assert_eq!(lab.interfaces().len(), 1, "the card is on a tap in the namespace");
+    foreign.guest.rekindle(&["stop", "--now"]).ok();
+    lab.assert_empty();
+}
+
+/// A `rekindle protect` that runs during the test.
+struct Protector(Child);
+
+impl Protector {
+    /// Starts one and waits until it has committed three checkpoints.
+    fn start(lab: &Lab, name: &str, policy: &str) -> Self {
+        let store = lab.path(&format!("store-{name}-{policy}"));
+        let mut command =
+            lab.command(["--json", "protect", name, "--create-store", "--every", "100ms", "--policy", policy]);
+        let mut child = command.arg("--store").arg(store).stderr(Stdio::inherit()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let checkpoints = lines.map(Result::unwrap).filter(|line| line.contains("\"checkpoint\"")).take(3).count();
+        assert_eq!(checkpoints, 3, "the protector ended");
+        Self(child)
+    }
+
+    fn kill(mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Protector {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Asserts that Rekindle has left nothing in a QEMU whose open files were `files_before`.
+#[track_caller]
+fn assert_no_trace(process: Process, files_before: &BTreeMap<String, usize>) {
+    assert!(remote::existing(process).unwrap().is_empty(), "a userfaultfd is left");
+    let registered = remote::registered(process, Mode::MISSING | Mode::WRITE_PROTECT).unwrap();
+    assert!(registered.is_empty(), "memory is still registered: {registered:x?}");
+    assert_eq!(&descriptors(process), files_before, "descriptors are left");
+}
+
+#[test]
+fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
+    let lab = Lab::without_root();
+    let foreign = ForeignQemu::boot(&lab, "traced", qemu_new(), &["-machine", "q35", "-m", "192M"], None);
+    let guest = &foreign.guest;
+    let files = foreign.descriptors();
+    guest.touch("40M");
+    guest.ask("dirty 20 40 random");
+    for policy in ["precopy", "cow", "basic"] {
+        attach(&lab, &foreign);
+        let protector = Protector::start(&lab, "traced", policy);
+        // The protector holds QEMU's only monitor, and whatever is in QEMU is the protector's.
+        assert_eq!(guest.status(), "protected");
+        guest.rekindle(&["detach"]).status(1).prints(&["takes checkpoints", &protector.0.id().to_string()]);
+        let store = lab.path("second");
+        lab.rekindle(["protect", "traced", "--store", store.to_str().unwrap()])
+            .status(1)
+            .prints(&["takes checkpoints"]);
+        protector.kill();
+        if policy != "cow" {
+            assert!(!remote::existing(foreign.process).unwrap().is_empty(), "nothing was left that could be removed");
+        }
+        guest.rekindle(&["detach"]).ok().prints(&["continues to run"]);
+        assert_no_trace(foreign.process, &files);
+        lab.assert_empty();
+        let tick = guest.tick();
+        wait_for("the guest to tick", DEADLINE, || (guest.tick() > tick).then_some(()));
+    }
+    // A protector that was not killed leaves none either.
+    attach(&lab, &foreign);
+    protect(&lab, "traced", &lab.path("store-traced-cow"), &["--policy", "cow", "--count", "2"]);
+    assert_no_trace(foreign.process, &files);
+    assert_eq!(foreign.qmp().execute::<Value>("query-fdsets", ()).unwrap(), json!([]));
+    guest.ask("dirty 0");
+    guest.verify();
+    guest.rekindle(&["detach"]).ok();
+}
+
+/// Serves QMP on a socket from this process, which is no QEMU.
+fn serve_qmp_without_qemu(path: &Path) {
+    let listener = UnixListener::bind(path).unwrap();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let stream = stream.unwrap();
+            let mut replies = stream.try_clone().unwrap();
+            let version = json!({"qemu": {"major": 10, "minor": 0, "micro": 2}, "package": ""});
+            writeln!(replies, "{}", json!({"QMP": {"version": version, "capabilities": []}})).unwrap();
+            for command in serde_json::Deserializer::from_reader(stream).into_iter::<Value>() {
+                let Ok(command) = command else { break };
+                let asks_for_cpus = command["execute"] == "query-cpus-fast";
+                let answer = if asks_for_cpus { json!([{"thread-id": std::process::id()}]) } else { json!({}) };
+                let _ = writeln!(replies, "{}", json!({ "return": answer }));
+            }
+        }
+    });
+}
+
+#[test]
+fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
+    let lab = Lab::without_root();
+    let attach_to = |name: &str, socket: &str| lab.rekindle(["attach", name, "--qmp", socket]);
+    attach_to("none", lab.path("no.sock").to_str().unwrap()).status(1).prints(&["no.sock"]);
+    serve_qmp_without_qemu(&lab.path("impostor"));
+    attach_to("none", lab.path("impostor").to_str().unwrap())
+        .status(1)
+        .prints(&["no QEMU", &std::process::id().to_string()]);
+    lab.rekindle(["attach", "none"]).status(2).prints(&["--qmp", "--libvirt"]);
+    lab.rekindle(["attach", "none", "--libvirt", "nobody", "--connect", "test:///default"])
+        .status(1)
+        .prints(&["nobody"]);
+    lab.rekindle(["detach", "none"]).status(1).prints(&["there is no VM none"]);
+    lab.assert_empty();
+
+    // Devices that could not be restored are reported when attaching, not when it is too late.
+    let disk = lab.path("disk");
+    fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+    let drive = format!("file={},format=raw,if=none,id=d", disk.display());
+    let unsupported =
+        ["-machine", "q35", "-m", "96M", "-snapshot", "-drive", &drive, "-device", "nvme,serial=x,drive=d,id=n"];
+    let foreign = ForeignQemu::boot(&lab, "bad", qemu_new(), &unsupported, None);
+    let obstacles = ["cannot be attached to", "-snapshot", "nameless file", "nvme", "QEMU cannot save"];
+    attach_to("bad", &foreign.socket()).status(1).prints(&obstacles);
+    lab.assert_empty();
+    drop(foreign);
+
+    let mut foreign = ForeignQemu::boot(&lab, "good", qemu_new(), &["-machine", "pc", "-m", "96M"], None);
+    let files = foreign.descriptors();
+    let other_client = foreign.qmp();
+    attach_to("good", &foreign.socket()).status(1).prints(&["another client holds it"]);
+    drop(other_client);
+    // Two attach it concurrently, under two names: one succeeds.
+    let start = |name: &str| lab.command(["attach", name, "--qmp", &foreign.socket()]).spawn().unwrap();
+    let results = [("one", start("one")), ("two", start("two"))].map(|(name, child)| lab.wait(child, name.into()));
+    let successes = results.iter().filter(|result| result.code == Some(0)).count();
+    assert_eq!(successes, 1, "{} {}", results[0], results[1]);
+    let loser = results.iter().find(|result| result.code != Some(0)).unwrap();
+    assert!(loser.stderr.contains("is VM") && loser.stderr.contains("rekindle detach"), "{loser}");
+    let name = if results[0].code == Some(0) { "one" } else { "two" };
+    let vm = |arguments: &[&str]| lab.rekindle(arguments.iter().copied().chain([name]));
+    assert_no_trace(foreign.process, &files);
+
+    // Commands that Rekindle rejects for a QEMU that it has not started.
+    attach_to(name, &foreign.socket()).status(1).prints(&["runs already"]);
+    vm(&["stop", "--now"]).status(1).prints(&["attached to", "the program that started it", "rekindle detach"]);
+    vm(&["reboot", "vmm"]).status(1).prints(&["attached to", "rekindle detach"]);
+    vm(&["console"]).status(1).prints(&["attached to"]);
+    vm(&["show"]).ok().prints(&["attached to", "monitor:"]);
+    lab.rekindle(["ls"]).ok().prints(&["attached", &foreign.process.pid.to_string(), "running"]);
+
+    // A device that is plugged in later is not on the command line.
+    let device = json!({"driver": "virtio-rng-pci", "id": "late"});
+    let _: Value = foreign.qmp().execute("device_add", device).unwrap();
+    let store = lab.path("store");
+    let arguments = ["protect", name, "--store", store.to_str().unwrap(), "--create-store", "--count", "1"];
+    lab.rekindle(arguments).status(1).prints(&["device late", "plugged in while the guest ran"]);
+
+    foreign.kill();
+    lab.rekindle(["ls"]).ok().prints(&["ended"]);
+    vm(&["recover"]).status(1).prints(&["its QEMU has ended"]);
+    lab.rekindle(arguments).status(1).prints(&["does not run"]);
+    vm(&["detach"]).ok().prints(&["had ended"]);
+    lab.assert_empty();
+}
+
+#[test]
+fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others() {
+    let lab = Lab::new();
+    let sandbox = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
+    let arguments = [["-machine", "q35"], ["-m", "128M"], sandbox].concat();
+    let mut foreign = ForeignQemu::boot(&lab, "caged", qemu_new(), &arguments, Some("nobody"));
+    let files = foreign.descriptors();
+    // A third user has no right to inspect this QEMU; the error suggests to run it as root.
+    let home = lab.path("home");
+    fs::create_dir(&home).unwrap();
+    let chmod = |path: &str, mode: u32| fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    chmod(&foreign.socket(), 0o777);
+    chmod(home.to_str().unwrap(), 0o777);
+    // The original may be in a directory that only root can read.
+    let program = lab.path("rekindle");
+    fs::copy(env!("CARGO_BIN_EXE_rekindle"), &program).unwrap();
+    let mut as_third_user = Command::new("setpriv");
+    as_third_user.args(["--reuid", "games", "--regid", "games", "--clear-groups"]).arg(&program);
+    as_third_user.args(["attach", "caged", "--qmp", &foreign.socket()]).env("REKINDLE_RUN_DIR", home.join("run"));
+    as_third_user.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let refused = lab.finish(as_third_user).status(1).prints(&["process", "run as root"]);
+    assert!(refused.stderr.contains(&foreign.process.pid.to_string()), "{refused}");
+
+    attach(&lab, &foreign);
+    foreign.guest.touch("30M");
+    let boot = foreign.guest.boot_id();
+    foreign.guest.ask("dirty 20 30 random");
+    for policy in ["cow", "precopy"] {
+        assert_eq!(protect(&lab, "caged", &lab.path(policy), &["--policy", policy, "--count", "3"]).len(), 3);
+        assert_no_trace(foreign.process, &files);
+    }
+    foreign.kill();
+    let guest = &foreign.guest;
+    for policy in ["cow", "precopy"] {
+        restore_on_another_host(&lab, "caged", &lab.path(policy), &[], |_| assert_not_rebooted(guest, &boot));
+    }
+    guest.rekindle(&["detach"]).ok();
+}
+
+/// A libvirtd that only this test uses. It runs as another user and has its own directories.
+struct Libvirt<'a> {
+    lab: &'a Lab,
+    daemon: Child,
+    uri: String,
+}
+
+impl<'a> Libvirt<'a> {
+    fn start(lab: &'a Lab) -> Self {
+        let root = lab.path("lv");
+        fs::create_dir(&root).unwrap();
+        let path = |name: &str| root.join(name).to_string_lossy().into_owned();
+        let directories = [
+            ("HOME", "home"),
+            ("XDG_RUNTIME_DIR", "run"),
+            ("XDG_CONFIG_HOME", "c"),
+            ("XDG_CACHE_HOME", "cache"),
+            ("XDG_DATA_HOME", "data"),
+        ];
+        let (kernel, initrd) = lab.image();
+        fs::copy(kernel, path("vmlinuz")).unwrap();
+        fs::copy(initrd, path("initrd")).unwrap();
+        directories.iter().for_each(|(_, name)| fs::create_dir(path(name)).unwrap());
+        fs::set_permissions(lab.path(""), PermissionsExt::from_mode(0o755)).unwrap();
+        assert!(Command::new("chown").args(["-R", "nobody:nogroup", &path("")]).status().unwrap().success());
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", "nobody", "--regid", "nogroup", "--clear-groups", "libvirtd", "--timeout", "600"]);
+        command.args(["--pid-file", &path("libvirtd.pid")]).current_dir(&root).env_clear();
+        command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").envs(directories.map(|(key, name)| (key, path(name))));
+        let log = fs::File::create(path("log")).unwrap();
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        let daemon = command.spawn().expect("setpriv runs");
+        let uri = format!("qemu:///session?socket={}", path("run/libvirt/libvirt-sock"));
+        let libvirt = Self { lab, daemon, uri };
+        wait_for("libvirtd (libvirt-daemon) to answer", DEADLINE, || libvirt.try_virsh(&["uri"]).then_some(()));
+        libvirt
+    }
+
+    fn virsh(&self) -> Command {
+        let mut command = Command::new("virsh");
+        command.args(["--quiet", "--connect", &self.uri]).env("XDG_CACHE_HOME", self.lab.path("virsh"));
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    fn try_virsh(&self, arguments: &[&str]) -> bool {
+        self.virsh().args(arguments).output().expect("virsh (libvirt-clients) runs").status.success()
+    }
+
+    #[track_caller]
+    fn run_virsh(&self, arguments: &[&str]) -> String {
+        let mut command = self.virsh();
+        command.args(arguments);
+        self.lab.finish(command).ok().stdout.trim().to_owned()
+    }
+}
+
+impl Drop for Libvirt<'_> {
+    fn drop(&mut self) {
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
+    }
+}
+
+#[test]
+fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
+    let lab = Lab::new();
+    let libvirt = Libvirt::start(&lab);
+    let root = lab.path("lv");
+    let file = |name: &str| root.join(name).to_string_lossy().into_owned();
+    let (kernel, initrd, console) = (file("vmlinuz"), file("initrd"), file("console"));
+    let emulator = qemu_new().display().to_string();
+    // As virt-install would write it; the name is one that shells dislike.
+    let xml = format!(
+        "<domain type='qemu'><name>it's</name><memory unit='MiB'>192</memory><vcpu>2</vcpu>
+         <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{kernel}</kernel><initrd>{initrd}</initrd>
+         <cmdline>console=ttyS0 quiet rekindle.tick=20 rekindle.touch=40M</cmdline></os>
+         <features><acpi/></features><cpu mode='maximum'/><devices><emulator>{emulator}</emulator>
+         <serial type='file'><source path='{console}'/></serial>
+         <interface type='user'><mac address='52:54:00:12:34:99'/><model type='virtio'/></interface>
+         <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
+         <video><model type='vga'/></video><rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>
+         </devices></domain>"
+    );
+    fs::write(lab.path("domain.xml"), xml).unwrap();
+    libvirt.run_virsh(&["create", lab.path("domain.xml").to_str().unwrap()]);
+    let ticks = || {
+        let text = fs::read(&console).unwrap_or_default();
+        String::from_utf8_lossy(&text).lines().filter(|line| line.starts_with("tick ")).count()
+    };
+    wait_for("the guest to tick", DEADLINE, || (ticks() > 10).then_some(()));
+
+    let domain = ["--libvirt", "it's", "--connect", &libvirt.uri];
+    let attached = lab.rekindle(["--json", "attach", "dom"].iter().chain(&domain)).ok().json();
+    let pid = u32::try_from(attached["vmm"]["pid"].as_u64().unwrap()).unwrap();
+    let qemu = Process::of(pid).unwrap();
+    let files = descriptors(qemu);
+    lab.rekindle(["attach", "twin"].iter().chain(&domain)).status(1).prints(&["is VM dom already"]);
+    lab.rekindle(["ls"]).ok().prints(&["dom", "running", "libvirt's domain it's"]);
+    for policy in ["cow", "precopy"] {
+        let checkpoints = protect(&lab, "dom", &lab.path(policy), &["--policy", policy, "--count", "4"]);
+        assert_eq!(checkpoints.len(), 4);
+        assert!(checkpoints.iter().all(|checkpoint| checkpoint["stopped_us"].as_u64().unwrap() > 0));
+        assert_no_trace(qemu, &files);
+    }
+    assert_eq!(libvirt.run_virsh(&["domstate", "it's"]), "running");
+    // Rekindle sees what libvirt's own tools do.
+    libvirt.run_virsh(&["suspend", "it's"]);
+    lab.rekindle(["ls"]).ok().prints(&["stopped (paused)"]);
+    libvirt.run_virsh(&["resume", "it's"]);
+
+    // libvirt dies with the guest.
+    drop(libvirt);
+    qemu.kill().unwrap();
+    assert!(qemu.wait_end(Duration::from_secs(10)).unwrap());
+    let port = free_port();
+    let guest = lab.vm("dom").net(Net::User(port)).guest();
+    let definition = lab.path("here.toml");
+    let text = format!(
+        "name = \"dom\"\nmemory = \"192M\"\naccel = \"tcg\"\n[boot]\nkernel = \"{kernel}\"\n[[net]]\nkind = \"user\"\n\
+         forward = [\"127.0.0.1:{port}:7000\"]\n"
+    );
+    fs::write(&definition, text).unwrap();
+    let with_definition = ["--definition", definition.to_str().unwrap()];
+    for policy in ["cow", "precopy"] {
+        restore_on_another_host(&lab, "dom", &lab.path(policy), &with_definition, |run_directory| {
+            let boot = guest.boot_id();
+            guest.verify();
+            let console = run_directory.join("console.log");
+            let mut output = String::new();
+            wait_for("the guest to tick", DEADLINE, || {
+                output.clear();
+                fs::File::open(&console).unwrap().read_to_string(&mut output).unwrap();
+                output.lines().any(|line| line.starts_with("tick ")).then_some(())
+            });
+            assert!(!output.contains("rekindle-micro ready"), "it was booted: {output}");
+            assert_eq!(guest.boot_id(), boot);
+        });
+    }
+    guest.rekindle(&["detach"]).ok().prints(&["had ended"]);
+    lab.assert_empty();
+}

@@ -1,0 +1,16 @@
+//! `rekindle reboot vmm` and `attach`: a guest and its QEMU.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod attach;
+mod bridge;
+mod generation;
+mod helpers;
+mod hugepages;
+mod kills;
+mod processes;
+mod replace;
+mod versions;
