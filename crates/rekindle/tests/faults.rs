@@ -72,6 +72,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("saved.suspend.saved", [Undone, Success, NotTried]),
     ("saved.renew.old-gone", [FromState, NotTried, NotTried]),
     ("saved.renew.spawned", [FromState, NotTried, FromState]),
+    ("saved.renew.recorded", [FromState, NotTried, FromState]),
     ("saved.renew.loaded", [FromState, NotTried, FromState]),
     ("saved.resume.journalled", [Finished, NotTried, FromState]),
     ("saved.resume.resumed", [Finished, NotTried, Lost]),
@@ -83,6 +84,8 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("cold.suspend.off", [Booted, NotTried, NotTried]),
     ("cold.renew.memory", [Booted, NotTried, NotTried]),
     ("cold.renew.spawned", [Booted, NotTried, Booted]),
+    ("cold.renew.recorded", [Booted, NotTried, Booted]),
+    ("cold.resume.journalled", [Booted, NotTried, Booted]),
     ("cold.resume.resumed", [Booted, NotTried, BootedLate]),
     ("cold.settle.recorded", [Nothing, NotTried, BootedLate]),
     // Of the Debian guest, which has an agent: `kexec.rs` walks through them.
@@ -106,6 +109,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("prepare.recorded", [Nothing, NotTried, LostLate]),
     ("restore.prepare.journalled", [Removed, NotTried, AsItWas]),
     ("restore.prepare.spawned", [Removed, NotTried, AsItWas]),
+    ("restore.prepare.recorded", [Removed, NotTried, AsItWas]),
     ("restore.renew.registered", [Removed, NotTried, AsItWas]),
     ("restore.renew.loaded", [Removed, NotTried, AsItWas]),
     // From here on the guest may have run.

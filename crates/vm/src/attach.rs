@@ -20,6 +20,7 @@ use rekindle_memory::tracker;
 use rekindle_qemu::adopt::{AdoptError, Adopted, Obstacle};
 use rekindle_qemu::command::{self, Hardware};
 use rekindle_qemu::foreign::{self, Foreign};
+use rekindle_qemu::guest;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{Vmm, VmmError};
@@ -394,7 +395,7 @@ fn release(vmm: &Vmm, mark: &Path) -> Result<(), AttachError> {
         other => LifeError::Vmm(other).into(),
     })?;
     if mark.exists() && run_state(&mut qmp)? == "paused" {
-        qmp.execute::<Value>("cont", ())?;
+        guest::resume(&mut qmp)?;
     }
     devices::sweep(&mut qmp, true)?;
     userfaultfd::take_back(&mut qmp)?;

@@ -2,14 +2,13 @@
 
 use crate::attach;
 use crate::definition::Definition;
-use crate::disks::{self, DisksError, Epochs};
+use crate::disks::{self, DisksError};
 use crate::helpers;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation, Step};
 use crate::lock::{self, Lock, LockError, RunState};
 use crate::network::{self, NetworkError};
 use crate::phases;
-use crate::place::{Made, VmSlot};
 use crate::ram;
 use crate::rundir::RunDir;
 use crate::state::State;
@@ -17,7 +16,7 @@ use rekindle_kernel::lockfile;
 use rekindle_kernel::process::Process;
 use rekindle_memory::directory::{RamDirectory, RamError};
 use rekindle_qemu::binary::BinaryError;
-use rekindle_qemu::command::{Directory, Hardware, Start};
+use rekindle_qemu::command::Directory;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
 use serde::{Deserialize, Serialize};
@@ -25,10 +24,9 @@ use serde_json::Value;
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
-use uuid::Uuid;
 
 pub use crate::shutdown::{End, Ended, OFF, PANICKED, SHUT_DOWN, end, shut_down};
 use crate::shutdown::{end_qemus, has_shut_down};
@@ -382,58 +380,6 @@ impl Held {
         let ended = || LifeError::Ended { name: self.rundir.name().into(), log: vmm::log_tail(&directory, 10) };
         self.state.vmm.as_ref().filter(|vmm| vmm.is_alive()).ok_or_else(ended)
     }
-}
-
-/// Starts a VM from its definition.
-///
-/// *Needs:* what the definition names; room for its RAM; root for taps. A disk whose redo log a failure has left: `newest_disk`, which
-/// merges the log, so that no checkpoint's disk is available any more.
-/// *On success:* the guest boots in a QEMU of its own session; its state is written down.
-/// *On failure:* nothing is left behind.
-///
-/// # Errors
-/// [`LifeError`].
-pub fn run(host: &Host, definition: Definition, qemu: Option<&Path>, newest_disk: bool) -> Result<State, LifeError> {
-    run_as(host, definition, qemu, newest_disk, None, |_, _| Ok(()))
-}
-
-/// As [`run`], as the VM of this UUID. `own` is called after all checks, before anything of its disks
-/// is merged and before the guest runs: it may forbid both.
-///
-/// # Errors
-/// [`LifeError`], and those of `own`. Nothing is left behind.
-pub fn run_as<E: From<LifeError>>(
-    host: &Host,
-    definition: Definition,
-    qemu: Option<&Path>,
-    newest_disk: bool,
-    uuid: Option<Uuid>,
-    own: impl FnOnce(&RunDir, &Hardware) -> Result<(), E>,
-) -> Result<State, E> {
-    let choose = |hardware: &mut Hardware| {
-        hardware.uuid = uuid.or(hardware.uuid);
-        let left = disks::left_behind(hardware, &Epochs::new(), !newest_disk);
-        if left.is_empty() { Ok(()) } else { Err(left) }
-    };
-    let place = VmSlot::take(host, definition, qemu, "run", choose)?;
-    let started = own(&place.rundir, &place.state.hardware).and_then(|()| {
-        let merged = disks::merge_left(&place.state.hardware).map_err(LifeError::from);
-        Ok(merged.and_then(|()| boot(&place))?)
-    });
-    if started.is_err() {
-        place.undo();
-    }
-    started
-}
-
-fn boot(place: &VmSlot<'_>) -> Result<State, LifeError> {
-    let Made { journal, directory, fds } = place.make(Kind::Run)?;
-    let VmSlot { state, binary, rundir, .. } = place;
-    let arguments = state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot, binary.syntax);
-    let vmm = Vmm::spawn(&binary.path, &arguments, &directory, fds)?;
-    let mut qmp = vmm.connect(vmm::START)?;
-    run_state(&mut qmp)?;
-    place.settle(journal, vmm, qmp.version().clone())
 }
 
 /// A name for a VM's files outside its run directory. Two users of one such place, or one with two run roots, may both

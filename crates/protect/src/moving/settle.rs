@@ -12,6 +12,7 @@ use super::remote::RemoteHost;
 use crate::owned::{OwnError, OwnerRecord};
 use rekindle_disk::control::Control;
 use rekindle_kernel::sched;
+use rekindle_qemu::guest;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_store::StoreError;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
@@ -22,7 +23,6 @@ use rekindle_vm::life::{self, Held};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::{disks, life::run_state};
-use serde_json::Value;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -85,7 +85,7 @@ pub(super) fn resume_here(
     if stopped || mark.exists() {
         let mut qmp = vmm.connect(vmm::START).map_err(life::LifeError::from)?;
         if run_state(&mut qmp).map_err(failed)? == "paused" {
-            qmp.execute::<Value>("cont", ()).map_err(failed)?;
+            guest::resume(&mut qmp).map_err(failed)?;
         }
     }
     match std::fs::remove_file(&mark) {

@@ -4,7 +4,8 @@ use super::guest::{PreparedSuspend, SavedGuest, preflight};
 use super::record::{SuspendRecord, SuspendedGuest, state_directory, write_token};
 use super::survived::boot_id;
 use super::{HostError, RebootMethod};
-use crate::vmm::{Problem, RebootError, SilentQemuPolicy};
+use crate::recover::{SilentQemuPolicy, recover};
+use crate::vmm::{Problem, RebootError};
 use rekindle_qemu::binary::Binary;
 use rekindle_vm::host::Host;
 use rekindle_vm::life::{self, LifeError, Status};
@@ -195,7 +196,7 @@ pub fn recover_suspend(host: &Host, names: &[String], token: &str) -> Result<boo
     for name in names {
         let rundir = RunDir::new(&host.root, name);
         if matches!(life::status(&rundir), Ok(Status::NeedsRecovery))
-            && let Err(error) = crate::vmm::recover(host, name, SilentQemuPolicy::default())
+            && let Err(error) = recover(host, name, SilentQemuPolicy::default())
         {
             tracing::warn!("{name}: {}", with_cause(&error));
         }

@@ -9,6 +9,7 @@
 use super::helpers::{HelperSupervisor, chain};
 use super::{OsRebootMethod, default_method, phase, shut_down_and_boot};
 use crate::vmm::{Failure, Problem, RebootError};
+use rekindle_handover::HandoverError;
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_protect::owned::{OwnedElsewhere, OwnerRecord};
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
@@ -302,7 +303,8 @@ fn reboot_ended_guest(host: &Host, name: &str, ended: &Vmm, how: OsRebootMethod)
         };
         match done {
             Err(failure)
-                if matches!(*failure.error, RebootError::Life(LifeError::Lock(_))) && Instant::now() < deadline =>
+                if matches!(*failure.error, RebootError::Handover(HandoverError::Life(LifeError::Lock(_))))
+                    && Instant::now() < deadline =>
             {
                 thread::sleep(POLL_INTERVAL);
             }
@@ -311,7 +313,9 @@ fn reboot_ended_guest(host: &Host, name: &str, ended: &Vmm, how: OsRebootMethod)
                 if matches!(
                     *failure.error,
                     RebootError::Prevented { .. }
-                        | RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. })
+                        | RebootError::Handover(HandoverError::Life(
+                            LifeError::Unknown { .. } | LifeError::Ended { .. }
+                        ))
                 ) =>
             {
                 return Ok(());

@@ -1,11 +1,12 @@
 //! The preflight of a hand-over: problems found before anything is stopped.
 
-use super::recover::end_pause;
 use super::{RUN_STATE_TIMEOUT, RebootError, RebootMethod, Replacement};
+use crate::recover::end_pause;
 use rekindle_memory::directory::{RamDirectory, huge_page_size};
 use rekindle_qemu::cpu;
 use rekindle_qemu::hold::Hold;
-use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_vm::definition::uncarriable;
 use rekindle_vm::lock::RunState;
 use rekindle_vm::{hardware, life};
@@ -170,7 +171,7 @@ fn room_to_save(replacement: &Replacement) -> Option<Problem> {
 ///
 /// # Errors
 /// If a QEMU does not answer.
-pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Problem>, RebootError> {
+pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Problem>, QmpError> {
     let (source, destination) = (cpu::features(source)?, cpu::features(destination)?);
     let problem = |(word, value, now): (String, u64, u64)| {
         Problem(format!(
@@ -179,4 +180,26 @@ pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Ve
         ))
     };
     Ok(cpu::differences(&source, &destination).into_iter().map(problem).collect())
+}
+
+/// Compares the RAM blocks of the source QEMU with those of the waiting destination. Only the size of the main RAM, which both
+/// map, must be the same: QEMU resizes other blocks that can be resized.
+pub(crate) fn compare_blocks(source: &[RamBlock], destination: &[RamBlock]) -> Vec<Problem> {
+    let is_missing = |blocks: &[RamBlock], id: &str| !blocks.iter().any(|block| block.id == id);
+    let removed = source
+        .iter()
+        .filter(|block| is_missing(destination, &block.id))
+        .map(|block| Problem(format!("the destination QEMU has no RAM block {}: it is a different machine", block.id)));
+    let added = destination
+        .iter()
+        .filter(|block| is_missing(source, &block.id))
+        .map(|block| Problem(format!("the source QEMU has no RAM block {}: it is a different machine", block.id)));
+    let size = |blocks: &[RamBlock]| blocks.iter().find(|block| block.id == MAIN_RAM).map(|block| block.used);
+    let resized = match (size(source), size(destination)) {
+        (Some(source), Some(destination)) if source != destination => Some(Problem(format!(
+            "the destination QEMU has {destination} bytes of RAM, but the source has {source}: it is a different machine"
+        ))),
+        _ => None,
+    };
+    removed.chain(added).chain(resized).collect()
 }

@@ -1,12 +1,14 @@
 //! A QEMU that does not answer may still run its guest. It is killed only if the user asks for that (`--force`).
 
-use super::RebootError;
+use crate::vmm::RebootError;
+use rekindle_handover::HandoverError;
 use rekindle_qemu::program::Program;
-use rekindle_qemu::qmp::{Qmp, QmpError};
-use rekindle_qemu::vmm::{Vmm, VmmError};
-use rekindle_vm::disks::DisksError;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::journal::{Kind, Operation, Step};
-use rekindle_vm::life::{Held, LifeError, processes_of, run_state};
+use rekindle_vm::life::{Held, processes_of, run_state};
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
 use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -26,29 +28,6 @@ pub struct SilentQemuPolicy {
 impl Default for SilentQemuPolicy {
     fn default() -> Self {
         Self { wait: Duration::from_secs(60), force: false }
-    }
-}
-
-impl RebootError {
-    /// Returns whether a recovery that failed for this reason must be repeated.
-    #[must_use]
-    pub fn needs_recovery(&self) -> bool {
-        let silent = |e: &QmpError| {
-            matches!(e, QmpError::NoGreeting { .. } | QmpError::Timeout { .. } | QmpError::TooLong { .. })
-        };
-        let hangs = |e: &VmmError| match e {
-            VmmError::Silent { .. } => true,
-            VmmError::Qmp(e) => silent(e),
-            _ => false,
-        };
-        match self {
-            Self::Silent { .. } | Self::Kexec { .. } => true,
-            Self::Move(e) => e.needs_recovery(),
-            Self::Vmm(e) | Self::Life(LifeError::Vmm(e)) => hangs(e),
-            Self::Qmp(e) | Self::Life(LifeError::Qmp(e)) => silent(e),
-            Self::Life(LifeError::Disks(e)) => matches!(e, DisksError::Silent { .. }),
-            _ => false,
-        }
     }
 }
 
@@ -78,19 +57,19 @@ pub(super) fn require_answers(held: &Held, operation: &Operation, policy: Silent
 fn destination(held: &Held, operation: &Operation) -> Result<Option<Vmm>, RebootError> {
     match operation.to.clone().filter(Vmm::is_alive) {
         Some(recorded) => Ok(Some(recorded)),
-        None => of_generation(held, operation.generation),
+        None => of_generation(&held.rundir, &held.state, operation.generation),
     }
 }
 
 /// Returns the live QEMU of a generation of the VM.
-pub(super) fn of_generation(held: &Held, generation: u32) -> Result<Option<Vmm>, RebootError> {
-    let directory = held.rundir.vmm(generation);
+pub(crate) fn of_generation(rundir: &RunDir, state: &State, generation: u32) -> Result<Option<Vmm>, RebootError> {
+    let directory = rundir.vmm(generation);
     let failed = |source| RebootError::File { path: directory.0.clone(), source };
     let Some(process) = processes_of(&directory).map_err(failed)?.into_iter().find(|process| process.is_alive()) else {
         return Ok(None);
     };
     // Prefer the recorded binary: the program of the process may be a dynamic loader.
-    let recorded = held.state.vmm.as_ref().filter(|vmm| vmm.process() == process).map(|vmm| vmm.binary.clone());
+    let recorded = state.vmm.as_ref().filter(|vmm| vmm.process() == process).map(|vmm| vmm.binary.clone());
     let binary = recorded.or_else(|| Some(Program::of(process).ok()?.start)).unwrap_or_else(|| PathBuf::from("qemu"));
     Ok(Some(Vmm { binary, pid: process.pid, started: process.started, directory: directory.0, monitor: None }))
 }
@@ -98,7 +77,7 @@ pub(super) fn of_generation(held: &Held, generation: u32) -> Result<Option<Vmm>,
 /// Waits until a QEMU answers. Returns `false` if it has ended, or was killed because of [`SilentQemuPolicy::force`].
 ///
 /// # Errors
-/// [`RebootError::Silent`]: nothing was changed.
+/// [`HandoverError::Silent`]: nothing was changed.
 pub(super) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -> Result<bool, RebootError> {
     let watched = |source: io::Error| RebootError::File { path: vmm.directory.clone(), source };
     let answers = |qmp: &mut Qmp| run_state(qmp).is_ok();
@@ -131,20 +110,9 @@ pub(super) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -
         return Ok(false);
     }
     if !policy.force {
-        return Err(RebootError::Silent { name: name.into(), pid: vmm.pid, waited: policy.wait });
+        return Err(HandoverError::Silent { name: name.into(), pid: vmm.pid, waited: policy.wait }.into());
     }
     tracing::warn!("{name}: QEMU (process {}) does not answer; killing it (--force)", vmm.pid);
     vmm.kill().map_err(watched)?;
     Ok(false)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_qemu_that_sends_too_much_has_not_answered() {
-        let error = RebootError::Qmp(QmpError::TooLong { during: "query-status".into() });
-        assert!(error.needs_recovery());
-    }
 }
