@@ -1,4 +1,4 @@
-"""Guests of experiments: images from `guest/build`, VM definitions, and the check that a guest is ready."""
+"""Guests of experiments: images from `tests/images/build`, VM definitions, and the check that a guest is ready."""
 
 import json
 import shutil
@@ -40,11 +40,11 @@ class Image:
 
 def build(root: Path, kind: str) -> Image:
     """Builds the image, or takes it from the cache."""
-    return Image(kind, _built(root / "guest" / "build", kind))
+    return Image(kind, run_build(root / "tests/images/build", kind))
 
 
-def _built(*command: Path | str) -> Path:
-    """Runs a build of guests, and returns the folder on its last line."""
+def run_build(*command: Path | str) -> Path:
+    """Runs a script that builds an image, and returns the folder on its last line."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0 or not done.stdout.strip():
         raise RuntimeError(f"{' '.join(str(word) for word in command)}: exit status {done.returncode}")
@@ -53,7 +53,7 @@ def _built(*command: Path | str) -> Path:
 
 def build_stand_in(root: Path, kind: str) -> Image:  # noqa: ARG001  # the same one for every kind
     """Builds the image that replaces the larger ones in a trial: `micro` with additions."""
-    return Image("micro", _built(root / "guest" / "stand-in" / "build"))
+    return Image("micro", run_build(root / "tests/images/stand-in/build"))
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,17 @@ def _ip(*arguments: str) -> None:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
+def add(name: str) -> None:
+    """Makes a network namespace of this name, loopback up."""
+    _ip("netns", "add", name)
+    _ip("-n", name, "link", "set", "lo", "up")
+
+
 @contextmanager
 def namespace(name: str) -> Iterator[str]:
     """Makes a network namespace of this name, loopback up; removes it at the end with the taps in it."""
-    _ip("netns", "add", name)
+    add(name)
     try:
-        _ip("-n", name, "link", "set", "lo", "up")
         yield name
     finally:
         _ip("netns", "del", name)

@@ -1,7 +1,5 @@
 """Invented data for tests, in the formats of the real commands."""
 
-from rekindle_lab.bench.rows import RowFile
-
 START_US = 1_800_000_000_000_000
 
 
@@ -57,12 +55,3 @@ def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
             "gaps": [{"start_unix_ns": (START_US + int(stop_ms * 1000)) * 1000, "length_us": int(gap_ms * 1000)}],
         },
     }
-
-
-def write_rows(kind, path, made):
-    """Writes rows of a topic (its module `rows`) as a run does, and reads them again."""
-    file = RowFile(path, kind.Row)
-    for row in made:
-        file.append(row)
-    file.close()
-    return kind.read(path)

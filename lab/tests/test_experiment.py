@@ -14,11 +14,12 @@ from waiting import wait_until
 
 from rekindle_lab.analysis.runs import Order, read
 from rekindle_lab.cli import app
-from rekindle_lab.experiment import ledger, order, processes, sampling, session
+from rekindle_lab.experiment import order, sampling, session
 from rekindle_lab.experiment.definition import load, parse
-from rekindle_lab.experiment.ledger import Ledger, LedgerError
 from rekindle_lab.experiment.runner import Measured, RunError
 from rekindle_lab.experiment.session import ExperimentSession, ExperimentStoppedError, duration
+from rekindle_lab.runs import ledger, processes
+from rekindle_lab.runs.ledger import Ledger, LedgerError
 from rekindle_lab.toml import DefinitionError
 
 DOCUMENT = {

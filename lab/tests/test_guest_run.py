@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from rekindle_lab.experiment import leftover, load, processes, settings, subject
+from rekindle_lab.experiment import load, settings, subject
 from rekindle_lab.experiment.definition import load as load_definition
 from rekindle_lab.experiment.definition import parse
 from rekindle_lab.experiment.guest import GuestRunner
@@ -20,6 +20,8 @@ from rekindle_lab.experiment.inside import END, GuestStatus
 from rekindle_lab.experiment.inside import parse as parse_status
 from rekindle_lab.experiment.runner import RunError
 from rekindle_lab.guests import Image
+from rekindle_lab.runs import processes
+from rekindle_lab.runs.workspace import Workspace
 from rekindle_lab.toml import DefinitionError
 
 CAMPAIGNS = sorted((Path(__file__).parents[1] / "campaigns").glob("*.toml"))
@@ -313,7 +315,8 @@ def test_only_processes_left_by_a_kill_are_ended(tmp_path):
     left = subprocess.Popen(["sleep", "1000"], env=mine)
     stays = subprocess.Popen(["sleep", "1000"], env=other)
     try:
-        leftover.end_processes(tmp_path / "run", "rkx-there-is-none")
+        (tmp_path / "run").mkdir()
+        Workspace(tmp_path / "rekindle", tmp_path, tmp_path / "disk", ("rkx-there-is-none",)).remove()
         assert left.wait(timeout=30) == -signal.SIGKILL
         assert stays.poll() is None
     finally:

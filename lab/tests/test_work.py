@@ -2,7 +2,6 @@ import subprocess
 
 import pytest
 
-from rekindle_lab.bench.protect.cases import dd
 from rekindle_lab.stores import certificates, on_disk
 from rekindle_lab.work import Console, Window
 
@@ -43,14 +42,6 @@ def test_a_console_returns_complete_lines_and_follows_a_new_file(tmp_path):
     (tmp_path / "other").write_bytes(b"kept, so that the number of the old file is not given to the new one")
     path.write_bytes(b"after a restore\n")
     assert console.lines() == [b"after a restore"]
-
-
-def test_dds_own_time_is_used(tmp_path):
-    (tmp_path / "from").write_bytes(bytes(5_000_000))
-    us, length = dd(tmp_path / "from", tmp_path / "to", 4_500_000)
-    assert length == 4_500_000
-    assert (tmp_path / "to").stat().st_size == 4_500_000
-    assert us > 0
 
 
 def test_certificates_are_signed_by_their_authority(tmp_path):

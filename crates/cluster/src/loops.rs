@@ -7,7 +7,7 @@ use crate::resource::Resource;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::{detach, disown};
-use rekindle_vm::attach::protector;
+use rekindle_vm::lock::protector;
 use rekindle_vm::logs::begin_anew;
 use rekindle_vm::rundir::{RunDir, write_json};
 use serde::{Deserialize, Serialize};

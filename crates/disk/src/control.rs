@@ -9,13 +9,14 @@
 //! < {"error": "a QEMU is still connected"}
 //! ```
 
-use crate::desk::Desk;
-use crate::engine::command::{Command, Refused, Status};
-use crate::engine::ledger::LedgerCommand;
+use crate::engine::Handle;
+use crate::engine::command::{CacheCommand, Command, PageCommand, PageRecord, Refused, Status};
+use crate::engine::ledger_commands::LedgerCommand;
 use crate::ledger::Moment;
 use crate::limit::Limits;
 use crate::memory::Span;
 use crate::redo::keeper::EpochId;
+use crate::served_disk::ServedDisk;
 use rekindle_kernel::lines::Lines;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -105,38 +106,38 @@ pub enum Ask {
 }
 
 /// Carries out one command.
-pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
-    let engine = &desk.engine;
+pub(crate) fn answer(disk: &ServedDisk, line: &str) -> Value {
+    let engine = &disk.engine;
     let asked: Ask = match serde_json::from_str(line) {
         Ok(asked) => asked,
         Err(e) => return json!({ "error": format!("not a question to a disk: {e}") }),
     };
     let answered = match asked {
         Ask::Status {} => value(engine.ask(Command::Status).map(|mut status| {
-            if let Ok(keeper) = desk.keeper() {
+            if let Ok(keeper) = disk.keeper() {
                 status.redo.iter_mut().for_each(|redo| keeper.complete_status(redo));
             }
             status
         })),
         Ask::Limit { bps, iops } => value(engine.ask(|to| Command::Limit(Limits { bps, iops }, to))),
         Ask::Resize {} => value(engine.ask(Command::Measure)),
-        Ask::Keep { claim } => value(engine.ask(|to| Command::Keep(claim, to))),
-        Ask::Reuse {} => value(engine.ask(Command::Reuse)),
-        Ask::Share { claims } => value(engine.ask(|to| Command::Share(claims, to))),
-        Ask::Drop {} => value(engine.ask(Command::Drop)),
-        Ask::Note { pid } => value(engine.ask(|to| Command::Note(pid, to))),
-        Ask::Collect {} => value(engine.ask(Command::Collect)),
+        Ask::Keep { claim } => value(engine.ask(|to| Command::Cache(CacheCommand::Keep(claim, to)))),
+        Ask::Reuse {} => value(engine.ask(|to| Command::Cache(CacheCommand::Reuse(to)))),
+        Ask::Share { claims } => value(engine.ask(|to| Command::Cache(CacheCommand::Share(claims, to)))),
+        Ask::Drop {} => value(engine.ask(|to| Command::Cache(CacheCommand::Drop(to)))),
+        Ask::Note { pid } => value(record_pages(engine, pid)),
+        Ask::Collect {} => value(engine.ask(|to| Command::Pages(PageCommand::Collect(to)))),
         Ask::Filled {} => value(engine.ask(Command::Filled)),
         Ask::PhaseBegin {} => value(engine.ask(|to| Command::Ledger(LedgerCommand::Begin(to)))),
         Ask::PhaseMark {} => value(engine.ask(|to| Command::Ledger(LedgerCommand::Mark(to)))),
         Ask::PhaseCheck { moment } => value(engine.ask(|to| Command::Ledger(LedgerCommand::Check(moment, to)))),
         Ask::PhaseResume { moment } => value(engine.ask(|to| Command::Ledger(LedgerCommand::Resume(moment, to)))),
-        Ask::EpochBegin {} => value(desk.keeper().and_then(|keeper| keeper.begin(engine))),
-        Ask::EpochMark {} => value(desk.keeper().and_then(|keeper| keeper.mark(engine))),
-        Ask::EpochSeal { epoch } => value(desk.keeper().and_then(|keeper| keeper.seal(engine, epoch))),
-        Ask::EpochCommitted { epoch } => value(desk.keeper().and_then(|keeper| keeper.committed(epoch))),
-        Ask::EpochEnd {} => value(desk.keeper().map(|keeper| keeper.end())),
-        Ask::Have { at, filling } => value(desk.have(at, filling)),
+        Ask::EpochBegin {} => value(disk.keeper().and_then(|keeper| keeper.begin(engine))),
+        Ask::EpochMark {} => value(disk.keeper().and_then(|keeper| keeper.mark(engine))),
+        Ask::EpochSeal { epoch } => value(disk.keeper().and_then(|keeper| keeper.seal(engine, epoch))),
+        Ask::EpochCommitted { epoch } => value(disk.keeper().and_then(|keeper| keeper.committed(epoch))),
+        Ask::EpochEnd {} => value(disk.keeper().map(|keeper| keeper.end())),
+        Ask::Have { at, filling } => value(disk.open(at, filling)),
         Ask::End {} => value(engine.ask(Command::End)),
     };
     match answered {
@@ -145,12 +146,21 @@ pub(crate) fn answer(desk: &Desk, line: &str) -> Value {
     }
 }
 
+/// Starts or stops recording pages. Returns whether they were recorded already.
+fn record_pages(engine: &Handle, process: Option<u32>) -> Result<bool, Refused> {
+    let Some(process) = process else {
+        return engine.ask(|answer| Command::Pages(PageCommand::End(answer))).map(|()| false);
+    };
+    let record = engine.ask(|answer| Command::Pages(PageCommand::Record { process, answer }))?;
+    Ok(record == PageRecord::Continues)
+}
+
 fn value<T: Serialize>(answer: Result<T, Refused>) -> Result<Value, Refused> {
     answer.and_then(|value| serde_json::to_value(value).map_err(|e| Refused(e.to_string())))
 }
 
 /// Serves all commands of one connection.
-pub(crate) fn serve(desk: &Desk, stream: &UnixStream) -> io::Result<()> {
+pub(crate) fn serve(disk: &ServedDisk, stream: &UnixStream) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     loop {
         let mut line = String::new();
@@ -158,7 +168,7 @@ pub(crate) fn serve(desk: &Desk, stream: &UnixStream) -> io::Result<()> {
         if read == 0 {
             return Ok(());
         }
-        let mut answer = serde_json::to_vec(&answer(desk, &line))?;
+        let mut answer = serde_json::to_vec(&answer(disk, &line))?;
         answer.push(b'\n');
         (&*stream).write_all(&answer)?;
     }

@@ -6,7 +6,7 @@
 //! | [`session`] | the vhost-user connection of a front end |
 //! | [`channel`] | notifications to a front end |
 //! | [`control`] | the protocol for management commands |
-//! | [`desk`] | the disk behind these commands, also before there is one |
+//! | [`served_disk`] | the disk behind these commands, also before there is one |
 //! | [`engine`] | the thread that moves the data |
 //! | [`chain`], [`request`] | parsing of a guest's requests, from descriptors with any content |
 //! | [`fuzz`] | fuzzing of the same |
@@ -17,7 +17,7 @@
 //! | [`inflight`] | the record of requests in progress, in memory that outlives this process |
 //! | [`limit`] | rate limits |
 //! | [`report`] | rate-limited warnings |
-//! | [`block`], [`digest`], [`map`] | which frame holds which block, and its digest |
+//! | [`block`], [`digest`], [`block_map`] | which frame holds which block, and its digest |
 //! | [`redo`] | the redo log of a protected VM's disk |
 //! | [`ledger`] | the blocks that a guest has read or written until a moment, and whether they were written since |
 //! | `background` | slow work that nothing waits for |
@@ -29,11 +29,11 @@
 
 mod background;
 pub mod block;
+pub mod block_map;
 pub mod chain;
 pub mod channel;
 pub mod config;
 pub mod control;
-pub mod desk;
 pub mod digest;
 pub mod engine;
 pub mod fuzz;
@@ -41,12 +41,12 @@ pub mod image;
 pub mod inflight;
 pub mod ledger;
 pub mod limit;
-pub mod map;
 pub mod memory;
 pub mod missing;
 pub mod redo;
 pub mod report;
 pub mod request;
 pub mod retained;
+pub mod served_disk;
 pub mod server;
 pub mod session;

@@ -4,7 +4,7 @@
 //! it passes (`VHOST_USER_SET_LOG_BASE`), and for a protector that requests it.
 
 use crate::background::run_in_background;
-use crate::map::Frame;
+use crate::block_map::Frame;
 use crate::missing::{DoubleMapping, MissingPages};
 use rekindle_kernel::file::punch_hole;
 use rekindle_kernel::mapping::drop_pages;

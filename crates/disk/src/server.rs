@@ -3,14 +3,14 @@
 use crate::channel;
 use crate::config::DiskConfig;
 use crate::control;
-use crate::desk::{Desk, PendingDisk};
-use crate::engine::command::{Command, FrontendId};
-use crate::engine::{self, Handle, Settings};
+use crate::engine::command::{Command, ConnectionCommand, FrontendId};
+use crate::engine::{self, EngineDisk, Handle, Settings};
 use crate::image::{Image, ImageError, OpenMode};
 use crate::redo::error::RedoError;
 use crate::redo::keeper::{self, LogOptions};
 use crate::report::warn_limited;
 use crate::retained::UNCHECKED;
+use crate::served_disk::{PendingDisk, ServedDisk};
 use crate::session::{FillState, Frontend};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
@@ -82,29 +82,29 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     let shape = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
     let (guests, asked) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
-    let (desk, thread) = if waits {
-        let (engine, thread) = engine::start(image, settings, None, waits).map_err(failed)?;
+    let (disk, thread) = if waits {
+        let (engine, thread) = engine::start(EngineDisk::Awaited(image), settings).map_err(failed)?;
         let waiting = PendingDisk { image: path.clone(), mode, redo, filling: Arc::clone(&filling) };
-        (Desk::waiting(engine, waiting), thread)
+        (ServedDisk::waiting(engine, waiting), thread)
     } else {
         let mut redo = keeper::open(&image, redo)?;
-        let logged = redo.logged.take();
-        let (engine, thread) = engine::start(image, settings, logged, waits).map_err(failed)?;
-        (Desk::new(engine.clone(), redo.start(&engine)), thread)
+        let disk = EngineDisk::Open(image, redo.engine_log.take().map(Box::new));
+        let (engine, thread) = engine::start(disk, settings).map_err(failed)?;
+        (ServedDisk::new(engine.clone(), redo.start(&engine)), thread)
     };
-    let desk = Arc::new(desk);
-    accept(guests, &desk.engine, move |engine, number, stream| {
+    let disk = Arc::new(disk);
+    accept(guests, &disk.engine, move |engine, number, stream| {
         serve_front(engine, FrontendId(number), shape, &filling, stream);
     });
-    let asked_at = Arc::clone(&desk);
-    accept(asked, &desk.engine, move |_, _, stream| {
+    let asked_at = Arc::clone(&disk);
+    accept(asked, &disk.engine, move |_, _, stream| {
         if let Err(e) = control::serve(&asked_at, &stream) {
             tracing::debug!("a control connection: {e}");
         }
     });
     ready();
     let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-    desk.release();
+    disk.release();
     for socket in [&socket, &control] {
         let _ = fs::remove_file(socket);
     }
@@ -165,14 +165,14 @@ struct LeaveOnDrop<'a>(&'a Handle, FrontendId);
 
 impl Drop for LeaveOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.send(Command::Leave(self.1));
+        self.0.send(Command::Connection(self.1, ConnectionCommand::Leave));
     }
 }
 
 /// Serves vhost-user to one front end until it disconnects.
 fn serve_front(engine: Handle, session: FrontendId, shape: DiskConfig, filling: &Arc<AtomicBool>, stream: UnixStream) {
     let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
-    engine.send(Command::Join(session, process));
+    engine.send(Command::Connection(session, ConnectionCommand::Join { process }));
     let _leave = LeaveOnDrop(&engine, session);
     let frontend = Arc::new(Mutex::new(Frontend::new(
         engine.clone(),
@@ -185,7 +185,9 @@ fn serve_front(engine: Handle, session: FrontendId, shape: DiskConfig, filling: 
     let why = loop {
         match ahead.as_ref().map(channel::offered) {
             // Waits, so that a front end that passes many has at most one here.
-            Ok(Ok(Some(channel))) => drop(engine.ask(|answer| Command::Channel(session, channel, answer))),
+            Ok(Ok(Some(channel))) => {
+                drop(engine.ask(|answer| Command::Connection(session, ConnectionCommand::Channel(channel, answer))))
+            }
             Ok(Ok(None)) => {}
             Ok(Err(e)) => break Error::SocketError(e),
             Err(e) => break Error::SocketError(e.kind().into()),

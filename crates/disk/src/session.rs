@@ -9,8 +9,8 @@
 //! queue meanwhile is rejected.
 
 use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL};
-use crate::engine::command::{Command, FrontendId, Notification, QueueDescriptors, Refused, Rings};
-use crate::engine::{Handle, MOST_ENTRIES};
+use crate::engine::command::{Command, ConnectionCommand, FrontendId, Notification, QueueDescriptors, Refused, Rings};
+use crate::engine::{Handle, MAX_QUEUE_ENTRIES};
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
 use rekindle_kernel::process::Process;
@@ -123,14 +123,18 @@ impl Frontend {
         let error = queue.error.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let rings = Rings { event_idx, ..queue.rings };
         let ends = QueueDescriptors { kick, call, error };
-        self.engine.ask(|answer| Command::Start(session, index as u16, rings, ends, answer)).map_err(refused)?;
+        self.engine
+            .ask(|answer| {
+                Command::Connection(session, ConnectionCommand::StartQueue(index as u16, rings, ends, answer))
+            })
+            .map_err(refused)?;
         self.queue(index)?.runs = true;
         Ok(())
     }
 
     /// Rejects memory for more requests than there can be, since all of it is read.
     fn check_inflight(&self, about: &VhostUserInflight) -> Result<()> {
-        let fits = about.num_queues <= self.shape.queues && about.queue_size <= MOST_ENTRIES;
+        let fits = about.num_queues <= self.shape.queues && about.queue_size <= MAX_QUEUE_ENTRIES;
         if fits { Ok(()) } else { Err(Error::InvalidParam) }
     }
 
@@ -145,7 +149,9 @@ impl Frontend {
         }
         if queue.runs {
             self.engine
-                .ask(|answer| Command::Notification(session, index.into(), which, copy, answer))
+                .ask(|answer| {
+                    Command::Connection(session, ConnectionCommand::Notification(index.into(), which, copy, answer))
+                })
                 .map_err(refused)?;
         }
         Ok(())
@@ -155,7 +161,10 @@ impl Frontend {
     fn stop(&mut self, index: u32) -> Result<()> {
         let session = self.session;
         if self.queue(index)?.runs {
-            let next = self.engine.ask(|answer| Command::Stop(session, index as u16, answer)).map_err(refused)?;
+            let next = self
+                .engine
+                .ask(|answer| Command::Connection(session, ConnectionCommand::StopQueue(index as u16, answer)))
+                .map_err(refused)?;
             let queue = self.queue(index)?;
             (queue.runs, queue.rings.next) = (false, next);
         }
@@ -220,7 +229,9 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         let running: Vec<u32> =
             (0..).zip(&self.queues).filter(|(_, queue)| queue.runs).map(|(index, _)| index).collect();
         running.iter().try_for_each(|index| self.stop(*index))?;
-        self.engine.ask(|answer| Command::Memory(session, Arc::clone(&memory), answer)).map_err(refused)?;
+        self.engine
+            .ask(|answer| Command::Connection(session, ConnectionCommand::Memory(Arc::clone(&memory), answer)))
+            .map_err(refused)?;
         self.regions = regions.iter().map(|of| (of.user_addr, of.memory_size, of.guest_phys_addr)).collect();
         self.memory = Some(memory);
         running.iter().try_for_each(|index| self.start(*index))?;
@@ -326,7 +337,9 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         let opened = Inflight::open(file, given.mmap_offset, given.mmap_size, given.num_queues, given.queue_size)
             .map_err(failed)?;
         let session = self.session;
-        self.engine.ask(|answer| Command::Inflight(session, opened, answer)).map_err(refused)
+        self.engine
+            .ask(|answer| Command::Connection(session, ConnectionCommand::Inflight(opened, answer)))
+            .map_err(refused)
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {

@@ -4,9 +4,9 @@
 
 mod common;
 
-use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
+use common::{Ask, DEADLINE, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, redo, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::engine::logged::RedoStatus;
+use rekindle_disk::engine::redo_log::RedoStatus;
 use rekindle_disk::redo::keeper::EpochId;
 use rekindle_disk::redo::offline::{default_directory, inspect, merge_all};
 use rekindle_disk::redo::recover::DiskVersion;
@@ -34,7 +34,7 @@ fn begin(disk: &Disk) -> EpochId {
 fn mark(disk: &Disk, guest: &mut Guest) -> EpochId {
     guest.stop(0);
     let at = disk.control().ask(&Control::EpochMark {}).unwrap();
-    guest.run(0, false);
+    guest.run(0, RingState::Kept);
     at
 }
 
@@ -54,13 +54,13 @@ fn directory(disk: &Disk) -> PathBuf {
 fn check(guest: &mut Guest, versions: &BTreeMap<u64, u64>, what: &str) {
     for block in 0..BLOCKS {
         let version = versions.get(&block).copied().unwrap_or(0);
-        assert!(guest.read(block, FIRST + block % 64) == content(block, version), "{what}: block {block}");
+        assert!(guest.read(block, FIRST_FREE_FRAME + block % 64) == content(block, version), "{what}: block {block}");
     }
 }
 
 fn write(guest: &mut Guest, versions: &mut BTreeMap<u64, u64>, blocks: impl Iterator<Item = u64>, version: u64) {
     for block in blocks {
-        guest.write(block, FIRST, &content(block, version));
+        guest.write(block, FIRST_FREE_FRAME, &content(block, version));
         versions.insert(block, version);
     }
 }
@@ -140,7 +140,7 @@ fn a_mark_of_a_running_guest_and_a_commit_without_a_seal_are_rejected() {
     begin(&disk);
     assert!(ask(Control::EpochMark {}).contains("the guest runs"));
     assert!(ask(Control::EpochSeal { epoch: 1 }).contains("has not ended"));
-    guest.write(1, FIRST, &content(1, 1));
+    guest.write(1, FIRST_FREE_FRAME, &content(1, 1));
     let at = mark(&disk, &mut guest);
     assert!(ask(Control::EpochCommitted { epoch: at.epoch }).contains("was not sealed"));
     seal(&disk, at.epoch);
@@ -154,12 +154,12 @@ fn another_or_a_newer_disk_is_not_served_for_a_checkpoint() {
     let mut guest = Guest::start(&disk.socket());
     let new_log = begin(&disk);
     for version in 1..3 {
-        guest.write(1, FIRST, &content(1, version));
+        guest.write(1, FIRST_FREE_FRAME, &content(1, version));
         let at = mark(&disk, &mut guest);
         seal(&disk, at.epoch);
     }
     commit(&disk, 2);
-    guest.write(1, FIRST, &content(1, 3));
+    guest.write(1, FIRST_FREE_FRAME, &content(1, 3));
     drop(guest);
     disk.end();
     let refused = |epoch, of| {
@@ -187,7 +187,7 @@ fn another_or_a_newer_disk_is_not_served_for_a_checkpoint() {
 fn requests_of_any_shape_pass_through_the_log() {
     let mut disk = Disk::new(1024);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 1);
-    guest.run(0, true);
+    guest.run(0, RingState::Empty);
     begin(&disk);
     let mut model: Vec<u8> = (0..1024).flat_map(|block| content(block, 0)).collect();
     let mut random = fastrand::Rng::with_seed(5);
@@ -200,9 +200,9 @@ fn requests_of_any_shape_pass_through_the_log() {
             0 => {
                 let mut page = range;
                 page.resize(PAGE as usize, 0);
-                guest.fill(FIRST, &page);
+                guest.fill(FIRST_FREE_FRAME, &page);
                 let kind = if random.bool() { 11 } else { 13 };
-                assert_eq!(guest.ask(&Ask { kind, sector: 0, data: vec![(FIRST * PAGE, 16, false)] }), 0);
+                assert_eq!(guest.ask(&Ask { kind, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 16, false)] }), 0);
                 model[at].fill(0);
             }
             1 => assert_eq!(guest.ask(&Ask::flush()), 0),
@@ -212,14 +212,14 @@ fn requests_of_any_shape_pass_through_the_log() {
                 disk.control().ask::<()>(&Control::EpochCommitted { epoch: marked.epoch }).unwrap();
             }
             3..6 => {
-                let address = FIRST * PAGE + random.u64(..8) * 512;
+                let address = FIRST_FREE_FRAME * PAGE + random.u64(..8) * 512;
                 random.fill(&mut model[at.clone()]);
                 guest.memory.write_all_at(&model[at.clone()], address).unwrap();
                 let data = vec![(address, at.len() as u32, false)];
                 assert_eq!(guest.ask(&Ask { kind: 1, sector, data }), 0);
             }
             _ => {
-                let address = FIRST * PAGE + random.u64(..8) * 512;
+                let address = FIRST_FREE_FRAME * PAGE + random.u64(..8) * 512;
                 assert_eq!(guest.ask(&Ask { kind: 0, sector, data: vec![(address, at.len() as u32, true)] }), 0);
                 let mut got = vec![0; at.len()];
                 guest.memory.read_exact_at(&mut got, address).unwrap();
@@ -247,8 +247,8 @@ fn a_full_log_holds_writes_and_loses_none() {
     let mut versions = BTreeMap::new();
     write(&mut guest, &mut versions, 100..124, 1);
     for block in blocks.clone() {
-        guest.fill(FIRST + block, &content(block, 1));
-        guest.put(0, &Ask::write(block, FIRST + block));
+        guest.fill(FIRST_FREE_FRAME + block, &content(block, 1));
+        guest.put(0, &Ask::write(block, FIRST_FREE_FRAME + block));
     }
     guest.kick(0);
     let why = wait_for("writes that wait", || redo_status(&disk)?.waiting);
@@ -256,17 +256,17 @@ fn a_full_log_holds_writes_and_loses_none() {
     let mut ended = guest.ended(0).len();
     assert!(ended < blocks.clone().count());
     // Reads do not wait.
-    guest.put(0, &Ask::read(110, FIRST + 40));
+    guest.put(0, &Ask::read(110, FIRST_FREE_FRAME + 40));
     guest.kick(0);
     wait_for("a read", || {
         ended += guest.ended(0).len();
-        (guest.frame(FIRST + 40) == content(110, 1)).then_some(())
+        (guest.frame(FIRST_FREE_FRAME + 40) == content(110, 1)).then_some(())
     });
     // Stopping the guest does not wait; the checkpoint then frees space.
     guest.stop(0);
     ended += guest.ended(0).len();
     let at: EpochId = disk.control().ask(&Control::EpochMark {}).unwrap();
-    guest.run(0, false);
+    guest.run(0, RingState::Kept);
     assert_eq!(ended, blocks.clone().count() + 1, "all of them ended before the queue stopped");
     seal(&disk, at.epoch);
     commit(&disk, at.epoch);
@@ -304,7 +304,7 @@ fn a_full_disk_under_the_log_fails_no_write_and_loses_none() {
     let mut ended = 0;
     let mut put = 0;
     for first in (0..BLOCKS * 4).step_by(16) {
-        let frame = FIRST + (put % 14) * 16;
+        let frame = FIRST_FREE_FRAME + (put % 14) * 16;
         (0..16).for_each(|of| guest.fill(frame + of, &content(first + of, 1)));
         guest.put(0, &Ask { kind: 1, sector: first * 8, data: vec![(frame * PAGE, 16 * PAGE as u32, false)] });
         guest.kick(0);
@@ -331,7 +331,7 @@ fn a_full_disk_under_the_log_fails_no_write_and_loses_none() {
     assert!(matches!(last[..], [(_, 1, 0)]), "{last:?}");
     wait_for("the status", || redo_status(&disk).filter(|redo_status| redo_status.waiting.is_none()));
     for (block, version) in &versions {
-        assert!(guest.read(*block, FIRST + 300) == content(*block, *version), "block {block}");
+        assert!(guest.read(*block, FIRST_FREE_FRAME + 300) == content(*block, *version), "block {block}");
     }
     child.kill().unwrap();
     child.wait().unwrap();
@@ -364,12 +364,12 @@ fn an_unreadable_segment_is_an_error_and_never_other_data() {
     let disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
-    guest.write(3, FIRST, &content(3, 1));
+    guest.write(3, FIRST_FREE_FRAME, &content(3, 1));
     let file = fs::OpenOptions::new().write(true).open(directory(&disk).join("1.log")).unwrap();
     file.set_len(4096).unwrap();
-    assert_eq!(guest.ask(&Ask::read(3, FIRST + 1)), 1, "an error");
-    assert_ne!(guest.frame(FIRST + 1), content(3, 0), "not what was there before");
-    assert_eq!(guest.read(4, FIRST + 1), content(4, 0), "the rest is served as ever");
+    assert_eq!(guest.ask(&Ask::read(3, FIRST_FREE_FRAME + 1)), 1, "an error");
+    assert_ne!(guest.frame(FIRST_FREE_FRAME + 1), content(3, 0), "not what was there before");
+    assert_eq!(guest.read(4, FIRST_FREE_FRAME + 1), content(4, 0), "the rest is served as ever");
     // The merge fails, and the status has the reason.
     let at = mark(&disk, &mut guest);
     seal(&disk, at.epoch);

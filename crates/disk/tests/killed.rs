@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST, Guest, PAGE, content, service, wait_for};
+use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, service, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::redo::keeper::EpochId;
 use rekindle_disk::server::serve;
@@ -55,8 +55,8 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
     let mut child = start(&directory);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
     guest.track();
-    guest.run(0, true);
-    guest.run(1, true);
+    guest.run(0, RingState::Empty);
+    guest.run(1, RingState::Empty);
     let mut versions = vec![0u64; BLOCKS as usize];
     let mut random = fastrand::Rng::with_seed(1);
     let mut again = 0;
@@ -66,7 +66,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
         for queue in [0, 1] {
             for n in 0..14u64 {
                 let block = (u64::from(queue) * 14 + n) * 18;
-                let frame = FIRST + (u64::from(queue) * 14 + n) * 40;
+                let frame = FIRST_FREE_FRAME + (u64::from(queue) * 14 + n) * 40;
                 if n % 3 == 2 {
                     let data = vec![(frame * PAGE, (16 * PAGE) as u32, true)];
                     guest.put(queue, &Ask { kind: 0, sector: block * 8, data });
@@ -115,7 +115,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
             }
         }
         for first in (0..BLOCKS).step_by(16) {
-            let frame = FIRST + 2000;
+            let frame = FIRST_FREE_FRAME + 2000;
             if with_log {
                 let data = vec![(frame * PAGE, (16 * PAGE) as u32, true)];
                 assert_eq!(guest.ask(&Ask { kind: 0, sector: first * 8, data }), 0);

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST, Guest, PAGE, content, wait_for};
+use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::ledger::{Moment, StaleReason};
 use rekindle_disk::redo::keeper::EpochId;
@@ -27,7 +27,7 @@ fn wait_gone(disk: &Disk) {
 fn mark(disk: &Disk, guest: &mut Guest) -> Result<Moment, String> {
     guest.stop(0);
     let marked = disk.control().ask(&Control::PhaseMark {}).map_err(|e| e.to_string());
-    guest.run(0, false);
+    guest.run(0, RingState::Kept);
     marked
 }
 
@@ -55,20 +55,20 @@ fn a_moment_is_valid_until_a_touched_block_is_written() {
     drop(guest);
     begin(&disk);
     let mut guest = Guest::start(&disk.socket());
-    assert_eq!(guest.read(5, FIRST), content(5, 0));
-    guest.write(7, FIRST, &content(7, 1));
+    assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
+    guest.write(7, FIRST_FREE_FRAME, &content(7, 1));
     assert!(disk.control().ask::<Moment>(&Control::PhaseMark {}).is_err(), "the guest runs");
     let moment = mark(&disk, &mut guest).unwrap();
-    guest.write(6, FIRST, &content(6, 1));
-    assert_eq!(guest.read(5, FIRST), content(5, 0));
+    guest.write(6, FIRST_FREE_FRAME, &content(6, 1));
+    assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     assert_eq!(check(&disk, moment), None);
     // With the present content, and only part of a block.
-    guest.fill(FIRST, &content(5, 0));
-    let part = Ask { kind: 1, sector: 5 * 8 + 3, data: vec![(FIRST * PAGE, 512, false)] };
+    guest.fill(FIRST_FREE_FRAME, &content(5, 0));
+    let part = Ask { kind: 1, sector: 5 * 8 + 3, data: vec![(FIRST_FREE_FRAME * PAGE, 512, false)] };
     assert_eq!(guest.ask(&part), 0);
     assert_eq!(check(&disk, moment), Some(StaleReason::Written { block: 5 }));
     let later = mark(&disk, &mut guest).unwrap();
-    guest.write(7, FIRST, &content(7, 2));
+    guest.write(7, FIRST_FREE_FRAME, &content(7, 2));
     assert_eq!(check(&disk, later), Some(StaleReason::Written { block: 7 }), "what it has written it knows too");
     let last = mark(&disk, &mut guest).unwrap();
     drop(guest);
@@ -83,7 +83,7 @@ fn a_qemu_that_waits_for_its_guest_does_not_prevent_a_resume() {
     let disk = Disk::new(BLOCKS);
     begin(&disk);
     let mut guest = Guest::start(&disk.socket());
-    assert_eq!(guest.read(5, FIRST), content(5, 0));
+    assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     let moment = mark(&disk, &mut guest).unwrap();
     let next = Frontend::connect(disk.socket(), 1).unwrap();
     next.get_features().unwrap();
@@ -102,7 +102,7 @@ fn a_qemu_that_waits_for_its_guest_does_not_prevent_a_resume() {
     filled(&disk);
     drop(next);
     let mut guest = Guest::start(&disk.socket());
-    assert_eq!(guest.read(5, FIRST), content(5, 0));
+    assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     assert!(resume().unwrap_err().to_string().contains("still connected"));
 }
 
@@ -113,13 +113,13 @@ fn a_redo_log_changes_nothing_of_what_was_touched() {
     begin(&disk);
     disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
     let mut guest = Guest::start(&disk.socket());
-    assert_eq!(guest.read(5, FIRST), content(5, 0));
+    assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     let moment = mark(&disk, &mut guest).unwrap();
-    guest.write(6, FIRST, &content(6, 1));
+    guest.write(6, FIRST_FREE_FRAME, &content(6, 1));
     assert_eq!(check(&disk, moment), None);
     disk.control().end_epochs(common::DEADLINE).unwrap();
     assert_eq!(check(&disk, moment), None);
-    guest.write(5, FIRST, &content(5, 1));
+    guest.write(5, FIRST_FREE_FRAME, &content(5, 1));
     assert_eq!(check(&disk, moment), Some(StaleReason::Written { block: 5 }));
 }
 
@@ -155,10 +155,10 @@ fn random_histories() {
             let block = random.u64(..BLOCKS);
             let version = &mut versions[block as usize];
             match random.u64(..8) {
-                0..5 => assert!(guest.read(block, FIRST) == content(block, *version), "block {block}"),
+                0..5 => assert!(guest.read(block, FIRST_FREE_FRAME) == content(block, *version), "block {block}"),
                 5 | 6 => {
                     *version += 1;
-                    guest.write(block, FIRST, &content(block, *version));
+                    guest.write(block, FIRST_FREE_FRAME, &content(block, *version));
                 }
                 _ => {
                     let marked = mark(&disk, &mut guest);

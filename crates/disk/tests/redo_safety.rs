@@ -4,9 +4,9 @@
 
 mod common;
 
-use common::{Ask, DEADLINE, Disk, FIRST, Guest, PAGE, content, redo, wait_for};
+use common::{Ask, DEADLINE, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, redo, wait_for};
 use rekindle_disk::control::Ask as Control;
-use rekindle_disk::engine::logged::RedoStatus;
+use rekindle_disk::engine::redo_log::RedoStatus;
 use rekindle_disk::redo::keeper::EpochId;
 use rekindle_disk::redo::offline::merge_all;
 use rekindle_disk::redo::recover::DiskVersion;
@@ -16,102 +16,137 @@ use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const BLOCKS: u64 = 64;
+/// Blocks of each disk.
+const DISK_BLOCKS: u64 = 64;
+/// The guest's pages for its requests.
+const WRITE_FRAME: u64 = FIRST_FREE_FRAME;
+const READ_FRAME: u64 = FIRST_FREE_FRAME + 1;
+/// The first segment of a log, in the disk's directory.
+const FIRST_SEGMENT: &str = "disk.raw.redo/1.log";
+/// A byte in the data of the segment's first entry: after the segment's head and the entry's header.
+const DATA_BYTE: u64 = 2 * PAGE + 100;
 
 fn log_status(disk: &Disk) -> Option<RedoStatus> {
     disk.control().status().unwrap().redo
 }
 
-fn begin(disk: &Disk) -> Result<EpochId, String> {
+fn begin_log(disk: &Disk) -> Result<EpochId, String> {
     disk.control().ask(&Control::EpochBegin {}).map_err(|e| e.to_string())
 }
 
-/// Marks an epoch, with the guest's queue stopped.
-fn mark(disk: &Disk, guest: &mut Guest) -> u64 {
+/// Merges and removes the log, and waits for that.
+fn end_log(disk: &Disk) {
+    disk.control().end_epochs(DEADLINE).unwrap();
+}
+
+/// Ends the current epoch, with the guest's queue stopped, and returns its number.
+fn mark_epoch(disk: &Disk, guest: &mut Guest) -> u64 {
     guest.stop(0);
     let EpochId { epoch, .. } = disk.control().ask(&Control::EpochMark {}).unwrap();
-    guest.run(0, false);
+    guest.run(0, RingState::Kept);
     epoch
 }
 
-fn seal(disk: &Disk, epoch: u64) -> Result<(), String> {
+fn seal_epoch(disk: &Disk, epoch: u64) -> Result<(), String> {
     disk.control().ask(&Control::EpochSeal { epoch }).map_err(|e| e.to_string())
 }
 
-fn committed(disk: &Disk, epoch: u64) {
+fn mark_and_seal(disk: &Disk, guest: &mut Guest) -> u64 {
+    let epoch = mark_epoch(disk, guest);
+    seal_epoch(disk, epoch).unwrap();
+    epoch
+}
+
+/// Reports that a checkpoint with this epoch is committed, so that the epoch may be merged.
+fn report_commit(disk: &Disk, epoch: u64) {
     disk.control().ask::<()>(&Control::EpochCommitted { epoch }).unwrap();
 }
 
-fn in_directory(path: &Path) -> impl Fn(&mut Service) {
-    let path = path.to_owned();
-    move |service| service.redo.directory = Some(path.clone())
+/// Writes a block as the guest.
+fn write(guest: &mut Guest, block: u64, version: u64) {
+    guest.write(block, WRITE_FRAME, &content(block, version));
 }
 
-/// Creates something at a path.
-type Make = fn(&Path);
+/// Reads a block as the guest, and checks which version it has.
+#[track_caller]
+fn assert_reads(guest: &mut Guest, block: u64, version: u64) {
+    assert_eq!(guest.read(block, READ_FRAME), content(block, version), "block {block}");
+}
+
+/// Restarts the server with its log in `directory`.
+fn serve_with_log_in(disk: &mut Disk, directory: &Path) {
+    disk.end();
+    disk.serve(|service: &mut Service| service.redo.directory = Some(directory.to_owned()));
+}
+
+/// A file that another program has put where the log is to be.
+struct ForeignFile {
+    name: &'static str,
+    create: fn(&Path),
+}
+
+const FOREIGN_FILES: [ForeignFile; 6] = [
+    ForeignFile { name: "notes.txt", create: |path| fs::write(path, "mine").unwrap() },
+    // The names of a redo log's own files, with the content of another program.
+    ForeignFile { name: "state", create: |path| fs::write(path, "mine").unwrap() },
+    ForeignFile { name: "lock", create: |path| fs::write(path, "mine").unwrap() },
+    ForeignFile { name: "7", create: |path| fs::create_dir(path).unwrap() },
+    ForeignFile { name: "state", create: |path| symlink("/dev/null", path).unwrap() },
+    ForeignFile { name: "+7.log", create: |path| fs::write(path, "mine").unwrap() },
+];
 
 #[test]
 fn a_directory_with_other_files_is_rejected_and_nothing_in_it_is_deleted() {
-    let mut disk = Disk::new(BLOCKS);
-    let target = disk.directory.path().join("important");
+    let mut disk = Disk::new(DISK_BLOCKS);
+    let directory = disk.directory.path().join("important");
     let link = disk.directory.path().join("link");
-    fs::create_dir(&target).unwrap();
-    symlink(&target, &link).unwrap();
-    let cases: [(&str, Make); 6] = [
-        ("notes.txt", |path| fs::write(path, "mine").unwrap()),
-        // The names of a redo log's own files, with the content of another program.
-        ("state", |path| fs::write(path, "mine").unwrap()),
-        ("lock", |path| fs::write(path, "mine").unwrap()),
-        ("7", |path| fs::create_dir(path).unwrap()),
-        ("state", |path| symlink("/dev/null", path).unwrap()),
-        ("+7.log", |path| fs::write(path, "mine").unwrap()),
-    ];
-    for (name, make) in cases {
-        make(&target.join(name));
-        for directory in [&target, &link] {
-            disk.end();
-            disk.serve(in_directory(directory));
-            let error = begin(&disk).unwrap_err();
+    fs::create_dir(&directory).unwrap();
+    symlink(&directory, &link).unwrap();
+    for ForeignFile { name, create } in FOREIGN_FILES {
+        let path = directory.join(name);
+        create(&path);
+        for log_directory in [&directory, &link] {
+            serve_with_log_in(&mut disk, log_directory);
+            let error = begin_log(&disk).unwrap_err();
             assert!(error.contains(name) && error.contains("--redo"), "{name}: {error}");
-            assert!(fs::symlink_metadata(target.join(name)).is_ok(), "{name} was deleted");
+            assert!(fs::symlink_metadata(&path).is_ok(), "{name} was deleted");
             assert_eq!(log_status(&disk), None);
         }
-        let path = target.join(name);
         if path.is_dir() { fs::remove_dir(path).unwrap() } else { fs::remove_file(path).unwrap() }
     }
     // A link to an empty directory is as good as the directory.
-    begin(&disk).unwrap();
-    assert!(target.join("state").exists());
-    disk.control().end_epochs(DEADLINE).unwrap();
-    begin(&disk).unwrap();
+    begin_log(&disk).unwrap();
+    assert!(directory.join("state").exists());
+    end_log(&disk);
+    begin_log(&disk).unwrap();
     // A file that appears later survives the end of the log.
-    fs::write(target.join("notes.txt"), "mine").unwrap();
-    disk.control().end_epochs(DEADLINE).unwrap();
+    fs::write(directory.join("notes.txt"), "mine").unwrap();
+    end_log(&disk);
     assert_eq!(log_status(&disk), None);
-    assert_eq!(fs::read(target.join("notes.txt")).unwrap(), b"mine");
-    assert_eq!(fs::read_dir(&target).unwrap().count(), 1, "what was the log's has gone");
+    assert_eq!(fs::read(directory.join("notes.txt")).unwrap(), b"mine");
+    assert_eq!(fs::read_dir(&directory).unwrap().count(), 1, "what was the log's has gone");
 }
 
 #[test]
 fn segments_of_another_program_are_not_deleted() {
-    let disk = Disk::with(BLOCKS, |_| {});
+    let disk = Disk::new(DISK_BLOCKS);
     let directory = disk.directory.path().join("disk.raw.redo");
     fs::create_dir(&directory).unwrap();
     fs::write(directory.join("7.log"), "2026-11-24 a line of a log").unwrap();
-    let error = begin(&disk).unwrap_err();
+    let error = begin_log(&disk).unwrap_err();
     assert!(error.contains("7.log"), "{error}");
     assert_eq!(fs::read(directory.join("7.log")).unwrap(), b"2026-11-24 a line of a log");
 }
 
 #[test]
 fn the_remains_of_an_interrupted_begin_are_replaced() {
-    let disk = Disk::new(BLOCKS);
+    let disk = Disk::new(DISK_BLOCKS);
     let directory = disk.directory.path().join("disk.raw.redo");
     fs::create_dir(&directory).unwrap();
-    for left in [vec![], vec![0; 4096], vec![0; 8192]] {
-        fs::write(directory.join("state"), left).unwrap();
-        begin(&disk).unwrap();
-        disk.control().end_epochs(DEADLINE).unwrap();
+    for unfinished_state in [vec![], vec![0; 4096], vec![0; 8192]] {
+        fs::write(directory.join("state"), unfinished_state).unwrap();
+        begin_log(&disk).unwrap();
+        end_log(&disk);
         assert!(!directory.exists());
         fs::create_dir(&directory).unwrap();
     }
@@ -119,82 +154,80 @@ fn the_remains_of_an_interrupted_begin_are_replaced() {
 
 #[test]
 fn a_directory_belongs_to_one_server_or_merge_at_a_time() {
-    let mut first = Disk::new(BLOCKS);
-    let mut second = Disk::new(BLOCKS);
-    let directory = first.directory.path().join("shared.redo");
-    for disk in [&mut first, &mut second] {
-        disk.end();
-        disk.serve(in_directory(&directory));
-    }
-    let mut guest = Guest::start(&first.socket());
-    begin(&first).unwrap();
-    guest.write(3, FIRST, &content(3, 1));
-    let error = begin(&second).unwrap_err();
+    let mut owner = Disk::new(DISK_BLOCKS);
+    let mut other = Disk::new(DISK_BLOCKS);
+    let directory = owner.directory.path().join("shared.redo");
+    serve_with_log_in(&mut owner, &directory);
+    serve_with_log_in(&mut other, &directory);
+    let mut guest = Guest::start(&owner.socket());
+    begin_log(&owner).unwrap();
+    write(&mut guest, 3, 1);
+    let error = begin_log(&other).unwrap_err();
     assert!(error.contains("another disk server or merge"), "{error}");
-    second.end();
-    let error = merge_all(&second.image, &directory, true, None).unwrap_err().to_string();
+    other.end();
+    let error = merge_all(&other.image, &directory, true, None).unwrap_err().to_string();
     assert!(error.contains("another disk server or merge"), "{error}");
-    assert_eq!(second.block(3), content(3, 0), "nothing of the first disk's log was merged into it");
-    assert_eq!(guest.read(3, FIRST + 1), content(3, 1));
-    let epoch = mark(&first, &mut guest);
-    seal(&first, epoch).unwrap();
-    first.control().end_epochs(DEADLINE).unwrap();
-    assert_eq!(first.block(3), content(3, 1));
+    assert_eq!(other.block(3), content(3, 0), "nothing of the first disk's log was merged into it");
+    assert_reads(&mut guest, 3, 1);
+    mark_and_seal(&owner, &mut guest);
+    end_log(&owner);
+    assert_eq!(owner.block(3), content(3, 1));
     // It is free when the first log has ended.
-    second.serve(in_directory(&directory));
-    begin(&second).unwrap();
+    other.serve(|service: &mut Service| service.redo.directory = Some(directory.clone()));
+    begin_log(&other).unwrap();
 }
 
 #[test]
 fn a_commit_of_a_log_that_has_ended_does_not_count_for_the_next_log() {
-    let mut disk = Disk::new(BLOCKS);
+    let mut disk = Disk::new(DISK_BLOCKS);
     let mut guest = Guest::start(&disk.socket());
-    let old = begin(&disk).unwrap();
-    let mut last = 0;
+    let ended_log = begin_log(&disk).unwrap();
+    let mut last_of_ended_log = 0;
     for version in 1..4 {
-        guest.write(1, FIRST, &content(1, version));
-        last = mark(&disk, &mut guest);
-        seal(&disk, last).unwrap();
-        committed(&disk, last);
+        write(&mut guest, 1, version);
+        last_of_ended_log = mark_and_seal(&disk, &mut guest);
+        report_commit(&disk, last_of_ended_log);
     }
-    disk.control().end_epochs(DEADLINE).unwrap();
-    let new = begin(&disk).unwrap();
-    assert_ne!(new.disk, old.disk);
-    assert!(new.epoch > last, "epoch {} means two contents to a request that is still under way", new.epoch);
-    let mut sealed = Vec::new();
-    for version in 4..6 {
-        guest.write(1, FIRST, &content(1, version));
-        let epoch = mark(&disk, &mut guest);
-        seal(&disk, epoch).unwrap();
-        sealed.push(epoch);
-    }
-    committed(&disk, sealed[0]);
-    wait_for("the merge", || log_status(&disk).filter(|status| status.merged >= sealed[0]));
-    assert_eq!(log_status(&disk).unwrap().merged, sealed[0], "an epoch was merged that no checkpoint has");
+    end_log(&disk);
+    let next_log = begin_log(&disk).unwrap();
+    assert_ne!(next_log.disk, ended_log.disk);
+    let first_epoch = next_log.epoch;
+    assert!(
+        first_epoch > last_of_ended_log,
+        "epoch {first_epoch} means two contents to a request that is still under way"
+    );
+    write(&mut guest, 1, 4);
+    let committed = mark_and_seal(&disk, &mut guest);
+    write(&mut guest, 1, 5);
+    mark_and_seal(&disk, &mut guest);
+    report_commit(&disk, committed);
+    wait_for("the merge", || log_status(&disk).filter(|status| status.merged >= committed));
+    assert_eq!(log_status(&disk).unwrap().merged, committed, "an epoch was merged that no checkpoint has");
     drop(guest);
     disk.end();
-    disk.serve(|service| service.redo = redo(DiskVersion::Epoch { epoch: sealed[0], disk: new.disk }));
+    disk.serve(|service| service.redo = redo(DiskVersion::Epoch { epoch: committed, disk: next_log.disk }));
     let mut guest = Guest::start(&disk.socket());
-    assert_eq!(guest.read(1, FIRST), content(1, 4));
+    assert_reads(&mut guest, 1, 4);
 }
 
 #[test]
 fn an_entry_with_a_wrong_checksum_is_not_merged() {
-    let disk = Disk::new(BLOCKS);
+    let disk = Disk::new(DISK_BLOCKS);
     let mut guest = Guest::start(&disk.socket());
-    begin(&disk).unwrap();
-    guest.write(3, FIRST, &content(3, 1));
-    guest.write(5, FIRST, &content(5, 1));
-    let segment = disk.directory.path().join("disk.raw.redo/1.log");
+    begin_log(&disk).unwrap();
+    write(&mut guest, 3, 1);
+    write(&mut guest, 5, 1);
+    let segment = disk.directory.path().join(FIRST_SEGMENT);
     let file = OpenOptions::new().read(true).write(true).open(&segment).unwrap();
-    // The data of the first entry: after the segment's head and the entry's header.
-    let mut byte = [0];
-    file.read_exact_at(&mut byte, 2 * PAGE + 100).unwrap();
-    file.write_all_at(&[byte[0] ^ 4], 2 * PAGE + 100).unwrap();
-    file.sync_all().unwrap();
-    let epoch = mark(&disk, &mut guest);
-    seal(&disk, epoch).unwrap();
-    committed(&disk, epoch);
+    let mut right_byte = [0];
+    file.read_exact_at(&mut right_byte, DATA_BYTE).unwrap();
+    let set_byte = |byte: u8| {
+        file.write_all_at(&[byte], DATA_BYTE).unwrap();
+        file.sync_all().unwrap();
+    };
+    set_byte(right_byte[0] ^ 4);
+    let epoch = mark_and_seal(&disk, &mut guest);
+    report_commit(&disk, epoch);
     let why = wait_for("a merge that fails", || {
         let status = log_status(&disk)?;
         assert_eq!(status.merged, 0, "damaged data was merged");
@@ -203,130 +236,148 @@ fn an_entry_with_a_wrong_checksum_is_not_merged() {
     assert!(why.contains("checksum") && why.contains("1.log"), "{why}");
     assert_eq!(disk.block(3), content(3, 0));
     assert!(segment.exists());
-    file.write_all_at(&byte, 2 * PAGE + 100).unwrap();
-    file.sync_all().unwrap();
-    committed(&disk, epoch);
+    set_byte(right_byte[0]);
+    report_commit(&disk, epoch);
     wait_for("the merge", || log_status(&disk).filter(|status| status.merged == epoch && status.failed.is_none()));
     assert_eq!((disk.block(3), disk.block(5)), (content(3, 1), content(5, 1)));
 }
 
 #[test]
 fn a_server_does_not_start_with_a_damaged_sealed_epoch() {
-    let mut disk = Disk::new(BLOCKS);
+    let mut disk = Disk::new(DISK_BLOCKS);
     let mut guest = Guest::start(&disk.socket());
-    begin(&disk).unwrap();
-    guest.write(3, FIRST, &content(3, 1));
-    let epoch = mark(&disk, &mut guest);
-    seal(&disk, epoch).unwrap();
+    begin_log(&disk).unwrap();
+    write(&mut guest, 3, 1);
+    mark_and_seal(&disk, &mut guest);
     drop(guest);
     disk.end();
-    let segment = disk.directory.path().join("disk.raw.redo/1.log");
-    let whole = fs::read(&segment).unwrap();
-    let mut flipped = whole.clone();
-    flipped[2 * PAGE as usize + 100] ^= 4;
-    for damaged in [&flipped[..], &whole[..2 * PAGE as usize], &[]] {
+    let segment = disk.directory.path().join(FIRST_SEGMENT);
+    let undamaged = fs::read(&segment).unwrap();
+    let mut flipped = undamaged.clone();
+    flipped[DATA_BYTE as usize] ^= 4;
+    let truncated = &undamaged[..2 * PAGE as usize];
+    for damaged in [&flipped[..], truncated, &[]] {
         fs::write(&segment, damaged).unwrap();
         let Err(error) = serve(disk.service(), || ()) else { panic!("served with {} bytes", damaged.len()) };
         assert!(error.to_string().contains("1.log"), "{error}");
         assert_eq!(fs::read(&segment).unwrap(), damaged);
         assert_eq!(disk.block(3), content(3, 0));
     }
-    fs::write(&segment, whole).unwrap();
+    fs::write(&segment, undamaged).unwrap();
     disk.serve(|_| {});
     let mut guest = Guest::start(&disk.socket());
-    assert_eq!(guest.read(3, FIRST), content(3, 1));
+    assert_reads(&mut guest, 3, 1);
 }
 
-/// A block device whose writes end in its page cache, over a file system without space: one sync fails.
-struct Device {
-    room: PathBuf,
-    path: PathBuf,
-}
-
-fn run(program: &str, arguments: &[&str]) -> String {
+fn run_program(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
-impl Device {
+/// A block device whose writes end in its page cache, over a file system that can be filled: then one sync fails.
+struct LoopDevice {
+    /// Where the file system is mounted.
+    mount_point: PathBuf,
+    path: PathBuf,
+}
+
+impl LoopDevice {
     fn new(directory: &Path) -> Self {
-        let room = directory.join("room");
-        fs::create_dir(&room).unwrap();
-        run("mount", &["-t", "tmpfs", "-o", "size=1m", "rekindle-test", room.to_str().unwrap()]);
-        let backing = room.join("backing");
-        File::create(&backing).unwrap().set_len(BLOCKS * PAGE).unwrap();
-        let path = PathBuf::from(run("losetup", &["--find", "--show", backing.to_str().unwrap()]));
-        Self { room, path }
+        let mount_point = directory.join("room");
+        fs::create_dir(&mount_point).unwrap();
+        run_program("mount", &["-t", "tmpfs", "-o", "size=1m", "rekindle-test", mount_point.to_str().unwrap()]);
+        let backing = mount_point.join("backing");
+        File::create(&backing).unwrap().set_len(DISK_BLOCKS * PAGE).unwrap();
+        let path = PathBuf::from(run_program("losetup", &["--find", "--show", backing.to_str().unwrap()]));
+        Self { mount_point, path }
     }
 
-    fn set_full(&self, is_full: bool) {
-        let junk = self.room.join("junk");
-        if is_full {
-            use std::io::Write;
-            let mut junk = File::create(&junk).unwrap();
-            while junk.write_all(&[1; 4096]).is_ok() {}
-        } else {
-            fs::remove_file(&junk).unwrap();
-            run("mount", &["-o", "remount,size=1m", self.room.to_str().unwrap()]);
-        }
+    fn filler(&self) -> PathBuf {
+        self.mount_point.join("junk")
+    }
+
+    /// Takes all space of the file system.
+    fn fill(&self) {
+        use std::io::Write;
+        let mut filler = File::create(self.filler()).unwrap();
+        while filler.write_all(&[1; 4096]).is_ok() {}
+    }
+
+    fn free(&self) {
+        fs::remove_file(self.filler()).unwrap();
+        run_program("mount", &["-o", "remount,size=1m", self.mount_point.to_str().unwrap()]);
     }
 }
 
-impl Drop for Device {
+impl Drop for LoopDevice {
     fn drop(&mut self) {
         let _ = Command::new("losetup").arg("--detach").arg(&self.path).status();
-        let _ = Command::new("umount").arg("-l").arg(&self.room).status();
+        let _ = Command::new("umount").arg("-l").arg(&self.mount_point).status();
     }
+}
+
+fn serve_device(disk: &mut Disk, device: &LoopDevice) {
+    let log = disk.directory.path().join("log.redo");
+    disk.serve(|service| {
+        service.image = device.path.clone();
+        service.mode.direct = false;
+        service.redo.directory = Some(log);
+    });
+}
+
+/// Which sync receives the error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FailingSync {
+    Seal,
+    Flush,
 }
 
 #[test]
 fn after_a_failed_sync_of_the_image_later_flushes_and_seals_fail() {
-    for is_seal_first in [true, false] {
+    for failing in [FailingSync::Seal, FailingSync::Flush] {
         let directory = tempfile::Builder::new().prefix("disk-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let device = Device::new(directory.path());
+        let device = LoopDevice::new(directory.path());
         let mut disk = Disk::new(1);
         disk.end();
-        let serve = |disk: &mut Disk| {
-            let log = disk.directory.path().join("log.redo");
-            disk.serve(|service| {
-                service.image = device.path.clone();
-                service.mode.direct = false;
-                service.redo.directory = Some(log);
-            });
-        };
-        serve(&mut disk);
+        serve_device(&mut disk, &device);
         let mut guest = Guest::start(&disk.socket());
-        device.set_full(true);
-        guest.write(3, FIRST, &content(3, 1));
-        begin(&disk).unwrap();
-        let epoch = mark(&disk, &mut guest);
-        if is_seal_first {
-            let error = seal(&disk, epoch).unwrap_err();
-            assert!(error.contains("making it durable"), "{error}");
-        } else {
-            assert_eq!(guest.ask(&Ask::flush()), 1, "the flush reports the error");
+        device.fill();
+        write(&mut guest, 3, 1);
+        begin_log(&disk).unwrap();
+        let epoch = mark_epoch(&disk, &mut guest);
+        match failing {
+            FailingSync::Seal => {
+                let error = seal_epoch(&disk, epoch).unwrap_err();
+                assert!(error.contains("making it durable"), "{error}");
+            }
+            FailingSync::Flush => assert_eq!(guest.ask(&Ask::flush()), 1, "the flush reports the error"),
         }
-        device.set_full(false);
+        device.free();
         // The kernel reports the error once; the data is lost all the same.
         assert_eq!(guest.ask(&Ask::flush()), 1, "a later flush of the guest");
-        let error = seal(&disk, epoch).unwrap_err();
+        let error = seal_epoch(&disk, epoch).unwrap_err();
         assert!(error.contains("start the disk's server"), "a later seal: {error}");
         // Merging must not remove segments either.
-        guest.write(4, FIRST, &content(4, 1));
+        write(&mut guest, 4, 1);
         disk.control().ask::<()>(&Control::EpochEnd {}).unwrap();
         wait_for("the end to fail", || log_status(&disk)?.failed);
-        assert_eq!(guest.read(4, FIRST + 1), content(4, 1));
+        assert_reads(&mut guest, 4, 1);
         drop(guest);
         disk.end();
-        serve(&mut disk);
-        let mut guest = Guest::start(&disk.socket());
-        assert_eq!(guest.read(4, FIRST + 1), content(4, 1));
-        guest.write(3, FIRST, &content(3, 1));
-        assert_eq!(guest.ask(&Ask::flush()), 0, "after a new start");
-        disk.control().end_epochs(DEADLINE).unwrap();
-        assert_eq!(guest.read(4, FIRST + 1), content(4, 1));
-        drop(guest);
-        disk.end();
+        check_after_restart(&mut disk, &device);
     }
+}
+
+/// Checks that after a new start of the server nothing of the log is missing, and that writes can be made durable.
+fn check_after_restart(disk: &mut Disk, device: &LoopDevice) {
+    serve_device(disk, device);
+    let mut guest = Guest::start(&disk.socket());
+    assert_reads(&mut guest, 4, 1);
+    write(&mut guest, 3, 1);
+    assert_eq!(guest.ask(&Ask::flush()), 0, "after a new start");
+    end_log(disk);
+    assert_reads(&mut guest, 4, 1);
+    drop(guest);
+    disk.end();
 }

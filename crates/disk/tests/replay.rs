@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST, Guest, content, wait_for};
+use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, RingState, content, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::limit::Limits;
 use rekindle_disk::redo::keeper::EpochId;
@@ -20,10 +20,10 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
     let status = || disk.control().status().unwrap();
     let mut first = Guest::connect(&disk.socket(), common::memory(), 1);
     first.track();
-    first.run(0, true);
+    first.run(0, RingState::Empty);
     for block in 0..REQUESTS {
-        first.fill(FIRST + block, &content(block, 1));
-        first.put(0, &Ask::write(block, FIRST + block));
+        first.fill(FIRST_FREE_FRAME + block, &content(block, 1));
+        first.put(0, &Ask::write(block, FIRST_FREE_FRAME + block));
     }
     first.kick(0);
     wait_for("requests to be taken", || (status().under_way > 4).then_some(()));
@@ -35,7 +35,7 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
     wait_for("the first front end to have gone", || (status().connected == 1).then_some(()));
     second.inflight = Some((about, memory));
     second.track();
-    second.run(0, false);
+    second.run(0, RingState::Kept);
     assert!(status().under_way > 0, "the first one's requests were to be under way");
     let base = second.stop(0) as u16;
     assert_eq!(u64::from(base), REQUESTS, "all were in the ring");
@@ -52,7 +52,7 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
     });
     assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
     // Requests that are done again do not overwrite later writes.
-    third.write(0, FIRST, &content(0, 2));
+    third.write(0, FIRST_FREE_FRAME, &content(0, 2));
     third.stop(0);
     wait_for("nothing to be under way", || (status().under_way == 0).then_some(()));
     for block in 0..REQUESTS {
@@ -72,7 +72,7 @@ fn writes_that_wait_for_space_in_the_log_do_not_block_others_when_their_qemu_has
         wait_for("a write to wait", || {
             // Each to another block: overwritten space would be reclaimed.
             while block < 256 && guest.under_way() < 8 {
-                guest.put(0, &Ask::write(block, FIRST + block));
+                guest.put(0, &Ask::write(block, FIRST_FREE_FRAME + block));
                 block += 1;
             }
             guest.kick(0);
@@ -88,6 +88,6 @@ fn writes_that_wait_for_space_in_the_log_do_not_block_others_when_their_qemu_has
         drop(guest);
         wait_for("all to end", || (disk.control().status().unwrap().under_way == 0).then_some(()));
         let mut next = Guest::start(&disk.socket());
-        next.read(255, FIRST);
+        next.read(255, FIRST_FREE_FRAME);
     }
 }

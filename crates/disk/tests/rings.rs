@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Ask, Disk, ENTRIES, FIRST, Guest, PAGE, content, wait_for};
+use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, PAGE, QUEUE_ENTRIES, RingState, content, wait_for};
 use rekindle_disk::control::Ask as Control;
 use std::fs::OpenOptions;
 use vhost::vhost_user::VhostUserFrontend;
@@ -14,18 +14,18 @@ use vhost::vhost_user::message::VhostUserInflight;
 fn guest(disk: &Disk) -> Guest {
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
     for queue in [0, 1] {
-        guest.run(queue, true);
+        guest.run(queue, RingState::Empty);
         read(&mut guest, queue);
     }
     guest
 }
 
 fn read(guest: &mut Guest, queue: u16) {
-    guest.put(queue, &Ask::read(u64::from(queue), FIRST));
+    guest.put(queue, &Ask::read(u64::from(queue), FIRST_FREE_FRAME));
     guest.kick(queue);
     let ended = wait_for("an answer", || Some(guest.ended(queue)).filter(|ended| !ended.is_empty()));
     assert!(matches!(ended[..], [(_, _, 0)]), "{ended:?}");
-    assert_eq!(guest.frame(FIRST), content(u64::from(queue), 0));
+    assert_eq!(guest.frame(FIRST_FREE_FRAME), content(u64::from(queue), 0));
 }
 
 /// Breaks queue 0 with `damage`, and checks that everything else is served.
@@ -41,7 +41,7 @@ fn only_its_queue_stops(damage: impl FnOnce(&mut Guest), why: &str) {
     assert!(broken[0].why.contains(why), "{}", broken[0].why);
     // The queue stays stopped whatever the driver does; this is reported once.
     for _ in 0..3 {
-        guest.put(0, &Ask::read(1, FIRST + 1));
+        guest.put(0, &Ask::read(1, FIRST_FREE_FRAME + 1));
         guest.kick(0);
         read(&mut guest, 1);
     }
@@ -56,7 +56,7 @@ fn only_its_queue_stops(damage: impl FnOnce(&mut Guest), why: &str) {
 
 #[test]
 fn an_available_index_that_is_too_far_ahead_stops_its_queue() {
-    only_its_queue_stops(|guest| guest.set_available(0, 1 + ENTRIES + 1), "64 entries");
+    only_its_queue_stops(|guest| guest.set_available(0, 1 + QUEUE_ENTRIES + 1), "64 entries");
 }
 
 #[test]
@@ -68,8 +68,8 @@ fn an_available_index_that_decreases_stops_its_queue() {
 fn a_head_that_is_no_descriptor_stops_its_queue() {
     only_its_queue_stops(
         |guest| {
-            let head = guest.put(0, &Ask::read(1, FIRST + 1));
-            guest.replace_head(0, head, ENTRIES);
+            let head = guest.put(0, &Ask::read(1, FIRST_FREE_FRAME + 1));
+            guest.replace_head(0, head, QUEUE_ENTRIES);
         },
         "descriptor 64",
     );
@@ -80,7 +80,7 @@ fn requests_in_progress_complete_when_their_ring_breaks() {
     let disk = Disk::new(16);
     let mut guest = guest(&disk);
     for block in 0..8 {
-        guest.put(0, &Ask::read(block, FIRST + block));
+        guest.put(0, &Ask::read(block, FIRST_FREE_FRAME + block));
     }
     guest.kick(0);
     let mut ended = Vec::new();
@@ -100,7 +100,7 @@ fn requests_in_progress_complete_when_their_ring_breaks() {
 /// Adds reads of 24 MiB each, all into the same part of the guest's memory, twice.
 fn long_reads(guest: &mut Guest, count: usize) {
     for _ in 0..count {
-        let piece = (FIRST * PAGE, 12 << 20, true);
+        let piece = (FIRST_FREE_FRAME * PAGE, 12 << 20, true);
         guest.put(0, &Ask { kind: 0, sector: 0, data: vec![piece, piece] });
     }
     guest.kick(0);
@@ -136,9 +136,9 @@ fn discards_of_a_whole_large_disk_block_no_other_request() {
     disk.control().ask::<u64>(&Control::Resize {}).unwrap();
     let mut guest = guest(&disk);
     let range = |n: u64| [(n << 21).to_le_bytes(), (1u64 << 21).to_le_bytes()].concat();
-    guest.fill(FIRST, &(0..64).flat_map(range).chain([0; 3072]).collect::<Vec<_>>());
+    guest.fill(FIRST_FREE_FRAME, &(0..64).flat_map(range).chain([0; 3072]).collect::<Vec<_>>());
     for _ in 0..15 {
-        guest.put(0, &Ask { kind: 11, sector: 0, data: vec![(FIRST * PAGE, 1024, false)] });
+        guest.put(0, &Ask { kind: 11, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 1024, false)] });
     }
     guest.kick(0);
     let mut ended = Vec::new();

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Ask, DEADLINE, Disk, FIRST, FRONT, Guest, PAGE, content, wait_for};
+use common::{Ask, DEADLINE, Disk, FIRST_FREE_FRAME, FRONT_END_ADDRESS, Guest, PAGE, RingState, content, wait_for};
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::engine::command::Status;
 use rekindle_disk::image::ImageError;
@@ -23,12 +23,12 @@ fn written_data_is_on_the_disk_and_is_read_back() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
     for block in 0..64 {
-        assert_eq!(guest.read(block, FIRST + block), content(block, 0));
+        assert_eq!(guest.read(block, FIRST_FREE_FRAME + block), content(block, 0));
     }
     for block in [0, 7, 63] {
-        guest.write(block, FIRST, &content(block, 1));
+        guest.write(block, FIRST_FREE_FRAME, &content(block, 1));
         assert_eq!(disk.block(block), content(block, 1));
-        assert_eq!(guest.read(block, FIRST + 1), content(block, 1));
+        assert_eq!(guest.read(block, FIRST_FREE_FRAME + 1), content(block, 1));
     }
     assert_eq!(guest.ask(&Ask::flush()), 0);
     assert_eq!(disk.block(1), content(1, 0), "its neighbour is as it was");
@@ -48,7 +48,7 @@ fn a_guest_that_checks_only_when_notified_sees_every_answer() {
         for n in 0..count as u64 {
             // Answers of large requests are notified without delay, those of small ones together.
             let pages = if random.u8(..8) == 0 { 150 } else { 1 };
-            let data = vec![((FIRST + n * 150) * PAGE, (pages * PAGE) as u32, true)];
+            let data = vec![((FIRST_FREE_FRAME + n * 150) * PAGE, (pages * PAGE) as u32, true)];
             let ask = match random.u8(..4) {
                 0 => Ask::flush(),
                 _ => Ask { kind: 0, sector: random.u64(..512) * 8, data },
@@ -76,22 +76,22 @@ fn a_guest_that_checks_only_when_notified_sees_every_answer() {
 fn requests_of_any_shape_and_many_at_a_time_are_done() {
     let disk = Disk::new(1024);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
-    guest.run(0, true);
-    guest.run(1, true);
+    guest.run(0, RingState::Empty);
+    guest.run(1, RingState::Empty);
     // Half sectors apart, across several pages, longer than one operation.
-    let long = Ask { kind: 0, sector: 3, data: vec![(FIRST * PAGE + 100, 3 << 20, true)] };
+    let long = Ask { kind: 0, sector: 3, data: vec![(FIRST_FREE_FRAME * PAGE + 100, 3 << 20, true)] };
     assert_eq!(guest.ask(&long), 0);
     let mut expected: Vec<u8> = (0..1024).flat_map(|block| content(block, 0)).collect();
     expected.drain(..3 * 512);
     expected.truncate(3 << 20);
     let mut got = vec![0; 3 << 20];
-    std::os::unix::fs::FileExt::read_exact_at(&guest.memory, &mut got, FIRST * PAGE + 100).unwrap();
+    std::os::unix::fs::FileExt::read_exact_at(&guest.memory, &mut got, FIRST_FREE_FRAME * PAGE + 100).unwrap();
     assert!(got == expected);
     // Both queues full, with all kinds of requests.
     for queue in [0, 1] {
         for n in 0..16 {
             let block = u64::from(queue) * 100 + n;
-            let frame = FIRST + u64::from(queue) * 16 + n;
+            let frame = FIRST_FREE_FRAME + u64::from(queue) * 16 + n;
             guest.fill(frame, &content(block, 1));
             let ask = if n % 5 == 4 { Ask::flush() } else { Ask::write(block, frame) };
             guest.put(queue, &ask);
@@ -116,7 +116,7 @@ fn requests_of_any_shape_and_many_at_a_time_are_done() {
 fn an_invalid_request_fails_and_later_ones_are_served() {
     let disk = Disk::new(16);
     let mut guest = Guest::start(&disk.socket());
-    let page = (FIRST * PAGE, PAGE as u32, true);
+    let page = (FIRST_FREE_FRAME * PAGE, PAGE as u32, true);
     let behind = Ask { kind: 0, sector: 16 * 8, data: vec![page] };
     assert_eq!(guest.ask(&behind), 1);
     assert_eq!(guest.ask(&Ask { kind: 77, sector: 0, data: vec![page] }), 2);
@@ -124,9 +124,9 @@ fn an_invalid_request_fails_and_later_ones_are_served() {
     assert_eq!(guest.ask(&Ask { kind: 1, sector: 0, data: vec![(1 << 40, PAGE as u32, false)] }), 1);
     assert_eq!(disk.block(0), content(0, 0));
     // The serial number.
-    assert_eq!(guest.ask(&Ask { kind: 8, sector: 0, data: vec![(FIRST * PAGE, 20, true)] }), 0);
-    assert_eq!(&guest.frame(FIRST)[..13], b"rekindle-test");
-    assert_eq!(guest.read(3, FIRST), content(3, 0), "it is served as ever");
+    assert_eq!(guest.ask(&Ask { kind: 8, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 20, true)] }), 0);
+    assert_eq!(&guest.frame(FIRST_FREE_FRAME)[..13], b"rekindle-test");
+    assert_eq!(guest.read(3, FIRST_FREE_FRAME), content(3, 0), "it is served as ever");
 }
 
 #[test]
@@ -139,13 +139,13 @@ fn discarded_and_zeroed_blocks_are_zero_and_their_neighbours_are_not() {
     for (kind, block, flags) in [(11, 8, 0), (13, 16, 0), (13, 24, 1)] {
         let mut page = range(block * 8, 32, flags);
         page.resize(PAGE as usize, 0);
-        guest.fill(FIRST, &page);
-        assert_eq!(guest.ask(&Ask { kind, sector: 0, data: vec![(FIRST * PAGE, 16, false)] }), 0, "{kind}");
+        guest.fill(FIRST_FREE_FRAME, &page);
+        assert_eq!(guest.ask(&Ask { kind, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 16, false)] }), 0, "{kind}");
         for of in block..block + 4 {
-            assert!(guest.read(of, FIRST + 1).iter().all(|byte| *byte == 0), "{kind}: block {of}");
+            assert!(guest.read(of, FIRST_FREE_FRAME + 1).iter().all(|byte| *byte == 0), "{kind}: block {of}");
         }
-        assert_eq!(guest.read(block - 1, FIRST + 1), content(block - 1, 0));
-        assert_eq!(guest.read(block + 4, FIRST + 1), content(block + 4, 0));
+        assert_eq!(guest.read(block - 1, FIRST_FREE_FRAME + 1), content(block - 1, 0));
+        assert_eq!(guest.read(block + 4, FIRST_FREE_FRAME + 1), content(block + 4, 0));
     }
 }
 
@@ -161,18 +161,18 @@ fn a_guest_learns_the_size_of_its_disk_and_that_it_has_grown() {
     };
     assert_eq!(capacity(&mut guest), 128);
     let channel = guest.listen();
-    guest.run(0, true);
+    guest.run(0, RingState::Empty);
     // It may have grown since QEMU read it: before this server started, or between the two.
     let mut message = [0; 12];
     (&channel).read_exact(&mut message).unwrap();
-    assert_eq!(guest.ask(&Ask::write(0, FIRST)), 1);
-    assert_eq!(guest.ask(&Ask::read(16, FIRST)), 1);
+    assert_eq!(guest.ask(&Ask::write(0, FIRST_FREE_FRAME)), 1);
+    assert_eq!(guest.ask(&Ask::read(16, FIRST_FREE_FRAME)), 1);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(32 * PAGE).unwrap();
     assert_eq!(disk.control().ask::<u64>(&Control::Resize {}).unwrap(), 32 * PAGE);
     (&channel).read_exact(&mut message).unwrap();
     assert_eq!(message, *[2u32, 1, 0].map(u32::to_ne_bytes).concat(), "VHOST_USER_BACKEND_CONFIG_CHANGE_MSG");
     assert_eq!(capacity(&mut guest), 256);
-    assert_eq!(guest.ask(&Ask::read(31, FIRST)), 0);
+    assert_eq!(guest.ask(&Ask::read(31, FIRST_FREE_FRAME)), 0);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(16 * PAGE).unwrap();
     let refused = disk.control().ask::<u64>(&Control::Resize {}).unwrap_err().to_string();
     assert!(refused.contains("was 131072"), "{refused}");
@@ -181,7 +181,7 @@ fn a_guest_learns_the_size_of_its_disk_and_that_it_has_grown() {
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(64 * PAGE).unwrap();
     assert_eq!(disk.control().ask::<u64>(&Control::Resize {}).unwrap(), 64 * PAGE);
     (&channel).read_exact(&mut message).unwrap();
-    guest.run(0, true);
+    guest.run(0, RingState::Empty);
     (&channel).read_exact(&mut message).unwrap();
     assert_eq!(capacity(&mut guest), 512);
 }
@@ -196,34 +196,34 @@ fn of_two_servers_the_second_is_rejected_and_changes_nothing() {
     second.image = disk.directory.path().join("other.raw");
     std::fs::write(&second.image, [0; 4096]).unwrap();
     assert!(matches!(serve(second, || ()), Err(ServeError::Busy { .. })));
-    assert_eq!(guest.read(3, FIRST), content(3, 0));
+    assert_eq!(guest.read(3, FIRST_FREE_FRAME), content(3, 0));
 }
 
 #[test]
 fn of_two_front_ends_only_one_has_running_queues() {
     let disk = Disk::new(64);
     let mut old = Guest::connect(&disk.socket(), common::memory(), 1);
-    old.run(0, true);
-    assert_eq!(old.read(1, FIRST), content(1, 0));
+    old.run(0, RingState::Empty);
+    assert_eq!(old.read(1, FIRST_FREE_FRAME), content(1, 0));
     // As in a restart of the VMM: the second has the same memory, and waits.
     let mut new = Guest::connect(&disk.socket(), old.memory.try_clone().unwrap(), 1);
-    assert!(new.try_run(0, false).is_err(), "the old one still runs");
+    assert!(new.try_run(0, RingState::Kept).is_err(), "the old one still runs");
     drop(new);
     let mut new = Guest::connect(&disk.socket(), old.memory.try_clone().unwrap(), 1);
     let block = disk.control().status().unwrap().mapped;
     let base = old.stop(0);
     assert_eq!(base, 1);
     new.continue_from(&old);
-    new.run(0, false);
-    assert_eq!(new.read(2, FIRST + 1), content(2, 0));
+    new.run(0, RingState::Kept);
+    assert_eq!(new.read(2, FIRST_FREE_FRAME + 1), content(2, 0));
     assert_eq!(disk.control().status().unwrap().mapped, block + 1, "the map is kept: it is the same guest");
     drop(old);
-    assert_eq!(new.read(3, FIRST + 2), content(3, 0));
+    assert_eq!(new.read(3, FIRST_FREE_FRAME + 2), content(3, 0));
     // After it disconnects, another guest with other memory is served.
     drop(new);
     wait_for("the front end to have gone", || (!disk.control().status().unwrap().active).then_some(()));
     let mut other = Guest::start(&disk.socket());
-    assert_eq!(other.read(4, FIRST), content(4, 0));
+    assert_eq!(other.read(4, FIRST_FREE_FRAME), content(4, 0));
     assert_eq!(disk.control().status().unwrap().mapped, 1);
 }
 
@@ -231,22 +231,22 @@ fn of_two_front_ends_only_one_has_running_queues() {
 fn pages_that_the_server_writes_are_reported_on_request() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
-    guest.read(1, FIRST);
+    guest.read(1, FIRST_FREE_FRAME);
     let mut control = disk.control();
     let mut note = |pid| control.ask::<bool>(&Control::Note { pid });
     assert!(disk.control().collect().is_err(), "not requested");
     assert!(note(Some(1)).is_err(), "no such front end");
     let me = Some(std::process::id());
     assert!(!note(me).unwrap());
-    guest.read(1, FIRST + 5);
-    guest.write(2, FIRST + 7, &content(2, 1));
+    guest.read(1, FIRST_FREE_FRAME + 5);
+    guest.write(2, FIRST_FREE_FRAME + 7, &content(2, 1));
     assert!(note(me).unwrap(), "it continues");
     let written = disk.control().collect().unwrap();
     let is_written = |frame: u64| {
-        let address = FRONT + frame * PAGE;
+        let address = FRONT_END_ADDRESS + frame * PAGE;
         written.iter().any(|span| (span.address..span.address + span.bytes).contains(&address))
     };
-    assert!(is_written(FIRST + 5) && !is_written(FIRST + 7), "{written:?}");
+    assert!(is_written(FIRST_FREE_FRAME + 5) && !is_written(FIRST_FREE_FRAME + 7), "{written:?}");
     assert!((0..64).any(is_written), "the used ring too: {written:?}");
     assert!(disk.control().collect().unwrap().is_empty());
     drop(guest);
@@ -260,7 +260,7 @@ fn a_disk_keeps_its_rate_limit() {
     let mut guest = Guest::start(&disk.socket());
     let took = |guest: &mut Guest, count: u64| {
         let began = Instant::now();
-        (0..count).for_each(|n| drop(guest.read(n, FIRST)));
+        (0..count).for_each(|n| drop(guest.read(n, FIRST_FREE_FRAME)));
         began.elapsed()
     };
     // At least that long: an upper limit would depend on the machine.

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST, FRAMES, Guest, PAGE, content, wait_for};
+use common::{Ask, Disk, FIRST_FREE_FRAME, GUEST_FRAMES, Guest, PAGE, RingState, content, wait_for};
 use proptest::prelude::*;
 use rekindle_disk::control::Ask as Control;
 use rekindle_disk::retained::CacheCounts;
@@ -31,7 +31,7 @@ fn cache_status(disk: &Disk) -> Option<(usize, CacheCounts)> {
 fn unused_blocks_are_released_to_the_host_after_the_configured_time() {
     let disk = Disk::with(64, |service| service.settings.retain_for = Some(Duration::from_millis(300)));
     let mut guest = Guest::start(&disk.socket());
-    (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
+    (0..32).for_each(|block| drop(guest.read(block, FIRST_FREE_FRAME + block)));
     let memory = guest.memory.try_clone().unwrap();
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 32);
@@ -39,7 +39,7 @@ fn unused_blocks_are_released_to_the_host_after_the_configured_time() {
     assert_eq!(emptied, CacheCounts { dropped: 32, ..CacheCounts::default() });
     assert_eq!(memory.metadata().unwrap().blocks(), 0, "all of the previous memory");
     behind(&disk, 3, &content(3, 5));
-    assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
+    assert_eq!(guest.read(3, FIRST_FREE_FRAME), content(3, 5), "from the disk");
 }
 
 /// Requests of 1 MiB are digested after they were answered, while small ones touch the same blocks.
@@ -54,15 +54,15 @@ fn large_with_small() {
     const LARGE: u64 = 256;
     let disk = Disk::new(8 * LARGE);
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
-    guest.run(0, true);
-    guest.run(1, true);
+    guest.run(0, RingState::Empty);
+    guest.run(1, RingState::Empty);
     let large = |kind: u32, number: u64, frame: u64| Ask {
         kind,
         sector: number * LARGE * 8,
         data: vec![(frame * PAGE, (LARGE * PAGE) as u32, kind == 0)],
     };
-    let frame = |number: u64| FIRST + number * LARGE;
-    let small = FIRST + 8 * LARGE;
+    let frame = |number: u64| FIRST_FREE_FRAME + number * LARGE;
+    let small = FIRST_FREE_FRAME + 8 * LARGE;
     for round in 1..=6 {
         // Alternately all are read, or every second one is written and the others are read.
         let is_written = |number: u64| round % 2 == 0 && number.is_multiple_of(2);
@@ -114,7 +114,7 @@ fn large_with_small() {
 fn jump(disk: &Disk, guest: &mut Guest) -> u64 {
     let blocks = disk.control().ask(&Control::Reuse {}).unwrap();
     guest.stop(0);
-    guest.run(0, true);
+    guest.run(0, RingState::Empty);
     blocks
 }
 
@@ -122,42 +122,42 @@ fn jump(disk: &Disk, guest: &mut Guest) -> u64 {
 fn another_kernel_in_the_same_memory_uses_what_is_still_there() {
     let disk = Disk::new(256);
     let mut guest = Guest::start(&disk.socket());
-    (0..64).for_each(|block| drop(guest.read(block, FIRST + block)));
-    guest.write(70, FIRST + 70, &content(70, 1));
+    (0..64).for_each(|block| drop(guest.read(block, FIRST_FREE_FRAME + block)));
+    guest.write(70, FIRST_FREE_FRAME + 70, &content(70, 1));
     assert_eq!(disk.control().ask::<u64>(&Control::Reuse {}).unwrap(), 65);
     // A guest that is stopped and continues has not started another kernel: its rings continue at the same position.
     guest.stop(0);
-    guest.run(0, false);
+    guest.run(0, RingState::Kept);
     assert_eq!(cache_status(&disk), None);
     assert_eq!(jump(&disk, &mut guest), 65);
     let before = guest_blocks(&guest);
     // The new kernel has used this frame, and written that block.
-    guest.fill(FIRST + 5, &content(5, 9));
-    guest.write(6, FIRST + 200, &content(6, 2));
+    guest.fill(FIRST_FREE_FRAME + 5, &content(5, 9));
+    guest.write(6, FIRST_FREE_FRAME + 200, &content(6, 2));
     for block in 0..8 {
         behind(&disk, block, &content(block, 8));
     }
-    assert_eq!(guest.read(1, FIRST + 100), content(1, 0), "where the previous kernel had it");
-    assert_eq!(guest.read(1, FIRST + 101), content(1, 8), "once only");
-    assert_eq!(guest.read(5, FIRST + 102), content(5, 8), "from the disk");
-    assert_eq!(guest.read(6, FIRST + 103), content(6, 8), "what it has written is not what lay there");
-    assert_eq!(guest.read(70, FIRST + 104), content(70, 1));
+    assert_eq!(guest.read(1, FIRST_FREE_FRAME + 100), content(1, 0), "where the previous kernel had it");
+    assert_eq!(guest.read(1, FIRST_FREE_FRAME + 101), content(1, 8), "once only");
+    assert_eq!(guest.read(5, FIRST_FREE_FRAME + 102), content(5, 8), "from the disk");
+    assert_eq!(guest.read(6, FIRST_FREE_FRAME + 103), content(6, 8), "what it has written is not what lay there");
+    assert_eq!(guest.read(70, FIRST_FREE_FRAME + 104), content(70, 1));
     // Into a frame whose own block is read next.
-    assert_eq!(guest.read(2, FIRST + 3), content(2, 0));
-    assert_eq!(guest.read(3, FIRST + 105), content(3, 8), "overwritten meanwhile");
+    assert_eq!(guest.read(2, FIRST_FREE_FRAME + 3), content(2, 0));
+    assert_eq!(guest.read(3, FIRST_FREE_FRAME + 105), content(3, 8), "overwritten meanwhile");
     let (left, became) = cache_status(&disk).unwrap();
     assert_eq!((left, became), (59, CacheCounts { served: 3, refused: 2, overwritten: 1, ..CacheCounts::default() }));
     assert!(guest_blocks(&guest) >= before, "nothing of a guest's memory is given back");
-    assert!(guest.frame(FIRST + 60) == content(60, 0), "nor changed");
+    assert!(guest.frame(FIRST_FREE_FRAME + 60) == content(60, 0), "nor changed");
 
     // Its own reads are recorded: the next reboot has those, and none of the previous kernel's.
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 6);
-    assert_eq!(guest.read(2, FIRST), content(2, 0));
+    assert_eq!(guest.read(2, FIRST_FREE_FRAME), content(2, 0));
     // Only the announced start is one; later resets of the driver are not.
     guest.stop(0);
-    guest.run(0, true);
-    assert_eq!(guest.read(9, FIRST + 9), content(9, 0));
+    guest.run(0, RingState::Empty);
+    assert_eq!(guest.read(9, FIRST_FREE_FRAME + 9), content(9, 0));
 }
 
 /// Bytes of the host's memory that the guest's takes.
@@ -175,32 +175,32 @@ fn a_rebooted_guest_gets_cached_blocks_and_changed_ones_come_from_the_disk() {
     let disk = Disk::new(256);
     let mut guest = Guest::start(&disk.socket());
     for block in 0..64 {
-        guest.read(block, FIRST + block);
+        guest.read(block, FIRST_FREE_FRAME + block);
     }
-    guest.write(70, FIRST + 70, &content(70, 1));
+    guest.write(70, FIRST_FREE_FRAME + 70, &content(70, 1));
     // In its page cache and not on the disk: a page that it changed and did not write back.
-    guest.fill(FIRST + 5, &content(5, 9));
+    guest.fill(FIRST_FREE_FRAME + 5, &content(5, 9));
     // Reused for something else.
-    guest.fill(FIRST + 6, &[0; PAGE as usize]);
+    guest.fill(FIRST_FREE_FRAME + 6, &[0; PAGE as usize]);
     // A single changed bit.
     let mut damaged = content(7, 0);
     damaged[1000] ^= 4;
-    guest.fill(FIRST + 7, &damaged);
+    guest.fill(FIRST_FREE_FRAME + 7, &damaged);
     let memory = guest.memory.try_clone().unwrap();
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 65);
     // The content of the first read shows where it comes from.
     behind(&disk, 1, &content(1, 8));
-    assert_eq!(guest.read(1, FIRST), content(1, 0), "from the retained cache");
-    assert_eq!(guest.read(1, FIRST), content(1, 8), "once only");
+    assert_eq!(guest.read(1, FIRST_FREE_FRAME), content(1, 0), "from the retained cache");
+    assert_eq!(guest.read(1, FIRST_FREE_FRAME), content(1, 8), "once only");
     for block in [5, 6, 7] {
-        assert_eq!(guest.read(block, FIRST + block), content(block, 0), "block {block} comes from the disk");
+        assert_eq!(guest.read(block, FIRST_FREE_FRAME + block), content(block, 0), "block {block} comes from the disk");
     }
-    assert_eq!(guest.read(70, FIRST + 70), content(70, 1));
+    assert_eq!(guest.read(70, FIRST_FREE_FRAME + 70), content(70, 1));
     let (left, cache_status) = cache_status(&disk).unwrap();
     assert_eq!((left, cache_status), (60, CacheCounts { served: 2, refused: 3, ..CacheCounts::default() }));
     for block in (0..64).chain([70]).filter(|block| ![1, 5, 6, 7, 70].contains(block)) {
-        assert_eq!(guest.read(block, FIRST + 100), content(block, 0));
+        assert_eq!(guest.read(block, FIRST_FREE_FRAME + 100), content(block, 0));
     }
     wait_for("the retained cache to be empty", || common_none(&disk));
     assert_eq!(memory.metadata().unwrap().blocks(), 0, "all of it has been given back");
@@ -214,38 +214,38 @@ fn common_none(disk: &Disk) -> Option<()> {
 fn a_written_block_is_not_served_with_its_old_content() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
-    (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
+    (0..32).for_each(|block| drop(guest.read(block, FIRST_FREE_FRAME + block)));
     let (mut guest, _) = reboot(&disk, guest);
     // Whole, in part, zeroed, and by a failing write.
-    guest.write(3, FIRST, &content(3, 1));
-    guest.fill(FIRST, &[7; PAGE as usize]);
-    assert_eq!(guest.ask(&Ask { kind: 1, sector: 4 * 8 + 2, data: vec![(FIRST * PAGE, 512, false)] }), 0);
+    guest.write(3, FIRST_FREE_FRAME, &content(3, 1));
+    guest.fill(FIRST_FREE_FRAME, &[7; PAGE as usize]);
+    assert_eq!(guest.ask(&Ask { kind: 1, sector: 4 * 8 + 2, data: vec![(FIRST_FREE_FRAME * PAGE, 512, false)] }), 0);
     let range = [&(5u64 * 8).to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat();
-    guest.memory.write_all_at(&range, FIRST * PAGE).unwrap();
-    assert_eq!(guest.ask(&Ask { kind: 13, sector: 0, data: vec![(FIRST * PAGE, 16, false)] }), 0);
+    guest.memory.write_all_at(&range, FIRST_FREE_FRAME * PAGE).unwrap();
+    assert_eq!(guest.ask(&Ask { kind: 13, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 16, false)] }), 0);
     assert_eq!(guest.ask(&Ask { kind: 1, sector: 6 * 8, data: vec![(1 << 40, PAGE as u32, false)] }), 1);
     for block in 0..32 {
-        assert_eq!(guest.read(block, FIRST + 40), disk.block(block), "block {block}");
+        assert_eq!(guest.read(block, FIRST_FREE_FRAME + 40), disk.block(block), "block {block}");
     }
     assert_eq!(disk.block(3), content(3, 1));
 }
 
 #[test]
 fn retained_cache_and_new_memory_are_together_no_larger_than_the_guest() {
-    let disk = Disk::new(FRAMES);
+    let disk = Disk::new(GUEST_FRAMES);
     let mut guest = Guest::start(&disk.socket());
     for block in 0..2000 {
-        guest.read(block, FIRST + block);
+        guest.read(block, FIRST_FREE_FRAME + block);
     }
     let old = guest.memory.try_clone().unwrap();
     let (guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 2000);
     let frames = |file: &File| file.metadata().unwrap().blocks() * 512 / PAGE;
     // The guest allocates its memory gradually.
-    for upto in (0..=FRAMES).step_by(256).skip(1) {
+    for upto in (0..=GUEST_FRAMES).step_by(256).skip(1) {
         guest.memory.write_all_at(&vec![1; 256 * PAGE as usize], (upto - 256) * PAGE).unwrap();
         wait_for("the retained cache to shrink", || {
-            (frames(&old) + frames(&guest.memory) <= FRAMES * 105 / 100).then_some(())
+            (frames(&old) + frames(&guest.memory) <= GUEST_FRAMES * 105 / 100).then_some(())
         });
     }
     wait_for("the retained cache to be empty", || common_none(&disk));
@@ -256,19 +256,19 @@ fn a_retained_cache_is_of_the_previous_guest_and_is_dropped_on_request() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
     assert!(disk.control().ask::<u64>(&KEEP).unwrap_err().to_string().contains("still connected"));
-    guest.read(1, FIRST);
+    guest.read(1, FIRST_FREE_FRAME);
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 1);
-    guest.read(2, FIRST);
+    guest.read(2, FIRST_FREE_FRAME);
     // Only the immediately previous guest's memory is used.
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 1);
     behind(&disk, 1, &content(1, 8));
-    assert_eq!(guest.read(1, FIRST), content(1, 8));
+    assert_eq!(guest.read(1, FIRST_FREE_FRAME), content(1, 8));
     disk.control().ask::<()>(&Control::Drop {}).unwrap();
     assert_eq!(cache_status(&disk), None);
     behind(&disk, 2, &content(2, 8));
-    assert_eq!(guest.read(2, FIRST), content(2, 8));
+    assert_eq!(guest.read(2, FIRST_FREE_FRAME), content(2, 8));
 }
 
 /// A request in a guest's second queue, which is the other disk's.
@@ -284,8 +284,8 @@ fn read_by(guest: &mut Guest, block: u64, frame: u64) -> Vec<u8> {
 fn both(disks: &[Disk; 2]) -> [Guest; 2] {
     let memory = common::memory();
     let mut guests = disks.each_ref().map(|disk| Guest::connect(&disk.socket(), memory.try_clone().unwrap(), 2));
-    guests[0].run(0, true);
-    guests[1].run(1, true);
+    guests[0].run(0, RingState::Empty);
+    guests[1].run(1, RingState::Empty);
     guests
 }
 
@@ -295,9 +295,9 @@ fn two_disks_keep_their_blocks_in_one_memory_also_when_that_is_repeated() {
     // Blocks that only the second disk has.
     (0..64).for_each(|block| behind(&disks[1], block, &content(block, 7)));
     let [mut first, mut second] = both(&disks);
-    (0..32).for_each(|block| drop(first.read(block, FIRST + block)));
+    (0..32).for_each(|block| drop(first.read(block, FIRST_FREE_FRAME + block)));
     // Half of these frames were the first disk's.
-    (0..32).for_each(|block| drop(read_by(&mut second, block, FIRST + 16 + block)));
+    (0..32).for_each(|block| drop(read_by(&mut second, block, FIRST_FREE_FRAME + 16 + block)));
     let memory = first.memory.try_clone().unwrap();
     let frames = || memory.metadata().unwrap().blocks() * 512 / PAGE;
     drop((first, second));
@@ -318,8 +318,9 @@ fn two_disks_keep_their_blocks_in_one_memory_also_when_that_is_repeated() {
     }
     wait_for("unneeded frames to be released", || (frames() == 48).then_some(()));
     let [mut first, mut second] = both(&disks);
-    (0..32).for_each(|block| assert_eq!(first.read(block, FIRST + block), content(block, 0)));
-    (0..32).for_each(|block| assert_eq!(read_by(&mut second, block, FIRST + 100 + block), content(block, 7)));
+    (0..32).for_each(|block| assert_eq!(first.read(block, FIRST_FREE_FRAME + block), content(block, 0)));
+    (0..32)
+        .for_each(|block| assert_eq!(read_by(&mut second, block, FIRST_FREE_FRAME + 100 + block), content(block, 7)));
     let became = |disk: &Disk| wait_for("the retained cache to be empty", || disk.control().status().unwrap().emptied);
     assert_eq!(became(&disks[0]), CacheCounts { served: 16, refused: 16, ..CacheCounts::default() });
     assert_eq!(became(&disks[1]), CacheCounts { served: 32, ..CacheCounts::default() });
@@ -330,7 +331,7 @@ fn two_disks_keep_their_blocks_in_one_memory_also_when_that_is_repeated() {
 fn a_server_without_the_other_claims_releases_nothing() {
     let disk = Disk::new(64);
     let mut guest = Guest::start(&disk.socket());
-    (0..32).for_each(|block| drop(guest.read(block, FIRST + block)));
+    (0..32).for_each(|block| drop(guest.read(block, FIRST_FREE_FRAME + block)));
     let memory = guest.memory.try_clone().unwrap();
     let before = memory.metadata().unwrap().blocks();
     drop(guest);
@@ -340,7 +341,7 @@ fn a_server_without_the_other_claims_releases_nothing() {
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(cache_status(&disk), None, "it has dropped that");
     behind(&disk, 3, &content(3, 5));
-    assert_eq!(guest.read(3, FIRST), content(3, 5), "from the disk");
+    assert_eq!(guest.read(3, FIRST_FREE_FRAME), content(3, 5), "from the disk");
     assert_eq!(memory.metadata().unwrap().blocks(), before);
     // If the claim cannot be created, nothing is kept.
     let nowhere = disk.directory.path().join("none").join("claim");
@@ -364,7 +365,7 @@ enum Step {
 const BLOCKS: u64 = 24;
 
 fn step() -> impl Strategy<Value = Step> {
-    let (block, frame) = (0..BLOCKS - 3, FIRST..FIRST + 20);
+    let (block, frame) = (0..BLOCKS - 3, FIRST_FREE_FRAME..FIRST_FREE_FRAME + 20);
     let skew = prop_oneof![4 => Just(0u64), 1 => Just(512u64)];
     prop_oneof![
         6 => (block.clone(), 1..4u64, frame.clone(), skew.clone())
@@ -407,7 +408,7 @@ proptest! {
                 Step::Together { block, frame, version } => {
                     // A concurrent read and write of one block: the read may return either content.
                     guest.fill(frame, &content(block, version));
-                    let asks = [Ask::read(block, FIRST + 30), Ask::write(block, frame), Ask::read(block, FIRST + 31)];
+                    let asks = [Ask::read(block, FIRST_FREE_FRAME + 30), Ask::write(block, frame), Ask::read(block, FIRST_FREE_FRAME + 31)];
                     for ask in &asks {
                         guest.put(0, ask);
                     }
@@ -429,7 +430,7 @@ proptest! {
         }
         let (mut guest, _) = reboot(&disk, guest);
         for block in 0..BLOCKS {
-            prop_assert!(guest.read(block, FIRST + block) == disk.block(block), "block {} after the last reboot", block);
+            prop_assert!(guest.read(block, FIRST_FREE_FRAME + block) == disk.block(block), "block {} after the last reboot", block);
         }
     }
 }

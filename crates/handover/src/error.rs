@@ -6,7 +6,7 @@ use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::transfer::TransferError;
 use rekindle_qemu::vmm::VmmError;
 use rekindle_vm::disks::DisksError;
-use rekindle_vm::life::LifeError;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::network::NetworkError;
 use std::io;
 use std::path::PathBuf;

@@ -6,7 +6,7 @@ use rekindle_qemu::guest;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::fault;
 use rekindle_vm::journal::{Journal, Kind, Operation, Step};
-use rekindle_vm::life::processes_of;
+use rekindle_vm::qemu::processes_of;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::Recorder;

@@ -30,8 +30,9 @@ pub fn drop_pages<B: Bitmap>(region: &MmapRegion<B>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{PAGE_SIZE, PageMap};
+    use crate::memory::PageMap;
     use crate::process::Process;
+    use rekindle_pages::PAGE_SIZE;
     use std::os::unix::fs::FileExt;
     use vm_memory::mmap::MmapRegionBuilder;
     use vm_memory::{Bytes, FileOffset, VolatileMemory};

@@ -4,15 +4,14 @@ use crate::inject::{Call, Injector};
 use crate::process::Process;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
+pub use rekindle_pages::PAGE_SIZE;
+use rekindle_pages::PageRuns;
 use std::fs::{self, File};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-
-/// Bytes of a page of x86-64. Everything here counts in such pages, also where the kernel maps larger ones.
-pub const PAGE_SIZE: usize = 4096;
 
 /// Pieces per call of `process_vm_readv` (`UIO_MAXIOV` of `linux/uio.h`).
 const IOV_MAX: usize = 1024;
@@ -184,10 +183,10 @@ impl PageMap {
     ///
     /// # Errors
     /// When the map cannot be read.
-    pub fn populated(&self, address: u64, bytes: u64) -> io::Result<Vec<Range<u64>>> {
+    pub fn populated(&self, address: u64, bytes: u64) -> io::Result<PageRuns> {
         const PAGE: u64 = PAGE_SIZE as u64;
         let pages = bytes.div_ceil(PAGE);
-        let mut runs: Vec<Range<u64>> = Vec::new();
+        let mut runs = PageRuns::new();
         let mut buffer = vec![0u8; 8 * pages.min(8192) as usize];
         let mut page = 0;
         while page < pages {
@@ -200,10 +199,7 @@ impl PageMap {
                     continue;
                 }
                 let at = (page + n as u64) * PAGE;
-                match runs.last_mut() {
-                    Some(run) if run.end == at => run.end += PAGE,
-                    _ => runs.push(at..at + PAGE),
-                }
+                runs.push(at..at + PAGE);
             }
             page += some;
         }

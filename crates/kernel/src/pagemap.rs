@@ -10,6 +10,7 @@ use crate::process::Process;
 use crate::userfault::{Features, Mode, Userfault};
 use nix::errno::Errno;
 use nix::sys::mman::{self, MapFlags, MmapAdvise, ProtFlags};
+use rekindle_pages::PageRuns;
 use std::fs::File;
 use std::io;
 use std::mem::size_of;
@@ -185,9 +186,9 @@ impl Scanner {
     ///
     /// # Errors
     /// [`ScanError::Unprotected`] unless [`Rearm::Unchecked`]; [`ScanError::Scan`].
-    pub fn written(&mut self, range: Range<u64>, rearm: Rearm) -> Result<Vec<Range<u64>>, ScanError> {
-        let mut runs = Vec::new();
-        self.scan(range, rearm.flags(), Query::all(Categories::WRITTEN), |run, _| join(&mut runs, run))?;
+    pub fn written(&mut self, range: Range<u64>, rearm: Rearm) -> Result<PageRuns, ScanError> {
+        let mut runs = PageRuns::new();
+        self.scan(range, rearm.flags(), Query::all(Categories::WRITTEN), |run, _| runs.push(run))?;
         Ok(runs)
     }
 
@@ -196,10 +197,10 @@ impl Scanner {
     ///
     /// # Errors
     /// As for [`Scanner::written`].
-    pub fn written_there(&mut self, range: Range<u64>, rearm: Rearm) -> Result<Vec<Range<u64>>, ScanError> {
+    pub fn written_there(&mut self, range: Range<u64>, rearm: Rearm) -> Result<PageRuns, ScanError> {
         let query = Query { any: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::WRITTEN) };
-        let mut runs = Vec::new();
-        self.scan(range, rearm.flags(), query, |run, _| join(&mut runs, run))?;
+        let mut runs = PageRuns::new();
+        self.scan(range, rearm.flags(), query, |run, _| runs.push(run))?;
         Ok(runs)
     }
 
@@ -207,7 +208,7 @@ impl Scanner {
     ///
     /// # Errors
     /// [`ScanError::Scan`].
-    pub fn untracked(&mut self, range: Range<u64>) -> Result<Vec<Range<u64>>, ScanError> {
+    pub fn untracked(&mut self, range: Range<u64>) -> Result<PageRuns, ScanError> {
         self.matching(range, Query { none: Categories::WP_ALLOWED, ..Query::all(Categories::empty()) })
     }
 
@@ -215,9 +216,9 @@ impl Scanner {
     ///
     /// # Errors
     /// [`ScanError::Scan`].
-    pub fn matching(&mut self, range: Range<u64>, query: Query) -> Result<Vec<Range<u64>>, ScanError> {
-        let mut runs = Vec::new();
-        self.scan(range, 0, query, |run, _| join(&mut runs, run))?;
+    pub fn matching(&mut self, range: Range<u64>, query: Query) -> Result<PageRuns, ScanError> {
+        let mut runs = PageRuns::new();
+        self.scan(range, 0, query, |run, _| runs.push(run))?;
         Ok(runs)
     }
 
@@ -338,19 +339,11 @@ fn try_given_back() -> Option<bool> {
         // SAFETY: within our own mapping, to which there are no references.
         unsafe { mman::madvise(area.byte_add(skip), TABLE, MmapAdvise::MADV_DONTNEED) }.ok()?;
         let written = scanner.written(table.clone(), Rearm::No).ok()?;
-        Some(written == [table])
+        Some(*written == [table])
     })();
     // SAFETY: our own mapping, whose last use was above.
     let _ = unsafe { mman::munmap(area, 4 * TABLE) };
     reported
-}
-
-/// Adds a run to ascending ones.
-fn join(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
-    match runs.last_mut() {
-        Some(last) if last.end == run.start => last.end = run.end,
-        _ => runs.push(run),
-    }
 }
 
 #[cfg(test)]

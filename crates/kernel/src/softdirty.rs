@@ -40,7 +40,7 @@ pub fn works() -> bool {
 
 /// Tries it on memory of our own.
 fn try_it() -> io::Result<bool> {
-    const PAGE: usize = crate::memory::PAGE_SIZE;
+    const PAGE: usize = rekindle_pages::PAGE_SIZE;
     let size = const { NonZero::new(PAGE).unwrap() };
     // SAFETY: a fresh mapping wherever the kernel likes, which nothing else knows.
     let page = unsafe {
@@ -78,7 +78,7 @@ mod tests {
             let reported =
                 Scanner::open(me).unwrap().matching(area.range(), Query::all(Categories::SOFT_DIRTY)).unwrap();
             let pages = [3, 12].map(|page| area.address(page)..area.address(page + 1));
-            assert_eq!(reported, pages, "{kind:?}");
+            assert_eq!(*reported, pages, "{kind:?}");
         }
     }
 

@@ -1,6 +1,6 @@
 //! Memory of our own for tests: pages with a byte each.
 
-use crate::memory::PAGE_SIZE;
+use rekindle_pages::PAGE_SIZE;
 use std::ops::Range;
 
 /// What kind of memory.

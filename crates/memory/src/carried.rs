@@ -3,9 +3,9 @@
 //! The main RAM is a shared file. Firmware, option ROMs, ACPI tables and video memory are anonymous memory of the
 //! QEMU process. Their populated pages are read from the process and sent in the migration stream.
 
-use crate::pages::Page;
-use rekindle_kernel::memory::{self, PAGE_SIZE, PageMap};
+use rekindle_kernel::memory::{self, PageMap};
 use rekindle_kernel::process::Process;
+use rekindle_pages::{PAGE_SIZE, Page, ZERO_PAGE};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::stream::Blocks;
 use std::io;
@@ -27,7 +27,7 @@ impl CarriedBlock {
         self.runs
             .iter()
             .flat_map(|(start, bytes)| (*start..).step_by(PAGE_SIZE).zip(bytes.as_chunks::<PAGE_SIZE>().0))
-            .filter(|(_, page)| **page != ZERO)
+            .filter(|(_, page)| **page != ZERO_PAGE)
     }
 }
 
@@ -38,8 +38,6 @@ impl PartialEq for CarriedBlock {
 }
 
 impl Eq for CarriedBlock {}
-
-const ZERO: Page = [0; PAGE_SIZE];
 
 /// The content of all RAM blocks but the main RAM, at one moment.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -97,7 +95,7 @@ impl CarriedBlocks {
                 let after = new_pages.next_if(|(offset, _)| *offset <= old_at);
                 match (before, after) {
                     (None, None) => break,
-                    (Some((removed, _)), None) => changes.push((new.id.as_str(), removed, &ZERO)),
+                    (Some((removed, _)), None) => changes.push((new.id.as_str(), removed, &ZERO_PAGE)),
                     (Some((_, before)), Some((_, after))) if before == after => {}
                     (_, Some((offset, after))) => changes.push((new.id.as_str(), offset, after)),
                 }

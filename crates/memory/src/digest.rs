@@ -4,7 +4,7 @@
 //! protect against deliberate collisions.
 
 use crate::carried::{CarriedBlock, CarriedBlocks};
-use rekindle_kernel::memory::PAGE_SIZE;
+use rekindle_pages::{PAGE_SIZE, Page};
 use rustix::fs::{SeekFrom, seek};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -81,7 +81,7 @@ pub fn zero_pages(digests: &mut [u64], runs: &[Range<u64>]) {
     }
 }
 
-fn page_digest(page: &[u8; PAGE_SIZE]) -> u64 {
+fn page_digest(page: &Page) -> u64 {
     if page.iter().any(|&byte| byte != 0) { xxh3_64(page) } else { 0 }
 }
 

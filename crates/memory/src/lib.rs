@@ -3,7 +3,6 @@
 //! - [`ram`]: the RAM blocks of a running QEMU, and how to read them;
 //! - [`tracker`]: which of their pages were written;
 //! - [`missing`]: loading a guest's pages while it runs;
-//! - [`pages`]: sets of pages;
 //! - [`directory`]: directories for RAM files, their free space, Rekindle's own tmpfs;
 //! - [`hugepages`]: free huge pages of a hugetlbfs;
 //! - [`carried`]: RAM blocks that end with their QEMU (firmware, ACPI tables, video memory);
@@ -16,6 +15,5 @@ pub mod digest;
 pub mod directory;
 pub mod hugepages;
 pub mod missing;
-pub mod pages;
 pub mod ram;
 pub mod tracker;

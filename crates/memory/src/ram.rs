@@ -3,11 +3,11 @@
 //! Shared memory is read from its file (`pread`), private memory from the process (`process_vm_readv`, a thousand pieces
 //! per call). Neither allocates a page: reading a missing page through a mapping would do that.
 
-use crate::pages;
 use rekindle_kernel::maps::{self, Mapping};
 use rekindle_kernel::memory;
 use rekindle_kernel::pagemap::{Categories, Query, ScanError, Scanner};
 use rekindle_kernel::process::Process;
+use rekindle_pages::{BlockId, PAGE_SIZE, PageRuns};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::{self, LocateError, RamBlock};
 use rustix::fs::{SeekFrom, seek};
@@ -101,11 +101,6 @@ impl Block {
             Access::Process => None,
         }
     }
-
-    /// Converts runs of addresses to runs of offsets in the block.
-    pub(crate) fn offsets(&self, runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
-        runs.into_iter().map(|run| run.start - self.address..run.end - self.address).collect()
-    }
 }
 
 /// A change of QEMU's block table; the name is that of the block.
@@ -169,6 +164,12 @@ impl GuestRam {
         &self.blocks
     }
 
+    /// Finds a block by QEMU's name of it.
+    #[must_use]
+    pub fn block_id(&self, name: &str) -> Option<BlockId> {
+        self.blocks.iter().position(|block| block.info.id == name).map(BlockId)
+    }
+
     /// Compares QEMU's current block table with this one. Call it at each stop of the guest, before dirty pages are used.
     ///
     /// # Errors
@@ -229,7 +230,7 @@ impl GuestRam {
     ///
     /// # Errors
     /// [`GuestRamError::Read`], [`GuestRamError::Scan`].
-    pub fn populated(&self, block: &Block) -> Result<Vec<Range<u64>>, GuestRamError> {
+    pub fn populated(&self, block: &Block) -> Result<PageRuns, GuestRamError> {
         let length = block.used().end - block.address;
         match &block.access {
             Access::File(file, offset) => data(file, *offset..*offset + length).map_err(|source| GuestRamError::Read {
@@ -241,7 +242,7 @@ impl GuestRam {
                 let failed = |source| GuestRamError::Scan { id: block.info.id.clone(), source };
                 let query = Query { any: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
                 let mut scanner = Scanner::open(self.process).map_err(failed)?;
-                Ok(block.offsets(scanner.matching(block.used(), query).map_err(failed)?))
+                Ok(scanner.matching(block.used(), query).map_err(failed)?.relative_to(block.address))
             }
         }
     }
@@ -250,15 +251,15 @@ impl GuestRam {
     ///
     /// # Errors
     /// As for [`GuestRam::populated`].
-    pub fn holes(&self, block: &Block) -> Result<Vec<Range<u64>>, GuestRamError> {
-        Ok(pages::complement(&self.populated(block)?, block.used().end - block.address))
+    pub fn holes(&self, block: &Block) -> Result<PageRuns, GuestRamError> {
+        Ok(self.populated(block)?.complement(block.used().end - block.address))
     }
 }
 
 /// Finds the runs of a file that hold data within `range`, in whole pages, relative to the start of `range`.
-pub(crate) fn data(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
-    const PAGE: u64 = memory::PAGE_SIZE as u64;
-    let mut runs = Vec::new();
+pub(crate) fn data(file: &File, range: Range<u64>) -> io::Result<PageRuns> {
+    const PAGE: u64 = PAGE_SIZE as u64;
+    let mut runs = PageRuns::new();
     let mut at = range.start;
     while at < range.end {
         let start = match seek(file, SeekFrom::Data(at)) {
@@ -275,8 +276,7 @@ pub(crate) fn data(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>
             Ok(end) if end > start => end.min(range.end),
             _ => range.end,
         };
-        let run = (start - range.start) / PAGE * PAGE..(end - range.start).next_multiple_of(PAGE);
-        pages::push(&mut runs, run);
+        runs.push((start - range.start) / PAGE * PAGE..(end - range.start).next_multiple_of(PAGE));
         at = end;
     }
     Ok(runs)
@@ -331,7 +331,6 @@ fn open(process: Process, map: &Mapping) -> io::Result<File> {
 #[allow(clippy::single_range_in_vec_init, reason = "the vector has one run")]
 mod tests {
     use super::*;
-    use rekindle_kernel::memory::PAGE_SIZE;
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -358,7 +357,7 @@ mod tests {
         ram.read(block, &[7 * PAGE..8 * PAGE, 2 * PAGE..4 * PAGE], &mut buffer).unwrap();
         assert_eq!([buffer[0], buffer[PAGE_SIZE], buffer[2 * PAGE_SIZE]], [8, 3, 4]);
         assert!(ram.read(block, &[0..PAGE], &mut buffer).is_err(), "the buffer does not fit");
-        assert_eq!(ram.populated(block).unwrap(), [0..8 * PAGE]);
+        assert_eq!(*ram.populated(block).unwrap(), [0..8 * PAGE]);
     }
 
     #[test]
@@ -369,9 +368,9 @@ mod tests {
         file.set_len(100 * PAGE).unwrap();
         file.write_all_at(&[1], 10 * PAGE).unwrap();
         file.write_all_at(&[1; 2], 21 * PAGE - 1).unwrap();
-        assert_eq!(data(&file, 0..100 * PAGE).unwrap(), [10 * PAGE..11 * PAGE, 20 * PAGE..22 * PAGE]);
-        assert_eq!(data(&file, 10 * PAGE..21 * PAGE).unwrap(), [0..PAGE, 10 * PAGE..11 * PAGE]);
-        assert_eq!(data(&file, 50 * PAGE..60 * PAGE).unwrap(), []);
+        assert_eq!(*data(&file, 0..100 * PAGE).unwrap(), [10 * PAGE..11 * PAGE, 20 * PAGE..22 * PAGE]);
+        assert_eq!(*data(&file, 10 * PAGE..21 * PAGE).unwrap(), [0..PAGE, 10 * PAGE..11 * PAGE]);
+        assert_eq!(*data(&file, 50 * PAGE..60 * PAGE).unwrap(), []);
     }
 
     #[test]

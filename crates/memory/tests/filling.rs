@@ -9,9 +9,10 @@ use common::victim::{self, HugePages, Kind, PAGE, Victim, expected};
 use common::wait_for;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::userfault::remote;
-use rekindle_memory::missing::{Completion, Content, Page, PageSource, Pager};
+use rekindle_memory::missing::{Completion, Content, PageSource, Pager};
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, Dirty, Filling, TrackError, Tracker};
+use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::stopped::Stopped;
 use std::io;
 use std::sync::Arc;
@@ -49,7 +50,7 @@ fn fill_page(page: u64, buffer: &mut [u8]) -> Content {
 impl PageSource for Checkpoint {
     type Error = io::Error;
 
-    fn page(&mut self, _: &str, page: u64, buffer: &mut Page) -> io::Result<Content> {
+    fn page(&mut self, _: BlockId, PageNo(page): PageNo, buffer: &mut Page) -> io::Result<Content> {
         self.supplied += 1;
         let is_ahead = self.supplied > PACE * (1 + self.taken.load(Ordering::SeqCst));
         thread::sleep(if is_ahead { Duration::from_millis(1) } else { self.delay });
@@ -92,7 +93,7 @@ fn assert_same_or_missing(victim: &Victim, copy: &[u8], image: &[u8], give_back:
 }
 
 fn populated(victim: &Victim) -> u64 {
-    rekindle_memory::pages::bytes(&victim.ram.populated(&victim.ram.blocks()[0]).unwrap())
+    victim.ram.populated(&victim.ram.blocks()[0]).unwrap().bytes()
 }
 
 /// The tracker in use.

@@ -9,9 +9,10 @@ use common::qemu::{Config, MIB, Qemu, Ram, everything, overlay, pause, tools};
 use common::{victim, wait_for};
 use rekindle_kernel::inject::{Call, Injector};
 use rekindle_kernel::userfault::remote;
-use rekindle_memory::missing::{Content, Page, PageSource, Pager};
+use rekindle_memory::missing::{Content, PageSource, Pager};
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, Dirty, Synchronous, TrackError, Tracker};
+use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
 use rekindle_qemu::adopt::adopt;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::stopped::{NotStopped, Stopped};
@@ -371,19 +372,18 @@ fn pages_written_by_disk_reads_are_reported() {
     }
 }
 
-/// Saved RAM blocks.
+/// Saved RAM blocks, in the order of the QEMU that is filled.
 struct Image {
-    blocks: BTreeMap<String, Vec<u8>>,
+    blocks: Vec<Vec<u8>>,
     delay: Duration,
 }
 
 impl PageSource for Image {
     type Error = std::io::Error;
 
-    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> std::io::Result<Content> {
+    fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> std::io::Result<Content> {
         thread::sleep(self.delay);
-        let all = self.blocks.get(block).unwrap();
-        buffer.copy_from_slice(&all[page as usize * 4096..][..4096]);
+        buffer.copy_from_slice(&self.blocks[block.0][page.offset() as usize..][..PAGE_SIZE]);
         Ok(if buffer.iter().all(|&byte| byte == 0) { Content::Zero } else { Content::Data })
     }
 
@@ -404,13 +404,15 @@ fn a_guest_runs_in_a_new_qemu_during_the_fill_although_the_pager_is_replaced() {
             let state: PathBuf = directory.path().join("state");
             let _: Value = qmp.execute("xen-save-devices-state", json!({"filename": state, "live": false})).unwrap();
             let ram = GuestRam::of(&mut qmp, old.process).unwrap();
-            let blocks = ram.blocks().iter().map(|block| block.info.id.clone()).zip(everything(&ram)).collect();
-            let mut image = Image { blocks, delay: Duration::from_micros(30) };
+            let names = ram.blocks().iter().map(|block| block.info.id.clone());
+            let mut saved: BTreeMap<String, Vec<u8>> = names.zip(everything(&ram)).collect();
             drop((qmp, ram, old));
 
             let new = Qemu::start(Config::new(binary, kind).with(&["-incoming", "defer"]));
             let mut qmp = new.qmp();
             let ram = GuestRam::of(&mut qmp, new.process).unwrap();
+            let blocks = ram.blocks().iter().map(|block| saved.remove(&block.info.id).unwrap()).collect();
+            let mut image = Image { blocks, delay: Duration::from_micros(30) };
             let injector = Injector::new(new.process).unwrap();
             // All blocks, including firmware and video memory.
             let mut pager = Pager::begin(injector, &ram, |_| true, &mut image, None).unwrap();

@@ -10,8 +10,9 @@ use common::wait_for;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote;
-use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError};
+use rekindle_memory::missing::{Content, PageSource, Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
+use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::ramblock::RamBlock;
 use std::io;
 use std::process::Command;
@@ -23,6 +24,9 @@ use std::time::{Duration, Instant};
 fn victim() {
     victim::act();
 }
+
+/// The only block of a victim.
+const RAM: BlockId = BlockId(0);
 
 /// Supplies the pages that the reader expects.
 #[derive(Default)]
@@ -39,8 +43,8 @@ struct Pattern {
 impl PageSource for Pattern {
     type Error = io::Error;
 
-    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> io::Result<Content> {
-        assert_eq!(block, "ram");
+    fn page(&mut self, block: BlockId, PageNo(page): PageNo, buffer: &mut Page) -> io::Result<Content> {
+        assert_eq!(block, RAM);
         if let Some((failing, left)) = &mut self.fails
             && *failing == page
             && *left > 0
@@ -111,7 +115,7 @@ fn no_old_content_is_put_where_the_guest_has_given_pages_back() {
         std::thread::scope(|scope| {
             let (pager, source, end) = (&mut pager, &mut source, &end);
             let running = scope.spawn(move || pager.run(source, [(0, 0..400 * PAGE)], end).unwrap());
-            let populated = || rekindle_memory::pages::bytes(&giver.ram.populated(&giver.ram.blocks()[0]).unwrap());
+            let populated = || giver.ram.populated(&giver.ram.blocks()[0]).unwrap().bytes();
             wait_for(|| "some pages".into(), || (populated() > 100 * PAGE).then_some(()));
             end.store(true, Ordering::Relaxed);
             running.join().unwrap();
@@ -144,7 +148,7 @@ fn the_error_names_an_unavailable_page_and_its_reader_waits_for_the_next_pager()
     let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
     reader.begin();
     let e = pager.run(&mut source, [], &never()).unwrap_err();
-    assert!(matches!(&e, PagerError::Source { page: 101, block, .. } if block == "ram"), "{e}");
+    assert!(matches!(&e, PagerError::Source { page: PageNo(101), block, .. } if block == "ram"), "{e}");
     drop(pager);
     assert!(reader.is_reading() && reader.is_registered());
     let mut source = Pattern::default();
@@ -251,7 +255,7 @@ fn the_neighbours_of_a_faulted_page_are_filled_too() {
         // The test itself reads one page; nothing else causes a fault.
         let mut byte = [0];
         rekindle_kernel::memory::read(reader.process, block.address + 1000 * PAGE, &mut byte).unwrap();
-        let populated = || rekindle_memory::pages::bytes(&reader.ram.populated(block).unwrap());
+        let populated = || reader.ram.populated(block).unwrap().bytes();
         wait_for(|| "its neighbours".into(), || (populated() > 16 * PAGE).then_some(()));
         end.store(true, Ordering::Relaxed);
         let progress = serving.join().unwrap();
@@ -273,7 +277,7 @@ fn until_the_guest_is_started_all_of_its_memory_is_filled() {
     let some = std::thread::scope(|scope| {
         let (pager, source, end, waits) = (&mut pager, &mut source, &end, &waits);
         let serving = scope.spawn(move || pager.run_on_demand(source, end, waits).unwrap());
-        let populated = || rekindle_memory::pages::bytes(&reader.ram.populated(&reader.ram.blocks()[0]).unwrap());
+        let populated = || reader.ram.populated(&reader.ram.blocks()[0]).unwrap().bytes();
         wait_for(|| "some of it".into(), || (populated() > 100 * PAGE).then_some(()));
         waits.store(false, Ordering::Relaxed);
         end.store(true, Ordering::Relaxed);
@@ -284,7 +288,7 @@ fn until_the_guest_is_started_all_of_its_memory_is_filled() {
     let rest = std::thread::scope(|scope| {
         let (pager, source, end, waits) = (&mut pager, &mut source, &end, &waits);
         let serving = scope.spawn(move || pager.run_on_demand(source, end, waits).unwrap());
-        let populated = || rekindle_memory::pages::bytes(&reader.ram.populated(&reader.ram.blocks()[0]).unwrap());
+        let populated = || reader.ram.populated(&reader.ram.blocks()[0]).unwrap().bytes();
         // A third of the pages is zero and not filled.
         wait_for(|| "the rest".into(), || (populated() == 2000 * PAGE).then_some(()));
         end.store(true, Ordering::Relaxed);
@@ -305,13 +309,13 @@ fn a_prefilled_page_is_not_fetched_again() {
     let ahead: Vec<u64> = (0..300).filter(|page| page % 3 != 0).collect();
     let mut content = [0; PAGE as usize];
     for &page in &ahead {
-        source.page("ram", page, &mut content).unwrap();
-        pager.prefill_page("ram", page, &content).unwrap();
+        source.page(RAM, PageNo(page), &mut content).unwrap();
+        pager.prefill_page(RAM, PageNo(page), &content).unwrap();
         // The page is present: other content is ignored.
-        pager.prefill_page("ram", page, &[7; PAGE as usize]).unwrap();
+        pager.prefill_page(RAM, PageNo(page), &[7; PAGE as usize]).unwrap();
     }
-    pager.prefill_page("ram", 300, &content).unwrap();
-    pager.prefill_page("other", 0, &content).unwrap();
+    pager.prefill_page(RAM, PageNo(300), &content).unwrap();
+    pager.prefill_page(BlockId(1), PageNo(0), &content).unwrap();
     source.served = 0;
     reader.begin();
     assert!(pager.run(&mut source, [], &never()).unwrap().complete);
@@ -358,7 +362,7 @@ struct Unreachable;
 impl PageSource for Unreachable {
     type Error = io::Error;
 
-    fn page(&mut self, _: &str, _: u64, _: &mut Page) -> io::Result<Content> {
+    fn page(&mut self, _: BlockId, _: PageNo, _: &mut Page) -> io::Result<Content> {
         Err(io::Error::other("the store is unreachable"))
     }
 

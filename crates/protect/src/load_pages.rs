@@ -4,8 +4,8 @@
 //! checkpoint lists them (`first` in its metadata), and a restore reads them together while QEMU starts. The list is a hint:
 //! an error in it costs time only.
 
-use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_memory::ram::GuestRam;
+use rekindle_pages::PAGE_SIZE;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::{rings, stream};

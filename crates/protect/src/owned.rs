@@ -9,7 +9,7 @@ use crate::target::TargetError;
 use rekindle_store::remote::{Identity, SpareConnections};
 use rekindle_store::types::{Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{StoreError, StoreUrl, admin};
-use rekindle_vm::life::LifeError;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::rundir::{RunDir, write_json};
 use rekindle_vm::shutdown::pull_the_plug;
 use rekindle_vm::state::State;

@@ -5,12 +5,13 @@
 
 use crate::filling;
 use rekindle_kernel::inject::{InjectError, Injector};
-use rekindle_memory::missing::{Completion, Content, Page, PageSource, Pager, PagerError, Progress};
+use rekindle_memory::missing::{Completion, Content, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
+use rekindle_pages::{BlockId, Page, PageNo, ZERO_PAGE};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
-use rekindle_store::types::{CheckpointInfo, PAGE_SIZE};
+use rekindle_store::types::CheckpointInfo;
 use rekindle_store::{Image, ReadOptions, StoreError, StoreUrl};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rekindle_vm::{disks, fault};
@@ -31,7 +32,6 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 const LOCK_PATIENCE: Duration = Duration::from_millis(100);
 /// The format that this Rekindle writes.
 const FORMAT: u32 = 1;
-const ZERO: Page = [0; PAGE_SIZE];
 
 /// Why a pager cannot serve.
 #[derive(Debug, thiserror::Error)]
@@ -196,31 +196,32 @@ impl std::fmt::Display for PagerEvent {
     }
 }
 
-/// Pages of a checkpoint, by the ids of their blocks.
+/// Pages of a checkpoint, for a guest whose blocks may have other positions than those of the checkpoint.
 pub(crate) struct CheckpointPages<'a> {
     image: &'a Image,
-    blocks: Vec<String>,
+    /// For each block of the guest, its position in the checkpoint.
+    positions: Vec<Option<usize>>,
     on_event: &'a mut dyn FnMut(&PagerEvent),
     /// The error that was reported last, so that it is reported once.
     last_error: Option<String>,
 }
 
 impl<'a> CheckpointPages<'a> {
-    pub(crate) fn new(image: &'a Image, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
-        let blocks = image.info().blocks.iter().map(|block| block.id.clone()).collect();
-        Self { image, blocks, on_event, last_error: None }
+    pub(crate) fn new(image: &'a Image, ram: &GuestRam, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
+        let positions = ram.blocks().iter().map(|block| image.block(&block.info.id)).collect();
+        Self { image, positions, on_event, last_error: None }
     }
 }
 
 impl PageSource for CheckpointPages<'_> {
     type Error = StoreError;
 
-    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, StoreError> {
-        // A page beyond the block's end at the checkpoint is an error that names it, never zeros.
-        let position = self.blocks.iter().position(|id| id == block).unwrap_or(usize::MAX);
-        self.image.read_page(position, page, buffer)?;
+    fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, StoreError> {
+        // A page that the checkpoint does not have is an error that names it, never zeros.
+        let position = self.positions.get(block.0).copied().flatten().unwrap_or(usize::MAX);
+        self.image.read_page(position, page.0, buffer)?;
         self.last_error = None;
-        Ok(if *buffer == ZERO { Content::Zero } else { Content::Data })
+        Ok(if *buffer == ZERO_PAGE { Content::Zero } else { Content::Data })
     }
 
     fn retry(&mut self, error: &StoreError, _attempt: u32) -> Option<Duration> {
@@ -296,7 +297,7 @@ fn run(
             let order = working_set(image, fill);
             let mut decision = RecordDecision { rundir, fill, lock: None };
             let progress =
-                pager.run_until(&mut CheckpointPages::new(image, on_event), order, end, || decision.decide())?;
+                pager.run_until(&mut CheckpointPages::new(image, &ram, on_event), order, end, || decision.decide())?;
             // While this is held, a protector cannot mistake the VM for one that still fills.
             _record_lock = decision.lock;
             progress
@@ -398,10 +399,9 @@ fn working_set<'a>(image: &'a Image, fill: &Fill) -> impl Iterator<Item = (usize
     // The pager numbers only the blocks that it fills; the checkpoint has others too.
     let filled_blocks = fill.blocks.iter().map(|block| &block.id).filter(|id| fill.paged.contains(id));
     let positions: Vec<_> = filled_blocks.map(|id| image.block(id)).collect();
-    let page = PAGE_SIZE as u64;
     // If the list cannot be read further, the rest loads in the order of memory.
-    image.hot().map_while(Result::ok).filter_map(move |(block, n)| {
+    image.hot().map_while(Result::ok).filter_map(move |(block, page)| {
         let position = positions.iter().position(|position| *position == Some(block))?;
-        Some((position, n * page..(n + 1) * page))
+        Some((position, PageNo(page).offset()..PageNo(page + 1).offset()))
     })
 }

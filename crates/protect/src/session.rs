@@ -12,7 +12,7 @@ use crate::load_pages;
 use crate::pager::FillError;
 use crate::pause::{AfterPause, Monitors, PauseError, Paused};
 use crate::policy::Policy;
-use crate::runs::{no_pages, read};
+use crate::runs::no_pages;
 use crate::target::{Target, TargetError};
 use rekindle_disk::control::ControlError;
 use rekindle_kernel::inject::{InjectError, Injector};
@@ -400,8 +400,8 @@ impl TrackingSession {
 fn before_write(copies: Arc<Mutex<Copies>>) -> impl FnMut(&GuestRam, usize, Range<u64>) + Send + 'static {
     move |ram, index, page| {
         let Some(block) = ram.blocks().get(index) else { return };
-        let mut bytes = Vec::new();
-        match read(ram, block, std::slice::from_ref(&page), &mut bytes) {
+        let mut bytes = vec![0; (page.end - page.start) as usize];
+        match ram.read(block, std::slice::from_ref(&page), &mut bytes) {
             Ok(()) => lock(&copies).pages.push((index, page.start, bytes)),
             Err(e) => {
                 lock(&copies).failed.get_or_insert(e);

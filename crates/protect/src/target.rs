@@ -4,9 +4,9 @@ use crate::recipe::Recipe;
 use rekindle_kernel::process::Process;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::types::Vm;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::life::LifeError;
 use rekindle_vm::lock::{LockError, RunState};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::{State, format_of};
@@ -61,7 +61,7 @@ impl Target {
             name: name.into(),
             log: rekindle_qemu::vmm::log_tail(&rundir.vmm(state.generation), 10),
         };
-        state.refuse_prepared()?;
+        state.refuse_prepared().map_err(LifeError::from)?;
         let vmm = state.vmm.clone().filter(Vmm::is_alive).ok_or_else(ended)?;
         let uuid = state.hardware.uuid.ok_or_else(|| TargetError::NoUuid { name: name.into() })?;
         Ok(Self { rundir, state, vmm, uuid })

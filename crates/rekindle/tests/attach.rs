@@ -1,65 +1,69 @@
-//! `rekindle attach` and `detach`: QEMUs that somebody else has started, by hand and by libvirt.
+//! `rekindle attach` and `detach`: QEMUs that were started by hand or by libvirt, not by Rekindle.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod common;
 
 use common::foreign::{ForeignQemu, descriptors, free_port};
+use common::protector::wait_filled;
 use common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_newest, qemu_old, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::Mode;
 use rekindle_kernel::userfault::remote;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-fn attach(lab: &Lab, plain: &ForeignQemu<'_>) {
-    let done = lab.rekindle(["--json", "attach", &plain.guest.name, "--qmp", &plain.socket()]).ok();
-    assert_eq!(done.json()["vmm"]["pid"], plain.process.pid);
+fn attach(lab: &Lab, foreign: &ForeignQemu<'_>) {
+    let attached = lab.rekindle(["--json", "attach", &foreign.guest.name, "--qmp", &foreign.socket()]).ok();
+    assert_eq!(attached.json()["vmm"]["pid"], foreign.process.pid);
 }
 
-/// Some checkpoints; what was told of each.
+/// Runs `rekindle protect`, which has to end successfully, and returns its checkpoint events.
 fn protect(lab: &Lab, name: &str, store: &Path, arguments: &[&str]) -> Vec<Value> {
-    let all = ["--json", "protect", name, "--store", store.to_str().unwrap(), "--create-store", "--every", "100ms"];
-    let done = lab.rekindle(all.iter().chain(arguments)).ok();
-    let events = done.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let common = ["--json", "protect", name, "--store", store.to_str().unwrap(), "--create-store", "--every", "100ms"];
+    let protected = lab.rekindle(common.iter().chain(arguments)).ok();
+    let events = protected.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     events.filter(|event| event["event"] == "checkpoint").collect()
 }
 
-/// Let it go on elsewhere: another run directory, and all that is in one.
-fn restore_elsewhere(lab: &Lab, name: &str, store: &Path, more: &[&str], check: impl FnOnce(&Path)) {
-    let elsewhere = lab.path("elsewhere");
-    let run = |arguments: &[&str]| {
+/// Restores the guest in another run root, as on another host. Calls `check` with its run directory, then stops it.
+fn restore_on_another_host(lab: &Lab, name: &str, store: &Path, arguments: &[&str], check: impl FnOnce(&Path)) {
+    let run_root = lab.path("elsewhere");
+    let rekindle = |arguments: &[&str]| {
         let mut command = lab.command(arguments);
-        command.env("REKINDLE_RUN_DIR", &elsewhere);
+        command.env("REKINDLE_RUN_DIR", &run_root);
         lab.finish(command)
     };
-    let arguments = ["--json", "restore", name, "--store", store.to_str().unwrap()];
-    run(&arguments.iter().chain(more).copied().collect::<Vec<_>>()).ok();
-    check(&elsewhere.join(name));
-    let fill = elsewhere.join(name).join("fill.json");
-    wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
-    run(&["stop", "--now", name]).ok();
+    let restore = ["--json", "restore", name, "--store", store.to_str().unwrap()];
+    rekindle(&restore.iter().chain(arguments).copied().collect::<Vec<_>>()).ok();
+    let run_directory = run_root.join(name);
+    check(&run_directory);
+    let fill = run_directory.join("fill.json");
+    wait_for("the memory to be loaded", DEADLINE, || (!fill.exists()).then_some(()));
+    rekindle(&["stop", "--now", name]).ok();
 }
 
-/// That the guest is the one that was, and its memory right.
-fn is_whole(guest: &Guest<'_>, boot: &str) {
-    assert_eq!(guest.boot_id(), boot, "the guest went on, and was not booted");
+/// Asserts that the guest was not booted since `boot`, and that its memory is intact.
+fn assert_not_rebooted(guest: &Guest<'_>, boot: &str) {
+    assert_eq!(guest.boot_id(), boot, "the guest was booted instead of resumed");
     guest.ask("dirty 0");
     guest.verify();
 }
 
-/// Protected by every policy while it writes, killed, and restored from each of the checkpoints.
-fn goes_on_elsewhere(binary: &Path, arguments: &[&str]) {
+/// Protects a guest with each policy while it writes, kills it, and restores it from the checkpoints of each.
+fn protect_kill_and_restore(binary: &Path, arguments: &[&str]) {
     let lab = Lab::without_root();
-    let mut plain = ForeignQemu::boot(&lab, "foreign", binary, arguments, None);
-    let guest = &plain.guest;
-    attach(&lab, &plain);
+    let mut foreign = ForeignQemu::boot(&lab, "foreign", binary, arguments, None);
+    let guest = &foreign.guest;
+    attach(&lab, &foreign);
     assert_eq!(guest.status(), "running");
     guest.touch("40M");
     let boot = guest.boot_id();
@@ -67,51 +71,51 @@ fn goes_on_elsewhere(binary: &Path, arguments: &[&str]) {
     let policies = ["basic", "cow", "precopy"];
     for policy in policies {
         let store = lab.path(policy);
-        let taken = protect(&lab, "foreign", &store, &["--policy", policy, "--count", "4"]);
-        assert_eq!(taken.len(), 4);
-        assert!(taken[1..].iter().all(|checkpoint| checkpoint["full"] == false), "{taken:?}");
+        let checkpoints = protect(&lab, "foreign", &store, &["--policy", policy, "--count", "4"]);
+        assert_eq!(checkpoints.len(), 4);
+        assert!(checkpoints[1..].iter().all(|checkpoint| checkpoint["full"] == false), "{checkpoints:?}");
     }
     let tick = guest.tick();
-    plain.kill();
-    assert_eq!(plain.guest.status(), "ended");
+    foreign.kill();
+    let guest = &foreign.guest;
+    assert_eq!(guest.status(), "ended");
     for policy in policies {
-        restore_elsewhere(&lab, "foreign", &lab.path(policy), &[], |_| is_whole(&plain.guest, &boot));
+        restore_on_another_host(&lab, "foreign", &lab.path(policy), &[], |_| assert_not_rebooted(guest, &boot));
     }
-    // Another QEMU means other processors by the same `-cpu max`.
+    // With another QEMU the guest would have another CPU model, although the option is the same `-cpu max`.
     let other = if binary == qemu_new() { qemu_old() } else { qemu_new() };
     let store = lab.path("cow");
     let arguments = ["restore", "foreign", "--store", store.to_str().unwrap(), "--qemu", other.to_str().unwrap()];
     let refused = lab.rekindle(arguments).status(1);
-    let known = ["would see other processors", "does not know the machine type"];
-    assert!(known.iter().any(|why| refused.stderr.contains(why)), "{refused}");
+    let reasons = ["would see other processors", "does not know the machine type"];
+    assert!(reasons.iter().any(|reason| refused.stderr.contains(reason)), "{refused}");
     lab.assert_empty();
-    // And under its own name again, as a VM of Rekindle's that can be protected further.
+    // On this host too, under its own name: now it is a VM that Rekindle has started, and can be protected further.
     lab.rekindle(["restore", "foreign", "--store", lab.path("cow").to_str().unwrap()]).ok();
-    is_whole(&plain.guest, &boot);
-    assert!(plain.guest.tick() + 10_000 > tick);
-    let fill = plain.guest.file("fill.json");
-    wait_for("the memory to be there", DEADLINE, || (!fill.exists()).then_some(()));
+    assert_not_rebooted(guest, &boot);
+    assert!(guest.tick() + 10_000 > tick);
+    wait_filled(guest);
     assert_eq!(protect(&lab, "foreign", &lab.path("cow"), &["--count", "2"]).len(), 2);
-    plain.guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["Rekindle had not started", "rekindle restore"]);
-    plain.guest.assert_sound();
-    plain.guest.rekindle(&["stop", "--now"]).ok();
+    guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["Rekindle had not started", "rekindle restore"]);
+    guest.assert_sound();
+    guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
 }
 
 #[test]
-fn a_guest_of_an_old_qemu_with_plain_memory_goes_on_elsewhere() {
-    // As anybody starts one: memory by `-m`, machine by its alias, nothing prepared.
-    goes_on_elsewhere(qemu_old(), &["-machine", "q35,smm=off", "-m", "192M", "-device", "vmgenid,id=gen"]);
+fn a_guest_of_an_old_qemu_with_plain_memory_is_restored_elsewhere() {
+    // The usual way to start one by hand: memory by `-m`, machine by its alias, nothing prepared.
+    protect_kill_and_restore(qemu_old(), &["-machine", "q35,smm=off", "-m", "192M", "-device", "vmgenid,id=gen"]);
 }
 
 #[test]
-fn a_guest_of_a_qemu_under_a_loader_goes_on_elsewhere() {
+fn a_guest_of_a_qemu_under_a_loader_is_restored_elsewhere() {
     // `/proc/PID/exe` is the loader.
-    goes_on_elsewhere(qemu_newest(), &["-machine", "q35", "-m", "192M", "-device", "vmgenid,id=gen"]);
+    protect_kill_and_restore(qemu_newest(), &["-machine", "q35", "-m", "192M", "-device", "vmgenid,id=gen"]);
 }
 
 #[test]
-fn a_guest_of_a_new_qemu_with_two_memories_goes_on_elsewhere() {
+fn a_guest_of_a_new_qemu_with_two_memories_is_restored_elsewhere() {
     let arguments = [
         ["-machine", "pc"],
         ["-m", "size=192M,slots=2,maxmem=1G"],
@@ -121,66 +125,66 @@ fn a_guest_of_a_new_qemu_with_two_memories_goes_on_elsewhere() {
         ["-numa", "node,nodeid=1,cpus=1,memdev=mem"],
         ["-uuid", "7fe0a1c4-54b5-46de-b4b2-6fb1a1cbb2b1"],
     ];
-    goes_on_elsewhere(qemu_new(), &arguments.concat());
+    protect_kill_and_restore(qemu_new(), &arguments.concat());
 }
 
 #[test]
-fn a_card_on_a_tap_gets_what_the_definition_says() {
+fn a_card_on_a_tap_gets_what_the_definition_has() {
     let lab = Lab::new();
     let ifname = format!("rkp{}", std::process::id() % 1_000_000);
     let ip = |arguments: &[&str]| assert!(Command::new("ip").args(arguments).status().unwrap().success());
     ip(&["tuntap", "add", &ifname, "mode", "tap"]);
     let tap = format!("tap,id=lan,ifname={ifname},script=no,downscript=no");
     let card = "virtio-net-pci,netdev=lan,mac=52:54:00:00:00:78";
-    let mut plain = ForeignQemu::boot(
+    let mut foreign = ForeignQemu::boot(
         &lab,
         "tapped",
         qemu_new(),
         &["-machine", "q35", "-m", "96M", "-netdev", &tap, "-device", card],
         None,
     );
-    attach(&lab, &plain);
-    let boot = plain.guest.boot_id();
-    plain.guest.touch("20M");
+    attach(&lab, &foreign);
+    let boot = foreign.guest.boot_id();
+    foreign.guest.touch("20M");
     let store = lab.path("store");
     protect(&lab, "tapped", &store, &["--count", "2"]);
-    plain.kill();
+    foreign.kill();
     ip(&["link", "del", &ifname]);
     let arguments = ["restore", "tapped", "--store", store.to_str().unwrap()];
     lab.rekindle(arguments).status(1).prints(&["network lan", "needs one again", "--definition"]);
     lab.assert_empty();
     let definition = lab.path("here.toml");
-    let port = plain.port();
+    let port = foreign.port();
     let (kernel, _) = lab.image();
-    let write = |more: &str| {
-        let forward = format!("[[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n");
-        let text = format!("name = \"tapped\"\naccel = \"tcg\"\n[boot]\nkernel = {kernel:?}\n{forward}{more}");
+    let write_definition = |second_net: &str| {
+        let first_net = format!("[[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n");
+        let text = format!("name = \"tapped\"\naccel = \"tcg\"\n[boot]\nkernel = {kernel:?}\n{first_net}{second_net}");
         fs::write(&definition, text).unwrap();
     };
-    let all = arguments.iter().copied().chain(["--definition", definition.to_str().unwrap()]).collect::<Vec<_>>();
-    write("");
-    lab.rekindle(&all).status(1).prints(&["has 2, the definition has 1"]);
-    write(&format!("[[net]]\nkind = \"tap\"\nnetns = \"{}\"\n", lab.namespace));
-    lab.rekindle(&all).ok();
-    is_whole(&plain.guest, &boot);
+    let with_definition = [&arguments[..], &["--definition", definition.to_str().unwrap()]].concat();
+    write_definition("");
+    lab.rekindle(&with_definition).status(1).prints(&["has 2, the definition has 1"]);
+    write_definition(&format!("[[net]]\nkind = \"tap\"\nnetns = \"{}\"\n", lab.namespace));
+    lab.rekindle(&with_definition).ok();
+    assert_not_rebooted(&foreign.guest, &boot);
     assert_eq!(lab.interfaces().len(), 1, "the card is on a tap in the namespace");
-    plain.guest.rekindle(&["stop", "--now"]).ok();
+    foreign.guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
 }
 
-/// A protector beside the test.
+/// A `rekindle protect` that runs during the test.
 struct Protector(Child);
 
 impl Protector {
-    /// Start one, and wait until it has committed some checkpoints.
+    /// Starts one and waits until it has committed three checkpoints.
     fn start(lab: &Lab, name: &str, policy: &str) -> Self {
         let store = lab.path(&format!("store-{name}-{policy}"));
         let mut command =
             lab.command(["--json", "protect", name, "--create-store", "--every", "100ms", "--policy", policy]);
         let mut child = command.arg("--store").arg(store).stderr(Stdio::inherit()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let taken = lines.map(Result::unwrap).filter(|line| line.contains("\"checkpoint\"")).take(3).count();
-        assert_eq!(taken, 3, "the protector ended");
+        let checkpoints = lines.map(Result::unwrap).filter(|line| line.contains("\"checkpoint\"")).take(3).count();
+        assert_eq!(checkpoints, 3, "the protector ended");
         Self(child)
     }
 
@@ -197,27 +201,27 @@ impl Drop for Protector {
     }
 }
 
-/// That nothing of Rekindle is in a QEMU.
+/// Asserts that Rekindle has left nothing in a QEMU whose open files were `files_before`.
 #[track_caller]
-fn no_trace(process: Process, before: &std::collections::BTreeMap<String, usize>) {
+fn assert_no_trace(process: Process, files_before: &BTreeMap<String, usize>) {
     assert!(remote::existing(process).unwrap().is_empty(), "a userfaultfd is left");
-    let left = remote::registered(process, Mode::MISSING | Mode::WRITE_PROTECT).unwrap();
-    assert!(left.is_empty(), "memory is still registered: {left:x?}");
-    assert_eq!(&descriptors(process), before, "descriptors are left");
+    let registered = remote::registered(process, Mode::MISSING | Mode::WRITE_PROTECT).unwrap();
+    assert!(registered.is_empty(), "memory is still registered: {registered:x?}");
+    assert_eq!(&descriptors(process), files_before, "descriptors are left");
 }
 
 #[test]
 fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
     let lab = Lab::without_root();
-    let plain = ForeignQemu::boot(&lab, "traced", qemu_new(), &["-machine", "q35", "-m", "192M"], None);
-    let guest = &plain.guest;
-    let before = plain.descriptors();
+    let foreign = ForeignQemu::boot(&lab, "traced", qemu_new(), &["-machine", "q35", "-m", "192M"], None);
+    let guest = &foreign.guest;
+    let files = foreign.descriptors();
     guest.touch("40M");
     guest.ask("dirty 20 40 random");
     for policy in ["precopy", "cow", "basic"] {
-        attach(&lab, &plain);
+        attach(&lab, &foreign);
         let protector = Protector::start(&lab, "traced", policy);
-        // Its only monitor is the protector's, and so is what is in its QEMU.
+        // The protector holds QEMU's only monitor, and whatever is in QEMU is the protector's.
         assert_eq!(guest.status(), "protected");
         guest.rekindle(&["detach"]).status(1).prints(&["takes checkpoints", &protector.0.id().to_string()]);
         let store = lab.path("second");
@@ -226,38 +230,38 @@ fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
             .prints(&["takes checkpoints"]);
         protector.kill();
         if policy != "cow" {
-            assert!(!remote::existing(plain.process).unwrap().is_empty(), "nothing was left that could be taken away");
+            assert!(!remote::existing(foreign.process).unwrap().is_empty(), "nothing was left that could be removed");
         }
         guest.rekindle(&["detach"]).ok().prints(&["continues to run"]);
-        no_trace(plain.process, &before);
+        assert_no_trace(foreign.process, &files);
         lab.assert_empty();
         let tick = guest.tick();
-        wait_for("the guest to go on", DEADLINE, || (guest.tick() > tick).then_some(()));
+        wait_for("the guest to tick", DEADLINE, || (guest.tick() > tick).then_some(()));
     }
-    // Nor does one that was not killed leave any.
-    attach(&lab, &plain);
+    // A protector that was not killed leaves none either.
+    attach(&lab, &foreign);
     protect(&lab, "traced", &lab.path("store-traced-cow"), &["--policy", "cow", "--count", "2"]);
-    no_trace(plain.process, &before);
-    assert_eq!(plain.qmp().execute::<Value>("query-fdsets", ()).unwrap(), json!([]));
+    assert_no_trace(foreign.process, &files);
+    assert_eq!(foreign.qmp().execute::<Value>("query-fdsets", ()).unwrap(), json!([]));
     guest.ask("dirty 0");
     guest.verify();
     guest.rekindle(&["detach"]).ok();
 }
 
-/// Something that speaks QMP and is no QEMU.
-fn impostor(path: &Path) {
+/// Serves QMP on a socket from this process, which is no QEMU.
+fn serve_qmp_without_qemu(path: &Path) {
     let listener = UnixListener::bind(path).unwrap();
     thread::spawn(move || {
         for stream in listener.incoming() {
             let stream = stream.unwrap();
-            let mut out = stream.try_clone().unwrap();
+            let mut replies = stream.try_clone().unwrap();
             let version = json!({"qemu": {"major": 10, "minor": 0, "micro": 2}, "package": ""});
-            writeln!(out, "{}", json!({"QMP": {"version": version, "capabilities": []}})).unwrap();
+            writeln!(replies, "{}", json!({"QMP": {"version": version, "capabilities": []}})).unwrap();
             for command in serde_json::Deserializer::from_reader(stream).into_iter::<Value>() {
                 let Ok(command) = command else { break };
-                let cpus = command["execute"] == "query-cpus-fast";
-                let answer = if cpus { json!([{"thread-id": std::process::id()}]) } else { json!({}) };
-                let _ = writeln!(out, "{}", json!({ "return": answer }));
+                let asks_for_cpus = command["execute"] == "query-cpus-fast";
+                let answer = if asks_for_cpus { json!([{"thread-id": std::process::id()}]) } else { json!({}) };
+                let _ = writeln!(replies, "{}", json!({ "return": answer }));
             }
         }
     });
@@ -268,7 +272,7 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     let lab = Lab::without_root();
     let attach_to = |name: &str, socket: &str| lab.rekindle(["attach", name, "--qmp", socket]);
     attach_to("none", lab.path("no.sock").to_str().unwrap()).status(1).prints(&["no.sock"]);
-    impostor(&lab.path("impostor"));
+    serve_qmp_without_qemu(&lab.path("impostor"));
     attach_to("none", lab.path("impostor").to_str().unwrap())
         .status(1)
         .prints(&["no QEMU", &std::process::id().to_string()]);
@@ -279,50 +283,50 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     lab.rekindle(["detach", "none"]).status(1).prints(&["there is no VM none"]);
     lab.assert_empty();
 
-    // What cannot be restored is said now, and not when it is too late.
+    // Devices that could not be restored are reported when attaching, not when it is too late.
     let disk = lab.path("disk");
     fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
     let drive = format!("file={},format=raw,if=none,id=d", disk.display());
-    let bad = ["-machine", "q35", "-m", "96M", "-snapshot", "-drive", &drive, "-device", "nvme,serial=x,drive=d,id=n"];
-    let plain = ForeignQemu::boot(&lab, "bad", qemu_new(), &bad, None);
-    let said = ["cannot be attached to", "-snapshot", "nameless file", "nvme", "QEMU cannot save"];
-    attach_to("bad", &plain.socket()).status(1).prints(&said);
+    let unsupported =
+        ["-machine", "q35", "-m", "96M", "-snapshot", "-drive", &drive, "-device", "nvme,serial=x,drive=d,id=n"];
+    let foreign = ForeignQemu::boot(&lab, "bad", qemu_new(), &unsupported, None);
+    let obstacles = ["cannot be attached to", "-snapshot", "nameless file", "nvme", "QEMU cannot save"];
+    attach_to("bad", &foreign.socket()).status(1).prints(&obstacles);
     lab.assert_empty();
-    drop(plain);
+    drop(foreign);
 
-    let mut plain = ForeignQemu::boot(&lab, "good", qemu_new(), &["-machine", "pc", "-m", "96M"], None);
-    let descriptors = plain.descriptors();
-    // Its socket is somebody else's just now.
-    let held = plain.qmp();
-    attach_to("good", &plain.socket()).status(1).prints(&["another client holds it"]);
-    drop(held);
-    // Two at once, under two names: one of them has it.
-    let start = |name: &str| lab.command(["attach", name, "--qmp", &plain.socket()]).spawn().unwrap();
-    let both = [("one", start("one")), ("two", start("two"))].map(|(name, child)| lab.wait(child, name.into()));
-    let won: Vec<_> = both.iter().filter(|done| done.code == Some(0)).collect();
-    assert_eq!(won.len(), 1, "{} {}", both[0], both[1]);
-    let lost = both.iter().find(|done| done.code != Some(0)).unwrap();
-    assert!(lost.stderr.contains("is VM") && lost.stderr.contains("rekindle detach"), "{lost}");
-    let name = if both[0].code == Some(0) { "one" } else { "two" };
+    let mut foreign = ForeignQemu::boot(&lab, "good", qemu_new(), &["-machine", "pc", "-m", "96M"], None);
+    let files = foreign.descriptors();
+    let other_client = foreign.qmp();
+    attach_to("good", &foreign.socket()).status(1).prints(&["another client holds it"]);
+    drop(other_client);
+    // Two attach it concurrently, under two names: one succeeds.
+    let start = |name: &str| lab.command(["attach", name, "--qmp", &foreign.socket()]).spawn().unwrap();
+    let results = [("one", start("one")), ("two", start("two"))].map(|(name, child)| lab.wait(child, name.into()));
+    let successes = results.iter().filter(|result| result.code == Some(0)).count();
+    assert_eq!(successes, 1, "{} {}", results[0], results[1]);
+    let loser = results.iter().find(|result| result.code != Some(0)).unwrap();
+    assert!(loser.stderr.contains("is VM") && loser.stderr.contains("rekindle detach"), "{loser}");
+    let name = if results[0].code == Some(0) { "one" } else { "two" };
     let vm = |arguments: &[&str]| lab.rekindle(arguments.iter().copied().chain([name]));
-    no_trace(plain.process, &descriptors);
+    assert_no_trace(foreign.process, &files);
 
-    // What is not Rekindle's to do.
-    attach_to(name, &plain.socket()).status(1).prints(&["runs already"]);
+    // Commands that Rekindle rejects for a QEMU that it has not started.
+    attach_to(name, &foreign.socket()).status(1).prints(&["runs already"]);
     vm(&["stop", "--now"]).status(1).prints(&["attached to", "the program that started it", "rekindle detach"]);
     vm(&["reboot", "vmm"]).status(1).prints(&["attached to", "rekindle detach"]);
     vm(&["console"]).status(1).prints(&["attached to"]);
     vm(&["show"]).ok().prints(&["attached to", "monitor:"]);
-    lab.rekindle(["ls"]).ok().prints(&["attached", &plain.process.pid.to_string(), "running"]);
+    lab.rekindle(["ls"]).ok().prints(&["attached", &foreign.process.pid.to_string(), "running"]);
 
     // A device that is plugged in later is not on the command line.
     let device = json!({"driver": "virtio-rng-pci", "id": "late"});
-    let _: Value = plain.qmp().execute("device_add", device).unwrap();
+    let _: Value = foreign.qmp().execute("device_add", device).unwrap();
     let store = lab.path("store");
     let arguments = ["protect", name, "--store", store.to_str().unwrap(), "--create-store", "--count", "1"];
     lab.rekindle(arguments).status(1).prints(&["device late", "plugged in while the guest ran"]);
 
-    plain.kill();
+    foreign.kill();
     lab.rekindle(["ls"]).ok().prints(&["ended"]);
     vm(&["recover"]).status(1).prints(&["its QEMU has ended"]);
     lab.rekindle(arguments).status(1).prints(&["does not run"]);
@@ -335,42 +339,41 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
     let lab = Lab::new();
     let sandbox = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
     let arguments = [["-machine", "q35"], ["-m", "128M"], sandbox].concat();
-    let mut plain = ForeignQemu::boot(&lab, "caged", qemu_new(), &arguments, Some("nobody"));
-    let before = plain.descriptors();
-    // A third user has no right to look into it, and is told so.
+    let mut foreign = ForeignQemu::boot(&lab, "caged", qemu_new(), &arguments, Some("nobody"));
+    let files = foreign.descriptors();
+    // A third user has no right to inspect this QEMU; the error suggests to run it as root.
     let home = lab.path("home");
     fs::create_dir(&home).unwrap();
-    let chmod = |path: &str, mode: u32| {
-        fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
-    };
-    chmod(&plain.socket(), 0o777);
+    let chmod = |path: &str, mode: u32| fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    chmod(&foreign.socket(), 0o777);
     chmod(home.to_str().unwrap(), 0o777);
-    // It may be where only root gets at it.
+    // The original may be in a directory that only root can read.
     let program = lab.path("rekindle");
     fs::copy(env!("CARGO_BIN_EXE_rekindle"), &program).unwrap();
-    let mut other = Command::new("setpriv");
-    other.args(["--reuid", "games", "--regid", "games", "--clear-groups"]).arg(&program);
-    other.args(["attach", "caged", "--qmp", &plain.socket()]).env("REKINDLE_RUN_DIR", home.join("run"));
-    other.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let done = lab.finish(other).status(1).prints(&["process", "run as root"]);
-    assert!(done.stderr.contains(&plain.process.pid.to_string()), "{done}");
+    let mut as_third_user = Command::new("setpriv");
+    as_third_user.args(["--reuid", "games", "--regid", "games", "--clear-groups"]).arg(&program);
+    as_third_user.args(["attach", "caged", "--qmp", &foreign.socket()]).env("REKINDLE_RUN_DIR", home.join("run"));
+    as_third_user.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let refused = lab.finish(as_third_user).status(1).prints(&["process", "run as root"]);
+    assert!(refused.stderr.contains(&foreign.process.pid.to_string()), "{refused}");
 
-    attach(&lab, &plain);
-    plain.guest.touch("30M");
-    let boot = plain.guest.boot_id();
-    plain.guest.ask("dirty 20 30 random");
+    attach(&lab, &foreign);
+    foreign.guest.touch("30M");
+    let boot = foreign.guest.boot_id();
+    foreign.guest.ask("dirty 20 30 random");
     for policy in ["cow", "precopy"] {
         assert_eq!(protect(&lab, "caged", &lab.path(policy), &["--policy", policy, "--count", "3"]).len(), 3);
-        no_trace(plain.process, &before);
+        assert_no_trace(foreign.process, &files);
     }
-    plain.kill();
+    foreign.kill();
+    let guest = &foreign.guest;
     for policy in ["cow", "precopy"] {
-        restore_elsewhere(&lab, "caged", &lab.path(policy), &[], |_| is_whole(&plain.guest, &boot));
+        restore_on_another_host(&lab, "caged", &lab.path(policy), &[], |_| assert_not_rebooted(guest, &boot));
     }
-    plain.guest.rekindle(&["detach"]).ok();
+    guest.rekindle(&["detach"]).ok();
 }
 
-/// A libvirtd of the test's own, of another user, with all of its directories.
+/// A libvirtd that only this test uses. It runs as another user and has its own directories.
 struct Libvirt<'a> {
     lab: &'a Lab,
     daemon: Child,
@@ -393,7 +396,7 @@ impl<'a> Libvirt<'a> {
         fs::copy(kernel, path("vmlinuz")).unwrap();
         fs::copy(initrd, path("initrd")).unwrap();
         directories.iter().for_each(|(_, name)| fs::create_dir(path(name)).unwrap());
-        fs::set_permissions(lab.path(""), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        fs::set_permissions(lab.path(""), PermissionsExt::from_mode(0o755)).unwrap();
         assert!(Command::new("chown").args(["-R", "nobody:nogroup", &path("")]).status().unwrap().success());
         let mut command = Command::new("setpriv");
         command.args(["--reuid", "nobody", "--regid", "nogroup", "--clear-groups", "libvirtd", "--timeout", "600"]);
@@ -420,7 +423,7 @@ impl<'a> Libvirt<'a> {
     }
 
     #[track_caller]
-    fn ask(&self, arguments: &[&str]) -> String {
+    fn run_virsh(&self, arguments: &[&str]) -> String {
         let mut command = self.virsh();
         command.args(arguments);
         self.lab.finish(command).ok().stdout.trim().to_owned()
@@ -435,7 +438,7 @@ impl Drop for Libvirt<'_> {
 }
 
 #[test]
-fn a_guest_of_libvirt_is_protected_and_goes_on_without_it() {
+fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
     let lab = Lab::new();
     let libvirt = Libvirt::start(&lab);
     let root = lab.path("lv");
@@ -455,7 +458,7 @@ fn a_guest_of_libvirt_is_protected_and_goes_on_without_it() {
          </devices></domain>"
     );
     fs::write(lab.path("domain.xml"), xml).unwrap();
-    libvirt.ask(&["create", lab.path("domain.xml").to_str().unwrap()]);
+    libvirt.run_virsh(&["create", lab.path("domain.xml").to_str().unwrap()]);
     let ticks = || {
         let text = fs::read(&console).unwrap_or_default();
         String::from_utf8_lossy(&text).lines().filter(|line| line.starts_with("tick ")).count()
@@ -463,23 +466,23 @@ fn a_guest_of_libvirt_is_protected_and_goes_on_without_it() {
     wait_for("the guest to tick", DEADLINE, || (ticks() > 10).then_some(()));
 
     let domain = ["--libvirt", "it's", "--connect", &libvirt.uri];
-    let shown = lab.rekindle(["--json", "attach", "dom"].iter().chain(&domain)).ok().json();
-    let pid = u32::try_from(shown["vmm"]["pid"].as_u64().unwrap()).unwrap();
+    let attached = lab.rekindle(["--json", "attach", "dom"].iter().chain(&domain)).ok().json();
+    let pid = u32::try_from(attached["vmm"]["pid"].as_u64().unwrap()).unwrap();
     let qemu = Process::of(pid).unwrap();
-    let before = descriptors(qemu);
+    let files = descriptors(qemu);
     lab.rekindle(["attach", "twin"].iter().chain(&domain)).status(1).prints(&["is VM dom already"]);
     lab.rekindle(["ls"]).ok().prints(&["dom", "running", "libvirt's domain it's"]);
     for policy in ["cow", "precopy"] {
-        let taken = protect(&lab, "dom", &lab.path(policy), &["--policy", policy, "--count", "4"]);
-        assert_eq!(taken.len(), 4);
-        assert!(taken.iter().all(|checkpoint| checkpoint["stopped_us"].as_u64().unwrap() > 0));
-        no_trace(qemu, &before);
+        let checkpoints = protect(&lab, "dom", &lab.path(policy), &["--policy", policy, "--count", "4"]);
+        assert_eq!(checkpoints.len(), 4);
+        assert!(checkpoints.iter().all(|checkpoint| checkpoint["stopped_us"].as_u64().unwrap() > 0));
+        assert_no_trace(qemu, &files);
     }
-    assert_eq!(libvirt.ask(&["domstate", "it's"]), "running");
-    // What libvirt's own tools do is seen.
-    libvirt.ask(&["suspend", "it's"]);
+    assert_eq!(libvirt.run_virsh(&["domstate", "it's"]), "running");
+    // Rekindle sees what libvirt's own tools do.
+    libvirt.run_virsh(&["suspend", "it's"]);
     lab.rekindle(["ls"]).ok().prints(&["stopped (paused)"]);
-    libvirt.ask(&["resume", "it's"]);
+    libvirt.run_virsh(&["resume", "it's"]);
 
     // libvirt dies with the guest.
     drop(libvirt);
@@ -493,19 +496,19 @@ fn a_guest_of_libvirt_is_protected_and_goes_on_without_it() {
          forward = [\"127.0.0.1:{port}:7000\"]\n"
     );
     fs::write(&definition, text).unwrap();
-    let here = ["--definition", definition.to_str().unwrap()];
+    let with_definition = ["--definition", definition.to_str().unwrap()];
     for policy in ["cow", "precopy"] {
-        restore_elsewhere(&lab, "dom", &lab.path(policy), &here, |rundir| {
+        restore_on_another_host(&lab, "dom", &lab.path(policy), &with_definition, |run_directory| {
             let boot = guest.boot_id();
             guest.verify();
-            let console = rundir.join("console.log");
-            let mut went_on = String::new();
-            wait_for("the guest to tick on", DEADLINE, || {
-                went_on.clear();
-                fs::File::open(&console).unwrap().read_to_string(&mut went_on).unwrap();
-                went_on.lines().any(|line| line.starts_with("tick ")).then_some(())
+            let console = run_directory.join("console.log");
+            let mut output = String::new();
+            wait_for("the guest to tick", DEADLINE, || {
+                output.clear();
+                fs::File::open(&console).unwrap().read_to_string(&mut output).unwrap();
+                output.lines().any(|line| line.starts_with("tick ")).then_some(())
             });
-            assert!(!went_on.contains("rekindle-micro ready"), "it was booted: {went_on}");
+            assert!(!output.contains("rekindle-micro ready"), "it was booted: {output}");
             assert_eq!(guest.boot_id(), boot);
         });
     }

@@ -1,5 +1,5 @@
-//! What people and machines get wrong: definitions, arguments, QEMU binaries, files, guests. The guest runs on, or
-//! `rekindle recover` makes it, and what was wrong is named.
+//! Bad input: definitions, arguments, QEMU binaries, files, guests. The error names what is wrong, and the guest continues
+//! to run, or does so after `rekindle recover`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -12,31 +12,34 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 #[test]
-fn mistakes_in_a_definition_are_told_with_their_place_and_exit_status_2() {
+fn mistakes_in_a_definition_are_reported_with_line_and_column_and_exit_status_2() {
     let lab = Lab::without_root();
     let path = lab.path("bad.toml");
-    let refused = |text: &str, words: &[&str]| {
+    let assert_rejected = |text: &str, words: &[&str]| {
         fs::write(&path, text).unwrap();
         lab.rekindle(["run", path.to_str().unwrap()]).status(2).prints(words);
     };
     let (kernel, _) = lab.image();
     let boot = format!("[boot]\nkernel = {kernel:?}\n");
-    refused(
+    assert_rejected(
         &format!("name = \"web\"\nmemmory = \"1G\"\n{boot}"),
         &["bad.toml:2:1", "memmory", "did you mean `memory`"],
     );
-    refused(&format!("name = \"web\"\nmemory = \"512MB\"\n{boot}"), &["bad.toml:2", "memory", "512MB"]);
-    refused(&format!("name = \"web\"\nmemory = 512\n{boot}"), &["bad.toml:2", "memory"]);
-    refused(&format!("name = \"web\"\nmemory = \"0M\"\n{boot}"), &["bad.toml:2", "memory"]);
-    refused(&format!("name = \"web\"\nshutdown_timeout = 5\n{boot}"), &["bad.toml:2", "shutdown_timeout"]);
-    refused("name = \"web\"\n", &["nothing to boot", "kernel"]);
-    refused(&boot, &["`name` is missing"]);
-    refused("name = \"web", &["not valid TOML"]);
-    refused("name = \"web\"\n[boot]\nkernel = \"nowhere/vmlinuz\"\n", &["bad.toml:3", "nowhere/vmlinuz"]);
-    refused(&format!("name = \"../web\"\nqemu_args = [\"-m\", \"1G\"]\n{boot}"), &["name", "qemu_args", "`memory`"]);
+    assert_rejected(&format!("name = \"web\"\nmemory = \"512MB\"\n{boot}"), &["bad.toml:2", "memory", "512MB"]);
+    assert_rejected(&format!("name = \"web\"\nmemory = 512\n{boot}"), &["bad.toml:2", "memory"]);
+    assert_rejected(&format!("name = \"web\"\nmemory = \"0M\"\n{boot}"), &["bad.toml:2", "memory"]);
+    assert_rejected(&format!("name = \"web\"\nshutdown_timeout = 5\n{boot}"), &["bad.toml:2", "shutdown_timeout"]);
+    assert_rejected("name = \"web\"\n", &["nothing to boot", "kernel"]);
+    assert_rejected(&boot, &["`name` is missing"]);
+    assert_rejected("name = \"web", &["not valid TOML"]);
+    assert_rejected("name = \"web\"\n[boot]\nkernel = \"nowhere/vmlinuz\"\n", &["bad.toml:3", "nowhere/vmlinuz"]);
+    assert_rejected(
+        &format!("name = \"../web\"\nqemu_args = [\"-m\", \"1G\"]\n{boot}"),
+        &["name", "qemu_args", "`memory`"],
+    );
     lab.rekindle(["run", lab.path("absent.toml").to_str().unwrap()]).status(2).prints(&["absent.toml"]);
-    let told = lab.rekindle(["--json", "run", path.to_str().unwrap()]).status(2).json();
-    assert_eq!(told["exit_status"], 2);
+    let report = lab.rekindle(["--json", "run", path.to_str().unwrap()]).status(2).json();
+    assert_eq!(report["exit_status"], 2);
     lab.assert_empty();
 }
 
@@ -55,8 +58,8 @@ fn a_command_line_that_makes_no_sense_has_exit_status_2_and_an_unknown_vm_1() {
         &["probe", "gopher://x"],
         &["restart"],
     ] {
-        let done = lab.rekindle(arguments).status(2);
-        assert!(!done.stderr.is_empty(), "{done}");
+        let rejected = lab.rekindle(arguments).status(2);
+        assert!(!rejected.stderr.is_empty(), "{rejected}");
     }
     for arguments in
         [&["show", "web"][..], &["stop", "web"], &["recover", "web"], &["reboot", "vmm", "web"], &["console", "web"]]
@@ -66,32 +69,32 @@ fn a_command_line_that_makes_no_sense_has_exit_status_2_and_an_unknown_vm_1() {
     lab.assert_empty();
 }
 
-/// A program that is run in the place of QEMU.
-fn script(lab: &Lab, name: &str, text: &str) -> PathBuf {
+/// Writes an executable script, which a test uses as QEMU.
+fn write_script(lab: &Lab, name: &str, text: &str) -> PathBuf {
     let path = lab.path(name);
     fs::write(&path, text).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     path
 }
 
-/// A QEMU that does something first if it is to take a guest over.
-fn odd_qemu(lab: &Lab, name: &str, when_incoming: &str) -> PathBuf {
+/// Writes a wrapper of QEMU that runs `when_incoming` first if QEMU is started as a destination. It is part of a `case`.
+fn write_qemu_wrapper(lab: &Lab, name: &str, when_incoming: &str) -> PathBuf {
     let real = qemu_new().display();
-    script(
+    write_script(
         lab,
         name,
         &format!("#!/bin/bash\ncase \" $* \" in *\" -incoming \"*)\n{when_incoming}\nesac\nexec {real} \"$@\"\n"),
     )
 }
 
-/// A QEMU that lacks a device which the state has: it gives up in the middle of the load.
-fn lacking_qemu(lab: &Lab, name: &str) -> PathBuf {
+/// Writes a QEMU without a device that the state has: it fails in the middle of the load.
+fn write_qemu_without_device(lab: &Lab, name: &str) -> PathBuf {
     let other = "set -- \"$@\" '{\"driver\": \"pvpanic-pci\"}';; *) set -- \"$@\" \"$word\";;";
-    odd_qemu(lab, name, &format!("for word; do shift; case $word in *virtio-rng-pci*) {other} esac; done"))
+    write_qemu_wrapper(lab, name, &format!("for word; do shift; case $word in *virtio-rng-pci*) {other} esac; done"))
 }
 
-/// Kills the QEMU that has the socket given once it runs the guest. Started in the background by a wrapper that becomes
-/// that QEMU once this is ready; lets go of the taps that it inherits.
+/// A script that kills the QEMU with a given socket as soon as it runs the guest. The wrapper starts the script in the
+/// background and becomes that QEMU when the script is ready. The script closes the taps that it inherits.
 const KILLER: &str = r#"
 import os, socket, sys, time
 os.closerange(3, 256)
@@ -112,15 +115,15 @@ for line in monitor.makefile():
         break
 "#;
 
-/// A QEMU that is killed as soon as it runs the guest. The socket is one that nobody else asks in these tests: a QEMU
-/// talks to one at a time.
-fn dying_qemu(lab: &Lab, name: &str) -> PathBuf {
-    let killer = script(lab, &format!("{name}.py"), KILLER);
+/// Writes a QEMU that is killed as soon as it runs the guest. A QEMU serves one client of a socket at a time: no other
+/// client uses this one in these tests.
+fn write_qemu_killed_when_running(lab: &Lab, name: &str) -> PathBuf {
+    let killer = write_script(lab, &format!("{name}.py"), KILLER);
     let find = "previous=; for word; do [ \"$previous\" = -pidfile ] && folder=${word%/*}; previous=$word; done";
     let killer = killer.display();
     let start = format!("/usr/bin/env python3 {killer} $$ \"$folder/protect.sock\" {killer}.ready >/dev/null 2>&1 &");
     let wait = format!("until [ -e {killer}.ready ]; do sleep 0.01; done; rm {killer}.ready");
-    odd_qemu(lab, name, &format!("{find}\n{start}\n{wait}"))
+    write_qemu_wrapper(lab, name, &format!("{find}\n{start}\n{wait}"))
 }
 
 #[test]
@@ -129,26 +132,27 @@ fn a_new_binary_that_will_not_do_is_refused_and_the_guest_runs_on() {
     let guest = lab.vm("steady").boot(&[]);
     guest.touch("16M");
     let (boot, pid) = (guest.boot_id(), guest.only_qemu().process.pid);
-    let refused = |qemu: PathBuf, words: &[&str]| {
+    let assert_rejected = |qemu: PathBuf, words: &[&str]| {
         for how in ["warm", "saved", "cold"] {
-            let done = guest.reboot(how, &["--qemu", qemu.to_str().unwrap()]).status(1).prints(words);
-            assert_eq!(done.json()["vms"][0]["left"], "as-it-was");
+            let rejected = guest.reboot(how, &["--qemu", qemu.to_str().unwrap()]).status(1).prints(words);
+            assert_eq!(rejected.json()["vms"][0]["left"], "as-it-was");
             assert_eq!(guest.only_qemu().process.pid, pid);
         }
         guest.verify();
         guest.assert_sound();
     };
-    refused(lab.path("qemu-missing"), &["qemu-missing", "No such file"]);
-    let plain = lab.path("qemu-plain");
-    fs::write(&plain, "no program").unwrap();
-    refused(plain, &["qemu-plain", "ermission denied"]);
-    refused(lab.path("."), &["may be executed"]);
-    refused("/bin/true".into(), &["/bin/true does not behave like a QEMU"]);
-    refused(script(&lab, "talker", "#!/bin/sh\necho '{\"hello\": 1}'\n"), &["talker does not behave like a QEMU"]);
-    let broken = script(&lab, "broken", "#!/bin/sh\necho 'libfoo.so: cannot open' >&2\nexit 127\n");
-    refused(broken, &["broken", "libfoo.so: cannot open"]);
+    assert_rejected(lab.path("qemu-missing"), &["qemu-missing", "No such file"]);
+    let not_executable = lab.path("qemu-plain");
+    fs::write(&not_executable, "no program").unwrap();
+    assert_rejected(not_executable, &["qemu-plain", "ermission denied"]);
+    assert_rejected(lab.path("."), &["may be executed"]);
+    assert_rejected("/bin/true".into(), &["/bin/true does not behave like a QEMU"]);
+    let talker = write_script(&lab, "talker", "#!/bin/sh\necho '{\"hello\": 1}'\n");
+    assert_rejected(talker, &["talker does not behave like a QEMU"]);
+    let broken = write_script(&lab, "broken", "#!/bin/sh\necho 'libfoo.so: cannot open' >&2\nexit 127\n");
+    assert_rejected(broken, &["broken", "libfoo.so: cannot open"]);
     // The machine type is pinned to one that 7.2 does not have yet.
-    refused(qemu_old().into(), &["machine type pc-q35-10.0", "7.2"]);
+    assert_rejected(qemu_old().into(), &["machine type pc-q35-10.0", "7.2"]);
     assert_eq!(guest.boot_id(), boot);
     assert_ticks_once(&guest.file("console.log"));
 }
@@ -159,18 +163,18 @@ fn a_new_qemu_that_dies_before_the_guest_has_run_in_it_leaves_it_as_it_was() {
     let guest = lab.vm("safe").boot(&[]);
     guest.touch("16M");
     let (boot, pid) = (guest.boot_id(), guest.only_qemu().process.pid);
-    let crash = odd_qemu(&lab, "crash-at-start", "echo 'boom at start' >&2; exit 1;;");
-    let abort = odd_qemu(&lab, "abort-at-start", "kill -SEGV $$;;");
-    let load = lacking_qemu(&lab, "crash-at-load");
+    let exits = write_qemu_wrapper(&lab, "crash-at-start", "echo 'boom at start' >&2; exit 1;;");
+    let crashes = write_qemu_wrapper(&lab, "abort-at-start", "kill -SEGV $$;;");
+    let fails_to_load = write_qemu_without_device(&lab, "crash-at-load");
     // It has less memory than the guest.
     let smaller = "for word; do shift; set -- \"$@\" \"${word//134217728/125829120}\"; done\n\
                    for word; do shift; set -- \"$@\" \"${word//131072K/122880K}\"; done";
-    let small = odd_qemu(&lab, "less-memory", smaller);
-    for (qemu, words) in
-        [(crash, &["boom at start"][..]), (abort, &["ended while starting"]), (load, &["failed to"]), (small, &["RAM"])]
+    let too_small = write_qemu_wrapper(&lab, "less-memory", smaller);
+    for (qemu, word) in
+        [(exits, "boom at start"), (crashes, "ended while starting"), (fails_to_load, "failed to"), (too_small, "RAM")]
     {
         let name = qemu.display().to_string();
-        guest.reboot("warm", &["--qemu", &name]).status(1).prints(&["the guest runs as before"]).prints(words);
+        guest.reboot("warm", &["--qemu", &name]).status(1).prints(&["the guest runs as before", word]);
         guest.verify();
         assert_eq!(guest.only_qemu().process.pid, pid, "{name}");
         guest.assert_sound();
@@ -182,8 +186,8 @@ fn a_new_qemu_that_dies_before_the_guest_has_run_in_it_leaves_it_as_it_was() {
     assert_ticks_once(&guest.file("console.log"));
 }
 
-/// The load fails at its end, behind the device that writes the VM generation ID into the guest's RAM, and while it is
-/// decided that the new QEMU may go on: it must not be taken for one that has run the guest.
+/// The load fails at its end, after the device that writes the VM generation ID into the guest's RAM, while Rekindle decides
+/// that the new QEMU may continue. Rekindle must not take it for a QEMU that has run the guest.
 #[test]
 fn a_load_that_fails_late_does_not_cost_the_guest_its_memory() {
     let lab = Lab::new();
@@ -191,10 +195,10 @@ fn a_load_that_fails_late_does_not_cost_the_guest_its_memory() {
     guest.touch("16M");
     let (boot, pid) = (guest.boot_id(), guest.only_qemu().process.pid);
     let other_port = "for word; do shift; set -- \"$@\" \"${word/\\\"nr\\\":1/\\\"nr\\\":2}\"; done";
-    let qemu = odd_qemu(&lab, "crash-late", other_port);
+    let qemu = write_qemu_wrapper(&lab, "crash-late", other_port);
     for _ in 0..10 {
-        let done = guest.reboot("warm", &["--qemu", qemu.to_str().unwrap()]).status(1);
-        assert_eq!(done.prints(&["virtio-console"]).json()["vms"][0]["left"], "as-it-was");
+        let failed = guest.reboot("warm", &["--qemu", qemu.to_str().unwrap()]).status(1);
+        assert_eq!(failed.prints(&["virtio-console"]).json()["vms"][0]["left"], "as-it-was");
         assert_eq!(guest.only_qemu().process.pid, pid);
     }
     guest.verify();
@@ -203,28 +207,28 @@ fn a_load_that_fails_late_does_not_cost_the_guest_its_memory() {
 }
 
 #[test]
-fn a_new_qemu_that_crashes_just_after_the_resume_is_told_and_recovered_from() {
+fn a_new_qemu_that_crashes_just_after_the_resume_is_reported_and_recovered_from() {
     let lab = Lab::new();
     let guest = lab.vm("brief").boot(&[]);
     guest.touch("16M");
     let boot = guest.boot_id();
-    let qemu = dying_qemu(&lab, "die-at-resume");
-    let done = guest.reboot("warm", &["--qemu", qemu.to_str().unwrap()]);
-    match done.code {
-        // It died before the guest had written anything in it: the guest goes on in the old one.
+    let qemu = write_qemu_killed_when_running(&lab, "die-at-resume");
+    let reboot = guest.reboot("warm", &["--qemu", qemu.to_str().unwrap()]);
+    match reboot.code {
+        // The new QEMU died before the guest had written anything in it: the guest continues in the old one.
         Some(1) => {
-            done.prints(&["the guest runs as before"]);
+            reboot.prints(&["the guest runs as before"]);
             guest.verify();
             assert_eq!(guest.boot_id(), boot);
         }
-        // Exit status 0: it died after the last look at it.
+        // Exit status 0: the new QEMU died after Rekindle's last check.
         Some(code @ (0 | 3)) => {
             if code == 3 {
-                done.prints(&["lost", "rekindle recover"]);
+                reboot.prints(&["lost", "rekindle recover"]);
             }
-            // Rekindle may have seen it dead before it had ended the old one, which is of no use any more, and stays stopped.
-            let new = || guest.qemus().into_iter().find(|qemu| qemu.directory.ends_with("vmm-2"));
-            wait_for("the new QEMU to be dead", DEADLINE, || new().is_none().then_some(()));
+            // Rekindle may have found it dead before it ended the old QEMU, which then stays stopped and is of no use.
+            let has_new = || guest.qemus().iter().any(|qemu| qemu.directory.ends_with("vmm-2"));
+            wait_for("the new QEMU to be dead", DEADLINE, || (!has_new()).then_some(()));
             assert!(
                 guest.qemus().iter().all(|qemu| qemu.run_state().as_deref() != Some("running")),
                 "{}",
@@ -235,21 +239,21 @@ fn a_new_qemu_that_crashes_just_after_the_resume_is_told_and_recovered_from() {
             guest.wait_ready();
             assert_ne!(guest.boot_id(), boot);
         }
-        _ => panic!("{done}"),
+        _ => panic!("{reboot}"),
     }
     guest.assert_sound();
 
-    // With the saved way the state is still on the disk when the new QEMU fails to load it.
+    // With `--how saved` the state is still on the disk when the new QEMU fails to load it.
     guest.warm(&["--qemu", qemu_new().to_str().unwrap()]);
-    let qemu = lacking_qemu(&lab, "crash-at-load");
+    let qemu = write_qemu_without_device(&lab, "crash-at-load");
     guest.touch("16M");
     let boot = guest.boot_id();
-    let done = guest.reboot("saved", &["--qemu", qemu.to_str().unwrap()]);
-    done.status(3).prints(&["failed to load the saved state", "rekindle recover"]);
-    let first = guest.rekindle(&["recover"]);
-    if first.code != Some(0) {
-        // It fails as long as that binary does, and can be done again.
-        first.status(1).prints(&["failed to load the saved state"]);
+    let failed = guest.reboot("saved", &["--qemu", qemu.to_str().unwrap()]);
+    failed.status(3).prints(&["failed to load the saved state", "rekindle recover"]);
+    let recover = guest.rekindle(&["recover"]);
+    if recover.code != Some(0) {
+        // `recover` fails as long as that binary does, and can be repeated.
+        recover.status(1).prints(&["failed to load the saved state"]);
         fs::remove_file(&qemu).unwrap();
         std::os::unix::fs::symlink(qemu_new(), &qemu).unwrap();
         guest.rekindle(&["recover"]).ok().prints(&["with its memory"]);
@@ -259,8 +263,8 @@ fn a_new_qemu_that_crashes_just_after_the_resume_is_told_and_recovered_from() {
     guest.assert_sound();
 }
 
-/// Cut a warm reboot off with the state saved, and let both QEMUs die.
-fn only_the_state_is_left(guest: &Guest<'_>) {
+/// Kills a warm reboot when the state has been saved, and then both QEMUs.
+fn leave_only_the_state(guest: &Guest<'_>) {
     let mut command = guest.lab.command(["reboot", "vmm", &guest.name]);
     command.env("REKINDLE_FAULT", "warm.suspend.written:kill");
     guest.lab.finish(command);
@@ -271,12 +275,12 @@ fn only_the_state_is_left(guest: &Guest<'_>) {
 }
 
 #[test]
-fn a_state_that_is_cut_short_or_gone_is_not_loaded_and_not_the_end() {
+fn a_state_that_is_truncated_or_missing_is_not_loaded_and_can_be_put_back() {
     let lab = Lab::new();
     let guest = lab.vm("torn").boot(&[]);
     guest.touch("16M");
     let boot = guest.boot_id();
-    only_the_state_is_left(&guest);
+    leave_only_the_state(&guest);
     let state = guest.file("handover.stream");
     let whole = fs::read(&state).unwrap();
     let mut flipped = whole.clone();
@@ -288,14 +292,14 @@ fn a_state_that_is_cut_short_or_gone_is_not_loaded_and_not_the_end() {
     }
     fs::remove_file(&state).unwrap();
     guest.rekindle(&["recover"]).status(1).prints(&["handover.stream", "No such file"]);
-    // It was only out of reach: put back, it is as good as ever.
+    // When the state is back, the guest is recovered from it.
     fs::write(&state, &whole).unwrap();
     guest.rekindle(&["recover"]).ok().prints(&["with its memory"]);
     guest.verify();
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
 
-    // The same for a state that holds the RAM; and giving up is possible, and leaves nothing.
+    // The same for a state that contains the RAM. `stop` drops that state and leaves nothing.
     let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", "saved"]);
     command.env("REKINDLE_FAULT", "saved.renew.old-gone:kill");
     lab.finish(command);
@@ -314,7 +318,7 @@ fn a_state_that_is_cut_short_or_gone_is_not_loaded_and_not_the_end() {
     guest.rekindle(&["stop"]).ok();
     lab.assert_empty();
     let saved = common::lab::entries(&lab.save_dir());
-    assert!(saved.is_empty(), "the saved state of a VM that is gone is left: {saved:?}");
+    assert!(saved.is_empty(), "the saved state of a stopped VM is left: {saved:?}");
 }
 
 #[test]
@@ -322,69 +326,69 @@ fn records_that_cannot_be_understood_are_named() {
     let lab = Lab::without_root();
     let guest = lab.vm("muddled").net(Net::None).start(&[]);
     let other = lab.vm("clear").net(Net::None).start(&[]);
-    let (path, journal) = (guest.file("state.json"), guest.file("operation.json"));
-    let whole = fs::read(&path).unwrap();
+    let (record, journal) = (guest.file("state.json"), guest.file("operation.json"));
+    let valid_record = fs::read(&record).unwrap();
     fs::write(&journal, "{\"kind\"").unwrap();
     for arguments in [&["reboot", "vmm"][..], &["recover"], &["stop"]] {
         guest.rekindle(arguments).status(1).prints(&["operation.json"]);
     }
     fs::remove_file(&journal).unwrap();
-    fs::write(&path, &whole[..whole.len() / 2]).unwrap();
+    fs::write(&record, &valid_record[..valid_record.len() / 2]).unwrap();
     for arguments in [&["show"][..], &["reboot", "vmm"], &["recover"], &["stop"]] {
         guest.rekindle(arguments).status(1).prints(&["state.json"]);
     }
-    // One muddled VM does not hide the others.
+    // A VM with a broken record does not hide the others.
     lab.rekindle(["ls"]).ok().prints(&["clear", "state.json"]);
     assert_eq!(other.status(), "running");
-    let newer = String::from_utf8(whole.clone()).unwrap().replace("\"format\": 3", "\"format\": 99");
-    fs::write(&path, newer).unwrap();
+    let newer = String::from_utf8(valid_record.clone()).unwrap().replace("\"format\": 3", "\"format\": 99");
+    fs::write(&record, newer).unwrap();
     guest.rekindle(&["show"]).status(1).prints(&["newer Rekindle"]);
-    fs::write(&path, &whole).unwrap();
+    fs::write(&record, &valid_record).unwrap();
     assert_eq!(guest.status(), "running");
     lab.rekindle(["stop", "--now", "muddled", "clear"]).ok();
     lab.assert_empty();
 }
 
 #[test]
-fn a_ram_directory_that_is_full_or_gone_is_told() {
+fn a_ram_directory_that_is_full_or_missing_is_reported() {
     let lab = Lab::new();
     fs::write(lab.path(".host.toml"), "ram_size = \"200M\"\n").unwrap();
     let guest = lab.vm("first").boot(&[]);
-    // What is promised to the first counts, though its guest has not touched it.
+    // The memory that is promised to the first guest counts, although the guest has not touched it.
     let second = lab.vm("second").write();
-    let done = lab.rekindle(["run", second.to_str().unwrap()]).status(1);
-    done.prints(&["128 MiB requested", "left", "promised to other guests"]);
+    let rejected = lab.rekindle(["run", second.to_str().unwrap()]).status(1);
+    rejected.prints(&["128 MiB requested", "left", "promised to other guests"]);
     assert!(!lab.run_root().join("second").exists(), "something is left of it");
-    let lost = lab.vm("third").section("[ram]\ndir = \"/nowhere\"").write();
-    let refused = lab.rekindle(["run", lost.to_str().unwrap()]);
-    assert!(matches!(refused.code, Some(1 | 2)), "{refused}");
-    refused.prints(&["/nowhere"]);
+    let third = lab.vm("third").section("[ram]\ndir = \"/nowhere\"").write();
+    let rejected = lab.rekindle(["run", third.to_str().unwrap()]);
+    assert!(matches!(rejected.code, Some(1 | 2)), "{rejected}");
+    rejected.prints(&["/nowhere"]);
 
-    // Something else fills it: a warm reboot needs no room; a saved one would read, and so fill, all of the RAM file,
-    // and a page too many ends the QEMU that asks for it.
+    // Another file fills the directory. A warm reboot needs no room. A saved one would read, and so allocate, all of the
+    // RAM file, and a QEMU that gets no page is killed.
     guest.touch("16M");
     let boot = guest.boot_id();
     let filler = lab.run_root().join(".ram/filler");
-    let fill = || {
+    let fill_directory = || {
         let free = rustix::fs::statvfs(lab.run_root().join(".ram")).unwrap();
         let free = free.f_bavail * free.f_frsize;
         fs::write(&filler, vec![1; usize::try_from(free).unwrap() - (8 << 20)]).unwrap();
     };
-    fill();
+    fill_directory();
     guest.warm(&[]);
     guest.verify();
     guest.reboot("saved", &[]).status(1).prints(&["MiB", ".ram"]);
     guest.verify();
     fs::remove_file(&filler).unwrap();
 
-    // It is filled while the guest's RAM is on the disk.
+    // The directory is filled while the guest's RAM is on the disk.
     let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", "saved"]);
     command.env("REKINDLE_FAULT", "saved.renew.old-gone:kill");
     lab.finish(command);
     for path in common::lab::entries(&lab.run_root().join(".ram")) {
         fs::remove_file(path).unwrap();
     }
-    fill();
+    fill_directory();
     guest.rekindle(&["recover"]).status(1).prints(&["128 MiB requested", "left"]);
     assert_eq!(guest.status(), "needs-recovery");
     fs::remove_file(&filler).unwrap();
@@ -393,13 +397,13 @@ fn a_ram_directory_that_is_full_or_gone_is_told() {
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
 
-    // The RAM file has lost its name: that is found before anything is stopped.
+    // The RAM file has been renamed: Rekindle finds that before it stops anything.
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let ram = PathBuf::from(shown["hardware"]["ram"]["path"].as_str().unwrap());
-    let kept = lab.run_root().join(".ram/kept");
-    fs::rename(&ram, &kept).unwrap();
+    let renamed = lab.run_root().join(".ram/kept");
+    fs::rename(&ram, &renamed).unwrap();
     guest.reboot("warm", &[]).status(1).prints(&["RAM file", "--how saved"]);
-    fs::rename(&kept, &ram).unwrap();
+    fs::rename(&renamed, &ram).unwrap();
     guest.warm(&[]);
     guest.verify();
 }
@@ -419,7 +423,7 @@ fn what_cannot_be_carried_or_saved_is_refused_beforehand() {
 }
 
 #[test]
-fn a_guest_that_ignores_the_power_button_is_powered_off_and_meanwhile_nobody_else_gets_at_it() {
+fn a_guest_that_ignores_the_power_button_is_powered_off_and_its_vm_is_busy_meanwhile() {
     let lab = Lab::new();
     let guest = lab.vm("deaf").key("shutdown_timeout = \"8s\"").append("rekindle.ignore_power=1").boot(&[]);
     let boot = guest.boot_id();

@@ -9,7 +9,7 @@ use common::guest::Guest;
 use common::protector::{Protector, crash, restore, store};
 use common::served::{self, image, kill_server, section, status};
 use common::{DEADLINE, Lab, wait_for};
-use rekindle_disk::engine::logged::RedoStatus;
+use rekindle_disk::engine::redo_log::RedoStatus;
 use std::path::{Path, PathBuf};
 
 /// The number of blocks that the guest writes.

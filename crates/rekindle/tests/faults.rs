@@ -1,8 +1,8 @@
-//! Every fault point of a reboot, with every death that it allows: `kill -9` of Rekindle, of the old QEMU, of the new.
+//! Every fault point of a reboot, with every death that it allows: `kill -9` of Rekindle, of the old QEMU, of the new QEMU.
 //!
-//! After each, what was promised must hold: the guest runs, or `rekindle recover` makes it run with its memory, or the
-//! loss is one of those that cannot be avoided (a QEMU dies that alone has the guest's state), and is said plainly.
-//! Never do two QEMUs run one guest. The table below says for each point and death which of these it has to be.
+//! After each death the guarantees must hold. Either the guest runs, or it runs with its memory after `rekindle recover`,
+//! or the loss is unavoidable (the QEMU that died was the only one with the guest's state) and is reported as a loss. Two
+//! QEMUs never run one guest. [`TABLE`] has the required outcome of each point and death.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -15,30 +15,30 @@ use rekindle_vm::fault::POINTS;
 use std::thread;
 use std::time::Duration;
 
-/// What has to come of a death.
+/// The required outcome of a death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
-    /// No such process exists at this point: not tried.
+    /// No such process exists at this point, or another test has this point: not tried.
     NotTried,
-    /// The reboot succeeds all the same; the memory is kept (warm, saved) or new (cold).
+    /// The reboot succeeds nevertheless; the memory is kept (warm, saved) or new (cold).
     Success,
-    /// Exit status 1: the guest goes on in the old QEMU.
+    /// Exit status 1: the guest continues in the old QEMU.
     AsItWas,
-    /// Rekindle was killed or gave up (exit status 3), and `recover` says `undone`.
+    /// Rekindle was killed or ended with exit status 3, and `recover` prints `undone`.
     Undone,
-    /// The same, and `recover` says `finished`.
+    /// Rekindle was killed or ended with exit status 3, and `recover` prints `finished`.
     Finished,
-    /// The same, and `recover` starts the guest from its saved state.
+    /// Rekindle was killed or ended with exit status 3, and `recover` starts the guest from its saved state.
     FromState,
-    /// There was nothing left to do for `recover`.
+    /// Rekindle was killed, and `recover` has nothing to do.
     Nothing,
-    /// Exit status 3: the memory is lost, which both the reboot and `recover` say; `recover` boots the guest.
+    /// Exit status 3: the memory is lost, which both the reboot and `recover` report; `recover` boots the guest.
     Lost,
-    /// The QEMU died after the last look at it, so exit status 0 is possible; then `ls` and `recover` tell.
+    /// The QEMU died after Rekindle's last check, so exit status 0 is possible; then `ls` and `recover` report the loss.
     LostLate,
-    /// Rekindle was killed, and `recover` removes what there is: a restore begins anew.
+    /// Rekindle was killed, and `recover` removes what the restore has left: it can be repeated.
     Removed,
-    /// Cold: the guest is booted by `recover`. Its memory is gone as was wanted.
+    /// Cold: `recover` boots the guest, whose memory was to be dropped.
     Booted,
     /// As [`Outcome::Booted`]; as with [`Outcome::LostLate`], exit status 0 is possible.
     BootedLate,
@@ -48,7 +48,7 @@ use Outcome::{
     AsItWas, Booted, BootedLate, Finished, FromState, Lost, LostLate, NotTried, Nothing, Removed, Success, Undone,
 };
 
-/// Per point: what has to come of killing Rekindle, the old QEMU, the new QEMU.
+/// For each point: the outcome of killing Rekindle, the old QEMU, the new QEMU (as in [`ACTIONS`]).
 const TABLE: &[(&str, [Outcome; 3])] = &[
     // The old QEMU still runs the guest: its death is the guest's.
     ("warm.prepare.journalled", [Undone, Lost, NotTried]),
@@ -58,10 +58,10 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("warm.suspend.journalled", [Undone, Lost, AsItWas]),
     ("warm.suspend.stopped", [Undone, Lost, AsItWas]),
     ("warm.suspend.taps", [Undone, Lost, AsItWas]),
-    // From here on the state is whole outside the old QEMU.
+    // From here on the state is complete outside the old QEMU.
     ("warm.suspend.saved", [Undone, Success, AsItWas]),
     ("warm.suspend.written", [Undone, Success, AsItWas]),
-    // From here on only the new QEMU may run the guest, unless it certainly has not.
+    // From here on only the new QEMU may run the guest, unless it is certain that it has not run it.
     ("warm.resume.journalled", [Finished, Success, AsItWas]),
     ("warm.resume.resumed", [Finished, Success, Lost]),
     ("warm.settle.journalled", [Finished, Success, Lost]),
@@ -79,7 +79,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("saved.settle.recorded", [Nothing, NotTried, LostLate]),
     // The guest may have been asked to shut down already; killing the old QEMU is one way of shutting down.
     ("cold.suspend.journalled", [Booted, Success, NotTried]),
-    // Of the Debian guest, which has an agent: `updates.rs` passes it.
+    // With an agent, so of the Debian guest only: `updates.rs` passes it.
     ("cold.suspend.frozen", [NotTried; 3]),
     ("cold.suspend.off", [Booted, NotTried, NotTried]),
     ("cold.renew.memory", [Booted, NotTried, NotTried]),
@@ -88,22 +88,22 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("cold.resume.journalled", [Booted, NotTried, Booted]),
     ("cold.resume.resumed", [Booted, NotTried, BootedLate]),
     ("cold.settle.recorded", [Nothing, NotTried, BootedLate]),
-    // Of the Debian guest, which has an agent: `kexec.rs` walks through them.
+    // With an agent, so of the Debian guest only: `kexec.rs` tries them.
     ("kexec.prepare.journalled", [NotTried; 3]),
     ("kexec.suspend.journalled", [NotTried; 3]),
     ("kexec.suspend.asked", [NotTried; 3]),
     ("kexec.settle.booted", [NotTried; 3]),
-    // Of a guest that is rebooted with its cache: `two_disks.rs` walks through them.
+    // Of a guest that is rebooted with its cache: `two_disks.rs` tries them.
     ("cache.renew.kept", [NotTried; 3]),
     ("cache.renew.shared", [NotTried; 3]),
     ("cache.renew.memory", [NotTried; 3]),
-    // Of a guest with phases: `phase.rs` walks through them, and through those of a restore that it passes.
+    // Of a guest with phases: `phase.rs` tries them, and the points of a restore that it passes.
     ("phase.prepare.chosen", [NotTried; 3]),
     ("phase.prepare.spawned", [NotTried; 3]),
     ("phase.prepare.ready", [NotTried; 3]),
     ("phase.renew.replaced", [NotTried; 3]),
     ("phase.renew.agreed", [NotTried; 3]),
-    // There is no guest yet that could be lost: the checkpoint is where it was.
+    // No guest runs yet that could be lost, and the checkpoint stays.
     ("prepare.journalled", [Removed, NotTried, NotTried]),
     ("prepare.spawned", [Removed, NotTried, AsItWas]),
     ("prepare.recorded", [Nothing, NotTried, LostLate]),
@@ -117,7 +117,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("restore.resume.resumed", [Finished, NotTried, LostLate]),
     ("restore.settle.recorded", [Nothing, NotTried, LostLate]),
     ("restore.settle.handed-over", [Nothing, NotTried, LostLate]),
-    // No reboot passes these: `filling.rs` walks through them.
+    // No reboot passes these: `filling.rs` tries them.
     ("fill.checkpoint.collected", [NotTried; 3]),
     ("fill.handover.stopped", [NotTried; 3]),
     ("fill.handover.tracked", [NotTried; 3]),
@@ -125,9 +125,9 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("fill.handover.recorded", [NotTried; 3]),
     ("fill.end.locked", [NotTried; 3]),
     ("fill.end.closed", [NotTried; 3]),
-    // Nor this one: `output.rs` does.
+    // `output.rs` tries this one.
     ("output.committed", [NotTried; 3]),
-    // Nor these: `moving.rs` does.
+    // `moving` tries these.
     ("move.prepare.journalled", [NotTried; 3]),
     ("move.prepare.registered", [NotTried; 3]),
     ("move.prepare.prepared", [NotTried; 3]),
@@ -139,7 +139,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("move.resume.told", [NotTried; 3]),
     ("move.settle.running", [NotTried; 3]),
     ("move.settle.journalled", [NotTried; 3]),
-    // Nor these: `host.rs` does.
+    // `host` tries these.
     ("host.suspend.ahead", [NotTried; 3]),
     ("host.suspend.journalled", [NotTried; 3]),
     ("host.suspend.stopped", [NotTried; 3]),
@@ -159,7 +159,7 @@ const ACTIONS: [&str; 3] = ["kill", "kill-old", "kill-new"];
 #[test]
 fn every_point_is_in_the_table() {
     let listed: Vec<_> = TABLE.iter().map(|(point, _)| *point).collect();
-    assert_eq!(listed, POINTS, "the table has to say what must come of each fault point");
+    assert_eq!(listed, POINTS, "TABLE must have the outcomes of each fault point");
 }
 
 #[test]
@@ -186,33 +186,52 @@ fn is_late(point: &str) -> bool {
     !point.contains(".prepare.") && !point.contains(".suspend.")
 }
 
-/// One guest, `name`, goes through all points that are wanted. What is wrong is collected, so that one point does not
-/// hide another.
-fn walk(name: &str, wanted: impl Fn(&str) -> bool) {
+/// The faults that were tried, and the failures among them: one fault does not hide another.
+#[derive(Default)]
+struct Failures {
+    tried: usize,
+    messages: Vec<String>,
+}
+
+impl Failures {
+    /// Runs the test of one fault. Returns whether it succeeded.
+    fn try_fault(&mut self, fault: &str, outcome: Outcome, test: impl FnOnce() + Send) -> bool {
+        self.tried += 1;
+        let Err(panic) = thread::scope(|scope| scope.spawn(test).join()) else { return true };
+        let message = panic.downcast_ref::<String>().cloned();
+        let message = message.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_default();
+        self.messages.push(format!("==== {fault}, whose outcome must be {outcome:?}:\n{message}\n"));
+        false
+    }
+
+    /// Asserts that faults were tried, and that none failed.
+    #[track_caller]
+    fn assert_none(self) {
+        let Self { tried, messages } = self;
+        assert!(tried > 0, "no fault was tried");
+        assert!(messages.is_empty(), "{} of {tried} faults end wrongly:\n{}", messages.len(), messages.join("\n"));
+    }
+}
+
+/// Boots a guest and tries each death at each of the points that `is_wanted` selects.
+fn walk(name: &str, is_wanted: impl Fn(&str) -> bool) {
     let lab = Lab::new();
     let guest = lab.vm(name).boot(&[]);
-    let mut tried = 0;
-    let mut wrong = Vec::new();
-    for (point, outcomes) in TABLE.iter().filter(|(point, _)| wanted(point)) {
+    let mut failures = Failures::default();
+    for (point, outcomes) in TABLE.iter().filter(|(point, _)| is_wanted(point)) {
         let how = point.split('.').next().unwrap();
         for (action, outcome) in ACTIONS.iter().zip(outcomes).filter(|(_, outcome)| **outcome != NotTried) {
-            tried += 1;
             let fault = format!("{point}:{action}");
-            let one = thread::scope(|scope| scope.spawn(|| Case::begin(&guest, how, &fault).run(*outcome)).join());
-            if let Err(panic) = one {
-                let text = panic.downcast_ref::<String>().cloned();
-                let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_default();
-                wrong.push(format!("==== {fault}, which has to end as {outcome:?}:\n{text}\n"));
-                make_it_run(&guest);
+            if !failures.try_fault(&fault, *outcome, || Case::begin(&guest, how, &fault).run(*outcome)) {
+                start_anew(&guest);
             }
         }
     }
-    assert!(tried > 0, "no fault was tried");
-    assert!(wrong.is_empty(), "{} of {tried} faults end wrongly:\n{}", wrong.len(), wrong.join("\n"));
+    failures.assert_none();
 }
 
-/// After a case that failed: a fresh guest for the next one.
-fn make_it_run(guest: &Guest<'_>) {
+/// Boots the guest again after a failure, for the next fault.
+fn start_anew(guest: &Guest<'_>) {
     let _ = guest.rekindle(&["recover"]);
     if guest.rekindle(&["stop", "--now"]).code != Some(0) {
         for qemu in guest.qemus() {
@@ -233,8 +252,10 @@ struct Case<'a> {
     guest: &'a Guest<'a>,
     how: &'a str,
     fault: &'a str,
+    /// The guest's boot before the fault.
     boot: String,
-    old: u32,
+    /// The process ID of QEMU before the fault.
+    old_qemu: u32,
 }
 
 impl<'a> Case<'a> {
@@ -243,7 +264,7 @@ impl<'a> Case<'a> {
             guest.touch("16M");
         }
         guest.verify();
-        Self { guest, how, fault, boot: guest.boot_id(), old: guest.only_qemu().process.pid }
+        Self { guest, how, fault, boot: guest.boot_id(), old_qemu: guest.only_qemu().process.pid }
     }
 
     fn run(&self, outcome: Outcome) {
@@ -251,49 +272,58 @@ impl<'a> Case<'a> {
         let watch = Watch::start(&guest.lab.run_root());
         let mut command = guest.lab.command(["reboot", "vmm", &guest.name, "--how", how]);
         command.env("REKINDLE_FAULT", self.fault);
-        let done = guest.lab.finish(command);
+        let reboot = guest.lab.finish(command);
         watch.end();
         assert!(guest.qemus().iter().filter(|qemu| qemu.run_state().as_deref() == Some("running")).count() <= 1);
         let watch = Watch::start(&guest.lab.run_root());
         match outcome {
-            NotTried | Removed => unreachable!("not tried of a reboot"),
-            Success => self.went_through(done),
-            AsItWas => self.as_it_was(done),
-            Lost => self.lost(&done.status(3).prints(&["lost", "rekindle recover"])),
-            LostLate if done.code == Some(3) => self.lost(&done.prints(&["lost", "rekindle recover"])),
-            LostLate => self.lost(&done.ok()),
+            NotTried | Removed => unreachable!("not an outcome of a reboot that is tried"),
+            Success => {
+                reboot.ok();
+                self.assert_rebooted();
+            }
+            AsItWas => {
+                reboot.status(1).prints(&["the guest runs as before"]);
+                self.assert_in_old_qemu();
+                self.assert_memory_kept();
+            }
+            Lost => self.recover_without_memory(&reboot.status(3).prints(&["lost", "rekindle recover"])),
+            LostLate if reboot.code == Some(3) => {
+                self.recover_without_memory(&reboot.prints(&["lost", "rekindle recover"]));
+            }
+            LostLate => self.recover_without_memory(&reboot.ok()),
             Undone => {
-                self.needs_recovery(done).prints(&["undone", "with its memory"]);
-                assert_eq!(guest.only_qemu().process.pid, self.old, "it has to run where it ran before");
-                self.kept();
+                self.recover(reboot).prints(&["undone", "with its memory"]);
+                self.assert_in_old_qemu();
+                self.assert_memory_kept();
             }
             Finished => {
-                self.needs_recovery(done).prints(&["finished", "with its memory"]);
-                assert_ne!(guest.only_qemu().process.pid, self.old, "it has to run in the new QEMU");
-                self.kept();
+                self.recover(reboot).prints(&["finished", "with its memory"]);
+                self.assert_in_new_qemu();
+                self.assert_memory_kept();
             }
             FromState => {
-                self.needs_recovery(done).prints(&["from its saved state, with its memory"]);
-                self.kept();
+                self.recover(reboot).prints(&["from its saved state, with its memory"]);
+                self.assert_memory_kept();
             }
             Nothing => {
-                assert_eq!(done.code, None, "{done}");
+                assert_eq!(reboot.code, None, "{reboot}");
                 assert_eq!(guest.status(), "running");
                 guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
-                self.as_wanted();
+                self.assert_rebooted();
             }
-            Booted => self.booted(done),
-            BootedLate if done.code == Some(0) => {
-                assert_eq!(guest.status(), "ended", "{done}");
+            Booted => self.recover_by_booting(reboot),
+            BootedLate if reboot.code == Some(0) => {
+                assert_eq!(guest.status(), "ended", "{reboot}");
                 guest.rekindle(&["recover"]).ok();
-                self.fresh();
+                self.assert_booted();
             }
-            BootedLate => self.booted(done.status(3)),
+            BootedLate => self.recover_by_booting(reboot.status(3)),
         }
         watch.end();
         guest.assert_sound();
         assert_ticks_once(&guest.file("console.log"));
-        // And it is a VM like any other again.
+        // The VM is a usual VM again.
         guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
         let boot = guest.boot_id();
         guest.warm(&[]);
@@ -301,65 +331,65 @@ impl<'a> Case<'a> {
         guest.assert_sound();
     }
 
-    fn went_through(&self, done: CommandResult) {
-        done.ok();
-        self.as_wanted();
-    }
-
-    /// As the way of rebooting promises.
-    fn as_wanted(&self) {
+    /// Asserts that the reboot has done what its way of rebooting promises.
+    fn assert_rebooted(&self) {
         if self.how == "cold" {
-            self.fresh()
+            self.assert_booted();
         } else {
-            self.kept()
+            self.assert_memory_kept();
         }
-        assert_ne!(self.guest.only_qemu().process.pid, self.old);
+        self.assert_in_new_qemu();
     }
 
-    fn as_it_was(&self, done: CommandResult) {
-        done.status(1).prints(&["the guest runs as before"]);
-        assert_eq!(self.guest.only_qemu().process.pid, self.old);
-        self.kept();
-    }
-
-    /// Rekindle was killed, or says that `recover` is needed; so does `ls`; and until then nothing else is done to it.
-    fn needs_recovery(&self, done: CommandResult) -> CommandResult {
+    /// Runs `recover` after a reboot that was killed or reports that `recover` is needed. Until then `ls` reports that too,
+    /// and other operations are rejected.
+    fn recover(&self, reboot: CommandResult) -> CommandResult {
         let guest = self.guest;
         if self.fault.ends_with(":kill") {
-            assert_eq!(done.code, None, "it has to be killed: {done}");
+            assert_eq!(reboot.code, None, "it must have been killed: {reboot}");
         } else {
-            assert_eq!(done.code, Some(3), "{done}");
+            assert_eq!(reboot.code, Some(3), "{reboot}");
         }
-        assert_eq!(guest.status(), "needs-recovery", "{done}");
+        assert_eq!(guest.status(), "needs-recovery", "{reboot}");
         guest.reboot("warm", &[]).status(1).prints(&["rekindle recover"]);
         guest.rekindle(&["recover"]).ok()
     }
 
-    fn lost(&self, done: &CommandResult) {
+    /// Runs `recover` after a reboot that has lost the guest's memory.
+    fn recover_without_memory(&self, reboot: &CommandResult) {
         let status = self.guest.status();
-        assert!(["needs-recovery", "ended"].contains(&status.as_str()), "{status} after {done}");
+        assert!(["needs-recovery", "ended"].contains(&status.as_str()), "{status} after {reboot}");
         self.guest.rekindle(&["recover"]).ok().prints(&["memory was lost", "booted"]);
-        self.fresh();
+        self.assert_booted();
     }
 
-    fn booted(&self, done: CommandResult) {
-        let recovered = self.needs_recovery(done);
+    /// Runs `recover` after a cold reboot.
+    fn recover_by_booting(&self, reboot: CommandResult) {
+        let recovered = self.recover(reboot);
         assert!(!recovered.stdout.contains("with its memory"), "it was booted: {recovered}");
-        self.fresh();
+        self.assert_booted();
     }
 
-    fn kept(&self) {
+    fn assert_in_old_qemu(&self) {
+        assert_eq!(self.guest.only_qemu().process.pid, self.old_qemu, "it has to run where it ran before");
+    }
+
+    fn assert_in_new_qemu(&self) {
+        assert_ne!(self.guest.only_qemu().process.pid, self.old_qemu, "it has to run in the new QEMU");
+    }
+
+    fn assert_memory_kept(&self) {
         self.guest.verify();
         assert_eq!(self.guest.boot_id(), self.boot, "another boot of the guest");
     }
 
-    fn fresh(&self) {
+    fn assert_booted(&self) {
         self.guest.wait_ready();
         assert_ne!(self.guest.boot_id(), self.boot);
     }
 }
 
-/// `recover` is killed again and again, at another moment each time, and at last left alone.
+/// Kills `recover` at several moments. The last `recover`, which is not killed, must succeed.
 #[test]
 fn recover_can_itself_be_killed() {
     let lab = Lab::new();
@@ -393,7 +423,7 @@ fn recover_can_itself_be_killed() {
     }
 }
 
-/// Both QEMUs die with the state already saved: a fresh one takes the guest over from the file.
+/// Both QEMUs die after the state was saved: a new QEMU loads it from the file.
 #[test]
 fn both_qemus_die_after_the_state_was_saved() {
     let lab = Lab::new();
@@ -416,7 +446,7 @@ fn both_qemus_die_after_the_state_was_saved() {
     assert_ticks_once(&guest.file("console.log"));
 }
 
-/// The watch would see it: two QEMUs that are both told to run one guest.
+/// Checks the [`Watch`] itself: both QEMUs of one guest are resumed.
 #[test]
 #[should_panic(expected = "two QEMUs ran one guest")]
 fn the_watch_sees_two_qemus_that_run_one_guest() {

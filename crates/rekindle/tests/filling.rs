@@ -1,5 +1,5 @@
-//! Checkpoints while a restore still fills: each is whole, whatever dies meanwhile. Every page of some of them is compared with
-//! the guest's memory at the very moment.
+//! Checkpoints during the fill of a restore: each is complete, whichever process dies meanwhile. Every page of some of them
+//! is compared with the guest's memory at the moment of the checkpoint.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -25,9 +25,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Lets a pager work for a small part of the time only, so that its restore takes long. On a busy machine it is stopped late, and then
-/// for the longer.
-struct Slow {
+/// Stops a pager for most of the time, so that its fill takes long; the pager is fast again on drop. On a busy machine the
+/// pager is stopped late, and then for longer.
+struct Slowdown {
     end: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -39,19 +39,19 @@ fn signal(process: Process, signal: Signal) {
     }
 }
 
-impl Slow {
-    fn down(process: Process) -> Self {
+impl Slowdown {
+    fn of(process: Process) -> Self {
         let end = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&end);
+        let is_over = Arc::clone(&end);
         let thread = thread::spawn(move || {
             let mut worked = Duration::from_millis(1);
-            while !told.load(Ordering::Relaxed) {
+            while !is_over.load(Ordering::Relaxed) {
                 signal(process, Signal::STOP);
                 thread::sleep((worked * 40).min(Duration::from_millis(400)));
-                let since = Instant::now();
+                let resumed = Instant::now();
                 signal(process, Signal::CONT);
                 thread::sleep(Duration::from_millis(1));
-                worked = since.elapsed();
+                worked = resumed.elapsed();
             }
             signal(process, Signal::CONT);
         });
@@ -59,95 +59,128 @@ impl Slow {
     }
 }
 
-impl Drop for Slow {
+impl Drop for Slowdown {
     fn drop(&mut self) {
         self.end.store(true, Ordering::Relaxed);
         let _ = self.thread.take().unwrap().join();
     }
 }
 
-/// Runs of a file that hold something, zeroes among it.
-fn runs(file: &File) -> Vec<Range<u64>> {
+/// Returns the populated runs of a file: all except its holes. Zeroes may be populated.
+fn populated_runs(file: &File) -> Vec<Range<u64>> {
     let length = file.metadata().unwrap().len();
-    let (mut runs, mut at) = (Vec::new(), 0);
-    while let Ok(start) = seek(file, SeekFrom::Data(at)) {
-        at = seek(file, SeekFrom::Hole(start)).unwrap_or(length);
-        runs.push(start..at);
+    let (mut runs, mut end) = (Vec::new(), 0);
+    while let Ok(start) = seek(file, SeekFrom::Data(end)) {
+        end = seek(file, SeekFrom::Hole(start)).unwrap_or(length);
+        runs.push(start..end);
     }
     runs
 }
 
-/// Copy a file so that what holds something holds something, and nothing else does. `cp` does not: of a page that is all zero it makes
-/// a hole, which here is one that is missing.
-fn copy(from: &Path, to: &Path) {
-    let (from, to) = (File::open(from).unwrap(), File::create(to).unwrap());
-    to.set_len(from.metadata().unwrap().len()).unwrap();
+/// Copies a file with the same holes. `cp` turns pages of zeroes into holes, which here stand for missing pages.
+fn copy_with_holes(source: &Path, copy: &Path) {
+    let (source, copy) = (File::open(source).unwrap(), File::create(copy).unwrap());
+    copy.set_len(source.metadata().unwrap().len()).unwrap();
     let mut buffer = Vec::new();
-    for run in runs(&from) {
-        for at in run.clone().step_by(1 << 20) {
-            buffer.resize((run.end - at).min(1 << 20) as usize, 0);
-            from.read_exact_at(&mut buffer, at).unwrap();
-            to.write_all_at(&buffer, at).unwrap();
+    for run in populated_runs(&source) {
+        for offset in run.clone().step_by(1 << 20) {
+            buffer.resize((run.end - offset).min(1 << 20) as usize, 0);
+            source.read_exact_at(&mut buffer, offset).unwrap();
+            copy.write_all_at(&buffer, offset).unwrap();
         }
     }
 }
 
-/// Where the copier reads and writes.
-const FROM: &str = "REKINDLE_TEST_COPY_FROM";
-const TO: &str = "REKINDLE_TEST_COPY_TO";
+/// Environment variables of [`copier`]: the paths of its source and its copy.
+const COPY_SOURCE: &str = "REKINDLE_TEST_COPY_FROM";
+const COPY: &str = "REKINDLE_TEST_COPY_TO";
+
+/// The name of the test that the disk hook runs, as the test binary takes it.
+const COPIER: &str = "copier";
 
 #[test]
 #[ignore = "run by the disk hook of the other tests"]
 fn copier() {
     let path = |name| PathBuf::from(std::env::var_os(name).unwrap());
-    copy(&path(FROM), &path(TO));
+    copy_with_holes(&path(COPY_SOURCE), &path(COPY));
 }
 
 #[test]
 fn a_page_of_zeroes_is_there_in_a_copy_and_a_hole_is_not() {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-    let [from, to] = ["from", "to"].map(|name| directory.path().join(name));
-    let file = File::create(&from).unwrap();
+    let [source, copy] = ["from", "to"].map(|name| directory.path().join(name));
+    let file = File::create(&source).unwrap();
     file.set_len(64 * PAGE_SIZE as u64).unwrap();
     for (page, byte) in [(3, 1), (4, 0), (9, 0), (40, 7)] {
         file.write_all_at(&[byte; PAGE_SIZE], page * PAGE_SIZE as u64).unwrap();
     }
-    copy(&from, &to);
+    copy_with_holes(&source, &copy);
     let to_pages = |run: &Range<u64>| run.start / PAGE_SIZE as u64..run.end / PAGE_SIZE as u64;
-    let there: Vec<_> = runs(&File::open(&to).unwrap()).iter().map(to_pages).collect();
-    assert_eq!(there, [3..5, 9..10, 40..41]);
-    assert_eq!(fs::read(&from).unwrap(), fs::read(&to).unwrap());
+    let populated: Vec<_> = populated_runs(&File::open(&copy).unwrap()).iter().map(to_pages).collect();
+    assert_eq!(populated, [3..5, 9..10, 40..41]);
+    assert_eq!(fs::read(&source).unwrap(), fs::read(&copy).unwrap());
 }
 
-/// A guest with a store, and copies of its memory that are made in the pause of a checkpoint.
-struct Case<'a> {
+/// A guest with a store. Its protector's disk hook copies the guest's memory in the pause of a checkpoint.
+struct ProtectedGuest<'a> {
     lab: &'a Lab,
     guest: Guest<'a>,
     store: PathBuf,
+    /// The shell command that makes the copies.
     hook: String,
 }
 
-impl<'a> Case<'a> {
-    /// A guest whose memory has a pattern, is being written all the time, and is in a store.
-    fn new(lab: &'a Lab, name: &str, memory: &str, touched: u32) -> Self {
+/// A checkpoint whose pages have been compared with a copy of the memory.
+struct ComparedCheckpoint {
+    /// The protector's event.
+    event: Value,
+    /// The number of pages that were missing in the guest's memory.
+    missing: u64,
+}
+
+impl ComparedCheckpoint {
+    fn number(&self) -> u64 {
+        self.event["number"].as_u64().unwrap()
+    }
+
+    /// Asserts that it contains only changed pages, and whether it was taken during the fill.
+    #[track_caller]
+    fn assert_incremental(&self, is_filling: bool) {
+        assert_eq!(self.event["filling"], is_filling);
+        assert_eq!(self.event["full"], false);
+    }
+}
+
+/// A restore whose pager is slow.
+struct SlowRestore {
+    /// The number of the checkpoint that is restored.
+    checkpoint: u64,
+    slowdown: Slowdown,
+}
+
+impl<'a> ProtectedGuest<'a> {
+    /// Boots a guest, fills `touched_mib` of its memory with a pattern, has it write there continuously, and takes two
+    /// checkpoints.
+    fn new(lab: &'a Lab, name: &str, memory: &str, touched_mib: u32) -> Self {
         let guest = lab.vm(name).memory(memory).boot(&[]);
-        guest.touch(&format!("{touched}M"));
-        guest.ask(&format!("dirty 6 {touched} random"));
+        guest.touch(&format!("{touched_mib}M"));
+        guest.ask(&format!("dirty 6 {touched_mib} random"));
         let store = store(lab, name);
-        let (ram, aside) = (lab.run_root().join(".ram"), lab.path("aside"));
-        fs::create_dir(&aside).unwrap();
-        // One that fails is taken again under its number: then it is the memory of that moment that counts.
+        let (ram, copies) = (lab.run_root().join(".ram"), lab.path("copies"));
+        fs::create_dir(&copies).unwrap();
+        // A checkpoint that fails is repeated under the same number, and so is its copy.
         let hook = format!(
             "cd {}; [ -e want ] || [ -e $REKINDLE_CHECKPOINT ] || exit 0
-             {FROM}=$(echo {}/{name}-*.ram) {TO}=part {} copier --exact --ignored && mv part $REKINDLE_CHECKPOINT && rm -f want",
-            aside.display(),
+             export {COPY_SOURCE}=$(echo {}/{name}-*.ram) {COPY}=part
+             {} {COPIER} --exact --ignored && mv part $REKINDLE_CHECKPOINT && rm -f want",
+            copies.display(),
             ram.display(),
             std::env::current_exe().unwrap().display()
         );
-        let case = Self { lab, guest, store, hook };
-        let mut protector = case.protect(&["--count", "2"]);
+        let protected = Self { lab, guest, store, hook };
+        let mut protector = protected.protect(&["--count", "2"]);
         assert!(protector.child.wait().unwrap().success());
-        case
+        protected
     }
 
     fn protect(&self, arguments: &[&str]) -> Protector {
@@ -159,12 +192,15 @@ impl<'a> Case<'a> {
         Protector::start_with(&self.guest, self.lab, &self.store, &all, environment)
     }
 
-    /// The host dies; the guest goes on from the newest checkpoint, and its pager is slow.
-    fn restore(&self) -> (u64, Slow) {
+    /// Simulates a crash of the guest's host and restores the newest checkpoint with a slow pager.
+    fn crash_and_restore(&self) -> SlowRestore {
         crash(&self.guest);
         let restored = restore(&self.guest, &self.store, &[]);
-        let pager = wait_for("a pager", DEADLINE, || pager(&self.guest));
-        (restored["checkpoint"].as_u64().unwrap(), Slow::down(pager))
+        SlowRestore { checkpoint: restored["checkpoint"].as_u64().unwrap(), slowdown: self.slow_down_pager() }
+    }
+
+    fn slow_down_pager(&self) -> Slowdown {
+        Slowdown::of(wait_for("a pager", DEADLINE, || pager(&self.guest)))
     }
 
     fn is_filling(&self) -> bool {
@@ -172,26 +208,26 @@ impl<'a> Case<'a> {
         text.contains("\"filling\"")
     }
 
-    /// Wait for a checkpoint of which there is a copy; compare all pages. What is not there yet has to be as in `restored`.
-    /// Gives the checkpoint and how many pages were not there.
+    /// Requests a copy of the memory, waits for the checkpoint of that moment, and asserts that all pages are the same.
+    /// Pages that are missing in the memory must be as in checkpoint `restored`.
     #[track_caller]
-    fn compare_next(&self, protector: &mut Protector, restored: u64) -> (Value, u64) {
-        let aside = self.lab.path("aside");
-        fs::write(aside.join("want"), []).unwrap();
+    fn compare_next(&self, protector: &mut Protector, restored: u64) -> ComparedCheckpoint {
+        let copies = self.lab.path("copies");
+        fs::write(copies.join("want"), []).unwrap();
         loop {
-            let checkpoint = protector.wait("checkpoint");
-            let copy = aside.join(checkpoint["number"].to_string());
+            let event = protector.wait("checkpoint");
+            let copy = copies.join(event["number"].to_string());
             if copy.exists() {
-                let missing = compare(&self.store, &copy, checkpoint["number"].as_u64().unwrap(), restored);
+                let missing = compare(&self.store, &copy, event["number"].as_u64().unwrap(), restored);
                 fs::remove_file(copy).unwrap();
-                return (checkpoint, missing);
+                return ComparedCheckpoint { event, missing };
             }
         }
     }
 
-    /// The userfaultfds in its QEMU.
+    /// Counts the userfaultfds in QEMU.
     fn userfaultfds(&self) -> usize {
-        // It may be in the pause of a checkpoint.
+        // The guest may be in the pause of a checkpoint.
         let qemus = self.guest.qemus();
         let [qemu] = qemus.as_slice() else { panic!("{} QEMUs", qemus.len()) };
         remote::existing(qemu.process).unwrap().len()
@@ -203,41 +239,45 @@ fn image(store: &Path, number: u64) -> Image {
     Image::open(&url, &ReadOptions { at: Some(number), ..ReadOptions::default() }).unwrap()
 }
 
-/// Every page of the main RAM of a checkpoint against a copy of the memory of that moment.
+/// Compares every page of the main RAM of checkpoint `number` with a copy of the memory at that moment. Returns how many
+/// pages are missing in the copy; they must be as in checkpoint `restored`.
 #[track_caller]
 fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
-    let (now, before) = (image(store, number), image(store, restored));
-    let main = now.info().blocks.iter().position(|block| block.id == "ram").expect("main RAM");
+    let (checkpoint, restored_checkpoint) = (image(store, number), image(store, restored));
+    let main = checkpoint.info().blocks.iter().position(|block| block.id == "ram").expect("main RAM");
     let copy = File::open(copy).unwrap();
     let length = copy.metadata().unwrap().len();
-    assert_eq!(now.info().blocks[main].used, length);
+    assert_eq!(checkpoint.info().blocks[main].used, length);
     let (mut wrong, mut missing) = (Vec::new(), 0);
-    let (mut there, mut ours) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
-    let mut data = runs(&copy).into_iter().peekable();
+    let (mut expected, mut actual) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
+    let mut populated = populated_runs(&copy).into_iter().peekable();
     for page in 0..length / PAGE_SIZE as u64 {
-        let at = page * PAGE_SIZE as u64;
-        while data.next_if(|run| run.end <= at).is_some() {}
-        let is_there = data.peek().is_some_and(|run| run.contains(&at));
-        now.read_page(main, page, &mut ours).unwrap();
-        if is_there {
-            copy.read_exact_at(&mut there, at).unwrap();
+        let offset = page * PAGE_SIZE as u64;
+        while populated.next_if(|run| run.end <= offset).is_some() {}
+        let is_populated = populated.peek().is_some_and(|run| run.contains(&offset));
+        checkpoint.read_page(main, page, &mut actual).unwrap();
+        if is_populated {
+            copy.read_exact_at(&mut expected, offset).unwrap();
         } else {
             missing += 1;
-            before.read_page(main, page, &mut there).unwrap();
+            restored_checkpoint.read_page(main, page, &mut expected).unwrap();
         }
-        if ours != there {
+        if actual != expected {
             wrong.push(page);
             let mut old = [0; PAGE_SIZE];
-            before.read_page(main, page, &mut old).unwrap();
-            let differ: Vec<_> = (0..PAGE_SIZE).filter(|n| ours[*n] != there[*n]).collect();
+            restored_checkpoint.read_page(main, page, &mut old).unwrap();
+            let differ: Vec<_> = (0..PAGE_SIZE).filter(|n| actual[*n] != expected[*n]).collect();
             let (first, last) = (differ[0], differ[differ.len() - 1]);
-            let (is_old, is_zero, was_old) = (ours == old, ours == [0; PAGE_SIZE], there == old);
             eprintln!(
-                "page {page} of checkpoint {number}: {} bytes differ, from {first} to {last}: {:02x?} there and {:02x?} in the checkpoint; there: \
-                 {is_there}, as in {restored}: {was_old}; in the checkpoint as in {restored}: {is_old}, zero: {is_zero}",
+                "page {page} of checkpoint {number}: {} bytes differ, from {first} to {last}\n\
+                 memory: {:02x?}, populated: {is_populated}, as in checkpoint {restored}: {}\n\
+                 checkpoint: {:02x?}, zero: {}, as in checkpoint {restored}: {}",
                 differ.len(),
-                &there[first..(first + 16).min(PAGE_SIZE)],
-                &ours[first..(first + 16).min(PAGE_SIZE)],
+                &expected[first..(first + 16).min(PAGE_SIZE)],
+                expected == old,
+                &actual[first..(first + 16).min(PAGE_SIZE)],
+                actual == [0; PAGE_SIZE],
+                actual == old,
             );
         }
     }
@@ -249,173 +289,176 @@ fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
 fn a_checkpoint_during_the_fill_is_whole_and_can_be_restored() {
     for policy in ["precopy", "basic"] {
         let lab = Lab::new();
-        let case = Case::new(&lab, policy, "256M", 112);
-        let (boot, tick) = (case.guest.boot_id(), case.guest.tick());
-        let (restored, slow) = case.restore();
-        // The checkpoint that is restored is kept for as long as its pages are brought.
-        let mut protector = case.protect(&["--policy", policy, "--keep", "2"]);
+        let protected = ProtectedGuest::new(&lab, policy, "256M", 112);
+        let guest = &protected.guest;
+        let (boot, tick) = (guest.boot_id(), guest.tick());
+        let restore = protected.crash_and_restore();
+        // The checkpoint that is restored is kept for as long as its pages are loaded.
+        let mut protector = protected.protect(&["--policy", policy, "--keep", "2"]);
         let attached = protector.wait("attached");
-        assert_eq!((attached["filling"].clone(), attached["incremental"].clone()), (true.into(), true.into()));
-        let (mut newest, mut most) = (0, 0);
+        assert_eq!(attached["filling"], true);
+        assert_eq!(attached["incremental"], true);
+        let (mut newest, mut most_dirty_bytes) = (0, 0);
         for round in 0..3 {
-            let (checkpoint, missing) = case.compare_next(&mut protector, restored);
-            most = most.max(checkpoint["dirty_bytes"].as_u64().unwrap());
-            assert_eq!((checkpoint["filling"].clone(), checkpoint["full"].clone()), (true.into(), false.into()));
-            assert!(missing > 1000, "round {round}: only {missing} pages had not come");
-            newest = checkpoint["number"].as_u64().unwrap();
+            let checkpoint = protected.compare_next(&mut protector, restore.checkpoint);
+            checkpoint.assert_incremental(true);
+            let missing = checkpoint.missing;
+            assert!(missing > 1000, "round {round}: only {missing} pages were missing");
+            most_dirty_bytes = most_dirty_bytes.max(checkpoint.event["dirty_bytes"].as_u64().unwrap());
+            newest = checkpoint.number();
         }
-        assert!(case.is_filling(), "it was to be slow");
+        assert!(protected.is_filling(), "the pager was not slow enough");
         // 64 MB, 16 bytes a page, and the pages of a checkpoint in flight.
-        let bound = 64_000_000 + 16 * ((256 << 20) / PAGE_SIZE as u64) + most;
+        let bound = 64_000_000 + 16 * ((256 << 20) / PAGE_SIZE as u64) + most_dirty_bytes;
         assert!(protector.most_memory() < bound, "{} of {bound} bytes", protector.most_memory());
-        eprintln!("{policy}: at most {} bytes of memory, {most} of them in flight", protector.most_memory());
-        drop(slow);
-        // A restore of a restore that had not ended.
-        let (again, slow) = case.restore();
-        assert!(again >= newest && newest > restored);
-        drop((slow, protector));
-        assert_eq!(case.guest.boot_id(), boot, "the guest went on, and was not booted");
-        wait_for("its ticks to go on", DEADLINE, || (case.guest.tick() > tick).then_some(()));
-        case.guest.verify();
-        wait_filled(&case.guest);
-        case.guest.verify();
-        case.guest.assert_sound();
+        eprintln!("{policy}: at most {} bytes of memory, {most_dirty_bytes} in flight", protector.most_memory());
+        drop(restore.slowdown);
+        // The guest crashes and is restored before its fill has ended.
+        let second_restore = protected.crash_and_restore();
+        assert!(second_restore.checkpoint >= newest && newest > restore.checkpoint);
+        drop((second_restore, protector));
+        assert_eq!(guest.boot_id(), boot, "the guest was booted instead of resumed");
+        wait_for("the guest to tick", DEADLINE, || (guest.tick() > tick).then_some(()));
+        guest.verify();
+        wait_filled(guest);
+        guest.verify();
+        guest.assert_sound();
     }
 }
 
 #[test]
 fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
     let lab = Lab::new();
-    let case = Case::new(&lab, "mortal", "256M", 112);
-    let (restored, mut slow) = case.restore();
-    let all = ["--keep", "1000"];
-    let mut protector = case.protect(&all);
+    let protected = ProtectedGuest::new(&lab, "mortal", "256M", 112);
+    let guest = &protected.guest;
+    let SlowRestore { checkpoint: restored, mut slowdown } = protected.crash_and_restore();
+    let arguments = ["--keep", "1000"];
+    let mut protector = protected.protect(&arguments);
     for round in 0..4 {
-        let (_, missing) = case.compare_next(&mut protector, restored);
-        assert!(case.is_filling() && missing > 0, "it was to be slow");
+        let checkpoint = protected.compare_next(&mut protector, restored);
+        assert!(protected.is_filling() && checkpoint.missing > 0, "the pager was not slow enough");
         if round % 2 == 0 {
             protector.kill();
-            protector = case.protect(&all);
+            protector = protected.protect(&arguments);
             assert_eq!(protector.wait("attached")["filling"], true);
         } else {
-            let victim = pager(&case.guest).expect("it is filling");
-            drop(slow);
-            kill_watcher(&case.guest);
-            victim.kill().unwrap();
-            assert!(victim.wait_end(Duration::from_secs(10)).unwrap());
-            // No checkpoint stops the guest while nobody brings what it may need then.
-            let said = protector.wait("waiting");
-            assert!(said["state"].as_str().unwrap().contains("rekindle recover"), "{said}");
-            case.guest.rekindle(&["recover"]).ok();
-            slow = Slow::down(wait_for("a pager", DEADLINE, || pager(&case.guest)));
-            // It may have been about to stop the guest: then it has begun anew by now, while there is still something to come.
+            let pager = pager(guest).expect("it is filling");
+            drop(slowdown);
+            kill_watcher(guest);
+            pager.kill().unwrap();
+            assert!(pager.wait_end(Duration::from_secs(10)).unwrap());
+            // Without a pager no checkpoint stops the guest: it may need a page meanwhile.
+            let waiting = protector.wait("waiting");
+            assert!(waiting["state"].as_str().unwrap().contains("rekindle recover"), "{waiting}");
+            guest.rekindle(&["recover"]).ok();
+            slowdown = protected.slow_down_pager();
+            // Also if the protector was about to stop the guest: it has started again by now, while pages are still missing.
             assert_eq!(protector.wait("checkpoint")["filling"], true);
         }
     }
-    drop(slow);
-    // From the pager's record to one of our own: not one page is lost, and nothing is read again.
+    drop(slowdown);
+    // The protector replaces the pager's write record with its own: no page is lost, and none is read again.
     protector.wait("filled");
     for _ in 0..3 {
-        let (checkpoint, _) = case.compare_next(&mut protector, restored);
-        assert_eq!((checkpoint["filling"].clone(), checkpoint["full"].clone()), (false.into(), false.into()));
+        protected.compare_next(&mut protector, restored).assert_incremental(false);
     }
-    wait_filled(&case.guest);
-    wait_for("the pager to close its descriptor", DEADLINE, || (case.userfaultfds() == 1).then_some(()));
+    wait_filled(guest);
+    wait_for("the pager to close its descriptor", DEADLINE, || (protected.userfaultfds() == 1).then_some(()));
     protector.next_checkpoint();
-    crash(&case.guest);
+    crash(guest);
     drop(protector);
-    restore(&case.guest, &case.store, &[]);
-    case.guest.verify();
-    wait_filled(&case.guest);
-    case.guest.verify();
-    case.guest.assert_sound();
+    restore(guest, &protected.store, &[]);
+    guest.verify();
+    wait_filled(guest);
+    guest.verify();
+    guest.assert_sound();
 }
 
-/// A protector says that it waits, and why. That the pager does not serve yet is also a reason: it has only just been started.
+/// Waits until a protector reports that it waits for `reason`. Before, it may report that the pager does not serve yet: the
+/// pager has just been started.
 #[track_caller]
-fn waits_because(protector: &mut Protector, why: &str) {
+fn wait_for_waiting(protector: &mut Protector, reason: &str) {
     loop {
-        let said = protector.wait("waiting");
-        let state = said["state"].as_str().unwrap();
-        if state.contains(why) {
+        let waiting = protector.wait("waiting");
+        let state = waiting["state"].as_str().unwrap();
+        if state.contains(reason) {
             return;
         }
-        assert!(state.contains("it has no pager"), "{said}");
+        assert!(state.contains("it has no pager"), "{waiting}");
     }
 }
 
 #[test]
-fn where_the_record_of_the_pager_is_nothing_to_go_by_protection_waits_until_it_has_ended() {
+fn where_the_record_of_the_pager_cannot_be_used_protection_waits_until_it_has_ended() {
     let lab = Lab::new();
-    let case = Case::new(&lab, "waits", "192M", 64);
-    let (restored, slow) = case.restore();
-    // Another store, and a policy that wants the memory for itself.
-    let other = store(&lab, "elsewhere");
-    let path = other.to_str().unwrap();
-    let mut elsewhere = Protector::start(&case.guest, &lab, Path::new(path), &["--every", "100ms"]);
-    waits_because(&mut elsewhere, "another store");
+    let protected = ProtectedGuest::new(&lab, "waits", "192M", 64);
+    let guest = &protected.guest;
+    let SlowRestore { checkpoint: restored, slowdown } = protected.crash_and_restore();
+    // Another store, and a policy that needs its own write record.
+    let mut elsewhere = Protector::start(guest, &lab, &store(&lab, "elsewhere"), &["--every", "100ms"]);
+    wait_for_waiting(&mut elsewhere, "another store");
     drop(elsewhere);
-    let mut cow = case.protect(&["--policy", "cow", "--keep", "1000"]);
-    waits_because(&mut cow, "policy cow");
-    drop(slow);
+    let mut cow = protected.protect(&["--policy", "cow", "--keep", "1000"]);
+    wait_for_waiting(&mut cow, "policy cow");
+    drop(slowdown);
     assert_eq!(cow.wait("checkpoint")["full"], true);
-    case.compare_next(&mut cow, restored);
+    protected.compare_next(&mut cow, restored);
     drop(cow);
-    wait_filled(&case.guest);
-    // An older checkpoint than the newest: what is missing is not what the newest has.
-    crash(&case.guest);
-    let newest = restored.to_string();
-    restore(&case.guest, &case.store, &["--at", &newest]);
-    let slow = Slow::down(wait_for("a pager", DEADLINE, || pager(&case.guest)));
-    let mut protector = case.protect(&["--keep", "1000"]);
-    if case.is_filling() {
-        waits_because(&mut protector, "not the newest");
+    wait_filled(guest);
+    // A checkpoint that is not the newest: the missing pages are not those of the newest.
+    crash(guest);
+    restore(guest, &protected.store, &["--at", &restored.to_string()]);
+    let slowdown = protected.slow_down_pager();
+    let mut protector = protected.protect(&["--keep", "1000"]);
+    if protected.is_filling() {
+        wait_for_waiting(&mut protector, "not the newest");
     }
-    drop(slow);
+    drop(slowdown);
     assert_eq!(protector.wait("checkpoint")["full"], true);
-    case.compare_next(&mut protector, restored);
+    protected.compare_next(&mut protector, restored);
     protector.end();
-    case.guest.verify();
-    case.guest.assert_sound();
+    guest.verify();
+    guest.assert_sound();
 }
 
 #[test]
-fn whoever_dies_at_whichever_step_of_the_end_of_the_fill_the_next_one_finds_out() {
+fn a_death_at_any_step_of_the_end_of_the_fill_is_found_by_the_next_process() {
     let lab = Lab::new();
-    let case = Case::new(&lab, "steps", "128M", 24);
+    let protected = ProtectedGuest::new(&lab, "steps", "128M", 24);
+    let guest = &protected.guest;
     let points: Vec<_> = POINTS.iter().filter(|point| point.starts_with("fill.")).collect();
     assert!(points.len() >= 7);
     for point in points {
         eprintln!("==== {point}");
         let fault = format!("{point}:kill");
         let environment = [("REKINDLE_FAULT", fault.as_str())];
-        let all = ["--keep", "1000"];
-        let of_pager = point.starts_with("fill.end.");
-        let restored = if of_pager {
-            crash(&case.guest);
-            let restored = restore_with(&case.guest, &case.store, &[], &environment);
-            wait_for("the pager to die, and another one in its place", DEADLINE, || {
-                let told = fs::read_to_string(case.guest.file("helpers.json")).unwrap_or_default();
-                told.contains("\"pager\"").then_some(())
+        let arguments = ["--keep", "1000"];
+        let is_of_pager = point.starts_with("fill.end.");
+        let restored = if is_of_pager {
+            crash(guest);
+            let restored = restore_with(guest, &protected.store, &[], &environment);
+            wait_for("the pager to die, and a restart of it", DEADLINE, || {
+                let restarts = fs::read_to_string(guest.file("helpers.json")).unwrap_or_default();
+                restarts.contains("\"pager\"").then_some(())
             });
             restored["checkpoint"].as_u64().unwrap()
         } else {
-            let (restored, slow) = case.restore();
-            let mut protector = case.protect_with(&all, &environment);
+            let restore = protected.crash_and_restore();
+            let mut protector = protected.protect_with(&arguments, &environment);
             assert_eq!(protector.wait("attached")["filling"], true);
-            drop(slow);
+            drop(restore.slowdown);
             protector.wait_killed();
-            restored
+            restore.checkpoint
         };
-        let mut protector = case.protect(&all);
+        let mut protector = protected.protect(&arguments);
         for _ in 0..2 {
-            case.compare_next(&mut protector, restored);
+            protected.compare_next(&mut protector, restored);
         }
-        wait_for("the pager to end", DEADLINE, || (!case.guest.file("fill.json").exists()).then_some(()));
+        wait_filled(guest);
         protector.next_checkpoint();
         protector.end();
-        assert_eq!(case.userfaultfds(), 1, "{point}: the protector's");
-        case.guest.verify();
-        case.guest.assert_sound();
+        assert_eq!(protected.userfaultfds(), 1, "{point}: the protector's");
+        guest.verify();
+        guest.assert_sound();
     }
 }

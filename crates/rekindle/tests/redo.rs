@@ -8,7 +8,8 @@ mod common;
 use common::Lab;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
 use rekindle_disk::redo::format::{EntryKind, PAGE};
-use rekindle_disk::redo::log::Log;
+use rekindle_disk::redo::log::seal::SealRecord;
+use rekindle_disk::redo::log::{Log, SpaceLimit};
 use rekindle_disk::redo::state::LogDirectory;
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeMap;
@@ -30,7 +31,7 @@ fn image_with_log(lab: &Lab, name: &str) -> (PathBuf, PathBuf) {
     for epoch in [1, 2] {
         log.add_ready(log_dir.prepare(epoch).unwrap());
     }
-    let placed = log.allocate(PAGE, PAGE, EntryKind::Data, true).unwrap();
+    let placed = log.allocate(PAGE, PAGE, EntryKind::Data, SpaceLimit::Enforced).unwrap();
     let mut entry = Buffer::new(2 * PAGE as usize);
     entry[PAGE as usize..].fill(1);
     let header = log.header(&placed, &entry[PAGE as usize..]);
@@ -38,8 +39,8 @@ fn image_with_log(lab: &Lab, name: &str) -> (PathBuf, PathBuf) {
     log.file(1).unwrap().write_at(&entry, placed.offset).unwrap();
     log.written(&placed);
     let epoch = log.mark().unwrap();
-    for segment in log.unsealed(epoch).unwrap() {
-        assert!(segment.make_durable(&redo).unwrap());
+    for segment in log.segments_to_seal(epoch).unwrap() {
+        assert_eq!(segment.make_durable(&redo).unwrap(), SealRecord::Written);
     }
     log_dir.record(|state| state.seal(epoch, &[1])).unwrap();
     (image, redo)

@@ -4,15 +4,16 @@
 //! changes QEMU (a userfaultfd, protected pages, a set of descriptors), and detaching removes what is left of that,
 //! also if the protector was killed.
 
+use crate::cleanup::clean_up;
 use crate::definition::{
     Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, OnCrash, OnReboot, Phase, Ram, Span,
 };
+use crate::error::LifeError;
 use crate::host::Host;
-use crate::life::{Held, LifeError, clean_up, run_state};
+use crate::life::Held;
 use crate::lock::{Lock, RunState};
 use crate::rundir::RunDir;
 use crate::state::{Attached, State, format_of};
-use rekindle_kernel::file::flock_holder;
 use rekindle_kernel::inject::{InjectError, Injector};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::RemoteError;
@@ -21,6 +22,7 @@ use rekindle_qemu::adopt::{AdoptError, Adopted, Obstacle};
 use rekindle_qemu::command::{self, Hardware};
 use rekindle_qemu::foreign::{self, Foreign};
 use rekindle_qemu::guest;
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{Vmm, VmmError};
@@ -121,7 +123,7 @@ impl Protection {
     /// # Errors
     /// [`AttachError::Protected`] when another protector holds it.
     pub fn take(rundir: &RunDir) -> Result<Self, AttachError> {
-        let path = lock_path(rundir);
+        let path = rundir.protection_lock();
         let failed = |source| AttachError::File { path: path.clone(), source };
         let mut options = OpenOptions::new();
         let file = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
@@ -136,16 +138,6 @@ impl Protection {
         fs::write(&path, std::process::id().to_string()).map_err(failed)?;
         Ok(Self { _file: file })
     }
-}
-
-fn lock_path(rundir: &RunDir) -> PathBuf {
-    rundir.file("protection.lock")
-}
-
-/// Returns the process that takes checkpoints of a VM.
-#[must_use]
-pub fn protector(rundir: &RunDir) -> Option<Process> {
-    flock_holder(&lock_path(rundir)).ok().flatten().and_then(|pid| Process::of(pid).ok())
 }
 
 /// Attaches to the QEMU behind `monitor` as VM `name`.

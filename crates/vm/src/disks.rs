@@ -4,16 +4,16 @@
 //! What it knew of the guest's cache is lost then.
 
 mod kept;
+mod served;
 mod since;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests;
 
 pub use kept::{Kept, release_memory, reuse};
+pub use served::{served, served_now};
 
-use crate::helpers::served_now;
 use crate::lock::Servers;
-use crate::logs;
 use crate::rundir::RunDir;
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::redo::keeper::EpochId;
@@ -116,11 +116,6 @@ pub enum DisksError {
         #[source]
         source: io::Error,
     },
-}
-
-/// The disks that have a server.
-pub fn served(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
-    hardware.disks.iter().filter(|disk| disk.server)
 }
 
 /// The socket of a server for commands of ours.
@@ -363,7 +358,7 @@ fn command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Command, DisksErr
 fn spawn(rundir: &RunDir, disk: &Disk, command: &mut Command) -> Result<Child, DisksError> {
     let failed = |doing| move |source| DisksError::Io { id: disk.id.clone(), doing, source };
     let mut options = OpenOptions::new();
-    logs::link_log(rundir, &log_name(&disk.id));
+    rundir.link_log(&log_name(&disk.id));
     let opened = options.create(true).append(true).mode(0o600).open(log(rundir, &disk.id));
     let log = opened.map_err(failed("opening its log"))?;
     let again = log.try_clone().map_err(failed("opening its log"))?;

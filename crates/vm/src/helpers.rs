@@ -10,12 +10,10 @@
 //! Each has a lock file or a socket in the run directory that names its process: nothing is found by its arguments.
 
 use crate::disks;
-use crate::journal::{Journal, Kind, Step};
 use crate::rundir::{RunDir, write_json};
 use crate::state::State;
 use rekindle_kernel::file::flock_holder;
 use rekindle_kernel::process::Process;
-use rekindle_qemu::command::Hardware;
 use rekindle_qemu::vmm::Vmm;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -105,26 +103,6 @@ pub fn write_record(rundir: &RunDir, record: &Record) -> io::Result<()> {
     write_json(&rundir.helpers(), record)
 }
 
-/// The hardware whose disks need servers now: there is a QEMU that uses them. None while an operation keeps them from being served.
-///
-/// # Errors
-/// When the run directory cannot be read.
-pub fn served_now(rundir: &RunDir) -> io::Result<Option<Hardware>> {
-    let Some(state) = State::read(rundir)? else { return Ok(None) };
-    let left = Journal::left_behind(rundir)?.map(|journal| journal.operation);
-    let mut qemus = vec![state.vmm.clone()];
-    if let Some(operation) = left {
-        // A move has ended the servers of a stopped guest, and the other host may have its disks by now.
-        if operation.kind == Kind::Move && operation.step >= Step::Suspend {
-            return Ok(None);
-        }
-        qemus.push(operation.from);
-        // One that waits for a checkpoint has servers that wait, too: the restore starts them.
-        qemus.push(operation.to.filter(|_| !matches!(operation.kind, Kind::Restore | Kind::Prepare)));
-    }
-    Ok(qemus.iter().flatten().any(Vmm::is_alive).then_some(state.hardware))
-}
-
 /// The helpers that a VM needs now.
 ///
 /// # Errors
@@ -132,7 +110,7 @@ pub fn served_now(rundir: &RunDir) -> io::Result<Option<Hardware>> {
 pub fn needed(rundir: &RunDir) -> io::Result<Vec<Helper>> {
     let Some(state) = State::read(rundir)? else { return Ok(Vec::new()) };
     let mut needed = Vec::new();
-    if let Some(hardware) = served_now(rundir)? {
+    if let Some(hardware) = disks::served_now(rundir)? {
         needed.extend(disks::served(&hardware).map(|disk| Helper::Disk(disk.id.clone())));
     }
     if state.vmm.as_ref().is_some_and(Vmm::is_alive) {

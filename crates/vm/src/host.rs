@@ -152,7 +152,7 @@ impl Host {
     /// When it cannot be made.
     pub fn create_run_dir(&self, rundir: &RunDir) -> io::Result<()> {
         rundir.create()?;
-        logs::begin(&self.log_dir, rundir)
+        rundir.link_logs(&self.log_dir)
     }
 
     /// The RAM directory of a VM: the one its definition names, or this host's.

@@ -1,35 +1,22 @@
-//! The life of a VM outside a reboot: start, status, shutdown, clean-up.
+//! The life of a VM outside a reboot: start, status, shutdown.
 
-use crate::attach;
-use crate::definition::Definition;
-use crate::disks::{self, DisksError};
+use crate::cleanup::clean_up;
+use crate::disks;
+use crate::error::LifeError;
 use crate::helpers;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation, Step};
 use crate::lock::{self, Lock, LockError, RunState};
-use crate::network::{self, NetworkError};
 use crate::phases;
-use crate::ram;
 use crate::rundir::RunDir;
-use crate::state::State;
-use rekindle_kernel::lockfile;
-use rekindle_kernel::process::Process;
-use rekindle_memory::directory::{RamDirectory, RamError};
-use rekindle_qemu::binary::BinaryError;
-use rekindle_qemu::command::Directory;
-use rekindle_qemu::qmp::{Qmp, QmpError};
-use rekindle_qemu::vmm::{self, Vmm, VmmError};
+use crate::shutdown::{Ended, has_shut_down, shut_down};
+use crate::state::{PreparedError, State};
+use rekindle_qemu::guest::run_state;
+use rekindle_qemu::vmm::{self, Vmm};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
-use std::fs;
 use std::io;
-use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
-
-pub use crate::shutdown::{End, Ended, OFF, PANICKED, SHUT_DOWN, end, shut_down};
-use crate::shutdown::{end_qemus, has_shut_down};
 
 /// How long an operation waits while a phase is saved: all of the guest's memory that is in use is written.
 const SAVED: Duration = Duration::from_secs(120);
@@ -37,139 +24,6 @@ const SAVED: Duration = Duration::from_secs(120);
 const NAMED: Duration = Duration::from_secs(1);
 /// Time between two attempts to take the lock.
 const RETRY: Duration = Duration::from_millis(5);
-
-/// Why something could not be done with a VM.
-#[derive(Debug, thiserror::Error)]
-pub enum LifeError {
-    /// There is no such VM.
-    #[error("there is no VM {name}; `rekindle ls` lists them")]
-    Unknown {
-        /// Its name.
-        name: String,
-    },
-    /// It runs already.
-    #[error("VM {name} runs already (QEMU process {pid}); stop it first: rekindle stop {name}")]
-    Running {
-        /// Its name.
-        name: String,
-        /// The QEMU.
-        pid: u32,
-    },
-    /// A VM of that name was there, and may be wanted again.
-    #[error(
-        "there is a VM {name} already, whose QEMU has ended; choose another name, or remove that VM: rekindle stop {name}"
-    )]
-    NameTaken {
-        /// Its name.
-        name: String,
-    },
-    /// Its QEMU waits for a checkpoint.
-    #[error(
-        "VM {name} does not run: it is prepared for a restore (QEMU process {pid} waits); continue with `rekindle restore {name} \
-         --store URL`, or remove it: rekindle stop {name}"
-    )]
-    Prepared {
-        /// Its name.
-        name: String,
-        /// The QEMU that waits.
-        pid: u32,
-    },
-    /// Its QEMU has ended.
-    #[error("VM {name} does not run: its QEMU has ended; its log ends with:\n{log}\nstart it again: rekindle run FILE")]
-    Ended {
-        /// Its name.
-        name: String,
-        /// The end of the log.
-        log: String,
-    },
-    /// An operation was interrupted.
-    #[error("VM {name}: `rekindle {kind}` was interrupted {step}; finish or undo it first: rekindle recover {name}")]
-    NeedsRecovery {
-        /// Its name.
-        name: String,
-        /// What it was.
-        kind: Kind,
-        /// How far it got.
-        step: Step,
-    },
-    /// Rekindle has not started its QEMU.
-    #[error(
-        "VM {name} was attached to, and not started by Rekindle ({starter}): use the program that started it for {what}; \
-         rekindle detach {name} releases it"
-    )]
-    Attached {
-        /// Its name.
-        name: String,
-        /// The program that started it.
-        starter: String,
-        /// What was requested.
-        what: &'static str,
-    },
-    /// It was restored from one that Rekindle had not started.
-    #[error(
-        "VM {name} has the hardware of one that Rekindle had not started, whose command line it does not know well enough to give \
-         the guest to another QEMU; to upgrade its QEMU: rekindle protect {name} --store DIR --create-store --count 1, rekindle \
-         stop {name}, rekindle restore {name} --store DIR --qemu PATH"
-    )]
-    Foreign {
-        /// Its name.
-        name: String,
-    },
-    /// The definition asks for what this host or this QEMU does not have.
-    #[error("VM {name} cannot run here:\n{}", list(.problems))]
-    Unfit {
-        /// Its name.
-        name: String,
-        /// What is missing.
-        problems: Vec<String>,
-    },
-    /// A process of it was killed, and does not end: it may still run, or wait in the kernel.
-    #[error(
-        "VM {name}: {what} (process {pid}) was killed and does not end: it may hang in the kernel, on a disk or a share that is away"
-    )]
-    Stuck {
-        /// Its name.
-        name: String,
-        /// Which program.
-        what: &'static str,
-        /// Which process.
-        pid: u32,
-    },
-    /// Another operation runs.
-    #[error(transparent)]
-    Lock(#[from] LockError),
-    /// The QEMU binary is not usable.
-    #[error(transparent)]
-    Binary(#[from] BinaryError),
-    /// The RAM is unavailable.
-    #[error(transparent)]
-    Ram(#[from] RamError),
-    /// The network cannot be set up.
-    #[error(transparent)]
-    Network(#[from] NetworkError),
-    /// A disk cannot be served.
-    #[error(transparent)]
-    Disks(#[from] DisksError),
-    /// QEMU does not start.
-    #[error(transparent)]
-    Vmm(#[from] VmmError),
-    /// QEMU rejects a command.
-    #[error(transparent)]
-    Qmp(#[from] QmpError),
-    /// The run directory fails.
-    #[error("run directory of VM {name}")]
-    RunDir {
-        /// Its name.
-        name: String,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-}
-
-fn list(problems: &[String]) -> String {
-    problems.iter().map(|problem| format!("  - {problem}")).collect::<Vec<_>>().join("\n")
-}
 
 /// The state of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -212,15 +66,6 @@ impl std::fmt::Display for Status {
             Self::NeedsRecovery => f.pad("needs recovery"),
         }
     }
-}
-
-/// QEMU's run state, e.g. `running` or `paused`.
-///
-/// # Errors
-/// When QEMU does not answer.
-pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
-    let status: Value = qmp.execute("query-status", ())?;
-    Ok(status.get("status").and_then(Value::as_str).unwrap_or("unknown").to_owned())
 }
 
 /// Returns the state of a VM, without disturbing an operation on it.
@@ -271,7 +116,7 @@ fn observe(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
         // Between the end of an old QEMU and the record of the new one there is none.
         return lock::holder(rundir).map_or(Status::Ended, Status::Busy);
     };
-    if vmm.monitor.is_some() && attach::protector(rundir).is_some() {
+    if vmm.monitor.is_some() && lock::protector(rundir).is_some() {
         return Status::Protected;
     }
     let answer = vmm.watch(Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
@@ -382,21 +227,6 @@ impl Held {
     }
 }
 
-/// A name for a VM's files outside its run directory. Two users of one such place, or one with two run roots, may both
-/// have a VM `web`: so the name identifies the run directory.
-#[must_use]
-pub fn unique_name(rundir: &RunDir) -> String {
-    let digest = xxhash_rust::xxh3::xxh3_64(rundir.path().as_os_str().as_bytes());
-    format!("{}-{:08x}", rundir.name(), digest as u32)
-}
-
-/// Where a saved reboot of a VM writes the guest's RAM.
-#[must_use]
-pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> PathBuf {
-    let directory = definition.save_dir.as_ref().unwrap_or(&host.save_dir);
-    directory.join(format!("{}.state", unique_name(rundir)))
-}
-
 /// Shuts a VM down and removes all that Rekindle keeps of it. `patience` zero: powers it off immediately.
 ///
 /// *Needs:* no other operation on the VM. *On success:* nothing of it is left but its disks.
@@ -461,7 +291,7 @@ pub fn stoppable(host: &Host, name: &str) -> Result<Stoppable, LifeError> {
     let held = take_to_stop(host, name)?;
     Ok(match held.vmm() {
         Ok(vmm) => Stoppable::Guest(vmm.pid),
-        Err(LifeError::Prepared { pid, .. }) => Stoppable::Prepared(pid),
+        Err(LifeError::Prepared(PreparedError { pid, .. })) => Stoppable::Prepared(pid),
         Err(_) => Stoppable::Files,
     })
 }
@@ -475,65 +305,9 @@ fn take_to_stop(host: &Host, name: &str) -> Result<Held, LifeError> {
     Ok(held)
 }
 
-/// The QEMU that was started in `directory`, whether it was recorded or not, with its children. A process that only names the directory, or has
-/// a file of it open, is not among them.
-///
-/// # Errors
-/// When the lock of the directory is held by a process that cannot be seen.
-pub fn processes_of(directory: &Directory) -> io::Result<Vec<Process>> {
-    let mut found = lockfile::holders(&directory.lock())?;
-    // One that an earlier version of Rekindle has started holds QEMU's own lock only.
-    if let Some(process) = lockfile::owner(&directory.pid())?
-        && !found.contains(&process)
-    {
-        found.push(process);
-    }
-    Ok(found)
-}
-
-/// Removes all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is already gone is not an error, so that
-/// it can be repeated after an interruption.
-///
-/// # Errors
-/// What cannot be removed.
-pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeError> {
-    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
-    end_qemus(rundir, state)?;
-    disks::end(rundir, &state.hardware)?;
-    network::remove(host, &state.hardware)?;
-    if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {
-        for (path, _) in state.hardware.ram_files() {
-            RamDirectory::at(directory)?.remove(&ram::name(&path))?;
-        }
-    }
-    // Its disks' servers have gone, so no candidate of it is to be used any more.
-    match fs::remove_dir_all(phases::directory(host, rundir, &state.definition)) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
-        _ => {}
-    }
-    match fs::remove_file(saved_path(host, rundir, &state.definition)) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
-        _ => {}
-    }
-    rundir.remove().map_err(failed)?;
-    host.release_ram();
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_interrupted_operation_is_called_as_its_command() {
-        let kinds = [Kind::Run, Kind::Prepare, Kind::Restore, Kind::Move, Kind::Stop, Kind::VmmWarm, Kind::OsWarmCache];
-        let steps = [Step::Prepare, Step::Suspend, Step::Saved, Step::Resume, Step::Settle];
-        for (kind, step) in kinds.into_iter().flat_map(|kind| steps.map(|step| (kind, step))) {
-            let e = LifeError::NeedsRecovery { name: "web".into(), kind, step }.to_string();
-            assert!(e.starts_with("VM web: `rekindle ") && e.ends_with("rekindle recover web"), "{e}");
-            assert!(!e.contains(&format!("{kind:?}")) && !e.contains(&format!("{step:?}")), "{e}");
-        }
-    }
 
     #[test]
     fn a_phase_that_is_being_saved_is_waited_for_and_nothing_else() {

@@ -67,6 +67,12 @@ pub fn other(rundir: &RunDir) -> Option<Process> {
     found.filter(|found| Process::current().ok().as_ref() != Some(found))
 }
 
+/// Returns the process that takes checkpoints of a VM.
+#[must_use]
+pub fn protector(rundir: &RunDir) -> Option<Process> {
+    flock_holder(&rundir.protection_lock()).ok().flatten().and_then(|pid| Process::of(pid).ok())
+}
+
 /// Whether it is this very process that works on a VM.
 #[must_use]
 pub fn is_ours(rundir: &RunDir) -> bool {

@@ -1,106 +1,25 @@
-//! The logs of a VM: outside the run directory, and bounded, since a guest can write some of them without end.
-//!
-//! ```text
-//! /run/rekindle/NAME/logs  ->  /var/log/rekindle/NAME/
-//! /run/rekindle/NAME/console.log  ->  logs/console.log         (and so on for each log)
-//!                                     logs/console.log.1, .2   older parts
-//! ```
+//! The logs of a VM: bounded, since a guest can write some of them without end. [`crate::rundir`] links them.
 //!
 //! Each log is written by its own process, QEMU's console log by QEMU, and every one of them appends (`O_APPEND`). Nothing stands between
 //! a writer and its file, so nothing can block a guest. `rekindle watch` checks the lengths a few times a second ([`bound`]). A log
 //! that is too long is copied to `.1` and truncated: its writer continues at the beginning of the same file. What is written between
 //! the end of the copy and the truncation, some microseconds, is lost.
 
-use crate::rundir::RunDir;
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The link to the directory of the logs, in the run directory.
-const DIRECTORY: &str = "logs";
 /// Bytes of one log, unless the host's configuration sets another limit. With its older parts a log may have three times as many.
 pub const LIMIT: u64 = 8 << 20;
 /// The smallest limit that makes sense.
 pub const SMALLEST: u64 = 4 << 10;
 /// Older parts that are kept of each log.
 const KEPT: u32 = 2;
-/// Logs of earlier QEMUs that are kept.
-const QEMUS: u32 = 3;
-/// What a guest can make a process write is in one of these, whatever the VM has.
-const USUAL: [&str; 5] = ["console.log", "pager.log", "phases.log", "protect.log", "watch.log"];
-
-/// Links the logs of a VM, whose run directory exists, to its directory below `root`. What an earlier VM of its name has left there becomes
-/// the older parts. Where that is not possible the logs are in the run directory, bounded all the same.
-///
-/// # Errors
-/// When nothing can be made in the run directory.
-pub fn begin(root: &Path, rundir: &RunDir) -> io::Result<()> {
-    let link = rundir.file(DIRECTORY);
-    if link.symlink_metadata().is_ok() {
-        return Ok(());
-    }
-    let directory = root.join(rundir.name());
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(&directory).and_then(|()| set_aside(&directory));
-    match made.and_then(|()| symlink(&directory, &link)) {
-        Ok(()) => {}
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
-        Err(e) => {
-            tracing::warn!(
-                "{}: {e}; the logs of {} are in {} until it is stopped",
-                directory.display(),
-                rundir.name(),
-                link.display()
-            );
-            DirBuilder::new().recursive(true).mode(0o700).create(&link)?;
-        }
-    }
-    USUAL.iter().for_each(|name| link_log(rundir, name));
-    Ok(())
-}
-
-/// Where the logs of a VM are.
-#[must_use]
-pub fn directory(rundir: &RunDir) -> PathBuf {
-    let link = rundir.file(DIRECTORY);
-    fs::read_link(&link).unwrap_or_else(|_| if link.exists() { link } else { rundir.path().to_owned() })
-}
-
-/// Links the log `name` of the run directory to the directory of the logs.
-pub(crate) fn link_log(rundir: &RunDir, name: &str) {
-    link(rundir, &rundir.file(name), &Path::new(DIRECTORY).join(name));
-}
-
-/// Links the log of the `generation`-th QEMU. Those of the last few QEMUs stay.
-pub(crate) fn link_qemu(rundir: &RunDir, generation: u32) {
-    let name = |generation: u32| format!("qemu-{generation}.log");
-    // The user may have removed it to free space.
-    let _ = DirBuilder::new().recursive(true).mode(0o700).create(directory(rundir));
-    // What a VM of the same name had left.
-    let path = rundir.file(DIRECTORY).join(name(generation));
-    remove(&path);
-    if let Some(old) = generation.checked_sub(QEMUS) {
-        remove(&rundir.file(DIRECTORY).join(name(old)));
-    }
-    link(rundir, &rundir.vmm(generation).log(), &Path::new("..").join(DIRECTORY).join(name(generation)));
-}
-
-fn link(rundir: &RunDir, at: &Path, to: &Path) {
-    // One that an older Rekindle has made has its logs in the run directory.
-    if !rundir.file(DIRECTORY).exists() {
-        return;
-    }
-    match symlink(to, at) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-            tracing::debug!("{}: {e}; this log stays in the run directory", at.display());
-        }
-        _ => {}
-    }
-}
 
 /// Removes a log with its older parts.
-fn remove(log: &Path) {
+pub(crate) fn remove(log: &Path) {
     for path in (1..=KEPT).map(|n| part(log, n)).chain([log.to_owned()]) {
         let _ = fs::remove_file(path);
     }
@@ -121,7 +40,7 @@ fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Makes each log of a directory an older part.
-fn set_aside(directory: &Path) -> io::Result<()> {
+pub(crate) fn set_aside(directory: &Path) -> io::Result<()> {
     listed(directory)?.iter().filter(|path| is_log(path)).try_for_each(|log| {
         shift(log)?;
         fs::rename(log, part(log, 1))
@@ -154,16 +73,14 @@ fn shift(log: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Rotates each log of a VM that is longer than `limit`. Returns those that cannot be bounded, and why.
-pub fn bound(rundir: &RunDir, limit: u64) -> Vec<(PathBuf, io::Error)> {
-    let in_place = |directory: &Path| listed(directory).unwrap_or_default();
-    let mut logs = in_place(rundir.path());
-    logs.extend(in_place(&rundir.file(DIRECTORY)));
+/// Rotates each log of these directories that is longer than `limit`. Returns those that cannot be bounded, and why.
+pub(crate) fn bound(directories: &[&Path], limit: u64) -> Vec<(PathBuf, io::Error)> {
+    let logs = directories.iter().flat_map(|directory| listed(directory).unwrap_or_default());
     let is_long = |path: &PathBuf| is_log(path) && fs::metadata(path).is_ok_and(|found| found.len() > limit);
     let mut failed = Vec::new();
-    for log in logs.iter().filter(|path| is_long(path)) {
-        if let Err(e) = rotate(log, limit) {
-            failed.push((log.clone(), e));
+    for log in logs.filter(is_long) {
+        if let Err(e) = rotate(&log, limit) {
+            failed.push((log, e));
         }
     }
     failed
@@ -226,6 +143,7 @@ impl Throttle {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rundir::RunDir;
     use std::io::Write;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
@@ -233,7 +151,7 @@ mod tests {
     fn made(root: &Path) -> RunDir {
         let rundir = RunDir::new(&root.join("run"), "web");
         rundir.create().unwrap();
-        begin(&root.join("log"), &rundir).unwrap();
+        rundir.link_logs(&root.join("log")).unwrap();
         rundir
     }
 
@@ -246,7 +164,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = made(root.path());
         let log = root.path().join("log/web");
-        assert_eq!(directory(&rundir), log);
+        assert_eq!(rundir.logs(), log);
         fs::write(rundir.console_log(), "first").unwrap();
         rundir.create_vmm(1).unwrap();
         fs::write(rundir.vmm(1).log(), "qemu").unwrap();
@@ -255,7 +173,7 @@ mod tests {
         assert_eq!(fs::read_to_string(log.join("console.log")).unwrap(), "first");
         assert_eq!(fs::read_to_string(log.join("qemu-1.log")).unwrap(), "qemu");
         // A second time nothing happens to them.
-        begin(&root.path().join("log"), &rundir).unwrap();
+        rundir.link_logs(&root.path().join("log")).unwrap();
         assert_eq!(fs::read_to_string(rundir.console_log()).unwrap(), "first");
         rundir.remove().unwrap();
         made(root.path());
@@ -292,11 +210,11 @@ mod tests {
         let mut writer = appending(&rundir.console_log());
         for part in ["1", "2", "3", "4"] {
             writer.write_all(part.repeat(6000).as_bytes()).unwrap();
-            assert!(bound(&rundir, SMALLEST).is_empty());
+            assert!(rundir.bound_logs(SMALLEST).is_empty());
             assert_eq!(fs::metadata(rundir.console_log()).unwrap().len(), 0);
         }
         writer.write_all(b"rest").unwrap();
-        assert!(bound(&rundir, SMALLEST).is_empty());
+        assert!(rundir.bound_logs(SMALLEST).is_empty());
         let log = |name: &str| fs::read_to_string(root.path().join("log/web").join(name)).unwrap();
         assert_eq!(log("console.log"), "rest");
         assert_eq!((log("console.log.1"), log("console.log.2")), ("4".repeat(4096), "3".repeat(4096)));
@@ -319,7 +237,7 @@ mod tests {
             let mut rotated = 0;
             while rotated < 20 {
                 let before = fs::metadata(rundir.console_log()).map_or(0, |found| found.len());
-                assert!(bound(&rundir, SMALLEST).is_empty());
+                assert!(rundir.bound_logs(SMALLEST).is_empty());
                 rotated += u32::from(before > SMALLEST);
                 for n in 1..=KEPT {
                     let length = fs::metadata(part(&root.path().join("log/web/console.log"), n)).map_or(0, |f| f.len());
@@ -338,7 +256,7 @@ mod tests {
         // In the way of its older part.
         fs::create_dir_all(root.path().join("log/web/console.log.1/in-the-way")).unwrap();
         fs::create_dir_all(root.path().join("log/web/console.log.2/in-the-way")).unwrap();
-        assert_eq!(bound(&rundir, SMALLEST).len(), 1);
+        assert_eq!(rundir.bound_logs(SMALLEST).len(), 1);
         assert_eq!(fs::metadata(rundir.console_log()).unwrap().len(), 0);
     }
 
@@ -348,8 +266,8 @@ mod tests {
         fs::write(root.path().join("log"), "a file").unwrap();
         let rundir = made(root.path());
         appending(&rundir.console_log()).write_all(&[b'x'; 6000]).unwrap();
-        assert_eq!(directory(&rundir), rundir.file("logs"));
-        assert!(bound(&rundir, SMALLEST).is_empty());
+        assert_eq!(rundir.logs(), rundir.file("logs"));
+        assert!(rundir.bound_logs(SMALLEST).is_empty());
         assert_eq!(fs::metadata(rundir.console_log()).unwrap().len(), 0);
     }
 }

@@ -6,7 +6,7 @@
 use crate::definition::Definition;
 use crate::disks;
 use crate::host::Host;
-use crate::life::unique_name;
+use crate::names::unique_name;
 use crate::rundir::RunDir;
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::ledger::{Moment, StaleReason};

@@ -4,13 +4,15 @@
 //! is locked, and nothing of it runs. With a [`Plan`], the result of all checks, it becomes a
 //! [`VmSlot`].
 
+use crate::cleanup::clean_up;
 use crate::definition::{Bytes, Definition, memory_flaw};
 use crate::disks::{self, DisksError, Epochs};
+use crate::error::LifeError;
 use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation, Step};
-use crate::life::{LifeError, clean_up, unique_name};
 use crate::lock::Lock;
+use crate::names::unique_name;
 use crate::network;
 use crate::phases;
 use crate::ram;

@@ -11,7 +11,8 @@
 //!   vmm-1/          sockets and log of the first QEMU, vmm-2/ of the next, ...
 //! ```
 
-use crate::logs;
+mod log_links;
+
 use rekindle_kernel::lockfile;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::command::Directory;
@@ -125,6 +126,12 @@ impl RunDir {
         self.file("watch.lock")
     }
 
+    /// Locked by the process that takes checkpoints of an attached VM.
+    #[must_use]
+    pub fn protection_lock(&self) -> PathBuf {
+        self.file("protection.lock")
+    }
+
     /// Locked by the pager, and by a restore until the pager has started.
     #[must_use]
     pub fn pager_lock(&self) -> PathBuf {
@@ -152,7 +159,7 @@ impl RunDir {
     /// The log of the guest's serial console, by the path that does not depend on the run directory.
     #[must_use]
     pub fn console_log(&self) -> PathBuf {
-        logs::directory(self).join("console.log")
+        self.logs().join("console.log")
     }
 
     /// The directory of the `generation`-th QEMU.
@@ -176,7 +183,7 @@ impl RunDir {
             _ => {}
         }
         DirBuilder::new().mode(0o700).create(&directory.0)?;
-        logs::link_qemu(self, generation);
+        self.link_qemu_log(generation);
         Ok(directory)
     }
 }

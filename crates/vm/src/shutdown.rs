@@ -2,12 +2,14 @@
 //! file systems before powering it off.
 
 use crate::disks;
+use crate::error::LifeError;
 use crate::fault;
-use crate::life::{LifeError, processes_of, run_state};
 use crate::lock::{self, Lock, LockError};
+use crate::qemu::{OFF, SHUT_DOWN, end_all};
 use crate::rundir::RunDir;
 use crate::state::State;
 use rekindle_qemu::agent;
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
 use serde::{Deserialize, Serialize};
@@ -66,13 +68,6 @@ impl Ended {
         }
     }
 }
-
-/// QEMU's run states of a guest that has ended by itself: it need not be shut down.
-pub const SHUT_DOWN: &[&str] = &[OFF, PANICKED];
-/// The run state of a guest that has powered itself off, or has reset itself without a reset in place.
-pub const OFF: &str = "shutdown";
-/// The run state of a guest whose kernel has panicked.
-pub const PANICKED: &str = "guest-panicked";
 
 /// Ends a guest in the given way. One whose file systems cannot be frozen is shut down.
 ///
@@ -177,7 +172,7 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
             other => (Some(other?), true),
         };
         // Under an operation in hand too: it may not begin anything new once this has the lock.
-        end_qemus(rundir, &state)?;
+        end_all(rundir, &state)?;
         // One that Rekindle did not start has nothing of the run directory among its arguments.
         if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
             vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
@@ -207,18 +202,4 @@ pub fn end_operation(rundir: &RunDir) -> Result<(), LifeError> {
     } else {
         Err(LifeError::Stuck { name: rundir.name().into(), what: "rekindle", pid: process.pid })
     }
-}
-
-/// Ends every QEMU of a VM immediately.
-pub(crate) fn end_qemus(rundir: &RunDir, state: &State) -> Result<(), LifeError> {
-    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
-    for generation in 1..=state.generation + 1 {
-        for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
-            process.kill().map_err(failed)?;
-            if !process.wait_end(END).map_err(failed)? {
-                return Err(LifeError::Stuck { name: rundir.name().into(), what: "QEMU", pid: process.pid });
-            }
-        }
-    }
-    Ok(())
 }

@@ -1,7 +1,6 @@
 //! What runs: `state.json`.
 
 use crate::definition::Definition;
-use crate::life::LifeError;
 use crate::rundir::{RunDir, write_json};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::mark::Mark;
@@ -78,6 +77,19 @@ pub struct Prepared {
     pub qemu: Option<PathBuf>,
 }
 
+/// A VM has no guest: its QEMU waits for a checkpoint.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "VM {name} does not run: it is prepared for a restore (QEMU process {pid} waits); continue with `rekindle restore {name} \
+     --store URL`, or remove it: rekindle stop {name}"
+)]
+pub struct PreparedError {
+    /// The VM.
+    pub name: String,
+    /// The QEMU that waits.
+    pub pid: u32,
+}
+
 impl Prepared {
     /// What prevents using it.
     ///
@@ -122,10 +134,10 @@ impl State {
     /// Whether there is a guest to do something with, or only a QEMU that waits for one.
     ///
     /// # Errors
-    /// [`LifeError::Prepared`].
-    pub fn refuse_prepared(&self) -> Result<(), LifeError> {
+    /// [`PreparedError`].
+    pub fn refuse_prepared(&self) -> Result<(), PreparedError> {
         match self.prepared.as_ref().filter(|prepared| prepared.vmm.is_alive()) {
-            Some(Prepared { vmm, .. }) => Err(LifeError::Prepared { name: self.hardware.name.clone(), pid: vmm.pid }),
+            Some(Prepared { vmm, .. }) => Err(PreparedError { name: self.hardware.name.clone(), pid: vmm.pid }),
             None => Ok(()),
         }
     }

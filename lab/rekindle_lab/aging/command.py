@@ -12,9 +12,9 @@ from rekindle_lab.aging import exhaustion
 from rekindle_lab.aging.exhaustion import Finding
 from rekindle_lab.aging.quiet import KINDS, false_alarms
 from rekindle_lab.aging.samples import METRICS, SamplesError, read
-from rekindle_lab.bench.report import table
 from rekindle_lab.failure import fail
 from rekindle_lab.numbers import finite, for_json
+from rekindle_lab.tables import table
 
 app = typer.Typer(no_args_is_help=True, help="Find resources that run out on a host and its guests.")
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle_lab.bench.report import table
 from rekindle_lab.failure import fail
 from rekindle_lab.numbers import for_json
+from rekindle_lab.tables import table
 
 if TYPE_CHECKING:  # scipy and statsmodels take a second to load, which would slow down `--help`
     from rekindle_lab.analysis.judge import Verdict

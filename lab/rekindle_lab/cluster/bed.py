@@ -1,4 +1,4 @@
-"""Drives `cluster/bed`: starts it, injects faults, watches; removes everything at the end."""
+"""Drives `tests/cluster/bed`: starts it, injects faults, watches; removes everything at the end."""
 
 import json
 import os
@@ -23,7 +23,7 @@ STORE = "tls://10.99.0.100:7001/web"
 
 
 class BedError(Exception):
-    """A condition was not met in time, or `cluster/bed` has failed."""
+    """A condition was not met in time, or `tests/cluster/bed` has failed."""
 
 
 SELDOM_S = 0.25
@@ -72,9 +72,9 @@ class Bed:
         return self.folder.parent / "running.jsonl"
 
     def call(self, *words: str, check: bool = True) -> str:
-        """Runs `cluster/bed WORDS`."""
+        """Runs `tests/cluster/bed WORDS`."""
         done = subprocess.run(
-            [self.root / "cluster" / "bed", *words],
+            [self.root / "tests/cluster/bed", *words],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -82,14 +82,14 @@ class Bed:
             check=False,
         )
         if check and done.returncode:
-            raise BedError(f"cluster/bed {' '.join(words)}: exit status {done.returncode}: {done.stderr.strip()}")
+            raise BedError(f"tests/cluster/bed {' '.join(words)}: exit status {done.returncode}: {done.stderr.strip()}")
         return done.stdout.strip()
 
     def start_client(self, patience_s: float = counter.PATIENCE) -> None:
         """Starts the client, or replaces it with one that waits `patience_s` for an answer."""
         self.stop_client()
         inside = [
-            str(self.root / "cluster" / "bed"),
+            str(self.root / "tests/cluster/bed"),
             "client",
             sys.executable,
             str(Path(__file__).parent / "counter.py"),

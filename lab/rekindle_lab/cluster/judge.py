@@ -22,7 +22,7 @@ from pathlib import Path
 from . import counter, running
 
 PERIOD_S = 0.05
-"""Period of the guest's ticks, the default of `cluster/bed`."""
+"""Period of the guest's ticks, the default of `tests/cluster/bed`."""
 
 
 @dataclass(frozen=True)

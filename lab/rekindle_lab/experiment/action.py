@@ -3,11 +3,11 @@
 import time
 from typing import Any
 
-from rekindle_lab.bench.os.client import Client, longest_gap
-from rekindle_lab.bench.os.stage import ask_often
 from rekindle_lab.experiment.definition import Guest as About
 from rekindle_lab.experiment.runner import Measured, RunError
 from rekindle_lab.experiment.subject import NAME, Subject
+from rekindle_lab.os_guest import ask_often
+from rekindle_lab.page_client import PageClient, longest_gap
 from rekindle_lab.rekindle import Rekindle, failed_requests, gap_around
 
 ANSWERS = 10
@@ -41,7 +41,7 @@ def _vmm(rekindle: Rekindle, guest: Subject, about: About, words: list[str], mea
 def _os(rekindle: Rekindle, guest: Subject, about: About, words: list[str], measured: Measured) -> None:
     """Reboots its system: the client makes a new connection for each request, since a reboot kills the old ones."""
     ask_often(guest.netns)
-    with Client(guest.netns, guest.address, guest.path) as client:
+    with PageClient(guest.netns, guest.address, guest.path) as client:
         client.wait(ANSWERS)
         time.sleep(UNDISTURBED_S)
         began_us = time.time_ns() // 1000

@@ -4,23 +4,14 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from rekindle_lab.failure import fail
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Removes the run under way; only once, so that a second signal does not interrupt that."""
-    del number, frame
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
-    raise KeyboardInterrupt
+from rekindle_lab.machine import cache, find_root, interrupt_on_signals
 
 
 def command(
@@ -42,10 +33,10 @@ def command(
     from rekindle_lab.experiment import order as orders
     from rekindle_lab.experiment.definition import load
     from rekindle_lab.experiment.guest import GuestRunner
-    from rekindle_lab.experiment.ledger import RUNS, LedgerError
     from rekindle_lab.experiment.runner import CommandRunner, RunError
     from rekindle_lab.experiment.session import ORDER, ExperimentSession, ExperimentStoppedError
     from rekindle_lab.experiment.settings import check
+    from rekindle_lab.runs.ledger import RUNS, LedgerError
     from rekindle_lab.toml import DefinitionError
 
     try:
@@ -64,14 +55,12 @@ def command(
         raise fail("experiment", error) from error
     if experiment.runner == "guest":
         root, binary, machine = _machine(rekindle, qemu)
-        cache = Path(os.environ.get("REKINDLE_CACHE") or Path.home() / ".cache" / "rekindle")
         key = hashlib.sha256(str(folder).encode()).hexdigest()[:6]
-        runner = GuestRunner(experiment, root, binary, machine, cache / "lab", key)
+        runner = GuestRunner(experiment, root, binary, machine, cache() / "lab", key)
         versions = runner.versions()
     else:
         runner, versions = CommandRunner(experiment, file.resolve().parent), {}
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, _interrupt)
+    interrupt_on_signals("experiment")
     try:
         left = ExperimentSession(experiment, folder, runner, versions).run(retry_failed=retry_failed, most=most)
     except KeyboardInterrupt:
@@ -93,11 +82,9 @@ def command(
 
 def _machine(rekindle: Path | None, qemu: str) -> tuple[Path, Path, str]:
     """Returns the project's root, the binary and QEMU's path; raises `typer.Exit` if something is missing."""
-    from rekindle_lab.bench.__main__ import find_root
-
     root = find_root(Path.cwd()) or find_root(Path(__file__).resolve())
     if root is None:
-        raise fail("experiment", "not inside a clone of the project (no parent folder has guest/build)")
+        raise fail("experiment", "not inside a clone of the project (no parent folder has tests/images/build)")
     binary = (rekindle or root / "target" / "release" / "rekindle").resolve()
     if not binary.exists():
         raise fail("experiment", f"{binary} does not exist; run: make build")

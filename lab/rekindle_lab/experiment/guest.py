@@ -5,30 +5,27 @@ out.
 """
 
 import hashlib
-import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_lab import netns
-from rekindle_lab.bench.os.leak import Leaky, Memory, leak_image, leaky
-from rekindle_lab.bench.os.stage import wait_saved
-from rekindle_lab.bench.report import machine_versions, qemu_version
 from rekindle_lab.experiment import action, load, subject
 from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.inside import GuestStatus
-from rekindle_lab.experiment.leftover import end_processes
 from rekindle_lab.experiment.order import Planned
-from rekindle_lab.experiment.processes import mentioning
 from rekindle_lab.experiment.runner import Measured, RunError
 from rekindle_lab.experiment.sampling import Sampler
 from rekindle_lab.experiment.settings import AFTER, IN_WINDOW
 from rekindle_lab.experiment.subject import NAME, Subject
+from rekindle_lab.leak import Leaky, Memory, leak_image, leaky
+from rekindle_lab.machine import machine_versions, qemu_version
+from rekindle_lab.os_guest import wait_saved
 from rekindle_lab.protector import Protector, protected
 from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.runs.processes import mentioning
+from rekindle_lab.runs.workspace import Workspace
 from rekindle_lab.stores import on_disk
 
 
@@ -65,54 +62,28 @@ class GuestRunner:
 
     def clear(self, leaves: dict[str, Any]) -> None:
         """Ends the VM of a run, and what a kill has left; removes its folders and its namespace."""
-        work = Path(leaves["work"])
-        if (work / "run").exists():
-            rekindle = Rekindle(self.binary, work / "run")
-            try:
-                rekindle.stop(NAME)
-            except (RekindleError, subprocess.TimeoutExpired) as error:
-                if "there is no VM" not in str(error) and mentioning(str(work)):
-                    raise RunError(f"{work}: processes of a killed run cannot be ended: {error}") from error
-        end_processes(work / "run", leaves["netns"])
-        subprocess.run(["umount", "-l", work / "ram"], capture_output=True, check=False)
-        subprocess.run(["ip", "netns", "del", leaves["netns"]], capture_output=True, check=False)
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(leaves["disk"], ignore_errors=True)
+        try:
+            Workspace.from_leaves(self.binary, leaves).remove()
+        except RekindleError as error:
+            raise RunError(str(error)) from error
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
         """Executes one run."""
         del planned
         try:
-            with self._place(leaves) as (work, ram, disk):
-                return self._in_place(settings, leaves["netns"], work, ram, disk)
+            with Workspace.from_leaves(self.binary, leaves).made() as space:
+                return self._in_place(settings, space)
         except RekindleError as error:
             raise RunError(str(error)) from error
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             raise RunError(f"{type(error).__name__}: {error}") from error
 
-    @contextmanager
-    def _place(self, leaves: dict[str, Any]) -> Iterator[tuple[Path, Path, Path]]:
-        work, disk = Path(leaves["work"]), Path(leaves["disk"])
-        try:
-            with ExitStack() as stack:
-                ram = work / "ram"
-                ram.mkdir(parents=True)
-                disk.mkdir(parents=True)
-                subprocess.run(
-                    ["mount", "-t", "tmpfs", "-o", "size=90%,mode=0700", "rekindle-lab", ram],
-                    check=True,
-                    capture_output=True,
-                )
-                stack.enter_context(netns.namespace(leaves["netns"]))
-                yield work, ram, disk
-        finally:
-            self.clear(leaves)
-
-    def _in_place(self, settings: dict[str, Any], space: str, work: Path, ram: Path, disk: Path) -> Measured:
+    def _in_place(self, settings: dict[str, Any], space: Workspace) -> Measured:
         about = self.experiment.guest
-        guest = subject.subject(about, settings, subject.image(self.root, about), space, ram, disk)
-        rekindle = Rekindle(self.binary, work / "run")
-        rekindle.run(guest.write(work, self.qemu))
+        image = subject.image(self.root, about)
+        guest = subject.subject(about, settings, image, space.namespaces[0], space.ram, space.disk)
+        rekindle = Rekindle(self.binary, space.work / "run")
+        rekindle.run(guest.write(space.work, self.qemu))
         guest.wait_ready()
         if guest.phases:
             wait_saved(rekindle, guest)
@@ -120,9 +91,9 @@ class GuestRunner:
         with ExitStack() as stack:
             protector = None
             if "protect_every" in settings:
-                store, every = on_disk(disk / "store"), settings["protect_every"]
+                store, every = on_disk(space.disk / "store"), settings["protect_every"]
                 protector = stack.enter_context(protected(rekindle, NAME, store, every))
-            self._before(rekindle, guest, work, measured, protector)
+            self._before(rekindle, guest, space.work, measured, protector)
             if "reboot" in settings:
                 self._around(rekindle, guest, settings, measured)
         return measured

@@ -9,7 +9,7 @@ import subprocess
 import time
 from typing import Any, Self
 
-from rekindle_lab.bench.os.stage import OsGuest
+from rekindle_lab.os_guest import OsGuest
 
 END = "that-is-all"
 ASK = "cat /proc/loadavg; head -1 /proc/stat; grep -E '^(MemFree|Buffers|Cached|Slab):' /proc/meminfo; "

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_lab.experiment.definition import Experiment
-from rekindle_lab.experiment.files import write_whole
+from rekindle_lab.runs.files import write_whole
 
 FORMAT = 1
 

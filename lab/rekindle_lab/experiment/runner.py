@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from rekindle_lab.experiment.definition import Experiment
 from rekindle_lab.experiment.order import Planned
-from rekindle_lab.experiment.processes import with_variable
 from rekindle_lab.rekindle import last_json
+from rekindle_lab.runs.processes import with_variable
 
 MARK = "REKINDLE_LAB_MARK"
 

@@ -2,19 +2,20 @@
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rekindle_lab.analysis.runs import FORMAT
 from rekindle_lab.experiment import order as orders
 from rekindle_lab.experiment.definition import Experiment
-from rekindle_lab.experiment.ledger import RUNS, Ledger
 from rekindle_lab.experiment.order import Order, Planned
 from rekindle_lab.experiment.runner import Measured, RunError, Runner
 from rekindle_lab.numbers import finite, for_json
+from rekindle_lab.runs.execute import Leaves, RunEnd, execute, remove_remains
+from rekindle_lab.runs.ledger import RUNS, Ledger
 
 ORDER = "order.json"
 MOST_FAILURES = 3
@@ -49,7 +50,7 @@ class ExperimentSession:
                     )
             if ledger.truncated:
                 self.log(f"{ledger.truncated} line was truncated by a crash; that run is repeated")
-            self._clear(ledger)
+            remove_remains(ledger, self.runner.clear, self.log)
             over = ledger.done if retry_failed else ledger.done | ledger.failed
             todo = [planned for planned in order.runs if planned.run not in over]
             usual_s = self._usual_s(ledger)
@@ -70,46 +71,33 @@ class ExperimentSession:
                     )
             return len(order.runs) - len(ledger.done)
 
-    def _clear(self, ledger: Ledger) -> None:
-        """Removes the remains of interrupted attempts."""
-        for started in ledger.interrupted():
-            self.runner.clear(started["leaves"])
-            ledger.clear(started)
-            self.log(f"run {started['run']}, attempt {started['attempt']}: interrupted; repeated")
-
     def _one(self, ledger: Ledger, order: Order, planned: Planned) -> dict[str, Any]:
-        attempt = ledger.attempts(planned.run) + 1
-        leaves = self.runner.leaves(planned, attempt)
-        began = time.time()
-        ledger.begin({"run": planned.run, "attempt": attempt, "began_unix_s": round(began, 3), "leaves": leaves})
-        clock = time.monotonic()
+        """Executes a run, and returns its line."""
+        leaves, work = partial(self.runner.leaves, planned), partial(self._work, order, planned)
+        return execute(ledger, planned.run, leaves, work)
+
+    def _work(self, order: Order, planned: Planned, leaves: Leaves) -> RunEnd:
         measured, error, status = Measured(), None, 0
         try:
             measured = self.runner.run(planned, self.experiment.settings(planned.treatment), leaves)
             _check(measured, self.experiment.responses)
         except RunError as failure:
             error, status, measured = str(failure), failure.exit_status, failure.measured or measured
-        line = {
+        entries = {
             "format": FORMAT,
             "experiment": self.experiment.name,
             "order": order.digest,
-            "run": planned.run,
             "of": len(order.runs),
             "block": planned.block,
             "replication": planned.replication,
             "treatment": planned.treatment,
-            "attempt": attempt,
-            "outcome": "done" if error is None else "failed",
             "exit_status": status,
             "error": error,
-            "began_unix_s": round(began, 3),
-            "took_s": round(time.monotonic() - clock, 3),
             "responses": for_json(measured.responses, str),
             "samples": for_json(measured.samples, str),
             "versions": {**self.versions, **measured.versions},
         }
-        ledger.end(line)
-        return line
+        return RunEnd("done" if error is None else "failed", entries)
 
     def _usual_s(self, ledger: Ledger) -> float | None:
         """Returns the usual duration of a run: the median so far, or the estimate in the definition."""

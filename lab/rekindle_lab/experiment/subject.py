@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rekindle_lab import guests
-from rekindle_lab.bench.os.leak import leak_image
-from rekindle_lab.bench.os.stage import OsGuest
 from rekindle_lab.experiment.definition import Guest as About
 from rekindle_lab.guests import Image
+from rekindle_lab.leak import leak_image
+from rekindle_lab.os_guest import OsGuest
 
 NAME = "subject"
 SERVED = "server = true"

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle_lab.bench.report import table
 from rekindle_lab.failure import fail
 from rekindle_lab.models import crossing, figures, throughput
 from rekindle_lab.models.availability import availability, downtime_s, nines, os_reboots
 from rekindle_lab.models.moves import with_moves
 from rekindle_lab.models.parameters import DAY_S, PAPER, ParameterError, Parameters, Timers, by_hand, measured
 from rekindle_lab.models.simulation import simulate
+from rekindle_lab.tables import table
 
 
 def chosen(

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle_lab.bench.report import table
 from rekindle_lab.failure import fail
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
@@ -19,6 +18,7 @@ from rekindle_lab.plan.choose import Choice, Pair, before_an_os_reboot
 from rekindle_lab.plan.fleet import Fleet, Hosts, load
 from rekindle_lab.plan.rolling import CapacityLimits, Rolling, capacity_limits, roll, with_vms
 from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
+from rekindle_lab.tables import table
 from rekindle_lab.toml import DefinitionError
 
 SHOWN = 10

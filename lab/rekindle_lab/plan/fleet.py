@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle_lab.models.parameters import DAY_S, OsReboot, ParameterError, Technique
-from rekindle_lab.plan.measured import techniques
+from rekindle_lab.plan.measured import read_measured
 from rekindle_lab.toml import DefinitionError, known, tables, text, whole
 
 SCOPES = ("vmm", "host")
@@ -87,10 +87,9 @@ def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
         raise DefinitionError(f"scope: '{scope}'; there are: {', '.join(SCOPES)}")
     target = _table(document, "target", "availability = 0.9999")
     known(target, ("availability", "capacity"), "target")
-    files = _table(document, "measured", 'vmm = "vmm.json"')
-    from_vmm, from_os, notes = techniques(files, folder)
-    vmm = from_vmm | _by_hand(document, "vmm", Technique, named=True, needed=not from_vmm)
-    os = from_os | _by_hand(document, "os", OsReboot, named=False, needed=not from_os)
+    measured = read_measured(_table(document, "measured", 'vmm = "vmm.json"'), folder)
+    vmm = measured.vmm | _by_hand(document, "vmm", Technique, named=True, needed=not measured.vmm)
+    os = measured.os | _by_hand(document, "os", OsReboot, named=False, needed=not measured.os)
     hosts = tuple(_hosts(table, tuple(vmm), tuple(os)) for table in tables(document, "hosts"))
     if not hosts:
         raise DefinitionError("no [[hosts]]; at least one is needed")
@@ -107,7 +106,7 @@ def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
         vmm,
         os,
         hosts,
-        notes,
+        measured.notes,
     )
 
 

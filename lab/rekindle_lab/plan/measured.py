@@ -4,9 +4,12 @@
   Without `os`, `os_guests` names the rows whose cold gap is that of an OS reboot.
 - `os`: the runs of an experiment that has the response `downtime_s` and whose levels are named as the ways of
   `rekindle reboot os` (the campaign `overhead`); or the JSON of `make bench TOPIC=os`, and `os_guests`.
+
+None of these files has a degradation: it is taken as 0, and a note reports that.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,63 +24,91 @@ OS_TABLE = "Downtime as a client sees it (s, medians)"
 """The table of `make bench TOPIC=os`."""
 
 
-def techniques(
-    table: dict[str, Any], folder: Path
-) -> tuple[dict[str, Technique], dict[str, OsReboot], tuple[str, ...]]:
-    """Returns techniques for the VMM and for the OS, and notes. Paths are relative to `folder`."""
+@dataclass(frozen=True)
+class MeasuredWays:
+    """The ways to renew that were measured, by name; `notes`: the sources of their downtimes."""
+
+    vmm: dict[str, Technique]
+    os: dict[str, OsReboot]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OsDowntimes:
+    """Downtimes in seconds, by the way to reboot an OS. `source` describes them."""
+
+    seconds: dict[str, float]
+    source: str
+
+
+def read_measured(table: dict[str, Any], folder: Path) -> MeasuredWays:
+    """Reads the files that the table names; their paths are relative to `folder`."""
     known(table, KEYS, "measured")
     vmm: dict[str, Technique] = {}
     os: dict[str, OsReboot] = {}
     notes = []
     if "vmm" in table:
-        path = folder / text(table, "vmm")
-        whose = text(table, "os_guests") if "os" not in table and "os_guests" in table else None
-        found = measured(path, text(table, "vmm_guests"), whose, None if whose else 0.0)
+        path, guests = folder / text(table, "vmm"), text(table, "vmm_guests")
+        # The file has no OS reboots. A cold renewal of the VMM boots the guest, too, so its gap may serve as one.
+        guests_of_os = text(table, "os_guests") if "os" not in table and "os_guests" in table else None
+        found = measured(path, guests, guests_of_os, None if guests_of_os else 0.0)
         # Peers that were measured with it are not part of a plan.
-        vmm = {name: one for name, one in found.techniques.items() if name in VMM_WAYS}
-        if whose:
+        vmm = {way: technique for way, technique in found.techniques.items() if way in VMM_WAYS}
+        if guests_of_os:
             os = {"cold": found.os}
-            notes.append(f"OS: the cold service gap of {whose} ({path.name}); degradation is taken as 0")
-        notes.append(f"VMM: median service gaps of {table['vmm_guests']} ({path.name}); degradation is taken as 0")
+            notes.append(_note("OS", f"the cold service gap of {guests_of_os}", path))
+        notes.append(_note("VMM", f"median service gaps of {guests}", path))
     if "os" in table:
         path = folder / text(table, "os")
-        downtimes, what = _of_topic(path, text(table, "os_guests")) if path.suffix == ".json" else _of_runs(path)
-        os = {name: OsReboot(seconds) for name, seconds in downtimes.items()}
-        notes.append(f"OS: {what} ({path.name}); degradation is taken as 0")
-    return vmm, os, tuple(notes)
+        is_benchmark = path.suffix == ".json"
+        downtimes = _of_benchmark(path, text(table, "os_guests")) if is_benchmark else _of_experiment(path)
+        os = {way: OsReboot(seconds) for way, seconds in downtimes.seconds.items()}
+        notes.append(_note("OS", downtimes.source, path))
+    return MeasuredWays(vmm, os, tuple(notes))
 
 
-def _of_runs(path: Path) -> tuple[dict[str, float], str]:
-    """Returns mean downtimes of an experiment's levels."""
+def _note(what: str, source: str, path: Path) -> str:
+    return f"{what}: {source} ({path.name}); degradation is taken as 0"
+
+
+def _of_experiment(path: Path) -> OsDowntimes:
+    """Returns the mean downtime of each level of an experiment."""
     try:
         runs = load(path, None, allow_missing=False, allow_versions=False)
     except ValueError as error:
         raise DefinitionError(f"measured.os: {error}") from error
     if "downtime_s" not in runs.responses:
         raise DefinitionError(f"measured.os: {path} has no response downtime_s; it has: {', '.join(runs.responses)}")
-    strange = next((level for level in runs.levels if level not in OS_WAYS), None)
-    if strange is not None:
-        raise DefinitionError(
-            f"measured.os: {path}: level '{strange}' is no way to reboot an OS; there are: {', '.join(OS_WAYS)}"
-        )
-    levels = {level: [run.responses["downtime_s"] for run in runs.done if run.level == level] for level in runs.levels}
-    least = min(len(values) for values in levels.values())
-    return {
-        level: fmean(values) for level, values in levels.items()
-    }, f"mean downtimes of {least} or more runs per level"
+    for level in runs.levels:
+        if level not in OS_WAYS:
+            ways = ", ".join(OS_WAYS)
+            raise DefinitionError(f"measured.os: {path}: level '{level}' is no way to reboot an OS; there are: {ways}")
+    by_level: dict[str, list[float]] = {level: [] for level in runs.levels}
+    for run in runs.done:
+        by_level[run.level].append(run.responses["downtime_s"])
+    fewest = min(len(values) for values in by_level.values())
+    means = {level: fmean(values) for level, values in by_level.items()}
+    return OsDowntimes(means, f"mean downtimes of {fewest} or more runs per level")
 
 
-def _of_topic(path: Path, guests: str) -> tuple[dict[str, float], str]:
-    """Returns median downtimes of one guest; of its phases the latest, which is listed last."""
+def _of_benchmark(path: Path, guest: str) -> OsDowntimes:
+    """Returns the median downtimes of one guest. Of its phases the latest counts, which is listed last."""
+    seconds: dict[str, float] = {}
+    guests: list[str] = []
     try:
-        rows = json.loads(path.read_text())["tables"][OS_TABLE]
-        found = [
-            (row["guest"], row["reboot"].split("-kernel")[0].split("-services")[0], row["downtime"]) for row in rows
-        ]
+        for row in json.loads(path.read_text())["tables"][OS_TABLE]:
+            guests.append(row["guest"])
+            way = _way(row["reboot"])
+            if row["guest"] == guest and way in OS_WAYS:
+                seconds[way] = row["downtime"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DefinitionError(f"measured.os: {path}: not the JSON of `make bench TOPIC=os`: {error!r}") from error
-    own = {how: seconds for guest, how, seconds in found if guest == guests and how in OS_WAYS}
-    if not own:
-        names = ", ".join(dict.fromkeys(guest for guest, _, _ in found))
-        raise DefinitionError(f"measured.os_guests: no '{guests}' in {path}; there are: {names}")
-    return own, f"median downtimes of {guests}"
+    if not seconds:
+        names = ", ".join(dict.fromkeys(guests))
+        raise DefinitionError(f"measured.os_guests: no '{guest}' in {path}; there are: {names}")
+    return OsDowntimes(seconds, f"median downtimes of {guest}")
+
+
+def _way(reboot: str) -> str:
+    """Returns the way of `rekindle reboot os`: `phase` for `phase-kernel` and `phase-services`, frozen or not."""
+    return "phase" if reboot.startswith(("phase-kernel", "phase-services")) else reboot

@@ -1,4 +1,4 @@
-"""Writes a campaign for `docs/results/`: a Markdown page with all tables, and the raw data for the plots."""
+"""Writes a campaign for `bench/results/`: a Markdown page with all tables, and the raw data for the plots."""
 
 import gzip
 import shutil
@@ -9,9 +9,9 @@ from pathlib import Path
 from rekindle_lab.analysis import tables
 from rekindle_lab.analysis.judge import Verdict, judge
 from rekindle_lab.analysis.runs import Order, Runs, content, load
-from rekindle_lab.bench.report import pipes
 from rekindle_lab.experiment.session import duration
 from rekindle_lab.report.page import may_replace, replace_folder
+from rekindle_lab.tables import pipes
 
 NAME = "results.md"
 RAW = "runs.jsonl.gz"

@@ -1,8 +1,10 @@
 //! Commands to the engine.
 
-use super::logged::EngineLog;
+use super::ledger_commands::LedgerCommand;
+use super::redo_log::{EngineLog, RedoStatus};
 use super::visit::Visit;
 use crate::image::Image;
+use crate::inflight::Inflight;
 use crate::limit::Limits;
 use crate::memory::{Memory, Span};
 use crate::retained::CacheCounts;
@@ -96,7 +98,7 @@ pub struct Status {
     #[serde(default)]
     pub touched: Option<u64>,
     #[serde(default)]
-    pub redo: Option<super::logged::RedoStatus>,
+    pub redo: Option<RedoStatus>,
     /// It waits for a restore, and has no disk yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub waits: bool,
@@ -107,29 +109,49 @@ pub struct Status {
     pub unchecked: bool,
 }
 
-/// See [the module](self).
+/// A command of a connected QEMU's session.
 #[derive(Debug)]
-pub enum Command {
-    /// A front end has connected; with its process, if the kernel reports it.
-    Join(FrontendId, Option<u32>),
-    /// A front end has disconnected.
-    Leave(FrontendId),
-    /// A socket for notifications to the front end.
-    Channel(FrontendId, OwnedFd, Answer<()>),
-    /// The front end's memory.
-    Memory(FrontendId, Arc<Memory>, Answer<()>),
+pub enum ConnectionCommand {
+    /// It has connected; with its process, if the kernel reports it.
+    Join { process: Option<u32> },
+    /// It has disconnected.
+    Leave,
+    /// A socket for notifications to it.
+    Channel(OwnedFd, Answer<()>),
+    /// Its guest's memory.
+    Memory(Arc<Memory>, Answer<()>),
     /// The record of requests in progress, in memory that QEMU holds.
-    Inflight(FrontendId, crate::inflight::Inflight, Answer<()>),
-    /// Start a queue. Rejected while another front end's queues run.
-    Start(FrontendId, u16, Rings, QueueDescriptors, Answer<()>),
-    /// Replace a descriptor for notifications.
-    Notification(FrontendId, u16, Notification, Option<File>, Answer<()>),
+    Inflight(Inflight, Answer<()>),
+    /// Start a queue. Rejected while another QEMU's queues run.
+    StartQueue(u16, Rings, QueueDescriptors, Answer<()>),
+    /// Replace a descriptor of a queue for notifications.
+    Notification(u16, Notification, Option<File>, Answer<()>),
     /// Stop a queue. Answered with the next index of the available ring, once no request of the queue is in progress.
-    Stop(FrontendId, u16, Answer<u16>),
-    /// Set the rate limits.
-    Limit(Limits, Answer<()>),
-    /// Update the length of a grown image. Notifies front ends and their guests.
-    Measure(Answer<u64>),
+    StopQueue(u16, Answer<u16>),
+}
+
+/// Whether pages were recorded already when a record was requested.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PageRecord {
+    /// Without interruption.
+    Continues,
+    New,
+}
+
+/// A command about the record of the guest's pages that the server writes.
+#[derive(Debug)]
+pub enum PageCommand {
+    /// Start recording those of the guest of this process.
+    Record { process: u32, answer: Answer<PageRecord> },
+    /// Stop recording.
+    End(Answer<()>),
+    /// Return and clear the recorded pages. Rejected if the record is incomplete.
+    Collect(Answer<Vec<Span>>),
+}
+
+/// A command about the cache over reboots.
+#[derive(Debug)]
+pub enum CacheCommand {
     /// The guest has ended: its memory becomes the retained cache of the next one.
     ///
     /// With a path: other disks' servers use the same memory, and find the frames that this one needs in that file.
@@ -140,17 +162,25 @@ pub enum Command {
     Share(Vec<PathBuf>, Answer<()>),
     /// Discard the retained cache, and all other state of a previous guest.
     Drop(Answer<()>),
-    /// Start recording the pages that are written of the guest of this process, or stop. Answers whether they were recorded already.
-    Note(Option<u32>, Answer<bool>),
-    /// Return and clear the recorded pages. Rejected if the record is incomplete.
-    Collect(Answer<Vec<Span>>),
+}
+
+/// See [the module](self).
+#[derive(Debug)]
+pub enum Command {
+    Connection(FrontendId, ConnectionCommand),
+    Pages(PageCommand),
+    Cache(CacheCommand),
+    Ledger(LedgerCommand),
+    /// Run a function with the redo log.
+    Visit(Visit),
+    /// Set the rate limits.
+    Limit(Limits, Answer<()>),
+    /// Update the length of a grown image. Notifies QEMUs and their guests.
+    Measure(Answer<u64>),
     /// The guest's memory is filled completely.
     Filled(Answer<()>),
-    Ledger(super::ledger::LedgerCommand),
     /// The disk that the server has waited for: the image, and its redo log, if there is one.
-    Have(Box<(Image, Option<EngineLog>)>, Answer<()>),
-    /// Run a function with the log.
-    Visit(Visit),
+    Open(Box<(Image, Option<EngineLog>)>, Answer<()>),
     Status(Answer<Status>),
     /// End when no request is in progress.
     End(Answer<()>),

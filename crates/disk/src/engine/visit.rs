@@ -1,13 +1,13 @@
 //! Runs a function with the redo log on the engine's thread, between two of its steps.
 
 use super::command::{Command, Refused};
-use super::logged::EngineLog;
+use super::redo_log::EngineLog;
 use super::{Engine, Handle};
 use crate::redo::files::{LocalFile, LogFile};
 
 /// The part of the engine that a visitor can access.
 pub struct EngineView<'a, F = LocalFile> {
-    pub logged: &'a mut Option<EngineLog<F>>,
+    pub log: &'a mut Option<EngineLog<F>>,
     /// The guest's queues run, or requests are in progress.
     pub is_running: bool,
     /// A log that the visitor has removed.
@@ -49,18 +49,17 @@ impl VisitEngine for Handle {
 }
 
 impl Engine {
-    pub(super) fn visited(&mut self, Visit(visit): Visit) {
-        let has_queues =
-            self.active.and_then(|active| self.fronts.get(&active)).is_some_and(|front| !front.lines.is_empty());
-        let is_running = has_queues || !self.jobs.is_empty();
-        let mut logged = self.logged.take();
-        let mut view = EngineView { logged: &mut logged, is_running, ended: None };
+    pub(super) fn run_visit(&mut self, Visit(visit): Visit) {
+        let is_running = self.front_end.is_running();
+        let mut log = self.front_end.blocks.log.take();
+        let mut view = EngineView { log: &mut log, is_running, ended: None };
         visit(&mut view);
+        // Writes that waited for it continue into the image.
         if let Some(mut ended) = view.ended {
-            self.unlogged(&mut ended);
+            self.front_end.requeue_parts(ended.take_waiting());
         }
-        self.logged = logged;
+        self.front_end.blocks.log = log;
         // Writes that waited may have space now.
-        self.release();
+        self.front_end.retry_waiting_parts();
     }
 }

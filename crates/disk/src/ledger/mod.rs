@@ -4,13 +4,18 @@
 //! snapshot. A guest knows a block if it has read or written it. So the ledger records the *touched* blocks from the guest's boot on. A
 //! mark keeps those of its moment, and becomes stale with the first request that writes any of them, whatever the data and the result.
 //!
+//! ```text
+//! boot ──── reads and writes ──── mark ──── reads and writes ──── check: stale if a block that was touched before the mark
+//!           touched blocks        keeps a copy                    was written after it, or if the image shows another change
+//! ```
+//!
 //! The ledger exists only in the server's memory, and a mark names its server. When a server ends or is killed, or its host fails, its
 //! marks are lost, so that writes by another process in between do not matter. While the server runs, the image is locked
 //! ([`crate::image`]).
 
-mod set;
+mod block_set;
 
-pub use set::Blocks;
+pub use block_set::BlockSet;
 
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -18,7 +23,7 @@ use std::ops::Range;
 use uuid::Uuid;
 
 /// Most marks that are kept; the oldest is dropped first.
-const MARKS: usize = 32;
+const MAX_MARKS: usize = 32;
 
 /// The moment of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,7 +41,7 @@ pub enum StaleReason {
     /// The mark belongs to another server.
     #[error("the disk's server was restarted since, and writes in between are unknown")]
     Server,
-    #[error("the disk's server has {MARKS} newer marks, and has dropped this one")]
+    #[error("the disk's server has {MAX_MARKS} newer marks, and has dropped this one")]
     Dropped,
     /// A block that the guest had touched was written, or a write of it was attempted.
     #[error("block {block} of 4 KiB, which the guest had read or written until then, was written since")]
@@ -57,108 +62,140 @@ pub enum StaleReason {
     Foreign,
 }
 
-/// Length of an image, and its modification and change time in ns since 1970.
-pub type ImageStamp = (u64, i128, i128);
+/// What shows that a process has changed an image: its length, and its times in ns since 1970.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageStamp {
+    pub bytes: u64,
+    pub modified_ns: i128,
+    pub changed_ns: i128,
+}
 
+/// The state of a disk's image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageState {
+    /// Bytes of the disk.
+    pub capacity: u64,
+    /// `None`: it cannot be read, so that a change by another process cannot be excluded.
+    pub stamp: Option<ImageStamp>,
+}
+
+/// The guest and the disk at a moment.
 #[derive(Debug)]
 struct LedgerMark {
     number: u64,
-    touched: Blocks,
-    capacity: u64,
-    /// Number of changes until then, and the stamp of the image: it is valid until the next change.
-    changes: u64,
-    stamp: Option<ImageStamp>,
-    written: Option<u64>,
+    /// The blocks that the guest had touched.
+    touched: BlockSet,
+    image: ImageState,
+    /// Number of the guest's writes until then.
+    writes: u64,
+    /// The first of the touched blocks that was written since.
+    overwritten: Option<u64>,
+}
+
+impl LedgerMark {
+    /// Checks that the guest of this mark cannot notice any difference between the disk then and now. `writes`: number of the guest's
+    /// writes until now.
+    fn check_unchanged(&self, image: &ImageState, writes: u64) -> Result<(), StaleReason> {
+        if let Some(block) = self.overwritten {
+            return Err(StaleReason::Written { block });
+        }
+        if self.image.capacity != image.capacity {
+            return Err(StaleReason::Resized { then: self.image.capacity, now: image.capacity });
+        }
+        // A write of the guest changes the image's times, too. Until then, only another process can have changed them.
+        let is_stamp_valid = self.writes == writes;
+        let is_same_stamp = self.image.stamp.is_some() && self.image.stamp == image.stamp;
+        if is_stamp_valid && !is_same_stamp {
+            return Err(StaleReason::Foreign);
+        }
+        Ok(())
+    }
 }
 
 /// See [the module](self).
 #[derive(Debug)]
 pub struct Ledger {
     server: Uuid,
-    /// `None`: unknown, because the guest is older than this server.
-    touched: Option<Blocks>,
+    /// The blocks that the guest has touched since its boot. `None`: unknown, because the guest is older than this server.
+    touched: Option<BlockSet>,
+    /// By number, the oldest first.
     marks: VecDeque<LedgerMark>,
-    next: u64,
-    changes: u64,
+    next_mark: u64,
+    /// Number of the guest's writes.
+    writes: u64,
 }
 
 impl Default for Ledger {
     fn default() -> Self {
-        Self { server: Uuid::new_v4(), touched: None, marks: VecDeque::new(), next: 1, changes: 0 }
+        Self { server: Uuid::new_v4(), touched: None, marks: VecDeque::new(), next_mark: 1, writes: 0 }
     }
 }
 
 impl Ledger {
-    /// A guest boots, and has touched nothing yet.
-    pub fn begin(&mut self) {
-        self.touched = Some(Blocks::default());
+    /// Records that a guest boots, which has touched nothing yet.
+    pub fn start_boot(&mut self) {
+        self.touched = Some(BlockSet::default());
     }
 
     /// Records that the guest reads blocks.
-    pub fn reads(&mut self, blocks: Range<u64>) {
+    pub fn record_read(&mut self, blocks: Range<u64>) {
         if let Some(touched) = &mut self.touched {
             touched.insert(blocks);
         }
     }
 
-    /// Records that the guest is about to change blocks. Called before the write, which may fail.
-    pub fn changes(&mut self, blocks: Range<u64>) {
-        self.changes += 1;
-        for mark in self.marks.iter_mut().filter(|mark| mark.written.is_none()) {
-            mark.written = mark.touched.first_of(&blocks);
+    /// Records that the guest is about to write blocks. Called before the write, which may fail.
+    pub fn record_write(&mut self, blocks: Range<u64>) {
+        self.writes += 1;
+        for mark in self.marks.iter_mut().filter(|mark| mark.overwritten.is_none()) {
+            mark.overwritten = mark.touched.first_in(&blocks);
         }
-        self.reads(blocks);
+        // A guest knows what it has written.
+        self.record_read(blocks);
     }
 
     /// Number of touched blocks; `None` if unknown.
     #[must_use]
-    pub fn touched(&self) -> Option<u64> {
-        self.touched.as_ref().map(Blocks::len)
+    pub fn touched_count(&self) -> Option<u64> {
+        self.touched.as_ref().map(BlockSet::len)
     }
 
     /// Marks the moment; `None` if the touched blocks are unknown. *Needs:* no request is in progress.
-    pub fn mark(&mut self, capacity: u64, stamp: Option<ImageStamp>) -> Option<Moment> {
+    pub fn mark(&mut self, image: ImageState) -> Option<Moment> {
         let touched = self.touched.clone()?;
-        let (number, changes) = (self.next, self.changes);
-        self.next += 1;
-        if self.marks.len() == MARKS {
+        if self.marks.len() == MAX_MARKS {
             self.marks.pop_front();
         }
-        self.marks.push_back(LedgerMark { number, touched, capacity, changes, stamp, written: None });
+        let number = self.next_mark;
+        self.next_mark += 1;
+        self.marks.push_back(LedgerMark { number, touched, image, writes: self.writes, overwritten: None });
         Some(Moment { server: self.server, mark: number })
     }
 
-    fn find(&self, moment: Moment, capacity: u64, stamp: Option<ImageStamp>) -> Result<&LedgerMark, StaleReason> {
+    /// Returns the mark of a moment from which a guest may continue.
+    fn valid_mark(&self, moment: Moment, image: &ImageState) -> Result<&LedgerMark, StaleReason> {
         if moment.server != self.server {
             return Err(StaleReason::Server);
         }
         let mark = self.marks.iter().find(|mark| mark.number == moment.mark).ok_or(StaleReason::Dropped)?;
-        match *mark {
-            LedgerMark { written: Some(block), .. } => Err(StaleReason::Written { block }),
-            LedgerMark { capacity: then, .. } if then != capacity => Err(StaleReason::Resized { then, now: capacity }),
-            LedgerMark { changes, stamp: then, .. }
-                if changes == self.changes && (then != stamp || stamp.is_none()) =>
-            {
-                Err(StaleReason::Foreign)
-            }
-            _ => Ok(mark),
-        }
+        mark.check_unchanged(image, self.writes)?;
+        Ok(mark)
     }
 
-    /// Checks whether a guest of that moment may continue.
+    /// Checks whether a guest of that moment may continue on the disk as it is now.
     ///
     /// # Errors
     /// Why not.
-    pub fn check(&self, moment: Moment, capacity: u64, stamp: Option<ImageStamp>) -> Result<(), StaleReason> {
-        self.find(moment, capacity, stamp).map(drop)
+    pub fn check(&self, moment: Moment, image: &ImageState) -> Result<(), StaleReason> {
+        self.valid_mark(moment, image).map(drop)
     }
 
     /// As [`Self::check`], and the next guest continues from that moment: it has touched the same blocks.
     ///
     /// # Errors
     /// Why not; nothing has changed then.
-    pub fn resume(&mut self, moment: Moment, capacity: u64, stamp: Option<ImageStamp>) -> Result<(), StaleReason> {
-        self.touched = Some(self.find(moment, capacity, stamp)?.touched.clone());
+    pub fn resume(&mut self, moment: Moment, image: &ImageState) -> Result<(), StaleReason> {
+        self.touched = Some(self.valid_mark(moment, image)?.touched.clone());
         Ok(())
     }
 }

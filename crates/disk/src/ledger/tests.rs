@@ -8,7 +8,13 @@ use std::collections::BTreeMap;
 
 const BLOCKS: u64 = 24;
 const CAPACITY: u64 = BLOCKS * 4096;
-const STAMP: Option<ImageStamp> = Some((CAPACITY, 1, 1));
+
+/// A disk of `capacity` bytes whose image was last changed at `time`.
+const fn image(capacity: u64, time: i128) -> ImageState {
+    ImageState { capacity, stamp: Some(ImageStamp { bytes: CAPACITY, modified_ns: time, changed_ns: time }) }
+}
+
+const IMAGE: ImageState = image(CAPACITY, 1);
 
 #[derive(Debug, Clone)]
 enum LedgerAction {
@@ -72,18 +78,18 @@ proptest! {
         for step in steps {
             match step {
                 LedgerAction::Boot => {
-                    ledger.begin();
+                    ledger.start_boot();
                     model.guest = Some(KnownBlocks::new());
                 }
                 LedgerAction::Read(range) => {
-                    ledger.reads(range.clone());
+                    ledger.record_read(range.clone());
                     let disk = model.disk;
                     model.guest.iter_mut().for_each(|guest| {
                         guest.extend(range.clone().map(|block| (block, disk[block as usize])));
                     });
                 }
                 LedgerAction::Write(range) => {
-                    ledger.changes(range.clone());
+                    ledger.record_write(range.clone());
                     for block in range.clone() {
                         model.write(block);
                     }
@@ -96,7 +102,7 @@ proptest! {
                     }
                 }
                 LedgerAction::LedgerMark => {
-                    let moment = ledger.mark(model.bytes, STAMP);
+                    let moment = ledger.mark(image(model.bytes, 1));
                     prop_assert_eq!(moment.is_some(), model.guest.is_some());
                     if let (Some(moment), Some(guest)) = (moment, &model.guest) {
                         prop_assert!(model.holds(guest), "a guest knows its disk");
@@ -105,13 +111,13 @@ proptest! {
                 }
                 LedgerAction::Resume(index) if !marks.is_empty() => {
                     let (moment, known, bytes, is_written) = index.get(&marks).clone();
-                    let went = ledger.resume(moment, model.bytes, STAMP);
-                    if went.is_ok() {
+                    let resumed = ledger.resume(moment, &image(model.bytes, 1));
+                    if resumed.is_ok() {
                         prop_assert!(model.holds(&known), "a guest is set back, but its disk has changed");
                         prop_assert_eq!(bytes, model.bytes);
                         model.guest = Some(known);
                     } else if moment.server == ledger.server && !is_written && bytes == model.bytes {
-                        prop_assert_eq!(went, Err(StaleReason::Dropped), "none of its blocks was written");
+                        prop_assert_eq!(resumed, Err(StaleReason::Dropped), "none of its blocks was written");
                     }
                 }
                 LedgerAction::Resume(_) => {}
@@ -129,37 +135,37 @@ proptest! {
 #[test]
 fn each_reason_is_reported() {
     let mut ledger = Ledger::default();
-    assert_eq!(ledger.mark(CAPACITY, STAMP), None, "the guest is older than the server");
-    ledger.begin();
-    ledger.reads(3..5);
-    let moment = ledger.mark(CAPACITY, STAMP).unwrap();
-    assert_eq!(ledger.check(moment, CAPACITY, STAMP), Ok(()));
+    assert_eq!(ledger.mark(IMAGE), None, "the guest is older than the server");
+    ledger.start_boot();
+    ledger.record_read(3..5);
+    let moment = ledger.mark(IMAGE).unwrap();
+    assert_eq!(ledger.check(moment, &IMAGE), Ok(()));
     assert_eq!(
-        ledger.check(moment, 2 * CAPACITY, STAMP),
+        ledger.check(moment, &image(2 * CAPACITY, 1)),
         Err(StaleReason::Resized { then: CAPACITY, now: 2 * CAPACITY })
     );
-    assert_eq!(ledger.check(moment, CAPACITY, Some((CAPACITY, 2, 2))), Err(StaleReason::Foreign));
-    assert_eq!(ledger.check(Moment { server: Uuid::nil(), ..moment }, CAPACITY, STAMP), Err(StaleReason::Server));
-    ledger.changes(0..3);
-    ledger.changes(5..9);
+    assert_eq!(ledger.check(moment, &image(CAPACITY, 2)), Err(StaleReason::Foreign));
+    assert_eq!(ledger.check(Moment { server: Uuid::nil(), ..moment }, &IMAGE), Err(StaleReason::Server));
+    ledger.record_write(0..3);
+    ledger.record_write(5..9);
     // The guest has changed it, so the stamp is no evidence.
-    assert_eq!(ledger.check(moment, CAPACITY, Some((CAPACITY, 2, 2))), Ok(()));
-    ledger.changes(4..20);
-    assert_eq!(ledger.check(moment, CAPACITY, STAMP), Err(StaleReason::Written { block: 4 }));
-    let first = ledger.mark(CAPACITY, STAMP).unwrap();
-    for _ in 0..MARKS {
-        ledger.mark(CAPACITY, STAMP).unwrap();
+    assert_eq!(ledger.check(moment, &image(CAPACITY, 2)), Ok(()));
+    ledger.record_write(4..20);
+    assert_eq!(ledger.check(moment, &IMAGE), Err(StaleReason::Written { block: 4 }));
+    let first = ledger.mark(IMAGE).unwrap();
+    for _ in 0..MAX_MARKS {
+        ledger.mark(IMAGE).unwrap();
     }
-    assert_eq!(ledger.resume(first, CAPACITY, STAMP), Err(StaleReason::Dropped));
-    assert_eq!(ledger.touched(), Some(20), "a rejected moment changes nothing");
+    assert_eq!(ledger.resume(first, &IMAGE), Err(StaleReason::Dropped));
+    assert_eq!(ledger.touched_count(), Some(20), "a rejected moment changes nothing");
 }
 
 #[test]
 fn a_guest_has_touched_what_it_has_written() {
     let mut ledger = Ledger::default();
-    ledger.begin();
-    ledger.changes(7..8);
-    let moment = ledger.mark(CAPACITY, STAMP).unwrap();
-    ledger.changes(7..8);
-    assert_eq!(ledger.check(moment, CAPACITY, STAMP), Err(StaleReason::Written { block: 7 }));
+    ledger.start_boot();
+    ledger.record_write(7..8);
+    let moment = ledger.mark(IMAGE).unwrap();
+    ledger.record_write(7..8);
+    assert_eq!(ledger.check(moment, &IMAGE), Err(StaleReason::Written { block: 7 }));
 }

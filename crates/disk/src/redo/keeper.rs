@@ -17,13 +17,14 @@ pub mod threads;
 
 use super::error::{RedoError, chain};
 use super::files::{LocalFile, LocalFiles, LogFiles, Synced};
-use super::log::Log;
+use super::log::seal::SealRecord;
+use super::log::{Log, SyncOutcome};
 use super::merge::{MergeTarget, SharedDirectory};
 use super::offline::{default_directory, image_name};
 use super::recover::{self, DiskVersion};
 use super::state::LogDirectory;
 use crate::engine::command::Refused;
-use crate::engine::logged::{EngineLog, KeeperCallback, RedoStatus};
+use crate::engine::redo_log::{EngineLog, KeeperCallback, RedoStatus};
 use crate::engine::visit::{EngineView, VisitEngine};
 use crate::image::Image;
 use merging::Merger;
@@ -61,6 +62,14 @@ struct CurrentLog<D: LogFiles> {
     log_dir: Option<LogDirectory<D>>,
     /// The first epoch of the next log. Requests in progress may still refer to epochs of the previous log.
     next: u64,
+}
+
+/// A segment that a seal has synced.
+struct SyncedSegment {
+    epoch: u64,
+    /// Number of its entries before the sync.
+    written: u64,
+    outcome: SyncOutcome,
 }
 
 /// Requests to the threads. All but `stop` and `is_protected` end with the current log.
@@ -108,7 +117,7 @@ impl<D: LogFiles, T: Threads> std::fmt::Debug for Keeper<D, T> {
 /// An opened log for the engine, and its keeper, which starts after the engine.
 #[derive(Debug)]
 pub struct OpenedLog<D: LogFiles = LocalFiles, T: Threads = SystemThreads> {
-    pub logged: Option<EngineLog<D::File>>,
+    pub engine_log: Option<EngineLog<D::File>>,
     keeper: Keeper<D, T>,
     target: MergeTarget<D::File>,
 }
@@ -171,8 +180,8 @@ impl<D: LogFiles + Clone, T: Threads> OpenedLog<D, T> {
             tasks: Arc::new(Monitor::new(Tasks::default())),
             threads: Monitor::new(Vec::new()),
         };
-        let logged = log.map(|log| EngineLog::new(log, keeper.notify(), false));
-        Self { logged, keeper, target: MergeTarget::new(image) }
+        let engine_log = log.map(|log| EngineLog::new(log, keeper.notify(), false));
+        Self { engine_log, keeper, target: MergeTarget::new(image) }
     }
 
     /// Starts the keeper's threads. They end with the engine or by [`Keeper::release`].
@@ -225,12 +234,12 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
     /// Creates the segments that the log needs.
     fn prepare(current: &mut CurrentLog<D>, engine: &impl VisitEngine<File = D::File>) -> Result<(), Refused> {
         let Some(log_dir) = current.log_dir.as_mut() else { return Ok(()) };
-        let missing = engine.visit(|view| Ok(view.logged.as_ref().map(|logged| logged.log.missing_segments())))?;
+        let missing = engine.visit(|view| Ok(view.log.as_ref().map(|engine_log| engine_log.log.missing_segments())))?;
         for epoch in missing.unwrap_or_default() {
             let segment = log_dir.prepare(epoch).map_err(|e| refused(&e))?;
             engine.visit(move |view| {
-                if let Some(logged) = view.logged {
-                    logged.log.add_ready(segment);
+                if let Some(engine_log) = view.log {
+                    engine_log.log.add_ready(segment);
                 }
                 Ok(())
             })?;
@@ -240,7 +249,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
 
     /// Ends a full log that no protector commits, as after a restore: otherwise the guest's writes would wait forever.
     fn make_room(&self, engine: &impl VisitEngine<File = D::File>, is_failing: bool) -> Result<(), Refused> {
-        let is_full = |view: &mut EngineView<'_, D::File>| Ok(view.logged.as_ref().is_some_and(EngineLog::is_full));
+        let is_full = |view: &mut EngineView<'_, D::File>| Ok(view.log.as_ref().is_some_and(EngineLog::is_full));
         if self.tasks.with(|tasks| tasks.is_protected) || !(is_failing || engine.visit(is_full)?) {
             return Ok(());
         }
@@ -281,7 +290,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
             // Without space for a segment all writes would wait, so that the log must not begin.
             let first = Self::prepare(current, engine).and_then(|()| {
                 engine.visit(|view| {
-                    let log = &view.logged.as_ref().ok_or_else(no_log)?.log;
+                    let log = &view.log.as_ref().ok_or_else(no_log)?.log;
                     Ok(EpochId { disk: log.disk(), epoch: log.epoch() })
                 })
             });
@@ -297,10 +306,10 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         let log_dir =
             LogDirectory::create(self.files.clone(), self.bytes, self.image_name.clone()).map_err(|e| refused(&e))?;
         let log = Log::new(log_dir.state().disk, current.next, 0, 0, self.limit);
-        let logged = EngineLog::new(log, self.notify(), true);
+        let engine_log = EngineLog::new(log, self.notify(), true);
         current.log_dir = Some(log_dir);
         engine.visit(move |view| {
-            *view.logged = Some(logged);
+            *view.log = Some(engine_log);
             Ok(())
         })
     }
@@ -308,7 +317,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
     /// Removes a log without writes. Returns whether it was one.
     fn end_empty(current: &mut CurrentLog<D>, engine: &impl VisitEngine<File = D::File>) -> bool {
         let gone = engine.visit(|view| {
-            view.ended = view.logged.take_if(|logged| logged.log.is_empty());
+            view.ended = view.log.take_if(|engine_log| engine_log.log.is_empty());
             Ok(view.ended.is_some())
         });
         let is_gone = matches!(gone, Ok(true));
@@ -331,7 +340,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         let mark = || {
             engine.visit(|view| {
                 let is_running = view.is_running;
-                let log = &mut view.logged.as_mut().ok_or_else(no_log)?.log;
+                let log = &mut view.log.as_mut().ok_or_else(no_log)?.log;
                 if is_running {
                     let why =
                         "the guest runs, so the checkpoint's memory would miss its latest writes; stop the guest first";
@@ -359,28 +368,33 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
     /// [`Refused`]; a checkpoint with this epoch must not be committed.
     pub fn seal(&self, engine: &impl VisitEngine<File = D::File>, epoch: u64) -> Result<(), Refused> {
         let (disk, segments, is_image_dirty) = engine.visit(move |view| {
-            let logged = view.logged.as_ref().ok_or_else(no_log)?;
-            let segments = logged.log.unsealed(epoch).map_err(|e| Refused(format!("epoch {epoch}: {e}")))?;
-            Ok((logged.log.disk(), segments, logged.image_dirty))
+            let engine_log = view.log.as_ref().ok_or_else(no_log)?;
+            let segments =
+                engine_log.log.segments_to_seal(epoch).map_err(|e| Refused(format!("epoch {epoch}: {e}")))?;
+            Ok((engine_log.log.disk(), segments, engine_log.is_image_dirty))
         })?;
         let image = self.image.with(|image| image.clone()).ok_or_else(|| refused(&RedoError::Closed))?;
         let mut failed = if is_image_dirty { image.sync().err() } else { image.check().err() };
-        // `sealed`: the epochs whose segments have a seal record.
-        let (mut synced, mut sealed) = (Vec::new(), Vec::new());
+        let mut synced = Vec::new();
+        let mut epochs_with_record = Vec::new();
         for segment in segments {
-            let done = segment.make_durable(self.files.path());
-            synced.push((segment.epoch, segment.written, done.is_ok()));
-            sealed.extend(matches!(done, Ok(true)).then_some(segment.epoch));
-            failed = failed.or(done.err());
+            let result = segment.make_durable(self.files.path());
+            synced.push(SyncedSegment {
+                epoch: segment.epoch,
+                written: segment.written,
+                outcome: SyncOutcome::from(&result),
+            });
+            epochs_with_record.extend(matches!(result, Ok(SealRecord::Written)).then_some(segment.epoch));
+            failed = failed.or(result.err());
         }
-        let (is_good, shared) = (failed.is_none(), image.clone());
+        let (has_synced_image, shared_image) = (failed.is_none(), image.clone());
         let is_durable = engine.visit(move |view| {
-            let logged = view.logged.as_mut().filter(|logged| logged.log.disk() == disk).ok_or_else(no_log)?;
-            let log = &mut logged.log;
-            // Every result is recorded, also after a failed one.
-            let is_durable =
-                synced.into_iter().fold(true, |all, (epoch, written, good)| log.synced(epoch, written, good) && all);
-            logged.image_dirty &= !(is_good && shared.check().is_ok());
+            let engine_log = view.log.as_mut().filter(|engine_log| engine_log.log.disk() == disk).ok_or_else(no_log)?;
+            let mut is_durable = true;
+            for SyncedSegment { epoch, written, outcome } in synced {
+                is_durable &= engine_log.log.record_sync(epoch, written, outcome);
+            }
+            engine_log.is_image_dirty &= !(has_synced_image && shared_image.check().is_ok());
             Ok(is_durable)
         })?;
         // A concurrent flush of the guest may have received the error for this data.
@@ -395,9 +409,9 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
             if log_dir.state().floor > epoch {
                 return Err(Refused(format!("epoch {epoch} is no longer available: later writes are being merged")));
             }
-            log_dir.record(|state| state.seal(epoch, &sealed)).map_err(|e| refused(&e))?;
+            log_dir.record(|state| state.seal(epoch, &epochs_with_record)).map_err(|e| refused(&e))?;
             engine.visit(move |view| {
-                view.logged.iter_mut().for_each(|logged| logged.log.sealed(&sealed));
+                view.log.iter_mut().for_each(|engine_log| engine_log.log.mark_sealed(&epochs_with_record));
                 Ok(())
             })
         })?;

@@ -6,6 +6,7 @@
 use super::format::{EntryHeader, EntryKind, PAGE, Page, checksum, length, write_header};
 use super::index::{Index, Source};
 use std::collections::BTreeMap;
+use std::io;
 use uuid::Uuid;
 
 pub mod seal;
@@ -43,6 +44,15 @@ impl LogEntry {
     }
 }
 
+/// What a write does when the log has reached its limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SpaceLimit {
+    /// It waits.
+    Enforced,
+    /// It takes more space: the guest, or the server, cannot stop before it is done.
+    MayBeExceeded,
+}
+
 /// Why no entry can be allocated yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CannotAllocate {
@@ -60,11 +70,33 @@ struct WrittenEntry {
     live: u64,
 }
 
+/// An entry that later ones of the same epoch have overwritten.
+#[derive(Debug, Clone, Copy)]
+struct OverwrittenEntry {
+    sequence: u64,
+    /// The space can be reclaimed when so many entries are durable.
+    after_written: u64,
+}
+
+/// The result of a sync of a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SyncOutcome {
+    Synced,
+    Failed,
+}
+
+impl<T> From<&io::Result<T>> for SyncOutcome {
+    fn from(result: &io::Result<T>) -> Self {
+        if result.is_ok() { Self::Synced } else { Self::Failed }
+    }
+}
+
 #[derive(Debug)]
 pub struct Segment<F> {
     epoch: u64,
     nonce: u128,
     file: F,
+    /// Offset of the next entry.
     tail: u64,
     /// By sequence number.
     records: BTreeMap<u64, WrittenEntry>,
@@ -74,11 +106,10 @@ pub struct Segment<F> {
     written: u64,
     synced: u64,
     /// Allocated entries whose write has not completed.
-    open: u64,
+    unfinished: u64,
     /// A sync has failed: what is durable is unknown.
-    broken: bool,
-    /// Entries overwritten in the same epoch, each with the value of `written` at that time.
-    dead: Vec<(u64, u64)>,
+    has_failed_sync: bool,
+    overwritten: Vec<OverwrittenEntry>,
     /// It has a seal record, and the state lists its epoch.
     is_sealed: bool,
 }
@@ -87,10 +118,20 @@ impl<F> Segment<F> {
     /// An empty segment.
     #[must_use]
     pub fn new(epoch: u64, nonce: u128, file: F) -> Self {
-        let (records, dead) = (BTreeMap::new(), Vec::new());
-        let (tail, bytes) = (PAGE, PAGE);
-        let (broken, is_sealed) = (false, false);
-        Self { epoch, nonce, file, tail, records, bytes, written: 0, synced: 0, open: 0, broken, dead, is_sealed }
+        Self {
+            epoch,
+            nonce,
+            file,
+            tail: PAGE,
+            records: BTreeMap::new(),
+            bytes: PAGE,
+            written: 0,
+            synced: 0,
+            unfinished: 0,
+            has_failed_sync: false,
+            overwritten: Vec::new(),
+            is_sealed: false,
+        }
     }
 
     #[must_use]
@@ -165,7 +206,7 @@ pub struct Log<F> {
 }
 
 fn is_busy<F>(segments: &BTreeMap<u64, Segment<F>>, upto: u64) -> bool {
-    segments.range(..=upto).any(|(_, segment)| segment.open > 0)
+    segments.range(..=upto).any(|(_, segment)| segment.unfinished > 0)
 }
 
 impl<F: Clone> Log<F> {
@@ -226,7 +267,7 @@ impl<F: Clone> Log<F> {
             segment.synced = segment.written;
         }
         if is_sealed {
-            self.sealed(&[epoch]);
+            self.mark_sealed(&[epoch]);
         }
     }
 
@@ -249,7 +290,7 @@ impl<F: Clone> Log<F> {
         self.ready.insert(segment.epoch, segment);
     }
 
-    /// Allocates an entry for a write of whole sectors. `limited`: fails if the log would exceed its limit.
+    /// Allocates an entry for a write of whole sectors.
     ///
     /// # Errors
     /// [`CannotAllocate`].
@@ -258,10 +299,10 @@ impl<F: Clone> Log<F> {
         at: u64,
         bytes: u64,
         what: EntryKind,
-        limited: bool,
+        limit: SpaceLimit,
     ) -> Result<LogEntry, CannotAllocate> {
         let epoch = self.epoch;
-        if limited && self.bytes + length(what, bytes) > self.limit {
+        if limit == SpaceLimit::Enforced && self.bytes + length(what, bytes) > self.limit {
             return Err(CannotAllocate::Limit);
         }
         if !self.segments.contains_key(&epoch) {
@@ -272,7 +313,7 @@ impl<F: Clone> Log<F> {
         let segment = self.segments.get_mut(&epoch).ok_or(CannotAllocate::Segment(epoch))?;
         let placed = LogEntry { epoch, offset: segment.tail, sequence: self.sequence, at, bytes, what };
         segment.tail += placed.length();
-        segment.open += 1;
+        segment.unfinished += 1;
         self.sequence += 1;
         self.account(&placed);
         Ok(placed)
@@ -300,7 +341,7 @@ impl<F: Clone> Log<F> {
     /// Records that a write has failed and is not repeated: its entry is never read.
     pub fn abandoned(&mut self, placed: &LogEntry) {
         if let Some(segment) = self.segments.get_mut(&placed.epoch) {
-            segment.open = segment.open.saturating_sub(1);
+            segment.unfinished = segment.unfinished.saturating_sub(1);
         }
         if let Some((_, WhenIdle(call))) = self.when_idle.take_if(|(upto, _)| !is_busy(&self.segments, *upto)) {
             call();
@@ -318,7 +359,8 @@ impl<F: Clone> Log<F> {
             record.live = record.live.saturating_sub(bytes);
             // A newer epoch does not overwrite the disk of an older one.
             if record.live == 0 && epoch == placed.epoch {
-                segment.dead.push((sequence, segment.written));
+                let after_written = segment.written;
+                segment.overwritten.push(OverwrittenEntry { sequence, after_written });
             }
         };
         self.index.insert(placed.at, placed.at + placed.bytes, placed.sequence, placed.source(), loses);
@@ -357,7 +399,7 @@ impl<F: Clone> Log<F> {
     #[must_use]
     pub fn unsynced(&self, upto: u64) -> Option<Vec<Unsynced<F>>> {
         let segments = || self.segments.range(..=upto).map(|(_, segment)| segment);
-        if segments().any(|segment| segment.broken) {
+        if segments().any(|segment| segment.has_failed_sync) {
             return None;
         }
         let dirty = segments().filter(|segment| segment.synced < segment.written);
@@ -371,20 +413,20 @@ impl<F: Clone> Log<F> {
 
     /// Records the result of a sync. Returns whether the first `written` entries are durable. They are not if another sync of the segment
     /// failed: the kernel reports an error to one of them only.
-    pub fn synced(&mut self, epoch: u64, written: u64, is_good: bool) -> bool {
+    pub fn record_sync(&mut self, epoch: u64, written: u64, outcome: SyncOutcome) -> bool {
         // A merged segment is in the image, which was synced.
-        let Some(segment) = self.segments.get_mut(&epoch) else { return is_good };
-        segment.broken |= !is_good;
-        if !segment.broken {
+        let Some(segment) = self.segments.get_mut(&epoch) else { return outcome == SyncOutcome::Synced };
+        segment.has_failed_sync |= outcome == SyncOutcome::Failed;
+        if !segment.has_failed_sync {
             segment.synced = segment.synced.max(written);
         }
-        !segment.broken
+        !segment.has_failed_sync
     }
 
     /// Segments with space that could be reclaimed if they were durable.
     #[must_use]
     pub fn reclaimable(&self) -> Vec<Unsynced<F>> {
-        let has = |epoch: u64| self.segments.get(&epoch).is_some_and(|segment| !segment.dead.is_empty());
+        let has = |epoch: u64| self.segments.get(&epoch).is_some_and(|segment| !segment.overwritten.is_empty());
         let all = self.unsynced(u64::MAX).unwrap_or_default();
         all.into_iter().filter(|unsynced| has(unsynced.epoch)).collect()
     }
@@ -392,21 +434,21 @@ impl<F: Clone> Log<F> {
     /// Returns the space of entries that durable entries of the same epoch have overwritten: file, first byte, bytes. Only when the log
     /// is over half its limit.
     pub fn reclaim(&mut self) -> Vec<(F, u64, u64)> {
-        let mut found = Vec::new();
+        let mut reclaimed = Vec::new();
         if self.bytes * 2 <= self.limit {
-            return found;
+            return reclaimed;
         }
-        for segment in self.segments.values_mut().filter(|segment| !segment.broken) {
+        for segment in self.segments.values_mut().filter(|segment| !segment.has_failed_sync) {
             let synced = segment.synced;
-            for (sequence, _) in segment.dead.extract_if(.., |(_, written)| *written <= synced) {
-                if let Some(WrittenEntry { placed, .. }) = segment.records.remove(&sequence) {
+            for entry in segment.overwritten.extract_if(.., |entry| entry.after_written <= synced) {
+                if let Some(WrittenEntry { placed, .. }) = segment.records.remove(&entry.sequence) {
                     segment.bytes -= placed.length();
                     self.bytes -= placed.length();
-                    found.push((segment.file.clone(), placed.offset, placed.length()));
+                    reclaimed.push((segment.file.clone(), placed.offset, placed.length()));
                 }
             }
         }
-        found
+        reclaimed
     }
 
     /// Bytes of the current epoch.
@@ -432,7 +474,7 @@ impl<F: Clone> Log<F> {
     /// The entries to merge up to an epoch; `None` if there are none. Only ended epochs are merged.
     #[must_use]
     pub fn batch(&self, upto: u64) -> Option<Batch<F>> {
-        let busy = self.segments.values().find(|segment| segment.open > 0).map(|segment| segment.epoch - 1);
+        let busy = self.segments.values().find(|segment| segment.unfinished > 0).map(|segment| segment.epoch - 1);
         let upto = upto.min(self.closed).min(busy.unwrap_or(u64::MAX));
         if upto <= self.merged {
             return None;

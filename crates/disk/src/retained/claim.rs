@@ -11,7 +11,7 @@
 //! 4096   one bit per frame, in words of 64
 //! ```
 
-use crate::map::Frame;
+use crate::block_map::Frame;
 use rekindle_kernel::file::{self, Lock};
 use rustix::fs::{FallocateFlags, fallocate};
 use std::fs::{self, File, OpenOptions};

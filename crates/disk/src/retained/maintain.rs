@@ -9,7 +9,7 @@
 
 use super::{OtherUsers, RetainedCache};
 use crate::block::BLOCK;
-use crate::map::{BlockMap, Frame};
+use crate::block_map::{BlockMap, Frame};
 
 /// Most frames that one slice releases: about a millisecond's work.
 const MAX_RELEASED: usize = 1024;

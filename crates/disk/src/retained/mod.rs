@@ -16,8 +16,8 @@ mod maintain;
 mod tests;
 
 use crate::block::{BLOCK, Block};
+use crate::block_map::{BlockMap, Frame};
 use crate::digest::{Digest, Digester};
-use crate::map::{BlockMap, Frame};
 use crate::memory::{Memory, MemoryFiles};
 use claim::FrameClaim;
 use maintain::Maintenance;

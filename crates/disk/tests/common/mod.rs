@@ -28,13 +28,22 @@ use vmm_sys_util::eventfd::EventFd;
 pub const DEADLINE: Duration = Duration::from_secs(30);
 pub const PAGE: u64 = 4096;
 /// Address of the guest's memory in the front end.
-pub const FRONT: u64 = 0x7f00_0000_0000;
+pub const FRONT_END_ADDRESS: u64 = 0x7f00_0000_0000;
 /// Requests per queue.
-pub const ENTRIES: u16 = 64;
+pub const QUEUE_ENTRIES: u16 = 64;
 /// Frames of a guest.
-pub const FRAMES: u64 = 4096;
+pub const GUEST_FRAMES: u64 = 4096;
 /// The first frame after rings and headers.
-pub const FIRST: u64 = 256;
+pub const FIRST_FREE_FRAME: u64 = 256;
+
+/// The rings of a queue that starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RingState {
+    /// As the guest's driver makes them when it starts.
+    Empty,
+    /// With the requests and answers from before the queue was stopped.
+    Kept,
+}
 
 /// A disk that a thread of this process serves.
 pub struct Disk {
@@ -192,7 +201,7 @@ impl Guest {
     /// A guest that has just started: fresh memory, connected, running queues.
     pub fn start(socket: &Path) -> Self {
         let mut guest = Self::connect(socket, memory(), 1);
-        guest.run(0, true);
+        guest.run(0, RingState::Empty);
         guest
     }
 
@@ -205,7 +214,7 @@ impl Guest {
             error: EventFd::new(libc::EFD_NONBLOCK).unwrap(),
             available: 0,
             used: 0,
-            free: (0..ENTRIES / 4).rev().collect(),
+            free: (0..QUEUE_ENTRIES / 4).rev().collect(),
         };
         let queues = (0..queues).map(|_| queue()).collect();
         let mut guest = Self { memory, front, queues, inflight: None, under_way: BTreeMap::new() };
@@ -230,8 +239,8 @@ impl Guest {
         self.front.set_features(features & !(1 << 26) & !(1 << 29)).unwrap();
         let region = VhostUserMemoryRegionInfo {
             guest_phys_addr: 0,
-            memory_size: FRAMES * PAGE,
-            userspace_addr: FRONT,
+            memory_size: GUEST_FRAMES * PAGE,
+            userspace_addr: FRONT_END_ADDRESS,
             mmap_offset: 0,
             mmap_handle: self.memory.as_raw_fd(),
         };
@@ -251,7 +260,7 @@ impl Guest {
         let queues = self.queues.len() as u16;
         let (about, file) = match self.inflight.take() {
             Some(kept) => kept,
-            None => self.front.get_inflight_fd(&VhostUserInflight::new(0, 0, queues, ENTRIES)).unwrap(),
+            None => self.front.get_inflight_fd(&VhostUserInflight::new(0, 0, queues, QUEUE_ENTRIES)).unwrap(),
         };
         self.front.set_inflight_fd(&about, file.as_raw_fd()).unwrap();
         self.inflight = Some((about, file));
@@ -262,13 +271,13 @@ impl Guest {
         (at, at + PAGE, at + 2 * PAGE)
     }
 
-    /// Starts a queue. `fresh`: its rings are empty.
-    pub fn run(&mut self, queue: u16, fresh: bool) {
-        self.try_run(queue, fresh).unwrap();
+    /// Starts a queue.
+    pub fn run(&mut self, queue: u16, rings: RingState) {
+        self.try_run(queue, rings).unwrap();
     }
 
-    pub fn try_run(&mut self, number: u16, fresh: bool) -> Result<(), vhost::Error> {
-        if fresh {
+    pub fn try_run(&mut self, number: u16, rings: RingState) -> Result<(), vhost::Error> {
+        if rings == RingState::Empty {
             let (descriptors, _, _) = Self::rings(number);
             self.memory.write_all_at(&vec![0; 3 * PAGE as usize], descriptors).unwrap();
             let queue = &mut self.queues[usize::from(number)];
@@ -284,15 +293,15 @@ impl Guest {
         let (descriptors, available, used) = Self::rings(number);
         let queue = &mut self.queues[usize::from(number)];
         let index = usize::from(number);
-        self.front.set_vring_num(index, ENTRIES)?;
+        self.front.set_vring_num(index, QUEUE_ENTRIES)?;
         self.front.set_vring_base(index, base)?;
         let config = VringConfigData {
-            queue_max_size: ENTRIES,
-            queue_size: ENTRIES,
+            queue_max_size: QUEUE_ENTRIES,
+            queue_size: QUEUE_ENTRIES,
             flags: 0,
-            desc_table_addr: FRONT + descriptors,
-            used_ring_addr: FRONT + used,
-            avail_ring_addr: FRONT + available,
+            desc_table_addr: FRONT_END_ADDRESS + descriptors,
+            used_ring_addr: FRONT_END_ADDRESS + used,
+            avail_ring_addr: FRONT_END_ADDRESS + available,
             log_addr: None,
         };
         self.front.set_vring_addr(index, &config)?;
@@ -321,7 +330,7 @@ impl Guest {
         self.introduce();
         self.track();
         for queue in 0..queues {
-            self.run(queue, false);
+            self.run(queue, RingState::Kept);
         }
     }
 
@@ -332,7 +341,7 @@ impl Guest {
         let slot = queue.free.pop().expect("room in the queue");
         // Four descriptors for each; header and status are after the rings.
         let head = slot * 4;
-        let header = 64 * PAGE + (u64::from(number) * u64::from(ENTRIES) + u64::from(slot)) * 64;
+        let header = 64 * PAGE + (u64::from(number) * u64::from(QUEUE_ENTRIES) + u64::from(slot)) * 64;
         let status = header + 32;
         let bytes = [&ask.kind.to_le_bytes()[..], &[0; 4], &ask.sector.to_le_bytes()].concat();
         self.memory.write_all_at(&bytes, header).unwrap();
@@ -347,7 +356,7 @@ impl Guest {
                 [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat();
             self.memory.write_all_at(&raw, descriptors + u64::from(head + n) * 16).unwrap();
         }
-        let place = available + 4 + u64::from(queue.available % ENTRIES) * 2;
+        let place = available + 4 + u64::from(queue.available % QUEUE_ENTRIES) * 2;
         self.memory.write_all_at(&head.to_le_bytes(), place).unwrap();
         queue.available = queue.available.wrapping_add(1);
         self.memory.write_all_at(&queue.available.to_le_bytes(), available + 2).unwrap();
@@ -364,7 +373,7 @@ impl Guest {
     /// Replaces the newest entry of the available ring, which is `head`.
     pub fn replace_head(&mut self, number: u16, head: u16, other: u16) {
         let (_, available, _) = Self::rings(number);
-        let newest = self.queues[usize::from(number)].available.wrapping_sub(1) % ENTRIES;
+        let newest = self.queues[usize::from(number)].available.wrapping_sub(1) % QUEUE_ENTRIES;
         self.memory.write_all_at(&other.to_le_bytes(), available + 4 + u64::from(newest) * 2).unwrap();
         self.under_way.remove(&(number, head));
     }
@@ -387,7 +396,7 @@ impl Guest {
         let mut found = Vec::new();
         while queue.used != u16::from_le_bytes(index) {
             let mut raw = [0; 8];
-            self.memory.read_exact_at(&mut raw, used + 4 + u64::from(queue.used % ENTRIES) * 8).unwrap();
+            self.memory.read_exact_at(&mut raw, used + 4 + u64::from(queue.used % QUEUE_ENTRIES) * 8).unwrap();
             let head = u32::from_le_bytes(raw[..4].try_into().unwrap()) as u16;
             let written = u32::from_le_bytes(raw[4..].try_into().unwrap());
             let at = self.under_way.remove(&(number, head)).expect("a request that was under way ends once");
@@ -442,6 +451,6 @@ impl Guest {
 
 pub fn memory() -> File {
     let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
-    file.set_len(FRAMES * PAGE).unwrap();
+    file.set_len(GUEST_FRAMES * PAGE).unwrap();
     file
 }

@@ -3,9 +3,10 @@
 use super::*;
 use crate::inject::Injector;
 use crate::maps;
-use crate::memory::{self, PAGE_SIZE};
+use crate::memory;
 use crate::process::Process;
 use crate::testing::{Area, Kind};
+use rekindle_pages::PAGE_SIZE;
 use rustix::event::{PollFd, PollFlags, poll};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};

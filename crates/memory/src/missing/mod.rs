@@ -29,4 +29,4 @@ mod source;
 
 pub(crate) use pager::existing_pager;
 pub use pager::{Completion, Pager, PagerError, Progress};
-pub use source::{Content, Page, PageSource};
+pub use source::{Content, PageSource};

@@ -1,27 +1,28 @@
 //! Which pages of a RAM block are still missing.
 
 use crate::ram::Block;
+use rekindle_pages::{BlockId, DirtySet, PageNo};
 use std::ops::Range;
 
 /// A RAM block that a pager fills.
 #[derive(Debug)]
 pub(super) struct PagedBlock {
-    pub id: String,
+    pub id: BlockId,
+    /// Its name, for messages.
+    pub name: String,
     /// Addresses in QEMU.
     pub range: Range<u64>,
     /// Bytes of a host page.
     pub page: u64,
-    /// Bitmap of the pages that are present, are zero, or were given back.
-    done: Vec<u64>,
-    /// Number of pages that are not done.
-    left: u64,
+    /// Host pages that are not done. Done are those that are present, are zero, or were given back.
+    missing: DirtySet,
 }
 
 impl PagedBlock {
-    pub(super) fn new(block: &Block) -> Self {
+    pub(super) fn new(id: BlockId, block: &Block) -> Self {
         let (range, page) = (block.used(), block.info.page_size);
-        let pages = (range.end - range.start) / page;
-        Self { id: block.info.id.clone(), range, page, done: vec![0; pages.div_ceil(64) as usize], left: pages }
+        let missing = DirtySet::full((range.end - range.start) / page);
+        Self { id, name: block.info.id.clone(), range, page, missing }
     }
 
     pub(super) fn pages(&self) -> u64 {
@@ -29,19 +30,15 @@ impl PagedBlock {
     }
 
     pub(super) fn left(&self) -> u64 {
-        self.left
+        self.missing.len()
     }
 
     pub(super) fn is_done(&self, page: u64) -> bool {
-        self.done.get((page / 64) as usize).is_none_or(|word| word & (1 << (page % 64)) != 0)
+        !self.missing.contains(PageNo(page))
     }
 
     pub(super) fn set_done(&mut self, page: u64) {
-        let is_new = page < self.pages() && !self.is_done(page);
-        if let Some(word) = self.done.get_mut((page / 64) as usize).filter(|_| is_new) {
-            *word |= 1 << (page % 64);
-            self.left -= 1;
-        }
+        self.missing.remove(PageNo(page));
     }
 
     /// Pages that overlap a run of offsets.
@@ -61,9 +58,10 @@ impl PagedBlock {
 
     /// Finds the first run of pages in `within` that are not done, with at most `max` pages.
     pub(super) fn next_missing(&self, within: &Range<u64>, max: u64) -> Option<Range<u64>> {
-        let start = within.clone().find(|&page| !self.is_done(page))?;
-        let end = (start..within.end.min(start + max)).find(|&page| self.is_done(page));
-        Some(start..end.unwrap_or(within.end.min(start + max)))
+        let start = self.missing.next(PageNo(within.start))?.0;
+        let limit = within.end.min(start + max);
+        let end = (start..limit).find(|&page| self.is_done(page));
+        (start < limit).then(|| start..end.unwrap_or(limit))
     }
 }
 
@@ -74,11 +72,11 @@ mod tests {
     #[test]
     fn missing_pages_are_found_in_runs() {
         let mut paged = PagedBlock {
-            id: "ram".into(),
+            id: BlockId(0),
+            name: "ram".into(),
             range: 0x1000_0000..0x1000_0000 + 200 * 4096,
             page: 4096,
-            done: vec![0; 4],
-            left: 200,
+            missing: DirtySet::full(200),
         };
         for page in [0, 3, 64, 199, 199, 1000] {
             paged.set_done(page);

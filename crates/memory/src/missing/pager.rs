@@ -1,15 +1,15 @@
 //! The pager: its start, take-over and end. Its work in between is in [`super::serve`].
 
 use super::paged::PagedBlock;
-use super::source::{Content, Page, PageSource};
-use crate::pages;
+use super::source::{Content, PageSource};
 use crate::ram::{GuestRam, GuestRamError};
 use rekindle_kernel::inject::Injector;
-use rekindle_kernel::memory::{self, PAGE_SIZE};
+use rekindle_kernel::memory;
 use rekindle_kernel::pagemap::{Categories, Query, ScanError, Scanner};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::{self, Existing, Remote, RemoteError};
 use rekindle_kernel::userfault::{Features, Mode, UserfaultError, supported};
+use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo, PageRuns};
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
@@ -70,8 +70,7 @@ pub enum PagerError {
     )]
     Source {
         block: String,
-        /// The page, in units of 4 KiB.
-        page: u64,
+        page: PageNo,
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -191,7 +190,7 @@ impl Pager {
             remote
                 .userfault
                 .register(block.range.clone(), mode)
-                .map_err(|source| PagerError::Block { id: block.id.clone(), source })
+                .map_err(|source| PagerError::Block { id: block.name.clone(), source })
         });
         if let Err(e) = registered {
             remote.close()?;
@@ -225,7 +224,7 @@ impl Pager {
         for block in &pager.blocks {
             if let Some(remote) = &pager.remote {
                 let woken = remote.userfault.wake(block.range.clone());
-                woken.map_err(|source| PagerError::Block { id: block.id.clone(), source })?;
+                woken.map_err(|source| PagerError::Block { id: block.name.clone(), source })?;
             }
         }
         Ok(Some(pager))
@@ -252,23 +251,23 @@ impl Pager {
         for paged in &mut self.blocks {
             let Range { start, end } = paged.range;
             let inside = registered.iter().map(|range| range.start.max(start)..range.end.min(end));
-            let inside: Vec<_> =
-                inside.filter(|range| !range.is_empty()).map(|range| range.start - start..range.end - start).collect();
+            let inside = inside.collect::<PageRuns>().relative_to(start);
             let present = present(self.process, ram, paged)?;
-            for run in present.iter().chain(&pages::complement(&inside, end - start)) {
+            for run in present.iter().chain(&inside.complement(end - start)) {
                 paged.touched(run).for_each(|page| paged.set_done(page));
             }
         }
         Ok(())
     }
 
-    /// Puts a page (in units of 4 KiB) of the RAM block named `id` before it is needed. Does nothing if the page is done,
-    /// or is part of a larger host page.
+    /// Puts a page of a RAM block before it is needed. Does nothing if the page is done, or is part of a larger host page, or
+    /// the block is not one of those that are filled.
     ///
     /// # Errors
     /// [`PagerError`]; the page is unchanged.
-    pub fn prefill_page(&mut self, id: &str, page: u64, content: &Page) -> Result<(), PagerError> {
+    pub fn prefill_page(&mut self, id: BlockId, page: PageNo, content: &Page) -> Result<(), PagerError> {
         let block = self.blocks.iter().position(|paged| paged.id == id && paged.page == PAGE_SIZE as u64);
+        let PageNo(page) = page;
         let Some(block) = block.filter(|block| self.blocks.get(*block).is_some_and(|paged| !paged.is_done(page)))
         else {
             return Ok(());
@@ -297,7 +296,7 @@ impl Pager {
                 }
                 let address = paged.addresses(&(page..page + 1)).start;
                 memory::write(self.process, address, &self.buffer)
-                    .map_err(|source| PagerError::Present { id: paged.id.clone(), source })?;
+                    .map_err(|source| PagerError::Present { id: paged.name.clone(), source })?;
                 paged.set_done(page);
             }
         }
@@ -328,7 +327,7 @@ impl Pager {
         block: usize,
         pages: Range<u64>,
         source: &mut S,
-    ) -> Result<Vec<Content>, (u64, S::Error)> {
+    ) -> Result<Vec<Content>, (PageNo, S::Error)> {
         let Some(paged) = self.blocks.get(block) else { return Ok(Vec::new()) };
         let small_per_page = paged.page as usize / PAGE_SIZE;
         self.buffer.resize((pages.end - pages.start) as usize * paged.page as usize, 0);
@@ -336,9 +335,8 @@ impl Pager {
         for (page, huge) in pages.zip(self.buffer.chunks_exact_mut(paged.page as usize)) {
             let mut content = Content::Zero;
             let (small, _) = huge.as_chunks_mut::<PAGE_SIZE>();
-            for (small, at) in small.iter_mut().zip(page * small_per_page as u64..) {
-                let small: &mut Page = small;
-                match source.page(&paged.id, at, small).map_err(|e| (at, e))? {
+            for (small, at) in small.iter_mut().zip((page * small_per_page as u64..).map(PageNo)) {
+                match source.page(paged.id, at, small).map_err(|e| (at, e))? {
                     Content::Data => content = Content::Data,
                     Content::Zero => small.fill(0),
                 }
@@ -352,7 +350,7 @@ impl Pager {
     pub(super) fn retry_delay<S: PageSource>(
         &self,
         block: usize,
-        page: u64,
+        page: PageNo,
         error: S::Error,
         attempts: u32,
         source: &mut S,
@@ -360,7 +358,7 @@ impl Pager {
         match source.retry(&error, attempts) {
             Some(wait) => Ok(wait),
             None => {
-                let block = self.blocks.get(block).map(|block| block.id.clone()).unwrap_or_default();
+                let block = self.blocks.get(block).map(|block| block.name.clone()).unwrap_or_default();
                 Err(PagerError::Source { block, page, source: Box::new(error) })
             }
         }
@@ -390,18 +388,19 @@ impl Pager {
 }
 
 fn paged_blocks(ram: &GuestRam, chosen: impl Fn(&str) -> bool) -> Vec<PagedBlock> {
-    ram.blocks().iter().filter(|block| chosen(&block.info.id)).map(PagedBlock::new).collect()
+    let blocks = ram.blocks().iter().zip((0..).map(BlockId)).filter(|(block, _)| chosen(&block.info.id));
+    blocks.map(|(block, id)| PagedBlock::new(id, block)).collect()
 }
 
 /// Finds the runs (offsets) of a block whose pages are present.
-fn present(process: Process, ram: &GuestRam, paged: &PagedBlock) -> Result<Vec<Range<u64>>, PagerError> {
-    let block = ram.blocks().iter().find(|block| block.info.id == paged.id);
+fn present(process: Process, ram: &GuestRam, paged: &PagedBlock) -> Result<PageRuns, PagerError> {
+    let block = ram.blocks().get(paged.id.0);
     // hugetlbfs does not report holes, so mapped pages count as present.
     match block.filter(|_| paged.page == PAGE_SIZE as u64) {
         Some(block) => Ok(ram.populated(block)?),
         None => {
             let runs = Scanner::open(process)?.matching(paged.range.clone(), Query::all(Categories::PRESENT))?;
-            Ok(runs.into_iter().map(|run| run.start - paged.range.start..run.end - paged.range.start).collect())
+            Ok(runs.relative_to(paged.range.start))
         }
     }
 }

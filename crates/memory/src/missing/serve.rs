@@ -2,8 +2,8 @@
 
 use super::pager::{Completion, Pager, PagerError, PendingFault, Progress};
 use super::source::{Content, PageSource};
-use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_kernel::userfault::{Event, Filled, UserfaultError};
+use rekindle_pages::PAGE_SIZE;
 use rustix::event::{PollFd, PollFlags, poll};
 use std::collections::VecDeque;
 use std::io;
@@ -241,7 +241,7 @@ impl Pager {
             self.buffer.resize((addresses.end - addresses.start) as usize, 0);
         }
         let userfault = &remote.userfault;
-        let failed = |source| PagerError::Block { id: paged.id.clone(), source };
+        let failed = |source| PagerError::Block { id: paged.name.clone(), source };
         let mut at = addresses.start;
         while at < addresses.end {
             let rest = self.buffer.get((at - addresses.start) as usize..).unwrap_or_default();

@@ -1,6 +1,6 @@
 //! Where missing pages come from.
 
-pub use crate::pages::Page;
+use rekindle_pages::{BlockId, Page, PageNo};
 use std::time::Duration;
 
 /// What a page contains.
@@ -17,11 +17,11 @@ pub trait PageSource {
     /// Why a page could not be fetched.
     type Error: std::error::Error + Send + Sync + 'static;
 
-    /// Fetches page `page` (in units of 4 KiB) of the RAM block named `block` into `buffer`.
+    /// Fetches a page of a RAM block, given by its position in the block table of the guest that is filled, into `buffer`.
     ///
     /// # Errors
     /// When the page is unavailable now. The pager never replaces it with zeroes.
-    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, Self::Error>;
+    fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, Self::Error>;
 
     /// Returns how long to wait before a page is fetched again, after `attempt` failures (from 1).
     ///

@@ -6,6 +6,7 @@ use crate::ram::GuestRam;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::pagemap::Rearm;
 use rekindle_kernel::userfault::remote::Remote;
+use rekindle_pages::PageRuns;
 use rekindle_qemu::stopped::Stopped;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -78,7 +79,7 @@ impl Tracker for Asynchronous {
         let written = self.registered.written(Rearm::No)?;
         let written: Vec<_> =
             self.registered.areas.iter().zip(written).map(|(area, runs)| area.offsets(runs)).collect();
-        Ok(Dirty { zero: vec![Vec::new(); written.len()], written })
+        Ok(Dirty { zero: vec![PageRuns::new(); written.len()], written })
     }
 
     fn collect(&mut self, _stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError> {

@@ -22,15 +22,13 @@
 use super::registered::{Area, prove_page};
 use super::{Asynchronous, Dirty, TrackError, Tracker};
 use crate::missing;
-use crate::pages;
 use crate::ram::{Block, GuestRam, data};
 use rekindle_kernel::inject::Injector;
-use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_kernel::pagemap::{Categories, Query, Rearm, ScanError, Scanner};
 use rekindle_kernel::userfault::UserfaultError;
 use rekindle_kernel::userfault::remote::Remote;
+use rekindle_pages::{PAGE_SIZE, PageRuns};
 use rekindle_qemu::stopped::Stopped;
-use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
@@ -53,8 +51,8 @@ pub struct Filling {
 
 /// [`Dirty`] of one block.
 struct BlockDirty {
-    written: Vec<Range<u64>>,
-    zero: Vec<Range<u64>>,
+    written: PageRuns,
+    zero: PageRuns,
 }
 
 impl Filling {
@@ -107,8 +105,8 @@ impl Filling {
             let Some((index, area)) = self.paged.get(part) else { continue };
             let (index, used) = (*index, area.used.clone());
             let outside = self.untracked(part)?;
-            let present = self.present(part, std::slice::from_ref(&used))?;
-            let zero = pages::difference(&outside, &present);
+            let present = self.present(part, &PageRuns::from(used))?;
+            let zero = outside.difference(&present);
             let offsets = |runs| self.paged.get(part).map(|(_, area)| area.offsets(runs)).unwrap_or_default();
             set(&mut dirty, index, BlockDirty { written: offsets(present), zero: offsets(zero) });
         }
@@ -124,7 +122,7 @@ impl Filling {
         for &index in self.others.iter().flat_map(|(indices, _)| indices) {
             let Some(block) = self.ram.blocks().get(index) else { continue };
             let written = self.ram.populated(block)?;
-            let zero = pages::complement(&written, block.used().end - block.address);
+            let zero = written.complement(block.used().end - block.address);
             set(&mut dirty, index, BlockDirty { written, zero });
         }
         Ok(dirty)
@@ -189,27 +187,23 @@ impl Filling {
     /// Collects what was written to a block that the pager fills.
     fn collect_block(&mut self, part: usize) -> Result<BlockDirty, TrackError> {
         let Some((_, area)) = self.paged.get(part) else {
-            return Ok(BlockDirty { written: Vec::new(), zero: Vec::new() });
+            return Ok(BlockDirty { written: PageRuns::new(), zero: PageRuns::new() });
         };
-        let (used, total, id) = (area.used.clone(), area.used.end - area.used.start, area.id.clone());
+        let (used, id) = (PageRuns::from(area.used.clone()), area.id.clone());
         // Kept over all attempts, because each attempt resets the record of what it finds.
-        let mut written = Vec::new();
+        let mut written = PageRuns::new();
         for _ in 0..TRIES {
             let outside = self.untracked(part)?;
-            if pages::bytes(&outside) == total {
+            if outside.bytes() == used.bytes() {
                 return Err(TrackError::Filled { id });
             }
-            if !self.collect_registered(
-                part,
-                &pages::difference(std::slice::from_ref(&used), &outside),
-                &mut written,
-            )? {
+            if !self.collect_registered(part, &used.difference(&outside), &mut written)? {
                 // The guest has just given pages back, so they are not registered any more.
                 continue;
             }
             // A page that is not present is missing or was given back, whatever the page tables record: it is not read.
-            let present = self.present(part, &pages::union(&written, &outside))?;
-            let zero = pages::difference(&outside, &present);
+            let present = self.present(part, &written.union(&outside))?;
+            let zero = outside.difference(&present);
             let Some((_, area)) = self.paged.get(part) else { continue };
             return Ok(BlockDirty { written: area.offsets(present), zero: area.offsets(zero) });
         }
@@ -220,14 +214,14 @@ impl Filling {
     fn collect_registered(
         &mut self,
         part: usize,
-        inside: &[Range<u64>],
-        written: &mut Vec<Range<u64>>,
+        inside: &PageRuns,
+        written: &mut PageRuns,
     ) -> Result<bool, TrackError> {
         let failed = |id: &str, source| TrackError::Scan { id: id.to_owned(), source };
         let id = self.paged.get(part).map(|(_, area)| area.id.clone()).unwrap_or_default();
         for run in inside {
             match self.scanner.written_there(run.clone(), Rearm::Yes) {
-                Ok(found) => *written = pages::union(written, &found),
+                Ok(found) => *written = written.union(&found),
                 Err(ScanError::Unprotected { .. }) => return Ok(false),
                 Err(source) => return Err(failed(&id, source)),
             }
@@ -239,9 +233,10 @@ impl Filling {
         }
         // A page of a file may have been unmapped after it was written: only the file distinguishes it from a missing one.
         let query = Query { none: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
-        let mut absent = Vec::new();
+        let mut absent = PageRuns::new();
         for run in inside {
-            absent.extend(self.scanner.matching(run.clone(), query).map_err(|source| failed(&id, source))?);
+            let found = self.scanner.matching(run.clone(), query).map_err(|source| failed(&id, source))?;
+            found.into_iter().for_each(|part| absent.push(part));
         }
         let unmapped = self.present(part, &absent)?;
         for run in &unmapped {
@@ -253,30 +248,29 @@ impl Filling {
                 Err(source) => return Err(TrackError::Block { id, source }),
             }
         }
-        *written = pages::union(written, &unmapped);
+        *written = written.union(&unmapped);
         Ok(true)
     }
 
     /// Finds the runs of addresses of a block that are not registered any more.
-    fn untracked(&mut self, part: usize) -> Result<Vec<Range<u64>>, TrackError> {
-        let Some((_, area)) = self.paged.get(part) else { return Ok(Vec::new()) };
+    fn untracked(&mut self, part: usize) -> Result<PageRuns, TrackError> {
+        let Some((_, area)) = self.paged.get(part) else { return Ok(PageRuns::new()) };
         let untracked = self.scanner.untracked(area.used.clone());
         untracked.map_err(|source| TrackError::Scan { id: area.id.clone(), source })
     }
 
     /// Finds the present pages within these runs of addresses of a block.
-    fn present(&mut self, part: usize, runs: &[Range<u64>]) -> Result<Vec<Range<u64>>, TrackError> {
-        let Some((index, area)) = self.paged.get(part) else { return Ok(Vec::new()) };
+    fn present(&mut self, part: usize, runs: &PageRuns) -> Result<PageRuns, TrackError> {
+        let Some((index, area)) = self.paged.get(part) else { return Ok(PageRuns::new()) };
         let file = self.ram.blocks().get(*index).and_then(Block::file).filter(|_| area.page == PAGE_SIZE as u64);
-        let mut present = Vec::new();
+        let mut present = PageRuns::new();
         for run in runs {
             match file {
                 Some((file, offset)) => {
                     let at = offset + (run.start - area.total.start);
                     let found = data(file, at..at + (run.end - run.start));
                     let found = found.map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
-                    let base = run.start;
-                    found.iter().for_each(|part| pages::push(&mut present, base + part.start..base + part.end));
+                    found.placed_at(run.start).into_iter().for_each(|part| present.push(part));
                 }
                 // hugetlbfs does not report holes, and private memory has no file: use the page tables.
                 None => {
@@ -284,7 +278,7 @@ impl Filling {
                     let query = Query { any, ..Query::all(Categories::empty()) };
                     let found = self.scanner.matching(run.clone(), query);
                     let found = found.map_err(|source| TrackError::Scan { id: area.id.clone(), source })?;
-                    found.into_iter().for_each(|part| pages::push(&mut present, part));
+                    found.into_iter().for_each(|part| present.push(part));
                 }
             }
         }
@@ -298,7 +292,7 @@ impl Filling {
 }
 
 fn nothing(ram: &GuestRam) -> Dirty {
-    let none = vec![Vec::new(); ram.blocks().len()];
+    let none = vec![PageRuns::new(); ram.blocks().len()];
     Dirty { written: none.clone(), zero: none }
 }
 

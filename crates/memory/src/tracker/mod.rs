@@ -42,14 +42,13 @@ pub use registered::{check_userfaultfd, close_leftovers, leftovers};
 pub use soft_dirty::SoftDirty;
 pub use synchronous::{BeforeWrite, Claim, Synchronous};
 
-use crate::pages;
 use crate::ram::{GuestRam, GuestRamError};
 use rekindle_kernel::pagemap::ScanError;
 use rekindle_kernel::userfault::UserfaultError;
 use rekindle_kernel::userfault::remote::RemoteError;
+use rekindle_pages::PageRuns;
 use rekindle_qemu::stopped::Stopped;
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// Why pages cannot be tracked.
@@ -131,9 +130,9 @@ pub enum TrackError {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Dirty {
     /// Pages that were written.
-    pub written: Vec<Vec<Range<u64>>>,
+    pub written: Vec<PageRuns>,
     /// Pages that are zero now and need not be read. Most of them were zero before.
-    pub zero: Vec<Vec<Range<u64>>>,
+    pub zero: Vec<PageRuns>,
 }
 
 impl Dirty {
@@ -144,14 +143,14 @@ impl Dirty {
     pub fn everything(ram: &GuestRam) -> Result<Self, GuestRamError> {
         let written = ram.blocks().iter().map(|block| ram.populated(block)).collect::<Result<Vec<_>, _>>()?;
         let length = |block: &crate::ram::Block| block.used().end - block.address;
-        let zero = ram.blocks().iter().zip(&written).map(|(block, written)| pages::complement(written, length(block)));
+        let zero = ram.blocks().iter().zip(&written).map(|(block, written)| written.complement(length(block)));
         Ok(Self { zero: zero.collect(), written })
     }
 
     /// Bytes of the written pages.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.written.iter().map(|runs| pages::bytes(runs)).sum()
+        self.written.iter().map(PageRuns::bytes).sum()
     }
 }
 

@@ -1,14 +1,14 @@
 //! RAM blocks that are registered with a userfaultfd for write protection, and the record in their page tables.
 
 use super::{Dirty, TrackError};
-use crate::ram::GuestRam;
-use crate::{pages, ram};
+use crate::ram::{self, GuestRam};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory;
 use rekindle_kernel::pagemap::{Categories, Query, Rearm, Scanner, reports_given_back};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::{self, Existing, Remote, RemoteError};
 use rekindle_kernel::userfault::{Features, Mode};
+use rekindle_pages::{PAGE_SIZE, PageRuns};
 use std::ops::Range;
 use std::os::fd::RawFd;
 use std::os::unix::fs::MetadataExt;
@@ -20,7 +20,7 @@ const COMMON: Features =
 pub(super) const ASYNCHRONOUS: Features = COMMON.union(Features::WP_ASYNC);
 pub(super) const SYNCHRONOUS: Features = COMMON.union(Features::EXACT_ADDRESS);
 
-const PAGE: u64 = memory::PAGE_SIZE as u64;
+const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Finds userfaultfds of trackers that an earlier process left in QEMU.
 ///
@@ -80,9 +80,9 @@ impl Area {
         }
     }
 
-    pub(super) fn offsets(&self, runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
-        let start = self.total.start;
-        runs.into_iter().map(|run| run.start - start..run.end - start).collect()
+    /// Converts addresses to offsets in the block.
+    pub(super) fn offsets(&self, runs: PageRuns) -> PageRuns {
+        runs.relative_to(self.total.start)
     }
 }
 
@@ -90,9 +90,9 @@ impl Area {
 #[derive(Debug, Default)]
 struct Holes {
     /// Zero.
-    zero: Vec<Range<u64>>,
+    zero: PageRuns,
     /// Possibly zero: they must be read.
-    unknown: Vec<Range<u64>>,
+    unknown: PageRuns,
 }
 
 /// A userfaultfd and the blocks that are registered with it.
@@ -159,12 +159,12 @@ impl Registered {
     }
 
     /// Finds the written pages of all blocks, as runs of addresses.
-    pub(super) fn written(&self, rearm: Rearm) -> Result<Vec<Vec<Range<u64>>>, TrackError> {
+    pub(super) fn written(&self, rearm: Rearm) -> Result<Vec<PageRuns>, TrackError> {
         let mut scanner = lock(&self.scanner);
         self.areas
             .iter()
             .map(|area| match area.tracked {
-                false => Ok(Vec::new()),
+                false => Ok(PageRuns::new()),
                 true => {
                     let written = scanner.written(area.used.clone(), rearm);
                     written.map_err(|source| TrackError::Scan { id: area.id.clone(), source })
@@ -174,7 +174,7 @@ impl Registered {
     }
 
     /// Finds pages of private blocks that were given back but are not recorded by this kernel, as runs of addresses.
-    pub(super) fn given_back(&self) -> Result<Vec<Vec<Range<u64>>>, TrackError> {
+    pub(super) fn given_back(&self) -> Result<Vec<PageRuns>, TrackError> {
         let mut scanner = lock(&self.scanner);
         // All pages were protected, so an absent page has a marker in the page table, unless it was given back.
         let none = Categories::PRESENT | Categories::SWAPPED;
@@ -182,7 +182,7 @@ impl Registered {
         self.areas
             .iter()
             .map(|area| match area.tracked && !area.shared && !reports_given_back() {
-                false => Ok(Vec::new()),
+                false => Ok(PageRuns::new()),
                 true => {
                     let absent = scanner.matching(area.used.clone(), query);
                     absent.map_err(|source| TrackError::Scan { id: area.id.clone(), source })
@@ -202,36 +202,36 @@ impl Registered {
         let file_failed = |source| TrackError::Proof { id: area.id.clone(), source };
         if area.page > PAGE {
             // hugetlbfs does not report holes. If all pages of the file are mapped, all absent pages are holes.
-            let mapped = (area.used.end - area.used.start) - pages::bytes(&absent);
+            let mapped = (area.used.end - area.used.start) - absent.bytes();
             return Ok(match mapped == file.metadata().map_err(file_failed)?.blocks() * 512 {
-                true => Holes { zero: absent, unknown: Vec::new() },
-                false => Holes { zero: Vec::new(), unknown: absent },
+                true => Holes { zero: absent, unknown: PageRuns::new() },
+                false => Holes { zero: PageRuns::new(), unknown: absent },
             });
         }
-        let mut zero = Vec::new();
+        let mut zero = PageRuns::new();
         for run in absent {
             let data = ram::data(file, offset + run.start..offset + run.end).map_err(file_failed)?;
-            let holes = pages::complement(&data, run.end - run.start);
-            holes.into_iter().for_each(|hole| pages::push(&mut zero, run.start + hole.start..run.start + hole.end));
+            let holes = data.complement(run.end - run.start).placed_at(run.start);
+            holes.into_iter().for_each(|hole| zero.push(hole));
         }
-        Ok(Holes { zero, unknown: Vec::new() })
+        Ok(Holes { zero, unknown: PageRuns::new() })
     }
 
     /// Combines written pages and pages given back (addresses) with the holes of the files, as offsets in the blocks.
     pub(super) fn dirty(
         &self,
         ram: &GuestRam,
-        written: Vec<Vec<Range<u64>>>,
-        given_back: Vec<Vec<Range<u64>>>,
+        written: Vec<PageRuns>,
+        given_back: Vec<PageRuns>,
     ) -> Result<Dirty, TrackError> {
         let mut dirty = Dirty::default();
         let found = written.into_iter().zip(given_back);
         for ((area, block), (written, given_back)) in self.areas.iter().zip(ram.blocks()).zip(found) {
             let holes = if ram.may_shrink() { self.holes(area, block)? } else { Holes::default() };
-            let zero = pages::union(&area.offsets(given_back), &holes.zero);
-            let written = pages::union(&area.offsets(written), &holes.unknown);
+            let zero = area.offsets(given_back).union(&holes.zero);
+            let written = area.offsets(written).union(&holes.unknown);
             // Pages that are known to be zero need not be read.
-            dirty.written.push(pages::difference(&written, &zero));
+            dirty.written.push(written.difference(&zero));
             dirty.zero.push(zero);
         }
         Ok(dirty)

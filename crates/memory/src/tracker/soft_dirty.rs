@@ -9,6 +9,7 @@ use rekindle_kernel::memory;
 use rekindle_kernel::pagemap::{Categories, Query, Scanner};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::softdirty;
+use rekindle_pages::{PAGE_SIZE, PageRuns};
 use rekindle_qemu::stopped::Stopped;
 use std::ops::Range;
 
@@ -43,13 +44,13 @@ impl SoftDirty {
     ///
     /// # Errors
     /// [`TrackError`]: then all pages count as written.
-    pub fn collect(&mut self, _stopped: &mut Stopped<'_>) -> Result<Vec<Range<u64>>, TrackError> {
+    pub fn collect(&mut self, _stopped: &mut Stopped<'_>) -> Result<PageRuns, TrackError> {
         let written = self.written(self.range.clone())?;
         self.clear()?;
-        Ok(written.into_iter().map(|run| run.start - self.range.start..run.end - self.range.start).collect())
+        Ok(written.relative_to(self.range.start))
     }
 
-    fn written(&mut self, range: Range<u64>) -> Result<Vec<Range<u64>>, TrackError> {
+    fn written(&mut self, range: Range<u64>) -> Result<PageRuns, TrackError> {
         let found = self.scanner.matching(range, Query::all(Categories::SOFT_DIRTY));
         found.map_err(|source| TrackError::Scan { id: self.id.clone(), source })
     }
@@ -65,7 +66,7 @@ impl SoftDirty {
         let mut byte = [0];
         memory::read(self.process, address, &mut byte).map_err(failed)?;
         memory::write(self.process, address, &byte).map_err(failed)?;
-        match self.written(address..address + memory::PAGE_SIZE as u64)?.is_empty() {
+        match self.written(address..address + PAGE_SIZE as u64)?.is_empty() {
             false => Ok(()),
             true => Err(TrackError::Unproven { id: self.id.clone(), address }),
         }

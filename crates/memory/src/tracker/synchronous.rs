@@ -7,12 +7,12 @@
 use super::flight::{Flight, WriteAction};
 use super::registered::{Area, Registered, SYNCHRONOUS};
 use super::{Dirty, TrackError, Tracker};
-use crate::pages;
 use crate::ram::GuestRam;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory;
 use rekindle_kernel::pagemap::Rearm;
 use rekindle_kernel::userfault::{Event, UserfaultError};
+use rekindle_pages::{PAGE_SIZE, PageRuns};
 use rekindle_qemu::stopped::Stopped;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fd::{AsFd, OwnedFd};
@@ -25,7 +25,7 @@ use std::thread::{self, JoinHandle};
 
 /// Gaps up to this size are protected with the runs around them. A separate run costs as much as this many pages
 /// (measured: 2 µs a run, 10 to 20 ns a page; `docs/attach.md`), and the pages in the gap are protected already.
-const BRIDGE: u64 = 128 * memory::PAGE_SIZE as u64;
+const BRIDGE: u64 = 128 * PAGE_SIZE as u64;
 
 /// Copies a page of the checkpoint in flight before the guest writes it. The guest waits meanwhile.
 pub trait BeforeWrite: Send {
@@ -67,7 +67,7 @@ pub struct Claim {
     /// Index of the block.
     pub block: usize,
     /// Offsets in the block.
-    pub runs: Vec<Range<u64>>,
+    pub runs: PageRuns,
 }
 
 impl Drop for Claim {
@@ -233,7 +233,7 @@ impl Synchronous {
     ///
     /// # Errors
     /// [`TrackError::InFlight`] when the previous checkpoint has not been copied completely.
-    pub fn begin(&self, pages: &[Vec<Range<u64>>], _stopped: &mut Stopped<'_>) -> Result<(), TrackError> {
+    pub fn begin(&self, pages: &[PageRuns], _stopped: &mut Stopped<'_>) -> Result<(), TrackError> {
         self.check_all_copied()?;
         let registered = self.shared.registered();
         let sizes = registered.areas.iter().map(|area| (area.total.end - area.total.start, area.page));
@@ -296,7 +296,7 @@ impl Tracker for Synchronous {
         let registered = self.shared.registered();
         let written = registered.written(Rearm::Unchecked)?;
         let written: Vec<_> = registered.areas.iter().zip(written).map(|(area, runs)| area.offsets(runs)).collect();
-        Ok(Dirty { zero: vec![Vec::new(); written.len()], written })
+        Ok(Dirty { zero: vec![PageRuns::new(); written.len()], written })
     }
 
     fn collect(&mut self, _stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError> {
@@ -307,7 +307,7 @@ impl Tracker for Synchronous {
         let written = registered.written(Rearm::Unchecked)?;
         let given_back = registered.given_back()?;
         for (area, (written, given_back)) in registered.areas.iter().zip(written.iter().zip(&given_back)) {
-            registered.protect(area, &pages::bridged(&pages::union(written, given_back), BRIDGE), true)?;
+            registered.protect(area, &written.union(given_back).bridged(BRIDGE), true)?;
         }
         registered.dirty(&self.ram(), written, given_back)
     }

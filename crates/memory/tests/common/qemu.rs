@@ -35,10 +35,10 @@ pub fn tools() -> &'static Tools {
         }
         let path = |name: &str| PathBuf::from(given(name).or(known.get(name).cloned()).unwrap_or_default());
         let micro = given("REKINDLE_TEST_MICRO")
-            .unwrap_or_else(|| script("guest/build", &["micro"]).lines().last().unwrap_or("").into());
+            .unwrap_or_else(|| script("tests/images/build", &["micro"]).lines().last().unwrap_or("").into());
         let tools = Tools { new: path("QEMU_NEW"), old: path("QEMU_OLD"), micro: micro.into() };
         for file in [&tools.new, &tools.old, &tools.micro.join("vmlinuz"), &tools.micro.join("initrd")] {
-            assert!(file.exists(), "{} is missing; run: scripts/setup && guest/build micro", file.display());
+            assert!(file.exists(), "{} is missing; run: scripts/setup && tests/images/build micro", file.display());
         }
         tools
     })

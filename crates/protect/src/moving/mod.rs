@@ -26,7 +26,7 @@ use crate::target::TargetError;
 use rekindle_store::StoreError;
 use rekindle_vm::attach::AttachError;
 use rekindle_vm::disks::DisksError;
-use rekindle_vm::life::LifeError;
+use rekindle_vm::error::LifeError;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io;

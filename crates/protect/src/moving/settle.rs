@@ -13,16 +13,19 @@ use crate::owned::{OwnError, OwnerRecord};
 use rekindle_disk::control::Control;
 use rekindle_kernel::sched;
 use rekindle_qemu::guest;
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_store::StoreError;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
+use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::definition::Name;
+use rekindle_vm::disks;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::life::{self, Held};
+use rekindle_vm::life::Held;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
-use rekindle_vm::{disks, life::run_state};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -81,9 +84,9 @@ pub(super) fn resume_here(
     // An interrupted pause has left its threads with a higher priority.
     let _ = sched::normal(vmm.process());
     let mark = rundir.paused();
-    let failed = |e| life::LifeError::from(e);
+    let failed = |e| LifeError::from(e);
     if stopped || mark.exists() {
-        let mut qmp = vmm.connect(vmm::START).map_err(life::LifeError::from)?;
+        let mut qmp = vmm.connect(vmm::START).map_err(LifeError::from)?;
         if run_state(&mut qmp).map_err(failed)? == "paused" {
             guest::resume(&mut qmp).map_err(failed)?;
         }
@@ -115,7 +118,7 @@ pub(super) fn remove_here(host: &Host, held: &Held, mut journal: Journal) -> Res
     let path = held.rundir.file("operation.json");
     journal.advance(Step::Settle).map_err(|source| MoveError::File { path, source })?;
     rekindle_vm::fault::point("move.settle.journalled", held.state.vmm.as_ref(), None);
-    Ok(life::clean_up(host, &held.rundir, &held.state)?)
+    Ok(clean_up(host, &held.rundir, &held.state)?)
 }
 
 /// Asks the other host whether the VM runs there, and for its status.
@@ -177,7 +180,7 @@ pub fn settle(host: &Host, held: &Held, journal: Journal) -> Result<Settled, Mov
 
 fn qemu_ended(held: &Held) -> MoveError {
     let log = vmm::log_tail(&held.rundir.vmm(held.state.generation), 10);
-    life::LifeError::Ended { name: held.rundir.name().into(), log }.into()
+    LifeError::Ended { name: held.rundir.name().into(), log }.into()
 }
 
 /// The other host has it, and does not report that it runs.

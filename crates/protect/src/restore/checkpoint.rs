@@ -10,6 +10,7 @@ use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
 use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
+use rekindle_pages::PageNo;
 use rekindle_qemu::stream::{self, RamSection};
 use rekindle_store::image::PageId;
 use rekindle_store::types::{Block, Guest, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
@@ -254,10 +255,16 @@ impl LoadInput {
     }
 
     /// Puts these pages into the guest's memory.
-    pub(super) fn put_first(&self, first: &load_pages::Pages, pager: &mut Pager) -> Result<(), PagerError> {
-        first.iter().try_for_each(|(block, page, content)| {
-            let id = self.blocks.get(*block).map_or("", |block| &block.id);
-            pager.prefill_page(id, *page, content)
+    pub(super) fn put_first(
+        &self,
+        first: &load_pages::Pages,
+        ram: &GuestRam,
+        pager: &mut Pager,
+    ) -> Result<(), PagerError> {
+        let ids: Vec<_> = self.blocks.iter().map(|block| ram.block_id(&block.id)).collect();
+        first.iter().try_for_each(|(block, page, content)| match ids.get(*block) {
+            Some(Some(id)) => pager.prefill_page(*id, PageNo(*page), content),
+            _ => Ok(()),
         })
     }
 

@@ -10,8 +10,9 @@ use rekindle_handover::ram::{Ram, RamSource};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::output::last_lines;
 use rekindle_kernel::spawn::{detach, disown};
-use rekindle_memory::missing::{Content, Page, PageSource, Pager, PagerError, Progress};
+use rekindle_memory::missing::{Content, PageSource, Pager, PagerError, Progress};
 use rekindle_memory::ram::GuestRam;
+use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::Feed;
 use rekindle_qemu::vmm::Vmm;
@@ -59,7 +60,7 @@ impl RegisteredMemory {
 #[derive(Debug)]
 pub struct OnDemandRam {
     input: Arc<LoadInput>,
-    ram: GuestRam,
+    ram: Arc<GuestRam>,
     /// Memory that an earlier command has registered.
     registered: Option<RegisteredMemory>,
     /// Set from [`RamSource::connect`] on.
@@ -82,7 +83,7 @@ impl OnDemandRam {
         registered: Option<RegisteredMemory>,
     ) -> Result<Self, RestoreError> {
         same_blocks(&ram, &input.blocks, input.number, &input.paged)?;
-        Ok(Self { input, ram, registered, connected: None })
+        Ok(Self { input, ram: Arc::new(ram), registered, connected: None })
     }
 
     /// Returns the injector for the destination.
@@ -165,14 +166,14 @@ impl RamSource for OnDemandRam {
                 Some(registered) => registered,
                 None => RegisteredMemory::new(destination, qmp, ram, &input.paged)?,
             };
-            registered.pager.overwrite(ram, &mut UncommittedPages::new(input, &mut |_| {}))?;
+            registered.pager.overwrite(ram, &mut UncommittedPages::new(input, ram, &mut |_| {}))?;
             let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            input.put_first(&first, &mut registered.pager)?;
+            input.put_first(&first, ram, &mut registered.pager)?;
             let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             Ok::<_, RestoreError>((stream, registered))
         })?;
         let RegisteredMemory { injector, pager, feed } = registered;
-        let supply = PageSupply::start(pager, Arc::clone(&self.input));
+        let supply = PageSupply::start(pager, Arc::clone(&self.input), Arc::clone(&self.ram));
         self.connected = Some(Connected { injector, stream, supply });
         Ok(feed)
     }
@@ -192,11 +193,11 @@ struct PageSupply {
 impl PageSupply {
     /// The thread also owns the descriptor: after the pager process has taken over and ended, a zero page would block as long as
     /// ours is open.
-    fn start(mut pager: Pager, input: Arc<LoadInput>) -> Self {
+    fn start(mut pager: Pager, input: Arc<LoadInput>, ram: Arc<GuestRam>) -> Self {
         let (stop, fill_all) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let thread = thread::spawn({
             let (stop, fill_all) = (Arc::clone(&stop), Arc::clone(&fill_all));
-            move || pager.run_on_demand(&mut UncommittedPages::new(&input, &mut |_| {}), &stop, &fill_all)
+            move || pager.run_on_demand(&mut UncommittedPages::new(&input, &ram, &mut |_| {}), &stop, &fill_all)
         });
         Self { stop, fill_all, thread: Some(thread), pager_lock: None }
     }
@@ -220,22 +221,23 @@ impl Drop for PageSupply {
 /// Pages of a checkpoint that may not be committed yet.
 struct UncommittedPages<'a> {
     input: &'a LoadInput,
+    ram: &'a GuestRam,
     on_event: Option<&'a mut dyn FnMut(&PagerEvent)>,
     source: Option<CheckpointPages<'a>>,
 }
 
 impl<'a> UncommittedPages<'a> {
-    fn new(input: &'a LoadInput, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
-        Self { input, on_event: Some(on_event), source: None }
+    fn new(input: &'a LoadInput, ram: &'a GuestRam, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
+        Self { input, ram, on_event: Some(on_event), source: None }
     }
 }
 
 impl PageSource for UncommittedPages<'_> {
     type Error = RestoreError;
 
-    fn page(&mut self, block: &str, page: u64, buffer: &mut Page) -> Result<Content, RestoreError> {
+    fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, RestoreError> {
         if let Some(on_event) = self.on_event.take() {
-            self.source = Some(CheckpointPages::new(self.input.image()?, on_event));
+            self.source = Some(CheckpointPages::new(self.input.image()?, self.ram, on_event));
         }
         match &mut self.source {
             Some(source) => Ok(source.page(block, page, buffer)?),

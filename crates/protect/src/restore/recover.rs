@@ -4,9 +4,11 @@ use super::RestoreError;
 use rekindle_handover::{Destination, Handover};
 use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::cleanup::clean_up;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::life::{self, Held, LifeError};
+use rekindle_vm::life::Held;
 use rekindle_vm::timeline::Recorder;
 
 /// What became of the VM.
@@ -25,7 +27,7 @@ pub enum Outcome {
 pub fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Outcome, RestoreError> {
     let destination = journal.operation.to.clone().filter(Vmm::is_alive);
     let Some(vmm) = destination.filter(|_| journal.operation.step >= Step::Resume) else {
-        life::clean_up(host, &held.rundir, &held.state)?;
+        clean_up(host, &held.rundir, &held.state)?;
         return Ok(Outcome::Removed);
     };
     let recorder = Recorder::new(held.rundir.name(), "recover");
@@ -46,6 +48,6 @@ pub fn recover_prepare(host: &Host, held: &Held, journal: Journal) -> Result<Out
         journal.close().map_err(|source| RestoreError::Journal { path, source })?;
         return Ok(Outcome::Finished);
     }
-    life::clean_up(host, &held.rundir, &held.state)?;
+    clean_up(host, &held.rundir, &held.state)?;
     Ok(Outcome::Removed)
 }

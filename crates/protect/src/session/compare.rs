@@ -5,13 +5,11 @@
 
 use super::{CheckpointError, Tracking, TrackingSession};
 use crate::event::Comparison;
-use crate::runs::{batches, merged, numbers, read};
-use rekindle_memory::pages;
+use crate::runs::{BATCH, Runs, merged, read};
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Dirty, Tracker};
+use rekindle_pages::PAGE_SIZE;
 use rekindle_store::Image;
-use rekindle_store::types::PAGE_SIZE;
-use std::ops::Range;
 
 /// Maximum number of wrong pages that are named.
 const NAMED: usize = 8;
@@ -50,17 +48,17 @@ fn all_but(ram: &GuestRam, owed: &Dirty, image: &Image) -> Result<Comparison, Ch
     let mut compared = Comparison { checkpoint: image.info().number, ..Comparison::default() };
     let mut buffer = Vec::new();
     for (index, block) in ram.blocks().iter().enumerate() {
-        let get = |runs: &[Vec<Range<u64>>]| runs.get(index).cloned().unwrap_or_default();
-        let since = pages::union(&get(&owed.written), &get(&owed.zero));
+        let get = |runs: &Runs| runs.get(index).cloned().unwrap_or_default();
+        let since = get(&owed.written).union(&get(&owed.zero));
         let length = block.info.used;
-        compared.written_since += pages::bytes(&since) / PAGE_SIZE as u64;
+        compared.written_since += since.bytes() / PAGE_SIZE as u64;
         let Some(position) = image.block(&block.info.id) else {
             return Err(CheckpointError::Reshaped(format!("the checkpoint has no block {}", block.info.id)));
         };
-        for batch in batches(&pages::complement(&since, length)) {
+        for batch in since.complement(length).split(BATCH) {
             read(ram, block, &batch, &mut buffer)?;
             let (contents, _) = buffer.as_chunks::<PAGE_SIZE>();
-            let ids: Vec<_> = numbers(&batch).map(|number| (position, number)).collect();
+            let ids: Vec<_> = batch.numbers().map(|page| (position, page.0)).collect();
             let mut ours = contents.iter();
             image.read_many(&ids, |(_, number), theirs| {
                 compared.pages += 1;

@@ -6,7 +6,6 @@ use crate::runs::{Runs, merged, no_pages};
 use crate::target::Target;
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::memory::Span;
-use rekindle_memory::pages;
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::Dirty;
 use rekindle_vm::disks;
@@ -85,6 +84,6 @@ fn note(written: &mut Runs, span: Span, ram: &GuestRam) -> Result<(), Checkpoint
     };
     let at = span.address - block.address;
     let run: Range<u64> = at..at + span.bytes;
-    *runs = pages::union(runs, std::slice::from_ref(&run));
+    *runs = runs.union(std::slice::from_ref(&run));
     Ok(())
 }

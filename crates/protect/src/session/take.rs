@@ -6,12 +6,11 @@ use crate::load_pages::PageRun;
 use crate::pause::{AfterPause, LapTimer, Paused};
 use crate::policy::Policy;
 use crate::runs::{BATCH, Runs, copy_all, merged, read, send, send_from, send_zeroes};
-use rekindle_memory::pages;
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_memory::tracker::{Dirty, Synchronous, TrackError, Tracker};
+use rekindle_pages::{PAGE_SIZE, PageNo, PageRuns};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_store::Checkpoint;
-use rekindle_store::types::PAGE_SIZE;
 use rekindle_vm::fault;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -51,21 +50,21 @@ pub(crate) type OnStopped<'a> = dyn FnMut(&StoppedGuest<'_>) + 'a;
 impl StoppedGuest<'_> {
     /// ReadOptions of the pages `among` have changed, and their content, in that order.
     pub(crate) fn changed(&self, among: &[PageRun]) -> Result<(Vec<PageRun>, Vec<u8>), GuestRamError> {
-        let page = PAGE_SIZE as u64;
+        const PAGE: u64 = PAGE_SIZE as u64;
         let (mut changed, mut content) = (Vec::new(), Vec::new());
         for (index, block) in self.ram.blocks().iter().enumerate() {
-            let mut wanted = Vec::new();
+            let mut wanted = PageRuns::new();
             for run in among.iter().filter(|run| run.block() == index) {
                 let numbers = run.numbers();
-                wanted = pages::union(&wanted, std::slice::from_ref(&(numbers.start * page..numbers.end * page)));
+                wanted = wanted.union(std::slice::from_ref(&(numbers.start * PAGE..numbers.end * PAGE)));
             }
-            let both = |runs: &Runs| runs.get(index).map_or_else(Vec::new, |runs| pages::intersection(runs, &wanted));
+            let both = |runs: &Runs| runs.get(index).map_or_else(PageRuns::new, |runs| runs.intersection(&wanted));
             let (written, zero) = (both(&self.changed.written), both(&self.changed.zero));
             changed
-                .extend(written.iter().chain(&zero).map(|run| PageRun::new(index, run.start / page..run.end / page)));
+                .extend(written.iter().chain(&zero).map(|run| PageRun::new(index, run.start / PAGE..run.end / PAGE)));
             let mut bytes = Vec::new();
             read(self.ram, block, &written, &mut bytes)?;
-            bytes.resize(bytes.len() + pages::bytes(&zero) as usize, 0);
+            bytes.resize(bytes.len() + zero.bytes() as usize, 0);
             content.append(&mut bytes);
         }
         Ok((changed, content))
@@ -171,8 +170,8 @@ impl TrackingSession {
             }
             copied_for_writes = copies.pages.len() as u64;
             for (block, at, bytes) in &copies.pages {
-                let run = *at..*at + bytes.len() as u64;
-                send(checkpoint, *block, std::slice::from_ref(&run), bytes)?;
+                let numbers = PageNo::containing(*at).0..;
+                checkpoint.pages(*block, numbers.zip(bytes.as_chunks::<PAGE_SIZE>().0))?;
             }
         }
         // The first `cow` checkpoint of a store has sent nothing yet that could be zero now.

@@ -10,8 +10,9 @@
 use super::{RamBlock, list};
 use crate::qmp::{Qmp, QmpError};
 use rekindle_kernel::maps::{self, Mapping};
-use rekindle_kernel::memory::{self, PAGE_SIZE};
+use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
+use rekindle_pages::PAGE_SIZE;
 use std::collections::BTreeSet;
 use std::io;
 

@@ -11,9 +11,9 @@ use crate::vmm::RebootError;
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::digest;
 use rekindle_memory::directory::is_direct;
-use rekindle_memory::pages;
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, SoftDirty, Tracker, leftovers};
+use rekindle_pages::PageRuns;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
@@ -22,7 +22,6 @@ use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::fault;
 use std::fs;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -48,8 +47,8 @@ enum WriteTracker {
 /// Changed ranges of RAM, in bytes from its start.
 #[derive(Default)]
 struct ChangedPages {
-    written: Vec<Range<u64>>,
-    zero: Vec<Range<u64>>,
+    written: PageRuns,
+    zero: PageRuns,
 }
 
 impl EarlyDigests {
@@ -90,7 +89,7 @@ impl EarlyDigests {
         }
         for _ in 0..MAX_ROUNDS {
             let round = with_guest_stopped(vmm, qmp, mark, |qmp| early.record.collect(qmp))?;
-            let bytes = round.as_ref().map_or(0, |changed| pages::bytes(&changed.written));
+            let bytes = round.as_ref().map_or(0, |changed| changed.written.bytes());
             if let Err(why) = round.and_then(|changed| early.update(&changed)) {
                 tracing::debug!("{}: all of its memory is digested with the guest stopped: {why}", hardware.name);
                 early.discard();
@@ -144,11 +143,11 @@ impl WriteTracker {
         match self {
             Self::SoftDirty(tracker) => {
                 let written = tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
-                Ok(ChangedPages { written, zero: Vec::new() })
+                Ok(ChangedPages { written, zero: PageRuns::new() })
             }
             Self::Protected(tracker, index) => {
                 let dirty = tracker.collect(&mut stopped).map_err(|e| e.to_string())?;
-                let of_ram = |runs: &Vec<Vec<_>>| runs.get(*index).cloned().unwrap_or_default();
+                let of_ram = |runs: &Vec<PageRuns>| runs.get(*index).cloned().unwrap_or_default();
                 Ok(ChangedPages { written: of_ram(&dirty.written), zero: of_ram(&dirty.zero) })
             }
         }

@@ -18,11 +18,14 @@ use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::vmm;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Kind, SavedState, Step};
-use rekindle_vm::life::{self, Ended, LifeError};
 use rekindle_vm::lock::RunState;
+use rekindle_vm::names::saved_path;
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::shutdown::Ended;
+use rekindle_vm::shutdown::shut_down;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Phase, host_us};
 use rekindle_vm::{disks, ram};
@@ -178,7 +181,7 @@ impl PreparedSuspend {
         let rundir = self.replacement.held.rundir.clone();
         let source_qemu = self.replacement.source_qemu.clone();
         if self.how() == RebootMethod::Cold {
-            let ended = life::shut_down(&source_qemu, state.definition.shutdown_timeout.as_duration())?;
+            let ended = shut_down(&source_qemu, state.definition.shutdown_timeout.as_duration())?;
             if matches!(ended, Ended::ByAgent | Ended::ByAcpi) {
                 disks::end_epochs(&rundir, &state.hardware);
             }
@@ -189,7 +192,7 @@ impl PreparedSuspend {
         let mut qmp = self.qmp.take().map_or_else(|| source_qemu.connect(vmm::START), Ok)?;
         let stopped = self.stop(&mut qmp)?;
         if self.how() == RebootMethod::Saved {
-            let saved = save_with_ram(&mut qmp, &life::saved_path(host, &rundir, &state.definition))?;
+            let saved = save_with_ram(&mut qmp, &saved_path(host, &rundir, &state.definition))?;
             self.handover.recorder.step("save to disk");
             return Ok((Some(saved), None, stopped));
         }

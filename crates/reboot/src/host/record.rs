@@ -18,7 +18,7 @@ use super::HostError;
 use crate::vmm::RebootMethod;
 use rekindle_qemu::cpu::Features;
 use rekindle_vm::journal::SavedState;
-use rekindle_vm::life::unique_name;
+use rekindle_vm::names::unique_name;
 use rekindle_vm::rundir::{RunDir, sync_directory, write_json};
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Entry as StepEntry, host_us};

@@ -12,7 +12,6 @@ use rekindle_kernel::process::Process;
 use rekindle_protect::restore::start_pager;
 use rekindle_vm::disks;
 use rekindle_vm::helpers::{self, Helper, Record};
-use rekindle_vm::logs;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::host_us;
@@ -69,7 +68,7 @@ impl<'a> HelperSupervisor<'a> {
     }
 
     fn bound_logs(&mut self) {
-        let failed = logs::bound(self.rundir, self.log_limit);
+        let failed = self.rundir.bound_logs(self.log_limit);
         if let Some((log, e)) = failed.first()
             && !std::mem::replace(&mut self.rotation_failure_reported, true)
         {

@@ -8,11 +8,13 @@
 use super::OsRebootReport;
 use crate::vmm::{Failure, GuestStatus, Problem, QemuInfo, RebootError, RebootReport};
 use rekindle_qemu::agent::{self, ExecError};
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::{self, Held, run_state};
+use rekindle_vm::life::Held;
+use rekindle_vm::qemu::SHUT_DOWN;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
 use rekindle_vm::{disks, fault};
 use serde::{Deserialize, Serialize};
@@ -254,7 +256,7 @@ impl PreparedKexec {
 
     /// Returns whether the guest has stopped or was reset.
     fn check_outcome(&mut self) -> Result<Option<KexecOutcome>, QmpError> {
-        let stopped = life::SHUT_DOWN.contains(&run_state(&mut self.qmp)?.as_str());
+        let stopped = SHUT_DOWN.contains(&run_state(&mut self.qmp)?.as_str());
         let reset = self.qmp.kept_events().any(|Event { name, .. }| name == "RESET");
         Ok(if stopped { Some(KexecOutcome::Stopped) } else { reset.then_some(KexecOutcome::Reset) })
     }
@@ -319,7 +321,7 @@ pub(crate) fn recover(held: &Held, journal: &Journal, force: bool) -> Result<Opt
     let settled = held.state.definition.shutdown_timeout.as_duration();
     let (began, mut same_since) = (Instant::now(), None);
     while began.elapsed() < settled + BOOT_TIMEOUT {
-        if !vmm.is_alive() || life::SHUT_DOWN.contains(&run_state(&mut qmp)?.as_str()) {
+        if !vmm.is_alive() || SHUT_DOWN.contains(&run_state(&mut qmp)?.as_str()) {
             return Ok(None);
         }
         match is_other_boot(vmm, &mut qmp, &boot)? {

@@ -2,11 +2,13 @@
 
 use crate::vmm::RebootError;
 use rekindle_handover::HandoverError;
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::program::Program;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::journal::{Kind, Operation, Step};
-use rekindle_vm::life::{Held, processes_of, run_state};
+use rekindle_vm::life::Held;
+use rekindle_vm::qemu::processes_of;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use std::io;

@@ -7,11 +7,17 @@ use crate::vmm::RebootError;
 use crate::vmm::recover::{boot_after_loss, boot_after_shutdown};
 use rekindle_kernel::sched;
 use rekindle_qemu::guest;
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::disks;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::{self, Held, LifeError, run_state};
+use rekindle_vm::life::Held;
+use rekindle_vm::names::saved_path;
+use rekindle_vm::qemu::SHUT_DOWN;
+use rekindle_vm::shutdown::shut_down;
 use std::fs;
 use std::time::Duration;
 
@@ -47,7 +53,7 @@ pub(super) fn recover_idle(host: &Host, held: &Held, policy: SilentQemuPolicy) -
         Err(LifeError::Prepared { .. }) => Ok(Recovered::Nothing),
         // A start that was interrupted before it began, or a QEMU that waited for a restore and ended.
         Err(_) if held.state.vmm.is_none() => {
-            life::clean_up(host, &held.rundir, &held.state)?;
+            clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
         Err(_) => boot_lost(held),
@@ -63,13 +69,13 @@ fn boot_lost(held: &Held) -> Result<Recovered, RebootError> {
 /// process that would have booted it has died.
 fn guest_has_ended(vmm: &Vmm, wait: Duration) -> bool {
     let state = vmm.connect(wait).map_err(RebootError::from).and_then(|mut qmp| Ok(run_state(&mut qmp)?));
-    state.is_ok_and(|state| life::SHUT_DOWN.contains(&state.as_str()))
+    state.is_ok_and(|state| SHUT_DOWN.contains(&state.as_str()))
 }
 
 fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let mut handover = handover(held, open_journal(held, Kind::OsWarmCache)?);
     handover.advance(Step::Suspend)?;
-    life::shut_down(vmm, held.state.definition.shutdown_timeout.as_duration())?;
+    shut_down(vmm, held.state.definition.shutdown_timeout.as_duration())?;
     boot_after_shutdown(handover, None)
 }
 
@@ -97,5 +103,5 @@ pub(crate) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError
 /// Removes a saved state that is not needed because the guest runs, also one that an interrupted operation or recovery
 /// left without naming it in a journal.
 pub(super) fn forget_saved(host: &Host, held: &Held) {
-    let _ = fs::remove_file(life::saved_path(host, &held.rundir, &held.state.definition));
+    let _ = fs::remove_file(saved_path(host, &held.rundir, &held.state.definition));
 }

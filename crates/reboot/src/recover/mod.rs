@@ -21,9 +21,11 @@ use rekindle_kernel::sched;
 use rekindle_protect::moving::settle::{Settled, settle};
 use rekindle_protect::restore;
 use rekindle_qemu::vmm::Vmm;
+use rekindle_vm::cleanup::clean_up;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::{self, Held, LifeError};
+use rekindle_vm::life::Held;
 use rekindle_vm::lock::RunState;
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
@@ -106,7 +108,7 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
         }),
         Kind::Move => recover_move(host, &held, journal),
         Kind::Stop => {
-            life::clean_up(host, &held.rundir, &held.state)?;
+            clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
         Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return crate::host::recover(host, &held, journal),
@@ -132,7 +134,7 @@ fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, 
         journal.close().map_err(|source| RebootError::File { path, source })?;
         return Ok(Recovered::Started);
     }
-    life::clean_up(host, &held.rundir, &held.state)?;
+    clean_up(host, &held.rundir, &held.state)?;
     Ok(Recovered::Removed)
 }
 

@@ -4,7 +4,9 @@ use super::{ColdReboot, Failure, RebootError, Replacement};
 use rekindle_handover::boot::{Booted, PreviousCache, boot};
 use rekindle_handover::{GuestStatus, Handover};
 use rekindle_vm::journal::{Kind, Step};
-use rekindle_vm::life::{self, End, Ended};
+use rekindle_vm::shutdown::End;
+use rekindle_vm::shutdown::Ended;
+use rekindle_vm::shutdown::end as end_guest;
 use rekindle_vm::timeline::{Phase, host_us};
 
 /// When and how a guest ended.
@@ -35,7 +37,7 @@ pub(crate) fn shut_down(
     handover.pass("cold.suspend.journalled");
     handover.recorder.phase(Phase::Suspend);
     let timeout = replacement.held.state.definition.shutdown_timeout.as_duration();
-    let ended = life::end(&replacement.source_qemu, end, timeout)?;
+    let ended = end_guest(&replacement.source_qemu, end, timeout)?;
     let shutdown = Shutdown { host_us: host_us(), ended };
     handover.recorder.step(ended.step());
     handover.pass("cold.suspend.off");

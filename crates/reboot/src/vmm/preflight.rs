@@ -4,12 +4,14 @@ use super::{RUN_STATE_TIMEOUT, RebootError, RebootMethod, Replacement};
 use crate::recover::end_pause;
 use rekindle_memory::directory::{RamDirectory, huge_page_size};
 use rekindle_qemu::cpu;
+use rekindle_qemu::guest;
 use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_vm::definition::uncarriable;
+use rekindle_vm::error::LifeError;
+use rekindle_vm::hardware;
 use rekindle_vm::lock::RunState;
-use rekindle_vm::{hardware, life};
 use rustix::fs::statvfs;
 use serde::Serialize;
 use std::os::unix::fs::MetadataExt;
@@ -53,10 +55,10 @@ pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
         problems.extend(uncarriable(&state.definition).into_iter().map(Problem));
         // A guest that its owner paused stays paused. So wait for a checkpoint that has stopped the guest, and undo a
         // pause that an interrupted checkpoint left behind: neither is the owner's.
-        let quiet = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(life::LifeError::from)?;
+        let quiet = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         end_pause(&replacement.held, &replacement.source_qemu)?;
         let mut qmp = replacement.source_qemu.connect(Duration::from_secs(10))?;
-        let run_state = life::run_state(&mut qmp)?;
+        let run_state = guest::run_state(&mut qmp)?;
         drop(quiet);
         if Hold::found(&mut qmp)?.is_some() {
             problems.push(Problem(format!(

@@ -11,7 +11,8 @@ use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::journal::{Kind, SavedState, Step};
-use rekindle_vm::{life, network, ram};
+use rekindle_vm::shutdown::shut_down;
+use rekindle_vm::{network, ram};
 use std::fs;
 use std::time::Duration;
 
@@ -95,7 +96,7 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
             return Ok(Recovered::Undone);
         }
         // The guest may already be shutting down.
-        life::shut_down(source_qemu, handover.state.definition.shutdown_timeout.as_duration())?;
+        shut_down(source_qemu, handover.state.definition.shutdown_timeout.as_duration())?;
     }
     // A guest that shut itself down has lost nothing.
     boot_after_shutdown(handover, None)

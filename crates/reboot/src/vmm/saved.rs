@@ -9,16 +9,17 @@ use rekindle_handover::{Destination, GuestStatus, Handover, HandoverError, Loade
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::vmm;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::journal::{Kind, SavedState, Step};
-use rekindle_vm::life::LifeError;
+use rekindle_vm::names::saved_path;
 use rekindle_vm::timeline::Phase;
-use rekindle_vm::{disks, life, network, ram};
+use rekindle_vm::{disks, network, ram};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Path of this VM's saved state.
 pub(crate) fn path(replacement: &Replacement) -> PathBuf {
-    life::saved_path(&replacement.host, &replacement.held.rundir, &replacement.held.state.definition)
+    saved_path(&replacement.host, &replacement.held.rundir, &replacement.held.state.definition)
 }
 
 /// Replaces the QEMU through a saved state on disk.

@@ -1,8 +1,8 @@
 //! Checks that a guest's memory did not change while its QEMU was replaced.
 
-use rekindle_kernel::memory::PAGE_SIZE;
 use rekindle_memory::carried::CarriedBlocks;
 use rekindle_memory::digest;
+use rekindle_pages::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 

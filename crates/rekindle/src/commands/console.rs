@@ -2,8 +2,8 @@
 
 use crate::cli::NameOnly;
 use anyhow::{Context, Result};
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::LifeError;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

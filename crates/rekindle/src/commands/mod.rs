@@ -3,8 +3,8 @@
 use crate::output::Usage;
 use anyhow::Result;
 use rekindle_vm::definition::Name;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::LifeError;
 use rekindle_vm::rundir::RunDir;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -9,10 +9,10 @@ use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_reboot::os::phase::Candidate;
 use rekindle_reboot::os::phase::candidates;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::helpers::{self, Running};
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, LifeError};
-use rekindle_vm::logs;
+use rekindle_vm::life;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{self, Entry};
@@ -84,7 +84,7 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
             Some(monitor) => format!("# monitor: {monitor}\n"),
             None => format!("# sockets: {}\n", vmm.directory.display()),
         };
-        text += &format!("# logs: {}\n", logs::directory(&rundir).display());
+        text += &format!("# logs: {}\n", rundir.logs().display());
     }
     if let Some(previous) = &state.previous {
         text += &format!("# --rollback goes to {}\n", previous.display());
@@ -148,7 +148,7 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
         "name": state.hardware.name,
         "status": life::status(&rundir)?,
         "run_directory": rundir.path(),
-        "logs": logs::directory(&rundir),
+        "logs": rundir.logs(),
         "vmm": state.vmm,
         "attached": state.attached,
         "helpers": helpers::list(&rundir)?,

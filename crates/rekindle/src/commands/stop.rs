@@ -6,8 +6,10 @@ use crate::output::Output;
 use anyhow::Result;
 use rekindle_cluster::stop::report_shutdown;
 use rekindle_reboot::host;
+use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Ended, LifeError, Stoppable};
+use rekindle_vm::life::{self, Stoppable};
+use rekindle_vm::shutdown::Ended;
 use std::process::ExitCode;
 use std::time::Duration;
 

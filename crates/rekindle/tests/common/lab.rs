@@ -43,12 +43,13 @@ fn tools() -> &'static Tools {
             }
         }
         let micro = known.remove("REKINDLE_TEST_MICRO");
-        let micro = micro.unwrap_or_else(|| script("guest/build", &["micro"]).lines().last().unwrap_or("").into());
+        let micro =
+            micro.unwrap_or_else(|| script("tests/images/build", &["micro"]).lines().last().unwrap_or("").into());
         let path = |name: &str| PathBuf::from(known.get(name).map_or("", String::as_str));
         let [old, new, newest] = QEMUS.map(path);
         let tools = Tools { old, new, newest, micro: micro.into() };
         for file in [&tools.old, &tools.new, &tools.newest, &tools.micro.join("vmlinuz"), &tools.micro.join("initrd")] {
-            assert!(file.exists(), "{} is missing; run: scripts/setup && guest/build micro", file.display());
+            assert!(file.exists(), "{} is missing; run: scripts/setup && tests/images/build micro", file.display());
         }
         tools
     })
@@ -59,7 +60,7 @@ fn debian() -> &'static Path {
     static DEBIAN: OnceLock<PathBuf> = OnceLock::new();
     DEBIAN.get_or_init(|| {
         let given = std::env::var("REKINDLE_TEST_DEBIAN").ok().filter(|value| !value.is_empty());
-        given.unwrap_or_else(|| script("guest/build", &["immutable"]).lines().last().unwrap_or("").into()).into()
+        given.unwrap_or_else(|| script("tests/images/build", &["immutable"]).lines().last().unwrap_or("").into()).into()
     })
 }
 
@@ -68,7 +69,7 @@ fn leaky() -> &'static Path {
     static LEAKY: OnceLock<PathBuf> = OnceLock::new();
     LEAKY.get_or_init(|| {
         let given = std::env::var("REKINDLE_TEST_LEAK").ok().filter(|value| !value.is_empty());
-        given.unwrap_or_else(|| script("guest/leak/build", &[]).lines().last().unwrap_or("").into()).into()
+        given.unwrap_or_else(|| script("tests/images/leak/build", &[]).lines().last().unwrap_or("").into()).into()
     })
 }
 
@@ -151,7 +152,7 @@ impl Lab {
     /// Returns kernel and RAM disk of the micro guest that can leak.
     pub fn leaky(&self) -> (PathBuf, PathBuf) {
         let directory = leaky();
-        assert!(directory.join("initrd").exists(), "{} is missing; run: guest/leak/build", directory.display());
+        assert!(directory.join("initrd").exists(), "{} is missing; run: tests/images/leak/build", directory.display());
         (directory.join("vmlinuz"), directory.join("initrd"))
     }
 
@@ -159,7 +160,7 @@ impl Lab {
     pub fn debian(&self) -> [PathBuf; 4] {
         ["vmlinuz", "initrd", "disk.raw", "data.raw"].map(|name| {
             let path = debian().join(name);
-            assert!(path.exists(), "{} is missing; run: guest/build immutable", path.display());
+            assert!(path.exists(), "{} is missing; run: tests/images/build immutable", path.display());
             path
         })
     }

@@ -1,6 +1,6 @@
 //! The nearest known key or value to one that is unknown.
 
-use super::parse::SECTIONS;
+use super::keys::SECTIONS;
 
 /// Every key of a section.
 pub(super) fn keys_of(section: &str) -> &'static [&'static str] {

@@ -44,6 +44,7 @@ mod document;
 mod error;
 mod files;
 mod hints;
+mod keys;
 mod names;
 mod network;
 mod parse;

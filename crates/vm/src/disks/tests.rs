@@ -1,7 +1,8 @@
 use super::*;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
 use rekindle_disk::redo::format::{EntryKind, PAGE};
-use rekindle_disk::redo::log::Log;
+use rekindle_disk::redo::log::seal::SealRecord;
+use rekindle_disk::redo::log::{Log, SpaceLimit};
 use rekindle_disk::redo::state::{LogDirectory, segment_name};
 use rekindle_kernel::uring::Buffer;
 use rekindle_qemu::command::Ram;
@@ -60,18 +61,18 @@ fn make_log(image: &Path) -> Uuid {
         for missing in log.missing_segments() {
             log.add_ready(log_dir.prepare(missing).unwrap());
         }
-        let placed = log.allocate(0, PAGE, EntryKind::Data, true).unwrap();
+        let placed = log.allocate(0, PAGE, EntryKind::Data, SpaceLimit::Enforced).unwrap();
         let mut entry = Buffer::new(placed.length() as usize);
         let header = log.header(&placed, &[0; PAGE as usize]);
         entry[..PAGE as usize].copy_from_slice(&header);
         log.file(epoch).unwrap().write_at(&entry, placed.offset).unwrap();
         log.written(&placed);
         assert_eq!(log.mark(), Some(epoch));
-        for segment in log.unsealed(epoch).unwrap() {
-            assert!(segment.make_durable(image).unwrap());
+        for segment in log.segments_to_seal(epoch).unwrap() {
+            assert_eq!(segment.make_durable(image).unwrap(), SealRecord::Written);
         }
         log_dir.record(|state| state.seal(epoch, &[epoch])).unwrap();
-        log.sealed(&[epoch]);
+        log.mark_sealed(&[epoch]);
     }
     disk
 }

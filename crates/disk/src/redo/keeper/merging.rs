@@ -66,7 +66,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
                     if let Err(Refused(why)) = self.end_log() {
                         tracing::warn!("cannot remove the redo log: {why}");
                         let reopened = self.engine.visit(|view| {
-                            view.logged.iter_mut().for_each(|logged| logged.closing = false);
+                            view.log.iter_mut().for_each(|engine_log| engine_log.is_closing = false);
                             Ok(())
                         });
                         // An engine that has ended needs no log.
@@ -81,7 +81,8 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
     /// Merges ended epochs up to `upto`.
     pub(super) fn merge_to(&mut self, upto: u64) -> Result<(), Refused> {
         let Self { keeper, engine, target } = self;
-        let batch = engine.visit(move |view| Ok(view.logged.as_ref().and_then(|logged| logged.log.batch(upto))))?;
+        let batch =
+            engine.visit(move |view| Ok(view.log.as_ref().and_then(|engine_log| engine_log.log.batch(upto))))?;
         let Some(batch) = batch else { return Ok(()) };
         let mut since = Instant::now();
         let pace = || {
@@ -93,8 +94,8 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
                 return Ok(());
             }
             let is_long = engine.visit(|view| {
-                let (bytes, limit) = view.logged.as_ref().map_or((0, 1), |logged| logged.log.bytes());
-                Ok(bytes > limit / 2 || view.logged.as_ref().is_some_and(|logged| logged.closing))
+                let (bytes, limit) = view.log.as_ref().map_or((0, 1), |engine_log| engine_log.log.bytes());
+                Ok(bytes > limit / 2 || view.log.as_ref().is_some_and(|engine_log| engine_log.is_closing))
             });
             if matches!(is_long, Ok(false)) {
                 keeper.tasks.wait_timeout(worked, |tasks| (tasks.stop || tasks.is_end_wanted).then_some(()));
@@ -105,8 +106,8 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
         merge(&**keeper, &batch, target, pace).map_err(|e| refused(&e))?;
         let upto = batch.upto;
         engine.visit(move |view| {
-            if let Some(logged) = view.logged {
-                logged.log.merged_to(upto);
+            if let Some(engine_log) = view.log {
+                engine_log.log.merged_to(upto);
             }
             Ok(())
         })?;
@@ -134,14 +135,14 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
             let prepared = self.keeper.current.with(|current| Keeper::<D, T>::prepare(current, &self.engine));
             let is_last = prepared.is_err() || round >= ROUNDS;
             let (is_short, upto) = self.engine.visit(move |view| {
-                let logged = view.logged.as_mut().ok_or_else(no_log)?;
-                let is_short = logged.log.current_bytes() < SHORT_LOG || is_last;
+                let engine_log = view.log.as_mut().ok_or_else(no_log)?;
+                let is_short = engine_log.log.current_bytes() < SHORT_LOG || is_last;
                 if is_short {
-                    logged.closing = true;
+                    engine_log.is_closing = true;
                 } else {
-                    logged.log.mark();
+                    engine_log.log.mark();
                 }
-                Ok((is_short, if is_short { u64::MAX } else { logged.log.closed() }))
+                Ok((is_short, if is_short { u64::MAX } else { engine_log.log.closed() }))
             })?;
             self.wait_idle(upto)?;
             if is_short {
@@ -150,7 +151,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
             self.merge_to(u64::MAX)?;
         }
         self.engine.visit(|view| {
-            view.logged.iter_mut().for_each(|logged| logged.log.close());
+            view.log.iter_mut().for_each(|engine_log| engine_log.log.close());
             Ok(())
         })?;
         self.merge_to(u64::MAX)?;
@@ -162,7 +163,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
         let Self { keeper, engine, .. } = self;
         keeper.current.with(|current| {
             let (is_empty, next) = engine.visit(|view| {
-                let log = &view.logged.as_ref().ok_or_else(no_log)?.log;
+                let log = &view.log.as_ref().ok_or_else(no_log)?.log;
                 Ok((log.is_empty(), log.epoch()))
             })?;
             if !is_empty {
@@ -182,7 +183,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
             });
             // Last: callers that wait for the end check whether the engine has a log.
             engine.visit(|view| {
-                view.ended = view.logged.take();
+                view.ended = view.log.take();
                 Ok(())
             })
         })
@@ -194,7 +195,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
         tasks.with(|tasks| tasks.is_idle = false);
         let idle = Arc::clone(tasks);
         self.engine.visit(move |view| {
-            let log = &mut view.logged.as_mut().ok_or_else(no_log)?.log;
+            let log = &mut view.log.as_mut().ok_or_else(no_log)?.log;
             log.when_idle(upto, move || idle.with(|tasks| tasks.is_idle = true));
             Ok(())
         })?;

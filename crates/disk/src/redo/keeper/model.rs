@@ -15,12 +15,12 @@ use super::merging::Merger;
 use super::threads::{Monitor, Threads};
 use super::{EpochId, Keeper, OpenedLog, Tasks};
 use crate::engine::command::Refused;
-use crate::engine::logged::EngineLog;
+use crate::engine::redo_log::EngineLog;
 use crate::engine::visit::{EngineView, VisitEngine};
 use crate::redo::files::{LogFile, LogFiles, Synced};
 use crate::redo::format::{EntryKind, PAGE};
 use crate::redo::index::Source;
-use crate::redo::log::LogEntry;
+use crate::redo::log::{LogEntry, SpaceLimit};
 use crate::redo::merge::MergeTarget;
 use crate::redo::recover::{self, DiskVersion};
 use crate::redo::state::LogDirectory;
@@ -103,7 +103,7 @@ impl Threads for ModelThreads {
 
 #[derive(Debug)]
 struct ModelEngineState {
-    logged: Option<EngineLog<StepFile>>,
+    engine_log: Option<EngineLog<StepFile>>,
     image: StepFile,
     sectors: u64,
     /// The guest's queue is being stopped; it is stopped.
@@ -129,7 +129,7 @@ impl VisitEngine for ModelEngine {
                 return Err(Refused("the disk's engine has ended".into()));
             }
             let is_running = !state.is_stopped || state.pending > 0;
-            visit(&mut EngineView { logged: &mut state.logged, is_running, ended: None })
+            visit(&mut EngineView { log: &mut state.engine_log, is_running, ended: None })
         })
     }
 }
@@ -144,10 +144,10 @@ fn value_of(sector: &[u8]) -> u64 {
 }
 
 impl ModelEngine {
-    fn new(image: StepFile, logged: Option<EngineLog<StepFile>>) -> Self {
+    fn new(image: StepFile, engine_log: Option<EngineLog<StepFile>>) -> Self {
         let (sectors, pending) = (SECTORS, 0);
         let state = ModelEngineState {
-            logged,
+            engine_log,
             image,
             sectors,
             is_stopping: false,
@@ -168,23 +168,23 @@ impl ModelEngine {
         self.admit();
         let (mut asked, data) = (None, sector_of(value));
         let placed: Result<(LogEntry, StepFile, Buffer), StepFile> = self.0.wait(|state| {
-            let limited = !state.is_stopping;
-            let Some(logged) = &mut state.logged else { return Some(Err(state.image.clone())) };
-            if logged.closing {
+            let limit = if state.is_stopping { SpaceLimit::MayBeExceeded } else { SpaceLimit::Enforced };
+            let Some(engine_log) = &mut state.engine_log else { return Some(Err(state.image.clone())) };
+            if engine_log.is_closing {
                 return None;
             }
-            match logged.log.allocate(sector * SECTOR, SECTOR, EntryKind::Data, limited) {
+            match engine_log.log.allocate(sector * SECTOR, SECTOR, EntryKind::Data, limit) {
                 Ok(placed) => {
                     let mut entry = Buffer::new(placed.length() as usize);
-                    entry[..PAGE as usize].copy_from_slice(&logged.log.header(&placed, &data));
+                    entry[..PAGE as usize].copy_from_slice(&engine_log.log.header(&placed, &data));
                     entry[PAGE as usize..][..data.len()].copy_from_slice(&data);
-                    Some(Ok((placed, logged.log.file(placed.epoch).unwrap(), entry)))
+                    Some(Ok((placed, engine_log.log.file(placed.epoch).unwrap(), entry)))
                 }
                 // The real engine retries; that does not change what it gets.
                 Err(wait) if asked == Some(wait) => None,
                 Err(wait) => {
                     asked = Some(wait);
-                    logged.want(wait);
+                    engine_log.want(wait);
                     None
                 }
             }
@@ -193,7 +193,7 @@ impl ModelEngine {
             Ok((placed, file, entry)) => {
                 file.write_at(&entry, placed.offset).unwrap();
                 self.0.with(|state| {
-                    state.logged.as_mut().expect("the log ended during a write").written(&placed);
+                    state.engine_log.as_mut().expect("the log ended during a write").written(&placed);
                     state.pending -= 1;
                 });
             }
@@ -208,14 +208,14 @@ impl ModelEngine {
     fn read(&self, sector: u64) -> u64 {
         self.admit();
         let source = self.0.with(|state| {
-            let pieces = state.logged.as_ref().map(|logged| logged.log.look_up(sector * SECTOR, SECTOR));
+            let pieces = state.engine_log.as_ref().map(|engine_log| engine_log.log.look_up(sector * SECTOR, SECTOR));
             pieces.and_then(|pieces| pieces[0].2)
         });
         // The log may change between planning a request and starting it.
         let (file, at) = self.0.with(|state| {
             let segment = match source {
                 Some(Source::Data { epoch, at }) => {
-                    state.logged.as_ref().and_then(|logged| logged.log.file(epoch)).map(|file| (file, at))
+                    state.engine_log.as_ref().and_then(|engine_log| engine_log.log.file(epoch)).map(|file| (file, at))
                 }
                 _ => None,
             };
@@ -306,7 +306,7 @@ fn leave_log(files: &StepFiles) -> Uuid {
     let segment = log_dir.prepare(1).unwrap();
     let mut log = crate::redo::log::Log::new(log_dir.state().disk, 1, 0, 0, LIMITS[1]);
     log.add_ready(segment);
-    let placed = log.allocate(0, SECTOR, EntryKind::Data, true).unwrap();
+    let placed = log.allocate(0, SECTOR, EntryKind::Data, SpaceLimit::Enforced).unwrap();
     let data = sector_of(1000);
     let mut entry = Buffer::new(placed.length() as usize);
     entry[..PAGE as usize].copy_from_slice(&log.header(&placed, &data));
@@ -345,7 +345,7 @@ fn run_server(mergers: u32) {
         leave_log(&files);
     }
     let mut opened = open(&files, DiskVersion::Newest, limit);
-    let engine = ModelEngine::new(files.image(None), opened.logged.take());
+    let engine = ModelEngine::new(files.image(None), opened.engine_log.take());
     let keeper = opened.start(&engine);
     if mergers == 2 {
         add_merge(&keeper, &engine, &files);
@@ -368,16 +368,16 @@ fn run_server(mergers: u32) {
     let is_restarted = thread_rng().gen_ratio(1, 4);
     if !is_restarted {
         end(&keeper);
-        engine.0.with(|state| assert!(state.logged.is_none()));
+        engine.0.with(|state| assert!(state.engine_log.is_none()));
     }
     engine.0.with(|state| state.has_ended = true);
     keeper.release();
-    drop(engine.0.with(|state| state.logged.take()));
+    drop(engine.0.with(|state| state.engine_log.take()));
     if is_restarted {
         // The next server repeats what was interrupted.
         *files.watch.merging.lock().unwrap() = None;
         let mut opened = open(&files, DiskVersion::Newest, limit);
-        let engine = ModelEngine::new(files.image(None), opened.logged.take());
+        let engine = ModelEngine::new(files.image(None), opened.engine_log.take());
         let keeper = opened.start(&engine);
         end(&keeper);
         engine.0.with(|state| state.has_ended = true);
@@ -436,12 +436,12 @@ fn a_begin_without_space_removes_no_existing_log() {
             let disk = leave_log(&files);
             // Restored at an older epoch, without a write yet: the newer epoch is still available.
             let mut opened = open(&files, DiskVersion::Epoch { epoch: 0, disk }, LIMITS[1]);
-            let engine = ModelEngine::new(files.image(None), opened.logged.take());
+            let engine = ModelEngine::new(files.image(None), opened.engine_log.take());
             let keeper = opened.start(&engine);
             files.memory.fail_after(0, libc::ENOSPC);
             keeper.begin(&engine).unwrap_err();
             files.memory.stop_failing();
-            assert!(engine.0.with(|state| state.logged.is_some()));
+            assert!(engine.0.with(|state| state.engine_log.is_some()));
             assert!(files.list().unwrap().contains(&"1.log".into()));
             engine.0.with(|state| state.has_ended = true);
             keeper.release();
@@ -456,7 +456,7 @@ fn a_full_file_system_is_emptied_by_a_seal_and_a_merge() {
         || {
             let files = StepFiles::new(image(), true);
             let mut opened = open(&files, DiskVersion::Newest, LIMITS[1]);
-            let engine = ModelEngine::new(files.image(None), opened.logged.take());
+            let engine = ModelEngine::new(files.image(None), opened.engine_log.take());
             let keeper = opened.start(&engine);
             keeper.begin(&engine).unwrap();
             engine.write(0, 7);

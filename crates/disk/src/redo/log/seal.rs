@@ -1,4 +1,11 @@
-//! Seal records: the list of a sealed epoch's entries, written after the last entry of its segment.
+//! Sealing ended epochs: their segments become durable, each with a seal record.
+//!
+//! A seal record follows the last entry of a segment and lists the entries. Without it, a damaged entry could not be told from one whose
+//! write was interrupted. The steps, which the keeper takes:
+//!
+//! ```text
+//! Log::segments_to_seal ──> SegmentToSeal::make_durable ──> the state names the epochs ──> Log::mark_sealed
+//! ```
 
 use super::{Log, Segment};
 use crate::redo::files::LogFile;
@@ -24,49 +31,76 @@ pub enum CannotSeal {
     Busy,
 }
 
+/// Whether a durable segment has a seal record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SealRecord {
+    Written,
+    /// It could not be written. The state must not name the epoch, so that a partially written record is ignored.
+    Missing,
+}
+
 /// A segment whose epoch is to be sealed.
 #[derive(Debug, Clone)]
-pub struct Unsealed<F> {
+pub struct SegmentToSeal<F> {
     pub epoch: u64,
     /// Number of entries that become durable.
     pub written: u64,
     file: F,
     nonce: u128,
     /// Offset of the seal record: after the last entry.
-    offset: u64,
-    /// Offsets of the epoch's entries.
-    entries: Vec<u64>,
+    record_offset: u64,
+    /// Offsets of the entries that the record lists.
+    entry_offsets: Vec<u64>,
 }
 
-impl<F: LogFile> Unsealed<F> {
-    /// Writes the seal record, and waits until entries and record are durable. Returns whether there is a record. `directory` is of the log.
+impl<F: LogFile> SegmentToSeal<F> {
+    /// Writes the seal record, and waits until entries and record are durable. `directory` is that of the log, for messages.
     ///
     /// A record that cannot be written, as on a full file system, is no error: without the seal nothing could be merged, so that no space
-    /// would become free. The state must not name the epoch then, so a partially written record is ignored. A repeated call writes the
-    /// same bytes.
+    /// would become free. A repeated call writes the same bytes.
     ///
     /// # Errors
     /// Those of the sync; what is durable is unknown then.
-    pub fn make_durable(&self, directory: &Path) -> io::Result<bool> {
-        let written = self.write();
+    pub fn make_durable(&self, directory: &Path) -> io::Result<SealRecord> {
+        let written = self.write_record();
         self.file.sync()?;
-        if let Err(e) = &written {
-            warn_limited!(
-                "the redo log {}: cannot write the seal record of {}: {e}; epoch {} is sealed without it, so damage to this \
-                 segment would not be detected when the log is opened",
-                directory.display(),
-                segment_name(self.epoch),
-                self.epoch
-            );
+        match written {
+            Ok(()) => Ok(SealRecord::Written),
+            Err(e) => {
+                warn_limited!(
+                    "the redo log {}: cannot write the seal record of {}: {e}; epoch {} is sealed without it, so damage to this \
+                     segment would not be detected when the log is opened",
+                    directory.display(),
+                    segment_name(self.epoch),
+                    self.epoch
+                );
+                Ok(SealRecord::Missing)
+            }
         }
-        Ok(written.is_ok())
     }
 
-    fn write(&self) -> io::Result<()> {
-        let (header, list) = write_seal(&self.entries, self.nonce, self.offset);
+    fn write_record(&self) -> io::Result<()> {
+        let (header, list) = write_seal(&self.entry_offsets, self.nonce, self.record_offset);
         let mut record = Buffer::new(header.len() + list.len());
-        record.iter_mut().zip(header.into_iter().chain(list)).for_each(|(place, byte)| *place = byte);
-        self.file.write_at(&record, self.offset)
+        let bytes = header.into_iter().chain(list);
+        record.iter_mut().zip(bytes).for_each(|(target, byte)| *target = byte);
+        self.file.write_at(&record, self.record_offset)
+    }
+}
+
+impl<F: Clone> Segment<F> {
+    fn to_seal(&self) -> SegmentToSeal<F> {
+        // Other entries of the list have overwritten these, and their space may be reclaimed at any time.
+        let overwritten: BTreeSet<u64> = self.overwritten.iter().map(|entry| entry.sequence).collect();
+        let remaining = self.records.iter().filter(|(sequence, _)| !overwritten.contains(sequence));
+        SegmentToSeal {
+            epoch: self.epoch,
+            written: self.written,
+            file: self.file.clone(),
+            nonce: self.nonce,
+            record_offset: self.tail,
+            entry_offsets: remaining.map(|(_, record)| record.placed.offset).collect(),
+        }
     }
 }
 
@@ -75,42 +109,29 @@ impl<F: Clone> Log<F> {
     ///
     /// # Errors
     /// [`CannotSeal`].
-    pub fn unsealed(&self, upto: u64) -> Result<Vec<Unsealed<F>>, CannotSeal> {
+    pub fn segments_to_seal(&self, upto: u64) -> Result<Vec<SegmentToSeal<F>>, CannotSeal> {
         if upto > self.closed {
             return Err(CannotSeal::NotEnded { closed: self.closed });
         }
         let segments = || self.segments.range(..=upto).map(|(_, segment)| segment);
-        if segments().any(|segment| segment.broken) {
+        if segments().any(|segment| segment.has_failed_sync) {
             return Err(CannotSeal::Broken);
         }
         // The entry of that write would be missing in the record.
-        if segments().any(|segment| segment.open > 0) {
+        if segments().any(|segment| segment.unfinished > 0) {
             return Err(CannotSeal::Busy);
         }
-        let unsealed = |segment: &Segment<F>| {
-            // Overwritten by other entries of the list; their space may be reclaimed at any time.
-            let dead: BTreeSet<u64> = segment.dead.iter().map(|(sequence, _)| *sequence).collect();
-            let live = segment.records.iter().filter(|(sequence, _)| !dead.contains(sequence));
-            Unsealed {
-                epoch: segment.epoch,
-                written: segment.written,
-                file: segment.file.clone(),
-                nonce: segment.nonce,
-                offset: segment.tail,
-                entries: live.map(|(_, record)| record.placed.offset).collect(),
-            }
-        };
-        Ok(segments().filter(|segment| !segment.is_sealed).map(unsealed).collect())
+        Ok(segments().filter(|segment| !segment.is_sealed).map(Segment::to_seal).collect())
     }
 
-    /// Notes that the state names these epochs: their segments have seal records.
-    pub fn sealed(&mut self, epochs: &[u64]) {
+    /// Records that the state names these epochs: their segments have seal records.
+    pub fn mark_sealed(&mut self, epochs: &[u64]) {
         for epoch in epochs {
             let Some(segment) = self.segments.get_mut(epoch).filter(|segment| !segment.is_sealed) else { continue };
-            let bytes = seal_length(segment.records.len() as u64);
+            let record_bytes = seal_length(segment.records.len() as u64);
             segment.is_sealed = true;
-            segment.bytes += bytes;
-            self.bytes += bytes;
+            segment.bytes += record_bytes;
+            self.bytes += record_bytes;
         }
     }
 }

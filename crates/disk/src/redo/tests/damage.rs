@@ -4,6 +4,7 @@ use super::files::CrashDisk;
 use super::model::{BYTES, ProtectedDisk, content, image};
 use crate::redo::error::RedoError;
 use crate::redo::format::EntryKind;
+use crate::redo::log::SpaceLimit;
 use crate::redo::recover::{DiskVersion, open};
 use crate::redo::state::LogDirectory;
 use uuid::Uuid;
@@ -260,10 +261,11 @@ fn overwritten_space_is_reclaimed_and_the_limit_is_kept() {
     let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
     model.log = Some(crate::redo::log::Log::new(model.uuid, 1, 0, 0, 256 << 10));
     model.prepare().unwrap();
-    let placed = (0..400).take_while(|_| model.log().allocate(0, 4096, EntryKind::Data, true).is_ok()).count();
+    let placed =
+        (0..400).take_while(|_| model.log().allocate(0, 4096, EntryKind::Data, SpaceLimit::Enforced).is_ok()).count();
     assert!((20..40).contains(&placed), "{placed}");
     assert!(
-        model.log().allocate(0, 4096, EntryKind::Data, false).is_ok(),
+        model.log().allocate(0, 4096, EntryKind::Data, SpaceLimit::MayBeExceeded).is_ok(),
         "a queue that is being stopped has no limit"
     );
 }

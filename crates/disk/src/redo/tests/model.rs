@@ -6,7 +6,8 @@ use crate::redo::error::RedoError;
 use crate::redo::files::{LogFile, Synced, read_any};
 use crate::redo::format::{EntryKind, PAGE};
 use crate::redo::index::Source;
-use crate::redo::log::{Log, LogEntry};
+use crate::redo::log::seal::SealRecord;
+use crate::redo::log::{Log, LogEntry, SpaceLimit, SyncOutcome};
 use crate::redo::merge::{MergeTarget, merge};
 use crate::redo::recover::{self, DiskVersion};
 use crate::redo::state::LogDirectory;
@@ -146,7 +147,7 @@ impl ProtectedDisk {
     /// Starts a write of some sectors, or zeroes them.
     pub fn write(&mut self, sector: u64, sectors: u64, what: EntryKind) {
         let (at, bytes_of) = (sector * 512, sectors.min(SECTORS - sector) * 512);
-        let placed = self.log().allocate(at, bytes_of, what, true).unwrap();
+        let placed = self.log().allocate(at, bytes_of, what, SpaceLimit::Enforced).unwrap();
         let values: Vec<u64> = (0..bytes_of / 512)
             .map(|_| match what {
                 EntryKind::Data => {
@@ -200,7 +201,7 @@ impl ProtectedDisk {
     pub fn flush(&mut self) {
         for segment in self.log().unsynced(u64::MAX).unwrap() {
             segment.file.sync().unwrap();
-            self.log().synced(segment.epoch, segment.written, true);
+            self.log().record_sync(segment.epoch, segment.written, SyncOutcome::Synced);
         }
         for (sector, (_, value)) in self.now.iter().enumerate() {
             let over = |pending: &&PendingWrite| {
@@ -234,14 +235,14 @@ impl ProtectedDisk {
     pub fn seal(&mut self, epoch: u64) -> Result<(), RedoError> {
         let mut sealed = Vec::new();
         let failed = |e| RedoError::io(Path::new("log"), "making it durable")(e);
-        for segment in self.log().unsealed(epoch).unwrap() {
-            if segment.make_durable(Path::new("log")).map_err(failed)? {
+        for segment in self.log().segments_to_seal(epoch).unwrap() {
+            if segment.make_durable(Path::new("log")).map_err(failed)? == SealRecord::Written {
                 sealed.push(segment.epoch);
             }
-            self.log().synced(segment.epoch, segment.written, true);
+            self.log().record_sync(segment.epoch, segment.written, SyncOutcome::Synced);
         }
         self.log_dir.lock().unwrap().as_mut().unwrap().record(|state| state.seal(epoch, &sealed))?;
-        self.log().sealed(&sealed);
+        self.log().mark_sealed(&sealed);
         self.guarantee.sealed.insert(epoch);
         // All earlier writes are durable.
         let sealed = &self.epochs[&epoch];

@@ -289,8 +289,8 @@ fn an_epoch_with_a_write_in_progress_cannot_be_sealed() {
     model.prepare().unwrap();
     model.write(0, 8, EntryKind::Data);
     let epoch = model.log().mark().unwrap();
-    assert_eq!(model.log().unsealed(epoch).unwrap_err(), CannotSeal::Busy);
-    assert_eq!(model.log().unsealed(epoch + 1).unwrap_err(), CannotSeal::NotEnded { closed: epoch });
+    assert_eq!(model.log().segments_to_seal(epoch).unwrap_err(), CannotSeal::Busy);
+    assert_eq!(model.log().segments_to_seal(epoch + 1).unwrap_err(), CannotSeal::NotEnded { closed: epoch });
     model.end_writes();
-    assert_eq!(model.log().unsealed(epoch).unwrap().len(), 1);
+    assert_eq!(model.log().segments_to_seal(epoch).unwrap().len(), 1);
 }

@@ -323,7 +323,7 @@ fn the_documented_examples_are_right() {
         let vm = parse(&dir, example);
         assert_eq!(Definition::parse(&vm.to_toml().unwrap(), "/", "again").unwrap(), vm);
     }
-    for (section, keys) in parse::SECTIONS {
+    for (section, keys) in keys::SECTIONS {
         for key in *keys {
             assert!(
                 book.contains(&format!("`{key}`")) || book.contains(&format!("[{key}]")),

@@ -1,0 +1,163 @@
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from rekindle_bench.report import NO_BAR, Bar, Figure, Findings
+from rekindle_bench.rows import milliseconds, pick
+from rekindle_lab.stats import median, p95
+
+from .faults import KILLS
+
+BARS = {
+    "failover_s": Bar(4.0),
+    "failover_restore_s": Bar(0.5),
+    "split_brain": Bar(0.0, "=="),
+    "counter_back": Bar(0.0, "=="),
+    "counter_back_held": Bar(0.0, "=="),
+    "counter_back_held_off": Bar(1.0, ">="),
+    "not_recovered": Bar(0.0, "=="),
+    "spare_memory": Bar(0.01),
+}
+FAULTS = ("failover", "faults", "held", "held-off")
+"""The cases whose rows are faults."""
+
+
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
+    """Returns the figures of the issue's table. `raw`: the rows' file.
+
+    A fault after which the cluster did not recover, or that was not watched all the time, has a row but is not counted
+    in n: a figure with fewer rows than planned has missed its bar.
+    """
+    found = Findings(raw)
+    kills = frame[(frame["case"] == "failover") & frame["recovered"]]
+    planned = _planned(frame, ["failover"])
+    _add(found, "failover_s", "s", seconds(kills, "at_us", "answer_us"), planned)
+    _add(found, "failover_restore_s", "s", seconds(kills, "fenced_us", "answer_us"), planned)
+    # These cover all faults; those that were killed for the time count too.
+    every = frame[frame["case"].isin(FAULTS)]
+    several = every if len(every[every["case"] == "faults"]) else every.iloc[:0]
+    free = several[~several["case"].isin(("held", "held-off"))]
+    for name, rows, column in (
+        ("split_brain", several, "overlaps"),
+        ("counter_back", free, "beyond"),
+        ("counter_back_held", every[every["case"] == "held"], "beyond"),
+        ("counter_back_held_off", every[every["case"] == "held-off"], "beyond"),
+    ):
+        _together(found, name, rows, [float(value) for value in rows[column]])
+    _together(found, "not_recovered", every, [float(not value) for value in every["recovered"]], of_all=True)
+    spare = every[every["spare_bytes"].notna()]
+    _add(found, "spare_memory", "", [float(value) for value in spare["spare_bytes"] / spare["guest_bytes"]])
+    _output(frame, found)
+    unfenced = every[every["kind"].isin(KILLS) & every["fenced_us"].isna()]
+    if len(unfenced):
+        of = len(every[every["kind"].isin(KILLS)])
+        found.absent.append(f"the time of fencing: not known of {len(unfenced)} of {of} kills")
+    for _, row in every[~every["recovered"]].iterrows():
+        found.absent.append(f"{row['case']} {row['round'] + 1} ({row['kind']}): not recovered: {row['trouble']}")
+    return found
+
+
+def seconds(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
+    """Returns the time between two columns, where both are known."""
+    return [float(value) for value in ((rows[end] - rows[begin]) / 1e6).dropna()]
+
+
+def _planned(frame: pd.DataFrame, cases: Sequence[str]) -> int:
+    """Returns the number of planned rows of these cases, of those that were started."""
+    rows = frame[frame["case"].isin(cases)]
+    return int(rows.groupby("case")["planned"].max().sum()) if len(rows) else 0
+
+
+def _add(found: Findings, name: str, unit: str, values: list[float], planned: int | None = None) -> None:
+    if not values:
+        found.report_missing(name)
+        return
+    figure = Figure(name, median(values), unit, len(values), p95(values), BARS[name], found.raw, planned=planned)
+    found.add(figure)
+
+
+def _together(found: Findings, name: str, rows: pd.DataFrame, values: list[float], *, of_all: bool = False) -> None:
+    if not values:
+        found.report_missing(name)
+        return
+    n = len(rows) if of_all else int(rows["recovered"].sum())
+    planned = _planned(rows, FAULTS)
+    found.add(Figure(name, sum(values), "", n, p95(values), BARS[name], found.raw, planned=planned))
+
+
+def _output(frame: pd.DataFrame, found: Findings) -> None:
+    """Compares round trips and answers per second with output commit to protection alone at the same interval."""
+    rows = frame[frame["case"] == "output"]
+    if not len(rows):
+        found.report_missing("output_commit_rtt")
+    for every_s in sorted(rows["every_s"].dropna().unique()):
+        for name, column, unit in (("rtt", "median_us", "ms"), ("rtt_p99", "p99_us", "ms"), ("per_s", "per_s", "1/s")):
+            ours, alone = (pick(rows, column, kind=how, every_s=every_s) for how in ("output-commit", "protect"))
+            if unit == "ms":
+                ours, alone = milliseconds(ours), milliseconds(alone)
+            what = f"output commit, every {every_s:g} s", "protection alone"
+            found.ratio(f"output_commit_{name}_{every_s:g}s", NO_BAR, ours, alone, *what, of_peer=False, unit=unit)
+
+
+def parts(frame: pd.DataFrame) -> pd.DataFrame:
+    """Splits each fail-over after a kill: until fenced, until the guest ran, until it answered, in s."""
+    kills = frame[(frame["case"] == "failover") & frame["recovered"] & frame["fenced_us"].notna()]
+    return pd.DataFrame(
+        {
+            "seen and fenced": (kills["fenced_us"] - kills["at_us"]) / 1e6,
+            "decided, restored": (kills["running_us"] - kills["fenced_us"]) / 1e6,
+            "first answer": (kills["answer_us"] - kills["running_us"]) / 1e6,
+        }
+    )
+
+
+def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Summarizes the parts of a fail-over."""
+    return [
+        {"part": name, "n": int(column.count()), "median s": median(list(column)), "p95": p95(list(column))}
+        for name, column in parts(frame).items()
+        if column.count()
+    ]
+
+
+def by_kind(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Summarizes the outcomes of each kind of fault."""
+    lines: list[dict[str, object]] = []
+    for (case, kind), group in frame[frame["case"].isin(FAULTS)].groupby(["case", "kind"], sort=True):
+        lines.append(
+            {
+                "case": case,
+                "fault": kind,
+                "n": len(group),
+                "recovered": int(group["recovered"].sum()),
+                "failed over": int(group["elsewhere"].sum()),
+                "no fencing time": int(group["fenced_us"].isna().sum()) if kind in KILLS else None,
+                "longest silence s": float(group["gap_s"].max()),
+                "most ticks back": int(group["back"].max()),
+                "as answers show": int(group["back_answers"].max()),
+                "beyond what is allowed": int(group["beyond"].sum()),
+                "two at once": int(group["overlaps"].sum()),
+            }
+        )
+    return lines
+
+
+def output(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Returns medians of the windows of each way and interval."""
+    lines: list[dict[str, object]] = []
+    rows = frame[frame["case"] == "output"]
+    for (every_s, how), group in rows.groupby(["every_s", "kind"], sort=True, dropna=False):
+        lines.append(
+            {
+                "every s": None if pd.isna(every_s) else every_s,
+                "how": how,
+                "n": len(group),
+                "round trips": int(group["trips"].sum()),
+                "median ms": median(milliseconds(pick(group, "median_us"))),
+                "p99 ms": median(milliseconds(pick(group, "p99_us"))),
+                "answers/s": median(pick(group, "per_s")),
+            }
+        )
+    return lines

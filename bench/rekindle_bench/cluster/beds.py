@@ -1,0 +1,94 @@
+"""The environment of this topic: a test bed, new for each case, with its VM and a client."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_bench.environment import Environment, workspace
+from rekindle_bench.rows import RowFile
+from rekindle_lab import guests
+from rekindle_lab.cluster.bed import VM, Bed, BedError, bed
+from rekindle_lab.cluster.counter import PATIENCE
+from rekindle_lab.rekindle import Rekindle
+
+EVERY_S = 1.0
+"""Checkpoint interval."""
+GUEST_BYTES = 96 << 20
+"""The default of `tests/cluster/bed`."""
+
+
+@dataclass
+class BedEnvironment(Environment):
+    """Test beds, one at a time."""
+
+    micro: Path
+    """The guest's image."""
+    beds: Path
+    """Folder of the beds, on a real disk."""
+    _closing: ExitStack
+    _bed: Bed | None = None
+    _number: int = 0
+
+    @property
+    def bed(self) -> Bed:
+        """The running bed."""
+        if self._bed is None:
+            raise BedError("no bed is running")
+        return self._bed
+
+    def fresh(self, every: str = f"{EVERY_S:g}s", *, output_commit: bool = False, patience_s: float = PATIENCE) -> Bed:
+        """Replaces the bed with a new one with empty files."""
+        self._closing.close()
+        self._bed = None
+        self._number += 1
+        own = self.beds / str(self._number)
+        own.mkdir()
+        self.log("a new bed")
+        given = (self.root, self.rekindle.binary, self.qemu, self.micro, own, every)
+        self._bed = self._closing.enter_context(bed(*given, output_commit=output_commit, patience_s=patience_s))
+        return self._bed
+
+    def away(self) -> None:
+        """Stops the bed while something else is measured."""
+        self._closing.close()
+        self._bed = None
+
+    def spare_bytes(self, node: str) -> int:
+        """Returns memory that nodes other than `node` hold for its guest: processes, and files in run directories."""
+        others = [pid for name in ("n1", "n2", "n3") if name != node and (pid := self.bed.pid(name)) is not None]
+        return sum(_processes(pid) + _files(Path(f"/proc/{pid}/root/run/rekindle")) for pid in others)
+
+
+def _processes(init: int) -> int:
+    """Returns the memory of a node's processes that belong to the VM, in bytes."""
+    inside = Path(f"/proc/{init}/ns/pid").readlink()
+    total = 0
+    for process in Path("/proc").iterdir():
+        try:
+            if not process.name.isdigit() or (process / "ns" / "pid").readlink() != inside:
+                continue
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if VM.encode() not in words and not any(b"/run/rekindle/" in word for word in words):
+                continue
+            lines = (process / "smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def _files(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
+
+
+@contextmanager
+def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[BedEnvironment]:
+    """Sets up the environment. `disk`: a folder on a real disk, for the store."""
+    with ExitStack() as stack:
+        space = stack.enter_context(workspace(binary, disk, namespaces=()))
+        beds = space.disk / "beds"
+        beds.mkdir()
+        micro = guests.build(root, "micro").folder
+        closing = stack.enter_context(ExitStack())
+        yield BedEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, micro, beds, closing)

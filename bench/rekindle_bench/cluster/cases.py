@@ -1,0 +1,236 @@
+"""The cases: faults of nodes and store, one after the other; each leaves a row. The analysis judges them."""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rekindle_lab.cluster import counter, running
+from rekindle_lab.cluster.bed import NODES, Bed, BedError, wait_for
+from rekindle_lab.cluster.counter import PATIENCE, Answer
+from rekindle_lab.cluster.judge import PERIOD_S, losses
+
+from .beds import EVERY_S, GUEST_BYTES, BedEnvironment
+from .faults import KILLS, PASSING, Fault, draw, words
+from .output import output
+from .plan import Plan
+from .rows import Row
+
+STEADY = 5
+"""Checkpoints in a row before the next fault."""
+HELD_EVERY_S = 0.1
+HELD_PATIENCE_S = 3.0
+"""Timeout of an answer that waits for checkpoints."""
+HELD_SEED = 10_000
+HEARD_S = 1.0
+"""How long the client keeps asking after the first answer."""
+BACK_DEADLINE_S = 120.0
+"""Deadline for a guest to run again, and for its first answer."""
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
+
+
+def interval_s(events: list[dict[str, int]]) -> float:
+    """Returns the longest of the last checkpoint intervals plus the longest commit, in s."""
+    intervals = [event["interval_ms"] / 1e3 for event in events if event.get("interval_ms") is not None]
+    return max(intervals, default=0.0) + max(event["commit_us"] / 1e6 for event in events)
+
+
+def allowed(interval: float) -> int:
+    """Returns the ticks that a fail-over may lose: one actual checkpoint interval, and a tick at either end."""
+    return int(interval / PERIOD_S) + 2
+
+
+@dataclass(frozen=True)
+class Way:
+    """Settings that all faults of a case share."""
+
+    case: str
+    planned: int
+    every_s: float = EVERY_S
+    output_commit: bool = False
+    patience_s: float = PATIENCE
+    strict: bool = False
+    """Whether nothing that a client has received may be lost."""
+
+    def bed(self, env: BedEnvironment) -> Bed:
+        """Starts a new bed for the case."""
+        every = f"{round(self.every_s * 1000)}ms"
+        return env.fresh(every, output_commit=self.output_commit, patience_s=self.patience_s)
+
+
+def record_outcome(row: Row, before: int, events: list[dict[str, Any]], answers: list[Answer], bound: int) -> None:
+    """Fills a row from the events and answers since `before` (the pid of the QEMU that had the guest at the fault).
+
+    `bound`: ticks that may be lost. If a QEMU's first tick was not seen, the loss is unknown: that is trouble.
+    """
+    starts = running.starts(events)
+    at = next((index for index, start in enumerate(starts) if start.pid == before), None)
+    newer = [] if at is None else starts[at + 1 :]
+    lost = [] if at is None else losses(starts[at:], answers)
+    drops = list(counter.drops([answer for answer in answers if answer.host_us >= row.at_us - 1_000_000]))
+    row.elsewhere = bool(newer)
+    row.running_us = min((start.begin_us for start in newer), default=None)
+    # Answers of the previous guest, which ran until it was fenced, do not count.
+    since = row.running_us if newer else None if row.kind in KILLS else row.at_us
+    heard = (answer.host_us for answer in answers if since is not None and answer.host_us >= since)
+    row.answer_us = next(heard, None)
+    row.gap_s = max((drop.gap_s for drop in drops), default=0.0)
+    row.back_answers = sum(drop.back for drop in drops)
+    row.back = max(sum(loss.back or 0 for loss in lost), row.back_answers)
+    row.beyond = max(
+        sum(max(0, (loss.back or 0) - bound) for loss in lost), sum(max(0, drop.back - bound) for drop in drops)
+    )
+    if at is None:
+        row.trouble += "; the QEMU before was not watched"
+    if row.kind in KILLS and not newer:
+        row.trouble += "; no other QEMU appeared after the kill"
+    if any(loss.back is None for loss in lost):
+        row.trouble += "; the first tick of a QEMU was not seen"
+    row.trouble = row.trouble.removeprefix("; ")
+
+
+def _inject(bed: Bed, fault: Fault, node: str) -> None:
+    """Injects the fault; a temporary one has ended afterwards."""
+    if fault.kind in PASSING:
+        begin, end = PASSING[fault.kind]
+        bed.call(*words(begin, node))
+        time.sleep(fault.lasts_s)
+        bed.call(*words(end, node), check=False)
+    elif fault.kind == "kill-store-away":
+        bed.call("store", "stop")
+        time.sleep(fault.lead_s)
+        bed.call("kill", node)
+        time.sleep(fault.lasts_s)
+        bed.call("store", "start")
+    else:
+        bed.call("kill", node)
+
+
+def _wait_recovered(bed: Bed, fault: Fault, before: int, at: int) -> None:
+    """Waits until the cluster has recovered; raises `BedError` at the deadline."""
+    if fault.kind in KILLS:
+
+        def newer() -> int | None:
+            starts = running.starts(bed.watch_events())
+            return next((one.begin_us for one in starts if one.pid != before and one.begin_us >= at), None)
+
+        # Polls little meanwhile, since this is the time that is measured.
+        since = wait_for("the guest in another QEMU", newer, BACK_DEADLINE_S)
+        answered = lambda: any(one.host_us >= since for one in reversed(bed.answers()[-100:]))  # noqa: E731
+        wait_for("its first answer", answered, BACK_DEADLINE_S)
+    # This also switches a node on that was fenced meanwhile, so that it joins.
+    bed.settle(1)
+    heard = len(bed.answers())
+    wait_for("the client", lambda: len(bed.answers()) > heard + HEARD_S / 0.02)
+    bed.watched()
+
+
+def _run_fault(env: BedEnvironment, way: Way, row: Row, fault: Fault) -> None:
+    """Waits until all is well, injects the fault, waits for recovery, and records what happened."""
+    bed = env.bed
+    events = bed.settle(STEADY)
+    before, home = bed.watched()
+    if home != wait_for("Pacemaker to run the VM", bed.vm_node):
+        raise BedError(f"Pacemaker has the VM elsewhere than on {home}, where its QEMU is")
+    row.node = next(name for name in NODES if name != home) if fault.kind == "kill-other" else home
+    row.spare_bytes = env.spare_bytes(home)
+    time.sleep(fault.wait_s)
+    events = (bed.checkpoints() or events)[-STEADY:]
+    row.interval_s = interval_s(events)
+    row.at_us = _now()
+    try:
+        _inject(bed, fault, row.node)
+        _wait_recovered(bed, fault, before, row.at_us)
+        row.recovered = True
+    except BedError as error:
+        row.trouble = f"; {error}"
+    answers, now = bed.answers(), _now()
+    # What was not committed while the store was unavailable may be lost, too.
+    bound = 0 if way.strict else allowed(row.interval_s + fault.lead_s)
+    record_outcome(row, before, bed.watch_events(), answers, bound)
+    row.overlaps = len(running.overlaps([one for one in bed.spans() if one.end_us >= row.at_us]))
+    row.fenced_us = bed.fenced_us(row.node, row.at_us)
+    if not row.recovered:
+        row.gap_s = max(row.gap_s or 0.0, (now - answers[-1].host_us) / 1e6 if answers else 0.0)
+    row.recovered = row.recovered and not row.trouble
+
+
+def _series(env: BedEnvironment, plan: Plan, way: Way, what: str, faults: Iterable[tuple[int, Fault]]) -> None:
+    """Appends a row for each fault; after one from which the cluster does not recover, starts a new bed."""
+    if _late(env, plan, what):
+        return
+    way.bed(env)
+    for number, (seed, fault) in enumerate(faults):
+        if number and _late(env, plan, f"{what} from {number + 1} on"):
+            return
+        row = Row(way.case, number, fault.kind, seed, "", fault.lasts_s, 0, planned=way.planned, every_s=way.every_s)
+        row.guest_bytes = GUEST_BYTES
+        try:
+            _run_fault(env, way, row, fault)
+        except BedError as error:
+            # The cluster was well after the fault before, but no longer is.
+            row.recovered, row.trouble = False, f"before the fault: {error}"
+        row.at_us = row.at_us or _now()
+        env.rows.append(row)
+        summary = f"silence {row.gap_s or 0.0:.2f} s, back {row.back} ({row.beyond} beyond)"
+        env.log(f"{way.case}: {number + 1}: {fault.kind}: {summary}{'; ' + row.trouble if row.trouble else ''}")
+        if not row.recovered and number + 1 < way.planned:
+            with suppress(BedError):
+                env.log("last events of the bed: " + "; ".join(words for _, words in env.bed.events()[-12:]))
+            way.bed(env)
+
+
+def _late(env: BedEnvironment, plan: Plan, what: str) -> bool:
+    late = plan.budget_s is not None and time.monotonic() - env.began > plan.budget_s
+    if late:
+        env.left_out.append(f"{what}: no time left for them")
+    return late
+
+
+def failover(env: BedEnvironment, plan: Plan) -> None:
+    """Kills the node with the guest, repeatedly."""
+    given = [(number, killed(number)) for number in range(plan.failovers)]
+    _series(env, plan, Way("failover", plan.failovers), "fail-overs", given)
+
+
+def faults(env: BedEnvironment, plan: Plan) -> None:
+    """Injects random faults; their seeds are recorded."""
+    given = [(number, draw(number)) for number in range(plan.faults)]
+    _series(env, plan, Way("faults", plan.faults), "faults", given)
+
+
+def killed(number: int) -> Fault:
+    """Returns a kill of the guest's node, at another moment of a checkpoint for each number."""
+    return Fault("kill", 0.0, 0.37 * (number % 7))
+
+
+def held_faults(count: int) -> list[tuple[int, Fault]]:
+    """Returns faults of which every other is a kill, as in the control: most random ones do not move the guest."""
+    seeds = [HELD_SEED + number for number in range(count)]
+    return [(seed, draw(seed) if number % 2 else killed(number)) for number, seed in enumerate(seeds)]
+
+
+def held(env: BedEnvironment, plan: Plan) -> None:
+    """Injects faults with output commit: nothing that a client has seen may be lost."""
+    way = Way("held", plan.held, HELD_EVERY_S, output_commit=True, patience_s=HELD_PATIENCE_S, strict=True)
+    _series(env, plan, way, "faults with output commit", held_faults(plan.held))
+
+
+def held_off(env: BedEnvironment, plan: Plan) -> None:
+    """Runs the control of `held` without output commit: the same check must detect what is lost."""
+    way = Way("held-off", plan.held_off, HELD_EVERY_S, patience_s=HELD_PATIENCE_S, strict=True)
+    given = [(number, killed(number)) for number in range(plan.held_off)]
+    _series(env, plan, way, "fail-overs without output commit", given)
+
+
+CASES: dict[str, Callable[[BedEnvironment, Plan], None]] = {
+    "failover": failover,
+    "faults": faults,
+    "held": held,
+    "held-off": held_off,
+    "output": output,
+}

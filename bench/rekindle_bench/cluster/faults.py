@@ -1,0 +1,58 @@
+"""Random faults of the cluster: kind, target, duration."""
+
+import random
+from dataclasses import dataclass
+
+KINDS = (
+    "kill",
+    "freeze",
+    "cut",
+    "cut-ring",
+    "store-stop",
+    "store-freeze",
+    "store-cut",
+    "kill-other",
+    "kill-store-away",
+)
+"""The node with the guest: killed, all its processes stopped, its cable pulled, isolated from the other nodes only.
+The store: killed, stopped, isolated. Another node. And the node with the guest while the store is unavailable, which
+returns some seconds later: the guest has to return without intervention."""
+KILLS = ("kill", "kill-store-away")
+"""Kinds after which the guest must run in another QEMU."""
+PASSING = {
+    "freeze": ("freeze", "thaw"),
+    "cut": ("cut", "heal"),
+    "cut-ring": ("cut-ring", "heal-ring"),
+    "store-stop": ("store stop", "store start"),
+    "store-freeze": ("store freeze", "store thaw"),
+    "store-cut": ("store cut", "store heal"),
+}
+"""The steps that begin and end a temporary fault."""
+LONGEST_S = 8.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault."""
+
+    kind: str
+    lasts_s: float
+    wait_s: float
+    """Delay after the cluster has settled, so that the fault may hit any moment of a checkpoint."""
+    lead_s: float = 0.0
+    """For `kill-store-away`: how long the store is unavailable before the node is killed. `lasts_s` runs from there."""
+
+
+def draw(seed: int) -> Fault:
+    """Returns the fault of a seed."""
+    chance = random.Random(seed)
+    kind = chance.choice(KINDS)
+    # Shorter and longer than the token timeout.
+    lasts = chance.uniform(0.2, LONGEST_S) if kind in (*PASSING, "kill-store-away") else 0.0
+    wait = chance.uniform(0.0, 2.0)
+    return Fault(kind, lasts, wait, chance.uniform(0.2, 2.0) if kind == "kill-store-away" else 0.0)
+
+
+def words(step: str, node: str) -> list[str]:
+    """Returns the arguments for `tests/cluster/bed`."""
+    return step.split() if step.startswith("store ") else [step, node]

@@ -1,0 +1,165 @@
+"""The cost of output commit: round trips to a guest, and answers per second, with and without it by turns."""
+
+import random
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import getpid
+
+from rekindle_lab import netns
+from rekindle_lab.guests import COMMAND_PORT, Guest
+from rekindle_lab.protector import Protector
+from rekindle_lab.stats import median, p99
+from rekindle_lab.stores import Store, over_tls
+
+from .beds import GUEST_BYTES, BedEnvironment
+from .plan import Plan
+from .rows import Row
+
+WAYS = ("none", "protect", "output-commit")
+"""No protection; checkpoints alone; network output held until a checkpoint is committed."""
+CALLERS = 16
+"""Connections of the round trips: each asks, and pauses randomly, so that requests come at any moment."""
+PAUSE_S = 0.4
+MANY = 64
+DEADLINE_S = 30.0
+"""Timeout of one answer."""
+ASK = b"tick\n"
+
+
+def _connect(guest: Guest) -> socket.socket:
+    line = netns.connect(guest.netns, guest.address, COMMAND_PORT, DEADLINE_S)
+    line.settimeout(DEADLINE_S)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return line
+
+
+def _answer(line: socket.socket) -> None:
+    reply = b""
+    while not reply.endswith(b"\n"):
+        part = line.recv(256)
+        if not part:
+            raise ConnectionError("the guest has closed the connection")
+        reply += part
+
+
+def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
+    """Returns round trips in us, of requests at random moments. Those under way at the end are waited for."""
+    took: list[float] = []
+    failed: list[BaseException] = []
+    end = time.monotonic() + seconds
+
+    def caller(line: socket.socket, chance: random.Random) -> None:
+        try:
+            while True:
+                time.sleep(chance.uniform(0.0, PAUSE_S))
+                began = time.monotonic()
+                if began > end:
+                    return
+                line.sendall(ASK)
+                _answer(line)
+                took.append((time.monotonic() - began) * 1e6)
+        except OSError as error:
+            failed.append(error)
+
+    threads = [
+        threading.Thread(target=caller, args=(line, random.Random(seed * 1000 + number)))
+        for number, line in enumerate(lines)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return took
+
+
+def rate(lines: list[socket.socket], seconds: float) -> float:
+    """Returns answers per second; each connection asks again as soon as it is answered."""
+    with selectors.DefaultSelector() as selector:
+        for line in lines:
+            selector.register(line, selectors.EVENT_READ)
+            line.sendall(ASK)
+        answered, began = 0, time.monotonic()
+        while (left := began + seconds - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                line = key.fileobj
+                assert isinstance(line, socket.socket)
+                _answer(line)
+                answered += 1
+                line.sendall(ASK)
+    took = time.monotonic() - began
+    for line in lines:
+        _answer(line)
+    return answered / took
+
+
+def turns(plan: Plan, number: int) -> list[tuple[str, float | None]]:
+    """Returns the ways of one round; the next round reverses the order."""
+    ways: list[tuple[str, float | None]] = [("none", None)]
+    ways += [(how, every_s) for every_s in plan.output_every_s for how in WAYS[1:]]
+    return ways if number % 2 == 0 else ways[::-1]
+
+
+@contextmanager
+def _protected(env: BedEnvironment, guest: Guest, store: Store, how: str, every_s: float | None) -> Iterator[None]:
+    if every_s is None:
+        yield
+        return
+    more = ["--output-commit"] if how == "output-commit" else []
+    protector = Protector(env.rekindle, guest.name, store, f"{round(every_s * 1000)}ms", None, *more)
+    try:
+        # The first checkpoint has all memory, and the next what was written meanwhile.
+        protector.wait("checkpoint", 3)
+        yield
+        protector.stop()
+    finally:
+        protector.kill()
+        env.rekindle.call("release", guest.name)
+
+
+def output(env: BedEnvironment, plan: Plan) -> None:
+    """Measures a guest outside the cluster, with its store over TLS."""
+    env.away()
+    with netns.namespace(f"rkb{getpid()}o") as name, over_tls(env.rekindle, env.disk_dir / "output") as place:
+        guest = Guest("output", env.image("micro"), GUEST_BYTES >> 20, 31, None, name, env.ram_dir, env.disk_dir)
+        store = place.fresh(guest.name)
+        with env.ours(guest):
+            _warm(guest, plan.many_s)
+            for number in range(plan.output_rounds):
+                for how, every_s in turns(plan, number):
+                    env.log(f"output: turn {number + 1} of {plan.output_rounds}: {how} {every_s or ''}")
+                    _window(env, guest, store, how, every_s, number, plan)
+
+
+def _warm(guest: Guest, seconds: float) -> None:
+    """Sends requests before the first window: an emulated processor is slow until its code has been translated."""
+    lines = [_connect(guest) for _ in range(MANY)]
+    rate(lines, seconds)
+    for line in lines:
+        line.close()
+
+
+def _window(
+    env: BedEnvironment, guest: Guest, store: Store, how: str, every_s: float | None, number: int, plan: Plan
+) -> None:
+    began_us, planned = time.time_ns() // 1000, plan.output_rounds
+    row = Row("output", number, how, number, "", plan.trips_s, began_us, planned, every_s=every_s)
+    lines: list[socket.socket] = []
+    try:
+        # Connected before output is held: otherwise each connection would wait for a checkpoint of its own.
+        lines += [_connect(guest) for _ in range(MANY)]
+        with _protected(env, guest, store, how, every_s):
+            took = trips(lines[:CALLERS], plan.trips_s, number)
+            row.trips, row.median_us, row.p99_us = len(took), median(took), p99(took)
+            row.per_s = rate(lines, plan.many_s)
+            row.recovered = True
+    finally:
+        for line in lines:
+            line.close()
+    row.guest_bytes = GUEST_BYTES
+    env.rows.append(row)

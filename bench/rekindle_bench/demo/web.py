@@ -1,0 +1,221 @@
+"""Measures a web server through a cold and a warm-cache reboot of its guest, and draws both side by side.
+
+    python -m rekindle_bench.demo.web --rekindle BINARY --qemu QEMU --out web.png
+
+The guest is `debian`. Rekindle's server has its disk, with the rate limit of the VM's definition (`bps`), so
+the result does not depend on the machine's disk. Reads from the retained cache are not limited.
+"""
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import typer
+from matplotlib.axes import Axes
+
+from rekindle_bench.rows import RowFile
+from rekindle_bench.warm_cache.cache_guests import CacheEnvironment, CacheGuest, environment
+from rekindle_lab import style
+from rekindle_lab.machine import interrupt_on_signals
+from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.tables import table
+from rekindle_lab.web import Answer, Client
+
+COLD, WARM = "cold", "warm-cache"
+FILES = 200
+PATHS = [f"/files/{n:03}.bin" for n in range(FILES)]
+"""Number of files of the web server: 50 MB in total."""
+BYTES_PER_S = 5_000_000
+"""Rate limit of the disk: slow, as everything on an emulated processor is."""
+MEMORY_MIB = 1024
+BEFORE_S = 5.0
+"""Duration of the measurement before a reboot."""
+AFTER = 3 * FILES
+"""Number of files to be served after it."""
+STEP_S = 0.5
+"""Time step of the throughput in the picture."""
+
+
+@dataclass
+class Row:
+    """One file that was served, in the raw data."""
+
+    how: str
+    at_ms: int
+    """Time since the command to reboot."""
+    bytes: int
+    us: int
+    """Duration of the request."""
+
+
+@dataclass(frozen=True)
+class Reboot:
+    """One reboot as seen by the web server's client. Times in s since the command."""
+
+    how: str
+    answers: list[Answer]
+    well: float
+    """When all services of the guest answered again."""
+    end: float
+    """End of the measurement."""
+    retained_bytes: int
+    """Bytes that the guest has read from its retained cache."""
+
+    @property
+    def gap_s(self) -> float:
+        """The longest time without an answer that ended after the command."""
+        return max(later.at - one.at for one, later in itertools.pairwise(self.answers) if later.at > 0)
+
+    def after(self) -> list[Answer]:
+        """Answers since the guest is well again."""
+        return [answer for answer in self.answers if answer.at >= self.well]
+
+    def served(self) -> float:
+        """When as many files were served as there are, since the guest is well again."""
+        return self.after()[FILES - 1].at
+
+    def rate_before(self) -> float:
+        """MB/s before the reboot."""
+        return sum(one.bytes for one in self.answers if -BEFORE_S <= one.at < 0) / BEFORE_S / 1e6
+
+    def rate_after(self) -> float:
+        """MB/s from when the guest is well again until `served`."""
+        return sum(one.bytes for one in self.after()[:FILES]) / (self.served() - self.well) / 1e6
+
+
+def through(on: CacheEnvironment, guest: CacheGuest, client: Client, how: str) -> Reboot:
+    """Reboots the guest while its web server is used."""
+    time.sleep(BEFORE_S)
+    started = time.monotonic()
+    on.reboot(guest, how)
+    well = time.monotonic() - started
+    client.wait(AFTER)
+    end = time.monotonic() - started
+    answers = [Answer(one.at - started, one.took_s, one.bytes) for one in client.answers]
+    seen = [one for one in answers if -BEFORE_S <= one.at <= end]
+    return Reboot(how, seen, well, end, on.from_retained_cache(guest))
+
+
+def measure(on: CacheEnvironment) -> list[Reboot]:
+    """Measures both reboots of one guest, with a client."""
+    image = on.image("debian")
+    guest = CacheGuest("web", image, MEMORY_MIB, 1, None, on.netns, on.ram_dir, on.disk_dir, bytes_per_s=BYTES_PER_S)
+    reboots = []
+    with on.ours(guest):
+        # It would start while the web server works already.
+        guest.ssh("systemctl disable --now postgresql@15-main")
+        with Client(guest.netns, guest.address, PATHS) as client:
+            for how in (COLD, WARM):
+                client.wait(FILES)  # so that the guest has cached all of them
+                reboots.append(through(on, guest, client, how))
+                for one in reboots[-1].answers:
+                    on.rows.append(Row(how, round(one.at * 1e3), one.bytes, round(one.took_s * 1e6)))
+                on.log(f"{how}: {FILES} files after {reboots[-1].served():.1f} s")
+    return reboots
+
+
+def _panel(axes: Axes, reboot: Reboot, begin: float, end: float) -> None:
+    edges = np.arange(begin, end + STEP_S, STEP_S)
+    sizes = [one.bytes for one in reboot.answers]
+    moved, _ = np.histogram([one.at for one in reboot.answers], bins=edges, weights=sizes)
+    colour = style.COLOURS["cold" if reboot.how == COLD else "warm"]
+    axes.stairs(moved / STEP_S / 1e6, edges, color=colour, fill=True, alpha=0.25, linewidth=0)
+    axes.stairs(moved / STEP_S / 1e6, edges, color=colour, linewidth=1.4, baseline=None)
+    axes.axvspan(0, reboot.well, color="#000000", alpha=0.08, linewidth=0)
+    axes.axvline(reboot.served(), color=colour, linestyle=":")
+    if reboot.end < end:
+        axes.axvspan(reboot.end, end, facecolor="none", edgecolor="#DDDDDD", hatch="///", linewidth=0)
+    axes.set_xlim(begin, end)
+    axes.set_title(f"{reboot.how}: all {FILES} files served after {style.duration(reboot.served() * 1e3)}")
+    axes.set_xlabel("time since the command to reboot (s)")
+
+
+def draw(reboots: Sequence[Reboot], path: Path) -> None:
+    """Draws a panel for each reboot, side by side, with the same axes."""
+    style.apply()
+    figure, all_axes = plt.subplots(
+        1, len(reboots), figsize=(5.2 * len(reboots), 3.8), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axes, reboot in zip(all_axes[0], reboots, strict=True):
+        _panel(axes, reboot, -BEFORE_S, max(one.end for one in reboots))
+    all_axes[0][0].set_ylabel("MB/s")
+    all_axes[0][0].set_ylim(0)
+    figure.suptitle(
+        f"A web server while its guest is rebooted; its disk is limited to {BYTES_PER_S / 1e6:g} MB/s",
+        x=0.01,
+        ha="left",
+        fontweight="bold",
+    )
+    figure.text(
+        0.01, -0.04, "grey: until all services answer; dotted: as many files served as there are; hatched: not watched"
+    )
+    style.save(figure, path)
+
+
+def summary(reboots: Sequence[Reboot]) -> str:
+    """Formats the table for the terminal."""
+    return table(
+        [
+            {
+                "how": reboot.how,
+                "services answer after": style.duration(reboot.well * 1e3),
+                f"{FILES} files served after": style.duration(reboot.served() * 1e3),
+                "MB/s before": round(reboot.rate_before(), 1),
+                "MB/s of these files": round(reboot.rate_after(), 1),
+                "MB from retained cache": round(reboot.retained_bytes / 1e6, 1),
+            }
+            for reboot in reboots
+        ]
+    )
+
+
+def as_json(reboots: Sequence[Reboot]) -> list[dict[str, Any]]:
+    """Returns the input of `demo.plan`."""
+    return [
+        {
+            "how": reboot.how,
+            "gap_s": round(reboot.gap_s, 3),
+            "well_s": round(reboot.well, 3),
+            "served_s": round(reboot.served(), 3),
+            "mb_per_s_before": round(reboot.rate_before(), 3),
+            "mb_per_s_after": round(reboot.rate_after(), 3),
+        }
+        for reboot in reboots
+    ]
+
+
+def main(
+    rekindle: Annotated[Path, typer.Option(help="The binary.")],
+    qemu: Annotated[str, typer.Option(help="The QEMU.")],
+    out: Annotated[Path, typer.Option(help="The PNG to write; raw data and disks are written next to it.")],
+) -> None:
+    """Watch a web server through both reboots, draw its throughput, and print a table."""
+    interrupt_on_signals("demo")
+    root = Path(__file__).resolve().parents[3]
+    out = out.resolve()  # definitions in another folder name the disks next to it
+    rows = RowFile(out.with_suffix(".csv"), Row)
+    try:
+        with environment(root, rekindle.resolve(), qemu, rows, out.parent, slow=False) as on:
+            reboots = measure(on)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (OSError, RekindleError, RuntimeError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    finally:
+        rows.close()
+    draw(reboots, out)
+    out.with_suffix(".json").write_text(json.dumps(as_json(reboots)) + "\n")
+    print(f"The guest's disk is limited to {BYTES_PER_S / 1e6:g} MB/s by its server (`bps` in the definition).")
+    print(summary(reboots))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+"""The environment of a benchmark: folders, a network namespace and VMs, all removed again, however a run ends."""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from rekindle_bench.case import NoRoomError, Trial
+from rekindle_bench.rows import RowFile
+from rekindle_lab import guests
+from rekindle_lab.guests import Guest
+from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.runs.workspace import Workspace
+
+MIB = 1 << 20
+AnyGuest = TypeVar("AnyGuest", bound=Guest)
+
+
+@dataclass
+class Environment:
+    """What all cases of a topic share: VMs, folders, the file of rows, and notes on what went wrong."""
+
+    root: Path
+    rekindle: Rekindle
+    qemu: str
+    rows: RowFile
+    space: Workspace
+    began: float = field(default_factory=time.monotonic, kw_only=True)
+    left_out: list[str] = field(default_factory=list, kw_only=True)
+    errors: list[str] = field(default_factory=list, kw_only=True)
+    trial: Trial | None = field(default=None, kw_only=True)
+    images: dict[str, guests.Image] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def work(self) -> Path:
+        """The folder of run directories and sockets."""
+        return self.space.work
+
+    @property
+    def ram_dir(self) -> Path:
+        """The folder of guest RAM."""
+        return self.space.ram
+
+    @property
+    def disk_dir(self) -> Path:
+        """The folder on a real disk."""
+        return self.space.disk
+
+    @property
+    def netns(self) -> str:
+        """The network namespace of guests and clients."""
+        return self.space.namespaces[0]
+
+    def log(self, text: str) -> None:
+        """Logs progress."""
+        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def image(self, kind: str) -> guests.Image:
+        """Returns the guest image, built if need be. In a trial `micro` stands in for the others."""
+        if kind not in self.images:
+            build = guests.build_stand_in if self.trial and kind != "micro" else guests.build
+            self.images[kind] = build(self.root, kind)
+        return self.images[kind]
+
+    def guest(self, name: str, kind: str, memory_mib: int, index: int, touch: str | None = None) -> Guest:
+        """Returns a guest of this env."""
+        image = self.image(kind)
+        return Guest(name, image, memory_mib, index, touch, self.netns, self.ram_dir, self.disk_dir)
+
+    def need(self, memory_mib: int = 0, disk_mib: int = 0) -> None:
+        """Raises `NoRoomError` unless so much memory and disk is free, with a small reserve."""
+        available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free_mib = int(available[1]) // 1024 if available else 0
+        if free_mib < memory_mib + 1024:
+            raise NoRoomError(f"needs {memory_mib + 1024} MiB of memory, {free_mib} MiB are available")
+        disk = shutil.disk_usage(self.disk_dir).free // MIB
+        if disk < disk_mib + 1024:
+            raise NoRoomError(f"needs {disk_mib + 1024} MiB of disk in {self.disk_dir}, {disk} MiB are free")
+
+    @contextmanager
+    def ours(self, guest: AnyGuest, *, wait: bool = True) -> Iterator[AnyGuest]:
+        """Runs a VM of Rekindle's, ready unless `wait` is false; stops it at the end."""
+        definition = guest.write(self.work, self.qemu)
+        try:
+            self.rekindle.run(definition)
+            if wait:
+                guest.wait_ready()
+            yield guest
+        finally:
+            try:
+                self.rekindle.stop(guest.name)
+            except RekindleError as error:
+                if "there is no VM" not in str(error):  # a case that failed may have left none
+                    self.log(f"{guest.name} may still be running: {error}")
+            if guest.disk:
+                guest.disk.unlink(missing_ok=True)
+
+
+@contextmanager
+def workspace(binary: Path, disk: Path, namespaces: Sequence[str] = ("",)) -> Iterator[Workspace]:
+    """Makes the folders and network namespaces of a benchmark, removed at its end.
+
+    `disk`: a folder on a real disk. `namespaces`: what is added to the name of each.
+    """
+    work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
+    names = tuple(f"rkb{os.getpid()}{added}" for added in namespaces)
+    with Workspace(binary, work, disk / f"bench-{work.name}", names).made() as space:
+        yield space

@@ -1,0 +1,84 @@
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+
+import json
+
+import pandas as pd
+
+from rekindle_bench.report import Bar, Figure, Findings
+from rekindle_lab.stats import median, p95
+
+from .kinds import KINDS
+from .rows import OUTCOMES
+
+
+def runs(frame: pd.DataFrame, checked: int) -> pd.DataFrame:
+    """Returns the runs in which all blocks were compared."""
+    return frame[(frame["checked"] == checked) & frame["wrong"].notna()]
+
+
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
+    """Returns the bar, the control that shows that the experiment can fail, and the number of tries."""
+    found = Findings(raw)
+    for name, checked, bar in (("blocks_wrong", 1, Bar(0, "==")), ("blocks_wrong_unchecked", 0, Bar(1, ">="))):
+        # The control without faults is in the tables only.
+        done = runs(frame, checked)
+        done = done[done["kind"] != "none"]
+        if not len(done):
+            found.report_missing(name)
+            continue
+        wrong = [float(value) for value in done["wrong"]]
+        extra = {
+            "compared": float(done["compared"].sum()),
+            "served": float(done["served"].sum()),
+            "refused": float(done["refused"].sum()),
+            "hit": float(done["hit"].map(lambda text: len(json.loads(text))).sum()),
+            "hit_wrong": float(done["hit_wrong"].sum()),
+            "runs_wrong": float((done["wrong"] > 0).sum()),
+            "runs_unfinished": float(
+                ((frame["checked"] == checked) & frame["wrong"].isna() & (frame["kind"] != "none")).sum()
+            ),
+        }
+        found.add(Figure(name, sum(wrong), "", len(wrong), p95(wrong), bar, raw, extra=extra))
+    return found
+
+
+def by_kind(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
+    """Lists each type of faults: figures 14 and 15 as a table."""
+    lines: list[dict[str, object]] = []
+    chosen = frame[frame["checked"] == checked]
+    for kind in KINDS:
+        all_of = chosen[chosen["kind"] == kind.name]
+        done = runs(all_of, checked)
+        if not len(all_of):
+            continue
+        line: dict[str, object] = {"type": kind.name, "class": kind.of_class, "n": len(done)}
+        line |= {outcome: int((done["outcome"] == outcome).sum()) for outcome in OUTCOMES}
+        line["unfinished"] = len(all_of) - len(done)
+        if len(done):
+            line |= {name: int(median([float(v) for v in done[name]])) for name in ("kept", "served", "refused")}
+            if checked == 0:
+                line["blocks hit"] = int(done["hit"].map(lambda text: len(json.loads(text))).sum())
+                line["of those wrong"] = int(done["hit_wrong"].sum())
+            line["runs with refused"] = int((done["refused"] > 0).sum())
+            line["runs with wrong"] = int((done["wrong"] > 0).sum())
+            line["blocks wrong"] = int(done["wrong"].sum())
+        lines.append(line)
+    return lines
+
+
+def by_outcome(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
+    """Lists each outcome with the way of the reboot."""
+    lines: list[dict[str, object]] = []
+    for (outcome, way), group in runs(frame, checked).groupby(["outcome", "way"], sort=True):
+        lines.append(
+            {
+                "outcome": outcome,
+                "rebooted by": way,
+                "n": len(group),
+                "kernel complained": int(group["oops"].sum()),
+                "blocks served": int(group["served"].sum()),
+                "blocks refused": int(group["refused"].sum()),
+                "blocks wrong": int(group["wrong"].sum()),
+            }
+        )
+    return lines

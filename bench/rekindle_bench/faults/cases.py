@@ -1,0 +1,271 @@
+"""The case: faults, a warm-cache reboot, and a comparison of every block. The analysis judges it."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+
+from rekindle_lab.rekindle import RekindleError
+
+from .damaged_guests import FaultEnvironment, NoAnswerError, Subject, complaints
+from .kinds import BY_NAME, Kind
+from .plan import BLOCKS, Plan
+from .ram import Ram
+from .rows import Row
+
+PATIENCE_S = 4.0
+"""How long a guest may take to answer, and its load to progress, before it counts as hung."""
+REBOOT_S = 60.0
+TRIES = 5
+"""How many other changes of code are tried when the module refuses one whose place the kernel has changed."""
+LISTED = 10
+
+
+def jobs(plan: Plan, done: dict[tuple[str, int], int]) -> list[tuple[int, str, int]]:
+    """Returns block, type and whether it is checked, for each remaining run.
+
+    A block has each type once, in a new order: an interrupted experiment has almost equally many of each.
+    """
+    every = max(plan.runs // plan.unchecked, 1) if plan.unchecked else 0
+    left = []
+    for block in range(plan.runs):
+        names = list(plan.kinds)
+        random.Random(block).shuffle(names)
+        left += [(block, name, 1) for name in names if block >= done.get((name, 1), 0)]
+        if every and block % every == 0 and block // every < plan.unchecked:
+            left += [(block, name, 0) for name in names if block // every >= done.get((name, 0), 0)]
+    return left
+
+
+def faults(env: FaultEnvironment, plan: Plan) -> None:
+    """Runs all faults, several guests at a time."""
+    waiting = jobs(plan, env.done)
+    total, lock = len(waiting), threading.Lock()
+
+    def next_job() -> tuple[int, str, int] | None:
+        with lock:
+            late = plan.budget_s is not None and time.monotonic() - env.began > plan.budget_s
+            return None if late or not waiting or stopping.is_set() else waiting.pop(0)
+
+    def lane(index: int) -> None:
+        subjects: dict[int, tuple[Subject, ExitStack]] = {}
+        try:
+            while job := next_job():
+                block, name, checked = job
+                env.log(f"run {total - len(waiting)} of {total}: {name}{'' if checked else ', unchecked'}")
+                row = Row(name, BY_NAME[name].of_class, checked, block, 1000 * block + index)
+                began = time.monotonic()
+                try:
+                    if checked not in subjects:
+                        stack = ExitStack()
+                        subjects[checked] = (stack.enter_context(env.subject(index, checked)), stack)
+                    one_run(env, subjects[checked][0], BY_NAME[name], row, plan)
+                except (NoAnswerError, RekindleError, OSError, ValueError) as error:
+                    # The guest is in no state to be used again.
+                    row.note = f"{row.note} {type(error).__name__}: {error}".strip()[:400]
+                    env.log(f"{name}: {row.note}")
+                    with lock:
+                        env.errors.append(f"run {block} of {name}{'' if checked else ', unchecked'}: {row.note}")
+                    if checked in subjects:
+                        subjects.pop(checked)[1].close()
+                row.us = int((time.monotonic() - began) * 1e6)
+                with lock:
+                    env.rows.append(row)
+        finally:
+            with ExitStack() as all_of:
+                for _, stack in subjects.values():
+                    all_of.callback(stack.close)
+
+    stopping = threading.Event()
+    in_lanes(plan.lanes, lane, stopping, lambda: env.left_out.append(f"{len(waiting)} of {total} runs: broken off"))
+    if waiting:
+        env.left_out.append(f"{len(waiting)} of {total} runs: no time left for them")
+
+
+def in_lanes(
+    count: int, lane: Callable[[int], None], stopping: threading.Event, broken_off: Callable[[], None]
+) -> None:
+    """Runs all lanes. On an interrupt, notifies them by `stopping` and still waits for all.
+
+    `Thread.join` cannot be used: after an interrupt it takes a running thread for one that has ended (bpo-45274).
+    """
+    ended = [threading.Event() for _ in range(count)]
+
+    def run(index: int) -> None:
+        try:
+            lane(index)
+        finally:
+            ended[index].set()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+        for one in ended:
+            one.wait()
+    except BaseException:
+        stopping.set()
+        for thread, one in zip(threads, ended, strict=True):
+            while not one.wait(0.1) and thread.ident is not None:  # `None` if it was never started
+                pass
+        broken_off()
+        raise
+
+
+def one_run(env: FaultEnvironment, subject: Subject, kind: Kind, row: Row, plan: Plan) -> None:
+    """Injects faults of one type, reboots, and compares."""
+    rng = random.Random(f"{row.block} {kind.name} {row.checked}")
+    generation, console_length = subject.generation(), len(subject.console())
+    _ok(subject.ask(f"fill vda {BLOCKS}", 60.0), "fill")
+    host = subject.guest.host_address.split("/")[0]
+    _ok(subject.ask(f"load vda {BLOCKS} {row.seed} {host}"), "load")
+    with subject.traffic():
+        _wait_loaded(subject)
+        try:
+            row.put, row.hit = put_in(env, subject, kind, rng)
+        except NoAnswerError as error:
+            # The guest may end while the faults are injected.
+            row.put, row.note = kind.count, f"{error}"[:100]
+        _poll_until(time.monotonic() + plan.wait_s, lambda: subject.generation() != generation)
+        row.outcome = outcome(subject, generation)
+    row.way = boot_again(subject, generation, row)
+    subject.wait_ready()
+    row.oops = int(complaints(subject.console()[console_length:]))
+    compare(subject, row)
+
+
+def _ok(answer: str, what: str) -> None:
+    if not answer.startswith("ok"):
+        raise RekindleError(f"{what}: {answer}")
+
+
+def _poll_until(deadline: float, happened: Callable[[], bool]) -> bool:
+    """Polls until something happens or the deadline; returns whether it happened."""
+    while time.monotonic() < deadline:
+        if happened():
+            return True
+        time.sleep(0.05)
+    return happened()
+
+
+def _wait_loaded(subject: Subject) -> None:
+    """Waits until the guest's load has read, written and sent something."""
+    if not _poll_until(time.monotonic() + 30.0, lambda: min(subject.progress(10.0)) >= 50):
+        raise RekindleError(f"{subject.guest.name}: its load does nothing")
+
+
+def put_in(env: FaultEnvironment, subject: Subject, kind: Kind, rng: random.Random) -> tuple[int, list[int]]:
+    """Injects the faults; returns their number, and the blocks whose page-cache frames they hit, where known."""
+    if kind.method == "nothing":
+        return 0, []
+    if kind.method == "line":
+        _ok(subject.ask(f"fault {kind.name} {kind.count} {rng.randrange(1 << 32)}", 5.0), f"fault {kind.name}")
+        return kind.count, []
+    if kind.method == "code":
+        return _change_code(env, subject, kind, rng), []
+    stacks = subject.receive("cat /proc/rekindle-fault", None).decode() if kind.method == "stack" else ""
+    queue = subject.receive_queue() if kind.method == "dma" else {}
+    ram = Ram(subject.ram_file())
+    try:
+        if kind.method == "stack":
+            return ram.flip_stacks(stacks, kind.count, rng), []
+        cached = ram.cached(subject.image())
+        if kind.method == "overrun":
+            copies = ram.overrun_cached(cached, kind.count, rng)
+            return len(copies), sorted({cached[frame] for frames in copies for frame in frames if frame in cached})
+        if kind.method == "dma":
+            frames = ram.give_to_card(queue, cached, kind.count, rng)
+        else:
+            frames = ram.flip_cached(cached, kind.count, rng)
+        return len(frames), sorted(cached[frame] for frame in frames)
+    finally:
+        ram.close()
+
+
+def _change_code(env: FaultEnvironment, subject: Subject, kind: Kind, rng: random.Random) -> int:
+    if env.code is None:
+        raise ValueError("the kernel's code is not known")
+    done = 0
+    for tried, change in enumerate(env.code.changes(kind.name, rng)):
+        if done == kind.count or tried == TRIES * kind.count:
+            return done
+        try:
+            done += subject.ask(f"fault {change.line}", 3.0).startswith("ok")
+        except NoAnswerError:
+            # This change ended the guest: it was injected.
+            return done + 1
+    return done
+
+
+def outcome(subject: Subject, generation: int) -> str:
+    """Classifies the guest's state; docs/fault-experiment.md defines the outcomes."""
+    if subject.generation() != generation:
+        return "crashed"
+    if not subject.qemu_alive() and not subject.busy():
+        return "died"
+    answered = before = None
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            now = subject.progress(max(deadline - time.monotonic(), 0.2))
+        except (NoAnswerError, ValueError):
+            continue
+        if before is not None and all(new > old for new, old in zip(now, before, strict=True)):
+            return "went on"
+        answered, before = True, before or now
+        time.sleep(0.1)
+    if subject.generation() != generation or subject.busy():
+        return "crashed"
+    return "stalled" if answered else "hung"
+
+
+def boot_again(subject: Subject, generation: int, row: Row) -> str:
+    """Ensures that the guest is rebooted; returns the way."""
+    if row.outcome == "crashed":
+        _booted(subject, generation)
+        return "watch"
+    if row.outcome == "died":
+        subject.rekindle.call("recover", subject.guest.name)
+        return "recover"
+    try:
+        subject.rekindle.call("reboot", "os", subject.guest.name, "--how", "warm-cache")
+    except RekindleError as error:
+        # It may have ended meanwhile.
+        row.note = f"{row.note} {error}".strip()[:300]
+        _booted(subject, generation)
+        return "watch"
+    return "host"
+
+
+def _booted(subject: Subject, generation: int) -> None:
+    done = _poll_until(
+        time.monotonic() + REBOOT_S,
+        lambda: subject.generation() != generation and subject.qemu_alive() and not subject.busy(),
+    )
+    if not done:
+        raise RekindleError(f"{subject.guest.name}: crashed and was not booted within {REBOOT_S:g} s")
+
+
+def compare(subject: Subject, row: Row) -> None:
+    """Compares every block that the guest can read with the disk."""
+    seen, image = subject.seen(), subject.image()
+    wrong = np.nonzero((seen != image).any(axis=1))[0]
+    row.compared, row.wrong, row.where = len(image), len(wrong), [int(block) for block in wrong[:LISTED]]
+    row.hit_wrong = int(np.isin(row.hit, wrong).sum())
+    status = subject.status()
+    if bool(status.get("unchecked", False)) == bool(row.checked):
+        raise RekindleError("the disk server is not the expected one: " + str(status))
+    left, counts = status["attic"] or (0, status["emptied"])
+    if counts is None:
+        row.note = f"{row.note} nothing was kept".strip()
+        row.kept = row.served = row.refused = row.overwritten = row.dropped = 0
+        return
+    row.served, row.refused = counts["served"], counts["refused"]
+    row.overwritten, row.dropped = counts["overwritten"], counts["dropped"]
+    row.kept = left + sum(counts.values())
+
+
+CASES: dict[str, Callable[[FaultEnvironment, Plan], None]] = {"faults": faults}

@@ -1,0 +1,141 @@
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+
+import pandas as pd
+
+from rekindle_bench.report import Bar, Figure, Findings
+from rekindle_bench.rows import pick
+from rekindle_lab.guests import size
+from rekindle_lab.stats import compare, median, p95
+
+from .plan import SMALL_MIB
+from .rows import HOWS
+
+KEYS = ["case", "how", "vms", "memory_mib", "where", "round"]
+STAGES = ("services", "suspend", "down", "firmware", "kernel", "userspace", "resume")
+LARGE_MIB = 1024
+MANY = 4
+
+
+def reboots(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row for each reboot: the values that its guests share, and the longest of their downtimes, in s."""
+    first = frame.drop_duplicates(KEYS).set_index(KEYS)
+    downtime = frame.groupby(KEYS)["gap_us"].max() / 1e6
+    both = first.assign(
+        downtime_s=downtime,
+        both_s=(first["suspend_us"] + first["resume_us"]) / 1e6,
+        before_s=first["suspend_us"] / 1e6,
+        after_s=first["resume_us"] / 1e6,
+    )
+    return both.reset_index()
+
+
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    found = Findings(raw)
+    all_of = reboots(frame)
+
+    def both(**where: str | int) -> list[float]:
+        return pick(all_of, "both_s", how="warm", **where)
+
+    many = both(case="counts", vms=MANY)
+    large, small = both(case="sizes", memory_mib=LARGE_MIB), both(case="sizes", memory_mib=SMALL_MIB)
+    if many and large and small:
+        found.add(
+            Figure(
+                "host_suspend_resume",
+                median(many),
+                "s",
+                len(many),
+                p95(many),
+                Bar(1.0),
+                raw,
+                compare(large, small),
+                "s",
+                f"1 guest, {size(LARGE_MIB)}",
+                f"1 guest, {size(SMALL_MIB)}",
+                ratio_bar=Bar(1.1),
+                of_peer=False,
+                extra={"one_guest_s": median(small)},
+            )
+        )
+    else:
+        found.report_missing(
+            "host_suspend_resume", f"{MANY} guests, or one of {size(SMALL_MIB)} and of {size(LARGE_MIB)}"
+        )
+    cold = all_of[(all_of["case"] == "counts") & (all_of["how"] == "cold") & (all_of["vms"] == MANY)]
+    firmware = [float(value) / 1e6 for value in cold["firmware_us"].dropna()]
+    found.ratio(
+        "host_warm_vs_cold",
+        Bar(0.26),
+        pick(all_of, "downtime_s", case="counts", how="warm", vms=MANY),
+        pick(all_of, "downtime_s", case="counts", how="cold", vms=MANY),
+        f"warm, {MANY} guests",
+        f"cold, {MANY} guests",
+        of_peer=False,
+        unit="s",
+        extra={"cold_firmware_share": median(firmware) / median(list(cold["downtime_s"]))} if firmware else {},
+    )
+    lost = pick(frame, "sessions_lost", case="losses", how="warm")
+    rounds = int((all_of["case"] == "losses").sum())
+    if lost:
+        extra = {"connections": float(len(lost)), "reboots": float(rounds)}
+        found.add(Figure("host_tcp_lost", sum(lost), "", rounds, p95(lost), Bar(0.0, "=="), raw, extra=extra))
+    else:
+        found.report_missing("host_tcp_lost")
+    faults = frame[frame["case"] == "faults"]
+    if len(faults):
+        lost_guests = [float(value) for value in faults["outcome"] != "kept"]
+        number = all_of[all_of["case"] == "faults"]["where"].value_counts()
+        extra = {f"reboots_{where}": float(number.get(where, 0)) for where in ("direct", "emulated")}
+        extra["guests"] = float(len(lost_guests))
+        n = int(number.sum())
+        found.add(
+            Figure("host_guests_lost", sum(lost_guests), "", n, p95(lost_guests), Bar(0.0, "=="), raw, extra=extra)
+        )
+    else:
+        found.report_missing("host_guests_lost")
+    return found
+
+
+def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists each case, way, number and size: medians in s."""
+    lines: list[dict[str, object]] = []
+    all_of = reboots(frame[frame["where"] == "emulated"])
+    for case in ("counts", "sizes", "losses", "faults"):
+        of_case = all_of[all_of["case"] == case]
+        for (vms, mib), group in of_case.groupby(["vms", "memory_mib"]):
+            for how in HOWS:
+                chosen = group[group["how"] == how]
+                if not len(chosen):
+                    continue
+                guests = frame[(frame["case"] == case) & (frame["how"] == how)]
+                guests = guests[(guests["vms"] == vms) & (guests["memory_mib"] == mib)]
+                guests = guests[guests["where"] == "emulated"]
+                line: dict[str, object] = {
+                    "case": case,
+                    "guests": f"{vms} x {size(int(mib))}",
+                    "how": how,
+                    "n": len(chosen),
+                    "downtime": _median(chosen["downtime_s"]),
+                }
+                line |= {name: _median(chosen[f"{name}_us"] / 1e6) for name in STAGES}
+                line["as wanted"] = f"{int((guests['outcome'] == guests['wanted']).sum())} of {len(guests)}"
+                line["connections lost"] = int(guests["sessions_lost"].sum())
+                lines.append(line)
+    return lines
+
+
+def _median(values: "pd.Series[float]") -> float | None:
+    there = [float(value) for value in values.dropna()]
+    return median(there) if there else None
+
+
+def by_fault(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists each fault point."""
+    faults = frame[frame["case"] == "faults"]
+    lines: list[dict[str, object]] = []
+    for (fault, where), group in faults.groupby(["fault", "where"], sort=True):
+        line: dict[str, object] = {"fault": fault, "where": where, "reboots": int(group["round"].nunique())}
+        line |= {name: int((group["outcome"] == name).sum()) for name in ("kept", "booted", "gone")}
+        lines.append(line)
+    return lines

@@ -1,0 +1,267 @@
+"""The emulated host as a benchmark uses it: commands in it, and observations from outside, with times."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rekindle_lab import netns
+
+MEMORY = "4G"
+RESERVE_MIB = 1536
+"""RAM of the host: room for a guest of 1 GiB, or for four small ones."""
+ADDRESS = "10.78.0.2"
+COMMAND_S = 120.0
+UP_S = 300.0
+
+
+class MachineError(Exception):
+    """A command in the emulated host failed. The text has the command and its output."""
+
+
+def now_us() -> int:
+    """Returns microseconds since 1970 by the clock of the measuring machine."""
+    return time.time_ns() // 1000
+
+
+@dataclass
+class HostObservations:
+    """Observations of the host, in order: each with the time of this machine's clock."""
+
+    console: list[tuple[int, str]] = field(default_factory=list)
+    resets: list[int] = field(default_factory=list)
+
+    def last_line(self, pattern: str, since_us: int) -> int | None:
+        """Returns the time of the last console line that matches `pattern`, if any."""
+        times = [at for at, line in list(self.console) if at >= since_us and re.search(pattern, line)]
+        return times[-1] if times else None
+
+    def first_reset(self, since_us: int) -> int | None:
+        """Returns the time of its first reset."""
+        return next((at for at in list(self.resets) if at >= since_us), None)
+
+
+class Machine:
+    """A running host. Made by `machine`."""
+
+    def __init__(self, run: Path, folder: Path, rekindle: Path) -> None:
+        """`run`: the project's tests/hosts/run; `folder`: where it runs."""
+        self.run, self.folder, self.rekindle = run, folder, rekindle
+        self.netns = (folder / "netns").read_text().strip()
+        self.seen = HostObservations()
+
+    def ask(self, command: str, timeout: float = COMMAND_S, given: str | None = None) -> str:
+        """Runs a command in it and returns the output; raises unless it succeeds."""
+        try:
+            done = subprocess.run(
+                [self.run, "exec", self.folder, command],
+                capture_output=True,
+                text=True,
+                input=given if given is not None else "",
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MachineError(f"{command}: not finished within {timeout:g} s") from error
+        if done.returncode != 0:
+            output = (done.stderr.strip() or done.stdout.strip())[-1500:]
+            raise MachineError(f"{command}: exit status {done.returncode}: {output}")
+        return done.stdout
+
+    def write(self, path: str, text: str) -> None:
+        """Writes a file in it."""
+        self.ask(f"mkdir -p $(dirname {path}) && cat > {path}", given=text)
+
+    def boot(self) -> tuple[str, int]:
+        """Returns its boot ID, and when its kernel began by this machine's clock."""
+        before = now_us()
+        boot_id, uptime = self.ask("cat /proc/sys/kernel/random/boot_id /proc/uptime").split()[:2]
+        # The uptime was read at some time in between.
+        return boot_id, (before + now_us()) // 2 - int(float(uptime) * 1e6)
+
+    def wait_boot(self, before: str, deadline_s: float = UP_S) -> tuple[str, int]:
+        """Returns the same for a boot other than `before`, once the host can be reached."""
+        end = time.monotonic() + deadline_s
+        while True:
+            try:
+                found = self.boot()
+                if found[0] != before:
+                    return found
+            except MachineError:
+                pass
+            if time.monotonic() > end:
+                raise MachineError(f"not up again within {deadline_s:g} s: {self.console()[-1000:]}")
+            time.sleep(0.5)
+
+    def console(self) -> str:
+        """Returns all console output so far."""
+        return (self.folder / "console.log").read_text(errors="replace")
+
+
+@contextmanager
+def machine(root: Path, binary: Path, micro: Path, folder: Path) -> Iterator[Machine]:
+    """Starts a host in the new folder `folder`, set up for guests that outlive its kernel; removed afterwards."""
+    run = root / "tests/hosts/run"
+    environment = {**os.environ, "HOST_MEMORY": MEMORY, "HOST_RESERVE": f"{RESERVE_MIB}M!4G"}
+    with ExitStack() as stack:
+        stack.callback(subprocess.run, [run, "stop", folder], check=False, capture_output=True)
+        done = subprocess.run(
+            [run, "start", folder, binary, micro], env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise MachineError(f"tests/hosts/run start: {done.stderr.strip()[-1500:]}")
+        host = Machine(run, folder, binary)
+        stopping = threading.Event()
+        for watch in (_watch_console, _watch_events):
+            thread = threading.Thread(target=watch, args=(host, stopping), daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(stopping.set)
+        host.ask(f"rekindle host init --reserve {RESERVE_MIB}M --write")
+        yield host
+
+
+def _watch_console(host: Machine, stopping: threading.Event) -> None:
+    """Records each line of the console with its time."""
+    rest = ""
+    with (host.folder / "console.log").open(errors="replace") as file:
+        while not stopping.wait(0.02):
+            if part := file.read():
+                *lines, rest = (rest + part).split("\n")
+                at = now_us()
+                host.seen.console += [(at, line) for line in lines]
+
+
+def _watch_events(host: Machine, stopping: threading.Event) -> None:
+    """Records each reset, with the time that QEMU gives it."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as qmp:
+        qmp.connect(str(host.folder / "qmp"))
+        qmp.sendall(b'{"execute": "qmp_capabilities"}\n')
+        qmp.settimeout(0.2)
+        rest = b""
+        while not stopping.is_set():
+            try:
+                part = qmp.recv(65536)
+            except TimeoutError:
+                continue
+            if not part:
+                return
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                event: dict[str, Any] = json.loads(line) if line.strip() else {}
+                if event.get("event") == "RESET":
+                    stamp = event["timestamp"]
+                    host.seen.resets.append(stamp["seconds"] * 1_000_000 + stamp["microseconds"])
+
+
+@dataclass
+class Guest:
+    """A micro guest in the emulated host, reached from here."""
+
+    host: Machine
+    name: str
+    address: str
+    memory_mib: int
+    boot_id: str = ""
+    session: socket.socket | None = None
+
+    def definition(self) -> str:
+        """Returns its VM definition."""
+        words = "console=ttyS0 quiet mitigations=off cryptomgr.notests nokaslr rekindle.tick=0"
+        return "\n".join(
+            [
+                f'name = "{self.name}"',
+                f'memory = "{self.memory_mib}M"',
+                'accel = "kvm"',
+                "[boot]",
+                'kernel = "/opt/rekindle/micro/vmlinuz"',
+                'initrd = "/opt/rekindle/micro/initrd"',
+                f'append = "{words} rekindle.ip={self.address}/16"',
+                "[[net]]",
+                'kind = "tap"',
+                'bridge = "br0"',
+                "",
+            ]
+        )
+
+    def start(self) -> None:
+        """Starts it."""
+        path = f"/root/{self.name}.toml"
+        self.host.write(path, self.definition())
+        self.host.ask(f"rekindle run {path}", timeout=UP_S)
+
+    def ask(self, line: str, timeout: float) -> str:
+        """Returns its answer to a command within `timeout` seconds."""
+        with netns.connect(self.host.netns, self.address, 7000, timeout) as connection:
+            connection.settimeout(timeout)
+            connection.sendall(line.encode() + b"\n")
+            with connection.makefile() as answer:
+                return answer.readline().strip()
+
+    def wait_ready(self, deadline_s: float = UP_S) -> str:
+        """Returns its boot ID once it answers; raises if it does not within the deadline."""
+        return _within(deadline_s, self.name, lambda: self.ask("boot-id", 5.0))
+
+    def fill(self) -> None:
+        """Fills all memory that its kernel can spare with a pattern, and opens a connection to it."""
+        answer = self.ask("touch all 7", UP_S)
+        if not answer.startswith("ok"):
+            raise MachineError(f"{self.name}: touch: {answer}")
+        self.boot_id = self.wait_ready()
+        self.end_session()
+        self.session = netns.connect(self.host.netns, self.address, 7, 30.0)
+        if not self.echoes(b"before"):
+            raise MachineError(f"{self.name}: no echo")
+
+    def echoes(self, text: bytes) -> bool:
+        """Whether the open connection still echoes what is sent."""
+        if self.session is None:
+            return False
+        try:
+            self.session.settimeout(120.0)
+            self.session.sendall(text)
+            back = b""
+            while len(back) < len(text) and (part := self.session.recv(64)):
+                back += part
+        except OSError:
+            return False
+        return back == text
+
+    def end_session(self) -> None:
+        """Closes the connection."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def outcome(self, deadline_s: float = UP_S) -> str:
+        """Returns its outcome: see `Row.outcome`."""
+        try:
+            boot_id = self.wait_ready(deadline_s)
+            if boot_id != self.boot_id:
+                return "booted"
+            # Memory that has changed was not kept.
+            return "kept" if re.match(r"ok [1-9]", self.ask("verify", UP_S)) else "gone"
+        except (MachineError, OSError):
+            return "gone"
+
+
+def _within(deadline_s: float, name: str, ask: Callable[[], str]) -> str:
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            if (answer := ask()).startswith("ok "):
+                return answer
+        except OSError:
+            pass
+        if time.monotonic() > end:
+            raise MachineError(f"{name} does not answer within {deadline_s:g} s")
+        time.sleep(0.1)

@@ -1,0 +1,81 @@
+"""The stages of a guest's boot, observed from outside, without a change to its kernel or its image.
+
+- *Loader*: SeaBIOS writes `Booting from` to its debug port (I/O port 0x402) when it starts the loader. The port is a
+  file here, which is read every 2 ms.
+- *Kernel*: its clock starts soon after it was unpacked. The guest reports its uptime, which is
+  subtracted from the host's clock; of several answers the fastest one counts. Unpacking belongs to the
+  loader.
+- *User space*: systemd reports when it began, by the same clock.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_lab.guests import Guest
+
+POLL_S = 0.002
+STARTS_LOADER = b"Booting from"
+ASKED = 7
+
+
+class Firmware:
+    """Waits until the firmware starts the loader, as written to its debug port.
+
+    `host_us` is when that was seen; `None` if it was not.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.host_us: int | None = None
+        self._path = path
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._over.wait(POLL_S):
+            try:
+                output = self._path.read_bytes()
+            except FileNotFoundError:
+                continue
+            if STARTS_LOADER in output:
+                self.host_us = time.time_ns() // 1000
+                return
+
+    def __enter__(self) -> "Firmware":
+        """Starts; output of an earlier QEMU is removed."""
+        self._path.unlink(missing_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the wait."""
+        self._over.set()
+        self._thread.join()
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When a guest's kernel began, by the host's clock, and the uncertainty."""
+
+    host_us: int
+    within_us: int
+
+
+def kernel_began(guest: Guest) -> Clock:
+    """Asks a guest for its uptime."""
+    found = []
+    for _ in range(ASKED):
+        before = time.time_ns() // 1000
+        seconds = float(guest.command("uptime").split()[1])
+        after = time.time_ns() // 1000
+        found.append(Clock((before + after) // 2 - round(seconds * 1e6), (after - before) // 2))
+    return min(found, key=lambda clock: clock.within_us)
+
+
+def user_space_after_us(output: str) -> int:
+    """Parses `systemctl show -p UserspaceTimestampMonotonic`: how long after its kernel systemd began."""
+    name, separator, value = output.strip().partition("=")
+    if name != "UserspaceTimestampMonotonic" or not separator:
+        raise ValueError(f"systemctl did not print UserspaceTimestampMonotonic: {output[:200]!r}")
+    return int(value)

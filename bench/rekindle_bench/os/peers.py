@@ -1,0 +1,254 @@
+"""Peers: other ways to restart a guest with this kernel, on QEMU alone. Measured by turns with Rekindle.
+
+- `qboot`: the same kernel and RAM disk, started immediately by the firmware `qboot.rom`, which does nothing else.
+  Compare with a cold reboot.
+- `microvm`: the same on QEMU's machine `microvm`, as in Firecracker: few devices, no legacy clock (its PCI bus
+  is on, since the guests' initrds have drivers for that only). Only under KVM: under emulation Debian's kernel has no
+  source to calibrate its clocks, and does not boot.
+- `incoming`: `-incoming` of a full save (`stop`, `migrate` to a file) of the guest with its services up.
+  Compare with a phase.
+- `loadvm`: `-loadvm` of an internal snapshot (`savevm`) in a qcow2 image, of the same moment. Compare with a phase.
+
+Rekindle does most of a load before its previous guest ends: `load_us` counts that too, as it counts all of a peer's.
+
+All get QEMU's own disks (qcow2 over the image) and RAM, and the same accelerator, processor and number of
+processors. Their previous guest is not shut down, its QEMU is killed: its end is not in their time, and for Rekindle
+the time is also given without it. The last two return to an older disk, and lose later writes; `phase` does not.
+"""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rekindle_bench.case import NotPlannedError
+from rekindle_lab import netns
+from rekindle_lab.os_guest import MICRO_DISK_BYTES, OsGuest, ask_often
+from rekindle_lab.page_client import PageClient, longest_gap
+from rekindle_lab.peers.cpr import PeerError
+from rekindle_lab.qmp import Qmp, QmpError
+from rekindle_lab.slow import run
+
+from .plan import Plan
+from .rebooted_guests import SETTLE_S, OsEnvironment
+from .rows import PEERS, Row
+
+INDEX = 50
+DEADLINE_S = 120.0
+TAKEN_OVER = ("-accel", "-cpu", "-smp")
+SNAPSHOT = "ready"
+OURS = ("cold", "phase-services")
+BOOTED = ("qboot", "microvm")
+"""Peers that keep no state."""
+
+
+@dataclass
+class Peer:
+    """One guest, under one QEMU after the other."""
+
+    env: OsEnvironment
+    guest: OsGuest
+    how: str
+    like: list[str]
+    """Words of Rekindle's command line that it uses, too."""
+    tap: netns.Tap
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+    disks: list[Path] = field(default_factory=list)
+
+    def make_disks(self) -> None:
+        """Creates overlays of the image's disks, and an empty one if it has none, since `savevm` needs a place."""
+        folder = self.guest.image.folder
+        names = [] if self.guest.kind == "micro" else ["disk.raw", "data.raw"]
+        for name in names:
+            path = self.folder / f"{name}.qcow2"
+            run("qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", folder / name, path)
+            self.disks.append(path)
+        if not names:
+            path = self.folder / "empty.qcow2"
+            run("qemu-img", "create", "-q", "-f", "qcow2", path, str(MICRO_DISK_BYTES))
+            self.disks.append(path)
+
+    @property
+    def qmp(self) -> Path:
+        """The socket of its monitor."""
+        return self.folder / "qmp.sock"
+
+    def words(self) -> list[str]:
+        """The arguments of QEMU."""
+        image = self.guest.image.folder
+        machine = ["-machine", "microvm,pcie=on" if self.how == "microvm" else "q35"]
+        if self.how == "qboot":
+            machine += ["-bios", "qboot.rom"]
+        given = ["-nodefaults", "-no-user-config", "-display", "none", *machine, *self.like]
+        given += ["-m", str(self.guest.memory_mib), "-kernel", str(image / "vmlinuz"), "-initrd", str(image / "initrd")]
+        given += ["-append", self.guest.command_line, "-serial", f"file:{self.folder / 'console.log'}"]
+        given += ["-qmp", f"unix:{self.qmp},server=on,wait=off"]
+        given += ["-netdev", f"tap,id=net0,fd={self.tap.fd}", "-device", "virtio-net-pci,netdev=net0"]
+        for number, disk in enumerate(self.disks):
+            given += ["-drive", f"if=none,id=disk{number},format=qcow2,file={disk}"]
+            given += ["-device", f"virtio-blk-pci,drive=disk{number}"]
+        return given
+
+    def start(self, *more: str) -> None:
+        """Starts a QEMU."""
+        self.qmp.unlink(missing_ok=True)
+        with (self.folder / "qemu.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [self.env.qemu, *self.words(), *more],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[self.tap.fd],
+                start_new_session=True,
+            )
+
+    def monitor(self) -> Qmp:
+        """Connects to its monitor."""
+        process = self.process
+        return Qmp(self.qmp, DEADLINE_S, alive=lambda: process is not None and process.poll() is None)
+
+    def end(self) -> None:
+        """Kills its QEMU."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def save(self) -> None:
+        """Saves the guest in the peer's way, and ends it."""
+        with self.monitor() as qmp:
+            if self.how == "loadvm":
+                output = qmp.execute("human-monitor-command", {"command-line": f"savevm {SNAPSHOT}"})
+                if output.strip():
+                    raise PeerError(f"savevm: {output.strip()}")
+            else:
+                qmp.execute("stop")
+                qmp.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
+                qmp.execute("migrate-set-parameters", {"max-bandwidth": 1 << 50})
+                qmp.execute("migrate", {"uri": f"file:{self.folder / 'saved'}"})
+                self._migrated(qmp)
+            qmp.execute("quit")
+        if self.process is not None:
+            self.process.wait(DEADLINE_S)
+            self.process = None
+        for disk in self.disks:
+            shutil.copyfile(disk, disk.with_suffix(".then"))
+
+    def _migrated(self, qmp: Qmp) -> None:
+        while (status := qmp.wait_event("MIGRATION", DEADLINE_S).data["status"]) != "completed":
+            if status in ("failed", "cancelled"):
+                raise PeerError(f"{self.how}: the migration has {status}: {(self.folder / 'qemu.log').read_text()}")
+
+    def restart(self, row: Row) -> None:
+        """Kills the QEMU and starts a new one with the guest."""
+        self.end()
+        if self.how == "incoming":
+            for disk in self.disks:
+                shutil.copyfile(disk.with_suffix(".then"), disk)
+        row.ended_host_us = time.time_ns() // 1000
+        if self.how in BOOTED:
+            self.start()
+            return
+        self.start("-S", *(["-loadvm", SNAPSHOT] if self.how == "loadvm" else ["-incoming", "defer"]))
+        with self.monitor() as qmp:
+            if self.how == "incoming":
+                qmp.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
+                qmp.execute("migrate-incoming", {"uri": f"file:{self.folder / 'saved'}"})
+                self._migrated(qmp)
+            qmp.execute("cont")
+            row.running_host_us = qmp.wait_event("RESUME").host_us
+        row.load_us = row.running_host_us - row.ended_host_us
+
+    def round(self, number: int) -> Row:
+        """Restarts it with a client at it."""
+        row = Row("peers", self.guest.kind, self.guest.memory_mib, self.how, number)
+        ask_often(self.guest.netns)
+        with PageClient(self.guest.netns, self.guest.address, self.guest.path) as client:
+            client.wait(10)
+            time.sleep(SETTLE_S)
+            began_us = time.time_ns() // 1000
+            try:
+                self.restart(row)
+            except QmpError as error:
+                log = (self.folder / "qemu.log").read_text(errors="replace")[-1000:]
+                raise PeerError(f"{self.how}: {error}; QEMU's log: {log}") from error
+            client.wait(10, after_host_us=row.running_host_us or time.time_ns() // 1000)
+            time.sleep(SETTLE_S)
+        gap = longest_gap(client.answers, began_us)
+        row.silent_host_us, row.served_host_us = gap.start_host_us, gap.end_host_us
+        row.gap_us, row.first_us = gap.us, gap.first_us
+        return row
+
+
+def has_kvm(env: OsEnvironment, guest: OsGuest) -> bool:
+    """Whether the guest runs under KVM."""
+    line = env.rekindle.show(guest.name)["command_line"]
+    return any(one == "-accel" and line[at + 1].startswith("kvm") for at, one in enumerate(line[:-1]))
+
+
+@contextmanager
+def peer(env: OsEnvironment, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
+    """Starts a guest with the kind, memory and processors of `like`; saves and restarts it if that is its way."""
+    env.need(memory_mib=int(like.memory_mib * 1.2) + 256, disk_mib=3 * like.memory_mib)
+    line = env.rekindle.show(like.name)["command_line"]
+    taken = [word for at, one in enumerate(line[:-1]) if one in TAKEN_OVER for word in (one, line[at + 1])]
+    guest = OsGuest(
+        f"{like.kind}-{how}",
+        like.image,
+        like.memory_mib,
+        index,
+        None,
+        env.netns,
+        env.ram_dir,
+        env.disk_dir,
+        kind=like.kind,
+    )
+    folder = env.disk_dir / guest.name
+    folder.mkdir()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        tap = netns.Tap(f"rkp{index}x{like.index}", env.netns, guest.host_address)
+        stack.callback(tap.close)
+        made = Peer(env, guest, how, taken, tap, folder)
+        stack.callback(made.end)
+        made.make_disks()
+        made.start()
+        guest.wait_ready()
+        if how not in BOOTED:
+            made.save()
+            made.restart(Row("peers", guest.kind, guest.memory_mib, how, 0))
+            guest.wait_ready()
+        yield made
+
+
+def peers(env: OsEnvironment, plan: Plan) -> None:
+    """Measures Rekindle and each peer, by turns."""
+    if not any(plan.peers.values()):
+        raise NotPlannedError
+    for kind, rounds in plan.peers.items():
+        if not rounds:
+            continue
+        index = INDEX + (0 if kind == "micro" else 10)
+        with ExitStack() as stack:
+            plain = stack.enter_context(env.ours(env.os_guest(kind, index, plan.memory_mib)))
+            keeps = stack.enter_context(env.ours(env.os_guest(kind, index + 1, plan.memory_mib, phases=True)))
+            assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
+            env.wait_saved(keeps)
+            ways: dict[str, Callable[[int], Row]] = {}
+            for how in OURS:
+                guest = plain if how == "cold" else keeps
+                ways[how] = lambda number, guest=guest, how=how: env.reboot(guest, how, number, "peers")
+            for at, how in enumerate(PEERS):
+                if how == "microvm" and not has_kvm(env, plain):
+                    env.left_out.append(f"{kind}: peer microvm: without KVM Debian's kernel does not boot in it")
+                    continue
+                ways[how] = stack.enter_context(peer(env, plain, how, index + 2 + at)).round
+            for number in range(rounds):
+                for how, restart in ways.items():
+                    row = restart(number)
+                    env.rows.append(row)
+                    env.log(f"peers: {kind}: {number + 1} of {rounds}: {how}: {(row.gap_us or 0) / 1e6:.2f} s")

@@ -1,0 +1,149 @@
+"""The environment of this topic: guests that are rebooted, with a client at each."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rekindle_bench.environment import Environment, workspace
+from rekindle_bench.rows import RowFile
+from rekindle_lab.guests import Image
+from rekindle_lab.os_guest import OsGuest, ask_often, wait_saved
+from rekindle_lab.page_client import Gap, PageClient, longest_gap
+from rekindle_lab.qmp import Qmp, QmpError
+from rekindle_lab.rekindle import Rekindle, RekindleError
+
+from .boot import Firmware, kernel_began, user_space_after_us
+from .rows import FROZEN, Row
+
+IMAGE = "micro"
+SAMPLE_S = 1.0
+"""Interval between two samples of a guest that does not answer."""
+CONSOLE = 600
+SETTLE_S = 1.0
+"""How long a client asks an undisturbed guest before and after a reboot."""
+
+
+@dataclass
+class OsEnvironment(Environment):
+    """Guests whose system is rebooted."""
+
+    def os_guest(
+        self, kind: str, index: int, memory_mib: int, image: Image | None = None, *, phases: bool = False
+    ) -> OsGuest:
+        """Returns a guest. One that keeps phases has no debug port: its firmware's part is not measured."""
+        self.need(memory_mib=int(memory_mib * 1.1) + 256, disk_mib=2048)
+        name = f"{kind}{index}"
+        return OsGuest(
+            name,
+            image or self.image(kind),
+            memory_mib,
+            index,
+            None,
+            self.netns,
+            self.ram_dir,
+            self.disk_dir,
+            kind=kind,
+            phases=phases,
+            firmware=None if phases else self.work / f"{name}.firmware",
+        )
+
+    def record_loss(self, guest: OsGuest, what: str) -> None:
+        """Records a reboot after which the guest was not well, and boots it."""
+        self.errors.append(what)
+        self.log(what)
+        self.rekindle.call("reboot", "os", guest.name, "--how", "cold")
+        guest.wait_ready()
+        if guest.phases:
+            self.wait_saved(guest)
+
+    def wait_saved(self, guest: OsGuest) -> None:
+        """Waits until each phase has a usable candidate."""
+        wait_saved(self.rekindle, guest)
+
+    def _command(self, guest: OsGuest, *words: str) -> tuple[int, dict[str, Any], int]:
+        """Runs the command; returns its start time, its output, and its duration."""
+        began_us, began = time.time_ns() // 1000, time.monotonic()
+        result = self.rekindle.call("reboot", "os", guest.name, *words)
+        return began_us, result, int((time.monotonic() - began) * 1e6)
+
+    def reboot(self, guest: OsGuest, how: str, number: int, case: str = "reboot") -> Row:
+        """Reboots a guest in one way with a client at it, and returns the row. The guest is well again then."""
+        words = ["--how", how]
+        if phase := phase_of(how):
+            words = ["--how", "phase", "--candidate", phase]
+        if how.endswith(FROZEN):
+            words += ["--end", "freeze"]
+        row = Row(case, guest.kind, guest.memory_mib, how, number)
+        booted = how in ("cold", "warm-cache")
+        ask_often(guest.netns)
+        with PageClient(guest.netns, guest.address, guest.path) as client, ExitStack() as stack:
+            client.wait(10)
+            time.sleep(SETTLE_S)
+            firmware = stack.enter_context(Firmware(guest.firmware)) if booted and guest.firmware else None
+            began_us, result, row.command_us = self._command(guest, *words)
+            try:
+                client.wait(10, after_host_us=max(began_us, result["resume_host_us"]))
+            except RekindleError as error:
+                raise RekindleError(f"{error}; {describe_hang(self.rekindle, guest)}") from error
+            guest.wait_ready()
+            client.wait(10)
+            time.sleep(SETTLE_S)
+        fill(row, result, longest_gap(client.answers, began_us))
+        if firmware is not None:
+            row.loader_host_us = firmware.host_us
+        if booted or how == "kexec":
+            row.kernel_host_us = kernel_began(guest).host_us
+            if guest.kind != "micro":
+                timestamp = guest.ssh("systemctl show -p UserspaceTimestampMonotonic")
+                row.user_host_us = row.kernel_host_us + user_space_after_us(timestamp)
+        return row
+
+
+def describe_hang(rekindle: Rekindle, guest: OsGuest) -> str:
+    """Describes a guest that does not answer: two samples of its processor, and the end of its console log."""
+    folder = rekindle.run_dir / guest.name
+    try:
+        text = (folder / "console.log").read_text(errors="replace")
+        vmm = Path(json.loads((folder / "state.json").read_text())["vmm"]["directory"])
+        with Qmp(vmm / "watch.sock", timeout=10.0) as qmp:
+            status = qmp.execute("query-status")["status"]
+            seen = [str(status)]
+            for _ in range(2):
+                registers = qmp.execute("human-monitor-command", {"command-line": "info registers"})
+                words = [word for word in registers.split() if word.startswith(("RIP=", "RFL=", "HLT="))]
+                seen.append(" ".join(words))
+                time.sleep(SAMPLE_S)
+    except (OSError, QmpError, ValueError, KeyError, TypeError) as error:
+        return f"its QEMU cannot be queried: {error}"
+    return f"QEMU: {'; '.join(seen)}; its console ends: {text[-CONSOLE:]!r}"
+
+
+def phase_of(how: str) -> str:
+    """Returns the phase from which a way resumes; empty for other ways."""
+    return how.removeprefix("phase-").removesuffix(FROZEN) if how.startswith("phase-") else ""
+
+
+def fill(row: Row, result: dict[str, Any], gap: Gap) -> None:
+    """Fills a row from the outputs of the command and the client."""
+    row.silent_host_us, row.served_host_us = gap.start_host_us, gap.end_host_us
+    row.gap_us, row.first_us = gap.us, gap.first_us
+    row.steps = result.get("steps", [])
+    if row.how != "kexec":
+        row.ended_host_us, row.running_host_us = result["stop_host_us"], result["resume_host_us"]
+    row.ended = result.get("ended") or ""
+    phase = result.get("phase") or {}
+    row.candidate, row.load_us = phase.get("candidate") or "", phase.get("load_us")
+    if row.candidate != phase_of(row.how):
+        skipped = phase.get("skipped")
+        raise RekindleError(f"{result.get('name')}: it resumed from {row.candidate or 'nothing'}: {skipped}")
+
+
+@contextmanager
+def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[OsEnvironment]:
+    """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
+    with workspace(binary, disk) as space:
+        yield OsEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space)

@@ -1,0 +1,93 @@
+"""The environment of this topic: one guest with its workloads, the stores, and rows from a protector's events."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rekindle_bench.environment import Environment, workspace
+from rekindle_bench.rows import RowFile
+from rekindle_lab.guests import Guest
+from rekindle_lab.protector import Protector
+from rekindle_lab.qmp import Qmp
+from rekindle_lab.rekindle import Rekindle
+from rekindle_lab.slow import can_be_slow
+from rekindle_lab.stores import Store, on_disk, on_slow_disk, over_tls
+from rekindle_lab.work import Work
+
+from .rows import DEFAULT, Row
+
+IMAGE = "debian-work"
+
+
+@dataclass
+class ProtectEnvironment(Environment):
+    """Guests that work, and the stores for their checkpoints."""
+
+    _closing: ExitStack
+    _stores: dict[str, Store] = field(default_factory=dict)
+
+    def has_store(self, kind: str) -> bool:
+        """Whether stores of this kind are possible here; if not, that is recorded."""
+        if kind != "slow" or can_be_slow():
+            return True
+        line = "slow stores: this machine has no block I/O controller of control groups v1"
+        if line not in self.left_out:
+            self.left_out.append(line)
+        return False
+
+    def store(self, kind: str) -> Store:
+        """Returns a folder for stores: `disk`, `slow`, `tls`; made at the first call."""
+        if kind not in self._stores:
+            if kind == "disk":
+                made = on_disk(self.disk_dir / "stores")
+            elif kind == "slow":
+                made = self._closing.enter_context(on_slow_disk(self.disk_dir / "slow"))
+            else:
+                made = self._closing.enter_context(over_tls(self.rekindle, self.disk_dir / "tls"))
+            self._stores[kind] = made
+        return self._stores[kind]
+
+    @contextmanager
+    def working(self, name: str, memory_mib: int, index: int, touch: str | None = None) -> Iterator[tuple[Guest, Work]]:
+        """Starts a guest that can compile and transcode."""
+        self.need(memory_mib=memory_mib, disk_mib=2 * memory_mib)
+        guest = self.guest(name, IMAGE, memory_mib, index, touch)
+        with self.ours(guest):
+            yield guest, Work(guest, self.rekindle.run_dir)
+
+    def qmp(self, guest: Guest) -> Qmp:
+        """Connects to the guest's QEMU. Rekindle must not use it meanwhile."""
+        return Qmp(Path(self.rekindle.show(guest.name)["vmm"]["directory"]) / "qmp.sock")
+
+    def checkpoints(self, protector: Protector, skip: int = 0, **common: Any) -> int:  # noqa: ANN401
+        """Appends a row for each reported checkpoint, except the first `skip`; returns their number."""
+        done = protector.of("checkpoint")[skip:]
+        for event in done:
+            same = {name: event[name] for name in Row.__dataclass_fields__ if name in event and name != "steps"}
+            steps = [{"step": name, "us": us} for name, us in event["steps"].items()]
+            given = {**same, **common, "full": int(event["full"]), "stop_host_us": event["stopped_host_us"]}
+            self.rows.append(Row(what="checkpoint", steps=steps, **given))
+        return len(done)
+
+
+def span(seconds: float) -> str:
+    """Formats a time for the command line, which takes whole numbers."""
+    return f"{round(seconds * 1000)}ms"
+
+
+def policy(how: str) -> str | None:
+    """Returns the value of `--policy`."""
+    return None if how == DEFAULT else how
+
+
+@contextmanager
+def environment(
+    root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, kind: type[ProtectEnvironment] = ProtectEnvironment
+) -> Iterator[ProtectEnvironment]:
+    """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
+    with ExitStack() as stack:
+        space = stack.enter_context(workspace(binary, disk))
+        closing = stack.enter_context(ExitStack())
+        yield kind(root, Rekindle(binary, space.work / "run"), qemu, rows, space, closing)

@@ -1,0 +1,139 @@
+"""The environment of this topic: guests that crash and are restored."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rekindle_bench.protect.working_guests import ProtectEnvironment
+from rekindle_bench.protect.working_guests import environment as protect_environment
+from rekindle_bench.rows import RowFile
+from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.stores import Store
+
+FILL_DEADLINE_S = 600.0
+_FILLED = re.compile(
+    r"all memory is loaded: (\d+) pages on demand \(the longest wait (\d+) µs\), (\d+) in the background"
+)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A restore, observed from outside. Times in microseconds."""
+
+    restore_us: int
+    reported_us: int
+    resumed_host_us: int
+    steps: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The completed fill of a restored guest."""
+
+    fill_us: int
+    demanded: int | None
+    behind: int | None
+    worst_us: int | None
+
+
+class RestoreEnvironment(ProtectEnvironment):
+    """Guests that crash, and are restored."""
+
+    def knows_prepare(self) -> bool:
+        """Whether this `rekindle restore` has `--prepare`."""
+        command = [str(self.rekindle.binary), "restore", "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return "--prepare" in done.stdout
+
+    def qemus(self, name: str) -> list[int]:
+        """Returns the process numbers of the VM's QEMUs in our run directory."""
+        found = []
+        wanted = str(self.rekindle.run_dir / name).encode() + b"/vmm-"
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    line = (entry / "cmdline").read_bytes()
+                except OSError:
+                    continue
+                if b"qemu-system" in line.split(b"\0", 1)[0] and wanted in line:
+                    found.append(int(entry.name))
+        return found
+
+    def crash(self, name: str) -> None:
+        """Simulates the death of the guest's host: kills its QEMU, and removes what Rekindle kept of it."""
+        for pid in self.qemus(name):
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30.0
+        while self.qemus(name):
+            if time.monotonic() > deadline:
+                raise RekindleError(f"{name}: its QEMU does not end")
+            time.sleep(0.005)
+        self.rekindle.stop(name)
+
+    def restore(self, name: str, store: Store, *options: str) -> Restored:
+        """Restores it. The guest runs from the end of the step `resume` in Rekindle's own timeline."""
+        timeline = self.rekindle.run_dir / name / "timeline.jsonl"
+        started = time.time_ns() // 1000
+        report = self.rekindle.call("restore", name, "--store", store.url, *store.options, *options)
+        entries = [json.loads(line) for line in timeline.read_text().splitlines()]
+        steps = [entry for entry in entries if entry["start_host_us"] + entry["us"] >= started]
+        resumed = [step for step in steps if step["step"] == "resume"]
+        if not resumed:
+            raise RekindleError(f"restore {name}: its timeline has no step `resume`")
+        end = resumed[-1]["start_host_us"] + resumed[-1]["us"]
+        return Restored(end - started, report["us"], end, steps)
+
+    def wait_filled(self, name: str, since_host_us: int) -> Filled:
+        """Waits until all of its memory is loaded."""
+        fill, log = (self.rekindle.run_dir / name / file for file in ("fill.json", "pager.log"))
+        deadline = time.monotonic() + FILL_DEADLINE_S
+        while fill.exists():
+            if time.monotonic() > deadline:
+                raise RekindleError(f"{name}: its memory is not loaded within {FILL_DEADLINE_S:g} s")
+            time.sleep(0.005)
+        took = time.time_ns() // 1000 - since_host_us
+        # The pager logs this shortly after it has removed the record.
+        while True:
+            filled = _FILLED.search(log.read_text())
+            if filled or time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+        numbers = [int(number) for number in filled.groups()] if filled else [None, None, None]
+        return Filled(took, numbers[0], numbers[2], numbers[1])
+
+    def resident_kib(self, name: str) -> int:
+        """Returns the resident memory of all processes for this VM: QEMU and Rekindle's."""
+        total = 0
+        marks = (str(self.rekindle.run_dir / name).encode() + b"/", b"\0" + name.encode() + b"\0")
+        environment = f"REKINDLE_RUN_DIR={self.rekindle.run_dir}".encode()
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                line = (entry / "cmdline").read_bytes()
+                binary = line.split(b"\0", 1)[0]
+                ours = b"qemu-system" in binary or (
+                    binary.endswith(b"rekindle") and environment in (entry / "environ").read_bytes()
+                )
+                if ours and any(mark in line for mark in marks):
+                    found = re.search(r"VmRSS:\s+(\d+)", (entry / "status").read_text())
+                    total += int(found[1]) if found else 0
+            except OSError:
+                continue
+        return total
+
+
+@contextmanager
+def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[RestoreEnvironment]:
+    """Sets up the environment, as for topic `protect`."""
+    with protect_environment(root, binary, qemu, rows, disk, RestoreEnvironment) as here:
+        assert isinstance(here, RestoreEnvironment)
+        yield here

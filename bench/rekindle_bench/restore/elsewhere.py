@@ -1,0 +1,156 @@
+"""The case: a compilation is continued in another place after its host has died.
+
+The other place is another run directory and network namespace, with the store on a server. The result must be bit for
+bit that of an undisturbed run.
+"""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from rekindle_bench.protect.working_guests import IMAGE
+from rekindle_lab import libvirt, netns
+from rekindle_lab.guests import COMMAND_PORT
+from rekindle_lab.protector import Protector
+from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.stores import Store
+from rekindle_lab.work import Window, Work
+
+from .crashed_guests import RestoreEnvironment
+from .plan import Plan
+from .rows import Row
+
+MEMORY_MIB = 512
+END_DEADLINE_S = 60.0
+HOST_ADDRESS, GUEST_ADDRESS = "10.89.77.1/24", "10.89.77.2/24"
+"""RAM of the guest that libvirt starts."""
+
+
+def elsewhere(env: RestoreEnvironment, plan: Plan) -> None:
+    """Measures a guest of Rekindle's, then one of libvirt's."""
+    with ExitStack() as stack:
+        there = Rekindle(env.rekindle.binary, env.work / "there")
+        other = stack.enter_context(netns.namespace(f"{env.netns}b"))
+        ram = env.ram_dir / "there"
+        ram.mkdir()
+        _of_rekindle(env, plan, there, other, ram)
+        _of_libvirt(env, plan, there, other, ram)
+
+
+def _of_rekindle(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str, ram: Path) -> None:
+    with env.working("moves", MEMORY_MIB, 13) as (guest, work):
+        definition = env.work / "moves-there.toml"
+        definition.write_text(replace(guest, netns=other, ram_dir=ram).definition(env.qemu))
+        _move(env, plan, work, there, definition, "elsewhere", lambda: env.qemus(guest.name))
+        answer = replace(guest, netns=other).command("uptime")
+        there.stop(guest.name)
+        if not answer.startswith("ok"):
+            raise RekindleError(f"{guest.name} does not answer in {other}: {answer}")
+
+
+def _of_libvirt(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str, ram: Path) -> None:
+    folder = env.disk_dir / "libvirt"
+    for above in (env.disk_dir, *env.disk_dir.parents):
+        if not above.stat().st_mode & 0o001:
+            # The user of libvirtd must be able to reach it.
+            folder = Path("/var/tmp") / f"rekindle-{os.getpid()}"
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        daemon = stack.enter_context(libvirt.daemon(folder))
+        card = stack.enter_context(libvirt.tap(f"rkl{os.getpid() % 100000}", HOST_ADDRESS))
+        image = env.image(IMAGE)
+        domain = libvirt.create(daemon, "moves", image, MEMORY_MIB, env.qemu, card, GUEST_ADDRESS)
+        pid = int((folder / "run/libvirt/qemu/run/moves.pid").read_text())
+        stack.callback(_end, [pid])
+        domain.command("uptime")
+        env.rekindle.call("attach", "moves", "--libvirt", "moves", "--connect", daemon.uri)
+        stack.callback(lambda: env.rekindle.call("detach", "moves", ok=range(256)))
+        definition = env.work / "libvirt-there.toml"
+        definition.write_text(
+            f'name = "moves"\nmemory = "{MEMORY_MIB}M"\nqemu = "{env.qemu}"\n[ram]\ndir = "{ram}"\n'
+            f'[boot]\nkernel = "{folder / "vmlinuz"}"\n'
+            f'[[net]]\nkind = "tap"\nnetns = "{other}"\naddress = "{HOST_ADDRESS}"\n'
+        )
+        work = Work(domain, env.rekindle.run_dir, domain.console)
+
+        def host() -> list[int]:
+            daemon.kill()
+            return [pid]
+
+        _move(env, plan, work, there, definition, "libvirt", host)
+        # The guest answers in its new namespace.
+        with netns.connect(other, domain.address, COMMAND_PORT, 60.0) as connection:
+            connection.sendall(b"uptime\n")
+            answer = connection.recv(4096).decode()
+        there.stop("moves")
+        if not answer.startswith("ok"):
+            raise RekindleError(f"moves does not answer in {other}: {answer}")
+
+
+def _end(processes: list[int]) -> None:
+    for pid in processes:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    deadline = time.monotonic() + END_DEADLINE_S
+    while any(Path(f"/proc/{pid}").exists() for pid in processes):
+        if time.monotonic() > deadline:
+            raise RekindleError(f"processes {processes} do not end")
+        time.sleep(0.005)
+
+
+def _move(
+    env: RestoreEnvironment,
+    plan: Plan,
+    work: Work,
+    there: Rekindle,
+    definition: Path,
+    how: str,
+    host: Callable[[], list[int]],
+) -> None:
+    """Compiles undisturbed, then with the death of the host in the middle. `host`: its processes but the protector."""
+    name, count = work.guest.name, plan.units.compile
+    env.log(f"elsewhere: {how}: undisturbed")
+    whole = work.run("compile", count)
+    env.log(f"elsewhere: {how}: with the death of its host in the middle")
+    store: Store = env.store("tls").fresh(f"elsewhere-{how}")
+    protector = Protector(env.rekindle, name, store, "1s")
+    moved: list[Row] = []
+
+    def half(window: Window) -> None:
+        done = protector.of("checkpoint")
+        if moved or window.marks[-1][1] < count / 2 or len(done) < 2:
+            return
+        processes = host()
+        protector.kill()
+        _end(processes)
+        died = time.time_ns() // 1000
+        newest = protector.of("checkpoint")[-1]["stopped_host_us"]
+        restored = there.call("restore", name, "--store", store.url, *store.options, "--definition", str(definition))
+        row = Row("elsewhere", "restore", MEMORY_MIB, "compile", "tls", how, 0)
+        row.told_us = row.restore_us = restored["us"]
+        row.lost_us = died - newest
+        moved.append(row)
+        work.read_console(there.run_dir / name / "console.log")
+
+    try:
+        protector.wait("checkpoint")
+        window = work.run("compile", count, at=half)
+    finally:
+        protector.kill()
+    if not moved:
+        raise RekindleError(f"elsewhere: {how}: the work finished before its host could die; give it more units")
+    env.rows.append(moved[0])
+    for which, one in (("undisturbed", whole), (how, window)):
+        row = Row("elsewhere", "window", MEMORY_MIB, "compile", "tls", which, 0 if how == "elsewhere" else 1)
+        row.units, row.digest = one.count, one.digest
+        env.rows.append(row)
+    if window.digest != whole.digest:
+        raise RekindleError(f"elsewhere: {how}: the work gave {window.digest}, undisturbed {whole.digest}")
+    store.remove()

@@ -1,0 +1,98 @@
+"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
+
+from dataclasses import dataclass
+
+from rekindle_bench.protect.plan import Units
+from rekindle_lab.guests import size
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of work that is interrupted by a crash and a restore."""
+
+    count: int
+    """Files, or frames."""
+    cut: int
+    """Units that are done before the crash."""
+    first: int = 1
+    """Units before this one are left out: only the part before the crash is shortened."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Repetitions."""
+
+    restore: dict[int, dict[str, int]]
+    """Repetitions by MiB of RAM: lazy, eager, incoming."""
+    touch: dict[int, str]
+    """Extra memory that a larger guest has filled."""
+    stores: tuple[str, ...]
+    """Stores for figure 4, from which 512M are restored lazily."""
+    store_restores: int
+    """Restores from each store."""
+    prepared: int
+    after: dict[str, int]
+    """Windows with a crash and a restore, and as many without, by workload."""
+    pieces: dict[str, Piece]
+    """The work in those windows."""
+    units: Units
+    """The work that is continued elsewhere; it is interrupted in the middle."""
+    budget_s: float | None = None
+    """A case that would begin later than this is left out."""
+
+
+FULL = Plan(
+    restore={
+        512: {"lazy": 20, "eager": 8, "incoming": 8},
+        2048: {"lazy": 8, "eager": 3, "incoming": 3},
+        8192: {"lazy": 20, "eager": 2, "incoming": 2},
+    },
+    touch={2048: "1G", 8192: "2G"},
+    stores=("disk", "slow", "tls"),
+    store_restores=6,
+    prepared=16,
+    after={"compile": 3, "transcode": 4},
+    pieces={"compile": Piece(676, 20, first=636), "transcode": Piece(2400, 500)},
+    units=Units(100, 400),
+)
+
+QUICK = Plan(
+    restore={512: {"lazy": 6, "eager": 2, "incoming": 2}, 8192: {"lazy": 6, "eager": 0, "incoming": 0}},
+    touch={8192: "512M"},
+    stores=("disk",),
+    store_restores=3,
+    prepared=4,
+    after={"compile": 2},
+    pieces={"compile": Piece(40, 20)},
+    units=Units(40, 160),
+    budget_s=400.0,
+)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """Lists what this plan omits from the full one."""
+    lines: list[str] = []
+    for mib, full in FULL.restore.items():
+        own = plan.restore.get(mib, {})
+        none = [how for how, n in full.items() if not own.get(how, 0)]
+        fewer = [f"{how} {own[how]} of {n}" for how, n in full.items() if 0 < own.get(how, 0) < n]
+        if none:
+            lines.append(f"restores at {size(mib)}: {'all' if len(none) == len(full) else ', '.join(none)}")
+        if fewer:
+            lines.append(f"restores at {size(mib)}: repetitions ({', '.join(fewer)})")
+        if own and plan.touch.get(mib) != FULL.touch.get(mib):
+            lines.append(f"memory filled at {size(mib)}: {plan.touch.get(mib)} of {FULL.touch.get(mib)}")
+    missing = [store for store in FULL.stores if store not in plan.stores]
+    if missing:
+        lines.append(f"restores from: {', '.join(missing)}")
+    if plan.store_restores < FULL.store_restores:
+        lines.append(f"restores from each store: {plan.store_restores} of {FULL.store_restores}")
+    if plan.prepared < FULL.prepared:
+        lines.append(f"restores into a prepared QEMU: {plan.prepared} of {FULL.prepared}")
+    for workload, pairs in FULL.after.items():
+        if plan.after.get(workload, 0) < pairs:
+            lines.append(f"second halves of {workload}: {plan.after.get(workload, 0)} of {pairs}")
+    for workload, piece in plan.pieces.items():
+        if piece.count < FULL.pieces[workload].count:
+            lines.append(f"length of a piece of work: {workload} {piece.count} of {FULL.pieces[workload].count}")
+    return lines

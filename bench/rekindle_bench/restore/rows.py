@@ -1,0 +1,58 @@
+"""The raw rows of this topic."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rekindle_bench.rows import read_rows
+
+HOWS = ("lazy", "prepared", "eager", "incoming", "elsewhere", "libvirt")
+"""`rekindle restore`; the same into a prepared QEMU; with all memory first; QEMU's own load of a full save; in another
+run directory and network namespace; there, of a guest that libvirt had started."""
+
+
+@dataclass
+class Row:
+    """One measurement. Names end in the unit; host times are microseconds since 1970."""
+
+    case: str
+    """`restore`, `prepared`, `after`, `stores`, `elsewhere`."""
+    what: str
+    """`restore`, or `window`: the rest of a piece of work."""
+    memory_mib: int
+    workload: str
+    store: str
+    how: str
+    """One of the `HOWS`; `undisturbed` for a window."""
+    round: int
+    restore_us: int | None = None
+    """From the start of the command until the guest runs."""
+    told_us: int | None = None
+    """The same as reported by the command itself."""
+    fill_us: int | None = None
+    """From when the guest runs until all of its memory is loaded."""
+    demanded_pages: int | None = None
+    """Pages that the guest waited for."""
+    filled_pages: int | None = None
+    """Pages that were loaded in the background."""
+    worst_us: int | None = None
+    """The longest that the guest waited for a page."""
+    resident_kib: int | None = None
+    """Memory that a prepared QEMU, with its helpers, takes while it waits."""
+    units: int | None = None
+    position: float | None = None
+    """Progress of the work at the checkpoint."""
+    rest_us: int | None = None
+    """From there (restored: from when the guest runs again) until the work was done."""
+    lost_us: int | None = None
+    """From the guest's stop for the newest checkpoint until its host died."""
+    digest: str = ""
+    """Digest of the work's result."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read(path: Path) -> pd.DataFrame:
+    """Reads the rows of a file. Missing numbers are NaN; `steps` stays JSON text."""
+    return read_rows(path, Row, "restore")

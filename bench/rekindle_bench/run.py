@@ -1,0 +1,263 @@
+"""A run from start to end: raw rows go into a file, its circumstances into TOPIC-run.json; both can be read again."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rekindle_bench.case import Case, NoRoomError, NotPlannedError, Plan, Trial
+from rekindle_bench.environment import Environment
+from rekindle_bench.plausible import plausible_since
+from rekindle_bench.report import Findings, Report
+from rekindle_bench.rows import RowFile
+from rekindle_lab import guests
+from rekindle_lab.machine import cache, machine_versions, qemu_version
+from rekindle_lab.rekindle import Rekindle
+from rekindle_lab.runs.execute import Leaves, RunEnd, execute, remove_remains
+from rekindle_lab.runs.ledger import Ledger
+from rekindle_lab.runs.workspace import Workspace
+
+TRIAL_WORDS = "a trial: the smallest of everything, once; shows that it works, and is no measurement"
+BUSY_LOAD = 0.5
+"""A machine with a higher load average in the minute before a run is not called quiet."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The settings of a run."""
+
+    root: Path
+    """The folder of the project."""
+    out: Path
+    """Where results go."""
+    binary: Path
+    """The `rekindle` that is measured."""
+    qemu: str
+    plan: Any
+    """A plan of the topic."""
+    only: list[str]
+    """Cases; empty: all."""
+    command: str
+    """The command with which the user started it."""
+    trial: Trial | None = None
+
+    def build_images(self, *kinds: str) -> None:
+        """Builds the guest images now, so that this does not count for the time of a quick run."""
+        for kind in () if self.trial else kinds:
+            guests.build(self.root, kind)
+
+    def left_out(self, words: Callable[[Any], list[str]]) -> list[str]:
+        """Returns what the plan omits from the full one, described by `words`."""
+        return [TRIAL_WORDS] if self.trial else words(self.plan)
+
+
+@dataclass
+class Run:
+    """A run that is under way. The topic sets `environment` once it is set up."""
+
+    task: Task
+    rows: RowFile
+    ledger: Ledger
+    left_out: list[str]
+    environment: Environment | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Further entries for TOPIC-run.json."""
+    earlier: int = 0
+    """Number of lines that the ledger had before."""
+
+    def cases(self, cases: Mapping[str, Case]) -> None:
+        """Runs the cases in the environment."""
+        assert self.environment is not None
+        self.environment.trial = self.task.trial
+        run_cases(self.environment, self.ledger, cases, self.task.plan, self.task.only)
+
+    def failed(self) -> list[str]:
+        """Returns the cases with an error, of this run."""
+        return [line["run"] for line in self.ledger.runs[self.earlier :] if line["outcome"] == "failed"]
+
+
+def load_before() -> float:
+    """Returns the machine's load average of the last minute, before a run begins."""
+    return os.getloadavg()[0]
+
+
+@contextmanager
+def recorded(
+    topic: str, kind: type, task: Task, left_out: Callable[[Any], list[str]], *, append: bool = False
+) -> Iterator[Run]:
+    """Opens the ledger of the cases, and TOPIC-raw.csv for rows of `kind`, as a new file unless `append` is true.
+
+    What a killed run has left is removed. However the body ends, TOPIC-run.json has the rest. `left_out` lists what a
+    plan omits from the full one.
+    """
+    versions = {"rekindle": Rekindle(task.binary, task.out).version(), "qemu": qemu_version(task.qemu)}
+    versions |= machine_versions()
+    load = load_before()
+    check = plausible_since(time.time_ns() // 1000) if task.trial else None
+    with Ledger(task.out, f"{topic}-") as ledger:
+        remove_remains(ledger, partial(_clear, task.binary), lambda text: print(text, file=sys.stderr, flush=True))
+        if not append:
+            ledger.restart()
+        rows = RowFile(task.out / raw_name(topic), kind, append=append, check=check)
+        run = Run(task, rows, ledger, task.left_out(left_out), earlier=len(ledger.runs))
+        if load > BUSY_LOAD and not task.trial:
+            run.left_out.append(f"quiet: the machine had other work when the run began (load {load:.2f})")
+        errors: list[str] = []
+        try:
+            yield run
+        except Exception as error:
+            # An error outside of the cases. What was measured before counts.
+            errors.append(f"{topic}: {type(error).__name__}: {error}")
+        finally:
+            run.rows.close()
+            about = {
+                "command": task.command,
+                "versions": versions,
+                "load_before": round(load, 2),
+                "left_out": run.left_out + (run.environment.left_out if run.environment else []),
+                "errors": (run.environment.errors if run.environment else []) + errors,
+                "failed": run.failed(),
+                **run.notes,
+            }
+            (task.out / about_name(topic)).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _clear(binary: Path, leaves: Leaves) -> None:
+    Workspace.from_leaves(binary, leaves).remove()
+
+
+def run_cases(env: Environment, ledger: Ledger, cases: Mapping[str, Case], plan: Plan, only: list[str]) -> None:
+    """Runs the cases, or only those named. Errors of one are recorded, and the next one runs."""
+    for name, case in cases.items():
+        reason = _reason_to_omit(env, name, plan, only)
+        if reason:
+            env.left_out.append(f"case {name}: {reason}")
+        else:
+            execute(ledger, name, lambda _: env.space.leaves, partial(_run_case, env, name, case, plan))
+
+
+def _reason_to_omit(env: Environment, name: str, plan: Plan, only: list[str]) -> str:
+    if only and name not in only:
+        return "not selected"
+    if env.trial and name in env.trial.not_tried:
+        return f"not tried: {env.trial.not_tried[name]}"
+    if plan.budget_s is not None and time.monotonic() - env.began > plan.budget_s:
+        return "no time left for it"
+    return ""
+
+
+def _run_case(env: Environment, name: str, case: Case, plan: Plan, leaves: Leaves) -> RunEnd:
+    del leaves  # the workspace of the environment, which all cases share
+    errors, left_out, rows = len(env.errors), len(env.left_out), env.rows.count
+    has_room = True
+    try:
+        case(env, plan)
+    except NoRoomError as error:
+        has_room = False
+        env.left_out.append(f"case {name}: the machine {error}")
+    except NotPlannedError:
+        if env.trial:
+            env.errors.append(f"case {name}: the plan of the trial has none of it")
+        else:
+            env.left_out.append(f"case {name}: not part of this plan")
+    except Exception as error:
+        env.errors.append(f"case {name}: {type(error).__name__}: {error}")
+        env.log(env.errors[-1])
+    if env.trial:
+        env.errors += [f"case {name}: {problem}" for problem in env.rows.take_problems()]
+        if has_room and env.rows.count == rows and len(env.errors) == errors:
+            env.errors.append(f"case {name}: it measured nothing")
+    failures, omissions, appended = env.errors[errors:], env.left_out[left_out:], env.rows.count - rows
+    outcome = "failed" if failures else "done" if appended or not omissions else "left out"
+    return RunEnd(outcome, {"rows": appended, "errors": failures, "left_out": omissions})
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A topic: what is measured under one name, and where."""
+
+    name: str
+    image: str
+    """Kind of the guest's image."""
+    row: type
+    """The dataclass of the raw file's rows."""
+    cases: Mapping[str, Case]
+    left_out: Callable[[Any], list[str]]
+    """Lists what a plan omits from the full one."""
+    environment: Callable[[Path, Path, str, RowFile, Path], AbstractContextManager[Environment]]
+    """Sets up the environment from: project's folder, binary, QEMU, file of rows, folder on a real disk."""
+
+    def measure(self, task: Task) -> Path:
+        """Runs the cases and writes the raw files; returns the file of rows."""
+        task.build_images(self.image)
+        with (
+            recorded(self.name, self.row, task, self.left_out) as here,
+            self.environment(task.root, task.binary, task.qemu, here.rows, cache()) as here.environment,
+        ):
+            here.cases(self.cases)
+        return task.out / raw_name(self.name)
+
+
+def raw_name(topic: str) -> str:
+    """Returns the name of the file of rows."""
+    return f"{topic}-raw.csv"
+
+
+def about_name(topic: str) -> str:
+    """Returns the name of the file with a run's circumstances: versions, omissions, errors."""
+    return f"{topic}-run.json"
+
+
+def copy_run(topic: str, raw: Path, out: Path, *more: str) -> dict[str, Any]:
+    """Copies the files of a run into `out` unless they are there already, and returns the circumstances of the run.
+
+    `more`: names of further files that may be in the folder of the rows.
+    """
+    if raw.resolve() != (out / raw_name(topic)).resolve():
+        for name in (about_name(topic), *more):
+            if (raw.parent / name).exists():
+                shutil.copyfile(raw.parent / name, out / name)
+        shutil.copyfile(raw, out / raw_name(topic))
+    return read_sidecar(raw, about_name(topic), {})
+
+
+def read_sidecar(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401
+    """Returns the JSON of a file in the folder of the rows, or `default` if there is none."""
+    path = raw.parent / name
+    return json.loads(path.read_text()) if path.exists() else default
+
+
+def bare_report(topic: str, about: dict[str, Any], command: str, errors: list[str]) -> Report:
+    """Makes a report without figures, for a run that cannot be analysed. `about`: its circumstances."""
+    made = report(topic, about, command, Findings(""), [], {})
+    made.errors += errors
+    return made
+
+
+def report(
+    topic: str,
+    about: dict[str, Any],
+    command: str,
+    found: Findings,
+    plots: list[str],
+    tables: dict[str, list[dict[str, object]]],
+) -> Report:
+    """Makes the report of a run. `about`: from `copy_run`; `command`: used if that does not name it."""
+    return Report(
+        topic=topic,
+        command=about.get("command", command),
+        versions=about.get("versions", {}),
+        figures=found.figures,
+        left_out=[*about.get("left_out", []), *found.absent],
+        errors=about.get("errors", []),
+        failed=about.get("failed", []),
+        plots=plots,
+        tables=tables,
+    )

@@ -1,0 +1,178 @@
+"""The trial of the benchmarks (`TRIAL=1`): every case once, with the smallest guest, for the shortest time.
+
+It shows that each case still works: that it ends without an error and leaves rows, each of which is plausible
+(`plausible`), and that the analysis accepts them. Times in it mean nothing. `make test` runs all of them (part
+`benches`), three topics at a time, with a debug build. `micro` stands in for the Debian guests (tests/images/stand-in).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rekindle_bench import cluster, faults, host, move, protect, restore, vmm, warm_cache
+from rekindle_bench import os as os_reboot
+from rekindle_bench.case import Trial
+from rekindle_bench.protect.plan import Pause, Units
+from rekindle_bench.restore.plan import Piece
+from rekindle_bench.warm_cache.plan import FileAccess
+
+_ONCE = {"warm": 1, "cpr-transfer": 1, "saved": 1, "cold": 1}
+
+PLANS: dict[str, Any] = {
+    "cluster": cluster.Plan(
+        failovers=1, faults=1, held=1, held_off=1, output_rounds=1, output_every_s=(0.2,), trips_s=1.0, many_s=1.0
+    ),
+    "restore": restore.Plan(
+        restore={256: {"lazy": 1, "eager": 1, "incoming": 1}},
+        touch={},
+        stores=("disk", "slow", "tls"),
+        store_restores=1,
+        prepared=1,
+        # The second pair meets what the first one has left behind.
+        after={"compile": 2, "transcode": 1},
+        pieces={"compile": Piece(40, 10), "transcode": Piece(200, 50)},
+        units=Units(40, 200),
+    ),
+    "warm-cache": warm_cache.Plan(
+        native=1,
+        native_s=0.2,
+        retained=1,
+        files=(
+            FileAccess("read", 4096, 16, 1),
+            FileAccess("read", 1024, 4, 1),
+            FileAccess("write", 4096, 16, 1),
+            FileAccess("mmap-read", 4096, 16, 1),
+        ),
+        limits=("paper", "cloud"),
+        folios=(),
+        peers=(FileAccess("read", 4096, 16, 1),),
+        map_rounds=1,
+        map_mib=16,
+        tpch=0,
+        tpch_runs=0,
+        http=1,
+        http_s=2,
+        memory_mib=256,
+        span_mib=128,
+        web_files=20,
+        kills=2,
+    ),
+    "vmm": vmm.Plan(
+        ram={128: _ONCE},
+        sizes=1,
+        count={2: {"warm": 1, "cpr-transfer": 1}},
+        debian=_ONCE,
+        losses=1,
+        memory=1,
+        breakdown=tuple(_ONCE),
+        extremes=(128, 256),
+    ),
+    "protect": protect.Plan(
+        units=Units(10, 50),
+        pause={512: Pause(1, 1, {"background-snapshot": 1, "mapped-ram": 1, "full": 1})},
+        intervals_s=(0.25,),
+        cells=(
+            ("disk", "compile", "default"),
+            ("disk", "transcode", "cow"),
+            ("slow", "compile", "basic"),
+            ("tls", "compile", "default"),
+        ),
+        slowdown={"compile": 1, "transcode": 1},
+        rates=((0.0, 0.0), (10.0, 16.0)),
+        rate_checkpoints=1,
+        commit=1,
+        wrong=10,
+    ),
+    "os": os_reboot.Plan(rounds={"micro": 1}, leaks={"micro": 1}, peers={"micro": 1}, memory_mib=192, leak_mib=16),
+    "move": move.Plan(sizes={192: "96M"}, loads=(5,), rounds=1),
+    "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
+    "host": host.Plan(sizes={}, counts={}, losses=0, emulated=0, direct=1),
+}
+"""The plans by topic. The slowest come first, so that all lanes end together."""
+
+_DISTRIBUTION = "its reboots in every way take minutes without KVM; part `unit` of make test reboots `immutable`"
+_EMULATED = "the emulated host takes minutes; part `host` of make test reboots it"
+NOT_TRIED: dict[str, dict[str, str]] = {
+    "warm-cache": {"folios": "micro has no XFS", "tpch": "micro has no PostgreSQL"},
+    "os": {"immutable": _DISTRIBUTION, "debian": _DISTRIBUTION},
+    "host": {"counts": _EMULATED, "sizes": _EMULATED, "losses": _EMULATED},
+}
+"""The cases that a trial leaves out, by topic, and why."""
+
+LANES = 3
+"""Number of concurrent topics: much of each is waiting."""
+
+
+def trial(topic: str) -> Trial:
+    """Returns what the env of a topic needs to know."""
+    return Trial(NOT_TRIED.get(topic, {}))
+
+
+def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
+    """Runs the trials of these topics, each as a process of its own; returns how many failed.
+
+    `words`: options for each of them. Their output is in `out`/TOPIC.log; that of failed ones is printed, too.
+    """
+    waiting, lock = list(topics), threading.Lock()
+    failed: list[str] = []
+    running: list[subprocess.Popen[bytes]] = []
+    began = time.monotonic()
+
+    def lane() -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                topic, since = waiting.pop(0), time.monotonic()
+                log = out / f"{topic}.log"
+                command = [sys.executable, "-m", "rekindle_bench", topic, "--out", str(out), *words]
+                with log.open("w") as file:
+                    process = subprocess.Popen(
+                        command, stdout=file, stderr=file, env={**os.environ, "TRIAL": "1"}, start_new_session=True
+                    )
+                running.append(process)
+            status = process.wait()
+            with lock:
+                took = f"{time.monotonic() - since:.0f} s"
+                if status != 0:
+                    failed.append(topic)
+                    print(f"--- {topic}: failed after {took}:\n{log.read_text()}", flush=True)
+                else:
+                    print(f"{topic}: {took}", flush=True)
+                for line in left_out(log):
+                    print(f"  {topic}: {line}", flush=True)
+
+    lanes = [threading.Thread(target=lane) for _ in range(LANES)]
+    for one in lanes:
+        one.start()
+    try:
+        while any(one.is_alive() for one in lanes):
+            lanes[0].join(0.2)
+            lanes[-1].join(0.2)
+    except KeyboardInterrupt:
+        with lock:
+            waiting.clear()
+        for process in running:
+            process.terminate()  # it removes everything that it has made
+        for one in lanes:
+            one.join()
+        raise
+    summary = f"failed: {', '.join(failed)}" if failed else "all of them work"
+    print(f"trial of {len(topics)} benchmarks in {time.monotonic() - began:.0f} s: {summary}", flush=True)
+    return len(failed)
+
+
+def left_out(log: Path) -> list[str]:
+    """Returns the cases that a trial has left out, from the JSON line at the end of its output."""
+    lines = log.read_text().splitlines()
+    try:
+        omitted = json.loads(lines[-1])["left_out"] if lines else []
+    except (ValueError, TypeError, KeyError):
+        return []
+    return [line for line in omitted if line.startswith(("case ", "slow stores"))]

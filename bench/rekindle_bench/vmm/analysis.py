@@ -1,0 +1,189 @@
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+
+import json
+
+import pandas as pd
+
+from rekindle_bench.report import Bar, Figure, Findings
+from rekindle_bench.rows import milliseconds, pick
+from rekindle_lab.guests import size
+from rekindle_lab.stats import compare, median, p95
+
+from .rows import HOWS
+
+HEADLINE_MIB = 512
+"""Size at which warm is compared with cpr-transfer: the one with the most repetitions."""
+SERVICE_CASES = ("ram", "sizes", "count", "solo", "debian")
+
+
+def operations(frame: pd.DataFrame, column: str, **where: str | int) -> list[float]:
+    """Returns the values as `pick`, but one for each operation, for columns that all its rows share."""
+    return pick(frame.drop_duplicates(["case", "guest", "memory_mib", "vms", "how", "round"]), column, **where)
+
+
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    found = Findings(raw)
+    ratio = found.ratio
+
+    def stopped(how: str, mib: int, case: str = "ram") -> list[float]:
+        return milliseconds(pick(frame, "stopped_us", case=case, how=how, memory_mib=mib))
+
+    small = stopped("warm", HEADLINE_MIB)
+    at = size(HEADLINE_MIB)
+    ratio(
+        "warm_vs_cpr_stopped",
+        Bar(1.0),
+        small,
+        stopped("cpr-transfer", HEADLINE_MIB),
+        f"warm, {at}",
+        f"cpr-transfer, {at}",
+    )
+    ratio(
+        "warm_8g_vs_512m_stopped",
+        Bar(1.1),
+        stopped("warm", 8192, "sizes"),
+        stopped("warm", 512, "sizes"),
+        "warm, 8G",
+        "warm, 512M",
+        of_peer=False,
+    )
+    many = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=11)]
+    one = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=1)]
+    solo = [value / 1e6 for value in operations(frame, "total_us", case="solo", how="warm")]
+    if many and one:
+        of = compare(many, one)
+        found.add(
+            Figure(
+                "warm_11_vms_total",
+                of.ours,
+                "s",
+                of.n_ours,
+                of.ours_p95,
+                Bar(1.0),
+                raw,
+                of,
+                "s",
+                "11 VMs",
+                "1 VM",
+                ratio_bar=Bar(11.0, "<"),
+                of_peer=False,
+                extra={"ratio_to_one_among_all": of.ours / median(solo)} if solo else {},
+            )
+        )
+    else:
+        found.report_missing("warm_11_vms_total", "11 VMs or for one")
+    ratio("warm_vs_saved_2g", Bar(0.02), stopped("warm", 2048), stopped("saved", 2048), "warm, 2G", "saved, 2G")
+
+    rounds = pick(frame, "sessions_lost", case="losses")
+    load = frame[frame["case"] == "load"]
+    if rounds and len(load):
+        lost = sum(rounds) + float(load["failed"].sum()) + float(load["connections_lost"].sum())
+        found.add(Figure("warm_losses_50", lost, "lost", len(rounds), p95(rounds), Bar(0.0, "=="), raw))
+    else:
+        found.report_missing("warm_losses_50")
+
+    changed = pick(frame, "memory_changed_bytes", how="warm")
+    if changed:
+        found.add(Figure("warm_memory_changed", max(changed), "bytes", len(changed), p95(changed), Bar(0.0, "=="), raw))
+    else:
+        found.report_missing("warm_memory_changed")
+    return found
+
+
+def label(row: "pd.Series[object]") -> str:
+    """Describes what was rebooted, for the tables."""
+    what = f"{row['guest']} {size(int(str(row['memory_mib'])))}"
+    among = {"solo": "1 of many x ", "count": f"{row['vms']} x "}.get(str(row["case"]), "")
+    turn = " (by turns)" if row["case"] == "sizes" else ""
+    return f"{among}{what}{turn}"
+
+
+def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists each case and way: guest-stopped time and service gap in ms, and warm's share of the first.
+
+    The guest of a cold reboot is not stopped but shut down and booted: compare the gaps there.
+    """
+    lines: list[dict[str, object]] = []
+    keys = ["case", "guest", "memory_mib", "vms"]
+    for case in SERVICE_CASES:
+        for _, group in frame[frame["case"] == case].groupby(keys, sort=True):
+            warm = milliseconds(pick(group, "stopped_us", how="warm"))
+            for how in HOWS:
+                rows = group[group["how"] == how]
+                stopped = milliseconds(pick(rows, "stopped_us")) if how != "cold" else []
+                gap = milliseconds(pick(rows, "gap_us"))
+                if not stopped and not gap:
+                    continue
+                lines.append(
+                    {
+                        "guests": label(rows.iloc[0]),
+                        "how": how,
+                        "n": int(rows["round"].nunique()),
+                        "stopped ms": median(stopped) if stopped else None,
+                        "stopped p95": p95(stopped) if stopped else None,
+                        "warm / this": median(warm) / median(stopped) if warm and stopped and median(stopped) else None,
+                        "gap ms": median(gap) if gap else None,
+                        "gap p95": p95(gap) if gap else None,
+                        "failed": int(rows["failed"].sum()),
+                        "connections lost": int(rows["connections_lost"].sum()),
+                    }
+                )
+    return lines
+
+
+def versus_cpr(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Compares warm with cpr-transfer in every case that has both: ratios of medians with their 95% interval."""
+    lines: list[dict[str, object]] = []
+    for case in SERVICE_CASES:
+        for _, group in frame[frame["case"] == case].groupby(["guest", "memory_mib", "vms"], sort=True):
+            for what, column in (("guest-stopped time", "stopped_us"), ("service gap", "gap_us")):
+                ours = milliseconds(pick(group, column, how="warm"))
+                peer = milliseconds(pick(group, column, how="cpr-transfer"))
+                if len(ours) < 2 or len(peer) < 2 or min(peer) <= 0:
+                    continue
+                of = compare(ours, peer)
+                lines.append(
+                    {
+                        "guests": label(group.iloc[0]),
+                        "what": what,
+                        "warm ms": of.ours,
+                        "cpr-transfer ms": of.peer,
+                        "ratio": of.ratio,
+                        "low": of.low,
+                        "high": of.high,
+                        "p": of.p,
+                        "warm is": of.verdict,
+                    }
+                )
+    return lines
+
+
+def tasks(frame: pd.DataFrame) -> pd.DataFrame:
+    """Lists the tasks before and after the VMM is replaced, one row per operation, in ms: the paper's figures 5 and 6.
+
+    `pre_ms`: from the first guest's suspension (or the order to shut down) to the last one's end. `post_ms`: from there
+    until the last guest's service answers again. `stopped_ms`, `gap_ms`: of the median guest of the operation.
+    `pre_ms` and `post_ms` are missing for cpr-transfer, which does both tasks in one step that cannot be divided from
+    outside; `stopped_ms` is missing for a cold reboot, which shuts the guest down instead.
+    """
+    keys = ["case", "guest", "memory_mib", "vms", "how", "round"]
+    out = []
+    for key, group in frame[frame["case"].isin(SERVICE_CASES)].groupby(keys, sort=True):
+        begins, ends, answers = [], [], []
+        for _, row in group.iterrows():
+            steps = json.loads(row["steps"]) if isinstance(row["steps"], str) else []
+            suspend = [step for step in steps if step["phase"] == "suspend"]
+            begins += [step["start_host_us"] for step in suspend]
+            ends += [step["start_host_us"] + step["us"] for step in suspend]
+            answers += [row[name] for name in ("gap_end_host_us", "resume_host_us") if pd.notna(row[name])][:1]
+        line = dict(zip(keys, key, strict=True))
+        whole = line["how"] != "cpr-transfer" and begins and answers
+        line["pre_ms"] = (max(ends) - min(begins)) / 1e3 if whole else None
+        line["post_ms"] = max(0.0, (max(answers) - max(ends)) / 1e3) if whole else None
+        for column, name in (("stopped_us", "stopped_ms"), ("gap_us", "gap_ms")):
+            values = milliseconds(pick(group, column))
+            known = values and not (line["how"] == "cold" and name == "stopped_ms")
+            line[name] = median(values) if known else None
+        out.append(line)
+    return pd.DataFrame(out, columns=[*keys, "pre_ms", "post_ms", "stopped_ms", "gap_ms"])

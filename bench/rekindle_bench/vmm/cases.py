@@ -1,0 +1,271 @@
+"""The cases: each sets up its guests, reboots them in turn (A B A B) and leaves rows. The analysis judges them."""
+
+import functools
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from rekindle_bench.case import NoRoomError
+from rekindle_lab import netns
+from rekindle_lab.guests import Guest, size
+from rekindle_lab.rekindle import failed_requests
+
+from .plan import Plan
+from .rows import HOWS, Row
+from .twins import LOAD, USUAL, Client, Peer, VmmEnvironment, by_name
+
+SMALL_MIB = 256
+DEBIAN_MIB = 1024
+SESSION_DEADLINE_S = 10.0
+SLOW = Client(every="10ms")
+"""The case with many clients uses few requests, so that clients are not what is measured."""
+SESSIONS = 4
+"""Open TCP sessions, in addition to the ssh one, that must survive the reboots."""
+
+
+def in_turn(
+    env: VmmEnvironment,
+    case: str,
+    ours: list[Guest],
+    peers: list[Peer],
+    repetitions: dict[str, int],
+    client: Client = USUAL,
+    each_round: Callable[[int], None] | None = None,
+) -> None:
+    """Reboots warm, cpr-transfer, saved, cold, and again, for as long as each has repetitions left.
+
+    `each_round` is called in each round, too.
+    """
+    names = f"{len(ours)} x {ours[0].image.kind} {size(ours[0].memory_mib)}"
+    for number in range(max(repetitions.values())):
+        todo = [how for how in HOWS if number < repetitions.get(how, 0) and (peers or how != "cpr-transfer")]
+        env.log(f"{case}: {names}: round {number + 1} of {max(repetitions.values())}: {', '.join(todo)}")
+        if each_round is not None:
+            each_round(number)
+        for how in todo:
+            env.reboot(case, number, peers if how == "cpr-transfer" else ours, how, client=client)
+
+
+def ram(env: VmmEnvironment, plan: Plan) -> None:
+    """Measures figure 5: one micro guest, all of its RAM touched, by size."""
+    for index, (mib, repetitions) in enumerate(plan.ram.items(), start=1):
+        with ExitStack() as stack:
+            try:
+                saved = repetitions.get("saved", 0)
+                env.need(memory_mib=mib, disk_mib=mib if saved else 0)
+                env.log(f"ram: starting a guest with {size(mib)}, and touching all of it")
+                guest = stack.enter_context(env.ours(env.guest(f"ram{mib}", "micro", mib, index, "all")))
+            except NoRoomError as error:
+                env.left_out.append(f"micro with {size(mib)}: all of it, for the machine {error}")
+                continue
+            peers = []
+            if repetitions.get("cpr-transfer", 0):
+                try:
+                    env.need(memory_mib=mib)
+                    peers = [stack.enter_context(env.peer(guest))]
+                except NoRoomError as error:
+                    env.left_out.append(f"micro with {size(mib)}: cpr-transfer, for the machine {error}")
+            in_turn(env, "ram", [guest], peers, repetitions)
+
+
+def sizes(env: VmmEnvironment, plan: Plan) -> None:
+    """Reboots the smallest and the largest guest warm in turn, both running, to isolate the effect of size."""
+    env.need(memory_mib=sum(plan.extremes))
+    with ExitStack() as stack:
+        guests = []
+        for index, mib in enumerate(plan.extremes, start=10):
+            env.log(f"sizes: starting a guest with {size(mib)}, and touching all of it")
+            guests.append(stack.enter_context(env.ours(env.guest(f"size{mib}", "micro", mib, index, "all"))))
+        for number in range(plan.sizes):
+            env.log(f"sizes: round {number + 1} of {plan.sizes}")
+            for guest in guests:
+                env.reboot("sizes", number, [guest], "warm")
+
+
+def count(env: VmmEnvironment, plan: Plan) -> None:
+    """Measures figures 6 and 7: more and more small guests, rebooted in parallel."""
+    with ExitStack() as stack:
+        ours: list[Guest] = []
+        peers: list[Peer] = []
+        for n, repetitions in plan.count.items():
+            env.log(f"count: starting VMs up to number {n}")
+            with_peers = any(r.get("cpr-transfer", 0) for m, r in plan.count.items() if m >= n)
+            while len(ours) < n:
+                env.need(memory_mib=2 * SMALL_MIB)
+                guest = env.guest(f"small{len(ours)}", "micro", SMALL_MIB, 20 + len(ours))
+                ours.append(stack.enter_context(env.ours(guest, wait=False)))
+                if with_peers:
+                    peers.append(stack.enter_context(env.peer(guest, wait=False)))
+            for guest in [*ours, *(peer.guest for peer in peers)]:
+                guest.wait_ready()
+            each_round = functools.partial(alone, env, ours[0]) if n == max(plan.count) else None
+            in_turn(env, "count", ours, peers, repetitions, SLOW, each_round)
+
+
+def alone(env: VmmEnvironment, guest: Guest, number: int) -> None:
+    """Reboots one guest among many warm, for comparison with all of them."""
+    env.reboot("solo", number, [guest], "warm", client=SLOW)
+
+
+def debian(env: VmmEnvironment, plan: Plan) -> None:
+    """Reboots one guest with a whole distribution, nginx as the service."""
+    if not any(plan.debian.values()):
+        return
+    env.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
+    with ExitStack() as stack:
+        env.log("debian: starting")
+        guest = stack.enter_context(env.ours(env.guest("debian", "debian", DEBIAN_MIB, 40)))
+        peer = stack.enter_context(env.peer(guest))
+        in_turn(env, "debian", [guest], [peer], plan.debian)
+
+
+class EchoSession:
+    """A session inside a TCP connection: the other end sends back each line."""
+
+    def __init__(self, send: Callable[[bytes], None], handle: int, close: Callable[[], None]) -> None:
+        self._send, self._handle, self.close = send, handle, close
+        self._count = 0
+
+    def works(self) -> bool:
+        """Whether a line comes back in time."""
+        self._count += 1
+        line = b"line %d\n" % self._count
+        try:
+            self._send(line)
+            got = b""
+            end = time.monotonic() + SESSION_DEADLINE_S
+            while got != line and line.startswith(got):
+                if not select.select([self._handle], [], [], max(0.0, end - time.monotonic()))[0]:
+                    return False
+                data = os.read(self._handle, 65536)
+                if not data:
+                    return False
+                got += data
+        except OSError:
+            return False
+        return got == line
+
+
+def tcp_session(guest: Guest) -> EchoSession:
+    """Opens a session with the guest's echo service, as soon as it listens."""
+    end = time.monotonic() + 60.0
+    while True:
+        try:
+            connection = netns.connect(guest.netns, guest.address, 7, 60.0)
+            break
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.settimeout(None)
+    return EchoSession(connection.sendall, connection.fileno(), connection.close)
+
+
+def ssh_session(guest: Guest) -> EchoSession:
+    """Opens a session with `cat` over ssh, with the image's key for root."""
+    options = ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "BatchMode=yes"]
+    command = ["ip", "netns", "exec", guest.netns, "ssh", "-F", "none", "-i", str(guest.image.key), "-T"]
+    command += [word for option in options for word in ("-o", option)]
+    process = subprocess.Popen(
+        [*command, f"root@{guest.address}", "exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    assert process.stdin is not None and process.stdout is not None
+
+    def close() -> None:
+        process.kill()
+        process.wait()
+
+    return EchoSession(process.stdin.write, process.stdout.fileno(), close)
+
+
+def losses(env: VmmEnvironment, plan: Plan) -> None:
+    """Reboots warm in a row, under HTTP load, with TCP and ssh sessions open all the time."""
+    env.need(memory_mib=DEBIAN_MIB, disk_mib=4 * 1024)
+    with ExitStack() as stack:
+        env.log("losses: starting debian")
+        guest = stack.enter_context(env.ours(env.guest("losses", "debian", DEBIAN_MIB, 41)))
+        # micro, which stands in for it in a trial, has no ssh.
+        openers = [tcp_session] * SESSIONS + ([] if guest.image.kind == "micro" else [ssh_session])
+        sessions = [opener(guest) for opener in openers]
+        stack.callback(lambda: [session.close() for session in sessions])
+        if not all(session.works() for session in sessions):
+            raise RuntimeError("a TCP or ssh session does not work even before the first reboot")
+        common = {"guest": "debian", "memory_mib": DEBIAN_MIB, "vms": 1, "vm": guest.name}
+        with env.rekindle.probes([(LOAD.url(guest), guest.netns)], *LOAD.options, every=LOAD.every) as probes:
+            for number in range(plan.losses):
+                document = env.rekindle.reboot([guest.name], "warm")
+                vm = by_name(document, [guest.name])[0]
+                lost = [index for index, session in enumerate(sessions) if not session.works()]
+                env.rows.append(
+                    Row(
+                        case="losses",
+                        how="warm",
+                        round=number,
+                        stopped_us=vm["stopped_us"],
+                        stop_host_us=vm["stop_host_us"],
+                        resume_host_us=vm["resume_host_us"],
+                        total_us=document["first_stop_to_last_resume_us"],
+                        sessions=len(sessions),
+                        sessions_lost=len(lost),
+                        steps=vm["steps"],
+                        **common,
+                    )
+                )
+                env.log(f"losses: reboot {number + 1} of {plan.losses}, sessions lost: {len(lost)}")
+                for index in lost:  # reopened, or it would be counted again after the next reboot
+                    sessions[index].close()
+                    sessions[index] = openers[index](guest)
+        report = probes[0].report
+        env.rows.append(
+            Row(
+                case="load",
+                how="warm",
+                round=0,
+                gap_us=report["longest_gap_us"],
+                answered=report["answered"],
+                failed=failed_requests(report),
+                connections_lost=report["connections_lost"],
+                **common,
+            )
+        )
+
+
+def memory(env: VmmEnvironment, plan: Plan) -> None:
+    """Reboots warm; Rekindle compares every RAM block before and after, and the guest verifies its own memory."""
+    env.need(memory_mib=512)
+    with env.ours(env.guest("memory", "micro", 512, 42, "all")) as guest:
+        for number in range(plan.memory):
+            env.log(f"memory: reboot {number + 1} of {plan.memory}")
+            env.reboot("memory", number, [guest], "warm", "--verify-memory")
+        reply = guest.command("verify")
+        if not reply.startswith("ok"):
+            raise RuntimeError(f"the guest finds its memory changed after {plan.memory} warm reboots: {reply}")
+
+
+def breakdown(env: VmmEnvironment, plan: Plan) -> None:
+    """Measures figure 8: throughput of nginx over time, with the steps of each way to reboot."""
+    env.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
+    with ExitStack() as stack:
+        env.log("breakdown: starting debian")
+        guest = stack.enter_context(env.ours(env.guest("web", "debian", DEBIAN_MIB, 43)))
+        peer = stack.enter_context(env.peer(guest)) if "cpr-transfer" in plan.breakdown else None
+        for how in plan.breakdown:
+            env.log(f"breakdown: {how}")
+            target: Guest | Peer = peer if peer is not None and how == "cpr-transfer" else guest
+            env.records.append(env.reboot("breakdown", 0, [target], how, client=LOAD))
+
+
+CASES: dict[str, Callable[[VmmEnvironment, Plan], None]] = {
+    "ram": ram,
+    "sizes": sizes,
+    "losses": losses,
+    "memory": memory,
+    "count": count,
+    "breakdown": breakdown,
+    "debian": debian,
+}

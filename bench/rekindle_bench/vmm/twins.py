@@ -1,0 +1,195 @@
+"""The environment of this topic: VMs, their twins for the peer, and reboots with a client at each."""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rekindle_bench.environment import Environment, workspace
+from rekindle_bench.rows import RowFile
+from rekindle_lab import guests, netns
+from rekindle_lab.guests import Guest
+from rekindle_lab.peers.cpr import CprVm, reboot_all
+from rekindle_lab.rekindle import MARGIN_S, Rekindle, RekindleError, failed_requests, gap_around
+
+from .rows import Row
+
+
+@dataclass(frozen=True)
+class Client:
+    """The settings of the client that asks a guest's service while it is rebooted."""
+
+    path: str | None = None
+    """A file of nginx's; without it the guest's usual service."""
+    every: str = "1ms"
+    options: tuple[str, ...] = ()
+    margin_s: float = MARGIN_S
+
+    def url(self, guest: Guest) -> str:
+        """Returns the requested URL."""
+        if self.path is None:
+            return guest.service_url
+        # micro, which stands in for debian in a trial, has no files.
+        path = "bytes/24576" if guest.image.kind == "micro" else self.path
+        return f"http://{guest.address}/{path}"
+
+
+USUAL = Client()
+LOAD = Client("files/020.bin", "4ms", ("--connections", "8", "--interval", "20ms"), 2.0)
+"""2000 requests per second for a file of 24 KiB if the guest keeps up."""
+
+
+@dataclass
+class VmmEnvironment(Environment):
+    """VMs whose QEMU is replaced, and their twins for the peer."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Reboots with the client's throughput, for figure 8."""
+
+    @property
+    def peer_netns(self) -> str:
+        """The network namespace of the peer's guests."""
+        return self.space.namespaces[1]
+
+    @contextmanager
+    def peer(self, guest: Guest, *, wait: bool = True) -> Iterator["Peer"]:
+        """Starts a guest for cpr-transfer with the hardware of `guest`, which must not have been rebooted yet.
+
+        It is ready unless `wait` is false.
+        """
+        shown = self.rekindle.show(guest.name)
+        twin = replace(guest, name=f"{guest.name}-peer", netns=self.peer_netns)
+        folder = self.work / twin.name
+        line = shown["command_line"]
+        text = "\n".join(line)
+        paths = {path: str(folder / "console.log") for path in re.findall(r"logfile=([^,\n]+)", text)}
+        paths |= {path: str(self.ram_dir / f"{twin.name}.ram") for path in re.findall(r"mem-path=([^,\n]+)", text)}
+        if guest.disk and twin.disk:
+            guests.copy_sparse(twin.image.folder / "disk.raw", twin.disk)
+            paths[str(guest.disk)] = str(twin.disk)
+        numbers = [int(number) for number in re.findall(r"\bfd=(\d+)", text)]
+        with ExitStack() as stack:
+            taps: dict[int, netns.Tap] = {}
+            for number in numbers:
+                tap = netns.Tap(f"rkp{os.getpid() % 100000}x{guest.index}", twin.netns, twin.host_address)
+                stack.callback(tap.close)
+                taps[number] = tap
+            vm = CprVm(self.qemu, line, folder, paths=paths, vmm_directory=shown["vmm"]["directory"], taps=taps)
+            stack.callback(vm.stop)
+            if wait:
+                twin.wait_ready()
+            yield Peer(twin, vm)
+
+    def reboot(
+        self,
+        case: str,
+        number: int,
+        targets: Sequence["Guest | Peer"],
+        how: str,
+        *options: str,
+        client: Client = USUAL,
+    ) -> dict[str, Any]:
+        """Reboots guests together with a client at each, appends a row for each, and returns the record of the first.
+
+        All of `targets` are of one kind: ours, or peers (then `how` is cpr-transfer). `number` is the round.
+        """
+        peers = [one for one in targets if isinstance(one, Peer)]
+        at = [one.guest if isinstance(one, Peer) else one for one in targets]
+        urls = [(client.url(guest), guest.netns) for guest in at]
+        # A client that survives any stop; but a boot kills the old connection, so a cold reboot needs a short timeout.
+        settings = (*client.options, "--timeout", "5s" if how == "cold" else "300s")
+        with self.rekindle.probes(urls, *settings, every=client.every, margin_s=client.margin_s) as probes:
+            started = time.monotonic()
+            if peers:
+                document = handover_json(peers)
+            else:
+                document = self.rekindle.reboot([guest.name for guest in at], how, *options)
+            command_us = int((time.monotonic() - started) * 1e6)
+            for guest in at:
+                guest.wait_ready()
+        for guest, vm, probe in zip(at, by_name(document, [guest.name for guest in at]), probes, strict=True):
+            start, end, length = gap_around(probe.report, vm.get("stop_host_us"), vm.get("resume_host_us"))
+            self.rows.append(
+                Row(
+                    case=case,
+                    guest=guest.image.kind,
+                    memory_mib=guest.memory_mib,
+                    vms=len(at),
+                    how=how,
+                    round=number,
+                    vm=guest.name,
+                    stopped_us=vm.get("stopped_us"),
+                    stop_host_us=vm.get("stop_host_us"),
+                    resume_host_us=vm.get("resume_host_us"),
+                    total_us=document.get("first_stop_to_last_resume_us"),
+                    command_us=command_us,
+                    gap_us=length,
+                    gap_start_host_us=start or None,
+                    gap_end_host_us=end or None,
+                    answered=probe.report["answered"],
+                    failed=failed_requests(probe.report),
+                    connections_lost=probe.report["connections_lost"],
+                    memory_changed_bytes=vm.get("memory_changed_bytes"),
+                    from_version=version(vm.get("from")),
+                    to_version=version(vm.get("to")),
+                    steps=vm.get("steps", []),
+                )
+            )
+        return {"how": how, "reboot": document, "probe": probes[0].report}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A guest under cpr-transfer."""
+
+    guest: Guest
+    vm: CprVm
+
+
+def version(vmm: dict[str, Any] | None) -> str:
+    """Returns the version of a `from` or `to`, as text."""
+    given = (vmm or {}).get("version", "")
+    return ".".join(str(part) for part in given.values()) if isinstance(given, dict) else str(given)
+
+
+def by_name(document: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the VMs of a reboot's JSON in the order of `names`. Raises unless each was rebooted."""
+    vms = {vm["name"]: vm for vm in document["vms"]}
+    for name in names:
+        outcome = vms.get(name, {}).get("outcome", "not in the report")
+        if outcome != "done":
+            raise RekindleError(f"reboot of {name}: {outcome}")
+    return [vms[name] for name in names]
+
+
+def handover_json(peers: Sequence[Peer]) -> dict[str, Any]:
+    """Reboots peers, and reports in the form of a reboot's JSON."""
+    handovers = reboot_all([peer.vm for peer in peers])
+    vms = [
+        {
+            "name": peer.guest.name,
+            "outcome": "done",
+            "stopped_us": handover.stopped_us,
+            "stop_host_us": handover.stop_host_us,
+            "resume_host_us": handover.resume_host_us,
+            "steps": handover.steps,
+        }
+        for peer, handover in zip(peers, handovers, strict=True)
+    ]
+    first = min(handover.stop_host_us for handover in handovers)
+    last = max(handover.resume_host_us for handover in handovers)
+    return {"how": "cpr-transfer", "vms": vms, "first_stop_to_last_resume_us": last - first}
+
+
+@contextmanager
+def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[VmmEnvironment]:
+    """Sets up the environment: folders, a tmpfs for guest RAM, two network namespaces (ours, the peer's).
+
+    `disk`: a folder on a real disk, for copies of guest disks and saved RAM.
+    """
+    with workspace(binary, disk, namespaces=("", "p")) as space:
+        yield VmmEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space)

@@ -1,0 +1,258 @@
+"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+
+import json
+
+import pandas as pd
+
+from rekindle_bench.report import Bar, Figure, Findings
+from rekindle_lab.stats import median, p95
+
+from .native import PEERS
+from .plan import LIMITS
+from .rows import WAYS
+
+WARM, COLD = "warm-cache", "cold"
+FIRST_S = 5
+"""The first seconds of a web server after a reboot, whose rate counts."""
+STEADY_S = 10
+"""The last seconds before it, with which they are compared."""
+
+
+def at_least(limit: float) -> Bar:
+    """Returns the bar of a figure where more is better."""
+    return Bar(limit, ">=")
+
+
+def rate(rows: pd.DataFrame) -> list[float]:
+    """Returns MB/s of each row."""
+    return [float(value) for value in rows["bytes"] / rows["us"]]
+
+
+def where(frame: pd.DataFrame, **values: float | str) -> pd.DataFrame:
+    """Returns the rows in which the columns are as given."""
+    for key, value in values.items():
+        frame = frame[frame[key] == value]
+    return frame
+
+
+def figures(frame: pd.DataFrame, raw: str) -> Findings:
+    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    found = Findings(raw)
+    _first_read(frame, found)
+    _runs(frame, found)
+    _web(frame, found)
+    _map(frame, found)
+    _native(frame, found)
+    _memory(frame, found)
+    _helper(frame, found)
+    return found
+
+
+def _first_read(frame: pd.DataFrame, found: Findings) -> None:
+    kinds = [(case, limit, block) for case in ("files", "folios") for limit in LIMITS for block in (4096, 1 << 20)]
+    for case, limit, block in kinds:
+        of = where(frame, case=case, what="read", limit=limit, block=block)
+        if not len(of) and (case, limit, block) != kinds[0]:
+            continue
+        tail = ("_xfs" if case == "folios" else "") + ("_1m" if block > 4096 else "")
+        tail += "" if limit == kinds[0][1] else f"_{limit}"
+        first, cold = rate(where(of, how=WARM, at=1)), rate(where(of, how=COLD, at=1))
+        before = rate(where(of, how=WARM, at=-1))
+        name = f"first_read_vs_cold{tail}"
+        found.ratio(name, at_least(8.7), first, cold, "first read, warm", "first read, cold", False, "MB/s")
+        name = f"first_read_vs_before{tail}"
+        found.ratio(name, at_least(0.84), first, before, "first read, warm", "last read before", False, "MB/s")
+
+
+def _runs(frame: pd.DataFrame, found: Findings) -> None:
+    warm = where(frame, case="tpch", how=WARM)
+    after, before = ([float(us) / 1e6 for us in where(warm, at=at)["us"]] for at in (1, -1))
+    found.ratio("tpch_after_vs_before", Bar(1.02), after, before, "first run, warm", "last run before", False, "s")
+    floor = [float(us) / 1e6 for us in where(frame, case="tpch", how="cold-read", at=1)["us"]]
+    if floor:
+        words = ("first run, warm", "first run, all read beforehand")
+        found.ratio("tpch_after_vs_floor", Bar(1.02), after, floor, *words, of_peer=False, unit="s")
+
+
+def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:
+    """Returns MB/s in the first seconds after each reboot, and in the last before it."""
+    after, before = [], []
+    for _, rows in where(frame, case="http", what="http", how=how).groupby("round"):
+        first = rows[(rows["second"] >= 1) & (rows["second"] <= FIRST_S)]
+        last = rows[(rows["second"] < 0) & (rows["second"] >= -STEADY_S)]
+        if len(first) and len(last):
+            after.append(float(first["bytes"].sum()) / len(first) / 1e6)
+            before.append(float(last["bytes"].sum()) / len(last) / 1e6)
+    return after, before
+
+
+def _web(frame: pd.DataFrame, found: Findings) -> None:
+    after, before = _seconds(frame, WARM)
+    words = (f"the first {FIRST_S} s, warm", f"the last {STEADY_S} s before")
+    found.ratio("nginx_after_vs_before", at_least(0.95), after, before, *words, of_peer=False, unit="MB/s")
+
+
+def _map(frame: pd.DataFrame, found: Findings) -> None:
+    names = {"read": "map_cost", "write": "map_cost_write", "bytes": "map_cost_bytes"}
+    for what, name in names.items():
+        rows = where(frame, case="map", what=what)
+        ours, peer = ([float(us) / 1e6 for us in where(rows, how=how)["us"]] for how in ("map", "no-map"))
+        found.ratio(name, Bar(1.02), ours, peer, "with the map", "without", False, "s")
+
+
+def _cost_us(rows: pd.DataFrame) -> float | None:
+    """Returns processor time per request."""
+    costs = (rows["cpu_us"] / rows["requests"]).dropna()
+    return median([float(cost) for cost in costs]) if len(costs) else None
+
+
+def _native(frame: pd.DataFrame, found: Findings) -> None:
+    names = {
+        ("read", 4096): "native_vs_qsd",
+        ("read", 1 << 20): "native_vs_qsd_1m",
+        ("write", 4096): "native_vs_qsd_write",
+        ("write", 1 << 20): "native_vs_qsd_write_1m",
+    }
+    for (what, block), name in names.items():
+        rows = where(frame, case="native", what=what, block=block)
+        ours, peers = where(rows, how="server"), {how: where(rows, how=how) for how in PEERS}
+        # The daemon's fastest way for this kind counts.
+        best = max(PEERS, key=lambda how: median(rate(peers[how])) if len(peers[how]) else 0.0)
+        peer, is_peer = peers[best], f"qemu-storage-daemon, {PEERS[best]}"
+        costs = {"server_us_a_request": _cost_us(ours), "peer_us_a_request": _cost_us(peer)}
+        extra = {key: cost for key, cost in costs.items() if cost is not None}
+        found.ratio(name, at_least(1.0), rate(ours), rate(peer), "server", is_peer, unit="MB/s", extra=extra)
+    for name, how in (("attic_read_native", "attic"), ("attic_read_native_fresh", "attic-fresh")):
+        rows = where(frame, how=how)
+        if not len(rows):
+            found.report_missing(name)
+            continue
+        a_core = [float(value) for value in rows["bytes"] / rows["cpu_us"] / 1e3]
+        extra = {"of_wall_time": median([value / 1e3 for value in rate(rows)])}
+        n, bar = len(a_core), at_least(2.0)
+        found.add(Figure(name, median(a_core), "GB/s", n, p95(a_core), bar, found.raw, extra=extra))
+
+
+def taken(rows: pd.DataFrame) -> pd.Series:
+    """Returns MiB that the host has used, without the code that the emulation has translated."""
+    return (rows["ram_kib"] + rows["private_kib"] - rows["code_kib"]) / 1024
+
+
+def _memory(frame: pd.DataFrame, found: Findings) -> None:
+    rows = where(frame, case="files", what="memory", how=WARM)
+    if not len(rows):
+        found.report_missing("host_memory_peak")
+        return
+    shares = [float(value) for value in (taken(rows) - 64) / rows["memory_mib"]]
+    files = [float(value) for value in rows["ram_kib"] / 1024 / rows["memory_mib"]]
+    extra = {"of_memory_files": max(files)}
+    bar = Bar(1.05)
+    found.add(Figure("host_memory_peak", max(shares), "", len(shares), p95(shares), bar, found.raw, extra=extra))
+
+
+def _helper(frame: pd.DataFrame, found: Findings) -> None:
+    kills = [float(us) / 1e3 for us in where(frame, case="helper", what="kill")["us"]]
+    errors = where(frame, case="helper", what="verify")["errors"]
+    if not kills or not len(errors):
+        found.report_missing("helper_back")
+        return
+    extra = {"worst": max(kills)}
+    found.add(Figure("helper_back", median(kills), "ms", len(kills), p95(kills), Bar(200), found.raw, extra=extra))
+    wrong = float(errors.sum())
+    found.add(Figure("helper_back_errors", wrong, "errors", len(kills), wrong, Bar(0), found.raw))
+
+
+def through_reboots(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows of files that are read and written before and after a reboot; `on`: their file system."""
+    rows = frame[frame["case"].isin(["files", "folios", "peers"]) & (frame["what"] != "memory")]
+    return rows.assign(on=["XFS" if case == "folios" else "ext4" for case in rows["case"]])
+
+
+def accesses(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists each kind of access, before and after."""
+    lines = []
+    by = ["limit", "on", "what", "block", "how"]
+    for (limit, on, what, block, how), of in through_reboots(frame).groupby(by, sort=False):
+        line: dict[str, object] = {"disk": limit, "on": on, "access": what, "block": int(block), "reboot": how}
+        for at in (-2, -1, 1, 2):
+            values = rate(where(of, at=at))
+            line[f"{at:+d}"] = median(values) if values else None
+        line["n"] = len(where(of, at=1))
+        lines.append(line)
+    return lines
+
+
+def table_1(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lays out the paper's table 1."""
+    lines = []
+    for how, of in where(frame, case="tpch").groupby("how", sort=False):
+        line: dict[str, object] = {"reboot": how}
+        for at in (-2, -1, 1, 2):
+            values = [float(us) / 1e6 for us in where(of, at=at)["us"]]
+            line[f"{at:+d}"] = median(values) if values else None
+        lines.append({**line, "n": len(where(of, at=1))})
+    return lines
+
+
+def web(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists the web server's rate before a reboot, directly after, and later."""
+    lines = []
+    for how in (WARM, COLD):
+        after, before = _seconds(frame, how)
+        if after:
+            line = {"reboot": how, "before": median(before), f"first {FIRST_S} s": median(after), "n": len(after)}
+            lines.append(line)
+    return lines
+
+
+def memory(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists the memory that the host has used."""
+    lines = []
+    rows = where(frame, what="memory")
+    for (case, how), of in rows.groupby(["case", "how"], sort=False):
+        of = of.assign(taken=taken(of)).sort_values("taken")
+        last = of.iloc[-1]
+        line: dict[str, object] = {"case": case, "reboot": how, "guest": int(last["memory_mib"])}
+        line |= {"memory files": last["ram_kib"] / 1024, "QEMU and server": last["private_kib"] / 1024}
+        line |= {"of that translated code": last["code_kib"] / 1024, "all but that": float(last["taken"])}
+        line |= {"out of the attic": float(of["bytes"].median()) / (1 << 20)}
+        line |= {"host's cache of the image": float(of["cached_kib"].max()) / 1024, "n": len(of)}
+        lines.append(line)
+    return lines
+
+
+def costs(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists the cost of the map, in the guest and in the server."""
+    lines = []
+    for what, of in where(frame, case="map").groupby("what", sort=False):
+        line: dict[str, object] = {"access": what}
+        for how in ("map", "no-map"):
+            rows = where(of, how=how)
+            line[f"{how}, s"] = median([float(us) / 1e6 for us in rows["us"]])
+            line[f"{how}, server's s"] = median([float(us) / 1e6 for us in rows["cpu_us"]])
+        lines.append({**line, "n": len(where(of, how="map"))})
+    return lines
+
+
+def servers(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """Lists rates and processor time of the servers."""
+    lines = []
+    for (what, block, how), of in where(frame, case="native").groupby(["what", "block", "how"], sort=False):
+        line: dict[str, object] = {"access": what, "block": int(block), "server": how, "MB/s": median(rate(of))}
+        a_core = [float(value) for value in of["bytes"] / of["cpu_us"] / 1e3]
+        lines.append({**line, "GB/s a core": median(a_core), "us a request": _cost_us(of), "n": len(of)})
+    return lines
+
+
+def queries(frame: pd.DataFrame) -> dict[tuple[str, int], list[float]]:
+    """Returns medians of each query, in ms, by way and access."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for (how, at), of in where(frame, case="tpch").groupby(["how", "at"]):
+        runs = [[step["us"] / 1e3 for step in json.loads(text)] for text in of["steps"]]
+        found[how, int(at)] = [median(list(values)) for values in zip(*runs, strict=True)]
+    return found
+
+
+def ways(frame: pd.DataFrame) -> list[str]:
+    """Returns the ways that have rows, in order."""
+    return [way for way in WAYS if way in set(frame["how"])]

@@ -1,0 +1,193 @@
+"""The environment of this topic: a disk with limited rates, and guests on it that are rebooted."""
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from rekindle_bench.case import NoRoomError
+from rekindle_bench.environment import Environment, workspace
+from rekindle_bench.rows import RowFile
+from rekindle_lab import guests, netns
+from rekindle_lab.guests import QEMUS_OWN, Guest
+from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.slow import Slow, can_be_slow, run, slow_disk
+from rekindle_lab.stores import forget
+
+from .plan import LIMITS
+
+IMAGE = "debian-cache"
+SSH_DEADLINE_S = 900.0
+SHELL_PORT = 7004
+"""Port of the shell that replaces ssh where micro stands in."""
+DATA_BYTES = 1600 << 20
+"""Size of the disk with XFS; the file on it has 1 GiB."""
+
+
+@dataclass(frozen=True)
+class CacheGuest(Guest):
+    """A guest with the files, the database and the web server of this topic."""
+
+    SHUTDOWN_TIMEOUT: ClassVar[str] = "5m"
+
+    cache: str = "server"
+    """`server`: Rekindle's own; `writeback`, `none`: QEMU's; a path: the socket of a manually started server."""
+    bytes_per_s: int | None = None
+    """Rate limit in its definition."""
+    data: bool = False
+    """Whether the file is on a separate disk with XFS, whose pages are cached in large pieces (folios)."""
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether `micro` stands in for it, in a trial."""
+        return self.image.kind == "micro"
+
+    @property
+    def file(self) -> str:
+        """The file that is read and written."""
+        if self.stands_in:
+            return "/dev/vda"
+        return "/mnt/file" if self.data else "/srv/file"
+
+    @property
+    def data_disk(self) -> Path:
+        """The disk with XFS."""
+        return self.disk_dir / f"{self.name}-data.raw"
+
+    @property
+    def disk(self) -> Path | None:
+        """Its own copy of the image's disk; none for a server that was started manually."""
+        return None if self.cache.startswith("/") else self.disk_dir / f"{self.name}.raw"
+
+    def qemu_args(self) -> list[str]:
+        """Returns the arguments for the disk of a server that was started manually."""
+        if self.disk is not None:
+            return []
+        chardev = f"socket,id=byhand,path={self.cache},reconnect-ms=1000"
+        return ["-chardev", chardev, "-device", "vhost-user-blk-pci,chardev=byhand"]
+
+    def disk_lines(self) -> list[str]:
+        """Returns the disks of its definition, with the server and its limit."""
+        if self.disk is None:
+            return []
+        how = ["server = true"] if self.cache == "server" else [QEMUS_OWN, f'cache = "{self.cache}"']
+        rate = [] if self.bytes_per_s is None else [f'bps = "{self.bytes_per_s}B"']
+        paths = [self.disk, self.data_disk] if self.data else [self.disk]
+        return [line for path in paths for line in ("[[disk]]", f"path = {json.dumps(str(path))}", *how, *rate)]
+
+    def write(self, folder: Path, qemu: str) -> Path:
+        """Writes the definition, and copies the disk, of which the host caches nothing afterwards."""
+        path = folder / f"{self.name}.toml"
+        path.write_text(self.definition(qemu))
+        if self.disk is not None:
+            guests.copy_sparse(self.image.folder / "disk.raw", self.disk)
+            forget(self.disk)
+        if self.data:
+            with self.data_disk.open("wb") as file:
+                file.truncate(DATA_BYTES)
+            run("mkfs.xfs", "-q", self.data_disk)
+        return path
+
+    def mount(self) -> None:
+        """Mounts the disk with XFS, if it has one."""
+        if self.data:
+            self.ssh("modprobe xfs && mount /dev/vdb /mnt")
+
+    def ssh(self, command: str) -> str:
+        """Runs a command in it, and returns its output."""
+        if self.stands_in:
+            return self._shell(command)
+        options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
+        options += ["-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
+        words = ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_DEADLINE_S, check=False
+        )
+        if done.returncode != 0:
+            error = (done.stderr.strip() or done.stdout.strip())[-1000:]
+            raise RekindleError(f"{self.name}: {command[:80]}: exit status {done.returncode}: {error}")
+        return done.stdout
+
+    def _shell(self, command: str) -> str:
+        """Does the same on the port of `tests/images/stand-in`."""
+        with netns.connect(self.netns, self.address, SHELL_PORT, SSH_DEADLINE_S) as connection:
+            connection.settimeout(SSH_DEADLINE_S)
+            connection.sendall(command.encode())
+            connection.shutdown(socket.SHUT_WR)
+            reply = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+        output, _, status = reply.rstrip("\n").rpartition("exit ")
+        if status != "0":
+            raise RekindleError(f"{self.name}: {command[:80]}: exit status {status}: {output[-1000:]}")
+        return output
+
+
+@dataclass
+class CacheEnvironment(Environment):
+    """Guests with caches, on a disk whose rates can be limited."""
+
+    slow: Slow | None = None
+    """Disk with limits for the guests' disks; `None` where the kernel cannot limit one."""
+
+    def cached(self, name: str, memory_mib: int, index: int, cache: str = "server") -> CacheGuest:
+        """Returns a guest of this topic."""
+        self.need(memory_mib=int(memory_mib * 1.1) + 512)
+        folder = self.slow.folder if self.slow else self.disk_dir
+        image = self.image(IMAGE)
+        return CacheGuest(name, image, memory_mib, index, None, self.netns, self.ram_dir, folder, cache)
+
+    def limit_rates(self, limit: str | None) -> None:
+        """Limits the disk to one of the rates, or removes the limit."""
+        if self.slow is None:
+            raise NoRoomError("has no block I/O controller of control groups v1, so no disk can be limited")
+        self.slow.limit_rates(LIMITS[limit] if limit else None)
+
+    @contextmanager
+    def limited(self, limit: str) -> Iterator[None]:
+        """Limits the disk while the body runs."""
+        self.limit_rates(limit)
+        try:
+            yield
+        finally:
+            self.limit_rates(None)
+
+    @contextmanager
+    def on_limited_disk(self, guest: CacheGuest, limit: str) -> Iterator[CacheGuest]:
+        """Runs a guest whose disk is limited while the body runs; it boots without the limit."""
+        self.limit_rates(None)
+        with self.ours(guest), self.limited(limit):
+            yield guest
+
+    def from_retained_cache(self, guest: CacheGuest) -> int:
+        """Returns bytes that its disks' servers have supplied from the retained cache; none after a cold reboot."""
+        of_all = 0
+        for disk in ("disk0", "disk1") if guest.data else ("disk0",):
+            control = self.rekindle.run_dir / guest.name / f"disk-{disk}.control"
+            status = self.rekindle.call("disk", "status", str(control))
+            became = status["attic"][1] if status["attic"] else status["emptied"]
+            of_all += became["served"] * 4096 if became else 0
+        return of_all
+
+    def reboot(self, guest: CacheGuest, how: str) -> dict[str, object]:
+        """Reboots the guest and waits until it is well again."""
+        report = self.rekindle.call("reboot", "os", guest.name, "--how", how)
+        guest.wait_ready()
+        guest.mount()
+        return report
+
+
+@contextmanager
+def environment(
+    root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, *, slow: bool = True
+) -> Iterator[CacheEnvironment]:
+    """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace, a disk.
+
+    `disk`: a folder on a real one. `slow`: with a disk that the kernel limits, where possible.
+    """
+    with ExitStack() as stack:
+        space = stack.enter_context(workspace(binary, disk))
+        held = stack.enter_context(slow_disk(space.disk / "slow", 12288)) if slow and can_be_slow() else None
+        yield CacheEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, slow=held)

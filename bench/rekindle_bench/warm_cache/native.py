@@ -1,0 +1,169 @@
+"""The case: servers without a guest, Rekindle's and QEMU's storage daemon, with the same client at native speed."""
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle_bench.case import NoRoomError
+from rekindle_bench.environment import MIB
+from rekindle_lab.rekindle import RekindleError
+from rekindle_lab.slow import loop_device
+
+from .cache_guests import CacheEnvironment
+from .plan import Plan
+from .rows import Row
+
+START_DEADLINE_S = 30.0
+PEERS = {"qsd": "io_uring", "qsd-native": "native", "qsd-threads": "threads"}
+"""The storage daemon's ways to access a device; each window is measured with all of them, and the best one counts."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The requests of the client."""
+
+    what: str
+    order: str
+    block: int
+    depth: int
+
+
+KINDS = (
+    Kind("read", "random", 4096, 32),
+    Kind("read", "in-order", 1 << 20, 8),
+    Kind("write", "random", 4096, 32),
+    Kind("write", "in-order", 1 << 20, 8),
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    socket: Path
+    pid: int
+
+    def used_us(self) -> int:
+        """Returns the processor time that its threads have used, in microseconds."""
+        threads = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) // 1000
+
+
+@contextmanager
+def _process(command: list[str], socket: Path, log: Path) -> Iterator[Server]:
+    """Starts a server and waits for its socket; it ends with the body, or with this process."""
+    command = ["setpriv", "--pdeathsig", "KILL", *command]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not socket.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RekindleError(f"{command[3]}: {log.read_text()[-1000:]}")
+            time.sleep(0.02)
+        yield Server(socket, process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+        socket.unlink(missing_ok=True)
+
+
+def ours(env: CacheEnvironment, image: Path, name: str = "ours", *options: str) -> AbstractContextManager[Server]:
+    """Starts Rekindle's server."""
+    socket = env.work / f"{name}.sock"
+    command = [str(env.rekindle.binary), "disk", "serve", str(image), "--socket", str(socket), *options]
+    return _process(command, socket, env.work / f"{name}.log")
+
+
+def daemon(env: CacheEnvironment, device: Path, aio: str) -> AbstractContextManager[Server]:
+    """Starts QEMU's storage daemon, with a polling thread of its own, and direct I/O as in Rekindle's server."""
+    binary = shutil.which("qemu-storage-daemon")
+    if binary is None:
+        raise NoRoomError("has no qemu-storage-daemon; run: scripts/setup")
+    socket = env.work / "qsd.sock"
+    export = f"type=vhost-user-blk,id=e,node-name=f,addr.type=unix,addr.path={socket},writable=on,iothread=t"
+    blockdev = f"driver=host_device,node-name=f,filename={device},cache.direct=on,aio={aio}"
+    command = [binary, "--object", "iothread,id=t", "--blockdev", blockdev, "--export", export]
+    return _process(command, socket, env.work / "qsd.log")
+
+
+def ask(env: CacheEnvironment, server: Server, kind: Kind, span_mib: int, *options: str) -> dict[str, int]:
+    """Runs the client; returns its report."""
+    client = env.rekindle.binary.parent / "examples" / "native"
+    command = [str(client), str(server.socket), "--what", kind.what, "--order", kind.order, "--bytes", str(kind.block)]
+    command += ["--depth", str(kind.depth), "--span", str(span_mib * MIB), "--server", str(server.pid), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    if done.returncode != 0:
+        raise RekindleError(f"native: {done.stderr.strip()[:1000]}")
+    return json.loads(done.stdout)
+
+
+def _row(what: Kind, how: str, number: int, report: dict[str, int]) -> Row:
+    given = {"bytes": report["bytes"], "us": report["ns"] // 1000, "cpu_us": report["server_cpu_ns"] // 1000}
+    return Row("native", what.what, how, "none", number, block=what.block, requests=report["requests"], **given)
+
+
+@contextmanager
+def medium(env: CacheEnvironment, span_mib: int) -> Iterator[Path]:
+    """Makes a block device in memory: its own time varies less than a disk's."""
+    env.need(memory_mib=4 * span_mib)
+    if not Path("/dev/loop-control").exists():
+        raise NoRoomError("has no loop devices")
+    path = env.work / "native.raw"
+    try:
+        subprocess.run(["dd", "if=/dev/urandom", f"of={path}", "bs=1M", f"count={span_mib}", "status=none"], check=True)
+        with loop_device(path) as device:
+            # Only the device holds it from here on: its memory is freed with it.
+            path.unlink()
+            yield Path(device)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def native(env: CacheEnvironment, plan: Plan) -> None:
+    """Measures windows with each server in turn."""
+    ways = ("server", *PEERS)
+    with medium(env, plan.span_mib) as device:
+        for number in range(plan.native):
+            for how in ways if number % 2 == 0 else ways[::-1]:
+                with daemon(env, device, PEERS[how]) if how in PEERS else ours(env, device) as server:
+                    for kind in KINDS:
+                        report = ask(env, server, kind, plan.span_mib, "--seconds", str(plan.native_s))
+                        env.rows.append(_row(kind, how, number, report))
+            env.log(f"native: {number + 1} of {plan.native}")
+
+
+def retained(env: CacheEnvironment, plan: Plan) -> None:
+    """Reads all, disconnects, and reads all again from the retained cache: into used buffers, or untouched memory."""
+    kind = KINDS[1]
+    every = ("--requests", str(plan.span_mib * MIB // kind.block))
+    with medium(env, plan.span_mib) as device, ours(env, device) as server:
+        control = f"{server.socket}.control"
+        for number in range(plan.retained):
+            for how, option in (("attic", "--reuse"), ("attic-fresh", "--fresh")):
+                ask(env, server, kind, plan.span_mib, *every)
+                _idle(env, control)
+                env.rekindle.call("disk", "keep", control)
+                report = ask(env, server, kind, plan.span_mib, *every, option)
+                _idle(env, control)
+                status = env.rekindle.call("disk", "status", control)
+                served = (status["attic"] or [0, status["emptied"]])[1]["served"]
+                if served * 4096 != report["bytes"]:
+                    raise RekindleError(f"{served} blocks came from the retained cache, not {report['bytes'] // 4096}")
+                env.rekindle.call("disk", "drop", control)
+                env.rows.append(_row(kind, how, number, report))
+        env.log(f"attic: {plan.retained}")
+
+
+def _idle(env: CacheEnvironment, control: str) -> None:
+    """Waits until no client is connected."""
+    deadline = time.monotonic() + START_DEADLINE_S
+    while env.rekindle.call("disk", "status", control)["connected"]:
+        if time.monotonic() > deadline:
+            raise RekindleError(f"{control}: its client does not disconnect")
+        time.sleep(0.01)

@@ -1,0 +1,131 @@
+"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
+
+from dataclasses import dataclass
+
+from rekindle_lab.slow import Limit
+
+LIMITS = {"paper": Limit(90_000_000), "cloud": Limit(125_000_000, 3000)}
+"""The paper's disk; a volume of a cloud."""
+
+
+@dataclass(frozen=True)
+class FileAccess:
+    """Accesses to one file, before and after reboots."""
+
+    what: str
+    block: int
+    mib: int
+    """Size of the file."""
+    rounds: int
+    """Reboots of each way."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Repetitions."""
+
+    native: int
+    """Windows of each server and kind."""
+    native_s: float
+    retained: int
+    files: tuple[FileAccess, ...]
+    limits: tuple[str, ...]
+    folios: tuple[FileAccess, ...]
+    """Files on XFS."""
+    peers: tuple[FileAccess, ...]
+    map_rounds: int
+    map_mib: int
+    tpch: int
+    """Reboots of each way."""
+    tpch_runs: int
+    """Runs before a reboot, and after it."""
+    http: int
+    """Reboots of each way."""
+    http_s: int
+    """Seconds before a reboot, and after it."""
+    kills: int
+    """Kills of a disk's server."""
+    kill_every_s: float = 2.5
+    """Interval of the kills, longer than a server must run for its next restart to have no delay."""
+    memory_mib: int = 2048
+    """RAM of a guest that reads the file of 1 GiB."""
+    span_mib: int = 1024
+    """Size of a disk that is accessed without a guest."""
+    web_files: int = 4000
+    """Files that are requested from the web server."""
+    budget_s: float | None = None
+    """A case that would begin later than this is left out."""
+
+
+FULL = Plan(
+    native=10,
+    native_s=2.0,
+    retained=10,
+    files=(
+        FileAccess("read", 4096, 1024, 5),
+        FileAccess("read", 1 << 20, 1024, 5),
+        FileAccess("read", 2048, 512, 2),
+        FileAccess("read", 1024, 256, 2),
+        FileAccess("read", 512, 128, 2),
+        FileAccess("write", 4096, 256, 2),
+        FileAccess("write", 2048, 256, 2),
+        FileAccess("write", 1024, 256, 2),
+        FileAccess("write", 512, 128, 2),
+        FileAccess("mmap-read", 4096, 512, 2),
+        FileAccess("mmap-write", 4096, 256, 2),
+    ),
+    limits=("paper", "cloud"),
+    folios=(FileAccess("read", 1 << 20, 1024, 5), FileAccess("read", 4096, 1024, 3)),
+    peers=(FileAccess("read", 4096, 1024, 3), FileAccess("write", 2048, 512, 2)),
+    map_rounds=16,
+    map_mib=256,
+    tpch=4,
+    tpch_runs=2,
+    http=3,
+    http_s=30,
+    kills=60,
+)
+
+QUICK = Plan(
+    native=4,
+    native_s=1.0,
+    retained=3,
+    files=(FileAccess("read", 4096, 1024, 1), FileAccess("read", 1 << 20, 1024, 1)),
+    limits=("paper",),
+    folios=(),
+    peers=(),
+    map_rounds=3,
+    map_mib=128,
+    tpch=1,
+    tpch_runs=1,
+    http=1,
+    http_s=15,
+    kills=10,
+    budget_s=330.0,
+)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """Lists what this plan omits from the full one."""
+    lines: list[str] = []
+    for name, own, full in (
+        ("native windows of each server", plan.native, FULL.native),
+        ("native reads from the retained cache", plan.retained, FULL.retained),
+        ("pairs of windows with and without map", plan.map_rounds, FULL.map_rounds),
+        ("reboots of each way with TPC-H", plan.tpch, FULL.tpch),
+        ("reboots of each way with a web server", plan.http, FULL.http),
+        ("kills of a disk's server", plan.kills, FULL.kills),
+    ):
+        if own < full:
+            lines.append(f"{name}: {own} of {full}")
+    own_files = {(one.what, one.block): one.rounds for one in plan.files}
+    for one in FULL.files:
+        rounds = own_files.get((one.what, one.block), 0)
+        if rounds < one.rounds:
+            lines.append(f"{one.what} of {one.block} bytes: {rounds} of {one.rounds} reboots of each way")
+    lines += [f"limit of the disk: {name}" for name in FULL.limits if name not in plan.limits]
+    if plan.folios != FULL.folios:
+        lines.append("files on XFS")
+    if plan.peers != FULL.peers:
+        lines.append("peers: QEMU's own disk, cache=writeback and cache=none")
+    return lines

@@ -1,0 +1,48 @@
+"""The case of figure 13: one client requests 4,000 files, one at a time, while the guest is rebooted."""
+
+import time
+
+from rekindle_lab.web import Client, rates
+
+from .cache_guests import CacheEnvironment
+from .file_access import Measurement
+from .plan import Plan
+from .rows import Row
+from .watch import Watch
+from .ways import COLD, WARM, turns
+
+MEMORY_MIB = 1024
+FILE_BYTES = 65536
+STAND_IN_FILE = f"/bytes/{FILE_BYTES}"
+"""The one file of micro, which stands in for the guest in a trial."""
+
+
+def http(env: CacheEnvironment, plan: Plan) -> None:
+    """Measures requests and bytes of each second before and after each reboot."""
+    limit = plan.limits[0]
+    env.limit_rates(None)
+    with env.ours(env.cached("http", MEMORY_MIB, 6)) as guest:
+        # It would start while the web server works already.
+        guest.ssh("systemctl disable --now postgresql@15-main")
+        paths = [STAND_IN_FILE if guest.stands_in else f"/many/{number:04}" for number in range(plan.web_files)]
+        with env.limited(limit), Client(guest.netns, guest.address, paths) as client:
+            client.wait(len(paths))
+            for number in range(plan.http):
+                for how in turns(number, (WARM, COLD)):
+                    # Requests all files once more after a cold reboot, so that all are cached.
+                    client.wait(len(paths))
+                    began = time.monotonic()
+                    time.sleep(plan.http_s)
+                    rebooted = time.monotonic()
+                    with Watch(guest.name, env.ram_dir) as watch:
+                        steps = env.reboot(guest, how).get("steps", [])
+                        well = time.monotonic()
+                        time.sleep(plan.http_s)
+                    for second, requests, moved, took_us in rates(
+                        client.answers, began, rebooted, well, time.monotonic()
+                    ):
+                        columns = {"bytes": moved, "us": took_us, "requests": requests, "second": second}
+                        columns |= {"memory_mib": guest.memory_mib, "block": FILE_BYTES}
+                        env.rows.append(Row("http", "http", how, limit, number, **columns))
+                    Measurement(env, guest, "http", limit).append_memory(watch, how, number, steps)
+                env.log(f"http: {number + 1} of {plan.http}")

@@ -1,0 +1,324 @@
+"""Common parts of all benchmarks: a failing case, the JSON line, the trial."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rekindle_bench import __main__ as command
+from rekindle_bench import run, trial
+from rekindle_bench.case import NoRoomError, NotPlannedError, Trial
+from rekindle_bench.environment import Environment
+from rekindle_bench.plausible import problems
+from rekindle_bench.report import NO_BAR, Figure, Findings
+from rekindle_bench.rows import RowFile
+from rekindle_lab.rekindle import Rekindle
+from rekindle_lab.runs.ledger import Ledger, LedgerError
+from rekindle_lab.runs.workspace import Workspace
+
+app = typer.Typer()
+app.command()(command.main)
+BEGIN_US = 1_800_000_000_000_000
+PLAN = SimpleNamespace(budget_s=None)
+
+
+@dataclass
+class Row:
+    case: str
+    how: Literal["ours", "peer"] = "ours"
+    at: int = 0
+    us: int | None = None
+    stop_host_us: int | None = None
+    rate: float | None = None
+    note: str = ""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes a env whose rows are checked, or not."""
+
+    def make(checked=None):
+        begin_us = checked and (lambda row: problems(row, BEGIN_US, BEGIN_US + 1_000_000))
+        rows = RowFile(tmp_path / "raw.csv", Row, check=begin_us)
+        nothing = Rekindle(Path("/bin/true"), tmp_path)
+        space = Workspace(nothing.binary, tmp_path, tmp_path, ("none",))
+        env = Environment(tmp_path, nothing, "qemu", rows, space)
+        env.trial = checked
+        return env
+
+    return make
+
+
+def run_all(env, cases):
+    """Runs the cases, and returns those that the ledger has as failed."""
+    with Ledger(env.root) as ledger:
+        run.run_cases(env, ledger, cases, PLAN, [])
+        assert ledger.interrupted() == []
+        return [line["run"] for line in ledger.runs if line["outcome"] == "failed"]
+
+
+def leaves(*rows):
+    def case(env, plan):
+        for row in rows:
+            env.rows.append(row)
+
+    return case
+
+
+def fails(error):
+    def case(env, plan):
+        raise error
+
+    return case
+
+
+def test_a_failing_case_is_named_and_the_others_still_run(make):
+    env = make()
+    cases = {"one": leaves(Row("one")), "two": fails(OSError("gone")), "three": leaves(Row("three"))}
+    assert run_all(env, cases) == ["two"]
+    assert env.rows.count == 2
+    assert env.errors == ["case two: OSError: gone"]
+
+
+def test_an_error_that_does_not_end_its_case_fails_it_too(make):
+    env = make()
+    assert run_all(env, {"one": lambda env, plan: env.errors.append("round 3: lost")}) == ["one"]
+
+
+def test_a_case_that_is_not_in_the_plan_is_left_out(make):
+    env = make()
+    failed = run_all(env, {"one": fails(NotPlannedError()), "two": fails(NoRoomError("needs 9 MiB"))})
+    assert env.left_out == ["case one: not part of this plan", "case two: the machine needs 9 MiB"]
+    assert not env.errors and not failed
+
+
+def test_a_trial_requires_rows_of_every_case(make):
+    env = make(Trial({"large": "takes hours"}))
+    cases = {
+        "good": leaves(Row("good", us=5)),
+        "nothing": leaves(),
+        "none": fails(NotPlannedError()),
+        "large": leaves(),
+        "wrong": leaves(Row("wrong", us=-5)),
+        "full": fails(NoRoomError("needs 9 MiB")),
+    }
+    assert run_all(env, cases) == ["nothing", "none", "wrong"]
+    assert env.errors == [
+        "case nothing: it measured nothing",
+        "case none: the plan of the trial has none of it",
+        "case wrong: row wrong ours: us is negative: -5",
+    ]
+    assert "case large: not tried: takes hours" in env.left_out
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (Row("x", us=1.5), "us is 1.5, not int | None"),
+        (Row("x", us=True), "us is True, not int | None"),
+        (Row("x", how="theirs", us=1), "how is 'theirs', not Literal"),
+        (Row("x", rate=math.nan), "rate is nan"),
+        (Row("x", rate=math.inf), "rate is inf"),
+        (Row("x", us=60_000_000), "us is longer than the run: 60000000"),
+        (Row("x", stop_host_us=BEGIN_US - 60_000_000), "stop_host_us is no time of this run"),
+        (Row(None, us=1), "case is None, not str"),
+    ],
+)
+def test_an_impossible_row_has_a_problem(row, problem):
+    found = problems(row, BEGIN_US, BEGIN_US + 1_000_000)
+    assert len(found) == 1 and problem in found[0]
+
+
+def test_possible_rows_have_no_problem():
+    assert not problems(Row("x", at=-1, us=900_000, stop_host_us=BEGIN_US + 5, rate=2), BEGIN_US, BEGIN_US + 1_000_000)
+
+
+def test_a_row_without_measurements_has_a_problem():
+    @dataclass
+    class Bare:
+        case: str
+        us: int | None = None
+        note: str = ""
+
+    assert problems(Bare("x"), BEGIN_US, BEGIN_US) == ["row x: nothing in it was measured"]
+    assert not problems(Bare("x", us=0), BEGIN_US, BEGIN_US)
+
+
+def test_a_row_with_a_note_of_failure_has_a_problem():
+    @dataclass
+    class Fault:
+        case: str
+        trouble: str = ""
+
+    assert problems(Fault("x", "no answer"), BEGIN_US, BEGIN_US) == ["row x: no answer"]
+
+
+def topic(measure=None, analyse=None):
+    def of_rows(raw, out, words):
+        found = Findings("one-raw.csv", [Figure("good", 1.5, "ms", 3, math.inf, NO_BAR, "one-raw.csv")])
+        return run.report("vmm", run.read_sidecar(raw, "vmm-run.json", {}), words, found, [], {"t": [{"x": math.nan}]})
+
+    return SimpleNamespace(
+        CASES={"one": None}, FULL=PLAN, QUICK=PLAN, measure=measure or (lambda task: task.out / "vmm-raw.csv"),
+        analyse=analyse or of_rows,
+    )  # fmt: skip
+
+
+def failing_with(error):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Runs `bench vmm` with a topic instead of the real one; returns exit status and the last line."""
+    monkeypatch.setattr(command, "interrupt_on_signals", lambda name: None)
+    monkeypatch.setattr(command.os, "geteuid", lambda: 0)
+
+    def bench(made, *words):
+        monkeypatch.setitem(command.TOPICS, "vmm", made)
+        given = ["vmm", "--out", str(tmp_path), "--rekindle", "/bin/true", "--qemu", "true", *words]
+        result = CliRunner().invoke(app, given)
+        assert result.exit_code in (0, 1), result.output
+
+        def never(value):
+            raise ValueError(f"no JSON: {value}")
+
+        line = result.output.splitlines()[-1]
+        assert (tmp_path / "vmm.json").read_text() == line + "\n"
+        return result.exit_code, json.loads(line, parse_constant=never)
+
+    return bench
+
+
+def test_the_json_line_has_what_every_reader_expects(bench):
+    status, document = bench(topic())
+    assert status == 0
+    assert {"topic", "versions", "command", "figures"} <= set(document)
+    assert document["command"] == "make bench TOPIC=vmm" and document["failed"] == document["errors"] == []
+    figure = document["figures"]["good"]
+    assert {"value", "unit", "n", "p95", "ratio_of", "raw"} <= set(figure)
+    # A figure without a peer, and a number that JSON cannot represent.
+    assert figure["ratio_of"] is None and figure["p95"] is None and document["tables"]["t"] == [{"x": None}]
+
+
+def test_the_json_line_names_the_case_that_failed(bench, tmp_path):
+    about = {"failed": ["two"], "errors": ["case two: OSError: gone"]}
+    (tmp_path / "vmm-run.json").write_text(json.dumps(about))
+    status, document = bench(topic())
+    assert status == 1
+    assert document["failed"] == ["two"] and document["errors"] == about["errors"] and "good" in document["figures"]
+
+
+def test_there_is_a_json_line_when_nothing_could_be_set_up(bench):
+    status, document = bench(topic(measure=failing_with(OSError("no tmpfs"))))
+    assert status == 1 and document["errors"] == ["vmm: OSError: no tmpfs"]
+
+
+def test_there_is_a_json_line_when_the_rows_cannot_be_analysed(bench, tmp_path):
+    (tmp_path / "vmm-run.json").write_text(json.dumps({"failed": ["one"], "errors": ["case one: gone"]}))
+    status, document = bench(topic(analyse=failing_with(KeyError("us"))))
+    assert status == 1 and document["figures"] == {}
+    assert document["failed"] == ["one"] and document["errors"] == ["case one: gone", "analysis: KeyError: 'us'"]
+
+
+def test_the_environment_selects_a_trial(bench, monkeypatch):
+    monkeypatch.setenv("TRIAL", "1")
+    tasks = []
+
+    def measure(task):
+        tasks.append(task)
+        return task.out / "vmm-raw.csv"
+
+    status, document = bench(topic(measure=measure), "--only", "one")
+    assert status == 0 and document["command"] == "ONLY='one' TRIAL=1 make bench TOPIC=vmm"
+    assert tasks[0].plan is trial.PLANS["vmm"] and tasks[0].trial is not None and tasks[0].only == ["one"]
+
+
+def test_errors_outside_of_the_cases_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
+    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
+    with run.recorded("x", Row, task, lambda plan: ["half of it"]) as here:
+        here.rows.append(Row("one", us=1))
+        raise OSError("no namespace")
+    about = json.loads((tmp_path / "x-run.json").read_text())
+    assert about["errors"] == ["x: OSError: no namespace"] and "half of it" in about["left_out"]
+    assert (tmp_path / "x-raw.csv").read_text().count("\n") == 2
+
+
+class Killed(BaseException):
+    """Ends a benchmark as a kill does: nothing of it is removed."""
+
+
+def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
+    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
+    space = Workspace(task.binary, tmp_path / "work", tmp_path / "disk", ())
+
+    def killed(env, plan):
+        for folder in (space.work, space.disk):
+            folder.mkdir()
+        env.rows.append(Row("one", us=1))
+        raise Killed
+
+    def measure(case):
+        with run.recorded("x", Row, task, lambda plan: []) as here:
+            here.environment = Environment(tmp_path, Rekindle(task.binary, space.work), "qemu", here.rows, space)
+            here.cases({"one": case})
+
+    with pytest.raises(Killed):
+        measure(killed)
+    assert space.work.exists() and space.disk.exists()
+    measure(leaves(Row("one", us=2), Row("one", us=3)))
+    assert not space.work.exists() and not space.disk.exists()
+    assert "run one, attempt 1: interrupted" in capsys.readouterr().err
+    (line,) = [json.loads(line) for line in (tmp_path / "x-runs.jsonl").read_text().splitlines()]
+    assert (line["run"], line["outcome"], line["rows"]) == ("one", "done", 2)
+    assert (tmp_path / "x-raw.csv").read_text().count("\n") == 3
+
+
+def test_two_runs_of_a_topic_at_the_same_time_are_rejected(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "qemu_version", lambda binary: "QEMU")
+    task = run.Task(tmp_path, tmp_path, Path("/bin/true"), "qemu", PLAN, [], "make bench TOPIC=x")
+    with run.recorded("x", Row, task, lambda plan: []) as here:
+        here.rows.append(Row("one", us=1))
+        with pytest.raises(LedgerError, match="running already"), run.recorded("x", Row, task, lambda plan: []):
+            pass
+    assert (tmp_path / "x-raw.csv").read_text().count("\n") == 2
+
+
+def test_every_topic_has_a_trial_and_little_is_left_out_of_it():
+    assert set(trial.PLANS) == set(command.TOPICS)
+    left_out = [(topic, case) for topic, cases in trial.NOT_TRIED.items() for case in cases]
+    assert all(case in command.TOPICS[topic].CASES for topic, case in left_out)
+    assert len(left_out) <= 7
+    # Something is tried of every topic.
+    for name, one in command.TOPICS.items():
+        assert set(one.CASES) - set(trial.trial(name).not_tried)
+        assert trial.PLANS[name].budget_s is None
+
+
+def test_a_trial_that_fails_is_printed_and_counted(tmp_path, capfd):
+    assert trial.run_all(["no-such-topic", "vmm"], ["--rekindle", str(tmp_path / "none")], tmp_path) == 2
+    output = capfd.readouterr().out
+    assert "no topic 'no-such-topic'" in output and f"{tmp_path / 'none'} does not exist" in output
+    assert output.splitlines()[-1].startswith("trial of 2 benchmarks in ")
+    assert "no-such-topic" in output.splitlines()[-1] and "vmm" in output.splitlines()[-1]
+
+
+def test_omissions_of_a_trial_are_read_from_its_last_line(tmp_path):
+    log = tmp_path / "os.log"
+    log.write_text(
+        '[0.1 s] micro\n{"left_out": ["a trial: small", "case debian: not tried: minutes", "figure x: no rows"]}\n'
+    )
+    assert trial.left_out(log) == ["case debian: not tried: minutes"]
+    log.write_text("bench: interrupted\n")
+    assert trial.left_out(log) == []

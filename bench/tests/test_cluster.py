@@ -1,0 +1,394 @@
+"""Topic `cluster`: figures, tables and plot from invented rows; the evaluation of client answers and QEMU events."""
+
+import json
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+from rekindle_bench.cluster import analysis, output, plots
+from rekindle_bench.cluster.cases import allowed, held_faults, interval_s, record_outcome
+from rekindle_bench.cluster.faults import KINDS, LONGEST_S, PASSING, draw, words
+from rekindle_bench.cluster.plan import FULL, QUICK, left_out
+from rekindle_bench.cluster.rows import Row, read
+from rekindle_bench.rows import RowFile
+from rekindle_lab.cluster import counter, running, timeline
+from rekindle_lab.cluster.bed import Bed, BedError
+from rekindle_lab.cluster.counter import Answer
+from rekindle_lab.cluster.running import Span
+from rekindle_lab.cluster.tail import Tail
+
+START = 1_800_000_000_000_000
+S = 1_000_000
+
+
+def row(number, case="failover", kind="kill", *, fenced=1.5, running=2.0, answer=2.2, **more):
+    """One fault, and its outcome in s after it."""
+    return Row(
+        case,
+        number,
+        kind,
+        number,
+        "n1",
+        0.0,
+        START,
+        planned=more.pop("planned", 1),
+        recovered=more.pop("recovered", True),
+        elsewhere=True,
+        fenced_us=START + int(fenced * S),
+        running_us=START + int(running * S),
+        answer_us=START + int(answer * S),
+        gap_s=answer,
+        interval_s=1.0,
+        spare_bytes=more.pop("spare_bytes", 0),
+        guest_bytes=96 << 20,
+        **more,
+    )
+
+
+@pytest.fixture
+def frame(tmp_path):
+    def of(rows):
+        file = RowFile(tmp_path / "cluster-raw.csv", Row)
+        for one in rows:
+            file.append(one)
+        file.close()
+        return read(file.path)
+
+    return of
+
+
+def values(found):
+    return {figure.id: (figure.value, figure.n, figure.met) for figure in found.figures}
+
+
+def window(number, how, every_s, ms, per_s):
+    return Row(
+        *("output", number, how, number, "", 6.0, START, 3, True),
+        every_s=every_s,
+        median_us=ms * 1e3,
+        p99_us=ms * 2e3,
+        trips=100,
+        per_s=per_s,
+    )
+
+
+def windows():
+    rows = [window(n, "none", None, 1.0, 900.0) for n in range(3)]
+    rows += [window(n, "protect", 0.2, 2.0 + n / 10, 800.0 - n) for n in range(3)]
+    return rows + [window(n, "output-commit", 0.2, 105.0 + n, 300.0 + n) for n in range(3)]
+
+
+def test_figures_are_those_of_the_issue(frame, tmp_path):
+    rows = [row(n, answer=2.0 + n / 10, back=12, planned=5) for n in range(5)]
+    rows += [row(n, "faults", "freeze", back=3, planned=4) for n in range(4)]
+    rows += [row(n, "held", "kill", planned=2) for n in range(2)]
+    rows += [row(n, "held-off", "kill", planned=2, back=2, beyond=2) for n in range(2)]
+    rows += windows()
+    found = analysis.figures(frame(rows), "raw")
+    assert not found.absent
+    reached = values(found)
+    assert reached["failover_s"] == (pytest.approx(2.2), 5, True)
+    assert reached["failover_restore_s"] == (pytest.approx(0.7), 5, False)
+    assert reached["split_brain"] == (0.0, 13, True)
+    assert reached["counter_back"] == (0.0, 9, True)
+    assert reached["counter_back_held"] == (0.0, 2, True)
+    # The control has to lose something, or the check of the line above detects nothing.
+    assert reached["counter_back_held_off"] == (4.0, 2, True)
+    assert reached["not_recovered"] == (0.0, 13, True)
+    assert reached["spare_memory"] == (0.0, 13, True)
+    by_id = {figure.id: figure for figure in found.figures}
+    assert by_id["output_commit_rtt_0.2s"].of.ratio == pytest.approx(106 / 2.1)
+    assert by_id["output_commit_per_s_0.2s"].of.ours == pytest.approx(301)
+    assert str(by_id["output_commit_rtt_0.2s"].bar) == "none"
+    lines = analysis.output(frame(rows))
+    assert [(line["how"], line["every s"]) for line in lines] == [
+        ("output-commit", 0.2),
+        ("protect", 0.2),
+        ("none", None),
+    ]
+    assert lines[0]["p99 ms"] == pytest.approx(212)
+    assert plots.draw(frame(rows), tmp_path) == ["cluster-failover.png"]
+
+
+def test_two_concurrent_guests_or_one_lost_tick_too_many_miss_the_bar(frame):
+    rows = [row(0), row(0, "faults", "cut", overlaps=1, planned=2), row(1, "faults", "cut-ring", beyond=2, planned=2)]
+    rows.append(row(0, "held", "kill", beyond=1))
+    rows.append(row(0, "held-off", "kill", back=1))
+    reached = values(analysis.figures(frame(rows), "raw"))
+    assert reached["split_brain"] == (1.0, 5, False)
+    assert reached["counter_back_held_off"] == (0.0, 1, False)
+    assert reached["counter_back"] == (2.0, 3, False)
+    assert reached["counter_back_held"] == (1.0, 1, False)
+    by_kind = {line["fault"]: line for line in analysis.by_kind(frame(rows))}
+    assert by_kind["cut"]["two at once"] == 1
+    assert by_kind["cut-ring"]["beyond what is allowed"] == 2
+
+
+def test_a_guest_that_did_not_come_back_misses_the_bars(frame):
+    lost = row(1, "faults", "kill", planned=2, recovered=False, trouble="answers: not within 120 s")
+    lost.fenced_us = lost.answer_us = None
+    found = analysis.figures(frame([row(0), row(0, "faults", "cut", planned=2), lost]), "raw")
+    reached = values(found)
+    assert reached["split_brain"] == (0.0, 2, False)
+    assert reached["counter_back"] == (0.0, 2, False)
+    assert reached["not_recovered"] == (1.0, 3, False)
+    assert "the time of fencing: not known of 1 of 2 kills" in found.absent
+    assert any("faults 2 (kill): not recovered: answers" in line for line in found.absent)
+
+
+def test_fewer_than_planned_miss_the_bars(frame):
+    rows = [row(0, planned=20), row(0, "faults", "cut", planned=100), row(0, "held", "kill", planned=1)]
+    found = analysis.figures(frame(rows), "raw")
+    reached = values(found)
+    assert reached["failover_s"] == (pytest.approx(2.2), 1, False)
+    assert reached["split_brain"] == (0.0, 3, False)
+    assert reached["counter_back_held"] == (0.0, 1, True)
+    [split] = [figure for figure in found.figures if figure.id == "split_brain"]
+    assert split.as_json()["planned"] == 121
+
+
+def begins(pid, at_s, tick=None, node="n1"):
+    lines = [{"pid": pid, "node": node, "runs": True, "host_us": START + int(at_s * S)}]
+    if tick is not None:
+        lines.append({"pid": pid, "node": node, "tick": tick, "host_us": START + int(at_s * S) + 50_000})
+    return lines
+
+
+def counted(begin_s, end_s, first):
+    """A guest's counter, read each 20 ms, from its `first` tick on."""
+    count = int((end_s - begin_s) / 0.02)
+    return [Answer(START + int(begin_s * S) + n * 20_000, first + n * 20 // 50) for n in range(count)]
+
+
+def test_a_loss_is_computed_from_the_first_tick_not_from_the_first_answer():
+    # A client has seen 120; the guest continues from the checkpoint with 101, and has reached 125 at its first answer.
+    answers = [*counted(0, 1, 101), *counted(4.2, 5, 125)]
+    events = [*begins(7, -5), *begins(9, 3, tick=101, node="n2")]
+    one = Row("held", 0, "kill", 0, "n1", 0.0, START + S)
+    record_outcome(one, 7, events, answers, 0)
+    assert answers[49].tick == 120
+    assert (one.back, one.beyond, one.back_answers) == (20, 20, 0)
+    assert one.elsewhere and not one.trouble
+    assert (one.running_us, one.answer_us) == (START + 3 * S, START + int(4.2 * S))
+    within = Row("faults", 0, "kill", 0, "n1", 0.0, START + S)
+    record_outcome(within, 7, events, answers, allowed(1.0))
+    assert (within.back, within.beyond) == (20, 0)
+    exact = Row("held", 0, "kill", 0, "n1", 0.0, START + S)
+    record_outcome(exact, 7, [*begins(7, -5), *begins(9, 3, tick=121)], answers, 0)
+    assert (exact.back, exact.beyond) == (0, 0)
+
+
+def test_a_fault_that_was_not_watched_is_trouble():
+    answers = counted(0, 1, 101)
+    blind = Row("held", 0, "kill", 0, "n1", 0.0, START + S // 2)
+    record_outcome(blind, 7, begins(7, -5), answers, 0)
+    # Answers from before the guest's end do not belong to the next one.
+    assert blind.answer_us is None and "no other QEMU" in blind.trouble
+    unseen = Row("held", 0, "kill", 0, "n1", 0.0, START + S)
+    record_outcome(unseen, 7, [*begins(7, -5), *begins(9, 3)], answers, 0)
+    assert "first tick" in unseen.trouble
+    cut = Row("faults", 0, "store-cut", 0, "n1", 0.0, START + S // 2)
+    record_outcome(cut, 7, begins(7, -5), answers, 0)
+    assert not cut.trouble and cut.answer_us is not None
+
+
+def test_a_console_returns_the_first_tick_of_its_own_qemu(tmp_path):
+    path = tmp_path / "console.log"
+    path.write_bytes(b"tick 7 0.350\r\ntick 8 0.4")
+    console = running.Console(path)
+    assert console.first_tick() is None
+    with path.open("ab") as file:
+        file.write(b"00\r\nother\r\ntick 5 0.2")
+        file.flush()
+        # The end of an earlier line, and an incomplete line.
+        assert console.first_tick() is None
+        file.write(b"50\r\ntick 6 0.300\r\n")
+    assert console.first_tick() == 5
+    later = running.Console(tmp_path / "not-yet")
+    assert later.first_tick() is None
+
+
+def test_new_processes_are_inspected_for_a_while(tmp_path):
+    def process(pid, *words):
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        (tmp_path / str(pid) / "cmdline").write_bytes(b"\0".join(words) + b"\0")
+
+    qemu = (b"qemu", b"-chardev", b"socket,id=console,logfile=/run/x/console.log,logappend=on", b"/run/spy-web.sock")
+    process(1, b"init")
+    processes = running.Processes("web", tmp_path)
+    assert processes.qemus(10.0) == {}
+    process(2, b"rekindle")
+    assert processes.qemus(10.1) == {}
+    # It executes another program; an old process would be inspected only at intervals.
+    process(2, *qemu)
+    assert processes.qemus(10.2) == {2: tmp_path / "2" / "root" / "run/x/console.log"}
+    process(1, *qemu)
+    assert list(processes.qemus(11.5)) == []
+    assert sorted(processes.qemus(12.5)) == [1, 2]
+    assert processes.is_new(2) and not processes.is_new(1)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_guest_already_running_has_a_first_tick_only_if_its_start_was_seen(tmp_path, new):
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    qemu = object.__new__(running.Qemu)
+    qemu.socket, qemu.buffer, qemu.runs, qemu.new = ours, b"", False, new
+    qemu.console = running.Console(tmp_path / "console")
+    # It was busy with its load: the resume was not reported.
+    theirs.sendall(b'{"return": {}}\n{"return": {"status": "running", "running": true}}\n')
+    assert [runs for runs, _ in qemu.poll()] == [True]
+    assert (qemu.console is not None) == new
+    ours.close()
+    theirs.close()
+
+
+def test_only_new_lines_of_a_growing_file_are_read(tmp_path):
+    tail = Tail(tmp_path / "grows")
+    assert tail.lines() == []
+    tail.path.write_text("one\ntw")
+    assert tail.lines() == ["one"]
+    with tail.path.open("a") as file:
+        file.write("o\nthree\n")
+    assert tail.lines() == ["two", "three"]
+    assert tail.lines() == []
+    tail.path.write_text("anew\n")
+    assert tail.lines() == ["anew"]
+
+
+def test_the_watch_must_live_and_see_one_qemu(tmp_path):
+    here = Bed(tmp_path, tmp_path / "bed", {})
+    with pytest.raises(BedError, match="has ended"):
+        here.watched()
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        here.client = here.watcher = sleeper
+        ahead = (time.time_ns() // 1000) + 60 * S
+        here.running_file.write_text(json.dumps({"beat": [[7, "n2"]], "host_us": ahead}) + "\n")
+        assert here.watched() == (7, "n2")
+        with here.running_file.open("a") as file:
+            file.write(json.dumps({"beat": [[7, "n2"], [8, "n3"]], "host_us": ahead}) + "\n")
+        with pytest.raises(BedError, match="2 QEMUs"):
+            here.watched()
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    with pytest.raises(BedError, match="has ended"):
+        here.watched()
+
+
+def test_ways_of_output_commit_take_turns():
+    first, second = output.turns(FULL, 0), output.turns(FULL, 1)
+    assert first == second[::-1] and first[0] == ("none", None)
+    assert {how for how, _ in first} == set(output.WAYS)
+    assert FULL.output_rounds >= 5
+
+
+def test_round_trips_and_answers_are_counted():
+    lines, servers = zip(*(socket.socketpair() for _ in range(4)), strict=True)
+
+    def serve(server):
+        while server.recv(64):
+            time.sleep(0.01)
+            server.sendall(b"ok 1\n")
+
+    threads = [threading.Thread(target=serve, args=(server,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    try:
+        took = output.trips(list(lines), 0.5, 1)
+        assert took and min(took) >= 10_000
+        assert 0 < output.rate(list(lines), 0.3) <= 400
+    finally:
+        for line in lines:
+            line.close()
+        for thread in threads:
+            thread.join()
+
+
+def test_omissions_are_listed(frame):
+    found = analysis.figures(frame([row(0, "faults", "store-cut")]), "raw")
+    assert {line.split(":")[0] for line in found.absent} == {
+        "figure failover_s",
+        "figure failover_restore_s",
+        "figure counter_back_held",
+        "figure counter_back_held_off",
+        "figure output_commit_rtt",
+    }
+    assert left_out(QUICK) == [
+        "fail-overs: 2 of 20",
+        "faults at random: 2 of 100",
+        "faults with output commit: 1 of 20",
+        "fail-overs at that interval without output commit: 1 of 5",
+        "turns of what output commit costs: 2 of 6",
+        "what output commit costs with a checkpoint every 0.05 s, 1 s",
+    ]
+    assert not left_out(FULL)
+
+
+def test_faults_come_from_their_seeds():
+    drawn = [draw(seed) for seed in range(200)]
+    assert drawn == [draw(seed) for seed in range(200)]
+    assert {fault.kind for fault in drawn} == set(KINDS)
+    passing = (*PASSING, "kill-store-away")
+    assert all((0 < fault.lasts_s <= LONGEST_S) == (fault.kind in passing) for fault in drawn)
+    assert all((fault.lead_s > 0) == (fault.kind == "kill-store-away") for fault in drawn)
+    assert words("store cut", "n1") == ["store", "cut"]
+    assert words("cut", "n1") == ["cut", "n1"]
+
+
+def test_with_output_commit_every_other_fault_is_a_kill():
+    given = held_faults(FULL.held)
+    assert [fault.kind for _, fault in given[::2]] == ["kill"] * 10
+    assert len({fault.kind for _, fault in given}) > 4 and len({seed for seed, _ in given}) == FULL.held
+
+
+def test_the_interval_is_the_actual_one():
+    events = [
+        {"interval_ms": None, "commit_us": 40_000},
+        {"interval_ms": 1000, "commit_us": 20_000},
+        {"interval_ms": 1400, "commit_us": 100_000},
+    ]
+    assert interval_s(events) == pytest.approx(1.5)
+    assert allowed(1.5) == 32
+
+
+def test_the_counter_is_followed_through_fail_overs():
+    answers = [Answer(START + n * 20_000, 100 + n // 2) for n in range(50)]
+    back = [Answer(START + 3 * S + n * 20_000, 110 + n // 2) for n in range(50)]
+    silent = [Answer(START + 9 * S, 140)]
+    first, second = counter.drops(answers + back + silent)
+    assert (first.highest, first.after.tick, first.back) == (124, 110, 14)
+    assert first.gap_s == pytest.approx(3 - 0.98)
+    assert second.back == 0
+
+
+def test_only_guests_that_run_at_the_same_time_overlap(tmp_path):
+    lines = [
+        {"pid": 1, "node": "n1", "runs": True, "host_us": 10},
+        {"pid": 1, "node": "n1", "runs": False, "host_us": 20},
+        {"pid": 1, "node": "n1", "runs": True, "host_us": 21},
+        {"pid": 1, "node": "n1", "runs": False, "host_us": 40},
+        {"pid": 2, "node": "n2", "runs": True, "host_us": 39},
+    ]
+    path = tmp_path / "running.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spans = running.read(path, 100)
+    assert Span(2, "n2", 39, 100) in spans
+    assert running.overlaps(spans) == [(Span(1, "n1", 21, 40), Span(2, "n2", 39, 100))]
+    assert not running.overlaps(spans[:2])
+
+
+def test_a_timeline_has_the_parts_of_a_fail_over():
+    events = [(START / S, "kill n1"), (START / S + 1.5, "switch off n1 rc=0")]
+    spans = [Span(1, "n1", START - 9 * S, START), Span(2, "n2", START + 2 * S, START + 9 * S)]
+    answers = [Answer(START - 10_000, 50), Answer(START + int(2.1 * S), 40)]
+    node, found = timeline.parts(events, spans, answers)
+    assert node == "n1"
+    assert [round((part.end_us - part.begin_us) / S, 2) for part in found] == [1.5, 0.5, 0.1, 2.11]
+    assert "n2 chosen" in timeline.draw(found)
+    with pytest.raises(ValueError, match="no node was killed"):
+        timeline.parts([], spans, answers)

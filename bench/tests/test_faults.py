@@ -1,0 +1,253 @@
+"""The fault experiment: its code changes, its changes of memory, and its figures from invented rows."""
+
+import json
+import random
+import signal
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rekindle_bench.faults import analysis, plots
+from rekindle_bench.faults.cases import in_lanes, jobs
+from rekindle_bench.faults.code import Code
+from rekindle_bench.faults.damaged_guests import complaints
+from rekindle_bench.faults.kinds import KINDS
+from rekindle_bench.faults.plan import FULL, Plan
+from rekindle_bench.faults.ram import PAGE, Ram
+from rekindle_bench.faults.rows import Row, read
+from rekindle_bench.rows import RowFile
+
+START = 0xFFFFFFFF81000000
+# mov rbp, rdi; mov [rsp+8], rax; add rax, rbx; mov rcx, [rbp+0x10]; L: dec rcx; jne L; rep movsb; nop; ret
+TEXT = bytes.fromhex("4889fd 4889442408 4801d8 488b4d10 48ffc9 75fb f3a4 90 c3")
+KALLSYMS = f"""{START:016x} T _stext
+{START:016x} T filemap_read
+{START + len(TEXT):016x} t other_function
+{START + 64:016x} T _etext
+ffffffffc0000000 t virtblk_probe\t[virtio_blk]
+"""
+
+
+@pytest.fixture
+def code() -> Code:
+    symbols, start, end = Code.span(KALLSYMS)
+    assert (start, end) == (START, START + 64)
+    assert not any("virtblk" in name for _, name in symbols)
+    return Code(symbols, TEXT.ljust(64, b"\x90"), start)
+
+
+def possible(code: Code, kind: str) -> dict[str, list[bytes]]:
+    all_of = {}
+    for place, one in enumerate(code.instructions(code.loaded()[0])):
+        if new := code.faulty(kind, place, one):
+            all_of[f"{one.mnemonic} {one.op_str}"] = new
+    return all_of
+
+
+def test_each_code_fault_applies_to_its_instructions(code):
+    assert possible(code, "initialization") == {"mov qword ptr [rsp + 8], rax": [b"\x90" * 5]}
+    assert possible(code, "interface") == {"mov rbp, rdi": [b"\x90" * 3]}
+    branches = possible(code, "branch")
+    assert set(branches) == {f"jne {START + 15:#x}", "rep movsb byte ptr [rdi], byte ptr [rsi]"}
+    assert [b"\x90\xa4"] in branches.values()
+    assert list(possible(code, "loop").values()) == [[b"\x74\xfb"]]
+    pointers = possible(code, "pointer")
+    assert set(pointers) == {"mov qword ptr [rsp + 8], rax", "mov rcx, qword ptr [rbp + 0x10]"}
+    assert bytes.fromhex("488b4d11") in pointers["mov rcx, qword ptr [rbp + 0x10]"]
+    destinations = possible(code, "destination")
+    assert bytes.fromhex("4801d9") in destinations["add rax, rbx"], "rcx instead of rax"
+    assert bytes.fromhex("4801c8") not in destinations["add rax, rbx"], "that is the source"
+    assert len(possible(code, "nop")) == 8, "all but the nop itself"
+    assert all(len(new) == 8 * len(new[0]) for new in possible(code, "text").values())
+
+
+def test_no_instruction_is_changed_twice_and_the_module_gets_the_old_bytes(code):
+    changes = code.changes("text", random.Random(1))
+    some = [next(changes) for _ in range(5)]
+    assert len({change.address for change in some}) == 5
+    for change in some:
+        at = change.address - START
+        assert TEXT[at : at + len(change.old)] == change.old
+        assert sum((a ^ b).bit_count() for a, b in zip(change.old, change.new, strict=True)) == 1
+        assert change.line == f"poke {change.address:x} {change.old.hex()} {change.new.hex()}"
+    assert code.name(START + 3) == "filemap_read+0x3"
+
+
+def test_hidden_kallsyms_are_rejected():
+    with pytest.raises(ValueError, match="root"):
+        Code.span("0000000000000000 T filemap_read\n")
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> tuple[Ram, np.ndarray, Path]:
+    rng = np.random.default_rng(1)
+    image = rng.integers(0, 1 << 63, (8, PAGE // 8), dtype=np.uint64)
+    frames = np.zeros((64, PAGE // 8), dtype=np.uint64)
+    for block in range(8):
+        frames[20 + 3 * block] = image[block]
+    frames[23, 100] ^= np.uint64(4)
+    path = tmp_path / "ram"
+    path.write_bytes(frames.tobytes())
+    return Ram(path), image, path
+
+
+def changed(path: Path, before: bytes) -> set[int]:
+    after = path.read_bytes()
+    return {at // PAGE for at in range(0, len(after), 8) if after[at : at + 8] != before[at : at + 8]}
+
+
+def test_frames_of_the_page_cache_are_found_by_their_content(memory):
+    ram, image, path = memory
+    cached = ram.cached(image)
+    assert cached == {20 + 3 * block: block for block in range(8) if block != 1}, "one differs from the disk"
+    before = path.read_bytes()
+    hit = ram.flip_cached(cached, 3, random.Random(2))
+    assert len(hit) == 3
+    assert changed(path, before) == set(hit)
+    assert set(ram.cached(image)) == set(cached) - set(hit)
+
+
+def test_a_copy_overruns_the_next_frames_but_not_the_end_of_memory(memory):
+    ram, image, path = memory
+    before = path.read_bytes()
+    behind = ram.overrun_cached(ram.cached(image), 2, random.Random(3))
+    assert changed(path, before) == {frame for frames in behind for frame in frames}
+    ram.write(63 * PAGE + 4000, bytes(3 * PAGE))
+    assert len(path.read_bytes()) == 64 * PAGE
+
+
+def test_bits_of_used_stacks_are_flipped_and_no_others(memory):
+    ram, _, path = memory
+    before = path.read_bytes()
+    assert ram.flip_stacks("7 1ff0 10\n7 2000 8\n", 5, random.Random(4)) == 5
+    at = [n for n, (a, b) in enumerate(zip(before, path.read_bytes(), strict=True)) if a != b]
+    assert at
+    assert all(0x1FF0 <= n < 0x2008 for n in at)
+    assert ram.flip_stacks("", 5, random.Random(4)) == 0
+
+
+def test_the_card_is_given_frames_of_the_page_cache(memory):
+    ram, image, _ = memory
+    cached = ram.cached(image)
+    size, table, ring = 8, 0, PAGE
+    for n in range(size):
+        ram.write(table + 16 * n, struct.pack("<QIHH", 0x100000 + n * PAGE, 1536, 0 if n == 6 else 2, 0))
+    ram.write(ring, struct.pack("<HH8H", 0, 5, *range(size)))  # 65534 .. 5 are available
+    queue = {"vring-num": size, "last-avail-idx": 65534, "vring-desc": table, "vring-avail": ring}
+    frames = ram.give_to_card(queue, cached, 2, random.Random(5))
+    assert len(frames) == 2
+    assert set(frames) <= set(cached)
+    addresses = [struct.unpack("<Q", ram.read(16 * n, 8))[0] for n in range(size)]
+    # The next four are not used (6, 7, 0, 1).
+    assert addresses[2:4] == [frame * PAGE for frame in frames]
+    assert all(addresses[n] == 0x100000 + n * PAGE for n in (0, 1, 4, 5, 6, 7))
+
+
+def test_blocks_of_runs_have_each_type_once():
+    plan = Plan(runs=4, unchecked=2)
+    every = jobs(plan, {})
+    assert len(every) == (4 + 2) * len(KINDS)
+    for block in range(4):
+        assert sorted(name for at, name, checked in every if at == block and checked) == sorted(k.name for k in KINDS)
+    left = jobs(plan, {("cache", 1): 3, ("cache", 0): 1})
+    assert [job for job in left if job[1] == "cache"] == [(2, "cache", 0), (3, "cache", 1)]
+    assert len(jobs(FULL, {})) == 60 * len(KINDS)
+
+
+def waits_for_lanes() -> bool:
+    """Whether the main thread has started all lanes, and waits."""
+    names, frame = set(), sys._current_frames()[threading.main_thread().ident]
+    while frame:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return "in_lanes" in names and "start" not in names and bool(names & {"wait", "join"})
+
+
+def test_lanes_that_are_interrupted_are_waited_for():
+    stopping, last = threading.Event(), threading.Event()
+    ended, notified = [], []
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+
+    def lane(index):
+        if index == 1:
+            deadline = time.monotonic() + 30
+            while not waits_for_lanes():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        assert stopping.wait(30)
+        if index == 0:  # it removes its guests, the other one has done so
+            assert last.wait(30)
+            time.sleep(0.3)
+        ended.append(index)
+        if index == 1:
+            last.set()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_lanes(2, lane, stopping, lambda: notified.append(sorted(ended)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert notified == [[0, 1]]
+
+
+def test_the_paper_s_types_are_all_there():
+    assert sum(kind.paper for kind in KINDS) == 14
+    assert len({kind.of_class for kind in KINDS if kind.paper}) == 3
+
+
+def made_up(tmp_path: Path, wrong: int = 0, unchecked_wrong: int = 7) -> Path:
+    file = RowFile(tmp_path / "faults-raw.csv", Row)
+    common = {"put": 10, "way": "host", "kept": 100, "overwritten": 0, "dropped": 0, "compared": 8192}
+    for n in range(3):
+        file.append(Row("cache", "corruption", 1, n, n, outcome="went on", served=90, refused=10, wrong=0, **common))
+        file.append(Row("text", "corruption", 1, n, n, outcome="crashed", served=95, refused=5, wrong=wrong, **common))
+    file.append(Row("stack", "corruption", 1, 0, 0, note="NoAnswerError: port 7007 does not answer"))
+    for name, hit in (("cache", [3, 4, 9]), ("none", [])):
+        row = Row(name, "corruption", 0, 0, 0, outcome="hung", served=100, refused=0, wrong=unchecked_wrong, **common)
+        row.hit, row.hit_wrong = hit, len(hit[:2])
+        file.append(row)
+    file.close()
+    again = RowFile(file.path, Row, append=True)
+    again.append(Row("none", "control", 1, 0, 0, outcome="went on", served=100, refused=0, wrong=0, **common))
+    again.close()
+    return file.path
+
+
+def test_figures_count_wrong_blocks_with_and_without_the_check(tmp_path):
+    frame = read(made_up(tmp_path))
+    figures = {figure.id: figure for figure in analysis.figures(frame, "raw").figures}
+    ours, unchecked = figures["blocks_wrong"], figures["blocks_wrong_unchecked"]
+    assert (ours.value, ours.n, ours.met) == (0, 6, True)
+    assert ours.extra["refused"] == 45
+    assert ours.extra["runs_unfinished"] == 1
+    assert (unchecked.value, unchecked.n, unchecked.met) == (7, 1, True), "without the control"
+    assert (unchecked.extra["hit"], unchecked.extra["hit_wrong"]) == (3, 2)
+    lines = {line["type"]: line for line in analysis.by_kind(frame, 1)}
+    assert (lines["stack"]["n"], lines["stack"]["unfinished"]) == (0, 1)
+    assert lines["text"]["crashed"] == 3
+    assert [(line["outcome"], line["n"]) for line in analysis.by_outcome(frame, 1)] == [("crashed", 3), ("went on", 4)]
+    assert plots.draw(frame, tmp_path) == ["faults-figure15.png"]
+
+
+def test_wrong_blocks_and_an_experiment_that_cannot_fail_miss_their_bars(tmp_path):
+    found = analysis.figures(read(made_up(tmp_path, wrong=1, unchecked_wrong=0)), "raw")
+    assert [(figure.id, figure.met) for figure in found.figures] == [
+        ("blocks_wrong", False),
+        ("blocks_wrong_unchecked", False),
+    ]
+    json.dumps([figure.as_json() for figure in found.figures])
+
+
+def test_complaints_of_a_kernel_are_detected():
+    assert complaints("[    4.1] BUG: unable to handle page fault for address: ffff\n")
+    assert not complaints("rekindle-micro ready\n")

@@ -1,0 +1,192 @@
+"""Topic `host`: its figures, tables and plots from invented rows, and the evaluation of timelines."""
+
+import json
+
+import pytest
+
+from rekindle_bench.host import analysis, plots
+from rekindle_bench.host.cases import FAULTS
+from rekindle_bench.host.plan import FULL, QUICK, left_out
+from rekindle_bench.host.reboot import last_reboot, stages
+from rekindle_bench.host.rows import Row, read
+from rekindle_bench.host.topic import rounds
+from rekindle_bench.rows import RowFile
+
+START = 1_800_000_000_000_000
+S = 1_000_000
+
+
+def reboot(case, how, number, *, vms=1, mib=128, downtime=40.0, suspend=0.2, resume=0.5, lost=0, **more):
+    """The rows of one reboot."""
+    for n in range(vms):
+        yield Row(
+            case=case,
+            how=how,
+            vms=vms,
+            memory_mib=mib,
+            round=number,
+            vm=f"guest{n}",
+            gap_us=int((downtime - n) * S),
+            outcome=more.pop("outcome", "booted" if how == "cold" else "kept"),
+            wanted="booted" if how == "cold" else "kept",
+            sessions=1,
+            sessions_lost=lost,
+            suspend_us=int(suspend * S) if how != "cold" else None,
+            resume_us=int(resume * S) if how != "cold" else None,
+            firmware_us=2 * S if how != "warm" else None,
+            kernel_us=4 * S,
+            userspace_us=10 * S,
+            **more,
+        )
+
+
+def made_up():
+    """Some rows of each case."""
+    for number in range(3):
+        for mib, resume in ((128, 0.5), (1024, 0.55)):
+            yield from reboot("sizes", "warm", number, mib=mib, resume=resume)
+        for vms in (1, 2, 4):
+            yield from reboot("counts", "warm", number, vms=vms, downtime=20.0 + number)
+            yield from reboot("counts", "cold", number, vms=vms, downtime=100.0)
+        yield from reboot("losses", "warm", number, vms=2)
+        yield from reboot("faults", "warm", number, vms=2, fault=FAULTS[number])
+        yield from reboot("faults", "warm", number, vms=2, fault=FAULTS[number], where="direct")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to(rows):
+        file = RowFile(tmp_path / "host-raw.csv", Row)
+        for row in rows:
+            file.append(row)
+        file.close()
+        return file.path
+
+    return to
+
+
+def test_figures_of_the_table(write):
+    found = analysis.figures(read(write(made_up())), "host-raw.csv")
+    by_id = {figure.id: figure for figure in found.figures}
+    assert not found.absent
+    both = by_id["host_suspend_resume"]
+    assert (both.value, both.n) == (pytest.approx(0.7), 3)
+    assert both.of.ratio == pytest.approx(0.75 / 0.7)
+    assert both.met
+    assert by_id["host_warm_vs_cold"].value == pytest.approx(0.21)
+    assert by_id["host_warm_vs_cold"].extra["cold_firmware_share"] == pytest.approx(0.02)
+    assert (by_id["host_tcp_lost"].value, by_id["host_tcp_lost"].n) == (0, 3)
+    lost = by_id["host_guests_lost"]
+    assert (lost.value, lost.n) == (0, 6)
+    assert lost.extra == {"reboots_direct": 3, "reboots_emulated": 3, "guests": 12}
+    assert all(figure.met for figure in found.figures)
+
+
+def test_one_guest_or_one_connection_that_is_lost_is_missed(write):
+    rows = [*made_up(), *reboot("losses", "warm", 9, lost=1), *reboot("faults", "warm", 9, outcome="booted")]
+    found = analysis.figures(read(write(rows)), "host-raw.csv")
+    missed = {figure.id for figure in found.figures if not figure.met}
+    assert missed == {"host_tcp_lost", "host_guests_lost"}
+
+
+def test_nothing_measured_is_no_figure(write):
+    found = analysis.figures(read(write(reboot("counts", "warm", 0))), "host-raw.csv")
+    assert not found.figures
+    assert len(found.absent) == 4
+
+
+def test_tables_and_plots(write, tmp_path):
+    frame = read(write(made_up()))
+    summary = analysis.summary(frame)
+    cold = next(line for line in summary if line["how"] == "cold" and line["guests"] == "4 x 128M")
+    assert (cold["n"], cold["downtime"], cold["firmware"], cold["as wanted"]) == (3, 100.0, 2.0, "12 of 12")
+    assert all(line["kept"] == 2 and line["gone"] == 0 for line in analysis.by_fault(frame))
+    probe = {
+        "interval_ms": 500,
+        "started_unix_ns": START * 1000,
+        "intervals": [{"start_ms": 500 * n, "answered": 25 * (n < 4 or n > 20)} for n in range(30)],
+    }
+    records = [
+        {"how": how, "vms": 4, "command_us": START, "stages": {"kernel_us": S}, "probe": probe}
+        for how in ("warm", "cold")
+    ]
+    drawn = plots.draw(frame, records, tmp_path)
+    assert drawn == [f"host-figure{n}.png" for n in (5, 6, 7, 8)]
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in drawn)
+
+
+def test_a_resumed_run_continues_after_complete_reboots(write):
+    rows = [*reboot("counts", "warm", 0, vms=2), *list(reboot("counts", "warm", 1, vms=2))[:1]]
+    assert rounds(write(rows)) == {("counts", "warm", 2, 128, "emulated"): 1}
+
+
+def entry(operation, phase, step, start_s, us):
+    return {
+        "vm": "a",
+        "operation": operation,
+        "phase": phase,
+        "step": step,
+        "start_mono_ns": int(start_s * 1e9),
+        "start_host_us": int(start_s * S),
+        "us": us,
+    }
+
+
+SUSPEND = [
+    entry("host suspend --how warm", "prepare", "digest memory ahead", 390, 3 * S),
+    entry("host suspend --how warm", "suspend", "stop", 400, 100_000),
+    entry("host suspend --how warm", "suspend", "sync and commit", 400.1, 200_000),
+]
+RESUME = [
+    entry("host resume", "prepare", "wait for its bridges", 14, 2 * S),
+    entry("host resume", "renew", "load", 16, 600_000),
+    entry("host resume", "resume", "resume", 16.6, 100_000),
+    entry("host resume", "settle", "record", 16.7, 5 * S),
+]
+
+
+def test_only_the_last_reboot_counts():
+    run = [entry("run", "resume", "start", 1, 5)]
+    assert [e["step"] for e in last_reboot([*run, *SUSPEND, *RESUME])] == [e["step"] for e in SUSPEND + RESUME]
+    again = last_reboot([*SUSPEND, *RESUME, *SUSPEND, *RESUME])
+    assert len(again) == len(SUSPEND + RESUME)
+    assert last_reboot(run) == []
+
+
+def test_stages_of_a_warm_and_of_a_cold_reboot():
+    found = stages(
+        [[*SUSPEND, *RESUME]],
+        command=START,
+        silent=START + 5 * S,
+        saved=START + 6 * S,
+        reset=None,
+        kernel=START + 8 * S,
+        userspace_us=4 * S,
+    )
+    assert found == {
+        "services_us": 5 * S,
+        "suspend_us": 300_000,
+        "down_us": 2 * S,
+        "kernel_us": 4 * S,
+        "userspace_us": 12 * S,
+        "resume_us": 700_000,
+        "ahead_us": 3 * S,
+    }
+    cold = stages(
+        [[]],
+        command=START,
+        silent=START + 5 * S,
+        saved=START + 6 * S,
+        reset=START + 9 * S,
+        kernel=START + 12 * S,
+        userspace_us=4 * S,
+    )
+    assert cold == {"services_us": 5 * S, "down_us": 3 * S, "firmware_us": 3 * S, "kernel_us": 4 * S}
+
+
+def test_a_quick_plan_lists_its_omissions():
+    assert left_out(FULL) == []
+    lines = "\n".join(left_out(QUICK))
+    for word in ("1 guest with 1G", "guests: 2", "connections open", "with a fault"):
+        assert word in lines
+    assert json.dumps(left_out(QUICK))

@@ -1,0 +1,134 @@
+"""Topic `move` with invented rows: the figure, the table, and the peer's command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rekindle_bench.move import analysis, cases
+from rekindle_bench.move.plan import FULL, QUICK, left_out
+from rekindle_bench.move.rows import Row, read
+from rekindle_bench.rows import RowFile
+from rekindle_lab.cli import app
+from rekindle_lab.models import moves
+from rekindle_lab.models.parameters import ParameterError
+from rekindle_lab.peers import migrate
+from rekindle_lab.rekindle import Probe
+
+LINE = [
+    "/usr/bin/qemu-system-x86_64",
+    *("-pidfile", "/run/a/vmm-1/qemu.pid", "-global", "migration.send-configuration=off"),
+    *("-object", "memory-backend-file,id=ram,size=512,mem-path=/ram/a.ram,share=on"),
+    *("-chardev", "socket,id=console,path=/run/a/vmm-1/console.sock,logfile=/run/a/console.log"),
+    *("-netdev", "tap,id=net0,fd=40,vhost=off", "-incoming", "defer", "-S"),
+]
+
+
+def test_the_target_has_the_hardware_and_its_own_files():
+    vm = migrate.Vm("qemu", LINE, "/run/a/vmm-1")
+    out = migrate.arguments(vm, Path("/b"), Path("/ram/b.ram"), 7)
+    text = " ".join(out)
+    assert out[-2:] == ["-incoming", "defer"] and text.count("-incoming") == 1 and "-S" not in out
+    assert "tap,id=net0,fd=7,vhost=off" in out
+    # Both sides have to agree about the stream.
+    assert "migration.send-configuration=off" in out
+    assert "mem-path=/ram/b.ram" in text and "/b/qemu.pid" in out and "logfile=/b/console.log" in text
+    assert "/run/a" not in text and "/ram/a" not in text
+
+
+@pytest.fixture
+def frame(tmp_path):
+    rows = RowFile(tmp_path / "move-raw.csv", Row)
+    for number in range(8):
+        for load, factor in (("idle", 1), ("dirty 20", 2)):
+            common = {"case": "moves", "memory_mib": 512, "load": load, "round": number}
+            times = {"total_us": 900_000, "whole_us": 1_000_000, "before_per_s": 400.0}
+            ours = Row(
+                how="move", store="disk", stopped_us=(40_000 + number) * factor, during_per_s=300.0, **common, **times
+            )
+            ours.steps = [{"step": "read", "us": 5000}, {"step": "there", "us": 30_000}]
+            ours.steps.append({"step": "there: load its devices", "us": 9000})
+            ours.pauses_us, ours.rounds, ours.last_bytes = 9000, 3, 4096
+            rows.append(ours)
+            rows.append(Row(how="live", store="", stopped_us=100_000 + number, during_per_s=200.0, **common, **times))
+            rows.append(Row(how="live-20ms", store="", stopped_us=50_000 + number, converged=1, **common, **times))
+            # The best, while it converges; once it did not.
+            stuck = load != "idle" and number == 3
+            fastest = None if stuck else 10_000 + number
+            rows.append(Row(how="live-2ms", store="", stopped_us=fastest, converged=int(not stuck), **common))
+            rows.append(Row(how="move-local", store="disk", stopped_us=20_000 + number, **common, **times))
+            rows.append(Row(how="non-live", store="", stopped_us=700_000, **common, **times))
+    rows.close()
+    return read(rows.path)
+
+
+def test_the_figure_is_of_a_guest_that_works(frame):
+    found = analysis.figures(frame, "move-raw.csv")
+    [figure] = found.figures
+    assert figure.id == "move_stopped_vs_live" and not figure.met and figure.n == 8
+    # Against the best of those that always converge.
+    assert figure.value == pytest.approx(1.6, rel=0.01) and "limit 20 ms" in figure.peer_is
+    assert figure.extra["ratio_dirty_512m_live"] == pytest.approx(0.8, rel=0.01)
+    assert figure.extra["ratio_idle_512m"] == pytest.approx(4.0, rel=0.01)
+    assert figure.extra["ratio_idle_512m_tls_to_local"] == pytest.approx(2.0, rel=0.01)
+    assert found.absent == ["live-2ms, 512M, dirty 20: 1 of 8 did not converge"]
+    without_peers = analysis.figures(frame[frame["how"] == "move"], "move-raw.csv")
+    assert not without_peers.figures and "live" in without_peers.absent[0]
+
+
+def test_the_tables_have_the_loss_of_throughput(frame):
+    lines = {(line["load"], line["how"]): line for line in analysis.summary(frame)}
+    assert lines["idle", "move"]["degraded"] == pytest.approx(0.25)
+    assert lines["idle", "live"]["degraded"] == pytest.approx(0.5)
+    assert lines["idle", "live"]["paused before ms"] is None
+    assert lines["dirty 20", "live-2ms"]["not converged"] == 1 and lines["dirty 20", "live-2ms"]["n"] == 7
+    [idle, _] = analysis.pauses(frame)
+    keys = ("guest", "load", "how", "n")
+    assert {name: value for name, value in idle.items() if name not in keys} == {"read ms": 5.0, "there ms": 30.0}
+    [idle, _] = analysis.there(frame)
+    assert {name: value for name, value in idle.items() if name not in keys} == {"load its devices ms": 9.0}
+
+
+def test_the_models_take_their_figures_from_it(frame, tmp_path):
+    path = tmp_path / "move.json"
+    path.write_text(json.dumps({"tables": {moves.TABLE: analysis.summary(frame)}}))
+    found, notes = moves.moved(path, "512M", "dirty 20", 3)
+    assert {"migration", "move", "move-local", "live", "live-20ms"} == set(found)
+    assert found["migration"].vmm_downtime_s == pytest.approx(0.7)
+    assert found["migration"].degraded_s == pytest.approx(2 * 0.7)
+    ours = found["move"]
+    # Stopped at the end, and paused before; a quarter less is served while all three move.
+    assert ours.vmm_downtime_s == pytest.approx((80.007 + 9) / 1e3, rel=1e-4)
+    assert (ours.degraded_rate, ours.degraded_s) == (pytest.approx(0.25), pytest.approx(3.0))
+    assert all(one.spare_hosts == 1 for one in found.values())
+    assert any("non-live" in note for note in notes) and "left out, since not all of them converged: live-2ms" in notes
+    options = ["--moves", str(path), "--move-vms", "3", "--json"]
+    done = CliRunner().invoke(app, ["model", "--paper", "cluster", *options])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.output)
+    names = [row["technique"] for row in document["techniques"]]
+    assert {"warm", "move", "live-20ms"} <= set(names) and names.count("migration") == 1
+    with pytest.raises(ParameterError, match=r"no guest '8G' .* 512M with load idle"):
+        moves.moved(path, "8G", "idle", 3)
+    path.write_text("{}")
+    with pytest.raises(ParameterError, match="TOPIC=move"):
+        moves.moved(path, "512M", "idle", 3)
+
+
+def test_rates_are_of_whole_intervals_before_the_command_and_until_the_stop():
+    intervals = [{"start_ms": 100 * n, "answered": 40 if n < 10 else 20} for n in range(30)]
+    probe = Probe({"interval_ms": 100, "started_unix_ns": 5_000_000_000, "intervals": intervals})
+    row = Row("moves", 512, "idle", "move", "disk", 0)
+    cases._service(probe, 6.0, 7.0, row)
+    assert (row.before_per_s, row.during_per_s) == (pytest.approx(400.0), pytest.approx(200.0))
+    # Ended before one interval had passed.
+    cases._service(probe, 6.0, 6.05, row)
+    assert row.during_per_s is None
+
+
+def test_omissions_of_a_quick_run_are_listed():
+    assert left_out(FULL) == []
+    lines = left_out(QUICK)
+    assert any("2G" in line for line in lines)
+    assert any(f"{QUICK.rounds} of {FULL.rounds}" in line for line in lines) and QUICK.rounds < FULL.rounds

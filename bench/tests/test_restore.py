@@ -1,0 +1,134 @@
+import json
+from functools import partial
+
+import pytest
+import typer
+from made_rows import write_rows
+from typer.testing import CliRunner
+
+from made_up import steps
+from rekindle_bench.__main__ import main
+from rekindle_bench.restore import analysis, rows
+from rekindle_bench.restore.plan import FULL, QUICK, left_out
+from rekindle_bench.restore.rows import Row
+
+app = typer.Typer()
+app.command()(main)
+
+STEPS = steps([("prepare", "start QEMU", 0, 40), ("renew", "load its devices", 40, 20), ("settle", "record", 60, 500)])
+
+
+def back(case, how, ms, number, *, mib=512, store="disk", **more):
+    given = {"restore_us": int(ms * 1000), "fill_us": 2_000_000, "steps": STEPS, **more}
+    return Row(case, "restore", mib, "compile", store, how, number, **given)
+
+
+def rest(how, seconds, number, workload="compile", digest="aa"):
+    return Row(
+        "after", "window", 512, workload, "disk", how, number, units=100, rest_us=int(seconds * 1e6), digest=digest
+    )
+
+
+def made_up(slower=1.03, digest="aa"):
+    out = [back("restore", "lazy", 80.0 + i, i) for i in range(9)]
+    out += [back("restore", "lazy", 88.0 + i, i, mib=8192) for i in range(9)]
+    out += [back("restore", "eager", 900.0, i) for i in range(3)]
+    out += [back("restore", "incoming", 1000.0 + i, i, fill_us=None) for i in range(3)]
+    out += [back("prepared", "prepared", 15.0, i, resident_kib=50 * 1024) for i in range(3)]
+    out += [back("prepared", "lazy", 90.0, i) for i in range(3)]
+    out += [back("stores", "lazy", 120.0, i, store="tls") for i in range(2)]
+    for number in range(4):
+        out.append(rest("undisturbed", 20.0 + number, number))
+        out.append(rest("lazy", (20.0 + number) * slower, number, digest=digest))
+        out.append(back("after", "lazy", 85.0, number, demanded_pages=1000, filled_pages=5000, worst_us=3000 + number))
+    return out
+
+
+write = partial(write_rows, rows)
+
+
+def test_known_rows_give_known_figures(tmp_path):
+    found = analysis.figures(write(tmp_path / "r.csv", made_up()), "r.csv")
+    assert found.absent == ["figure slowdown_after_restore_transcoding: no rows"]
+    by_id = {figure.id: figure for figure in found.figures}
+    small = by_id["restore_ms_512m"].as_json()
+    assert (small["value"], small["unit"], small["n"], small["met"], small["verdict"]) == (84, "ms", 9, True, "better")
+    assert small["ratio_of"] == {"ours": 84, "peer": 1001}
+    assert by_id["restore_8g_vs_512m"].value == pytest.approx(92 / 84)
+    prepared = by_id["restore_prepared_ms"].as_json()
+    assert (prepared["value"], prepared["ratio_of"]["peer"], prepared["met"]) == (15, 90, True)
+    assert (by_id["restore_prepared_mb"].value, by_id["restore_prepared_mb"].met) == (50, True)
+    after = by_id["slowdown_after_restore"]
+    assert after.value == pytest.approx(0.03)
+    assert after.met
+
+
+def test_a_slow_second_half_misses(tmp_path):
+    found = analysis.figures(write(tmp_path / "r.csv", made_up(slower=1.2)), "r.csv")
+    after = next(figure for figure in found.figures if figure.id == "slowdown_after_restore")
+    assert after.value == pytest.approx(0.2)
+    assert not after.met
+
+
+def test_table_2(tmp_path):
+    (line,) = analysis.table_2(write(tmp_path / "r.csv", made_up()))
+    assert line["overhead %"] == pytest.approx(3.0)
+    assert line["fetched on demand MB"] == pytest.approx(4.096)
+    assert line["longest wait ms"] == pytest.approx(3.003)
+    assert line["results equal"] == "4 of 4"
+    (line,) = analysis.table_2(write(tmp_path / "s.csv", made_up(digest="bb")))
+    assert line["results equal"] == "0 of 4"
+
+
+def moved(digest):
+    out = []
+    for number, how, own in ((0, "elsewhere", "aa"), (1, "libvirt", digest)):
+        out.append(back("elsewhere", how, 120.0 + number, number, store="tls", lost_us=400_000))
+        for which, what in (("undisturbed", "aa"), (how, own)):
+            window = {"units": 100, "digest": what}
+            out.append(Row("elsewhere", "window", 512, "compile", "tls", which, number, **window))
+    return out
+
+
+def test_work_continued_elsewhere_is_compared(tmp_path):
+    first, second = analysis.moves(write(tmp_path / "r.csv", made_up() + moved("aa")))
+    assert (first["guest of"], first["results"], first["equal"]) == ("Rekindle", 2, "yes")
+    assert (second["guest of"], second["restored in ms"], second["work lost ms"]) == ("libvirt", 121, 400)
+    assert second["equal"] == "yes"
+    other = analysis.moves(write(tmp_path / "s.csv", made_up() + moved("bb")))
+    assert [line["equal"] for line in other] == ["yes", "no"]
+    found = analysis.figures(write(tmp_path / "t.csv", made_up() + moved("aa")), "t.csv")
+    alone = analysis.figures(write(tmp_path / "u.csv", made_up()), "u.csv")
+    assert [figure.value for figure in found.figures] == [figure.value for figure in alone.figures]
+
+
+def test_figure_4_adds_up(tmp_path):
+    parts = analysis.steps(write(tmp_path / "r.csv", made_up()))
+    assert next(iter(parts)) == ("512M", "lazy")
+    assert parts["512M", "lazy"] == {"start QEMU": 40, "load its devices": 20, "the rest": 24}
+    assert ("512M, disk", "prepared") in parts
+    assert ("512M, tls", "lazy") in parts
+
+
+def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
+    raw = tmp_path / "raw" / "restore-raw.csv"
+    raw.parent.mkdir()
+    write(raw, made_up())
+    outputs = []
+    for name in ("one", "two"):
+        result = CliRunner().invoke(app, ["restore", "--from-raw", str(raw), "--out", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        outputs.append(result.output.splitlines()[-1])
+        assert json.loads(outputs[-1])["plots"] == ["restore-figure4.png"]
+        assert (tmp_path / name / "restore-figure4.png").read_bytes().startswith(b"\x89PNG")
+    assert outputs[0] == outputs[1]
+
+
+def test_omissions_of_a_quick_run_are_listed():
+    assert left_out(FULL) == []
+    text = "\n".join(left_out(QUICK))
+    assert "restores at 2G: all" in text
+    assert "restores at 8G: eager, incoming" in text
+    assert "restores from: slow, tls" in text
+    assert "length of a piece of work: compile 40 of 676" in text
+    assert "second halves of transcode: 0 of 4" in text

@@ -1,0 +1,209 @@
+import json
+from functools import partial
+
+import pytest
+import typer
+from made_rows import write_rows
+from typer.testing import CliRunner
+
+from made_up import START_US, record, steps
+from rekindle_bench.__main__ import main
+from rekindle_bench.report import Bar
+from rekindle_bench.vmm import analysis, rows
+from rekindle_bench.vmm.plan import FULL, QUICK, left_out
+from rekindle_bench.vmm.rows import Row
+
+app = typer.Typer()
+app.command()(main)
+
+WARM_512 = [4.0, 5.0, 5.0, 6.0, 5.0, 5.5, 4.5, 5.0, 5.2, 4.8]
+CPR_512 = [10.0, 9.0, 11.0, 10.0, 10.5, 9.5, 10.0, 10.2, 9.8, 10.0]
+
+
+def reboot(case, how, number, stopped_ms, *, mib=512, vms=1, vm="a", guest="micro", **more):
+    """A reboot at 1 s: suspended for a third of the stop, the client's gap 2 ms longer than it."""
+    stopped_us = int(stopped_ms * 1000)
+    stop = START_US + 1_000_000
+    third = stopped_ms / 3
+    return Row(
+        case=case,
+        guest=guest,
+        memory_mib=mib,
+        vms=vms,
+        how=how,
+        round=number,
+        vm=vm,
+        stopped_us=stopped_us,
+        stop_host_us=stop,
+        resume_host_us=stop + stopped_us,
+        total_us=more.pop("total_us", stopped_us),
+        gap_us=stopped_us + 2000,
+        gap_start_host_us=stop - 1000,
+        gap_end_host_us=stop + stopped_us + 1000,
+        answered=100,
+        failed=0,
+        connections_lost=0,
+        steps=steps([("suspend", "save", 1000, third), ("renew", "load", 1000 + third, 2 * third)]),
+        **more,
+    )
+
+
+def made_up(warm=WARM_512, cpr=CPR_512, sessions_lost=0, failed=0, changed=0):
+    out = [reboot("ram", "warm", i, value) for i, value in enumerate(warm)]
+    out += [reboot("ram", "cpr-transfer", i, value) for i, value in enumerate(cpr)]
+    out += [reboot("ram", "warm", i, value, mib=2048) for i, value in enumerate([5.0, 6.0, 7.0])]
+    out += [reboot("ram", "saved", i, value, mib=2048) for i, value in enumerate([1500.0, 1000.0, 1200.0])]
+    out += [reboot("sizes", "warm", i, value, mib=8192) for i, value in enumerate([5.0, 5.25, 5.5])]
+    out += [reboot("sizes", "warm", i, value, mib=512) for i, value in enumerate([5.5, 4.5, 5.0])]
+    for number in range(3):
+        out.append(reboot("count", "warm", number, 5.0, mib=256, total_us=5000 + number))
+        out.append(reboot("solo", "warm", number, 8.0, mib=256, total_us=8200))
+        for vm in range(11):
+            out.append(
+                reboot("count", "warm", number, 20.0, mib=256, vms=11, vm=f"s{vm}", total_us=40_000 + number * 1000)
+            )
+    for number in range(50):
+        lost = sessions_lost if number == 7 else 0
+        out.append(reboot("losses", "warm", number, 6.0, guest="debian", sessions=5, sessions_lost=lost))
+    out.append(Row("load", "debian", 1024, 1, "warm", 0, "l", answered=9000, failed=failed, connections_lost=0))
+    out += [reboot("memory", "warm", i, 5.0, memory_changed_bytes=changed) for i in range(3)]
+    return out
+
+
+write = partial(write_rows, rows)
+
+
+def figures_of(tmp_path, **changes):
+    found = analysis.figures(write(tmp_path / "vmm-raw.csv", made_up(**changes)), "vmm-raw.csv")
+    assert found.absent == []
+    return {figure.id: figure for figure in found.figures}
+
+
+def test_known_rows_give_known_figures(tmp_path):
+    found = figures_of(tmp_path)
+    assert set(found) == {
+        "warm_vs_cpr_stopped",
+        "warm_8g_vs_512m_stopped",
+        "warm_11_vms_total",
+        "warm_vs_saved_2g",
+        "warm_losses_50",
+        "warm_memory_changed",
+    }
+    cpr = found["warm_vs_cpr_stopped"].as_json()
+    assert cpr["value"] == 0.5
+    assert cpr["ratio_of"] == {"ours": 5.0, "peer": 10.0}
+    assert (cpr["n"], cpr["n_peer"], cpr["met"], cpr["verdict"]) == (10, 10, True, "better")
+    assert cpr["p95"] == pytest.approx(5.775 / 10.775, rel=1e-5)
+    assert cpr["ratio_ci95"][0] <= 0.5 <= cpr["ratio_ci95"][1] < 0.6
+    assert cpr["raw"] == "vmm-raw.csv"
+    assert found["warm_8g_vs_512m_stopped"].value == pytest.approx(1.05)
+    many = found["warm_11_vms_total"].as_json()
+    assert (many["value"], many["unit"], many["n"], many["met"]) == (0.041, "s", 3, True)
+    assert many["ratio_to_one_among_all"] == 5.0
+    assert "verdict" not in many  # 11 of ours against one of ours: there is no peer
+    assert many["ratio"] == pytest.approx(0.041 / 0.005001, rel=1e-4)
+    assert found["warm_vs_saved_2g"].value == pytest.approx(0.005)
+    assert (found["warm_losses_50"].value, found["warm_losses_50"].n) == (0, 50)
+    assert found["warm_memory_changed"].value == 0
+    assert all(figure.met for figure in found.values())
+
+
+def test_a_worse_result_is_reported_as_worse(tmp_path):
+    raw = tmp_path / "vmm-raw.csv"
+    write(raw, made_up(warm=CPR_512, cpr=WARM_512))
+    result = CliRunner().invoke(app, ["vmm", "--from-raw", str(raw), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    line = next(line for line in result.output.splitlines() if line.startswith("warm_vs_cpr_stopped"))
+    assert "MISSED" in line
+    assert line.endswith("worse")
+    figure = json.loads(result.output.splitlines()[-1])["figures"]["warm_vs_cpr_stopped"]
+    assert (figure["value"], figure["met"], figure["verdict"]) == (2.0, False, "worse")
+    assert figure["ratio_ci95"][0] > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "id_", "value"),
+    [
+        ({"sessions_lost": 2}, "warm_losses_50", 2),
+        ({"failed": 3}, "warm_losses_50", 3),
+        ({"sessions_lost": 1, "failed": 3}, "warm_losses_50", 4),
+        ({"changed": 4096}, "warm_memory_changed", 4096),
+    ],
+)
+def test_every_loss_counts(tmp_path, changes, id_, value):
+    figure = figures_of(tmp_path, **changes)[id_]
+    assert figure.value == value
+    assert not figure.met
+
+
+def test_eleven_vms_must_stay_under_both_bars(tmp_path):
+    made = [row for row in made_up() if row.case == "count"]
+    for row in made:
+        if row.vms == 11:
+            row.total_us = 5001 * 11 + 100
+    found = analysis.figures(write(tmp_path / "r.csv", made), "r.csv")
+    (figure,) = found.figures
+    assert figure.value < 1.0
+    assert not figure.met  # 11 times one VM is not under 11 times
+    assert len(found.absent) == 5
+
+
+def test_an_analysis_again_gives_the_same_and_draws(tmp_path):
+    raw = tmp_path / "raw" / "vmm-raw.csv"
+    raw.parent.mkdir()
+    write(raw, made_up())
+    (raw.parent / "vmm-run.json").write_text(
+        json.dumps({"command": "make bench TOPIC=vmm", "versions": {"qemu": "10"}, "left_out": ["x"], "errors": []})
+    )
+    records = [record("warm", 3000, 3005, 14), record("cold", 2500, 4000, 5600, failed=7)]
+    (raw.parent / "vmm-breakdown.json").write_text(json.dumps(records))
+    outputs = []
+    for name in ("one", "two"):
+        result = CliRunner().invoke(app, ["vmm", "--from-raw", str(raw), "--out", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        outputs.append(result.output.splitlines()[-1])
+        document = json.loads(outputs[-1])
+        assert document == json.loads((tmp_path / name / "vmm.json").read_text())
+        assert document["plots"] == ["vmm-ram.png", "vmm-count.png", "vmm-downtime.png", "vmm-breakdown.png"]
+        for plot in document["plots"]:
+            assert (tmp_path / name / plot).read_bytes().startswith(b"\x89PNG")
+        assert document["versions"] == {"qemu": "10"}
+        assert document["left_out"] == ["x"]
+        assert (tmp_path / name / "vmm-raw.csv").exists()
+    assert outputs[0] == outputs[1]
+
+
+def test_tasks_before_and_after(tmp_path):
+    frame = write(tmp_path / "r.csv", [reboot("ram", "saved", 0, 900.0), reboot("ram", "cpr-transfer", 0, 3.0)])
+    times = analysis.tasks(frame).set_index("how")
+    assert times.loc["saved", "pre_ms"] == pytest.approx(300)
+    assert times.loc["saved", "post_ms"] == pytest.approx(601)  # until the client is answered, 1 ms after the resume
+    assert times.loc["saved", "stopped_ms"] == 900
+    assert times.loc["cpr-transfer", "stopped_ms"] == 3
+    assert times.loc["cpr-transfer", ["pre_ms", "post_ms"]].isna().all()
+
+
+def test_an_unrelated_file_is_rejected(tmp_path):
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="not a raw file"):
+        rows.read(path)
+
+
+def test_omissions_of_a_quick_run_are_listed():
+    assert left_out(FULL) == []
+    text = "\n".join(left_out(QUICK))
+    assert "micro with 8G: all of it" in text
+    assert "4 small VMs: all of it" in text
+    assert "reboots in a row under load: 10 of 50" in text
+
+
+def test_bars():
+    assert Bar(1.0).met(1.0)
+    assert not Bar(1.0, "<").met(1.0)
+    assert Bar(0.0, "==").met(0)
+
+
+def test_wrong_usage_is_rejected(tmp_path):
+    assert CliRunner().invoke(app, ["nonsense"]).exit_code == 2
+    assert CliRunner().invoke(app, ["vmm", "--only", "nonsense", "--out", str(tmp_path)]).exit_code == 2

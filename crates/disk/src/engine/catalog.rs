@@ -1,0 +1,222 @@
+//! The trait between the front end and the parts that know the disk's blocks.
+//!
+//! The front end moves bytes. It does not know where a block is, whether a write must wait for a checkpoint, or what a reboot needs to know
+//! later. It asks a [`BlockCatalog`], in this order for each request:
+//!
+//! ```text
+//! a request is taken    record_request
+//! a read                take_retained ─> record_served;   locate ─> disk_file ─ (I/O) ─> record_moved
+//! a change              forget_blocks; reserve ─> the image, or an entry ─ (I/O) ─> record_entry, record_moved
+//! a flush               sync_targets ─> file_to_sync ─ (I/O) ─> record_sync
+//! it fails              forget_moved
+//! ```
+//!
+//! The trait is a type parameter of the front end, so that no call is dynamic.
+
+use super::io::BufferPool;
+use crate::block_map::Frame;
+use crate::digest::Digest;
+use crate::memory::Memory;
+use crate::redo::format::EntryKind;
+use crate::redo::log::{LogEntry, SpaceLimit};
+use crate::request::{Disk, Kind, Range};
+use rekindle_kernel::uring::Buffer;
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A part of a request in progress.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartId {
+    /// Number of the request.
+    pub request: u32,
+    /// Number of the part in the request.
+    pub part: u32,
+}
+
+/// Where data of the disk is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DataLocation {
+    /// At the same offset as on the disk.
+    Image,
+    /// In the segment of an epoch of the redo log.
+    Segment { epoch: u64, offset: u64 },
+    /// Zeros, stored nowhere.
+    Zeroes,
+}
+
+/// Where to read in a file.
+pub(super) struct FilePosition {
+    pub file: Arc<File>,
+    pub offset: u64,
+}
+
+/// What a flush makes durable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum SyncTarget {
+    Image,
+    /// The first `entries` entries of the segment of an epoch.
+    Segment {
+        epoch: u64,
+        entries: u64,
+    },
+}
+
+/// Earlier writes cannot be made durable any more.
+#[derive(Debug)]
+pub(super) struct DurabilityLost;
+
+/// A change of the disk.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Change {
+    /// First byte on the disk.
+    pub at: u64,
+    pub bytes: u64,
+    pub kind: EntryKind,
+}
+
+/// Where a change is to be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WriteTarget {
+    Image,
+    /// An entry of the redo log, with a header before the data.
+    Entry(LogEntry),
+    /// Nowhere yet: the catalog keeps the part until [`BlockCatalog::retry_waiting`].
+    Wait,
+}
+
+/// How the write of an entry ended.
+pub(super) enum EntryResult<'a> {
+    Written,
+    /// The front end tries it again later, in the same place.
+    NoSpace {
+        part: PartId,
+        /// The error, if it was not a short write.
+        error: Option<&'a io::Error>,
+    },
+    /// It is not repeated.
+    Failed,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Direction {
+    DiskToGuest,
+    GuestToDisk,
+}
+
+/// Adjacent blocks that were moved between the disk and the guest.
+pub(super) struct MovedBlocks {
+    pub memory: Arc<Memory>,
+    /// The first block.
+    pub first: u64,
+    /// The guest's frame of each block, if the block is in one frame.
+    pub frames: Vec<Option<Frame>>,
+    pub direction: Direction,
+    /// Their content on the disk has changed since, or may have.
+    pub is_stale: bool,
+}
+
+impl MovedBlocks {
+    /// Whether it has a block of `range`.
+    pub fn overlaps(&self, range: Range) -> bool {
+        let blocks = crate::block::touched(range.at, range.bytes);
+        self.first < blocks.end && blocks.start < self.first + self.frames.len() as u64
+    }
+}
+
+/// Whether a guest's driver has just started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DriverState {
+    /// Its first queue starts, without any answer yet.
+    Started,
+    /// It continues, with another QEMU or another queue.
+    Continues,
+}
+
+/// See [the module](self).
+pub(super) trait BlockCatalog {
+    /// Whether there is a disk: a server for a restore gets it later.
+    fn is_open(&self) -> bool;
+
+    /// What requests are checked against.
+    fn disk(&self) -> Disk;
+
+    /// The image, for messages.
+    fn path(&self) -> &Path;
+
+    // Where is this block?
+
+    /// Whether [`Self::take_retained`] may find blocks.
+    fn has_retained_blocks(&self) -> bool;
+
+    /// Copies blocks from `first` on out of the retained cache, as many as fit into `into`. Returns the digest of each block that was there
+    /// and equals the disk's. All of them are removed from the retained cache.
+    fn take_retained(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>>;
+
+    /// Calls `piece` with each piece of a range, in order, and where its data is.
+    fn locate(&self, range: Range, piece: impl FnMut(Range, DataLocation));
+
+    /// The file of a location that byte `at` of the disk was found at earlier. What was merged since is in the image.
+    fn disk_file(&self, location: DataLocation, at: u64) -> FilePosition;
+
+    /// Calls `target` with all that a flush must sync.
+    ///
+    /// # Errors
+    /// A sync has failed before.
+    fn sync_targets(&self, target: impl FnMut(SyncTarget)) -> Result<(), DurabilityLost>;
+
+    /// `None`: there is nothing left to sync.
+    fn file_to_sync(&self, target: SyncTarget) -> Option<Arc<File>>;
+
+    // May I write it?
+
+    /// Decides where a part writes a change. `entry`: that of an earlier attempt.
+    fn reserve(&mut self, part: PartId, change: Change, entry: Option<LogEntry>, limit: SpaceLimit) -> WriteTarget;
+
+    /// Writes the header of an entry with this data to `into`. `None`: the log has ended, which it does only when no entry is reserved.
+    fn write_entry_header(&self, entry: &LogEntry, data: &[u8], into: &mut [u8]) -> Option<()>;
+
+    fn entry_file(&self, entry: &LogEntry) -> Option<Arc<File>>;
+
+    /// Moves all parts that wait to `waiting`, for another attempt.
+    fn retry_waiting(&mut self, waiting: &mut VecDeque<PartId>);
+
+    /// As [`Self::retry_waiting`], if it is time for another attempt.
+    fn retry_due(&mut self, waiting: &mut VecDeque<PartId>);
+
+    // What must be recorded?
+
+    /// A QEMU has mapped `memory`, whose queues do not run.
+    fn note_mapped(&mut self, memory: &Memory);
+
+    /// Prepares to record the blocks of a guest in `memory`, of which a queue starts.
+    fn begin_records(&mut self, memory: &Arc<Memory>, driver: DriverState, buffers: &mut BufferPool);
+
+    /// Records which blocks a request reads or changes, before any of it is done.
+    fn record_request(&mut self, kind: &Kind);
+
+    /// Whether moved blocks are recorded.
+    fn records_moves(&self) -> bool;
+
+    /// Forgets the content of blocks that are about to change.
+    fn forget_blocks(&mut self, range: Range);
+
+    /// Forgets in which frames blocks are: their content on the disk is unknown.
+    fn forget_moved(&mut self, range: Range);
+
+    /// Records that a block with this digest was moved to a frame.
+    fn record_served(&mut self, block: u64, frame: Frame, digest: Digest);
+
+    /// Records moved blocks, whose data begins at byte `start` of the buffer. Returns the buffer if it is not needed any more.
+    fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, start: usize) -> Option<Buffer>;
+
+    fn record_entry(&mut self, entry: &LogEntry, result: EntryResult<'_>);
+
+    /// Records the result of a sync. Returns an error also if another sync has received it.
+    ///
+    /// # Errors
+    /// What was written is not durable.
+    fn record_sync(&mut self, target: SyncTarget, result: io::Result<usize>) -> io::Result<usize>;
+}

@@ -1,0 +1,180 @@
+//! A running queue: takes requests from its rings and checks them.
+//!
+//! The guest can write anything into its rings at any time. What no correct driver does is a [`RingError`]: the queue is *broken*, takes
+//! no more requests, and its front end is notified once. Requests in progress complete, the queue can be stopped like any other, and
+//! works again when it is restarted, which a driver does after it resets its device.
+
+use crate::engine::command::QueueDescriptors;
+use crate::inflight::Inflight;
+use crate::memory::{Memory, WriteMarks};
+use rustix::io::{Errno, read, write};
+use std::collections::VecDeque;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use virtio_queue::{Error, Queue, QueueOwnedT, QueueT};
+use vm_memory::GuestMemoryMmap;
+
+/// What is wrong with the rings of a queue.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum RingError {
+    #[error("its available ring's index {index} is more than its {size} entries ahead of {next}")]
+    Index { index: u16, next: u16, size: u16 },
+    #[error("its available ring names descriptor {head}, and there are {size}")]
+    Head { head: u16, size: u16 },
+    #[error("the memory of requests under way names descriptor {head}, and there are {size}")]
+    Inflight { head: u16, size: u16 },
+    #[error("its rings cannot be accessed: {0}")]
+    Access(Error),
+    #[error("its kicks cannot be received: {0}")]
+    Kick(Errno),
+}
+
+/// The next request of a queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NextRequest {
+    /// Its first descriptor is `head`.
+    New { head: u16 },
+    /// A previous server has taken it already.
+    Repeated { head: u16 },
+    /// The guest has just added a request: check again.
+    Unclear,
+    /// The guest will kick the queue.
+    None,
+}
+
+/// See [the module](self).
+pub(super) struct RunningQueue {
+    pub rings: Queue,
+    pub kick: Arc<OwnedFd>,
+    pub call: Option<File>,
+    /// Written when the queue breaks.
+    pub error: Option<File>,
+    /// Heads of requests that a previous server has taken, and not completed.
+    unfinished: VecDeque<u16>,
+    /// No new requests are taken.
+    pub is_stopping: bool,
+    /// Why no request is taken any more.
+    pub broken: Option<String>,
+    /// The used ring has entries that the guest has not been notified of.
+    has_unnotified: bool,
+}
+
+impl RunningQueue {
+    /// `unfinished`: the heads of requests to do again, first.
+    pub fn new(rings: Queue, descriptors: QueueDescriptors, unfinished: Vec<u16>) -> Self {
+        let QueueDescriptors { kick, call, error } = descriptors;
+        Self {
+            rings,
+            kick: Arc::new(kick),
+            call,
+            error,
+            unfinished: unfinished.into(),
+            is_stopping: false,
+            broken: None,
+            has_unnotified: false,
+        }
+    }
+
+    /// Takes the next request from the queue.
+    pub fn next_request(&mut self, memory: &Memory) -> Result<NextRequest, RingError> {
+        let size = self.rings.size();
+        if self.broken.is_some() {
+            return Ok(NextRequest::None);
+        }
+        if let Some(head) = self.unfinished.pop_front() {
+            let is_valid = head < size;
+            return if is_valid { Ok(NextRequest::Repeated { head }) } else { Err(RingError::Inflight { head, size }) };
+        }
+        if self.is_stopping {
+            return Ok(NextRequest::None);
+        }
+        self.next_available(memory)
+    }
+
+    fn next_available(&mut self, memory: &Memory) -> Result<NextRequest, RingError> {
+        let size = self.rings.size();
+        let map: &GuestMemoryMmap<WriteMarks> = &memory.map;
+        self.rings.disable_notification(map).map_err(RingError::Access)?;
+        let next = self.rings.next_avail();
+        let mut available = match self.rings.iter(map) {
+            Err(Error::InvalidAvailRingIndex) => {
+                let index = self.rings.avail_idx(map, std::sync::atomic::Ordering::Relaxed);
+                let index = index.map_err(RingError::Access)?.0;
+                return Err(RingError::Index { index, next, size });
+            }
+            other => other.map_err(RingError::Access)?,
+        };
+        match available.next().map(|chain| chain.head_index()) {
+            Some(head) if head < size => Ok(NextRequest::New { head }),
+            Some(head) => {
+                available.go_to_previous_position();
+                Err(RingError::Head { head, size })
+            }
+            None => {
+                let has_more = self.rings.enable_notification(map).map_err(RingError::Access)?;
+                Ok(if has_more { NextRequest::Unclear } else { NextRequest::None })
+            }
+        }
+    }
+
+    pub fn receive_kick(&self) -> Result<(), RingError> {
+        match read(&self.kick, &mut [0; 8]) {
+            // The front end has received it.
+            Ok(8) | Err(Errno::AGAIN | Errno::INTR) => Ok(()),
+            Ok(_) => Err(RingError::Kick(Errno::PIPE)),
+            Err(e) => Err(RingError::Kick(e)),
+        }
+    }
+
+    /// Puts a chain into the used ring. [`Self::notify`] notifies the guest. The inner result: whether that is in the record of requests in
+    /// progress.
+    pub fn answer(
+        &mut self,
+        memory: &Memory,
+        inflight: Option<(&mut Inflight, u16)>,
+        head: u16,
+        written: u32,
+    ) -> Result<std::io::Result<()>, RingError> {
+        let mut inflight = inflight;
+        let noted = inflight.as_mut().map_or(Ok(()), |(inflight, number)| inflight.answering(*number, head));
+        self.rings.add_used(&memory.map, head, written).map_err(RingError::Access)?;
+        let used = self.rings.next_used();
+        let noted =
+            noted.and_then(|()| inflight.map_or(Ok(()), |(inflight, number)| inflight.answered(number, head, used)));
+        self.has_unnotified = true;
+        Ok(noted)
+    }
+
+    /// Notifies the guest of new entries in the used ring, if its driver requires that.
+    pub fn notify(&mut self, memory: &Memory) {
+        if std::mem::take(&mut self.has_unnotified) && self.rings.needs_notification(&memory.map).unwrap_or(true) {
+            self.interrupt();
+        }
+    }
+
+    /// Notifies the guest in any case. A driver that finds nothing new in the used ring ignores it.
+    pub fn interrupt(&self) {
+        self.call.iter().for_each(signal);
+    }
+
+    /// Stops taking requests permanently. Returns whether the queue was not broken before.
+    pub fn break_off(&mut self, error: &RingError) -> bool {
+        let is_first = self.broken.is_none();
+        if is_first {
+            self.broken = Some(error.to_string());
+            self.error.iter().for_each(signal);
+        }
+        is_first
+    }
+
+    /// Whether requests of a previous server are still to be done.
+    pub fn has_unfinished(&self) -> bool {
+        self.broken.is_none() && !self.unfinished.is_empty()
+    }
+}
+
+/// Adds one to an eventfd. If it is at its maximum, the other side has been notified already.
+fn signal(descriptor: &File) {
+    let _ = write(descriptor, &1u64.to_ne_bytes());
+}

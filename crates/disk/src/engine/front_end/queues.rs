@@ -1,0 +1,266 @@
+//! Starts and stops queues, takes their requests, answers them and notifies the guest.
+
+use super::connection::Connection;
+use super::queue::{NextRequest, RingError, RunningQueue};
+use super::{FrontEnd, StoppingQueue};
+use crate::engine::catalog::{BlockCatalog, DriverState};
+use crate::engine::command::{FrontendId, QueueDescriptors, Refused, Rings};
+use crate::engine::io::{MAX_COPIED_BYTES, Token};
+use crate::memory::Memory;
+use crate::report::warn_limited;
+use std::num::Wrapping;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Sender;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{GuestAddress, GuestMemory, Permissions};
+
+/// Most entries of a queue (virtio 1.2, 2.7).
+pub const MAX_QUEUE_ENTRIES: u16 = 1024;
+/// Most requests in progress.
+const MAX_REQUESTS: usize = 1024;
+/// No request is taken while those in progress have this many bytes: stopping a queue waits for them.
+const MAX_REQUESTED_BYTES: u64 = 128 << 20;
+/// Most requests to take from a queue in one turn. A long one counts as several.
+const MAX_TAKEN_PER_TURN: u64 = 256;
+/// Most answers before the guest is notified, while the engine has more of them.
+const MAX_UNNOTIFIED: usize = 32;
+
+/// Address and size of a queue's table of descriptors.
+pub(super) struct DescriptorTable {
+    pub address: u64,
+    pub size: u16,
+}
+
+/// A queue with these rings. Not where it continues in them.
+fn new_queue(rings: &Rings, memory: &Memory) -> Result<Queue, String> {
+    let mut queue = Queue::new(MAX_QUEUE_ENTRIES).map_err(|e| e.to_string())?;
+    let addresses = queue
+        .try_set_size(rings.size)
+        .and_then(|()| queue.try_set_desc_table_address(GuestAddress(rings.descriptors)))
+        .and_then(|()| queue.try_set_avail_ring_address(GuestAddress(rings.available)))
+        .and_then(|()| queue.try_set_used_ring_address(GuestAddress(rings.used)));
+    addresses.map_err(|e| e.to_string())?;
+    queue.set_event_idx(rings.event_idx);
+    queue.set_ready(true);
+    let is_mapped = |at, bytes| memory.map.check_range(GuestAddress(at), bytes, Permissions::ReadWrite);
+    let entries = usize::from(rings.size);
+    // A descriptor has 16 bytes, an entry of the available ring 2 and one of the used ring 8; both rings have 6 more.
+    let is_valid = is_mapped(rings.descriptors, entries * 16)
+        && is_mapped(rings.available, entries * 2 + 6)
+        && is_mapped(rings.used, entries * 8 + 6);
+    if is_valid { Ok(queue) } else { Err("its rings are not in the guest's memory".into()) }
+}
+
+impl Connection {
+    /// Adds a queue, which continues where a previous server or QEMU has left it. Returns whether its driver has just started.
+    fn add_queue(
+        &mut self,
+        number: u16,
+        memory: &Memory,
+        rings: &Rings,
+        descriptors: QueueDescriptors,
+    ) -> Result<DriverState, String> {
+        let mut queue = new_queue(rings, memory)?;
+        let Wrapping(used) = queue.used_idx(&memory.map, Ordering::Acquire).map_err(|e| e.to_string())?;
+        let unfinished = match &mut self.inflight {
+            Some(inflight) => inflight.unfinished(number, used).map_err(|e| e.to_string())?,
+            None => Vec::new(),
+        };
+        queue.set_next_used(used);
+        // Requests taken before are done again; the ring continues after them.
+        let is_replayed = !unfinished.is_empty();
+        queue.set_next_avail(if is_replayed { used.wrapping_add(unfinished.len() as u16) } else { rings.next });
+        let queue = RunningQueue::new(queue, descriptors, unfinished);
+        // A previous server may have been killed between an answer and its notification, for which the guest waits.
+        queue.interrupt();
+        self.queues.insert(number, queue);
+        if self.is_growth_unreported {
+            self.notify_grown();
+        }
+        let is_first = used == 0 && self.queues.len() == 1;
+        Ok(if is_first { DriverState::Started } else { DriverState::Continues })
+    }
+}
+
+impl<B: BlockCatalog> FrontEnd<B> {
+    /// Starts a queue.
+    pub(super) fn start_queue(
+        &mut self,
+        session: FrontendId,
+        number: u16,
+        rings: &Rings,
+        descriptors: QueueDescriptors,
+    ) -> Result<(), Refused> {
+        if !self.blocks.is_open() {
+            return Err(Refused("it waits for a restore, and has no disk yet".into()));
+        }
+        if let Some(other) = self.active.filter(|active| *active != session)
+            && self.connections.get(&other).is_some_and(Connection::has_queues)
+        {
+            return Err(Refused("another front end's queues run: stop that guest first".into()));
+        }
+        let connection = self.connection(session)?;
+        let memory = connection.memory.clone().ok_or_else(|| Refused("it has no memory".into()))?;
+        let rejected = |why: String| Refused(format!("queue {number}: {why}"));
+        let driver = connection.add_queue(number, &memory, rings, descriptors).map_err(rejected)?;
+        self.active = Some(session);
+        self.blocks.begin_records(&memory, driver, &mut self.io.buffers);
+        self.listen_for_kick(session, number);
+        self.take_from(session, number);
+        Ok(())
+    }
+
+    fn listen_for_kick(&mut self, session: FrontendId, number: u16) {
+        if let Some(queue) = self.queue(session, number) {
+            let kick = Arc::clone(&queue.kick);
+            self.io.listen(&kick, Token::Kick(session, number));
+        }
+    }
+
+    fn queue(&self, session: FrontendId, number: u16) -> Option<&RunningQueue> {
+        self.connections.get(&session)?.queues.get(&number)
+    }
+
+    /// Stops taking requests from a queue. Answered when none of its requests is in progress: [`Self::answer_stopped`]. Requests that a
+    /// previous server or front end had taken are done first: the next QEMU may have another record of requests in progress, without them.
+    pub(super) fn stop_queue(&mut self, session: FrontendId, number: u16, answer: Sender<Result<u16, Refused>>) {
+        let queue = self.connections.get_mut(&session).and_then(|connection| connection.queues.get_mut(&number));
+        match queue {
+            Some(queue) => {
+                queue.is_stopping = true;
+                self.has_more |= queue.has_unfinished();
+                self.stopping.push(StoppingQueue { session, queue: number, answer });
+                // Writes that wait because the log is full continue, too: they must complete before the guest stops.
+                self.retry_waiting_parts();
+            }
+            None => drop(answer.send(Err(Refused(format!("queue {number} does not run"))))),
+        }
+    }
+
+    /// Whether requests of a queue are in progress, or are still to be repeated.
+    fn has_requests(&self, session: FrontendId, number: u16) -> bool {
+        self.queue(session, number).is_some_and(RunningQueue::has_unfinished)
+            || self.requests.iter().any(|(_, active)| active.session == session && active.queue == number)
+    }
+
+    /// Removes queues that are being stopped and have no requests any more, and answers with their positions.
+    pub fn answer_stopped(&mut self) {
+        if self.stopping.is_empty() {
+            return;
+        }
+        let stopping = std::mem::take(&mut self.stopping);
+        let (busy, idle): (Vec<_>, Vec<_>) =
+            stopping.into_iter().partition(|stopping| self.has_requests(stopping.session, stopping.queue));
+        self.stopping = busy;
+        for StoppingQueue { session, queue: number, answer } in idle {
+            let connection = self.connections.get_mut(&session);
+            let queue = connection.and_then(|connection| connection.queues.remove(&number));
+            self.io.stop_listening(Token::Kick(session, number));
+            // All earlier requests have been answered.
+            let next = queue.map(|queue| queue.rings.next_avail());
+            let _ = answer.send(next.ok_or_else(|| Refused(format!("queue {number} does not run"))));
+        }
+    }
+
+    /// Handles a kick by the guest.
+    pub fn handle_kick(&mut self, session: FrontendId, number: u16) {
+        let Some(queue) = self.queue(session, number).filter(|queue| queue.broken.is_none()) else { return };
+        if let Err(e) = queue.receive_kick() {
+            return self.break_queue(session, number, &e);
+        }
+        self.listen_for_kick(session, number);
+        self.take_from(session, number);
+    }
+
+    /// Takes requests from all queues: there is space for some again.
+    pub fn take_requests(&mut self) {
+        let Some(session) = self.active else { return };
+        let numbers: Vec<u16> =
+            self.connections.get(&session).map_or(Vec::new(), |connection| connection.queues.keys().copied().collect());
+        numbers.into_iter().for_each(|number| self.take_from(session, number));
+    }
+
+    /// Takes requests from a queue's available ring, as far as there is space.
+    fn take_from(&mut self, session: FrontendId, number: u16) {
+        // Requests of a previous front end may still write the disk: no new request may overtake them.
+        if self.is_ending || self.requests.iter().any(|(_, active)| active.session != session) {
+            return;
+        }
+        let mut cost = 0;
+        while cost < MAX_TAKEN_PER_TURN {
+            if self.requests.len() >= MAX_REQUESTS || self.requested_bytes >= MAX_REQUESTED_BYTES {
+                return;
+            }
+            let Some(connection) = self.connections.get_mut(&session) else { return };
+            let (Some(queue), Some(memory)) = (connection.queues.get_mut(&number), connection.memory.clone()) else {
+                return;
+            };
+            match queue.next_request(&memory) {
+                Ok(NextRequest::New { head }) => {
+                    self.note_taken(session, number, head);
+                    cost += self.begin_request(session, number, head, &memory);
+                }
+                Ok(NextRequest::Repeated { head }) => cost += self.begin_request(session, number, head, &memory),
+                Ok(NextRequest::Unclear) => cost += 1,
+                Ok(NextRequest::None) => return,
+                Err(e) => return self.break_queue(session, number, &e),
+            }
+        }
+        // A guest that adds requests as fast as they are taken must not block other queues or commands.
+        self.has_more = true;
+    }
+
+    /// Handles an error of a queue's rings: it takes no more requests.
+    fn break_queue(&mut self, session: FrontendId, number: u16, error: &RingError) {
+        let queue = self.connections.get_mut(&session).and_then(|connection| connection.queues.get_mut(&number));
+        if queue.is_some_and(|queue| queue.break_off(error)) {
+            warn_limited!(
+                "{}: queue {number} is broken: {error}; no more requests are taken from it until the guest resets the disk",
+                self.blocks.path().display()
+            );
+        }
+    }
+
+    pub(super) fn descriptor_table(&self, session: FrontendId, number: u16) -> Option<DescriptorTable> {
+        let rings = &self.queue(session, number)?.rings;
+        Some(DescriptorTable { address: rings.desc_table(), size: rings.size() })
+    }
+
+    /// Records a request as in progress, for the next server if this one is killed.
+    fn note_taken(&mut self, session: FrontendId, number: u16, head: u16) {
+        let inflight = self.connections.get_mut(&session).and_then(|connection| connection.inflight.as_mut());
+        if let Some(Err(e)) = inflight.map(|inflight| inflight.taken(number, head)) {
+            warn_limited!("a request is not noted as under way: {e}");
+        }
+    }
+
+    /// Puts a chain into the used ring. [`Self::notify`] notifies the guest, before the engine waits.
+    pub(super) fn answer_chain(&mut self, session: FrontendId, number: u16, head: u16, written: u32) {
+        let Some(connection) = self.connections.get_mut(&session) else { return };
+        let (Some(queue), Some(memory)) = (connection.queues.get_mut(&number), connection.memory.as_ref()) else {
+            return;
+        };
+        match queue.answer(memory, connection.inflight.as_mut().map(|inflight| (inflight, number)), head, written) {
+            Ok(Ok(())) => {}
+            Ok(Err(e)) => warn_limited!("a request is not noted as done: {e}"),
+            Err(e) => self.break_queue(session, number, &e),
+        }
+        self.unnotified += 1;
+        if self.unnotified >= MAX_UNNOTIFIED || written as usize >= MAX_COPIED_BYTES {
+            self.notify();
+        }
+    }
+
+    /// Notifies guests of all answers. One notification is for many answers: each wakes a processor of the guest, and costs both sides more
+    /// than a small request.
+    pub fn notify(&mut self) {
+        if std::mem::take(&mut self.unnotified) == 0 {
+            return;
+        }
+        for connection in self.connections.values_mut() {
+            let Some(memory) = &connection.memory else { continue };
+            connection.queues.values_mut().for_each(|queue| queue.notify(memory));
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! The engine's I/O: the ring, its buffers, and the bytes in progress.
+
+use super::catalog::PartId;
+use super::command::FrontendId;
+use rekindle_kernel::uring::{Buffer, Done, HALF, Operation, Ring};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Most operations in progress.
+const RING_ENTRIES: u32 = 256;
+/// Entries of the ring that requests leave free for waiting for kicks.
+const RESERVED_ENTRIES: usize = 40;
+/// Most bytes in progress, except that one operation always may be.
+const MAX_BYTES_IN_FLIGHT: usize = 64 << 20;
+/// Most bytes of unused buffers that are kept.
+const MAX_POOLED_BYTES: usize = 16 << 20;
+/// Most bytes to copy between buffers and the guest before new operations are submitted, so that the disk is not idle.
+pub(super) const MAX_COPIED_BYTES: usize = 256 << 10;
+
+/// The origin of a completion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Token {
+    /// Another thread has queued a command or a result.
+    Wake,
+    /// A queue was kicked.
+    Kick(FrontendId, u16),
+    Part(PartId),
+    /// An operation of the redo log itself has completed.
+    LogOperation(u32),
+}
+
+impl Token {
+    pub fn pack(self) -> u64 {
+        match self {
+            Self::Wake => 0,
+            Self::Kick(session, queue) => 1 << 62 | u64::from(session.0) << 16 | u64::from(queue),
+            Self::Part(PartId { request, part }) => 2 << 62 | u64::from(request) << 24 | u64::from(part),
+            Self::LogOperation(number) => 3 << 62 | u64::from(number),
+        }
+    }
+
+    pub fn unpack(token: u64) -> Self {
+        match token >> 62 {
+            0 => Self::Wake,
+            1 => Self::Kick(FrontendId((token >> 16) as u32), token as u16),
+            3 => Self::LogOperation(token as u32),
+            _ => Self::Part(PartId { request: (token >> 24) as u32, part: (token & 0xff_ffff) as u32 }),
+        }
+    }
+}
+
+/// Unused buffers.
+#[derive(Default)]
+pub(super) struct BufferPool {
+    unused: Vec<Buffer>,
+    /// Bytes of all of them.
+    bytes: usize,
+}
+
+impl BufferPool {
+    /// Returns a buffer of at least `bytes` bytes.
+    pub fn take(&mut self, bytes: usize) -> Buffer {
+        let fits = self.unused.iter().rposition(|buffer| buffer.len() >= bytes && buffer.len() <= bytes.max(1) * 4);
+        match fits {
+            Some(position) => {
+                let buffer = self.unused.swap_remove(position);
+                self.bytes -= buffer.len();
+                buffer
+            }
+            None if bytes > HALF / 2 && bytes <= HALF => {
+                let [first, second] = Buffer::pair();
+                self.put_back(Some(second));
+                first
+            }
+            None => Buffer::new(bytes),
+        }
+    }
+
+    pub fn put_back(&mut self, buffer: Option<Buffer>) {
+        let Some(buffer) = buffer else { return };
+        if self.bytes + buffer.len() <= MAX_POOLED_BYTES {
+            self.bytes += buffer.len();
+            self.unused.push(buffer);
+        }
+    }
+}
+
+/// The ring has no free entry for the operation.
+#[derive(Debug)]
+pub(super) struct RingFull;
+
+/// See [the module](self).
+pub(super) struct DiskIo {
+    ring: Ring,
+    pub buffers: BufferPool,
+    /// Bytes of all operations in progress.
+    pub bytes_in_flight: usize,
+    /// Bytes copied since operations were last submitted.
+    pub copied: usize,
+}
+
+impl DiskIo {
+    /// Creates a ring, which belongs to the calling thread.
+    ///
+    /// # Errors
+    /// The system's: io_uring is unavailable.
+    pub fn new() -> io::Result<Self> {
+        let ring = Ring::new(RING_ENTRIES)?;
+        Ok(Self { ring, buffers: BufferPool::default(), bytes_in_flight: 0, copied: 0 })
+    }
+
+    /// Reports once that `descriptor` is readable.
+    pub fn listen(&mut self, descriptor: &Arc<OwnedFd>, token: Token) {
+        // There are far fewer queues than the ring has entries, and requests leave some to them: `has_room`.
+        if self.ring.when_readable(descriptor, token.pack()).is_err() {
+            tracing::error!("the io_uring ring has no space to wait for {token:?}");
+        }
+    }
+
+    /// Ends a [`Self::listen`].
+    pub fn stop_listening(&mut self, token: Token) {
+        self.ring.cancel(token.pack());
+    }
+
+    pub fn begin(&mut self, file: &Arc<File>, operation: Operation, token: Token) -> Result<(), RingFull> {
+        self.ring.begin(file, operation, token.pack()).map_err(|_| RingFull)
+    }
+
+    /// Whether an operation of a request that moves `bytes` may begin.
+    pub fn has_room(&self, bytes: usize) -> bool {
+        let free_entries = (RING_ENTRIES as usize).saturating_sub(self.ring.under_way());
+        let fits = bytes == 0 || self.bytes_in_flight == 0 || self.bytes_in_flight + bytes <= MAX_BYTES_IN_FLIGHT;
+        free_entries > RESERVED_ENTRIES && fits
+    }
+
+    /// Entries for work that nothing waits for: half of the ring is kept for requests, and for waiting for kicks.
+    pub fn spare_entries(&self) -> usize {
+        (RING_ENTRIES as usize / 2).saturating_sub(self.ring.under_way())
+    }
+
+    /// Whether more was copied since the last call, or since operations were submitted, than the disk should wait for.
+    pub fn take_copied_much(&mut self) -> bool {
+        let has_copied_much = self.copied > MAX_COPIED_BYTES;
+        if has_copied_much {
+            self.copied = 0;
+        }
+        has_copied_much
+    }
+
+    pub fn submit(&mut self) -> io::Result<()> {
+        self.ring.submit()
+    }
+
+    /// Submits operations and waits for a completion, at most `limit`.
+    pub fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
+        self.ring.wait(limit)
+    }
+
+    pub fn completions(&mut self) -> Vec<Done> {
+        self.ring.ended()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_comes_back_as_it_was() {
+        for token in [
+            Token::Wake,
+            Token::Kick(FrontendId(7), 3),
+            Token::Kick(FrontendId(u32::MAX), u16::MAX),
+            Token::Part(PartId { request: u32::MAX, part: 0xff_ffff }),
+            Token::LogOperation(u32::MAX),
+        ] {
+            assert_eq!(Token::unpack(token.pack()), token);
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! A second thread that digests large pieces, while the engine's thread answers the guest and takes the next request. One thread for
+//! both reaches about 3 GB/s, and some disks are faster.
+//!
+//! It gets the buffer, which is not changed any more, and nothing else of the engine; [`super::RebootCache`] records the digests.
+
+use crate::block::BLOCK;
+use crate::digest::{Digest, Digester};
+use rekindle_kernel::uring::Buffer;
+use rustix::io::write;
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+
+/// Smallest piece in bytes that is worth the transfer.
+pub(super) const LARGE: usize = 128 << 10;
+/// Most pieces in its queue.
+const MAX_QUEUED_PIECES: usize = 4;
+
+/// Adjacent blocks to digest: `bytes` of the buffer.
+pub(super) struct Piece {
+    /// Number of its moved blocks.
+    pub pending: usize,
+    pub buffer: Buffer,
+    pub bytes: Range<usize>,
+    pub digester: Digester,
+}
+
+/// A digested piece.
+pub(super) struct DigestedPiece {
+    pub pending: usize,
+    pub buffer: Buffer,
+    pub digests: Vec<Digest>,
+}
+
+impl Piece {
+    pub fn digest(self) -> DigestedPiece {
+        let Self { pending, buffer, bytes, digester } = self;
+        let digests = digests(digester, buffer.get(bytes).unwrap_or_default()).collect();
+        DigestedPiece { pending, buffer, digests }
+    }
+}
+
+/// The digests of whole blocks.
+pub(super) fn digests(digester: Digester, bytes: &[u8]) -> impl Iterator<Item = Digest> {
+    bytes.as_chunks::<BLOCK>().0.iter().map(move |block| digester.of(block))
+}
+
+/// See [the module](self). The thread ends when this is dropped.
+pub(super) struct DigestThread {
+    pieces: Sender<Piece>,
+    digested: Receiver<DigestedPiece>,
+    /// Pieces that have not been returned.
+    outstanding: usize,
+}
+
+impl DigestThread {
+    /// Starts the thread. It writes to `wake` when a piece is done.
+    ///
+    /// # Errors
+    /// The system's: no thread can be started.
+    pub fn start(wake: Arc<OwnedFd>) -> io::Result<Self> {
+        let (pieces, work) = channel::<Piece>();
+        let (results, digested) = channel();
+        thread::Builder::new().name("disk-digest".into()).spawn(move || {
+            for piece in work {
+                if results.send(piece.digest()).is_err() {
+                    return;
+                }
+                let _ = write(&wake, &1u64.to_ne_bytes());
+            }
+        })?;
+        Ok(Self { pieces, digested, outstanding: 0 })
+    }
+
+    /// Whether it has space for another piece.
+    pub fn is_free(&self) -> bool {
+        self.outstanding < MAX_QUEUED_PIECES
+    }
+
+    /// Passes a piece to the thread.
+    ///
+    /// # Errors
+    /// The piece, if the thread has ended.
+    pub fn give(&mut self, piece: Piece) -> Result<(), Piece> {
+        self.pieces.send(piece).map_err(|refused| refused.0)?;
+        self.outstanding += 1;
+        Ok(())
+    }
+
+    /// A piece that is done, if there is one.
+    pub fn take_back(&mut self) -> Option<DigestedPiece> {
+        let piece = self.digested.try_recv().ok()?;
+        self.outstanding -= 1;
+        Some(piece)
+    }
+
+    /// Waits for a piece. `None`: there is none, or the thread has ended.
+    pub fn wait_back(&mut self) -> Option<DigestedPiece> {
+        if self.outstanding == 0 {
+            return None;
+        }
+        self.outstanding -= 1;
+        self.digested.recv().ok()
+    }
+}

@@ -1,0 +1,189 @@
+//! What the server knows of a guest's memory and keeps over the guest's reboots (CacheMind).
+//!
+//! | module | contents |
+//! |---|---|
+//! | here | which frame of the running guest holds which block, and what is recorded of each request |
+//! | `digest_thread` | a thread that digests large pieces |
+//! | `retain` | the memory of a previous boot: from the guest's end until no block is left |
+//!
+//! | owns | life |
+//! |---|---|
+//! | [`BlockMap`] | from the first queue of a guest until its memory is retained or dropped |
+//! | [`RetainedCache`] | from `keep` or a kexec until all its blocks are served, overwritten or dropped |
+//! | [`Ledger`] | as long as the server |
+//!
+//! Moved blocks are recorded when their digest is known: those of small pieces immediately, those of large ones after another thread has
+//! digested them and the guest has its answer. Blocks that change on the disk in between are not recorded.
+
+mod digest_thread;
+mod retain;
+
+use super::Settings;
+use super::catalog::{Direction, MovedBlocks};
+use super::io::BufferPool;
+use crate::block::{BLOCK, touched};
+use crate::block_map::{BlockMap, Frame};
+use crate::digest::{Digest, Digester};
+use crate::ledger::Ledger;
+use crate::memory::Memory;
+use crate::request::{Kind, Range};
+use crate::retained::RetainedCache;
+use digest_thread::{DigestThread, DigestedPiece, LARGE, Piece, digests};
+use rekindle_kernel::uring::Buffer;
+use retain::RetainedState;
+use slab::Slab;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The block map of a guest, and the memory that it is about.
+struct GuestMap {
+    blocks: BlockMap,
+    memory: Arc<Memory>,
+}
+
+/// See [the module](self).
+pub(super) struct RebootCache {
+    digester: Digester,
+    digest_thread: DigestThread,
+    /// Moved blocks whose digests are not known yet.
+    pending: Slab<MovedBlocks>,
+    /// Maintain a block map, for a warm cache.
+    is_enabled: bool,
+    map: Option<GuestMap>,
+    retained: Option<RetainedCache>,
+    state: RetainedState,
+    /// How long to keep a retained cache.
+    retain_for: Option<Duration>,
+    /// What the guest has read or written, for phase-based reboots.
+    pub ledger: Ledger,
+}
+
+impl RebootCache {
+    /// An empty cache. Writes to `wake` when [`Self::record_digested`] has work.
+    ///
+    /// # Errors
+    /// The system's: no random numbers, or no thread can be started.
+    pub fn new(settings: &Settings, wake: Arc<OwnedFd>) -> io::Result<Self> {
+        Ok(Self {
+            digester: Digester::new()?,
+            digest_thread: DigestThread::start(wake)?,
+            pending: Slab::new(),
+            is_enabled: settings.map,
+            map: None,
+            retained: None,
+            state: RetainedState::new(),
+            retain_for: settings.retain_for,
+            ledger: Ledger::default(),
+        })
+    }
+
+    /// Whether moved blocks are recorded.
+    pub fn records_moves(&self) -> bool {
+        self.map.is_some()
+    }
+
+    /// Number of blocks in the block map.
+    pub fn mapped_blocks(&self) -> usize {
+        self.map.as_ref().map_or(0, |map| map.blocks.len())
+    }
+
+    /// Memory of the block map in bytes.
+    pub fn map_bytes(&self) -> usize {
+        self.map.as_ref().map_or(0, |map| map.blocks.bytes())
+    }
+
+    /// Records the blocks of a request in the ledger, before any of it is done.
+    pub fn record_request(&mut self, kind: &Kind) {
+        let blocks = |range: &Range| touched(range.at, range.bytes);
+        match kind {
+            Kind::Read(range) => self.ledger.record_read(blocks(range)),
+            Kind::Write(range) => self.ledger.record_write(blocks(range)),
+            Kind::Discard(ranges) => ranges.iter().for_each(|range| self.ledger.record_write(blocks(range))),
+            Kind::Zeroes(ranges) => ranges.iter().for_each(|(range, _)| self.ledger.record_write(blocks(range))),
+            Kind::Flush | Kind::Identity => {}
+        }
+    }
+
+    /// Forgets the content of blocks that are about to change.
+    pub fn forget_blocks(&mut self, range: Range) {
+        let blocks = touched(range.at, range.bytes);
+        if let Some(retained) = &mut self.retained {
+            retained.changed(blocks.clone());
+        }
+        if let Some(map) = &mut self.map {
+            map.blocks.take_all(blocks, |_| ());
+            let overlapping = self.pending.iter_mut().filter(|(_, moved)| moved.overlaps(range));
+            overlapping.for_each(|(_, moved)| moved.is_stale = true);
+        }
+    }
+
+    /// Forgets in which frames blocks are.
+    pub fn forget_moved(&mut self, range: Range) {
+        if let Some(map) = &mut self.map {
+            map.blocks.take_all(touched(range.at, range.bytes), |_| ());
+        }
+    }
+
+    /// Records that a block with this digest was moved to a frame.
+    pub fn record_served(&mut self, block: u64, frame: Frame, digest: Digest) {
+        if let Some(map) = &mut self.map {
+            map.blocks.moved(block, frame, digest);
+        }
+    }
+
+    /// Records moved blocks, whose data begins at byte `start` of the buffer. Returns the buffer if it is not needed any more.
+    pub fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, start: usize) -> Option<Buffer> {
+        let bytes = start..start + moved.frames.len() * BLOCK;
+        if bytes.len() >= LARGE && !moved.is_stale && self.digest_thread.is_free() {
+            let pending = self.pending.insert(moved);
+            return match self.digest_thread.give(Piece { pending, buffer, bytes, digester: self.digester }) {
+                Ok(()) => None,
+                // The thread has ended: digest on this one.
+                Err(piece) => Some(self.record_piece(piece.digest())),
+            };
+        }
+        self.enter(&moved, digests(self.digester, buffer.get(bytes).unwrap_or_default()));
+        Some(buffer)
+    }
+
+    fn record_piece(&mut self, piece: DigestedPiece) -> Buffer {
+        let DigestedPiece { pending, buffer, digests } = piece;
+        if let Some(moved) = self.pending.try_remove(pending) {
+            self.enter(&moved, digests.into_iter());
+        }
+        buffer
+    }
+
+    /// Enters moved blocks into the block map.
+    fn enter(&mut self, moved: &MovedBlocks, digests: impl Iterator<Item = Digest>) {
+        let Some(map) = &mut self.map else { return };
+        let is_known = Arc::ptr_eq(&map.memory, &moved.memory) && !moved.is_stale;
+        for (block, (frame, digest)) in (moved.first..).zip(moved.frames.iter().zip(digests)) {
+            match frame {
+                Some(frame) if is_known => map.blocks.moved(block, *frame, digest),
+                // A written block that is in no frame.
+                _ if moved.direction == Direction::GuestToDisk => map.blocks.changed(block),
+                _ => {}
+            }
+        }
+    }
+
+    /// Records what has been digested.
+    pub fn record_digested(&mut self, buffers: &mut BufferPool) {
+        while let Some(piece) = self.digest_thread.take_back() {
+            buffers.put_back(Some(self.record_piece(piece)));
+        }
+    }
+
+    /// Waits until everything is recorded, before the map is taken or its memory changes. Takes a few milliseconds at most.
+    pub fn record_all(&mut self, buffers: &mut BufferPool) {
+        while !self.pending.is_empty()
+            && let Some(piece) = self.digest_thread.wait_back()
+        {
+            buffers.put_back(Some(self.record_piece(piece)));
+        }
+        self.pending.clear();
+    }
+}

@@ -1,0 +1,208 @@
+//! The memory of a guest's previous boot: it becomes the retained cache, is shared with the VM's other disks, and is released.
+
+use super::{GuestMap, RebootCache};
+use crate::background::run_in_background;
+use crate::block_map::BlockMap;
+use crate::digest::Digest;
+use crate::engine::catalog::DriverState;
+use crate::engine::command::Refused;
+use crate::engine::io::BufferPool;
+use crate::memory::Memory;
+use crate::report::warn_limited;
+use crate::retained::{CacheCounts, RetainedCache};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Interval of updating the retained cache.
+const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Progress of the retained cache.
+pub(super) struct RetainedState {
+    /// The next start of the guest's driver turns the block map into a retained cache in the same memory.
+    is_reuse_announced: bool,
+    /// When the retained cache was created.
+    since: Instant,
+    /// When it was last updated.
+    updated: Instant,
+    /// Its memory is to be released between requests.
+    is_releasing: bool,
+    /// Final counts of the last retained cache, after it became empty.
+    final_counts: Option<CacheCounts>,
+}
+
+impl RetainedState {
+    pub fn new() -> Self {
+        let now = Instant::now();
+        Self { is_reuse_announced: false, since: now, updated: now, is_releasing: false, final_counts: None }
+    }
+}
+
+impl RebootCache {
+    pub fn has_retained_blocks(&self) -> bool {
+        self.retained.is_some()
+    }
+
+    /// Copies blocks from `first` on out of the retained cache. See [`RetainedCache::take`].
+    pub fn take_retained(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>> {
+        self.retained.as_mut().map_or(Vec::new(), |retained| retained.take(first, into))
+    }
+
+    /// The retained cache, unless it serves nothing any more.
+    pub fn retained(&self) -> Option<&RetainedCache> {
+        self.retained.as_ref().filter(|retained| !retained.is_discarded())
+    }
+
+    /// Final counts of the last retained cache, if it has become empty.
+    pub fn final_counts(&self) -> Option<CacheCounts> {
+        self.state.final_counts
+    }
+
+    /// Drops the retained cache if a QEMU has mapped memory in which no frame may be released.
+    pub fn note_mapped(&mut self, memory: &Memory) {
+        // Releasing a frame would take it from that guest.
+        if let Some(retained) =
+            self.retained.take_if(|retained| retained.is_in(memory) != retained.is_in_running_guest())
+        {
+            warn_limited!("the retained cache is dropped: its memory is in use again, or its guest has disconnected");
+            retained.detach();
+        }
+        // Without the other claims, releasing a frame could take it from another disk.
+        if self.retained.take_if(|retained| retained.is_unshared()).is_some() {
+            warn_limited!("the retained cache is dropped: it is not known which frames the VM's other disks need");
+        }
+    }
+
+    /// Prepares to record the blocks of a guest in `memory`, of which a queue starts.
+    pub fn begin_records(&mut self, memory: &Arc<Memory>, driver: DriverState, buffers: &mut BufferPool) {
+        if driver == DriverState::Started && std::mem::take(&mut self.state.is_reuse_announced) {
+            self.begin_reuse(buffers);
+        }
+        if self.is_enabled {
+            self.prepare_map(memory, buffers);
+        }
+    }
+
+    /// Turns the block map into a retained cache in the same memory: the guest has started another kernel there. What the previous kernel
+    /// cached is there until the new one uses the frames.
+    fn begin_reuse(&mut self, buffers: &mut BufferPool) {
+        self.record_all(buffers);
+        let Some(GuestMap { blocks, memory }) = self.map.take() else { return };
+        match RetainedCache::in_running_guest(&memory, blocks, self.digester) {
+            Ok(retained) => {
+                // Of two previous kernels the older one's blocks are less useful.
+                if let Some(previous) = self.retained.replace(retained) {
+                    run_in_background("retained", previous, drop);
+                }
+                (self.state.final_counts, self.state.since) = (None, Instant::now());
+            }
+            Err(e) => warn_limited!("cannot use what the guest's previous kernel cached: {e}"),
+        }
+    }
+
+    /// Prepares the block map for a guest's memory. It is kept if the memory is the same: after a VMM restart, or if the table divides the
+    /// memory differently, as firmware and kernel do.
+    fn prepare_map(&mut self, memory: &Arc<Memory>, buffers: &mut BufferPool) {
+        self.record_all(buffers);
+        match &mut self.map {
+            Some(map) if map.memory.is_same(memory) => map.memory = Arc::clone(memory),
+            _ => {
+                let blocks = BlockMap::try_new(memory.frames());
+                self.map = blocks.map(|blocks| GuestMap { blocks, memory: Arc::clone(memory) });
+                if self.map.is_none() {
+                    warn_limited!(
+                        "the host has no memory for the block map: the cache will be cold after the next reboot"
+                    );
+                }
+            }
+        }
+    }
+
+    /// The guest is about to start another kernel in its memory. Returns the number of its blocks.
+    pub fn announce_reuse(&mut self, buffers: &mut BufferPool) -> usize {
+        self.state.is_reuse_announced = true;
+        self.record_all(buffers);
+        self.mapped_blocks()
+    }
+
+    /// Turns the memory of the ended guest into the retained cache of the next one. Returns the number of its blocks. `claim`: see
+    /// [`RetainedCache::new`].
+    pub fn keep(&mut self, claim: Option<&Path>, buffers: &mut BufferPool) -> Result<usize, Refused> {
+        let failed = |e: io::Error| {
+            let file = claim.map_or(String::new(), |path| format!("{}: ", path.display()));
+            Refused(format!("{file}cannot record which of the guest's memory is needed: {e}"))
+        };
+        self.record_all(buffers);
+        let Some(GuestMap { blocks, memory }) = self.map.take() else {
+            // Repeated by a process that finishes an interrupted operation: the disk was not used since.
+            let Some(retained) = self.retained.as_mut().filter(|retained| !retained.is_discarded()) else {
+                return Ok(0);
+            };
+            claim.map_or(Ok(()), |path| retained.publish(path)).map_err(failed)?;
+            return Ok(retained.len());
+        };
+        // The previous cache first: the new one's claim may have the same file.
+        self.retained = None;
+        (self.state.final_counts, self.state.since) = (None, Instant::now());
+        self.state.is_reuse_announced = false;
+        if blocks.is_empty() {
+            return Ok(0);
+        }
+        let retained = self.retained.insert(RetainedCache::new(&memory, blocks, self.digester, claim).map_err(failed)?);
+        let kept = retained.len();
+        Memory::unmap_in_background(memory);
+        Ok(kept)
+    }
+
+    /// Sets the files in which the servers of the VM's other disks show which frames they need.
+    pub fn share(&mut self, claims: &[PathBuf]) -> Result<(), Refused> {
+        let Some(retained) = self.retained.as_mut() else {
+            return Err(Refused("there is no retained cache".into()));
+        };
+        retained.share(claims).map_err(|e| Refused(format!("cannot read which memory the VM's other disks need: {e}")))
+    }
+
+    /// Discards the retained cache while a guest runs, in slices: it would wait for more.
+    pub fn discard(&mut self) {
+        (self.state.final_counts, self.state.is_reuse_announced) = (None, false);
+        self.retained.iter_mut().for_each(RetainedCache::discard);
+    }
+
+    /// Discards all state of a previous guest.
+    pub fn drop_all(&mut self, buffers: &mut BufferPool) {
+        (self.state.final_counts, self.state.is_reuse_announced) = (None, false);
+        // The block map refers to that memory and keeps it mapped. The next guest may be waiting for the answer.
+        if let Some(retained) = self.retained.take() {
+            run_in_background("retained", retained, drop);
+        }
+        self.record_all(buffers);
+        if let Some(GuestMap { memory, .. }) = self.map.take() {
+            Memory::unmap_in_background(memory);
+        }
+    }
+
+    /// Limits the retained cache to the memory that the guest has not allocated yet.
+    pub fn maintain(&mut self) {
+        let Some(retained) = &mut self.retained else { return };
+        if self.state.updated.elapsed() >= UPDATE_INTERVAL {
+            self.state.updated = Instant::now();
+            if self.retain_for.is_some_and(|retain_for| self.state.since.elapsed() >= retain_for) {
+                retained.discard();
+            }
+            retained.update(self.map.as_ref().map(|map| map.memory.room()));
+        }
+        self.state.is_releasing = retained.maintain();
+        if retained.is_done() {
+            tracing::info!("the retained cache is empty: {:?}", retained.counts());
+            self.state.final_counts = Some(retained.counts());
+            (self.retained, self.state.is_releasing) = (None, false);
+        }
+    }
+
+    /// The longest time until the next [`Self::maintain`].
+    pub fn next_maintenance(&self) -> Option<Duration> {
+        let interval = if self.state.is_releasing { Duration::ZERO } else { UPDATE_INTERVAL };
+        self.retained.as_ref().map(|_| interval)
+    }
+}

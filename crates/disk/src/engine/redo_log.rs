@@ -1,0 +1,360 @@
+//! The redo log in the engine: where each block of a protected disk is, which writes wait, and which space is free again.
+//!
+//! Epochs, seals and merges are in [`crate::redo`], whose keeper visits this part between two of the engine's steps
+//! ([`super::visit`]). The front end writes the entries; this part knows where, and does its own syncs and holes.
+
+use super::catalog::{Change, DataLocation, DurabilityLost, EntryResult, PartId, SyncTarget, WriteTarget};
+use super::io::{DiskIo, Token};
+use crate::redo::files::LocalFile;
+use crate::redo::index::Source;
+use crate::redo::log::{CannotAllocate, Log, LogEntry, SpaceLimit, SyncOutcome};
+use crate::report::warn_limited;
+use crate::request::Range;
+use rekindle_kernel::uring::Operation;
+use serde::{Deserialize, Serialize};
+use slab::Slab;
+use std::collections::VecDeque;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use uuid::Uuid;
+
+/// Time between two attempts of a write for which there is no space.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+
+/// An operation of the log that belongs to no request.
+#[derive(Debug)]
+enum LogOperation {
+    Sync { epoch: u64, entries: u64 },
+    Punch,
+}
+
+/// Space to reclaim once all present requests have ended: one of them may be about to read it.
+#[derive(Debug)]
+struct PendingReclaim<F> {
+    file: F,
+    offset: u64,
+    bytes: u64,
+    /// The first request that cannot read it.
+    unread_from: u64,
+}
+
+/// Sequence numbers of requests.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RequestSequence {
+    /// The oldest request in progress; `None`: there is none.
+    pub oldest: Option<u64>,
+    pub next: u64,
+}
+
+/// The state of a redo log.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RedoStatus {
+    /// The disk's identity.
+    pub disk: Uuid,
+    /// The current epoch.
+    pub epoch: u64,
+    /// The newest sealed epoch.
+    pub sealed: u64,
+    /// The image has all writes of epochs up to this.
+    pub merged: u64,
+    /// Bytes in use.
+    pub bytes: u64,
+    /// Most bytes.
+    pub limit: u64,
+    /// Number of extents in memory.
+    pub extents: usize,
+    /// The disk is open at an older epoch, and the first write discards the later ones.
+    pub rewound: bool,
+    /// Why writes wait.
+    pub waiting: Option<String>,
+    /// Why the last merge failed.
+    pub failed: Option<String>,
+}
+
+/// A redo log in the engine, and the writes that wait for it.
+#[derive(Debug)]
+pub struct EngineLog<F = LocalFile> {
+    pub log: Log<F>,
+    /// The image may have writes from before the log that are not durable.
+    pub is_image_dirty: bool,
+    /// New writes wait: the log is about to end.
+    pub is_closing: bool,
+    /// Called when a segment or free space is needed.
+    keeper: KeeperCallback,
+    /// Parts that wait for space.
+    waiting: VecDeque<PartId>,
+    /// Why they wait.
+    why_waiting: Option<String>,
+    /// Some of them wait for free space, and not only for a segment.
+    is_full: bool,
+    /// Time of the next attempt.
+    retry_at: Option<Instant>,
+    operations: Slab<LogOperation>,
+    /// A sync would allow to reclaim space.
+    is_sync_wanted: bool,
+    /// Entries may have become reclaimable.
+    is_reclaim_wanted: bool,
+    reclaims: Vec<PendingReclaim<F>>,
+}
+
+/// A callback that neither blocks nor visits the engine.
+#[derive(Clone)]
+pub struct KeeperCallback(Arc<dyn Fn() + Send + Sync>);
+
+impl KeeperCallback {
+    #[must_use]
+    pub fn new(call: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(call))
+    }
+
+    pub fn send(&self) {
+        (self.0)();
+    }
+}
+
+impl std::fmt::Debug for KeeperCallback {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("KeeperCallback")
+    }
+}
+
+impl<F: Clone> EngineLog<F> {
+    /// `keeper` is called when a segment or free space is needed.
+    #[must_use]
+    pub fn new(log: Log<F>, keeper: KeeperCallback, is_image_dirty: bool) -> Self {
+        Self {
+            log,
+            is_image_dirty,
+            is_closing: false,
+            keeper,
+            waiting: VecDeque::new(),
+            why_waiting: None,
+            is_full: false,
+            retry_at: None,
+            operations: Slab::new(),
+            is_sync_wanted: false,
+            is_reclaim_wanted: false,
+            reclaims: Vec::new(),
+        }
+    }
+
+    /// The state as far as the engine knows it.
+    #[must_use]
+    pub fn status(&self) -> RedoStatus {
+        let (bytes, limit) = self.log.bytes();
+        RedoStatus {
+            disk: self.log.disk(),
+            epoch: self.log.epoch(),
+            sealed: 0,
+            merged: self.log.merged(),
+            bytes,
+            limit,
+            extents: self.log.extents(),
+            rewound: false,
+            waiting: self.why_waiting.clone(),
+            failed: None,
+        }
+    }
+
+    /// Whether writes wait for space.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.is_full
+    }
+
+    /// Forgets some merged entries. Returns the longest time to wait for an event.
+    pub(super) fn work(&mut self) -> Option<Duration> {
+        if self.log.sweep() {
+            return Some(Duration::ZERO);
+        }
+        self.retry_at.map(|retry_at| retry_at.saturating_duration_since(Instant::now()))
+    }
+
+    /// Requests a segment or free space for a write that has no place yet.
+    pub(crate) fn want(&mut self, missing: CannotAllocate) {
+        self.is_full |= missing == CannotAllocate::Limit;
+        self.keeper.send();
+    }
+
+    /// Records that a write into the log has completed.
+    pub(crate) fn written(&mut self, entry: &LogEntry) {
+        self.log.written(entry);
+        if self.waiting.is_empty() {
+            (self.why_waiting, self.is_full) = (None, false);
+        }
+    }
+
+    fn keep_waiting(&mut self, part: PartId, why: &str) {
+        if self.why_waiting.as_deref() != Some(why) {
+            warn_limited!("writes wait: {why}");
+            self.why_waiting = Some(why.into());
+        }
+        self.waiting.push_back(part);
+        self.retry_at.get_or_insert_with(|| Instant::now() + RETRY_INTERVAL);
+    }
+
+    /// Moves all parts that wait to `waiting`, for another attempt.
+    pub(super) fn retry_waiting(&mut self, waiting: &mut VecDeque<PartId>) {
+        self.retry_at = None;
+        waiting.extend(self.take_waiting());
+    }
+
+    /// Removes the parts that wait: the log has ended.
+    pub(super) fn take_waiting(&mut self) -> impl Iterator<Item = PartId> {
+        self.waiting.drain(..)
+    }
+
+    pub(super) fn is_retry_due(&self) -> bool {
+        self.retry_at.is_some_and(|retry_at| retry_at <= Instant::now())
+    }
+
+    /// Calls `piece` with each piece of a range, in order, and where its data is.
+    pub(super) fn locate(&self, range: Range, mut piece: impl FnMut(Range, DataLocation)) {
+        for (at, bytes, source) in self.log.look_up(range.at, range.bytes) {
+            let location = match source {
+                None => DataLocation::Image,
+                Some(Source::Data { epoch, at }) => DataLocation::Segment { epoch, offset: at },
+                Some(Source::Zeroes { .. }) => DataLocation::Zeroes,
+            };
+            piece(Range { at, bytes }, location);
+        }
+    }
+
+    /// Calls `target` with each segment that a flush must sync.
+    pub(super) fn sync_targets(&self, mut target: impl FnMut(SyncTarget)) -> Result<(), DurabilityLost> {
+        for segment in self.log.unsynced(u64::MAX).ok_or(DurabilityLost)? {
+            target(SyncTarget::Segment { epoch: segment.epoch, entries: segment.written });
+        }
+        Ok(())
+    }
+
+    /// Reserves an entry for a change, or keeps the part until it is tried again.
+    pub(super) fn reserve(
+        &mut self,
+        part: PartId,
+        change: Change,
+        entry: Option<LogEntry>,
+        limit: SpaceLimit,
+    ) -> WriteTarget {
+        if self.is_closing {
+            if let Some(entry) = entry {
+                self.log.abandoned(&entry);
+            }
+            self.keep_waiting(part, "the log is about to end");
+            return WriteTarget::Wait;
+        }
+        if let Some(entry) = entry {
+            return WriteTarget::Entry(entry);
+        }
+        let missing = match self.log.allocate(change.at, change.bytes, change.kind, limit) {
+            Ok(entry) => return WriteTarget::Entry(entry),
+            Err(missing) => missing,
+        };
+        self.want(missing);
+        match missing {
+            CannotAllocate::Segment(epoch) => self.keep_waiting(part, &format!("epoch {epoch} has no segment yet")),
+            CannotAllocate::Limit => {
+                let (_, limit) = self.log.bytes();
+                let why = format!(
+                    "the redo log has reached its limit of {limit} bytes, because no checkpoint is committed. Check that \
+                     rekindle protect runs, or discard the disk of the last checkpoint: rekindle disk merge"
+                );
+                self.keep_waiting(part, &why);
+                self.is_sync_wanted = true;
+            }
+        }
+        WriteTarget::Wait
+    }
+
+    /// Records how the write of an entry ended.
+    pub(super) fn record_entry(&mut self, entry: &LogEntry, result: EntryResult<'_>) {
+        match result {
+            EntryResult::Written => self.written(entry),
+            EntryResult::Failed => self.log.abandoned(entry),
+            EntryResult::NoSpace { part, error } => {
+                self.want(CannotAllocate::Limit);
+                let detail = error.map_or(String::new(), |e| format!(" ({e})"));
+                self.keep_waiting(part, &format!("there is no room for the redo log where it is{detail}"));
+            }
+        }
+    }
+
+    /// Records the result of a sync of a segment. Returns an error also if another sync has received it.
+    pub(super) fn record_sync(&mut self, epoch: u64, entries: u64, result: io::Result<usize>) -> io::Result<usize> {
+        let is_durable = self.log.record_sync(epoch, entries, SyncOutcome::from(&result));
+        self.is_reclaim_wanted = true;
+        if is_durable || result.is_err() { result } else { Err(io::Error::from_raw_os_error(libc::EIO)) }
+    }
+}
+
+impl EngineLog {
+    pub(super) fn has_space_to_reclaim(&self) -> bool {
+        self.is_sync_wanted || self.is_reclaim_wanted || !self.reclaims.is_empty()
+    }
+
+    /// Starts what frees space in the log: syncs of segments with overwritten entries, and holes in place of entries that no request in
+    /// progress can be about to read.
+    pub(super) fn reclaim_space(&mut self, io: &mut DiskIo, requests: RequestSequence) {
+        if std::mem::take(&mut self.is_sync_wanted) {
+            self.begin_sync(io);
+        }
+        if std::mem::take(&mut self.is_reclaim_wanted) {
+            let unread_from = requests.next;
+            let reclaimed = self.log.reclaim().into_iter();
+            let pending = |(file, offset, bytes)| PendingReclaim { file, offset, bytes, unread_from };
+            self.reclaims.extend(reclaimed.map(pending));
+        }
+        if !self.reclaims.is_empty() {
+            self.punch_unread(io, requests.oldest.unwrap_or(u64::MAX));
+        }
+    }
+
+    /// Syncs a segment whose overwritten entries could then be reclaimed.
+    fn begin_sync(&mut self, io: &mut DiskIo) {
+        let is_syncing = |wanted| {
+            let mut operations = self.operations.iter();
+            operations.any(|(_, own)| matches!(own, LogOperation::Sync { epoch, .. } if *epoch == wanted))
+        };
+        match self.log.reclaimable().into_iter().find(|segment| !is_syncing(segment.epoch)) {
+            Some(segment) => {
+                let sync = LogOperation::Sync { epoch: segment.epoch, entries: segment.written };
+                self.begin_operation(io, &segment.file, Operation::Sync, sync);
+            }
+            None => self.is_reclaim_wanted = true,
+        }
+    }
+
+    fn punch_unread(&mut self, io: &mut DiskIo, oldest_request: u64) {
+        let mut spare_entries = io.spare_entries();
+        let is_unread = |reclaim: &mut PendingReclaim<LocalFile>| {
+            let is_unread = reclaim.unread_from <= oldest_request && spare_entries > 0;
+            spare_entries -= usize::from(is_unread);
+            is_unread
+        };
+        let unread: Vec<PendingReclaim<LocalFile>> = self.reclaims.extract_if(.., is_unread).collect();
+        for PendingReclaim { file, offset, bytes, .. } in unread {
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            self.begin_operation(io, &file, Operation::Allocate { mode, at: offset, len: bytes }, LogOperation::Punch);
+        }
+    }
+
+    fn begin_operation(&mut self, io: &mut DiskIo, file: &LocalFile, operation: Operation, own: LogOperation) {
+        let number = self.operations.insert(own);
+        if io.begin(&file.0, operation, Token::LogOperation(number as u32)).is_err() {
+            self.operations.remove(number);
+        }
+    }
+
+    /// Handles the completion of an operation of the log itself.
+    pub(super) fn operation_completed(&mut self, number: u32, result: io::Result<usize>, image: &Path) {
+        if let Err(e) = &result {
+            warn_limited!("the redo log of {}: {e}", image.display());
+        }
+        if let Some(LogOperation::Sync { epoch, entries }) = self.operations.try_remove(number as usize) {
+            // Reported above; a flush of the guest fails too.
+            drop(self.record_sync(epoch, entries, result));
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! Sets of pages as byte ranges.
+
+use crate::{PAGE_SIZE, PageNo};
+use std::ops::{Deref, Range};
+
+/// Pages as byte ranges, ascending, with a gap between any two. The bytes are offsets in a block, or addresses in a process.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct PageRuns(Vec<Range<u64>>);
+
+impl PageRuns {
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Adds a run that begins at or after the end of the last one.
+    pub fn push(&mut self, run: Range<u64>) {
+        if run.is_empty() {
+            return;
+        }
+        match self.0.last_mut() {
+            Some(last) if last.end >= run.start => last.end = last.end.max(run.end),
+            _ => self.0.push(run),
+        }
+    }
+
+    /// Returns all that is in at least one of the sets.
+    #[must_use]
+    pub fn union(&self, other: &[Range<u64>]) -> Self {
+        let mut all: Vec<_> = self.iter().chain(other).cloned().collect();
+        all.sort_unstable_by_key(|run| run.start);
+        all.into_iter().collect()
+    }
+
+    /// Returns the runs with each gap of at most `max_gap` bytes filled.
+    #[must_use]
+    pub fn bridged(&self, max_gap: u64) -> Self {
+        let mut all = Self::new();
+        for run in self {
+            match all.0.last_mut() {
+                Some(last) if run.start - last.end <= max_gap => last.end = run.end,
+                _ => all.0.push(run.clone()),
+            }
+        }
+        all
+    }
+
+    /// Returns all of `0..length` that is not in the set.
+    #[must_use]
+    pub fn complement(&self, length: u64) -> Self {
+        Self::from(0..length).difference(self)
+    }
+
+    /// Returns all that is not in `other`, whose runs are ascending.
+    #[must_use]
+    pub fn difference(&self, other: &[Range<u64>]) -> Self {
+        let mut rest = Self::new();
+        let mut others = other.iter().peekable();
+        for run in self {
+            let mut at = run.start;
+            while let Some(next) = others.peek() {
+                if next.end <= at {
+                    others.next();
+                    continue;
+                }
+                if next.start >= run.end {
+                    break;
+                }
+                rest.push(at..next.start.max(at));
+                at = next.end;
+                if at >= run.end {
+                    break;
+                }
+            }
+            rest.push(at..run.end.max(at));
+        }
+        rest
+    }
+
+    /// Returns all that is in both sets.
+    #[must_use]
+    pub fn intersection(&self, other: &Self) -> Self {
+        let end = self.last().map_or(0, |run| run.end);
+        self.difference(&other.complement(end))
+    }
+
+    /// Converts addresses to offsets from `base`.
+    #[must_use]
+    pub fn relative_to(mut self, base: u64) -> Self {
+        self.0.iter_mut().for_each(|run| *run = run.start - base..run.end - base);
+        self
+    }
+
+    /// Converts offsets to addresses, where offset 0 is at `base`.
+    #[must_use]
+    pub fn placed_at(mut self, base: u64) -> Self {
+        self.0.iter_mut().for_each(|run| *run = run.start + base..run.end + base);
+        self
+    }
+
+    /// Number of bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.iter().map(|run| run.end - run.start).sum()
+    }
+
+    /// Numbers of the pages, if the runs are offsets in a block.
+    pub fn numbers(&self) -> impl Iterator<Item = PageNo> + '_ {
+        self.number_ranges().flatten().map(PageNo)
+    }
+
+    /// As [`PageRuns::numbers`], a range for each run.
+    pub fn number_ranges(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        const PAGE: u64 = PAGE_SIZE as u64;
+        self.iter().map(|run| run.start / PAGE..run.end / PAGE)
+    }
+
+    /// Splits the set into parts of at most `max` bytes.
+    #[must_use]
+    pub fn split(&self, max: u64) -> Vec<Self> {
+        let mut parts = vec![Self::new()];
+        let mut room = max;
+        for run in self {
+            let mut at = run.start;
+            while at < run.end {
+                if room == 0 {
+                    parts.push(Self::new());
+                    room = max;
+                }
+                let end = run.end.min(at + room);
+                if let Some(last) = parts.last_mut() {
+                    last.push(at..end);
+                }
+                room -= end - at;
+                at = end;
+            }
+        }
+        parts.retain(|part| !part.is_empty());
+        parts
+    }
+}
+
+impl Deref for PageRuns {
+    type Target = [Range<u64>];
+
+    fn deref(&self) -> &[Range<u64>] {
+        &self.0
+    }
+}
+
+/// One run.
+impl From<Range<u64>> for PageRuns {
+    fn from(run: Range<u64>) -> Self {
+        [run].into_iter().collect()
+    }
+}
+
+/// Runs in ascending order; those that are adjacent or overlap become one.
+impl FromIterator<Range<u64>> for PageRuns {
+    fn from_iter<I: IntoIterator<Item = Range<u64>>>(runs: I) -> Self {
+        let mut all = Self::new();
+        runs.into_iter().for_each(|run| all.push(run));
+        all
+    }
+}
+
+impl IntoIterator for PageRuns {
+    type Item = Range<u64>;
+    type IntoIter = std::vec::IntoIter<Range<u64>>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+impl<'a> IntoIterator for &'a PageRuns {
+    type Item = &'a Range<u64>;
+    type IntoIter = std::slice::Iter<'a, Range<u64>>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.iter()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    const PAGE: u64 = PAGE_SIZE as u64;
+
+    fn runs(set: &BTreeSet<u64>) -> PageRuns {
+        set.iter().map(|&n| n..n + 1).collect()
+    }
+
+    #[test]
+    fn empty_runs_are_not_added() {
+        let runs: PageRuns = [5..5, 5..6, 6..6, 6..8, 9..9].into_iter().collect();
+        assert_eq!(*runs, [5..8; 1]);
+    }
+
+    #[test]
+    fn offsets_become_page_numbers_and_addresses() {
+        let runs: PageRuns = [2 * PAGE..4 * PAGE, 7 * PAGE..8 * PAGE].into_iter().collect();
+        assert_eq!(runs.numbers().collect::<Vec<_>>(), [2, 3, 7].map(PageNo));
+        assert_eq!(runs.number_ranges().collect::<Vec<_>>(), [2..4, 7..8]);
+        let placed = runs.clone().placed_at(100 * PAGE);
+        assert_eq!(placed.first(), Some(&(102 * PAGE..104 * PAGE)));
+        assert_eq!(placed.relative_to(100 * PAGE), runs);
+    }
+
+    proptest! {
+        #[test]
+        fn operations_agree_with_those_of_btree_sets(
+            one in proptest::collection::btree_set(0u64..40, 0..30),
+            other in proptest::collection::btree_set(0u64..40, 0..30),
+        ) {
+            let (a, b) = (runs(&one), runs(&other));
+            prop_assert!(a.windows(2).all(|two| two[0].end < two[1].start), "{:?}", a);
+            prop_assert_eq!(a.bytes(), one.len() as u64);
+            prop_assert_eq!(a.union(&b), runs(&one.union(&other).copied().collect()));
+            prop_assert_eq!(a.difference(&b), runs(&one.difference(&other).copied().collect()));
+            prop_assert_eq!(a.intersection(&b), runs(&one.intersection(&other).copied().collect()));
+            let all: BTreeSet<_> = (0..40).collect();
+            prop_assert_eq!(a.complement(40), runs(&all.difference(&one).copied().collect()));
+            let below: BTreeSet<_> = (0..17).collect();
+            prop_assert_eq!(a.complement(17), runs(&below.difference(&one).copied().collect()));
+            let gaps = a.bridged(3).complement(40);
+            let inner = gaps.iter().filter(|gap| gap.start > 0 && gap.end < 40);
+            prop_assert!(inner.clone().all(|gap| gap.end - gap.start > 3), "{:?}", gaps);
+            prop_assert!(inner.clone().all(|gap| a.complement(40).contains(gap)), "{:?}", gaps);
+            prop_assert_eq!(a.bridged(0), a.clone());
+            prop_assert_eq!(a.into_iter().flatten().collect::<BTreeSet<_>>(), one);
+        }
+
+        #[test]
+        fn parts_are_full_and_make_the_whole(
+            set in proptest::collection::btree_set(0u64..100, 0..80), max in 1u64..20,
+        ) {
+            let whole = runs(&set);
+            let parts = whole.split(max);
+            let sizes: Vec<_> = parts.iter().map(PageRuns::bytes).collect();
+            if let Some((last, others)) = sizes.split_last() {
+                prop_assert!(others.iter().all(|size| *size == max) && (1..=max).contains(last), "{:?}", sizes);
+            }
+            prop_assert_eq!(parts.into_iter().flatten().collect::<PageRuns>(), whole);
+        }
+    }
+}

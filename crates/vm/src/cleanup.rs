@@ -1,0 +1,44 @@
+//! Removing all that Rekindle keeps of a VM.
+
+use crate::disks;
+use crate::error::LifeError;
+use crate::host::Host;
+use crate::names::saved_path;
+use crate::network;
+use crate::phases;
+use crate::qemu;
+use crate::ram;
+use crate::rundir::RunDir;
+use crate::state::State;
+use rekindle_memory::directory::RamDirectory;
+use std::fs;
+use std::io;
+
+/// Removes all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is already gone is not an error, so that
+/// it can be repeated after an interruption.
+///
+/// # Errors
+/// What cannot be removed.
+pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeError> {
+    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+    qemu::end_all(rundir, state)?;
+    disks::end(rundir, &state.hardware)?;
+    network::remove(host, &state.hardware)?;
+    if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {
+        for (path, _) in state.hardware.ram_files() {
+            RamDirectory::at(directory)?.remove(&ram::name(&path))?;
+        }
+    }
+    // Its disks' servers have gone, so no candidate of it is to be used any more.
+    match fs::remove_dir_all(phases::directory(host, rundir, &state.definition)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
+        _ => {}
+    }
+    match fs::remove_file(saved_path(host, rundir, &state.definition)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
+        _ => {}
+    }
+    rundir.remove().map_err(failed)?;
+    host.release_ram();
+    Ok(())
+}

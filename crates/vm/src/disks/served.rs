@@ -1,0 +1,33 @@
+//! Which disks have a server, and when.
+
+use crate::journal::{Journal, Kind, Step};
+use crate::rundir::RunDir;
+use crate::state::State;
+use rekindle_qemu::command::{Disk, Hardware};
+use rekindle_qemu::vmm::Vmm;
+use std::io;
+
+/// The disks that have a server.
+pub fn served(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
+    hardware.disks.iter().filter(|disk| disk.server)
+}
+
+/// The hardware whose disks need servers now: there is a QEMU that uses them. None while an operation keeps them from being served.
+///
+/// # Errors
+/// When the run directory cannot be read.
+pub fn served_now(rundir: &RunDir) -> io::Result<Option<Hardware>> {
+    let Some(state) = State::read(rundir)? else { return Ok(None) };
+    let left = Journal::left_behind(rundir)?.map(|journal| journal.operation);
+    let mut qemus = vec![state.vmm.clone()];
+    if let Some(operation) = left {
+        // A move has ended the servers of a stopped guest, and the other host may have its disks by now.
+        if operation.kind == Kind::Move && operation.step >= Step::Suspend {
+            return Ok(None);
+        }
+        qemus.push(operation.from);
+        // One that waits for a checkpoint has servers that wait, too: the restore starts them.
+        qemus.push(operation.to.filter(|_| !matches!(operation.kind, Kind::Restore | Kind::Prepare)));
+    }
+    Ok(qemus.iter().flatten().any(Vmm::is_alive).then_some(state.hardware))
+}

@@ -1,0 +1,50 @@
+//! The processes of a VM's QEMUs, and what a guest's run state means.
+
+use crate::error::LifeError;
+use crate::rundir::RunDir;
+use crate::state::State;
+use rekindle_kernel::lockfile;
+use rekindle_kernel::process::Process;
+use rekindle_qemu::command::Directory;
+use std::io;
+use std::time::Duration;
+
+/// QEMU's run states of a guest that has ended by itself: it need not be shut down.
+pub const SHUT_DOWN: &[&str] = &[OFF, PANICKED];
+/// The run state of a guest that has powered itself off, or has reset itself without a reset in place.
+pub const OFF: &str = "shutdown";
+/// The run state of a guest whose kernel has panicked.
+pub const PANICKED: &str = "guest-panicked";
+
+/// How long a process may take to end.
+const END: Duration = Duration::from_secs(10);
+
+/// The QEMU that was started in `directory`, whether it was recorded or not, with its children. A process that only names the directory, or has
+/// a file of it open, is not among them.
+///
+/// # Errors
+/// When the lock of the directory is held by a process that cannot be seen.
+pub fn processes_of(directory: &Directory) -> io::Result<Vec<Process>> {
+    let mut found = lockfile::holders(&directory.lock())?;
+    // One that an earlier version of Rekindle has started holds QEMU's own lock only.
+    if let Some(process) = lockfile::owner(&directory.pid())?
+        && !found.contains(&process)
+    {
+        found.push(process);
+    }
+    Ok(found)
+}
+
+/// Ends every QEMU of a VM immediately.
+pub(crate) fn end_all(rundir: &RunDir, state: &State) -> Result<(), LifeError> {
+    let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
+    for generation in 1..=state.generation + 1 {
+        for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
+            process.kill().map_err(failed)?;
+            if !process.wait_end(END).map_err(failed)? {
+                return Err(LifeError::Stuck { name: rundir.name().into(), what: "QEMU", pid: process.pid });
+            }
+        }
+    }
+    Ok(())
+}

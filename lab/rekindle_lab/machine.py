@@ -1,0 +1,72 @@
+"""The machine on which an experiment runs: the project's folder, the cache, versions of what is installed, signals."""
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def find_root(start: Path) -> Path | None:
+    """Returns the project's folder: the nearest parent that has tests/images/build."""
+    return next((folder for folder in [start, *start.parents] if (folder / "tests/images/build").exists()), None)
+
+
+def cache() -> Path:
+    """Returns a folder on a real disk that is kept between runs."""
+    return Path(os.environ.get("REKINDLE_CACHE") or Path.home() / ".cache" / "rekindle")
+
+
+def machine_versions() -> dict[str, str]:
+    """Returns the versions of the machine and the lab, as far as they matter to a figure."""
+    import matplotlib
+    import numpy
+    import pandas
+    import scipy
+
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
+    cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "linux": platform.release(),
+        "cpu": f"{cores} x {cpu}",
+        "memory": f"{memory_kib / 2**20:.1f} GiB",
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "scipy": scipy.__version__,
+        "pandas": pandas.__version__,
+        "matplotlib": matplotlib.__version__,
+    }
+
+
+def qemu_version(binary: str) -> str:
+    """Returns the first line of a QEMU's `--version`."""
+    done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[0]
+
+
+def interrupt_on_signals(name: str) -> None:
+    """Makes termination signals raise `KeyboardInterrupt`, so that what is under way is removed.
+
+    Only the first one does: a second one does not interrupt the removal.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        for one in _ENDING:
+            signal.signal(one, signal.SIG_IGN)
+        print(f"{name}: interrupted; taking everything down", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt
+
+    for one in _ENDING:
+        signal.signal(one, interrupt)

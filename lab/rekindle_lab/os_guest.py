@@ -1,0 +1,152 @@
+"""A guest whose operating system is rebooted: its definition, its disk, its phases, and commands in it."""
+
+import json
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from rekindle_lab import guests
+from rekindle_lab.guests import Guest, Image
+from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.slow import run
+
+SSH_DEADLINE_S = 300.0
+SAVED_DEADLINE_S = 120.0
+PHASES = {"micro": ("kernel", "services"), "debian": ("kernel",), "immutable": ("kernel", "services")}
+"""Phases that can have candidates."""
+PATHS = {"micro": "/bytes/16384"}
+"""The requested page: 16 KiB, of nginx or of micro's own server."""
+MICRO_DISK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class OsGuest(Guest):
+    """A guest that is rebooted. Rekindle's servers have its disks."""
+
+    SHUTDOWN_TIMEOUT: ClassVar[str] = "2m"
+
+    kind: str = "micro"
+    """`micro`, `debian`, `immutable`."""
+    phases: bool = False
+    """Whether phases of its boot are kept.
+
+    With phases a boot takes longer, so the other ways have guests of their own.
+    """
+    firmware: Path | None = None
+    """The file that is its firmware's debug port."""
+
+    @property
+    def path(self) -> str:
+        """The path that a client requests."""
+        return PATHS.get(self.kind, "/files/000.bin")
+
+    @property
+    def own_disk(self) -> Path:
+        """The disk that it writes."""
+        return self.disk_dir / f"{self.name}.raw"
+
+    @property
+    def disk(self) -> Path | None:
+        """The file that is removed at the end."""
+        return self.own_disk
+
+    @property
+    def command_line(self) -> str:
+        """The command line of its kernel."""
+        root = {
+            "micro": "",
+            "debian": "root=/dev/vda1 rw ",
+            "immutable": "root=/dev/vda ro rekindle.overlay=50% rekindle.data=/dev/vdb1 ",
+        }[self.kind]
+        return f"{root}{guests.KERNEL_WORDS} rekindle.ip={self.address}/24 rekindle.tick=0"
+
+    def disk_lines(self) -> list[str]:
+        """Returns the disks of its VM definition."""
+        own = ["[[disk]]", f"path = {json.dumps(str(self.own_disk))}", "server = true"]
+        if self.kind != "immutable":
+            return own
+        shared = json.dumps(str(self.image.folder / "disk.raw"))
+        return ["[[disk]]", f"path = {shared}", "readonly = true", "server = true", *own]
+
+    def qemu_args(self) -> list[str]:
+        """Returns the arguments of the firmware's debug port."""
+        return debug_port(self.firmware) if self.firmware else []
+
+    def definition(self, qemu: str) -> str:
+        """Returns its VM definition, with the phases that are kept."""
+        text = super().definition(qemu)
+        return f"{text}\n[phase]\nsave = {json.dumps(PHASES[self.kind])}\n" if self.phases else text
+
+    def write(self, folder: Path, qemu: str) -> Path:
+        """Writes the definition, and makes the disk that it writes."""
+        make_disk(self.kind, self.image, self.own_disk)
+        path = folder / f"{self.name}.toml"
+        path.write_text(self.definition(qemu))
+        return path
+
+    def ssh_command(self, command: str) -> list[str]:
+        """Returns the command that runs a command in it."""
+        options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
+        options += ["-F", "none", "-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
+        return ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
+
+    def ssh(self, command: str, given: bytes = b"") -> str:
+        """Runs a command in it, with `given` as its input, and returns its output."""
+        words = self.ssh_command(command)
+        done = subprocess.run(words, input=given, capture_output=True, timeout=SSH_DEADLINE_S, check=False)
+        if done.returncode != 0:
+            error = (done.stderr.strip() or done.stdout.strip())[-1000:].decode(errors="replace")
+            raise RekindleError(f"{self.name}: {command[:80]}: exit status {done.returncode}: {error}")
+        return done.stdout.decode()
+
+
+def make_disk(kind: str, image: Image, path: Path) -> None:
+    """Makes the disk that a guest writes.
+
+    debian's root gets a partition: every firmware reads the first block of a disk, and with a file system there no
+    candidate of a phase would ever be usable.
+    """
+    if kind == "micro":
+        with path.open("wb") as file:
+            file.truncate(MICRO_DISK_BYTES)
+    elif kind == "immutable":
+        guests.copy_sparse(image.folder / "data.raw", path)
+    else:
+        source = image.folder / "disk.raw"
+        sectors = source.stat().st_size // 512
+        run("dd", f"if={source}", f"of={path}", "bs=1M", "seek=1", "conv=sparse", "status=none")
+        entry = bytes([0, 0xFE, 0xFF, 0xFF, 0x83, 0xFE, 0xFF, 0xFF])
+        table = entry + (2048).to_bytes(4, "little") + sectors.to_bytes(4, "little")
+        with path.open("r+b") as file:
+            file.truncate((sectors + 2048) * 512)
+            file.seek(446)
+            file.write(table)
+            file.seek(510)
+            file.write(b"\x55\xaa")
+
+
+def debug_port(path: Path) -> list[str]:
+    """Returns QEMU's arguments that make the firmware's debug port a file."""
+    return ["-chardev", f"file,id=firmware,path={path}", "-device", "isa-debugcon,iobase=0x402,chardev=firmware"]
+
+
+def wait_saved(rekindle: Rekindle, guest: OsGuest) -> None:
+    """Waits until each phase has a usable candidate. micro is asked to announce the later one."""
+    deadline = time.monotonic() + SAVED_DEADLINE_S
+    if guest.kind == "micro":
+        guest.command("phase services")
+    while True:
+        void = {phase["name"]: phase["void"] for phase in rekindle.show(guest.name)["phases"] if phase["void"]}
+        if not void:
+            return
+        if time.monotonic() > deadline:
+            raise RekindleError(f"{guest.name}: phases that are not saved: {void}")
+        time.sleep(0.1)
+
+
+def ask_often(namespace: str) -> None:
+    """Makes the kernel repeat ARP requests every 20 ms, not every second: otherwise that interval would be measured."""
+    words = "for file in /proc/sys/net/ipv4/neigh/*/retrans_time_ms; do echo 20 >$file; done"
+    run("ip", "netns", "exec", namespace, "sh", "-c", words)

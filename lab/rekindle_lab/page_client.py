@@ -1,0 +1,130 @@
+"""A client that requests a guest's web page repeatedly, over new connections, and records each answer's time.
+
+New connections, because an old one is dead after a boot, and its retransmissions would be seconds apart.
+Many of them, because one that waits for a guest that has just ended does not notice the next one: each that was
+connected then waits for its answer for `ANSWER_S`.
+"""
+
+import itertools
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from rekindle_lab import netns
+from rekindle_lab.rekindle import RekindleError
+
+ASKERS = 16
+EVERY_S = 0.16
+"""Interval between two requests of one thread; all of them make at most 100 requests per second."""
+CONNECT_S = 0.1
+"""Timeout of a connection attempt."""
+ANSWER_S = 2.0
+"""Timeout of the answer after a connection."""
+WAIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer."""
+
+    host_us: int
+    """When its last byte came, by the host's clock."""
+    took_us: int
+    """Time since the connection was started."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The longest time without an answer."""
+
+    start_host_us: int
+    end_host_us: int
+    first_us: int
+    """Duration of the request that ended it."""
+
+    @property
+    def us(self) -> int:
+        """The length of the gap."""
+        return self.end_host_us - self.start_host_us
+
+
+class PageClient:
+    """Sends requests from `__enter__` until `__exit__`."""
+
+    def __init__(self, namespace: str, address: str, path: str, port: int = 80) -> None:
+        self.answers: list[Answer] = []
+        self._namespace, self._address, self._port = namespace, address, port
+        self._request = f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode()
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=[n], daemon=True) for n in range(ASKERS)]
+
+    def _ask(self, number: int) -> None:
+        self._over.wait(number * EVERY_S / ASKERS)
+        netns.inside(self._namespace, self._run)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            begin = time.monotonic_ns()
+            if self.ask_once():
+                took = (time.monotonic_ns() - begin) // 1000
+                self.answers.append(Answer(time.time_ns() // 1000, took))
+            self._over.wait(max(0.0, EVERY_S - (time.monotonic_ns() - begin) / 1e9))
+
+    def ask_once(self) -> bool:
+        """Whether one request is answered completely."""
+        try:
+            with socket.create_connection((self._address, self._port), CONNECT_S) as connection:
+                connection.settimeout(ANSWER_S)
+                connection.sendall(self._request)
+                answer = b""
+                while not _is_whole(answer):
+                    data = connection.recv(65536)
+                    if not data:
+                        return False
+                    answer += data
+                return True
+        except OSError:
+            return False
+
+    def wait(self, more: int, after_host_us: int = 0) -> None:
+        """Waits until so many answers have arrived after that time."""
+        deadline = time.monotonic() + WAIT_S
+        while sum(answer.host_us > after_host_us for answer in self.answers) < more:
+            if time.monotonic() > deadline:
+                raise RekindleError(f"{self._address}: no {more} answers within {WAIT_S:g} s")
+            time.sleep(0.02)
+
+    def __enter__(self) -> "PageClient":
+        """Starts the requests."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the requests."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def _is_whole(answer: bytes) -> bool:
+    """Whether an answer is complete. Raises `OSError` if it is not the expected one."""
+    head, separator, body = answer.partition(b"\r\n\r\n")
+    if not separator:
+        return False
+    lines = head.lower().split(b"\r\n")
+    lengths = [line for line in lines if line.startswith(b"content-length:")]
+    if b" 200 " not in lines[0] or not lengths:
+        raise OSError(f"an unexpected answer: {lines[0]!r}")
+    return len(body) >= int(lengths[0].split(b":")[1])
+
+
+def longest_gap(answers: list[Answer], begin_host_us: int) -> Gap:
+    """Returns the longest time between two answers of which the later one came after `begin_host_us`."""
+    ordered = sorted(answers, key=lambda answer: answer.host_us)
+    pairs = [(one, next_) for one, next_ in itertools.pairwise(ordered) if next_.host_us > begin_host_us]
+    if not pairs:
+        raise RekindleError("the client has no answers around the reboot")
+    before, after = max(pairs, key=lambda pair: pair[1].host_us - pair[0].host_us)
+    return Gap(before.host_us, after.host_us, after.took_us)

@@ -1,0 +1,49 @@
+"""Executes one run between its two lines in the ledger. So a kill at any moment loses no finished run."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rekindle_lab.runs.ledger import Ledger
+
+Leaves = dict[str, Any]
+"""Names of what a run makes, as JSON, so that the remains of a killed run can be removed."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run has ended."""
+
+    outcome: Literal["done", "failed", "left out"]
+    entries: dict[str, Any] = field(default_factory=dict)
+    """Further entries of its line."""
+
+
+def execute(
+    ledger: Ledger, run: int | str, leaves: Callable[[int], Leaves], work: Callable[[Leaves], RunEnd]
+) -> dict[str, Any]:
+    """Executes a run, and returns its line. `leaves`: what the run makes, from the number of the attempt."""
+    attempt = ledger.attempts(run) + 1
+    made = leaves(attempt)
+    began_unix_s, clock = round(time.time(), 3), time.monotonic()
+    ledger.begin({"run": run, "attempt": attempt, "began_unix_s": began_unix_s, "leaves": made})
+    end = work(made)
+    line = {
+        **end.entries,
+        "run": run,
+        "attempt": attempt,
+        "outcome": end.outcome,
+        "began_unix_s": began_unix_s,
+        "took_s": round(time.monotonic() - clock, 3),
+    }
+    ledger.end(line)
+    return line
+
+
+def remove_remains(ledger: Ledger, clear: Callable[[Leaves], None], log: Callable[[str], None]) -> None:
+    """Removes the remains of interrupted attempts by `clear`, which may be called again for the same ones."""
+    for started in ledger.interrupted():
+        clear(started["leaves"])
+        ledger.clear(started)
+        log(f"run {started['run']}, attempt {started['attempt']}: interrupted; repeated")

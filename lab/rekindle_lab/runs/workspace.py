@@ -1,0 +1,98 @@
+"""The folders and the network namespaces in which a run works. Nothing of them is left, however the run ends."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from rekindle_lab import netns
+from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.runs.processes import mentioning, with_variable
+
+VM_RECORDS = ("state.json", "operation.json")
+"""Files that a VM's folder in a run directory may have."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where a run works."""
+
+    binary: Path
+    """The `rekindle` of its VMs."""
+    work: Path
+    """On a tmpfs, as run directories are; with a short path, since it holds unix sockets."""
+    disk: Path
+    """On a real disk: disks, saved RAM, stores."""
+    namespaces: tuple[str, ...]
+
+    @property
+    def ram(self) -> Path:
+        """A tmpfs of its own for guest RAM."""
+        return self.work / "ram"
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """Its names, as JSON: `from_leaves` reads them."""
+        return {"netns": list(self.namespaces), "work": str(self.work), "disk": str(self.disk)}
+
+    @classmethod
+    def from_leaves(cls, binary: Path, leaves: dict[str, Any]) -> Self:
+        """Returns the workspace of these names. `netns` is one name or a list."""
+        given = leaves["netns"]
+        namespaces = (given,) if isinstance(given, str) else tuple(given)
+        return cls(binary, Path(leaves["work"]), Path(leaves["disk"]), namespaces)
+
+    @contextmanager
+    def made(self) -> Iterator[Self]:
+        """Makes all of it; removes it at the end."""
+        try:
+            self.ram.mkdir(parents=True)
+            self.disk.mkdir(parents=True)
+            tmpfs = ["mount", "-t", "tmpfs", "-o", "size=90%,mode=0700", "rekindle-lab", self.ram]
+            subprocess.run(tmpfs, check=True, capture_output=True)
+            for name in self.namespaces:
+                netns.add(name)
+            yield self
+        finally:
+            self.remove()
+
+    def _stop_vms(self) -> None:
+        """Stops the VMs of all run directories in it."""
+        for folder in {record.parent for name in VM_RECORDS for record in self.work.glob(f"*/[!.]*/{name}")}:
+            try:
+                Rekindle(self.binary, folder.parent).stop(folder.name)
+            except (RekindleError, subprocess.TimeoutExpired) as error:
+                if "there is no VM" not in str(error) and mentioning(str(self.work)):
+                    raise RekindleError(f"{self.work}: processes of a killed run cannot be ended: {error}") from error
+
+    def remove(self) -> None:
+        """Stops VMs, ends processes that a kill has left, and removes folders and namespaces. May be called again.
+
+        Raises `RekindleError` if a VM cannot be stopped; then nothing is removed.
+        """
+        self._stop_vms()
+        for folder in self.work.glob("*/") if self.work.exists() else []:
+            end_processes(with_variable("REKINDLE_RUN_DIR", str(folder)))
+        for name in self.namespaces:
+            end_processes(_in_namespace(name))
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["umount", "-l", self.ram], capture_output=True, check=False)
+        shutil.rmtree(self.work, ignore_errors=True)
+        shutil.rmtree(self.disk, ignore_errors=True)
+
+
+def end_processes(pids: list[int]) -> None:
+    """Kills processes, which may have ended already."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _in_namespace(namespace: str) -> list[int]:
+    done = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in done.stdout.split() if int(pid) != os.getpid()]

@@ -1,0 +1,16 @@
+"""RootHammer's parameters, and what the models compute from them."""
+
+from rekindle_lab.models import throughput
+from rekindle_lab.models.availability import availability
+from rekindle_lab.models.parameters import ROOTHAMMER_CLUSTER, ROOTHAMMER_JBOSS
+
+JBOSS, CLUSTER = ROOTHAMMER_JBOSS, ROOTHAMMER_CLUSTER
+
+
+def availability_of(parameters, technique, timers=None):
+    return availability(parameters.technique(technique), parameters.os, timers or parameters.timers)
+
+
+def index_of(parameters, technique, hosts):
+    """Section 6.3's performance index: throughput of so many hosts, as a share of that without renewals."""
+    return throughput.index(parameters.technique(technique), parameters.os, parameters.timers, hosts)

@@ -1,0 +1,97 @@
+"""scripts/cycles: import circles between the modules of a Rust crate."""
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def cycles():
+    path = str(ROOT / "scripts/cycles")
+    loader = importlib.machinery.SourceFileLoader("cycles", path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("cycles", loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def found(cycles, tmp_path):
+    """Return the circles of a crate of these files, by the parent of their modules."""
+
+    def found(**files):
+        for name, text in files.items():
+            file = tmp_path / "src" / (name.replace("__", "/") + ".rs")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        edges = cycles.Crate(tmp_path / "src/lib.rs").edges()
+        return {"::".join(parent): list(map(set, cycles.circles(pairs))) for parent, pairs in edges.items()}
+
+    return found
+
+
+LIB = "pub mod a;\npub mod b;\n"
+
+
+@pytest.mark.parametrize(
+    "of_a",
+    [
+        "use crate::b::X;",
+        "use super::b;",
+        "use crate::{b as other};",
+        "use crate::b::*;",
+        "pub(crate) use crate::{\n    self,\n    b::{X, Y as _},\n};",
+        "fn f() { crate::b::g() }",
+        "fn f() { super::b::g() }",
+        "mod inner { use super::super::b::X; }",
+        "const C: char = '\"'; fn f<'a>(x: &'a str) -> crate::b::X { r#\"\"#; todo!() }",
+    ],
+)
+def test_two_modules_that_import_each_other_are_a_circle(found, of_a):
+    assert found(lib=LIB, a=of_a, b="use crate::a::Y;") == {"": [{"a", "b"}]}
+
+
+@pytest.mark.parametrize(
+    "of_a",
+    [
+        "// use crate::b::X;\n/* /* */ crate::b::X */",
+        'const TEXT: &str = "use crate::b::X;\\"crate::b::X";',
+        "#[cfg(test)]\n#[allow(unused)]\nmod tests {\n    use crate::b::X;\n}",
+        "#[cfg(test)]\nuse crate::b::{X, Y};\nfn f() {}",
+        "#[cfg(test)]\nfn f<A, B>(a: A, b: B) -> crate::b::X { crate::b::X }",
+        "enum E {\n    #[cfg(test)]\n    X(crate::b::X),\n    Y,\n}",
+        "use b::X;",
+        "use crate::a::inner::b;\nmod inner { pub mod b {} }",
+    ],
+)
+def test_what_imports_nothing_is_no_circle(found, of_a):
+    assert not any(found(lib=LIB, a=of_a, b="use crate::a::Y;").values())
+
+
+def test_a_module_and_its_child_may_import_each_other(found):
+    assert not any(found(lib="mod a;", a="mod x;\nuse x::X;", a__x="use super::Y;\nuse crate::a::Z;").values())
+
+
+def test_a_re_export_counts_as_its_origin(found):
+    lib = "mod a;\nmod b;\npub use a::A;\npub use b::*;\n"
+    assert found(lib=lib, a="use crate::B;", b="pub struct B;\nuse super::A;") == {"": [{"a", "b"}]}
+    assert found(lib=lib, a="pub struct A;\nuse crate::b::B;", b="use super::A;") == {"": [{"a", "b"}]}
+
+
+def test_a_circle_of_three_in_children_of_modules_is_found(found):
+    files = {"a": "mod x;", "a__x": "use crate::b::y::Y;", "b": "pub mod y;\nmod z;", "b__z": "use crate::c::C;"}
+    assert found(lib=LIB + "mod c;\n", **files, b__y="", c="use crate::a::A;") == {"": [{"a", "b", "c"}]}
+
+
+def test_an_allowed_circle_may_become_smaller_and_not_larger(cycles):
+    allowed = [cycles.Allowed("x", "", {"a", "b", "c"})]
+    assert cycles.is_allowed("x", "", frozenset("ab"), allowed)
+    assert not cycles.is_allowed("x", "", frozenset("abd"), allowed)
+    assert not cycles.is_allowed("y", "", frozenset("ab"), allowed)
+
+
+def test_no_crate_has_another_circle(cycles, capsys):
+    assert cycles.main([]) == 0, capsys.readouterr().out

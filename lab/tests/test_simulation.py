@@ -1,0 +1,70 @@
+"""The simulation of the timers, compared with the closed forms. With other rules it must not agree with them."""
+
+import pytest
+from papers import CLUSTER, JBOSS
+
+from rekindle_lab.models import simulation
+from rekindle_lab.models.availability import availability, downtime_s, os_reboots
+from rekindle_lab.models.parameters import OsReboot, Technique, Timers
+from rekindle_lab.models.simulation import Rules, simulate
+from rekindle_lab.models.throughput import performance
+
+# Downtimes so long that each rule has an effect far larger than the interval of a simulation.
+HARSH_TIMERS = Timers(vmm_interval_s=10_000, os_interval_s=1_700)
+HARSH_OS = OsReboot(downtime_s=100, degraded_rate=0.3, degraded_s=50)
+WARM = Technique("warm", 2_000, 0.5, 200)
+COLD = Technique("cold", 1_000, 0.7, 300, coupled=True)
+LIVE = Technique("live", 0, 0.4, 900, spare_hosts=1)
+
+
+def simulate_harsh(technique, **options):
+    return simulate(technique, HARSH_OS, HARSH_TIMERS, vms=150, intervals=25, **options)
+
+
+@pytest.mark.parametrize(
+    "technique", [WARM, COLD, LIVE, *CLUSTER.techniques.values()], ids=lambda t: f"{t.name}-{t.vmm_downtime_s:g}"
+)
+def test_it_agrees_with_the_closed_forms(technique):
+    result = simulate_harsh(technique)
+    assert result.availability.holds(availability(technique, HARSH_OS, HARSH_TIMERS)), result.availability
+    assert result.performance.holds(performance(technique, HARSH_OS, HARSH_TIMERS)), result.performance
+    assert result.availability.high - result.availability.low < 0.004
+
+
+@pytest.mark.parametrize("parameters", [JBOSS, CLUSTER], ids=["jboss", "cluster"])
+def test_it_agrees_with_the_closed_forms_for_the_papers_parameters(parameters):
+    os, timers = parameters.os, parameters.timers
+    for technique in parameters.techniques.values():
+        result = simulate(technique, os, timers)
+        assert result.availability.holds(availability(technique, os, timers)), (technique.name, result.availability)
+        assert result.performance.holds(performance(technique, os, timers)), (technique.name, result.performance)
+
+
+def test_it_disagrees_if_the_timer_of_the_os_keeps_running():
+    result = simulate_harsh(WARM, rules=Rules(os_timer_stops=False))
+    assert not result.availability.holds(availability(WARM, HARSH_OS, HARSH_TIMERS))
+
+
+def test_it_disagrees_if_a_coupled_renewal_does_not_reset_the_timer_of_the_os():
+    assert os_reboots(COLD, HARSH_TIMERS) == 5  # the floor of 9000 / 1700 = 5.29
+    result = simulate_harsh(COLD, rules=Rules(coupled_resets=False))
+    assert not result.availability.holds(availability(COLD, HARSH_OS, HARSH_TIMERS))
+    not_coupled = availability(Technique("cold", 1_000), HARSH_OS, HARSH_TIMERS)
+    assert result.availability.mean == pytest.approx(not_coupled, abs=0.002)
+
+
+def test_a_waiting_renewal_starts_despite_a_rest_below_the_clocks_resolution(monkeypatch):
+    steps, step = [], simulation._Vm.step
+
+    def counted(vm):
+        steps.append(vm.now)
+        assert len(steps) < 100_000, f"it stands still at {vm.now} s"
+        step(vm)
+
+    monkeypatch.setattr(simulation._Vm, "step", counted)
+    cold, os, timers = Technique("cold", 1_000, coupled=True), OsReboot(100, 0.3, 12.3), Timers(10_000, 2_990)
+    result = simulate(cold, os, timers)
+    # The third OS reboot coincides with the renewal: it comes first, or is spared.
+    most_s = downtime_s(cold, os, timers)
+    assert os_reboots(cold, timers) == 3
+    assert 1 - most_s / 10_000 < result.availability.mean < 1 - (most_s - 100) / 10_000
