@@ -2,7 +2,7 @@
 
 use crate::operation::{PipelinePoint, end_generation};
 use crate::ram::{FoundRam, NewRam, Ram, RamSource, SavedRam, SharedRam};
-use crate::saved_state::remove_stream;
+use crate::saved_state::{DISK_TIMEOUT, remove_stream};
 use crate::takeover::Taps;
 use crate::{Environment, Handover, HandoverError};
 use rekindle_qemu::command::Start;
@@ -18,8 +18,6 @@ use std::fs::{self, File};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a load may take that reads the guest's RAM from a disk.
-pub const LOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 /// How long the destination may take from a staged `cont` to the guest's resume: it may still be loading.
 pub const STAGED_RESUME_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often to ask a destination that loads whether it has finished.
@@ -132,7 +130,7 @@ impl Destination<Spawned> {
     ) -> Result<Destination<Loaded<SavedRam<'a>>>, HandoverError> {
         let loaded = begin_load_from_file(&mut self.qmp, file).map_err(HandoverError::from);
         loaded
-            .and_then(|()| self.wait_loaded(handover, LOAD_TIMEOUT))
+            .and_then(|()| self.wait_loaded(handover, DISK_TIMEOUT))
             .map_err(|e| failed_to_load(handover, &self.vmm, e))?;
         Ok(self.at(Loaded { ram, resume: ResumeCommand::AfterLoad }))
     }
@@ -158,7 +156,7 @@ impl Destination<Spawned> {
     /// # Errors
     /// [`HandoverError::Qmp`]: it does not answer.
     pub fn after_interruption(mut self) -> Result<Destination<Loaded<FoundRam>>, HandoverError> {
-        let deadline = Instant::now() + LOAD_TIMEOUT;
+        let deadline = Instant::now() + DISK_TIMEOUT;
         let mut run_state = guest::run_state(&mut self.qmp)?;
         while run_state == "inmigrate" && Instant::now() < deadline {
             thread::sleep(LOAD_POLL_INTERVAL);
@@ -180,7 +178,7 @@ impl Destination<Spawned> {
     ) -> Result<Destination<Loaded<SharedRam>>, HandoverError> {
         let vmm = self.vmm.clone();
         self.prepare(ram)
-            .and_then(|prepared| prepared.feed(handover, stream, LOAD_TIMEOUT))
+            .and_then(|prepared| prepared.feed(handover, stream, DISK_TIMEOUT))
             .map_err(|e| failed_to_load(handover, &vmm, e))
     }
 }

@@ -1,4 +1,4 @@
-//! Where a destination QEMU runs, and who manages it afterwards.
+//! Where a destination QEMU runs, and which program manages it afterwards.
 
 use crate::HandoverError;
 use crate::takeover::Taps;

@@ -1,4 +1,4 @@
-//! Whether a guest has run since a moment. Recovery needs this where the journal alone cannot tell: the process that sent
+//! Whether a guest has run since a moment. Recovery needs this where the journal alone does not show it: the process that sent
 //! `cont` died, and so did the QEMU that got it.
 
 use rekindle_qemu::command::Hardware;

@@ -1,7 +1,6 @@
 //! The state of a suspended guest as a file. It counts only when the journal names it with its length and digest.
 
 use crate::HandoverError;
-use crate::destination::LOAD_TIMEOUT;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::stream;
 use rekindle_qemu::transfer::save_to_file;
@@ -11,10 +10,14 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// The state file of a warm replacement: everything but main RAM.
 const STREAM_FILE: &str = "handover.stream";
+
+/// How long it may take to write the guest's RAM to a disk, or to read it back.
+pub const DISK_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Writes the stream of device state and small RAM blocks to a file, part by part: what is sent to the destination in
 /// advance is in the file before the guest is stopped.
@@ -98,7 +101,7 @@ pub fn read_stream(name: &str, saved: &SavedState) -> Result<Vec<u8>, HandoverEr
 pub fn save_with_ram(qmp: &mut Qmp, path: &Path) -> Result<SavedState, HandoverError> {
     let failed = |source: io::Error| HandoverError::File { path: path.to_owned(), source };
     let file = create(path)?;
-    save_to_file(qmp, &file, LOAD_TIMEOUT)?;
+    save_to_file(qmp, &file, DISK_TIMEOUT)?;
     file.sync_all().map_err(failed)?;
     let bytes = file.metadata().map_err(failed)?.len();
     Ok(SavedState { path: path.to_owned(), bytes, digest: 0, without_ram: false })

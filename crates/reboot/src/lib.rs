@@ -13,7 +13,9 @@
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
+pub mod error;
 pub mod host;
+pub(crate) mod interrupted;
 pub mod os;
 pub mod recover;
 pub mod vmm;

@@ -7,7 +7,7 @@
 //! uses it, everything is digested with the guest stopped. A page that was missed nevertheless has another digest
 //! later, and its guest counts as lost: an error on the safe side.
 
-use crate::vmm::RebootError;
+use crate::error::RebootError;
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::digest;
 use rekindle_memory::directory::is_direct;

@@ -5,8 +5,9 @@ use super::digests::EarlyDigests;
 use super::files::mapped;
 use super::record::{FileDigest, SuspendedGuest, state_directory, state_files};
 use super::survived::write_pages;
-use crate::recover::{SilentQemuPolicy, recover};
-use crate::vmm::{RUN_STATE_TIMEOUT, RebootError, ReplaceOptions, Replacement, begin, stop};
+use crate::error::RebootError;
+use crate::vmm::recover::{recover_cold, recover_handover};
+use crate::vmm::{RUN_STATE_TIMEOUT, ReplaceOptions, Replacement, begin, stop};
 use rekindle_handover::Handover;
 use rekindle_handover::evidence::disk_times;
 use rekindle_handover::saved_state::{StreamWriter, save_with_ram};
@@ -166,7 +167,7 @@ impl PreparedSuspend {
         match advanced {
             Ok(()) => Ok(saved),
             Err(e) => {
-                saved.undo(host);
+                saved.undo();
                 Err(e.into())
             }
         }
@@ -281,21 +282,22 @@ impl SavedGuest {
         SuspendedGuest { steps: self.handover.recorder.entries().to_vec(), ..self.entry.clone() }
     }
 
-    /// Undoes the suspend. If the QEMU has ended already, `recover` restarts the guest.
-    pub(super) fn undo(self, host: &Host) {
+    /// Undoes the suspend. A guest whose QEMU has ended already is resumed from its saved state or, if it was shut down, booted.
+    pub(super) fn undo(self) {
         let Self { replacement, mut handover, entry } = self;
         let name = replacement.name().to_owned();
-        if let Some(saved) = &entry.saved {
-            let _ = fs::remove_file(&saved.path);
-        }
-        let undo = if replacement.source_qemu.is_alive() {
+        let undone = if replacement.source_qemu.is_alive() {
+            if let Some(saved) = &entry.saved {
+                let _ = fs::remove_file(&saved.path);
+            }
             handover.journal.operation.saved = None;
             handover.return_to_source().map_err(RebootError::from)
+        } else if entry.how == RebootMethod::Cold {
+            recover_cold(handover).map(drop)
         } else {
-            drop((replacement, handover));
-            recover(host, &name, SilentQemuPolicy::default()).map(drop)
+            recover_handover(handover).map(drop)
         };
-        if let Err(e) = undo {
+        if let Err(e) = undone {
             tracing::error!("{name}: cannot resume the guest: {e}; run: rekindle recover {name}");
         }
     }

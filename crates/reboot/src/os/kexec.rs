@@ -6,7 +6,9 @@
 //! runs is its boot ID. `docs/os-reboot.md` has the sequence.
 
 use super::OsRebootReport;
-use crate::vmm::{Failure, GuestStatus, Problem, QemuInfo, RebootError, RebootReport};
+use crate::error::{Failure, Problem, RebootError};
+use crate::vmm::{QemuInfo, RebootReport};
+use rekindle_handover::GuestStatus;
 use rekindle_qemu::agent::{self, ExecError};
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};

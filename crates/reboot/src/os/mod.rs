@@ -18,7 +18,8 @@ pub mod watch;
 pub(crate) use kexec::recover as recover_kexec;
 pub use kexec::{KexecRequest, LoadedKernel};
 
-use crate::vmm::{self, Failure, Problem, RebootReport};
+use crate::error::{Failure, Problem};
+use crate::vmm::{self, RebootReport};
 use rekindle_memory::directory::huge_page_size;
 use rekindle_qemu::agent;
 use rekindle_qemu::command::Hardware;

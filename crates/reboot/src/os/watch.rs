@@ -8,7 +8,7 @@
 
 use super::helpers::{HelperSupervisor, chain};
 use super::{OsRebootMethod, default_method, phase, shut_down_and_boot};
-use crate::vmm::{Failure, Problem, RebootError};
+use crate::error::{Failure, Problem, RebootError};
 use rekindle_handover::HandoverError;
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_protect::owned::{OwnedElsewhere, OwnerRecord};

@@ -1,14 +1,11 @@
 //! A VM that has no interrupted operation: its guest may have been left stopped, its disk servers or its QEMU may have
 //! ended.
 
-use super::answer::{self, SilentQemuPolicy};
-use super::{Recovered, handover};
-use crate::vmm::RebootError;
+use crate::error::RebootError;
+use crate::interrupted::{Recovered, SilentQemuPolicy, end_pause, handover, wait_for_answer};
 use crate::vmm::recover::{boot_after_loss, boot_after_shutdown};
-use rekindle_kernel::sched;
-use rekindle_qemu::guest;
 use rekindle_qemu::guest::run_state;
-use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
@@ -37,7 +34,7 @@ pub(super) fn recover_idle(host: &Host, held: &Held, policy: SilentQemuPolicy) -
             // Start disk servers first: the guest waits for its disks, and QEMU may not answer before.
             let served = disks::start(&held.rundir, &held.state.hardware).map_err(LifeError::from)?;
             // The protector may use the only monitor of an adopted QEMU.
-            if held.state.attached.is_none() && !answer::wait_for_answer(held.rundir.name(), vmm, policy)? {
+            if held.state.attached.is_none() && !wait_for_answer(held.rundir.name(), vmm, policy)? {
                 return boot_lost(held);
             }
             match end_pause(held, vmm)? {
@@ -82,22 +79,6 @@ fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
 fn open_journal(held: &Held, kind: Kind) -> Result<Journal, RebootError> {
     let opened = Journal::open(&held.rundir, kind, held.state.vmm.clone(), held.state.generation + 1);
     opened.map_err(|source| RebootError::File { path: held.rundir.file("operation.json"), source })
-}
-
-/// Resumes a guest that an interrupted checkpoint left stopped.
-pub(crate) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
-    let mark = held.rundir.paused();
-    if !mark.exists() {
-        return Ok(Recovered::Nothing);
-    }
-    // Its threads may still have raised priority.
-    let _ = sched::normal(vmm.process());
-    let mut qmp = vmm.connect(vmm::START)?;
-    if run_state(&mut qmp)? == "paused" {
-        guest::resume(&mut qmp)?;
-    }
-    fs::remove_file(&mark).map_err(|source| RebootError::File { path: mark, source })?;
-    Ok(Recovered::Unpaused)
 }
 
 /// Removes a saved state that is not needed because the guest runs, also one that an interrupted operation or recovery

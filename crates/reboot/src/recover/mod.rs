@@ -7,16 +7,15 @@
 //! 3. The saved state is complete and the guest has not run since: a new QEMU is started from it.
 //! 4. Otherwise the guest's memory is lost: that is reported, and the guest is booted from its disks.
 
-mod answer;
 mod idle;
 
-pub use answer::SilentQemuPolicy;
-pub(crate) use answer::of_generation;
-pub(crate) use idle::end_pause;
+pub use crate::interrupted::{Recovered, SilentQemuPolicy};
 
+use crate::error::RebootError;
+use crate::host::{self, HostError};
+use crate::interrupted::{handover, require_answers};
+use crate::vmm::RUN_STATE_TIMEOUT;
 use crate::vmm::recover::{recover_cold, recover_handover};
-use crate::vmm::{RUN_STATE_TIMEOUT, RebootError};
-use rekindle_handover::Handover;
 use rekindle_kernel::sched;
 use rekindle_protect::moving::settle::{Settled, settle};
 use rekindle_protect::restore;
@@ -25,59 +24,9 @@ use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::Held;
+use rekindle_vm::life::{Held, Status, status};
 use rekindle_vm::lock::RunState;
-use rekindle_vm::timeline::Recorder;
-use serde::{Deserialize, Serialize};
-use std::fmt;
-
-/// What `recover` did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Recovered {
-    Nothing,
-    /// An interrupted checkpoint had left the guest stopped; it was resumed.
-    Unpaused,
-    /// A disk server had ended; it was started again.
-    Served,
-    /// The operation was undone: the guest runs in the source QEMU, with its memory.
-    Undone,
-    /// The operation was finished: the guest runs in the destination QEMU, with its memory.
-    Finished,
-    /// The guest was resumed from its saved state, with its memory.
-    FromState,
-    /// A start or a cold reboot was finished: the guest was booted.
-    Started,
-    /// The guest's memory was lost, and it was booted from its disks.
-    Booted,
-    /// A preparation was finished: a QEMU waits for a restore.
-    Prepared,
-    /// A move was undone: the guest runs on this host.
-    MovedBack,
-    /// A move was finished: the guest runs on the other host, and nothing of it remains here.
-    MovedAway,
-    /// The VM was removed: a stop was finished, or a start was undone.
-    Removed,
-}
-
-impl fmt::Display for Recovered {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Nothing => "there was nothing to recover",
-            Self::Unpaused => "an interrupted checkpoint or suspend had left the guest stopped; it was resumed",
-            Self::Served => "a disk server had ended; it was started again",
-            Self::Undone => "undone: the guest runs in the same QEMU as before, with its memory",
-            Self::Finished => "finished: the guest runs in the destination QEMU, with its memory",
-            Self::FromState => "the guest was resumed from its saved state, with its memory",
-            Self::Started => "finished: the guest was booted",
-            Self::Booted => "the guest's memory was lost; it was booted from its disks",
-            Self::Prepared => "finished: a QEMU waits for a checkpoint",
-            Self::MovedBack => "undone: the guest runs on this host, with its memory",
-            Self::MovedAway => "finished: the guest runs on the other host, and nothing of it remains here",
-            Self::Removed => "the VM is removed",
-        })
-    }
-}
+use rekindle_vm::rundir::RunDir;
 
 /// Finishes or undoes an interrupted operation on VM `name`, or boots a guest whose QEMU has died.
 ///
@@ -91,7 +40,7 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
     let (held, journal) = Held::take_anyhow(host, name, "recover")?;
     let _run_state = RunState::acquire(&held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let Some(journal) = journal else { return idle::recover_idle(host, &held, policy) };
-    answer::require_answers(&held, &journal.operation, policy)?;
+    require_answers(&held, &journal.operation, policy)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
         // An interrupted hand-over has left its threads at raised priority: harmless, but not meant to last.
         let _ = sched::normal(vmm.process());
@@ -111,7 +60,7 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
             clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
         }
-        Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return crate::host::recover(host, &held, journal),
+        Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return host::recover(host, &held, journal),
         Kind::OsKexec => recover_kexec(&held, journal, policy),
         // A guest that was not yet resumed from a boot snapshot is booted instead.
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => recover_cold(handover(&held, journal)),
@@ -119,12 +68,6 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
     }?;
     idle::forget_saved(host, &held);
     Ok(recovered)
-}
-
-/// Continues an interrupted operation. Its timeline is not recorded.
-pub(crate) fn handover(held: &Held, journal: Journal) -> Handover {
-    let recorder = Recorder::new(held.rundir.name(), "recover");
-    Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder }
 }
 
 /// Finishes a start if its QEMU was recorded, else undoes it.
@@ -165,4 +108,27 @@ fn recover_kexec(held: &Held, mut journal: Journal, policy: SilentQemuPolicy) ->
             recover_cold(handover(held, journal))
         }
     }
+}
+
+/// Finishes or undoes an interrupted suspend of the VMs `names` under `token`, so that it can be repeated: at the end
+/// of a shutdown no other process can do this.
+///
+/// *On success:* `true`: the suspend had been committed, and the remaining QEMUs have ended. `false`: it had not, and
+/// the guests run; guests that could not be recovered are logged.
+/// *On failure:* nothing was changed, or only some of the QEMUs have ended.
+///
+/// # Errors
+/// [`HostError::Record`], [`HostError::Ending`].
+pub fn recover_suspend(host: &Host, names: &[String], token: &str) -> Result<bool, HostError> {
+    if host::end_committed_suspend(host, token)? {
+        return Ok(true);
+    }
+    for name in names {
+        if matches!(status(&RunDir::new(&host.root, name)), Ok(Status::NeedsRecovery))
+            && let Err(error) = recover(host, name, SilentQemuPolicy::default())
+        {
+            tracing::warn!("{name}: {}", host::with_cause(&error));
+        }
+    }
+    Ok(false)
 }

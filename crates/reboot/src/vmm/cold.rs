@@ -1,6 +1,7 @@
 //! Cold: the guest is shut down and booted in a new QEMU. Its disk cache may be retained for the next boot.
 
-use super::{ColdReboot, Failure, RebootError, Replacement};
+use super::{ColdReboot, Replacement};
+use crate::error::{Failure, RebootError};
 use rekindle_handover::boot::{Booted, PreviousCache, boot};
 use rekindle_handover::{GuestStatus, Handover};
 use rekindle_vm::journal::{Kind, Step};

@@ -1,7 +1,8 @@
 //! The preflight of a hand-over: problems found before anything is stopped.
 
-use super::{RUN_STATE_TIMEOUT, RebootError, RebootMethod, Replacement};
-use crate::recover::end_pause;
+use super::{RUN_STATE_TIMEOUT, RebootMethod, Replacement};
+use crate::error::{Problem, RebootError};
+use crate::interrupted::end_pause;
 use rekindle_memory::directory::{RamDirectory, huge_page_size};
 use rekindle_qemu::cpu;
 use rekindle_qemu::guest;
@@ -13,21 +14,9 @@ use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
 use rekindle_vm::lock::RunState;
 use rustix::fs::statvfs;
-use serde::Serialize;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
-
-/// A reason not to replace a QEMU: a sentence that names the problem and its remedy.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub struct Problem(pub String);
-
-impl std::fmt::Display for Problem {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
 
 /// QEMU run states in which a guest can be handed over, and whether the guest runs in them. All others are error
 /// states, or states in transition.

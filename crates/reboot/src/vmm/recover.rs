@@ -1,7 +1,8 @@
 //! Recovery of a replacement of a QEMU, and of every other operation that boots a guest again.
 
-use super::{RebootError, saved, warm};
-use crate::recover::{Recovered, of_generation};
+use super::{saved, warm};
+use crate::error::RebootError;
+use crate::interrupted::{Recovered, of_generation};
 use rekindle_handover::boot::{PreviousCache, boot};
 use rekindle_handover::ram::Ram;
 use rekindle_handover::takeover::Taps;

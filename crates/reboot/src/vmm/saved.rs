@@ -1,7 +1,8 @@
 //! Saved: the guest's RAM is written to disk and loaded again, by QEMU's own migration. The conventional way to restart
 //! a VMM without shutting its guest down, and the baseline for the warm method.
 
-use super::{Failure, RebootError, RebootReport, Replacement, stop};
+use super::{RebootReport, Replacement, stop};
+use crate::error::{Failure, RebootError};
 use rekindle_handover::ram::SavedRam;
 use rekindle_handover::saved_state::{open_with_ram, save_with_ram};
 use rekindle_handover::takeover::Taps;

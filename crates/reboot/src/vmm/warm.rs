@@ -8,10 +8,11 @@
 use super::preflight::{compare_blocks, compare_cpus};
 use super::verify::MemoryDigests;
 use super::vm_generation_id::VmGenerationId;
-use super::{Failure, MemoryComparison, RebootError, RebootReport, Replacement, stop};
-use rekindle_handover::destination::{LOAD_TIMEOUT, Loading, STAGED_RESUME_TIMEOUT};
+use super::{MemoryComparison, RebootReport, Replacement, stop};
+use crate::error::{Failure, RebootError};
+use rekindle_handover::destination::{Loading, STAGED_RESUME_TIMEOUT};
 use rekindle_handover::ram::SharedRam;
-use rekindle_handover::saved_state::{StreamWriter, read_stream};
+use rekindle_handover::saved_state::{DISK_TIMEOUT, StreamWriter, read_stream};
 use rekindle_handover::source_state::{SourceState, StateSink};
 use rekindle_handover::takeover::{TapTakeover, Taps};
 use rekindle_handover::{
@@ -293,7 +294,7 @@ fn wait_and_compare(
     ram: &Path,
 ) -> Result<(Destination<Loaded<SharedRam>>, Option<MemoryComparison>), RebootError> {
     handover.recorder.phase(Phase::Renew);
-    let mut loaded = loading.wait(handover, LOAD_TIMEOUT)?;
+    let mut loaded = loading.wait(handover, DISK_TIMEOUT)?;
     handover.recorder.step("load");
     let Some((pages, small_blocks)) = before else { return Ok((loaded, None)) };
     let small_blocks = match small_blocks {

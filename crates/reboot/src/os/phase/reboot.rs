@@ -5,11 +5,12 @@
 use super::candidates::{chain, choose};
 use super::successor::{self, ResumedGuest, Succession};
 use super::{PhaseOutcome, SkippedCandidate};
+use crate::error::{Failure, Problem, RebootError};
 use crate::os::OsRebootReport;
 use crate::vmm::cold::{self, Shutdown};
-use crate::vmm::{self, Failure, GuestStatus, Problem, RebootError, Replacement};
-use rekindle_handover::Handover;
+use crate::vmm::{self, Replacement};
 use rekindle_handover::aftermath::Clock;
+use rekindle_handover::{GuestStatus, Handover};
 use rekindle_memory::directory::PreviousRam;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Kind, Step};

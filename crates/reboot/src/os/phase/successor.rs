@@ -12,8 +12,9 @@
 
 use super::candidates::UsableCandidate;
 use super::port::{PhasePort, wait_read};
+use crate::error::{Problem, RebootError};
+use crate::vmm::Replacement;
 use crate::vmm::cold::{self, Shutdown};
-use crate::vmm::{Problem, RebootError, Replacement};
 use rekindle_handover::aftermath::{Clock, announce, set_clock};
 use rekindle_handover::destination::time_to_resume;
 use rekindle_handover::takeover::TapTakeover;

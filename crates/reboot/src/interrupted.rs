@@ -1,19 +1,73 @@
-//! A QEMU that does not answer may still run its guest. It is killed only if the user asks for that (`--force`).
+//! An interrupted operation: how its recovery may end, and whether the QEMUs answer on which it depends. A QEMU that does not answer
+//! may still run its guest: it is killed only if the user asks for that (`--force`).
 
-use crate::vmm::RebootError;
-use rekindle_handover::HandoverError;
-use rekindle_qemu::guest::run_state;
+use crate::error::RebootError;
+use rekindle_handover::{Handover, HandoverError};
+use rekindle_kernel::sched;
+use rekindle_qemu::guest::{self, run_state};
 use rekindle_qemu::program::Program;
 use rekindle_qemu::qmp::Qmp;
-use rekindle_qemu::vmm::Vmm;
-use rekindle_vm::journal::{Kind, Operation, Step};
+use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::journal::{Journal, Kind, Operation, Step};
 use rekindle_vm::life::Held;
 use rekindle_vm::qemu::processes_of;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
+use rekindle_vm::timeline::Recorder;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
+
+/// What `recover` did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Recovered {
+    Nothing,
+    /// An interrupted checkpoint had left the guest stopped; it was resumed.
+    Unpaused,
+    /// A disk server had ended; it was started again.
+    Served,
+    /// The operation was undone: the guest runs in the source QEMU, with its memory.
+    Undone,
+    /// The operation was finished: the guest runs in the destination QEMU, with its memory.
+    Finished,
+    /// The guest was resumed from its saved state, with its memory.
+    FromState,
+    /// A start or a cold reboot was finished: the guest was booted.
+    Started,
+    /// The guest's memory was lost, and it was booted from its disks.
+    Booted,
+    /// A preparation was finished: a QEMU waits for a restore.
+    Prepared,
+    /// A move was undone: the guest runs on this host.
+    MovedBack,
+    /// A move was finished: the guest runs on the other host, and nothing of it remains here.
+    MovedAway,
+    /// The VM was removed: a stop was finished, or a start was undone.
+    Removed,
+}
+
+impl fmt::Display for Recovered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Nothing => "there was nothing to recover",
+            Self::Unpaused => "an interrupted checkpoint or suspend had left the guest stopped; it was resumed",
+            Self::Served => "a disk server had ended; it was started again",
+            Self::Undone => "undone: the guest runs in the same QEMU as before, with its memory",
+            Self::Finished => "finished: the guest runs in the destination QEMU, with its memory",
+            Self::FromState => "the guest was resumed from its saved state, with its memory",
+            Self::Started => "finished: the guest was booted",
+            Self::Booted => "the guest's memory was lost; it was booted from its disks",
+            Self::Prepared => "finished: a QEMU waits for a checkpoint",
+            Self::MovedBack => "undone: the guest runs on this host, with its memory",
+            Self::MovedAway => "finished: the guest runs on the other host, and nothing of it remains here",
+            Self::Removed => "the VM is removed",
+        })
+    }
+}
 
 /// How long to wait on one of the two monitor sockets before trying the other.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(2);
@@ -36,7 +90,7 @@ impl Default for SilentQemuPolicy {
 /// Waits for an answer from each QEMU that the recovery of an operation depends on.
 ///
 /// *On success:* each of these QEMUs answers, has ended, or was killed because of [`SilentQemuPolicy::force`].
-pub(super) fn require_answers(held: &Held, operation: &Operation, policy: SilentQemuPolicy) -> Result<(), RebootError> {
+pub(crate) fn require_answers(held: &Held, operation: &Operation, policy: SilentQemuPolicy) -> Result<(), RebootError> {
     // A QEMU that has not run a guest, or whose VM is to be removed, is ended without an answer.
     if matches!(operation.kind, Kind::Stop | Kind::Run | Kind::Prepare) {
         return Ok(());
@@ -80,7 +134,7 @@ pub(crate) fn of_generation(rundir: &RunDir, state: &State, generation: u32) -> 
 ///
 /// # Errors
 /// [`HandoverError::Silent`]: nothing was changed.
-pub(super) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -> Result<bool, RebootError> {
+pub(crate) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -> Result<bool, RebootError> {
     let watched = |source: io::Error| RebootError::File { path: vmm.directory.clone(), source };
     let answers = |qmp: &mut Qmp| run_state(qmp).is_ok();
     let deadline = Instant::now() + policy.wait;
@@ -117,4 +171,26 @@ pub(super) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -
     tracing::warn!("{name}: QEMU (process {}) does not answer; killing it (--force)", vmm.pid);
     vmm.kill().map_err(watched)?;
     Ok(false)
+}
+
+/// Continues an interrupted operation. Its timeline is not recorded.
+pub(crate) fn handover(held: &Held, journal: Journal) -> Handover {
+    let recorder = Recorder::new(held.rundir.name(), "recover");
+    Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder }
+}
+
+/// Resumes a guest that an interrupted checkpoint left stopped.
+pub(crate) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
+    let mark = held.rundir.paused();
+    if !mark.exists() {
+        return Ok(Recovered::Nothing);
+    }
+    // Its threads may still have raised priority.
+    let _ = sched::normal(vmm.process());
+    let mut qmp = vmm.connect(vmm::START)?;
+    if run_state(&mut qmp)? == "paused" {
+        guest::resume(&mut qmp)?;
+    }
+    fs::remove_file(&mark).map_err(|source| RebootError::File { path: mark, source })?;
+    Ok(Recovered::Unpaused)
 }
