@@ -77,7 +77,10 @@ fn start_in(slot: &VmSlot<'_>) -> Result<State, HandoverError> {
     let environment = OwnRunDir { rundir, hardware: &state.hardware, binary };
     let destination = Destination::spawn(&mut handover, &environment, Start::Boot, fds)?;
     let running = destination.runs_already()?.commit(&mut handover, "boot")?;
-    Ok(running.settle(handover, "record")?.state)
+    match running.settle(handover, "record") {
+        Err(HandoverError::DiedRunning { name, log }) => Err(LifeError::Ended { name, log }.into()),
+        settled => Ok(settled?.state),
+    }
 }
 
 /// What becomes of the disk cache of the previous guest.

@@ -1,7 +1,7 @@
 //! The destination QEMU, step by step. What may be done with it depends on its stage, which is part of its type.
 
 use crate::operation::{PipelinePoint, end_generation};
-use crate::ram::{FoundRam, NewRam, Ram, RamSource, SavedRam, SharedRam};
+use crate::ram::{NewRam, Ram, RamSource, SavedRam, SharedRam, UnknownRam};
 use crate::saved_state::{DISK_TIMEOUT, remove_stream};
 use crate::takeover::Taps;
 use crate::{Environment, Handover, HandoverError};
@@ -15,6 +15,7 @@ use rekindle_vm::network;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
 use std::fs::{self, File};
+use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -80,14 +81,14 @@ enum ResumeCommand {
     /// By a staged command, at the end of the load, which may still be in progress.
     Staged,
     /// The guest runs already.
-    Given,
+    NotNeeded,
 }
 
 impl Destination<Spawned> {
     /// Starts a destination and records it in the journal.
     ///
     /// # Errors
-    /// [`HandoverError`]. One that was started is for [`Handover::end_destination`].
+    /// [`HandoverError`]. One that was started has ended.
     pub fn spawn(
         handover: &mut Handover,
         environment: &impl Environment,
@@ -97,16 +98,29 @@ impl Destination<Spawned> {
         let vmm = environment.spawn(handover.journal.operation.generation, start, taps)?;
         handover.journal.operation.to = Some(vmm.clone());
         handover.pass_pipeline(PipelinePoint::Spawned);
-        handover.write_journal()?;
-        handover.pass_pipeline(PipelinePoint::Recorded);
-        let qmp = vmm.connect(vmm::START)?;
-        Ok(Self { vmm, qmp, start, stage: Spawned })
+        let connected = handover.write_journal().and_then(|()| {
+            handover.pass_pipeline(PipelinePoint::Recorded);
+            Ok(vmm.connect(vmm::START)?)
+        });
+        match connected {
+            Ok(qmp) => Ok(Self { vmm, qmp, start, stage: Spawned }),
+            Err(e) => {
+                let _ = vmm.kill();
+                Err(e)
+            }
+        }
     }
 
-    /// Uses a QEMU that an earlier operation has started in this way.
-    #[must_use]
-    pub fn adopt(vmm: Vmm, qmp: Qmp, start: Start) -> Self {
-        Self { vmm, qmp, start, stage: Spawned }
+    /// Uses a QEMU that an earlier operation has started. Its command line shows how.
+    ///
+    /// # Errors
+    /// [`HandoverError::File`]: its command line cannot be read.
+    pub fn adopt(vmm: Vmm, qmp: Qmp) -> Result<Self, HandoverError> {
+        let path = PathBuf::from(format!("/proc/{}/cmdline", vmm.pid));
+        let arguments = fs::read(&path).map_err(|source| HandoverError::File { path, source })?;
+        let is_incoming = arguments.split(|byte| *byte == 0).any(|argument| argument == b"-incoming");
+        let start = if is_incoming { Start::Incoming } else { Start::Paused };
+        Ok(Self { vmm, qmp, start, stage: Spawned })
     }
 
     /// Connects the destination to the guest's RAM.
@@ -129,9 +143,7 @@ impl Destination<Spawned> {
         ram: SavedRam<'a>,
     ) -> Result<Destination<Loaded<SavedRam<'a>>>, HandoverError> {
         let loaded = begin_load_from_file(&mut self.qmp, file).map_err(HandoverError::from);
-        loaded
-            .and_then(|()| self.wait_loaded(handover, DISK_TIMEOUT))
-            .map_err(|e| failed_to_load(handover, &self.vmm, e))?;
+        loaded.and_then(|()| self.wait_loaded(handover, DISK_TIMEOUT)).map_err(|e| failed_to_load(handover, e))?;
         Ok(self.at(Loaded { ram, resume: ResumeCommand::AfterLoad }))
     }
 
@@ -141,7 +153,7 @@ impl Destination<Spawned> {
     /// [`HandoverError::Qmp`]: it does not answer.
     pub fn runs_already(mut self) -> Result<Destination<Loaded<NewRam>>, HandoverError> {
         guest::run_state(&mut self.qmp)?;
-        Ok(self.at(Loaded { ram: NewRam, resume: ResumeCommand::Given }))
+        Ok(self.at(Loaded { ram: NewRam, resume: ResumeCommand::NotNeeded }))
     }
 
     /// A guest that boots has no state.
@@ -155,15 +167,15 @@ impl Destination<Spawned> {
     ///
     /// # Errors
     /// [`HandoverError::Qmp`]: it does not answer.
-    pub fn after_interruption(mut self) -> Result<Destination<Loaded<FoundRam>>, HandoverError> {
+    pub fn wait_until_loaded(mut self) -> Result<Destination<Loaded<UnknownRam>>, HandoverError> {
         let deadline = Instant::now() + DISK_TIMEOUT;
         let mut run_state = guest::run_state(&mut self.qmp)?;
         while run_state == "inmigrate" && Instant::now() < deadline {
             thread::sleep(LOAD_POLL_INTERVAL);
             run_state = guest::run_state(&mut self.qmp)?;
         }
-        let resume = if run_state == "running" { ResumeCommand::Given } else { ResumeCommand::AfterLoad };
-        Ok(self.at(Loaded { ram: FoundRam, resume }))
+        let resume = if run_state == "running" { ResumeCommand::NotNeeded } else { ResumeCommand::AfterLoad };
+        Ok(self.at(Loaded { ram: UnknownRam, resume }))
     }
 
     /// Loads a stream of device state into a destination that maps the RAM file.
@@ -176,10 +188,9 @@ impl Destination<Spawned> {
         stream: &[u8],
         ram: SharedRam,
     ) -> Result<Destination<Loaded<SharedRam>>, HandoverError> {
-        let vmm = self.vmm.clone();
         self.prepare(ram)
             .and_then(|prepared| prepared.feed(handover, stream, DISK_TIMEOUT))
-            .map_err(|e| failed_to_load(handover, &vmm, e))
+            .map_err(|e| failed_to_load(handover, e))
     }
 }
 
@@ -204,11 +215,11 @@ impl<R> Destination<Prepared<R>> {
         timeout: Duration,
     ) -> Result<Destination<Loaded<R>>, HandoverError> {
         self.stage.feed.write(stream)?;
-        self.feed_is_complete().wait(handover, timeout)
+        self.finish_feed().wait(handover, timeout)
     }
 
-    /// The device state has been written to [`Prepared::feed`], and is being loaded.
-    pub fn feed_is_complete(self) -> Loading<R> {
+    /// Closes the feed, to which the whole device state has been written.
+    pub fn finish_feed(self) -> Loading<R> {
         let Self { vmm, qmp, start, stage: Prepared { ram, feed } } = self;
         drop(feed);
         Loading(Destination { vmm, qmp, start, stage: Loaded { ram, resume: ResumeCommand::AfterLoad } })
@@ -247,7 +258,9 @@ impl<R: Ram> Destination<Loaded<R>> {
     pub fn commit(mut self, handover: &mut Handover, step: &str) -> Result<Destination<Running<R>>, HandoverError> {
         handover.recorder.phase(Phase::Resume);
         self.stage.ram.note_evidence(&mut handover.journal.operation);
-        handover.advance(Step::Resume)?;
+        if handover.journal.operation.step < Step::Resume {
+            handover.advance(Step::Resume)?;
+        }
         if self.stage.resume == ResumeCommand::Staged {
             handover.recorder.step("decide");
         }
@@ -255,7 +268,7 @@ impl<R: Ram> Destination<Loaded<R>> {
         let resumed_host_us = match self.stage.resume {
             ResumeCommand::Staged => guest::resume_staged(&mut self.qmp, STAGED_RESUME_TIMEOUT)?,
             ResumeCommand::AfterLoad if handover.journal.operation.running => guest::resume(&mut self.qmp)?,
-            ResumeCommand::AfterLoad | ResumeCommand::Given => host_us(),
+            ResumeCommand::AfterLoad | ResumeCommand::NotNeeded => host_us(),
         };
         handover.recorder.step(step);
         let Self { vmm, qmp, start, stage: Loaded { ram, .. } } = self;
@@ -264,21 +277,29 @@ impl<R: Ram> Destination<Loaded<R>> {
 }
 
 impl<R> Destination<Running<R>> {
+    /// Journals that the guest runs: from here on its old state is obsolete, whatever the evidence shows.
+    ///
+    /// # Errors
+    /// [`HandoverError::DiedRunning`]: the destination has died. [`HandoverError::File`].
+    pub fn confirm(&self, handover: &mut Handover) -> Result<(), HandoverError> {
+        handover.recorder.phase(Phase::Settle);
+        (handover.journal.operation.untouched_since_ns, handover.journal.operation.disks_at_resume) = (None, None);
+        handover.advance(Step::Settle)?;
+        handover.pass_pipeline(PipelinePoint::Settling);
+        if self.vmm.is_alive() {
+            return Ok(());
+        }
+        let log = log_tail(&self.vmm.directory(), 10);
+        Err(HandoverError::DiedRunning { name: handover.name().into(), log })
+    }
+
     /// Ends the source, records the destination as the VM's QEMU, and ends the operation.
     ///
     /// # Errors
     /// [`HandoverError::DiedRunning`]: the destination has died. Others: the operation needs recovery.
     pub fn settle(mut self, mut handover: Handover, step: &str) -> Result<Settled<R>, HandoverError> {
         handover.pass_pipeline(PipelinePoint::Resumed);
-        handover.recorder.phase(Phase::Settle);
-        // The guest was seen to resume: from here on its old state is obsolete, whatever the evidence shows.
-        (handover.journal.operation.untouched_since_ns, handover.journal.operation.disks_at_resume) = (None, None);
-        handover.advance(Step::Settle)?;
-        handover.pass_pipeline(PipelinePoint::Settling);
-        if !self.vmm.is_alive() {
-            let log = log_tail(&self.vmm.directory(), 10);
-            return Err(HandoverError::DiedRunning { name: handover.name().into(), log });
-        }
+        self.confirm(&mut handover)?;
         // The recorded binary has the name that the user gave, and not the one to which the kernel resolves it.
         let destination = handover.destination().filter(|to| to.process() == self.vmm.process());
         let destination = destination.unwrap_or(&self.vmm).clone();
@@ -289,13 +310,14 @@ impl<R> Destination<Running<R>> {
             let _ = fs::remove_file(&saved.path);
         }
         remove_stream(&handover.rundir);
+        // Before the journal is closed: a recovery forwards them again. The source has ended, so that they are free.
+        if self.start == Start::Incoming {
+            network::forward_ports(&mut self.qmp, &state.hardware);
+        }
         let failed = handover.file_error("operation.json");
         let Handover { journal, mut recorder, .. } = handover;
         let operation = journal.operation.clone();
         journal.close().map_err(failed)?;
-        if self.start == Start::Incoming {
-            network::forward_ports(&mut self.qmp, &state.hardware);
-        }
         recorder.step(step);
         PipelinePoint::Closed.pass(&operation);
         let Self { vmm, qmp, stage: Running { ram, resumed_host_us }, .. } = self;
@@ -315,7 +337,9 @@ impl<R> Destination<Running<R>> {
         state.vmm = Some(destination);
         state.version = Some(self.qmp.version().clone());
         state.prepared = None;
-        state.write(&handover.rundir).map_err(handover.file_error("state.json"))?;
+        let path = handover.rundir.file("state.json");
+        let name = handover.name().to_owned();
+        state.write(&handover.rundir).map_err(|source| HandoverError::NotRecorded { name, path, source })?;
         handover.pass_pipeline(PipelinePoint::StateWritten);
         Ok(state)
     }
@@ -353,7 +377,9 @@ impl<Stage> Destination<Stage> {
 }
 
 /// Ends a destination that could not load a saved state. Returns the error with the end of its log.
-fn failed_to_load(handover: &Handover, destination: &Vmm, error: HandoverError) -> HandoverError {
+#[must_use]
+pub fn failed_to_load(handover: &Handover, error: HandoverError) -> HandoverError {
+    let Some(destination) = handover.destination() else { return error };
     let _ = destination.kill();
     let log = log_tail(&destination.directory(), 10);
     let doing = "load the saved state";

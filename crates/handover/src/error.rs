@@ -5,7 +5,6 @@ use rekindle_qemu::binary::BinaryError;
 use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::transfer::TransferError;
 use rekindle_qemu::vmm::VmmError;
-use rekindle_vm::disks::DisksError;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::network::NetworkError;
 use std::io;
@@ -57,6 +56,17 @@ pub enum HandoverError {
         path.display()
     )]
     Damaged { name: String, path: PathBuf, what: String },
+    /// The guest runs, and the state file cannot be written.
+    #[error(
+        "the guest of {name} runs, but that cannot be recorded in {}; free some space there, then: rekindle recover {name}",
+        path.display()
+    )]
+    NotRecorded {
+        name: String,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
     /// A file of an operation cannot be written or read.
     #[error("{}", path.display())]
     File {
@@ -107,9 +117,10 @@ impl HandoverError {
     pub fn needs_recovery(&self) -> bool {
         match self {
             Self::Silent { .. } => true,
-            Self::Vmm(e) | Self::Life(LifeError::Vmm(e)) => e.is_silence(),
-            Self::Qmp(e) | Self::Life(LifeError::Qmp(e)) => e.is_silence(),
-            Self::Life(LifeError::Disks(e)) => matches!(e, DisksError::Silent { .. }),
+            Self::NotRecorded { .. } => true,
+            Self::Vmm(e) => e.is_silence(),
+            Self::Qmp(e) => e.is_silence(),
+            Self::Life(e) => e.is_silence(),
             _ => false,
         }
     }

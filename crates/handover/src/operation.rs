@@ -130,7 +130,8 @@ impl Handover {
         }
     }
 
-    /// Returns to the source: ends the destination, then resumes the guest in the source.
+    /// Returns to the source: ends the destination, then resumes the guest in the source if this operation has stopped it.
+    /// Before [`Step::Suspend`] it has not, and another process may keep the guest stopped.
     ///
     /// *Needs:* the guest has not run in the destination; the source lives.
     ///
@@ -138,10 +139,12 @@ impl Handover {
     /// [`HandoverError`]: the operation needs recovery.
     pub fn return_to_source(self) -> Result<(), HandoverError> {
         self.end_destination()?;
-        if let Some(source) = self.source() {
+        if self.journal.operation.step >= Step::Suspend
+            && let Some(source) = self.source()
+        {
             let mut qmp = source.connect(vmm::START)?;
             if self.journal.operation.running && guest::run_state(&mut qmp)? != "running" {
-                guest::resume(&mut qmp)?;
+                guest::resume_after_save(&mut qmp)?;
             }
         }
         self.discard_destination()?;

@@ -73,8 +73,8 @@ impl Ram for NewRam {
 
 /// The RAM of a destination that an interrupted operation has left. The evidence that it has journalled stays valid.
 #[derive(Debug)]
-pub struct FoundRam;
+pub struct UnknownRam;
 
-impl Ram for FoundRam {
+impl Ram for UnknownRam {
     fn note_evidence(&self, _operation: &mut Operation) {}
 }

@@ -139,11 +139,11 @@ impl SourceState {
         Ok(Some(now))
     }
 
-    /// Receives the device state, and passes it to `feed` as it arrives. Returns it.
+    /// Receives the device state, and passes it to `feed` as it arrives.
     ///
     /// # Errors
     /// [`HandoverError::Transfer`]; [`HandoverError::File`] if it is incomplete.
-    pub fn send_devices(self, source_qmp: &mut Qmp, mut feed: Option<&mut Feed>) -> Result<Vec<u8>, HandoverError> {
+    pub fn send_devices(self, source_qmp: &mut Qmp, mut feed: Option<&mut Feed>) -> Result<DeviceState, HandoverError> {
         // If the blocks were sent separately, the header was sent with them.
         let mut header = if self.is_resumable_during_load() { stream::HEADER.len() } else { 0 };
         let Self { source, tap, mut save_qmp, .. } = self;
@@ -158,8 +158,16 @@ impl SourceState {
         if devices.last() != Some(&stream::END_OF_STREAM) {
             return Err(unreadable(&source, io::Error::other("the saved device state is truncated")));
         }
-        Ok(devices)
+        Ok(DeviceState { bytes: devices, _second_monitor: save_qmp })
     }
+}
+
+/// The device state of a stopped source.
+#[derive(Debug)]
+pub struct DeviceState {
+    pub bytes: Vec<u8>,
+    /// To be closed when the guest runs: QEMU's monitor thread wakes up for that, and would delay the load.
+    _second_monitor: Option<Qmp>,
 }
 
 fn start_section(out: &mut Vec<u8>, blocks: &CarriedBlocks) -> RamSection {

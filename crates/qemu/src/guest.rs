@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 /// How long QEMU may take to stop or resume a guest. It takes a millisecond, and longer if the guest's disks are slow.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long to repeat a `cont` that QEMU rejects: it cancels a save whose reader has closed only a moment later.
+/// How long QEMU may take to cancel a save whose reader has closed.
 const REJECTED_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -55,15 +55,23 @@ pub fn stop_staged(qmp: &mut Qmp) -> Result<u64, QmpError> {
 /// Resumes the guest. Returns the time of its `RESUME` in µs since 1970.
 ///
 /// # Errors
-/// If QEMU rejects it for a second, or does not answer.
+/// If QEMU rejects it or does not answer.
 pub fn resume(qmp: &mut Qmp) -> Result<u64, QmpError> {
     qmp.drop_events();
+    qmp.execute::<Value>(RESUME, ())?;
+    wait_resumed(qmp, ANSWER_TIMEOUT)
+}
+
+/// As [`resume`], for a QEMU whose save was broken off: it rejects the command until it has cancelled the save.
+///
+/// # Errors
+/// If QEMU rejects it for a second, or does not answer.
+pub fn resume_after_save(qmp: &mut Qmp) -> Result<u64, QmpError> {
     let deadline = Instant::now() + REJECTED_TIMEOUT;
     loop {
-        match qmp.execute::<Value>(RESUME, ()) {
-            Ok(_) => return wait_resumed(qmp, ANSWER_TIMEOUT),
+        match resume(qmp) {
             Err(QmpError::Refused { .. }) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
-            Err(e) => return Err(e),
+            result => return result,
         }
     }
 }

@@ -174,7 +174,7 @@ pub(crate) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -
 }
 
 /// Continues an interrupted operation. Its timeline is not recorded.
-pub(crate) fn handover(held: &Held, journal: Journal) -> Handover {
+pub(crate) fn continue_interrupted(held: &Held, journal: Journal) -> Handover {
     let recorder = Recorder::new(held.rundir.name(), "recover");
     Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder }
 }

@@ -10,7 +10,9 @@ mod common;
 #[path = "faults/restore.rs"]
 mod restore;
 
-use common::{CommandResult, Guest, Lab, Watch, assert_ticks_once};
+use common::{CommandResult, DEADLINE, Guest, Lab, Watch, assert_ticks_once, wait_for};
+use rekindle_kernel::process::Process;
+use rekindle_qemu::qmp::Qmp;
 use rekindle_vm::fault::POINTS;
 use std::thread;
 use std::time::Duration;

@@ -136,7 +136,7 @@ impl<'a> EarlyLoad<'a> {
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
         let WaitingQemu { qmp, ram, registered } = ready;
         recorder.step("claim its RAM");
-        let waiting = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered);
+        let waiting = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
         let handover = handover_into(&place, journal, recorder);
         let input = Arc::new(input);
         let why = OnceLock::new();

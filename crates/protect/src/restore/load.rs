@@ -58,9 +58,14 @@ impl EmptyDestination {
     }
 
     /// Uses a QEMU that waits.
-    pub(crate) fn waiting(vmm: Vmm, qmp: Qmp, ram: GuestRam, registered: Option<RegisteredMemory>) -> Self {
-        let destination = Destination::adopt(vmm, qmp, Start::Incoming);
-        Self { destination, ram, registered, origin: Origin::EarlierCommand }
+    pub(crate) fn waiting(
+        vmm: Vmm,
+        qmp: Qmp,
+        ram: GuestRam,
+        registered: Option<RegisteredMemory>,
+    ) -> Result<Self, RestoreError> {
+        let destination = Destination::adopt(vmm, qmp)?;
+        Ok(Self { destination, ram, registered, origin: Origin::EarlierCommand })
     }
 }
 

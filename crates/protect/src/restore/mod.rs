@@ -184,6 +184,12 @@ pub enum RestoreError {
         /// The end of its log.
         log: String,
     },
+    /// Its QEMU died immediately after the resume.
+    #[error(
+        "the QEMU of {name} died just after it had resumed the guest; the checkpoint is unchanged, and can be restored again; end \
+         of the QEMU's log:\n{log}"
+    )]
+    DiedResumed { name: String, log: String },
     /// A step of the hand-over failed.
     #[error(transparent)]
     Handover(HandoverError),
@@ -212,7 +218,8 @@ impl RestoreError {
             Self::MayRun { .. } => true,
             Self::Handover(e) => e.needs_recovery(),
             Self::Qmp(e) => e.is_silence(),
-            Self::Vmm(e) | Self::Life(LifeError::Vmm(e)) => e.is_silence(),
+            Self::Vmm(e) => e.is_silence(),
+            Self::Life(e) => e.is_silence(),
             _ => false,
         }
     }
@@ -226,6 +233,7 @@ impl From<HandoverError> for RestoreError {
             HandoverError::Qmp(e) => Self::Qmp(e),
             HandoverError::Transfer(e) => Self::Transfer(e),
             HandoverError::File { path, source } => Self::Journal { path, source },
+            HandoverError::DiedRunning { name, log } => Self::DiedResumed { name, log },
             e => Self::Handover(e),
         }
     }

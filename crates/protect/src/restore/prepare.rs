@@ -315,7 +315,7 @@ pub(super) fn resume_in(
         disks_open.keep();
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
         recorder.step("claim its RAM");
-        let waiting = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered);
+        let waiting = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
         let handover = handover_into(&place, journal, recorder);
         load::load_and_resume(handover, waiting, &Arc::new(input), Some(fence), request, began)
             .map_err(|e| super::undo(place, e))

@@ -2,7 +2,6 @@
 
 use super::RestoreError;
 use rekindle_handover::{Destination, Handover};
-use rekindle_qemu::command::Start;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::error::LifeError;
@@ -33,7 +32,7 @@ pub fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Out
     let recorder = Recorder::new(held.rundir.name(), "recover");
     let mut handover = Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder };
     let qmp = vmm.connect(vmm::START)?;
-    let loaded = Destination::adopt(vmm, qmp, Start::Incoming).after_interruption()?;
+    let loaded = Destination::adopt(vmm, qmp)?.wait_until_loaded()?;
     loaded.commit(&mut handover, "resume")?.settle(handover, "record")?;
     Ok(Outcome::Finished)
 }

@@ -132,7 +132,9 @@ impl PreparedSuspend {
         fell_back: Option<String>,
     ) -> Result<SavedGuest, RebootError> {
         let result = self.save_state(host);
-        let Self { replacement, mut handover, cpu, early, files, .. } = self;
+        let Self { replacement, mut handover, qmp, cpu, early, files } = self;
+        // QEMU serves one client at a time, and a return to the source connects again.
+        drop(qmp);
         let (saved, pages, stop_us) = match result {
             Ok(state) => state,
             Err(error) => {
@@ -189,21 +191,29 @@ impl PreparedSuspend {
             self.handover.recorder.step("shut down");
             return Ok((None, None, host_us()));
         }
-        // Dropped at the end of this function: a return to the source connects anew.
+        // Dropped at the end of this function: a return to the source connects again.
         let mut qmp = self.qmp.take().map_or_else(|| source_qemu.connect(vmm::START), Ok)?;
-        let stopped = self.stop(&mut qmp)?;
         if self.how() == RebootMethod::Saved {
+            let stopped_host_us = self.stop(&mut qmp)?;
             let saved = save_with_ram(&mut qmp, &saved_path(host, &rundir, &state.definition))?;
             self.handover.recorder.step("save to disk");
-            return Ok((Some(saved), None, stopped));
+            return Ok((Some(saved), None, stopped_host_us));
         }
         let [stream, pages] = state_files(&state_directory(&state), &rundir);
-        let saved = self.save_devices(&mut qmp, stream)?;
+        let blocks = ramblock::list(&mut qmp)?;
+        let mut stream = StreamWriter::create(stream)?;
+        let mut sink = StateSink { feed: None, file: &mut stream };
+        let mut source_state = SourceState::prepare(&source_qemu, &mut qmp, blocks, &mut sink)?;
+        let stopped_host_us = self.stop(&mut qmp)?;
+        source_state.begin(&mut qmp)?;
+        source_state.send_blocks(&mut sink)?;
+        stream.write(&source_state.send_devices(&mut qmp, None)?.bytes)?;
+        let saved = stream.finish()?;
         self.handover.recorder.step("save devices");
         let digests = self.digests(&mut qmp, &state.hardware.ram.path)?;
         let digest_file = write_pages(&pages, &digests).map_err(|source| RebootError::File { path: pages, source })?;
         self.handover.recorder.step("digest memory");
-        Ok((Some(saved), Some(digest_file), stopped))
+        Ok((Some(saved), Some(digest_file), stopped_host_us))
     }
 
     /// Stops the guest and syncs its disk images, which must never be older than its memory.
@@ -217,18 +227,6 @@ impl PreparedSuspend {
         }
         self.handover.recorder.step("sync its disks");
         Ok(stopped)
-    }
-
-    fn save_devices(&mut self, qmp: &mut Qmp, path: PathBuf) -> Result<SavedState, RebootError> {
-        let blocks = ramblock::list(qmp)?;
-        let mut stream = StreamWriter::create(path)?;
-        let mut sink = StateSink { feed: None, file: &mut stream };
-        let mut state = SourceState::prepare(&self.replacement.source_qemu, qmp, blocks, &mut sink)?;
-        state.begin(qmp)?;
-        state.send_blocks(&mut sink)?;
-        let devices = state.send_devices(qmp, None)?;
-        stream.write(&devices)?;
-        Ok(stream.finish()?)
     }
 
     fn digests(&mut self, qmp: &mut Qmp, ram: &Path) -> Result<Vec<u64>, RebootError> {

@@ -7,7 +7,7 @@ use super::survived::{self, Trust};
 use super::suspend::in_parallel;
 use super::{HostError, RebootMethod};
 use crate::error::RebootError;
-use crate::interrupted::{Recovered, handover};
+use crate::interrupted::{Recovered, continue_interrupted};
 use crate::os::watch;
 use crate::vmm::recover::{boot_after_loss, boot_after_shutdown, recover_cold, recover_handover};
 use crate::vmm::{saved, warm};
@@ -203,7 +203,7 @@ fn resume_one(
         }
     };
     let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
-    let resumed = resume_entry(host, record, handover(&held, journal), entry, trust)?;
+    let resumed = resume_entry(host, record, continue_interrupted(&held, journal), entry, trust)?;
     drop((run_state, held));
     start_watch(&rundir)?;
     Ok(resumed)
@@ -251,7 +251,7 @@ pub(crate) fn recover(host: &Host, held: &Held, journal: Journal) -> Result<Reco
     let entry = record.entry(name).map_err(unread)?.filter(|entry| !entry.struck);
     let recovered = match entry {
         Some(entry) if journal.operation.step <= Step::Saved => {
-            let handover = handover(held, journal);
+            let handover = continue_interrupted(held, journal);
             if handover.live_source().is_some() && entry.how != RebootMethod::Cold {
                 // From here on it is not suspended, and its source QEMU may run it.
                 record.mark_struck(&entry).map_err(unread)?;
@@ -263,8 +263,10 @@ pub(crate) fn recover(host: &Host, held: &Held, journal: Journal) -> Result<Reco
                 resume_entry(host, &record, handover, &entry, trust)?.0
             }
         }
-        _ if operation(RebootMethod::Cold).1 == journal.operation.kind => recover_cold(handover(held, journal))?,
-        _ => recover_handover(handover(held, journal))?,
+        _ if operation(RebootMethod::Cold).1 == journal.operation.kind => {
+            recover_cold(continue_interrupted(held, journal))?
+        }
+        _ => recover_handover(continue_interrupted(held, journal))?,
     };
     record.remove_entry(name).map_err(unread)?;
     record.remove_leftovers(&held.rundir, &held.state);
@@ -353,15 +355,17 @@ fn resume_loaded<R: Ram>(
     }
     record.mark_struck(entry).map_err(unwritten)?;
     handover.pass("host.resume.struck");
-    let mut running = loaded.commit(&mut handover, "resume")?;
+    let running = loaded.commit(&mut handover, "resume")?;
     handover.pass("host.resume.resumed");
-    // Its clock has stood still since the suspend, and network switches may have forgotten its port.
-    set_clock(&mut running.qmp, &running.vmm, handover.state.hardware.agent);
-    announce(&mut running.qmp, &name);
+    // First, so that a recovery does not look for the saved state, which is removed with the entry.
+    running.confirm(&mut handover)?;
     record.remove_entry(&name).map_err(unwritten)?;
     handover.pass("host.resume.recorded");
-    let settled = running.settle(handover, "record")?;
+    let mut settled = running.settle(handover, "record")?;
     settled.recorder.write(&rundir);
+    // Network switches may have forgotten its port, and its clock has stood still since the suspend.
+    announce(&mut settled.qmp, &name);
+    set_clock(&mut settled.qmp, &settled.vmm, settled.state.hardware.agent);
     Ok(settled.resumed_host_us)
 }
 

@@ -2,7 +2,7 @@
 //! ended.
 
 use crate::error::RebootError;
-use crate::interrupted::{Recovered, SilentQemuPolicy, end_pause, handover, wait_for_answer};
+use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, end_pause, wait_for_answer};
 use crate::vmm::recover::{boot_after_loss, boot_after_shutdown};
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::Vmm;
@@ -59,7 +59,7 @@ pub(super) fn recover_idle(host: &Host, held: &Held, policy: SilentQemuPolicy) -
 
 /// Boots a guest whose memory was lost with its QEMU.
 fn boot_lost(held: &Held) -> Result<Recovered, RebootError> {
-    boot_after_loss(handover(held, open_journal(held, Kind::VmmCold)?), None)
+    boot_after_loss(continue_interrupted(held, open_journal(held, Kind::VmmCold)?), None)
 }
 
 /// Returns whether a guest has rebooted itself, powered off or panicked, and QEMU has stopped there as configured. The
@@ -70,7 +70,7 @@ fn guest_has_ended(vmm: &Vmm, wait: Duration) -> bool {
 }
 
 fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
-    let mut handover = handover(held, open_journal(held, Kind::OsWarmCache)?);
+    let mut handover = continue_interrupted(held, open_journal(held, Kind::OsWarmCache)?);
     handover.advance(Step::Suspend)?;
     shut_down(vmm, held.state.definition.shutdown_timeout.as_duration())?;
     boot_after_shutdown(handover, None)

@@ -13,7 +13,7 @@ pub use crate::interrupted::{Recovered, SilentQemuPolicy};
 
 use crate::error::RebootError;
 use crate::host::{self, HostError};
-use crate::interrupted::{handover, require_answers};
+use crate::interrupted::{continue_interrupted, require_answers};
 use crate::vmm::RUN_STATE_TIMEOUT;
 use crate::vmm::recover::{recover_cold, recover_handover};
 use rekindle_kernel::sched;
@@ -63,8 +63,10 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
         Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return host::recover(host, &held, journal),
         Kind::OsKexec => recover_kexec(&held, journal, policy),
         // A guest that was not yet resumed from a boot snapshot is booted instead.
-        Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => recover_cold(handover(&held, journal)),
-        Kind::VmmWarm | Kind::VmmSaved => recover_handover(handover(&held, journal)),
+        Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => {
+            recover_cold(continue_interrupted(&held, journal))
+        }
+        Kind::VmmWarm | Kind::VmmSaved => recover_handover(continue_interrupted(&held, journal)),
     }?;
     idle::forget_saved(host, &held);
     Ok(recovered)
@@ -85,7 +87,7 @@ fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, 
 /// lost.
 fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     if journal.operation.step < Step::Resume && !journal.operation.from.as_ref().is_some_and(Vmm::is_alive) {
-        return crate::vmm::recover::boot_after_loss(handover(held, journal), None);
+        return crate::vmm::recover::boot_after_loss(continue_interrupted(held, journal), None);
     }
     Ok(match settle(host, held, journal).map_err(RebootError::Move)? {
         Settled::ResumedHere => Recovered::MovedBack,
@@ -105,7 +107,7 @@ fn recover_kexec(held: &Held, mut journal: Journal, policy: SilentQemuPolicy) ->
         None => {
             journal.operation.kind = Kind::OsCold;
             journal.advance(Step::Suspend).map_err(failed)?;
-            recover_cold(handover(held, journal))
+            recover_cold(continue_interrupted(held, journal))
         }
     }
 }

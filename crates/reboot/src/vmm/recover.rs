@@ -8,7 +8,6 @@ use rekindle_handover::ram::Ram;
 use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, HandoverError, Loaded, Spawned};
 use rekindle_qemu::binary::Binary;
-use rekindle_qemu::command::Start;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::journal::{Kind, SavedState, Step};
@@ -23,7 +22,7 @@ pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootEr
     if handover.journal.operation.step >= Step::Resume
         && let Some((vmm, qmp)) = running_destination(&handover)?
     {
-        return finish(handover, Destination::adopt(vmm, qmp, Start::Incoming), Recovered::Finished);
+        return finish(handover, Destination::adopt(vmm, qmp)?, Recovered::Finished);
     }
     handover.end_destination()?;
     if !handover.has_not_run() {
@@ -42,6 +41,9 @@ pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootEr
 /// Starts a QEMU from the saved state and resumes the guest.
 fn resume_from(mut handover: Handover, saved: &SavedState) -> Result<Recovered, RebootError> {
     let hardware = handover.state.hardware.clone();
+    // The guest has not run, and another QEMU is to load it: if this is interrupted, the next recovery must not take that QEMU for
+    // one that may run the guest.
+    handover.advance(Step::Saved)?;
     if saved.without_ram {
         let loaded = with_either_binary(&mut handover, |handover, binary| {
             warm::load(handover, &hardware, binary, saved, network::reopen(&hardware)?)
@@ -81,7 +83,7 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
         && let Some((vmm, qmp)) = running_destination(&handover)?
     {
         let recovered = if is_lost { Recovered::Booted } else { Recovered::Started };
-        return finish(handover, Destination::adopt(vmm, qmp, Start::Paused), recovered);
+        return finish(handover, Destination::adopt(vmm, qmp)?, recovered);
     }
     handover.end_destination()?;
     if is_lost {
@@ -122,7 +124,7 @@ fn finish(
     destination: Destination<Spawned>,
     recovered: Recovered,
 ) -> Result<Recovered, RebootError> {
-    commit_and_settle(handover, destination.after_interruption()?, recovered)
+    commit_and_settle(handover, destination.wait_until_loaded()?, recovered)
 }
 
 fn commit_and_settle<R: Ram>(

@@ -3,6 +3,7 @@
 
 use super::{RebootReport, Replacement, stop};
 use crate::error::{Failure, RebootError};
+use rekindle_handover::destination::failed_to_load;
 use rekindle_handover::ram::SavedRam;
 use rekindle_handover::saved_state::{open_with_ram, save_with_ram};
 use rekindle_handover::takeover::Taps;
@@ -98,6 +99,7 @@ pub(crate) fn load<'a>(
     ram::renew(&rundir, hardware)?;
     disks::start(&rundir, hardware).map_err(LifeError::from)?;
     let environment = OwnRunDir { rundir: &rundir, hardware, binary };
-    let destination = Destination::spawn(handover, &environment, Start::Incoming, taps)?;
+    let spawned = Destination::spawn(handover, &environment, Start::Incoming, taps);
+    let destination = spawned.map_err(|e| failed_to_load(handover, e))?;
     destination.load_file(handover, &file, SavedRam { hardware })
 }

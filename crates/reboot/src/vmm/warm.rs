@@ -10,7 +10,7 @@ use super::verify::MemoryDigests;
 use super::vm_generation_id::VmGenerationId;
 use super::{MemoryComparison, RebootReport, Replacement, stop};
 use crate::error::{Failure, RebootError};
-use rekindle_handover::destination::{Loading, STAGED_RESUME_TIMEOUT};
+use rekindle_handover::destination::{Loading, STAGED_RESUME_TIMEOUT, failed_to_load};
 use rekindle_handover::ram::SharedRam;
 use rekindle_handover::saved_state::{DISK_TIMEOUT, StreamWriter, read_stream};
 use rekindle_handover::source_state::{SourceState, StateSink};
@@ -44,13 +44,14 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct PreparedHandover {
     replacement: Replacement,
     handover: Handover,
+    /// Closed after the guest runs, also if that is in the source: the kernel takes many milliseconds for it.
+    taps: TapTakeover,
     parts: HandoverParts,
 }
 
 struct HandoverParts {
     source_qmp: Qmp,
     destination: Destination<Prepared<SharedRam>>,
-    taps: TapTakeover,
     state: SourceState,
     /// Receives a copy of everything that the destination is given.
     stream: StreamWriter,
@@ -77,7 +78,7 @@ impl PreparedHandover {
         let mut handover = handover.map_err(|error| Failure::new(GuestStatus::Unchanged, error))?;
         handover.pass("warm.prepare.journalled");
         match prepare_destination(&replacement, &mut handover) {
-            Ok(parts) => Ok(Self { replacement, handover, parts }),
+            Ok((taps, parts)) => Ok(Self { replacement, handover, taps, parts }),
             Err(error) => {
                 let error = with_log(&handover, "prepare", error);
                 let (guest, error) = handover.abandon(error);
@@ -88,16 +89,16 @@ impl PreparedHandover {
 
     /// Stops the guest in the source QEMU and resumes it in the destination.
     pub(crate) fn hand_over(self) -> Result<CompletedHandover, Failure> {
-        let Self { mut replacement, mut handover, parts } = self;
-        parts.taps.discard_captured();
+        let Self { mut replacement, mut handover, mut taps, parts } = self;
+        taps.discard_captured();
         let destination_qemu = parts.destination.vmm.clone();
         let boost = boost_priority(&replacement.source_qemu, &destination_qemu);
         // Both connections to the source end with this call: QEMU serves one client at a time, and a return to the source
         // connects again.
-        let completed = hand_over(&mut replacement, &mut handover, parts);
+        let transferred = transfer_guest(&mut replacement, &mut handover, &taps, parts);
         drop(boost);
-        match completed {
-            Ok((running, mut taps, times)) => {
+        match transferred {
+            Ok(TransferredGuest { running, times }) => {
                 let sent_captures = taps.send_again(times.stopped_host_us);
                 Ok(CompletedHandover { replacement, handover, running, taps, times, _sent_captures: sent_captures })
             }
@@ -151,7 +152,10 @@ fn with_log(handover: &Handover, doing: &'static str, error: RebootError) -> Reb
 }
 
 /// Does everything that can be done while the source QEMU runs the guest.
-fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Result<HandoverParts, RebootError> {
+fn prepare_destination(
+    replacement: &Replacement,
+    handover: &mut Handover,
+) -> Result<(TapTakeover, HandoverParts), RebootError> {
     let hardware = &replacement.held.state.hardware;
     let source_qemu = &replacement.source_qemu;
     disks::start(&handover.rundir, hardware).map_err(LifeError::from)?;
@@ -194,7 +198,7 @@ fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Re
         ResumeTime::DuringLoad => VmGenerationId::new(hardware, process).map_err(untraceable)?,
         ResumeTime::AfterLoad => None,
     };
-    Ok(HandoverParts { source_qmp, destination, taps, state, stream, injector, generation, resume })
+    Ok((taps, HandoverParts { source_qmp, destination, state, stream, injector, generation, resume }))
 }
 
 /// Raises the priority of the threads that the stopped guest waits for.
@@ -208,16 +212,19 @@ fn boost_priority(source_qemu: &Vmm, destination_qemu: &Vmm) -> PriorityBoost {
     boost
 }
 
-type HandedOver = (Destination<Running<SharedRam>>, TapTakeover, StopTimes);
+struct TransferredGuest {
+    running: Destination<Running<SharedRam>>,
+    times: StopTimes,
+}
 
-/// Hands the guest over: from the stop in the source QEMU to the resume in the destination.
-fn hand_over(
+/// Transfers the guest: from the stop in the source QEMU to the resume in the destination.
+fn transfer_guest(
     replacement: &mut Replacement,
     handover: &mut Handover,
+    taps: &TapTakeover,
     parts: HandoverParts,
-) -> Result<HandedOver, RebootError> {
-    let HandoverParts { mut source_qmp, mut destination, taps, mut state, mut stream, injector, generation, resume } =
-        parts;
+) -> Result<TransferredGuest, RebootError> {
+    let HandoverParts { mut source_qmp, mut destination, mut state, mut stream, injector, generation, resume } = parts;
     let hardware = replacement.held.state.hardware.clone();
     let stopped_host_us = stop_guest(replacement, handover, &mut source_qmp)?;
     let digests_before = match replacement.options.verify_memory {
@@ -233,14 +240,14 @@ fn hand_over(
     let small_blocks = state.send_blocks(&mut sink)?;
     handover.recorder.step("read blocks");
     let devices = state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
-    let loading = destination.feed_is_complete();
+    let loading = destination.finish_feed();
     if let Some(generation) = generation {
-        generation.write(&devices);
+        generation.write(&devices.bytes);
     }
     handover.recorder.step("save devices");
     handover.pass("warm.suspend.saved");
     // While the destination loads, its state is made durable, in case both QEMUs die.
-    stream.write(&devices)?;
+    stream.write(&devices.bytes)?;
     let saved = stream.finish()?;
     handover.journal.operation.saved = Some(saved.clone());
     handover.advance(Step::Saved)?;
@@ -257,7 +264,7 @@ fn hand_over(
     };
     let step = if resume == ResumeTime::DuringLoad { "load and resume" } else { "resume" };
     let running = loaded.commit(handover, step)?;
-    Ok((running, taps, StopTimes { stopped_host_us, memory }))
+    Ok(TransferredGuest { running, times: StopTimes { stopped_host_us, memory } })
 }
 
 /// Stops the guest in the source QEMU. Returns when it was stopped, in µs since 1970.
@@ -322,7 +329,8 @@ pub(crate) fn load(
     let stream = read_stream(rundir.name(), saved)?;
     disks::start(&rundir, hardware).map_err(LifeError::from)?;
     let environment = OwnRunDir { rundir: &rundir, hardware, binary };
-    let destination = Destination::spawn(handover, &environment, Start::Incoming, taps)?;
+    let spawned = Destination::spawn(handover, &environment, Start::Incoming, taps);
+    let destination = spawned.map_err(|e| failed_to_load(handover, e))?;
     destination.load_stream(handover, &stream, SharedRam { path: hardware.ram.path.clone() })
 }
 
