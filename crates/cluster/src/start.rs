@@ -5,6 +5,8 @@ use crate::loops;
 use crate::monitor::{Verdict, has_shut_down, monitor, pause_at_shutdown};
 use crate::resource::Resource;
 use crate::stop::report_shutdown;
+use rekindle_handover::HandoverError;
+use rekindle_handover::boot::{self, LeftoverLog, NewVm};
 use rekindle_protect::owned::{OwnError, OwnerRecord};
 use rekindle_protect::restore::{Request, RestoreError, Restored, restore};
 use rekindle_protect::target::TargetError;
@@ -56,6 +58,9 @@ pub enum StartError {
     Restore(#[from] RestoreError),
     #[error(transparent)]
     Life(#[from] LifeError),
+    /// It cannot be booted.
+    #[error(transparent)]
+    Boot(HandoverError),
     /// This node cannot become owner of the store.
     #[error(transparent)]
     Own(#[from] OwnError),
@@ -76,6 +81,15 @@ pub enum StartError {
     /// The guest runs without a protector.
     #[error("its guest runs, but its protector cannot be started")]
     Protector(#[source] io::Error),
+}
+
+impl From<HandoverError> for StartError {
+    fn from(e: HandoverError) -> Self {
+        match e {
+            HandoverError::Life(e) => Self::Life(e),
+            e => Self::Boot(e),
+        }
+    }
 }
 
 impl StartError {
@@ -215,8 +229,9 @@ fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(),
     let uuid = found.map(|found| found.vm.uuid);
     // The redo logs of its disks are merged only if the store exists and needs none of them: an unmounted store is
     // empty, too.
-    let newest_disk = found.is_some();
-    let booted = life::run_as(host, definition, None, newest_disk, uuid, |rundir, hardware| {
+    let leftover_log = if found.is_some() { LeftoverLog::Merge } else { LeftoverLog::Reject };
+    let vm = NewVm { definition, qemu: None, uuid, leftover_log };
+    let booted = boot::start(host, vm, |rundir, hardware| {
         let vm = Vm { uuid: hardware.uuid.unwrap_or_default(), name: name.into() };
         let owner = Owner::here(&format!("start {name}")).with(Guest::Booted);
         OwnerRecord::claim(rundir, store, identity, &vm, &owner, None)?;

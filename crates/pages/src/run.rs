@@ -77,7 +77,7 @@ mod tests {
     fn a_run_from_a_file_may_have_any_numbers() {
         let read: PageRun = serde_json::from_str("[0,18446744073709551614,18446744073709551615]").unwrap();
         assert_eq!((read.count(), read.pages_below(PageNo(100)).count()), (u64::MAX, 0));
-        assert_eq!(run(0, 5..3).count(), 0);
+        assert_eq!(run(0, Range { start: 5, end: 3 }).count(), 0);
         assert_eq!(run(0, 2..9).pages_below(PageNo(4)).map(|(_, page)| page.0).collect::<Vec<_>>(), [2, 3]);
         assert_eq!(run(0, 2..9).offsets(), 8192..36_864);
     }

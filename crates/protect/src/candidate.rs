@@ -8,25 +8,22 @@ use crate::load_pages;
 use crate::pause::{Monitors, PauseError, Paused};
 use crate::restore::RestoreError;
 use crate::restore::checkpoint::{self, ChosenCheckpoint};
-use crate::restore::load::{self, Clock, DestinationQemu, LoadOptions, LoadTarget};
-pub use crate::restore::load::{BeforeLoad, OnReady};
+use crate::restore::load::{self, BoostedDestination, CheckpointSource, EmptyDestination};
+use crate::restore::on_demand::OnDemandRam;
 use crate::runs::send_from;
 use crate::session::CheckpointError;
 use crate::target::{Target, TargetError};
+use rekindle_handover::takeover::Taps;
+use rekindle_handover::{Destination, Handover, OwnRunDir, Prepared, Running};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
-use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::Hardware;
-use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
 use rekindle_store::{Image, Options, ReadOptions, StoreError, StoreUrl, Writer, admin, types};
-use rekindle_vm::journal::Journal;
-use rekindle_vm::place::Made;
-use rekindle_vm::rundir::RunDir;
-use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::sync::Arc;
 use std::thread;
-use std::time::Instant;
 
 /// The key of a candidate's description in a checkpoint's metadata.
 const KEY: &str = "candidate";
@@ -159,63 +156,54 @@ fn open(store: &StoreUrl) -> Result<ChosenCheckpoint, RestoreError> {
     Ok(ChosenCheckpoint { image, recipe, epochs: rekindle_vm::disks::Epochs::new() })
 }
 
-/// The VM that a candidate's guest is loaded into, and the callbacks of the load.
-pub struct CandidateLoad<'a> {
-    pub rundir: &'a RunDir,
-    /// Its machine: that of the candidate, except for the VM generation ID.
-    pub hardware: &'a Hardware,
-    pub binary: &'a Binary,
-    /// Its directory, its taps, and the operation's journal.
-    pub made: Made,
-    /// Called with the destination QEMU before anything is loaded.
-    pub started: &'a dyn Fn(&Vmm),
-    /// Called when only the load of the devices and the resume are left. It ends all users of the VM's RAM, disks and taps.
-    pub ready: &'a mut OnReady<'a>,
-    /// Called as soon as the guest runs.
-    pub resumed: &'a dyn Fn(),
-    /// Whether the guest was notified of the time and sets its clock itself.
-    pub clock_notified: &'a dyn Fn() -> bool,
-    /// Records the QEMU that runs the guest, and ends the operation.
-    pub settle: &'a dyn Fn(Journal, Vmm, &Qmp) -> Result<(), RestoreError>,
+/// A destination QEMU that waits to load the devices of a candidate's guest. Another QEMU of the VM may still run.
+pub struct PreparedCandidate<'a> {
+    store: &'a StoreUrl,
+    number: u64,
+    pub destination: Destination<Prepared<OnDemandRam>>,
 }
 
-/// A guest that was resumed from a candidate.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LoadedCandidate {
-    /// From `began` to the guest's resume, in µs, without the time that [`CandidateLoad::ready`] returns.
-    pub us: u64,
-    /// The pid of its QEMU.
-    pub pid: u32,
-    /// Whether its clock was set.
-    pub clock: Clock,
-}
-
-/// Starts a destination QEMU and resumes the guest of the candidate in `store` there; its memory loads on demand.
+/// Starts a destination QEMU with empty RAM for the candidate in `store`, and registers its memory. `started` is called in
+/// between.
 ///
-/// *Needs:* an empty RAM file; from [`CandidateLoad::ready`] on, no other QEMU of the VM and no pager; disks as the guest knows them.
-/// *On success:* the guest runs; a pager loads the missing rest of its memory.
-/// *On failure:* a QEMU may remain, which has not run the guest unless the journal is at its resume.
+/// *Needs:* an empty RAM file.
+/// *On failure:* a QEMU may remain, which has not run the guest.
 ///
 /// # Errors
 /// [`RestoreError`].
-pub fn load(
-    store: &StoreUrl,
-    next: CandidateLoad<'_>,
-    recorder: &mut Recorder,
-    began: Instant,
-) -> Result<LoadedCandidate, RestoreError> {
+pub fn prepare<'a>(
+    store: &'a StoreUrl,
+    handover: &mut Handover,
+    environment: OwnRunDir<'_>,
+    taps: Taps,
+    started: impl FnOnce(&Vmm),
+) -> Result<PreparedCandidate<'a>, RestoreError> {
     // Read while QEMU starts.
-    let (input, waiting) = thread::scope(|scope| {
+    let (input, empty) = thread::scope(|scope| {
         let input = scope.spawn(|| checkpoint::read(open(store)?));
-        let waiting = DestinationQemu::start(next.rundir, next.binary, next.made, next.hardware);
-        (input.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), waiting)
+        let empty = EmptyDestination::start(handover, &environment, taps);
+        (input.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), empty)
     });
-    let (input, waiting) = (input?, waiting?);
-    recorder.step("start the new QEMU");
-    (next.started)(&waiting.vmm);
-    let CandidateLoad { rundir, hardware, ready, resumed, clock_notified, settle, .. } = next;
-    let target_vm = LoadTarget { rundir, hardware, ready, resumed, clock_notified, settle };
-    let load = LoadOptions { store, identity: None, eager: false, began, hold: false, may_run: None };
-    let restored = load::load_and_resume(target_vm, waiting, &input, None, &load, recorder)?;
-    Ok(LoadedCandidate { us: restored.us, pid: restored.pid, clock: restored.clock })
+    let (input, empty) = (Arc::new(input?), empty?);
+    handover.recorder.step("start the new QEMU");
+    started(&empty.destination.vmm);
+    let destination = load::prepare(empty, &input, environment.hardware, handover)?;
+    Ok(PreparedCandidate { store, number: input.number, destination })
+}
+
+impl PreparedCandidate<'_> {
+    /// Loads the devices and resumes the guest; its memory loads on demand.
+    ///
+    /// *Needs:* no other QEMU of the VM and no pager; disks as the guest knows them.
+    /// *On failure:* a QEMU may remain, which has not run the guest unless the journal is at its resume.
+    ///
+    /// # Errors
+    /// [`RestoreError`].
+    pub fn resume(self, handover: &mut Handover) -> Result<Destination<Running<OnDemandRam>>, RestoreError> {
+        let source = CheckpointSource { store: self.store, identity: None, number: self.number };
+        let BoostedDestination { loaded, boost } = load::load_devices(self.destination, source, handover)?;
+        let running = loaded.commit(handover, "resume")?;
+        drop(boost);
+        Ok(running)
+    }
 }

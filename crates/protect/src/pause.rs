@@ -1,22 +1,23 @@
 //! A pause of the guest: everything between QMP `stop` and `cont`.
 
 use crate::event::PauseSteps;
+use rekindle_handover::priority::boost_monitor_and_processors;
 use rekindle_kernel::process::Process;
-use rekindle_kernel::sched::{self, PriorityBoost, Rank};
+use rekindle_kernel::sched::{self, PriorityBoost};
 use rekindle_qemu::devices::{DeviceState, DeviceStateError};
+use rekindle_qemu::guest;
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stopped::Stopped;
-use rekindle_vm::qemu::run_state;
 use rekindle_vm::timeline::host_us;
-use serde_json::Value;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// How long QEMU may take to resume a guest. It takes a millisecond.
-const RESUME: Duration = Duration::from_secs(10);
+const RESUME_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a pause failed.
 #[derive(Debug, thiserror::Error)]
@@ -111,7 +112,7 @@ impl Monitors {
                 tracing::debug!("cannot reset the priority of QEMU's threads: {e}");
             }
             if run_state(&mut control)? == "paused" {
-                control.execute::<Value>("cont", ())?;
+                guest::resume(&mut control)?;
             }
             remove(&mark)?;
         }
@@ -183,7 +184,7 @@ impl Monitors {
         if state != "running" {
             return Err(PauseError::NotRunning { state }.into());
         }
-        self.control.stage("stop", ()).map_err(failed)?;
+        guest::stage_stop(&mut self.control).map_err(failed)?;
         if let Some(save) = &mut self.save {
             self.devices.stage(save).map_err(failed)?;
         }
@@ -213,7 +214,7 @@ impl Monitors {
         laps.steps.stop = laps.lap();
         let saving = match (&mut self.save, stopped.qmp()) {
             (Some(save), Some(control)) => self.devices.begin(save, true).and_then(|()| match then {
-                AfterPause::Resume => Ok(control.stage("cont", ())?),
+                AfterPause::Resume => Ok(guest::stage_resume(control)?),
                 AfterPause::StayStopped => Ok(()),
             }),
             (None, Some(control)) => self.devices.begin(control, false),
@@ -243,10 +244,11 @@ impl Monitors {
         if then == AfterPause::StayStopped {
             return Ok((result, stopped_host_us, host_us()));
         }
-        if staged { self.control.fire("cont") } else { self.control.send("cont", (), &[]) }.map_err(failed)?;
-        self.control.reply::<Value>("cont").map_err(failed)?;
-        let resumed =
-            self.control.wait_event("RESUME", RESUME, |event| (event.name == "RESUME").then_some(event.host_us));
+        let resumed = if staged {
+            guest::resume_staged(&mut self.control, RESUME_TIMEOUT)
+        } else {
+            guest::resume(&mut self.control)
+        };
         let resumed_host_us = resumed.map_err(failed)?;
         laps.steps.resume = laps.lap();
         Ok((result, stopped_host_us, resumed_host_us))
@@ -264,13 +266,9 @@ fn remove(mark: &Path) -> Result<(), PauseError> {
 
 /// Raises the priority of the threads that the stopped guest waits for, as a warm replacement does: `docs/vmm-restart.md`.
 fn raise_priority(process: Process) -> PriorityBoost {
-    let mut first = PriorityBoost::default();
-    let rank = |name: &str| match name {
-        sched::MAIN | "IO mon_iothread" => Some(Rank::First),
-        _ => name.starts_with("CPU ").then_some(Rank::Third),
-    };
-    if let Err(e) = first.this_thread().and_then(|()| first.threads_of(process, rank)) {
+    let mut boost = PriorityBoost::default();
+    if let Err(e) = boost.this_thread().and_then(|()| boost_monitor_and_processors(&mut boost, process)) {
         tracing::debug!("cannot raise the priority of QEMU's threads for the pause: {e}");
     }
-    first
+    boost
 }

@@ -13,6 +13,7 @@
 //! - [`foreign`]: another program's command line, made into one of ours;
 //! - [`monitor`], [`libvirt`]: connections to a QEMU that Rekindle did not start;
 //! - [`adopt`]: a running QEMU that Rekindle did not start;
+//! - [`guest`]: stopping and resuming its guest;
 //! - [`hold`]: its guest's network output, held until it is released;
 //! - [`userfaultfd`]: the right to make one, handed to a QEMU of another user;
 //! - [`ramblock`]: where its RAM blocks are;
@@ -32,6 +33,7 @@ pub mod command;
 pub mod cpu;
 pub mod devices;
 pub mod foreign;
+pub mod guest;
 pub mod hold;
 pub mod incoming;
 pub mod libvirt;

@@ -4,10 +4,9 @@
 //! ready, and a page that was pinned for it (`O_DIRECT`) is written past every protection that came later. When QEMU
 //! stops a guest it first waits for all of them. So what must see every write asks for a [`Stopped`].
 
+use crate::guest;
 use crate::qmp::{Qmp, QmpError};
 use serde::Deserialize;
-use serde_json::Value;
-use std::time::Duration;
 
 /// Why a guest does not count as stopped.
 #[derive(Debug, thiserror::Error)]
@@ -64,19 +63,15 @@ impl<'q> Stopped<'q> {
         Ok(Self { qmp: Some(qmp) })
     }
 
-    /// Stops a guest that runs, by the `stop` that was staged on `qmp`. QEMU answers when its I/O has ended.
+    /// Stops a guest that runs, by the command that [`guest::stage_stop`] has staged on `qmp`. QEMU answers when its I/O has ended.
     ///
     /// Also gives when it was stopped: microseconds of the host's clock since 1970.
     ///
     /// # Errors
     /// When QEMU has gone, or refuses.
     pub fn by_stopping(qmp: &'q mut Qmp) -> Result<(Self, u64), QmpError> {
-        qmp.drop_events();
-        qmp.fire("stop")?;
-        qmp.reply::<Value>("stop")?;
-        let patience = Duration::from_secs(10);
-        let at = qmp.wait_event("STOP", patience, |event| (event.name == "STOP").then_some(event.host_us))?;
-        Ok((Self { qmp: Some(qmp) }, at))
+        let stopped_host_us = guest::stop_staged(qmp)?;
+        Ok((Self { qmp: Some(qmp) }, stopped_host_us))
     }
 
     /// The caller vouches that nothing writes the memory in question: for memory that is not a QEMU's.

@@ -100,14 +100,13 @@ pub fn save_to_file(qmp: &mut Qmp, file: &File, timeout: Duration) -> Result<(),
     wait_saved(qmp, timeout)
 }
 
-/// Loads what [`save_to_file`] has saved into a QEMU that was started with `-incoming defer`, and waits until that is done.
+/// Begins to load what [`save_to_file`] has saved into a QEMU that was started with `-incoming defer`; [`wait_loaded`] waits for the end.
 ///
 /// # Errors
 /// [`TransferError`].
-pub fn load_from_file(qmp: &mut Qmp, file: &File, timeout: Duration) -> Result<(), TransferError> {
+pub fn begin_load_from_file(qmp: &mut Qmp, file: &File) -> Result<(), TransferError> {
     set_capabilities(qmp, &[("events", true)])?;
-    through_file(qmp, "migrate-incoming", file)?;
-    wait_loaded(qmp, timeout)
+    Ok(through_file(qmp, "migrate-incoming", file)?)
 }
 
 /// The way into a QEMU that was started with `-incoming defer`.

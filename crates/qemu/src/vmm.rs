@@ -55,6 +55,18 @@ pub enum VmmError {
     Qmp(#[from] QmpError),
 }
 
+impl VmmError {
+    /// Returns whether QEMU gave no answer, as opposed to an error or its end.
+    #[must_use]
+    pub fn is_silence(&self) -> bool {
+        match self {
+            Self::Silent { .. } => true,
+            Self::Qmp(e) => e.is_silence(),
+            _ => false,
+        }
+    }
+}
+
 fn indented(log: &str) -> String {
     let lines: Vec<_> = log.lines().filter(|line| !line.trim().is_empty()).map(|line| format!("    {line}")).collect();
     if lines.is_empty() { "    (nothing)".into() } else { lines.join("\n") }

@@ -8,9 +8,14 @@
 //! its RAM (CacheMind, ICDCS 2010).
 //!
 //! [`host`] reboots the host under its guests (RootHammer, sections 3 and 4, with its kernel).
+//!
+//! [`recover`] finishes or undoes what was interrupted.
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
+pub mod error;
 pub mod host;
+pub(crate) mod interrupted;
 pub mod os;
+pub mod recover;
 pub mod vmm;

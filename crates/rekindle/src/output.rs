@@ -1,10 +1,11 @@
 //! What commands print: text or JSON.
 
+use rekindle_handover::GuestStatus;
 use rekindle_protect::moving::MoveError;
 use rekindle_protect::owned::StoreGone;
 use rekindle_protect::protector::ProtectError;
 use rekindle_protect::restore::RestoreError;
-use rekindle_reboot::vmm::{Failure, GuestStatus, RebootError};
+use rekindle_reboot::error::{Failure, RebootError};
 use rekindle_store::StoreError;
 use serde::Serialize;
 use serde_json::{Map, Value, json};

@@ -12,7 +12,6 @@ use crate::error::LifeError;
 use crate::host::Host;
 use crate::life::Held;
 use crate::lock::{Lock, RunState};
-use crate::qemu::run_state;
 use crate::rundir::RunDir;
 use crate::state::{Attached, State, format_of};
 use rekindle_kernel::inject::{InjectError, Injector};
@@ -22,6 +21,8 @@ use rekindle_memory::tracker;
 use rekindle_qemu::adopt::{AdoptError, Adopted, Obstacle};
 use rekindle_qemu::command::{self, Hardware};
 use rekindle_qemu::foreign::{self, Foreign};
+use rekindle_qemu::guest;
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{Vmm, VmmError};
@@ -386,7 +387,7 @@ fn release(vmm: &Vmm, mark: &Path) -> Result<(), AttachError> {
         other => LifeError::Vmm(other).into(),
     })?;
     if mark.exists() && run_state(&mut qmp)? == "paused" {
-        qmp.execute::<Value>("cont", ())?;
+        guest::resume(&mut qmp)?;
     }
     devices::sweep(&mut qmp, true)?;
     userfaultfd::take_back(&mut qmp)?;

@@ -132,6 +132,19 @@ pub enum LifeError {
     },
 }
 
+impl LifeError {
+    /// Returns whether a process of the VM gave no answer, as opposed to an error or its end.
+    #[must_use]
+    pub fn is_silence(&self) -> bool {
+        match self {
+            Self::Vmm(e) => e.is_silence(),
+            Self::Qmp(e) => e.is_silence(),
+            Self::Disks(e) => matches!(e, DisksError::Silent { .. }),
+            _ => false,
+        }
+    }
+}
+
 fn list(problems: &[String]) -> String {
     problems.iter().map(|problem| format!("  - {problem}")).collect::<Vec<_>>().join("\n")
 }

@@ -1,27 +1,22 @@
 //! The life of a VM outside a reboot: start, status, shutdown.
 
 use crate::cleanup::clean_up;
-use crate::definition::Definition;
-use crate::disks::{self, Epochs};
+use crate::disks;
 use crate::error::LifeError;
 use crate::helpers;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation, Step};
 use crate::lock::{self, Lock, LockError, RunState};
 use crate::phases;
-use crate::place::{Made, VmSlot};
-use crate::qemu::run_state;
 use crate::rundir::RunDir;
 use crate::shutdown::{Ended, has_shut_down, shut_down};
 use crate::state::{PreparedError, State};
-use rekindle_qemu::command::{Hardware, Start};
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::{self, Vmm};
 use serde::{Deserialize, Serialize};
 use std::io;
-use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
-use uuid::Uuid;
 
 /// How long an operation waits while a phase is saved: all of the guest's memory that is in use is written.
 const SAVED: Duration = Duration::from_secs(120);
@@ -230,58 +225,6 @@ impl Held {
         let ended = || LifeError::Ended { name: self.rundir.name().into(), log: vmm::log_tail(&directory, 10) };
         self.state.vmm.as_ref().filter(|vmm| vmm.is_alive()).ok_or_else(ended)
     }
-}
-
-/// Starts a VM from its definition.
-///
-/// *Needs:* what the definition names; room for its RAM; root for taps. A disk whose redo log a failure has left: `newest_disk`, which
-/// merges the log, so that no checkpoint's disk is available any more.
-/// *On success:* the guest boots in a QEMU of its own session; its state is written down.
-/// *On failure:* nothing is left behind.
-///
-/// # Errors
-/// [`LifeError`].
-pub fn run(host: &Host, definition: Definition, qemu: Option<&Path>, newest_disk: bool) -> Result<State, LifeError> {
-    run_as(host, definition, qemu, newest_disk, None, |_, _| Ok(()))
-}
-
-/// As [`run`], as the VM of this UUID. `own` is called after all checks, before anything of its disks
-/// is merged and before the guest runs: it may forbid both.
-///
-/// # Errors
-/// [`LifeError`], and those of `own`. Nothing is left behind.
-pub fn run_as<E: From<LifeError>>(
-    host: &Host,
-    definition: Definition,
-    qemu: Option<&Path>,
-    newest_disk: bool,
-    uuid: Option<Uuid>,
-    own: impl FnOnce(&RunDir, &Hardware) -> Result<(), E>,
-) -> Result<State, E> {
-    let choose = |hardware: &mut Hardware| {
-        hardware.uuid = uuid.or(hardware.uuid);
-        let left = disks::left_behind(hardware, &Epochs::new(), !newest_disk);
-        if left.is_empty() { Ok(()) } else { Err(left) }
-    };
-    let place = VmSlot::take(host, definition, qemu, "run", choose)?;
-    let started = own(&place.rundir, &place.state.hardware).and_then(|()| {
-        let merged = disks::merge_left(&place.state.hardware).map_err(LifeError::from);
-        Ok(merged.and_then(|()| boot(&place))?)
-    });
-    if started.is_err() {
-        place.undo();
-    }
-    started
-}
-
-fn boot(place: &VmSlot<'_>) -> Result<State, LifeError> {
-    let Made { journal, directory, fds } = place.make(Kind::Run)?;
-    let VmSlot { state, binary, rundir, .. } = place;
-    let arguments = state.hardware.arguments(&directory, &rundir.console_log(), Start::Boot, binary.syntax);
-    let vmm = Vmm::spawn(&binary.path, &arguments, &directory, fds)?;
-    let mut qmp = vmm.connect(vmm::START)?;
-    run_state(&mut qmp)?;
-    place.settle(journal, vmm, qmp.version().clone())
 }
 
 /// Shuts a VM down and removes all that Rekindle keeps of it. `patience` zero: powers it off immediately.

@@ -20,7 +20,7 @@ use crate::rundir::RunDir;
 use crate::state::{Prepared, State, format_of};
 use rekindle_memory::directory::{RamDirectory, RamError, huge_page_size};
 use rekindle_qemu::binary::Binary;
-use rekindle_qemu::command::{Directory, Hardware};
+use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::Version;
 use rekindle_qemu::vmm::Vmm;
 use std::os::fd::{OwnedFd, RawFd};
@@ -194,8 +194,6 @@ pub struct VmSlot<'a> {
 pub struct Made {
     /// The operation's journal.
     pub journal: Journal,
-    /// The QEMU's own directory.
-    pub directory: Directory,
     /// Taps, at the numbers that the command line names.
     pub fds: Vec<(OwnedFd, RawFd)>,
 }
@@ -278,8 +276,7 @@ impl<'a> VmSlot<'a> {
         if kind == Kind::Run {
             phases::begin(&self.rundir, &self.state.hardware, &self.state.definition);
         }
-        let directory = self.rundir.create_vmm(self.state.generation).map_err(failed)?;
-        Ok(Made { journal, directory, fds })
+        Ok(Made { journal, fds })
     }
 
     /// Promises the RAM to the QEMU that waits here, and opens the journal of its restore.

@@ -1,4 +1,4 @@
-//! The QEMUs of a VM: their processes, and what they report of the guest.
+//! The processes of a VM's QEMUs, and what a guest's run state means.
 
 use crate::error::LifeError;
 use crate::rundir::RunDir;
@@ -6,8 +6,6 @@ use crate::state::State;
 use rekindle_kernel::lockfile;
 use rekindle_kernel::process::Process;
 use rekindle_qemu::command::Directory;
-use rekindle_qemu::qmp::{Qmp, QmpError};
-use serde_json::Value;
 use std::io;
 use std::time::Duration;
 
@@ -20,15 +18,6 @@ pub const PANICKED: &str = "guest-panicked";
 
 /// How long a process may take to end.
 const END: Duration = Duration::from_secs(10);
-
-/// QEMU's run state, e.g. `running` or `paused`.
-///
-/// # Errors
-/// When QEMU does not answer.
-pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
-    let status: Value = qmp.execute("query-status", ())?;
-    Ok(status.get("status").and_then(Value::as_str).unwrap_or("unknown").to_owned())
-}
 
 /// The QEMU that was started in `directory`, whether it was recorded or not, with its children. A process that only names the directory, or has
 /// a file of it open, is not among them.

@@ -12,19 +12,20 @@ use super::remote::RemoteHost;
 use crate::owned::{OwnError, OwnerRecord};
 use rekindle_disk::control::Control;
 use rekindle_kernel::sched;
+use rekindle_qemu::guest;
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_store::StoreError;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
 use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::definition::Name;
+use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
 use rekindle_vm::life::Held;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
-use rekindle_vm::{disks, qemu::run_state};
-use serde_json::Value;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -87,7 +88,7 @@ pub(super) fn resume_here(
     if stopped || mark.exists() {
         let mut qmp = vmm.connect(vmm::START).map_err(LifeError::from)?;
         if run_state(&mut qmp).map_err(failed)? == "paused" {
-            qmp.execute::<Value>("cont", ()).map_err(failed)?;
+            guest::resume(&mut qmp).map_err(failed)?;
         }
     }
     match std::fs::remove_file(&mark) {

@@ -70,7 +70,7 @@ impl PendingImage {
 #[derive(Debug)]
 pub(crate) struct LoadInput {
     pub(super) image: PendingImage,
-    pub(super) number: u64,
+    pub(crate) number: u64,
     pub(super) blocks: Vec<Block>,
     /// Ids of the blocks that are loaded on demand.
     pub(super) paged: Vec<String>,

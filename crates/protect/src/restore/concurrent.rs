@@ -6,9 +6,9 @@
 //! then, access to any other page blocks.
 
 use super::checkpoint::{self, ChosenCheckpoint, Contents, LoadInput, PendingImage, ReadPages, SmallBlockPages};
-use super::load::{self, DestinationQemu};
+use super::load::{self, EmptyDestination};
 use super::prepare::{PrimedQemu, WaitingQemu};
-use super::{Request, RestoreError, Restored, plan, without_epoch};
+use super::{Request, RestoreError, Restored, handover_into, plan, without_epoch};
 use crate::load_pages::{self, PageRun, runs};
 use crate::recipe::Recipe;
 use rekindle_qemu::command::Hardware;
@@ -24,8 +24,8 @@ use rekindle_vm::place::{Plan, Site};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::Prepared;
 use rekindle_vm::timeline::Recorder;
-use std::sync::OnceLock;
 use std::sync::mpsc::Receiver;
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Instant;
 
@@ -135,10 +135,12 @@ impl<'a> EarlyLoad<'a> {
         let journal = place.claim(&prepared.vmm)?;
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
         let WaitingQemu { qmp, ram, registered } = ready;
-        let waiting = DestinationQemu { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true, registered };
         recorder.step("claim its RAM");
+        let waiting = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
+        let handover = handover_into(&place, journal, recorder);
+        let input = Arc::new(input);
         let why = OnceLock::new();
-        let done = thread::scope(|scope| {
+        let restored = thread::scope(|scope| {
             let (input, place, why) = (&input, &place, &why);
             let confirm = move || {
                 // Access to a page of a checkpoint that is never committed must not block forever.
@@ -152,16 +154,10 @@ impl<'a> EarlyLoad<'a> {
                     RestoreError::NotCommitted { number: input.number }
                 })
             };
-            load::load_into_slot(place, waiting, input, Some(scope.spawn(confirm)), request, &mut recorder, began)
+            load::load_and_resume(handover, waiting, input, Some(scope.spawn(confirm)), request, began)
         });
-        match done {
-            Ok(restored) => {
-                recorder.write(&place.rundir);
-                Ok(restored)
-            }
-            // The first error is the cause of the other one.
-            Err(e) => Err(super::undo(place, why.into_inner().unwrap_or(e))),
-        }
+        // The first error is the cause of the other one.
+        restored.map_err(|e| super::undo(place, why.into_inner().unwrap_or(e)))
     }
 }
 

@@ -6,23 +6,29 @@
 //! | [`prepare`] | a destination QEMU that waits with empty RAM |
 //! | `concurrent` | a load that runs concurrently with the commit of its checkpoint |
 //! | `load` | load, resume and settle: from a waiting QEMU to a running guest |
+//! | [`on_demand`] | the RAM of a destination whose missing pages are in a checkpoint |
+//! | [`recover`] | finishes or undoes an interrupted restore |
 //!
 //! `docs/protect.md` has the sequence.
 
 pub(crate) mod checkpoint;
 pub(crate) mod concurrent;
 pub(crate) mod load;
+pub mod on_demand;
 pub mod prepare;
+pub mod recover;
 
-pub use load::{Clock, start_pager};
+pub use on_demand::start_pager;
+pub use rekindle_handover::aftermath::Clock;
 
 use crate::owned::OwnError;
 use crate::pager::FillError;
 use crate::recipe::RecipeError;
 use crate::target::TargetError;
 use checkpoint::ChosenCheckpoint;
-use load::DestinationQemu;
+use load::EmptyDestination;
 use prepare::PrimedQemu;
+use rekindle_handover::{Handover, HandoverError, OwnRunDir};
 use rekindle_kernel::inject::InjectError;
 use rekindle_memory::missing::PagerError;
 use rekindle_memory::ram::{GuestRam, GuestRamError};
@@ -30,17 +36,16 @@ use rekindle_qemu::command::{Disk, Hardware};
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stream::StreamError;
-use rekindle_qemu::transfer::{Capabilities, TransferError};
+use rekindle_qemu::transfer::TransferError;
 use rekindle_qemu::vmm::VmmError;
 use rekindle_store::remote::{Identity, SpareConnections};
 use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::error::LifeError;
-use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::Kind;
-use rekindle_vm::place::{Plan, Site, VmSlot};
+use rekindle_vm::journal::{Journal, Kind};
+use rekindle_vm::place::{Made, Plan, Site, VmSlot};
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -50,10 +55,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 use std::time::Instant;
 
-/// Migration capabilities of a QEMU that loads only devices, and gets its RAM from a pager: `x-ignore-shared`, since its RAM is a file
-/// that is mapped shared; `late-block-activate`, so that it acquires the disks only at the resume.
-const CAPABILITIES: Capabilities<'static> =
-    &[("events", true), ("x-ignore-shared", true), ("late-block-activate", true)];
 /// How often a restore starts again because a checkpoint of another machine was committed meanwhile.
 const TRIES: usize = 3;
 
@@ -183,11 +184,15 @@ pub enum RestoreError {
         /// The end of its log.
         log: String,
     },
-    /// A step before the load failed.
+    /// Its QEMU died immediately after the resume.
+    #[error(
+        "the QEMU of {name} died just after it had resumed the guest; the checkpoint is unchanged, and can be restored again; end \
+         of the QEMU's log:\n{log}"
+    )]
+    DiedResumed { name: String, log: String },
+    /// A step of the hand-over failed.
     #[error(transparent)]
-    Before(Box<dyn std::error::Error + Send + Sync>),
-    #[error("the guest runs, but that cannot be recorded")]
-    Record(#[source] Box<dyn std::error::Error + Send + Sync>),
+    Handover(HandoverError),
     #[error("{}", path.display())]
     Journal {
         path: PathBuf,
@@ -201,6 +206,35 @@ impl From<OwnError> for RestoreError {
         match e {
             OwnError::Store(e) => Self::Store(e),
             OwnError::RunDir(e) => Self::RunDir(e),
+        }
+    }
+}
+
+impl RestoreError {
+    /// Returns whether a recovery that failed for this reason must be repeated.
+    #[must_use]
+    pub fn needs_recovery(&self) -> bool {
+        match self {
+            Self::MayRun { .. } => true,
+            Self::Handover(e) => e.needs_recovery(),
+            Self::Qmp(e) => e.is_silence(),
+            Self::Vmm(e) => e.is_silence(),
+            Self::Life(e) => e.is_silence(),
+            _ => false,
+        }
+    }
+}
+
+impl From<HandoverError> for RestoreError {
+    fn from(e: HandoverError) -> Self {
+        match e {
+            HandoverError::Life(e) => Self::Life(e),
+            HandoverError::Vmm(e) => Self::Vmm(e),
+            HandoverError::Qmp(e) => Self::Qmp(e),
+            HandoverError::Transfer(e) => Self::Transfer(e),
+            HandoverError::File { path, source } => Self::Journal { path, source },
+            HandoverError::DiedRunning { name, log } => Self::DiedResumed { name, log },
+            e => Self::Handover(e),
         }
     }
 }
@@ -302,11 +336,8 @@ fn attempt(
         site.clear()?;
     }
     let place = site.place(plan)?.at_epochs(chosen.epochs.clone());
-    match fresh(&place, chosen, request, &mut recorder, began) {
-        Ok(restored) => {
-            recorder.write(&place.rundir);
-            Ok(Restored { unused, ..restored })
-        }
+    match fresh(&place, chosen, request, recorder, began) {
+        Ok(restored) => Ok(Restored { unused, ..restored }),
         Err(e) => Err(undo(place, e)),
     }
 }
@@ -367,22 +398,29 @@ fn fresh(
     place: &VmSlot<'_>,
     chosen: ChosenCheckpoint,
     request: &Request,
-    recorder: &mut Recorder,
+    recorder: Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
     // Everything that can be rejected comes before we claim the store, so that a protector of the VM can continue.
-    let made = place.make(Kind::Restore)?;
-    fault::point("restore.prepare.journalled", None, None);
-    recorder.step("make its place");
-    thread::scope(|scope| {
+    let Made { journal, fds } = place.make(Kind::Restore)?;
+    let mut handover = handover_into(place, journal, recorder);
+    handover.pass("restore.prepare.journalled");
+    handover.recorder.step("make its place");
+    let environment = OwnRunDir { rundir: &place.rundir, hardware: &place.state.hardware, binary: &place.binary };
+    let (input, empty) = thread::scope(|scope| {
         let input = scope.spawn(|| checkpoint::fetch(chosen, request, &place.rundir));
-        let waiting = DestinationQemu::start(&place.rundir, &place.binary, made, &place.state.hardware)?;
-        fault::point("restore.prepare.spawned", None, Some(&waiting.vmm));
-        recorder.step("start QEMU");
+        let empty = EmptyDestination::start(&mut handover, &environment, fds)?;
+        handover.recorder.step("start QEMU");
         let input = input.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        recorder.step("read its devices");
-        load::load_into_slot(place, waiting, &input, None, request, recorder, began)
-    })
+        Ok::<_, RestoreError>((Arc::new(input), empty))
+    })?;
+    handover.recorder.step("read its devices");
+    load::load_and_resume(handover, empty, &input, None, request, began)
+}
+
+/// The hand-over of a restore into `place`: there is no source.
+fn handover_into(place: &VmSlot<'_>, journal: Journal, recorder: Recorder) -> Handover {
+    Handover { rundir: place.rundir.clone(), state: place.state.clone(), journal, recorder }
 }
 
 /// Checks the processor features that the guest of an attached QEMU has seen: its CPU model alone does not determine them.

@@ -9,8 +9,10 @@
 //! restore each gets its epoch, then opens and locks the image, or fails; no queue runs before.
 
 use super::checkpoint::{self, ChosenCheckpoint};
-use super::load::{self, DestinationQemu, RegisteredMemory};
-use super::{Request, RestoreError, Restored, same_blocks, same_processors};
+use super::load::{self, EmptyDestination};
+use super::on_demand::RegisteredMemory;
+use super::{Request, RestoreError, Restored, handover_into, same_blocks, same_processors};
+use rekindle_handover::{Destination, OwnRunDir};
 use rekindle_memory::missing::Pager;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::command::Hardware;
@@ -23,7 +25,7 @@ use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::place::{Plan, Site, VmSlot};
+use rekindle_vm::place::{Made, Plan, Site, VmSlot};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::{Prepared, State};
 use rekindle_vm::timeline::Recorder;
@@ -32,6 +34,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -101,11 +104,12 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQe
 fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Result<(Vmm, u64), RestoreError> {
     // Before QEMU reads them, so that a later change is detected.
     let mut files = marks(&place.state.hardware).map_err(|(path, source)| RestoreError::Journal { path, source })?;
-    let (made, hardware) = place.make_waiting()?;
-    fault::point("prepare.journalled", None, None);
-    let DestinationQemu { vmm, mut qmp, ram, journal, .. } =
-        DestinationQemu::start(&place.rundir, &place.binary, made, &hardware)?;
-    fault::point("prepare.spawned", None, Some(&vmm));
+    let (Made { journal, fds }, hardware) = place.make_waiting()?;
+    let mut handover = handover_into(place, journal, Recorder::new(place.rundir.name(), ""));
+    handover.pass("prepare.journalled");
+    let environment = OwnRunDir { rundir: &place.rundir, hardware: &hardware, binary: &place.binary };
+    let EmptyDestination { destination, ram, .. } = EmptyDestination::start(&mut handover, &environment, fds)?;
+    let Destination { vmm, mut qmp, .. } = destination;
     let info = chosen.image.info();
     same_processors(&mut qmp, &hardware, info.number)?;
     same_blocks(&ram, &info.blocks, info.number, &hardware.ram_ids())?;
@@ -125,7 +129,7 @@ fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Re
         given: request.definition.clone(),
         qemu: request.qemu.clone(),
     };
-    place.settle_prepared(journal, prepared, qmp.version().clone())?;
+    place.settle_prepared(handover.journal, prepared, qmp.version().clone())?;
     fault::point("prepare.recorded", None, Some(&vmm));
     Ok((vmm, hardware.ram_files().iter().map(|(_, bytes)| bytes).sum()))
 }
@@ -310,14 +314,10 @@ pub(super) fn resume_in(
         let journal = place.claim(&prepared.vmm)?;
         disks_open.keep();
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
-        let waiting = DestinationQemu { vmm: prepared.vmm.clone(), qmp, ram, journal, prepared: true, registered };
         recorder.step("claim its RAM");
-        match load::load_into_slot(&place, waiting, &input, Some(fence), request, &mut recorder, began) {
-            Ok(restored) => {
-                recorder.write(&place.rundir);
-                Ok(restored)
-            }
-            Err(e) => Err(super::undo(place, e)),
-        }
+        let waiting = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
+        let handover = handover_into(&place, journal, recorder);
+        load::load_and_resume(handover, waiting, &Arc::new(input), Some(fence), request, began)
+            .map_err(|e| super::undo(place, e))
     })
 }

@@ -121,6 +121,14 @@ pub enum QmpError {
     },
 }
 
+impl QmpError {
+    /// Returns whether QEMU gave no answer, as opposed to an error or a closed socket.
+    #[must_use]
+    pub fn is_silence(&self) -> bool {
+        matches!(self, Self::NoGreeting { .. } | Self::Timeout { .. } | Self::TooLong { .. })
+    }
+}
+
 /// QEMU's version as it states it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Version {

@@ -7,7 +7,7 @@
 //! uses it, everything is digested with the guest stopped. A page that was missed nevertheless has another digest
 //! later, and its guest counts as lost: an error on the safe side.
 
-use crate::vmm::{RebootError, stop};
+use crate::error::RebootError;
 use rekindle_kernel::inject::Injector;
 use rekindle_memory::digest;
 use rekindle_memory::directory::is_direct;
@@ -15,12 +15,12 @@ use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, SoftDirty, Tracker, leftovers};
 use rekindle_pages::PageRuns;
 use rekindle_qemu::command::Hardware;
+use rekindle_qemu::guest;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::fault;
-use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -173,10 +173,10 @@ fn with_guest_stopped<T>(
     let Some(mark) = mark else { return Ok(work(qmp)) };
     let failed = |source| RebootError::File { path: mark.to_owned(), source };
     fs::write(mark, []).map_err(failed)?;
-    stop(qmp, true)?;
+    guest::stop(qmp)?;
     fault::point("host.suspend.ahead", Some(vmm), None);
     let done = work(qmp);
-    qmp.execute::<Value>("cont", ())?;
+    guest::resume(qmp)?;
     fs::remove_file(mark).map_err(failed)?;
     Ok(done)
 }

@@ -1,6 +1,6 @@
 //! Errors of reboots of the host, and of suspending and resuming its guests.
 
-use crate::vmm::{Problem, RebootError};
+use crate::error::{Problem, RebootError};
 use std::io;
 use std::path::PathBuf;
 

@@ -5,34 +5,32 @@ use super::digests::EarlyDigests;
 use super::files::mapped;
 use super::record::{FileDigest, SuspendedGuest, state_directory, state_files};
 use super::survived::write_pages;
-use crate::vmm::handover::{StreamWriter, disk_times};
-use crate::vmm::warm::put_blocks;
-use crate::vmm::{
-    RUN_STATE_TIMEOUT, RebootError, ReplaceOptions, Replacement, SilentQemuPolicy, begin, saved, stop, switch,
-};
-use rekindle_memory::carried::CarriedBlocks;
+use crate::error::RebootError;
+use crate::vmm::recover::{recover_cold, recover_handover};
+use crate::vmm::{RUN_STATE_TIMEOUT, ReplaceOptions, Replacement, begin, stop};
+use rekindle_handover::Handover;
+use rekindle_handover::evidence::disk_times;
+use rekindle_handover::saved_state::{StreamWriter, save_with_ram};
+use rekindle_handover::source_state::{SourceState, StateSink};
 use rekindle_memory::digest;
 use rekindle_memory::directory::RamDirectory;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock;
-use rekindle_qemu::stream;
-use rekindle_qemu::transfer::Tap;
 use rekindle_qemu::vmm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Kind, SavedState, Step};
+use rekindle_vm::journal::{Kind, SavedState, Step};
 use rekindle_vm::lock::RunState;
 use rekindle_vm::names::saved_path;
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::{self, Ended};
+use rekindle_vm::shutdown::Ended;
+use rekindle_vm::shutdown::shut_down;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Phase, host_us};
-use rekindle_vm::{disks, fault, ram};
-use serde_json::Value;
+use rekindle_vm::{disks, ram};
 use std::fs::{self, File};
-use std::io;
 use std::path::{Path, PathBuf};
 
 /// Upper limit of what is written next to a guest's RAM besides digests: its state, with video memory.
@@ -51,7 +49,7 @@ pub(super) fn operation(how: RebootMethod) -> (String, Kind) {
 /// A running guest whose suspend is prepared as far as possible.
 pub(super) struct PreparedSuspend {
     replacement: Replacement,
-    journal: Journal,
+    handover: Handover,
     /// `None` for a guest that is shut down: QEMU serves one client at a time.
     qmp: Option<Qmp>,
     cpu: cpu::Features,
@@ -101,13 +99,12 @@ impl PreparedSuspend {
             drop(held);
             replacement.recorder.step("digest memory ahead");
         }
-        let opened = replacement.open_journal(operation(how).1);
-        match opened {
-            Ok(journal) => {
-                fault::point("host.suspend.journalled", Some(&replacement.source_qemu), None);
+        match replacement.begin_handover(operation(how).1) {
+            Ok(handover) => {
+                handover.pass("host.suspend.journalled");
                 let qmp = (how != RebootMethod::Cold).then_some(qmp);
                 let files = mapped(&replacement.source_qemu);
-                Ok(Self { replacement, journal, qmp, cpu, early, files })
+                Ok(Self { replacement, handover, qmp, cpu, early, files })
             }
             Err(e) => {
                 discard_digests(early);
@@ -134,137 +131,102 @@ impl PreparedSuspend {
         token: &str,
         fell_back: Option<String>,
     ) -> Result<SavedGuest, RebootError> {
-        let done = self.save_state(host);
-        let Self { mut replacement, mut journal, cpu, early, files, .. } = self;
-        match done {
-            Ok((saved, pages, stop_us)) => {
-                let entry = SuspendedGuest {
-                    token: token.into(),
-                    how: replacement.options.how,
-                    state: replacement.held.state.clone(),
-                    running: replacement.running,
-                    saved,
-                    pages,
-                    cpu,
-                    disks: disk_times(&replacement.held.state.hardware),
-                    stop_us,
-                    fell_back,
-                    struck: false,
-                    steps: Vec::new(),
-                    files,
-                };
-                journal.operation.saved = entry.saved.clone();
-                // A guest that was shut down has no state to resume from.
-                let step = if entry.how == RebootMethod::Cold { Step::Suspend } else { Step::Saved };
-                let advanced = journal.advance(step).map_err(replacement.file_error("operation.json"));
-                replacement.recorder.step("keep the state");
-                let saved = SavedGuest { replacement, journal, entry };
-                fault::point("host.suspend.saved", Some(&saved.replacement.source_qemu), None);
-                match advanced {
-                    Ok(()) => Ok(saved),
-                    Err(e) => {
-                        saved.undo(host);
-                        Err(e)
-                    }
-                }
-            }
+        let result = self.save_state(host);
+        let Self { replacement, mut handover, qmp, cpu, early, files } = self;
+        // QEMU serves one client at a time, and a return to the source connects again.
+        drop(qmp);
+        let (saved, pages, stop_us) = match result {
+            Ok(state) => state,
             Err(error) => {
                 discard_digests(early);
-                if replacement.options.how == RebootMethod::Cold && !replacement.source_qemu.is_alive() {
-                    return Err(error);
-                }
-                Err(*switch::abandon(
-                    &replacement.held.rundir,
-                    &replacement.source_qemu,
-                    journal,
-                    replacement.running,
-                    error,
-                )
-                .error)
+                // A guest that was to be shut down, and has ended, is not lost.
+                let is_shut_down = replacement.options.how == RebootMethod::Cold && !replacement.source_qemu.is_alive();
+                return Err(if is_shut_down { error } else { handover.abandon(error).1 });
+            }
+        };
+        let entry = SuspendedGuest {
+            token: token.into(),
+            how: replacement.options.how,
+            state: replacement.held.state.clone(),
+            running: replacement.running,
+            saved,
+            pages,
+            cpu,
+            disks: disk_times(&replacement.held.state.hardware),
+            stop_us,
+            fell_back,
+            struck: false,
+            steps: Vec::new(),
+            files,
+        };
+        handover.journal.operation.saved = entry.saved.clone();
+        // A guest that was shut down has no state to resume from.
+        let step = if entry.how == RebootMethod::Cold { Step::Suspend } else { Step::Saved };
+        let advanced = handover.advance(step);
+        handover.recorder.step("keep the state");
+        let saved = SavedGuest { replacement, handover, entry };
+        saved.handover.pass("host.suspend.saved");
+        match advanced {
+            Ok(()) => Ok(saved),
+            Err(e) => {
+                saved.undo();
+                Err(e.into())
             }
         }
     }
 
     /// Saves the guest. Returns its state and the digests of its RAM, if there are any, and when it was stopped.
     fn save_state(&mut self, host: &Host) -> Result<(Option<SavedState>, Option<FileDigest>, u64), RebootError> {
-        let file = self.replacement.file_error("operation.json");
         self.replacement.hold_run_state()?;
-        self.journal.advance(Step::Suspend).map_err(file)?;
-        self.replacement.recorder.phase(Phase::Suspend);
+        self.handover.advance(Step::Suspend)?;
+        self.handover.recorder.phase(Phase::Suspend);
         let state = self.replacement.held.state.clone();
         let rundir = self.replacement.held.rundir.clone();
         let source_qemu = self.replacement.source_qemu.clone();
         if self.how() == RebootMethod::Cold {
-            let ended = shutdown::shut_down(&source_qemu, state.definition.shutdown_timeout.as_duration())?;
+            let ended = shut_down(&source_qemu, state.definition.shutdown_timeout.as_duration())?;
             if matches!(ended, Ended::ByAgent | Ended::ByAcpi) {
                 disks::end_epochs(&rundir, &state.hardware);
             }
-            self.replacement.recorder.step("shut down");
+            self.handover.recorder.step("shut down");
             return Ok((None, None, host_us()));
         }
-        // Dropped at the end of this function: a return to the source connects anew.
+        // Dropped at the end of this function: a return to the source connects again.
         let mut qmp = self.qmp.take().map_or_else(|| source_qemu.connect(vmm::START), Ok)?;
-        let stopped = self.stop(&mut qmp)?;
         if self.how() == RebootMethod::Saved {
-            let saved = saved::save(&mut qmp, &saved_path(host, &rundir, &state.definition))?;
-            self.replacement.recorder.step("save to disk");
-            return Ok((Some(saved), None, stopped));
+            let stopped_host_us = self.stop(&mut qmp)?;
+            let saved = save_with_ram(&mut qmp, &saved_path(host, &rundir, &state.definition))?;
+            self.handover.recorder.step("save to disk");
+            return Ok((Some(saved), None, stopped_host_us));
         }
         let [stream, pages] = state_files(&state_directory(&state), &rundir);
-        let saved = self.save_devices(&mut qmp, stream)?;
-        self.replacement.recorder.step("save devices");
+        let blocks = ramblock::list(&mut qmp)?;
+        let mut stream = StreamWriter::create(stream)?;
+        let mut sink = StateSink { feed: None, file: &mut stream };
+        let mut source_state = SourceState::prepare(&source_qemu, &mut qmp, blocks, &mut sink)?;
+        let stopped_host_us = self.stop(&mut qmp)?;
+        source_state.begin(&mut qmp)?;
+        source_state.send_blocks(&mut sink)?;
+        stream.write(&source_state.send_devices(&mut qmp, None)?.bytes)?;
+        let saved = stream.finish()?;
+        self.handover.recorder.step("save devices");
         let digests = self.digests(&mut qmp, &state.hardware.ram.path)?;
         let digest_file = write_pages(&pages, &digests).map_err(|source| RebootError::File { path: pages, source })?;
-        self.replacement.recorder.step("digest memory");
-        Ok((Some(saved), Some(digest_file), stopped))
+        self.handover.recorder.step("digest memory");
+        Ok((Some(saved), Some(digest_file), stopped_host_us))
     }
 
     /// Stops the guest and syncs its disk images, which must never be older than its memory.
     fn stop(&mut self, qmp: &mut Qmp) -> Result<u64, RebootError> {
         let stopped = stop(qmp, self.replacement.running)?;
-        self.replacement.recorder.step("stop");
-        fault::point("host.suspend.stopped", Some(&self.replacement.source_qemu), None);
+        self.handover.recorder.step("stop");
+        self.handover.pass("host.suspend.stopped");
         for disk in self.replacement.held.state.hardware.disks.iter().filter(|disk| !disk.readonly) {
             let synced = File::open(&disk.path).and_then(|image| image.sync_all());
             synced.map_err(|source| RebootError::File { path: disk.path.clone(), source })?;
         }
-        self.replacement.recorder.step("sync its disks");
+        self.handover.recorder.step("sync its disks");
         Ok(stopped)
-    }
-
-    fn save_devices(&mut self, qmp: &mut Qmp, path: PathBuf) -> Result<SavedState, RebootError> {
-        let source_qemu = &self.replacement.source_qemu;
-        let commands: Vec<Value> = qmp.execute("query-commands", ())?;
-        let in_one = commands.iter().any(|command| command["name"] == "xen-save-devices-state");
-        let blocks = ramblock::list(qmp)?;
-        let mut writer = StreamWriter::create(path)?;
-        let mut skip = 0;
-        let tap = if in_one && blocks.iter().all(|block| block.address.is_some()) {
-            let unreadable =
-                |source| RebootError::File { path: format!("/proc/{}/mem", source_qemu.pid).into(), source };
-            let carried = CarriedBlocks::read(source_qemu.process(), &blocks).map_err(unreadable)?;
-            let mut part = stream::HEADER.to_vec();
-            put_blocks(&mut part, &carried).end(&mut part);
-            writer.write(&part)?;
-            skip = stream::HEADER.len();
-            Tap::devices(&source_qemu.directory())?
-        } else {
-            Tap::migration(qmp)?
-        };
-        tap.begin(qmp, false)?;
-        let mut devices = Vec::with_capacity(1 << 20);
-        tap.drain(qmp, |part| {
-            let skipped = skip.min(part.len());
-            skip -= skipped;
-            devices.extend(part.get(skipped..).unwrap_or_default());
-            Ok(())
-        })?;
-        if devices.last() != Some(&stream::END_OF_STREAM) {
-            let source = io::Error::other("the saved device state is truncated");
-            return Err(RebootError::File { path: format!("/proc/{}", source_qemu.pid).into(), source });
-        }
-        writer.write(&devices)?;
-        writer.finish()
     }
 
     fn digests(&mut self, qmp: &mut Qmp, ram: &Path) -> Result<Vec<u64>, RebootError> {
@@ -278,9 +240,9 @@ impl PreparedSuspend {
 
     /// Cancels the suspend before the guest was stopped.
     pub(super) fn cancel(self) {
-        let Self { replacement, journal, early, .. } = self;
+        let Self { replacement, handover, early, .. } = self;
         discard_digests(early);
-        if let Err(e) = journal.close() {
+        if let Err(e) = handover.journal.close() {
             tracing::error!("{}: {e}", replacement.name());
         }
     }
@@ -295,7 +257,7 @@ fn discard_digests(early: Option<EarlyDigests>) {
 /// A guest whose state is saved, and whose QEMU is still there.
 pub(super) struct SavedGuest {
     replacement: Replacement,
-    journal: Journal,
+    handover: Handover,
     pub(super) entry: SuspendedGuest,
 }
 
@@ -315,25 +277,25 @@ impl SavedGuest {
 
     /// Returns the entry with the steps taken so far.
     pub(super) fn entry_with_steps(&self) -> SuspendedGuest {
-        SuspendedGuest { steps: self.replacement.recorder.entries().to_vec(), ..self.entry.clone() }
+        SuspendedGuest { steps: self.handover.recorder.entries().to_vec(), ..self.entry.clone() }
     }
 
-    /// Undoes the suspend. If the QEMU has ended already, `recover` restarts the guest.
-    pub(super) fn undo(self, host: &Host) {
-        let Self { replacement, journal, entry } = self;
+    /// Undoes the suspend. A guest whose QEMU has ended already is resumed from its saved state or, if it was shut down, booted.
+    pub(super) fn undo(self) {
+        let Self { replacement, mut handover, entry } = self;
         let name = replacement.name().to_owned();
-        if let Some(saved) = &entry.saved {
-            let _ = fs::remove_file(&saved.path);
-        }
-        let undo = if replacement.source_qemu.is_alive() {
-            let mut journal = journal;
-            journal.operation.saved = None;
-            switch::return_to_source(&replacement.held.rundir, &replacement.source_qemu, journal, replacement.running)
+        let undone = if replacement.source_qemu.is_alive() {
+            if let Some(saved) = &entry.saved {
+                let _ = fs::remove_file(&saved.path);
+            }
+            handover.journal.operation.saved = None;
+            handover.return_to_source().map_err(RebootError::from)
+        } else if entry.how == RebootMethod::Cold {
+            recover_cold(handover).map(drop)
         } else {
-            drop(replacement);
-            crate::vmm::recover(host, &name, SilentQemuPolicy::default()).map(drop)
+            recover_handover(handover).map(drop)
         };
-        if let Err(e) = undo {
+        if let Err(e) = undone {
             tracing::error!("{name}: cannot resume the guest: {e}; run: rekindle recover {name}");
         }
     }
@@ -351,8 +313,8 @@ impl SavedGuest {
                 RamDirectory::at(directory)?.remove(&ram::name(&path))?;
             }
         }
-        self.replacement.recorder.write(&self.replacement.held.rundir);
-        fault::point("host.suspend.ended", Some(&self.replacement.source_qemu), None);
+        self.handover.recorder.write(&self.replacement.held.rundir);
+        self.handover.pass("host.suspend.ended");
         Ok(())
     }
 }

@@ -28,7 +28,8 @@ mod suspend;
 pub use error::HostError;
 pub(crate) use resume::recover;
 pub use resume::{ResumeOutcome, ResumeReport, drop_suspended, is_suspended, resume};
-pub use suspend::{CheckResult, Fallback, SuspendReport, check, recover_suspend, suspend};
+pub use suspend::{CheckResult, Fallback, SuspendReport, check, suspend};
+pub(crate) use suspend::{end_committed_suspend, with_cause};
 
 /// How a guest survives a reboot of the host: the same methods as for a restart of its QEMU.
 pub use crate::vmm::RebootMethod;

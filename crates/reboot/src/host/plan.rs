@@ -7,7 +7,7 @@ use super::guest::preflight;
 use super::setup::{self, reserve};
 use super::survived::{PARAMETER, command_line};
 use super::{HostError, RebootMethod};
-use crate::vmm::{Problem, RebootError};
+use crate::error::{Problem, RebootError};
 use rekindle_kernel::kexec;
 use rekindle_qemu::binary::Binary;
 use rekindle_vm::host::Host;

@@ -6,14 +6,19 @@ use super::record::{SuspendRecord, SuspendedGuest};
 use super::survived::{self, Trust};
 use super::suspend::in_parallel;
 use super::{HostError, RebootMethod};
+use crate::error::RebootError;
+use crate::interrupted::{Recovered, continue_interrupted};
 use crate::os::watch;
-use crate::vmm::recover::{boot, boot_after_loss, finish, recover_cold, recover_handover};
-use crate::vmm::{RebootError, Recovered, handover, resume as resume_guest, saved, switch};
+use crate::vmm::recover::{boot_after_loss, boot_after_shutdown, recover_cold, recover_handover};
+use crate::vmm::{saved, warm};
+use rekindle_handover::aftermath::{announce, set_clock};
+use rekindle_handover::evidence::disk_times;
+use rekindle_handover::ram::Ram;
+use rekindle_handover::takeover::Taps;
+use rekindle_handover::{Destination, Handover, Loaded};
 use rekindle_memory::directory::RamDirectory;
-use rekindle_qemu::agent;
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
-use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::hardware::{self, has_kvm};
@@ -36,11 +41,8 @@ use std::time::{Duration, Instant};
 const BRIDGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long `/dev/kvm` may take to appear after its module was loaded.
 const KVM_TIMEOUT: Duration = Duration::from_secs(10);
-const AGENT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Why a guest is lost that may have run already.
 const STRUCK_REASON: &str = "the host went down just as the guest was resumed";
-/// How long QEMU may take to report that an agent listens.
-const PORT_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// What became of a guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -201,7 +203,7 @@ fn resume_one(
         }
     };
     let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
-    let resumed = resume_entry(host, record, &held, journal, entry, trust)?;
+    let resumed = resume_entry(host, record, continue_interrupted(&held, journal), entry, trust)?;
     drop((run_state, held));
     start_watch(&rundir)?;
     Ok(resumed)
@@ -249,28 +251,22 @@ pub(crate) fn recover(host: &Host, held: &Held, journal: Journal) -> Result<Reco
     let entry = record.entry(name).map_err(unread)?.filter(|entry| !entry.struck);
     let recovered = match entry {
         Some(entry) if journal.operation.step <= Step::Saved => {
-            match journal
-                .operation
-                .from
-                .clone()
-                .filter(|source_qemu| source_qemu.is_alive() && entry.how != RebootMethod::Cold)
-            {
-                Some(source_qemu) => {
-                    // From here on it is not suspended, and its source QEMU may run it.
-                    record.mark_struck(&entry).map_err(unread)?;
-                    switch::return_to_source(&held.rundir, &source_qemu, journal, entry.running)?;
-                    Recovered::Undone
-                }
-                None => {
-                    let head = record.head.as_ref();
-                    let trust = head.map_or(Ok(Trust::Digests), Trust::of);
-                    let trust = trust.map_err(|source| RebootError::File { path: "/proc".into(), source })?;
-                    resume_entry(host, &record, held, journal, &entry, trust)?.0
-                }
+            let handover = continue_interrupted(held, journal);
+            if handover.live_source().is_some() && entry.how != RebootMethod::Cold {
+                // From here on it is not suspended, and its source QEMU may run it.
+                record.mark_struck(&entry).map_err(unread)?;
+                handover.return_to_source()?;
+                Recovered::Undone
+            } else {
+                let trust = record.head.as_ref().map_or(Ok(Trust::Digests), Trust::of);
+                let trust = trust.map_err(|source| RebootError::File { path: "/proc".into(), source })?;
+                resume_entry(host, &record, handover, &entry, trust)?.0
             }
         }
-        _ if operation(RebootMethod::Cold).1 == journal.operation.kind => recover_cold(held, journal)?,
-        _ => recover_handover(held, journal)?,
+        _ if operation(RebootMethod::Cold).1 == journal.operation.kind => {
+            recover_cold(continue_interrupted(held, journal))?
+        }
+        _ => recover_handover(continue_interrupted(held, journal))?,
     };
     record.remove_entry(name).map_err(unread)?;
     record.remove_leftovers(&held.rundir, &held.state);
@@ -281,113 +277,96 @@ pub(crate) fn recover(host: &Host, held: &Held, journal: Journal) -> Result<Reco
 fn resume_entry(
     host: &Host,
     record: &SuspendRecord,
-    held: &Held,
-    mut journal: Journal,
+    mut handover: Handover,
     entry: &SuspendedGuest,
     trust: Trust,
 ) -> Result<OneResult, RebootError> {
-    let rundir = &held.rundir;
-    let name = rundir.name();
-    let unwritten = |error: HostError| RebootError::Record { name: name.into(), why: error.to_string() };
-    let failed = |source| RebootError::File { path: rundir.file("operation.json"), source };
-    let mut recorder = Recorder::new(name, "host resume");
-    let generation = journal.operation.generation;
-    switch::end_generation(rundir, generation)?;
+    let name = handover.name().to_owned();
+    let unwritten = |error: HostError| RebootError::Record { name: name.clone(), why: error.to_string() };
+    handover.recorder = Recorder::new(&name, "host resume");
+    handover.end_destination()?;
     missing_disks(entry)?;
     network::wait_for_bridges(&entry.state.definition, BRIDGE_TIMEOUT)?;
-    recorder.step("wait for its bridges");
+    handover.recorder.step("wait for its bridges");
     // Opened once: a tap has one user at a time, and another thread that is just starting a QEMU keeps copies of open
     // descriptors for a moment.
     let taps = network::create(host, &entry.state)?;
     fault::point("host.resume.placed", None, None);
-    recorder.step("make its place");
+    handover.recorder.step("make its place");
 
-    let why = loss_reason(entry, trust);
-    recorder.step("check its memory");
-    if why.is_some() || entry.how == RebootMethod::Cold {
+    let loss = loss_reason(entry, trust);
+    handover.recorder.step("check its memory");
+    if loss.is_some() || entry.how == RebootMethod::Cold {
         // It is booted in any case: if this is interrupted, the next attempt boots it too.
         record.mark_struck(entry).map_err(unwritten)?;
         fault::point("host.resume.struck", None, None);
-        let recovered = match &why {
+        let recovered = match &loss {
             Some(why) => {
                 tracing::warn!("{name}: its memory is lost, and it is booted from its disks: {why}");
-                boot_after_loss(held, journal, Some(taps))?
+                boot_after_loss(handover, Some(taps))?
             }
-            None => boot(held, journal, Recovered::Started, Some(taps))?,
+            None => boot_after_shutdown(handover, Some(taps))?,
         };
-        record.remove_entry(name).map_err(unwritten)?;
-        return Ok((recovered, why, host_us()));
+        record.remove_entry(&name).map_err(unwritten)?;
+        return Ok((recovered, loss, host_us()));
     }
+    let resumed_host_us = resume_saved(record, handover, entry, taps)?;
+    Ok((Recovered::FromState, None, resumed_host_us))
+}
 
-    recorder.phase(Phase::Renew);
-    let Some(saved) = &entry.saved else { return Err(LifeError::Unknown { name: name.into() }.into()) };
-    let hardware = &held.state.hardware;
-    let binary = &held.rundir.binary(held.state.vmm.as_ref().map_or(&held.state.definition.qemu, |vmm| &vmm.binary))?;
-    let (destination_qemu, mut qmp) = match entry.how {
+/// Resumes the guest of an entry from its saved state. Returns when it resumed, in µs since 1970.
+fn resume_saved(
+    record: &SuspendRecord,
+    mut handover: Handover,
+    entry: &SuspendedGuest,
+    taps: Taps,
+) -> Result<u64, RebootError> {
+    let name = handover.name().to_owned();
+    let Some(saved) = &entry.saved else { return Err(LifeError::Unknown { name }.into()) };
+    let hardware = handover.state.hardware.clone();
+    let last_binary = handover.state.vmm.as_ref().map_or(&handover.state.definition.qemu, |vmm| &vmm.binary);
+    let binary = handover.rundir.binary(last_binary)?;
+    handover.recorder.phase(Phase::Renew);
+    match entry.how {
         RebootMethod::Saved => {
-            ram::renew(rundir, hardware)?;
-            saved::start_from_disk(rundir, hardware, binary, (generation, saved), taps)?
+            let loaded = saved::load(&mut handover, &hardware, &binary, saved, taps)?;
+            resume_loaded(record, handover, entry, loaded)
         }
-        _ => handover::start_from(rundir, hardware, binary, (generation, saved), taps)?,
-    };
-    journal.operation.to = Some(destination_qemu.clone());
-    journal.write().map_err(failed)?;
-    recorder.step("load");
-    fault::point("host.resume.loaded", None, Some(&destination_qemu));
-    if let Err(error) = compare_cpu(name, entry, &mut qmp) {
+        _ => {
+            let loaded = warm::load(&mut handover, &hardware, &binary, saved, taps)?;
+            resume_loaded(record, handover, entry, loaded)
+        }
+    }
+}
+
+fn resume_loaded<R: Ram>(
+    record: &SuspendRecord,
+    mut handover: Handover,
+    entry: &SuspendedGuest,
+    mut loaded: Destination<Loaded<R>>,
+) -> Result<u64, RebootError> {
+    let (name, rundir) = (handover.name().to_owned(), handover.rundir.clone());
+    let unwritten = |error: HostError| RebootError::Record { name: name.clone(), why: error.to_string() };
+    handover.recorder.step("load");
+    if let Err(error) = compare_cpu(&name, entry, &mut loaded.qmp) {
         // The guest stays suspended.
-        let _ = destination_qemu.kill();
+        let _ = loaded.vmm.kill();
         return Err(error);
     }
-    recorder.phase(Phase::Resume);
     record.mark_struck(entry).map_err(unwritten)?;
-    fault::point("host.resume.struck", None, Some(&destination_qemu));
-    journal.advance(Step::Resume).map_err(failed)?;
-    let resumed = resume_guest(&mut qmp, entry.running)?;
-    fault::point("host.resume.resumed", None, Some(&destination_qemu));
-    recorder.step("resume");
-    recorder.phase(Phase::Settle);
-    settle(record, held, journal, &destination_qemu, qmp)?;
-    recorder.step("record");
-    recorder.write(rundir);
-    Ok((Recovered::FromState, None, resumed))
-}
-
-/// Removes the guest's saved state, since it runs, and records it as an ordinary VM.
-fn settle(
-    record: &SuspendRecord,
-    held: &Held,
-    journal: Journal,
-    destination_qemu: &Vmm,
-    mut qmp: Qmp,
-) -> Result<(), RebootError> {
-    let name = held.rundir.name();
-    if held.state.hardware.agent {
-        set_clock(&mut qmp, destination_qemu);
-    }
-    // Network switches may have forgotten the guest's port.
-    let rounds = serde_json::json!({"initial": 50, "max": 550, "rounds": 5, "step": 100});
-    if let Err(e) = qmp.execute::<serde_json::Value>("announce-self", rounds) {
-        tracing::debug!("{name}: its network cards were not announced: {e}");
-    }
-    record.remove_entry(name).map_err(|error| RebootError::Record { name: name.into(), why: error.to_string() })?;
-    fault::point("host.resume.recorded", None, Some(destination_qemu));
-    finish(held, journal, destination_qemu, qmp, Recovered::FromState).map(drop)
-}
-
-/// Sets the guest's clock, which has stood still since the suspend.
-fn set_clock(qmp: &mut Qmp, vmm: &Vmm) {
-    let deadline = Instant::now() + PORT_TIMEOUT;
-    loop {
-        match agent::listens(qmp) {
-            Ok(true) => break,
-            Ok(false) if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
-            _ => return,
-        }
-    }
-    if let Err(e) = agent::set_time(&vmm.directory().agent(), AGENT_TIMEOUT) {
-        tracing::warn!("cannot set the guest's clock: {e}; set it in the guest, for example with: chronyc makestep");
-    }
+    handover.pass("host.resume.struck");
+    let running = loaded.commit(&mut handover, "resume")?;
+    handover.pass("host.resume.resumed");
+    // First, so that a recovery does not look for the saved state, which is removed with the entry.
+    running.confirm(&mut handover)?;
+    record.remove_entry(&name).map_err(unwritten)?;
+    handover.pass("host.resume.recorded");
+    let mut settled = running.settle(handover, "record")?;
+    settled.recorder.write(&rundir);
+    // Network switches may have forgotten its port, and its clock has stood still since the suspend.
+    announce(&mut settled.qmp, &name);
+    set_clock(&mut settled.qmp, &settled.vmm, settled.state.hardware.agent);
+    Ok(settled.resumed_host_us)
 }
 
 /// Returns an error if a disk is missing, so that the guest stays suspended: the disk may appear later.
@@ -411,7 +390,7 @@ fn loss_reason(entry: &SuspendedGuest, trust: Trust) -> Option<String> {
     if entry.struck {
         return Some(STRUCK_REASON.into());
     }
-    if handover::disk_times(&entry.state.hardware) != entry.disks {
+    if disk_times(&entry.state.hardware) != entry.disks {
         return Some("its disks were written while it was suspended".into());
     }
     match entry.how {

@@ -4,11 +4,10 @@ use super::guest::{PreparedSuspend, SavedGuest, preflight};
 use super::record::{SuspendRecord, SuspendedGuest, state_directory, write_token};
 use super::survived::boot_id;
 use super::{HostError, RebootMethod};
-use crate::vmm::{Problem, RebootError, SilentQemuPolicy};
+use crate::error::{Problem, RebootError};
 use rekindle_qemu::binary::Binary;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Status};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::host_us;
@@ -137,7 +136,7 @@ pub fn suspend(
         false => Err(HostError::Suspend(failed)),
     };
     if let Err(error) = committed {
-        in_parallel_owned(saved, |one| one.undo(host));
+        in_parallel_owned(saved, SavedGuest::undo);
         warm_guests.iter().for_each(|(rundir, state)| record.remove_leftovers(rundir, state));
         return Err(error);
     }
@@ -171,37 +170,21 @@ pub fn check(host: &Host, wanted: &[(String, RebootMethod)]) -> Result<Vec<Check
     Ok(wanted.iter().map(|(name, how)| (name.clone(), one(name, *how))).collect())
 }
 
-/// Finishes or undoes an interrupted suspend of the VMs `names` under `token`, so that it can be repeated: at the end
-/// of a shutdown no other process can do this.
-///
-/// *On success:* `true`: the suspend had been committed, and the remaining QEMUs have ended. `false`: it had not, and
-/// the guests run; guests that could not be recovered are logged.
-/// *On failure:* nothing was changed, or only some of the QEMUs have ended.
+/// Ends what remains of a suspend under `token`, if it was committed. Returns whether it was.
 ///
 /// # Errors
 /// [`HostError::Record`], [`HostError::Ending`].
-pub fn recover_suspend(host: &Host, names: &[String], token: &str) -> Result<bool, HostError> {
+pub(crate) fn end_committed_suspend(host: &Host, token: &str) -> Result<bool, HostError> {
     let record = SuspendRecord::lock(&host.suspend_dir)?;
-    if record.head.as_ref().is_some_and(|head| head.token == token) {
-        let listed = record.names()?;
-        let entries: Vec<_> =
-            listed.iter().filter_map(|name| record.entry(name).transpose()).collect::<Result<_, _>>()?;
-        // No guest was resumed since: only another boot, or a process that holds the record, does that.
-        let ended =
-            in_parallel_owned(entries, |entry| (entry.state.hardware.name.clone(), end_remaining(host, &entry)));
-        let left: Vec<_> = ended.into_iter().filter_map(|(name, ended)| Some((name, ended.err()?))).collect();
-        return if left.is_empty() { Ok(true) } else { Err(HostError::Ending(left)) };
+    if record.head.as_ref().is_none_or(|head| head.token != token) {
+        return Ok(false);
     }
-    drop(record);
-    for name in names {
-        let rundir = RunDir::new(&host.root, name);
-        if matches!(life::status(&rundir), Ok(Status::NeedsRecovery))
-            && let Err(error) = crate::vmm::recover(host, name, SilentQemuPolicy::default())
-        {
-            tracing::warn!("{name}: {}", with_cause(&error));
-        }
-    }
-    Ok(false)
+    let listed = record.names()?;
+    let entries: Vec<_> = listed.iter().filter_map(|name| record.entry(name).transpose()).collect::<Result<_, _>>()?;
+    // No guest was resumed since: only another boot, or a process that holds the record, does that.
+    let ended = in_parallel_owned(entries, |entry| (entry.state.hardware.name.clone(), end_remaining(host, &entry)));
+    let failures: Vec<_> = ended.into_iter().filter_map(|(name, ended)| Some((name, ended.err()?))).collect();
+    if failures.is_empty() { Ok(true) } else { Err(HostError::Ending(failures)) }
 }
 
 /// Ends the QEMU and the disk servers of a suspended guest, if they still run.
@@ -217,7 +200,7 @@ fn prepare(host: &Host, name: &str, how: RebootMethod) -> Result<PreparedSuspend
     PreparedSuspend::new(preflight(host, name, how, |path| Binary::known(path, &host.binaries()))?)
 }
 
-fn with_cause(error: &dyn std::error::Error) -> String {
+pub(crate) fn with_cause(error: &dyn std::error::Error) -> String {
     error.source().map_or_else(|| error.to_string(), |cause| format!("{error}: {cause}"))
 }
 

@@ -6,14 +6,17 @@
 //! runs is its boot ID. `docs/os-reboot.md` has the sequence.
 
 use super::OsRebootReport;
-use crate::vmm::{Failure, GuestStatus, Problem, QemuInfo, RebootError, RebootReport};
+use crate::error::{Failure, Problem, RebootError};
+use crate::vmm::{QemuInfo, RebootReport};
+use rekindle_handover::GuestStatus;
 use rekindle_qemu::agent::{self, ExecError};
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::life::Held;
-use rekindle_vm::qemu::{SHUT_DOWN, run_state};
+use rekindle_vm::qemu::SHUT_DOWN;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
 use rekindle_vm::{disks, fault};
 use serde::{Deserialize, Serialize};

@@ -18,14 +18,16 @@ pub mod watch;
 pub(crate) use kexec::recover as recover_kexec;
 pub use kexec::{KexecRequest, LoadedKernel};
 
-use crate::vmm::{self, Failure, Problem, RebootReport};
+use crate::error::{Failure, Problem};
+use crate::vmm::{self, RebootReport};
 use rekindle_memory::directory::huge_page_size;
 use rekindle_qemu::agent;
 use rekindle_qemu::command::Hardware;
+use rekindle_qemu::guest::run_state;
 use rekindle_vm::disks::Kept;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Kind;
-use rekindle_vm::qemu::{SHUT_DOWN, run_state};
+use rekindle_vm::qemu::SHUT_DOWN;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::shutdown::{End, Ended};
 use rekindle_vm::state::State;

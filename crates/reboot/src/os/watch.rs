@@ -8,9 +8,11 @@
 
 use super::helpers::{HelperSupervisor, chain};
 use super::{OsRebootMethod, default_method, phase, shut_down_and_boot};
-use crate::vmm::{Failure, Problem, RebootError};
+use crate::error::{Failure, Problem, RebootError};
+use rekindle_handover::HandoverError;
 use rekindle_kernel::spawn::{detach, disown};
 use rekindle_protect::owned::{OwnedElsewhere, OwnerRecord};
+use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::StoreError;
@@ -19,7 +21,7 @@ use rekindle_vm::error::LifeError;
 use rekindle_vm::helpers::Helper;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::{self, is_at};
-use rekindle_vm::qemu::{SHUT_DOWN, run_state};
+use rekindle_vm::qemu::SHUT_DOWN;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::shutdown::End;
 use rekindle_vm::state::State;
@@ -304,7 +306,8 @@ fn reboot_ended_guest(host: &Host, name: &str, ended: &Vmm, how: OsRebootMethod)
         };
         match done {
             Err(failure)
-                if matches!(*failure.error, RebootError::Life(LifeError::Lock(_))) && Instant::now() < deadline =>
+                if matches!(*failure.error, RebootError::Handover(HandoverError::Life(LifeError::Lock(_))))
+                    && Instant::now() < deadline =>
             {
                 thread::sleep(POLL_INTERVAL);
             }
@@ -313,7 +316,9 @@ fn reboot_ended_guest(host: &Host, name: &str, ended: &Vmm, how: OsRebootMethod)
                 if matches!(
                     *failure.error,
                     RebootError::Prevented { .. }
-                        | RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. })
+                        | RebootError::Handover(HandoverError::Life(
+                            LifeError::Unknown { .. } | LifeError::Ended { .. }
+                        ))
                 ) =>
             {
                 return Ok(());

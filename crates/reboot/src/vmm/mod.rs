@@ -9,29 +9,21 @@
 //! `docs/vmm-restart.md` has the sequence and the argument for it; `docs/run-directory.md` lists what is journalled at
 //! each step.
 
-mod answer;
 pub(crate) mod cold;
-pub(crate) mod handover;
 mod preflight;
 pub(crate) mod recover;
 pub(crate) mod saved;
-pub(crate) mod switch;
 mod verify;
 mod vm_generation_id;
 pub(crate) mod warm;
 
-pub use answer::SilentQemuPolicy;
-pub use preflight::Problem;
-pub use recover::{Recovered, recover};
-
+use crate::error::{Failure, Problem, RebootError};
+use rekindle_handover::{GuestStatus, Handover, OwnRunDir, Settled};
 use rekindle_kernel::sched::PriorityBoost;
-use rekindle_memory::directory::RamError;
-use rekindle_protect::moving::MoveError;
-use rekindle_protect::restore::RestoreError;
 use rekindle_qemu::binary::{Binary, BinaryError};
+use rekindle_qemu::guest;
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
-use rekindle_qemu::transfer::TransferError;
-use rekindle_qemu::vmm::{Vmm, VmmError};
+use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::disks::Kept;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
@@ -39,12 +31,10 @@ use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::life::Held;
 use rekindle_vm::lock;
-use rekindle_vm::network::NetworkError;
 use rekindle_vm::shutdown::{End, Ended};
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Entry, Recorder};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -114,146 +104,6 @@ pub struct RebootReport {
 }
 
 pub use verify::MemoryComparison;
-
-/// State of the guest after a failed reboot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum GuestStatus {
-    /// The guest runs as before.
-    #[serde(rename = "as-it-was")]
-    Unchanged,
-    /// `rekindle recover` must finish or undo the operation.
-    NeedsRecovery,
-}
-
-/// Why a QEMU could not be replaced.
-#[derive(Debug, thiserror::Error)]
-pub enum RebootError {
-    /// The preflight found problems. Nothing was stopped.
-    #[error("cannot replace the QEMU of {name}; nothing was stopped:\n{}", bulleted(.problems))]
-    Preflight { name: String, problems: Vec<Problem> },
-    /// A problem prevents a reboot of the guest.
-    #[error("{name} was not rebooted: {problem}")]
-    Prevented { name: String, problem: Problem },
-    /// A guest that was asked to start another kernel did not, as far as the host can see.
-    #[error("{name}: {what}")]
-    Kexec {
-        name: String,
-        /// What happened, and what to do.
-        what: String,
-    },
-    /// The boot snapshot cannot be loaded.
-    #[error("cannot load the boot snapshot")]
-    Candidate(#[source] Box<RestoreError>),
-    /// An interrupted move to another host cannot be settled.
-    #[error(transparent)]
-    Move(#[from] MoveError),
-    /// A rollback without a previous binary.
-    #[error("cannot roll back VM {name}: it has run no other QEMU binary")]
-    NoRollback { name: String },
-    /// The source QEMU died before the guest's state was saved.
-    #[error(
-        "the source QEMU of {name} died before its guest's state was saved, so the guest's memory is lost; to boot \
-         the guest from its disks: rekindle recover {name}"
-    )]
-    Lost { name: String },
-    /// The destination QEMU died after it had run the guest.
-    #[error(
-        "the destination QEMU of {name} died after it had run the guest, so the guest's memory is lost; to boot the \
-         guest from its disks: rekindle recover {name}; end of the QEMU's log:\n{log}"
-    )]
-    DiedRunning { name: String, log: String },
-    /// A QEMU that may run the guest does not answer.
-    #[error(
-        "{name}: QEMU (process {pid}) runs but has not answered within {} s; it may run the guest, so nothing was \
-         changed. If it is stopped, resume it: kill -CONT {pid}; if another program is connected to its QMP sockets, \
-         end that one; then: rekindle recover {name}. To kill it, with what its guest has not written to disk: \
-         rekindle recover {name} --force",
-        waited.as_secs()
-    )]
-    Silent {
-        name: String,
-        pid: u32,
-        /// How long recovery waited for an answer.
-        waited: Duration,
-    },
-    /// The destination QEMU died while it waited to resume the guest of a boot snapshot.
-    #[error("the destination QEMU of {name} died before its guest resumed; end of its log:\n{log}")]
-    DiedWaiting { name: String, log: String },
-    /// The destination QEMU failed before it ran the guest.
-    #[error("the destination QEMU of {name} failed to {doing}; end of its log:\n{log}")]
-    DestinationFailed {
-        name: String,
-        /// The step that failed, as a verb phrase.
-        doing: &'static str,
-        log: String,
-        #[source]
-        source: Box<RebootError>,
-    },
-    /// The saved state differs from what was written.
-    #[error(
-        "the saved state {} of {name} is damaged ({what}) and was not loaded; no QEMU runs the guest; to discard it: \
-         rekindle stop {name}",
-        path.display()
-    )]
-    Damaged { name: String, path: PathBuf, what: String },
-    /// The record of a suspended guest cannot be read or written.
-    #[error("{name}: {why}")]
-    Record { name: String, why: String },
-    /// The kernel or QEMU that would resume the guest offers fewer processor features.
-    #[error(
-        "{name} stays suspended: processor features that it uses are missing ({words}); boot the previous kernel, or \
-         discard the guest's memory: rekindle stop {name}"
-    )]
-    FewerFeatures { name: String, words: String },
-    /// A file of an operation cannot be written or read.
-    #[error("{}", path.display())]
-    File {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error(transparent)]
-    Life(#[from] LifeError),
-    #[error(transparent)]
-    Binary(#[from] BinaryError),
-    #[error(transparent)]
-    Vmm(#[from] VmmError),
-    #[error(transparent)]
-    Qmp(#[from] QmpError),
-    #[error(transparent)]
-    Transfer(#[from] TransferError),
-    #[error(transparent)]
-    Network(#[from] NetworkError),
-    #[error(transparent)]
-    Ram(#[from] RamError),
-}
-
-fn bulleted(problems: &[Problem]) -> String {
-    problems.iter().map(|problem| format!("  - {problem}")).collect::<Vec<_>>().join("\n")
-}
-
-/// A failed reboot, and the state of the guest after it.
-#[derive(Debug, thiserror::Error)]
-#[error("{}", match (guest, &**error) {
-    // No guest ran before the reboot.
-    (GuestStatus::Unchanged, RebootError::Life(LifeError::Unknown { .. } | LifeError::Ended { .. } | LifeError::Prepared { .. })) => {
-        "not rebooted"
-    }
-    (GuestStatus::Unchanged, _) => "the reboot failed; the guest runs as before",
-    (GuestStatus::NeedsRecovery, _) => "the reboot failed; the guest needs `rekindle recover`",
-})]
-pub struct Failure {
-    pub guest: GuestStatus,
-    #[source]
-    pub error: Box<RebootError>,
-}
-
-impl Failure {
-    fn new(guest: GuestStatus, error: RebootError) -> Self {
-        Self { guest, error: Box::new(error) }
-    }
-}
 
 /// Result of a reboot for one VM.
 pub type VmOutcome = (String, Result<RebootReport, Failure>);
@@ -456,31 +306,25 @@ impl Replacement {
         self.held.rundir.name()
     }
 
-    pub(crate) fn report(
-        &self,
-        destination_qemu: &Vmm,
-        state: &State,
-        times: (u64, u64),
-        memory: Option<MemoryComparison>,
-    ) -> RebootReport {
-        let (stop_host_us, resume_host_us) = times;
+    /// Returns the report of a guest that was stopped at `stopped_host_us` and whose hand-over has been settled.
+    pub(crate) fn report<R>(&self, settled: &Settled<R>, stopped_host_us: u64) -> RebootReport {
         RebootReport {
             name: self.name().into(),
-            stopped_us: resume_host_us.saturating_sub(stop_host_us),
-            stop_host_us,
-            resume_host_us,
-            steps: self.recorder.entries().to_vec(),
+            stopped_us: settled.resumed_host_us.saturating_sub(stopped_host_us),
+            stop_host_us: stopped_host_us,
+            resume_host_us: settled.resumed_host_us,
+            steps: settled.recorder.entries().to_vec(),
             from: QemuInfo {
                 binary: self.source_qemu.binary.clone(),
                 version: self.held.state.version.clone(),
                 pid: self.source_qemu.pid,
             },
             to: QemuInfo {
-                binary: destination_qemu.binary.clone(),
-                version: state.version.clone(),
-                pid: destination_qemu.pid,
+                binary: settled.vmm.binary.clone(),
+                version: settled.state.version.clone(),
+                pid: settled.vmm.pid,
             },
-            memory,
+            memory: None,
         }
     }
 
@@ -491,11 +335,19 @@ impl Replacement {
         Ok(())
     }
 
-    pub(crate) fn open_journal(&self, kind: Kind) -> Result<Journal, RebootError> {
-        let generation = self.held.state.generation + 1;
-        let journal =
-            Journal::open_for(&self.held.rundir, kind, Some(self.source_qemu.clone()), generation, self.running);
-        journal.map_err(self.file_error("operation.json"))
+    /// Journals the operation. From here on, its steps are recorded in the hand-over.
+    pub(crate) fn begin_handover(&mut self, kind: Kind) -> Result<Handover, RebootError> {
+        let rundir = self.held.rundir.clone();
+        let source = Some(self.source_qemu.clone());
+        let journal = Journal::open_for(&rundir, kind, source, self.held.state.generation + 1, self.running);
+        let journal = journal.map_err(self.file_error("operation.json"))?;
+        let recorder = std::mem::replace(&mut self.recorder, Recorder::new(self.held.rundir.name(), ""));
+        Ok(Handover { rundir, state: self.held.state.clone(), journal, recorder })
+    }
+
+    /// Returns where the destination QEMU runs.
+    pub(crate) fn environment(&self) -> OwnRunDir<'_> {
+        OwnRunDir { rundir: &self.held.rundir, hardware: &self.held.state.hardware, binary: &self.binary }
     }
 
     pub(crate) fn file_error(&self, file: &str) -> impl Fn(io::Error) -> RebootError + use<> {
@@ -540,27 +392,7 @@ pub(crate) fn begin(
     Ok(replacement)
 }
 
-/// Resumes the guest in this QEMU, unless it is to stay paused. Returns the time of its `RESUME`.
-pub(crate) fn resume(qmp: &mut Qmp, run: bool) -> Result<u64, QmpError> {
-    if !run {
-        return Ok(rekindle_vm::timeline::host_us());
-    }
-    qmp.drop_events();
-    qmp.execute::<Value>("cont", ())?;
-    wait_resumed(qmp, Duration::from_secs(10))
-}
-
-/// Waits for QEMU's `RESUME` event and returns its time.
-fn wait_resumed(qmp: &mut Qmp, timeout: Duration) -> Result<u64, QmpError> {
-    qmp.wait_event("RESUME", timeout, |event| (event.name == "RESUME").then_some(event.host_us))
-}
-
-/// Stops the guest in this QEMU and returns the time of its `STOP`.
-pub(crate) fn stop(qmp: &mut Qmp, runs: bool) -> Result<u64, QmpError> {
-    if !runs {
-        return Ok(rekindle_vm::timeline::host_us());
-    }
-    qmp.drop_events();
-    qmp.execute::<Value>("stop", ())?;
-    qmp.wait_event("STOP", Duration::from_secs(10), |event| (event.name == "STOP").then_some(event.host_us))
+/// Stops the guest in this QEMU, unless its owner has paused it. Returns when it was stopped, in µs since 1970.
+pub(crate) fn stop(qmp: &mut Qmp, running: bool) -> Result<u64, QmpError> {
+    if running { guest::stop(qmp) } else { Ok(rekindle_vm::timeline::host_us()) }
 }

@@ -1,32 +1,22 @@
 //! The preflight of a hand-over: problems found before anything is stopped.
 
-use super::recover::end_pause;
-use super::{RUN_STATE_TIMEOUT, RebootError, RebootMethod, Replacement};
+use super::{RUN_STATE_TIMEOUT, RebootMethod, Replacement};
+use crate::error::{Problem, RebootError};
+use crate::interrupted::end_pause;
 use rekindle_memory::directory::{RamDirectory, huge_page_size};
 use rekindle_qemu::cpu;
+use rekindle_qemu::guest;
 use rekindle_qemu::hold::Hold;
-use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_vm::definition::uncarriable;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
 use rekindle_vm::lock::RunState;
-use rekindle_vm::qemu;
 use rustix::fs::statvfs;
-use serde::Serialize;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
-
-/// A reason not to replace a QEMU: a sentence that names the problem and its remedy.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub struct Problem(pub String);
-
-impl std::fmt::Display for Problem {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
 
 /// QEMU run states in which a guest can be handed over, and whether the guest runs in them. All others are error
 /// states, or states in transition.
@@ -57,7 +47,7 @@ pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
         let quiet = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         end_pause(&replacement.held, &replacement.source_qemu)?;
         let mut qmp = replacement.source_qemu.connect(Duration::from_secs(10))?;
-        let run_state = qemu::run_state(&mut qmp)?;
+        let run_state = guest::run_state(&mut qmp)?;
         drop(quiet);
         if Hold::found(&mut qmp)?.is_some() {
             problems.push(Problem(format!(
@@ -172,7 +162,7 @@ fn room_to_save(replacement: &Replacement) -> Option<Problem> {
 ///
 /// # Errors
 /// If a QEMU does not answer.
-pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Problem>, RebootError> {
+pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Problem>, QmpError> {
     let (source, destination) = (cpu::features(source)?, cpu::features(destination)?);
     let problem = |(word, value, now): (String, u64, u64)| {
         Problem(format!(
@@ -181,4 +171,26 @@ pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Ve
         ))
     };
     Ok(cpu::differences(&source, &destination).into_iter().map(problem).collect())
+}
+
+/// Compares the RAM blocks of the source QEMU with those of the waiting destination. Only the size of the main RAM, which both
+/// map, must be the same: QEMU resizes other blocks that can be resized.
+pub(crate) fn compare_blocks(source: &[RamBlock], destination: &[RamBlock]) -> Vec<Problem> {
+    let is_missing = |blocks: &[RamBlock], id: &str| !blocks.iter().any(|block| block.id == id);
+    let removed = source
+        .iter()
+        .filter(|block| is_missing(destination, &block.id))
+        .map(|block| Problem(format!("the destination QEMU has no RAM block {}: it is a different machine", block.id)));
+    let added = destination
+        .iter()
+        .filter(|block| is_missing(source, &block.id))
+        .map(|block| Problem(format!("the source QEMU has no RAM block {}: it is a different machine", block.id)));
+    let size = |blocks: &[RamBlock]| blocks.iter().find(|block| block.id == MAIN_RAM).map(|block| block.used);
+    let resized = match (size(source), size(destination)) {
+        (Some(source), Some(destination)) if source != destination => Some(Problem(format!(
+            "the destination QEMU has {destination} bytes of RAM, but the source has {source}: it is a different machine"
+        ))),
+        _ => None,
+    };
+    removed.chain(added).chain(resized).collect()
 }

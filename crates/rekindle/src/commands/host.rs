@@ -7,6 +7,7 @@ use anyhow::{Result, bail};
 use rekindle_reboot::host::plan::{self, HostRebootPlan};
 use rekindle_reboot::host::setup::{self, MountOutcome, SetupStep, SetupTarget};
 use rekindle_reboot::host::{self, Fallback, ResumeOutcome, ResumeReport, SuspendReport};
+use rekindle_reboot::recover::recover_suspend;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::rundir::RunDir;
@@ -104,7 +105,7 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
         // A shutdown without a plan of `rekindle reboot host`.
         let Some(plan) = plan::read(&host)? else { return Ok(ExitCode::SUCCESS) };
         let names: Vec<_> = plan.vms.iter().map(|(name, _)| name.clone()).collect();
-        if host::recover_suspend(&host, &names, &plan.token)? {
+        if recover_suspend(&host, &names, &plan.token)? {
             return Ok(ExitCode::SUCCESS);
         }
         let vms = plan::still_running(&host, &plan);

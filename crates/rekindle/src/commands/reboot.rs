@@ -5,6 +5,7 @@ use crate::cli::{EndOs, NameOnly, OsMethod, RebootMethod, RebootOs, RebootVmm};
 use crate::output::{Output, Usage, bytes, chain, duration, status_left};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
+use rekindle_handover::GuestStatus;
 use rekindle_reboot::os::phase::{PhaseOutcome, SkippedCandidate, saver};
 use rekindle_reboot::os::{self, OsRebootReport};
 use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome};
@@ -40,7 +41,7 @@ enum VmResult<'a> {
     },
     Failed {
         name: &'a str,
-        left: vmm::GuestStatus,
+        left: GuestStatus,
         error: String,
     },
 }

@@ -5,7 +5,7 @@ use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::owned::OwnerRecord;
 use rekindle_protect::restore::start_pager;
-use rekindle_reboot::vmm::{self, SilentQemuPolicy};
+use rekindle_reboot::recover::{self, SilentQemuPolicy};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::rundir::RunDir;
@@ -28,7 +28,7 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
         start_pager(&rundir)?;
     }
     let patience = SilentQemuPolicy { wait: arguments.wait.as_duration(), force: arguments.force };
-    let recovered = vmm::recover(&host, name.as_str(), patience)?;
+    let recovered = recover::recover(&host, name.as_str(), patience)?;
     if State::read(&rundir)?.is_some_and(|state| state.vmm.is_some()) {
         super::reboot::start_helpers(&host, name.as_str());
     }

@@ -3,15 +3,18 @@
 use crate::cli::Run;
 use crate::output::{Output, Usage};
 use anyhow::Result;
+use rekindle_handover::HandoverError;
+use rekindle_handover::boot::{self, LeftoverLog, NewVm};
 use rekindle_vm::definition::Definition;
 use rekindle_vm::host::Host;
-use rekindle_vm::life;
 use std::process::ExitCode;
 
 pub fn run(output: &Output, arguments: Run) -> Result<ExitCode> {
     let definition = Definition::load(&arguments.file).map_err(|e| Usage(e.to_string()))?;
     let host = Host::open()?;
-    let state = life::run(&host, definition, arguments.qemu.as_deref(), arguments.newest_disk)?;
+    let leftover_log = if arguments.newest_disk { LeftoverLog::Merge } else { LeftoverLog::Reject };
+    let vm = NewVm { definition, qemu: arguments.qemu, uuid: None, leftover_log };
+    let state = boot::start(&host, vm, |_, _| Ok::<_, HandoverError>(()))?;
     let name = state.hardware.name.clone();
     super::reboot::start_helpers(&host, &name);
     let version = state.version.as_ref().map(ToString::to_string).unwrap_or_default();

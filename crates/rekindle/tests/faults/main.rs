@@ -10,7 +10,9 @@
 mod common;
 mod restore;
 
-use common::{CommandResult, Guest, Lab, Watch, assert_ticks_once};
+use common::{CommandResult, DEADLINE, Guest, Lab, Watch, assert_ticks_once, wait_for};
+use rekindle_kernel::process::Process;
+use rekindle_qemu::qmp::Qmp;
 use rekindle_vm::fault::POINTS;
 use std::thread;
 use std::time::Duration;
@@ -72,6 +74,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("saved.suspend.saved", [Undone, Success, NotTried]),
     ("saved.renew.old-gone", [FromState, NotTried, NotTried]),
     ("saved.renew.spawned", [FromState, NotTried, FromState]),
+    ("saved.renew.recorded", [FromState, NotTried, FromState]),
     ("saved.renew.loaded", [FromState, NotTried, FromState]),
     ("saved.resume.journalled", [Finished, NotTried, FromState]),
     ("saved.resume.resumed", [Finished, NotTried, Lost]),
@@ -83,6 +86,8 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("cold.suspend.off", [Booted, NotTried, NotTried]),
     ("cold.renew.memory", [Booted, NotTried, NotTried]),
     ("cold.renew.spawned", [Booted, NotTried, Booted]),
+    ("cold.renew.recorded", [Booted, NotTried, Booted]),
+    ("cold.resume.journalled", [Booted, NotTried, Booted]),
     ("cold.resume.resumed", [Booted, NotTried, BootedLate]),
     ("cold.settle.recorded", [Nothing, NotTried, BootedLate]),
     // With an agent, so of the Debian guest only: `os::kexec` tries them.
@@ -106,6 +111,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("prepare.recorded", [Nothing, NotTried, LostLate]),
     ("restore.prepare.journalled", [Removed, NotTried, AsItWas]),
     ("restore.prepare.spawned", [Removed, NotTried, AsItWas]),
+    ("restore.prepare.recorded", [Removed, NotTried, AsItWas]),
     ("restore.renew.registered", [Removed, NotTried, AsItWas]),
     ("restore.renew.loaded", [Removed, NotTried, AsItWas]),
     // From here on the guest may have run.

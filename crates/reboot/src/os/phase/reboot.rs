@@ -3,24 +3,25 @@
 //! instead: the previous one has been shut down cleanly by then, so nothing is lost either way.
 
 use super::candidates::{chain, choose};
-use super::successor::{self, ResumedGuest};
+use super::successor::{self, ResumedGuest, Succession};
 use super::{PhaseOutcome, SkippedCandidate};
+use crate::error::{Failure, Problem, RebootError};
 use crate::os::OsRebootReport;
-use crate::vmm::{self, Failure, GuestStatus, Problem, RebootError, Replacement, cold, switch};
+use crate::vmm::cold::{self, Shutdown};
+use crate::vmm::{self, Replacement};
+use rekindle_handover::aftermath::Clock;
+use rekindle_handover::{GuestStatus, Handover};
 use rekindle_memory::directory::PreviousRam;
-use rekindle_protect::restore::Clock;
 use rekindle_vm::host::Host;
-use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::shutdown::{End, Ended};
+use rekindle_vm::journal::{Kind, Step};
+use rekindle_vm::shutdown::End;
+use rekindle_vm::shutdown::Ended;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::Phase;
-use rekindle_vm::{disks, fault, ram};
+use rekindle_vm::{disks, ram};
 use std::time::Instant;
 
 const OPERATION: &str = "reboot os --how phase";
-
-/// When the previous guest ended (host clock, µs), and how.
-pub(super) type ShutdownResult = (u64, Ended);
 
 /// Reboots the guest of VM `name` from a candidate; from `only`, if given. Does nothing if `other_reason` returns a
 /// problem once the VM is locked.
@@ -38,13 +39,13 @@ pub(in crate::os) fn reboot(
     let began = Instant::now();
     let rundir = rekindle_vm::rundir::RunDir::new(&host.root, name);
     let prevents = |state: &State| other_reason(state).or_else(|| prevents(host, &rundir, state, only));
-    let replacement = vmm::begin_cold_reboot(host, name, OPERATION, prevents)?;
-    let journal = replacement
-        .open_journal(Kind::OsPhase)
+    let mut replacement = vmm::begin_cold_reboot(host, name, OPERATION, prevents)?;
+    let handover = replacement
+        .begin_handover(Kind::OsPhase)
         .map_err(|error| Failure { guest: GuestStatus::Unchanged, error: error.into() })?;
     let attempt =
         Attempt { replacement, only: only.map(str::to_owned), end, began, shutdown: None, failed: Vec::new() };
-    attempt.run(journal)
+    attempt.run(handover)
 }
 
 /// Returns what prevents the reboot while the guest still runs. Writes until its end may still make a candidate
@@ -89,33 +90,30 @@ struct Attempt {
     end: End,
     began: Instant,
     /// Set once the previous guest has ended.
-    shutdown: Option<ShutdownResult>,
+    shutdown: Option<Shutdown>,
     /// Candidates that could not be loaded after that.
     failed: Vec<SkippedCandidate>,
 }
 
 impl Attempt {
-    fn run(mut self, mut journal: Journal) -> Result<OsRebootReport, Failure> {
+    fn run(mut self, mut handover: Handover) -> Result<OsRebootReport, Failure> {
         let needs_recovery = |error: RebootError| Failure { guest: GuestStatus::NeedsRecovery, error: error.into() };
         loop {
             let Replacement { host, held, .. } = &self.replacement;
             let (chosen, skipped) = choose(host, &held.rundir, &held.state, self.only.as_deref(), &self.failed);
-            let Some(candidate) = chosen else { return self.boot(journal, skipped).map_err(needs_recovery) };
-            self.replacement.recorder.step("choose a candidate");
-            fault::point("phase.prepare.chosen", Some(&self.replacement.source_qemu), None);
-            let why = match successor::load(
-                &mut self.replacement,
-                journal,
-                &candidate,
-                self.end,
-                self.began,
-                &mut self.shutdown,
-            ) {
-                Ok(resumed) => return Ok(self.report(resumed, candidate.name, skipped)),
+            let Some(candidate) = chosen else { return self.boot(handover, skipped).map_err(needs_recovery) };
+            handover.recorder.step("choose a candidate");
+            handover.pass("phase.prepare.chosen");
+            let succession = Succession { candidate: &candidate, end: self.end, began: self.began };
+            let why = match successor::load(&mut self.replacement, &mut handover, &succession, &mut self.shutdown) {
+                Ok(running) => {
+                    let resumed = running.settle(handover).map_err(needs_recovery)?;
+                    return Ok(self.report(resumed, candidate.name, skipped));
+                }
                 Err(why) => why,
             };
-            journal = match self.undo().map_err(needs_recovery)? {
-                Some(journal) => journal,
+            handover = match self.undo(handover).map_err(needs_recovery)? {
+                Some(handover) => handover,
                 None => return Err(needs_recovery(why)),
             };
             let why = chain(&why);
@@ -127,12 +125,12 @@ impl Attempt {
                 // Perhaps there was no memory for two: try once more after the previous guest has ended.
                 (None, None) => {
                     tracing::info!("cannot load candidate {} while the previous guest runs: {why}", candidate.name);
-                    self.shut_down(&mut journal).map_err(needs_recovery)?;
+                    self.shut_down(&mut handover).map_err(needs_recovery)?;
                 }
                 (Some(only), None) => {
                     let problem = Problem(unusable(only, &format!("cannot be loaded: {why}")));
                     let error = RebootError::Prevented { name: self.replacement.name().into(), problem };
-                    let closed = journal.close().map_err(self.replacement.file_error("operation.json"));
+                    let closed = handover.journal.close().map_err(self.replacement.file_error("operation.json"));
                     closed.map_err(needs_recovery)?;
                     return Err(Failure { guest: GuestStatus::Unchanged, error: error.into() });
                 }
@@ -140,49 +138,54 @@ impl Attempt {
         }
     }
 
-    fn shut_down(&mut self, journal: &mut Journal) -> Result<ShutdownResult, RebootError> {
+    fn shut_down(&mut self, handover: &mut Handover) -> Result<Shutdown, RebootError> {
         let shutdown = match self.shutdown {
             Some(shutdown) => shutdown,
-            None => cold::shut_down(&mut self.replacement, journal, self.end)?,
+            None => cold::shut_down(&mut self.replacement, handover, self.end)?,
         };
         self.shutdown = Some(shutdown);
         Ok(shutdown)
     }
 
-    fn boot(mut self, mut journal: Journal, skipped: Vec<SkippedCandidate>) -> Result<OsRebootReport, RebootError> {
-        let (stopped, ended) = self.shut_down(&mut journal)?;
-        let booted = cold::boot(&mut self.replacement, journal, stopped, ended)?;
+    fn boot(mut self, mut handover: Handover, skipped: Vec<SkippedCandidate>) -> Result<OsRebootReport, RebootError> {
+        let shutdown = self.shut_down(&mut handover)?;
+        let booted = cold::boot_again(&self.replacement, handover, shutdown)?;
         let phase = Some(PhaseOutcome { candidate: None, skipped, clock: None, load_us: None });
-        Ok(OsRebootReport { report: booted.report, kept: None, ended: Some(ended), kexec: None, phase })
+        Ok(OsRebootReport { report: booted.report, kept: None, ended: Some(shutdown.ended), kexec: None, phase })
     }
 
     /// Undoes a failed load: ends the destination QEMU and resets the journal. Returns `None` if `recover` must decide,
     /// since the guest may run in the destination, or the previous guest did not end.
-    fn undo(&self) -> Result<Option<Journal>, RebootError> {
-        let (rundir, hardware) = (&self.replacement.held.rundir, &self.replacement.held.state.hardware);
-        let left = Journal::left_behind(rundir).map_err(self.replacement.file_error("operation.json"))?;
-        let can_continue = |step: Step| step == Step::Prepare || (step == Step::Suspend && self.shutdown.is_some());
-        let Some(mut journal) = left.filter(|left| can_continue(left.operation.step)) else { return Ok(None) };
-        switch::end_generation(rundir, journal.operation.generation)?;
-        let _ = std::fs::remove_dir_all(rundir.vmm(journal.operation.generation).0);
+    fn undo(&self, mut handover: Handover) -> Result<Option<Handover>, RebootError> {
+        let can_continue = match handover.journal.operation.step {
+            Step::Prepare => true,
+            Step::Suspend => self.shutdown.is_some(),
+            Step::Saved | Step::Resume | Step::Settle => false,
+        };
+        if !can_continue {
+            return Ok(None);
+        }
+        handover.discard_destination()?;
         // The disk servers were notified that the guest's memory is being loaded.
-        disks::filled(rundir);
-        ram::forget_waiting(hardware)?;
-        journal.operation.to = None;
-        journal.write().map_err(self.replacement.file_error("operation.json"))?;
-        Ok(Some(journal))
+        disks::filled(&handover.rundir);
+        ram::forget_waiting(&handover.state.hardware)?;
+        handover.journal.operation.to = None;
+        handover.write_journal()?;
+        Ok(Some(handover))
     }
 
     fn report(self, resumed: ResumedGuest, candidate: String, skipped: Vec<SkippedCandidate>) -> OsRebootReport {
-        let Self { mut replacement, shutdown, .. } = self;
-        let (stopped, ended) = shutdown.unwrap_or((resumed.resumed, Ended::Before));
-        replacement.recorder.phase(Phase::Settle);
-        resumed.previous_ram.into_iter().for_each(PreviousRam::release);
-        replacement.recorder.step("free the previous RAM");
-        replacement.recorder.write(&replacement.held.rundir);
-        let report = replacement.report(&resumed.vmm, &resumed.state, (stopped, resumed.resumed), None);
-        let clock = Some(resumed.loaded.clock).filter(|clock| *clock != Clock::NoAgent);
-        let phase = Some(PhaseOutcome { candidate: Some(candidate), skipped, clock, load_us: Some(resumed.loaded.us) });
+        let Self { replacement, shutdown, .. } = self;
+        let ResumedGuest { mut settled, clock, load_us, previous_ram } = resumed;
+        let not_before = Shutdown { host_us: settled.resumed_host_us, ended: Ended::Before };
+        let Shutdown { host_us: stopped_host_us, ended } = shutdown.unwrap_or(not_before);
+        settled.recorder.phase(Phase::Settle);
+        previous_ram.into_iter().for_each(PreviousRam::release);
+        settled.recorder.step("free the previous RAM");
+        settled.recorder.write(&replacement.held.rundir);
+        let report = replacement.report(&settled, stopped_host_us);
+        let clock = Some(clock).filter(|clock| *clock != Clock::NoAgent);
+        let phase = Some(PhaseOutcome { candidate: Some(candidate), skipped, clock, load_us: Some(load_us) });
         OsRebootReport { report, kept: None, ended: Some(ended), kexec: None, phase }
     }
 }

@@ -12,28 +12,29 @@
 
 use super::candidates::UsableCandidate;
 use super::port::{PhasePort, wait_read};
-use super::reboot::ShutdownResult;
-use crate::vmm::{Problem, RebootError, Replacement, cold, switch};
-use rekindle_kernel::inject::Injector;
-use rekindle_kernel::stand_in::StandIn;
+use crate::error::{Problem, RebootError};
+use crate::vmm::Replacement;
+use crate::vmm::cold::{self, Shutdown};
+use rekindle_handover::aftermath::{Clock, announce, set_clock};
+use rekindle_handover::destination::time_to_resume;
+use rekindle_handover::takeover::TapTakeover;
+use rekindle_handover::{Destination, Handover, OwnRunDir, Running, Settled};
 use rekindle_memory::directory::PreviousRam;
-use rekindle_protect::candidate::{self, BeforeLoad, CandidateLoad, LoadedCandidate};
+use rekindle_protect::candidate::{self, PreparedCandidate};
 use rekindle_protect::pager;
-use rekindle_protect::restore::{Clock, RestoreError};
+use rekindle_protect::restore::RestoreError;
+use rekindle_protect::restore::on_demand::OnDemandRam;
 use rekindle_qemu::agent;
-use rekindle_qemu::vmm::Vmm;
+use rekindle_qemu::command::Hardware;
+use rekindle_qemu::vmm::{Vmm, log_tail};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware::new_generation;
-use rekindle_vm::journal::Journal;
-use rekindle_vm::place::Made;
 use rekindle_vm::shutdown::End;
 use rekindle_vm::state::State;
-use rekindle_vm::timeline::{Phase, Recorder, host_us};
+use rekindle_vm::timeline::Phase;
 use rekindle_vm::{disks, fault, network, phases, ram};
-use std::cell::RefCell;
-use std::os::fd::{OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use uuid::Uuid;
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the previous guest's pager may take to notice that the guest has ended.
@@ -43,185 +44,211 @@ const RESTORED_COMMAND: &str = "systemctl --no-block start rekindle-restored.tar
 
 /// A guest that was resumed from a candidate.
 pub(super) struct ResumedGuest {
-    pub(super) vmm: Vmm,
-    pub(super) state: State,
-    pub(super) loaded: LoadedCandidate,
-    /// When it was resumed: host clock, µs.
-    pub(super) resumed: u64,
+    pub(super) settled: Settled<OnDemandRam>,
+    /// Whether its clock was set.
+    pub(super) clock: Clock,
+    /// From the command to the guest's resume, in µs, without the shutdown of the previous guest.
+    pub(super) load_us: u64,
     /// Memory of the previous guest that is still to be freed.
     pub(super) previous_ram: Vec<PreviousRam>,
 }
 
-/// Loads the candidate into a destination QEMU, ends the previous guest as `end` states unless `shutdown` shows that it
-/// has ended, and resumes the new guest.
+/// What is to be resumed, and what it replaces.
+pub(super) struct Succession<'a> {
+    pub(super) candidate: &'a UsableCandidate,
+    /// How the previous guest is to be ended.
+    pub(super) end: End,
+    /// When the command started.
+    pub(super) began: Instant,
+}
+
+/// Loads the candidate into a destination QEMU, ends the previous guest unless `shutdown` shows that it has ended, and resumes
+/// the new guest.
 ///
 /// *On failure:* as the journal states: before [`Step::Suspend`](rekindle_vm::journal::Step::Suspend) the previous
 /// guest runs; before [`Step::Resume`](rekindle_vm::journal::Step::Resume) the new one has not run.
 pub(super) fn load(
     replacement: &mut Replacement,
-    journal: Journal,
-    candidate: &UsableCandidate,
-    end: End,
-    began: Instant,
-    shutdown: &mut Option<ShutdownResult>,
-) -> Result<ResumedGuest, RebootError> {
-    let rundir = replacement.held.rundir.clone();
-    let name = rundir.name().to_owned();
-    let (source_qemu, binary) = (replacement.source_qemu.clone(), replacement.binary.clone());
-    let already_ended = shutdown.is_some();
-    let mut state = replacement.held.state.clone();
-    // A new ID, so that the guest can detect that it was set back.
-    if state.hardware.vm_generation.is_some() {
-        let unfit = |problem| LifeError::Unfit { name: name.clone(), problems: vec![problem] };
-        state.hardware.vm_generation = Some(new_generation().map_err(unfit)?);
-    }
-    let waits = ram::waiting(&state.hardware)?;
+    handover: &mut Handover,
+    succession: &Succession<'_>,
+    shutdown: &mut Option<Shutdown>,
+) -> Result<RunningSuccessor, RebootError> {
+    let rundir = handover.rundir.clone();
+    let candidate = succession.candidate;
+    let is_announced = handover.state.definition.phase.healthy.as_ref() != Some(&candidate.name);
+    let mut state = handover.state.clone();
+    state.hardware.vm_generation = next_generation(rundir.name(), &state.hardware)?;
+    let waiting_hardware = ram::waiting(&state.hardware)?;
     disks::start(&rundir, &state.hardware).map_err(LifeError::from)?;
-    let directory = rundir.create_vmm(journal.operation.generation).map_err(replacement.file_error("vmm"))?;
-    let taps = SuccessorTaps::of(replacement, already_ended)?;
-    let is_announced = state.definition.phase.healthy.as_ref() != Some(&candidate.name);
-    replacement.recorder.step(if already_ended { "make its place again" } else { "make its place" });
-
-    let (port, resumed, destination_qemu) = (RefCell::new(None), RefCell::new(host_us()), RefCell::new(None));
-    let mut recorder = std::mem::replace(&mut replacement.recorder, Recorder::new(&name, ""));
-    let mut previous_ram = Vec::new();
-    let mut ready = |moment: BeforeLoad<'_>| {
-        std::mem::swap(moment.recorder, &mut replacement.recorder);
-        let next_guest = GuestToResume { candidate, end, state: &state, stand_ins: &taps.stand_ins };
-        let taken =
-            replace_source(replacement, moment.journal, moment.injector, moment.fill_all, shutdown, &next_guest);
-        std::mem::swap(moment.recorder, &mut replacement.recorder);
-        let (freed, elsewhere) = taken.map_err(|e| RestoreError::Before(Box::new(e)))?;
-        previous_ram = freed;
-        Ok(elsewhere)
-    };
-    let next = CandidateLoad {
-        rundir: &rundir,
-        hardware: &waits,
-        binary: &binary,
-        made: Made { journal, directory, fds: taps.fds },
-        started: &|vmm| {
-            // Connect before the state is loaded: to the guest, the port has been open all the time.
-            let connect = || {
-                PhasePort::connect(vmm).map_err(|e| tracing::debug!("cannot connect to its port for phases: {e}")).ok()
-            };
-            *port.borrow_mut() = is_announced.then(connect).flatten();
-            *destination_qemu.borrow_mut() = Some(vmm.clone());
-            fault::point("phase.prepare.spawned", Some(&source_qemu), Some(vmm));
-        },
-        ready: &mut ready,
-        resumed: &|| {
-            *resumed.borrow_mut() = host_us();
-            if let Some(Err(e)) = port.borrow_mut().as_mut().map(PhasePort::notify_restored) {
-                tracing::warn!("{name}: cannot notify the guest that it was set back: {e}");
-            }
-        },
-        clock_notified: &|| {
-            let destination_qemu = destination_qemu.borrow();
-            port.borrow().is_some()
-                && destination_qemu.as_ref().is_some_and(|destination_qemu| has_read(&name, destination_qemu))
-        },
-        settle: &|journal, vmm, qmp| {
-            let settled = switch::settle(&rundir, state.clone(), None, &vmm, qmp, journal, None);
-            settled.map(drop).map_err(|e| RestoreError::Record(Box::new(e)))
-        },
-    };
-    let loaded = candidate::load(&candidate.store, next, &mut recorder, began);
-    replacement.recorder = recorder;
-    let loaded = loaded.map_err(|e| RebootError::Candidate(Box::new(e)))?;
-    let vmm = destination_qemu.into_inner().unwrap_or(source_qemu);
-    if !is_announced && loaded.clock != Clock::NoAgent {
-        notify_agent(replacement, &vmm);
-    }
-    let state = State::read(&rundir).ok().flatten().unwrap_or(state);
-    Ok(ResumedGuest { vmm, state, loaded, resumed: resumed.into_inner(), previous_ram })
-}
-
-/// Taps of the destination: stand-ins as long as the source QEMU has the real ones.
-struct SuccessorTaps {
-    fds: Vec<(OwnedFd, RawFd)>,
-    /// To be held until the guest runs: see [`network::Duplicates::stand_ins`]. Empty if the destination has the real
-    /// taps.
-    stand_ins: Vec<StandIn>,
-}
-
-impl SuccessorTaps {
-    fn of(replacement: &Replacement, already_ended: bool) -> Result<Self, RebootError> {
-        let hardware = &replacement.held.state.hardware;
-        if already_ended {
-            return Ok(Self { fds: network::reopen(hardware)?, stand_ins: Vec::new() });
+    // As long as the source has the real taps, the destination has stand-ins.
+    let (start_taps, taps) = match shutdown {
+        Some(_) => (network::reopen(&state.hardware)?, None),
+        None => {
+            let (start_taps, taps) = TapTakeover::prepare(&state.hardware, replacement.source_qemu.process())?;
+            (start_taps, Some(taps))
         }
-        let taps = network::duplicate(hardware, replacement.source_qemu.process())?;
-        Ok(Self { fds: taps.fds, stand_ins: taps.stand_ins })
+    };
+    handover.recorder.step(if shutdown.is_some() { "make its place again" } else { "make its place" });
+
+    let mut port = None;
+    let environment = OwnRunDir { rundir: &rundir, hardware: &waiting_hardware, binary: &replacement.binary.clone() };
+    let prepared = candidate::prepare(&candidate.store, handover, environment, start_taps, |vmm| {
+        // Connect before the state is loaded: to the guest, the port has been open all the time.
+        let connect =
+            || PhasePort::connect(vmm).map_err(|e| tracing::debug!("cannot connect to its port for phases: {e}")).ok();
+        port = is_announced.then(connect).flatten();
+    });
+    let prepared = prepared.map_err(candidate_failed)?;
+    let ReplacedSource { previous_ram, shutdown_time } =
+        replace_source(replacement, handover, &prepared, state, taps.as_ref(), succession, shutdown)?;
+    let running = prepared.resume(handover).map_err(candidate_failed)?;
+    let elapsed = succession.began.elapsed().saturating_sub(shutdown_time);
+    let load_us = time_to_resume(elapsed, running.stage.resumed_host_us);
+    let notification = match port.map(|mut port| port.notify_restored()) {
+        Some(Ok(())) => Notification::Sent,
+        Some(Err(e)) => {
+            tracing::warn!("{}: cannot notify the guest that it was set back: {e}", rundir.name());
+            Notification::Sent
+        }
+        None if is_announced => Notification::NotSent,
+        None => Notification::ByAgent,
+    };
+    Ok(RunningSuccessor { running, notification, load_us, previous_ram, _taps: taps })
+}
+
+fn candidate_failed(error: RestoreError) -> RebootError {
+    RebootError::Candidate(Box::new(error))
+}
+
+/// Returns a new VM generation ID if the machine has one, so that the guest can detect that it was set back.
+fn next_generation(name: &str, hardware: &Hardware) -> Result<Option<Uuid>, RebootError> {
+    let unfit = |problem| LifeError::Unfit { name: name.into(), problems: vec![problem] };
+    Ok(match hardware.vm_generation {
+        Some(_) => Some(new_generation().map_err(unfit)?),
+        None => None,
+    })
+}
+
+/// A guest that runs again from a candidate.
+pub(super) struct RunningSuccessor {
+    running: Destination<Running<OnDemandRam>>,
+    notification: Notification,
+    /// As [`ResumedGuest::load_us`].
+    load_us: u64,
+    previous_ram: Vec<PreviousRam>,
+    /// Their stand-ins are removed with them, for which the kernel takes many milliseconds.
+    _taps: Option<TapTakeover>,
+}
+
+/// How the guest learns that it was set back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Notification {
+    /// It was sent through the port on which the guest has announced its phase.
+    Sent,
+    /// That port cannot be used.
+    NotSent,
+    /// The guest has announced no phase: its agent notifies it.
+    ByAgent,
+}
+
+impl RunningSuccessor {
+    /// Ends the operation: from here on, the destination is the VM's QEMU, and a pager process loads its memory.
+    pub(super) fn settle(self, handover: Handover) -> Result<ResumedGuest, RebootError> {
+        let Self { mut running, notification, load_us, previous_ram, .. } = self;
+        let rundir = handover.rundir.clone();
+        announce(&mut running.qmp, rundir.name());
+        let mut settled = running.settle(handover, "record")?;
+        settled.ram.hand_over_to_pager(&rundir);
+        settled.recorder.step("start its pager");
+        fault::point("restore.settle.handed-over", None, Some(&settled.vmm));
+        let clock = set_guest_clock(&mut settled, notification);
+        if notification == Notification::ByAgent && clock != Clock::NoAgent && notify_agent(rundir.name(), &settled.vmm)
+        {
+            settled.recorder.step("notify the guest's agent");
+        }
+        Ok(ResumedGuest { settled, clock, load_us, previous_ram })
     }
 }
 
-/// The guest that is to be resumed.
-struct GuestToResume<'a> {
-    candidate: &'a UsableCandidate,
-    end: End,
-    state: &'a State,
-    stand_ins: &'a [StandIn],
+/// Sets the guest's clock, unless the guest was notified and does so itself: an agent that sets it keeps a processor of the guest busy
+/// for a second (`hwclock --systohc`).
+fn set_guest_clock(settled: &mut Settled<OnDemandRam>, notification: Notification) -> Clock {
+    let Settled { vmm, qmp, state, recorder, .. } = settled;
+    if notification == Notification::Sent && has_read(&state.hardware.name, vmm) {
+        recorder.step("notify the guest of the time");
+        return Clock::SetByGuest;
+    }
+    let clock = set_clock(qmp, vmm, state.hardware.agent);
+    recorder.step("set its clock");
+    clock
 }
 
-/// Ends the previous guest and gives its disks, taps and run directory to the destination. Returns the previous guest's
-/// memory that is to be freed, and how long its end took.
+/// What is left of the previous guest.
+struct ReplacedSource {
+    /// Its memory that is to be freed.
+    previous_ram: Vec<PreviousRam>,
+    /// How long its shutdown took.
+    shutdown_time: Duration,
+}
+
+/// Ends the previous guest and gives its disks, taps and run directory to the destination. `state`: the VM with the new guest.
 fn replace_source(
     replacement: &mut Replacement,
-    journal: &mut Journal,
-    injector: Injector,
-    load_all: &AtomicBool,
-    shutdown: &mut Option<ShutdownResult>,
-    next_guest: &GuestToResume<'_>,
-) -> Result<(Vec<PreviousRam>, Duration), RebootError> {
-    let rundir = replacement.held.rundir.clone();
-    let destination_qemu = journal.operation.to.clone();
-    fault::point("phase.prepare.ready", Some(&replacement.source_qemu), destination_qemu.as_ref());
-    check_alive(replacement, destination_qemu.as_ref())?;
-    let mut elsewhere = Duration::ZERO;
+    handover: &mut Handover,
+    prepared: &PreparedCandidate<'_>,
+    state: State,
+    taps: Option<&TapTakeover>,
+    succession: &Succession<'_>,
+    shutdown: &mut Option<Shutdown>,
+) -> Result<ReplacedSource, RebootError> {
+    let rundir = handover.rundir.clone();
+    let (hardware, candidate) = (state.hardware.clone(), succession.candidate);
+    let ram = &prepared.destination.stage.ram;
+    handover.pass("phase.prepare.ready");
+    check_alive(handover)?;
+    let mut shutdown_time = Duration::ZERO;
     if shutdown.is_none() {
         let started = Instant::now();
         // The destination has time until the guest has shut down: it may load all memory now, and its guest need not
         // wait for it later.
-        load_all.store(ram::has_room(&next_guest.state.hardware), Ordering::Relaxed);
-        *shutdown = Some(cold::shut_down(replacement, journal, next_guest.end)?);
-        load_all.store(false, Ordering::Relaxed);
-        elsewhere = started.elapsed();
-        replacement.recorder.phase(Phase::Renew);
+        ram.fill_in_background(ram::has_room(&hardware));
+        *shutdown = Some(cold::shut_down(replacement, handover, succession.end)?);
+        ram.fill_in_background(false);
+        shutdown_time = started.elapsed();
+        handover.recorder.phase(Phase::Renew);
     }
     // If the previous guest's memory was still being loaded, that is pointless now.
-    pager::wait_ended(&rundir, PAGER_TIMEOUT).map_err(|e| RebootError::Candidate(Box::new(RestoreError::Fill(e))))?;
-    let previous_ram = ram::replace(&rundir, &next_guest.state.hardware)?;
-    fault::point("phase.renew.replaced", Some(&replacement.source_qemu), destination_qemu.as_ref());
-    disks::start(&rundir, &next_guest.state.hardware).map_err(LifeError::from)?;
-    replacement.recorder.step("renew its memory");
+    pager::wait_ended(&rundir, PAGER_TIMEOUT).map_err(|e| candidate_failed(RestoreError::Fill(e)))?;
+    let previous_ram = ram::replace(&rundir, &hardware)?;
+    handover.pass("phase.renew.replaced");
+    disks::start(&rundir, &hardware).map_err(LifeError::from)?;
+    handover.recorder.step("renew its memory");
     // Checked again, now that no QEMU can write to the disks.
-    phases::continue_from(&rundir, &next_guest.state.hardware, next_guest.candidate.info.disks())
+    phases::continue_from(&rundir, &hardware, candidate.info.disks())
         .map_err(|why| RebootError::Prevented { name: rundir.name().into(), problem: Problem(why) })?;
     // Recorded before the guest can be notified.
-    next_guest.state.write(&rundir).map_err(replacement.file_error("state.json"))?;
-    replacement.held.state = next_guest.state.clone();
-    if next_guest.state.definition.phase.healthy.as_ref() != Some(&next_guest.candidate.name) {
-        phases::expect_healthy(&rundir, &next_guest.state.definition);
+    state.write(&rundir).map_err(replacement.file_error("state.json"))?;
+    if state.definition.phase.healthy.as_ref() != Some(&candidate.name) {
+        phases::expect_healthy(&rundir, &state.definition);
     }
-    let pid = injector.process().pid;
-    let failed = |source| RebootError::File { path: format!("/proc/{pid}/fd").into(), source };
-    if !next_guest.stand_ins.is_empty() {
-        network::replace_stand_ins(injector, &next_guest.state.hardware, next_guest.stand_ins).map_err(failed)?;
+    replacement.held.state = state.clone();
+    handover.state = state;
+    if let (Some(taps), Some(injector)) = (taps, ram.injector()) {
+        taps.give(&hardware, injector)?;
     }
-    fault::point("phase.renew.agreed", Some(&replacement.source_qemu), destination_qemu.as_ref());
-    replacement.recorder.step("take its place");
-    check_alive(replacement, destination_qemu.as_ref())?;
-    Ok((previous_ram, elsewhere))
+    handover.pass("phase.renew.agreed");
+    handover.recorder.step("take its place");
+    check_alive(handover)?;
+    Ok(ReplacedSource { previous_ram, shutdown_time })
 }
 
 /// Returns an error if the destination QEMU has died while it waited.
-fn check_alive(replacement: &Replacement, destination_qemu: Option<&Vmm>) -> Result<(), RebootError> {
-    match destination_qemu.filter(|destination_qemu| !destination_qemu.is_alive()) {
+fn check_alive(handover: &Handover) -> Result<(), RebootError> {
+    match handover.destination().filter(|destination| !destination.is_alive()) {
         None => Ok(()),
-        Some(destination_qemu) => {
-            let log = rekindle_qemu::vmm::log_tail(&destination_qemu.directory(), 10);
-            Err(RebootError::DiedWaiting { name: replacement.name().into(), log })
+        Some(destination) => {
+            let log = log_tail(&destination.directory(), 10);
+            Err(RebootError::DiedWaiting { name: handover.name().into(), log })
         }
     }
 }
@@ -236,12 +263,12 @@ fn has_read(name: &str, vmm: &Vmm) -> bool {
     false
 }
 
-/// Notifies, through its agent, a guest that did not announce the phase itself.
-fn notify_agent(replacement: &mut Replacement, vmm: &Vmm) {
-    let name = replacement.name().to_owned();
+/// Notifies, through its agent, a guest that did not announce the phase itself. Returns whether that succeeded.
+fn notify_agent(name: &str, vmm: &Vmm) -> bool {
     match agent::run(&vmm.directory().agent(), "/bin/sh", &["-c", RESTORED_COMMAND], ANSWER_TIMEOUT) {
-        Ok(ran) if ran.status == Some(0) => replacement.recorder.step("notify the guest's agent"),
+        Ok(ran) if ran.status == Some(0) => return true,
         Ok(ran) => tracing::info!("{name}: {RESTORED_COMMAND}: exit status {:?}", ran.status),
         Err(e) => tracing::info!("{name}: its agent cannot run {RESTORED_COMMAND}: {e}"),
     }
+    false
 }

@@ -1,0 +1,132 @@
+//! A guest without a source: it boots from its disks.
+
+use crate::destination::{Destination, Settled};
+use crate::ram::NewRam;
+use crate::takeover::Taps;
+use crate::{Handover, HandoverError, OwnRunDir};
+use rekindle_qemu::binary::Binary;
+use rekindle_qemu::command::{Hardware, Start};
+use rekindle_vm::definition::Definition;
+use rekindle_vm::disks::{Epochs, Kept};
+use rekindle_vm::error::LifeError;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::Kind;
+use rekindle_vm::place::{Made, VmSlot};
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use rekindle_vm::timeline::{Phase, Recorder};
+use rekindle_vm::{disks, network, phases, ram};
+use std::path::PathBuf;
+use uuid::Uuid;
+
+/// A VM to start.
+#[derive(Debug)]
+pub struct NewVm {
+    pub definition: Definition,
+    /// The QEMU to use instead of the definition's.
+    pub qemu: Option<PathBuf>,
+    /// Its UUID, instead of the definition's or a new one.
+    pub uuid: Option<Uuid>,
+    /// What to do with a redo log that a failure has left with a disk.
+    pub leftover_log: LeftoverLog,
+}
+
+/// What to do with the redo log of a disk that was not ended cleanly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LeftoverLog {
+    /// Merge it: the guest boots from the newest disk, and no checkpoint's disk is available any more.
+    Merge,
+    /// Fail, so that the user decides.
+    Reject,
+}
+
+/// Starts a VM. `before_start` is called after all checks, before anything of its disks is merged and before the guest runs: it may
+/// forbid both.
+///
+/// *Needs:* what the definition names; room for its RAM; root for taps.
+/// *On success:* the guest boots in a QEMU of its own session; its state is recorded.
+/// *On failure:* nothing is left behind.
+///
+/// # Errors
+/// [`HandoverError`], and those of `before_start`.
+pub fn start<E: From<HandoverError>>(
+    host: &Host,
+    vm: NewVm,
+    before_start: impl FnOnce(&RunDir, &Hardware) -> Result<(), E>,
+) -> Result<State, E> {
+    let NewVm { definition, qemu, uuid, leftover_log } = vm;
+    let adapt = |hardware: &mut Hardware| {
+        hardware.uuid = uuid.or(hardware.uuid);
+        let leftover = disks::left_behind(hardware, &Epochs::new(), leftover_log == LeftoverLog::Reject);
+        if leftover.is_empty() { Ok(()) } else { Err(leftover) }
+    };
+    let slot = VmSlot::take(host, definition, qemu.as_deref(), "run", adapt).map_err(HandoverError::from)?;
+    let started = before_start(&slot.rundir, &slot.state.hardware).and_then(|()| Ok(start_in(&slot)?));
+    if started.is_err() {
+        slot.undo();
+    }
+    started
+}
+
+fn start_in(slot: &VmSlot<'_>) -> Result<State, HandoverError> {
+    disks::merge_left(&slot.state.hardware).map_err(LifeError::from)?;
+    let Made { journal, fds } = slot.make(Kind::Run)?;
+    let VmSlot { state, binary, rundir, .. } = slot;
+    let recorder = Recorder::new(rundir.name(), "run");
+    let mut handover = Handover { rundir: rundir.clone(), state: state.clone(), journal, recorder };
+    let environment = OwnRunDir { rundir, hardware: &state.hardware, binary };
+    let destination = Destination::spawn(&mut handover, &environment, Start::Boot, fds)?;
+    let running = destination.runs_already()?.commit(&mut handover, "boot")?;
+    match running.settle(handover, "record") {
+        Err(HandoverError::DiedRunning { name, log }) => Err(LifeError::Ended { name, log }.into()),
+        settled => Ok(settled?.state),
+    }
+}
+
+/// What becomes of the disk cache of the previous guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PreviousCache {
+    /// Its disk servers retain it, and compare each block with the disk before they serve it.
+    Retain,
+    Discard,
+}
+
+/// A guest that was booted.
+#[derive(Debug)]
+pub struct Booted {
+    pub settled: Settled<NewRam>,
+    /// The retained cache, if there is one.
+    pub retained: Option<Kept>,
+}
+
+/// Boots the guest of a VM whose QEMU has ended in a new QEMU with new RAM, with `taps` or, without any, with its taps opened again.
+///
+/// # Errors
+/// [`HandoverError`]: the operation needs recovery.
+pub fn boot(
+    mut handover: Handover,
+    binary: &Binary,
+    cache: PreviousCache,
+    taps: Option<Taps>,
+) -> Result<Booted, HandoverError> {
+    let rundir = handover.rundir.clone();
+    let State { hardware, definition, .. } = handover.state.clone();
+    handover.recorder.phase(Phase::Renew);
+    let retained = match cache {
+        PreviousCache::Retain => ram::renew_keeping_cache(&rundir, &hardware)?,
+        PreviousCache::Discard => {
+            ram::renew(&rundir, &hardware)?;
+            None
+        }
+    };
+    handover.pass("cold.renew.memory");
+    disks::start(&rundir, &hardware).map_err(LifeError::from)?;
+    phases::begin(&rundir, &hardware, &definition);
+    handover.recorder.step("renew its memory");
+    let taps = taps.map_or_else(|| network::reopen(&hardware), Ok)?;
+    let environment = OwnRunDir { rundir: &rundir, hardware: &hardware, binary };
+    let destination = Destination::spawn(&mut handover, &environment, Start::Paused, taps)?;
+    handover.recorder.step("start the new QEMU");
+    let running = destination.without_state().commit(&mut handover, "boot")?;
+    Ok(Booted { settled: running.settle(handover, "record")?, retained })
+}

@@ -1,0 +1,393 @@
+//! The destination QEMU, step by step. What may be done with it depends on its stage, which is part of its type.
+
+use crate::operation::{PipelinePoint, end_generation};
+use crate::ram::{NewRam, Ram, RamSource, SavedRam, SharedRam, UnknownRam};
+use crate::saved_state::{DISK_TIMEOUT, remove_stream};
+use crate::takeover::Taps;
+use crate::{Environment, Handover, HandoverError};
+use rekindle_qemu::command::Start;
+use rekindle_qemu::guest;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::transfer::{Feed, begin_load_from_file, wait_loaded};
+use rekindle_qemu::vmm::{self, Vmm, log_tail};
+use rekindle_vm::journal::Step;
+use rekindle_vm::network;
+use rekindle_vm::state::State;
+use rekindle_vm::timeline::{Phase, Recorder, host_us};
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long the destination may take from a staged `cont` to the guest's resume: it may still be loading.
+pub const STAGED_RESUME_TIMEOUT: Duration = Duration::from_secs(60);
+/// How often to ask a destination that loads whether it has finished.
+const LOAD_POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// A destination QEMU at a stage of the hand-over. On drop it continues to run: [`Handover::abandon`] ends it.
+#[derive(Debug)]
+pub struct Destination<Stage> {
+    pub vmm: Vmm,
+    pub qmp: Qmp,
+    /// How it was started.
+    start: Start,
+    pub stage: Stage,
+}
+
+/// It answers, and has no guest yet.
+#[derive(Debug)]
+pub struct Spawned;
+
+/// It has its RAM, and reads device state from a pipe.
+#[derive(Debug)]
+pub struct Prepared<R> {
+    pub ram: R,
+    pub feed: Feed,
+}
+
+/// It has the guest, and has not run it.
+#[derive(Debug)]
+pub struct Loaded<R> {
+    pub ram: R,
+    resume: ResumeCommand,
+}
+
+/// It runs the guest; the source is still there, stopped.
+#[derive(Debug)]
+pub struct Running<R> {
+    pub ram: R,
+    /// When the guest resumed, in µs since 1970.
+    pub resumed_host_us: u64,
+}
+
+/// It is the VM's QEMU, and the operation has ended.
+#[derive(Debug)]
+pub struct Settled<R> {
+    pub vmm: Vmm,
+    pub qmp: Qmp,
+    pub ram: R,
+    /// When the guest resumed, in µs since 1970.
+    pub resumed_host_us: u64,
+    /// The VM as recorded now.
+    pub state: State,
+    pub recorder: Recorder,
+}
+
+/// How the guest is resumed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ResumeCommand {
+    /// After the load, which has ended.
+    AfterLoad,
+    /// By a staged command, at the end of the load, which may still be in progress.
+    Staged,
+    /// The guest runs already.
+    NotNeeded,
+}
+
+impl Destination<Spawned> {
+    /// Starts a destination and records it in the journal.
+    ///
+    /// # Errors
+    /// [`HandoverError`]. One that was started has ended.
+    pub fn spawn(
+        handover: &mut Handover,
+        environment: &impl Environment,
+        start: Start,
+        taps: Taps,
+    ) -> Result<Self, HandoverError> {
+        let vmm = environment.spawn(handover.journal.operation.generation, start, taps)?;
+        handover.journal.operation.to = Some(vmm.clone());
+        handover.pass_pipeline(PipelinePoint::Spawned);
+        let connected = handover.write_journal().and_then(|()| {
+            handover.pass_pipeline(PipelinePoint::Recorded);
+            Ok(vmm.connect(vmm::START)?)
+        });
+        match connected {
+            Ok(qmp) => Ok(Self { vmm, qmp, start, stage: Spawned }),
+            Err(e) => {
+                let _ = vmm.kill();
+                Err(e)
+            }
+        }
+    }
+
+    /// Uses a QEMU that an earlier operation has started. Its command line shows how.
+    ///
+    /// # Errors
+    /// [`HandoverError::File`]: its command line cannot be read.
+    pub fn adopt(vmm: Vmm, qmp: Qmp) -> Result<Self, HandoverError> {
+        let path = PathBuf::from(format!("/proc/{}/cmdline", vmm.pid));
+        let arguments = fs::read(&path).map_err(|source| HandoverError::File { path, source })?;
+        let is_incoming = arguments.split(|byte| *byte == 0).any(|argument| argument == b"-incoming");
+        let start = if is_incoming { Start::Incoming } else { Start::Paused };
+        Ok(Self { vmm, qmp, start, stage: Spawned })
+    }
+
+    /// Connects the destination to the guest's RAM.
+    ///
+    /// # Errors
+    /// As [`RamSource::connect`].
+    pub fn prepare<R: RamSource>(mut self, mut ram: R) -> Result<Destination<Prepared<R>>, R::Error> {
+        let feed = ram.connect(&self.vmm, &mut self.qmp)?;
+        Ok(self.at(Prepared { ram, feed }))
+    }
+
+    /// Loads RAM and device state from a file.
+    ///
+    /// # Errors
+    /// [`HandoverError::DestinationFailed`].
+    pub fn load_file<'a>(
+        mut self,
+        handover: &Handover,
+        file: &File,
+        ram: SavedRam<'a>,
+    ) -> Result<Destination<Loaded<SavedRam<'a>>>, HandoverError> {
+        let loaded = begin_load_from_file(&mut self.qmp, file).map_err(HandoverError::from);
+        loaded.and_then(|()| self.wait_loaded(handover, DISK_TIMEOUT)).map_err(|e| failed_to_load(handover, e))?;
+        Ok(self.at(Loaded { ram, resume: ResumeCommand::AfterLoad }))
+    }
+
+    /// It was started with [`Start::Boot`], so that its guest runs already.
+    ///
+    /// # Errors
+    /// [`HandoverError::Qmp`]: it does not answer.
+    pub fn runs_already(mut self) -> Result<Destination<Loaded<NewRam>>, HandoverError> {
+        guest::run_state(&mut self.qmp)?;
+        Ok(self.at(Loaded { ram: NewRam, resume: ResumeCommand::NotNeeded }))
+    }
+
+    /// A guest that boots has no state.
+    #[must_use]
+    pub fn without_state(self) -> Destination<Loaded<NewRam>> {
+        self.at(Loaded { ram: NewRam, resume: ResumeCommand::AfterLoad })
+    }
+
+    /// A destination that was found in an interrupted operation, whose decision for it is journalled. The process that sent
+    /// `cont` may have died during the load: then QEMU resumes the guest at the end of the load, or the guest stays paused.
+    ///
+    /// # Errors
+    /// [`HandoverError::Qmp`]: it does not answer.
+    pub fn wait_until_loaded(mut self) -> Result<Destination<Loaded<UnknownRam>>, HandoverError> {
+        let deadline = Instant::now() + DISK_TIMEOUT;
+        let mut run_state = guest::run_state(&mut self.qmp)?;
+        while run_state == "inmigrate" && Instant::now() < deadline {
+            thread::sleep(LOAD_POLL_INTERVAL);
+            run_state = guest::run_state(&mut self.qmp)?;
+        }
+        let resume = if run_state == "running" { ResumeCommand::NotNeeded } else { ResumeCommand::AfterLoad };
+        Ok(self.at(Loaded { ram: UnknownRam, resume }))
+    }
+
+    /// Loads a stream of device state into a destination that maps the RAM file.
+    ///
+    /// # Errors
+    /// [`HandoverError::DestinationFailed`]: the destination has ended.
+    pub fn load_stream(
+        self,
+        handover: &Handover,
+        stream: &[u8],
+        ram: SharedRam,
+    ) -> Result<Destination<Loaded<SharedRam>>, HandoverError> {
+        self.prepare(ram)
+            .and_then(|prepared| prepared.feed(handover, stream, DISK_TIMEOUT))
+            .map_err(|e| failed_to_load(handover, e))
+    }
+}
+
+impl<R> Destination<Prepared<R>> {
+    /// Sends ahead what can be sent of the command that resumes the guest, for [`Destination::fed`].
+    ///
+    /// # Errors
+    /// [`HandoverError::Qmp`]: the destination has ended.
+    pub fn stage_resume(&mut self) -> Result<(), HandoverError> {
+        self.qmp.drop_events();
+        Ok(guest::stage_resume(&mut self.qmp)?)
+    }
+
+    /// Writes the whole device state and waits until it is loaded.
+    ///
+    /// # Errors
+    /// [`HandoverError::Transfer`].
+    pub fn feed(
+        mut self,
+        handover: &Handover,
+        stream: &[u8],
+        timeout: Duration,
+    ) -> Result<Destination<Loaded<R>>, HandoverError> {
+        self.stage.feed.write(stream)?;
+        self.finish_feed().wait(handover, timeout)
+    }
+
+    /// Closes the feed, to which the whole device state has been written.
+    pub fn finish_feed(self) -> Loading<R> {
+        let Self { vmm, qmp, start, stage: Prepared { ram, feed } } = self;
+        drop(feed);
+        Loading(Destination { vmm, qmp, start, stage: Loaded { ram, resume: ResumeCommand::AfterLoad } })
+    }
+}
+
+/// A destination that loads the device state.
+#[derive(Debug)]
+#[must_use]
+pub struct Loading<R>(Destination<Loaded<R>>);
+
+impl<R> Loading<R> {
+    /// Waits until the device state is loaded.
+    ///
+    /// # Errors
+    /// [`HandoverError::Transfer`].
+    pub fn wait(mut self, handover: &Handover, timeout: Duration) -> Result<Destination<Loaded<R>>, HandoverError> {
+        self.0.wait_loaded(handover, timeout)?;
+        Ok(self.0)
+    }
+
+    /// Does not wait: the command that [`Destination::stage_resume`] has staged resumes the guest at the end of a load that succeeds, and a load that fails ends the
+    /// destination before it has run the guest.
+    pub fn resume_when_loaded(mut self) -> Destination<Loaded<R>> {
+        self.0.stage.resume = ResumeCommand::Staged;
+        self.0
+    }
+}
+
+impl<R: Ram> Destination<Loaded<R>> {
+    /// Journals the decision for the destination, and resumes the guest in it unless its owner has paused it.
+    ///
+    /// # Errors
+    /// Before the journal is at [`Step::Resume`], the guest has not run here. After that it may have: see
+    /// [`Handover::has_not_run`].
+    pub fn commit(mut self, handover: &mut Handover, step: &str) -> Result<Destination<Running<R>>, HandoverError> {
+        handover.recorder.phase(Phase::Resume);
+        self.stage.ram.note_evidence(&mut handover.journal.operation);
+        if handover.journal.operation.step < Step::Resume {
+            handover.advance(Step::Resume)?;
+        }
+        if self.stage.resume == ResumeCommand::Staged {
+            handover.recorder.step("decide");
+        }
+        handover.pass_pipeline(PipelinePoint::Decided);
+        let resumed_host_us = match self.stage.resume {
+            ResumeCommand::Staged => guest::resume_staged(&mut self.qmp, STAGED_RESUME_TIMEOUT)?,
+            ResumeCommand::AfterLoad if handover.journal.operation.running => guest::resume(&mut self.qmp)?,
+            ResumeCommand::AfterLoad | ResumeCommand::NotNeeded => host_us(),
+        };
+        handover.recorder.step(step);
+        let Self { vmm, qmp, start, stage: Loaded { ram, .. } } = self;
+        Ok(Destination { vmm, qmp, start, stage: Running { ram, resumed_host_us } })
+    }
+}
+
+impl<R> Destination<Running<R>> {
+    /// Journals that the guest runs: from here on its old state is obsolete, whatever the evidence shows.
+    ///
+    /// # Errors
+    /// [`HandoverError::DiedRunning`]: the destination has died. [`HandoverError::File`].
+    pub fn confirm(&self, handover: &mut Handover) -> Result<(), HandoverError> {
+        handover.recorder.phase(Phase::Settle);
+        (handover.journal.operation.untouched_since_ns, handover.journal.operation.disks_at_resume) = (None, None);
+        handover.advance(Step::Settle)?;
+        handover.pass_pipeline(PipelinePoint::Settling);
+        if self.vmm.is_alive() {
+            return Ok(());
+        }
+        let log = log_tail(&self.vmm.directory(), 10);
+        Err(HandoverError::DiedRunning { name: handover.name().into(), log })
+    }
+
+    /// Ends the source, records the destination as the VM's QEMU, and ends the operation.
+    ///
+    /// # Errors
+    /// [`HandoverError::DiedRunning`]: the destination has died. Others: the operation needs recovery.
+    pub fn settle(mut self, mut handover: Handover, step: &str) -> Result<Settled<R>, HandoverError> {
+        handover.pass_pipeline(PipelinePoint::Resumed);
+        self.confirm(&mut handover)?;
+        // The recorded binary has the name that the user gave, and not the one to which the kernel resolves it.
+        let destination = handover.destination().filter(|to| to.process() == self.vmm.process());
+        let destination = destination.unwrap_or(&self.vmm).clone();
+        end_source(&handover, &destination)?;
+        let state = self.record(&mut handover, destination)?;
+        // Obsolete since the guest runs; it must not outlive the journal that names it.
+        if let Some(saved) = &handover.journal.operation.saved {
+            let _ = fs::remove_file(&saved.path);
+        }
+        remove_stream(&handover.rundir);
+        // Before the journal is closed: a recovery forwards them again. The source has ended, so that they are free.
+        if self.start == Start::Incoming {
+            network::forward_ports(&mut self.qmp, &state.hardware);
+        }
+        let failed = handover.file_error("operation.json");
+        let Handover { journal, mut recorder, .. } = handover;
+        let operation = journal.operation.clone();
+        journal.close().map_err(failed)?;
+        recorder.step(step);
+        PipelinePoint::Closed.pass(&operation);
+        let Self { vmm, qmp, stage: Running { ram, resumed_host_us }, .. } = self;
+        Ok(Settled { vmm, qmp, ram, resumed_host_us, state, recorder })
+    }
+
+    /// Writes the state file with the destination as the VM's QEMU.
+    fn record(&self, handover: &mut Handover, destination: Vmm) -> Result<State, HandoverError> {
+        let mut state = handover.state.clone();
+        let previous = state.vmm.as_ref().map(|vmm| vmm.binary.clone());
+        if state.generation != handover.journal.operation.generation
+            && let Some(previous) = previous.filter(|previous| *previous != destination.binary)
+        {
+            state.previous = Some(previous);
+        }
+        state.generation = handover.journal.operation.generation;
+        state.vmm = Some(destination);
+        state.version = Some(self.qmp.version().clone());
+        state.prepared = None;
+        let path = handover.rundir.file("state.json");
+        let name = handover.name().to_owned();
+        state.write(&handover.rundir).map_err(|source| HandoverError::NotRecorded { name, path, source })?;
+        handover.pass_pipeline(PipelinePoint::StateWritten);
+        Ok(state)
+    }
+}
+
+/// Ends the source and every other QEMU of its generation.
+fn end_source(handover: &Handover, destination: &Vmm) -> Result<(), HandoverError> {
+    if let Some(source) = handover.live_source().filter(|source| source.process() != destination.process()) {
+        source.kill().map_err(handover.file_error("qemu"))?;
+    }
+    // If an earlier attempt recorded the destination and was interrupted before it closed the journal, the state's
+    // generation is the destination's: do not end it.
+    let previous = handover.state.generation;
+    let is_recorded = previous == handover.journal.operation.generation;
+    if !is_recorded {
+        end_generation(&handover.rundir, previous)?;
+    }
+    handover.pass_pipeline(PipelinePoint::SourceEnded);
+    if !is_recorded {
+        let _ = fs::remove_dir_all(handover.rundir.vmm(previous).0);
+    }
+    Ok(())
+}
+
+impl<Stage> Destination<Stage> {
+    fn at<Next>(self, stage: Next) -> Destination<Next> {
+        Destination { vmm: self.vmm, qmp: self.qmp, start: self.start, stage }
+    }
+
+    fn wait_loaded(&mut self, handover: &Handover, timeout: Duration) -> Result<(), HandoverError> {
+        wait_loaded(&mut self.qmp, timeout)?;
+        handover.pass_pipeline(PipelinePoint::Loaded);
+        Ok(())
+    }
+}
+
+/// Ends a destination that could not load a saved state. Returns the error with the end of its log.
+#[must_use]
+pub fn failed_to_load(handover: &Handover, error: HandoverError) -> HandoverError {
+    let Some(destination) = handover.destination() else { return error };
+    let _ = destination.kill();
+    let log = log_tail(&destination.directory(), 10);
+    let doing = "load the saved state";
+    HandoverError::DestinationFailed { name: handover.name().into(), doing, log, source: Box::new(error) }
+}
+
+/// Returns how long it took until the guest resumed, in µs, if `elapsed` have passed by now.
+#[must_use]
+pub fn time_to_resume(elapsed: Duration, resumed_host_us: u64) -> u64 {
+    (elapsed.as_micros() as u64).saturating_sub(host_us().saturating_sub(resumed_host_us))
+}

@@ -1,0 +1,254 @@
+//! The operation that a hand-over belongs to, and the way back to the source.
+
+use crate::saved_state::remove_stream;
+use crate::{HandoverError, evidence};
+use rekindle_qemu::guest;
+use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::fault;
+use rekindle_vm::journal::{Journal, Kind, Operation, Step};
+use rekindle_vm::qemu::processes_of;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use rekindle_vm::timeline::Recorder;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::time::Duration;
+
+/// How long a killed QEMU may take to end.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// State of the guest after a failed operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestStatus {
+    /// The guest runs as before.
+    #[serde(rename = "as-it-was")]
+    Unchanged,
+    /// `rekindle recover` must finish or undo the operation.
+    NeedsRecovery,
+}
+
+/// A hand-over in progress. The caller holds the VM's lock.
+#[derive(Debug)]
+pub struct Handover {
+    pub rundir: RunDir,
+    /// The VM as recorded before the destination runs it.
+    pub state: State,
+    /// Names the source, the destination and the step.
+    pub journal: Journal,
+    pub recorder: Recorder,
+}
+
+impl Handover {
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.rundir.name()
+    }
+
+    /// Returns the QEMU that ran the guest before, if there was one. It may have ended.
+    #[must_use]
+    pub fn source(&self) -> Option<&Vmm> {
+        self.journal.operation.from.as_ref()
+    }
+
+    /// Returns the destination, once it has been started.
+    #[must_use]
+    pub fn destination(&self) -> Option<&Vmm> {
+        self.journal.operation.to.as_ref()
+    }
+
+    /// Returns the source if it has not ended.
+    #[must_use]
+    pub fn live_source(&self) -> Option<&Vmm> {
+        self.source().filter(|source| source.is_alive())
+    }
+
+    /// Journals that `step` is about to be taken.
+    ///
+    /// # Errors
+    /// If it cannot be written; then the step must not be taken.
+    pub fn advance(&mut self, step: Step) -> Result<(), HandoverError> {
+        self.journal.advance(step).map_err(self.file_error("operation.json"))
+    }
+
+    /// Writes the journal.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn write_journal(&self) -> Result<(), HandoverError> {
+        self.journal.write().map_err(self.file_error("operation.json"))
+    }
+
+    /// Passes the fault point `name`.
+    pub fn pass(&self, name: &'static str) {
+        fault::point(name, self.source(), self.destination());
+    }
+
+    /// Passes the fault point that operations of this kind have at a step of the pipeline, if they have one.
+    pub(crate) fn pass_pipeline(&self, point: PipelinePoint) {
+        point.pass(&self.journal.operation);
+    }
+
+    /// Returns a function that adds the path of a file of the run directory to an error.
+    pub fn file_error(&self, file: &str) -> impl Fn(io::Error) -> HandoverError + use<> {
+        let path = self.rundir.file(file);
+        move |source| HandoverError::File { path: path.clone(), source }
+    }
+
+    /// Ends the destination, recorded or not.
+    ///
+    /// # Errors
+    /// [`HandoverError::File`] if it cannot be ended.
+    pub fn end_destination(&self) -> Result<(), HandoverError> {
+        end_generation(&self.rundir, self.journal.operation.generation)
+    }
+
+    /// Ends the destination and removes what it had, so that the operation is as before its start.
+    ///
+    /// # Errors
+    /// [`HandoverError::File`] if it cannot be ended.
+    pub fn discard_destination(&self) -> Result<(), HandoverError> {
+        self.end_destination()?;
+        let _ = fs::remove_dir_all(self.rundir.vmm(self.journal.operation.generation).0);
+        remove_stream(&self.rundir);
+        Ok(())
+    }
+
+    /// Returns whether the guest has certainly not run in the destination, as far as the journal and the files show.
+    #[must_use]
+    pub fn has_not_run(&self) -> bool {
+        let operation = &self.journal.operation;
+        match operation.step {
+            Step::Prepare | Step::Suspend | Step::Saved => true,
+            Step::Resume if operation.saved.as_ref().is_some_and(|saved| !saved.without_ram) => {
+                let times = evidence::disk_times(&self.state.hardware);
+                operation.disks_at_resume.is_some() && times == operation.disks_at_resume
+            }
+            Step::Resume => evidence::is_untouched(&self.state.hardware.ram.path, operation.untouched_since_ns),
+            Step::Settle => false,
+        }
+    }
+
+    /// Returns to the source: ends the destination, then resumes the guest in the source if this operation has stopped it.
+    /// Before [`Step::Suspend`] it has not, and another process may keep the guest stopped.
+    ///
+    /// *Needs:* the guest has not run in the destination; the source lives.
+    ///
+    /// # Errors
+    /// [`HandoverError`]: the operation needs recovery.
+    pub fn return_to_source(self) -> Result<(), HandoverError> {
+        self.end_destination()?;
+        if self.journal.operation.step >= Step::Suspend
+            && let Some(source) = self.source()
+        {
+            let mut qmp = source.connect(vmm::START)?;
+            if self.journal.operation.running && guest::run_state(&mut qmp)? != "running" {
+                guest::resume_after_save(&mut qmp)?;
+            }
+        }
+        self.discard_destination()?;
+        let failed = self.file_error("operation.json");
+        self.journal.close().map_err(failed)
+    }
+
+    /// Handles a failure before the decision for the destination. Returns to the source if it lives. Otherwise the
+    /// guest is lost or, if its state is saved, `recover` can resume it. Returns the state of the guest and the error to report.
+    pub fn abandon<E: From<HandoverError>>(self, error: E) -> (GuestStatus, E) {
+        if self.live_source().is_none() {
+            // Nothing runs the guest; `recover` decides whether it can run again.
+            let _ = self.end_destination();
+            let is_saved = self.journal.operation.saved.is_some();
+            let lost = || HandoverError::Lost { name: self.name().into() }.into();
+            return (GuestStatus::NeedsRecovery, if is_saved { error } else { lost() });
+        }
+        let name = self.name().to_owned();
+        match self.return_to_source() {
+            Ok(()) => (GuestStatus::Unchanged, error),
+            Err(e) => {
+                tracing::error!("{name}: cannot resume the guest in its source QEMU: {e}");
+                (GuestStatus::NeedsRecovery, error)
+            }
+        }
+    }
+}
+
+/// Ends every QEMU of `generation`, recorded or not.
+///
+/// # Errors
+/// [`HandoverError::File`] if one cannot be ended.
+pub fn end_generation(rundir: &RunDir, generation: u32) -> Result<(), HandoverError> {
+    let failed = |source| HandoverError::File { path: rundir.path().to_owned(), source };
+    for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
+        process.kill().map_err(failed)?;
+        process.wait_end(END_TIMEOUT).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// The moments of the pipeline at which a test can make something die.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PipelinePoint {
+    /// The destination was started, and is not recorded yet.
+    Spawned,
+    /// The destination is recorded.
+    Recorded,
+    /// The device state is loaded.
+    Loaded,
+    /// The decision for the destination is journalled.
+    Decided,
+    /// The guest runs in the destination.
+    Resumed,
+    /// The end of the source is journalled.
+    Settling,
+    /// The source has ended.
+    SourceEnded,
+    /// The destination is recorded as the VM's QEMU; the journal is still open.
+    StateWritten,
+    /// The journal is closed.
+    Closed,
+}
+
+impl PipelinePoint {
+    /// Passes the fault point that `operation` has at this moment, if it has one.
+    pub(crate) fn pass(self, operation: &Operation) {
+        if let Some(name) = self.name(operation.kind) {
+            fault::point(name, operation.from.as_ref(), operation.to.as_ref());
+        }
+    }
+
+    /// Returns the name of the fault point in operations of `kind`. A technique that passes a point of its own at the same
+    /// moment has none here.
+    fn name(self, kind: Kind) -> Option<&'static str> {
+        Some(match (kind, self) {
+            (Kind::VmmWarm, Self::Spawned) => "warm.prepare.spawned",
+            (Kind::VmmWarm, Self::Recorded) => "warm.prepare.recorded",
+            (Kind::VmmWarm, Self::Decided) => "warm.resume.journalled",
+            (Kind::VmmWarm, Self::Resumed) => "warm.resume.resumed",
+            (Kind::VmmWarm, Self::Settling) => "warm.settle.journalled",
+            (Kind::VmmWarm, Self::SourceEnded) => "warm.settle.old-gone",
+            (Kind::VmmWarm, Self::StateWritten) => "warm.settle.recorded",
+            (Kind::VmmSaved, Self::Spawned) => "saved.renew.spawned",
+            (Kind::VmmSaved, Self::Recorded) => "saved.renew.recorded",
+            (Kind::VmmSaved, Self::Loaded) => "saved.renew.loaded",
+            (Kind::VmmSaved, Self::Decided) => "saved.resume.journalled",
+            (Kind::VmmSaved, Self::Resumed) => "saved.resume.resumed",
+            (Kind::VmmSaved, Self::Closed) => "saved.settle.recorded",
+            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Spawned) => "cold.renew.spawned",
+            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Recorded) => "cold.renew.recorded",
+            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Decided) => "cold.resume.journalled",
+            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Resumed) => "cold.resume.resumed",
+            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Closed) => "cold.settle.recorded",
+            (Kind::Prepare, Self::Spawned) => "prepare.spawned",
+            (Kind::Restore, Self::Spawned) => "restore.prepare.spawned",
+            (Kind::Restore, Self::Recorded) => "restore.prepare.recorded",
+            (Kind::OsPhase, Self::Spawned) => "phase.prepare.spawned",
+            (Kind::Restore | Kind::OsPhase, Self::Loaded) => "restore.renew.loaded",
+            (Kind::Restore | Kind::OsPhase, Self::Decided) => "restore.resume.journalled",
+            (Kind::Restore | Kind::OsPhase, Self::Resumed) => "restore.resume.resumed",
+            (Kind::Restore | Kind::OsPhase, Self::Closed) => "restore.settle.recorded",
+            (Kind::HostWarm | Kind::HostSaved, Self::Loaded) => "host.resume.loaded",
+            _ => return None,
+        })
+    }
+}

@@ -1,0 +1,80 @@
+//! How the destination gets the guest's RAM.
+
+use crate::{HandoverError, evidence};
+use rekindle_qemu::command::Hardware;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::transfer::{Capabilities, Feed};
+use rekindle_qemu::vmm::Vmm;
+use rekindle_vm::journal::Operation;
+use std::path::PathBuf;
+
+/// Migration capabilities of a destination whose RAM is not in the stream. `x-ignore-shared`: it maps a file.
+/// `late-block-activate`: it opens disk images and takes their locks when the guest resumes, after the source has released
+/// them, and not at the end of the load.
+pub const WITHOUT_RAM: Capabilities<'static> =
+    &[("events", true), ("x-ignore-shared", true), ("late-block-activate", true)];
+
+/// The RAM of a destination, as far as recovery must know it.
+pub trait Ram {
+    /// Adds to the journal, just before the decision is written, what shows later whether the guest has run since.
+    fn note_evidence(&self, operation: &mut Operation);
+}
+
+/// RAM that reaches the destination while it waits for device state in a pipe.
+pub trait RamSource: Ram {
+    type Error: From<HandoverError>;
+
+    /// Connects the destination to the RAM, while the source may still run the guest. Returns the pipe for the device state.
+    ///
+    /// # Errors
+    /// The destination is unusable; the guest is unchanged.
+    fn connect(&mut self, destination: &Vmm, qmp: &mut Qmp) -> Result<Feed, Self::Error>;
+}
+
+/// The RAM is a file that the source and the destination both map.
+#[derive(Debug)]
+pub struct SharedRam {
+    pub path: PathBuf,
+}
+
+impl Ram for SharedRam {
+    fn note_evidence(&self, operation: &mut Operation) {
+        operation.untouched_since_ns = evidence::mark_ram(&self.path);
+    }
+}
+
+impl RamSource for SharedRam {
+    type Error = HandoverError;
+
+    fn connect(&mut self, _destination: &Vmm, qmp: &mut Qmp) -> Result<Feed, HandoverError> {
+        Ok(Feed::open(qmp, WITHOUT_RAM)?)
+    }
+}
+
+/// The RAM is part of the saved state, which is a file.
+#[derive(Debug)]
+pub struct SavedRam<'a> {
+    pub hardware: &'a Hardware,
+}
+
+impl Ram for SavedRam<'_> {
+    fn note_evidence(&self, operation: &mut Operation) {
+        operation.disks_at_resume = evidence::disk_times(self.hardware);
+    }
+}
+
+/// RAM that no guest has used: the guest boots. If it is lost, it boots again.
+#[derive(Debug)]
+pub struct NewRam;
+
+impl Ram for NewRam {
+    fn note_evidence(&self, _operation: &mut Operation) {}
+}
+
+/// The RAM of a destination that an interrupted operation has left. The evidence that it has journalled stays valid.
+#[derive(Debug)]
+pub struct UnknownRam;
+
+impl Ram for UnknownRam {
+    fn note_evidence(&self, _operation: &mut Operation) {}
+}

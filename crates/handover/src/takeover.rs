@@ -1,0 +1,73 @@
+//! What passes from the source to the destination besides the guest itself: its taps.
+
+use crate::HandoverError;
+use rekindle_kernel::inject::Injector;
+use rekindle_kernel::packet::Capture;
+use rekindle_kernel::process::Process;
+use rekindle_kernel::stand_in::StandIn;
+use rekindle_qemu::command::Hardware;
+use rekindle_vm::network;
+use std::os::fd::{OwnedFd, RawFd};
+
+/// Open taps, with the descriptor numbers that a QEMU's command line names.
+pub type Taps = Vec<(OwnedFd, RawFd)>;
+
+/// The taps of a guest whose source still uses them. The destination has stand-ins for them until then.
+#[derive(Debug)]
+pub struct TapTakeover {
+    /// To be held until the guest runs: see [`network::Duplicates::stand_ins`].
+    stand_ins: Vec<StandIn>,
+    /// What the host sends into the taps. Closing a capture takes the kernel many milliseconds, in which the next guest
+    /// could be handed over: so they are kept until the hand-over is settled.
+    captures: Vec<Capture>,
+}
+
+impl TapTakeover {
+    /// Duplicates the taps of the running `source`. Returns the taps with which the destination starts, too.
+    ///
+    /// # Errors
+    /// [`HandoverError::Network`].
+    pub fn prepare(hardware: &Hardware, source: Process) -> Result<(Taps, Self), HandoverError> {
+        let network::Duplicates { fds, stand_ins } = network::duplicate(hardware, source)?;
+        Ok((fds, Self { stand_ins, captures: Vec::new() }))
+    }
+
+    /// Captures what the host sends into the taps from now on, for [`TapTakeover::send_again`].
+    ///
+    /// # Errors
+    /// [`HandoverError::Network`].
+    pub fn capture(&mut self, hardware: &Hardware) -> Result<(), HandoverError> {
+        self.captures = network::captures(hardware)?;
+        Ok(())
+    }
+
+    /// Discards the frames that were captured until now.
+    pub fn discard_captured(&self) {
+        for capture in &self.captures {
+            let _ = capture.frames();
+        }
+    }
+
+    /// Gives the taps to the destination. No other QEMU may use them any more.
+    ///
+    /// # Errors
+    /// [`HandoverError::File`]: the destination cannot be traced; it may have some of the taps.
+    pub fn give(&self, hardware: &Hardware, destination: Injector) -> Result<(), HandoverError> {
+        if self.stand_ins.is_empty() {
+            return Ok(());
+        }
+        let pid = destination.process().pid;
+        network::replace_stand_ins(destination, hardware, &self.stand_ins)
+            .map_err(|source| HandoverError::File { path: format!("/proc/{pid}/fd").into(), source })
+    }
+
+    /// Sends the frames once more that the source may have received after its guest had stopped, and closes no capture. Those that have no frame
+    /// yet are tried again by the next call.
+    pub fn send_again(&mut self, stopped_host_us: u64) -> Vec<Capture> {
+        let (sent, waiting) = std::mem::take(&mut self.captures)
+            .into_iter()
+            .partition(|capture| network::send_again(capture, stopped_host_us));
+        self.captures = waiting;
+        sent
+    }
+}

@@ -1,0 +1,289 @@
+//! RAM that is fetched from a checkpoint when the guest needs it.
+//!
+//! Until the guest runs, a thread of this process supplies the pages that are waited for; then a pager process takes over.
+//! Its start takes time that the guest would have to wait.
+
+use super::checkpoint::LoadInput;
+use super::{RestoreError, same_blocks};
+use crate::pager::{CheckpointPages, Fill, PagerEvent, lock};
+use rekindle_handover::ram::{Ram, RamSource};
+use rekindle_kernel::inject::Injector;
+use rekindle_kernel::output::last_lines;
+use rekindle_kernel::spawn::{detach, disown};
+use rekindle_memory::missing::{Content, PageSource, Pager, PagerError, Progress};
+use rekindle_memory::ram::GuestRam;
+use rekindle_pages::{BlockId, Page, PageNo};
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::transfer::Feed;
+use rekindle_qemu::vmm::Vmm;
+use rekindle_store::StoreUrl;
+use rekindle_store::remote::Identity;
+use rekindle_vm::journal::Operation;
+use rekindle_vm::rundir::RunDir;
+use std::fs::{File, OpenOptions};
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// How long an eager restore may take.
+const FILL_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+const FILL_POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// How long a pager process may take to open the store. The guest gets its pages meanwhile.
+const PAGER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The registered memory of a QEMU that reads its device state from a pipe: access to a missing page blocks, and all of
+/// them are missing.
+#[derive(Debug)]
+pub(crate) struct RegisteredMemory {
+    injector: Injector,
+    pager: Pager,
+    feed: Feed,
+}
+
+impl RegisteredMemory {
+    /// Registers the blocks `paged`.
+    pub(crate) fn new(vmm: &Vmm, qmp: &mut Qmp, ram: &GuestRam, paged: &[String]) -> Result<Self, RestoreError> {
+        let injector = Injector::new(vmm.process())?;
+        let pager = Pager::register(injector, ram, |id| paged.iter().any(|paged| paged == id), None)?;
+        Ok(Self { injector, pager, feed: Feed::open(qmp, &[])? })
+    }
+}
+
+/// The RAM of a destination whose missing pages are in a checkpoint.
+#[derive(Debug)]
+pub struct OnDemandRam {
+    input: Arc<LoadInput>,
+    ram: Arc<GuestRam>,
+    /// Memory that an earlier command has registered.
+    registered: Option<RegisteredMemory>,
+    /// Set from [`RamSource::connect`] on.
+    connected: Option<Connected>,
+}
+
+/// What there is of a destination once its memory is registered.
+#[derive(Debug)]
+struct Connected {
+    injector: Injector,
+    /// The device state and the pages of the blocks that are not loaded on demand.
+    stream: Vec<u8>,
+    supply: PageSupply,
+}
+
+impl OnDemandRam {
+    pub(crate) fn new(
+        input: Arc<LoadInput>,
+        ram: GuestRam,
+        registered: Option<RegisteredMemory>,
+    ) -> Result<Self, RestoreError> {
+        same_blocks(&ram, &input.blocks, input.number, &input.paged)?;
+        Ok(Self { input, ram: Arc::new(ram), registered, connected: None })
+    }
+
+    /// Returns the injector for the destination.
+    pub fn injector(&self) -> Option<Injector> {
+        self.connected.as_ref().map(|connected| connected.injector)
+    }
+
+    /// Loads pages in the background as long as there is time, or no more.
+    pub fn fill_in_background(&self, fill: bool) {
+        if let Some(connected) = &self.connected {
+            connected.supply.fill_all.store(fill, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the stream for the destination, once.
+    pub(crate) fn take_stream(&mut self) -> Vec<u8> {
+        self.connected.as_mut().map(|connected| std::mem::take(&mut connected.stream)).unwrap_or_default()
+    }
+
+    /// Records which pages are missing and where they are, so that a pager process can supply them. The loaded memory is this VM's from
+    /// here on.
+    pub(crate) fn record_fill(
+        &mut self,
+        rundir: &RunDir,
+        vmm: &Vmm,
+        store: &StoreUrl,
+        identity: Option<&Identity>,
+    ) -> Result<(), RestoreError> {
+        let pager_lock = lock(rundir)?;
+        let info = self.input.image()?.info();
+        let paged = self.input.paged.clone();
+        Fill::new(store.clone(), identity, info, vmm.clone(), &self.ram, paged).write(rundir)?;
+        if let Some(connected) = &mut self.connected {
+            connected.supply.pager_lock = Some(pager_lock);
+        }
+        Ok(())
+    }
+
+    /// Starts the pager process, and lets it take over from this one. A failure is logged, since the guest may run: `recover` starts
+    /// another pager.
+    pub fn hand_over_to_pager(&mut self, rundir: &RunDir) {
+        let Some(Connected { supply, .. }) = self.connected.take() else { return };
+        let ready = UnixStream::pair().and_then(|(ours, theirs)| {
+            spawn_pager(rundir, &["--hand-over"], Stdio::from(OwnedFd::from(theirs)))?;
+            ours.set_read_timeout(Some(PAGER_TIMEOUT))?;
+            (&ours).read_exact(&mut [0])
+        });
+        if let Err(e) = ready {
+            let (name, log) = (rundir.name(), log(rundir));
+            tracing::warn!(
+                "cannot start the pager of {name} ({e}; check {}); the guest blocks where it needs a missing page; to start \
+                 a pager: rekindle recover {name}",
+                log.display()
+            );
+        }
+        match supply.end() {
+            Ok(progress) => tracing::debug!("{} pages were supplied before the pager took over", progress.demanded),
+            Err(e) => tracing::warn!("{e}"),
+        }
+    }
+}
+
+impl Ram for OnDemandRam {
+    /// The checkpoint is still in the store, whatever the guest has done since.
+    fn note_evidence(&self, _operation: &mut Operation) {}
+}
+
+impl RamSource for OnDemandRam {
+    type Error = RestoreError;
+
+    /// Registers the memory and prefills what QEMU reads while it loads the devices. From here on, access to a missing page
+    /// blocks until it is supplied.
+    fn connect(&mut self, destination: &Vmm, qmp: &mut Qmp) -> Result<Feed, RestoreError> {
+        let (input, ram) = (&self.input, &self.ram);
+        let registered = self.registered.take();
+        let (stream, registered) = thread::scope(|scope| {
+            let stream = scope.spawn(|| input.stream(ram));
+            let first = scope.spawn(|| input.first());
+            let mut registered = match registered {
+                Some(registered) => registered,
+                None => RegisteredMemory::new(destination, qmp, ram, &input.paged)?,
+            };
+            registered.pager.overwrite(ram, &mut UncommittedPages::new(input, ram, &mut |_| {}))?;
+            let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            input.put_first(&first, ram, &mut registered.pager)?;
+            let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            Ok::<_, RestoreError>((stream, registered))
+        })?;
+        let RegisteredMemory { injector, pager, feed } = registered;
+        let supply = PageSupply::start(pager, Arc::clone(&self.input), Arc::clone(&self.ram));
+        self.connected = Some(Connected { injector, stream, supply });
+        Ok(feed)
+    }
+}
+
+/// A thread that supplies the pages that are waited for. On drop it ends, and access to a missing page blocks.
+#[derive(Debug)]
+struct PageSupply {
+    stop: Arc<AtomicBool>,
+    /// Whether pages are loaded in the background, too.
+    fill_all: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Result<Progress, PagerError>>>,
+    /// Locks out pager processes, once one could start.
+    pager_lock: Option<File>,
+}
+
+impl PageSupply {
+    /// The thread also owns the descriptor: after the pager process has taken over and ended, a zero page would block as long as
+    /// ours is open.
+    fn start(mut pager: Pager, input: Arc<LoadInput>, ram: Arc<GuestRam>) -> Self {
+        let (stop, fill_all) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let thread = thread::spawn({
+            let (stop, fill_all) = (Arc::clone(&stop), Arc::clone(&fill_all));
+            move || pager.run_on_demand(&mut UncommittedPages::new(&input, &ram, &mut |_| {}), &stop, &fill_all)
+        });
+        Self { stop, fill_all, thread: Some(thread), pager_lock: None }
+    }
+
+    fn end(mut self) -> Result<Progress, PagerError> {
+        self.stop.store(true, Ordering::Relaxed);
+        let Some(thread) = self.thread.take() else { return Ok(Progress::default()) };
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+}
+
+impl Drop for PageSupply {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Pages of a checkpoint that may not be committed yet.
+struct UncommittedPages<'a> {
+    input: &'a LoadInput,
+    ram: &'a GuestRam,
+    on_event: Option<&'a mut dyn FnMut(&PagerEvent)>,
+    source: Option<CheckpointPages<'a>>,
+}
+
+impl<'a> UncommittedPages<'a> {
+    fn new(input: &'a LoadInput, ram: &'a GuestRam, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
+        Self { input, ram, on_event: Some(on_event), source: None }
+    }
+}
+
+impl PageSource for UncommittedPages<'_> {
+    type Error = RestoreError;
+
+    fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, RestoreError> {
+        if let Some(on_event) = self.on_event.take() {
+            self.source = Some(CheckpointPages::new(self.input.image()?, self.ram, on_event));
+        }
+        match &mut self.source {
+            Some(source) => Ok(source.page(block, page, buffer)?),
+            None => Err(RestoreError::NotCommitted { number: self.input.number }),
+        }
+    }
+
+    fn retry(&mut self, error: &RestoreError, attempt: u32) -> Option<Duration> {
+        match (&mut self.source, error) {
+            (Some(source), RestoreError::Store(e)) => source.retry(e, attempt),
+            _ => None,
+        }
+    }
+}
+
+/// Starts the pager process.
+///
+/// # Errors
+/// [`RestoreError::Start`].
+pub fn start_pager(rundir: &RunDir) -> Result<(), RestoreError> {
+    spawn_pager(rundir, &[], Stdio::null()).map_err(|source| RestoreError::Start { name: rundir.name().into(), source })
+}
+
+fn spawn_pager(rundir: &RunDir, arguments: &[&str], stdin: Stdio) -> std::io::Result<()> {
+    let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(log(rundir));
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["pager"]).args(arguments).arg(rundir.name()).stdout(open()?).stderr(open()?);
+    if let Some(root) = rundir.path().parent() {
+        command.env("REKINDLE_RUN_DIR", root);
+    }
+    detach(&mut command).stdin(stdin).spawn().map(disown)
+}
+
+fn log(rundir: &RunDir) -> PathBuf {
+    rundir.file("pager.log")
+}
+
+/// Waits until the pager process has loaded all memory.
+pub(crate) fn wait_filled(rundir: &RunDir, vmm: &Vmm) -> Result<(), RestoreError> {
+    let deadline = Instant::now() + FILL_TIMEOUT;
+    while rundir.fill().exists() {
+        if !vmm.is_alive() || Instant::now() > deadline {
+            let log = last_lines(&log(rundir), 10);
+            return Err(RestoreError::NotFilled { name: rundir.name().into(), log });
+        }
+        thread::sleep(FILL_POLL_INTERVAL);
+    }
+    Ok(())
+}

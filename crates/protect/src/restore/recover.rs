@@ -1,0 +1,52 @@
+//! Finishes or undoes an interrupted restore or its preparation. The checkpoint is still in the store.
+
+use super::RestoreError;
+use rekindle_handover::{Destination, Handover};
+use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::cleanup::clean_up;
+use rekindle_vm::error::LifeError;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Step};
+use rekindle_vm::life::Held;
+use rekindle_vm::timeline::Recorder;
+
+/// What became of the VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// The guest runs; or, after a preparation, a QEMU waits.
+    Finished,
+    /// Nothing is left of it.
+    Removed,
+}
+
+/// Finishes a restore if its guest may have run, else undoes it.
+///
+/// # Errors
+/// [`RestoreError`]; then the recovery can be repeated.
+pub fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Outcome, RestoreError> {
+    let destination = journal.operation.to.clone().filter(Vmm::is_alive);
+    let Some(vmm) = destination.filter(|_| journal.operation.step >= Step::Resume) else {
+        clean_up(host, &held.rundir, &held.state)?;
+        return Ok(Outcome::Removed);
+    };
+    let recorder = Recorder::new(held.rundir.name(), "recover");
+    let mut handover = Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder };
+    let qmp = vmm.connect(vmm::START)?;
+    let loaded = Destination::adopt(vmm, qmp)?.wait_until_loaded()?;
+    loaded.commit(&mut handover, "resume")?.settle(handover, "record")?;
+    Ok(Outcome::Finished)
+}
+
+/// Finishes a preparation if its QEMU was recorded, else undoes it.
+///
+/// # Errors
+/// [`RestoreError`]; then the recovery can be repeated.
+pub fn recover_prepare(host: &Host, held: &Held, journal: Journal) -> Result<Outcome, RestoreError> {
+    if let Err(LifeError::Prepared { .. }) = held.vmm() {
+        let path = held.rundir.file("operation.json");
+        journal.close().map_err(|source| RestoreError::Journal { path, source })?;
+        return Ok(Outcome::Finished);
+    }
+    clean_up(host, &held.rundir, &held.state)?;
+    Ok(Outcome::Removed)
+}

@@ -1,0 +1,104 @@
+//! Stopping and resuming a QEMU's guest. Nothing else in Rekindle sends `stop` or `cont`.
+
+use crate::qmp::{Qmp, QmpError};
+use serde_json::Value;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long QEMU may take to stop or resume a guest. It takes a millisecond, and longer if the guest's disks are slow.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long QEMU may take to cancel a save whose reader has closed.
+const REJECTED_TIMEOUT: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
+
+const STOP: &str = "stop";
+const RESUME: &str = "cont";
+
+/// Returns QEMU's run state, for example `running` or `paused`.
+///
+/// # Errors
+/// If QEMU does not answer.
+pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
+    let status: Value = qmp.execute("query-status", ())?;
+    Ok(status.get("status").and_then(Value::as_str).unwrap_or("unknown").to_owned())
+}
+
+/// Stops the guest. Returns the time of its `STOP` in µs since 1970.
+///
+/// # Errors
+/// If QEMU rejects it or does not answer.
+pub fn stop(qmp: &mut Qmp) -> Result<u64, QmpError> {
+    qmp.drop_events();
+    qmp.execute::<Value>(STOP, ())?;
+    wait_stopped(qmp)
+}
+
+/// Sends ahead what can be sent of the command that stops the guest, for [`stop_staged`].
+///
+/// # Errors
+/// If QEMU has ended.
+pub fn stage_stop(qmp: &mut Qmp) -> Result<(), QmpError> {
+    qmp.stage(STOP, ())
+}
+
+/// Stops the guest by the staged command. Returns the time of its `STOP` in µs since 1970.
+///
+/// # Errors
+/// If QEMU rejects it or does not answer.
+pub fn stop_staged(qmp: &mut Qmp) -> Result<u64, QmpError> {
+    qmp.drop_events();
+    qmp.fire(STOP)?;
+    qmp.reply::<Value>(STOP)?;
+    wait_stopped(qmp)
+}
+
+/// Resumes the guest. Returns the time of its `RESUME` in µs since 1970.
+///
+/// # Errors
+/// If QEMU rejects it or does not answer.
+pub fn resume(qmp: &mut Qmp) -> Result<u64, QmpError> {
+    qmp.drop_events();
+    qmp.execute::<Value>(RESUME, ())?;
+    wait_resumed(qmp, ANSWER_TIMEOUT)
+}
+
+/// As [`resume`], for a QEMU whose save was broken off: it rejects the command until it has cancelled the save.
+///
+/// # Errors
+/// If QEMU rejects it for a second, or does not answer.
+pub fn resume_after_save(qmp: &mut Qmp) -> Result<u64, QmpError> {
+    let deadline = Instant::now() + REJECTED_TIMEOUT;
+    loop {
+        match resume(qmp) {
+            Err(QmpError::Refused { .. }) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
+            result => return result,
+        }
+    }
+}
+
+/// Sends ahead what can be sent of the command that resumes the guest, for [`resume_staged`].
+///
+/// # Errors
+/// If QEMU has ended.
+pub fn stage_resume(qmp: &mut Qmp) -> Result<(), QmpError> {
+    qmp.stage(RESUME, ())
+}
+
+/// Resumes the guest by the staged command, at the end of a load if one is in progress. Returns the time of its `RESUME`
+/// in µs since 1970.
+///
+/// # Errors
+/// If QEMU rejects it, or does not resume the guest within `timeout`.
+pub fn resume_staged(qmp: &mut Qmp, timeout: Duration) -> Result<u64, QmpError> {
+    qmp.fire(RESUME)?;
+    qmp.reply::<Value>(RESUME)?;
+    wait_resumed(qmp, timeout)
+}
+
+fn wait_stopped(qmp: &mut Qmp) -> Result<u64, QmpError> {
+    qmp.wait_event("STOP", ANSWER_TIMEOUT, |event| (event.name == "STOP").then_some(event.host_us))
+}
+
+fn wait_resumed(qmp: &mut Qmp, timeout: Duration) -> Result<u64, QmpError> {
+    qmp.wait_event("RESUME", timeout, |event| (event.name == "RESUME").then_some(event.host_us))
+}

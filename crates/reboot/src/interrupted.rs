@@ -1,0 +1,196 @@
+//! An interrupted operation: how its recovery may end, and whether the QEMUs answer on which it depends. A QEMU that does not answer
+//! may still run its guest: it is killed only if the user asks for that (`--force`).
+
+use crate::error::RebootError;
+use rekindle_handover::{Handover, HandoverError};
+use rekindle_kernel::sched;
+use rekindle_qemu::guest::{self, run_state};
+use rekindle_qemu::program::Program;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_qemu::vmm::{self, Vmm};
+use rekindle_vm::journal::{Journal, Kind, Operation, Step};
+use rekindle_vm::life::Held;
+use rekindle_vm::qemu::processes_of;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use rekindle_vm::timeline::Recorder;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// What `recover` did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Recovered {
+    Nothing,
+    /// An interrupted checkpoint had left the guest stopped; it was resumed.
+    Unpaused,
+    /// A disk server had ended; it was started again.
+    Served,
+    /// The operation was undone: the guest runs in the source QEMU, with its memory.
+    Undone,
+    /// The operation was finished: the guest runs in the destination QEMU, with its memory.
+    Finished,
+    /// The guest was resumed from its saved state, with its memory.
+    FromState,
+    /// A start or a cold reboot was finished: the guest was booted.
+    Started,
+    /// The guest's memory was lost, and it was booted from its disks.
+    Booted,
+    /// A preparation was finished: a QEMU waits for a restore.
+    Prepared,
+    /// A move was undone: the guest runs on this host.
+    MovedBack,
+    /// A move was finished: the guest runs on the other host, and nothing of it remains here.
+    MovedAway,
+    /// The VM was removed: a stop was finished, or a start was undone.
+    Removed,
+}
+
+impl fmt::Display for Recovered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Nothing => "there was nothing to recover",
+            Self::Unpaused => "an interrupted checkpoint or suspend had left the guest stopped; it was resumed",
+            Self::Served => "a disk server had ended; it was started again",
+            Self::Undone => "undone: the guest runs in the same QEMU as before, with its memory",
+            Self::Finished => "finished: the guest runs in the destination QEMU, with its memory",
+            Self::FromState => "the guest was resumed from its saved state, with its memory",
+            Self::Started => "finished: the guest was booted",
+            Self::Booted => "the guest's memory was lost; it was booted from its disks",
+            Self::Prepared => "finished: a QEMU waits for a checkpoint",
+            Self::MovedBack => "undone: the guest runs on this host, with its memory",
+            Self::MovedAway => "finished: the guest runs on the other host, and nothing of it remains here",
+            Self::Removed => "the VM is removed",
+        })
+    }
+}
+
+/// How long to wait on one of the two monitor sockets before trying the other.
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What `recover` does about a QEMU that runs and does not answer.
+#[derive(Debug, Clone, Copy)]
+pub struct SilentQemuPolicy {
+    /// How long to wait for an answer.
+    pub wait: Duration,
+    /// Kill the QEMU after that time. If unset, the recovery fails and changes nothing.
+    pub force: bool,
+}
+
+impl Default for SilentQemuPolicy {
+    fn default() -> Self {
+        Self { wait: Duration::from_secs(60), force: false }
+    }
+}
+
+/// Waits for an answer from each QEMU that the recovery of an operation depends on.
+///
+/// *On success:* each of these QEMUs answers, has ended, or was killed because of [`SilentQemuPolicy::force`].
+pub(crate) fn require_answers(held: &Held, operation: &Operation, policy: SilentQemuPolicy) -> Result<(), RebootError> {
+    // A QEMU that has not run a guest, or whose VM is to be removed, is ended without an answer.
+    if matches!(operation.kind, Kind::Stop | Kind::Run | Kind::Prepare) {
+        return Ok(());
+    }
+    let name = held.rundir.name();
+    if operation.step >= Step::Resume
+        && let Some(destination_qemu) = destination(held, operation)?
+        && wait_for_answer(name, &destination_qemu, policy)?
+    {
+        // The destination runs the guest; the source does not matter.
+        return Ok(());
+    }
+    if let Some(source_qemu) = operation.from.as_ref().or(held.state.vmm.as_ref()) {
+        wait_for_answer(name, source_qemu, policy)?;
+    }
+    Ok(())
+}
+
+/// Returns the QEMU that the operation started, recorded or not.
+fn destination(held: &Held, operation: &Operation) -> Result<Option<Vmm>, RebootError> {
+    match operation.to.clone().filter(Vmm::is_alive) {
+        Some(recorded) => Ok(Some(recorded)),
+        None => of_generation(&held.rundir, &held.state, operation.generation),
+    }
+}
+
+/// Returns the live QEMU of a generation of the VM.
+pub(crate) fn of_generation(rundir: &RunDir, state: &State, generation: u32) -> Result<Option<Vmm>, RebootError> {
+    let directory = rundir.vmm(generation);
+    let failed = |source| RebootError::File { path: directory.0.clone(), source };
+    let Some(process) = processes_of(&directory).map_err(failed)?.into_iter().find(|process| process.is_alive()) else {
+        return Ok(None);
+    };
+    // Prefer the recorded binary: the program of the process may be a dynamic loader.
+    let recorded = state.vmm.as_ref().filter(|vmm| vmm.process() == process).map(|vmm| vmm.binary.clone());
+    let binary = recorded.or_else(|| Some(Program::of(process).ok()?.start)).unwrap_or_else(|| PathBuf::from("qemu"));
+    Ok(Some(Vmm { binary, pid: process.pid, started: process.started, directory: directory.0, monitor: None }))
+}
+
+/// Waits until a QEMU answers. Returns `false` if it has ended, or was killed because of [`SilentQemuPolicy::force`].
+///
+/// # Errors
+/// [`HandoverError::Silent`]: nothing was changed.
+pub(crate) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -> Result<bool, RebootError> {
+    let watched = |source: io::Error| RebootError::File { path: vmm.directory.clone(), source };
+    let answers = |qmp: &mut Qmp| run_state(qmp).is_ok();
+    let deadline = Instant::now() + policy.wait;
+    let mut reported = false;
+    loop {
+        if vmm.process().wait_end(Duration::ZERO).map_err(watched)? {
+            return Ok(false);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        let turn = left.min(SOCKET_TIMEOUT).max(Duration::from_millis(1));
+        // QEMU serves one client per socket, and another client may be connected to one of them.
+        if vmm.connect(turn).is_ok_and(|mut qmp| answers(&mut qmp))
+            || vmm.watch(turn).is_ok_and(|mut qmp| answers(&mut qmp))
+        {
+            return Ok(true);
+        }
+        if left.is_zero() {
+            break;
+        }
+        if !std::mem::replace(&mut reported, true) {
+            tracing::warn!(
+                "{name}: QEMU (process {}) runs but does not answer; waiting up to {} s",
+                vmm.pid,
+                policy.wait.as_secs()
+            );
+        }
+    }
+    if vmm.process().wait_end(Duration::ZERO).map_err(watched)? {
+        return Ok(false);
+    }
+    if !policy.force {
+        return Err(HandoverError::Silent { name: name.into(), pid: vmm.pid, waited: policy.wait }.into());
+    }
+    tracing::warn!("{name}: QEMU (process {}) does not answer; killing it (--force)", vmm.pid);
+    vmm.kill().map_err(watched)?;
+    Ok(false)
+}
+
+/// Continues an interrupted operation. Its timeline is not recorded.
+pub(crate) fn continue_interrupted(held: &Held, journal: Journal) -> Handover {
+    let recorder = Recorder::new(held.rundir.name(), "recover");
+    Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder }
+}
+
+/// Resumes a guest that an interrupted checkpoint left stopped.
+pub(crate) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
+    let mark = held.rundir.paused();
+    if !mark.exists() {
+        return Ok(Recovered::Nothing);
+    }
+    // Its threads may still have raised priority.
+    let _ = sched::normal(vmm.process());
+    let mut qmp = vmm.connect(vmm::START)?;
+    if run_state(&mut qmp)? == "paused" {
+        guest::resume(&mut qmp)?;
+    }
+    fs::remove_file(&mark).map_err(|source| RebootError::File { path: mark, source })?;
+    Ok(Recovered::Unpaused)
+}

@@ -1,0 +1,136 @@
+//! Finishes or undoes an interrupted operation. Each operation recovers itself; this decides which one that is.
+//!
+//! The live processes and the files decide, in this order:
+//!
+//! 1. The destination QEMU runs the guest: the operation is finished.
+//! 2. The source QEMU lives and the guest has not run in the destination: it resumes in the source.
+//! 3. The saved state is complete and the guest has not run since: a new QEMU is started from it.
+//! 4. Otherwise the guest's memory is lost: that is reported, and the guest is booted from its disks.
+
+mod idle;
+
+pub use crate::interrupted::{Recovered, SilentQemuPolicy};
+
+use crate::error::RebootError;
+use crate::host::{self, HostError};
+use crate::interrupted::{continue_interrupted, require_answers};
+use crate::vmm::RUN_STATE_TIMEOUT;
+use crate::vmm::recover::{recover_cold, recover_handover};
+use rekindle_kernel::sched;
+use rekindle_protect::moving::settle::{Settled, settle};
+use rekindle_protect::restore;
+use rekindle_qemu::vmm::Vmm;
+use rekindle_vm::cleanup::clean_up;
+use rekindle_vm::error::LifeError;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind, Step};
+use rekindle_vm::life::{Held, Status, status};
+use rekindle_vm::lock::RunState;
+use rekindle_vm::rundir::RunDir;
+
+/// Finishes or undoes an interrupted operation on VM `name`, or boots a guest whose QEMU has died.
+///
+/// *Needs:* no other operation on the VM.
+/// *On success:* as [`Recovered`] states; exactly one QEMU runs the guest.
+/// *On failure:* no additional QEMU runs; the recovery can be repeated.
+///
+/// # Errors
+/// [`RebootError`]; [`RebootError::needs_recovery`] if a QEMU that may run the guest does not answer.
+pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
+    let (held, journal) = Held::take_anyhow(host, name, "recover")?;
+    let _run_state = RunState::acquire(&held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+    let Some(journal) = journal else { return idle::recover_idle(host, &held, policy) };
+    require_answers(&held, &journal.operation, policy)?;
+    for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
+        // An interrupted hand-over has left its threads at raised priority: harmless, but not meant to last.
+        let _ = sched::normal(vmm.process());
+    }
+    let recovered = match journal.operation.kind {
+        Kind::Run => recover_run(host, &held, journal),
+        Kind::Prepare => Ok(match restore::recover::recover_prepare(host, &held, journal)? {
+            restore::recover::Outcome::Finished => Recovered::Prepared,
+            restore::recover::Outcome::Removed => Recovered::Removed,
+        }),
+        Kind::Restore => Ok(match restore::recover::recover_restore(host, &held, journal)? {
+            restore::recover::Outcome::Finished => Recovered::Finished,
+            restore::recover::Outcome::Removed => Recovered::Removed,
+        }),
+        Kind::Move => recover_move(host, &held, journal),
+        Kind::Stop => {
+            clean_up(host, &held.rundir, &held.state)?;
+            Ok(Recovered::Removed)
+        }
+        Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return host::recover(host, &held, journal),
+        Kind::OsKexec => recover_kexec(&held, journal, policy),
+        // A guest that was not yet resumed from a boot snapshot is booted instead.
+        Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => {
+            recover_cold(continue_interrupted(&held, journal))
+        }
+        Kind::VmmWarm | Kind::VmmSaved => recover_handover(continue_interrupted(&held, journal)),
+    }?;
+    idle::forget_saved(host, &held);
+    Ok(recovered)
+}
+
+/// Finishes a start if its QEMU was recorded, else undoes it.
+fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+    if held.vmm().is_ok() {
+        let path = held.rundir.file("operation.json");
+        journal.close().map_err(|source| RebootError::File { path, source })?;
+        return Ok(Recovered::Started);
+    }
+    clean_up(host, &held.rundir, &held.state)?;
+    Ok(Recovered::Removed)
+}
+
+/// Settles a move by the owner of the store. If the guest's QEMU died before the other host was notified, the memory is
+/// lost.
+fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+    if journal.operation.step < Step::Resume && !journal.operation.from.as_ref().is_some_and(Vmm::is_alive) {
+        return crate::vmm::recover::boot_after_loss(continue_interrupted(held, journal), None);
+    }
+    Ok(match settle(host, held, journal).map_err(RebootError::Move)? {
+        Settled::ResumedHere => Recovered::MovedBack,
+        Settled::RunsThere => Recovered::MovedAway,
+    })
+}
+
+/// Recovers a kexec: the guest has started the other kernel, or runs as before, or is booted.
+fn recover_kexec(held: &Held, mut journal: Journal, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
+    let path = held.rundir.file("operation.json");
+    let failed = |source| RebootError::File { path: path.clone(), source };
+    match crate::os::recover_kexec(held, &journal, policy.force)? {
+        Some(another) => {
+            journal.close().map_err(failed)?;
+            Ok(if another { Recovered::Started } else { Recovered::Undone })
+        }
+        None => {
+            journal.operation.kind = Kind::OsCold;
+            journal.advance(Step::Suspend).map_err(failed)?;
+            recover_cold(continue_interrupted(held, journal))
+        }
+    }
+}
+
+/// Finishes or undoes an interrupted suspend of the VMs `names` under `token`, so that it can be repeated: at the end
+/// of a shutdown no other process can do this.
+///
+/// *On success:* `true`: the suspend had been committed, and the remaining QEMUs have ended. `false`: it had not, and
+/// the guests run; guests that could not be recovered are logged.
+/// *On failure:* nothing was changed, or only some of the QEMUs have ended.
+///
+/// # Errors
+/// [`HostError::Record`], [`HostError::Ending`].
+pub fn recover_suspend(host: &Host, names: &[String], token: &str) -> Result<bool, HostError> {
+    if host::end_committed_suspend(host, token)? {
+        return Ok(true);
+    }
+    for name in names {
+        if matches!(status(&RunDir::new(&host.root, name)), Ok(Status::NeedsRecovery))
+            && let Err(error) = recover(host, name, SilentQemuPolicy::default())
+        {
+            tracing::warn!("{name}: {}", host::with_cause(&error));
+        }
+    }
+    Ok(false)
+}
