@@ -357,7 +357,7 @@ fn resume_loaded<R: Ram>(
     handover.pass("host.resume.struck");
     let running = loaded.commit(&mut handover, "resume")?;
     handover.pass("host.resume.resumed");
-    // First, so that a recovery does not look for the saved state, which is removed with the entry.
+    // First: the saved state is removed with the entry, and a recovery must not need it any more.
     running.confirm(&mut handover)?;
     record.remove_entry(&name).map_err(unwritten)?;
     handover.pass("host.resume.recorded");

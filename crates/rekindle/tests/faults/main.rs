@@ -391,6 +391,32 @@ impl<'a> Case<'a> {
     }
 }
 
+/// Another process, for example a protector, stops the guest while a destination is prepared. The failed preparation must not
+/// resume it: its pages may just be copied.
+#[test]
+fn a_failed_preparation_leaves_a_stopped_guest_stopped() {
+    let lab = Lab::new();
+    let guest = lab.vm("calm").boot(&[]);
+    let source = guest.only_qemu();
+    let mut command = lab.command(["reboot", "vmm", &guest.name]);
+    let mut reboot = command.env("REKINDLE_FAULT", "warm.prepare.recorded:stop").spawn().unwrap();
+    let state = |pid: u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        stat.rsplit(')').next().unwrap().trim().chars().next()
+    };
+    wait_for("the reboot to be stopped", DEADLINE, || (state(reboot.id()) == Some('T')).then_some(()));
+    let monitor = || Qmp::connect(&source.directory.join("watch.sock"), DEADLINE).unwrap();
+    rekindle_qemu::guest::stop(&mut monitor()).unwrap();
+    let destination = guest.qemus().into_iter().find(|qemu| qemu.process != source.process).unwrap();
+    destination.process.kill().unwrap();
+    Process::of(reboot.id()).unwrap().resume().unwrap();
+    assert_eq!(reboot.wait().unwrap().code(), Some(1));
+    assert_eq!(source.run_state().as_deref(), Some("paused"));
+    rekindle_qemu::guest::resume(&mut monitor()).unwrap();
+    assert_eq!(guest.status(), "running");
+    guest.assert_sound();
+}
+
 /// Kills `recover` at several moments. The last `recover`, which is not killed, must succeed.
 #[test]
 fn recover_can_itself_be_killed() {
