@@ -97,9 +97,9 @@ impl Destination<Spawned> {
     ) -> Result<Self, HandoverError> {
         let vmm = environment.spawn(handover.journal.operation.generation, start, taps)?;
         handover.journal.operation.to = Some(vmm.clone());
-        handover.pass_pipeline(PipelinePoint::Spawned);
+        handover.pass_pipeline(PipelinePoint::Spawned, start);
         let connected = handover.write_journal().and_then(|()| {
-            handover.pass_pipeline(PipelinePoint::Recorded);
+            handover.pass_pipeline(PipelinePoint::Recorded, start);
             Ok(vmm.connect(vmm::START)?)
         });
         match connected {
@@ -264,7 +264,7 @@ impl<R: Ram> Destination<Loaded<R>> {
         if self.stage.resume == ResumeCommand::Staged {
             handover.recorder.step("decide");
         }
-        handover.pass_pipeline(PipelinePoint::Decided);
+        handover.pass_pipeline(PipelinePoint::Decided, self.start);
         let resumed_host_us = match self.stage.resume {
             ResumeCommand::Staged => guest::resume_staged(&mut self.qmp, STAGED_RESUME_TIMEOUT)?,
             ResumeCommand::AfterLoad if handover.journal.operation.running => guest::resume(&mut self.qmp)?,
@@ -285,7 +285,7 @@ impl<R> Destination<Running<R>> {
         handover.recorder.phase(Phase::Settle);
         (handover.journal.operation.untouched_since_ns, handover.journal.operation.disks_at_resume) = (None, None);
         handover.advance(Step::Settle)?;
-        handover.pass_pipeline(PipelinePoint::Settling);
+        handover.pass_pipeline(PipelinePoint::Settling, self.start);
         if self.vmm.is_alive() {
             return Ok(());
         }
@@ -298,12 +298,12 @@ impl<R> Destination<Running<R>> {
     /// # Errors
     /// [`HandoverError::DiedRunning`]: the destination has died. Others: the operation needs recovery.
     pub fn settle(mut self, mut handover: Handover, step: &str) -> Result<Settled<R>, HandoverError> {
-        handover.pass_pipeline(PipelinePoint::Resumed);
+        handover.pass_pipeline(PipelinePoint::Resumed, self.start);
         self.confirm(&mut handover)?;
         // The recorded binary has the name that the user gave, and not the one to which the kernel resolves it.
         let destination = handover.destination().filter(|to| to.process() == self.vmm.process());
         let destination = destination.unwrap_or(&self.vmm).clone();
-        end_source(&handover, &destination)?;
+        end_source(&handover, &destination, self.start)?;
         let state = self.record(&mut handover, destination)?;
         // Obsolete since the guest runs; it must not outlive the journal that names it.
         if let Some(saved) = &handover.journal.operation.saved {
@@ -319,7 +319,7 @@ impl<R> Destination<Running<R>> {
         let operation = journal.operation.clone();
         journal.close().map_err(failed)?;
         recorder.step(step);
-        PipelinePoint::Closed.pass(&operation);
+        PipelinePoint::Closed.pass(&operation, self.start);
         let Self { vmm, qmp, stage: Running { ram, resumed_host_us }, .. } = self;
         Ok(Settled { vmm, qmp, ram, resumed_host_us, state, recorder })
     }
@@ -340,13 +340,13 @@ impl<R> Destination<Running<R>> {
         let path = handover.rundir.file("state.json");
         let name = handover.name().to_owned();
         state.write(&handover.rundir).map_err(|source| HandoverError::NotRecorded { name, path, source })?;
-        handover.pass_pipeline(PipelinePoint::StateWritten);
+        handover.pass_pipeline(PipelinePoint::StateWritten, self.start);
         Ok(state)
     }
 }
 
 /// Ends the source and every other QEMU of its generation.
-fn end_source(handover: &Handover, destination: &Vmm) -> Result<(), HandoverError> {
+fn end_source(handover: &Handover, destination: &Vmm, start: Start) -> Result<(), HandoverError> {
     if let Some(source) = handover.live_source().filter(|source| source.process() != destination.process()) {
         source.kill().map_err(handover.file_error("qemu"))?;
     }
@@ -357,7 +357,7 @@ fn end_source(handover: &Handover, destination: &Vmm) -> Result<(), HandoverErro
     if !is_recorded {
         end_generation(&handover.rundir, previous)?;
     }
-    handover.pass_pipeline(PipelinePoint::SourceEnded);
+    handover.pass_pipeline(PipelinePoint::SourceEnded, start);
     if !is_recorded {
         let _ = fs::remove_dir_all(handover.rundir.vmm(previous).0);
     }
@@ -371,7 +371,7 @@ impl<Stage> Destination<Stage> {
 
     fn wait_loaded(&mut self, handover: &Handover, timeout: Duration) -> Result<(), HandoverError> {
         wait_loaded(&mut self.qmp, timeout)?;
-        handover.pass_pipeline(PipelinePoint::Loaded);
+        handover.pass_pipeline(PipelinePoint::Loaded, self.start);
         Ok(())
     }
 }

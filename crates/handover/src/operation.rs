@@ -2,6 +2,7 @@
 
 use crate::saved_state::remove_stream;
 use crate::{HandoverError, evidence};
+use rekindle_qemu::command::Start;
 use rekindle_qemu::guest;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::fault;
@@ -85,9 +86,10 @@ impl Handover {
         fault::point(name, self.source(), self.destination());
     }
 
-    /// Passes the fault point that operations of this kind have at a step of the pipeline, if they have one.
-    pub(crate) fn pass_pipeline(&self, point: PipelinePoint) {
-        point.pass(&self.journal.operation);
+    /// Passes the fault point of a step of the pipeline, if there is one for such an operation and a destination that was started
+    /// in this way.
+    pub(crate) fn pass_pipeline(&self, point: PipelinePoint, start: Start) {
+        point.pass(&self.journal.operation, start);
     }
 
     /// Returns a function that adds the path of a file of the run directory to an error.
@@ -211,15 +213,30 @@ pub(crate) enum PipelinePoint {
 
 impl PipelinePoint {
     /// Passes the fault point that `operation` has at this moment, if it has one.
-    pub(crate) fn pass(self, operation: &Operation) {
-        if let Some(name) = self.name(operation.kind) {
+    pub(crate) fn pass(self, operation: &Operation, start: Start) {
+        if let Some(name) = self.name(operation.kind, start) {
             fault::point(name, operation.from.as_ref(), operation.to.as_ref());
         }
     }
 
-    /// Returns the name of the fault point in operations of `kind`. A technique that passes a point of its own at the same
-    /// moment has none here.
-    fn name(self, kind: Kind) -> Option<&'static str> {
+    /// Returns the name of the fault point. A technique that passes a point of its own at the same moment has none here.
+    fn name(self, kind: Kind, start: Start) -> Option<&'static str> {
+        match start {
+            Start::Boot => None,
+            // Whatever the operation is, its guest boots.
+            Start::Paused => Some(match self {
+                Self::Spawned => "cold.renew.spawned",
+                Self::Recorded => "cold.renew.recorded",
+                Self::Decided => "cold.resume.journalled",
+                Self::Resumed => "cold.resume.resumed",
+                Self::Closed => "cold.settle.recorded",
+                Self::Loaded | Self::Settling | Self::SourceEnded | Self::StateWritten => return None,
+            }),
+            Start::Incoming => self.name_of_load(kind),
+        }
+    }
+
+    fn name_of_load(self, kind: Kind) -> Option<&'static str> {
         Some(match (kind, self) {
             (Kind::VmmWarm, Self::Spawned) => "warm.prepare.spawned",
             (Kind::VmmWarm, Self::Recorded) => "warm.prepare.recorded",
@@ -234,11 +251,6 @@ impl PipelinePoint {
             (Kind::VmmSaved, Self::Decided) => "saved.resume.journalled",
             (Kind::VmmSaved, Self::Resumed) => "saved.resume.resumed",
             (Kind::VmmSaved, Self::Closed) => "saved.settle.recorded",
-            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Spawned) => "cold.renew.spawned",
-            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Recorded) => "cold.renew.recorded",
-            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Decided) => "cold.resume.journalled",
-            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Resumed) => "cold.resume.resumed",
-            (Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache, Self::Closed) => "cold.settle.recorded",
             (Kind::Prepare, Self::Spawned) => "prepare.spawned",
             (Kind::Restore, Self::Spawned) => "restore.prepare.spawned",
             (Kind::Restore, Self::Recorded) => "restore.prepare.recorded",
