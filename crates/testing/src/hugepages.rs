@@ -54,6 +54,9 @@ impl HugePages {
 
 impl Drop for HugePages {
     fn drop(&mut self) {
+        if self.added == 0 {
+            return;
+        }
         let path = pool_file("nr_hugepages");
         let removed = read_pool("nr_hugepages").and_then(|size| {
             fs::write(&path, size.saturating_sub(self.added).to_string())
