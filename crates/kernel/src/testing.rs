@@ -95,30 +95,3 @@ impl Drop for Area {
         unsafe { libc::munmap(self.start.cast(), self.pages * self.page) };
     }
 }
-
-/// Takes huge pages from the system for as long as it lives, one process at a time. `None` where that is not allowed.
-pub struct HugePages {
-    before: String,
-    _alone: std::fs::File,
-}
-
-const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
-
-impl HugePages {
-    pub fn take(pages: usize) -> Option<Self> {
-        let alone = std::fs::File::open(HUGE_PAGES).ok()?;
-        rustix::fs::flock(&alone, rustix::fs::FlockOperation::LockExclusive).ok()?;
-        let before = std::fs::read_to_string(HUGE_PAGES).ok()?.trim().to_owned();
-        let wanted = before.parse::<usize>().ok()? + pages;
-        std::fs::write(HUGE_PAGES, wanted.to_string()).ok()?;
-        let taken = Self { before, _alone: alone };
-        let now = std::fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<usize>().ok()?;
-        (now >= wanted).then_some(taken)
-    }
-}
-
-impl Drop for HugePages {
-    fn drop(&mut self) {
-        let _ = std::fs::write(HUGE_PAGES, &self.before);
-    }
-}

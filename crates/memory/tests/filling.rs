@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::victim::{self, HugePages, Kind, PAGE, Victim, expected};
+use common::victim::{self, Kind, PAGE, Victim, expected};
 use common::wait_for;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::userfault::remote;
@@ -14,6 +14,8 @@ use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, Dirty, Filling, TrackError, Tracker};
 use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::stopped::Stopped;
+use rekindle_testing::hugepages::HugePages;
+use rekindle_testing::process::descriptors;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -111,13 +113,13 @@ fn attach(victim: &Victim) -> Box<Filling> {
 
 #[test]
 fn a_checkpoint_overwritten_with_the_reported_pages_is_the_memory_at_each_stop() {
-    let huge = HugePages::take(32);
+    let huge = HugePages::add(32).ok();
     let mut kinds = vec![(Kind::Private, 6000, false), (Kind::Shared, 6000, false)];
     kinds.extend([(Kind::Private, 6000, true), (Kind::Shared, 6000, true)]);
     kinds.extend(huge.as_ref().map(|_| (Kind::Huge, 16, false)));
     for (kind, pages, give_back) in kinds {
         let mut victim = Victim::mixer(kind, pages, give_back);
-        let before = victim::descriptors(victim.process);
+        let before = descriptors(victim.process.pid);
         let injector = Injector::new(victim.process).unwrap();
         let total = victim.ram.blocks()[0].info.used;
         let mut image = vec![0; total as usize];
@@ -209,7 +211,7 @@ fn a_checkpoint_overwritten_with_the_reported_pages_is_the_memory_at_each_stop()
         let taken = taken.load(Ordering::SeqCst);
         assert!(taken > 5, "{kind:?}: {taken} checkpoints during the fill");
         assert!(reported > 0, "{kind:?}");
-        assert_eq!(victim::descriptors(victim.process), before, "{kind:?}");
+        assert_eq!(descriptors(victim.process.pid), before, "{kind:?}");
         assert!(!victim.is_registered());
         assert!(victim.end());
     }

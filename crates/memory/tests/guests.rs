@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::qemu::{Config, MIB, Qemu, Ram, everything, overlay, pause, tools};
+use common::qemu::{Config, MIB, Qemu, Ram, everything, overlay, pause};
 use common::{victim, wait_for};
 use rekindle_kernel::inject::{Call, Injector};
 use rekindle_kernel::userfault::remote;
@@ -16,6 +16,8 @@ use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
 use rekindle_qemu::adopt::adopt;
 use rekindle_qemu::ramblock;
 use rekindle_qemu::stopped::{NotStopped, Stopped};
+use rekindle_testing::process::open_files;
+use rekindle_testing::tools::{qemu_new, qemu_old};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -32,7 +34,7 @@ const ENOUGH: u64 = 1 << 20;
 const SANDBOX: [&str; 2] = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
 
 fn binaries() -> [&'static Path; 2] {
-    [&tools().new, &tools().old]
+    [qemu_new(), qemu_old()]
 }
 
 fn apply(ram: &GuestRam, dirty: &Dirty, copies: &mut [Vec<u8>]) {
@@ -148,7 +150,7 @@ fn a_qemu_is_identified_by_its_socket_and_its_blocks_are_found() {
 
 #[test]
 fn obstacles_to_adoption_are_named() {
-    let binary = &tools().new;
+    let binary = qemu_new();
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let file = directory.path().join("shared");
     fs::write(&file, vec![0; 4 << 20]).unwrap();
@@ -192,7 +194,7 @@ fn a_copy_that_follows_a_running_guest_is_its_memory_at_each_stop() {
         let mut qmp = qemu.qmp();
         let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
         let injector = Injector::new(qemu.process).unwrap();
-        let before = victim::open_files(qemu.process);
+        let before = open_files(qemu.process.pid);
         assert!(matches!(Stopped::check(&mut qmp), Err(NotStopped::Runs { .. })));
         pause(&mut qmp, true);
         let mut stopped = Stopped::check(&mut qmp).unwrap();
@@ -213,7 +215,7 @@ fn a_copy_that_follows_a_running_guest_is_its_memory_at_each_stop() {
         assert!(reported > 0 && reported < 8 * (MIB << 20) / 2, "{reported}");
         pause(&mut qmp, false);
         tracker.detach().unwrap();
-        assert_eq!(victim::open_files(qemu.process), before);
+        assert_eq!(open_files(qemu.process.pid), before);
         assert!(!victim::is_registered(qemu.process));
         drop(qmp);
         qemu.verify();
@@ -228,7 +230,7 @@ fn checkpoints_are_copied_while_the_guest_runs() {
         let mut qmp = qemu.qmp();
         let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
         let injector = Injector::new(qemu.process).unwrap();
-        let before = victim::open_files(qemu.process);
+        let before = open_files(qemu.process.pid);
         pause(&mut qmp, true);
         let copies = Arc::new(Mutex::new(everything(&ram)));
         let copier = Arc::clone(&copies);
@@ -257,7 +259,7 @@ fn checkpoints_are_copied_while_the_guest_runs() {
         }
         assert!(tracker.faults() > 0);
         tracker.detach().unwrap();
-        assert_eq!(victim::open_files(qemu.process), before);
+        assert_eq!(open_files(qemu.process.pid), before);
         assert!(!victim::is_registered(qemu.process));
         drop(qmp);
         qemu.verify();
@@ -272,7 +274,7 @@ fn a_hundred_attachments_leave_no_trace() {
         let mut qmp = qemu.qmp();
         let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
         let injector = Injector::new(qemu.process).unwrap();
-        let before = victim::open_files(qemu.process);
+        let before = open_files(qemu.process.pid);
         for _ in 0..100 {
             pause(&mut qmp, true);
             let mut stopped = Stopped::check(&mut qmp).unwrap();
@@ -280,7 +282,7 @@ fn a_hundred_attachments_leave_no_trace() {
             pause(&mut qmp, false);
             tracker.detach().unwrap();
         }
-        assert_eq!(victim::open_files(qemu.process), before);
+        assert_eq!(open_files(qemu.process.pid), before);
         assert!(!victim::is_registered(qemu.process));
         drop(qmp);
         qemu.verify();
@@ -291,7 +293,7 @@ fn a_hundred_attachments_leave_no_trace() {
 fn a_qemu_of_another_user_is_tracked_through_the_device() {
     let allowed = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap();
     assert_eq!(allowed.trim(), "0", "only root may use userfaultfd in this test: sysctl vm.unprivileged_userfaultfd=0");
-    let config = Config::new(&tools().new, Ram::Private).with(&["-run-with", "user=nobody", "-sandbox", "on"]);
+    let config = Config::new(qemu_new(), Ram::Private).with(&["-run-with", "user=nobody", "-sandbox", "on"]);
     let qemu = Qemu::start(config);
     let mut qmp = qemu.qmp();
     let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
@@ -317,7 +319,7 @@ fn a_qemu_of_another_user_is_tracked_through_the_device() {
 #[test]
 fn pages_written_by_disk_reads_are_reported() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let (disk, archive) = (directory.path().join("disk"), directory.path().join("overlay"));
+    let disk = directory.path().join("disk");
     let mut random = 1u64;
     let content: Vec<u8> = (0..(24 << 20) / 8)
         .flat_map(|_| {
@@ -332,13 +334,12 @@ fn pages_written_by_disk_reads_are_reported() {
     let script = "#!/bin/sh\nmount -t proc proc /proc\nmount -t devtmpfs dev /dev\n\
         while read -r module; do insmod /modules/$module.ko; done </modules/order\n\
         while true; do echo sum $(md5sum </dev/vda); echo 3 >/proc/sys/vm/drop_caches; done\n";
-    overlay(&archive, &[("init", 0o100_755, script)]);
+    let archive = overlay(&[("init", 0o100_755, script)]);
     for binary in binaries() {
         for kind in [Ram::File, Ram::Private] {
             let drive = format!("file={},if=none,id=d,format=raw,cache=none,aio=native", disk.display());
-            let mut config = Config::new(binary, kind).with(&["-drive", &drive, "-device", "virtio-blk-pci,drive=d"]);
-            config.overlay = Some(archive.clone());
-            let qemu = Qemu::start(config);
+            let config = Config::new(binary, kind).with(&["-drive", &drive, "-device", "virtio-blk-pci,drive=d"]);
+            let qemu = Qemu::start(config.overlay(archive.clone()));
             let sums = || qemu.console().lines().filter(|line| line.starts_with("sum ")).count();
             wait_for(|| qemu.output(), || (sums() > 0).then_some(()));
             let mut qmp = qemu.qmp();

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::victim::{self, HugePages, Kind, PAGE, Victim, expected};
+use common::victim::{self, Kind, PAGE, Victim, expected};
 use common::wait_for;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::process::Process;
@@ -14,6 +14,8 @@ use rekindle_memory::missing::{Content, PageSource, Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::ramblock::RamBlock;
+use rekindle_testing::hugepages::HugePages;
+use rekindle_testing::process::descriptors;
 use std::io;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -78,12 +80,12 @@ fn never() -> AtomicBool {
 
 #[test]
 fn every_page_is_right_during_the_fill_and_no_trace_is_left() {
-    let huge = HugePages::take(16);
+    let huge = HugePages::add(16).ok();
     let mut kinds = vec![(Kind::Private, 4000), (Kind::Shared, 4000)];
     kinds.extend(huge.as_ref().map(|_| (Kind::Huge, 8)));
     for (kind, pages) in kinds {
         let mut reader = Victim::reader(kind, pages);
-        let before = victim::descriptors(reader.process);
+        let before = descriptors(reader.process.pid);
         let injector = Injector::new(reader.process).unwrap();
         let mut source = Pattern::default();
         let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
@@ -97,7 +99,7 @@ fn every_page_is_right_during_the_fill_and_no_trace_is_left() {
         // Only while the reader runs: after its end it has no memory.
         if reader.is_reading() {
             assert!(!reader.is_registered());
-            assert_eq!(victim::descriptors(reader.process), before);
+            assert_eq!(descriptors(reader.process.pid), before);
         }
         assert!(reader.is_right());
     }
@@ -185,7 +187,7 @@ fn pager() {
 fn pagers_are_killed_one_after_the_other_and_every_page_is_right() {
     for (kind, pages) in [(Kind::Private, 20_000), (Kind::Shared, 20_000)] {
         let mut reader = Victim::reader(kind, pages);
-        let before = victim::descriptors(reader.process);
+        let before = descriptors(reader.process.pid);
         let injector = Injector::new(reader.process).unwrap();
         let mut killed = 0;
         for round in 0.. {
@@ -220,7 +222,7 @@ fn pagers_are_killed_one_after_the_other_and_every_page_is_right() {
         assert!(killed > 3, "{killed}");
         if let Some(mut last) = Pager::take_over(injector, &reader.ram, all).unwrap() {
             assert!(last.run(&mut Pattern::default(), [], &never()).unwrap().complete);
-            assert_eq!(victim::descriptors(reader.process), before);
+            assert_eq!(descriptors(reader.process.pid), before);
         }
         assert!(reader.is_right(), "{kind:?}");
     }

@@ -6,13 +6,15 @@
 
 mod common;
 
-use common::victim::{self, HugePages, Kind, PAGE, Victim};
+use common::victim::{self, Kind, PAGE, Victim};
 use common::wait_for;
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::userfault::remote;
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, Dirty, Synchronous, TrackError, Tracker, close_leftovers, leftovers};
 use rekindle_qemu::stopped::Stopped;
+use rekindle_testing::hugepages::HugePages;
+use rekindle_testing::process::descriptors;
 use std::fs;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -63,7 +65,7 @@ fn kinds() -> Kinds {
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     // Twice as many as are used: a page that was given back is not free immediately, and without a free page its next
     // writer would be killed.
-    let huge = HugePages::take(64);
+    let huge = HugePages::add(64).ok();
     let mut all = vec![(Kind::Private, 8000), (Kind::Shared, 8000)];
     match huge {
         Some(_) => all.push((Kind::Huge, 32)),
@@ -79,7 +81,7 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
         for give_back in [false, true] {
             let victim = Victim::start(kind, pages, give_back);
             let injector = Injector::new(victim.process).unwrap();
-            let before = victim::descriptors(victim.process);
+            let before = descriptors(victim.process.pid);
             let mut stopped = Stopped::vouched();
             victim.stop();
             let attached = Asynchronous::attach(injector, Arc::clone(&victim.ram), &mut stopped, None);
@@ -105,7 +107,7 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
             assert!(reported > 0 && (kind == Kind::Huge || reported < 40 * copy.len() as u64 / 2), "{reported}");
             victim.resume();
             tracker.detach().unwrap();
-            assert_eq!(victim::descriptors(victim.process), before);
+            assert_eq!(descriptors(victim.process.pid), before);
             assert!(!victim.is_registered());
         }
     }
@@ -126,7 +128,7 @@ fn with_the_synchronous_tracker_every_page_is_copied_as_it_was_at_the_stop() {
     for &(kind, pages) in &kinds.all {
         let victim = Victim::start(kind, pages, false);
         let injector = Injector::new(victim.process).unwrap();
-        let before = victim::descriptors(victim.process);
+        let before = descriptors(victim.process.pid);
         let mut stopped = Stopped::vouched();
         victim.stop();
         let copy = Arc::new(Mutex::new(victim.memory()));
@@ -134,7 +136,7 @@ fn with_the_synchronous_tracker_every_page_is_copied_as_it_was_at_the_stop() {
         let ram = Arc::clone(&victim.ram);
         let attached = Synchronous::attach(injector, ram, &mut stopped, save.clone(), None);
         let mut tracker = attached.unwrap_or_else(|e| panic!("{kind:?}: {e}: {:?}", std::error::Error::source(&e)));
-        assert_eq!(victim::descriptors(victim.process), before, "only this process has the descriptor");
+        assert_eq!(descriptors(victim.process.pid), before, "only this process has the descriptor");
         for round in 0..25 {
             victim.resume();
             thread::sleep(Duration::from_millis(5));
@@ -165,7 +167,7 @@ fn with_the_synchronous_tracker_every_page_is_copied_as_it_was_at_the_stop() {
         }
         assert!(tracker.faults() > 0 && tracker.copied_for_writers() > 0, "{kind:?}");
         tracker.detach().unwrap();
-        assert_eq!(victim::descriptors(victim.process), before);
+        assert_eq!(descriptors(victim.process.pid), before);
         assert!(!victim.is_registered());
     }
 }
@@ -262,7 +264,7 @@ fn the_process_continues_when_a_synchronous_tracker_dies() {
 fn the_record_of_a_dead_asynchronous_tracker_is_resumed_or_removed() {
     let victim = Victim::start(Kind::Shared, 4000, false);
     let injector = Injector::new(victim.process).unwrap();
-    let before = victim::descriptors(victim.process);
+    let before = descriptors(victim.process.pid);
     let ram = || Arc::clone(&victim.ram);
     let mut stopped = Stopped::vouched();
     assert!(Asynchronous::resume(injector, ram(), &mut stopped).unwrap().is_none());
@@ -287,7 +289,7 @@ fn the_record_of_a_dead_asynchronous_tracker_is_resumed_or_removed() {
     drop(new);
     assert_eq!(close_leftovers(injector).unwrap(), 1);
     assert_eq!(close_leftovers(injector).unwrap(), 0);
-    assert_eq!(victim::descriptors(victim.process), before);
+    assert_eq!(descriptors(victim.process.pid), before);
     assert!(!victim.is_registered());
     victim.resume();
     assert_writes(&victim);
@@ -297,7 +299,7 @@ fn the_record_of_a_dead_asynchronous_tracker_is_resumed_or_removed() {
 fn attaching_and_detaching_a_hundred_times_leaves_no_trace() {
     let victim = Victim::start(Kind::Private, 1000, false);
     let injector = Injector::new(victim.process).unwrap();
-    let before = victim::descriptors(victim.process);
+    let before = descriptors(victim.process.pid);
     let nothing = |_: &GuestRam, _: usize, _: Range<u64>| {};
     for round in 0..100 {
         let ram = Arc::clone(&victim.ram);
@@ -312,7 +314,7 @@ fn attaching_and_detaching_a_hundred_times_leaves_no_trace() {
             victim.resume();
             tracker.detach().unwrap();
         }
-        assert_eq!(victim::descriptors(victim.process), before, "round {round}");
+        assert_eq!(descriptors(victim.process.pid), before, "round {round}");
         assert!(!victim.is_registered(), "round {round}");
     }
     assert_writes(&victim);

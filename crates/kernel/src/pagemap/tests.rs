@@ -1,8 +1,9 @@
 //! Scans of memory of our own.
 
 use super::*;
-use crate::testing::{Area, HugePages, Kind};
+use crate::testing::{Area, Kind};
 use crate::userfault::{Features, Mode, Userfault};
+use rekindle_testing::hugepages::HugePages;
 
 fn pages(area: &Area, runs: &[Range<u64>]) -> Vec<Range<u64>> {
     let size = area.address(1) - area.address(0);
@@ -19,10 +20,10 @@ fn armed(area: &Area) -> Userfault {
 
 #[test]
 fn written_pages_are_found_again_and_again_until_they_are_rearmed() {
-    let huge = HugePages::take(16);
+    let huge = HugePages::add(16);
     for kind in [Kind::Private, Kind::Shared, Kind::Huge] {
         let Some(area) = Area::try_new(kind, 16) else {
-            eprintln!("no huge pages: not run for them ({})", huge.is_some());
+            eprintln!("no huge pages: not run for them ({})", huge.is_ok());
             continue;
         };
         area.set(0, 1);
@@ -106,10 +107,10 @@ fn whether_the_kernel_reports_memory_given_back_is_found_by_trying() {
 /// One descriptor for missing pages and for writes: what a pager that records what is written while it fills relies on.
 #[test]
 fn a_page_that_comes_protected_counts_as_written_from_its_first_write_on_and_a_missing_one_does_not() {
-    let huge = HugePages::take(8);
+    let huge = HugePages::add(8);
     for kind in [Kind::Private, Kind::Shared, Kind::Huge] {
         let Some(area) = Area::try_new(kind, 8) else {
-            eprintln!("no huge pages: not run for them ({})", huge.is_some());
+            eprintln!("no huge pages: not run for them ({})", huge.is_ok());
             continue;
         };
         let size = (area.address(1) - area.address(0)) as usize;

@@ -7,6 +7,7 @@ use crate::memory;
 use crate::process::Process;
 use crate::testing::{Area, Kind};
 use rekindle_pages::PAGE_SIZE;
+use rekindle_testing::process::descriptors;
 use rustix::event::{PollFd, PollFlags, poll};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -150,16 +151,6 @@ fn a_range_of_another_userfaultfd_is_busy_and_a_missing_feature_is_named() {
     assert_eq!((Features::MISSING_SHMEM | Features::WP_UNPOPULATED).since(), (6, 4));
     assert!(e.to_string().contains("POISON, WP_ASYNC; Linux 6.7"), "{e}");
     assert!(supported().unwrap().contains(Features::MISSING_SHMEM));
-}
-
-fn descriptors(pid: u32) -> Vec<(String, String)> {
-    let entries = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
-    let link = |entry: &fs::DirEntry| fs::read_link(entry.path()).map(|path| path.to_string_lossy().into_owned());
-    let mut all: Vec<_> = entries
-        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), link(&entry).unwrap_or_default()))
-        .collect();
-    all.sort();
-    all
 }
 
 struct Cat {

@@ -31,35 +31,6 @@ pub enum Kind {
     Huge,
 }
 
-/// Adds huge pages to the system's pool until it is dropped; one process at a time.
-pub struct HugePages {
-    before: u64,
-    _alone: fs::File,
-}
-
-const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
-/// Lock file for changes of the pool; the tests of other crates lock it too.
-const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
-
-impl HugePages {
-    /// `None` if the system cannot provide them.
-    pub fn take(pages: u64) -> Option<Self> {
-        let alone = fs::File::open(POOL).ok()?;
-        rustix::fs::flock(&alone, rustix::fs::FlockOperation::LockExclusive).ok()?;
-        let now = || fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<u64>().ok();
-        let before = now()?;
-        fs::write(HUGE_PAGES, (before + pages).to_string()).ok()?;
-        let taken = Self { before, _alone: alone };
-        (now()? >= before + pages).then_some(taken)
-    }
-}
-
-impl Drop for HugePages {
-    fn drop(&mut self) {
-        let _ = fs::write(HUGE_PAGES, self.before.to_string());
-    }
-}
-
 /// A running victim.
 pub struct Victim {
     child: Child,
@@ -207,26 +178,6 @@ impl Victim {
 /// Returns whether any memory of a process is registered with a userfaultfd.
 pub fn is_registered(process: Process) -> bool {
     !remote::registered(process, Mode::all()).unwrap().is_empty()
-}
-
-/// Lists the descriptors of a process: number and file.
-pub fn descriptors(process: Process) -> Vec<(String, String)> {
-    let entries = fs::read_dir(format!("/proc/{}/fd", process.pid)).unwrap().flatten();
-    let link = |entry: &fs::DirEntry| fs::read_link(entry.path()).map(|path| path.to_string_lossy().into_owned());
-    let mut all: Vec<_> = entries
-        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), link(&entry).unwrap_or_default()))
-        .collect();
-    all.sort();
-    all
-}
-
-/// Lists the open files of a process except sockets, which change. Without numbers, because QEMU reopens its eventfds when
-/// a guest resumes.
-pub fn open_files(process: Process) -> Vec<String> {
-    let files = descriptors(process).into_iter().map(|(_, file)| file);
-    let mut files: Vec<_> = files.filter(|file| !file.starts_with("socket:")).collect();
-    files.sort();
-    files
 }
 
 impl Drop for Victim {

@@ -4,8 +4,9 @@ use super::lab::{CommandResult, Lab};
 use super::observe::{self, Qemu};
 use super::{DEADLINE, wait_for};
 use rekindle_kernel::netns;
+use rekindle_testing::micro::exchange;
 use serde_json::Value;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -69,22 +70,14 @@ impl<'a> Guest<'a> {
 
     /// Sends a command to one of its ports and returns the reply.
     pub fn try_ask_at(&self, port: u16, command: &str) -> io::Result<String> {
-        Self::exchange(&self.connect(port)?, command, Duration::from_secs(60))
+        exchange(&self.connect(port)?, command, Duration::from_secs(60))
     }
 
     /// Returns whether the guest answers. QEMU's user network accepts a connection before its guest can, and retransmits a
     /// lost packet only after 6 to 48 s: another connection is faster.
     pub fn is_up(&self) -> bool {
         let soon = Duration::from_secs(2);
-        self.connect(self.address.port()).and_then(|stream| Self::exchange(&stream, "boot-id", soon)).is_ok()
-    }
-
-    fn exchange(stream: &TcpStream, command: &str, patience: Duration) -> io::Result<String> {
-        stream.set_read_timeout(Some(patience))?;
-        writeln!(&*stream, "{command}")?;
-        let mut reply = String::new();
-        BufReader::new(stream).read_line(&mut reply)?;
-        if reply.ends_with('\n') { Ok(reply.trim_end().into()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+        self.connect(self.address.port()).and_then(|stream| exchange(&stream, "boot-id", soon)).is_ok()
     }
 
     /// Sends a command without waiting for a reply: the guest may end before it replies.
@@ -100,7 +93,7 @@ impl<'a> Guest<'a> {
     pub fn ask(&self, command: &str) -> String {
         // A guest that runs on a busy machine may take a while.
         let stream = self.connect_within(self.address.port(), DEADLINE);
-        let reply = stream.and_then(|stream| Self::exchange(&stream, command, Duration::from_secs(60)));
+        let reply = stream.and_then(|stream| exchange(&stream, command, Duration::from_secs(60)));
         let reply =
             reply.unwrap_or_else(|e| panic!("`{command}` to guest {}: {e}\n{}", self.name, self.lab.state_report()));
         let rest = reply.strip_prefix("ok");

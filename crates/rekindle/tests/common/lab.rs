@@ -3,6 +3,7 @@
 use super::vm::Vm;
 use super::{DEADLINE, observe};
 use rekindle_qemu::binary::Binary;
+use rekindle_testing::tools;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -10,96 +11,16 @@ use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
-
-fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-/// The QEMU binaries and the guest image that the tests need.
-struct Tools {
-    old: PathBuf,
-    new: PathBuf,
-    newest: PathBuf,
-    micro: PathBuf,
-}
-
-fn tools() -> &'static Tools {
-    static TOOLS: OnceLock<Tools> = OnceLock::new();
-    TOOLS.get_or_init(|| {
-        let mut known: BTreeMap<String, String> = BTreeMap::new();
-        const QEMUS: [&str; 3] = ["QEMU_OLD", "QEMU_NEW", "QEMU_NEWEST"];
-        for name in QEMUS.into_iter().chain(["REKINDLE_TEST_MICRO"]) {
-            known.extend(std::env::var(name).ok().filter(|value| !value.is_empty()).map(|value| (name.into(), value)));
-        }
-        if !QEMUS.iter().all(|name| known.contains_key(*name)) {
-            let text = script("scripts/setup", &["--print-env"]);
-            let pairs = text.lines().filter_map(|line| line.split_once('='));
-            for (name, value) in pairs {
-                known.entry(name.into()).or_insert_with(|| value.into());
-            }
-        }
-        let micro = known.remove("REKINDLE_TEST_MICRO");
-        let micro =
-            micro.unwrap_or_else(|| script("tests/images/build", &["micro"]).lines().last().unwrap_or("").into());
-        let path = |name: &str| PathBuf::from(known.get(name).map_or("", String::as_str));
-        let [old, new, newest] = QEMUS.map(path);
-        let tools = Tools { old, new, newest, micro: micro.into() };
-        for file in [&tools.old, &tools.new, &tools.newest, &tools.micro.join("vmlinuz"), &tools.micro.join("initrd")] {
-            assert!(file.exists(), "{} is missing; run: scripts/setup && tests/images/build micro", file.display());
-        }
-        tools
-    })
-}
-
-/// Returns the directory of the Debian guest, which has a second disk for data.
-fn debian() -> &'static Path {
-    static DEBIAN: OnceLock<PathBuf> = OnceLock::new();
-    DEBIAN.get_or_init(|| {
-        let given = std::env::var("REKINDLE_TEST_DEBIAN").ok().filter(|value| !value.is_empty());
-        given.unwrap_or_else(|| script("tests/images/build", &["immutable"]).lines().last().unwrap_or("").into()).into()
-    })
-}
-
-/// Returns the directory of the micro guest that can leak its kernel's memory.
-fn leaky() -> &'static Path {
-    static LEAKY: OnceLock<PathBuf> = OnceLock::new();
-    LEAKY.get_or_init(|| {
-        let given = std::env::var("REKINDLE_TEST_LEAK").ok().filter(|value| !value.is_empty());
-        given.unwrap_or_else(|| script("tests/images/leak/build", &[]).lines().last().unwrap_or("").into()).into()
-    })
-}
-
-fn script(name: &str, arguments: &[&str]) -> String {
-    let output = Command::new(repository().join(name)).args(arguments).output();
-    let output = output.unwrap_or_else(|e| panic!("{name}: {e}; run: scripts/setup"));
-    assert!(output.status.success(), "{name} failed; run: scripts/setup\n{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).expect("text")
-}
-
-/// Returns the QEMU of the tests' VMs: version 10, or the one that `QEMU_NEW` names.
-pub fn qemu_new() -> &'static Path {
-    &tools().new
-}
-
-/// Returns QEMU 11, a script that starts the binary with its own dynamic loader.
-pub fn qemu_newest() -> &'static Path {
-    &tools().newest
-}
 
 /// Returns the major version of a QEMU.
 pub fn major(qemu: &Path) -> u32 {
     static KNOWN: Mutex<BTreeMap<PathBuf, u32>> = Mutex::new(BTreeMap::new());
     let ask = || Binary::probe(qemu).expect("it is a QEMU").version.major;
     *KNOWN.lock().expect("nothing panics meanwhile").entry(qemu.to_owned()).or_insert_with(ask)
-}
-
-/// Returns QEMU 7.2.
-pub fn qemu_old() -> &'static Path {
-    &tools().old
 }
 
 /// The environment of one test.
@@ -121,7 +42,6 @@ impl Lab {
     /// Creates a lab for VMs without taps.
     pub fn without_root() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        tools();
         let made = tempfile::Builder::new().prefix("rekindle-test-").tempdir_in("/dev/shm");
         let directory = made.expect("a directory in /dev/shm");
         fs::create_dir(directory.path().join("saved")).expect("a directory");
@@ -146,23 +66,17 @@ impl Lab {
 
     /// Returns the micro guest's kernel and RAM disk.
     pub fn image(&self) -> (PathBuf, PathBuf) {
-        (tools().micro.join("vmlinuz"), tools().micro.join("initrd"))
+        (tools::micro().join("vmlinuz"), tools::micro().join("initrd"))
     }
 
     /// Returns kernel and RAM disk of the micro guest that can leak.
     pub fn leaky(&self) -> (PathBuf, PathBuf) {
-        let directory = leaky();
-        assert!(directory.join("initrd").exists(), "{} is missing; run: tests/images/leak/build", directory.display());
-        (directory.join("vmlinuz"), directory.join("initrd"))
+        (tools::leaky().join("vmlinuz"), tools::leaky().join("initrd"))
     }
 
     /// Returns kernel, RAM disk, disk and second disk of the Debian guest.
     pub fn debian(&self) -> [PathBuf; 4] {
-        ["vmlinuz", "initrd", "disk.raw", "data.raw"].map(|name| {
-            let path = debian().join(name);
-            assert!(path.exists(), "{} is missing; run: tests/images/build immutable", path.display());
-            path
-        })
+        ["vmlinuz", "initrd", "disk.raw", "data.raw"].map(|name| tools::debian().join(name))
     }
 
     /// Returns a number that is unique in this lab, from 1.

@@ -2,7 +2,9 @@
 
 use super::bridge::Bridge;
 use super::guest::Guest;
-use super::lab::{Lab, qemu_new};
+use super::lab::Lab;
+use rekindle_testing::micro;
+use rekindle_testing::tools::qemu_new;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -15,7 +17,7 @@ const NO_CIPHER_TESTS: &str = "cryptomgr.notests";
 pub enum Net {
     /// A tap in the lab's namespace.
     Tap,
-    /// QEMU's own network, with this port of the host forwarded to the guest's port 7000.
+    /// QEMU's own network, with this port of the host forwarded to the guest's command service.
     User(u16),
     /// No network.
     None,
@@ -154,7 +156,7 @@ impl<'a> Vm<'a> {
             }
             Net::User(_) | Net::None => (None, Ipv4Addr::LOCALHOST.into()),
         };
-        let port = if let Net::User(port) = self.net { port } else { 7000 };
+        let port = if let Net::User(port) = self.net { port } else { micro::PORT };
         Guest::new(self.lab, &self.name, namespace, SocketAddr::new(address, port))
     }
 

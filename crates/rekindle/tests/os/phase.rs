@@ -1,6 +1,7 @@
 //! `rekindle reboot os --how phase`: a guest resumes from a phase of an earlier boot, and never from one that has read
 //! disk blocks which were written since.
 
+use crate::common::huge::{add_huge_pages, mount_hugetlbfs};
 use crate::common::served::{digest, image, kill_server, read, section};
 use crate::common::{CommandResult, DEADLINE, Guest, Lab, wait_for};
 use rekindle_vm::lock::Lock;
@@ -329,9 +330,9 @@ fn a_reboot_waits_for_a_phase_that_is_being_saved_and_for_nothing_else() {
 /// In huge pages, the new guest's memory would be that of the previous one.
 #[test]
 fn a_guest_in_huge_pages_has_no_phases() {
-    let pages = crate::common::HugePages::borrow(264);
+    let _pages = add_huge_pages(264);
     let lab = Lab::new();
-    let ram = pages.mount(&lab, "huge", ",size=264M");
+    let ram = mount_hugetlbfs(&lab, "huge", ",size=264M");
     let vm = lab.vm("huge").memory("256M").section(&format!("[ram]\ndir = {ram:?}"));
     let guest = vm.section(PHASES).section(&section(&image(&lab, "disk.raw"), "")).boot(&[]);
     reboot(&guest, &[]).status(1).prints(&["huge was not rebooted", "huge pages", "--how cold"]);

@@ -4,11 +4,10 @@
 use crate::common::lab::{entries, left_in};
 use crate::common::protector::Protector;
 use crate::common::served::{image, kill_server, section};
-use crate::common::{CommandResult, DEADLINE, Guest, Lab, Net, observe, qemu_old, wait_for};
+use crate::common::{CommandResult, DEADLINE, Guest, Lab, Net, free_port, observe, qemu_old, wait_for};
 use rekindle_disk::control::Control;
 use serde_json::Value;
 use std::fs;
-use std::net::TcpListener;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -64,10 +63,6 @@ impl Drop for Spare<'_> {
             let _ = qemu.process.kill();
         }
     }
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 fn store(lab: &Lab) -> String {

@@ -1,11 +1,12 @@
 //! `rekindle attach` and `detach`: QEMUs that were started by hand or by libvirt, not by Rekindle.
 
-use crate::common::foreign::{ForeignQemu, descriptors, free_port};
 use crate::common::protector::wait_filled;
-use crate::common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_newest, qemu_old, wait_for};
+use crate::common::{DEADLINE, Guest, Lab, Net, free_port, qemu_new, qemu_newest, qemu_old, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::Mode;
 use rekindle_kernel::userfault::remote;
+use rekindle_testing::foreign::{ForeignQemu, Options};
+use rekindle_testing::process::open_files;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,9 +18,40 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-fn attach(lab: &Lab, foreign: &ForeignQemu<'_>) {
+/// A guest in a QEMU that Rekindle has not started.
+struct ForeignGuest<'a> {
+    /// The guest as Rekindle sees it after `rekindle attach`.
+    guest: Guest<'a>,
+    qemu: ForeignQemu,
+}
+
+impl<'a> ForeignGuest<'a> {
+    fn boot(lab: &'a Lab, name: &str, binary: &Path, arguments: &[&str]) -> Self {
+        Self::boot_with(lab, name, Options::new(binary).arguments(arguments))
+    }
+
+    fn boot_with(lab: &'a Lab, name: &str, options: Options<'_>) -> Self {
+        let directory = lab.path(&format!("foreign-{name}"));
+        fs::create_dir(&directory).unwrap();
+        // A QEMU of another user must have access.
+        fs::set_permissions(lab.path(""), PermissionsExt::from_mode(0o755)).unwrap();
+        let qemu = ForeignQemu::boot(&directory, &options.append("rekindle.tick=20"));
+        Self { guest: lab.vm(name).net(Net::User(qemu.port())).guest(), qemu }
+    }
+
+    /// Returns the path of its QMP socket.
+    fn socket(&self) -> String {
+        self.qemu.path("qmp").to_str().unwrap().to_owned()
+    }
+
+    fn open_files(&self) -> BTreeMap<String, usize> {
+        open_files(self.qemu.process.pid)
+    }
+}
+
+fn attach(lab: &Lab, foreign: &ForeignGuest<'_>) {
     let attached = lab.rekindle(["--json", "attach", &foreign.guest.name, "--qmp", &foreign.socket()]).ok();
-    assert_eq!(attached.json()["vmm"]["pid"], foreign.process.pid);
+    assert_eq!(attached.json()["vmm"]["pid"], foreign.qemu.process.pid);
 }
 
 /// Runs `rekindle protect`, which has to end successfully, and returns its checkpoint events.
@@ -57,7 +89,7 @@ fn assert_not_rebooted(guest: &Guest<'_>, boot: &str) {
 /// Protects a guest with each policy while it writes, kills it, and restores it from the checkpoints of each.
 fn protect_kill_and_restore(binary: &Path, arguments: &[&str]) {
     let lab = Lab::without_root();
-    let mut foreign = ForeignQemu::boot(&lab, "foreign", binary, arguments, None);
+    let mut foreign = ForeignGuest::boot(&lab, "foreign", binary, arguments);
     let guest = &foreign.guest;
     attach(&lab, &foreign);
     assert_eq!(guest.status(), "running");
@@ -72,7 +104,7 @@ fn protect_kill_and_restore(binary: &Path, arguments: &[&str]) {
         assert!(checkpoints[1..].iter().all(|checkpoint| checkpoint["full"] == false), "{checkpoints:?}");
     }
     let tick = guest.tick();
-    foreign.kill();
+    foreign.qemu.kill();
     let guest = &foreign.guest;
     assert_eq!(guest.status(), "ended");
     for policy in policies {
@@ -132,25 +164,20 @@ fn a_card_on_a_tap_gets_what_the_definition_has() {
     ip(&["tuntap", "add", &ifname, "mode", "tap"]);
     let tap = format!("tap,id=lan,ifname={ifname},script=no,downscript=no");
     let card = "virtio-net-pci,netdev=lan,mac=52:54:00:00:00:78";
-    let mut foreign = ForeignQemu::boot(
-        &lab,
-        "tapped",
-        qemu_new(),
-        &["-machine", "q35", "-m", "96M", "-netdev", &tap, "-device", card],
-        None,
-    );
+    let arguments = ["-machine", "q35", "-m", "96M", "-netdev", &tap, "-device", card];
+    let mut foreign = ForeignGuest::boot(&lab, "tapped", qemu_new(), &arguments);
     attach(&lab, &foreign);
     let boot = foreign.guest.boot_id();
     foreign.guest.touch("20M");
     let store = lab.path("store");
     protect(&lab, "tapped", &store, &["--count", "2"]);
-    foreign.kill();
+    foreign.qemu.kill();
     ip(&["link", "del", &ifname]);
     let arguments = ["restore", "tapped", "--store", store.to_str().unwrap()];
     lab.rekindle(arguments).status(1).prints(&["network lan", "needs one again", "--definition"]);
     lab.assert_empty();
     let definition = lab.path("here.toml");
-    let port = foreign.port();
+    let port = foreign.qemu.port();
     let (kernel, _) = lab.image();
     let write_definition = |second_net: &str| {
         let first_net = format!("[[net]]\nkind = \"user\"\nforward = [\"127.0.0.1:{port}:7000\"]\n");
@@ -203,15 +230,15 @@ fn assert_no_trace(process: Process, files_before: &BTreeMap<String, usize>) {
     assert!(remote::existing(process).unwrap().is_empty(), "a userfaultfd is left");
     let registered = remote::registered(process, Mode::MISSING | Mode::WRITE_PROTECT).unwrap();
     assert!(registered.is_empty(), "memory is still registered: {registered:x?}");
-    assert_eq!(&descriptors(process), files_before, "descriptors are left");
+    assert_eq!(&open_files(process.pid), files_before, "descriptors are left");
 }
 
 #[test]
 fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
     let lab = Lab::without_root();
-    let foreign = ForeignQemu::boot(&lab, "traced", qemu_new(), &["-machine", "q35", "-m", "192M"], None);
+    let foreign = ForeignGuest::boot(&lab, "traced", qemu_new(), &["-machine", "q35", "-m", "192M"]);
     let guest = &foreign.guest;
-    let files = foreign.descriptors();
+    let files = foreign.open_files();
     guest.touch("40M");
     guest.ask("dirty 20 40 random");
     for policy in ["precopy", "cow", "basic"] {
@@ -226,10 +253,13 @@ fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
             .prints(&["takes checkpoints"]);
         protector.kill();
         if policy != "cow" {
-            assert!(!remote::existing(foreign.process).unwrap().is_empty(), "nothing was left that could be removed");
+            assert!(
+                !remote::existing(foreign.qemu.process).unwrap().is_empty(),
+                "nothing was left that could be removed"
+            );
         }
         guest.rekindle(&["detach"]).ok().prints(&["continues to run"]);
-        assert_no_trace(foreign.process, &files);
+        assert_no_trace(foreign.qemu.process, &files);
         lab.assert_empty();
         let tick = guest.tick();
         wait_for("the guest to tick", DEADLINE, || (guest.tick() > tick).then_some(()));
@@ -237,8 +267,8 @@ fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
     // A protector that was not killed leaves none either.
     attach(&lab, &foreign);
     protect(&lab, "traced", &lab.path("store-traced-cow"), &["--policy", "cow", "--count", "2"]);
-    assert_no_trace(foreign.process, &files);
-    assert_eq!(foreign.qmp().execute::<Value>("query-fdsets", ()).unwrap(), json!([]));
+    assert_no_trace(foreign.qemu.process, &files);
+    assert_eq!(foreign.qemu.qmp().execute::<Value>("query-fdsets", ()).unwrap(), json!([]));
     guest.ask("dirty 0");
     guest.verify();
     guest.rekindle(&["detach"]).ok();
@@ -285,15 +315,15 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     let drive = format!("file={},format=raw,if=none,id=d", disk.display());
     let unsupported =
         ["-machine", "q35", "-m", "96M", "-snapshot", "-drive", &drive, "-device", "nvme,serial=x,drive=d,id=n"];
-    let foreign = ForeignQemu::boot(&lab, "bad", qemu_new(), &unsupported, None);
+    let foreign = ForeignGuest::boot(&lab, "bad", qemu_new(), &unsupported);
     let obstacles = ["cannot be attached to", "-snapshot", "nameless file", "nvme", "QEMU cannot save"];
     attach_to("bad", &foreign.socket()).status(1).prints(&obstacles);
     lab.assert_empty();
     drop(foreign);
 
-    let mut foreign = ForeignQemu::boot(&lab, "good", qemu_new(), &["-machine", "pc", "-m", "96M"], None);
-    let files = foreign.descriptors();
-    let other_client = foreign.qmp();
+    let mut foreign = ForeignGuest::boot(&lab, "good", qemu_new(), &["-machine", "pc", "-m", "96M"]);
+    let files = foreign.open_files();
+    let other_client = foreign.qemu.qmp();
     attach_to("good", &foreign.socket()).status(1).prints(&["another client holds it"]);
     drop(other_client);
     // Two attach it concurrently, under two names: one succeeds.
@@ -305,7 +335,7 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     assert!(loser.stderr.contains("is VM") && loser.stderr.contains("rekindle detach"), "{loser}");
     let name = if results[0].code == Some(0) { "one" } else { "two" };
     let vm = |arguments: &[&str]| lab.rekindle(arguments.iter().copied().chain([name]));
-    assert_no_trace(foreign.process, &files);
+    assert_no_trace(foreign.qemu.process, &files);
 
     // Commands that Rekindle rejects for a QEMU that it has not started.
     attach_to(name, &foreign.socket()).status(1).prints(&["runs already"]);
@@ -313,16 +343,16 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     vm(&["reboot", "vmm"]).status(1).prints(&["attached to", "rekindle detach"]);
     vm(&["console"]).status(1).prints(&["attached to"]);
     vm(&["show"]).ok().prints(&["attached to", "monitor:"]);
-    lab.rekindle(["ls"]).ok().prints(&["attached", &foreign.process.pid.to_string(), "running"]);
+    lab.rekindle(["ls"]).ok().prints(&["attached", &foreign.qemu.process.pid.to_string(), "running"]);
 
     // A device that is plugged in later is not on the command line.
     let device = json!({"driver": "virtio-rng-pci", "id": "late"});
-    let _: Value = foreign.qmp().execute("device_add", device).unwrap();
+    let _: Value = foreign.qemu.qmp().execute("device_add", device).unwrap();
     let store = lab.path("store");
     let arguments = ["protect", name, "--store", store.to_str().unwrap(), "--create-store", "--count", "1"];
     lab.rekindle(arguments).status(1).prints(&["device late", "plugged in while the guest ran"]);
 
-    foreign.kill();
+    foreign.qemu.kill();
     lab.rekindle(["ls"]).ok().prints(&["ended"]);
     vm(&["recover"]).status(1).prints(&["its QEMU has ended"]);
     lab.rekindle(arguments).status(1).prints(&["does not run"]);
@@ -335,8 +365,9 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
     let lab = Lab::new();
     let sandbox = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
     let arguments = [["-machine", "q35"], ["-m", "128M"], sandbox].concat();
-    let mut foreign = ForeignQemu::boot(&lab, "caged", qemu_new(), &arguments, Some("nobody"));
-    let files = foreign.descriptors();
+    let mut foreign =
+        ForeignGuest::boot_with(&lab, "caged", Options::new(qemu_new()).arguments(&arguments).user("nobody"));
+    let files = foreign.open_files();
     // A third user has no right to inspect this QEMU; the error suggests to run it as root.
     let home = lab.path("home");
     fs::create_dir(&home).unwrap();
@@ -351,7 +382,7 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
     as_third_user.args(["attach", "caged", "--qmp", &foreign.socket()]).env("REKINDLE_RUN_DIR", home.join("run"));
     as_third_user.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let refused = lab.finish(as_third_user).status(1).prints(&["process", "run as root"]);
-    assert!(refused.stderr.contains(&foreign.process.pid.to_string()), "{refused}");
+    assert!(refused.stderr.contains(&foreign.qemu.process.pid.to_string()), "{refused}");
 
     attach(&lab, &foreign);
     foreign.guest.touch("30M");
@@ -359,9 +390,9 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
     foreign.guest.ask("dirty 20 30 random");
     for policy in ["cow", "precopy"] {
         assert_eq!(protect(&lab, "caged", &lab.path(policy), &["--policy", policy, "--count", "3"]).len(), 3);
-        assert_no_trace(foreign.process, &files);
+        assert_no_trace(foreign.qemu.process, &files);
     }
-    foreign.kill();
+    foreign.qemu.kill();
     let guest = &foreign.guest;
     for policy in ["cow", "precopy"] {
         restore_on_another_host(&lab, "caged", &lab.path(policy), &[], |_| assert_not_rebooted(guest, &boot));
@@ -465,7 +496,7 @@ fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
     let attached = lab.rekindle(["--json", "attach", "dom"].iter().chain(&domain)).ok().json();
     let pid = u32::try_from(attached["vmm"]["pid"].as_u64().unwrap()).unwrap();
     let qemu = Process::of(pid).unwrap();
-    let files = descriptors(qemu);
+    let files = open_files(qemu.pid);
     lab.rekindle(["attach", "twin"].iter().chain(&domain)).status(1).prints(&["is VM dom already"]);
     lab.rekindle(["ls"]).ok().prints(&["dom", "running", "libvirt's domain it's"]);
     for policy in ["cow", "precopy"] {

@@ -1,6 +1,7 @@
 //! Guests whose RAM is in huge pages: a pool of fixed size, whose pages are reserved before a QEMU starts.
 
-use crate::common::{Guest, HugePages, Lab, Net, Watch, assert_ticks_once};
+use crate::common::huge::{add_huge_pages, mount_hugetlbfs};
+use crate::common::{Guest, Lab, Net, Watch, assert_ticks_once};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -35,9 +36,9 @@ fn reboot_with_fault(guest: &Guest<'_>, fault: &str) -> crate::common::CommandRe
 
 #[test]
 fn a_guest_in_huge_pages_survives_every_kind_of_reboot() {
-    let pages = HugePages::borrow(264);
+    let _pages = add_huge_pages(264);
     let lab = Lab::new();
-    let ram = pages.mount(&lab, "huge", ",size=264M");
+    let ram = mount_hugetlbfs(&lab, "huge", ",size=264M");
     let guest = vm(&lab, "huge", &ram).memory("256M").boot(&[]);
     guest.touch("24M");
     assert!(huge_kib(&guest) >= 24 << 10, "{} KiB", huge_kib(&guest));
@@ -81,9 +82,9 @@ fn a_guest_in_huge_pages_survives_every_kind_of_reboot() {
 
 #[test]
 fn missing_huge_pages_are_an_error_with_a_remedy_before_a_qemu_starts() {
-    let pages = HugePages::borrow(264);
+    let pages = add_huge_pages(264);
     let lab = Lab::without_root();
-    let (ram, small) = (pages.mount(&lab, "huge", ""), pages.mount(&lab, "small", ",size=260M"));
+    let (ram, small) = (mount_hugetlbfs(&lab, "huge", ""), mount_hugetlbfs(&lab, "small", ",size=260M"));
     let refused = |path: &Path, status: i32, words: &[&str]| {
         lab.rekindle(["run", path.to_str().unwrap()]).status(status).prints(words);
         assert!(crate::common::lab::entries(&ram).is_empty(), "RAM is left: {:?}", crate::common::lab::entries(&ram));
@@ -109,7 +110,7 @@ fn missing_huge_pages_are_an_error_with_a_remedy_before_a_qemu_starts() {
     }
     let three = vm(&lab, "three", &small).net(Net::None).write();
     refused(&three, 1, &["128 MiB requested, 4 MiB left", "the mount's `size=` leaves 4 MiB", "a larger `size=`"]);
-    let left = pages.left() >> 20;
+    let left = pages.free_bytes() >> 20;
     let much = vm(&lab, "much", &ram).net(Net::None).memory(&format!("{}M", left + 2)).write();
     let (required, available) =
         (format!("{} MiB requested", left + 2), format!("{left} MiB left in huge pages of 2 MiB"));

@@ -1,0 +1,197 @@
+//! QEMUs with the micro guest that Rekindle has not started.
+
+use crate::micro::{self, exchange, free_port};
+use crate::{DEADLINE, poll, tools, wait_for};
+use rekindle_kernel::process::Process;
+use rekindle_qemu::qmp::Qmp;
+use std::fs::{self, File};
+use std::io;
+use std::net::{Ipv4Addr, TcpStream};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// The attempts to boot the guest. With two emulated processors 1 boot of 143 hung (`rcu_preempt detected stalls`,
+/// "timer wakeup didn't happen"), without Rekindle being involved.
+const BOOT_ATTEMPTS: usize = 3;
+/// The time limit of one attempt.
+const BOOT_LIMIT: Duration = Duration::from_secs(40);
+/// QEMU's user network accepts a connection before its guest can, and retransmits a lost packet only after 6 to 48 s:
+/// another connection is faster.
+const FIRST_REPLY_LIMIT: Duration = Duration::from_secs(2);
+
+/// The options of a QEMU.
+#[derive(Debug, Clone)]
+pub struct Options<'a> {
+    binary: &'a Path,
+    arguments: Vec<String>,
+    append: String,
+    overlay: Option<Vec<u8>>,
+    user: Option<&'a str>,
+}
+
+impl<'a> Options<'a> {
+    /// The guest has two processors, a network card and a VGA card; the caller adds the machine and the memory.
+    pub fn new(binary: &'a Path) -> Self {
+        Self { binary, arguments: Vec::new(), append: String::new(), overlay: None, user: None }
+    }
+
+    /// Adds arguments.
+    #[must_use]
+    pub fn arguments(mut self, arguments: &[&str]) -> Self {
+        self.arguments.extend(arguments.iter().map(|argument| (*argument).to_owned()));
+        self
+    }
+
+    /// Appends to the guest's kernel command line.
+    #[must_use]
+    pub fn append(mut self, text: &str) -> Self {
+        self.append += &format!(" {text}");
+        self
+    }
+
+    /// Adds a RAM disk (a cpio archive) that the guest's kernel unpacks over its own.
+    #[must_use]
+    pub fn overlay(mut self, archive: Vec<u8>) -> Self {
+        self.overlay = Some(archive);
+        self
+    }
+
+    /// Runs QEMU as another user, in group `nogroup`.
+    #[must_use]
+    pub fn user(mut self, user: &'a str) -> Self {
+        self.user = Some(user);
+        self
+    }
+
+    /// Writes the guest's image into the directory and returns the command.
+    fn command(&self, directory: &Path, port: u16) -> Command {
+        let path = |name: &str| directory.join(name).to_string_lossy().into_owned();
+        // Another user may be unable to read the image in its own directory.
+        fs::copy(tools::micro().join("vmlinuz"), path("vmlinuz")).unwrap();
+        let mut initrd = fs::read(tools::micro().join("initrd")).unwrap();
+        if let Some(overlay) = &self.overlay {
+            initrd.resize(initrd.len().next_multiple_of(4), 0);
+            initrd.extend(overlay);
+        }
+        fs::write(path("initrd"), initrd).unwrap();
+        let mut command = match self.user {
+            None => Command::new(self.binary),
+            Some(user) => {
+                assert!(Command::new("chown").args(["-R", user]).arg(directory).status().unwrap().success());
+                let mut command = Command::new("setpriv");
+                command.args(["--reuid", user, "--regid", "nogroup", "--clear-groups"]).arg(self.binary);
+                command
+            }
+        };
+        command.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-nodefaults", "-display", "none"]);
+        command.args(["-kernel", &path("vmlinuz"), "-initrd", &path("initrd")]);
+        command.args(["-append", &format!("console=ttyS0 quiet{}", self.append)]);
+        command.args(["-serial", &format!("file:{}", path("console"))]);
+        command.args(["-qmp", &format!("unix:{},server=on,wait=off", path("qmp"))]);
+        let forward = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:{}", micro::PORT);
+        command.args(["-netdev", &forward, "-device", "virtio-net-pci,netdev=net,mac=52:54:00:00:00:77"]);
+        command.args(["-device", "VGA"]).args(&self.arguments).stdin(Stdio::null()).stdout(Stdio::null());
+        command
+    }
+}
+
+/// A running QEMU. It is killed on drop.
+pub struct ForeignQemu {
+    child: Child,
+    directory: PathBuf,
+    port: u16,
+    /// The process.
+    pub process: Process,
+}
+
+impl ForeignQemu {
+    /// Starts a QEMU with its files in `directory`. Returns before its guest is up.
+    pub fn start(directory: &Path, options: &Options<'_>) -> Self {
+        // A QEMU of another user must have access.
+        fs::set_permissions(directory, PermissionsExt::from_mode(0o755)).unwrap();
+        let port = free_port();
+        let mut command = options.command(directory, port);
+        let log = File::create(directory.join("log")).unwrap();
+        let child = command.stderr(log).spawn().unwrap();
+        let process = Process::of(child.id()).unwrap();
+        Self { child, directory: directory.to_owned(), port, process }
+    }
+
+    /// Starts a QEMU with its files in `directory` and waits until its guest is up.
+    pub fn boot(directory: &Path, options: &Options<'_>) -> Self {
+        let mut output = String::new();
+        for _ in 0..BOOT_ATTEMPTS {
+            let qemu = Self::start(directory, options);
+            let is_up = || {
+                assert!(qemu.process.is_alive(), "QEMU has ended: {}", qemu.output());
+                qemu.is_up().then_some(())
+            };
+            if poll(BOOT_LIMIT, is_up).is_some() {
+                return qemu;
+            }
+            output = qemu.output();
+        }
+        panic!("the guest was not up: {output}");
+    }
+
+    /// Returns the port of this host that is forwarded to the guest.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Returns the path of one of its files: `qmp`, `console`, `log`.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
+    /// Returns the guest's console.
+    pub fn console(&self) -> String {
+        String::from_utf8_lossy(&fs::read(self.path("console")).unwrap_or_default()).into_owned()
+    }
+
+    /// Returns QEMU's log and the last lines of the guest's console.
+    pub fn output(&self) -> String {
+        let console = self.console();
+        let last_lines: Vec<_> = console.lines().rev().take(5).collect();
+        format!("{} {last_lines:?}", fs::read_to_string(self.path("log")).unwrap_or_default())
+    }
+
+    /// Connects to the QMP socket.
+    pub fn qmp(&self) -> Qmp {
+        let connect = || Qmp::connect(&self.path("qmp"), DEADLINE).ok();
+        wait_for("QMP", DEADLINE, connect)
+    }
+
+    fn try_ask(&self, command: &str, patience: Duration) -> io::Result<String> {
+        exchange(&TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?, command, patience)
+    }
+
+    /// Returns whether the guest replies.
+    pub fn is_up(&self) -> bool {
+        self.try_ask("boot-id", FIRST_REPLY_LIMIT).is_ok()
+    }
+
+    /// Sends a command to the guest and returns what follows `ok` in the reply.
+    #[track_caller]
+    pub fn ask(&self, command: &str) -> String {
+        let reply = self.try_ask(command, DEADLINE);
+        let reply = reply.unwrap_or_else(|e| panic!("`{command}` to the guest: {e}: {}", self.output()));
+        let answer = reply.strip_prefix("ok");
+        answer.unwrap_or_else(|| panic!("the guest answers `{command}`: {reply}: {}", self.output())).trim().into()
+    }
+
+    /// Kills QEMU.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for ForeignQemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,69 @@
+//! Huge pages of 2 MiB that a test adds to this host's pool.
+
+use rustix::fs::{FlockOperation, flock};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+/// Bytes of a huge page.
+pub const HUGE_PAGE_SIZE: u64 = 2 << 20;
+
+/// Additional huge pages. They are removed from the pool on drop, also after a panic: drop their users first.
+pub struct HugePages {
+    added: u64,
+    /// A lock for one test at a time, of all crates: the size of the pool is read and written in two steps.
+    _lock: File,
+}
+
+/// Returns the path of a file of the pool, or of the pool itself.
+fn pool_file(name: &str) -> PathBuf {
+    Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB").join(name)
+}
+
+fn read_pool(name: &str) -> Result<u64, String> {
+    let path = pool_file(name);
+    let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    text.trim().parse().map_err(|e| format!("{}: {e}", path.display()))
+}
+
+impl HugePages {
+    /// Adds pages to the pool. The error states what the host has given instead.
+    pub fn add(pages: u64) -> Result<Self, String> {
+        let lock = File::open(pool_file("")).map_err(|e| format!("this host has no huge pages of 2 MiB: {e}"))?;
+        flock(&lock, FlockOperation::LockExclusive).expect("a directory can be locked");
+        let size_before = read_pool("nr_hugepages")?;
+        let (path, size) = (pool_file("nr_hugepages"), size_before + pages);
+        let written = fs::write(&path, size.to_string());
+        let added = read_pool("nr_hugepages")?.saturating_sub(size_before);
+        let huge_pages = Self { added, _lock: lock };
+        if added == pages {
+            return Ok(huge_pages);
+        }
+        Err(format!(
+            "{pages} huge pages of 2 MiB are needed, and this host has added {added} ({written:?}); as root on a host \
+             with enough free memory: echo {size} > {}",
+            path.display()
+        ))
+    }
+
+    /// Returns the bytes of the pool that are neither used nor reserved.
+    pub fn free_bytes(&self) -> u64 {
+        let pages = |name| read_pool(name).expect("the pool");
+        pages("free_hugepages").saturating_sub(pages("resv_hugepages")) * HUGE_PAGE_SIZE
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if self.added == 0 {
+            return;
+        }
+        let path = pool_file("nr_hugepages");
+        let removed = read_pool("nr_hugepages").and_then(|size| {
+            fs::write(&path, size.saturating_sub(self.added).to_string())
+                .map_err(|e| format!("{}: {e}", path.display()))
+        });
+        if let Err(e) = removed {
+            eprintln!("{} huge pages stay in the pool: {e}", self.added);
+        }
+    }
+}

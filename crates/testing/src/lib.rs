@@ -1,0 +1,41 @@
+//! What the tests of several crates share: the programs and guest images that they need, QEMUs with the micro guest that
+//! Rekindle has not started, huge pages of the host, and waiting.
+//!
+//! Only tests depend on this crate. What needs the command-line program is in `crates/rekindle/tests/common`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+pub mod foreign;
+pub mod hugepages;
+pub mod micro;
+pub mod process;
+pub mod tools;
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The deadline for what usually takes seconds: a busy machine needs a lot more.
+pub const DEADLINE: Duration = Duration::from_secs(120);
+
+/// Calls `probe` until it returns a value. Panics with `what` at the deadline.
+#[track_caller]
+pub fn wait_for<T>(what: &str, deadline: Duration, probe: impl FnMut() -> Option<T>) -> T {
+    poll(deadline, probe).unwrap_or_else(|| panic!("{what}: not within {deadline:?}"))
+}
+
+/// Calls `probe` until it returns a value, or until the deadline.
+pub fn poll<T>(deadline: Duration, mut probe: impl FnMut() -> Option<T>) -> Option<T> {
+    const LONGEST_PAUSE: Duration = Duration::from_millis(20);
+    let end = Instant::now() + deadline;
+    let mut pause = Duration::from_millis(1);
+    loop {
+        if let Some(value) = probe() {
+            return Some(value);
+        }
+        if Instant::now() >= end {
+            return None;
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}

@@ -1,0 +1,22 @@
+//! The micro guest's command service: a line with a command, and a line with the reply.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::time::Duration;
+
+/// The guest's port of the service.
+pub const PORT: u16 = 7000;
+
+/// Sends a command and returns the reply.
+pub fn exchange(stream: &TcpStream, command: &str, patience: Duration) -> io::Result<String> {
+    stream.set_read_timeout(Some(patience))?;
+    writeln!(&*stream, "{command}")?;
+    let mut reply = String::new();
+    BufReader::new(stream).read_line(&mut reply)?;
+    if reply.ends_with('\n') { Ok(reply.trim_end().into()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+}
+
+/// Returns a TCP port on which no process listens.
+pub fn free_port() -> u16 {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
+}

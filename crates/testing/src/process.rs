@@ -1,0 +1,24 @@
+//! Open files of processes.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+/// Returns the open files of a process by descriptor.
+pub fn descriptors(pid: u32) -> BTreeMap<u32, String> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+    let descriptor = |entry: fs::DirEntry| {
+        let file = fs::read_link(entry.path()).ok()?;
+        Some((entry.file_name().to_str()?.parse().ok()?, file.to_string_lossy().into_owned()))
+    };
+    entries.filter_map(descriptor).collect()
+}
+
+/// Counts the open files of a process by name, except sockets, which change. Without numbers, because QEMU reopens its
+/// eventfds when a guest resumes.
+pub fn open_files(pid: u32) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    for file in descriptors(pid).into_values().filter(|file| !file.starts_with("socket:")) {
+        *counts.entry(file).or_default() += 1;
+    }
+    counts
+}

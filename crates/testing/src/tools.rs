@@ -1,0 +1,101 @@
+//! The QEMU binaries and guest images that the tests need: those that the environment names, or those that the
+//! repository's scripts install and build.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn from_environment(name: &str) -> Option<PathBuf> {
+    std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
+}
+
+/// Runs a script of the repository and returns its standard output.
+fn script(name: &str, arguments: &[&str]) -> String {
+    let output = Command::new(repository().join(name)).args(arguments).output();
+    let output = output.unwrap_or_else(|e| panic!("{name}: {e}; run: scripts/setup"));
+    assert!(output.status.success(), "{name} failed; run: scripts/setup\n{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("text")
+}
+
+/// Returns the QEMU that an environment variable names, or that `scripts/setup` reports under this name.
+fn qemu(name: &str) -> PathBuf {
+    static SETUP: OnceLock<String> = OnceLock::new();
+    let path = from_environment(name).unwrap_or_else(|| {
+        let settings = SETUP.get_or_init(|| script("scripts/setup", &["--print-env"]));
+        let value = settings.lines().filter_map(|line| line.split_once('=')).find(|(key, _)| *key == name);
+        value.map(|(_, value)| value.into()).unwrap_or_default()
+    });
+    assert!(path.exists(), "{name}: {} is missing; run: scripts/setup", path.display());
+    path
+}
+
+/// Returns QEMU 7.2.
+pub fn qemu_old() -> &'static Path {
+    static OLD: OnceLock<PathBuf> = OnceLock::new();
+    OLD.get_or_init(|| qemu("QEMU_OLD"))
+}
+
+/// Returns the QEMU of most tests: version 10, or the one that `QEMU_NEW` names.
+pub fn qemu_new() -> &'static Path {
+    static NEW: OnceLock<PathBuf> = OnceLock::new();
+    NEW.get_or_init(|| qemu("QEMU_NEW"))
+}
+
+/// Returns QEMU 11, a script that starts the binary with its own dynamic loader.
+pub fn qemu_newest() -> &'static Path {
+    static NEWEST: OnceLock<PathBuf> = OnceLock::new();
+    NEWEST.get_or_init(|| qemu("QEMU_NEWEST"))
+}
+
+/// A guest image: the directory that a build script prints on its last line.
+struct Image {
+    /// The environment variable that names the directory of an image that has been built.
+    variable: &'static str,
+    build: &'static [&'static str],
+    /// The files that it must have.
+    files: &'static [&'static str],
+}
+
+impl Image {
+    fn directory(&self) -> PathBuf {
+        let (program, arguments) = self.build.split_first().expect("a script");
+        let directory = from_environment(self.variable)
+            .unwrap_or_else(|| script(program, arguments).lines().last().unwrap_or_default().into());
+        for file in self.files {
+            let path = directory.join(file);
+            assert!(path.exists(), "{} is missing; run: {}", path.display(), self.build.join(" "));
+        }
+        directory
+    }
+}
+
+/// Returns the directory of the micro guest: `vmlinuz` and `initrd`.
+pub fn micro() -> &'static Path {
+    const MICRO: Image =
+        Image { variable: "REKINDLE_TEST_MICRO", build: &["tests/images/build", "micro"], files: &["vmlinuz", "initrd"] };
+    static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+    DIRECTORY.get_or_init(|| MICRO.directory())
+}
+
+/// Returns the directory of the micro guest that can leak its kernel's memory: `vmlinuz` and `initrd`.
+pub fn leaky() -> &'static Path {
+    const LEAKY: Image =
+        Image { variable: "REKINDLE_TEST_LEAK", build: &["tests/images/leak/build"], files: &["vmlinuz", "initrd"] };
+    static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+    DIRECTORY.get_or_init(|| LEAKY.directory())
+}
+
+/// Returns the directory of the Debian guest: `vmlinuz`, `initrd`, `disk.raw` and a second disk, `data.raw`.
+pub fn debian() -> &'static Path {
+    const DEBIAN: Image = Image {
+        variable: "REKINDLE_TEST_DEBIAN",
+        build: &["tests/images/build", "immutable"],
+        files: &["vmlinuz", "initrd", "disk.raw", "data.raw"],
+    };
+    static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+    DIRECTORY.get_or_init(|| DEBIAN.directory())
+}
