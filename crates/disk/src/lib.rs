@@ -8,12 +8,12 @@
 //! | [`control`] | the protocol for management commands |
 //! | [`served_disk`] | the disk behind these commands, also before there is one |
 //! | [`engine`] | the thread that moves the data |
-//! | [`chain`], [`request`] | parsing of a guest's requests, from descriptors with any content |
+//! | [`descriptor_chain`], [`request`] | parsing of a guest's requests, from descriptors with any content |
 //! | [`fuzz`] | fuzzing of the same |
 //! | [`config`] | features and configuration space |
 //! | [`image`] | the raw file or block device |
 //! | [`memory`] | the guest's memory, mapped, and a record of the pages that are written through it |
-//! | [`missing`] | pages that a restore has not filled yet |
+//! | [`missing_pages`] | pages that a restore has not filled yet |
 //! | [`inflight`] | the record of requests in progress, in memory that outlives this process |
 //! | [`limit`] | rate limits |
 //! | [`report`] | rate-limited warnings |
@@ -30,10 +30,10 @@
 mod background;
 pub mod block;
 pub mod block_map;
-pub mod chain;
 pub mod channel;
 pub mod config;
 pub mod control;
+pub mod descriptor_chain;
 pub mod digest;
 pub mod engine;
 pub mod fuzz;
@@ -42,7 +42,7 @@ pub mod inflight;
 pub mod ledger;
 pub mod limit;
 pub mod memory;
-pub mod missing;
+pub mod missing_pages;
 pub mod redo;
 pub mod report;
 pub mod request;

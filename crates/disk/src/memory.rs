@@ -5,7 +5,7 @@
 
 use crate::background::run_in_background;
 use crate::block_map::Frame;
-use crate::missing::{DoubleMapping, MissingPages};
+use crate::missing_pages::{DoubleMapping, MissingPages};
 use rekindle_kernel::file::punch_hole;
 use rekindle_kernel::mapping::drop_pages;
 use rekindle_kernel::memory::PAGE_SIZE;

@@ -96,9 +96,9 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     accept(guests, &disk.engine, move |engine, number, stream| {
         serve_front(engine, FrontendId(number), shape, &filling, stream);
     });
-    let asked_at = Arc::clone(&disk);
+    let controlled = Arc::clone(&disk);
     accept(asked, &disk.engine, move |_, _, stream| {
-        if let Err(e) = control::serve(&asked_at, &stream) {
+        if let Err(e) = control::serve(&controlled, &stream) {
             tracing::debug!("a control connection: {e}");
         }
     });

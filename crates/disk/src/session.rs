@@ -9,7 +9,9 @@
 //! queue meanwhile is rejected.
 
 use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL};
-use crate::engine::command::{Command, ConnectionCommand, FrontendId, Notification, QueueDescriptors, Refused, Rings};
+use crate::engine::command::{
+    Answer, Command, ConnectionCommand, FrontendId, Notification, QueueDescriptors, Refused, Rings,
+};
 use crate::engine::{Handle, MAX_QUEUE_ENTRIES};
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
@@ -112,9 +114,14 @@ impl Frontend {
         found.ok_or(Error::InvalidParam)
     }
 
+    /// Sends a command of this connection to the engine, and waits for the answer.
+    fn ask_engine<T>(&self, command: impl FnOnce(Answer<T>) -> ConnectionCommand) -> Result<T> {
+        self.engine.ask(|answer| Command::Connection(self.session, command(answer))).map_err(refused)
+    }
+
     /// Starts a queue once it is set up completely.
     fn start(&mut self, index: u32) -> Result<()> {
-        let (session, event_idx) = (self.session, self.features & EVENT_IDX != 0);
+        let event_idx = self.features & EVENT_IDX != 0;
         let queue = self.queue(index)?;
         let ready = queue.enabled && !queue.runs && queue.rings.size > 0 && queue.rings.descriptors != 0;
         let Some(kick) = queue.kick.as_ref().filter(|_| ready) else { return Ok(()) };
@@ -123,11 +130,7 @@ impl Frontend {
         let error = queue.error.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let rings = Rings { event_idx, ..queue.rings };
         let ends = QueueDescriptors { kick, call, error };
-        self.engine
-            .ask(|answer| {
-                Command::Connection(session, ConnectionCommand::StartQueue(index as u16, rings, ends, answer))
-            })
-            .map_err(refused)?;
+        self.ask_engine(|answer| ConnectionCommand::StartQueue(index as u16, rings, ends, answer))?;
         self.queue(index)?.runs = true;
         Ok(())
     }
@@ -139,7 +142,6 @@ impl Frontend {
     }
 
     fn set_notify(&mut self, index: u8, which: Notification, fd: Option<File>) -> Result<()> {
-        let session = self.session;
         fd.as_ref().map_or(Ok(()), prepare_eventfd).map_err(failed)?;
         let queue = self.queue(index.into())?;
         let copy = fd.as_ref().map(File::try_clone).transpose().map_err(failed)?;
@@ -148,23 +150,15 @@ impl Frontend {
             Notification::Error => queue.error = fd,
         }
         if queue.runs {
-            self.engine
-                .ask(|answer| {
-                    Command::Connection(session, ConnectionCommand::Notification(index.into(), which, copy, answer))
-                })
-                .map_err(refused)?;
+            self.ask_engine(|answer| ConnectionCommand::Notification(index.into(), which, copy, answer))?;
         }
         Ok(())
     }
 
     /// Stops a queue, and waits until none of its requests is in progress.
     fn stop(&mut self, index: u32) -> Result<()> {
-        let session = self.session;
         if self.queue(index)?.runs {
-            let next = self
-                .engine
-                .ask(|answer| Command::Connection(session, ConnectionCommand::StopQueue(index as u16, answer)))
-                .map_err(refused)?;
+            let next = self.ask_engine(|answer| ConnectionCommand::StopQueue(index as u16, answer))?;
             let queue = self.queue(index)?;
             (queue.runs, queue.rings.next) = (false, next);
         }
@@ -224,14 +218,11 @@ impl VhostUserBackendReqHandlerMut for Frontend {
             front: region.user_addr,
         };
         let memory = self.map(regions.iter().zip(files).map(of).collect()).map_err(failed)?;
-        let session = self.session;
         // QEMU changes the table of a running guest when memory is hot-plugged.
         let running: Vec<u32> =
             (0..).zip(&self.queues).filter(|(_, queue)| queue.runs).map(|(index, _)| index).collect();
         running.iter().try_for_each(|index| self.stop(*index))?;
-        self.engine
-            .ask(|answer| Command::Connection(session, ConnectionCommand::Memory(Arc::clone(&memory), answer)))
-            .map_err(refused)?;
+        self.ask_engine(|answer| ConnectionCommand::Memory(Arc::clone(&memory), answer))?;
         self.regions = regions.iter().map(|of| (of.user_addr, of.memory_size, of.guest_phys_addr)).collect();
         self.memory = Some(memory);
         running.iter().try_for_each(|index| self.start(*index))?;
@@ -336,10 +327,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         self.check_inflight(given)?;
         let opened = Inflight::open(file, given.mmap_offset, given.mmap_size, given.num_queues, given.queue_size)
             .map_err(failed)?;
-        let session = self.session;
-        self.engine
-            .ask(|answer| Command::Connection(session, ConnectionCommand::Inflight(opened, answer)))
-            .map_err(refused)
+        self.ask_engine(|answer| ConnectionCommand::Inflight(opened, answer))
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {

@@ -23,7 +23,8 @@ pub struct FrontendId(pub u32);
 #[error("{0}")]
 pub struct Refused(pub String);
 
-type Answer<T> = Sender<Result<T, Refused>>;
+/// Where to send the result of a command.
+pub type Answer<T> = Sender<Result<T, Refused>>;
 
 /// A queue as its front end has set it up: its rings in the guest, and its position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -24,8 +24,8 @@
 //!  │ that wait for space,   │ │ previous one, the ledger │
 //!  │ space to reclaim       │ │ of touched blocks        │
 //!  └────────────────────────┘ └──────────────────────────┘
-//!   epochs, seals, merges:      format of the memory:
-//!   crate::redo                 crate::{block_map, retained, ledger}
+//!    epochs, seals, merges:     how blocks are kept, checked and
+//!    crate::redo                given back: crate::retained, crate::block_map, crate::ledger
 //! ```
 //!
 //! | module | contents |

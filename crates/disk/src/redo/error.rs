@@ -62,7 +62,7 @@ pub enum RedoError {
     #[error("the disk no longer has a redo log: it was merged and removed, or the server is ending")]
     Closed,
     /// A newer version wrote the log.
-    #[error("redo log {}: it has format {found}, and this Rekindle supports up to {}; use a newer Rekindle", path.display(), super::slot::FORMAT)]
+    #[error("redo log {}: it has format {found}, and this Rekindle supports up to {}; use a newer Rekindle", path.display(), super::epoch_state::FORMAT)]
     NewerFormat { path: PathBuf, found: u32 },
     /// The log is of a longer disk.
     #[error("redo log {}: it has writes up to byte {end}, but the image is {bytes} bytes long, so it belongs to another image", path.display())]

@@ -387,14 +387,15 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
             epochs_with_record.extend(matches!(result, Ok(SealRecord::Written)).then_some(segment.epoch));
             failed = failed.or(result.err());
         }
-        let (has_synced_image, shared_image) = (failed.is_none(), image.clone());
+        let (is_all_synced, shared_image) = (failed.is_none(), image.clone());
         let is_durable = engine.visit(move |view| {
             let engine_log = view.log.as_mut().filter(|engine_log| engine_log.log.disk() == disk).ok_or_else(no_log)?;
+            // Every result is recorded, also after a failed one.
             let mut is_durable = true;
             for SyncedSegment { epoch, written, outcome } in synced {
                 is_durable &= engine_log.log.record_sync(epoch, written, outcome);
             }
-            engine_log.is_image_dirty &= !(has_synced_image && shared_image.check().is_ok());
+            engine_log.is_image_dirty &= !(is_all_synced && shared_image.check().is_ok());
             Ok(is_durable)
         })?;
         // A concurrent flush of the guest may have received the error for this data.

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`format`] | segment heads, entry headers, checksums |
 //! | [`files`] | the directory and its files |
-//! | [`slot`] | the durable state of the epochs |
+//! | [`epoch_state`] | the durable state of the epochs |
 //! | [`state`] | the log's directory: records that state, creates and removes segments |
 //! | [`index`] | where each sector is |
 //! | [`log`] | allocates entries, ends epochs, tracks what is durable and what is to be merged |
@@ -13,6 +13,7 @@
 //! | [`keeper`] | a server's requests about epochs, and its background work |
 //! | [`offline`] | inspects and merges the log of a disk that has no server |
 
+pub mod epoch_state;
 pub mod error;
 pub mod files;
 pub mod format;
@@ -22,7 +23,6 @@ pub mod log;
 pub mod merge;
 pub mod offline;
 pub mod recover;
-pub mod slot;
 pub mod state;
 #[cfg(test)]
 mod tests;

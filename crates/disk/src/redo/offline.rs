@@ -1,10 +1,10 @@
 //! The log of a disk that has no server: inspects and merges it.
 
+use super::epoch_state::{EpochState, newest_slot};
 use super::error::RedoError;
 use super::files::{LocalFile, LocalFiles, Synced};
 use super::merge::{MergeTarget, merge};
 use super::recover::{self, DiskVersion, scan, sealed_content};
-use super::slot::{EpochState, newest_slot};
 use super::state::{segment_epoch, segment_name};
 use crate::image::{Image, ImageError};
 use serde::{Deserialize, Serialize};

@@ -1,10 +1,10 @@
 //! The directory of a log: the state file and the segments.
 
+use super::epoch_state::{EpochState, FORMAT, MAGIC, newest_slot, write_slot};
 use super::error::RedoError;
 use super::files::{FileStart, LogFile, LogFiles};
 use super::format::{PAGE, SegmentHead, read_head, write_head};
 use super::log::Segment;
-use super::slot::{EpochState, FORMAT, MAGIC, newest_slot, write_slot};
 use crate::report::warn_limited;
 use rekindle_kernel::uring::Buffer;
 use rustix::rand::{GetRandomFlags, getrandom};

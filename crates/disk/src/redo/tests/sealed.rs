@@ -2,12 +2,12 @@
 
 use super::files::CrashDisk;
 use super::model::{BYTES, ProtectedDisk, content, image};
+use crate::redo::epoch_state::tests::slot;
+use crate::redo::epoch_state::{FORMAT, newest_slot};
 use crate::redo::files::LogFiles;
 use crate::redo::format::{EntryKind, PAGE};
 use crate::redo::log::seal::CannotSeal;
 use crate::redo::recover::{DiskVersion, open};
-use crate::redo::slot::tests::slot;
-use crate::redo::slot::{FORMAT, newest_slot};
 use crate::redo::state::LogDirectory;
 
 const LIMIT: u64 = 1 << 30;

@@ -105,8 +105,8 @@ impl ActiveRequest {
     /// Whether it has a block of `range`. Checks the request's ranges: a long one has many more parts.
     fn overlaps(&self, range: Range) -> bool {
         let other = touched(range.at, range.bytes);
-        let own = self.ranges().map(|range| touched(range.at, range.bytes));
-        own.into_iter().any(|own| own.start < other.end && other.start < own.end)
+        let mut own = self.ranges().map(|range| touched(range.at, range.bytes));
+        own.any(|own| own.start < other.end && other.start < own.end)
     }
 
     fn changes_disk(&self) -> bool {

@@ -3,7 +3,7 @@
 use super::{ActiveRequest, Part, Piece, Work, divide, for_each_piece};
 use crate::block::{BLOCK, whole};
 use crate::block_map::Frame;
-use crate::chain::walk;
+use crate::descriptor_chain::walk;
 use crate::digest::Digest;
 use crate::engine::CHUNK;
 use crate::engine::catalog::{BlockCatalog, DataLocation, DurabilityLost, PartId};
