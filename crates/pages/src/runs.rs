@@ -14,6 +14,7 @@ impl PageRuns {
     }
 
     /// Adds a run that begins at or after the end of the last one.
+    #[inline]
     pub fn push(&mut self, run: Range<u64>) {
         if run.is_empty() {
             return;
@@ -100,16 +101,19 @@ impl PageRuns {
 
     /// Number of bytes.
     #[must_use]
+    #[inline]
     pub fn bytes(&self) -> u64 {
         self.iter().map(|run| run.end - run.start).sum()
     }
 
     /// Numbers of the pages, if the runs are offsets in a block.
+    #[inline]
     pub fn numbers(&self) -> impl Iterator<Item = PageNo> + '_ {
         self.number_ranges().flatten().map(PageNo)
     }
 
     /// As [`PageRuns::numbers`], a range for each run.
+    #[inline]
     pub fn number_ranges(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         const PAGE: u64 = PAGE_SIZE as u64;
         self.iter().map(|run| run.start / PAGE..run.end / PAGE)

@@ -71,6 +71,15 @@ impl DirtySet {
         was_in
     }
 
+    /// Removes and returns the first page of the set at or after `from`.
+    #[inline]
+    pub fn take_next(&mut self, from: PageNo) -> Option<PageNo> {
+        let page = self.next(from)?;
+        self.bits.remove(page.0 as usize);
+        self.len -= 1;
+        Some(page)
+    }
+
     /// Removes all pages and keeps the memory.
     pub fn clear(&mut self) {
         self.bits.clear();
@@ -136,6 +145,12 @@ mod tests {
                 prop_assert_eq!(set.contains(PageNo(page)), model.contains(&page));
                 prop_assert_eq!(set.next(PageNo(page)), model.range(page..).next().map(|page| PageNo(*page)));
             }
+            let mut taken = Vec::new();
+            while let Some(page) = set.take_next(PageNo(100)) {
+                taken.push(page.0);
+            }
+            prop_assert_eq!(taken, model.split_off(&100).into_iter().collect::<Vec<_>>());
+            prop_assert_eq!(set.len(), model.len() as u64);
             set.clear();
             prop_assert!(set.is_empty() && set.next(PageNo(0)).is_none());
         }

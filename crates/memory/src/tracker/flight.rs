@@ -122,8 +122,7 @@ impl Flight {
             let mut runs = PageRuns::new();
             let (mut at, mut bytes) = (from, 0);
             while bytes == 0 || bytes + block.page <= max {
-                let Some(page) = block.to_copy.next(at) else { break };
-                block.to_copy.remove(page);
+                let Some(page) = block.to_copy.take_next(at) else { break };
                 block.in_copy.insert(page);
                 runs.push(block.offsets(page));
                 at = page.next();
