@@ -75,8 +75,11 @@ impl Image {
 
 /// Returns the directory of the micro guest: `vmlinuz` and `initrd`.
 pub fn micro() -> &'static Path {
-    const MICRO: Image =
-        Image { variable: "REKINDLE_TEST_MICRO", build: &["tests/images/build", "micro"], files: &["vmlinuz", "initrd"] };
+    const MICRO: Image = Image {
+        variable: "REKINDLE_TEST_MICRO",
+        build: &["tests/images/build", "micro"],
+        files: &["vmlinuz", "initrd"],
+    };
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     DIRECTORY.get_or_init(|| MICRO.directory())
 }
