@@ -1,10 +1,11 @@
 //! The addresses in a `[[net]]`: of an interface ([`Mac`]), of the host ([`HostAddress`]), of a forwarded port
-//! ([`Forward`]).
+//! ([`Forward`]). Crates for Ethernet addresses accept further spellings, so [`Mac`] is read here.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::Ipv4Addr;
 use std::str::FromStr;
 
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -16,12 +17,7 @@ pub struct Mac([u8; 6]);
 /// An address and the length of its network's prefix: `10.77.0.1/24`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
-pub struct HostAddress {
-    /// The host's own address.
-    pub ip: IpAddr,
-    /// Bits of it that are the network's.
-    pub prefix: u8,
-}
+pub struct HostAddress(IpNet);
 
 /// A port of the host that leads to one of the guest: `ADDRESS:PORT:GUEST_PORT`, with `/udp` behind it for UDP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -121,32 +117,20 @@ impl FromStr for HostAddress {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
-        let (ip, prefix) = text.split_once('/').ok_or(AddressError::HostAddress)?;
-        let ip: IpAddr = ip.parse().map_err(|_| AddressError::HostAddress)?;
-        let prefix: u8 = prefix.parse().map_err(|_| AddressError::HostAddress)?;
-        let (bits, width) = match ip {
-            IpAddr::V4(ip) => (u128::from(u32::from(ip)), 32),
-            IpAddr::V6(ip) => (u128::from(ip), 128),
-        };
-        if prefix == 0 || prefix > width {
-            return Err(AddressError::HostAddress);
-        }
-        let host_bits = width - prefix;
-        let host_mask = u128::MAX.checked_shr(128 - u32::from(host_bits)).unwrap_or(0);
-        let what = if ip.is_multicast() {
-            "address of a group"
-        } else if host_bits > 1 && bits & host_mask == 0 {
-            "address of the network itself"
-        } else if ip.is_ipv4() && host_bits > 1 && bits & host_mask == host_mask {
-            "broadcast address of the network"
+        let net = text.parse().ok().filter(|net: &IpNet| net.prefix_len() > 0).ok_or(AddressError::HostAddress)?;
+        let (address, first) = (net.addr(), net.hosts().find(|host| *host != net.network()));
+        // In a network of one or two addresses each is a host's.
+        let is_large = net.max_prefix_len() - net.prefix_len() > 1;
+        let (what, hint) = if address.is_multicast() {
+            ("address of a group", None)
+        } else if is_large && address == net.network() {
+            ("address of the network itself", first)
+        } else if is_large && address.is_ipv4() && address == net.broadcast() {
+            ("broadcast address of the network", first)
         } else {
-            return Ok(Self { ip, prefix });
+            return Ok(Self(net));
         };
-        let hint = match ip {
-            _ if ip.is_multicast() => "10.77.0.1/24".to_owned(),
-            IpAddr::V4(ip) => format!("{}/{prefix}", Ipv4Addr::from((u32::from(ip) & !(host_mask as u32)) | 1)),
-            IpAddr::V6(ip) => format!("{}/{prefix}", std::net::Ipv6Addr::from(u128::from(ip) | 1)),
-        };
+        let hint = hint.map_or_else(|| "10.77.0.1/24".into(), |host| format!("{host}/{}", net.prefix_len()));
         Err(AddressError::NotAHost { what, hint })
     }
 }
@@ -230,7 +214,7 @@ impl fmt::Display for Mac {
 
 impl fmt::Display for HostAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.ip, self.prefix)
+        fmt::Display::fmt(&self.0, f)
     }
 }
 

@@ -3,7 +3,8 @@
 //! A quantity is one whole number and one unit, with nothing between. That is narrower than most parsers allow, on
 //! purpose: `1.5G`, `512MB` or a bare `512` each mean different things in different programs, so they are refused with
 //! the spelling that means what their author most likely wanted. `Display` writes the largest unit that is exact, and
-//! what it writes can be read back.
+//! what it writes can be read back. Crates that parse sizes or durations accept those texts, some with another meaning
+//! (`512M` as 512 million), and do not report which part is wrong.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,10 +12,47 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Binary units, the largest first.
-const SIZES: [(&str, u64); 5] = [("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10), ("B", 1)];
-/// Units of time in milliseconds, the largest first.
-const SPANS: [(&str, u64); 4] = [("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1)];
+/// A unit, how many of the smallest it is, and what other programs call it, in lower case.
+struct Unit {
+    name: &'static str,
+    scale: u64,
+    foreign: &'static [&'static str],
+}
+
+/// What differs between sizes and durations.
+struct Units {
+    what: &'static str,
+    examples: &'static str,
+    /// The largest first.
+    all: &'static [Unit],
+    /// The one that was most likely meant by a number without one.
+    usual: &'static str,
+}
+
+const SIZES: Units = Units {
+    what: "size",
+    examples: "\"512M\" or \"2G\"",
+    all: &[
+        Unit { name: "T", scale: 1 << 40, foreign: &["t", "tb", "tib"] },
+        Unit { name: "G", scale: 1 << 30, foreign: &["g", "gb", "gib"] },
+        Unit { name: "M", scale: 1 << 20, foreign: &["m", "mb", "mib"] },
+        Unit { name: "K", scale: 1 << 10, foreign: &["k", "kb", "kib"] },
+        Unit { name: "B", scale: 1, foreign: &["b", "byte", "bytes"] },
+    ],
+    usual: "M",
+};
+
+const SPANS: Units = Units {
+    what: "duration",
+    examples: "\"250ms\", \"2s\" or \"1m\"",
+    all: &[
+        Unit { name: "h", scale: 3_600_000, foreign: &["h", "hr", "hour", "hours"] },
+        Unit { name: "m", scale: 60_000, foreign: &["m", "min", "mins", "minute", "minutes"] },
+        Unit { name: "s", scale: 1000, foreign: &["s", "sec", "secs", "second", "seconds"] },
+        Unit { name: "ms", scale: 1, foreign: &["ms", "msec", "millis"] },
+    ],
+    usual: "s",
+};
 
 /// Why a text is not a quantity. The message ends with what to write instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -119,7 +157,7 @@ impl FromStr for Bytes {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
-        read(text, &SIZES).map_err(|e| e.explain(&SIZE_WORDS)).map(Self)
+        SIZES.read(text).map(Self)
     }
 }
 
@@ -127,167 +165,85 @@ impl FromStr for Span {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
-        read(text, &SPANS).map_err(|e| e.explain(&SPAN_WORDS)).map(Self)
+        SPANS.read(text).map(Self)
     }
 }
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_exact(f, self.0, &SIZES)
+        f.pad(&SIZES.write(self.0))
     }
 }
 
 impl fmt::Display for Span {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_exact(f, self.0, &SPANS)
+        f.pad(&SPANS.write(self.0))
     }
 }
 
 serde_as_text!(Bytes, Span);
 
-/// What differs between sizes and durations in an explanation.
-struct Words {
-    what: &'static str,
-    examples: &'static str,
-    units: &'static [(&'static str, u64)],
-    /// The unit that was most likely meant by a number without one.
-    usual: &'static str,
-    /// What other programs write, and ours for it. Looked up in lower case after the exact spelling failed.
-    foreign: &'static [(&'static str, &'static str)],
-}
-
-const SIZE_WORDS: Words = Words {
-    what: "size",
-    examples: "\"512M\" or \"2G\"",
-    units: &SIZES,
-    usual: "M",
-    foreign: &[
-        ("b", "B"),
-        ("byte", "B"),
-        ("bytes", "B"),
-        ("k", "K"),
-        ("kb", "K"),
-        ("kib", "K"),
-        ("m", "M"),
-        ("mb", "M"),
-        ("mib", "M"),
-        ("g", "G"),
-        ("gb", "G"),
-        ("gib", "G"),
-        ("t", "T"),
-        ("tb", "T"),
-        ("tib", "T"),
-    ],
-};
-
-const SPAN_WORDS: Words = Words {
-    what: "duration",
-    examples: "\"250ms\", \"2s\" or \"1m\"",
-    units: &SPANS,
-    usual: "s",
-    foreign: &[
-        ("msec", "ms"),
-        ("millis", "ms"),
-        ("s", "s"),
-        ("sec", "s"),
-        ("secs", "s"),
-        ("second", "s"),
-        ("seconds", "s"),
-        ("m", "m"),
-        ("min", "m"),
-        ("mins", "m"),
-        ("minute", "m"),
-        ("minutes", "m"),
-        ("h", "h"),
-        ("hr", "h"),
-        ("hour", "h"),
-        ("hours", "h"),
-        ("ms", "ms"),
-    ],
-};
-
-/// What is wrong, before it is known whether sizes or durations are spoken of.
-enum Flaw<'t> {
-    NoUnit(&'t str),
-    UnknownUnit(&'t str, &'t str),
-    Fraction(&'t str, &'t str),
-    Malformed,
-    TooLarge,
-}
-
-fn read<'t>(text: &'t str, units: &[(&str, u64)]) -> Result<u64, Flaw<'t>> {
-    let (number, rest) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
-    if let Some(fraction) = rest.strip_prefix('.').filter(|_| !number.is_empty()) {
-        let end = fraction.find(|c: char| !c.is_ascii_digit()).unwrap_or(fraction.len());
-        let (fraction, unit) = text.split_at(number.len() + 1 + end);
-        return Err(Flaw::Fraction(fraction, unit));
-    }
-    if number.is_empty() || rest.contains(|c: char| !c.is_ascii_alphabetic() && c != ' ') {
-        return Err(Flaw::Malformed);
-    }
-    if rest.is_empty() {
-        return Err(Flaw::NoUnit(number));
-    }
-    let Some((_, scale)) = units.iter().find(|(name, _)| *name == rest) else {
-        return Err(Flaw::UnknownUnit(number, rest));
-    };
-    number.parse::<u64>().ok().and_then(|n| n.checked_mul(*scale)).ok_or(Flaw::TooLarge)
-}
-
-impl Flaw<'_> {
-    fn explain(self, words: &Words) -> UnitError {
-        let ours = |unit: &str| {
-            let unit = unit.trim().to_ascii_lowercase();
-            words.foreign.iter().find(|(theirs, _)| *theirs == unit).map(|(_, ours)| *ours)
+impl Units {
+    /// The quantity in the smallest unit.
+    fn read(&self, text: &str) -> Result<u64, UnitError> {
+        let (number, rest) = split_digits(text);
+        if let Some(fraction) = rest.strip_prefix('.').filter(|_| !number.is_empty()) {
+            let (fraction, unit) = split_digits(fraction);
+            let hint = self.whole(number, fraction, unit).unwrap_or_else(|| self.examples.into());
+            return Err(UnitError::Fraction { hint });
+        }
+        if number.is_empty() || rest.contains(|c: char| !c.is_ascii_alphabetic() && c != ' ') {
+            return Err(UnitError::Malformed { what: self.what, hint: self.examples });
+        }
+        if rest.is_empty() {
+            return Err(UnitError::NoUnit { number: number.into(), hint: self.suggest(number) });
+        }
+        let Some(unit) = self.all.iter().find(|unit| unit.name == rest) else {
+            let hint = match self.meant(rest) {
+                Some(unit) => format!("\"{number}{}\"", unit.name),
+                None => format!(
+                    "a unit out of {}",
+                    self.all.iter().rev().map(|unit| unit.name).collect::<Vec<_>>().join(", ")
+                ),
+            };
+            return Err(UnitError::UnknownUnit { unit: rest.trim().into(), hint });
         };
-        match self {
-            Flaw::NoUnit(number) => UnitError::NoUnit { number: number.into(), hint: suggest(number, words) },
-            Flaw::UnknownUnit(number, unit) => UnitError::UnknownUnit {
-                unit: unit.trim().into(),
-                hint: match ours(unit) {
-                    Some(ours) => format!("\"{number}{ours}\""),
-                    None => format!("a unit out of {}", list(words.units)),
-                },
-            },
-            Flaw::Fraction(number, unit) => {
-                UnitError::Fraction { hint: whole(number, ours(unit), words).unwrap_or_else(|| words.examples.into()) }
-            }
-            Flaw::Malformed => UnitError::Malformed { what: words.what, hint: words.examples },
-            Flaw::TooLarge => UnitError::TooLarge,
+        number.parse::<u64>().ok().and_then(|n| n.checked_mul(unit.scale)).ok_or(UnitError::TooLarge)
+    }
+
+    /// The unit that other programs, or other capitals, mean.
+    fn meant(&self, unit: &str) -> Option<&Unit> {
+        let unit = unit.trim().to_ascii_lowercase();
+        self.all.iter().find(|ours| ours.foreign.contains(&unit.as_str()))
+    }
+
+    /// What to write for a number without a unit: itself with the usual unit; and if it is large and round, as memory in
+    /// bytes is, the number in the unit that suits.
+    fn suggest(&self, number: &str) -> String {
+        let is_bytes = self.all.iter().any(|unit| unit.name == "B");
+        match number.parse::<u64>() {
+            Ok(n) if n >= 1 << 20 && is_bytes => format!("\"{}\"", self.write(n)),
+            _ => format!("\"{number}{}\"", self.usual),
         }
     }
-}
 
-/// What to write for a number without a unit: itself with the usual unit; and if it is large and round, as memory in
-/// bytes is, the number in the unit that suits.
-fn suggest(number: &str, words: &Words) -> String {
-    let plain = format!("\"{number}{}\"", words.usual);
-    let smallest = words.units.last().map_or("", |(name, _)| *name);
-    match number.parse::<u64>() {
-        Ok(n) if n >= 1 << 20 && smallest == "B" => format!("\"{}\"", Bytes(n)),
-        _ => plain,
+    /// `1.5` `G` as a whole number of a smaller unit, if there is one that is exact.
+    fn whole(&self, whole: &str, fraction: &str, unit: &str) -> Option<String> {
+        let tens = 10u64.checked_pow(u32::try_from(fraction.len()).ok()?)?;
+        let digits: u64 = format!("{whole}{fraction}").parse().ok()?;
+        let scaled = digits.checked_mul(self.meant(unit)?.scale)?;
+        scaled.is_multiple_of(tens).then(|| format!("\"{}\"", self.write(scaled / tens)))
+    }
+
+    /// In the largest unit that is exact.
+    fn write(&self, value: u64) -> String {
+        let exact = self.all.iter().find(|unit| value != 0 && value.is_multiple_of(unit.scale));
+        exact.or(self.all.last()).map_or_else(String::new, |unit| format!("{}{}", value / unit.scale, unit.name))
     }
 }
 
-/// `1.5` `G` as a whole number of a smaller unit, if there is one that is exact.
-fn whole(number: &str, unit: Option<&str>, words: &Words) -> Option<String> {
-    let (whole, fraction) = number.split_once('.')?;
-    let scale = words.units.iter().find(|(name, _)| Some(*name) == unit)?.1;
-    let tens = 10u64.checked_pow(u32::try_from(fraction.len()).ok()?)?;
-    let digits: u64 = format!("{whole}{fraction}").parse().ok()?;
-    let total = digits.checked_mul(scale).filter(|scaled| scaled.is_multiple_of(tens))? / tens;
-    let (name, scale) = words.units.iter().find(|(_, scale)| total.is_multiple_of(*scale))?;
-    Some(format!("\"{}{name}\"", total / scale))
-}
-
-fn list(units: &[(&str, u64)]) -> String {
-    units.iter().rev().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
-}
-
-fn write_exact(f: &mut fmt::Formatter<'_>, value: u64, units: &[(&str, u64)]) -> fmt::Result {
-    let (name, scale) =
-        units.iter().find(|(_, scale)| value != 0 && value.is_multiple_of(*scale)).or(units.last()).unwrap_or(&("", 1));
-    f.pad(&format!("{}{name}", value / scale))
+fn split_digits(text: &str) -> (&str, &str) {
+    text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()))
 }
 
 #[cfg(test)]
