@@ -10,7 +10,7 @@ use common::served::kill_watcher;
 use common::{DEADLINE, Guest, Lab, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote;
-use rekindle_store::types::PAGE_SIZE;
+use rekindle_pages::{PAGE_SIZE, PageNo};
 use rekindle_store::{Image, ReadOptions, StoreUrl};
 use rekindle_vm::fault::POINTS;
 use rustix::fs::{SeekFrom, seek};
@@ -207,10 +207,10 @@ fn image(store: &Path, number: u64) -> Image {
 #[track_caller]
 fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
     let (now, before) = (image(store, number), image(store, restored));
-    let main = now.info().blocks.iter().position(|block| block.id == "ram").expect("main RAM");
+    let main = now.block("ram").expect("main RAM");
     let copy = File::open(copy).unwrap();
     let length = copy.metadata().unwrap().len();
-    assert_eq!(now.info().blocks[main].used, length);
+    assert_eq!(now.info().blocks[main.0].used, length);
     let (mut wrong, mut missing) = (Vec::new(), 0);
     let (mut there, mut ours) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
     let mut data = runs(&copy).into_iter().peekable();
@@ -218,17 +218,17 @@ fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
         let at = page * PAGE_SIZE as u64;
         while data.next_if(|run| run.end <= at).is_some() {}
         let is_there = data.peek().is_some_and(|run| run.contains(&at));
-        now.read_page(main, page, &mut ours).unwrap();
+        now.read_page((main, PageNo(page)), &mut ours).unwrap();
         if is_there {
             copy.read_exact_at(&mut there, at).unwrap();
         } else {
             missing += 1;
-            before.read_page(main, page, &mut there).unwrap();
+            before.read_page((main, PageNo(page)), &mut there).unwrap();
         }
         if ours != there {
             wrong.push(page);
             let mut old = [0; PAGE_SIZE];
-            before.read_page(main, page, &mut old).unwrap();
+            before.read_page((main, PageNo(page)), &mut old).unwrap();
             let differ: Vec<_> = (0..PAGE_SIZE).filter(|n| ours[*n] != there[*n]).collect();
             let (first, last) = (differ[0], differ[differ.len() - 1]);
             let (is_old, is_zero, was_old) = (ours == old, ours == [0; PAGE_SIZE], there == old);
