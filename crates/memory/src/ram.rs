@@ -164,6 +164,11 @@ impl GuestRam {
         &self.blocks
     }
 
+    #[must_use]
+    pub fn block(&self, id: BlockId) -> Option<&Block> {
+        self.blocks.get(id.0)
+    }
+
     /// Finds a block by QEMU's name of it.
     #[must_use]
     pub fn block_id(&self, name: &str) -> Option<BlockId> {

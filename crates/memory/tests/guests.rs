@@ -234,10 +234,10 @@ fn checkpoints_are_copied_while_the_guest_runs() {
         pause(&mut qmp, true);
         let copies = Arc::new(Mutex::new(everything(&ram)));
         let copier = Arc::clone(&copies);
-        let save = move |ram: &GuestRam, block: usize, page: Range<u64>| {
+        let save = move |ram: &GuestRam, block: BlockId, page: Range<u64>| {
             let mut bytes = vec![0; (page.end - page.start) as usize];
-            ram.read(&ram.blocks()[block], std::slice::from_ref(&page), &mut bytes).unwrap();
-            copier.lock().unwrap()[block][page.start as usize..page.end as usize].copy_from_slice(&bytes);
+            ram.read(ram.block(block).unwrap(), std::slice::from_ref(&page), &mut bytes).unwrap();
+            copier.lock().unwrap()[block.0][page.start as usize..page.end as usize].copy_from_slice(&bytes);
         };
         let mut stopped = Stopped::check(&mut qmp).unwrap();
         let attached = Synchronous::attach(injector, Arc::clone(&ram), &mut stopped, save.clone(), None);

@@ -12,6 +12,7 @@ use rekindle_kernel::inject::Injector;
 use rekindle_kernel::userfault::remote;
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::{Asynchronous, Dirty, Synchronous, TrackError, Tracker, close_leftovers, leftovers};
+use rekindle_pages::BlockId;
 use rekindle_qemu::stopped::Stopped;
 use rekindle_testing::hugepages::HugePages;
 use rekindle_testing::process::descriptors;
@@ -114,10 +115,10 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
 }
 
 /// Returns a function that copies a page's current content into a copy of the memory.
-fn into_copy(copy: Arc<Mutex<Vec<u8>>>) -> impl Fn(&GuestRam, usize, Range<u64>) + Send + Clone + 'static {
+fn into_copy(copy: Arc<Mutex<Vec<u8>>>) -> impl Fn(&GuestRam, BlockId, Range<u64>) + Send + Clone + 'static {
     move |ram, block, page| {
         let mut bytes = vec![0; (page.end - page.start) as usize];
-        ram.read(&ram.blocks()[block], std::slice::from_ref(&page), &mut bytes).unwrap();
+        ram.read(ram.block(block).unwrap(), std::slice::from_ref(&page), &mut bytes).unwrap();
         copy.lock().unwrap()[page.start as usize..page.end as usize].copy_from_slice(&bytes);
     }
 }
@@ -251,7 +252,7 @@ fn the_process_continues_when_a_synchronous_tracker_dies() {
     let victim = Victim::start(Kind::Shared, 2000, false);
     let injector = Injector::new(victim.process).unwrap();
     victim.stop();
-    let nothing = |_: &GuestRam, _: usize, _: Range<u64>| {};
+    let nothing = |_: &GuestRam, _: BlockId, _: Range<u64>| {};
     let tracker =
         Synchronous::attach(injector, Arc::clone(&victim.ram), &mut Stopped::vouched(), nothing, None).unwrap();
     victim.resume();
@@ -300,7 +301,7 @@ fn attaching_and_detaching_a_hundred_times_leaves_no_trace() {
     let victim = Victim::start(Kind::Private, 1000, false);
     let injector = Injector::new(victim.process).unwrap();
     let before = descriptors(victim.process.pid);
-    let nothing = |_: &GuestRam, _: usize, _: Range<u64>| {};
+    let nothing = |_: &GuestRam, _: BlockId, _: Range<u64>| {};
     for round in 0..100 {
         let ram = Arc::clone(&victim.ram);
         let mut stopped = Stopped::vouched();
@@ -345,7 +346,7 @@ fn measure() {
             injector.call(rekindle_kernel::inject::Call::new("getpid", libc::SYS_getpid, [])).unwrap();
         }
         println!("  system call inside the process: {:.3} ms", milliseconds(start) / f64::from(calls));
-        let nothing = |_: &GuestRam, _: usize, _: Range<u64>| {};
+        let nothing = |_: &GuestRam, _: BlockId, _: Range<u64>| {};
         let start = Instant::now();
         let mut asynchronous = Asynchronous::attach(injector, ram(), &mut stopped, None).unwrap();
         println!("  asynchronous: attach {:.2} ms", milliseconds(start));

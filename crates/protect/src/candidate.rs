@@ -16,6 +16,7 @@ use crate::target::{Target, TargetError};
 use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, OwnRunDir, Prepared, Running};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
+use rekindle_pages::BlockId;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
@@ -121,7 +122,7 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
     let paused: Result<Paused<Value>, CandidateError> = monitors.pause(|_, _| {
         let about = about().map_err(|e| CandidateError::Snapshot(Box::new(e)))?;
         for (index, block) in ram.blocks().iter().enumerate() {
-            send_from(&mut checkpoint, index, &ram.populated(block)?, &ram, block)?;
+            send_from(&mut checkpoint, BlockId(index), &ram.populated(block)?, &ram, block)?;
         }
         Ok(about)
     });

@@ -5,16 +5,12 @@
 //! an error in it costs time only.
 
 use rekindle_memory::ram::GuestRam;
-use rekindle_pages::PAGE_SIZE;
+use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageId, PageNo, PageRun};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::MAIN_RAM;
 use rekindle_qemu::{rings, stream};
-use rekindle_store::image::PageId;
-use rekindle_store::types::Page;
 use rekindle_store::{Image, StoreError};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -30,50 +26,10 @@ const PARTS: usize = 32;
 
 /// Pages that QEMU reads in the memory of any PC: the option ROM that gives old guests a local APIC (`kvmvapic`), and video
 /// memory where there is no video card.
-const PC_PAGES: [u64; 5] = [0xb8, 0xc0, 0xc1, 0xc2, 0xc3];
+const PC_PAGES: [PageNo; 5] = [PageNo(0xb8), PageNo(0xc0), PageNo(0xc1), PageNo(0xc2), PageNo(0xc3)];
 
 /// Pages with their content: block, page, content.
-pub(crate) type Pages = Vec<(usize, u64, Box<Page>)>;
-
-/// Adjacent pages: block, first page, count.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct PageRun(usize, u64, u64);
-
-impl PageRun {
-    pub(crate) fn new(block: usize, pages: Range<u64>) -> Self {
-        Self(block, pages.start, pages.end.saturating_sub(pages.start))
-    }
-
-    pub(crate) fn block(&self) -> usize {
-        self.0
-    }
-
-    /// Page numbers.
-    pub(crate) fn numbers(&self) -> Range<u64> {
-        self.1..self.1.saturating_add(self.2)
-    }
-
-    pub(crate) fn count(&self) -> u64 {
-        self.2
-    }
-
-    pub(crate) fn pages(&self) -> impl Iterator<Item = PageId> + use<> {
-        let block = self.0;
-        self.numbers().map(move |page| (block, page))
-    }
-}
-
-/// Merges adjacent pages into runs.
-pub(crate) fn runs(pages: impl IntoIterator<Item = PageId>) -> Vec<PageRun> {
-    let mut runs: Vec<PageRun> = Vec::new();
-    for (block, page) in pages {
-        match runs.last_mut().filter(|run| run.0 == block && run.numbers().end == page) {
-            Some(PageRun(_, _, count)) => *count += 1,
-            None => runs.push(PageRun(block, page, 1)),
-        }
-    }
-    runs
-}
+pub(crate) type Pages = Vec<(BlockId, PageNo, Box<Page>)>;
 
 /// The pages that the QEMU of `qmp` would read during a load; none if it does not report them.
 pub(crate) fn locate(qmp: &mut Qmp, ram: &GuestRam) -> Vec<PageRun> {
@@ -87,9 +43,10 @@ pub(crate) fn locate(qmp: &mut Qmp, ram: &GuestRam) -> Vec<PageRun> {
         let mut blocks = ram.blocks().iter().enumerate();
         let Some((index, block)) = blocks.find(|(_, block)| block.used().contains(&range.start)) else { continue };
         let end = range.end.min(block.used().end);
-        pages.extend(((range.start - block.address) / page..(end - block.address).div_ceil(page)).map(|n| (index, n)));
+        let numbers = (range.start - block.address) / page..(end - block.address).div_ceil(page);
+        pages.extend(numbers.map(|number| (BlockId(index), PageNo(number))));
     }
-    runs(pages.into_iter().take(MAX_PAGES))
+    PageRun::merged(pages.into_iter().take(MAX_PAGES))
 }
 
 /// Reads the listed pages in the blocks `paged`, and those that the device state `devices` refers to. A page that cannot be read is
@@ -103,21 +60,18 @@ pub(crate) fn read(image: &Image, paged: &[String], devices: &[u8]) -> Pages {
         }
     };
     let blocks = &image.info().blocks;
-    let block_pages =
-        |block: usize| blocks.get(block).filter(|block| paged.contains(&block.id)).map_or(0, |block| block.pages());
+    // The page after the last one of a block; the first one if the block is not paged.
+    let end = |BlockId(block)| {
+        PageNo(blocks.get(block).filter(|block| paged.contains(&block.id)).map_or(0, |block| block.pages()))
+    };
     // Its address is its offset in the block: it is below 4 GiB.
-    let generation = stream::generation_address(devices).map(|address| address / PAGE_SIZE as u64);
-    let main = blocks.iter().position(|block| block.id == MAIN_RAM);
+    let generation = stream::generation_address(devices).map(PageNo::containing);
+    let main = image.block(MAIN_RAM);
     let fixed = main
         .into_iter()
-        .flat_map(|main| PC_PAGES.into_iter().chain(generation).map(move |page| PageRun(main, page, 1)));
-    let pages: BTreeSet<(usize, u64)> = fixed
-        .chain(named)
-        .flat_map(|PageRun(block, first, count)| {
-            (first..first.saturating_add(count).min(block_pages(block))).map(move |page| (block, page))
-        })
-        .take(MAX_PAGES)
-        .collect();
+        .flat_map(|main| PC_PAGES.into_iter().chain(generation).map(move |page| PageRun::new(main, page..page.next())));
+    let pages: BTreeSet<PageId> =
+        fixed.chain(named).flat_map(|run| run.pages_below(end(run.block()))).take(MAX_PAGES).collect();
     let pages: Vec<_> = pages.into_iter().collect();
     read_parallel(image, &pages, |_| true).unwrap_or_else(|e| {
         tracing::debug!("cannot read the pages that a load needs: {e}");
@@ -129,11 +83,11 @@ pub(crate) fn read(image: &Image, paged: &[String], devices: &[u8]) -> Pages {
 /// order.
 pub(crate) fn read_parallel(
     image: &Image,
-    pages: &[(usize, u64)],
+    pages: &[PageId],
     keep: impl Fn(&Page) -> bool + Sync,
 ) -> Result<Pages, StoreError> {
     let next = AtomicUsize::new(0);
-    let read = |part: &[(usize, u64)]| {
+    let read = |part: &[PageId]| {
         let mut read = Pages::new();
         let take = |(block, page), content: &Page| {
             if keep(content) {

@@ -200,7 +200,7 @@ impl std::fmt::Display for PagerEvent {
 pub(crate) struct CheckpointPages<'a> {
     image: &'a Image,
     /// For each block of the guest, its position in the checkpoint.
-    positions: Vec<Option<usize>>,
+    positions: Vec<Option<BlockId>>,
     on_event: &'a mut dyn FnMut(&PagerEvent),
     /// The error that was reported last, so that it is reported once.
     last_error: Option<String>,
@@ -218,8 +218,8 @@ impl PageSource for CheckpointPages<'_> {
 
     fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, StoreError> {
         // A page that the checkpoint does not have is an error that names it, never zeros.
-        let position = self.positions.get(block.0).copied().flatten().unwrap_or(usize::MAX);
-        self.image.read_page(position, page.0, buffer)?;
+        let position = self.positions.get(block.0).copied().flatten().unwrap_or(BlockId(usize::MAX));
+        self.image.read_page((position, page), buffer)?;
         self.last_error = None;
         Ok(if *buffer == ZERO_PAGE { Content::Zero } else { Content::Data })
     }
@@ -402,6 +402,6 @@ fn working_set<'a>(image: &'a Image, fill: &Fill) -> impl Iterator<Item = (usize
     // If the list cannot be read further, the rest loads in the order of memory.
     image.hot().map_while(Result::ok).filter_map(move |(block, page)| {
         let position = positions.iter().position(|position| *position == Some(block))?;
-        Some((position, PageNo(page).offset()..PageNo(page + 1).offset()))
+        Some((position, page.offset()..page.next().offset()))
     })
 }

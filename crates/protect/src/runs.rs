@@ -3,7 +3,7 @@
 use crate::session::CheckpointError;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::Dirty;
-use rekindle_pages::{PAGE_SIZE, PageRuns, ZERO_PAGE};
+use rekindle_pages::{BlockId, PAGE_SIZE, PageRuns, ZERO_PAGE};
 use rekindle_store::{Checkpoint, StoreError};
 
 /// Bytes that are read from the guest at a time.
@@ -14,7 +14,7 @@ pub(crate) type Runs = Vec<PageRuns>;
 
 /// Pages of one block that were copied while the guest was stopped.
 pub(crate) struct CopiedPages {
-    pub(crate) block: usize,
+    pub(crate) block: BlockId,
     pub(crate) runs: PageRuns,
     pub(crate) bytes: Vec<u8>,
 }
@@ -48,40 +48,35 @@ pub(crate) fn copy_all(ram: &GuestRam, written: &Runs) -> Result<Vec<CopiedPages
         let Some(block) = ram.blocks().get(index) else { continue };
         let mut bytes = Vec::new();
         read(ram, block, runs, &mut bytes)?;
-        all.push(CopiedPages { block: index, runs: runs.clone(), bytes });
+        all.push(CopiedPages { block: BlockId(index), runs: runs.clone(), bytes });
     }
     Ok(all)
 }
 
 pub(crate) fn send(
     checkpoint: &mut Checkpoint<'_>,
-    block: usize,
+    block: BlockId,
     runs: &PageRuns,
     bytes: &[u8],
 ) -> Result<(), StoreError> {
     let (pages, _) = bytes.as_chunks::<PAGE_SIZE>();
-    checkpoint.pages(block, runs.numbers().map(|page| page.0).zip(pages))
+    checkpoint.pages(block, runs.numbers().zip(pages))
 }
 
 /// As [`send`], directly from the guest's memory.
 pub(crate) fn send_from(
     checkpoint: &mut Checkpoint<'_>,
-    number: usize,
+    id: BlockId,
     runs: &PageRuns,
     ram: &GuestRam,
     block: &Block,
 ) -> Result<(), CheckpointError> {
-    let page = PAGE_SIZE as u64;
-    let numbers: Vec<_> = runs.number_ranges().collect();
-    checkpoint.read(number, &numbers, |runs, room| {
-        let runs: Vec<_> = runs.iter().map(|run| run.start * page..run.end * page).collect();
-        Ok(ram.read(block, &runs, room)?)
-    })
+    checkpoint.read(id, runs, |runs, room| Ok(ram.read(block, runs, room)?))
 }
 
 pub(crate) fn send_zeroes(checkpoint: &mut Checkpoint<'_>, zero: &Runs) -> Result<(), StoreError> {
     for (block, runs) in zero.iter().enumerate() {
-        checkpoint.pages(block, runs.numbers().map(|page| (page.0, &ZERO_PAGE)))?;
+        checkpoint.pages(BlockId(block), runs.numbers().map(|page| (page, &ZERO_PAGE)))?;
     }
     Ok(())
 }

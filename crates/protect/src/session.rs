@@ -18,6 +18,7 @@ use rekindle_disk::control::ControlError;
 use rekindle_kernel::inject::{InjectError, Injector};
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::{self, Asynchronous, Dirty, Filling, Synchronous, TrackError, Tracker};
+use rekindle_pages::{BlockId, PageRun};
 use rekindle_qemu::adopt::{AdoptError, Adopted};
 use rekindle_qemu::foreign::{self, Facts};
 use rekindle_qemu::qmp::QmpError;
@@ -90,7 +91,7 @@ pub(crate) enum CheckpointError {
 /// Pages copied because the guest wanted to write them.
 #[derive(Debug, Default)]
 struct Copies {
-    pages: Vec<(usize, u64, Vec<u8>)>,
+    pages: Vec<(BlockId, u64, Vec<u8>)>,
     failed: Option<GuestRamError>,
 }
 
@@ -138,7 +139,7 @@ pub(crate) struct TrackingSession {
     held: Option<Box<FillRecord>>,
     foreign: Option<(Box<Adopted>, Facts)>,
     /// The pages that a load needs, and for how many checkpoints the list stays valid.
-    first: (Vec<load_pages::PageRun>, u32),
+    first: (Vec<PageRun>, u32),
     /// The device state of the previous checkpoint.
     devices: Vec<u8>,
 }
@@ -397,12 +398,12 @@ impl TrackingSession {
     }
 }
 
-fn before_write(copies: Arc<Mutex<Copies>>) -> impl FnMut(&GuestRam, usize, Range<u64>) + Send + 'static {
-    move |ram, index, page| {
-        let Some(block) = ram.blocks().get(index) else { return };
+fn before_write(copies: Arc<Mutex<Copies>>) -> impl FnMut(&GuestRam, BlockId, Range<u64>) + Send + 'static {
+    move |ram, id, page| {
+        let Some(block) = ram.block(id) else { return };
         let mut bytes = vec![0; (page.end - page.start) as usize];
         match ram.read(block, std::slice::from_ref(&page), &mut bytes) {
-            Ok(()) => lock(&copies).pages.push((index, page.start, bytes)),
+            Ok(()) => lock(&copies).pages.push((id, page.start, bytes)),
             Err(e) => {
                 lock(&copies).failed.get_or_insert(e);
             }

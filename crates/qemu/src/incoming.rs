@@ -7,9 +7,10 @@
 //! That is what QEMU writes to a file with nothing but its usual capabilities (and `suppress-vmdesc`), and what
 //! [`crate::stream`] writes. Anything else is an error that names it. Nothing is kept in memory but one page and, at the end, the devices.
 
-use crate::stream::{END_OF_STREAM, HEADER, PAGE, RAM_VERSION, StreamError};
+use crate::stream::{END_OF_STREAM, HEADER, RAM_VERSION, StreamError};
 use crate::stream::{FLAG_CONTINUE, FLAG_EOS, FLAG_MEM_SIZE, FLAG_PAGE, FLAG_ZERO, FLAGS};
 use crate::stream::{SECTION_CONFIGURATION, SECTION_END, SECTION_FOOTER, SECTION_PART, SECTION_START};
+use rekindle_pages::{PAGE_SIZE, Page};
 use std::io::{self, Read};
 
 /// Most RAM blocks of a stream.
@@ -42,7 +43,7 @@ pub enum IncomingError {
 }
 
 /// A page of a stream: position of its block, its number there, its content.
-pub type IncomingPage<'a> = (usize, u64, &'a [u8; PAGE]);
+pub type IncomingPage<'a> = (usize, u64, &'a Page);
 
 /// A stream being read.
 #[derive(Debug)]
@@ -58,7 +59,7 @@ pub struct Incoming<R> {
     /// A word that was read to find out what follows.
     ahead: Option<u64>,
     done: bool,
-    page: [u8; PAGE],
+    page: Page,
 }
 
 impl<R: Read> Incoming<R> {
@@ -76,7 +77,7 @@ impl<R: Read> Incoming<R> {
             last: false,
             ahead: None,
             done: false,
-            page: [0; PAGE],
+            page: [0; PAGE_SIZE],
         };
         if incoming.array::<8>()? != HEADER {
             return Err(StreamError::Header.into());
@@ -143,13 +144,13 @@ impl<R: Read> Incoming<R> {
                     if kind == FLAG_PAGE {
                         self.page = self.array()?;
                     } else {
-                        self.page = [self.u8()?; PAGE];
+                        self.page = [self.u8()?; PAGE_SIZE];
                     }
                     let used = self.blocks.get(self.current).map_or(0, |(_, used)| *used);
                     if offset >= used {
                         return Err(self.unknown("a page beyond its block"));
                     }
-                    return Ok(Some((self.current, offset / PAGE as u64, &self.page)));
+                    return Ok(Some((self.current, offset / PAGE_SIZE as u64, &self.page)));
                 }
                 _ => return Err(self.unknown(&format!("RAM with the flags {flags:#x}"))),
             }
@@ -288,7 +289,7 @@ mod tests {
         let mut section =
             if shared { RamSection::start(&mut out, list) } else { RamSection::start_plain(&mut out, list) };
         for (block, page, byte) in pages {
-            section.page(&mut out, BLOCKS[*block].0, page * 4096, &[*byte; PAGE]);
+            section.page(&mut out, BLOCKS[*block].0, page * 4096, &[*byte; PAGE_SIZE]);
         }
         section.end(&mut out);
         out.extend([4, 9, 9, END_OF_STREAM]);

@@ -2,14 +2,14 @@
 
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock::host_address;
+use rekindle_pages::PAGE_SIZE;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Queues that a virtio device of QEMU can have.
 const MOST_QUEUES: u64 = 1024;
-/// Bytes of a page.
-const PAGE: u64 = 4096;
+const PAGE: u64 = PAGE_SIZE as u64;
 
 /// The rings of all virtio devices, as whole pages at addresses in QEMU. A device that the guest does not use has none.
 ///

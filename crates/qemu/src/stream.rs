@@ -21,12 +21,11 @@
 //! only used for shared blocks, of which we list none. Since QEMU reads a stream as it comes, the `ram` section
 //! can be sent while the guest still runs, with later versions of pages following before its end.
 
+use rekindle_pages::{PAGE_SIZE, Page};
 use std::collections::BTreeMap;
 
 /// Magic and version: how every stream starts.
 pub const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
-/// Bytes of a page in the stream.
-pub const PAGE: usize = 4096;
 
 pub(crate) const SECTION_START: u8 = 1;
 pub(crate) const SECTION_PART: u8 = 2;
@@ -143,7 +142,7 @@ impl RamSection {
     }
 
     /// One page of `block`, at byte `offset` of it. A later one for the same place wins.
-    pub fn page(&mut self, out: &mut Vec<u8>, block: &str, offset: u64, content: &[u8; PAGE]) {
+    pub fn page(&mut self, out: &mut Vec<u8>, block: &str, offset: u64, content: &Page) {
         // A page of zeroes is a flag and the byte it is filled with.
         let zero = content.iter().all(|&b| b == 0);
         let kind = if zero { FLAG_ZERO } else { FLAG_PAGE };
@@ -229,8 +228,11 @@ pub fn ram_blocks(stream: &[u8]) -> Result<Blocks, StreamError> {
                     }
                 }
                 kind @ (FLAG_PAGE | FLAG_ZERO) => {
-                    let content =
-                        if kind == FLAG_PAGE { reader.bytes(PAGE)?.to_vec() } else { vec![reader.u8()?; PAGE] };
+                    let content = if kind == FLAG_PAGE {
+                        reader.bytes(PAGE_SIZE)?.to_vec()
+                    } else {
+                        vec![reader.u8()?; PAGE_SIZE]
+                    };
                     let odd = reader.odd("a page of an unknown block");
                     let (_, pages) = blocks.get_mut(&current).ok_or(odd)?;
                     if content.iter().all(|&b| b == 0) {
@@ -314,13 +316,13 @@ mod tests {
     fn every_prefix_of_a_section_is_an_error_and_never_a_panic() {
         let mut stream = HEADER.to_vec();
         let mut section = RamSection::start(&mut stream, [("pc.bios", 8192u64)].into_iter());
-        section.page(&mut stream, "pc.bios", 4096, &[7; PAGE]);
+        section.page(&mut stream, "pc.bios", 4096, &[7; PAGE_SIZE]);
         section.end(&mut stream);
         stream.push(4);
         for cut in 0..stream.len() - 1 {
             assert!(ram_blocks(&stream[..cut]).is_err(), "{cut}");
         }
-        assert_eq!(ram_blocks(&stream).unwrap()["pc.bios"].1[&4096], [7; PAGE]);
+        assert_eq!(ram_blocks(&stream).unwrap()["pc.bios"].1[&4096], [7; PAGE_SIZE]);
     }
 
     proptest! {
@@ -328,10 +330,10 @@ mod tests {
         fn what_is_written_is_read(pages in proptest::collection::vec((0usize..3, 0u64..16, any::<u8>()), 0..40)) {
             let names = ["pc.bios", "0000:00:01.0/vga.vram", "/rom@etc/acpi/tables"];
             let mut stream = HEADER.to_vec();
-            let mut section = RamSection::start(&mut stream, names.iter().map(|name| (*name, 16 * PAGE as u64)));
+            let mut section = RamSection::start(&mut stream, names.iter().map(|name| (*name, 16 * PAGE_SIZE as u64)));
             let mut want: BTreeMap<(usize, u64), u8> = BTreeMap::new();
             for &(block, page, byte) in &pages {
-                section.page(&mut stream, names[block], page * PAGE as u64, &[byte; PAGE]);
+                section.page(&mut stream, names[block], page * PAGE_SIZE as u64, &[byte; PAGE_SIZE]);
                 want.insert((block, page), byte);
             }
             section.end(&mut stream);
@@ -339,10 +341,10 @@ mod tests {
             let got = ram_blocks(&stream).unwrap();
             for (block, name) in names.iter().enumerate() {
                 let (used, pages) = &got[*name];
-                prop_assert_eq!(*used, 16 * PAGE as u64);
+                prop_assert_eq!(*used, 16 * PAGE_SIZE as u64);
                 for page in 0..16 {
                     let expected = want.get(&(block, page)).copied().unwrap_or(0);
-                    let found = pages.get(&(page * PAGE as u64)).map_or(0, |content| content[0]);
+                    let found = pages.get(&(page * PAGE_SIZE as u64)).map_or(0, |content| content[0]);
                     prop_assert_eq!(expected, found);
                 }
             }

@@ -7,7 +7,8 @@
 //! Prints one JSON object: how long a commit takes against `dd conv=fdatasync`, bytes written against compressed bytes of
 //! the dirty pages, opening an image of 8 GiB against one of 512 MiB, reading, and the memory of the writer.
 
-use rekindle_store::types::{Block, PAGE_SIZE, Page, Vm};
+use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
+use rekindle_store::types::{Block, Vm};
 use rekindle_store::{Image, Options, ReadOptions, Result, StoreUrl, Writer};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -100,7 +101,7 @@ fn commits(directory: &Path, rounds: u32) -> Result<Value> {
     let mut first = writer.begin(&[block(RAM)])?;
     for number in 0..RAM / PAGE_SIZE as u64 {
         fill(&mut page, &program, &mut state);
-        first.pages(0, [(number, &page)])?;
+        first.pages(BlockId(0), [(PageNo(number), &page)])?;
     }
     let began = Instant::now();
     let full = first.commit(&Value::Null, &Value::Null, &[7; 40 << 10])?;
@@ -120,7 +121,7 @@ fn commits(directory: &Path, rounds: u32) -> Result<Value> {
         }
         let began = Instant::now();
         let mut checkpoint = writer.begin(&[block(RAM)])?;
-        checkpoint.pages(0, pages.iter().map(|(number, page)| (*number, page)))?;
+        checkpoint.pages(BlockId(0), pages.iter().map(|(number, page)| (PageNo(*number), page)))?;
         let commit = Instant::now();
         let done = checkpoint.commit(&Value::Null, &Value::Null, &[7; 40 << 10])?;
         ours.push(commit.elapsed().as_secs_f64());
@@ -166,7 +167,7 @@ fn image(directory: &Path, ram: u64) -> Result<(StoreUrl, Value)> {
                 .iter_mut()
                 .take(4)
                 .for_each(|word| *word = u64::wrapping_mul(state, 0x9e37_79b9_7f4a_7c15).to_le_bytes());
-            checkpoint.pages(0, [(number, &page)])?;
+            checkpoint.pages(BlockId(0), [(PageNo(number), &page)])?;
         }
         checkpoint.commit(&Value::Null, &Value::Null, &[7; 40 << 10])?;
         if round == 0 {
@@ -195,7 +196,7 @@ fn opens(directory: &Path, rounds: u32) -> Result<Value> {
             let began = Instant::now();
             let image = Image::open(url, &ReadOptions::default())?;
             image.devices()?;
-            image.read_page(0, 12345, &mut content)?;
+            image.read_page((BlockId(0), PageNo(12345)), &mut content)?;
             times.push(began.elapsed().as_secs_f64() * 1e3);
         }
     }
@@ -204,7 +205,7 @@ fn opens(directory: &Path, rounds: u32) -> Result<Value> {
     for _ in 0..4000 {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let began = Instant::now();
-        image.read_page(0, (state >> 33) % (2 << 20), &mut content)?;
+        image.read_page((BlockId(0), PageNo((state >> 33) % (2 << 20))), &mut content)?;
         page_us.push(began.elapsed().as_secs_f64() * 1e6);
     }
     let began = Instant::now();

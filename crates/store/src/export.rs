@@ -2,8 +2,9 @@
 
 use crate::error::StoreError;
 use crate::reader::Image;
-use crate::types::{Block, Committed, PAGE_SIZE};
+use crate::types::{Block, Committed};
 use crate::writer::Writer;
+use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
 use rekindle_qemu::incoming::{Incoming, IncomingError};
 use rekindle_qemu::stream::{self, RamSection, StreamError};
 use serde_json::{Value, json};
@@ -61,12 +62,12 @@ pub fn export(
     let sizes = blocks.iter().filter(|block| block.used > 0).map(|block| (block.id.as_str(), block.used));
     let mut section = RamSection::start_plain(&mut buffer, sizes);
     let mut done = 0;
-    for (position, block) in blocks.iter().enumerate() {
+    for (block, id) in blocks.iter().zip((0..).map(BlockId)) {
         let mut first = 0;
         while first < block.pages() {
             let end = block.pages().min(first + 1024);
-            image.read_pages(position, first..end, |page, content| {
-                section.page(&mut buffer, &block.id, page * PAGE_SIZE as u64, content);
+            image.read_pages(id, PageNo(first)..PageNo(end), |page, content| {
+                section.page(&mut buffer, &block.id, page.offset(), content);
             })?;
             flush(&mut buffer)?;
             done += (end - first) * PAGE_SIZE as u64;
@@ -93,13 +94,14 @@ pub fn import(
     progress: &mut dyn FnMut(u64),
 ) -> Result<Committed, ExportError> {
     let mut incoming = Incoming::open(from)?;
-    let block = |(id, used): &(String, u64)| Block { id: id.clone(), used: *used, max: *used, page_size: 4096 };
+    let block =
+        |(id, used): &(String, u64)| Block { id: id.clone(), used: *used, max: *used, page_size: PAGE_SIZE as u64 };
     let blocks: Vec<Block> = incoming.blocks().iter().map(block).collect();
     let metadata = json!({"imported": true, "machine": incoming.machine()});
     let mut checkpoint = writer.begin(&blocks)?;
     let mut pages = 0;
     while let Some((block, page, content)) = incoming.next_page()? {
-        checkpoint.pages(block, [(page, content)])?;
+        checkpoint.pages(BlockId(block), [(PageNo(page), content)])?;
         pages += 1;
         if pages % 1024 == 0 {
             progress(pages);

@@ -9,8 +9,8 @@ use crate::format::segment::{Directory, check_header};
 use crate::format::superblock::Superblock;
 use crate::format::{checksum, names};
 use crate::remote::protocol::{decode_ids, decode_stored};
-use crate::types::PAGE_SIZE;
 use crate::url::StoreUrl;
+use rekindle_pages::PAGE_SIZE;
 use rekindle_qemu::incoming::Incoming;
 use uuid::Uuid;
 
@@ -72,6 +72,7 @@ mod tests {
     use crate::format::segment::{FrameHeader, Kind as FrameKind, Record, encode_header};
     use crate::remote::protocol::{encode_ids, encode_stored};
     use crate::types::{Block, Pages, Vm};
+    use rekindle_pages::{BlockId, PageNo};
     use rekindle_qemu::stream::{HEADER, RamSection};
 
     /// Returns a valid input for a parser, which is then mutated.
@@ -117,7 +118,7 @@ mod tests {
             "page" => lz4_flex::block::compress(&[7; PAGE_SIZE]),
             "names" => b"000000000042".to_vec(),
             "url" => b"tls://[::1]:7000/web".to_vec(),
-            "pages-asked-for" => encode_ids(&[(0, 1), (2, 3)]),
+            "pages-asked-for" => encode_ids(&[(BlockId(0), PageNo(1)), (BlockId(2), PageNo(3))]),
             "pages-answered" => encode_stored(&[(1, vec![2; 30]), (0, vec![])]),
             "stream" => {
                 let mut out = HEADER.to_vec();

@@ -11,12 +11,9 @@ use crate::home::Home;
 use crate::index::Index;
 use crate::log;
 use crate::segments::Files;
-use crate::sparse::PageSet;
-use crate::types::{Block, CheckpointInfo, Page};
+use crate::types::{Block, CheckpointInfo};
+use rekindle_pages::{BlockId, DirtySet, Page, PageId, PageNo};
 use std::sync::{Arc, PoisonError, RwLock};
-
-/// A page of a checkpoint: position of its block in the table, and its number there.
-pub type PageId = (usize, u64);
 
 /// Limit of bytes of a combined read.
 const READ: u64 = 1 << 20;
@@ -233,17 +230,17 @@ impl LocalImage {
         }
     }
 
-    fn block(&self, block: usize) -> Result<&Block> {
+    fn block(&self, block: BlockId) -> Result<&Block> {
         self.table
             .blocks
-            .get(block)
+            .get(block.0)
             .map(|stored| &stored.block)
-            .ok_or_else(|| self.no_page(format!("number {block}"), 0))
+            .ok_or_else(|| self.no_page(format!("number {block}"), PageNo(0)))
     }
 
-    fn no_page(&self, block: String, page: u64) -> StoreError {
+    fn no_page(&self, block: String, page: PageNo) -> StoreError {
         let (store, checkpoint) = (self.home.name().into(), self.table.number);
-        StoreError::NoSuchPage { store, checkpoint, block, page }
+        StoreError::NoSuchPage { store, checkpoint, block, page: page.0 }
     }
 
     fn bad_page(&self, index: &Index, (block, page): PageId, spot: IndexEntry, what: &str) -> StoreError {
@@ -253,7 +250,7 @@ impl LocalImage {
             vm: self.home.vm.name.clone(),
             checkpoint: self.table.number,
             block: self.block(block).map(|block| block.id.clone()).unwrap_or_default(),
-            page,
+            page: page.0,
             file: extent.map(|extent| names::segment(extent.epoch, extent.number)).unwrap_or_default(),
             at: spot.place.offset(),
             what: what.into(),
@@ -263,10 +260,10 @@ impl LocalImage {
     /// Finds pages in the index, in the given order.
     pub(crate) fn spots(&self, index: &Index, pages: &[PageId]) -> Result<Vec<IndexEntry>> {
         let spot = |&(block, page): &PageId| {
-            if page >= self.block(block)?.pages() {
+            if page.0 >= self.block(block)?.pages() {
                 return Err(self.no_page(self.block(block)?.id.clone(), page));
             }
-            index.find(&self.home, block, page)
+            index.find(&self.home, (block, page))
         };
         pages.iter().map(spot).collect()
     }
@@ -325,11 +322,10 @@ impl LocalImage {
     /// # Errors
     /// [`StoreError::Page`] if it is damaged; [`StoreError::NoSuchPage`]; [`StoreError::NoSuchCheckpoint`] if the checkpoint
     /// is not kept any more.
-    pub fn read_page(&self, block: usize, page: u64, content: &mut Page) -> Result<()> {
+    pub fn read_page(&self, id: PageId, content: &mut Page) -> Result<()> {
         self.with_index(|index| {
-            let id = (block, page);
             let spot = self.spots(index, &[id])?.first().copied().unwrap_or_default();
-            let mut buffer = [0; crate::types::PAGE_SIZE];
+            let mut buffer = [0; rekindle_pages::PAGE_SIZE];
             let stored = buffer.get_mut(..spot.place.len().into()).unwrap_or_default();
             if !stored.is_empty() {
                 let Some(extent) = index.segments.get(spot.place.segment()) else {
@@ -360,7 +356,7 @@ impl LocalImage {
     /// # Errors
     /// As [`LocalImage::read_page`]; the pages before the failed one were passed.
     pub fn read_many(&self, pages: &[PageId], mut take: impl FnMut(PageId, &Page)) -> Result<()> {
-        let mut content = [0; crate::types::PAGE_SIZE];
+        let mut content = [0; rekindle_pages::PAGE_SIZE];
         // Few enough that little memory is used.
         for some in pages.chunks(512) {
             for (id, (digest, stored)) in some.iter().zip(self.read_stored(some)?) {
@@ -381,8 +377,8 @@ impl LocalImage {
     /// If it was opened lazily and the index cannot be built.
     pub fn hot(&self) -> Result<Hot<'_>> {
         let index = self.index()?;
-        let seen = (0..index.blocks()).map(|_| PageSet::default()).collect();
-        Ok(Hot { image: self, index, seen, frame: 0, ready: Vec::new(), rest: (0, 0) })
+        let seen = (0..index.blocks()).map(|_| DirtySet::default()).collect();
+        Ok(Hot { image: self, index, seen, frame: 0, ready: Vec::new(), rest: (BlockId(0), PageNo(0)) })
     }
 }
 
@@ -391,10 +387,10 @@ impl LocalImage {
 pub struct Hot<'a> {
     image: &'a LocalImage,
     index: Arc<Index>,
-    seen: Vec<PageSet>,
+    seen: Vec<DirtySet>,
     frame: usize,
     ready: Vec<PageId>,
-    rest: (usize, u64),
+    rest: PageId,
 }
 
 impl Hot<'_> {
@@ -406,21 +402,21 @@ impl Hot<'_> {
         let Ok(bytes) = home.read_at(&file, "", frame.at, DIRECTORY_ROOM) else { return };
         // This is only an order: an unreadable frame's pages come with the rest, and reading such a page returns the error.
         let Ok(directory) = Directory::decode(&bytes, frame.at) else { return };
-        let position = |number| self.image.table.blocks.iter().position(|stored| stored.number == number);
+        let position = |number| self.image.table.blocks.iter().position(|stored| stored.number == number).map(BlockId);
         let pages: Vec<_> = directory
             .pages()
             .filter(|found| found.record.len != 0)
-            .filter_map(|found| Some((position(found.record.block)?, u64::from(found.record.page))))
+            .filter_map(|found| Some((position(found.record.block)?, PageNo(found.record.page.into()))))
             .collect();
         self.ready.extend(pages.into_iter().rev());
     }
 
     /// Returns whether a page is not zero and was not returned before.
     fn wanted(&mut self, (block, page): PageId) -> bool {
-        self.index.pages(block).is_some_and(|pages| page < pages)
-            && self.seen.get_mut(block).is_some_and(|seen| seen.insert(page))
+        self.index.pages(block).is_some_and(|pages| page.0 < pages)
+            && self.seen.get_mut(block.0).is_some_and(|seen| seen.insert(page))
             // A page that cannot be found is returned, so that reading it returns the error.
-            && self.index.find(&self.image.home, block, page).map_or(true, |spot| spot.place.len() != 0)
+            && self.index.find(&self.image.home, (block, page)).map_or(true, |spot| spot.place.len() != 0)
     }
 }
 
@@ -441,8 +437,8 @@ impl Iterator for Hot<'_> {
             }
             let (block, page) = self.rest;
             let pages = self.index.pages(block)?;
-            self.rest = if page < pages { (block, page + 1) } else { (block + 1, 0) };
-            if page < pages && self.wanted((block, page)) {
+            self.rest = if page.0 < pages { (block, page.next()) } else { (BlockId(block.0 + 1), PageNo(0)) };
+            if page.0 < pages && self.wanted((block, page)) {
                 return Some((block, page));
             }
         }

@@ -11,6 +11,7 @@ use crate::format::segment::Kind;
 use crate::format::{Flaw, Structure};
 use crate::home::Home;
 use crate::segments::{Files, frames, open_checked};
+use rekindle_pages::{BlockId, PageId, PageNo};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -266,9 +267,9 @@ impl Index {
         self.base.is_some()
     }
 
-    /// Pages of block `block`, by position in the table.
-    pub fn pages(&self, block: usize) -> Option<u64> {
-        self.blocks.get(block).map(|block| block.pages)
+    /// Number of pages of a block.
+    pub fn pages(&self, block: BlockId) -> Option<u64> {
+        self.blocks.get(block.0).map(|block| block.pages)
     }
 
     /// Number of blocks.
@@ -280,8 +281,8 @@ impl Index {
     ///
     /// # Errors
     /// When a part of the base index is damaged: then build the index without it.
-    pub fn find(&self, home: &Home, block: usize, page: u64) -> Result<IndexEntry> {
-        let Some(block) = self.blocks.get(block) else { return Ok(IndexEntry::default()) };
+    pub fn find(&self, home: &Home, (block, PageNo(page)): PageId) -> Result<IndexEntry> {
+        let Some(block) = self.blocks.get(block.0) else { return Ok(IndexEntry::default()) };
         if page >= block.pages {
             return Ok(IndexEntry::default());
         }

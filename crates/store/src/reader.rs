@@ -4,10 +4,11 @@ use crate::disk::{Disk, LocalDisk};
 use crate::error::{Result, StoreError};
 use crate::format::entry::Section;
 use crate::home::Home;
-use crate::image::{Hot, LocalImage, PageId};
+use crate::image::{Hot, LocalImage};
 use crate::remote::{Identity, RemoteImage, SpareConnections};
-use crate::types::{CheckpointInfo, Page, Vm};
+use crate::types::{CheckpointInfo, Vm};
 use crate::url::StoreUrl;
+use rekindle_pages::{BlockId, Page, PageId, PageNo};
 use serde_json::Value;
 use std::ops::Range;
 use std::sync::Arc;
@@ -86,10 +87,10 @@ impl Image {
         &self.info
     }
 
-    /// Position of the block `id` in the table.
+    /// Finds a block of the table by QEMU's name of it.
     #[must_use]
-    pub fn block(&self, id: &str) -> Option<usize> {
-        self.info.blocks.iter().position(|block| block.id == id)
+    pub fn block(&self, name: &str) -> Option<BlockId> {
+        self.info.blocks.iter().position(|block| block.id == name).map(BlockId)
     }
 
     fn section(&self, section: Section) -> Result<Vec<u8>> {
@@ -165,15 +166,15 @@ impl Image {
         Ok(unlike)
     }
 
-    /// Reads one page of a block, by its position in the table. A page that was never stored is zero.
+    /// Reads one page. A page that was never stored is zero.
     ///
     /// # Errors
     /// [`StoreError::Page`] if it is damaged; then `content` must not be used. [`StoreError::NoSuchPage`].
     /// [`StoreError::NoSuchCheckpoint`] if the checkpoint is not kept any more.
-    pub fn read_page(&self, block: usize, page: u64, content: &mut Page) -> Result<()> {
+    pub fn read_page(&self, page: PageId, content: &mut Page) -> Result<()> {
         match &self.source {
-            Source::Local(local) => local.read_page(block, page, content),
-            Source::Remote(remote) => remote.read_page(block, page, content),
+            Source::Local(local) => local.read_page(page, content),
+            Source::Remote(remote) => remote.read_page(page, content),
         }
     }
 
@@ -192,12 +193,12 @@ impl Image {
     ///
     /// # Errors
     /// As [`Image::read_many`].
-    pub fn read_pages(&self, block: usize, pages: Range<u64>, mut take: impl FnMut(u64, &Page)) -> Result<()> {
+    pub fn read_pages(&self, block: BlockId, pages: Range<PageNo>, mut take: impl FnMut(PageNo, &Page)) -> Result<()> {
         const TOGETHER: u64 = 4096;
-        let mut first = pages.start;
-        while first < pages.end {
-            let end = pages.end.min(first + TOGETHER);
-            let some: Vec<PageId> = (first..end).map(|page| (block, page)).collect();
+        let (mut first, last) = (pages.start.0, pages.end.0);
+        while first < last {
+            let end = last.min(first + TOGETHER);
+            let some: Vec<PageId> = (first..end).map(|page| (block, PageNo(page))).collect();
             self.read_many(&some, |(_, page), content| take(page, content))?;
             first = end;
         }

@@ -1,15 +1,10 @@
 //! VMs, RAM blocks, owners and checkpoints of a store.
 
+use rekindle_pages::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use uuid::Uuid;
-
-/// Bytes of a page, in RAM blocks as in the store.
-pub const PAGE_SIZE: usize = 4096;
-
-/// The content of one page.
-pub type Page = [u8; PAGE_SIZE];
 
 /// The VM of a store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

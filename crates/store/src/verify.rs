@@ -5,11 +5,11 @@ use crate::format::entry::Section;
 use crate::format::names;
 use crate::format::page::unpack;
 use crate::home::Home;
-use crate::image::{LocalImage, PageId, is_replaced, select, table};
+use crate::image::{LocalImage, is_replaced, select, table};
 use crate::index::{Index, check_bases, check_segment};
 use crate::log;
 use crate::segments::Files;
-use crate::types::PAGE_SIZE;
+use rekindle_pages::{BlockId, PAGE_SIZE, PageId, PageNo};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
@@ -140,11 +140,11 @@ fn pages(
 ) {
     let home = image.home();
     let mut to_read: Vec<(u64, PageId)> = Vec::new();
-    for block in 0..plain.blocks() {
-        for page in 0..plain.pages(block).unwrap_or(0) {
+    for block in (0..plain.blocks()).map(BlockId) {
+        for page in (0..plain.pages(block).unwrap_or(0)).map(PageNo) {
             let id = (block, page);
-            let Some(spot) = verified.note(home, plain.find(home, block, page)) else { continue };
-            let by_base = image.with_index(|index| index.find(home, block, page));
+            let Some(spot) = verified.note(home, plain.find(home, id)) else { continue };
+            let by_base = image.with_index(|index| index.find(home, id));
             if let Some(by_base) = verified.note(home, by_base)
                 && by_base.digest != spot.digest
             {
@@ -178,7 +178,7 @@ fn pages(
                     verified.pages += 1;
                     verified.bytes += stored.len() as u64;
                     if unpack(home.digester(), &stored, digest, &mut content).is_err() {
-                        verified.note(home, image.read_page(id.0, id.1, &mut content));
+                        verified.note(home, image.read_page(*id, &mut content));
                     }
                 }
             }
@@ -186,7 +186,7 @@ fn pages(
             Err(_) => {
                 for id in ids {
                     verified.pages += 1;
-                    verified.note(home, image.read_page(id.0, id.1, &mut content));
+                    verified.note(home, image.read_page(id, &mut content));
                 }
             }
         }

@@ -16,13 +16,12 @@ use crate::error::{Result, StoreError};
 use crate::format::page::{Digester, Packer};
 use crate::format::segment::{FRAME_HEADER_LEN, FRAME_RECORDS, RECORD_LEN, Record};
 use crate::remote::{self, Identity};
-use crate::sparse::PageSet;
-use crate::types::{Block, Committed, Guest, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
+use crate::types::{Block, Committed, Guest, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use rekindle_kernel::large::HUGE;
+use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageNo, PageRuns};
 use serde_json::Value;
 use std::io;
-use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -115,7 +114,8 @@ pub struct Writer {
     frames: (Sender<Frame>, Receiver<Frame>),
     threads: Vec<JoinHandle<()>>,
     raw: Option<FrameBuilder>,
-    blocks: Vec<(StartedBlock, PageSet)>,
+    /// With the pages that were sent for the open checkpoint.
+    blocks: Vec<(StartedBlock, DirtySet)>,
     unchanged: u64,
 }
 
@@ -291,18 +291,18 @@ impl Writer {
         }
     }
 
-    /// Returns the record to store for page `number` of a block of the open checkpoint; `None` if the page is unchanged.
-    fn record(&mut self, block: usize, number: u64, content: &Page) -> Option<Record> {
+    /// Returns the record to store for a page of a block of the open checkpoint; `None` if the page is unchanged.
+    fn record(&mut self, block: BlockId, page: PageNo, content: &Page) -> Option<Record> {
         let digest = self.digester.digest(content);
-        let (started, sent) = self.blocks.get_mut(block)?;
+        let (started, sent) = self.blocks.get_mut(block.0)?;
         // A page that was sent already may have had other content then.
-        if started.digests.get(number) == digest && !sent.contains(number) {
+        if started.digests.get(page.0) == digest && !sent.contains(page) {
             self.unchanged += 1;
             return None;
         }
-        sent.insert(number);
+        sent.insert(page);
         let len = if digest == 0 { 0 } else { PAGE_SIZE as u16 };
-        Some(Record { digest, page: number as u32, len, block: started.number })
+        Some(Record { digest, page: page.0 as u32, len, block: started.number })
     }
 }
 
@@ -333,19 +333,19 @@ impl Checkpoint<'_> {
         self.writer.next
     }
 
-    /// Adds pages of a block, given by its position in the table; each page with its number in the block. If a page is
-    /// added twice, the last content is stored. Pages that have not changed since the previous checkpoint are dropped. A
-    /// page that was never added to any checkpoint is zero.
+    /// Adds pages of a block, given by its position in the table of [`Writer::begin`]. If a page is added twice, the last
+    /// content is stored. Pages that have not changed since the previous checkpoint are dropped. A page that was never added
+    /// to any checkpoint is zero.
     ///
     /// Returns when the contents are copied. The commit returns errors of storing them.
     ///
     /// # Errors
     /// [`StoreError::NoSuchPage`] for a page that the block does not have; [`StoreError::Closed`].
-    pub fn pages<'p>(&mut self, block: usize, pages: impl IntoIterator<Item = (u64, &'p Page)>) -> Result<()> {
+    pub fn pages<'p>(&mut self, block: BlockId, pages: impl IntoIterator<Item = (PageNo, &'p Page)>) -> Result<()> {
         self.check(block, None)?;
-        for (number, content) in pages {
-            self.check(block, Some(number))?;
-            let Some(record) = self.writer.record(block, number, content) else { continue };
+        for (page, content) in pages {
+            self.check(block, Some(page))?;
+            let Some(record) = self.writer.record(block, page, content) else { continue };
             let mut raw = self.writer.room()?;
             raw.records.push(record);
             if record.len != 0 {
@@ -356,35 +356,34 @@ impl Checkpoint<'_> {
         Ok(())
     }
 
-    /// As [`Checkpoint::pages`], for the pages in `runs`. `read` is called with some of the runs and a buffer of their size,
-    /// which it must fill. This saves a copy of each page.
+    /// As [`Checkpoint::pages`], for the pages in `runs` (offsets). `read` is called with some of the runs and a buffer of
+    /// their size, which it must fill. This saves a copy of each page.
     ///
     /// # Errors
     /// As [`Checkpoint::pages`], and those of `read`.
     pub fn read<E: From<StoreError>>(
         &mut self,
-        block: usize,
-        runs: &[Range<u64>],
-        mut read: impl FnMut(&[Range<u64>], &mut [u8]) -> std::result::Result<(), E>,
+        block: BlockId,
+        runs: &PageRuns,
+        mut read: impl FnMut(&PageRuns, &mut [u8]) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
-        self.check(block, runs.iter().map(|run| run.end.saturating_sub(1)).max())?;
+        self.check(block, runs.last().map(|run| PageNo::containing(run.end - 1)))?;
         let mut runs = runs.iter().cloned();
         let mut rest = runs.next();
         while rest.is_some() {
             let mut raw = self.writer.room()?;
             let kept = raw.frame.bytes.len();
-            let mut left = raw.room() as u64;
-            let mut part = Vec::new();
+            let mut left = (raw.room() * PAGE_SIZE) as u64;
+            let mut part = PageRuns::new();
             while left > 0
                 && let Some(run) = rest.take()
             {
                 let end = run.end.min(run.start.saturating_add(left));
-                left -= end.saturating_sub(run.start);
+                left -= end - run.start;
                 part.push(run.start..end);
                 rest = if end < run.end { Some(end..run.end) } else { runs.next() };
             }
-            let pages: u64 = part.iter().map(|run| run.end.saturating_sub(run.start)).sum();
-            let done = read(&part, raw.frame.bytes.grow(pages as usize * PAGE_SIZE));
+            let done = read(&part, raw.frame.bytes.grow(part.bytes() as usize));
             if done.is_ok() {
                 self.drop_unchanged(block, &part, kept, &mut raw);
             } else {
@@ -397,12 +396,12 @@ impl Checkpoint<'_> {
     }
 
     /// Removes unchanged pages from the pages in `runs`, whose contents are in `raw` from `at` on.
-    fn drop_unchanged(&mut self, block: usize, runs: &[Range<u64>], at: usize, raw: &mut FrameBuilder) {
+    fn drop_unchanged(&mut self, block: BlockId, runs: &PageRuns, at: usize, raw: &mut FrameBuilder) {
         let (mut from, mut to) = (at, at);
         let FrameBuilder { records, frame: Frame { bytes, .. } } = raw;
-        for number in runs.iter().flat_map(Clone::clone) {
+        for page in runs.numbers() {
             let content = bytes.get(from..).and_then(|rest| rest.first_chunk::<PAGE_SIZE>());
-            if let Some(record) = content.and_then(|content| self.writer.record(block, number, content)) {
+            if let Some(record) = content.and_then(|content| self.writer.record(block, page, content)) {
                 records.push(record);
                 if record.len != 0 {
                     if from != to {
@@ -416,14 +415,19 @@ impl Checkpoint<'_> {
         bytes.truncate(to);
     }
 
-    /// Checks that there is a block at position `block`, with page `page`.
-    fn check(&self, block: usize, page: Option<u64>) -> Result<()> {
-        let found = self.writer.blocks.get(block);
-        if found.is_some_and(|(started, _)| page.is_none_or(|page| page < started.pages)) {
+    /// Checks that there is such a block, with page `page`.
+    fn check(&self, block: BlockId, page: Option<PageNo>) -> Result<()> {
+        let found = self.writer.blocks.get(block.0);
+        if found.is_some_and(|(started, _)| page.is_none_or(|page| page.0 < started.pages)) {
             return Ok(());
         }
         let (store, checkpoint) = (self.writer.store.clone(), self.writer.next);
-        Err(StoreError::NoSuchPage { store, checkpoint, block: format!("number {block}"), page: page.unwrap_or(0) })
+        Err(StoreError::NoSuchPage {
+            store,
+            checkpoint,
+            block: format!("number {block}"),
+            page: page.unwrap_or_default().0,
+        })
     }
 
     /// Commits the checkpoint. `definition` describes how to rebuild the VM, `metadata` has notes of the protector; the store

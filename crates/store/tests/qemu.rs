@@ -5,10 +5,11 @@
 
 use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
+use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::{self, RamBlock};
 use rekindle_store::export::{export, import};
-use rekindle_store::types::{Block, PAGE_SIZE, Vm};
+use rekindle_store::types::{Block, Vm};
 use rekindle_store::{Image, Options, ReadOptions, StoreUrl, Writer};
 use serde_json::{Value, json};
 use std::env;
@@ -139,7 +140,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
         .collect();
     let mut checkpoint = writer.begin(&blocks).unwrap();
     for (position, (_, content)) in memory.iter().enumerate() {
-        checkpoint.pages(position, (0..).zip(content.as_chunks::<PAGE_SIZE>().0)).unwrap();
+        checkpoint.pages(BlockId(position), (0..).map(PageNo).zip(content.as_chunks::<PAGE_SIZE>().0)).unwrap();
     }
     let committed = checkpoint.commit(&json!({}), &json!({}), &fs::read(&state).unwrap()).unwrap();
     assert!(committed.pages.stored > 50 && committed.pages.unchanged > 10_000, "{committed:?}");
@@ -179,8 +180,8 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     for (block, content) in &memory {
         let position = image.block(&block.id).unwrap_or_else(|| panic!("{} is not there", block.id));
         image
-            .read_pages(position, 0..block.used / PAGE_SIZE as u64, |page, found| {
-                let at = page as usize * PAGE_SIZE;
+            .read_pages(position, PageNo(0)..PageNo::containing(block.used), |page, found| {
+                let at = page.offset() as usize;
                 assert!(found[..] == content[at..at + PAGE_SIZE], "page {page} of {}", block.id);
             })
             .unwrap();

@@ -394,7 +394,7 @@ fn paged_blocks(ram: &GuestRam, chosen: impl Fn(&str) -> bool) -> Vec<PagedBlock
 
 /// Finds the runs (offsets) of a block whose pages are present.
 fn present(process: Process, ram: &GuestRam, paged: &PagedBlock) -> Result<PageRuns, PagerError> {
-    let block = ram.blocks().get(paged.id.0);
+    let block = ram.block(paged.id);
     // hugetlbfs does not report holes, so mapped pages count as present.
     match block.filter(|_| paged.page == PAGE_SIZE as u64) {
         Some(block) => Ok(ram.populated(block)?),

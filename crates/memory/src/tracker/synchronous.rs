@@ -12,7 +12,7 @@ use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory;
 use rekindle_kernel::pagemap::Rearm;
 use rekindle_kernel::userfault::{Event, UserfaultError};
-use rekindle_pages::{PAGE_SIZE, PageRuns};
+use rekindle_pages::{BlockId, PAGE_SIZE, PageRuns};
 use rekindle_qemu::stopped::Stopped;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fd::{AsFd, OwnedFd};
@@ -32,11 +32,11 @@ pub trait BeforeWrite: Send {
     /// Copies the page `page` (offsets) of block `block`, which is about to be written.
     ///
     /// The write proceeds afterwards in any case. An implementation that cannot copy the page must invalidate the checkpoint.
-    fn before_write(&mut self, ram: &GuestRam, block: usize, page: Range<u64>);
+    fn before_write(&mut self, ram: &GuestRam, block: BlockId, page: Range<u64>);
 }
 
-impl<F: FnMut(&GuestRam, usize, Range<u64>) + Send> BeforeWrite for F {
-    fn before_write(&mut self, ram: &GuestRam, block: usize, page: Range<u64>) {
+impl<F: FnMut(&GuestRam, BlockId, Range<u64>) + Send> BeforeWrite for F {
+    fn before_write(&mut self, ram: &GuestRam, block: BlockId, page: Range<u64>) {
         self(ram, block, page);
     }
 }
@@ -64,15 +64,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Debug)]
 pub struct Claim {
     shared: Arc<Shared>,
-    /// Index of the block.
-    pub block: usize,
+    pub block: BlockId,
     /// Offsets in the block.
     pub runs: PageRuns,
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.shared.copied(self.block, &self.runs, false);
+        self.shared.copied(self.block.0, &self.runs, false);
     }
 }
 
@@ -113,7 +112,7 @@ impl Shared {
             WriteAction::Copy => {
                 drop((flight, registered));
                 let ram = Arc::clone(&self.ram.read().unwrap_or_else(PoisonError::into_inner));
-                before.before_write(&ram, block, page.clone());
+                before.before_write(&ram, BlockId(block), page.clone());
                 self.copied.fetch_add(1, Ordering::Relaxed);
                 // Another writer of the same page may wait by now; this allows its write too.
                 self.copied(block, std::slice::from_ref(&page), true);
@@ -252,7 +251,7 @@ impl Synchronous {
     #[must_use]
     pub fn claim(&self, max: u64) -> Option<Claim> {
         let (block, runs) = lock(&self.shared.flight).claim(max)?;
-        Some(Claim { shared: Arc::clone(&self.shared), block, runs })
+        Some(Claim { shared: Arc::clone(&self.shared), block: BlockId(block), runs })
     }
 
     /// Checks that all pages of the checkpoint in flight have been copied.

@@ -3,15 +3,14 @@
 //! The source host sends messages, and the destination host answers each with one line. The version covers all of it.
 
 use crate::epochs;
-use crate::load_pages::PageRun;
 use crate::recipe::Recipe;
 use crate::restore::Clock;
 use crate::restore::concurrent::SentState;
 use crate::session::StoppedGuest;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD as BASE64;
+use rekindle_pages::{PAGE_SIZE, PageRun};
 use rekindle_store::StoreUrl;
-use rekindle_store::types::PAGE_SIZE;
 use rekindle_vm::definition::Name;
 use rekindle_vm::disks::Epochs;
 use serde::{Deserialize, Serialize};
@@ -223,6 +222,8 @@ pub(super) struct Running {
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
+    use rekindle_pages::{BlockId, PageNo};
+    use std::ops::Range;
 
     #[test]
     fn lines_are_as_documented() {
@@ -283,10 +284,11 @@ mod tests {
         }
         let page = [5; PAGE_SIZE];
         let good = (100, &[][..], &[][..]);
-        let sent = state(good, &[PageRun::new(1, 7..8)], &page).decode(&before).unwrap();
-        assert_eq!(sent.pages, [(1, 7, Box::new(page))]);
-        for (run, content) in [(7..9, &page[..]), (7..8, &page[1..]), (7..7, &page), (0..u64::MAX, &page)] {
-            assert!(state(good, &[PageRun::new(1, run.clone())], content).decode(&before).is_none(), "{run:?}");
+        let run = |pages: Range<u64>| PageRun::new(BlockId(1), PageNo(pages.start)..PageNo(pages.end));
+        let sent = state(good, &[run(7..8)], &page).decode(&before).unwrap();
+        assert_eq!(sent.pages, [(BlockId(1), PageNo(7), Box::new(page))]);
+        for (pages, content) in [(7..9, &page[..]), (7..8, &page[1..]), (7..7, &page), (0..u64::MAX, &page)] {
+            assert!(state(good, &[run(pages.clone())], content).decode(&before).is_none(), "{pages:?}");
         }
     }
 }

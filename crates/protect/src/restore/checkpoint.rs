@@ -10,10 +10,9 @@ use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
 use rekindle_memory::missing::{Pager, PagerError};
 use rekindle_memory::ram::GuestRam;
-use rekindle_pages::PageNo;
+use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageId, PageNo, ZERO_PAGE};
 use rekindle_qemu::stream::{self, RamSection};
-use rekindle_store::image::PageId;
-use rekindle_store::types::{Block, Guest, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
+use rekindle_store::types::{Block, Guest, OnlyIf, Owner, Vm};
 use rekindle_store::{Image, ReadOptions};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::rundir::RunDir;
@@ -22,8 +21,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::thread;
-
-const ZERO: Page = [0; PAGE_SIZE];
 
 /// A checkpoint to restore, and how to build its VM. Its pages are not checked yet.
 #[derive(Debug)]
@@ -151,16 +148,16 @@ pub(crate) fn read(chosen: ChosenCheckpoint) -> Result<LoadInput, RestoreError> 
 }
 
 /// The blocks that are not loaded on demand.
-fn small<'a>(blocks: &'a [Block], paged: &'a [String]) -> impl Iterator<Item = (usize, &'a Block)> {
-    blocks.iter().enumerate().filter(|(_, block)| !paged.contains(&block.id))
+fn small<'a>(blocks: &'a [Block], paged: &'a [String]) -> impl Iterator<Item = (BlockId, &'a Block)> {
+    (0..).map(BlockId).zip(blocks).filter(|(_, block)| !paged.contains(&block.id))
 }
 
 /// Reads all their pages that are not zero.
 fn read_small(image: &Image, paged: &[String]) -> Result<load_pages::Pages, RestoreError> {
     let all: Vec<_> = small(&image.info().blocks, paged)
-        .flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page)))
+        .flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, PageNo(page))))
         .collect();
-    Ok(load_pages::read_parallel(image, &all, |content| *content != ZERO)?)
+    Ok(load_pages::read_parallel(image, &all, |content| *content != ZERO_PAGE)?)
 }
 
 /// Writes the blocks that are not loaded on demand into a waiting QEMU, which does not load firmware itself. Most of these pages are
@@ -172,10 +169,10 @@ pub(super) fn write_small_blocks(
     process: Process,
 ) -> Result<(), RestoreError> {
     for (index, page, content) in read_small(image, paged)? {
-        let block = image.info().blocks.get(index);
+        let block = image.info().blocks.get(index.0);
         let ours = ram.blocks().iter().find(|ours| block.is_some_and(|block| ours.info.id == block.id));
         let Some(ours) = ours else { continue };
-        let address = ours.address + page * PAGE_SIZE as u64;
+        let address = ours.address + page.offset();
         if !ours.used().contains(&address) {
             continue;
         }
@@ -196,7 +193,7 @@ impl LoadInput {
     }
 
     /// The blocks that are not loaded on demand.
-    pub(super) fn small(&self) -> impl Iterator<Item = (usize, &Block)> {
+    pub(super) fn small(&self) -> impl Iterator<Item = (BlockId, &Block)> {
         small(&self.blocks, &self.paged)
     }
 
@@ -230,8 +227,8 @@ impl LoadInput {
 
     /// All pages of the blocks that are not loaded on demand, with their content in `own_copy`; others are zero.
     pub(super) fn all_small<'a>(&self, own_copy: &'a Contents) -> Vec<(PageId, &'a Page)> {
-        let content = |id: &PageId| own_copy.get(id).map_or(&ZERO, |content| &**content);
-        let ids = self.small().flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, page)));
+        let content = |id: &PageId| own_copy.get(id).map_or(&ZERO_PAGE, |content| &**content);
+        let ids = self.small().flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, PageNo(page))));
         ids.map(|id| (id, content(&id))).collect()
     }
 
@@ -262,8 +259,8 @@ impl LoadInput {
         pager: &mut Pager,
     ) -> Result<(), PagerError> {
         let ids: Vec<_> = self.blocks.iter().map(|block| ram.block_id(&block.id)).collect();
-        first.iter().try_for_each(|(block, page, content)| match ids.get(*block) {
-            Some(Some(id)) => pager.prefill_page(*id, PageNo(*page), content),
+        first.iter().try_for_each(|(block, page, content)| match ids.get(block.0) {
+            Some(Some(id)) => pager.prefill_page(*id, *page, content),
             _ => Ok(()),
         })
     }
@@ -282,7 +279,7 @@ impl LoadInput {
         let mut section = RamSection::start(&mut part, sizes.into_iter());
         for (index, block) in self.small() {
             for (_, page, content) in pages.iter().filter(|(of, _, _)| *of == index) {
-                section.page(&mut part, &block.id, page * PAGE_SIZE as u64, content);
+                section.page(&mut part, &block.id, page.offset(), content);
             }
         }
         section.end(&mut part);
@@ -296,20 +293,23 @@ impl LoadInput {
         let sent: BTreeSet<_> = pages.iter().map(|(block, page, _)| (*block, *page)).collect();
         let mut all = pages.clone();
         for (index, block) in self.small() {
-            let own_copy = own_copy(ram, block)?.into_keys().filter(|page| *page < block.pages());
+            let own_copy = own_copy(ram, block)?.into_keys().filter(|page| page.0 < block.pages());
             let zero = own_copy.filter(|page| !sent.contains(&(index, *page)));
-            all.extend(zero.map(|page| (index, page, Box::new(ZERO))));
+            all.extend(zero.map(|page| (index, page, Box::new(ZERO_PAGE))));
         }
         Ok(all)
     }
 }
 
 /// The pages that QEMU has of a block. The others are zero.
-fn own_copy(ram: &GuestRam, block: &Block) -> Result<BTreeMap<u64, Box<Page>>, RestoreError> {
+fn own_copy(ram: &GuestRam, block: &Block) -> Result<BTreeMap<PageNo, Box<Page>>, RestoreError> {
     let Some(ours) = ram.blocks().iter().find(|ours| ours.info.id == block.id) else { return Ok(BTreeMap::new()) };
     let runs = ram.populated(ours)?;
     let mut content = vec![0; runs.iter().map(|run| (run.end - run.start) as usize).sum()];
     ram.read(ours, &runs, &mut content)?;
-    let pages = runs.into_iter().flat_map(|run| run.step_by(PAGE_SIZE)).map(|at| at / PAGE_SIZE as u64);
-    Ok(pages.zip(content.as_chunks::<PAGE_SIZE>().0).map(|(page, content)| (page, Box::new(*content))).collect())
+    Ok(runs
+        .numbers()
+        .zip(content.as_chunks::<PAGE_SIZE>().0)
+        .map(|(page, content)| (page, Box::new(*content)))
+        .collect())
 }

@@ -9,8 +9,9 @@ use super::checkpoint::{self, ChosenCheckpoint, Contents, LoadInput, PendingImag
 use super::load::{self, EmptyDestination};
 use super::prepare::{PrimedQemu, WaitingQemu};
 use super::{Request, RestoreError, Restored, handover_into, plan, without_epoch};
-use crate::load_pages::{self, PageRun, runs};
+use crate::load_pages;
 use crate::recipe::Recipe;
+use rekindle_pages::{PageNo, PageRun};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::stream;
 use rekindle_store::remote::SpareConnections;
@@ -101,8 +102,8 @@ impl<'a> EarlyLoad<'a> {
 
     /// The pages that were read.
     pub(crate) fn pages(&self) -> Vec<PageRun> {
-        let small = self.input.small().map(|(index, block)| PageRun::new(index, 0..block.pages()));
-        small.chain(runs(self.input.first().iter().map(|(block, page, _)| (*block, *page)))).collect()
+        let small = self.input.small().map(|(index, block)| PageRun::new(index, PageNo(0)..PageNo(block.pages())));
+        small.chain(PageRun::merged(self.input.first().iter().map(|(block, page, _)| (*block, *page)))).collect()
     }
 
     pub(crate) fn devices(&self) -> &[u8] {
@@ -262,7 +263,7 @@ impl ExpectedCheckpoint {
         match image.unlike(&given)?.first() {
             None => Ok(()),
             Some((block, page)) => {
-                let id = input.blocks.get(*block).map_or("", |block| &block.id);
+                let id = input.blocks.get(block.0).map_or("", |block| &block.id);
                 same(false, &format!("page {page} of {id}"))
             }
         }

@@ -58,7 +58,7 @@ fn all_but(ram: &GuestRam, owed: &Dirty, image: &Image) -> Result<Comparison, Ch
         for batch in since.complement(length).split(BATCH) {
             read(ram, block, &batch, &mut buffer)?;
             let (contents, _) = buffer.as_chunks::<PAGE_SIZE>();
-            let ids: Vec<_> = batch.numbers().map(|page| (position, page.0)).collect();
+            let ids: Vec<_> = batch.numbers().map(|page| (position, page)).collect();
             let mut ours = contents.iter();
             image.read_many(&ids, |(_, number), theirs| {
                 compared.pages += 1;

@@ -2,13 +2,12 @@
 
 use super::{CheckpointError, Copies, Tracking, TrackingSession, lock};
 use crate::epochs::DiskEpoch;
-use crate::load_pages::PageRun;
 use crate::pause::{AfterPause, LapTimer, Paused};
 use crate::policy::Policy;
 use crate::runs::{BATCH, Runs, copy_all, merged, read, send, send_from, send_zeroes};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_memory::tracker::{Dirty, Synchronous, TrackError, Tracker};
-use rekindle_pages::{PAGE_SIZE, PageNo, PageRuns};
+use rekindle_pages::{BlockId, PAGE_SIZE, PageNo, PageRun, PageRuns};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_store::Checkpoint;
 use rekindle_vm::fault;
@@ -50,18 +49,17 @@ pub(crate) type OnStopped<'a> = dyn FnMut(&StoppedGuest<'_>) + 'a;
 impl StoppedGuest<'_> {
     /// ReadOptions of the pages `among` have changed, and their content, in that order.
     pub(crate) fn changed(&self, among: &[PageRun]) -> Result<(Vec<PageRun>, Vec<u8>), GuestRamError> {
-        const PAGE: u64 = PAGE_SIZE as u64;
         let (mut changed, mut content) = (Vec::new(), Vec::new());
         for (index, block) in self.ram.blocks().iter().enumerate() {
             let mut wanted = PageRuns::new();
-            for run in among.iter().filter(|run| run.block() == index) {
-                let numbers = run.numbers();
-                wanted = wanted.union(std::slice::from_ref(&(numbers.start * PAGE..numbers.end * PAGE)));
+            for run in among.iter().filter(|run| run.block() == BlockId(index)) {
+                wanted = wanted.union(std::slice::from_ref(&run.offsets()));
             }
             let both = |runs: &Runs| runs.get(index).map_or_else(PageRuns::new, |runs| runs.intersection(&wanted));
             let (written, zero) = (both(&self.changed.written), both(&self.changed.zero));
-            changed
-                .extend(written.iter().chain(&zero).map(|run| PageRun::new(index, run.start / PAGE..run.end / PAGE)));
+            let numbers =
+                written.iter().chain(&zero).map(|run| PageNo::containing(run.start)..PageNo::containing(run.end));
+            changed.extend(numbers.map(|pages| PageRun::new(BlockId(index), pages)));
             let mut bytes = Vec::new();
             read(self.ram, block, &written, &mut bytes)?;
             bytes.resize(bytes.len() + zero.bytes() as usize, 0);
@@ -156,7 +154,7 @@ impl TrackingSession {
         let mut copied_for_writes = 0;
         if let Tracking::Synchronous(tracker, copies) = &self.tracking {
             while let Some(claim) = tracker.claim(BATCH) {
-                let Some(block) = self.ram.blocks().get(claim.block) else { continue };
+                let Some(block) = self.ram.block(claim.block) else { continue };
                 read(&self.ram, block, &claim.runs, &mut self.buffer)?;
                 let (number, runs) = (claim.block, claim.runs.clone());
                 // The guest may write them from here on.
@@ -170,7 +168,7 @@ impl TrackingSession {
             }
             copied_for_writes = copies.pages.len() as u64;
             for (block, at, bytes) in &copies.pages {
-                let numbers = PageNo::containing(*at).0..;
+                let numbers = (PageNo::containing(*at).0..).map(PageNo);
                 checkpoint.pages(*block, numbers.zip(bytes.as_chunks::<PAGE_SIZE>().0))?;
             }
         }
@@ -219,7 +217,7 @@ impl TrackingSession {
     /// Sends dirty pages from the guest's memory; returns their bytes.
     fn send_dirty(&self, checkpoint: &mut Checkpoint<'_>, dirty: &Dirty, fresh: bool) -> Result<u64, CheckpointError> {
         for ((index, block), runs) in self.ram.blocks().iter().enumerate().zip(&dirty.written) {
-            send_from(checkpoint, index, runs, &self.ram, block)?;
+            send_from(checkpoint, BlockId(index), runs, &self.ram, block)?;
         }
         if !fresh {
             send_zeroes(checkpoint, &dirty.zero)?;

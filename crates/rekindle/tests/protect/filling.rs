@@ -6,7 +6,7 @@ use crate::common::served::kill_watcher;
 use crate::common::{DEADLINE, Guest, Lab, wait_for};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote;
-use rekindle_store::types::PAGE_SIZE;
+use rekindle_pages::{PAGE_SIZE, PageNo};
 use rekindle_store::{Image, ReadOptions, StoreUrl};
 use rekindle_vm::fault::POINTS;
 use rustix::fs::{SeekFrom, seek};
@@ -240,10 +240,10 @@ fn image(store: &Path, number: u64) -> Image {
 #[track_caller]
 fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
     let (checkpoint, restored_checkpoint) = (image(store, number), image(store, restored));
-    let main = checkpoint.info().blocks.iter().position(|block| block.id == "ram").expect("main RAM");
+    let main = checkpoint.block("ram").expect("main RAM");
     let copy = File::open(copy).unwrap();
     let length = copy.metadata().unwrap().len();
-    assert_eq!(checkpoint.info().blocks[main].used, length);
+    assert_eq!(checkpoint.info().blocks[main.0].used, length);
     let (mut wrong, mut missing) = (Vec::new(), 0);
     let (mut expected, mut actual) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
     let mut populated = populated_runs(&copy).into_iter().peekable();
@@ -251,17 +251,17 @@ fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
         let offset = page * PAGE_SIZE as u64;
         while populated.next_if(|run| run.end <= offset).is_some() {}
         let is_populated = populated.peek().is_some_and(|run| run.contains(&offset));
-        checkpoint.read_page(main, page, &mut actual).unwrap();
+        checkpoint.read_page((main, PageNo(page)), &mut actual).unwrap();
         if is_populated {
             copy.read_exact_at(&mut expected, offset).unwrap();
         } else {
             missing += 1;
-            restored_checkpoint.read_page(main, page, &mut expected).unwrap();
+            restored_checkpoint.read_page((main, PageNo(page)), &mut expected).unwrap();
         }
         if actual != expected {
             wrong.push(page);
             let mut old = [0; PAGE_SIZE];
-            restored_checkpoint.read_page(main, page, &mut old).unwrap();
+            restored_checkpoint.read_page((main, PageNo(page)), &mut old).unwrap();
             let differ: Vec<_> = (0..PAGE_SIZE).filter(|n| actual[*n] != expected[*n]).collect();
             let (first, last) = (differ[0], differ[differ.len() - 1]);
             eprintln!(

@@ -1,7 +1,8 @@
 //! `rekindle store`: text output, JSON output, and exit status.
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
-use rekindle_store::types::{Block, PAGE_SIZE, Vm};
+use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
+use rekindle_store::types::{Block, Vm};
 use rekindle_store::{Options, StoreUrl, Writer};
 use serde_json::{Value, json};
 use std::ffi::OsStr;
@@ -46,7 +47,7 @@ fn sample(path: &Path) -> String {
     for round in 1..=3u8 {
         let pages: Vec<_> = (0..100).map(|page| (page, [round ^ page as u8; PAGE_SIZE])).collect();
         let mut checkpoint = writer.begin(&blocks).unwrap();
-        checkpoint.pages(0, pages.iter().map(|(page, content)| (*page, content))).unwrap();
+        checkpoint.pages(BlockId(0), pages.iter().map(|(page, content)| (PageNo(*page), content))).unwrap();
         let devices = [b"QEVM\0\0\0\x03".as_slice(), &[4, round], &[0]].concat();
         checkpoint.commit(&json!({"name": "web"}), &json!({"pause_us": 900}), &devices).unwrap();
     }

@@ -8,7 +8,7 @@ use crate::format::base::Location;
 use crate::format::manifest::Extent;
 use crate::format::names;
 use crate::format::segment::{self, FRAME_HEADER_LEN, FrameHeader, Kind, RECORD_LEN, Record};
-use crate::types::PAGE_SIZE;
+use rekindle_pages::{PAGE_SIZE, PageNo};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -73,7 +73,7 @@ impl Engine {
             let place = Location::new(position, if record.len == 0 { own } else { data }, record.len);
             data += u64::from(record.len);
             let Some(block) = self.blocks.iter().position(|state| state.number == record.block) else { continue };
-            let first = flight.sent.get_mut(block).is_some_and(|sent| sent.insert(record.page.into()));
+            let first = flight.sent.get_mut(block).is_some_and(|sent| sent.insert(PageNo(record.page.into())));
             flight.duplicates |= !first;
             flight.pending.push(Pending { block: block as u16, page: record.page, place, digest: record.digest });
             if record.len == 0 {

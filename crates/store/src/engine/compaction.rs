@@ -332,7 +332,7 @@ impl Engine {
     /// Compacts until `more` bytes fit into the limit of the store's size, or until nothing is left to compact.
     pub(super) fn make_room(&mut self, flight: &Flight, more: u64) -> Result<()> {
         let pages: u64 = flight.table.iter().map(|(_, block)| block.pages()).sum();
-        let ram = pages * crate::types::PAGE_SIZE as u64;
+        let ram = pages * rekindle_pages::PAGE_SIZE as u64;
         let bound = 2 * ram + self.pool.history(self.oldest());
         // Includes space for the compaction's own copy, a base index and a log entry.
         let log_and_index_bytes = ram / 128;

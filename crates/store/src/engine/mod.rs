@@ -18,9 +18,10 @@ use crate::format::names;
 use crate::home::Home;
 use crate::log::{self, Claim};
 use crate::segments::Files;
-use crate::sparse::{Digests, PageSet, Sparse};
-use crate::types::{Block, PAGE_SIZE, Pages};
+use crate::sparse::{Digests, Sparse};
+use crate::types::{Block, Pages};
 use pool::{History, Pool};
+use rekindle_pages::{DirtySet, PAGE_SIZE};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -87,7 +88,7 @@ struct Pending {
 struct Flight {
     table: Vec<(u16, Block)>,
     pending: Vec<Pending>,
-    sent: Vec<PageSet>,
+    sent: Vec<DirtySet>,
     duplicates: bool,
     pages: Pages,
     bytes: u64,
@@ -232,7 +233,7 @@ impl Engine {
             started.push(StartedBlock { number, pages, digests: digests.unwrap_or_else(|| Arc::new(Digests::new(0))) });
             flight.table.push((number, block));
         }
-        flight.sent = self.blocks.iter().map(|_| PageSet::default()).collect();
+        flight.sent = self.blocks.iter().map(|_| DirtySet::default()).collect();
         self.flight = Some(flight);
         Ok(started)
     }

@@ -12,6 +12,7 @@ use crate::log;
 use crate::segments::Files;
 use crate::sparse::{Digests, Sparse};
 use crate::types::{OnlyIf, Owner, Vm};
+use rekindle_pages::{BlockId, PageNo};
 use std::sync::Arc;
 
 impl Engine {
@@ -90,7 +91,7 @@ impl Engine {
             let pages = block.pages();
             let (mut places, digests) = (Sparse::new(pages), Digests::new(pages));
             for page in 0..pages {
-                let spot = index.find(&self.home, position, page)?;
+                let spot = index.find(&self.home, (BlockId(position), PageNo(page)))?;
                 if !spot.place.is_stored() {
                     continue;
                 }

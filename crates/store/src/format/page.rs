@@ -1,7 +1,7 @@
 //! Digest and compression of a page.
 
-use crate::types::{PAGE_SIZE, Page};
 use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into};
+use rekindle_pages::{PAGE_SIZE, Page};
 use std::fmt;
 use uuid::Uuid;
 use xxhash_rust::xxh3::xxh3_64_with_seed;

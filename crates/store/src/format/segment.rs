@@ -2,7 +2,7 @@
 
 use super::codec::{Reader, Writer};
 use super::{ALIGNMENT, Flaw, Structure, VERSION, checksum};
-use crate::types::PAGE_SIZE;
+use rekindle_pages::PAGE_SIZE;
 use uuid::Uuid;
 use xxhash_rust::xxh3::Xxh3;
 

@@ -8,10 +8,10 @@ use crate::error::{BadPage, Result, StoreError};
 use crate::format::codec::Writer;
 use crate::format::entry::Section;
 use crate::format::page::{Digester, unpack};
-use crate::image::PageId;
 use crate::reader::ReadOptions;
-use crate::types::{CheckpointInfo, PAGE_SIZE, Page, Vm};
+use crate::types::{CheckpointInfo, Vm};
 use crate::url::Remote;
+use rekindle_pages::{PAGE_SIZE, Page, PageId, PageNo};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -136,8 +136,8 @@ impl RemoteImage {
                 store: self.store.clone(),
                 vm: self.vm.clone(),
                 checkpoint: self.info.number,
-                block: self.info.blocks.get(id.0).map(|block| block.id.clone()).unwrap_or_default(),
-                page: id.1,
+                block: self.info.blocks.get(id.0.0).map(|block| block.id.clone()).unwrap_or_default(),
+                page: id.1.0,
                 file: "on the server".into(),
                 at: 0,
                 what: what.into(),
@@ -146,17 +146,17 @@ impl RemoteImage {
     }
 
     /// Reads one page, and with it the following ones.
-    pub fn read_page(&self, block: usize, page: u64, content: &mut Page) -> Result<()> {
-        let id = (block, page);
+    pub fn read_page(&self, id: PageId, content: &mut Page) -> Result<()> {
+        let (block, PageNo(page)) = id;
         let mut inner = self.inner();
         if let Some(found) = inner.ahead.remove(&id) {
             drop(inner);
             return self.unpack(id, &found, content);
         }
-        let pages = self.info.blocks.get(block).map_or(0, |block| block.pages());
+        let pages = self.info.blocks.get(block.0).map_or(0, |block| block.pages());
         // A page that does not exist is requested too, so that the error is the same as for a directory.
         let end = (page + AHEAD).min(pages).max(page.saturating_add(1));
-        let ids: Vec<PageId> = (page..end).map(|page| (block, page)).collect();
+        let ids: Vec<PageId> = (page..end).map(|page| (block, PageNo(page))).collect();
         let request = encode_ids(&ids);
         let answer = self.with_connection(&mut inner, |connection| {
             connection.ask(&self.store, Kind::Read, &[&request], Kind::Stored)

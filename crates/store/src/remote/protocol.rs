@@ -2,9 +2,9 @@
 
 use crate::error::StoreError;
 use crate::format::codec::{Reader, Writer};
-use crate::image::PageId;
 use crate::types::{Block, CheckpointInfo, OnlyIf, Owner, Vm};
 use crate::url::ImageName;
+use rekindle_pages::{BlockId, PageId, PageNo};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -231,8 +231,8 @@ pub(crate) fn encode_ids(ids: &[PageId]) -> Vec<u8> {
     let mut out = Vec::with_capacity(4 + 12 * ids.len());
     out.put_u32(ids.len() as u32);
     for (block, page) in ids {
-        out.put_u32(*block as u32);
-        out.put_u64(*page);
+        out.put_u32(block.0 as u32);
+        out.put_u64(page.0);
     }
     out
 }
@@ -241,7 +241,8 @@ pub(crate) fn encode_ids(ids: &[PageId]) -> Vec<u8> {
 pub(crate) fn decode_ids(bytes: &[u8]) -> Option<Vec<PageId>> {
     let mut reader = Reader::new(bytes);
     let count = reader.count(12).filter(|count| *count <= PAGES)?;
-    let ids = (0..count).map(|_| Some((reader.u32()? as usize, reader.u64()?))).collect::<Option<_>>()?;
+    let ids =
+        (0..count).map(|_| Some((BlockId(reader.u32()? as usize), PageNo(reader.u64()?)))).collect::<Option<_>>()?;
     reader.rest().is_empty().then_some(ids)
 }
 
@@ -287,6 +288,7 @@ mod tests {
         #[test]
         fn lists_are_decoded_as_they_were_encoded(ids in proptest::collection::vec((0usize..9, any::<u64>()), 0..40),
                            pages in proptest::collection::vec((any::<u64>(), proptest::collection::vec(any::<u8>(), 0..90)), 0..20)) {
+            let ids: Vec<_> = ids.into_iter().map(|(block, page)| (BlockId(block), PageNo(page))).collect();
             prop_assert_eq!(decode_ids(&encode_ids(&ids)), Some(ids));
             prop_assert_eq!(decode_stored(&encode_stored(&pages)), Some(pages));
         }

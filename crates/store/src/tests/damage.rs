@@ -5,7 +5,7 @@ use super::model::{Change, Model, check_image, content, image, open};
 use crate::error::StoreError;
 use crate::format::{Structure, names};
 use crate::home::Home;
-use crate::types::PAGE_SIZE;
+use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -58,7 +58,7 @@ fn read_all(disk: &MemoryDisk, model: &Model) -> Vec<StoreError> {
         for (position, (block, pages)) in expected.blocks.iter().enumerate() {
             for page in 0..block.pages() {
                 let mut found = [1; PAGE_SIZE];
-                match image.read_page(position, page, &mut found) {
+                match image.read_page((BlockId(position), PageNo(page)), &mut found) {
                     Ok(()) => assert!(found == content(pages.get(&page).copied().unwrap_or(0)), "a wrong page"),
                     Err(e) => errors.push(e),
                 }

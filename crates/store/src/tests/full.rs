@@ -3,7 +3,7 @@
 use super::disk::{MemoryDisk, Op, Refusal};
 use super::model::{Change, Model, open};
 use crate::error::StoreError;
-use crate::types::PAGE_SIZE;
+use rekindle_pages::PAGE_SIZE;
 use rustix::io::Errno;
 
 fn change(n: u64) -> Change {

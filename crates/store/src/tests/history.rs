@@ -3,8 +3,8 @@
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, check_image, lazy, open};
 use crate::error::StoreError;
-use crate::types::PAGE_SIZE;
 use proptest::prelude::*;
+use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -129,7 +129,7 @@ fn a_lazily_opened_image_is_read_correctly_or_reported_as_removed() {
     engine.compact().unwrap();
     engine.tidy();
     let mut content = [0; PAGE_SIZE];
-    let e = late.read_page(0, 0, &mut content).unwrap_err();
+    let e = late.read_page((BlockId(0), PageNo(0)), &mut content).unwrap_err();
     assert!(matches!(&e, StoreError::NoSuchCheckpoint { asked: 4, .. }), "{e}");
     assert!(late.hot().is_err());
 }

@@ -7,7 +7,8 @@ use crate::format::page::Packer;
 use crate::format::segment::{FRAME_HEADER_LEN, Record};
 use crate::home::Home;
 use crate::image::LocalImage;
-use crate::types::{Block, Committed, OnlyIf, Owner, PAGE_SIZE, Page, Vm};
+use crate::types::{Block, Committed, OnlyIf, Owner, Vm};
+use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use uuid::Uuid;
@@ -187,13 +188,14 @@ pub fn check_image(image: &LocalImage, number: u64, expected: &Expected) {
     let mut all = Vec::new();
     for (position, (block, pages)) in expected.blocks.iter().enumerate() {
         for page in 0..block.pages() {
-            all.push((position, page));
+            let id = (BlockId(position), PageNo(page));
+            all.push(id);
             let kind = pages.get(&page).copied().unwrap_or(0);
             if kind != 0 {
-                filled.push((position, page));
+                filled.push(id);
             }
             let mut found = [1; PAGE_SIZE];
-            image.read_page(position, page, &mut found).unwrap();
+            image.read_page(id, &mut found).unwrap();
             assert!(found == content(kind), "checkpoint {number}, block {}, page {page}", block.id);
         }
     }
@@ -201,7 +203,7 @@ pub fn check_image(image: &LocalImage, number: u64, expected: &Expected) {
     let mut seen = Vec::new();
     image
         .read_many(&all, |(block, page), found| {
-            let kind = expected.blocks[block].1.get(&page).copied().unwrap_or(0);
+            let kind = expected.blocks[block.0].1.get(&page.0).copied().unwrap_or(0);
             assert!(*found == content(kind), "checkpoint {number}, block {block}, page {page}, of many");
             seen.push((block, page));
         })

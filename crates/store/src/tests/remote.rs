@@ -9,13 +9,14 @@ use crate::remote::connection::Connection;
 use crate::remote::protocol::{Kind, Purpose, VERSION};
 use crate::remote::server::{Server, Stop, Timeouts};
 use crate::remote::{ConnectionError, Identity, SpareConnections};
-use crate::types::{Guest, OnlyIf, Owner, PAGE_SIZE, Page};
+use crate::types::{Guest, OnlyIf, Owner};
 use crate::url::StoreUrl;
 use crate::writer::{Options, Writer};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, date_time_ymd};
+use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
 use serde_json::json;
 use std::fs;
 use std::io::{Read, Write};
@@ -138,6 +139,8 @@ fn which(identity: &Identity) -> ReadOptions {
 }
 
 const PAGES: u64 = 600;
+/// The first block.
+const RAM: BlockId = BlockId(0);
 
 fn pages(round: u64) -> Vec<(u64, Page)> {
     (0..PAGES)
@@ -148,7 +151,7 @@ fn pages(round: u64) -> Vec<(u64, Page)> {
 
 fn commit(writer: &mut Writer, round: u64) -> crate::Result<crate::types::Committed> {
     let mut checkpoint = writer.begin(&[block("ram", PAGES), block("bios", 4)])?;
-    checkpoint.pages(0, pages(round).iter().map(|(page, content)| (*page, content)))?;
+    checkpoint.pages(RAM, pages(round).iter().map(|(page, content)| (PageNo(*page), content)))?;
     let devices = [b"QEVM\0\0\0\x03".to_vec(), vec![round as u8 + 1; 50_000], vec![0]].concat();
     checkpoint.commit(&json!({"name": "web"}), &json!({"round": round}), &devices)
 }
@@ -167,15 +170,15 @@ fn check(image: &Image, rounds: u64) {
     assert_eq!(image.info().number, rounds);
     let mut seen = 0;
     image
-        .read_pages(0, 0..PAGES, |page, content| {
-            assert!(*content == all[page as usize], "page {page}");
+        .read_pages(RAM, PageNo(0)..PageNo(PAGES), |page, content| {
+            assert!(*content == all[page.0 as usize], "page {page}");
             seen += 1;
         })
         .unwrap();
     assert_eq!(seen, PAGES);
     let mut content = [1; PAGE_SIZE];
     for page in (0..PAGES).rev().step_by(7) {
-        image.read_page(0, page, &mut content).unwrap();
+        image.read_page((RAM, PageNo(page)), &mut content).unwrap();
         assert!(content == all[page as usize], "page {page}");
     }
     assert_eq!(image.metadata().unwrap(), json!({"round": rounds - 1}));
@@ -207,7 +210,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     commit(&mut writer, 4).unwrap();
     // An aborted checkpoint leaves no trace.
     let mut checkpoint = writer.begin(&[block("ram", PAGES), block("bios", 4)]).unwrap();
-    checkpoint.pages(0, [(0, &content(5))]).unwrap();
+    checkpoint.pages(RAM, [(PageNo(0), &content(5))]).unwrap();
     drop(checkpoint);
     writer.settle().unwrap();
 
@@ -226,7 +229,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     assert!(exported(&remote) == exported(&local));
     let mut content = [0; PAGE_SIZE];
     for image in [&remote, &local] {
-        let e = image.read_page(0, PAGES, &mut content).unwrap_err();
+        let e = image.read_page((RAM, PageNo(PAGES)), &mut content).unwrap_err();
         assert_eq!(e.kind(), "no-such-page", "{e}");
         assert!(e.to_string().contains("600"), "{e}");
     }
@@ -257,14 +260,15 @@ fn check_rest(there: &StoreUrl, client: &Identity) {
         assert_eq!(image.info().number, 7);
         assert_eq!(image.hot().count(), Image::open(there, &which(client)).unwrap().hot().count());
         let all = expected(5);
-        let mut given: Vec<_> = all.iter().enumerate().map(|(page, content)| ((0, page as u64), content)).collect();
+        let mut given: Vec<_> =
+            all.iter().zip((0..).map(PageNo)).map(|(content, page)| ((RAM, page), content)).collect();
         assert!(image.unlike(&given).unwrap().is_empty());
         given[3].1 = &[9; PAGE_SIZE];
-        assert_eq!(image.unlike(&given).unwrap(), [(0, 3)]);
-        assert_eq!(image.unlike(&[((0, PAGES), &[0; PAGE_SIZE])]).unwrap_err().kind(), "no-such-page");
+        assert_eq!(image.unlike(&given).unwrap(), [(RAM, PageNo(3))]);
+        assert_eq!(image.unlike(&[((RAM, PageNo(PAGES)), &[0; PAGE_SIZE])]).unwrap_err().kind(), "no-such-page");
         let mut content = [0; PAGE_SIZE];
         for page in 0..PAGES {
-            image.read_page(0, page, &mut content).unwrap();
+            image.read_page((RAM, PageNo(page)), &mut content).unwrap();
             assert!(content == all[page as usize]);
         }
     }
@@ -318,7 +322,8 @@ fn a_connection_that_fails_anywhere_costs_only_the_open_checkpoint() {
     for cut in [0, 700, 2_000, 5_000] {
         cutter.left.store(cut, Ordering::SeqCst);
         let mut content = [0; PAGE_SIZE];
-        let failed = (0..PAGES).step_by(40).filter(|page| image.read_page(0, *page, &mut content).is_err()).count();
+        let failed =
+            (0..PAGES).step_by(40).filter(|page| image.read_page((RAM, PageNo(*page)), &mut content).is_err()).count();
         cutter.left.store(i64::MAX, Ordering::SeqCst);
         assert!(failed > 0 || cut > 0);
         check(&image, committed);
@@ -469,7 +474,7 @@ fn a_silent_client_is_dropped() {
     commit(&mut writer, 0).unwrap();
     let epoch = writer.epoch();
     let mut checkpoint = writer.begin(&[block("ram", PAGES)]).unwrap();
-    checkpoint.pages(0, [(1, &content(1))]).unwrap();
+    checkpoint.pages(RAM, [(PageNo(1), &content(1))]).unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     let store = directory.path().join("web/segments");
     let partial = |store: &Path| fs::read_dir(store).unwrap().count();

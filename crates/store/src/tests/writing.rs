@@ -3,33 +3,38 @@
 use super::disk::MemoryDisk;
 use super::model::{block, content, image, vm};
 use crate::error::StoreError;
-use crate::types::PAGE_SIZE;
 use crate::writer::{Options, Writer};
 use proptest::prelude::*;
+use rekindle_pages::{BlockId, PAGE_SIZE, PageNo, PageRuns};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 
 const PAGES: u64 = 2500;
+const RAM: BlockId = BlockId(0);
 
 fn writer(disk: &MemoryDisk) -> Writer {
     Writer::on_disk(Arc::new(disk.clone()), &Options { create: true, ..Options::new(vm(), "test") }).unwrap()
 }
 
-fn numbers(runs: &[Range<u64>]) -> impl Iterator<Item = u64> + '_ {
-    runs.iter().flat_map(Clone::clone)
+fn numbers(runs: &PageRuns) -> impl Iterator<Item = u64> + '_ {
+    runs.numbers().map(|page| page.0)
 }
 
-fn runs_of(lengths: &[(u64, u64)]) -> Vec<Range<u64>> {
+/// The runs of these pages: first and end.
+fn runs(pages: &[(u64, u64)]) -> PageRuns {
+    pages.iter().map(|&(first, end)| PageNo(first).offset()..PageNo(end).offset()).collect()
+}
+
+fn runs_of(lengths: &[(u64, u64)]) -> PageRuns {
     let mut at = 0;
-    let mut runs = Vec::new();
+    let mut pages = Vec::new();
     for (gap, length) in lengths {
-        runs.push((at + gap).min(PAGES)..(at + gap + length).min(PAGES));
+        pages.push(((at + gap).min(PAGES), (at + gap + length).min(PAGES)));
         at = (at + gap + length).min(PAGES);
     }
-    runs
+    runs(&pages)
 }
 
 proptest! {
@@ -47,7 +52,7 @@ proptest! {
             let kind = |page: u64| (page * 7 + salt) % 5;
             let mut checkpoint = writer.begin(&[block("ram", PAGES)]).unwrap();
             if by_reading {
-                let done: Result<(), StoreError> = checkpoint.read(0, &runs, |runs, room| {
+                let done: Result<(), StoreError> = checkpoint.read(RAM, &runs, |runs, room| {
                     assert_eq!(numbers(runs).count() * PAGE_SIZE, room.len());
                     for (page, place) in numbers(runs).zip(room.as_chunks_mut::<PAGE_SIZE>().0) {
                         *place = content(kind(page));
@@ -57,7 +62,7 @@ proptest! {
                 done.unwrap();
             } else {
                 let pages: Vec<_> = numbers(&runs).map(|page| (page, content(kind(page)))).collect();
-                checkpoint.pages(0, pages.iter().map(|(page, content)| (*page, content))).unwrap();
+                checkpoint.pages(RAM, pages.iter().map(|(page, content)| (PageNo(*page), content))).unwrap();
             }
             let committed = checkpoint.commit(&Value::Null, &Value::Null, &[]).unwrap();
             let sent = numbers(&runs).count() as u64;
@@ -71,7 +76,7 @@ proptest! {
         let image = image(&disk, None).unwrap();
         let mut page = [1; PAGE_SIZE];
         for number in 0..PAGES {
-            image.read_page(0, number, &mut page).unwrap();
+            image.read_page((RAM, PageNo(number)), &mut page).unwrap();
             prop_assert!(page == content(expected.get(&number).copied().unwrap_or(0)), "page {}", number);
         }
     }
@@ -82,7 +87,7 @@ fn what_cannot_be_read_is_not_stored_and_the_rest_is() {
     let disk = MemoryDisk::default();
     let mut writer = writer(&disk);
     let mut checkpoint = writer.begin(&[block("ram", 8)]).unwrap();
-    let fill = |runs: &[Range<u64>], room: &mut [u8]| {
+    let fill = |runs: &PageRuns, room: &mut [u8]| {
         if numbers(runs).any(|page| page == 4) {
             let source = io::Error::other("no such memory");
             return Err(StoreError::Io { store: "s".into(), file: "f".into(), doing: "reading", source });
@@ -90,17 +95,20 @@ fn what_cannot_be_read_is_not_stored_and_the_rest_is() {
         room.fill(9);
         Ok(())
     };
-    checkpoint.read(0, &[1..2, 3..4], fill).unwrap();
-    assert!(checkpoint.read(0, &[4..5, 5..5], fill).is_err());
-    assert!(matches!(checkpoint.read(0, &[7..7, 7..9], fill), Err(StoreError::NoSuchPage { page: 8, .. })));
-    checkpoint.read(0, &[7..8, 8..8], fill).unwrap();
+    checkpoint.read(RAM, &runs(&[(1, 2), (3, 4)]), fill).unwrap();
+    assert!(checkpoint.read(RAM, &runs(&[(4, 5), (5, 5)]), fill).is_err());
+    assert!(matches!(
+        checkpoint.read(RAM, &runs(&[(7, 7), (7, 9)]), fill),
+        Err(StoreError::NoSuchPage { page: 8, .. })
+    ));
+    checkpoint.read(RAM, &runs(&[(7, 8), (8, 8)]), fill).unwrap();
     let committed = checkpoint.commit(&Value::Null, &Value::Null, &[]).unwrap();
     assert_eq!((committed.pages.stored, committed.pages.zero), (3, 0));
     drop(writer);
     let image = image(&disk, None).unwrap();
     let mut page = [1; PAGE_SIZE];
     for (number, byte) in [(0, 0), (1, 9), (3, 9), (4, 0), (7, 9)] {
-        image.read_page(0, number, &mut page).unwrap();
+        image.read_page((RAM, PageNo(number)), &mut page).unwrap();
         assert_eq!(page, [byte; PAGE_SIZE], "page {number}");
     }
 }
