@@ -5,11 +5,11 @@
 //!               [--seconds 5] [--fresh | --reuse] [--server PID]
 //! ```
 //!
-//! The front end is rust-vmm's (`vhost`), the driver a split ring with `VIRTIO_RING_F_EVENT_IDX`, as in Linux: device and client are
-//! notified only on request. Byte n of the disk is transferred to byte n of the data in the client's memory, as in a guest that caches
-//! all of it. Memory is touched beforehand, as in a running guest; with `--fresh` it is not, as after a reboot. With `--reuse` each
-//! request has a buffer that is used repeatedly, as in fio, and nothing else is touched.
-//! Prints one JSON object. With `--server` it includes the processor time of that process.
+//! The front end is rust-vmm's (`vhost`), the driver a split ring with `VIRTIO_RING_F_EVENT_IDX`, as in Linux: device
+//! and client are notified only on request. Byte n of the disk is transferred to byte n of the data in the client's
+//! memory, as in a guest that caches all of it. Memory is touched beforehand, as in a running guest; with `--fresh`
+//! it is not, as after a reboot. With `--reuse` each request has a buffer that is used repeatedly, as in fio, and
+//! nothing else is touched. Prints one JSON object. With `--server` it includes the processor time of that process.
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::fs::{MemfdFlags, memfd_create};

@@ -3,7 +3,8 @@
 /// Bytes of a sector: what virtio counts in (virtio 1.2, 5.2.4).
 pub const SECTOR: u64 = 512;
 
-/// Bytes of a block, the unit of the block map and the retained cache. A page of the guest, since its page cache consists of pages.
+/// Bytes of a block, the unit of the block map and the retained cache. A page of the guest, since its page cache
+/// consists of pages.
 pub const BLOCK: usize = 4096;
 
 pub type Block = [u8; BLOCK];

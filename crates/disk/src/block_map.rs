@@ -1,8 +1,8 @@
 //! The block map: which frame of the guest's memory holds which block of the disk, and the block's digest.
 //!
-//! A block is in at most one frame and a frame holds at most one block: the one that was moved last. The digest is of the content on
-//! the *disk*, computed from the bytes that were moved. The guest may change the frame at any time: the digest shows whether the frame
-//! still holds the block when it is needed.
+//! A block is in at most one frame and a frame holds at most one block: the one that was moved last. The digest is of
+//! the content on the *disk*, computed from the bytes that were moved. The guest may change the frame at any time:
+//! the digest shows whether the frame still holds the block when it is needed.
 //!
 //! | | bytes |
 //! |---|---|
@@ -113,7 +113,8 @@ impl BlockMap {
         Some((frame, joined([a, b, c, d])))
     }
 
-    /// Removes a range of blocks and calls `each` with their frames. Inspects each frame at most once, however long the range.
+    /// Removes a range of blocks and calls `each` with their frames. Inspects each frame at most once, however long
+    /// the range.
     pub fn take_all(&mut self, blocks: Range<u64>, mut each: impl FnMut(Frame)) {
         let few = blocks.end.saturating_sub(blocks.start) <= u64::from(self.frames()) / 8;
         if self.is_empty() {
@@ -168,8 +169,8 @@ impl BlockMap {
     }
 }
 
-/// Adjacent blocks are adjacent in the table, 16 of them in one cache line: requests are for several blocks. `hashbrown` takes the slot
-/// from the low bits, and distinguishes keys of one slot by the upper 7.
+/// Adjacent blocks are adjacent in the table, 16 of them in one cache line: requests are for several blocks.
+/// `hashbrown` takes the slot from the low bits, and distinguishes keys of one slot by the upper 7.
 fn hash(key: u32, seed: u64) -> u64 {
     let (run, within) = (key >> 4, u64::from(key & 15));
     let of_run = xxh3_64_with_seed(&run.to_ne_bytes(), seed);

@@ -1,7 +1,9 @@
-//! The channel back to a front end: a socket that it passes (`VHOST_USER_SET_BACKEND_REQ_FD`), for the server's notifications.
+//! The channel back to a front end: a socket that it passes (`VHOST_USER_SET_BACKEND_REQ_FD`), for the server's
+//! notifications.
 //!
-//! The only notification is that the disk has grown. The `vhost` crate takes the socket from the front end's message and has no function
-//! to send this notification. So the message is peeked first, which also yields a descriptor of the socket.
+//! The only notification is that the disk has grown. The `vhost` crate takes the socket from the front end's message
+//! and has no function to send this notification. So the message is peeked first, which also yields a descriptor of
+//! the socket.
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
 use std::io::{self, IoSliceMut};
@@ -18,7 +20,8 @@ const CONFIG_CHANGE: u32 = 2;
 /// Version, in the flags of every message.
 const VERSION: u32 = 1;
 
-/// Waits for the next message of a front end and leaves it in the socket. Returns the channel, if the message passes one.
+/// Waits for the next message of a front end and leaves it in the socket. Returns the channel, if the message passes
+/// one.
 ///
 /// # Errors
 /// The system's.

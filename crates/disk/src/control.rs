@@ -48,28 +48,29 @@ pub enum Ask {
     },
     /// Update the length of a grown image. Returns it.
     Resize {},
-    /// The guest has ended and its QEMU has disconnected: keep its memory as the next guest's retained cache. Returns the number of blocks.
+    /// The guest has ended and its QEMU has disconnected: keep its memory as the next guest's retained cache. Returns
+    /// the number of blocks.
     Keep {
-        /// For a VM with several disks, whose servers use the same memory: a new file to show them which frames this one needs. No frame is
-        /// released before `share`.
+        /// For a VM with several disks, whose servers use the same memory: a new file to show them which frames this
+        /// one needs. No frame is released before `share`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         claim: Option<PathBuf>,
     },
-    /// The guest is about to start another kernel in the same QEMU and memory (kexec): serve it what is cached, as far as it is unchanged
-    /// then. Returns the present number of blocks.
+    /// The guest is about to start another kernel in the same QEMU and memory (kexec): serve it what is cached, as
+    /// far as it is unchanged then. Returns the present number of blocks.
     Reuse {},
     /// All servers keep their blocks: read the others' files, and release the frames that none of them needs.
     Share { claims: Vec<PathBuf> },
     /// Discard the retained cache. If no QEMU is connected, also release the previous guest's memory.
     Drop {},
-    /// Start recording the pages that are written of a connected QEMU's guest, or stop. Returns whether they were recorded without
-    /// interruption.
+    /// Start recording the pages that are written of a connected QEMU's guest, or stop. Returns whether they were
+    /// recorded without interruption.
     Note {
         /// Process of the QEMU.
         pid: Option<u32>,
     },
-    /// Return and clear the recorded pages, by the QEMU's addresses. Rejected if the record is incomplete because another QEMU has
-    /// connected.
+    /// Return and clear the recorded pages, by the QEMU's addresses. Rejected if the record is incomplete because
+    /// another QEMU has connected.
     Collect {},
     /// A restore has filled the guest's memory completely.
     Filled {},
@@ -79,8 +80,8 @@ pub enum Ask {
     PhaseMark {},
     /// Whether a guest of a moment may continue: returns null, or why not.
     PhaseCheck { moment: Moment },
-    /// The next guest continues from that moment, and its memory is filled while it runs, until [`Ask::Filled`]. Returns null, or why it
-    /// may not.
+    /// The next guest continues from that moment, and its memory is filled while it runs, until [`Ask::Filled`].
+    /// Returns null, or why it may not.
     #[serde(rename = "phase-go-on")]
     PhaseResume { moment: Moment },
     /// Start a redo log. Returns the disk's identity and the current epoch.
@@ -247,8 +248,8 @@ impl Control {
         self.ask(&Ask::Status {})
     }
 
-    /// Waits until the server has noticed that its QEMU has disconnected and no request is in progress. A QEMU that waits for its guest may
-    /// be connected. Returns the state of the server.
+    /// Waits until the server has noticed that its QEMU has disconnected and no request is in progress. A QEMU that
+    /// waits for its guest may be connected. Returns the state of the server.
     ///
     /// # Errors
     /// [`ControlError`], also after `patience`.

@@ -1,7 +1,7 @@
 //! Digests that distinguish the contents of blocks.
 //!
-//! 128 bits of XXH3 with a seed that only this process knows. A page that a fault has changed passes with a probability of 2^-128. To
-//! forge a page, a guest would have to know the seed, and would deceive only itself.
+//! 128 bits of XXH3 with a seed that only this process knows. A page that a fault has changed passes with a
+//! probability of 2^-128. To forge a page, a guest would have to know the seed, and would deceive only itself.
 
 use crate::block::Block;
 use rustix::rand::{GetRandomFlags, getrandom};

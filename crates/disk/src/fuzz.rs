@@ -1,5 +1,5 @@
-//! Parsing of a guest's request and of a redo log's segment from any bytes: the functions of the targets in `fuzz/`, and tests that run
-//! them on every build with a fixed budget.
+//! Parsing of a guest's request and of a redo log's segment from any bytes: the functions of the targets in `fuzz/`,
+//! and tests that run them on every build with a fixed budget.
 
 use crate::descriptor_chain::walk;
 use crate::redo::files::LogFile;

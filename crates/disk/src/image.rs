@@ -1,7 +1,8 @@
 //! The image of a disk: a raw file or a block device.
 //!
-//! Opened with `O_DIRECT` if the file system can, so that the host does not cache what the guest caches. The image is locked as QEMU
-//! locks it (`OFD` locks at bytes 100 and 200, `locking=on`), so that two servers, or a server and a QEMU, exclude each other.
+//! Opened with `O_DIRECT` if the file system can, so that the host does not cache what the guest caches. The image is
+//! locked as QEMU locks it (`OFD` locks at bytes 100 and 200, `locking=on`), so that two servers, or a server and a
+//! QEMU, exclude each other.
 
 use rekindle_kernel::file::{self, Lock};
 use rustix::fs::{Mode, OFlags};
@@ -74,8 +75,9 @@ pub struct Image {
 
 /// Whether all syncs of an open file have succeeded.
 ///
-/// The kernel reports a write-back error only once per open file, to the next sync, and drops the data. The guest's flushes, seals and
-/// merges share the open image. So after one failed sync all later ones fail, until the image is opened again.
+/// The kernel reports a write-back error only once per open file, to the next sync, and drops the data. The guest's
+/// flushes, seals and merges share the open image. So after one failed sync all later ones fail, until the image is
+/// opened again.
 #[derive(Debug, Default)]
 pub struct Durability(AtomicBool);
 

@@ -1,8 +1,9 @@
-//! The record of requests in progress, in memory that outlives this process (vhost-user, *Inflight I/O tracking*, split rings).
+//! The record of requests in progress, in memory that outlives this process (vhost-user, *Inflight I/O tracking*,
+//! split rings).
 //!
-//! QEMU holds the memory and passes it to the next server after one was killed. Requests that were taken from the available ring and are
-//! not in the used ring are done again, in the order in which they were taken. A request that was done but not answered may be done
-//! twice, which has no effect, since its guest still waits for it.
+//! QEMU holds the memory and passes it to the next server after one was killed. Requests that were taken from the
+//! available ring and are not in the used ring are done again, in the order in which they were taken. A request that
+//! was done but not answered may be done twice, which has no effect, since its guest still waits for it.
 //!
 //! ```text
 //! queue  | features u64 | version u16 = 1 | descriptors u16 | last u16 | used index u16 |

@@ -1,4 +1,5 @@
-//! One guest disk: a vhost-user-blk server that records where each block is in the guest's memory, so that a rebooted guest's cache is warm.
+//! One guest disk: a vhost-user-blk server that records where each block is in the guest's memory, so that a rebooted
+//! guest's cache is warm.
 //!
 //! | module | contents |
 //! |---|---|

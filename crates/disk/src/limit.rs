@@ -1,7 +1,8 @@
 //! Rate limits of a disk: for fairness between VMs, and to reproduce the papers' disks.
 //!
-//! Bytes and operations have a leaky bucket each, as in QEMU's `throttle` group: it leaks at the rate, and a request waits while it holds
-//! more than a tenth of a second's worth. So the disk of another VMM can be limited in the same way.
+//! Bytes and operations have a leaky bucket each, as in QEMU's `throttle` group: it leaks at the rate, and a request
+//! waits while it holds more than a tenth of a second's worth. So the disk of another VMM can be limited in the same
+//! way.
 
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! A guest's memory as a front end passes it: mapped, with a record of the pages that are written through this mapping.
 //!
-//! These writes do not show in QEMU's page tables. So each written page is recorded twice: for QEMU during a migration, in the log that
-//! it passes (`VHOST_USER_SET_LOG_BASE`), and for a protector that requests it.
+//! These writes do not show in QEMU's page tables. So each written page is recorded twice: for QEMU during a
+//! migration, in the log that it passes (`VHOST_USER_SET_LOG_BASE`), and for a protector that requests it.
 
 use crate::background::run_in_background;
 use crate::block_map::Frame;
@@ -182,7 +182,8 @@ impl Memory {
         Ok(Self { missing: None, map, written, fronts })
     }
 
-    /// Maps memory that a restore is still filling: access to a missing page blocks until the front end, process `front`, has it.
+    /// Maps memory that a restore is still filling: access to a missing page blocks until the front end, process
+    /// `front`, has it.
     ///
     /// # Errors
     /// As [`Memory::map`]; userfaultfd is unavailable.
@@ -207,8 +208,8 @@ impl Memory {
         self.map.iter().map(|region| region.last_addr().raw_value() / PAGE_SIZE as u64 + 1).max().unwrap_or(0)
     }
 
-    /// Number of frames up to the end of the guest's memory, holes included. A distant region, as of a device, has none, because the block map
-    /// takes memory for each frame.
+    /// Number of frames up to the end of the guest's memory, holes included. A distant region, as of a device, has
+    /// none, because the block map takes memory for each frame.
     #[must_use]
     pub fn frames(&self) -> Frame {
         let bytes = self.map.iter().fold(0u64, |sum, region| sum.saturating_add(region.len()));
@@ -218,7 +219,8 @@ impl Memory {
         Frame::try_from(end).unwrap_or(Frame::MAX)
     }
 
-    /// Whether each frame is at the same place of the same file, as far as both have it, however the memory is divided into regions.
+    /// Whether each frame is at the same place of the same file, as far as both have it, however the memory is
+    /// divided into regions.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         self.frames() == other.frames() && self.places() == other.places()
@@ -266,8 +268,8 @@ impl Memory {
         self.map.write_slice(bytes, GuestAddress(address)).ok()
     }
 
-    /// Reads a byte of each page before it is written. The first access to a page that exists in the file, but not in this mapping, is a
-    /// fault: a read fault maps 16 pages (`fault_around_bytes`), a write fault one.
+    /// Reads a byte of each page before it is written. The first access to a page that exists in the file, but not in
+    /// this mapping, is a fault: a read fault maps 16 pages (`fault_around_bytes`), a write fault one.
     fn touch(&self, address: u64, bytes: usize) {
         let Ok(slice) = self.map.get_slice(GuestAddress(address), bytes) else { return };
         for at in (0..bytes).step_by(PAGE_SIZE) {
@@ -275,7 +277,8 @@ impl Memory {
         }
     }
 
-    /// Copies whole pages into the guest that the host may not have allocated yet. Through the file, which avoids a fault and zeroing per page.
+    /// Copies whole pages into the guest that the host may not have allocated yet. Through the file, which avoids a
+    /// fault and zeroing per page.
     #[must_use]
     pub fn fill(&self, address: u64, bytes: &[u8]) -> Option<()> {
         let region = self.map.find_region(GuestAddress(address))?;
@@ -345,7 +348,8 @@ impl Memory {
 
     /// Returns and clears the recorded pages.
     ///
-    /// May be called at any time: a page is recorded after its write, so a page that is read during a write is reported again.
+    /// May be called at any time: a page is recorded after its write, so a page that is read during a write is
+    /// reported again.
     #[must_use]
     pub fn collect(&self) -> Vec<Span> {
         const PAGE: u64 = PAGE_SIZE as u64;

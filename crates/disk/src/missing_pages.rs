@@ -1,8 +1,9 @@
-//! Memory of a guest that a restore is still filling (HydraVM, section IV-B): access to a missing page blocks until it is filled.
+//! Memory of a guest that a restore is still filling (HydraVM, section IV-B): access to a missing page blocks until
+//! it is filled.
 //!
-//! In QEMU's mapping, the pager's userfaultfd handles missing pages. This process has its own mapping, in which they would read as zeros.
-//! So it has a userfaultfd of its own: a page that is missing here is read in QEMU, which blocks until the pager has filled it; then the
-//! page is in the file that both map.
+//! In QEMU's mapping, the pager's userfaultfd handles missing pages. This process has its own mapping, in which they
+//! would read as zeros. So it has a userfaultfd of its own: a page that is missing here is read in QEMU, which blocks
+//! until the pager has filled it; then the page is in the file that both map.
 //!
 //! ```text
 //! engine ── accesses a page ──> this thread ── reads it in QEMU ──> pager fills it
@@ -116,7 +117,8 @@ fn read_in_front(front: Process, address: u64) {
     let mut is_reported = false;
     while let Err(e) = memory::read(front, address, &mut [0]) {
         if !front.is_alive() {
-            // The guest has ended, and an access that is blocked cannot be made to fail. Zeros must not be supplied: they could reach the disk.
+            // The guest has ended, and an access that is blocked cannot be made to fail. Zeros must not be supplied:
+            // they could reach the disk.
             tracing::error!("QEMU ended before its guest's memory was filled; this server ends, too");
             std::process::exit(1);
         }

@@ -5,8 +5,8 @@
 //! writable  | data of a read | status u8 |
 //! ```
 //!
-//! The division into descriptors does not matter (2.7.4.2). Parsing accesses only the header and the ranges in the guest's memory; whether
-//! the data is in it shows when it is moved.
+//! The division into descriptors does not matter (2.7.4.2). Parsing accesses only the header and the ranges in the
+//! guest's memory; whether the data is in it shows when it is moved.
 
 use crate::block::SECTOR;
 use crate::config::RANGE_SECTORS;

@@ -1,9 +1,9 @@
 //! The disk that control commands refer to: its engine, and the keeper of its log, once there is a disk.
 //!
-//! A server may start before it is known which epoch of the disk it serves: for a QEMU that waits for a checkpoint (`rekindle restore
-//! --prepare`), which only needs the disk's length. Such a server has inspected the image and released it, since a process on this or
-//! another host still writes it. No queue runs until a command names the epoch. Then the server opens and locks the image as usual, or
-//! rejects the command and continues to wait.
+//! A server may start before it is known which epoch of the disk it serves: for a QEMU that waits for a checkpoint
+//! (`rekindle restore --prepare`), which only needs the disk's length. Such a server has inspected the image and
+//! released it, since a process on this or another host still writes it. No queue runs until a command names the
+//! epoch. Then the server opens and locks the image as usual, or rejects the command and continues to wait.
 
 use crate::engine::Handle;
 use crate::engine::command::{Command, Refused};

@@ -5,8 +5,8 @@
 //! QEMU B ──── connects, asks, waits ───────┴─ its queues run ────────────────
 //! ```
 //!
-//! Several front ends may be connected, as during a restart of the VMM. Only one of them has running queues; another one that starts a
-//! queue meanwhile is rejected.
+//! Several front ends may be connected, as during a restart of the VMM. Only one of them has running queues; another
+//! one that starts a queue meanwhile is rejected.
 
 use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL};
 use crate::engine::command::{

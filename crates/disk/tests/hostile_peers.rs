@@ -1,4 +1,5 @@
-//! Programs of a hostile guest and a hostile QEMU, a fixed number on each build, against a running server. `fuzz/` runs them for hours.
+//! Programs of a hostile guest and a hostile QEMU, a fixed number on each build, against a running server. `fuzz/`
+//! runs them for hours.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

@@ -1,5 +1,5 @@
-//! A server's record of a phase of its guest's boot: random histories over vhost-user, with guests that continue from phases, and servers
-//! that end. No guest continues with a disk that differs in a block that the guest knows.
+//! A server's record of a phase of its guest's boot: random histories over vhost-user, with guests that continue from
+//! phases, and servers that end. No guest continues with a disk that differs in a block that the guest knows.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -77,7 +77,8 @@ fn a_moment_is_valid_until_a_touched_block_is_written() {
     assert_eq!(check(&disk, last), Some(StaleReason::Server));
 }
 
-/// The next guest's QEMU has connected while the previous guest runs. A guest that is only stopped may continue with its memory.
+/// The next guest's QEMU has connected while the previous guest runs. A guest that is only stopped may continue with
+/// its memory.
 #[test]
 fn a_qemu_that_waits_for_its_guest_does_not_prevent_a_resume() {
     let disk = Disk::new(BLOCKS);

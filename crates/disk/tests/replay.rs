@@ -11,8 +11,8 @@ use rekindle_disk::redo::keeper::EpochId;
 
 const REQUESTS: u64 = 12;
 
-/// A QEMU reconnects with requests in progress, and is stopped before any of them is done again. Another QEMU, with an empty record of
-/// requests in progress, then continues the guest.
+/// A QEMU reconnects with requests in progress, and is stopped before any of them is done again. Another QEMU, with
+/// an empty record of requests in progress, then continues the guest.
 #[test]
 fn a_queue_stops_after_all_requests_taken_before_are_done() {
     let limits = Limits { bps: None, iops: Some(20) };

@@ -1,4 +1,5 @@
-//! The retained cache: a rebooted guest finds the blocks that it had cached, and never anything else than the disk's content.
+//! The retained cache: a rebooted guest finds the blocks that it had cached, and never anything else than the disk's
+//! content.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

@@ -40,8 +40,8 @@ pub enum LeftoverLog {
     Reject,
 }
 
-/// Starts a VM. `before_start` is called after all checks, before anything of its disks is merged and before the guest runs: it may
-/// forbid both.
+/// Starts a VM. `before_start` is called after all checks, before anything of its disks is merged and before the
+/// guest runs: it may forbid both.
 ///
 /// *Needs:* what the definition names; room for its RAM; root for taps.
 /// *On success:* the guest boots in a QEMU of its own session; its state is recorded.
@@ -99,7 +99,8 @@ pub struct Booted {
     pub retained: Option<Kept>,
 }
 
-/// Boots the guest of a VM whose QEMU has ended in a new QEMU with new RAM, with `taps` or, without any, with its taps opened again.
+/// Boots the guest of a VM whose QEMU has ended in a new QEMU with new RAM, with `taps` or, without any, with its
+/// taps opened again.
 ///
 /// # Errors
 /// [`HandoverError`]: the operation needs recovery.

@@ -162,8 +162,9 @@ impl Destination<Spawned> {
         self.at(Loaded { ram: NewRam, resume: ResumeCommand::AfterLoad })
     }
 
-    /// A destination that was found in an interrupted operation, whose decision for it is journalled. The process that sent
-    /// `cont` may have died during the load: then QEMU resumes the guest at the end of the load, or the guest stays paused.
+    /// A destination that was found in an interrupted operation, whose decision for it is journalled. The process
+    /// that sent `cont` may have died during the load: then QEMU resumes the guest at the end of the load, or the
+    /// guest stays paused.
     ///
     /// # Errors
     /// [`HandoverError::Qmp`]: it does not answer.
@@ -241,8 +242,8 @@ impl<R> Loading<R> {
         Ok(self.0)
     }
 
-    /// Does not wait: the command that [`Destination::stage_resume`] has staged resumes the guest at the end of a load that succeeds, and a load that fails ends the
-    /// destination before it has run the guest.
+    /// Does not wait: the command that [`Destination::stage_resume`] has staged resumes the guest at the end of a
+    /// load that succeeds, and a load that fails ends the destination before it has run the guest.
     pub fn resume_when_loaded(mut self) -> Destination<Loaded<R>> {
         self.0.stage.resume = ResumeCommand::Staged;
         self.0

@@ -14,8 +14,8 @@ pub trait Environment {
     /// *On success:* the process runs; it need not have opened its sockets yet.
     ///
     /// # Errors
-    /// [`HandoverError::Vmm`]: it cannot be started. [`HandoverError::File`]: its directory cannot be created, or another QEMU
-    /// runs there.
+    /// [`HandoverError::Vmm`]: it cannot be started. [`HandoverError::File`]: its directory cannot be created, or
+    /// another QEMU runs there.
     fn spawn(&self, generation: u32, start: Start, taps: Taps) -> Result<Vmm, HandoverError>;
 }
 

@@ -1,5 +1,5 @@
-//! Whether a guest has run since a moment. Recovery needs this where the journal alone does not show it: the process that sent
-//! `cont` died, and so did the QEMU that got it.
+//! Whether a guest has run since a moment. Recovery needs this where the journal alone does not show it: the process
+//! that sent `cont` died, and so did the QEMU that got it.
 
 use rekindle_qemu::command::Hardware;
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_OMIT, statfs, utimensat};

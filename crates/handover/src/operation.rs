@@ -86,8 +86,8 @@ impl Handover {
         fault::point(name, self.source(), self.destination());
     }
 
-    /// Passes the fault point of a step of the pipeline, if there is one for such an operation and a destination that was started
-    /// in this way.
+    /// Passes the fault point of a step of the pipeline, if there is one for such an operation and a destination that
+    /// was started in this way.
     pub(crate) fn pass_pipeline(&self, point: PipelinePoint, start: Start) {
         point.pass(&self.journal.operation, start);
     }
@@ -132,8 +132,8 @@ impl Handover {
         }
     }
 
-    /// Returns to the source: ends the destination, then resumes the guest in the source if this operation has stopped it.
-    /// Before [`Step::Suspend`] it has not, and another process may keep the guest stopped.
+    /// Returns to the source: ends the destination, then resumes the guest in the source if this operation has
+    /// stopped it. Before [`Step::Suspend`] it has not, and another process may keep the guest stopped.
     ///
     /// *Needs:* the guest has not run in the destination; the source lives.
     ///
@@ -155,7 +155,8 @@ impl Handover {
     }
 
     /// Handles a failure before the decision for the destination. Returns to the source if it lives. Otherwise the
-    /// guest is lost or, if its state is saved, `recover` can resume it. Returns the state of the guest and the error to report.
+    /// guest is lost or, if its state is saved, `recover` can resume it. Returns the state of the guest and the error
+    /// to report.
     pub fn abandon<E: From<HandoverError>>(self, error: E) -> (GuestStatus, E) {
         if self.live_source().is_none() {
             // Nothing runs the guest; `recover` decides whether it can run again.
@@ -219,7 +220,8 @@ impl PipelinePoint {
         }
     }
 
-    /// Returns the name of the fault point. A technique that passes a point of its own at the same moment has none here.
+    /// Returns the name of the fault point. A technique that passes a point of its own at the same moment has none
+    /// here.
     fn name(self, kind: Kind, start: Start) -> Option<&'static str> {
         match start {
             Start::Boot => None,

@@ -9,8 +9,8 @@ use rekindle_vm::journal::Operation;
 use std::path::PathBuf;
 
 /// Migration capabilities of a destination whose RAM is not in the stream. `x-ignore-shared`: it maps a file.
-/// `late-block-activate`: it opens disk images and takes their locks when the guest resumes, after the source has released
-/// them, and not at the end of the load.
+/// `late-block-activate`: it opens disk images and takes their locks when the guest resumes, after the source has
+/// released them, and not at the end of the load.
 pub const WITHOUT_RAM: Capabilities<'static> =
     &[("events", true), ("x-ignore-shared", true), ("late-block-activate", true)];
 
@@ -24,7 +24,8 @@ pub trait Ram {
 pub trait RamSource: Ram {
     type Error: From<HandoverError>;
 
-    /// Connects the destination to the RAM, while the source may still run the guest. Returns the pipe for the device state.
+    /// Connects the destination to the RAM, while the source may still run the guest. Returns the pipe for the device
+    /// state.
     ///
     /// # Errors
     /// The destination is unusable; the guest is unchanged.

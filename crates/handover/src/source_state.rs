@@ -56,8 +56,8 @@ enum SmallBlocks {
 }
 
 impl SourceState {
-    /// Prepares to save the guest of `source`, whose RAM blocks are `table`. What can be sent while the guest runs goes to
-    /// `sink`.
+    /// Prepares to save the guest of `source`, whose RAM blocks are `table`. What can be sent while the guest runs
+    /// goes to `sink`.
     ///
     /// # Errors
     /// [`HandoverError`]. Nothing has changed in the source.

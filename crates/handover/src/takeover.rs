@@ -61,8 +61,8 @@ impl TapTakeover {
             .map_err(|source| HandoverError::File { path: format!("/proc/{pid}/fd").into(), source })
     }
 
-    /// Sends the frames once more that the source may have received after its guest had stopped, and closes no capture. Those that have no frame
-    /// yet are tried again by the next call.
+    /// Sends the frames once more that the source may have received after its guest had stopped, and closes no
+    /// capture. Those that have no frame yet are tried again by the next call.
     pub fn send_again(&mut self, stopped_host_us: u64) -> Vec<Capture> {
         let (sent, waiting) = std::mem::take(&mut self.captures)
             .into_iter()

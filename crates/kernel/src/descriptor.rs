@@ -18,8 +18,8 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
     })
 }
 
-/// Makes descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)` inside
-/// the process. See [`crate::inject`] for what that does to it.
+/// Makes descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)`
+/// inside the process. See [`crate::inject`] for what that does to it.
 ///
 /// # Errors
 /// `PermissionDenied` without the right to trace the process or while another tracer has it; pairs before the

@@ -28,8 +28,8 @@ pub fn punch_hole(file: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     Ok(fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)?)
 }
 
-/// Returns the process that holds the `flock` of a file, from `/proc/locks`: unlike an attempt to take the lock, this disturbs no other
-/// process. `None` if it is not held, or held by a process that is not visible here.
+/// Returns the process that holds the `flock` of a file, from `/proc/locks`: unlike an attempt to take the lock, this
+/// disturbs no other process. `None` if it is not held, or held by a process that is not visible here.
 ///
 /// # Errors
 /// The system's; of a file that is not there, too.
@@ -64,8 +64,8 @@ pub(crate) fn byte_lock(kind: libc::c_int, byte: u64) -> io::Result<libc::flock>
     Ok(libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: start, l_len: 1, l_pid: 0 })
 }
 
-/// Locks one byte of an open file (`F_OFD_SETLK`): until the open file is closed, in whichever process that is. `false`: another
-/// open file has it locked.
+/// Locks one byte of an open file (`F_OFD_SETLK`): until the open file is closed, in whichever process that is.
+/// `false`: another open file has it locked.
 ///
 /// # Errors
 /// The system's.
@@ -113,8 +113,8 @@ pub fn device_bytes(file: impl AsFd) -> io::Result<u64> {
     Ok(bytes as u64)
 }
 
-/// Returns the alignment that offset, length and memory of an operation with `O_DIRECT` need (`STATX_DIOALIGN`, Linux 6.1). `None` if the
-/// kernel does not report it.
+/// Returns the alignment that offset, length and memory of an operation with `O_DIRECT` need (`STATX_DIOALIGN`, Linux
+/// 6.1). `None` if the kernel does not report it.
 #[must_use]
 pub fn direct_alignment(file: impl AsFd) -> Option<u32> {
     // SAFETY: all zeroes are a value of this structure of numbers.

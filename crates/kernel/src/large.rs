@@ -1,7 +1,8 @@
 //! A vector of bytes that lies in huge pages where the kernel has some.
 //!
-//! Megabytes of fresh memory cost one fault for each 4 KiB, which in a virtual machine takes longer than to fill them; here it is
-//! one for each 2 MiB. Where huge pages are off (`/sys/kernel/mm/transparent_hugepage/enabled` is `never`) it is memory as any.
+//! Megabytes of fresh memory cost one fault for each 4 KiB, which in a virtual machine takes longer than to fill
+//! them; here it is one for each 2 MiB. Where huge pages are off (`/sys/kernel/mm/transparent_hugepage/enabled` is
+//! `never`) it is memory as any.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::fmt;
@@ -13,7 +14,8 @@ pub const HUGE: usize = 2 << 20;
 
 /// See [the module](self).
 pub struct Large {
-    /// Of a mapping that is `capacity` long, begins at a multiple of [`HUGE`] and is initialised: the kernel gives zeroes.
+    /// Of a mapping that is `capacity` long, begins at a multiple of [`HUGE`] and is initialised: the kernel gives
+    /// zeroes.
     start: NonNull<u8>,
     /// A multiple of [`HUGE`]; 0 if nothing is mapped.
     capacity: usize,
@@ -72,7 +74,8 @@ impl Large {
         let before = (mapped as usize).next_multiple_of(HUGE) - mapped as usize;
         // SAFETY: `before` is less than HUGE, so that `capacity` bytes lie behind it in the mapping.
         let start = unsafe { mapped.cast::<u8>().add(before) };
-        // SAFETY: the ends of the new mapping, which nothing refers to; what is between stays. The lengths are multiples of a page.
+        // SAFETY: the ends of the new mapping, which nothing refers to; what is between stays. The lengths are
+        // multiples of a page.
         unsafe {
             if before > 0 {
                 libc::munmap(mapped, before);

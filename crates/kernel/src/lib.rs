@@ -2,11 +2,12 @@
 //!
 //! This is the only crate that speaks ioctl, ptrace and raw process memory. Everything above it deals in the types
 //! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
-//! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`], [`softdirty`]) or are to be supplied ([`userfault`]), system calls
-//! that it makes for us ([`inject`]), descriptors taken from or put into another process ([`descriptor`]), tap interfaces
-//! ([`tap`]), interfaces as such ([`link`]), frames ([`packet`]), network namespaces ([`netns`]),
-//! concurrent reads and writes of files ([`uring`]), hints about files ([`file`]), files that are
-//! mapped here ([`mapping`]), memory for much data ([`large`]), scheduling priority ([`sched`]), and loading the next kernel ([`kexec`]).
+//! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`], [`softdirty`]) or are to be supplied
+//! ([`userfault`]), system calls that it makes for us ([`inject`]), descriptors taken from or put into another
+//! process ([`descriptor`]), tap interfaces ([`tap`]), interfaces as such ([`link`]), frames ([`packet`]), network
+//! namespaces ([`netns`]), concurrent reads and writes of files ([`uring`]), hints about files ([`file`]), files that
+//! are mapped here ([`mapping`]), memory for much data ([`large`]), scheduling priority ([`sched`]), and loading the
+//! next kernel ([`kexec`]).
 //!
 //! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
 //! their use.

@@ -1,7 +1,8 @@
 //! Lines from a peer that is not trusted: a guest's agent, a QEMU, a helper process, a host on the network.
 //!
-//! Whatever the peer sends, a reader has at most one line and one chunk of it in memory, and has an answer when its deadline comes. The
-//! deadline is one for the whole exchange: a peer that sends a byte now and then does not move it.
+//! Whatever the peer sends, a reader has at most one line and one chunk of it in memory, and has an answer when its
+//! deadline comes. The deadline is one for the whole exchange: a peer that sends a byte now and then does not move
+//! it.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::AsFd;
@@ -21,7 +22,8 @@ pub enum LineError {
     /// The peer has closed its end. What it had sent of a line is dropped.
     #[error("the other side has closed the connection")]
     Closed,
-    /// It has more bytes than it may have. The rest of it would be taken for another line: the connection is of no more use.
+    /// It has more bytes than it may have. The rest of it would be taken for another line: the connection is of no
+    /// more use.
     #[error("a line of more than {limit} bytes")]
     TooLong {
         /// Bytes that a line may have.
@@ -68,8 +70,8 @@ impl<S: Read + AsFd> Lines<S> {
         &self.stream
     }
 
-    /// The next line, with its line end, if it is there or comes by `deadline`. A caller that skips lines has to check its deadline
-    /// itself: a peer may always have one more.
+    /// The next line, with its line end, if it is there or comes by `deadline`. A caller that skips lines has to
+    /// check its deadline itself: a peer may always have one more.
     ///
     /// # Errors
     /// [`LineError`].
@@ -84,8 +86,8 @@ impl<S: Read + AsFd> Lines<S> {
         }
     }
 
-    /// The next line of a peer that may be silent for long before it begins one: its first byte has to come by `begin`, the rest of it
-    /// within `rest` after that.
+    /// The next line of a peer that may be silent for long before it begins one: its first byte has to come by
+    /// `begin`, the rest of it within `rest` after that.
     ///
     /// # Errors
     /// [`LineError`].
@@ -170,8 +172,8 @@ fn is_ready(stream: &impl AsFd, events: PollFlags, left: Duration) -> io::Result
 /// Bytes that are written at a time: a pipe or socket that is ready takes as many without a wait.
 const PIECE: usize = 4096;
 
-/// Writes all of `bytes` to a pipe or socket by `deadline`, also to a peer that reads nothing or little. After an error, the peer may have
-/// had a part of them.
+/// Writes all of `bytes` to a pipe or socket by `deadline`, also to a peer that reads nothing or little. After an
+/// error, the peer may have had a part of them.
 ///
 /// # Errors
 /// [`LineError`].

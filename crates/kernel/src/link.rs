@@ -31,8 +31,8 @@ pub fn up(name: &str) -> io::Result<()> {
 pub(crate) fn up_by(socket: &OwnedFd, name: &str) -> io::Result<()> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("interface {name}: {e}"));
     let mut request = request(name).map_err(named)?;
-    // SAFETY: `request` is a whole `struct ifreq` whose name ends with a zero byte, and it lives through the call, which
-    // writes the flags into it.
+    // SAFETY: `request` is a whole `struct ifreq` whose name ends with a zero byte, and it lives through the call,
+    // which writes the flags into it.
     unsafe { ioctl::get_flags(socket.as_raw_fd(), &raw mut request) }.map_err(|e| named(e.into()))?;
     // SAFETY: SIOCGIFFLAGS has just written this field of the union.
     let flags = unsafe { request.ifr_ifru.ifru_flags };
@@ -52,8 +52,8 @@ pub fn join(name: &str, bridge: &str) -> io::Result<()> {
     let (socket, mut request) = (socket().map_err(named)?, request(bridge).map_err(named)?);
     let index = netdevice::name_to_index(&socket, name).map_err(|e| named(e.into()))?;
     request.ifr_ifru.ifru_ifindex = index as libc::c_int;
-    // SAFETY: `request` is a whole `struct ifreq` whose name ends with a zero byte, and it lives through the call, which
-    // only reads.
+    // SAFETY: `request` is a whole `struct ifreq` whose name ends with a zero byte, and it lives through the call,
+    // which only reads.
     unsafe { ioctl::bridge_add(socket.as_raw_fd(), &raw const request) }.map_err(|e| named(e.into()))?;
     Ok(())
 }

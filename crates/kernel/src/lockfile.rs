@@ -1,9 +1,10 @@
 //! Finding a process again by a lock that it inherited.
 //!
-//! A process that outlives its starter has to be found by a later command, also when its starter was killed before it could record the
-//! process. Its arguments do not identify it: any process of any user may have the same text in its own. So the child locks a file
-//! before it starts its program ([`hold`]), and the lock stays with the open file until the last thread of the process has ended.
-//! A process that only opens the file, or names it, does not hold the lock.
+//! A process that outlives its starter has to be found by a later command, also when its starter was killed before it
+//! could record the process. Its arguments do not identify it: any process of any user may have the same text in its
+//! own. So the child locks a file before it starts its program ([`hold`]), and the lock stays with the open file
+//! until the last thread of the process has ended. A process that only opens the file, or names it, does not hold the
+//! lock.
 //!
 //! The file must be in a directory that only its user may enter; then no other user can hold the lock.
 
@@ -20,12 +21,13 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a lock may be held by no process that can be seen: one that ends closes its files before it releases the lock.
+/// How long a lock may be held by no process that can be seen: one that ends closes its files before it releases the
+/// lock.
 const UNSEEN: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Makes the child lock the file `path` before it starts its program, and hold that lock until it ends. The file is created if it is
-/// missing. The calling process never holds the lock.
+/// Makes the child lock the file `path` before it starts its program, and hold that lock until it ends. The file is
+/// created if it is missing. The calling process never holds the lock.
 ///
 /// Call it last: the child opens the file at the lowest free descriptor number.
 ///
@@ -34,8 +36,8 @@ const PAUSE: Duration = Duration::from_millis(2);
 pub fn hold<'a>(command: &'a mut Command, path: &Path) -> io::Result<&'a mut Command> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let lock = byte_lock(libc::F_WRLCK, 0)?;
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed; open and fcntl are, and the closure uses no memory but
-    // the path and the structure, which were made before and which it owns.
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed; open and fcntl are, and the closure
+    // uses no memory but the path and the structure, which were made before and which it owns.
     Ok(unsafe {
         command.pre_exec(move || {
             // Without O_CLOEXEC: the program inherits it.
@@ -77,7 +79,8 @@ pub fn holders(path: &Path) -> io::Result<Vec<Process>> {
     Ok(Vec::new())
 }
 
-/// The process that holds a lock which belongs to the process itself (`F_SETLK`), as QEMU does on its file of `-pidfile`.
+/// The process that holds a lock which belongs to the process itself (`F_SETLK`), as QEMU does on its file of
+/// `-pidfile`.
 ///
 /// # Errors
 /// When the lock is held by a process that cannot be seen.

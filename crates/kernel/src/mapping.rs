@@ -7,8 +7,9 @@ use vm_memory::mmap::MmapRegion;
 /// Bytes to unmap at a time: less than a millisecond's work.
 const PIECE: usize = 4 << 20;
 
-/// Drops the pages of a shared file's mapping from this process, piece by piece. Done before unmapping, it makes a thread that maps something
-/// concurrently wait for one piece only. The file keeps its content, and the mapping stays usable.
+/// Drops the pages of a shared file's mapping from this process, piece by piece. Done before unmapping, it makes a
+/// thread that maps something concurrently wait for one piece only. The file keeps its content, and the mapping stays
+/// usable.
 ///
 /// # Errors
 /// `InvalidInput` for a private mapping, which would lose what it has; the system's.
@@ -17,8 +18,8 @@ pub fn drop_pages<B: Bitmap>(region: &MmapRegion<B>) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a private mapping would lose its pages"));
     }
     let advise = |at: usize, bytes: usize, advice| {
-        // SAFETY: within the region, which is borrowed, so that it stays mapped. Pages of a shared mapping are the file's: they are not lost, and
-        // come again when they are touched.
+        // SAFETY: within the region, which is borrowed, so that it stays mapped. Pages of a shared mapping are the
+        // file's: they are not lost, and come again when they are touched.
         let done = unsafe { libc::madvise(region.as_ptr().wrapping_add(at).cast(), bytes, advice) };
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     };

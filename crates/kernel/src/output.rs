@@ -105,8 +105,8 @@ pub fn waiting_in(pipe: &mut (impl Read + rustix::fd::AsFd), limit: usize) -> Ve
 /// Bytes at the end of a log in which its last lines are searched.
 const TAIL: u64 = 16 << 10;
 
-/// The last lines of the log at `path`, at most `lines`, in its last 16 KiB: whatever its length is, no more of it is read. Empty if it
-/// cannot be read.
+/// The last lines of the log at `path`, at most `lines`, in its last 16 KiB: whatever its length is, no more of it is
+/// read. Empty if it cannot be read.
 #[must_use]
 pub fn last_lines(path: &Path, lines: usize) -> String {
     let read = || -> io::Result<Vec<u8>> {

@@ -87,7 +87,8 @@ impl Capture {
     /// The frames that the host has sent into the interface since the last call, in order. Frames from the
     /// interface are left out.
     ///
-    /// As many as there was room for, and no more: a network that sends frames as fast as they are read does not hold the caller here.
+    /// As many as there was room for, and no more: a network that sends frames as fast as they are read does not hold
+    /// the caller here.
     ///
     /// # Errors
     /// When the interface has gone.

@@ -280,8 +280,8 @@ impl Scanner {
                 max_pages: limit,
                 ..Argument::default()
             };
-            // SAFETY: the kernel reads and writes one `struct pm_scan_arg` of asserted size, and at most `vec_len` whole
-            // regions at `vec`, which is our own vector of that length.
+            // SAFETY: the kernel reads and writes one `struct pm_scan_arg` of asserted size, and at most `vec_len`
+            // whole regions at `vec`, which is our own vector of that length.
             let found = match unsafe { call::scan(self.file.as_raw_fd(), &raw mut argument) } {
                 Ok(found) => found as usize,
                 Err(Errno::EINTR) => continue,
@@ -294,7 +294,8 @@ impl Scanner {
             let mut reached = argument.walk_end;
             for region in self.regions.iter().take(found) {
                 each(region.start..region.end, Categories::from_bits_truncate(region.categories));
-                // When the buffer is full just at the end, Linux 6.18 returns an end before the last run that it reports.
+                // When the buffer is full just at the end, Linux 6.18 returns an end before the last run that it
+                // reports.
                 reached = reached.max(region.end);
             }
             if reached <= at || reached >= range.end || (limit > 0 && found > 0) {
@@ -305,8 +306,8 @@ impl Scanner {
     }
 }
 
-/// Whether this kernel reports pages of private memory as written that were given back a whole page table at a time (2 MiB).
-/// Linux 6.7 does not, 6.18.44 does: found by trying. If it does not, the caller must search for them.
+/// Whether this kernel reports pages of private memory as written that were given back a whole page table at a time
+/// (2 MiB). Linux 6.7 does not, 6.18.44 does: found by trying. If it does not, the caller must search for them.
 #[must_use]
 pub fn reports_given_back() -> bool {
     static REPORTS: OnceLock<bool> = OnceLock::new();

@@ -91,7 +91,8 @@ impl Process {
         self.signal(Signal::CONT)
     }
 
-    /// Stops the process and waits, at most for `timeout`, until none of its threads runs. `false`: one still does, or the process has ended.
+    /// Stops the process and waits, at most for `timeout`, until none of its threads runs. `false`: one still does,
+    /// or the process has ended.
     ///
     /// # Errors
     /// When it cannot be stopped.
@@ -140,8 +141,8 @@ impl Process {
         }
     }
 
-    /// Waits until the process has ended with all of its threads (a zombie has), at most for `timeout`. From then on it holds
-    /// no resources; [`Process::is_alive`] only shows whether its first thread has ended.
+    /// Waits until the process has ended with all of its threads (a zombie has), at most for `timeout`. From then on
+    /// it holds no resources; [`Process::is_alive`] only shows whether its first thread has ended.
     ///
     /// On success: `true` if it has ended. The process need not be a child.
     ///

@@ -86,8 +86,8 @@ impl Drop for PriorityBoost {
     }
 }
 
-/// Schedules normally, with the nice value of its main thread, whatever threads of `process` a [`PriorityBoost`] has left behind that was never
-/// dropped.
+/// Schedules normally, with the nice value of its main thread, whatever threads of `process` a [`PriorityBoost`] has
+/// left behind that was never dropped.
 ///
 /// # Errors
 /// `NotFound` if it has ended.

@@ -2,8 +2,9 @@
 //! (`Documentation/admin-guide/mm/soft-dirty.rst`).
 //!
 //! The oldest record of writes that Linux has, and the coarsest: it is cleared for a whole process, and all users of a
-//! process share it. But it puts nothing into page tables where no page is, as write protection by a userfaultfd does: which is why it can
-//! be used for DAX files, whose faults find such a marker in their way and are tried again for ever (Linux 6.12).
+//! process share it. But it puts nothing into page tables where no page is, as write protection by a userfaultfd
+//! does: which is why it can be used for DAX files, whose faults find such a marker in their way and are tried again
+//! for ever (Linux 6.12).
 
 use crate::process::Process;
 use nix::sys::mman::{self, MapFlags, ProtFlags};
@@ -21,10 +22,12 @@ const BIT: u64 = 1 << 55;
 
 /// From here on no page of `process` counts as written.
 ///
-/// A page that was pinned before for a device to write into is written without a record: call this while no such operation is in progress.
+/// A page that was pinned before for a device to write into is written without a record: call this while no such
+/// operation is in progress.
 ///
 /// # Errors
-/// `NotFound` when it has ended; the system's. On a kernel without these bits it succeeds and does nothing: see [`works`].
+/// `NotFound` when it has ended; the system's. On a kernel without these bits it succeeds and does nothing: see
+/// [`works`].
 pub fn clear(process: Process) -> io::Result<()> {
     // Held while the file is written, so that the number stays this process's.
     let _pidfd = process.pidfd()?;

@@ -23,8 +23,8 @@ pub fn detach(command: &mut Command) -> &mut Command {
     }
 }
 
-/// Disowns a child that keeps running by itself. Children that have ended are reaped when the next one is disowned, so that a process that
-/// starts many over months keeps no zombies.
+/// Disowns a child that keeps running by itself. Children that have ended are reaped when the next one is disowned,
+/// so that a process that starts many over months keeps no zombies.
 pub fn disown(child: Child) {
     let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
     left.retain_mut(|child| matches!(child.try_wait(), Ok(None)));

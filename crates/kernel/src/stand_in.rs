@@ -1,8 +1,9 @@
 //! A tap that stands in for one that another process still uses.
 //!
-//! A QEMU that takes a guest over is started with one, and finds the real tap under the same descriptor number later (`dup3`). What waits on
-//! a descriptor with io_uring, as QEMU since 10.2 does, waits on the file that had the number when it began to. So the file that had it is
-//! made readable once: QEMU wakes up, reads what the number means now, and waits on that from then on.
+//! A QEMU that takes a guest over is started with one, and finds the real tap under the same descriptor number later
+//! (`dup3`). What waits on a descriptor with io_uring, as QEMU since 10.2 does, waits on the file that had the number
+//! when it began to. So the file that had it is made readable once: QEMU wakes up, reads what the number means now,
+//! and waits on that from then on.
 
 use crate::{link, tap};
 use rustix::fd::OwnedFd;

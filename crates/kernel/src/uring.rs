@@ -1,7 +1,7 @@
 //! Reads and writes of files, many at a time (`io_uring`), with buffers that only the kernel can access meanwhile.
 //!
-//! A [`Buffer`] is given away with the operation and comes back with its completion. That is what makes the ring safe: there is
-//! no way to read, change or free memory that the kernel or a device is still writing.
+//! A [`Buffer`] is given away with the operation and comes back with its completion. That is what makes the ring
+//! safe: there is no way to read, change or free memory that the kernel or a device is still writing.
 
 use crate::large::{HUGE, Large};
 use io_uring::{IoUring, opcode, squeue, types};
@@ -56,8 +56,9 @@ impl Buffer {
         Self { start, len: bytes, memory: Memory::Allocated(layout) }
     }
 
-    /// Two zeroed buffers of [`HALF`] bytes in one huge page, where the kernel has one. The kernel looks up and describes such a buffer to a device as one
-    /// piece, not as 256 pages; a device that takes fewer pieces at a time (loop: 128) gets it in one request.
+    /// Two zeroed buffers of [`HALF`] bytes in one huge page, where the kernel has one. The kernel looks up and
+    /// describes such a buffer to a device as one piece, not as 256 pages; a device that takes fewer pieces at a time
+    /// (loop: 128) gets it in one request.
     #[must_use]
     pub fn pair() -> [Self; 2] {
         let mut page = Large::new();
@@ -74,7 +75,8 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Memory::Allocated(layout) = self.memory {
-            // SAFETY: it was allocated with this layout, and nothing refers to it any more: operations own their buffer.
+            // SAFETY: it was allocated with this layout, and nothing refers to it any more: operations own their
+            // buffer.
             unsafe { dealloc(self.start.as_ptr(), layout) }
         }
     }
@@ -259,8 +261,8 @@ impl Ring {
             *place = Some(flight);
         }
         // There are as many entries as flights; those that are waiting to be submitted are fewer.
-        // SAFETY: the buffer is owned by the flight until its completion was seen, and a flight that has not ended when the
-        // ring goes is leaked; the descriptor is held open by it.
+        // SAFETY: the buffer is owned by the flight until its completion was seen, and a flight that has not ended
+        // when the ring goes is leaked; the descriptor is held open by it.
         while unsafe { self.ring.submission().push(&entry) }.is_err() {
             let _ = self.ring.submit();
         }

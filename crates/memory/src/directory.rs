@@ -129,8 +129,8 @@ impl RamDirectory {
 
     /// Unmounts Rekindle's own tmpfs at `path` if it has no RAM file. Best effort: failures are ignored.
     ///
-    /// A pager or a protector may still have RAM mapped there, because it notices the end of its QEMU a moment later. So
-    /// the unmount is lazy: the kernel frees the file system when the last mapping ends.
+    /// A pager or a protector may still have RAM mapped there, because it notices the end of its QEMU a moment later.
+    /// So the unmount is lazy: the kernel frees the file system when the last mapping ends.
     pub fn release_own_tmpfs(path: &Path) {
         let Ok(_lock) = lock_above(path) else { return };
         let empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
@@ -218,8 +218,9 @@ impl RamDirectory {
         Ok(path)
     }
 
-    /// As [`RamDirectory::create`], for a QEMU that waits for its guest and touches no page: nothing is promised to it, so
-    /// any number of them may wait. (On hugetlbfs its pages are reserved all the same, because QEMU would reserve them.)
+    /// As [`RamDirectory::create`], for a QEMU that waits for its guest and touches no page: nothing is promised to
+    /// it, so any number of them may wait. (On hugetlbfs its pages are reserved all the same, because QEMU would
+    /// reserve them.)
     /// [`RamDirectory::claim`] is required before a guest runs in it.
     ///
     /// # Errors
@@ -232,8 +233,8 @@ impl RamDirectory {
     /// Promises `bytes` bytes to the waiting file of VM `name`, and renames it to [`RamDirectory::file`]. Idempotent.
     ///
     /// # Errors
-    /// [`RamError::TooSmall`], and then the file still waits; [`RamError::Exists`]; [`RamError::Directory`] when no file
-    /// waits.
+    /// [`RamError::TooSmall`], and then the file still waits; [`RamError::Exists`]; [`RamError::Directory`] when no
+    /// file waits.
     pub fn claim(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let _lock = self.lock()?;
@@ -248,8 +249,8 @@ impl RamDirectory {
         Ok(path)
     }
 
-    /// Checks that `bytes` bytes are left. Huge pages are not checked here but when the kernel reserves them: a mount may
-    /// have pages of its own, and a control group may have a limit.
+    /// Checks that `bytes` bytes are left. Huge pages are not checked here but when the kernel reserves them: a mount
+    /// may have pages of its own, and a control group may have a limit.
     ///
     /// # Errors
     /// [`RamError::TooSmall`] with all figures.
@@ -285,8 +286,9 @@ impl RamDirectory {
 
     /// Replaces the RAM of VM `name`, whose QEMU has ended, for a new start.
     ///
-    /// On success: the file exists with `bytes` bytes. It is empty; but on hugetlbfs it is the same file with the guest's
-    /// old content, as after a reset, because pages that are returned to the pool may be unavailable afterwards.
+    /// On success: the file exists with `bytes` bytes. It is empty; but on hugetlbfs it is the same file with the
+    /// guest's old content, as after a reset, because pages that are returned to the pool may be unavailable
+    /// afterwards.
     ///
     /// # Errors
     /// As for [`RamDirectory::create`].
@@ -301,8 +303,8 @@ impl RamDirectory {
         self.create(name, bytes)
     }
 
-    /// As [`RamDirectory::renew`], while another process has the old RAM open and releases its pages as those of the new
-    /// one are allocated: together they never exceed what was promised to the VM.
+    /// As [`RamDirectory::renew`], while another process has the old RAM open and releases its pages as those of the
+    /// new one are allocated: together they never exceed what was promised to the VM.
     ///
     /// # Errors
     /// As for [`RamDirectory::renew`]; [`RamError::Exists`] on hugetlbfs, where the old file is used again.

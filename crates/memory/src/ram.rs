@@ -1,7 +1,7 @@
 //! The RAM blocks of a running QEMU: their addresses, and how to read them.
 //!
-//! Shared memory is read from its file (`pread`), private memory from the process (`process_vm_readv`, a thousand pieces
-//! per call). Neither allocates a page: reading a missing page through a mapping would do that.
+//! Shared memory is read from its file (`pread`), private memory from the process (`process_vm_readv`, a thousand
+//! pieces per call). Neither allocates a page: reading a missing page through a mapping would do that.
 
 use rekindle_kernel::maps::{self, Mapping};
 use rekindle_kernel::memory;
@@ -141,8 +141,8 @@ impl GuestRam {
         Ok(Self { process, blocks, may_shrink: true })
     }
 
-    /// Declares that the guest gives no memory back: it has neither a balloon nor virtio-mem. Then trackers do not search
-    /// for pages that were punched out of shared memory, which takes 2 to 3 ms per GiB at each stop.
+    /// Declares that the guest gives no memory back: it has neither a balloon nor virtio-mem. Then trackers do not
+    /// search for pages that were punched out of shared memory, which takes 2 to 3 ms per GiB at each stop.
     #[must_use]
     pub fn never_shrinking(self) -> Self {
         Self { may_shrink: false, ..self }
@@ -175,7 +175,8 @@ impl GuestRam {
         self.blocks.iter().position(|block| block.info.id == name).map(BlockId)
     }
 
-    /// Compares QEMU's current block table with this one. Call it at each stop of the guest, before dirty pages are used.
+    /// Compares QEMU's current block table with this one. Call it at each stop of the guest, before dirty pages are
+    /// used.
     ///
     /// # Errors
     /// As for [`GuestRam::of`].
@@ -252,7 +253,8 @@ impl GuestRam {
         }
     }
 
-    /// Finds the runs (offsets) of a block that have no pages and so are zero: the complement of [`GuestRam::populated`].
+    /// Finds the runs (offsets) of a block that have no pages and so are zero: the complement of
+    /// [`GuestRam::populated`].
     ///
     /// # Errors
     /// As for [`GuestRam::populated`].
@@ -314,7 +316,8 @@ fn block(process: Process, maps: &[Mapping], info: RamBlock) -> Result<Block, Gu
     Ok(Block { address, writable, shared, access, info })
 }
 
-/// Opens the file of a mapping through `/proc/PID/map_files`, or else through QEMU's descriptor, which needs fewer rights.
+/// Opens the file of a mapping through `/proc/PID/map_files`, or else through QEMU's descriptor, which needs fewer
+/// rights.
 fn open(process: Process, map: &Mapping) -> io::Result<File> {
     let error = match map.open(process) {
         Ok(Some(file)) => return Ok(file),

@@ -1,4 +1,5 @@
-//! Real guests in stock QEMUs of both versions: adopted, injected with system calls, tracked, and restored page by page.
+//! Real guests in stock QEMUs of both versions: adopted, injected with system calls, tracked, and restored page by
+//! page.
 
 #![allow(unsafe_code, reason = "the shared module of the tests maps memory of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -57,7 +58,8 @@ fn assert_same(ram: &GuestRam, copies: &[Vec<u8>], now: &[Vec<u8>], what: &str) 
     }
 }
 
-/// As [`assert_same`], with the memory of the stopped guest: in pieces, because a full copy for each comparison is slow.
+/// As [`assert_same`], with the memory of the stopped guest: in pieces, because a full copy for each comparison is
+/// slow.
 #[track_caller]
 fn assert_is_memory(ram: &GuestRam, copies: &[Vec<u8>], what: &str) {
     let mut piece = vec![0; 1 << 20];

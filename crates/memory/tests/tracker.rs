@@ -1,5 +1,5 @@
-//! Both trackers, with a process whose threads write its memory at random: a copy that is updated with the reported pages is
-//! the memory.
+//! Both trackers, with a process whose threads write its memory at random: a copy that is updated with the reported
+//! pages is the memory.
 
 #![allow(unsafe_code, reason = "the process's memory is a mapping of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -91,7 +91,8 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
             apply(&victim.ram, &Dirty::everything(&victim.ram).unwrap(), &mut copy);
             let (mut reported, mut peeked) = (0, 0);
             for round in 0..40 {
-                // The case that the module's documentation excepts: a shared page given back whose first write has started.
+                // The case that the module's documentation excepts: a shared page given back whose first write has
+                // started.
                 let excepted = |page: &[u8]| give_back && kind != Kind::Private && page.iter().all(|&byte| byte == 0);
                 let what = format!("{kind:?}, {give_back}, round {round}");
                 assert_same_except(&copy, &victim.memory(), &what, excepted);
@@ -205,8 +206,8 @@ impl Drop for BusyThreads {
     }
 }
 
-/// Two writers of a page, or one whose wait was interrupted by a signal, cause two faults. The second one is served although
-/// the write is allowed already; in this test often after the pause that protects the page again.
+/// Two writers of a page, or one whose wait was interrupted by a signal, cause two faults. The second one is served
+/// although the write is allowed already; in this test often after the pause that protects the page again.
 #[test]
 fn a_fault_that_is_served_late_does_not_allow_a_write_before_the_page_is_copied() {
     let mut kinds = kinds();
@@ -321,8 +322,8 @@ fn attaching_and_detaching_a_hundred_times_leaves_no_trace() {
     assert_writes(&victim);
 }
 
-/// Not a test: measures the figures of `docs/attach.md`. `cargo test --release -p rekindle-memory --test tracker measure --
-/// --ignored --nocapture`
+/// Not a test: measures the figures of `docs/attach.md`. `cargo test --release -p rekindle-memory --test tracker
+/// measure -- --ignored --nocapture`
 #[test]
 #[ignore = "prints figures"]
 fn measure() {

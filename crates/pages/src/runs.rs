@@ -3,7 +3,8 @@
 use crate::{PAGE_SIZE, PageNo};
 use std::ops::{Deref, Range};
 
-/// Pages as byte ranges, ascending, with a gap between any two. The bytes are offsets in a block, or addresses in a process.
+/// Pages as byte ranges, ascending, with a gap between any two. The bytes are offsets in a block, or addresses in a
+/// process.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PageRuns(Vec<Range<u64>>);
 

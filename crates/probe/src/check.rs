@@ -38,8 +38,8 @@ struct NoObserver;
 
 impl Observer for NoObserver {}
 
-/// Asks once, on a new connection, from inside the network namespace `/run/netns/NAME` if one is given. Returns how long
-/// the answer took, with the connecting.
+/// Asks once, on a new connection, from inside the network namespace `/run/netns/NAME` if one is given. Returns how
+/// long the answer took, with the connecting.
 ///
 /// A host name is resolved first, which the `timeout` does not bound.
 ///

@@ -1,5 +1,5 @@
-//! The client side of a measurement: asks a service again and again while its VMM, guest or host is replaced, and reports
-//! what a client saw.
+//! The client side of a measurement: asks a service again and again while its VMM, guest or host is replaced, and
+//! reports what a client saw.
 //!
 //! [`Probe::start`] puts one thread behind each connection; [`Probe::stop`] gives the [`Report`]: requests sent,
 //! answered and failed, connections opened and lost, latencies, throughput per interval and the **service gaps**, the

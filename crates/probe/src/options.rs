@@ -11,8 +11,8 @@ pub struct Options {
     /// A request with no answer for so long has failed, and its connection is closed. Default: 10 s.
     pub timeout: Duration,
     /// A SYN with no answer for so long is sent anew, from a new socket and to the host's next address, as part of the
-    /// same request. Default: 250 ms. The kernel would repeat it only after 1, 3 and 7 s, and a gap could not be distinguished
-    /// better than that. Must be longer than the round trip to the target.
+    /// same request. Default: 250 ms. The kernel would repeat it only after 1, 3 and 7 s, and a gap could not be
+    /// distinguished better than that. Must be longer than the round trip to the target.
     pub connect_attempt: Duration,
     /// The number of connections, each with a thread. Default: 1.
     pub connections: usize,

@@ -80,8 +80,8 @@ struct Starter {
 impl Probe {
     /// Starts probing.
     ///
-    /// The host's name is resolved, and the network namespace entered, before this returns. Whether the target answers is
-    /// not checked: the probe measures that.
+    /// The host's name is resolved, and the network namespace entered, before this returns. Whether the target
+    /// answers is not checked: the probe measures that.
     ///
     /// # Errors
     ///
@@ -191,8 +191,8 @@ impl Drop for Probe {
     }
 }
 
-/// Starts the thread of one connection. It reports on `ready` whether it is where it should be, and then waits for its run;
-/// it ends if none comes.
+/// Starts the thread of one connection. It reports on `ready` whether it is where it should be, and then waits for
+/// its run; it ends if none comes.
 fn spawn(
     client: Client,
     schedule: Schedule,

@@ -14,7 +14,8 @@ pub enum Scheme {
     /// A new TCP connection each time, which the target's kernel answers for the service. It is closed with a reset, or
     /// a probe every millisecond would soon have all local ports in `TIME_WAIT`.
     Tcp,
-    /// Numbered lines in one open TCP connection; each must come back exactly, as from `socat TCP-LISTEN:7,fork EXEC:cat`.
+    /// Numbered lines in one open TCP connection; each must come back exactly, as from `socat TCP-LISTEN:7,fork
+    /// EXEC:cat`.
     Echo,
 }
 

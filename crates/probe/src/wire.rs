@@ -137,8 +137,8 @@ impl Dialer {
             Ok(None) => {}
             Ok(Some(error)) | Err(error) => return Err(Attempt::Broken(connect_failure(error).into())),
         }
-        // A port of this host on which no process listens can, by chance, be picked as the local port too: TCP then connects
-        // the socket to itself, and it echoes perfectly.
+        // A port of this host on which no process listens can, by chance, be picked as the local port too: TCP then
+        // connects the socket to itself, and it echoes perfectly.
         if stream.local_addr().is_ok_and(|local| local == address) {
             return Err(Attempt::Broken(Failure::Refused.into()));
         }

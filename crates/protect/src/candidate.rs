@@ -1,8 +1,8 @@
 //! Boot snapshots ("candidates"): each in a store of its own, from which a VM's next guest can resume.
 //!
-//! A candidate is a checkpoint whose disks have no epochs: [`rekindle_vm::phases`] checks whether the disks are still as the guest
-//! knows them. All of it is written while the guest is stopped, which is acceptable during boot: little memory is in use, and the
-//! guest has no clients yet.
+//! A candidate is a checkpoint whose disks have no epochs: [`rekindle_vm::phases`] checks whether the disks are still
+//! as the guest knows them. All of it is written while the guest is stopped, which is acceptable during boot: little
+//! memory is in use, and the guest has no clients yet.
 
 use crate::load_pages;
 use crate::pause::{Monitors, PauseError, Paused};
@@ -91,8 +91,8 @@ pub struct StoredCandidate {
     pub hardware: Hardware,
 }
 
-/// Takes a candidate of `target` into a new store. `about` is called while the guest is stopped; its result is stored as the
-/// candidate's description.
+/// Takes a candidate of `target` into a new store. `about` is called while the guest is stopped; its result is stored
+/// as the candidate's description.
 ///
 /// *Needs:* no other process works on the VM; all of its memory is loaded.
 /// *On success:* the candidate is durable; the guest continues to run.
@@ -164,8 +164,8 @@ pub struct PreparedCandidate<'a> {
     pub destination: Destination<Prepared<OnDemandRam>>,
 }
 
-/// Starts a destination QEMU with empty RAM for the candidate in `store`, and registers its memory. `started` is called in
-/// between.
+/// Starts a destination QEMU with empty RAM for the candidate in `store`, and registers its memory. `started` is
+/// called in between.
 ///
 /// *Needs:* an empty RAM file.
 /// *On failure:* a QEMU may remain, which has not run the guest.

@@ -13,8 +13,8 @@ pub enum ProtectEvent {
         ram_bytes: u64,
         /// The next checkpoint holds only changes: the tracking of an earlier protector is continued.
         incremental: bool,
-        /// A restore still fills the memory: the next checkpoint holds what the guest has written since, on top of the one
-        /// that is restored.
+        /// A restore still fills the memory: the next checkpoint holds what the guest has written since, on top of
+        /// the one that is restored.
         #[serde(default)]
         filling: bool,
     },
@@ -35,7 +35,8 @@ pub enum ProtectEvent {
     StoreAway { error: String },
     /// The store can be written again.
     StoreBack,
-    /// The guest was stopped by another process, or its memory is incomplete; no checkpoint is possible until that changes.
+    /// The guest was stopped by another process, or its memory is incomplete; no checkpoint is possible until that
+    /// changes.
     Waiting {
         /// The reason.
         state: String,
@@ -76,7 +77,8 @@ pub struct CheckpointReport {
     pub compressed_bytes: u64,
     /// All bytes written to the store.
     pub bytes: u64,
-    /// From the guest's resume to the release of the network output that it sent before its stop, in µs; none if output is not held.
+    /// From the guest's resume to the release of the network output that it sent before its stop, in µs; none if
+    /// output is not held.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub released_us: Option<u64>,
     /// Bytes of device state.

@@ -1,12 +1,13 @@
-//! A protector that runs while a restore still fills: which process may end the pager's write record, and what the record is
-//! worth.
+//! A protector that runs while a restore still fills: which process may end the pager's write record, and what the
+//! record is worth.
 //!
-//! The pager may release the memory, and the record with it, only while it holds `fill.lock`. A protector that relies on the
-//! record holds the lock all the time. If either is killed, the lock is free.
+//! The pager may release the memory, and the record with it, only while it holds `fill.lock`. A protector that relies
+//! on the record holds the lock all the time. If either is killed, the lock is free.
 //!
 //! ```text
-//!  pager       loads ... complete: fill.json has `filled`; continues to serve          lock free: closes, removes fill.json
-//!  protector   locks, checkpoints ...                     next pause: own descriptor, `handed-over`, unlocks
+//!  pager       loads ... complete: fill.json has `filled`; continues to serve          lock free: closes, removes
+//! fill.json  protector   locks, checkpoints ...                     next pause: own descriptor, `handed-over`,
+//! unlocks
 //! ```
 
 use crate::pager::{Fill, FillError, Stage};

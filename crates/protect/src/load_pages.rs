@@ -1,8 +1,8 @@
 //! The pages that QEMU itself reads while it loads a guest's devices: mostly the rings of its virtio devices.
 //!
 //! Each of them that is missing costs a fault and a read of the store, one after the other, while the guest waits. So a
-//! checkpoint lists them (`first` in its metadata), and a restore reads them together while QEMU starts. The list is a hint:
-//! an error in it costs time only.
+//! checkpoint lists them (`first` in its metadata), and a restore reads them together while QEMU starts. The list is
+//! a hint: an error in it costs time only.
 
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageId, PageNo, PageRun};
@@ -24,8 +24,8 @@ const READERS: usize = 4;
 /// Parts that the readers share.
 const PARTS: usize = 32;
 
-/// Pages that QEMU reads in the memory of any PC: the option ROM that gives old guests a local APIC (`kvmvapic`), and video
-/// memory where there is no video card.
+/// Pages that QEMU reads in the memory of any PC: the option ROM that gives old guests a local APIC (`kvmvapic`), and
+/// video memory where there is no video card.
 const PC_PAGES: [PageNo; 5] = [PageNo(0xb8), PageNo(0xc0), PageNo(0xc1), PageNo(0xc2), PageNo(0xc3)];
 
 /// Pages with their content: block, page, content.
@@ -49,8 +49,8 @@ pub(crate) fn locate(qmp: &mut Qmp, ram: &GuestRam) -> Vec<PageRun> {
     PageRun::merged(pages.into_iter().take(MAX_PAGES))
 }
 
-/// Reads the listed pages in the blocks `paged`, and those that the device state `devices` refers to. A page that cannot be read is
-/// loaded on demand.
+/// Reads the listed pages in the blocks `paged`, and those that the device state `devices` refers to. A page that
+/// cannot be read is loaded on demand.
 pub(crate) fn read(image: &Image, paged: &[String], devices: &[u8]) -> Pages {
     let named: Vec<PageRun> = match image.metadata() {
         Ok(metadata) => metadata.get(KEY).cloned().map(serde_json::from_value).and_then(Result::ok).unwrap_or_default(),

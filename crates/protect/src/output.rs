@@ -29,7 +29,8 @@ pub enum ReleaseError {
 /// Releases the held network output of VM `name` and stops holding it. Returns whether any was held.
 ///
 /// *Needs:* the VM runs, and no protector takes checkpoints of it.
-/// *On success:* its network is as it was before. A fail-over to its last checkpoint may now revert what its clients have seen.
+/// *On success:* its network is as it was before. A fail-over to its last checkpoint may now revert what its clients
+/// have seen.
 /// *On failure:* the output is still held.
 ///
 /// # Errors

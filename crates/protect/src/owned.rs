@@ -1,8 +1,10 @@
-//! `owner.json` in the run directory of a guest that is protected or was restored: the owner epoch in which it started to run here.
+//! `owner.json` in the run directory of a guest that is protected or was restored: the owner epoch in which it
+//! started to run here.
 //!
-//! A host that starts the guest elsewhere becomes the store's owner in a later such epoch (`docs/store-format.md`). From then on the
-//! guest here cannot commit. The process that detects this ends the guest: two running guests of one VM are worse than none. The redo logs of
-//! its disks stay as they are, since writes after its last checkpoint are not part of the guest any more.
+//! A host that starts the guest elsewhere becomes the store's owner in a later such epoch (`docs/store-format.md`).
+//! From then on the guest here cannot commit. The process that detects this ends the guest: two running guests of one
+//! VM are worse than none. The redo logs of its disks stay as they are, since writes after its last checkpoint are
+//! not part of the guest any more.
 
 use crate::progress::Progress;
 use crate::target::TargetError;
@@ -208,7 +210,8 @@ impl OwnerRecord {
     /// Returns the newer owner of the guest `uuid` if the store has one.
     ///
     /// # Errors
-    /// Errors of the store: then nothing is known. [`StoreError::OtherVm`] if another store is at its place, which has other epochs.
+    /// Errors of the store: then nothing is known. [`StoreError::OtherVm`] if another store is at its place, which
+    /// has other epochs.
     pub fn ask(&self, uuid: Uuid) -> Result<Option<Owner>, StoreError> {
         let found = admin::listing(&self.store, self.identity().as_ref())?;
         if found.vm.uuid != uuid {
@@ -218,8 +221,8 @@ impl OwnerRecord {
         Ok(found.owner.filter(|owner| owner.run > self.run))
     }
 
-    /// Records in the store that the guest has shut down cleanly and no checkpoint is needed any more, unless another host has
-    /// the guest.
+    /// Records in the store that the guest has shut down cleanly and no checkpoint is needed any more, unless another
+    /// host has the guest.
     ///
     /// # Errors
     /// [`StoreError::Superseded`] if another host has it; for other errors of the store it is not known.
@@ -233,8 +236,8 @@ impl OwnerRecord {
         }
     }
 
-    /// As [`OwnerRecord::ended`], for the VM of a run directory. Must be called before its redo logs are merged: another host may have
-    /// the guest.
+    /// As [`OwnerRecord::ended`], for the VM of a run directory. Must be called before its redo logs are merged:
+    /// another host may have the guest.
     ///
     /// # Errors
     /// As [`OwnerRecord::ended`]; [`OwnedElsewhere`].

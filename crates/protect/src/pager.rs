@@ -1,7 +1,9 @@
-//! Loads the pages of a restored guest: first those that the guest waits for, then those that were written last, then the rest.
+//! Loads the pages of a restored guest: first those that the guest waits for, then those that were written last, then
+//! the rest.
 //!
-//! It is a process of its own, `rekindle pager NAME`, which can be killed and restarted at any time: QEMU holds the userfaultfd,
-//! so access to a missing page blocks. `fill.json` in the run directory has its parameters; it is removed when the fill is complete.
+//! It is a process of its own, `rekindle pager NAME`, which can be killed and restarted at any time: QEMU holds the
+//! userfaultfd, so access to a missing page blocks. `fill.json` in the run directory has its parameters; it is
+//! removed when the fill is complete.
 
 use crate::filling;
 use rekindle_kernel::inject::{InjectError, Injector};
@@ -248,8 +250,8 @@ pub fn serve(rundir: &RunDir, end: &AtomicBool, on_event: &mut dyn FnMut(&PagerE
     run(rundir, &fill, &image, end, on_event)
 }
 
-/// As [`serve`], but replaces a process that supplies pages now: it does what takes time first, calls `ready`, and then waits
-/// until the other process has released the lock.
+/// As [`serve`], but replaces a process that supplies pages now: it does what takes time first, calls `ready`, and
+/// then waits until the other process has released the lock.
 ///
 /// # Errors
 /// [`FillError`].

@@ -73,7 +73,8 @@ pub(crate) struct Monitors {
     devices: DeviceState,
     /// Set while network output is held.
     hold: Option<Hold>,
-    /// A file that exists while we keep the guest stopped. If we are killed, the next process that finds it resumes the guest.
+    /// A file that exists while we keep the guest stopped. If we are killed, the next process that finds it resumes
+    /// the guest.
     mark: PathBuf,
 }
 
@@ -124,8 +125,8 @@ impl Monitors {
         &mut self.control
     }
 
-    /// Holds the guest's output on `nets` until [`Monitors::release`]; without `nets`, only where an earlier protector has started to.
-    /// Returns whether output is held.
+    /// Holds the guest's output on `nets` until [`Monitors::release`]; without `nets`, only where an earlier
+    /// protector has started to. Returns whether output is held.
     ///
     /// Needs the second connection: a command may be staged on the first one.
     pub(crate) fn hold(&mut self, nets: Option<&[&str]>) -> Result<bool, QmpError> {
@@ -264,7 +265,8 @@ fn remove(mark: &Path) -> Result<(), PauseError> {
     }
 }
 
-/// Raises the priority of the threads that the stopped guest waits for, as a warm replacement does: `docs/vmm-restart.md`.
+/// Raises the priority of the threads that the stopped guest waits for, as a warm replacement does:
+/// `docs/vmm-restart.md`.
 fn raise_priority(process: Process) -> PriorityBoost {
     let mut boost = PriorityBoost::default();
     if let Err(e) = boost.this_thread().and_then(|()| boost_monitor_and_processors(&mut boost, process)) {

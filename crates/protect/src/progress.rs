@@ -23,8 +23,8 @@ pub fn committed(rundir: &RunDir) -> u64 {
     Progress::read(rundir).map_or(0, |progress| progress.committed)
 }
 
-/// Age of the newest checkpoint of the guest in `vmm`, as its protector has recorded it; without a checkpoint, the age of its QEMU. Only
-/// checkpoints in `store` count.
+/// Age of the newest checkpoint of the guest in `vmm`, as its protector has recorded it; without a checkpoint, the
+/// age of its QEMU. Only checkpoints in `store` count.
 #[must_use]
 pub fn age(rundir: &RunDir, store: &StoreUrl, vmm: &Vmm) -> Option<Duration> {
     let of_it = Progress::read(rundir).filter(|progress| progress.is_of(vmm) && progress.store == *store);

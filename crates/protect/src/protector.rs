@@ -112,7 +112,8 @@ pub enum StopReason {
 ///
 /// *Needs:* the VM runs; root, or the same user with `kernel.yama.ptrace_scope=0`.
 /// *On success:* the store holds its newest checkpoint.
-/// *On failure:* the guest continues to run, unless another host has it now ([`ProtectError::OwnedElsewhere`]); the store holds what was committed before.
+/// *On failure:* the guest continues to run, unless another host has it now ([`ProtectError::OwnedElsewhere`]); the
+/// store holds what was committed before.
 ///
 /// # Errors
 /// [`ProtectError`].
@@ -147,7 +148,8 @@ pub(crate) fn reject_dax(target: &Target) -> Result<(), ProtectError> {
     Ok(())
 }
 
-/// Becomes the owner of the store. If the store knows that the guest runs here, it must still be allowed to; else it counts as booted here.
+/// Becomes the owner of the store. If the store knows that the guest runs here, it must still be allowed to; else it
+/// counts as booted here.
 fn become_owner(
     target: &Target,
     settings: &ProtectSettings,
@@ -179,7 +181,8 @@ fn become_owner(
     }
 }
 
-/// Whether the store that this host has written is missing, so that a new one can be started. Another VM's store counts as neither.
+/// Whether the store that this host has written is missing, so that a new one can be started. Another VM's store
+/// counts as neither.
 fn store_is_missing(target: &Target, owned: &OwnerRecord, settings: &ProtectSettings) -> Result<bool, ProtectError> {
     match admin::listing(&settings.store, settings.identity.as_ref()) {
         Ok(found) if found.vm.uuid == target.identity().uuid => {
@@ -210,7 +213,8 @@ pub(crate) struct ProtectLoop<'a> {
     taken: u64,
     newest: Option<u64>,
     newest_at: Instant,
-    /// When a checkpoint of this guest was committed last, by this protector or an earlier one, in ms since this host was booted.
+    /// When a checkpoint of this guest was committed last, by this protector or an earlier one, in ms since this host
+    /// was booted.
     committed_at_ms: Option<u64>,
     store_failed: bool,
     output_held: bool,
@@ -426,7 +430,8 @@ impl<'a> ProtectLoop<'a> {
         Some(self.owned.end_guest(rundir, owner).map_or_else(ProtectError::from, ProtectError::from))
     }
 
-    /// Takes the last checkpoint of a guest that stays stopped: see [`TrackingSession::last`]. Also returns the owner epoch that has committed it.
+    /// Takes the last checkpoint of a guest that stays stopped: see [`TrackingSession::last`]. Also returns the owner
+    /// epoch that has committed it.
     pub(crate) fn last(
         &mut self,
         session: &mut TrackingSession,

@@ -1,9 +1,10 @@
 //! How to rebuild the VM of a checkpoint.
 //!
 //! There are two kinds: for a VM that Rekindle started, its definition and its hardware (format 1); for an attached VM,
-//! the command line of its QEMU, rewritten on attach (format 2, [`rekindle_qemu::foreign`]). Format 3 is 1 with the number of
-//! ports of the agent's bus; format 4 is 3 with disks on Rekindle's disk servers, whose epochs the checkpoint's metadata names.
-//! Format 5 is 4 with redo logs outside the images' directories; format 6 is 5 with the port through which a guest announces phases.
+//! the command line of its QEMU, rewritten on attach (format 2, [`rekindle_qemu::foreign`]). Format 3 is 1 with the
+//! number of ports of the agent's bus; format 4 is 3 with disks on Rekindle's disk servers, whose epochs the
+//! checkpoint's metadata names. Format 5 is 4 with redo logs outside the images' directories; format 6 is 5 with the
+//! port through which a guest announces phases.
 
 use rekindle_qemu::command::{Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
@@ -11,7 +12,8 @@ use rekindle_vm::hardware::new_generation;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The newest format that this Rekindle reads. It writes the oldest format that suffices, so that an older Rekindle can read it.
+/// The newest format that this Rekindle reads. It writes the oldest format that suffices, so that an older Rekindle
+/// can read it.
 pub const FORMAT: u32 = 6;
 
 /// Why a recipe cannot be used.
@@ -47,8 +49,8 @@ impl Recipe {
         }
     }
 
-    /// Changes `hardware`, as this host would build the VM, to what the guest of the checkpoint already knows: machine type, CPU
-    /// model, UUID. The locations of files stay those of this host.
+    /// Changes `hardware`, as this host would build the VM, to what the guest of the checkpoint already knows:
+    /// machine type, CPU model, UUID. The locations of files stay those of this host.
     ///
     /// # Errors
     /// One text for each property that the guest knows and `hardware` cannot have.
@@ -76,7 +78,8 @@ impl Recipe {
         same("devices.agent", &hardware.agent, &theirs.agent);
         same("[phase]", &hardware.phase, &theirs.phase);
         same("devices.rng", &hardware.rng, &theirs.rng);
-        // The ID itself must differ, so that the guest detects that it was restored; the device must exist or not, as before.
+        // The ID itself must differ, so that the guest detects that it was restored; the device must exist or not, as
+        // before.
         same("devices.vmgenid", &hardware.vm_generation.is_some(), &theirs.vm_generation.is_some());
         same("qemu_args", &hardware.extra, &theirs.extra);
         let disks = |hardware: &Hardware| {

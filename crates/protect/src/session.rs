@@ -105,8 +105,8 @@ pub(crate) enum InitialTracking {
     Fresh,
     /// Everything that an earlier protector collected was committed, so its tracking can continue.
     Continue,
-    /// A restore still fills it, and the pager records writes. `whole`: everything that was collected from that record was
-    /// committed.
+    /// A restore still fills it, and the pager records writes. `whole`: everything that was collected from that
+    /// record was committed.
     Filling { held: Box<FillRecord>, whole: bool },
 }
 
@@ -242,8 +242,8 @@ impl TrackingSession {
         self.held.as_ref().is_some_and(|held| held.is_filled())
     }
 
-    /// Holds the guest's network output until the checkpoint that covers it is committed; if not `wanted`, only where an earlier
-    /// protector has started to. Returns whether output is held.
+    /// Holds the guest's network output until the checkpoint that covers it is committed; if not `wanted`, only where
+    /// an earlier protector has started to. Returns whether output is held.
     pub(crate) fn hold_output(&mut self, wanted: bool) -> Result<bool, CheckpointError> {
         let nets: Vec<_> = self.target.state().hardware.nets.iter().map(|net| net.id.as_str()).collect();
         self.monitors.hold(wanted.then_some(nets.as_slice())).map_err(CheckpointError::Hold)
@@ -285,8 +285,9 @@ impl TrackingSession {
         self.take_one(writer, every, AfterPause::Resume, &mut |_| {})
     }
 
-    /// Stops the guest, takes its last checkpoint here and commits it. Once it is stopped it stays so, even on failure: only the holder of
-    /// the run state may resume it. `on_stopped` gets the state before it is committed, which may never happen.
+    /// Stops the guest, takes its last checkpoint here and commits it. Once it is stopped it stays so, even on
+    /// failure: only the holder of the run state may resume it. `on_stopped` gets the state before it is committed,
+    /// which may never happen.
     pub(crate) fn last(
         &mut self,
         writer: &mut Writer,

@@ -105,7 +105,8 @@ impl Target {
         Recipe { format: format_of(&hardware), definition, hardware }
     }
 
-    /// Locks the guest's run state, so that no other process stops or resumes it, and checks that this QEMU still runs it.
+    /// Locks the guest's run state, so that no other process stops or resumes it, and checks that this QEMU still
+    /// runs it.
     ///
     /// # Errors
     /// [`TargetError::Moved`] if another QEMU does; [`TargetError::Life`] if an operation was interrupted.

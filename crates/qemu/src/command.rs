@@ -14,8 +14,8 @@ use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
-/// Ports of a new VM's agent bus: the first one is for a console, the second the agent's, and two are left, since a guest must never
-/// find another number.
+/// Ports of a new VM's agent bus: the first one is for a console, the second the agent's, and two are left, since a
+/// guest must never find another number.
 pub const AGENT_PORTS: u32 = 4;
 
 /// What the guest finds the port as by which it announces phases of its boot.
@@ -42,7 +42,8 @@ const FIRST_WAITING_FD: RawFd = 60;
 pub struct Hardware {
     /// Name, also in the process list.
     pub name: String,
-    /// The identity of this VM, which its guest sees too (SMBIOS). None for one that was started by a version without it.
+    /// The identity of this VM, which its guest sees too (SMBIOS). None for one that was started by a version without
+    /// it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<Uuid>,
     /// Versioned machine type.
@@ -67,12 +68,13 @@ pub struct Hardware {
     pub agent: bool,
     /// A source of randomness.
     pub rng: bool,
-    /// The VM generation ID (UAPI.14) that a device shows the guest. A changed one means that the guest was set back to an
-    /// earlier moment or was cloned: so it stays the same over every reboot. None: there is no such device.
+    /// The VM generation ID (UAPI.14) that a device shows the guest. A changed one means that the guest was set back
+    /// to an earlier moment or was cloned: so it stays the same over every reboot. None: there is no such device.
     #[serde(default)]
     pub vm_generation: Option<Uuid>,
-    /// Ports that the agent's bus has room for. Each is two queues, which cost time with each save and load: [`AGENT_PORTS`] are
-    /// enough. None: QEMU's 31, as a VM of an older Rekindle has them; a guest must never find another number.
+    /// Ports that the agent's bus has room for. Each is two queues, which cost time with each save and load:
+    /// [`AGENT_PORTS`] are enough. None: QEMU's 31, as a VM of an older Rekindle has them; a guest must never find
+    /// another number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent_ports: Option<u32>,
     /// A port by which the guest announces phases of its boot, on the agent's bus.
@@ -83,8 +85,8 @@ pub struct Hardware {
     pub panic: bool,
     /// Whatever else the owner gives to QEMU.
     pub extra: Vec<String>,
-    /// The command line of a QEMU that Rekindle did not start: the machine is built from it instead of all this. Here are then its memory, networks,
-    /// accelerator, name and identity only.
+    /// The command line of a QEMU that Rekindle did not start: the machine is built from it instead of all this. Here
+    /// are then its memory, networks, accelerator, name and identity only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub foreign: Option<Foreign>,
 }
@@ -143,7 +145,8 @@ pub struct Disk {
     pub iops: Option<u32>,
 }
 
-/// Queues of a disk that a server has, for a guest with as many processors: one for each, up to what is worth its memory.
+/// Queues of a disk that a server has, for a guest with as many processors: one for each, up to what is worth its
+/// memory.
 #[must_use]
 pub fn disk_queues(vcpus: u32) -> u16 {
     vcpus.clamp(1, 8) as u16
@@ -218,7 +221,8 @@ impl Directory {
     pub fn save(&self) -> PathBuf {
         self.0.join("save.sock")
     }
-    /// QMP, for the process that waits for the guest's reboot or panic. Only where a disk has a server: without, nothing is done about it.
+    /// QMP, for the process that waits for the guest's reboot or panic. Only where a disk has a server: without,
+    /// nothing is done about it.
     #[must_use]
     pub fn events(&self) -> PathBuf {
         self.0.join("events.sock")
@@ -294,8 +298,8 @@ impl Hardware {
         fits("network cards", self.nets.len(), SLOTS_NET)
     }
 
-    /// The arguments for a QEMU of this `syntax` with this hardware, with its sockets in `directory` and the guest's console
-    /// logged to `console_log`.
+    /// The arguments for a QEMU of this `syntax` with this hardware, with its sockets in `directory` and the guest's
+    /// console logged to `console_log`.
     #[must_use]
     pub fn arguments(&self, directory: &Directory, console_log: &Path, start: Start, syntax: Syntax) -> Vec<String> {
         if let Some(foreign) = &self.foreign {

@@ -1,7 +1,7 @@
 //! What a guest sees of its processors.
 //!
-//! The device state does not hold it: a guest that continues in another QEMU would have features that it has never seen or,
-//! worse, be without some that it uses.
+//! The device state does not hold it: a guest that continues in another QEMU would have features that it has never
+//! seen or, worse, be without some that it uses.
 
 use crate::qmp::{Qmp, QmpError};
 use serde_json::{Value, json};
@@ -35,8 +35,8 @@ pub fn features(qmp: &mut Qmp) -> Result<Features, QmpError> {
     Ok(named.collect())
 }
 
-/// The words of `before` that are not the same: name, before, now. One that is missing counts as zero. What only a newer
-/// QEMU knows of is ignored: an older one never showed it to the guest.
+/// The words of `before` that are not the same: name, before, now. One that is missing counts as zero. What only a
+/// newer QEMU knows of is ignored: an older one never showed it to the guest.
 #[must_use]
 pub fn differences(before: &Features, now: &Features) -> Vec<(String, u64, u64)> {
     let value = |words: &Features, name: &str| words.get(name).copied().unwrap_or(0);

@@ -1,8 +1,8 @@
 //! The device state of a stopped guest, without its RAM, into memory of ours.
 //!
-//! `xen-save-devices-state` takes a file name. `/dev/fdset/N` is one: a descriptor that QEMU was handed over its monitor. So
-//! nothing has to be at a path that QEMU may open (another user, a chroot, a mount namespace), and nothing of the guest is on
-//! a disk.
+//! `xen-save-devices-state` takes a file name. `/dev/fdset/N` is one: a descriptor that QEMU was handed over its
+//! monitor. So nothing has to be at a path that QEMU may open (another user, a chroot, a mount namespace), and
+//! nothing of the guest is on a disk.
 
 use crate::incoming::MOST_DEVICES;
 use crate::qmp::{Qmp, QmpError};
@@ -117,7 +117,8 @@ impl DeviceState {
         Ok(Self { writer, memory: memory.into(), set: fdset_id })
     }
 
-    /// Sends ahead what can be sent of the command, on a connection that has nothing else to do until [`DeviceState::begin`].
+    /// Sends ahead what can be sent of the command, on a connection that has nothing else to do until
+    /// [`DeviceState::begin`].
     ///
     /// # Errors
     /// When QEMU has gone.

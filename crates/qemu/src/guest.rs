@@ -84,8 +84,8 @@ pub fn stage_resume(qmp: &mut Qmp) -> Result<(), QmpError> {
     qmp.stage(RESUME, ())
 }
 
-/// Resumes the guest by the staged command, at the end of a load if one is in progress. Returns the time of its `RESUME`
-/// in µs since 1970.
+/// Resumes the guest by the staged command, at the end of a load if one is in progress. Returns the time of its
+/// `RESUME` in µs since 1970.
 ///
 /// # Errors
 /// If QEMU rejects it, or does not resume the guest within `timeout`.

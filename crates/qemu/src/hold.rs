@@ -9,13 +9,14 @@
 //!           stop
 //! ```
 //!
-//! *cut*, with the guest stopped: `now` is emptied into `held`. *release*, once what the guest was then is safe: the gate opens, `held` is
-//! emptied, the gate closes. What the guest sends meanwhile is in `now`, and stays.
+//! *cut*, with the guest stopped: `now` is emptied into `held`. *release*, once what the guest was then is safe: the
+//! gate opens, `held` is emptied, the gate closes. What the guest sends meanwhile is in `now`, and stays.
 //!
-//! `now` and `held` are `filter-buffer`s, which QEMU made for checkpoints, and which cannot wait for ever: 71 minutes of the
-//! guest's time after they were last emptied they release all frames by themselves. Therefore the gate: a `filter-redirector` to nowhere. If no
-//! process opens it, frames are lost then, as a network loses them, and not sent. Each holds 10000 frames at most, and drops what comes after.
-//! They belong to QEMU: they survive the process that created them, and end with QEMU.
+//! `now` and `held` are `filter-buffer`s, which QEMU made for checkpoints, and which cannot wait for ever: 71 minutes
+//! of the guest's time after they were last emptied they release all frames by themselves. Therefore the gate: a
+//! `filter-redirector` to nowhere. If no process opens it, frames are lost then, as a network loses them, and not
+//! sent. Each holds 10000 frames at most, and drops what comes after. They belong to QEMU: they survive the process
+//! that created them, and end with QEMU.
 
 use crate::qmp::{Qmp, QmpError};
 use serde::Deserialize;
@@ -45,7 +46,8 @@ impl Hold {
     /// Holds what the guest sends on `nets` from here on. Frames that are held already stay held.
     ///
     /// # Errors
-    /// When QEMU refuses: a card is served by the kernel (vhost), or has several queues. Then it holds nothing more than before.
+    /// When QEMU refuses: a card is served by the kernel (vhost), or has several queues. Then it holds nothing more
+    /// than before.
     pub fn begin<'n>(qmp: &mut Qmp, nets: impl IntoIterator<Item = &'n str>) -> Result<Self, QmpError> {
         let there = objects(qmp)?;
         let mut hold = Self { nets: Vec::new() };

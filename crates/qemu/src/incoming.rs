@@ -5,7 +5,8 @@
 //! ```
 //!
 //! That is what QEMU writes to a file with nothing but its usual capabilities (and `suppress-vmdesc`), and what
-//! [`crate::stream`] writes. Anything else is an error that names it. Nothing is kept in memory but one page and, at the end, the devices.
+//! [`crate::stream`] writes. Anything else is an error that names it. Nothing is kept in memory but one page and, at
+//! the end, the devices.
 
 use crate::stream::{END_OF_STREAM, HEADER, RAM_VERSION, StreamError};
 use crate::stream::{FLAG_CONTINUE, FLAG_EOS, FLAG_MEM_SIZE, FLAG_PAGE, FLAG_ZERO, FLAGS};

@@ -1,12 +1,13 @@
 //! QMP through libvirt.
 //!
-//! libvirt holds the monitor of its QEMUs, which serves one client. `virsh qemu-monitor-command` passes commands on. One
-//! `virsh` is kept open and fed through its standard input, since starting one takes tens of milliseconds; behind a pair of
-//! sockets a thread makes a monitor of it that [`Qmp`] can speak to. A command that hands a descriptor over needs a `virsh`
-//! of its own, which inherits it (`--pass-fds`, libvirt 8.2).
+//! libvirt holds the monitor of its QEMUs, which serves one client. `virsh qemu-monitor-command` passes commands on.
+//! One `virsh` is kept open and fed through its standard input, since starting one takes tens of milliseconds; behind
+//! a pair of sockets a thread makes a monitor of it that [`Qmp`] can speak to. A command that hands a descriptor over
+//! needs a `virsh` of its own, which inherits it (`--pass-fds`, libvirt 8.2).
 //!
-//! Events do not come this way. Only two are needed, and the thread creates them: `STOP` with the time at which `stop` was sent,
-//! `RESUME` with that at which `cont` was answered. So a pause that is measured here is never too short.
+//! Events do not come this way. Only two are needed, and the thread creates them: `STOP` with the time at which
+//! `stop` was sent, `RESUME` with that at which `cont` was answered. So a pause that is measured here is never too
+//! short.
 
 use crate::qmp::{Qmp, QmpError};
 use command_fds::{CommandFdExt, FdMapping};
@@ -210,7 +211,8 @@ impl Virsh {
         if name == "qmp_capabilities" {
             return vec![json!({"return": {}}).to_string()];
         }
-        // Without this check we would not notice that another client of libvirt has resumed the guest while we kept it stopped.
+        // Without this check we would not notice that another client of libvirt has resumed the guest while we kept
+        // it stopped.
         if name == "cont" && self.execute(r#"{"execute":"query-status"}"#).is_ok_and(|status| runs(&status)) {
             let why = "the guest runs already: another client of libvirt has resumed it while it was kept stopped";
             return vec![json!({"error": {"class": "libvirt", "desc": why}}).to_string()];

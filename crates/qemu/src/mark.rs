@@ -49,8 +49,8 @@ impl Mark {
         (self.device, self.inode) == (other.device, other.inode)
     }
 
-    /// When it was changed last, in nanoseconds since 1970. A second change within the clock tick of the file system leaves
-    /// the mark as it is: so what is younger than that is not to be relied on.
+    /// When it was changed last, in nanoseconds since 1970. A second change within the clock tick of the file system
+    /// leaves the mark as it is: so what is younger than that is not to be relied on.
     #[must_use]
     pub fn changed_ns(&self) -> i128 {
         self.changed_ns

@@ -62,8 +62,8 @@ impl Options {
         Ok(Self::Pairs(pairs))
     }
 
-    /// The text of a key; of several with one name, the last, as in QEMU. A switch is `on`. Of JSON, what is no list and no
-    /// object.
+    /// The text of a key; of several with one name, the last, as in QEMU. A switch is `on`. Of JSON, what is no list
+    /// and no object.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<String> {
         match self {
@@ -151,7 +151,8 @@ impl fmt::Display for Options {
     }
 }
 
-/// Bytes of a size as QEMU writes it: a number and one of `b`, `k`, `m`, `g`, `t`; without a letter in units of `default`.
+/// Bytes of a size as QEMU writes it: a number and one of `b`, `k`, `m`, `g`, `t`; without a letter in units of
+/// `default`.
 #[must_use]
 pub fn size(text: &str, default: u64) -> Option<u64> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());

@@ -1,7 +1,7 @@
 //! Which program a process runs, whether that is a QEMU, and how to start another one like it.
 //!
-//! `/proc/PID/exe` alone does not show it: a QEMU with its own C library is often started by that library's dynamic loader
-//! (`ld.so --library-path DIR QEMU ARGUMENTS`), and the loader is then what the kernel calls the program.
+//! `/proc/PID/exe` alone does not show it: a QEMU with its own C library is often started by that library's dynamic
+//! loader (`ld.so --library-path DIR QEMU ARGUMENTS`), and the loader is then what the kernel calls the program.
 
 use crate::qmp::Version;
 use memchr::memmem;
@@ -32,8 +32,8 @@ const CHUNK: usize = 1 << 20;
 pub struct Program {
     /// Its file, and the loader's if that was started with it. Either may have been removed or replaced since.
     pub files: Vec<PathBuf>,
-    /// What to execute to start it once more: the script that started the loader, as far as the loader was given its name
-    /// (`--argv0`), else the program's file.
+    /// What to execute to start it once more: the script that started the loader, as far as the loader was given its
+    /// name (`--argv0`), else the program's file.
     pub start: PathBuf,
     /// Its arguments, without those of a loader.
     pub arguments: Vec<String>,
@@ -67,8 +67,8 @@ impl Program {
         Ok(Self { start: executed.clone(), files: vec![executed], arguments, process })
     }
 
-    /// Whether it is a QEMU of `version`, which the process has given for its own: the program contains the text that it prints
-    /// for `-version`. Its name proves nothing.
+    /// Whether it is a QEMU of `version`, which the process has given for its own: the program contains the text that
+    /// it prints for `-version`. Its name proves nothing.
     ///
     /// # Errors
     /// When the program cannot be read.
@@ -130,7 +130,8 @@ impl Loaded {
     /// Its program, if that is one of the files that are mapped as code.
     fn among(&self, names: &[PathBuf], process: Process) -> Option<PathBuf> {
         let link = |name: &str| fs::read_link(format!("/proc/{}/{name}", process.pid)).ok();
-        // As the process names files: it may have another root. A file that was removed since has only the name it was given.
+        // As the process names files: it may have another root. A file that was removed since has only the name it
+        // was given.
         let named: PathBuf = link("cwd").unwrap_or_default().join(&self.program).components().collect();
         let inside = named.strip_prefix("/").unwrap_or(&named);
         let found = fs::canonicalize(Path::new(&format!("/proc/{}/root", process.pid)).join(inside));

@@ -40,7 +40,8 @@ pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
     Ok(found)
 }
 
-/// Descriptors, available and used ring of a split queue in guest memory (virtio 1.2, 2.7). What a packed one has is not more.
+/// Descriptors, available and used ring of a split queue in guest memory (virtio 1.2, 2.7). What a packed one has is
+/// not more.
 fn parts(queue: &Value) -> Vec<Range<u64>> {
     let number = |key: &str| queue.get(key).and_then(Value::as_u64).unwrap_or(0);
     let entries = number("vring-num").min(1 << 15);
@@ -49,8 +50,8 @@ fn parts(queue: &Value) -> Vec<Range<u64>> {
     parts.into_iter().filter(|part| part.start != 0).collect()
 }
 
-/// Where some pages of the guest, in order, are in QEMU. Those between two that lie as far from one another in QEMU as in
-/// the guest are taken to lie between them.
+/// Where some pages of the guest, in order, are in QEMU. Those between two that lie as far from one another in QEMU
+/// as in the guest are taken to lie between them.
 fn addresses(qmp: &mut Qmp, pages: &[u64], found: &mut Vec<Range<u64>>) -> Result<(), QmpError> {
     let (Some(first), Some(last)) = (pages.first(), pages.last()) else { return Ok(()) };
     let (Some(from), Some(to)) = (host_address(qmp, *first)?, host_address(qmp, *last)?) else {

@@ -1,8 +1,8 @@
 //! Proof that a guest is stopped.
 //!
-//! QEMU writes guest RAM not only when the guest runs: a disk request that was started earlier completes whenever the disk is
-//! ready, and a page that was pinned for it (`O_DIRECT`) is written past every protection that came later. When QEMU
-//! stops a guest it first waits for all of them. So what must see every write asks for a [`Stopped`].
+//! QEMU writes guest RAM not only when the guest runs: a disk request that was started earlier completes whenever the
+//! disk is ready, and a page that was pinned for it (`O_DIRECT`) is written past every protection that came later.
+//! When QEMU stops a guest it first waits for all of them. So what must see every write asks for a [`Stopped`].
 
 use crate::guest;
 use crate::qmp::{Qmp, QmpError};
@@ -63,7 +63,8 @@ impl<'q> Stopped<'q> {
         Ok(Self { qmp: Some(qmp) })
     }
 
-    /// Stops a guest that runs, by the command that [`guest::stage_stop`] has staged on `qmp`. QEMU answers when its I/O has ended.
+    /// Stops a guest that runs, by the command that [`guest::stage_stop`] has staged on `qmp`. QEMU answers when its
+    /// I/O has ended.
     ///
     /// Also gives when it was stopped: microseconds of the host's clock since 1970.
     ///

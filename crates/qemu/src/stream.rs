@@ -79,8 +79,8 @@ pub fn check(stream: &[u8]) -> Result<&[u8], StreamError> {
     }
 }
 
-/// The guest's address of its VM generation ID, as the section of the device `vmgenid` has it; `None` if there is no such
-/// device, or the firmware has not given it a place yet.
+/// The guest's address of its VM generation ID, as the section of the device `vmgenid` has it; `None` if there is no
+/// such device, or the firmware has not given it a place yet.
 #[must_use]
 pub fn generation_address(devices: &[u8]) -> Option<u64> {
     // Name with its length, instance and version; then the address, and the section's end.

@@ -10,7 +10,8 @@ const RECONNECT_MS: u32 = 100;
 /// Which ways of writing an option a QEMU knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Syntax {
-    /// `-chardev socket` takes `reconnect-ms`. Others take `reconnect`, in seconds, which QEMU 11 does not know any more.
+    /// `-chardev socket` takes `reconnect-ms`. Others take `reconnect`, in seconds, which QEMU 11 does not know any
+    /// more.
     pub reconnect_ms: bool,
     /// Monitors are objects of the type `monitor-qmp`. Others take `-mon`, which is deprecated since QEMU 11.
     pub monitor_objects: bool,
@@ -64,7 +65,8 @@ impl Syntax {
     /// When it does not answer.
     pub fn ask(qmp: &mut Qmp) -> Result<Self, QmpError> {
         let schema: Vec<Entity> = qmp.execute("query-qmp-schema", ())?;
-        // Names of types are not part of the description: the options of a socket are known by a member that only they have.
+        // Names of types are not part of the description: the options of a socket are known by a member that only
+        // they have.
         let is_socket = |entity: &&Entity| entity.kind == "object" && entity.has("telnet");
         let reconnect_ms = schema.iter().filter(is_socket).any(|socket| socket.has("reconnect-ms"));
         let monitors: Vec<Named> = qmp.execute("qom-list-types", json!({"implements": "monitor-qmp"}))?;

@@ -66,8 +66,8 @@ pub fn set_capabilities(qmp: &mut Qmp, capabilities: Capabilities<'_>) -> Result
     qmp.execute::<Value>("migrate-set-capabilities", json!({"capabilities": list})).map(drop)
 }
 
-/// Has QEMU write all of its state to `file`, which must be open for writing only, or read it from one that is open for reading only.
-/// QEMU since 9.0 has a transport for files, and since 11.0 the one for descriptors rejects files.
+/// Has QEMU write all of its state to `file`, which must be open for writing only, or read it from one that is open
+/// for reading only. QEMU since 9.0 has a transport for files, and since 11.0 the one for descriptors rejects files.
 fn through_file(qmp: &mut Qmp, command: &str, file: &File) -> Result<(), QmpError> {
     #[derive(Deserialize)]
     struct Added {
@@ -87,7 +87,8 @@ fn through_file(qmp: &mut Qmp, command: &str, file: &File) -> Result<(), QmpErro
     started.map(drop)
 }
 
-/// Saves all of a stopped guest, RAM and devices, to `file`, which must be open for writing only, and waits until that is done.
+/// Saves all of a stopped guest, RAM and devices, to `file`, which must be open for writing only, and waits until
+/// that is done.
 ///
 /// # Errors
 /// [`TransferError`].
@@ -100,7 +101,8 @@ pub fn save_to_file(qmp: &mut Qmp, file: &File, timeout: Duration) -> Result<(),
     wait_saved(qmp, timeout)
 }
 
-/// Begins to load what [`save_to_file`] has saved into a QEMU that was started with `-incoming defer`; [`wait_loaded`] waits for the end.
+/// Begins to load what [`save_to_file`] has saved into a QEMU that was started with `-incoming defer`;
+/// [`wait_loaded`] waits for the end.
 ///
 /// # Errors
 /// [`TransferError`].
@@ -265,7 +267,8 @@ impl Tap {
         Ok(())
     }
 
-    /// Begins to save; the command was staged if `staged`. Between this and [`Tap::drain`] QEMU computes; other work can be done.
+    /// Begins to save; the command was staged if `staged`. Between this and [`Tap::drain`] QEMU computes; other work
+    /// can be done.
     ///
     /// # Errors
     /// When QEMU has gone, or refuses.

@@ -1,7 +1,7 @@
 //! `/dev/userfaultfd` for a QEMU of another user.
 //!
-//! Only root may make a userfaultfd, unless `vm.unprivileged_userfaultfd` is set; but a process that has the device open may make one
-//! with it. So a QEMU that is not root's is handed a descriptor, for as long as it takes.
+//! Only root may make a userfaultfd, unless `vm.unprivileged_userfaultfd` is set; but a process that has the device
+//! open may make one with it. So a QEMU that is not root's is handed a descriptor, for as long as it takes.
 
 use crate::qmp::{Qmp, QmpError};
 use rekindle_kernel::process::Process;
@@ -13,8 +13,8 @@ use std::fs::{self, OpenOptions};
 /// Name by which QEMU knows the descriptor.
 const FD_NAME: &str = "rekindle-userfaultfd";
 
-/// Hands QEMU the device if it needs it, and we have it: its number there. None: it makes one by itself, or fails with an
-/// error.
+/// Hands QEMU the device if it needs it, and we have it: its number there. None: it makes one by itself, or fails
+/// with an error.
 ///
 /// # Errors
 /// When QEMU does not answer.

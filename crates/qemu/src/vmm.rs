@@ -72,7 +72,8 @@ fn indented(log: &str) -> String {
     if lines.is_empty() { "    (nothing)".into() } else { lines.join("\n") }
 }
 
-/// QEMU's last messages: the end of its log, at most `lines` lines. A guest can make it write as much as the log may have.
+/// QEMU's last messages: the end of its log, at most `lines` lines. A guest can make it write as much as the log may
+/// have.
 #[must_use]
 pub fn log_tail(directory: &Directory, lines: usize) -> String {
     last_lines(&directory.log(), lines)

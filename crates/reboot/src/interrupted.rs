@@ -1,5 +1,5 @@
-//! An interrupted operation: how its recovery may end, and whether the QEMUs answer on which it depends. A QEMU that does not answer
-//! may still run its guest: it is killed only if the user asks for that (`--force`).
+//! An interrupted operation: how its recovery may end, and whether the QEMUs answer on which it depends. A QEMU that
+//! does not answer may still run its guest: it is killed only if the user asks for that (`--force`).
 
 use crate::error::RebootError;
 use rekindle_handover::{Handover, HandoverError};

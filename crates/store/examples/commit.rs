@@ -4,8 +4,8 @@
 //! cargo run --release -p rekindle-store --example commit -- DIRECTORY [ROUNDS]
 //! ```
 //!
-//! Prints one JSON object: how long a commit takes against `dd conv=fdatasync`, bytes written against compressed bytes of
-//! the dirty pages, opening an image of 8 GiB against one of 512 MiB, reading, and the memory of the writer.
+//! Prints one JSON object: how long a commit takes against `dd conv=fdatasync`, bytes written against compressed
+//! bytes of the dirty pages, opening an image of 8 GiB against one of 512 MiB, reading, and the memory of the writer.
 
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
 use rekindle_store::types::{Block, Vm};

@@ -24,7 +24,8 @@ pub(crate) fn home(path: &Path) -> Result<Home> {
 /// manager.
 ///
 /// # Errors
-/// [`crate::StoreError::Exists`], and then nothing was changed; [`crate::StoreError::NotEmpty`]; for a store on a server also
+/// [`crate::StoreError::Exists`], and then nothing was changed; [`crate::StoreError::NotEmpty`]; for a store on a
+/// server also
 /// [`crate::StoreError::Connection`].
 pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
     match url {
@@ -58,8 +59,8 @@ pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<
     }
 }
 
-/// Frees all space that can be freed; returns the number of bytes. Becomes the owner of the store: a protector that still
-/// writes to it cannot commit any more.
+/// Frees all space that can be freed; returns the number of bytes. Becomes the owner of the store: a protector that
+/// still writes to it cannot commit any more.
 ///
 /// # Errors
 /// As [`Writer::open`].
@@ -83,8 +84,8 @@ pub struct Fenced {
     pub newest: u64,
 }
 
-/// Becomes the owner of a store without writing to it, so that the previous owner cannot commit any more. A restore does
-/// this before it reads. An unused store is assigned to the first guest that is booted ([`Guest::Booted`]).
+/// Becomes the owner of a store without writing to it, so that the previous owner cannot commit any more. A restore
+/// does this before it reads. An unused store is assigned to the first guest that is booted ([`Guest::Booted`]).
 ///
 /// # Errors
 /// As [`Writer::open`].

@@ -74,8 +74,8 @@ pub trait Disk: Debug + Send + Sync {
     /// # Errors
     /// `NotFound`, and the system's.
     fn remove(&self, name: &str) -> io::Result<()>;
-    /// Waits until added and removed names in directory `name` are durable; for the empty name also the store's directory
-    /// itself.
+    /// Waits until added and removed names in directory `name` are durable; for the empty name also the store's
+    /// directory itself.
     ///
     /// # Errors
     /// The system's.

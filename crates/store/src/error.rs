@@ -250,9 +250,9 @@ impl StoreError {
         matches!(self, Self::NotAStore { .. } | Self::Unused { .. })
     }
 
-    /// Returns the owner that runs the guest now, or has shut it down, if a guest that began with epoch `run` must be stopped
-    /// because of that. `None` for all other reasons: for example, an administrator or another protector of the same guest
-    /// may own the store.
+    /// Returns the owner that runs the guest now, or has shut it down, if a guest that began with epoch `run` must be
+    /// stopped because of that. `None` for all other reasons: for example, an administrator or another protector of
+    /// the same guest may own the store.
     #[must_use]
     pub fn guest_is_over(&self, run: u64) -> Option<&Owner> {
         match self {

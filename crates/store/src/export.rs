@@ -31,9 +31,9 @@ pub enum ExportError {
     Incoming(#[from] IncomingError),
 }
 
-/// Writes a checkpoint as a migration stream: all pages of all RAM blocks, then the device state. `machine` is required for
-/// a QEMU that was not started with `-global migration.send-configuration=off`. `progress` gets the bytes of RAM that are
-/// done, and the total. Returns the number of bytes written.
+/// Writes a checkpoint as a migration stream: all pages of all RAM blocks, then the device state. `machine` is
+/// required for a QEMU that was not started with `-global migration.send-configuration=off`. `progress` gets the
+/// bytes of RAM that are done, and the total. Returns the number of bytes written.
 ///
 /// # Errors
 /// [`ExportError::Store`], which names a damaged page: the incomplete stream is then rejected by QEMU.
@@ -82,8 +82,8 @@ pub fn export(
     Ok(written)
 }
 
-/// Reads a migration stream, from [`export`] or QEMU, into a store as its next checkpoint. `progress` gets the number of
-/// pages that were read.
+/// Reads a migration stream, from [`export`] or QEMU, into a store as its next checkpoint. `progress` gets the number
+/// of pages that were read.
 ///
 /// # Errors
 /// [`ExportError::Incoming`] when the input is not such a stream; the store is then unchanged.

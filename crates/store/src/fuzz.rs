@@ -1,5 +1,5 @@
-//! All parsers, by name, for fuzzing: the targets in `fuzz/`, and the test below, which does the same on every build with a
-//! fixed budget.
+//! All parsers, by name, for fuzzing: the targets in `fuzz/`, and the test below, which does the same on every build
+//! with a fixed budget.
 
 use crate::format::base::{Base, Header, decode_part};
 use crate::format::entry::{Entry, Section};

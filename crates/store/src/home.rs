@@ -23,7 +23,8 @@ impl Home {
     /// Opens the store in `disk`; with `expected`, only if it belongs to that VM.
     ///
     /// # Errors
-    /// [`StoreError::NotAStore`], [`StoreError::Unused`], [`StoreError::OtherVm`], [`StoreError::Damaged`], [`StoreError::Newer`].
+    /// [`StoreError::NotAStore`], [`StoreError::Unused`], [`StoreError::OtherVm`], [`StoreError::Damaged`],
+    /// [`StoreError::Newer`].
     pub fn open(disk: Arc<dyn Disk>, expected: Option<Uuid>) -> Result<Self> {
         let store = disk.name().to_owned();
         let bytes = match read_whole(&disk, names::SUPERBLOCK, 1 << 16) {
@@ -72,9 +73,9 @@ impl Home {
         disk.sync_directory("").map_err(|e| StoreError::io(&store, "", "making the store durable", e))
     }
 
-    /// Opens the store in `disk` for `vm`, and assigns it to that VM if it was unused. Creates a missing store only with
-    /// `create`: the path may be mistyped, or its file system not mounted. Completes a store whose creation was interrupted;
-    /// two processes that create it concurrently get the same store.
+    /// Opens the store in `disk` for `vm`, and assigns it to that VM if it was unused. Creates a missing store only
+    /// with `create`: the path may be mistyped, or its file system not mounted. Completes a store whose creation was
+    /// interrupted; two processes that create it concurrently get the same store.
     ///
     /// # Errors
     /// As [`Home::open`]; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`], and then only empty directories are left.

@@ -97,8 +97,8 @@ pub(crate) fn kept_entry(home: &Home, manifest: &Manifest, kept: crate::format::
     Ok(entry)
 }
 
-/// Returns whether an error is only about a checkpoint or file that the newest manifest does not list any more. A process
-/// that reads a store while its owner writes can find that something was replaced since it started.
+/// Returns whether an error is only about a checkpoint or file that the newest manifest does not list any more. A
+/// process that reads a store while its owner writes can find that something was replaced since it started.
 pub(crate) fn is_replaced(home: &Home, e: &StoreError) -> bool {
     let newest = || Some(log::tail(home).ok()?.state?.1);
     match e {
@@ -126,8 +126,8 @@ fn older_manifest(home: &Home, at: u64) -> Option<Manifest> {
 }
 
 impl LocalImage {
-    /// Opens checkpoint `at` of a store, or the newest, without building the index of its pages. The first read of a page
-    /// builds it, and reports damage.
+    /// Opens checkpoint `at` of a store, or the newest, without building the index of its pages. The first read of a
+    /// page builds it, and reports damage.
     pub(crate) fn open_lazily(home: Home, at: Option<u64>) -> Result<Self> {
         let (_, entry, passed) = select(&home, at)?;
         let table = table(&home, &entry)?;
@@ -268,7 +268,8 @@ impl LocalImage {
         pages.iter().map(spot).collect()
     }
 
-    /// Reads the stored bytes of pages, each with its digest, in the given order. Combines reads that are close together.
+    /// Reads the stored bytes of pages, each with its digest, in the given order. Combines reads that are close
+    /// together.
     pub(crate) fn read_stored(&self, pages: &[PageId]) -> Result<Vec<(u64, Vec<u8>)>> {
         self.with_index(|index| {
             let spots = self.spots(index, pages)?;
@@ -320,8 +321,8 @@ impl LocalImage {
     /// Reads one page, with one read of exactly its stored bytes, and checks its digest.
     ///
     /// # Errors
-    /// [`StoreError::Page`] if it is damaged; [`StoreError::NoSuchPage`]; [`StoreError::NoSuchCheckpoint`] if the checkpoint
-    /// is not kept any more.
+    /// [`StoreError::Page`] if it is damaged; [`StoreError::NoSuchPage`]; [`StoreError::NoSuchCheckpoint`] if the
+    /// checkpoint is not kept any more.
     pub fn read_page(&self, id: PageId, content: &mut Page) -> Result<()> {
         self.with_index(|index| {
             let spot = self.spots(index, &[id])?.first().copied().unwrap_or_default();
@@ -400,7 +401,8 @@ impl Hot<'_> {
         let home = &self.image.home;
         let Ok(file) = self.image.files.get(home, extent) else { return };
         let Ok(bytes) = home.read_at(&file, "", frame.at, DIRECTORY_ROOM) else { return };
-        // This is only an order: an unreadable frame's pages come with the rest, and reading such a page returns the error.
+        // This is only an order: an unreadable frame's pages come with the rest, and reading such a page returns the
+        // error.
         let Ok(directory) = Directory::decode(&bytes, frame.at) else { return };
         let position = |number| self.image.table.blocks.iter().position(|stored| stored.number == number).map(BlockId);
         let pages: Vec<_> = directory

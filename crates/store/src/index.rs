@@ -43,8 +43,8 @@ struct OverlayRecord {
     block: u32,
 }
 
-/// Records that are newer than the base index, sorted by part of a block. The valid ones of a part are determined when a
-/// page of it is looked up.
+/// Records that are newer than the base index, sorted by part of a block. The valid ones of a part are determined
+/// when a page of it is looked up.
 #[derive(Debug, Default)]
 struct Overlay {
     records: Vec<OverlayRecord>,
@@ -156,8 +156,8 @@ struct SegmentOverlay {
     records: Vec<OverlayRecord>,
 }
 
-/// Runs `read` for each segment, several concurrently: each frame gives the offset of the next one, so each is a separate
-/// read.
+/// Runs `read` for each segment, several concurrently: each frame gives the offset of the next one, so each is a
+/// separate read.
 fn each_segment(
     segments: &[Extent],
     read: impl Fn(usize, Extent) -> Result<SegmentOverlay> + Sync,

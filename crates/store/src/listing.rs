@@ -37,8 +37,8 @@ pub struct ListedCheckpoint {
 }
 
 impl Listing {
-    /// The newest checkpoint, unless the guest was booted or cleanly shut down since: then its earlier state must not be
-    /// restored.
+    /// The newest checkpoint, unless the guest was booted or cleanly shut down since: then its earlier state must not
+    /// be restored.
     #[must_use]
     pub fn restorable(&self) -> Option<u64> {
         let boot = self.owner.as_ref().map_or(0, |owner| owner.boot);

@@ -1,7 +1,7 @@
 //! The log: numbered entries, each of which appears atomically, or not at all if another process was first.
 //!
-//! A new entry is written under another name, synced, and then linked to its number. The link is the commit, and also the
-//! check of the owner epoch: a superseded owner finds the claim of the next owner under its number.
+//! A new entry is written under another name, synced, and then linked to its number. The link is the commit, and also
+//! the check of the owner epoch: a superseded owner finds the claim of the next owner under its number.
 
 use crate::error::{Result, StoreError};
 use crate::format::Flaw;
@@ -187,8 +187,8 @@ pub(crate) fn append(
 /// Becomes the owner of the store: no earlier owner can commit any more. With `only_if`, only if that condition holds.
 ///
 /// # Errors
-/// [`StoreError::Superseded`] if it does not; damage and the system's errors, after which the previous owner is still the
-/// owner.
+/// [`StoreError::Superseded`] if it does not; damage and the system's errors, after which the previous owner is still
+/// the owner.
 pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Claim, Tail)> {
     for _ in 0..TRIES {
         let tail = tail(home)?;
@@ -215,7 +215,8 @@ pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Resu
             Err(NotAppended::Taken) => continue,
             Err(NotAppended::Failed(e) | NotAppended::Uncertain(e)) => return Err(e),
         }
-        // The client of a file server may have listed an old state of the directory. It is current now, since we changed it.
+        // The client of a file server may have listed an old state of the directory. It is current now, since we
+        // changed it.
         if follows(home, epoch, slot)? {
             return Ok((Claim { epoch, owner, slot }, tail));
         }
@@ -226,9 +227,9 @@ pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Resu
     Err(StoreError::io(home.name(), "", "claiming", e))
 }
 
-/// Returns whether a new claim has a correct number: all entries after it are of later owners, which have seen it. A claim
-/// among entries of its own or an earlier epoch has taken the number of a removed entry. A correct claim must stay, because
-/// the previous owner must always find its next number taken.
+/// Returns whether a new claim has a correct number: all entries after it are of later owners, which have seen it. A
+/// claim among entries of its own or an earlier epoch has taken the number of a removed entry. A correct claim must
+/// stay, because the previous owner must always find its next number taken.
 fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
     let (slots, _) = slots(home)?;
     if slots.binary_search(&slot).is_err() {

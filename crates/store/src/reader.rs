@@ -51,8 +51,8 @@ impl Image {
     /// [`ReadOptions::lazy`] damage to the index is reported when the first page is read.
     ///
     /// # Errors
-    /// [`StoreError::NotAStore`], [`StoreError::OtherVm`], [`StoreError::Empty`], [`StoreError::NoSuchCheckpoint`], damage by
-    /// name; for one on a server also [`StoreError::Connection`] and [`StoreError::Refused`].
+    /// [`StoreError::NotAStore`], [`StoreError::OtherVm`], [`StoreError::Empty`], [`StoreError::NoSuchCheckpoint`],
+    /// damage by name; for one on a server also [`StoreError::Connection`] and [`StoreError::Refused`].
     pub fn open(url: &StoreUrl, which: &ReadOptions) -> Result<Self> {
         match url {
             StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), which),
@@ -205,7 +205,8 @@ impl Image {
         Ok(())
     }
 
-    /// Iterates over the pages that are not zero, the most recently written first: the guest's working set, then the rest.
+    /// Iterates over the pages that are not zero, the most recently written first: the guest's working set, then the
+    /// rest.
     pub fn hot(&self) -> HotPages<'_> {
         match &self.source {
             Source::Local(local) => match local.hot() {

@@ -1,5 +1,5 @@
-//! Tables with a value for every page of a block. Only parts with values use memory, so a large block without pages costs
-//! nothing.
+//! Tables with a value for every page of a block. Only parts with values use memory, so a large block without pages
+//! costs nothing.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};

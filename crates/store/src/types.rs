@@ -75,8 +75,8 @@ pub struct Owner {
     /// What it has done with the guest.
     #[serde(default)]
     pub guest: Guest,
-    /// Epoch in which the guest began to run on its host, or was shut down. A host that runs the guest of an earlier epoch
-    /// must stop it. Filled in by the store; 0 if unknown, because an older Rekindle has claimed the store.
+    /// Epoch in which the guest began to run on its host, or was shut down. A host that runs the guest of an earlier
+    /// epoch must stop it. Filled in by the store; 0 if unknown, because an older Rekindle has claimed the store.
     #[serde(default)]
     pub run: u64,
     /// Epoch in which the guest was booted, or shut down: checkpoints of an earlier epoch are not of it. As `run`.

@@ -54,8 +54,8 @@ impl Verified {
     }
 }
 
-/// Checks all of a store: every page of every kept checkpoint, device states, block tables, indices. `progress` gets the
-/// bytes of pages that were read, and an estimate of the total.
+/// Checks all of a store: every page of every kept checkpoint, device states, block tables, indices. `progress` gets
+/// the bytes of pages that were read, and an estimate of the total.
 ///
 /// # Errors
 /// Only when nothing can be checked: [`StoreError::NotAStore`], or a damaged superblock.

@@ -6,9 +6,9 @@
 //! is unchanged ------> -------------------->  (or send to a server)
 //! ```
 //!
-//! From the guest's memory to the disk, a page stays in one buffer: that of its frame, with space for the frame's directory
-//! before the first page. The caller digests each page, which takes about 200 ns and avoids storing unchanged pages. All
-//! other work is done by other threads. Frames keep their order, whichever packer is done first.
+//! From the guest's memory to the disk, a page stays in one buffer: that of its frame, with space for the frame's
+//! directory before the first page. The caller digests each page, which takes about 200 ns and avoids storing
+//! unchanged pages. All other work is done by other threads. Frames keep their order, whichever packer is done first.
 
 use crate::disk::{Disk, LocalDisk};
 use crate::engine::{self, Engine, Frame, Request, Settings, StartedBlock, State};
@@ -123,9 +123,10 @@ impl Writer {
     /// Opens a store and becomes its owner: no earlier owner can commit any more.
     ///
     /// # Errors
-    /// [`StoreError::NotAStore`] without [`Options::create`]; [`StoreError::OtherVm`], [`StoreError::NotEmpty`], damage; [`StoreError::Superseded`] with
-    /// [`Options::only_if`]; [`StoreError::Connection`] and [`StoreError::Refused`] for one on a server. The earlier owner then
-    /// still is the owner.
+    /// [`StoreError::NotAStore`] without [`Options::create`]; [`StoreError::OtherVm`], [`StoreError::NotEmpty`],
+    /// damage; [`StoreError::Superseded`] with
+    /// [`Options::only_if`]; [`StoreError::Connection`] and [`StoreError::Refused`] for one on a server. The earlier
+    /// owner then still is the owner.
     pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
         match url {
             StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), options),
@@ -211,8 +212,8 @@ impl Writer {
         let _ = self.ask(Request::Keep(keep));
     }
 
-    /// Keeps checkpoint `number` and all later ones regardless of their age, because it is being read. `None` releases it.
-    /// Until then the store may exceed its size limit.
+    /// Keeps checkpoint `number` and all later ones regardless of their age, because it is being read. `None`
+    /// releases it. Until then the store may exceed its size limit.
     pub fn hold(&mut self, number: Option<u64>) {
         let _ = self.ask(Request::Hold(number));
     }
@@ -220,8 +221,8 @@ impl Writer {
     /// Begins a checkpoint of a VM that has these RAM blocks.
     ///
     /// # Errors
-    /// [`StoreError::Superseded`]; [`StoreError::Blocks`]; for a store on a server also [`StoreError::Connection`], if it
-    /// cannot be reached again.
+    /// [`StoreError::Superseded`]; [`StoreError::Blocks`]; for a store on a server also [`StoreError::Connection`],
+    /// if it cannot be reached again.
     pub fn begin(&mut self, blocks: &[Block]) -> Result<Checkpoint<'_>> {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Begin(blocks.to_vec(), reply))?;
@@ -333,9 +334,9 @@ impl Checkpoint<'_> {
         self.writer.next
     }
 
-    /// Adds pages of a block, given by its position in the table of [`Writer::begin`]. If a page is added twice, the last
-    /// content is stored. Pages that have not changed since the previous checkpoint are dropped. A page that was never added
-    /// to any checkpoint is zero.
+    /// Adds pages of a block, given by its position in the table of [`Writer::begin`]. If a page is added twice, the
+    /// last content is stored. Pages that have not changed since the previous checkpoint are dropped. A page that was
+    /// never added to any checkpoint is zero.
     ///
     /// Returns when the contents are copied. The commit returns errors of storing them.
     ///
@@ -356,8 +357,8 @@ impl Checkpoint<'_> {
         Ok(())
     }
 
-    /// As [`Checkpoint::pages`], for the pages in `runs` (offsets). `read` is called with some of the runs and a buffer of
-    /// their size, which it must fill. This saves a copy of each page.
+    /// As [`Checkpoint::pages`], for the pages in `runs` (offsets). `read` is called with some of the runs and a
+    /// buffer of their size, which it must fill. This saves a copy of each page.
     ///
     /// # Errors
     /// As [`Checkpoint::pages`], and those of `read`.
@@ -430,16 +431,16 @@ impl Checkpoint<'_> {
         })
     }
 
-    /// Commits the checkpoint. `definition` describes how to rebuild the VM, `metadata` has notes of the protector; the store
-    /// does not interpret them. `devices` is the device state.
+    /// Commits the checkpoint. `definition` describes how to rebuild the VM, `metadata` has notes of the protector;
+    /// the store does not interpret them. `devices` is the device state.
     ///
     /// On success: the checkpoint is durable.
     /// On failure: it is not committed, and the next one can begin.
     ///
     /// # Errors
     /// [`StoreError::Superseded`] if there is another owner now; [`StoreError::NoSpace`]; [`StoreError::TooLarge`]; the
-    /// system's. After [`StoreError::Closed`], or if the connection to a server is lost during the commit, the checkpoint
-    /// may be committed.
+    /// system's. After [`StoreError::Closed`], or if the connection to a server is lost during the commit, the
+    /// checkpoint may be committed.
     pub fn commit(mut self, definition: &Value, metadata: &Value, devices: &[u8]) -> Result<Committed> {
         self.writer.flush()?;
         let json = |value: &Value| {

@@ -1,5 +1,5 @@
-//! What the tests of several crates share: the programs and guest images that they need, QEMUs with the micro guest that
-//! Rekindle has not started, huge pages of the host, and waiting.
+//! What the tests of several crates share: the programs and guest images that they need, QEMUs with the micro guest
+//! that Rekindle has not started, huge pages of the host, and waiting.
 //!
 //! Only tests depend on this crate. What needs the command-line program is in `crates/rekindle/tests/common`.
 

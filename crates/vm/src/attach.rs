@@ -142,8 +142,9 @@ impl Protection {
 
 /// Attaches to the QEMU behind `monitor` as VM `name`.
 ///
-/// *Needs:* the right to trace it (root, or its user with `kernel.yama.ptrace_scope=0`); nothing that cannot be protected or
-/// restored. *On success:* it has a run directory; neither QEMU nor its guest was changed. *On failure:* nothing is left.
+/// *Needs:* the right to trace it (root, or its user with `kernel.yama.ptrace_scope=0`); nothing that cannot be
+/// protected or restored. *On success:* it has a run directory; neither QEMU nor its guest was changed. *On failure:*
+/// nothing is left.
 ///
 /// # Errors
 /// [`AttachError`].
@@ -353,8 +354,8 @@ pub enum Detached {
 
 /// Detaches an attached VM and removes what a protector has left in its QEMU.
 ///
-/// *Needs:* no protector at work on it. *On success:* nothing of Rekindle is left in QEMU, and no run directory; the guest continues
-/// to run. *On failure:* the error names what could not be removed; the same command continues.
+/// *Needs:* no protector at work on it. *On success:* nothing of Rekindle is left in QEMU, and no run directory; the
+/// guest continues to run. *On failure:* the error names what could not be removed; the same command continues.
 ///
 /// # Errors
 /// [`AttachError`].

@@ -14,8 +14,8 @@ use rekindle_memory::directory::RamDirectory;
 use std::fs;
 use std::io;
 
-/// Removes all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is already gone is not an error, so that
-/// it can be repeated after an interruption.
+/// Removes all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is already gone is
+/// not an error, so that it can be repeated after an interruption.
 ///
 /// # Errors
 /// What cannot be removed.

@@ -1,7 +1,8 @@
-//! The servers of a VM's disks: a process for each disk (`rekindle disk serve`) that outlives the QEMUs which come and go.
+//! The servers of a VM's disks: a process for each disk (`rekindle disk serve`) that outlives the QEMUs which come
+//! and go.
 //!
-//! One that has died is restarted by `rekindle watch` ([`crate::helpers`]), or by the next operation on the VM; QEMU connects to it again.
-//! What it knew of the guest's cache is lost then.
+//! One that has died is restarted by `rekindle watch` ([`crate::helpers`]), or by the next operation on the VM; QEMU
+//! connects to it again. What it knew of the guest's cache is lost then.
 
 mod kept;
 mod served;
@@ -188,8 +189,8 @@ pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> 
     start_with(rundir, hardware, &Begin::Newest)
 }
 
-/// As [`start`], with the disks of a checkpoint whose memory is still being loaded: the servers wait for missing pages until [`filled`].
-/// None of the disks may have a server.
+/// As [`start`], with the disks of a checkpoint whose memory is still being loaded: the servers wait for missing
+/// pages until [`filled`]. None of the disks may have a server.
 ///
 /// # Errors
 /// [`DisksError`]; no server starts for a disk that is newer than its epoch, or another one, and the error names it.
@@ -238,7 +239,8 @@ pub fn have(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(),
     had
 }
 
-/// Undoes [`have`] when a restore fails: servers that have their disks already are replaced by ones that wait, and the images are unlocked.
+/// Undoes [`have`] when a restore fails: servers that have their disks already are replaced by ones that wait, and
+/// the images are unlocked.
 pub fn wait_again(rundir: &RunDir, hardware: &Hardware) {
     let waits = |disk: &Disk| {
         let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
@@ -263,7 +265,8 @@ enum Begin<'a> {
     Waiting,
 }
 
-/// Restarts the servers that have died of a VM whose QEMU uses its disks, as [`start`] does. Nothing is started for a VM that ends or moves.
+/// Restarts the servers that have died of a VM whose QEMU uses its disks, as [`start`] does. Nothing is started for a
+/// VM that ends or moves.
 ///
 /// *On success:* a QEMU can connect to each of them; gives how many were started.
 ///
@@ -425,8 +428,9 @@ fn redo(disk: &Disk) -> PathBuf {
     disk.redo.clone().unwrap_or_else(|| offline::default_directory(&disk.path))
 }
 
-/// Describes what prevents giving a VM its disks at `epochs`: a damaged redo log, or one that QEMU itself would not see. Damage to later
-/// epochs prevents nothing. With `choose` also one whose log a failure has left, since there are two disks then, and the user must choose.
+/// Describes what prevents giving a VM its disks at `epochs`: a damaged redo log, or one that QEMU itself would not
+/// see. Damage to later epochs prevents nothing. With `choose` also one whose log a failure has left, since there are
+/// two disks then, and the user must choose.
 #[must_use]
 pub fn left_behind(hardware: &Hardware, epochs: &Epochs, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
@@ -481,7 +485,8 @@ pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
     })
 }
 
-/// Merges the redo logs of a VM whose guest has shut down: its newest disks count. A log that cannot be merged is kept, and a warning logged.
+/// Merges the redo logs of a VM whose guest has shut down: its newest disks count. A log that cannot be merged is
+/// kept, and a warning logged.
 pub fn end_epochs(rundir: &RunDir, hardware: &Hardware) {
     for disk in served(hardware).filter(|disk| !disk.readonly) {
         let ended = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.end_epochs(MERGE));
@@ -492,8 +497,8 @@ pub fn end_epochs(rundir: &RunDir, hardware: &Hardware) {
     }
 }
 
-/// Notifies the servers that a restore has loaded all of the guest's memory: they no longer check for missing pages. One that does not get
-/// this is only slower.
+/// Notifies the servers that a restore has loaded all of the guest's memory: they no longer check for missing pages.
+/// One that does not get this is only slower.
 pub fn filled(rundir: &RunDir) {
     let entries = fs::read_dir(rundir.path()).into_iter().flatten().flatten();
     let of_server = |name: &std::ffi::OsStr| {

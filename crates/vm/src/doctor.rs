@@ -106,7 +106,8 @@ fn memory() -> Finding {
     }
 }
 
-/// Disk servers read and write by `io_uring`: create a ring as they do, since limits of this process may be other than theirs.
+/// Disk servers read and write by `io_uring`: create a ring as they do, since limits of this process may be other
+/// than theirs.
 fn disk_servers() -> Finding {
     const WHAT: &str = "io_uring";
     const ELSE: &str = "disks need `server = false` until then";

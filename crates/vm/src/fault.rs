@@ -9,8 +9,9 @@ use std::env;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Every point, in the order in which a warm reboot, then a saved and a cold one, a guest's by kexec, with its cache and by a phase, the preparation of a restore, a
-/// restore, a protector and a pager while it fills, a protector that holds what its guest sends, a move, and the suspend and resume of a host pass them.
+/// Every point, in the order in which a warm reboot, then a saved and a cold one, a guest's by kexec, with its cache
+/// and by a phase, the preparation of a restore, a restore, a protector and a pager while it fills, a protector that
+/// holds what its guest sends, a move, and the suspend and resume of a host pass them.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
     "warm.prepare.spawned",

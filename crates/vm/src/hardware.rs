@@ -148,8 +148,8 @@ pub fn relied_on(hardware: &Hardware, binary: Binary, kept_in: &Path) -> Result<
 
 /// Where the redo log of a disk is, in a folder that VMs may share.
 ///
-/// A VM's name may have dots and dashes, a disk's id dashes only: so a dot between them distinguishes `a` with disk `b-c` from `a-b` with disk `c`.
-/// Earlier versions put a dash there; a log that one has left is used where it is.
+/// A VM's name may have dots and dashes, a disk's id dashes only: so a dot between them distinguishes `a` with disk
+/// `b-c` from `a-b` with disk `c`. Earlier versions put a dash there; a log that one has left is used where it is.
 fn redo_folder(folder: &Path, name: &str, id: &str) -> PathBuf {
     let old = folder.join(format!("{name}-{id}.redo"));
     let new = folder.join(format!("{name}.{id}.redo"));

@@ -1,8 +1,9 @@
 //! Where this user keeps VMs on this host.
 //!
 //! Root's run directories are under `/run/rekindle`, another user's under `$XDG_RUNTIME_DIR/rekindle`;
-//! `REKINDLE_RUN_DIR` names another place. Logs are in `/var/log/rekindle`, another user's in `$XDG_STATE_HOME/rekindle/log`; where
-//! `REKINDLE_RUN_DIR` names another place than those, below that; `REKINDLE_LOG_DIR` names another place. `/etc/rekindle/host.toml` (or the file that `REKINDLE_HOST_CONFIG` names)
+//! `REKINDLE_RUN_DIR` names another place. Logs are in `/var/log/rekindle`, another user's in
+//! `$XDG_STATE_HOME/rekindle/log`; where `REKINDLE_RUN_DIR` names another place than those, below that;
+//! `REKINDLE_LOG_DIR` names another place. `/etc/rekindle/host.toml` (or the file that `REKINDLE_HOST_CONFIG` names)
 //! sizes Rekindle's own tmpfs for guest RAM, or names another place.
 
 use crate::definition::{Bytes, Definition};
@@ -63,7 +64,8 @@ pub struct Host {
     pub root: PathBuf,
     /// Where a `saved` reboot writes RAM unless the definition names another directory.
     pub save_dir: PathBuf,
-    /// What is known of guests that were suspended for a reboot of the host: on a disk, so that those whose RAM is lost are known too.
+    /// What is known of guests that were suspended for a reboot of the host: on a disk, so that those whose RAM is
+    /// lost are known too.
     pub suspend_dir: PathBuf,
     /// Under which each VM has a directory of its name for its logs.
     pub log_dir: PathBuf,

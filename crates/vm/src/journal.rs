@@ -133,8 +133,8 @@ pub struct Operation {
     pub running: bool,
     /// The guest's memory is lost, and it is being booted from its disks.
     pub lost: bool,
-    /// The modification times of the writable disk images just before a new QEMU was resumed whose RAM came from a disk:
-    /// while they are the same, the saved state and the disks belong together. `None` if that is unknown.
+    /// The modification times of the writable disk images just before a new QEMU was resumed whose RAM came from a
+    /// disk: while they are the same, the saved state and the disks belong together. `None` if that is unknown.
     pub disks_at_resume: Option<Vec<(PathBuf, i128)>>,
     /// The RAM file's modification time just before the new QEMU was resumed, in ns since 1970: while it is the same
     /// the guest has not run in the new one.

@@ -39,7 +39,8 @@ pub enum Status {
     Degraded(String),
     /// QEMU does not answer on its second socket.
     Silent,
-    /// A protector has its only monitor: the guest runs but for the pauses of checkpoints, unless its owner has stopped it.
+    /// A protector has its only monitor: the guest runs but for the pauses of checkpoints, unless its owner has
+    /// stopped it.
     Protected,
     /// QEMU has ended.
     Ended,
@@ -152,7 +153,8 @@ impl Held {
         }
     }
 
-    /// As [`Held::take`], but waits while a phase of the guest's boot is being saved, which no user has requested at that moment.
+    /// As [`Held::take`], but waits while a phase of the guest's boot is being saved, which no user has requested at
+    /// that moment.
     ///
     /// # Errors
     /// As for [`Held::take`]; [`LockError::Late`] when that takes too long.
@@ -180,7 +182,8 @@ impl Held {
         }
     }
 
-    /// As [`Held::take`], with the journal that an operation left behind. A QEMU that is just ending has ended wholly then.
+    /// As [`Held::take`], with the journal that an operation left behind. A QEMU that is just ending has ended wholly
+    /// then.
     ///
     /// # Errors
     /// No such VM; busy.
@@ -238,7 +241,8 @@ pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended
     stop_with(host, name, patience, |_, _| true)
 }
 
-/// As [`stop`]. `may_merge` is asked once the guest has shut itself down in order: else the redo logs of its disks stay as they are.
+/// As [`stop`]. `may_merge` is asked once the guest has shut itself down in order: else the redo logs of its disks
+/// stay as they are.
 ///
 /// # Errors
 /// [`LifeError`].

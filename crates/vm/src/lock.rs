@@ -141,8 +141,8 @@ pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     Ok(std::fs::metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (ours.dev(), ours.ino())))
 }
 
-/// Held while servers of a VM's disks are started or ended, by an operation or by `rekindle watch`: so that a disk never gets two, and
-/// that none is started after the VM's end has ended them.
+/// Held while servers of a VM's disks are started or ended, by an operation or by `rekindle watch`: so that a disk
+/// never gets two, and that none is started after the VM's end has ended them.
 #[derive(Debug)]
 pub struct Servers {
     _file: File,
@@ -179,11 +179,12 @@ impl Servers {
     }
 }
 
-/// Held by a process that stops or resumes a guest, for as long as another one's `cont` or `stop` in between would do harm.
+/// Held by a process that stops or resumes a guest, for as long as another one's `cont` or `stop` in between would do
+/// harm.
 ///
 /// The operations on a VM exclude one another by [`Lock`]; a protector is no operation, runs
-/// concurrently, and pauses the guest for milliseconds at a time. Two QEMUs would run one guest if it resumed the old one that a
-/// reboot has stopped.
+/// concurrently, and pauses the guest for milliseconds at a time. Two QEMUs would run one guest if it resumed the old
+/// one that a reboot has stopped.
 #[derive(Debug)]
 pub struct RunState {
     _file: File,

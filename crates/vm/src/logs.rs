@@ -1,9 +1,10 @@
 //! The logs of a VM: bounded, since a guest can write some of them without end. [`crate::rundir`] links them.
 //!
-//! Each log is written by its own process, QEMU's console log by QEMU, and every one of them appends (`O_APPEND`). Nothing stands between
-//! a writer and its file, so nothing can block a guest. `rekindle watch` checks the lengths a few times a second ([`bound`]). A log
-//! that is too long is copied to `.1` and truncated: its writer continues at the beginning of the same file. What is written between
-//! the end of the copy and the truncation, some microseconds, is lost.
+//! Each log is written by its own process, QEMU's console log by QEMU, and every one of them appends (`O_APPEND`).
+//! Nothing stands between a writer and its file, so nothing can block a guest. `rekindle watch` checks the lengths a
+//! few times a second ([`bound`]). A log that is too long is copied to `.1` and truncated: its writer continues at
+//! the beginning of the same file. What is written between the end of the copy and the truncation, some microseconds,
+//! is lost.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -11,7 +12,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Bytes of one log, unless the host's configuration sets another limit. With its older parts a log may have three times as many.
+/// Bytes of one log, unless the host's configuration sets another limit. With its older parts a log may have three
+/// times as many.
 pub const LIMIT: u64 = 8 << 20;
 /// The smallest limit that makes sense.
 pub const SMALLEST: u64 = 4 << 10;

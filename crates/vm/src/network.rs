@@ -1,7 +1,7 @@
 //! Taps, namespaces, bridges.
 //!
-//! What takes one system call is done with it; the rest with `ip` (iproute2). A namespace that Rekindle made is marked by a file under the run root
-//! and removed with the last VM that uses it; one that was there before stays.
+//! What takes one system call is done with it; the rest with `ip` (iproute2). A namespace that Rekindle made is
+//! marked by a file under the run root and removed with the last VM that uses it; one that was there before stays.
 
 use crate::definition::{Definition, NetBackend, TapPlace};
 use crate::host::Host;
@@ -278,8 +278,8 @@ pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError
     hardware.taps().map(|(index, tap)| Ok((in_namespace(tap, &tap.ifname, tap::open)?, Tap::fd(index)))).collect()
 }
 
-/// Forwards the ports of a QEMU that was started to take a guest over, once it has it: a port can be held only once. One
-/// that is unavailable only causes a warning.
+/// Forwards the ports of a QEMU that was started to take a guest over, once it has it: a port can be held only once.
+/// One that is unavailable only causes a warning.
 pub fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
     for (id, rule) in hardware.forwards() {
         match qmp.human(&format!("hostfwd_add {id} {rule}")) {

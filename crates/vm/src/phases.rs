@@ -1,7 +1,7 @@
 //! The disks of a VM whose boot's phases are kept: whether they are still what the guest of a phase knew.
 //!
-//! A disk that has a server is watched by it ([`rekindle_disk::ledger`]); of one that is only read, the file is the same as long as it
-//! has not been written.
+//! A disk that has a server is watched by it ([`rekindle_disk::ledger`]); of one that is only read, the file is the
+//! same as long as it has not been written.
 
 use crate::definition::Definition;
 use crate::disks;
@@ -97,8 +97,9 @@ pub fn begin(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
     }
 }
 
-/// Requests that a phase is saved, once, when the guest that boots now is healthy. Done at each boot, and when a guest continues from an
-/// earlier phase; not for one that has been up for long, which has more in its memory than its boot has put there.
+/// Requests that a phase is saved, once, when the guest that boots now is healthy. Done at each boot, and when a
+/// guest continues from an earlier phase; not for one that has been up for long, which has more in its memory than
+/// its boot has put there.
 pub fn expect_healthy(rundir: &RunDir, definition: &Definition) {
     if definition.phase.healthy.is_some()
         && let Err(e) = fs::write(rundir.file(EXPECTED), b"")
@@ -107,7 +108,8 @@ pub fn expect_healthy(rundir: &RunDir, definition: &Definition) {
     }
 }
 
-/// Returns whether that was requested, and withdraws the request, so that after a kill no process waits for a guest of unknown age.
+/// Returns whether that was requested, and withdraws the request, so that after a kill no process waits for a guest
+/// of unknown age.
 #[must_use]
 pub fn take_expected(rundir: &RunDir) -> bool {
     fs::remove_file(rundir.file(EXPECTED)).is_ok()
@@ -158,8 +160,8 @@ pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<
     })
 }
 
-/// Notifies the servers that the next guest is one of that moment, whose memory is loaded while it runs, if that is possible. Otherwise
-/// returns why not.
+/// Notifies the servers that the next guest is one of that moment, whose memory is loaded while it runs, if that is
+/// possible. Otherwise returns why not.
 ///
 /// *Needs:* that no QEMU is connected.
 ///

@@ -1,7 +1,7 @@
 //! A VM's place on this host: run directory, lock, network, RAM file; everything that a VM has before it has a QEMU.
 //!
-//! `rekindle run` boots a guest in it, `rekindle restore` resumes one in it from a checkpoint. First there is a [`Site`]: the VM
-//! is locked, and nothing of it runs. With a [`Plan`], the result of all checks, it becomes a
+//! `rekindle run` boots a guest in it, `rekindle restore` resumes one in it from a checkpoint. First there is a
+//! [`Site`]: the VM is locked, and nothing of it runs. With a [`Plan`], the result of all checks, it becomes a
 //! [`VmSlot`].
 
 use crate::cleanup::clean_up;
@@ -61,7 +61,8 @@ impl Plan {
 }
 
 impl<'a> Site<'a> {
-    /// Takes the name of a VM, for `operation`. What an earlier VM of the name has left, whose QEMU has ended, is removed.
+    /// Takes the name of a VM, for `operation`. What an earlier VM of the name has left, whose QEMU has ended, is
+    /// removed.
     ///
     /// # Errors
     /// [`LifeError`]: it runs, is being worked on, or needs recovery.
@@ -136,8 +137,8 @@ impl<'a> Site<'a> {
     }
 
     /// Plans the VM of `definition` on this host. `fit` may refuse the hardware that the definition came to, or
-    /// change what a guest that exists already needs otherwise. `epochs`: those of the checkpoint to restore; the other disks are
-    /// wanted as they are. Nothing is made.
+    /// change what a guest that exists already needs otherwise. `epochs`: those of the checkpoint to restore; the
+    /// other disks are wanted as they are. Nothing is made.
     ///
     /// # Errors
     /// [`LifeError`]: the definition asks for what this host or this QEMU does not have.
@@ -204,8 +205,8 @@ impl<'a> VmSlot<'a> {
     /// On success: nothing exists but the run directory with the lock and `state.json`.
     ///
     /// # Errors
-    /// [`LifeError`]: it runs, is prepared for a restore, or is being worked on; the definition asks for what this host or this
-    /// QEMU does not have. Nothing is left behind.
+    /// [`LifeError`]: it runs, is prepared for a restore, or is being worked on; the definition asks for what this
+    /// host or this QEMU does not have. Nothing is left behind.
     ///
     /// `fit` may refuse the hardware that the definition came to.
     pub fn take(
@@ -245,8 +246,8 @@ impl<'a> VmSlot<'a> {
         })
     }
 
-    /// The same for a QEMU that only waits, whose RAM is not promised to it: see [`RamDirectory::create_waiting`]. Its RAM
-    /// files have other names than in the state file.
+    /// The same for a QEMU that only waits, whose RAM is not promised to it: see [`RamDirectory::create_waiting`].
+    /// Its RAM files have other names than in the state file.
     ///
     /// # Errors
     /// As [`VmSlot::make`].

@@ -19,8 +19,8 @@ pub const PANICKED: &str = "guest-panicked";
 /// How long a process may take to end.
 const END: Duration = Duration::from_secs(10);
 
-/// The QEMU that was started in `directory`, whether it was recorded or not, with its children. A process that only names the directory, or has
-/// a file of it open, is not among them.
+/// The QEMU that was started in `directory`, whether it was recorded or not, with its children. A process that only
+/// names the directory, or has a file of it open, is not among them.
 ///
 /// # Errors
 /// When the lock of the directory is held by a process that cannot be seen.

@@ -20,8 +20,8 @@ pub fn renew(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
     hardware.ram_files().into_iter().try_for_each(|(path, bytes)| ram.renew(&name(&path), bytes).map(drop))
 }
 
-/// As [`renew`], but its disks' servers retain their cache in the previous RAM, which is freed as the guest uses the new one. Returns what is
-/// retained: nothing if there is no room for both.
+/// As [`renew`], but its disks' servers retain their cache in the previous RAM, which is freed as the guest uses the
+/// new one. Returns what is retained: nothing if there is no room for both.
 ///
 /// # Errors
 /// [`RamError`].
@@ -60,7 +60,8 @@ pub fn name(path: &Path) -> String {
     path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Makes RAM for a QEMU that is to wait while another one runs the guest: nothing is promised to it. Returns the machine that has it.
+/// Makes RAM for a QEMU that is to wait while another one runs the guest: nothing is promised to it. Returns the
+/// machine that has it.
 ///
 /// # Errors
 /// [`RamError`].
@@ -91,8 +92,8 @@ pub fn forget_waiting(hardware: &Hardware) -> Result<(), RamError> {
     hardware.ram_files().into_iter().try_for_each(|(path, _)| ram.remove_waiting(&name(&path)))
 }
 
-/// Gives a VM whose previous QEMU has ended the RAM that waits, in place of its own: see [`RamDirectory::replace`]. Returns what can be
-/// freed later.
+/// Gives a VM whose previous QEMU has ended the RAM that waits, in place of its own: see [`RamDirectory::replace`].
+/// Returns what can be freed later.
 ///
 /// # Errors
 /// [`RamError`].

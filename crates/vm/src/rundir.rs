@@ -58,7 +58,8 @@ impl RunDir {
         Ok(names)
     }
 
-    /// What the QEMU at `path` knows, from the answers kept for all VMs of this host, or asked now: see [`Binary::known`].
+    /// What the QEMU at `path` knows, from the answers kept for all VMs of this host, or asked now: see
+    /// [`Binary::known`].
     ///
     /// # Errors
     /// As [`Binary::known`].
@@ -114,7 +115,8 @@ impl RunDir {
         self.path.join(name)
     }
 
-    /// Exists while a checkpoint keeps the guest stopped: if it exists and no process is in that pause, the guest is to be resumed.
+    /// Exists while a checkpoint keeps the guest stopped: if it exists and no process is in that pause, the guest is
+    /// to be resumed.
     #[must_use]
     pub fn paused(&self) -> PathBuf {
         self.file("paused")

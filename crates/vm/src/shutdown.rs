@@ -1,5 +1,5 @@
-//! Shutting a guest down: through its agent, else by the power button, else by powering it off; or, on request, by freezing its
-//! file systems before powering it off.
+//! Shutting a guest down: through its agent, else by the power button, else by powering it off; or, on request, by
+//! freezing its file systems before powering it off.
 
 use crate::disks;
 use crate::error::LifeError;
@@ -32,8 +32,8 @@ pub enum End {
     /// It shuts itself down: its services stop cleanly, its file systems are unmounted.
     #[default]
     Shutdown,
-    /// Its agent writes its file systems out and freezes them, and it is powered off: whatever programs have written to files is there, but they are
-    /// not asked to end.
+    /// Its agent writes its file systems out and freezes them, and it is powered off: whatever programs have written
+    /// to files is there, but they are not asked to end.
     Freeze,
 }
 
@@ -92,8 +92,9 @@ pub fn end(vmm: &Vmm, how: End, patience: Duration) -> Result<Ended, LifeError> 
     shut_down(vmm, patience)
 }
 
-/// Shuts a guest down: through its agent; by the ACPI power button where no agent answers, or where the guest has not obeyed it in half
-/// of `patience`; after `patience` by powering it off, as a reset does. `patience` zero: immediately.
+/// Shuts a guest down: through its agent; by the ACPI power button where no agent answers, or where the guest has not
+/// obeyed it in half of `patience`; after `patience` by powering it off, as a reset does. `patience` zero:
+/// immediately.
 ///
 /// On success: its QEMU has ended. [`Ended`] is the method that worked.
 ///
@@ -156,8 +157,9 @@ fn is_shut_down(vmm: &Vmm) -> bool {
     false
 }
 
-/// Ends every QEMU of a VM immediately, and the servers of its disks, even during another operation. The run directory stays, and so do the redo
-/// logs of its disks: nothing of them is merged. If there is no VM, nothing is done.
+/// Ends every QEMU of a VM immediately, and the servers of its disks, even during another operation. The run
+/// directory stays, and so do the redo logs of its disks: nothing of them is merged. If there is no VM, nothing is
+/// done.
 ///
 /// # Errors
 /// [`LifeError`]: what could not be ended, or an operation that does not end.
@@ -187,8 +189,8 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
     Ok(())
 }
 
-/// Ends the process that works on a VM, if that is another one: it may be stopped, or wait for ever. Its operation is interrupted, as by any
-/// kill.
+/// Ends the process that works on a VM, if that is another one: it may be stopped, or wait for ever. Its operation is
+/// interrupted, as by any kill.
 ///
 /// # Errors
 /// [`LifeError`]: it does not end.

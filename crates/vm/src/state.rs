@@ -12,7 +12,8 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// The newest format that this Rekindle reads. It writes an older one where that is enough, so that older versions understand it.
+/// The newest format that this Rekindle reads. It writes an older one where that is enough, so that older versions
+/// understand it.
 pub const FORMAT: u32 = 6;
 
 /// `state.json`.

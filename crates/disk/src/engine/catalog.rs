@@ -1,7 +1,7 @@
 //! The trait between the front end and the parts that know the disk's blocks.
 //!
-//! The front end moves bytes. It does not know where a block is, whether a write must wait for a checkpoint, or what a reboot needs to know
-//! later. It asks a [`BlockCatalog`], in this order for each request:
+//! The front end moves bytes. It does not know where a block is, whether a write must wait for a checkpoint, or what
+//! a reboot needs to know later. It asks a [`BlockCatalog`], in this order for each request:
 //!
 //! ```text
 //! a request is taken    record_request
@@ -151,8 +151,8 @@ pub(super) trait BlockCatalog {
     /// Whether [`Self::take_retained`] may find blocks.
     fn has_retained_blocks(&self) -> bool;
 
-    /// Copies blocks from `first` on out of the retained cache, as many as fit into `into`. Returns the digest of each block that was there
-    /// and equals the disk's. All of them are removed from the retained cache.
+    /// Copies blocks from `first` on out of the retained cache, as many as fit into `into`. Returns the digest of
+    /// each block that was there and equals the disk's. All of them are removed from the retained cache.
     fn take_retained(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>>;
 
     /// Calls `piece` with each piece of a range, in order, and where its data is.
@@ -175,7 +175,8 @@ pub(super) trait BlockCatalog {
     /// Decides where a part writes a change. `entry`: that of an earlier attempt.
     fn reserve(&mut self, part: PartId, change: Change, entry: Option<LogEntry>, limit: SpaceLimit) -> WriteTarget;
 
-    /// Writes the header of an entry with this data to `into`. `None`: the log has ended, which it does only when no entry is reserved.
+    /// Writes the header of an entry with this data to `into`. `None`: the log has ended, which it does only when no
+    /// entry is reserved.
     fn write_entry_header(&self, entry: &LogEntry, data: &[u8], into: &mut [u8]) -> Option<()>;
 
     fn entry_file(&self, entry: &LogEntry) -> Option<Arc<File>>;
@@ -209,7 +210,8 @@ pub(super) trait BlockCatalog {
     /// Records that a block with this digest was moved to a frame.
     fn record_served(&mut self, block: u64, frame: Frame, digest: Digest);
 
-    /// Records moved blocks, whose data begins at byte `start` of the buffer. Returns the buffer if it is not needed any more.
+    /// Records moved blocks, whose data begins at byte `start` of the buffer. Returns the buffer if it is not needed
+    /// any more.
     fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, start: usize) -> Option<Buffer>;
 
     fn record_entry(&mut self, entry: &LogEntry, result: EntryResult<'_>);

@@ -157,7 +157,8 @@ pub enum CacheCommand {
     ///
     /// With a path: other disks' servers use the same memory, and find the frames that this one needs in that file.
     Keep(Option<PathBuf>, Answer<usize>),
-    /// The guest is about to start another kernel in its memory, which is to use what is cached. Answered with the number of blocks.
+    /// The guest is about to start another kernel in its memory, which is to use what is cached. Answered with the
+    /// number of blocks.
     Reuse(Answer<usize>),
     /// The files in which the other servers show which frames they need.
     Share(Vec<PathBuf>, Answer<()>),

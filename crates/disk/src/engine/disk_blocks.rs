@@ -69,8 +69,8 @@ impl DiskBlocks {
         Ok(std::mem::replace(&mut self.capacity, measured))
     }
 
-    /// Length and times of the image. For a device, and for an image into which a log is merged, the times mean nothing: only the lock
-    /// prevents changes by others.
+    /// Length and times of the image. For a device, and for an image into which a log is merged, the times mean
+    /// nothing: only the lock prevents changes by others.
     pub fn image_state(&self) -> ImageState {
         ImageState { capacity: self.capacity, stamp: self.image_stamp() }
     }

@@ -7,25 +7,18 @@
 //!        │                 │   Engine    │ the loop: waits for a completion or a command, and lets each part work
 //!        │                 └──────┬──────┘
 //!  ┌─────┴────────────────────────┴──────┐
-//!  │ front_end::FrontEnd                 │ owns: connected QEMUs and their memory, queues, requests in progress and the
-//!  │ vhost-user: queues, descriptor      │ record of them that outlives the server, rate limit, the io_uring ring, buffers
-//!  │ chains, replay of a killed server's │
-//!  │ requests                            │
-//!  └─────┬───────────────────────────────┘
-//!        │ catalog::BlockCatalog:  where is this block?   may I write it?   what must be recorded?
-//!  ┌─────┴───────────────────────────────┐
-//!  │ disk_blocks::DiskBlocks             │ owns: the image, and the two parts below, of which neither knows the other
-//!  └─────┬─────────────────────────┬─────┘
-//!  ┌─────┴──────────────────┐ ┌────┴─────────────────────┐
-//!  │ redo_log::EngineLog    │ │ reboot_cache::RebootCache│
-//!  │ owns: where each block │ │ owns: the block map of   │
-//!  │ of a protected disk is │ │ the running guest, the   │
-//!  │ in the log, writes     │ │ retained cache of the    │
-//!  │ that wait for space,   │ │ previous one, the ledger │
-//!  │ space to reclaim       │ │ of touched blocks        │
-//!  └────────────────────────┘ └──────────────────────────┘
-//!    epochs, seals, merges:     how blocks are kept, checked and
-//!    crate::redo                given back: crate::retained, crate::block_map, crate::ledger
+//!  │ front_end::FrontEnd                 │ owns: connected QEMUs and their memory, queues, requests in progress and
+//! the  │ vhost-user: queues, descriptor      │ record of them that outlives the server, rate limit, the io_uring
+//! ring, buffers  │ chains, replay of a killed server's │  │ requests                            │
+//! └─────┬───────────────────────────────┘        │ catalog::BlockCatalog:  where is this block?   may I write it?
+//! what must be recorded?  ┌─────┴───────────────────────────────┐  │ disk_blocks::DiskBlocks             │ owns: the
+//! image, and the two parts below, of which neither knows the other  └─────┬─────────────────────────┬─────┘
+//! ┌─────┴──────────────────┐ ┌────┴─────────────────────┐  │ redo_log::EngineLog    │ │ reboot_cache::RebootCache│
+//! │ owns: where each block │ │ owns: the block map of   │  │ of a protected disk is │ │ the running guest, the   │
+//! │ in the log, writes     │ │ retained cache of the    │  │ that wait for space,   │ │ previous one, the ledger │
+//! │ space to reclaim       │ │ of touched blocks        │  └────────────────────────┘ └──────────────────────────┘
+//! epochs, seals, merges:     how blocks are kept, checked and    crate::redo                given back:
+//! crate::retained, crate::block_map, crate::ledger
 //! ```
 //!
 //! | module | contents |
@@ -37,8 +30,9 @@
 //! | [`ledger_commands`] | commands for phase-based reboots |
 //! | [`visit`] | functions of the redo log's keeper that run on this thread |
 //!
-//! All data passes through the engine's own buffers. So a digest is of the bytes that were moved, even if the guest changes its page
-//! meanwhile; a write has the content of one moment; and a guest cannot change what a device is still reading.
+//! All data passes through the engine's own buffers. So a digest is of the bytes that were moved, even if the guest
+//! changes its page meanwhile; a write has the content of one moment; and a guest cannot change what a device is
+//! still reading.
 //!
 //! ```text
 //! read    disk ── buffer ──> digest, guest, block map          write   guest ── buffer ──> digest, disk, block map

@@ -1,4 +1,5 @@
-//! The redo log in the engine: where each block of a protected disk is, which writes wait, and which space is free again.
+//! The redo log in the engine: where each block of a protected disk is, which writes wait, and which space is free
+//! again.
 //!
 //! Epochs, seals and merges are in [`crate::redo`], whose keeper visits this part between two of the engine's steps
 //! ([`super::visit`]). The front end writes the entries; this part knows where, and does its own syncs and holes.
@@ -294,8 +295,8 @@ impl EngineLog {
         self.is_sync_wanted || self.is_reclaim_wanted || !self.reclaims.is_empty()
     }
 
-    /// Starts what frees space in the log: syncs of segments with overwritten entries, and holes in place of entries that no request in
-    /// progress can be about to read.
+    /// Starts what frees space in the log: syncs of segments with overwritten entries, and holes in place of entries
+    /// that no request in progress can be about to read.
     pub(super) fn reclaim_space(&mut self, io: &mut DiskIo, requests: RequestSequence) {
         if std::mem::take(&mut self.is_sync_wanted) {
             self.begin_sync(io);

@@ -1,17 +1,20 @@
-//! The blocks that a guest has touched, that is read or written, until a moment, and whether any of them was written since.
+//! The blocks that a guest has touched, that is read or written, until a moment, and whether any of them was written
+//! since.
 //!
-//! For phase-based reboots: a guest's snapshot may be used again while the disk is, for all that the guest can know, as it was at the
-//! snapshot. A guest knows a block if it has read or written it. So the ledger records the *touched* blocks from the guest's boot on. A
-//! mark keeps those of its moment, and becomes stale with the first request that writes any of them, whatever the data and the result.
+//! For phase-based reboots: a guest's snapshot may be used again while the disk is, for all that the guest can know,
+//! as it was at the snapshot. A guest knows a block if it has read or written it. So the ledger records the *touched*
+//! blocks from the guest's boot on. A mark keeps those of its moment, and becomes stale with the first request that
+//! writes any of them, whatever the data and the result.
 //!
 //! ```text
-//! boot ──── reads and writes ──── mark ──── reads and writes ──── check: stale if a block that was touched before the mark
-//!           touched blocks        keeps a copy                    was written after it, or if the image shows another change
+//! boot ──── reads and writes ──── mark ──── reads and writes ──── check: stale if a block that was touched before
+//! the mark           touched blocks        keeps a copy                    was written after it, or if the image
+//! shows another change
 //! ```
 //!
-//! The ledger exists only in the server's memory, and a mark names its server. When a server ends or is killed, or its host fails, its
-//! marks are lost, so that writes by another process in between do not matter. While the server runs, the image is locked
-//! ([`crate::image`]).
+//! The ledger exists only in the server's memory, and a mark names its server. When a server ends or is killed, or
+//! its host fails, its marks are lost, so that writes by another process in between do not matter. While the server
+//! runs, the image is locked ([`crate::image`]).
 
 mod block_set;
 
@@ -93,8 +96,8 @@ struct LedgerMark {
 }
 
 impl LedgerMark {
-    /// Checks that the guest of this mark cannot notice any difference between the disk then and now. `writes`: number of the guest's
-    /// writes until now.
+    /// Checks that the guest of this mark cannot notice any difference between the disk then and now. `writes`:
+    /// number of the guest's writes until now.
     fn check_unchanged(&self, image: &ImageState, writes: u64) -> Result<(), StaleReason> {
         if let Some(block) = self.overwritten {
             return Err(StaleReason::Written { block });
@@ -116,7 +119,8 @@ impl LedgerMark {
 #[derive(Debug)]
 pub struct Ledger {
     server: Uuid,
-    /// The blocks that the guest has touched since its boot. `None`: unknown, because the guest is older than this server.
+    /// The blocks that the guest has touched since its boot. `None`: unknown, because the guest is older than this
+    /// server.
     touched: Option<BlockSet>,
     /// By number, the oldest first.
     marks: VecDeque<LedgerMark>,

@@ -69,7 +69,8 @@ impl LedgerModel {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
-    /// A guest is set back to a mark only if all blocks that it had touched are unchanged, and always if none of them was written.
+    /// A guest is set back to a mark only if all blocks that it had touched are unchanged, and always if none of them
+    /// was written.
     #[test]
     fn no_guest_continues_from_a_stale_mark(steps in prop::collection::vec(step(), 1..60)) {
         let (mut ledger, mut model) = (Ledger::default(), LedgerModel { bytes: CAPACITY, ..LedgerModel::default() });

@@ -34,8 +34,8 @@ pub struct EpochState {
     /// File name of the image; none if an earlier version created the log.
     #[serde(default)]
     pub image: Option<String>,
-    /// Sealed epochs whose segments have a seal record: first and last of each range. Some may be merged or discarded. The oldest are
-    /// missing if there is no space for them.
+    /// Sealed epochs whose segments have a seal record: first and last of each range. Some may be merged or
+    /// discarded. The oldest are missing if there is no space for them.
     #[serde(default)]
     pub segments: Vec<(u64, u64)>,
 }
@@ -73,8 +73,8 @@ impl EpochState {
         }
     }
 
-    /// Drops the ranges of `segments` that are merged or discarded, and the oldest others until the state fits into its slot: the other
-    /// fields must always be recorded. Returns the first and last epoch of those others.
+    /// Drops the ranges of `segments` that are merged or discarded, and the oldest others until the state fits into
+    /// its slot: the other fields must always be recorded. Returns the first and last epoch of those others.
     pub fn fit_segments(&mut self) -> Option<(u64, u64)> {
         let (merged, dead) = (self.merged, &self.dead);
         let is_dead = |first, last| dead.iter().any(|(from, to)| *from <= first && last <= *to);

@@ -1,4 +1,5 @@
-//! All file operations of a log apart from the guest's requests, behind traits: a test can record, lose, tear or fail each one.
+//! All file operations of a log apart from the guest's requests, behind traits: a test can record, lose, tear or fail
+//! each one.
 
 use crate::image::Durability;
 use rekindle_kernel::file::{self, Lock};
@@ -81,7 +82,8 @@ pub trait LogFiles: Debug + Send + Sync + 'static {
     /// # Errors
     /// `NotFound`, and the system's.
     fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>>;
-    /// Opens a file and locks it for this process, once no other process has I/O in progress on it. Does not follow symbolic links.
+    /// Opens a file and locks it for this process, once no other process has I/O in progress on it. Does not follow
+    /// symbolic links.
     ///
     /// # Errors
     /// `NotFound`, `ResourceBusy`, `InvalidInput` if it is not a regular file, and the system's.
@@ -281,7 +283,8 @@ impl LogFiles for LocalFiles {
                 Err(rustix::io::Errno::WOULDBLOCK) => return Err(io::ErrorKind::ResourceBusy.into()),
                 Err(e) => return Err(e.into()),
             }
-            // A previous log may have removed the directory before the lock was taken, and another one created a new one.
+            // A previous log may have removed the directory before the lock was taken, and another one created a new
+            // one.
             let ours = directory.metadata()?;
             if fs::metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
                 return Ok(Some(LocalClaim { _directory: directory }));

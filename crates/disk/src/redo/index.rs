@@ -58,8 +58,8 @@ impl Index {
         before.into_iter().chain(self.0.range(at..end)).map(|(at, extent)| (*at, *extent)).collect()
     }
 
-    /// Records that the entry with `sequence` has the content of `at..end`, except where a newer entry is recorded. Calls `loses` with
-    /// epoch, sequence number and byte count of each entry that is overwritten.
+    /// Records that the entry with `sequence` has the content of `at..end`, except where a newer entry is recorded.
+    /// Calls `loses` with epoch, sequence number and byte count of each entry that is overwritten.
     pub fn insert(&mut self, at: u64, end: u64, sequence: u64, source: Source, mut loses: impl FnMut(u64, u64, u64)) {
         let mut from = at;
         let put = |map: &mut BTreeMap<u64, Extent>, from: u64, to: u64| {

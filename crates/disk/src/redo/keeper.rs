@@ -6,9 +6,9 @@
 //! | `make_segments` | creates segments before they are needed |
 //! | [`merging::Merger`] | merges and ends logs. It alone has the [`MergeTarget`], so there is one merge at a time |
 //!
-//! The engine never waits for any of this: its state is visited between two of its steps. Locks: `current` is held while the directory
-//! changes and while a log begins or ends, so that directory, log and tasks always belong to one log. The engine may be visited under
-//! it. `tasks` is taken last, and nothing waits under it.
+//! The engine never waits for any of this: its state is visited between two of its steps. Locks: `current` is held
+//! while the directory changes and while a log begins or ends, so that directory, log and tasks always belong to one
+//! log. The engine may be visited under it. `tasks` is taken last, and nothing waits under it.
 
 mod merging;
 #[cfg(test)]
@@ -203,7 +203,8 @@ impl<D: LogFiles + Clone, T: Threads> OpenedLog<D, T> {
 }
 
 impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
-    /// Ends the threads and releases image and log, for the server's end. A merge ends after its current step; the next server repeats it.
+    /// Ends the threads and releases image and log, for the server's end. A merge ends after its current step; the
+    /// next server repeats it.
     pub fn release(&self) {
         self.tasks.with(|tasks| tasks.stop = true);
         self.threads.with(std::mem::take).into_iter().for_each(T::join);
@@ -330,7 +331,8 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         is_gone
     }
 
-    /// Ends the current epoch. Returns the epoch that the disk is now as of. Does no I/O if the previous epoch was sealed.
+    /// Ends the current epoch. Returns the epoch that the disk is now as of. Does no I/O if the previous epoch was
+    /// sealed.
     ///
     /// *Needs:* the guest is stopped: no queue runs, no request is in progress.
     ///
@@ -421,7 +423,8 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         Ok(())
     }
 
-    /// Records that a checkpoint with this epoch is committed: the epoch may be merged, older ones are not needed. Does not wait.
+    /// Records that a checkpoint with this epoch is committed: the epoch may be merged, older ones are not needed.
+    /// Does not wait.
     ///
     /// # Errors
     /// [`Refused`].
@@ -439,7 +442,8 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         })
     }
 
-    /// Requests that the log is merged and removed, while the guest runs. Does not wait: the server's status has no log when it is done.
+    /// Requests that the log is merged and removed, while the guest runs. Does not wait: the server's status has no
+    /// log when it is done.
     pub fn end(&self) {
         self.tasks.with(|tasks| {
             if !std::mem::replace(&mut tasks.is_end_wanted, true) {

@@ -1,7 +1,7 @@
 //! The log in a server's memory: where the next write goes, and where each sector is.
 //!
-//! This module does no I/O. The caller allocates an entry, writes it and reports the result. So the same code serves the engine
-//! (`io_uring`, many writes at a time) and tests that lose, tear and reorder writes.
+//! This module does no I/O. The caller allocates an entry, writes it and reports the result. So the same code serves
+//! the engine (`io_uring`, many writes at a time) and tests that lose, tear and reorder writes.
 
 use super::format::{EntryHeader, EntryKind, PAGE, Page, checksum, length, write_header};
 use super::index::{Index, Source};
@@ -253,7 +253,8 @@ impl<F: Clone> Log<F> {
         self.segments.is_empty()
     }
 
-    /// Adds a segment from the directory, with its entries. `is_sealed`: the epoch is sealed, and the segment has a seal record.
+    /// Adds a segment from the directory, with its entries. `is_sealed`: the epoch is sealed, and the segment has a
+    /// seal record.
     pub(crate) fn add_segment(&mut self, segment: Segment<F>, end: u64, entries: Vec<LogEntry>, is_sealed: bool) {
         let epoch = segment.epoch;
         self.segments.insert(epoch, Segment { tail: end, ..segment });
@@ -376,8 +377,9 @@ impl<F: Clone> Log<F> {
         pieces
     }
 
-    /// Ends the current epoch: later writes are of the next one. Returns the epoch that the disk is now as of, provided that no write is
-    /// in progress; `None` if the next segment is missing. An epoch without writes is not ended.
+    /// Ends the current epoch: later writes are of the next one. Returns the epoch that the disk is now as of,
+    /// provided that no write is in progress; `None` if the next segment is missing. An epoch without writes is not
+    /// ended.
     pub fn mark(&mut self) -> Option<u64> {
         if self.segments.contains_key(&self.epoch) {
             if !self.ready.contains_key(&(self.epoch + 1)) {
@@ -411,8 +413,8 @@ impl<F: Clone> Log<F> {
         Some(dirty.map(unsynced).collect())
     }
 
-    /// Records the result of a sync. Returns whether the first `written` entries are durable. They are not if another sync of the segment
-    /// failed: the kernel reports an error to one of them only.
+    /// Records the result of a sync. Returns whether the first `written` entries are durable. They are not if another
+    /// sync of the segment failed: the kernel reports an error to one of them only.
     pub fn record_sync(&mut self, epoch: u64, written: u64, outcome: SyncOutcome) -> bool {
         // A merged segment is in the image, which was synced.
         let Some(segment) = self.segments.get_mut(&epoch) else { return outcome == SyncOutcome::Synced };
@@ -431,8 +433,8 @@ impl<F: Clone> Log<F> {
         all.into_iter().filter(|unsynced| has(unsynced.epoch)).collect()
     }
 
-    /// Returns the space of entries that durable entries of the same epoch have overwritten: file, first byte, bytes. Only when the log
-    /// is over half its limit.
+    /// Returns the space of entries that durable entries of the same epoch have overwritten: file, first byte, bytes.
+    /// Only when the log is over half its limit.
     pub fn reclaim(&mut self) -> Vec<(F, u64, u64)> {
         let mut reclaimed = Vec::new();
         if self.bytes * 2 <= self.limit {
@@ -462,7 +464,8 @@ impl<F: Clone> Log<F> {
         (self.closed, self.epoch) = (self.epoch, self.epoch + 1);
     }
 
-    /// Calls `call` once no write into an epoch up to `upto` is in progress, possibly immediately. `call` must not block.
+    /// Calls `call` once no write into an epoch up to `upto` is in progress, possibly immediately. `call` must not
+    /// block.
     pub fn when_idle(&mut self, upto: u64, call: impl FnOnce() + Send + 'static) {
         if is_busy(&self.segments, upto) {
             self.when_idle = Some((upto, WhenIdle(Box::new(call))));

@@ -1,6 +1,7 @@
 //! Copies epochs into the image.
 //!
-//! There is one merge at a time: a merge needs the [`MergeTarget`], which exists once for an open image and cannot be cloned.
+//! There is one merge at a time: a merge needs the [`MergeTarget`], which exists once for an open image and cannot be
+//! cloned.
 
 use super::error::RedoError;
 use super::files::{LogFile, LogFiles, Synced};
@@ -55,11 +56,14 @@ impl<D: LogFiles> SharedDirectory<D> for Mutex<Option<LogDirectory<D>>> {
 /// Merges a batch into the image.
 ///
 /// *Needs:* committed and sealed epochs; no other writer of the image.
-/// *On success:* the image is the disk of the last epoch, durably, and the state records that; the segments can be removed.
-/// *On failure:* the log is unchanged. If an entry is damaged, so are the image and the state: older epochs stay available. After another
-/// failure the image may be between two epochs, and the state prevents its use as an older one.
+/// *On success:* the image is the disk of the last epoch, durably, and the state records that; the segments can be
+/// removed.
+/// *On failure:* the log is unchanged. If an entry is damaged, so are the image and the state: older epochs stay
+/// available. After another failure the image may be between two epochs, and the state prevents its use as an older
+/// one.
 ///
-/// Reads each entry twice: once before the first write, to find damage while the image is still that of the older epochs.
+/// Reads each entry twice: once before the first write, to find damage while the image is still that of the older
+/// epochs.
 ///
 /// Calls `pace` after each step; an error of it ends the merge.
 ///

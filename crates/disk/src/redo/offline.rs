@@ -47,8 +47,9 @@ pub fn image_name(image: &Path) -> Option<String> {
     path.file_name().map(|name| name.to_string_lossy().into_owned())
 }
 
-/// Summarizes the log in a directory, even while a server uses it. `None`: no log. `upto`: only segments of epochs up to this are read
-/// and checked, as for the disk of that epoch; 0 for the state alone, `u64::MAX` for the newest disk.
+/// Summarizes the log in a directory, even while a server uses it. `None`: no log. `upto`: only segments of epochs up
+/// to this are read and checked, as for the disk of that epoch; 0 for the state alone, `u64::MAX` for the newest
+/// disk.
 ///
 /// # Errors
 /// [`RedoError`], also for a damaged log.
@@ -140,8 +141,8 @@ pub enum MergeError {
     Redo(#[from] RedoError),
 }
 
-/// Merges the log of an image completely, and removes it. Returns the number of merged epochs; `None` if there is no log.
-/// `renamed_from`: the previous file name of a renamed image.
+/// Merges the log of an image completely, and removes it. Returns the number of merged epochs; `None` if there is no
+/// log. `renamed_from`: the previous file name of a renamed image.
 ///
 /// *Needs:* no other process has the image open.
 /// *On success:* the image is the newest disk; the disks of checkpoints are no longer available.

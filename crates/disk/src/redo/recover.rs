@@ -20,8 +20,8 @@ pub enum DiskVersion {
     Newest,
     /// The disk of a checkpoint.
     Epoch { epoch: u64, disk: Uuid },
-    /// The disk of a guest that resumed from a checkpoint and may not have written since. Epochs that it has not discarded by a write are
-    /// not its own. The newest disk, if none of them is left.
+    /// The disk of a guest that resumed from a checkpoint and may not have written since. Epochs that it has not
+    /// discarded by a write are not its own. The newest disk, if none of them is left.
     Since {
         epoch: u64,
         disk: Uuid,

@@ -206,8 +206,8 @@ impl<D: LogFiles> LogDirectory<D> {
         Ok(())
     }
 
-    /// Checks that the log belongs to the image with this file name, and adds the name to the log of an earlier version.
-    /// `renamed_from`: the previous name of a renamed image.
+    /// Checks that the log belongs to the image with this file name, and adds the name to the log of an earlier
+    /// version. `renamed_from`: the previous name of a renamed image.
     ///
     /// # Errors
     /// [`RedoError::OtherImage`]; [`RedoError::Io`].
@@ -305,8 +305,8 @@ impl<D: LogFiles> LogDirectory<D> {
         Ok(())
     }
 
-    /// Records that the log is about to end: the image has all its writes, and may become newer than each of its epochs. `next`: the
-    /// current epoch; it and the one after it may have segments, which are empty.
+    /// Records that the log is about to end: the image has all its writes, and may become newer than each of its
+    /// epochs. `next`: the current epoch; it and the one after it may have segments, which are empty.
     ///
     ///
     /// # Errors
@@ -316,8 +316,8 @@ impl<D: LogFiles> LogDirectory<D> {
         self.record(|state| (state.floor, state.merged) = (state.floor.max(done), state.merged.max(done)))
     }
 
-    /// Removes the log. All of it must be merged, and [`Self::close`] must have succeeded. Files that no log created stay, and so does
-    /// the directory then.
+    /// Removes the log. All of it must be merged, and [`Self::close`] must have succeeded. Files that no log created
+    /// stay, and so does the directory then.
     ///
     /// # Errors
     /// [`RedoError`]; a log without writes, or none, remains.

@@ -1,8 +1,9 @@
-//! The frames of a previous guest's memory that a server needs: a bitmap that the servers of the VM's other disks can read.
+//! The frames of a previous guest's memory that a server needs: a bitmap that the servers of the VM's other disks can
+//! read.
 //!
-//! All disks of a VM have their blocks in the same memory, and each server knows only its own. So each publishes the frames that it
-//! needs, in a file that it keeps locked, and a frame is released to the host when no server needs it. A bit is set when the claim is
-//! created, cleared when the frame is not needed any more, and never set again.
+//! All disks of a VM have their blocks in the same memory, and each server knows only its own. So each publishes the
+//! frames that it needs, in a file that it keeps locked, and a frame is released to the host when no server needs it.
+//! A bit is set when the claim is created, cleared when the frame is not needed any more, and never set again.
 //!
 //! ```text
 //! 0      magic

@@ -179,7 +179,8 @@ fn frames((first, bytes): (u64, u64)) -> (Frame, Frame) {
     (first as Frame, (first + bytes / BLOCK as u64) as Frame)
 }
 
-/// A step width that visits each of `count` places once, and soon reaches each part of them: near the golden ratio, coprime to `count`.
+/// A step width that visits each of `count` places once, and soon reaches each part of them: near the golden ratio,
+/// coprime to `count`.
 fn spread(count: u64) -> u64 {
     let divides_both = |mut a: u64, mut b: u64| {
         while b != 0 {

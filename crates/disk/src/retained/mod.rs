@@ -1,14 +1,16 @@
 //! The retained cache: the RAM of the guest's previous boot, as a cache of its disk (CacheMind, section 3.1).
 //!
-//! A block is served only if the frame that last held it still has the digest of the disk's content. What the guest changed, reused or
-//! damaged before it ended has another digest (section 3.2, without protecting any page). The frame of a served block is released to
-//! the host, so that retained cache and new memory together are no larger than the guest.
+//! A block is served only if the frame that last held it still has the digest of the disk's content. What the guest
+//! changed, reused or damaged before it ended has another digest (section 3.2, without protecting any page). The
+//! frame of a served block is released to the host, so that retained cache and new memory together are no larger than
+//! the guest.
 //!
-//! A VM with several disks has a retained cache in each of their servers, all in the same memory. A frame is released when no server
-//! needs it (`claim`). Nothing else is shared; what is served depends only on the digest.
+//! A VM with several disks has a retained cache in each of their servers, all in the same memory. A frame is released
+//! when no server needs it (`claim`). Nothing else is shared; what is served depends only on the digest.
 //!
-//! A guest that starts another kernel by kexec stays in its memory, so that no frame of it may be released. What the previous kernel
-//! cached is there until the new one uses the frames, and is served in the same way ([`RetainedCache::in_running_guest`]).
+//! A guest that starts another kernel by kexec stays in its memory, so that no frame of it may be released. What the
+//! previous kernel cached is there until the new one uses the frames, and is served in the same way
+//! ([`RetainedCache::in_running_guest`]).
 
 mod claim;
 mod maintain;
@@ -25,7 +27,8 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Whether blocks are served unchecked (feature `unchecked-cache`): for the fault experiment, without the protection from damage.
+/// Whether blocks are served unchecked (feature `unchecked-cache`): for the fault experiment, without the protection
+/// from damage.
 pub const UNCHECKED: bool = cfg!(feature = "unchecked-attic");
 /// Frames that are released together: 1 MiB.
 const RELEASE_BATCH: usize = 256;
@@ -72,8 +75,8 @@ pub struct CacheCounts {
 }
 
 impl RetainedCache {
-    /// The cache of a guest that has ended, from its memory and block map. `claim`: the file that shows the servers of the VM's other disks
-    /// which frames this one needs; no frame is released until [`RetainedCache::share`].
+    /// The cache of a guest that has ended, from its memory and block map. `claim`: the file that shows the servers
+    /// of the VM's other disks which frames this one needs; no frame is released until [`RetainedCache::share`].
     ///
     /// # Errors
     /// The system's.
@@ -112,7 +115,8 @@ impl RetainedCache {
         Ok(())
     }
 
-    /// Sets the files in which all other servers show which frames they need. Frames that no server needs are released from now on.
+    /// Sets the files in which all other servers show which frames they need. Frames that no server needs are
+    /// released from now on.
     ///
     /// # Errors
     /// The system's; nothing has changed.
@@ -164,8 +168,8 @@ impl RetainedCache {
         self.counts
     }
 
-    /// Takes the blocks from `first` on, as many as fit into `into`. Returns each block's digest, if it matches the disk. Matching or not,
-    /// the blocks are removed from the cache.
+    /// Takes the blocks from `first` on, as many as fit into `into`. Returns each block's digest, if it matches the
+    /// disk. Matching or not, the blocks are removed from the cache.
     pub fn take(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>> {
         let blocks = into.as_chunks_mut::<BLOCK>().0;
         let known: Vec<_> = (first..).zip(blocks.iter()).map(|(block, _)| self.map.take(block)).collect();
@@ -225,7 +229,8 @@ impl RetainedCache {
         true
     }
 
-    /// Releases frames that are not needed any more, except those that other servers need. A frame that cannot be released stays unused.
+    /// Releases frames that are not needed any more, except those that other servers need. A frame that cannot be
+    /// released stays unused.
     pub fn release_frames(&mut self) {
         if matches!(self.others, OtherUsers::Unknown) {
             return;
@@ -234,7 +239,8 @@ impl RetainedCache {
         if self.is_in_running_guest() {
             return;
         }
-        // Release all claims first, then check the other servers': of two servers at least one sees that neither needs the frame.
+        // Release all claims first, then check the other servers': of two servers at least one sees that neither
+        // needs the frame.
         done.iter().for_each(|frame| self.own.release(*frame));
         done.retain(|frame| self.needed(*frame as usize / 64) >> (frame % 64) & 1 == 0);
         done.sort_unstable();

@@ -5,11 +5,13 @@
 //! | `peer` | a front end's connection, its memory and its rings |
 //! | `steps` | the steps of a program: messages in any order, changes of rings and descriptors while the engine reads them |
 //!
-//! After each program the server must be as before: every queue has stopped when requested, every connection is closed, a well-behaved
-//! guest is served and finds its data on the disk, and no thread and no descriptor is left. A wait longer than [`DEADLINE`] is a hang.
+//! After each program the server must be as before: every queue has stopped when requested, every connection is
+//! closed, a well-behaved guest is served and finds its data on the disk, and no thread and no descriptor is left. A
+//! wait longer than [`DEADLINE`] is a hang.
 //! [`World::check_growth`] checks the memory.
 //!
-//! Shared by the test `hostile_peers`, which runs a fixed number of programs on each build, and the target `engine` in `fuzz/`.
+//! Shared by the test `hostile_peers`, which runs a fixed number of programs on each build, and the target `engine`
+//! in `fuzz/`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 #![allow(dead_code, reason = "each user needs a part of it")]

@@ -18,14 +18,15 @@
 //!   the kernel lets us (root, `CONFIG_CHECKPOINT_RESTORE`). Elsewhere only calls that every process makes are made.
 //! - **Restartable sequences** (rseq): a thread within one is resumed and stopped again a moment later.
 //!
-//! Nothing is taken on trust: at both ends of a call the kernel is asked which call at which instruction the thread stands at, and everything
-//! has a deadline. On any doubt the thread gets its own registers back and is released, and the call is reported as not done. Only a
-//! thread that is within the kernel and cannot be interrupted is waited for, since its registers cannot be restored there.
+//! Nothing is taken on trust: at both ends of a call the kernel is asked which call at which instruction the thread
+//! stands at, and everything has a deadline. On any doubt the thread gets its own registers back and is released, and
+//! the call is reported as not done. Only a thread that is within the kernel and cannot be interrupted is waited for,
+//! since its registers cannot be restored there.
 //!
 //! If we are killed, the kernel detaches and the thread continues. Between the first register written and the last one
-//! restored (15 µs in the median, ten times that on a busy machine) it would continue within the vDSO with the registers of our
-//! call: only a death of our whole process at that very moment does that, since the thread that makes the call has all
-//! signals blocked. `PTRACE_O_EXITKILL` is never set.
+//! restored (15 µs in the median, ten times that on a busy machine) it would continue within the vDSO with the
+//! registers of our call: only a death of our whole process at that very moment does that, since the thread that
+//! makes the call has all signals blocked. `PTRACE_O_EXITKILL` is never set.
 
 mod thread;
 mod trace;
@@ -43,7 +44,8 @@ const PATIENCE: Duration = Duration::from_millis(250);
 const ALL: Duration = Duration::from_secs(30);
 /// How often a thread that is within a restartable sequence is stopped again.
 const ROUNDS: u32 = 20;
-/// How long one call may take with all that comes in between. It takes microseconds; a machine that is busy may not let the thread run.
+/// How long one call may take with all that comes in between. It takes microseconds; a machine that is busy may not
+/// let the thread run.
 const CALL: Duration = Duration::from_secs(10);
 /// Calls that any process makes under any filter that it can live with.
 const HARMLESS: [i64; 4] = [libc::SYS_ioctl, libc::SYS_close, libc::SYS_fcntl, libc::SYS_dup3];
@@ -188,8 +190,8 @@ pub struct Call {
 impl Call {
     /// Calls `number` (as `libc::SYS_*`), called `name` in errors, with up to six arguments.
     ///
-    /// It must not wait: a call that does not return keeps the thread, and a call that sets a `restart_block` breaks the
-    /// call that was interrupted. Addresses among the arguments are addresses of the other process.
+    /// It must not wait: a call that does not return keeps the thread, and a call that sets a `restart_block` breaks
+    /// the call that was interrupted. Addresses among the arguments are addresses of the other process.
     #[must_use]
     pub fn new<const N: usize>(name: &'static str, number: i64, arguments: [u64; N]) -> Self {
         const { assert!(N <= 6) };

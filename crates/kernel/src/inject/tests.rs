@@ -367,7 +367,8 @@ fn waits_with_a_time_out_end_by_it_and_never_by_a_call_of_ours() {
 }
 
 impl Victim {
-    /// As [`Victim::disturb_until_the_end`], but with a pause longer than a time-out in between, since some start again.
+    /// As [`Victim::disturb_until_the_end`], but with a pause longer than a time-out in between, since some start
+    /// again.
     fn disturb_gently(&mut self) -> u32 {
         let injector = self.injector();
         let mut count = 0;
@@ -617,7 +618,8 @@ fn a_call_that_does_not_return_is_interrupted_at_its_deadline() {
 
 #[test]
 fn a_thread_that_does_not_come_to_its_call_in_time_has_its_registers_back() {
-    // The deadline is over before it can have come there; whether it has by then is a matter of chance, and either is to be undone.
+    // The deadline is over before it can have come there; whether it has by then is a matter of chance, and either is
+    // to be undone.
     for kind in ["read", "epoll-for-ever", "compute"] {
         let mut victim = Victim::start(kind);
         let instruction = victim.injector().instruction;

@@ -99,7 +99,8 @@ pub(super) struct Tracee {
     home: Option<user_regs_struct>,
     /// Its registers are ours.
     away: bool,
-    /// It is stopped at the beginning of a system call, which the kernel does with whatever registers it has when it continues.
+    /// It is stopped at the beginning of a system call, which the kernel does with whatever registers it has when it
+    /// continues.
     at_entry: bool,
     /// The call that was set up last.
     set_up: Option<SetUp>,
@@ -219,10 +220,12 @@ impl Tracee {
         Ok(Stop::Signal(stopped.signal))
     }
 
-    /// Lets it do the call that it has entered, and returns what the call returns. None: it was interrupted before it did anything.
+    /// Lets it do the call that it has entered, and returns what the call returns. None: it was interrupted before it
+    /// did anything.
     ///
-    /// A call that has not returned by the deadline is interrupted. One that the kernel does not let be interrupted is waited for: a thread
-    /// that is within the kernel cannot be given its registers back, and would continue with ours.
+    /// A call that has not returned by the deadline is interrupted. One that the kernel does not let be interrupted
+    /// is waited for: a thread that is within the kernel cannot be given its registers back, and would continue with
+    /// ours.
     pub(super) fn leave(&mut self, deadline: Instant) -> Result<Option<i64>, Doubt> {
         let mut late = false;
         self.at_entry = false;

@@ -267,7 +267,8 @@ impl Userfault {
         self.copy_as(address, pages, if wake { 0 } else { abi::MODE_DONTWAKE })
     }
 
-    /// As [`Userfault::copy`], and the pages are write-protected from their first moment on. The range must be registered for
+    /// As [`Userfault::copy`], and the pages are write-protected from their first moment on. The range must be
+    /// registered for
     /// [`Mode::WRITE_PROTECT`], too.
     ///
     /// # Errors

@@ -134,8 +134,8 @@ impl Remote {
         Ok(())
     }
 
-    /// Closes both copies. What is still registered is released by that, once no child of ours that was just forked has a
-    /// copy any more: to be sure, unregister it first.
+    /// Closes both copies. What is still registered is released by that, once no child of ours that was just forked
+    /// has a copy any more: to be sure, unregister it first.
     ///
     /// # Errors
     /// [`RemoteError::Inject`]. A process that has ended is no error.

@@ -66,8 +66,8 @@ impl RamDirectory {
     /// Replaces the RAM of VM `name`, whose QEMU has ended, with the waiting file of `bytes` bytes.
     ///
     /// *Needs:* a waiting file ([`RamDirectory::create_waiting`]); the old RAM is not in use.
-    /// *On success:* the waiting file has the name [`RamDirectory::file`], and its bytes are promised. Where both fit, the
-    /// old RAM is returned, so that the caller can release it later; otherwise it is released.
+    /// *On success:* the waiting file has the name [`RamDirectory::file`], and its bytes are promised. Where both
+    /// fit, the old RAM is returned, so that the caller can release it later; otherwise it is released.
     /// *On failure:* the old RAM is removed, if both did not fit.
     ///
     /// # Errors
@@ -102,8 +102,8 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
 
-    /// Runs `test` with a tmpfs of 8 MiB that has a guest's RAM file of `memory` MiB, `touched` MiB of them allocated, and
-    /// a waiting file of the same length.
+    /// Runs `test` with a tmpfs of 8 MiB that has a guest's RAM file of `memory` MiB, `touched` MiB of them
+    /// allocated, and a waiting file of the same length.
     fn with_waiting_ram(memory: u64, touched: usize, test: impl FnOnce(&RamDirectory, File)) {
         if !rustix::process::geteuid().is_root() {
             eprintln!("needs root: not run");

@@ -111,8 +111,8 @@ pub struct Progress {
 pub enum Completion {
     /// End it, and with it the record of writes.
     Release,
-    /// Keep it and ask again later, because a tracker still needs the record. Faults on zero pages that were not filled,
-    /// and pages given back, are handled meanwhile.
+    /// Keep it and ask again later, because a tracker still needs the record. Faults on zero pages that were not
+    /// filled, and pages given back, are handled meanwhile.
     Wait,
     /// Close only the pager's descriptor: a tracker has registered the memory with its own.
     HandedOver,
@@ -146,8 +146,8 @@ pub struct Pager {
 }
 
 impl Pager {
-    /// Registers the blocks of `ram` that `chosen` selects, in a QEMU that waits for its device state and whose guest has
-    /// not run. Pages that QEMU itself has written are overwritten from `source`.
+    /// Registers the blocks of `ram` that `chosen` selects, in a QEMU that waits for its device state and whose guest
+    /// has not run. Pages that QEMU itself has written are overwritten from `source`.
     ///
     /// `device`: QEMU's descriptor of `/dev/userfaultfd`, if QEMU may not open a userfaultfd itself.
     ///
@@ -260,8 +260,8 @@ impl Pager {
         Ok(())
     }
 
-    /// Puts a page of a RAM block before it is needed. Does nothing if the page is done, or is part of a larger host page, or
-    /// the block is not one of those that are filled.
+    /// Puts a page of a RAM block before it is needed. Does nothing if the page is done, or is part of a larger host
+    /// page, or the block is not one of those that are filled.
     ///
     /// # Errors
     /// [`PagerError`]; the page is unchanged.

@@ -23,8 +23,8 @@ const MAX_QUEUED: usize = 64;
 const TICK: Duration = Duration::from_millis(50);
 
 impl Pager {
-    /// Fills all pages: faulted pages first, then the runs of `order` (index among the chosen blocks, offsets), then the
-    /// rest. Returns when all pages are present and the registration has ended, or when `end` is set.
+    /// Fills all pages: faulted pages first, then the runs of `order` (index among the chosen blocks, offsets), then
+    /// the rest. Returns when all pages are present and the registration has ended, or when `end` is set.
     ///
     /// # Errors
     /// [`PagerError`]; everything stays registered, and `run` or [`Pager::take_over`] may continue.
@@ -37,8 +37,8 @@ impl Pager {
         self.run_until(source, order, end, || Completion::Release)
     }
 
-    /// As [`Pager::run`], but when all pages are present, `completion` decides what happens to the registration. The record
-    /// of writes ([`crate::tracker::Filling`]) ends with it.
+    /// As [`Pager::run`], but when all pages are present, `completion` decides what happens to the registration. The
+    /// record of writes ([`crate::tracker::Filling`]) ends with it.
     ///
     /// # Errors
     /// As for [`Pager::run`].
@@ -53,8 +53,8 @@ impl Pager {
         while !end.load(Ordering::Relaxed) {
             let wait = self.time_to_wait();
             self.events(wait)?;
-            // The end of the process is noticed otherwise only when its memory is accessed, which does not happen while the
-            // source fails, or while the registration is kept for a tracker.
+            // The end of the process is noticed otherwise only when its memory is accessed, which does not happen
+            // while the source fails, or while the registration is kept for a tracker.
             if !wait.is_zero() && !self.process.is_alive() {
                 return Err(PagerError::QemuEnded { pid: self.process.pid });
             }
@@ -81,9 +81,10 @@ impl Pager {
         Ok(self.progress())
     }
 
-    /// Supplies pages for faults, and fills their neighbours, until `end` is set. Other pages are not fetched, because that
-    /// would delay a guest that is being started. Another pager can take over afterwards. While `all` is set, the guest is
-    /// not started yet, and the other pages are filled too; if one cannot be fetched, they are left to the next pager.
+    /// Supplies pages for faults, and fills their neighbours, until `end` is set. Other pages are not fetched,
+    /// because that would delay a guest that is being started. Another pager can take over afterwards. While `all` is
+    /// set, the guest is not started yet, and the other pages are filled too; if one cannot be fetched, they are left
+    /// to the next pager.
     ///
     /// # Errors
     /// [`PagerError`]; everything stays registered.
@@ -194,7 +195,8 @@ impl Pager {
     fn serve<S: PageSource>(&mut self, source: &mut S) -> Result<(), PagerError> {
         while let Some((block, page)) = self.due() {
             let Some(paged) = self.blocks.get(block) else { break };
-            // A fault on a page that is done: it was filled since, is a zero page that was not filled, or was given back.
+            // A fault on a page that is done: it was filled since, is a zero page that was not filled, or was given
+            // back.
             let done = paged.is_done(page);
             let content = if done {
                 self.buffer.clear();
@@ -231,7 +233,8 @@ impl Pager {
         Ok(())
     }
 
-    /// Puts the content of the buffer into pages, and wakes the blocked threads. `false`: mappings are changing, try again.
+    /// Puts the content of the buffer into pages, and wakes the blocked threads. `false`: mappings are changing, try
+    /// again.
     pub(super) fn put(&mut self, block: usize, pages: Range<u64>, content: Content) -> Result<bool, PagerError> {
         let (Some(remote), Some(paged)) = (&self.remote, self.blocks.get_mut(block)) else { return Ok(true) };
         let addresses = paged.addresses(&pages);

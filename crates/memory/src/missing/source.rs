@@ -17,7 +17,8 @@ pub trait PageSource {
     /// Why a page could not be fetched.
     type Error: std::error::Error + Send + Sync + 'static;
 
-    /// Fetches a page of a RAM block, given by its position in the block table of the guest that is filled, into `buffer`.
+    /// Fetches a page of a RAM block, given by its position in the block table of the guest that is filled, into
+    /// `buffer`.
     ///
     /// # Errors
     /// When the page is unavailable now. The pager never replaces it with zeroes.

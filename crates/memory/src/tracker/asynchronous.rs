@@ -11,8 +11,8 @@ use rekindle_qemu::stopped::Stopped;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-/// Asynchronous tracker; see [the module](super). If it is dropped without [`Tracker::detach`], QEMU keeps its descriptor,
-/// and writes are still recorded for [`Asynchronous::resume`].
+/// Asynchronous tracker; see [the module](super). If it is dropped without [`Tracker::detach`], QEMU keeps its
+/// descriptor, and writes are still recorded for [`Asynchronous::resume`].
 #[derive(Debug)]
 pub struct Asynchronous {
     registered: Registered,
@@ -20,8 +20,8 @@ pub struct Asynchronous {
 }
 
 impl Asynchronous {
-    /// Starts to track all blocks of `ram` with the guest stopped. All pages count as not written, except one page of each
-    /// block that was written to test the tracking.
+    /// Starts to track all blocks of `ram` with the guest stopped. All pages count as not written, except one page of
+    /// each block that was written to test the tracking.
     ///
     /// `device`: QEMU's descriptor of `/dev/userfaultfd`, if QEMU may not open a userfaultfd itself.
     ///
@@ -44,8 +44,8 @@ impl Asynchronous {
         }
     }
 
-    /// Continues a record that an earlier process left in QEMU: writes since that process's last [`Tracker::collect`] are
-    /// still known. The caller must know that what was collected then is stored.
+    /// Continues a record that an earlier process left in QEMU: writes since that process's last [`Tracker::collect`]
+    /// are still known. The caller must know that what was collected then is stored.
     ///
     /// `None`: there is no record, or it does not cover all blocks of `ram`. Then all pages count as written: use
     /// [`Dirty::everything`] and [`Asynchronous::attach`].

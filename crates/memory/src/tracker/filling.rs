@@ -1,9 +1,9 @@
 //! Tracking while a pager fills the memory, by the pager's own record.
 //!
-//! A range belongs to one userfaultfd, so while pages are missing a tracker cannot register the memory itself. But the pager
-//! puts its pages write-protected ([`crate::missing`]), so a page that is mapped and not protected was written since. This
-//! tracker reads and resets that record through a duplicate of the pager's descriptor. Blocks that the pager does not fill
-//! are tracked as usual.
+//! A range belongs to one userfaultfd, so while pages are missing a tracker cannot register the memory itself. But
+//! the pager puts its pages write-protected ([`crate::missing`]), so a page that is mapped and not protected was
+//! written since. This tracker reads and resets that record through a duplicate of the pager's descriptor. Blocks
+//! that the pager does not fill are tracked as usual.
 //!
 //! Only pages that were *written* are reported. A missing page is neither reported nor read, because it still has the
 //! content of the checkpoint that the pager fills from. So that checkpoint, overwritten with the reported pages, is the
@@ -56,8 +56,8 @@ struct BlockDirty {
 }
 
 impl Filling {
-    /// Starts to read the record of a pager, which fills the blocks that `paged` selects, with the guest stopped. For these
-    /// blocks the record continues from the last collection by any process; the others count as not written.
+    /// Starts to read the record of a pager, which fills the blocks that `paged` selects, with the guest stopped. For
+    /// these blocks the record continues from the last collection by any process; the others count as not written.
     ///
     /// `None`: there is no pager that records. Then the caller must wait until all pages are present.
     ///
@@ -94,8 +94,8 @@ impl Filling {
         }
     }
 
-    /// Returns all present pages, for the case that an earlier collection was lost. Together with later collections these
-    /// are all pages that can differ from the checkpoint that the pager fills from.
+    /// Returns all present pages, for the case that an earlier collection was lost. Together with later collections
+    /// these are all pages that can differ from the checkpoint that the pager fills from.
     ///
     /// # Errors
     /// [`TrackError`].
@@ -113,7 +113,8 @@ impl Filling {
         Ok(dirty)
     }
 
-    /// Returns all pages of the blocks that the pager does not fill: their writes before [`Filling::attach`] are unknown.
+    /// Returns all pages of the blocks that the pager does not fill: their writes before [`Filling::attach`] are
+    /// unknown.
     ///
     /// # Errors
     /// [`TrackError`].
@@ -131,8 +132,8 @@ impl Filling {
     /// As [`Tracker::collect`]: returns what was written since the last call, and resets the record.
     ///
     /// # Errors
-    /// [`TrackError::Filled`] when the pager has unregistered the memory; [`TrackError`]: then a part of the record may be
-    /// lost, and [`Filling::everything`] counts as written.
+    /// [`TrackError::Filled`] when the pager has unregistered the memory; [`TrackError`]: then a part of the record
+    /// may be lost, and [`Filling::everything`] counts as written.
     pub fn collect(&mut self, stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError> {
         let mut dirty = nothing(&self.ram);
         for part in 0..self.paged.len() {
@@ -150,8 +151,9 @@ impl Filling {
         Ok(dirty)
     }
 
-    /// Collects for the last time, when all pages are present, and registers all blocks with the tracker's own descriptor.
-    /// No write is missed in between, because the guest is stopped. The pager closes its descriptor afterwards.
+    /// Collects for the last time, when all pages are present, and registers all blocks with the tracker's own
+    /// descriptor. No write is missed in between, because the guest is stopped. The pager closes its descriptor
+    /// afterwards.
     ///
     /// # Errors
     /// As for [`Filling::collect`].
@@ -210,7 +212,8 @@ impl Filling {
         Err(TrackError::Restless { id })
     }
 
-    /// Adds what was written in these registered runs, and protects it again. `false`: some are not registered any more.
+    /// Adds what was written in these registered runs, and protects it again. `false`: some are not registered any
+    /// more.
     fn collect_registered(
         &mut self,
         part: usize,
@@ -231,7 +234,8 @@ impl Filling {
             // Huge pages and private pages leave a trace in the page table when they are unmapped.
             return Ok(true);
         }
-        // A page of a file may have been unmapped after it was written: only the file distinguishes it from a missing one.
+        // A page of a file may have been unmapped after it was written: only the file distinguishes it from a missing
+        // one.
         let query = Query { none: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
         let mut absent = PageRuns::new();
         for run in inside {

@@ -71,8 +71,8 @@ impl Flight {
         self.blocks.iter().map(|block| (block.to_copy.len() + block.in_copy.len()) * block.page).sum()
     }
 
-    /// Notes that the pages of the next checkpoint are being collected and protected: from now on, writes that are allowed
-    /// are recorded for it.
+    /// Notes that the pages of the next checkpoint are being collected and protected: from now on, writes that are
+    /// allowed are recorded for it.
     pub(super) fn collecting(&mut self) {
         self.allowed = Some(Vec::new());
     }
@@ -136,7 +136,8 @@ impl Flight {
         }
     }
 
-    /// Notes that runs of a block have been copied. Returns the offsets of the pages for which writers wait, in any order.
+    /// Notes that runs of a block have been copied. Returns the offsets of the pages for which writers wait, in any
+    /// order.
     pub(super) fn copied(&mut self, index: usize, runs: &[Range<u64>]) -> Vec<Range<u64>> {
         let Some(block) = self.blocks.get_mut(index) else { return Vec::new() };
         for run in runs {

@@ -6,28 +6,32 @@
 //! - [`Asynchronous`]: the kernel itself removes the protection at the first write, which takes about 1 µs. No process of
 //!   Rekindle is needed, so the descriptor may stay in QEMU when the tracker ends, and the kernel continues to record.
 //! - [`Synchronous`]: the writer blocks, for 10 µs or more, until the tracker has copied the page (HydraVM, section on
-//!   copy-on-write). A descriptor has one kind of protection, and a range belongs to one descriptor; but the record is the
-//!   same, so the synchronous kind also tracks for the next checkpoint. Only the tracker has its descriptor: if the
-//!   tracker dies, the kernel lets all writers continue.
+//!   copy-on-write). A descriptor has one kind of protection, and a range belongs to one descriptor; but the record
+//! is the   same, so the synchronous kind also tracks for the next checkpoint. Only the tracker has its descriptor:
+//! if the   tracker dies, the kernel lets all writers continue.
 //!
-//! **DAX.** Where shared memory has no page, write protection puts a marker into the page table. A fault on a DAX file does
-//! not replace that marker, and the kernel repeats the fault for ever (Linux 6.12): the guest's virtual processor hangs. So
-//! RAM in such files is tracked by [`SoftDirty`] bits, which need no marker.
+//! **DAX.** Where shared memory has no page, write protection puts a marker into the page table. A fault on a DAX
+//! file does not replace that marker, and the kernel repeats the fault for ever (Linux 6.12): the guest's virtual
+//! processor hangs. So RAM in such files is tracked by [`SoftDirty`] bits, which need no marker.
 //!
 //! **Stopped guests.** A page that was pinned for a disk read before it was protected is written without a fault. So
 //! protecting and collecting require a [`Stopped`]; [`Tracker::peek`] does not.
 //!
-//! **Memory given back** (balloon, free page reporting). Private pages that were given back count as written. For shared
-//! memory the kernel keeps the protection when a page is punched out of the file, so the page does not count as written.
-//! Therefore unmapped pages are looked up in the file, and its holes are listed in [`Dirty::zero`], unless
+//! **Memory given back** (balloon, free page reporting). Private pages that were given back count as written. For
+//! shared memory the kernel keeps the protection when a page is punched out of the file, so the page does not count
+//! as written. Therefore unmapped pages are looked up in the file, and its holes are listed in [`Dirty::zero`],
+//! unless
 //! [`GuestRam::never_shrinking`]. (hugetlbfs does not report holes; there, unmapped pages count as written each time if
-//! their number leaves a doubt.) One case is missed: a page of shared memory that was given back and then only *read*, or
-//! whose first write had just started when the guest was stopped. It is zero, but counts as unchanged. That is correct for
-//! the guest: when it gives a page back, it states that it does not need the content, and that it may find it unchanged.
+//! their number leaves a doubt.) One case is missed: a page of shared memory that was given back and then only
+//! *read*, or whose first write had just started when the guest was stopped. It is zero, but counts as unchanged.
+//! That is correct for the guest: when it gives a page back, it states that it does not need the content, and that it
+//! may find it unchanged.
 //!
-//! **Memory that is being filled** after a restore belongs to the pager's descriptor: [`Filling`] reads the record of that.
+//! **Memory that is being filled** after a restore belongs to the pager's descriptor: [`Filling`] reads the record of
+//! that.
 //!
-//! **Added and removed blocks** are not detected here: call [`GuestRam::changes`] at each stop, and [`Tracker::adjust`].
+//! **Added and removed blocks** are not detected here: call [`GuestRam::changes`] at each stop, and
+//! [`Tracker::adjust`].
 
 mod asynchronous;
 mod filling;
@@ -156,8 +160,8 @@ impl Dirty {
 
 /// Dirty tracking of a running guest.
 pub trait Tracker {
-    /// Returns what was written since the last [`Tracker::collect`], without resetting the record. The guest may run, and
-    /// write these pages again.
+    /// Returns what was written since the last [`Tracker::collect`], without resetting the record. The guest may run,
+    /// and write these pages again.
     ///
     /// # Errors
     /// [`TrackError::Scan`], also when the protection is gone.
@@ -169,8 +173,8 @@ pub trait Tracker {
     /// [`TrackError`]: then a part of the record may be lost, and all pages count as written.
     fn collect(&mut self, stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError>;
 
-    /// Tracks the blocks of `ram` from now on, and reports in its order. Added blocks count as not written, so the caller
-    /// must copy all of them once.
+    /// Tracks the blocks of `ram` from now on, and reports in its order. Added blocks count as not written, so the
+    /// caller must copy all of them once.
     ///
     /// # Errors
     /// [`TrackError`]; then the old blocks are still tracked.

@@ -43,8 +43,8 @@ pub fn close_leftovers(injector: Injector) -> Result<usize, RemoteError> {
     Ok(found.len())
 }
 
-/// Checks that QEMU can open the userfaultfd that trackers need, by opening one and closing it. If this process is killed in
-/// between, the descriptor is one of the [`leftovers`].
+/// Checks that QEMU can open the userfaultfd that trackers need, by opening one and closing it. If this process is
+/// killed in between, the descriptor is one of the [`leftovers`].
 ///
 /// # Errors
 /// [`RemoteError`], which names the missing permission.
@@ -245,8 +245,8 @@ impl Registered {
         }
     }
 
-    /// Tests that writes are recorded: writes one byte of each block, unchanged, with the guest stopped. Its page counts as
-    /// written.
+    /// Tests that writes are recorded: writes one byte of each block, unchanged, with the guest stopped. Its page
+    /// counts as written.
     pub(super) fn prove(&self) -> Result<(), TrackError> {
         let mut scanner = lock(&self.scanner);
         self.areas.iter().try_for_each(|area| prove_page(self.remote.process(), &mut scanner, area))

@@ -23,7 +23,8 @@ pub struct SoftDirty {
 }
 
 impl SoftDirty {
-    /// Starts to track block `id` of `ram`: no page counts as written, except one that was written to test the tracking.
+    /// Starts to track block `id` of `ram`: no page counts as written, except one that was written to test the
+    /// tracking.
     ///
     /// # Errors
     /// [`TrackError`]; QEMU is unchanged.

@@ -1,8 +1,8 @@
 //! Tracking by synchronous write protection: a writer waits until the page is copied, if the checkpoint needs it.
 //!
-//! At the pause all pages are protected. The first write to a page since then is reported to the tracker's thread. If the
-//! page belongs to the checkpoint in flight and has not been copied, it is copied first. Then the write proceeds, and the
-//! page is in the record of the next checkpoint. A second write costs nothing.
+//! At the pause all pages are protected. The first write to a page since then is reported to the tracker's thread. If
+//! the page belongs to the checkpoint in flight and has not been copied, it is copied first. Then the write proceeds,
+//! and the page is in the record of the next checkpoint. A second write costs nothing.
 
 use super::flight::{Flight, WriteAction};
 use super::registered::{Area, Registered, SYNCHRONOUS};
@@ -31,7 +31,8 @@ const BRIDGE: u64 = 128 * PAGE_SIZE as u64;
 pub trait BeforeWrite: Send {
     /// Copies the page `page` (offsets) of block `block`, which is about to be written.
     ///
-    /// The write proceeds afterwards in any case. An implementation that cannot copy the page must invalidate the checkpoint.
+    /// The write proceeds afterwards in any case. An implementation that cannot copy the page must invalidate the
+    /// checkpoint.
     fn before_write(&mut self, ram: &GuestRam, block: BlockId, page: Range<u64>);
 }
 
@@ -96,8 +97,8 @@ impl Shared {
         self.registered.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves a write fault at `address`. The fault may be out of date: another fault has allowed the write, and since then
-    /// the page was protected again at a pause.
+    /// Serves a write fault at `address`. The fault may be out of date: another fault has allowed the write, and
+    /// since then the page was protected again at a pause.
     fn fault(&self, address: u64, before: &mut dyn BeforeWrite) {
         self.faults.fetch_add(1, Ordering::Relaxed);
         let registered = self.registered();
@@ -120,8 +121,8 @@ impl Shared {
         }
     }
 
-    /// Notes that pages (offsets) of a block have been copied, and allows writes to those for which writers wait, or to all
-    /// of them if `all` is set.
+    /// Notes that pages (offsets) of a block have been copied, and allows writes to those for which writers wait, or
+    /// to all of them if `all` is set.
     fn copied(&self, block: usize, runs: &[Range<u64>], all: bool) {
         let registered = self.registered();
         let mut flight = lock(&self.flight);
@@ -157,8 +158,8 @@ impl Shared {
     }
 }
 
-/// Synchronous tracker; see [the module](super). If it is dropped or killed, the kernel lets all writers continue, and the
-/// record is lost.
+/// Synchronous tracker; see [the module](super). If it is dropped or killed, the kernel lets all writers continue,
+/// and the record is lost.
 #[derive(Debug)]
 pub struct Synchronous {
     shared: Arc<Shared>,
@@ -166,12 +167,12 @@ pub struct Synchronous {
 }
 
 impl Synchronous {
-    /// Starts to track all blocks of `ram` with the guest stopped, as [`super::Asynchronous::attach`]. `before` copies pages
-    /// of the checkpoints that [`Synchronous::begin`] starts.
+    /// Starts to track all blocks of `ram` with the guest stopped, as [`super::Asynchronous::attach`]. `before`
+    /// copies pages of the checkpoints that [`Synchronous::begin`] starts.
     ///
     /// # Errors
-    /// [`TrackError`]; QEMU is unchanged. A private mapping of a file that is not on tmpfs or hugetlbfs cannot be tracked
-    /// this way.
+    /// [`TrackError`]; QEMU is unchanged. A private mapping of a file that is not on tmpfs or hugetlbfs cannot be
+    /// tracked this way.
     pub fn attach(
         injector: Injector,
         ram: Arc<GuestRam>,
@@ -238,16 +239,16 @@ impl Synchronous {
         let sizes = registered.areas.iter().map(|area| (area.total.end - area.total.start, area.page));
         let mut flight = lock(&self.shared.flight);
         let previous = std::mem::replace(&mut *flight, Flight::new(sizes, pages));
-        // A fault that was served late has removed the protection of its page. The page was not written since, because the
-        // guest is stopped: protect it again.
+        // A fault that was served late has removed the protection of its page. The page was not written since,
+        // because the guest is stopped: protect it again.
         for (area, runs) in registered.areas.iter().zip(flight.allowed_before(previous)) {
             registered.protect(area, &addresses(area, &runs), true)?;
         }
         Ok(())
     }
 
-    /// Takes the next pages of the checkpoint in flight, of one block and at most `max` bytes (at least a page). The caller
-    /// copies them and then drops the claim. `None`: all pages are taken.
+    /// Takes the next pages of the checkpoint in flight, of one block and at most `max` bytes (at least a page). The
+    /// caller copies them and then drops the claim. `None`: all pages are taken.
     #[must_use]
     pub fn claim(&self, max: u64) -> Option<Claim> {
         let (block, runs) = lock(&self.shared.flight).claim(max)?;

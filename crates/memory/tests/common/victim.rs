@@ -1,5 +1,5 @@
-//! A process with memory of one kind, which its threads write at random. It is a second run of the test binary, with its
-//! test `victim`, which must call [`act`].
+//! A process with memory of one kind, which its threads write at random. It is a second run of the test binary, with
+//! its test `victim`, which must call [`act`].
 
 use super::wait_for;
 use rekindle_kernel::process::Process;
@@ -46,7 +46,8 @@ impl Victim {
         Self::start_as(kind, pages, if give_back { "give-back" } else { "write" })
     }
 
-    /// Starts one with `pages` missing pages. After [`Victim::begin`] its threads read all of them and compare them with
+    /// Starts one with `pages` missing pages. After [`Victim::begin`] its threads read all of them and compare them
+    /// with
     /// [`expected`]; [`Victim::is_right`] returns the result.
     pub fn reader(kind: Kind, pages: u64) -> Self {
         Self::start_as(kind, pages, "read")
@@ -57,8 +58,8 @@ impl Victim {
         Self::start_as(kind, pages, "give")
     }
 
-    /// Starts one with `pages` missing pages. After [`Victim::begin`] its threads read and write pages at random, and with
-    /// `give_back` give some back, until [`Victim::end`].
+    /// Starts one with `pages` missing pages. After [`Victim::begin`] its threads read and write pages at random, and
+    /// with `give_back` give some back, until [`Victim::end`].
     pub fn mixer(kind: Kind, pages: u64, give_back: bool) -> Self {
         Self::start_as(kind, pages, if give_back { "mix-give" } else { "mix" })
     }
@@ -256,8 +257,8 @@ pub fn act() {
     }
 }
 
-/// Touches every page. Then, for each number that it reads from a line of input, writes that many random pages and prints
-/// the nanoseconds that took.
+/// Touches every page. Then, for each number that it reads from a line of input, writes that many random pages and
+/// prints the nanoseconds that took.
 fn serve(area: &Area) {
     (0..area.pages).for_each(|page| area.word(page * area.page).store(page + 1, Ordering::SeqCst));
     println!("address {}", area.start as u64);

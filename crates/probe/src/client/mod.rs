@@ -48,8 +48,8 @@ impl Client {
     /// Sends one request and reads the whole answer, on the open connection or else on a new one.
     ///
     /// The connection stays open for the next request only if this one left it in order. One that the other side ended
-    /// is reported to the observer, also if that happened since the last request: that costs a new connection, but fails
-    /// nothing.
+    /// is reported to the observer, also if that happened since the last request: that costs a new connection, but
+    /// fails nothing.
     pub(crate) fn exchange(&mut self, io: &Io<'_>) -> Result<(), Broken> {
         let mut wire = self.open(io)?;
         let result = match &mut self.protocol {

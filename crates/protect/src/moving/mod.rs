@@ -1,4 +1,5 @@
-//! A guest moves to another host that shares its store. RootHammer (section 6.2) compares this with live and non-live migration.
+//! A guest moves to another host that shares its store. RootHammer (section 6.2) compares this with live and non-live
+//! migration.
 //!
 //! | module | contents |
 //! |---|---|
@@ -166,7 +167,8 @@ pub struct MoveReport {
     pub rounds: Vec<Round>,
     /// Bytes that were left for the pause.
     pub last_bytes: u64,
-    /// How long it was stopped: from the source QEMU's `STOP` to the destination QEMU's `RESUME`, and the time of one message.
+    /// How long it was stopped: from the source QEMU's `STOP` to the destination QEMU's `RESUME`, and the time of one
+    /// message.
     pub stopped_us: u64,
     /// The steps of that time.
     pub pause: MovePause,

@@ -29,13 +29,15 @@ pub(super) enum Message {
     Hello(Box<Hello>),
     /// A checkpoint is in the store: start a destination QEMU. Answered by [`Answer::Prepared`].
     Prepare {},
-    /// The guest is about to be stopped: read what a load needs of its newest checkpoint. Answered by [`Answer::NewestRead`].
+    /// The guest is about to be stopped: read what a load needs of its newest checkpoint. Answered by
+    /// [`Answer::NewestRead`].
     #[serde(rename = "look")]
     ReadNewest {},
-    /// The guest is stopped, and its last checkpoint is being committed: load it, and wait for [`Message::Go`], whose answer reports both. Not
-    /// answered itself.
+    /// The guest is stopped, and its last checkpoint is being committed: load it, and wait for [`Message::Go`], whose
+    /// answer reports both. Not answered itself.
     State(StoppedState),
-    /// The guest is stopped, and its last checkpoint is committed: resume it. Answered by [`Answer::Running`] or [`Answer::Failed`].
+    /// The guest is stopped, and its last checkpoint is committed: resume it. Answered by [`Answer::Running`] or
+    /// [`Answer::Failed`].
     Go(Go),
     /// Instead of [`Message::Hello`]: queries a VM's status. Answered by [`Answer::Found`].
     Ask { version: u32, name: Name },

@@ -27,10 +27,12 @@ pub(super) struct Record {
     pub vm: Vm,
     /// The owner epoch that has committed its last checkpoint. The host that becomes the next owner has the guest.
     pub epoch: u64,
-    /// The epoch in which the guest started to run here. An administrator's claim does not change it, since he does not run the guest.
+    /// The epoch in which the guest started to run here. An administrator's claim does not change it, since he does
+    /// not run the guest.
     #[serde(default)]
     pub run: Option<u64>,
-    /// A part of the operation's name in this host's own claim. It identifies the claim if we are killed before we record it.
+    /// A part of the operation's name in this host's own claim. It identifies the claim if we are killed before we
+    /// record it.
     #[serde(default)]
     pub token: String,
     /// The last checkpoint.

@@ -26,7 +26,8 @@ const ROOM: Duration = Duration::from_millis(100);
 pub struct RemoteHost {
     /// The host, as ssh names it.
     pub host: String,
-    /// The command that runs another one there, with its options: `ssh -p 2222`. Its arguments are the host and one text, for a shell there.
+    /// The command that runs another one there, with its options: `ssh -p 2222`. Its arguments are the host and one
+    /// text, for a shell there.
     pub ssh: String,
     /// The path of Rekindle there.
     pub rekindle: String,
@@ -134,7 +135,8 @@ impl Connection {
         ConnectionError::Broken { host: self.host.clone(), command: self.command.clone() }
     }
 
-    /// Writes `line` within `patience`. After an error, part of the line may have been written, so that nothing more can be written.
+    /// Writes `line` within `patience`. After an error, part of the line may have been written, so that nothing more
+    /// can be written.
     fn write(&mut self, line: &[u8], patience: Duration) -> Result<(), ConnectionError> {
         let Some(to) = &mut self.to else { return Err(self.broken()) };
         write_by(to, line, Instant::now() + patience).map_err(|e| {

@@ -1,9 +1,10 @@
 //! Decides which host has a guest that was stopped for a move.
 //!
-//! The store decides. Only one host can become the next owner after the owner epoch of the last checkpoint, and both hosts may resume
-//! the guest only as that owner. So every query has one answer, now and later: *here*, and the other host can never have the guest; or
-//! *there*, and this host's copy is obsolete, whatever happened on the other host: the guest's last checkpoint is in the store. If the
-//! store does not answer, nothing is decided, and the guest stays stopped.
+//! The store decides. Only one host can become the next owner after the owner epoch of the last checkpoint, and both
+//! hosts may resume the guest only as that owner. So every query has one answer, now and later: *here*, and the other
+//! host can never have the guest; or *there*, and this host's copy is obsolete, whatever happened on the other host:
+//! the guest's last checkpoint is in the store. If the store does not answer, nothing is decided, and the guest stays
+//! stopped.
 
 use super::MoveError;
 use super::protocol::{Answer, Message, VERSION};
@@ -68,8 +69,8 @@ fn decide(record: &mut Record, rundir: &RunDir) -> Result<Decision, OwnError> {
     Ok(Decision::Here)
 }
 
-/// Resumes the guest here. The caller holds the run state, and knows that no other host can have the guest. `stopped`: it was stopped for
-/// the move, not by the user.
+/// Resumes the guest here. The caller holds the run state, and knows that no other host can have the guest.
+/// `stopped`: it was stopped for the move, not by the user.
 pub(super) fn resume_here(
     rundir: &RunDir,
     state: &State,
@@ -101,7 +102,8 @@ pub(super) fn resume_here(
     Record::remove(rundir).map_err(file(rundir.file("move.json")))
 }
 
-/// PreparedQemu until QEMU has reconnected, which it tries every second. A guest that is resumed earlier would wait for its disks.
+/// PreparedQemu until QEMU has reconnected, which it tries every second. A guest that is resumed earlier would wait
+/// for its disks.
 fn wait_connected(rundir: &RunDir, state: &State) {
     let deadline = Instant::now() + CONNECTED;
     let connected = |id: &str| {

@@ -1,4 +1,5 @@
-//! The source host: checkpoints while the guest runs, the last one in the final pause, and [`Message::Go`] to the destination host.
+//! The source host: checkpoints while the guest runs, the last one in the final pause, and [`Message::Go`] to the
+//! destination host.
 //!
 //! Before [`Message::Go`] the destination host cannot resume the guest; after it the store decides ([`super::settle`]).
 
@@ -35,7 +36,8 @@ use std::time::{Duration, Instant};
 
 /// How long QEMU may take to send its greeting.
 const GREETING: Duration = Duration::from_secs(5);
-/// How long the destination host may take to check whether it can take a VM: it may have to query its QEMU's capabilities.
+/// How long the destination host may take to check whether it can take a VM: it may have to query its QEMU's
+/// capabilities.
 const HELLO: Duration = Duration::from_secs(120);
 /// How long it may take to start a QEMU, or to read what a load needs of a checkpoint.
 const PREPARE: Duration = Duration::from_secs(300);
@@ -71,7 +73,8 @@ pub struct MoveSettings {
 
 /// Moves VM `name`, which runs here.
 ///
-/// *Needs:* the VM runs, and Rekindle serves its disks or they are read-only; ssh to the destination host; a store and images that both reach.
+/// *Needs:* the VM runs, and Rekindle serves its disks or they are read-only; ssh to the destination host; a store
+/// and images that both reach.
 /// *On success:* the guest runs there with its memory; nothing of it is left here.
 /// *On failure:* it continues to run here, except after errors for which [`MoveError::needs_recovery`] is true.
 ///
@@ -260,7 +263,8 @@ fn unexpected(answer: Answer, name: &str, host: &str) -> MoveError {
     }
 }
 
-/// Stops the VM's protector, since only one process can take checkpoints. Returns the lock, and the protector's pid if there was one.
+/// Stops the VM's protector, since only one process can take checkpoints. Returns the lock, and the protector's pid
+/// if there was one.
 fn end_protector(rundir: &RunDir) -> Result<(Protection, Option<u32>), MoveError> {
     let deadline = Instant::now() + PROTECTOR;
     let mut asked = None;
@@ -423,7 +427,8 @@ impl FinalPause<'_> {
             other => {
                 let why = match other {
                     Err(e) => protector::chain(&e),
-                    // By its own report it has not resumed the guest, and will not. If it became the owner, we check whether it still is.
+                    // By its own report it has not resumed the guest, and will not. If it became the owner, we check
+                    // whether it still is.
                     Ok(Answer::Failed { why, claimed, .. }) => {
                         if let Some(epoch) = claimed {
                             let record = record.at(epoch);
@@ -444,8 +449,9 @@ impl FinalPause<'_> {
         }
     }
 
-    /// Stops the guest, commits its last checkpoint and releases its disks. All that recovery needs is on disk when this returns.
-    /// The destination host, which has the previous content of the pages `known`, loads the guest meanwhile.
+    /// Stops the guest, commits its last checkpoint and releases its disks. All that recovery needs is on disk when
+    /// this returns. The destination host, which has the previous content of the pages `known`, loads the guest
+    /// meanwhile.
     fn suspend(
         &mut self,
         protect_loop: &mut ProtectLoop<'_>,
@@ -459,7 +465,8 @@ impl FinalPause<'_> {
         let connection = &mut self.connection;
         let last = protect_loop.last(session, &self.run_state, &mut |read| {
             if let Some(state) = known.and_then(|known| StoppedState::of(read, known)) {
-                // If there is no room or the connection breaks, that is not an error yet: all of it can be read from the store.
+                // If there is no room or the connection breaks, that is not an error yet: all of it can be read from
+                // the store.
                 let _ = connection.send_if_room(&Message::State(state));
             }
             fault::point("move.suspend.read", Some(vmm), None);

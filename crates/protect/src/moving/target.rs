@@ -30,16 +30,17 @@ const BUSY: Duration = Duration::from_secs(60);
 /// Why a VM cannot be taken, as a text for the source host.
 type Rejection = String;
 
-/// How long the source host may take for each step. After that, what was prepared here is removed. The guest still runs on the source host,
-/// or that host claims it in the store.
+/// How long the source host may take for each step. After that, what was prepared here is removed. The guest still
+/// runs on the source host, or that host claims it in the store.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
     /// From the start to the first line, which the source host sends as soon as it is connected.
     hello: Duration,
-    /// Between two lines while the guest runs there: the source host takes checkpoints of it, the first of them of all its memory. A guest of
-    /// 4 TiB takes 4.2 days at 12 MB/s.
+    /// Between two lines while the guest runs there: the source host takes checkpoints of it, the first of them of
+    /// all its memory. A guest of 4 TiB takes 4.2 days at 12 MB/s.
     checkpoints: Duration,
-    /// From the state of the stopped guest to [`Message::Go`]: a commit of what the last checkpoint has left. No guest should be stopped for longer.
+    /// From the state of the stopped guest to [`Message::Go`]: a commit of what the last checkpoint has left. No
+    /// guest should be stopped for longer.
     go: Duration,
     /// From a line's first byte to its last one: 4 MiB at 70 kB/s.
     line: Duration,
@@ -84,7 +85,8 @@ impl<R: Read + AsFd, W: Write + AsFd> SourceConnection<R, W> {
         }
     }
 
-    /// Sends an answer. `false` if the source host does not read it in time; that host then finds the result in the store.
+    /// Sends an answer. `false` if the source host does not read it in time; that host then finds the result in the
+    /// store.
     fn send(&mut self, answer: &Answer) -> bool {
         let mut line = serde_json::to_vec(answer).unwrap_or_default();
         line.push(b'\n');
@@ -97,7 +99,8 @@ impl<R: Read + AsFd, W: Write + AsFd> SourceConnection<R, W> {
     }
 }
 
-/// Serves a move until the source host has sent its last message. `from` and `to` are pipes or sockets, without a buffer.
+/// Serves a move until the source host has sent its last message. `from` and `to` are pipes or sockets, without a
+/// buffer.
 ///
 /// *Needs:* what `rekindle restore` needs.
 /// *On success:* as the source host was notified. What was prepared for a guest that did not arrive is removed.
@@ -248,7 +251,8 @@ impl<'a> IncomingVm<'a> {
         }
     }
 
-    /// Loads the guest while its last checkpoint is committed, and resumes it on `wait_for_go`; none if that does not arrive.
+    /// Loads the guest while its last checkpoint is committed, and resumes it on `wait_for_go`; none if that does not
+    /// arrive.
     fn load(&mut self, state: protocol::StoppedState, wait_for_go: &mut dyn FnMut() -> Option<Go>) -> Option<Answer> {
         let began = Instant::now();
         let sent = self.early_load.as_ref().and_then(|early_load| state.decode(early_load.devices()));

@@ -1,5 +1,5 @@
-//! What is read from the store before the guest runs, and no more: its size does not grow with the guest's RAM, except for the index in a
-//! store without a base index. It is read while QEMU starts.
+//! What is read from the store before the guest runs, and no more: its size does not grow with the guest's RAM,
+//! except for the index in a store without a base index. It is read while QEMU starts.
 
 use super::{MoveClaim, Request, RestoreError};
 use crate::epochs;
@@ -93,8 +93,8 @@ pub(super) enum SmallBlockPages {
     Differing(load_pages::Pages),
 }
 
-/// Becomes the store's owner: a host that was declared dead and is alive can commit nothing any more, and ends its guest when it detects
-/// that. Returns the newest committed checkpoint.
+/// Becomes the store's owner: a host that was declared dead and is alive can commit nothing any more, and ends its
+/// guest when it detects that. Returns the newest committed checkpoint.
 fn fence(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
     let Request { store, identity, move_claim, .. } = request;
     let owner = |doing: &str| Owner::here(&format!("{doing} {}", rundir.name())).with(Guest::Restored);
@@ -116,8 +116,8 @@ pub(super) fn fence_during_load(request: &Request, vm: &Vm, number: u64, rundir:
     }
 }
 
-/// Becomes the store's owner, and takes the newest checkpoint if another one was committed until then. Then reads what the load
-/// needs.
+/// Becomes the store's owner, and takes the newest checkpoint if another one was committed until then. Then reads
+/// what the load needs.
 pub(super) fn fetch(
     mut chosen: ChosenCheckpoint,
     request: &Request,
@@ -160,8 +160,8 @@ fn read_small(image: &Image, paged: &[String]) -> Result<load_pages::Pages, Rest
     Ok(load_pages::read_parallel(image, &all, |content| *content != ZERO_PAGE)?)
 }
 
-/// Writes the blocks that are not loaded on demand into a waiting QEMU, which does not load firmware itself. Most of these pages are
-/// still right at the restore, which compares them.
+/// Writes the blocks that are not loaded on demand into a waiting QEMU, which does not load firmware itself. Most of
+/// these pages are still right at the restore, which compares them.
 pub(super) fn write_small_blocks(
     image: &Image,
     paged: &[String],
@@ -287,8 +287,8 @@ impl LoadInput {
         Ok(part)
     }
 
-    /// Adds zero pages to `pages`, which are all that are not zero. QEMU's own copy of a block starts as zeros or as a firmware file, so
-    /// only pages that it has are overwritten: a video memory of 16 MiB has hardly any.
+    /// Adds zero pages to `pages`, which are all that are not zero. QEMU's own copy of a block starts as zeros or as
+    /// a firmware file, so only pages that it has are overwritten: a video memory of 16 MiB has hardly any.
     fn with_zeroes(&self, pages: &load_pages::Pages, ram: &GuestRam) -> Result<load_pages::Pages, RestoreError> {
         let sent: BTreeSet<_> = pages.iter().map(|(block, page, _)| (*block, *page)).collect();
         let mut all = pages.clone();

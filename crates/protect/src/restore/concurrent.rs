@@ -1,9 +1,10 @@
-//! A load that runs concurrently with the commit of its checkpoint: the source host has stopped the guest and sends the state before the commit.
+//! A load that runs concurrently with the commit of its checkpoint: the source host has stopped the guest and sends
+//! the state before the commit.
 //!
-//! Before the guest is stopped, what a load needs of its newest checkpoint is read, and the VM is locked here. The state that is sent
-//! then is that checkpoint with changes, so it can be loaded immediately. The guest is resumed only if, after the source host has reported
-//! the commit, we own the store, and the device state and each page that QEMU was given equal those of the committed checkpoint. Until
-//! then, access to any other page blocks.
+//! Before the guest is stopped, what a load needs of its newest checkpoint is read, and the VM is locked here. The
+//! state that is sent then is that checkpoint with changes, so it can be loaded immediately. The guest is resumed
+//! only if, after the source host has reported the commit, we own the store, and the device state and each page that
+//! QEMU was given equal those of the committed checkpoint. Until then, access to any other page blocks.
 
 use super::checkpoint::{self, ChosenCheckpoint, Contents, LoadInput, PendingImage, ReadPages, SmallBlockPages};
 use super::load::{self, EmptyDestination};
@@ -120,7 +121,8 @@ impl<'a> EarlyLoad<'a> {
         PrimedQemu::new(self.prepared.vmm, self.ready)
     }
 
-    /// Loads what was `sent`, and resumes the guest after the commit: `committed` then gets a message, or is closed if there is none.
+    /// Loads what was `sent`, and resumes the guest after the commit: `committed` then gets a message, or is closed
+    /// if there is none.
     pub(crate) fn load(
         self,
         sent: SentState,
@@ -181,7 +183,8 @@ struct ExpectedCheckpoint {
 }
 
 impl ExpectedCheckpoint {
-    /// Applies the changes that were `sent` to `input`; `small` is the content of the small blocks before these changes.
+    /// Applies the changes that were `sent` to `input`; `small` is the content of the small blocks before these
+    /// changes.
     fn of(
         input: LoadInput,
         mut small: Contents,

@@ -69,8 +69,8 @@ impl EmptyDestination {
     }
 }
 
-/// Registers the memory of a destination, so that it blocks on access. Its devices have done nothing after that: another QEMU of
-/// the VM may still run.
+/// Registers the memory of a destination, so that it blocks on access. Its devices have done nothing after that:
+/// another QEMU of the VM may still run.
 pub(crate) fn prepare(
     empty: EmptyDestination,
     input: &Arc<LoadInput>,
@@ -100,7 +100,8 @@ pub(crate) struct BoostedDestination {
     pub(crate) boost: PriorityBoost,
 }
 
-/// Loads the devices. This changes things outside of the destination, such as the offloads of a tap, so no other QEMU of the VM may run.
+/// Loads the devices. This changes things outside of the destination, such as the offloads of a tap, so no other QEMU
+/// of the VM may run.
 pub(crate) fn load_devices(
     mut prepared: Destination<Prepared<OnDemandRam>>,
     source: CheckpointSource<'_>,
@@ -130,8 +131,8 @@ pub(crate) fn load_devices(
 /// A thread that becomes the store's owner during the load.
 pub(crate) type Fence<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError>>;
 
-/// Loads the checkpoint of `request` into a VM that had no QEMU before, and resumes the guest once `fence` confirms that we own
-/// the store and the checkpoint is its newest. `began`: when the command started.
+/// Loads the checkpoint of `request` into a VM that had no QEMU before, and resumes the guest once `fence` confirms
+/// that we own the store and the checkpoint is its newest. `began`: when the command started.
 pub(super) fn load_and_resume(
     mut handover: Handover,
     empty: EmptyDestination,

@@ -72,16 +72,20 @@ pub struct Request {
     pub definition: Option<Definition>,
     /// The QEMU to use instead of the definition's.
     pub qemu: Option<PathBuf>,
-    /// Hold network output from the guest's first instruction on, until a protector with output commit takes over the hold.
+    /// Hold network output from the guest's first instruction on, until a protector with output commit takes over the
+    /// hold.
     pub hold_output: bool,
-    /// Set for a move: the restore succeeds only as the next owner of the store, since the source host may resume the guest.
+    /// Set for a move: the restore succeeds only as the next owner of the store, since the source host may resume the
+    /// guest.
     pub move_claim: Option<Arc<MoveClaim>>,
 }
 
-/// The claim of a destination host on a guest that the source host has stopped, and resumes if this host certainly cannot have it.
+/// The claim of a destination host on a guest that the source host has stopped, and resumes if this host certainly
+/// cannot have it.
 #[derive(Debug, Default)]
 pub struct MoveClaim {
-    /// The owner epoch of the source host, and then that of the restore. If the store has another owner, nothing is restored.
+    /// The owner epoch of the source host, and then that of the restore. If the store has another owner, nothing is
+    /// restored.
     pub after: AtomicU64,
     /// The guest was resumed, or may have been.
     pub may_run: AtomicBool,
@@ -267,10 +271,11 @@ pub struct Restored {
 
 /// Restores the guest of a checkpoint as VM `name`, in the QEMU that was prepared for it if one fits.
 ///
-/// *Needs:* the store; room for its RAM; no running VM of that name; a QEMU that supports its machine; the files that its definition names.
+/// *Needs:* the store; room for its RAM; no running VM of that name; a QEMU that supports its machine; the files that
+/// its definition names.
 /// *On success:* the guest runs; a pager loads the missing rest of its memory.
-/// *On failure:* nothing is left behind; the checkpoint is unchanged. A prepared QEMU continues to wait, unless it had already been
-/// given the state.
+/// *On failure:* nothing is left behind; the checkpoint is unchanged. A prepared QEMU continues to wait, unless it
+/// had already been given the state.
 ///
 /// # Errors
 /// [`RestoreError`].
@@ -342,7 +347,8 @@ fn attempt(
     }
 }
 
-/// Undoes a restore that failed with `e`. A QEMU that may run the guest is left for `recover`: ending it would lose what the guest has done since.
+/// Undoes a restore that failed with `e`. A QEMU that may run the guest is left for `recover`: ending it would lose
+/// what the guest has done since.
 fn undo(place: VmSlot<'_>, e: RestoreError) -> RestoreError {
     match place.may_run() {
         Some(vmm) => RestoreError::MayRun { name: place.rundir.name().into(), pid: vmm.pid, source: Box::new(e) },
@@ -353,7 +359,8 @@ fn undo(place: VmSlot<'_>, e: RestoreError) -> RestoreError {
     }
 }
 
-/// How to build the VM here, and the reason against the prepared QEMU: none if it fits, inner none if there is no prepared QEMU.
+/// How to build the VM here, and the reason against the prepared QEMU: none if it fits, inner none if there is no
+/// prepared QEMU.
 type Planned = (Plan, Option<Option<String>>);
 
 fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &ChosenCheckpoint) -> Result<Planned, RestoreError> {
@@ -423,7 +430,8 @@ fn handover_into(place: &VmSlot<'_>, journal: Journal, recorder: Recorder) -> Ha
     Handover { rundir: place.rundir.clone(), state: place.state.clone(), journal, recorder }
 }
 
-/// Checks the processor features that the guest of an attached QEMU has seen: its CPU model alone does not determine them.
+/// Checks the processor features that the guest of an attached QEMU has seen: its CPU model alone does not determine
+/// them.
 fn same_processors(qmp: &mut Qmp, hardware: &Hardware, number: u64) -> Result<(), RestoreError> {
     let Some(foreign) = &hardware.foreign else { return Ok(()) };
     let words = cpu::differences(&foreign.cpu, &cpu::features(qmp)?);

@@ -1,7 +1,7 @@
 //! RAM that is fetched from a checkpoint when the guest needs it.
 //!
-//! Until the guest runs, a thread of this process supplies the pages that are waited for; then a pager process takes over.
-//! Its start takes time that the guest would have to wait.
+//! Until the guest runs, a thread of this process supplies the pages that are waited for; then a pager process takes
+//! over. Its start takes time that the guest would have to wait.
 
 use super::checkpoint::LoadInput;
 use super::{RestoreError, same_blocks};
@@ -103,8 +103,8 @@ impl OnDemandRam {
         self.connected.as_mut().map(|connected| std::mem::take(&mut connected.stream)).unwrap_or_default()
     }
 
-    /// Records which pages are missing and where they are, so that a pager process can supply them. The loaded memory is this VM's from
-    /// here on.
+    /// Records which pages are missing and where they are, so that a pager process can supply them. The loaded memory
+    /// is this VM's from here on.
     pub(crate) fn record_fill(
         &mut self,
         rundir: &RunDir,
@@ -122,8 +122,8 @@ impl OnDemandRam {
         Ok(())
     }
 
-    /// Starts the pager process, and lets it take over from this one. A failure is logged, since the guest may run: `recover` starts
-    /// another pager.
+    /// Starts the pager process, and lets it take over from this one. A failure is logged, since the guest may run:
+    /// `recover` starts another pager.
     pub fn hand_over_to_pager(&mut self, rundir: &RunDir) {
         let Some(Connected { supply, .. }) = self.connected.take() else { return };
         let ready = UnixStream::pair().and_then(|(ours, theirs)| {
@@ -154,8 +154,8 @@ impl Ram for OnDemandRam {
 impl RamSource for OnDemandRam {
     type Error = RestoreError;
 
-    /// Registers the memory and prefills what QEMU reads while it loads the devices. From here on, access to a missing page
-    /// blocks until it is supplied.
+    /// Registers the memory and prefills what QEMU reads while it loads the devices. From here on, access to a
+    /// missing page blocks until it is supplied.
     fn connect(&mut self, destination: &Vmm, qmp: &mut Qmp) -> Result<Feed, RestoreError> {
         let (input, ram) = (&self.input, &self.ram);
         let registered = self.registered.take();
@@ -191,8 +191,8 @@ struct PageSupply {
 }
 
 impl PageSupply {
-    /// The thread also owns the descriptor: after the pager process has taken over and ended, a zero page would block as long as
-    /// ours is open.
+    /// The thread also owns the descriptor: after the pager process has taken over and ended, a zero page would block
+    /// as long as ours is open.
     fn start(mut pager: Pager, input: Arc<LoadInput>, ram: Arc<GuestRam>) -> Self {
         let (stop, fill_all) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let thread = thread::spawn({

@@ -1,9 +1,9 @@
 //! A destination QEMU that waits with empty RAM on a spare host: HydraVM's economy with the speed of a hot standby.
 //!
-//! It is started for the machine of the store's newest checkpoint, and gets its firmware. Nothing else is read from the store before
-//! the restore, and the store is not claimed. Its RAM is an empty file for which no memory is reserved: any number of them
-//! can wait on one host. All files that QEMU has read at its start are marked, and the machine is compared again at the
-//! restore; if anything has changed, a new QEMU is started.
+//! It is started for the machine of the store's newest checkpoint, and gets its firmware. Nothing else is read from
+//! the store before the restore, and the store is not claimed. Its RAM is an empty file for which no memory is
+//! reserved: any number of them can wait on one host. All files that QEMU has read at its start are marked, and the
+//! machine is compared again at the restore; if anything has changed, a new QEMU is started.
 //!
 //! Disk servers are started with it, and have only inspected their images, which another host still writes. At the
 //! restore each gets its epoch, then opens and locks the image, or fails; no queue runs before.
@@ -61,7 +61,8 @@ pub struct PreparedQemu {
 
 /// Prepares a restore of VM `name`.
 ///
-/// *Needs:* the store; no running VM of that name; a QEMU that supports its machine; the files that its definition names.
+/// *Needs:* the store; no running VM of that name; a QEMU that supports its machine; the files that its definition
+/// names.
 /// *On success:* a QEMU waits with empty RAM; the store is unchanged. One that waited before has been ended.
 /// *On failure:* nothing is left behind; one that waited before continues to wait if nothing was started.
 ///
@@ -233,8 +234,8 @@ impl WaitingQemu {
     }
 }
 
-/// A waiting QEMU that has got everything that does not depend on the checkpoint: its memory is registered, and it reads from a pipe. Only
-/// this process can use it.
+/// A waiting QEMU that has got everything that does not depend on the checkpoint: its memory is registered, and it
+/// reads from a pipe. Only this process can use it.
 #[derive(Debug)]
 pub(crate) struct PrimedQemu {
     vmm: Vmm,
@@ -295,8 +296,8 @@ pub(super) fn resume_in(
     mut recorder: Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
-    // Before we claim the store, so that a protector of the VM can continue if this fails. Until its RAM is claimed, QEMU
-    // continues to wait in any case.
+    // Before we claim the store, so that a protector of the VM can continue if this fails. Until its RAM is claimed,
+    // QEMU continues to wait in any case.
     plan.check_room()?;
     let rundir = site.rundir.clone();
     let WaitingQemu { qmp, ram, registered } = ready;
@@ -305,8 +306,8 @@ pub(super) fn resume_in(
         let read = scope.spawn(move || checkpoint::read(chosen)?.with_pages(&ram).map(|input| (input, ram)));
         let disks_open = OpenDisks::new(&rundir, &plan.state.hardware, &epochs)?;
         recorder.step("open its disks");
-        // It waits for the store's disk several times, so it runs concurrently with the load. The guest is not resumed before it
-        // has ended.
+        // It waits for the store's disk several times, so it runs concurrently with the load. The guest is not
+        // resumed before it has ended.
         let fence = scope.spawn(|| checkpoint::fence_during_load(request, &vm, number, &rundir));
         let (input, ram) = read.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         recorder.step("read the pages for the load");

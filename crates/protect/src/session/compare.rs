@@ -1,7 +1,7 @@
 //! Compares a stopped guest's memory with a checkpoint: would a restore load wrong pages?
 //!
-//! Pages that were written since that checkpoint are known and skipped. Any other page that differs was not tracked, or is wrong
-//! in the store.
+//! Pages that were written since that checkpoint are known and skipped. Any other page that differs was not tracked,
+//! or is wrong in the store.
 
 use super::{CheckpointError, Tracking, TrackingSession};
 use crate::event::Comparison;
@@ -15,7 +15,8 @@ use rekindle_store::Image;
 const NAMED: usize = 8;
 
 impl TrackingSession {
-    /// Stops the guest, compares, and resumes it. Pages that it has written since `image` are owed to the next checkpoint.
+    /// Stops the guest, compares, and resumes it. Pages that it has written since `image` are owed to the next
+    /// checkpoint.
     ///
     /// `image`: the newest checkpoint of this session.
     pub(crate) fn compare(&mut self, image: &Image) -> Result<Comparison, CheckpointError> {

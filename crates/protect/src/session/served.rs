@@ -1,5 +1,5 @@
-//! Disk servers write the guest's memory through a mapping of their own, which QEMU's page tables do not show. They record which pages
-//! they write (`docs/disk.md`).
+//! Disk servers write the guest's memory through a mapping of their own, which QEMU's page tables do not show. They
+//! record which pages they write (`docs/disk.md`).
 
 use super::CheckpointError;
 use crate::runs::{Runs, merged, no_pages};
@@ -39,8 +39,8 @@ impl DiskServers {
         !self.controls.is_empty()
     }
 
-    /// Adds to `dirty` what the servers have written since the last call. Must be called before `dirty` is read: later writes are in the next
-    /// call's result.
+    /// Adds to `dirty` what the servers have written since the last call. Must be called before `dirty` is read:
+    /// later writes are in the next call's result.
     pub fn with(&mut self, dirty: Dirty, ram: &GuestRam) -> Result<Dirty, CheckpointError> {
         if self.controls.is_empty() {
             return Ok(dirty);

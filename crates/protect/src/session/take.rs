@@ -70,8 +70,8 @@ impl StoppedGuest<'_> {
 }
 
 impl TrackingSession {
-    /// Does everything but the commit. `filled`: a restore has loaded everything, and its pager is to end. For a guest that
-    /// stays stopped, the caller holds the run state.
+    /// Does everything but the commit. `filled`: a restore has loaded everything, and its pager is to end. For a
+    /// guest that stays stopped, the caller holds the run state.
     pub(super) fn take(
         &mut self,
         checkpoint: &mut Checkpoint<'_>,

@@ -1,8 +1,9 @@
 //! A QEMU that Rekindle did not start: which process it is, what it runs, and what prevents protecting it.
 //!
-//! All that is known of it at first is a QMP socket. The kernel reports which process listens there; if that is no QEMU (a
-//! manager such as libvirt makes the socket and passes it on), the QEMU is the one that holds the listening socket. That it
-//! is the very one that answers is proved by its virtual CPUs: QMP names their threads, and they are that process's.
+//! All that is known of it at first is a QMP socket. The kernel reports which process listens there; if that is no
+//! QEMU (a manager such as libvirt makes the socket and passes it on), the QEMU is the one that holds the listening
+//! socket. That it is the very one that answers is proved by its virtual CPUs: QMP names their threads, and they are
+//! that process's.
 
 mod obstacle;
 mod peer;
@@ -120,8 +121,8 @@ pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptEr
     adopt_over(Qmp::connect(socket, timeout)?, Some(socket))
 }
 
-/// The same over a connection that is there. Without a socket (a manager passes commands on) the process is found by the
-/// threads of its virtual CPUs.
+/// The same over a connection that is there. Without a socket (a manager passes commands on) the process is found by
+/// the threads of its virtual CPUs.
 ///
 /// # Errors
 /// As for [`adopt`].

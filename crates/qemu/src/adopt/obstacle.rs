@@ -1,5 +1,5 @@
-//! What makes a guest unprotectable: a process besides QEMU writes its memory, where QEMU's page tables do not show it, or
-//! its memory or a device cannot be read at all.
+//! What makes a guest unprotectable: a process besides QEMU writes its memory, where QEMU's page tables do not show
+//! it, or its memory or a device cannot be read at all.
 
 use super::AdoptError;
 use crate::qmp::{Qmp, QmpError};

@@ -54,10 +54,11 @@ fn ready(path: &Path, timeout: Duration) -> Result<Agent, FreezeError> {
     }
 }
 
-/// Flushes and freezes all file systems of the guest that are on disks, through the agent behind the socket at `path`. Returns how many.
+/// Flushes and freezes all file systems of the guest that are on disks, through the agent behind the socket at
+/// `path`. Returns how many.
 ///
-/// *On success:* what programs have written to their files is on the disks, and nothing is written there any more; journals are clean. A file
-/// system that knows no freezing (VFAT) is left out by the agent.
+/// *On success:* what programs have written to their files is on the disks, and nothing is written there any more;
+/// journals are clean. A file system that knows no freezing (VFAT) is left out by the agent.
 /// *On failure:* the guest is as it was.
 ///
 /// # Errors

@@ -1,4 +1,5 @@
-//! The QEMU guest agent: JSON lines like QMP, but to a program inside the guest, which may be absent, slow, stale or hostile.
+//! The QEMU guest agent: JSON lines like QMP, but to a program inside the guest, which may be absent, slow, stale or
+//! hostile.
 //!
 //! A connection has one deadline for everything that is asked over it, and an answer has a limit of bytes.
 
@@ -36,8 +37,8 @@ pub fn shut_down(path: &Path, timeout: Duration) -> io::Result<()> {
     agent.send("guest-shutdown", json!({"mode": "powerdown"}))
 }
 
-/// Asks the agent behind the socket at `path` to set the guest's clock to this host's: a guest that resumes from a checkpoint
-/// has the time of the checkpoint.
+/// Asks the agent behind the socket at `path` to set the guest's clock to this host's: a guest that resumes from a
+/// checkpoint has the time of the checkpoint.
 ///
 /// # Errors
 /// When no agent answers within `timeout`, or the agent refuses.
@@ -66,8 +67,8 @@ pub fn is_open(qmp: &mut Qmp, chardev: &str) -> Result<bool, QmpError> {
     Ok(found.and_then(|port| port.get("frontend-open")).and_then(Value::as_bool).unwrap_or(false))
 }
 
-/// Whether an agent has a command and it is not switched off, as its `guest-info` lists. One that does not list its commands is assumed to
-/// have it.
+/// Whether an agent has a command and it is not switched off, as its `guest-info` lists. One that does not list its
+/// commands is assumed to have it.
 fn has(info: &Value, command: &str) -> bool {
     let Some(commands) = info.get("supported_commands").and_then(Value::as_array) else { return true };
     let found = commands.iter().find(|known| known.get("name").and_then(Value::as_str) == Some(command));
@@ -81,8 +82,8 @@ struct Agent {
 }
 
 impl Agent {
-    /// Connects and makes sure that an agent listens: what an earlier client left unread is skipped by a number that only
-    /// this answer has.
+    /// Connects and makes sure that an agent listens: what an earlier client left unread is skipped by a number that
+    /// only this answer has.
     fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
         let deadline = Instant::now() + timeout;
         let stream = connect_within(path, timeout)?;
@@ -150,8 +151,8 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::thread;
 
-    /// An agent that answers, in one connection after the other, commands in order, after the first of each, which is `guest-sync`. Gives with
-    /// what it was asked.
+    /// An agent that answers, in one connection after the other, commands in order, after the first of each, which is
+    /// `guest-sync`. Gives with what it was asked.
     pub(super) fn agent(path: &Path, connections: Vec<Vec<(&'static str, Value)>>) -> thread::JoinHandle<Vec<Value>> {
         let listener = UnixListener::bind(path).unwrap();
         thread::spawn(move || {

@@ -2,12 +2,12 @@
 //!
 //! One file for each binary. What the answers depend on is written with them: the program and each library and module
 //! that the QEMU which answered had mapped, the directories of these (a module may come), and the variables that choose
-//! among libraries and modules. Only while all of that is as it was are they used. Everything odd means that the QEMU is
-//! asked again: a file that cannot be read or has another checksum, a program that is only a script before another one, a
-//! change so fresh that another one might not show.
+//! among libraries and modules. Only while all of that is as it was are they used. Everything odd means that the QEMU
+//! is asked again: a file that cannot be read or has another checksum, a program that is only a script before another
+//! one, a change so fresh that another one might not show.
 //!
-//! Still, an answer that *refuses* something is never taken from here: a caller that finds something missing asks the QEMU itself
-//! ([`Binary::asked_again`]). An answer that wrongly allows something makes QEMU fail to start.
+//! Still, an answer that *refuses* something is never taken from here: a caller that finds something missing asks the
+//! QEMU itself ([`Binary::asked_again`]). An answer that wrongly allows something makes QEMU fail to start.
 
 use super::{Binary, BinaryError};
 use crate::mark::Mark;

@@ -1,10 +1,10 @@
 //! A machine that was started with another program's command line, so that it can be built again elsewhere.
 //!
-//! A guest that is restored must see the machine that it knows. Of a QEMU that Rekindle has started, [`Hardware`] describes
-//! it. Of another, its command line does: what the guest can see of it is kept word for word, with the machine type
-//! pinned to the versioned one; what is about the process (monitors, sockets, users, windows) is left out or becomes
-//! Rekindle's own; and each memory backend becomes a file in Rekindle's RAM directory, with the same id, since the id is
-//! the name of the RAM block in the device state.
+//! A guest that is restored must see the machine that it knows. Of a QEMU that Rekindle has started, [`Hardware`]
+//! describes it. Of another, its command line does: what the guest can see of it is kept word for word, with the
+//! machine type pinned to the versioned one; what is about the process (monitors, sockets, users, windows) is left
+//! out or becomes Rekindle's own; and each memory backend becomes a file in Rekindle's RAM directory, with the same
+//! id, since the id is the name of the RAM block in the device state.
 //!
 //! What cannot be carried over is named by [`of`], when the guest is attached, and not when it is to be restored.
 

@@ -9,8 +9,8 @@ use crate::options::Options;
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// Devices that cannot be built again, by the beginnings of their types. (What QEMU itself cannot save it names: those are
-/// among the obstacles of [`crate::adopt`].)
+/// Devices that cannot be built again, by the beginnings of their types. (What QEMU itself cannot save it names:
+/// those are among the obstacles of [`crate::adopt`].)
 const DEVICES: &[(&str, Why)] = &[
     ("qxl", "it needs a SPICE server, which the restored guest does not have: use virtio-vga or VGA"),
     ("virtio-gpu-gl", "QEMU cannot save what is in the host's graphics driver"),

@@ -4,9 +4,9 @@
 //! has gone, hence the time-out on the greeting. Commands are answered in order; events come in between and are kept
 //! until the caller asks for them.
 //!
-//! A QEMU that a guest has taken over may send anything: an answer has a limit of bytes and one deadline, whatever comes before
-//! it, and of each kind of event only the newest are kept. A late answer does not mean that the QEMU is gone; it may only be
-//! busy: when the answer arrives, it is not taken for that to the next command.
+//! A QEMU that a guest has taken over may send anything: an answer has a limit of bytes and one deadline, whatever
+//! comes before it, and of each kind of event only the newest are kept. A late answer does not mean that the QEMU is
+//! gone; it may only be busy: when the answer arrives, it is not taken for that to the next command.
 
 mod events;
 
@@ -196,7 +196,8 @@ pub struct Qmp {
     timeout: Duration,
 }
 
-/// Connects to the socket at `path`; [`io::ErrorKind::WouldBlock`] when the listener does not accept it within the time.
+/// Connects to the socket at `path`; [`io::ErrorKind::WouldBlock`] when the listener does not accept it within the
+/// time.
 pub(crate) fn connect_within(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     set_socket_timeout(&socket, Timeout::Send, Some(timeout.max(Duration::from_millis(1))))?;
@@ -211,8 +212,8 @@ impl Qmp {
     /// On success: past the greeting, ready for commands.
     ///
     /// # Errors
-    /// [`QmpError::Connect`] immediately when no process listens; [`QmpError::NoGreeting`] after `timeout` when another client
-    /// holds the socket.
+    /// [`QmpError::Connect`] immediately when no process listens; [`QmpError::NoGreeting`] after `timeout` when
+    /// another client holds the socket.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         let stream = match connect_within(path, timeout) {
             // A frozen QEMU accepts no connection from its queue, which is short.

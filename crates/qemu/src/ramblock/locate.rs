@@ -1,11 +1,11 @@
 //! Finds the RAM blocks of a QEMU that does not report their addresses (7.2).
 //!
 //! QEMU keeps a record of each block, `struct RAMBlock`, which holds what `info ramblock` prints: the block's offset,
-//! used and total bytes side by side, soon after them its name, and a little before them its address in QEMU. A record is
-//! found in QEMU's heap by those three numbers and the name. *Which* of the words before them is the address is not
-//! assumed: it is the one word that in all the records is an address at which as much is mapped as the block is long,
-//! and that agrees with `gpa2hva` for every piece of RAM that the guest can see. Where there is not exactly one such
-//! word, or a block has no record or two different ones, nothing is guessed: it is an error.
+//! used and total bytes side by side, soon after them its name, and a little before them its address in QEMU. A
+//! record is found in QEMU's heap by those three numbers and the name. *Which* of the words before them is the
+//! address is not assumed: it is the one word that in all the records is an address at which as much is mapped as the
+//! block is long, and that agrees with `gpa2hva` for every piece of RAM that the guest can see. Where there is not
+//! exactly one such word, or a block has no record or two different ones, nothing is guessed: it is an error.
 
 use super::{RamBlock, list};
 use crate::qmp::{Qmp, QmpError};
@@ -242,8 +242,8 @@ fn seen_by_guest(qmp: &mut Qmp) -> Result<BTreeSet<u64>, LocateError> {
     Ok(bases)
 }
 
-/// Where an address of the guest is in QEMU: `Host virtual address for 0x1000 (pc.ram) is 0x7f0000001000`. `None` where there is
-/// no memory.
+/// Where an address of the guest is in QEMU: `Host virtual address for 0x1000 (pc.ram) is 0x7f0000001000`. `None`
+/// where there is no memory.
 pub(crate) fn host_address(qmp: &mut Qmp, address: u64) -> Result<Option<u64>, QmpError> {
     let text = qmp.human(&format!("gpa2hva {address:#x}"))?;
     Ok(text.trim().rsplit_once(" is 0x").and_then(|(_, host)| u64::from_str_radix(host, 16).ok()))

@@ -280,7 +280,8 @@ impl SavedGuest {
         SuspendedGuest { steps: self.handover.recorder.entries().to_vec(), ..self.entry.clone() }
     }
 
-    /// Undoes the suspend. A guest whose QEMU has ended already is resumed from its saved state or, if it was shut down, booted.
+    /// Undoes the suspend. A guest whose QEMU has ended already is resumed from its saved state or, if it was shut
+    /// down, booted.
     pub(super) fn undo(self) {
         let Self { replacement, mut handover, entry } = self;
         let name = replacement.name().to_owned();

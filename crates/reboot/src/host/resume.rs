@@ -130,7 +130,8 @@ pub fn is_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
     Ok(SuspendRecord::read(&host.suspend_dir)?.entry(name)?.is_some())
 }
 
-/// Discards the memory and the record of VM `name` if it is suspended, in this boot or an earlier one. Returns `true` if it was.
+/// Discards the memory and the record of VM `name` if it is suspended, in this boot or an earlier one. Returns `true`
+/// if it was.
 ///
 /// # Errors
 /// [`HostError`].

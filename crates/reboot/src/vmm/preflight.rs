@@ -173,8 +173,8 @@ pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Ve
     Ok(cpu::differences(&source, &destination).into_iter().map(problem).collect())
 }
 
-/// Compares the RAM blocks of the source QEMU with those of the waiting destination. Only the size of the main RAM, which both
-/// map, must be the same: QEMU resizes other blocks that can be resized.
+/// Compares the RAM blocks of the source QEMU with those of the waiting destination. Only the size of the main RAM,
+/// which both map, must be the same: QEMU resizes other blocks that can be resized.
 pub(crate) fn compare_blocks(source: &[RamBlock], destination: &[RamBlock]) -> Vec<Problem> {
     let is_missing = |blocks: &[RamBlock], id: &str| !blocks.iter().any(|block| block.id == id);
     let removed = source

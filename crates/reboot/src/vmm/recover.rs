@@ -41,8 +41,8 @@ pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootEr
 /// Starts a QEMU from the saved state and resumes the guest.
 fn resume_from(mut handover: Handover, saved: &SavedState) -> Result<Recovered, RebootError> {
     let hardware = handover.state.hardware.clone();
-    // The guest has not run, and another QEMU is to load it: if this is interrupted, the next recovery must not take that QEMU for
-    // one that may run the guest.
+    // The guest has not run, and another QEMU is to load it: if this is interrupted, the next recovery must not take
+    // that QEMU for one that may run the guest.
     handover.advance(Step::Saved)?;
     if saved.without_ram {
         let loaded = with_either_binary(&mut handover, |handover, binary| {
@@ -136,8 +136,8 @@ fn commit_and_settle<R: Ram>(
     Ok(recovered)
 }
 
-/// Boots a guest whose memory is lost, with `taps` or, without any, with its taps opened again. The loss is journalled first, so that a recovery that is
-/// interrupted here still reports it.
+/// Boots a guest whose memory is lost, with `taps` or, without any, with its taps opened again. The loss is
+/// journalled first, so that a recovery that is interrupted here still reports it.
 pub(crate) fn boot_after_loss(mut handover: Handover, taps: Option<Taps>) -> Result<Recovered, RebootError> {
     if let Some(source_qemu) = handover.live_source() {
         source_qemu.kill().map_err(handover.file_error("qemu"))?;

@@ -86,7 +86,8 @@ fn resume(
     Ok(replacement.report(&settled, stopped_host_us))
 }
 
-/// Starts a destination QEMU with new RAM and loads a state that holds all of the guest's RAM. No other QEMU may use the RAM file.
+/// Starts a destination QEMU with new RAM and loads a state that holds all of the guest's RAM. No other QEMU may use
+/// the RAM file.
 pub(crate) fn load<'a>(
     handover: &mut Handover,
     hardware: &'a Hardware,

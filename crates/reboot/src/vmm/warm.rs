@@ -93,8 +93,8 @@ impl PreparedHandover {
         taps.discard_captured();
         let destination_qemu = parts.destination.vmm.clone();
         let boost = boost_priority(&replacement.source_qemu, &destination_qemu);
-        // Both connections to the source end with this call: QEMU serves one client at a time, and a return to the source
-        // connects again.
+        // Both connections to the source end with this call: QEMU serves one client at a time, and a return to the
+        // source connects again.
         let transferred = transfer_guest(&mut replacement, &mut handover, &taps, parts);
         drop(boost);
         match transferred {
@@ -334,8 +334,8 @@ pub(crate) fn load(
     destination.load_stream(handover, &stream, SharedRam { path: hardware.ram.path.clone() })
 }
 
-/// Handles a failure of the hand-over. Before the decision for the destination, and after it as long as the destination has not
-/// written to the guest's RAM, the guest has not run there, and resumes in the source.
+/// Handles a failure of the hand-over. Before the decision for the destination, and after it as long as the
+/// destination has not written to the guest's RAM, the guest has not run there, and resumes in the source.
 fn fail(replacement: &Replacement, handover: Handover, destination_qemu: &Vmm, error: RebootError) -> Failure {
     let name = replacement.name();
     if handover.journal.operation.step >= Step::Resume {

@@ -170,8 +170,8 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Starts the processes that watch a VM and save phases of its guest's boot, unless they run. A failure is only logged: the guest runs without
-/// them, too.
+/// Starts the processes that watch a VM and save phases of its guest's boot, unless they run. A failure is only
+/// logged: the guest runs without them, too.
 pub fn start_helpers(host: &Host, name: &str) {
     let rundir = RunDir::new(&host.root, name);
     let state = match State::read(&rundir) {

@@ -66,7 +66,8 @@ pub fn pager(output: &Output, arguments: &Pager) -> Result<ExitCode> {
     };
     let rundir = known(&host, &name)?;
     let progress = if arguments.hand_over {
-        // The listener is the previous pager, which supplies pages until then. If it has ended, there is nothing to wait for.
+        // The listener is the previous pager, which supplies pages until then. If it has ended, there is nothing to
+        // wait for.
         let ready = || {
             let _ = rustix::io::write(rustix::stdio::stdin(), &[0]);
         };

@@ -145,7 +145,8 @@ pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Writes a file that only its owner can read, and that appears only when it is complete. A pipe or a device is written to directly.
+/// Writes a file that only its owner can read, and that appears only when it is complete. A pipe or a device is
+/// written to directly.
 fn whole_file<T>(file: &Path, write: impl FnOnce(&mut dyn Write) -> Result<T>) -> Result<T> {
     if fs::metadata(file).is_ok_and(|there| !there.is_file()) {
         let mut out = OpenOptions::new().write(true).open(file).with_context(|| format!("{}", file.display()))?;

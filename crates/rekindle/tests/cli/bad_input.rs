@@ -1,5 +1,5 @@
-//! Bad input: definitions, arguments, QEMU binaries, files, guests. The error names what is wrong, and the guest continues
-//! to run, or does so after `rekindle recover`.
+//! Bad input: definitions, arguments, QEMU binaries, files, guests. The error names what is wrong, and the guest
+//! continues to run, or does so after `rekindle recover`.
 
 use crate::common::{DEADLINE, Guest, Lab, Net, assert_ticks_once, qemu_new, qemu_old, wait_for};
 use std::fs;
@@ -73,7 +73,8 @@ fn write_script(lab: &Lab, name: &str, text: &str) -> PathBuf {
     path
 }
 
-/// Writes a wrapper of QEMU that runs `when_incoming` first if QEMU is started as a destination. It is part of a `case`.
+/// Writes a wrapper of QEMU that runs `when_incoming` first if QEMU is started as a destination. It is part of a
+/// `case`.
 fn write_qemu_wrapper(lab: &Lab, name: &str, when_incoming: &str) -> PathBuf {
     let real = qemu_new().display();
     write_script(
@@ -182,8 +183,8 @@ fn a_new_qemu_that_dies_before_the_guest_has_run_in_it_leaves_it_as_it_was() {
     assert_ticks_once(&guest.file("console.log"));
 }
 
-/// The load fails at its end, after the device that writes the VM generation ID into the guest's RAM, while Rekindle decides
-/// that the new QEMU may continue. Rekindle must not take it for a QEMU that has run the guest.
+/// The load fails at its end, after the device that writes the VM generation ID into the guest's RAM, while Rekindle
+/// decides that the new QEMU may continue. Rekindle must not take it for a QEMU that has run the guest.
 #[test]
 fn a_load_that_fails_late_does_not_cost_the_guest_its_memory() {
     let lab = Lab::new();
@@ -360,8 +361,8 @@ fn a_ram_directory_that_is_full_or_missing_is_reported() {
     assert!(matches!(rejected.code, Some(1 | 2)), "{rejected}");
     rejected.prints(&["/nowhere"]);
 
-    // Another file fills the directory. A warm reboot needs no room. A saved one would read, and so allocate, all of the
-    // RAM file, and a QEMU that gets no page is killed.
+    // Another file fills the directory. A warm reboot needs no room. A saved one would read, and so allocate, all of
+    // the RAM file, and a QEMU that gets no page is killed.
     guest.touch("16M");
     let boot = guest.boot_id();
     let filler = lab.run_root().join(".ram/filler");

@@ -1,5 +1,5 @@
-//! `--dry-run` of every command that stops a guest: it shows what would be done and what prevents it, and changes nothing. A
-//! command that stops several guests needs their names, or `--all`.
+//! `--dry-run` of every command that stops a guest: it shows what would be done and what prevents it, and changes
+//! nothing. A command that stops several guests needs their names, or `--all`.
 
 use crate::common::protector::store;
 use crate::common::{Guest, Lab, Net};
@@ -20,8 +20,8 @@ fn lab() -> Lab {
     lab
 }
 
-/// Returns the content of the VMs' records, the names of all RAM and saved states, and the running QEMUs. Locks and logs are
-/// left out: they are not state, and a `rekindle watch` that has just started creates some.
+/// Returns the content of the VMs' records, the names of all RAM and saved states, and the running QEMUs. Locks and
+/// logs are left out: they are not state, and a `rekindle watch` that has just started creates some.
 fn snapshot(lab: &Lab, guests: &[&Guest<'_>]) -> (BTreeMap<PathBuf, Vec<u8>>, Vec<u32>) {
     let mut files = BTreeMap::new();
     let mut todo = vec![lab.run_root(), lab.path("ram"), lab.path("suspended"), lab.save_dir()];

@@ -22,8 +22,9 @@ pub struct Guest<'a> {
 
 /// Connects within `patience`, although the host may find no answer to ARP meanwhile.
 ///
-/// The host's kernel probes an address three times, a second apart, for all connections together. An earlier connection that still
-/// sends (its FIN, to a guest that was suspended) can have used up the probes, so that a new one fails within milliseconds.
+/// The host's kernel probes an address three times, a second apart, for all connections together. An earlier
+/// connection that still sends (its FIN, to a guest that was suspended) can have used up the probes, so that a new
+/// one fails within milliseconds.
 fn connect_with_arp_failures(address: SocketAddr, patience: Duration) -> io::Result<TcpStream> {
     let end = Instant::now() + patience;
     loop {
@@ -73,8 +74,8 @@ impl<'a> Guest<'a> {
         exchange(&self.connect(port)?, command, Duration::from_secs(60))
     }
 
-    /// Returns whether the guest answers. QEMU's user network accepts a connection before its guest can, and retransmits a
-    /// lost packet only after 6 to 48 s: another connection is faster.
+    /// Returns whether the guest answers. QEMU's user network accepts a connection before its guest can, and
+    /// retransmits a lost packet only after 6 to 48 s: another connection is faster.
     pub fn is_up(&self) -> bool {
         let soon = Duration::from_secs(2);
         self.connect(self.address.port()).and_then(|stream| exchange(&stream, "boot-id", soon)).is_ok()

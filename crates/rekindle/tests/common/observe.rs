@@ -69,7 +69,8 @@ pub fn qemus(root: &Path) -> Vec<Qemu> {
     qemus_among(root, processes())
 }
 
-/// Finds all processes whose command line contains `text`. The path of a test's directory is unique, so it is safe to use here.
+/// Finds all processes whose command line contains `text`. The path of a test's directory is unique, so it is safe to
+/// use here.
 pub fn with_argument_containing(text: &str) -> std::io::Result<Vec<Process>> {
     let matches = |pid: &u32| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -125,7 +126,8 @@ impl Watch {
         let has_seen = Arc::new(AtomicBool::new(false));
         let (ended, seeing) = (Arc::clone(&end), Arc::clone(&has_seen));
         let roots: Vec<_> = roots.iter().map(|root| root.to_path_buf()).collect();
-        // Other programs are skipped, which saves most of the time. Unlike Rekindle's processes, they never become a QEMU.
+        // Other programs are skipped, which saves most of the time. Unlike Rekindle's processes, they never become a
+        // QEMU.
         let is_unrelated = |pid: &u32| {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             !["rekindle", "qemu"].iter().any(|word| line.windows(word.len()).any(|part| part == word.as_bytes()))
@@ -177,8 +179,8 @@ impl Drop for Watch {
 
 /// Describes two QEMUs of one VM that run at the same moment, if there are such.
 ///
-/// The QEMUs are queried one after the other, and the guest may move from one to another in between. But a QEMU that ran
-/// both before and after another one was seen running, ran at the same time.
+/// The QEMUs are queried one after the other, and the guest may move from one to another in between. But a QEMU that
+/// ran both before and after another one was seen running, ran at the same time.
 fn two_running(qemus: Vec<Qemu>) -> Option<String> {
     let mut by_vm: BTreeMap<OsString, Vec<Qemu>> = BTreeMap::new();
     for qemu in qemus {

@@ -160,7 +160,8 @@ impl<'a> Vm<'a> {
         Guest::new(self.lab, &self.name, namespace, SocketAddr::new(address, port))
     }
 
-    /// Writes the definition and starts the VM with additional arguments for `rekindle run`; does not wait for the guest.
+    /// Writes the definition and starts the VM with additional arguments for `rekindle run`; does not wait for the
+    /// guest.
     #[track_caller]
     pub fn start(self, arguments: &[&str]) -> Guest<'a> {
         let path = self.write();

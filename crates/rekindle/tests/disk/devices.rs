@@ -178,7 +178,8 @@ fn a_failing_device_of_a_redo_log_causes_errors_in_the_guest_and_loses_no_write(
     protector.kill();
     ask(&guest, "write vda 300 64 3");
     let newest = ask(&guest, "read vda 300 64");
-    // A flush has failed, so it is unknown what part of the segment is durable. Only a merge, which reads all of it, fixes that.
+    // A flush has failed, so it is unknown what part of the segment is durable. Only a merge, which reads all of it,
+    // fixes that.
     lab.rekindle(["disk", "merge", guest.file("disk-disk0.control").to_str().unwrap()]).ok();
     assert_eq!((digest(&path, 0, 64), digest(&path, 300, 64)), (before, newest));
     guest.assert_sound();

@@ -1,8 +1,9 @@
-//! Every fault point of a reboot, with every death that it allows: `kill -9` of Rekindle, of the old QEMU, of the new QEMU.
+//! Every fault point of a reboot, with every death that it allows: `kill -9` of Rekindle, of the old QEMU, of the new
+//! QEMU.
 //!
-//! After each death the guarantees must hold. Either the guest runs, or it runs with its memory after `rekindle recover`,
-//! or the loss is unavoidable (the QEMU that died was the only one with the guest's state) and is reported as a loss. Two
-//! QEMUs never run one guest. [`TABLE`] has the required outcome of each point and death.
+//! After each death the guarantees must hold. Either the guest runs, or it runs with its memory after `rekindle
+//! recover`, or the loss is unavoidable (the QEMU that died was the only one with the guest's state) and is reported
+//! as a loss. Two QEMUs never run one guest. [`TABLE`] has the required outcome of each point and death.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -36,7 +37,8 @@ enum Outcome {
     Nothing,
     /// Exit status 3: the memory is lost, which both the reboot and `recover` report; `recover` boots the guest.
     Lost,
-    /// The QEMU died after Rekindle's last check, so exit status 0 is possible; then `ls` and `recover` report the loss.
+    /// The QEMU died after Rekindle's last check, so exit status 0 is possible; then `ls` and `recover` report the
+    /// loss.
     LostLate,
     /// Rekindle was killed, and `recover` removes what the restore has left: it can be repeated.
     Removed,
@@ -343,8 +345,8 @@ impl<'a> Case<'a> {
         self.assert_in_new_qemu();
     }
 
-    /// Runs `recover` after a reboot that was killed or reports that `recover` is needed. Until then `ls` reports that too,
-    /// and other operations are rejected.
+    /// Runs `recover` after a reboot that was killed or reports that `recover` is needed. Until then `ls` reports
+    /// that too, and other operations are rejected.
     fn recover(&self, reboot: CommandResult) -> CommandResult {
         let guest = self.guest;
         if self.fault.ends_with(":kill") {
@@ -391,8 +393,8 @@ impl<'a> Case<'a> {
     }
 }
 
-/// Another process, for example a protector, stops the guest while a destination is prepared. The failed preparation must not
-/// resume it: its pages may just be copied.
+/// Another process, for example a protector, stops the guest while a destination is prepared. The failed preparation
+/// must not resume it: its pages may just be copied.
 #[test]
 fn a_failed_preparation_leaves_a_stopped_guest_stopped() {
     let lab = Lab::new();

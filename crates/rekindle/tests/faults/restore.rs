@@ -1,5 +1,5 @@
-//! Every fault point of a restore, and of preparing one. There is no guest yet that could be lost: after each death either the
-//! checkpoint is unchanged and can be restored, or the guest runs with its memory.
+//! Every fault point of a restore, and of preparing one. There is no guest yet that could be lost: after each death
+//! either the checkpoint is unchanged and can be restored, or the guest runs with its memory.
 
 use super::Outcome::{self, AsItWas, Finished, LostLate, NotTried, Nothing, Removed};
 use super::{ACTIONS, Failures, TABLE};
@@ -114,7 +114,8 @@ impl Case<'_> {
             }
             Nothing => {
                 assert_killed(&restore);
-                // QEMU itself may wait for a page that no pager supplies. The guest's helpers have not been restarted either.
+                // QEMU itself may wait for a page that no pager supplies. The guest's helpers have not been restarted
+                // either.
                 let status = guest.status();
                 let is_degraded = status.contains("degraded") && status.contains("rekindle recover");
                 assert!(is_degraded || ["running", "silent"].contains(&status.as_str()), "{status}: {restore}");

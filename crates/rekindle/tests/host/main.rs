@@ -1,7 +1,7 @@
 //! Guests are suspended out of their QEMUs and resumed into others, as around a reboot of the host.
 //!
-//! The host is not rebooted here. Instead, the test removes the run directory, which a reboot empties, and writes another
-//! boot's ID into the record of the suspended guests. `tests/hosts/test` reboots a whole emulated host.
+//! The host is not rebooted here. Instead, the test removes the run directory, which a reboot empties, and writes
+//! another boot's ID into the record of the suspended guests. `tests/hosts/test` reboots a whole emulated host.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -231,8 +231,8 @@ fn a_guest_that_cannot_be_carried_is_named_and_no_guest_is_stopped() {
     assert_nothing_kept(&lab);
 }
 
-/// At the end of a shutdown no operator can decide any more: guests that cannot be carried are shut down, and an operation
-/// on a VM ends with the host.
+/// At the end of a shutdown no operator can decide any more: guests that cannot be carried are shut down, and an
+/// operation on a VM ends with the host.
 #[test]
 fn a_planned_shutdown_suspends_or_ends_every_guest() {
     let lab = lab_with_persistent_ram();
@@ -440,8 +440,8 @@ fn try_fault(guest: &Guest<'_>, fault: &str, outcome: Outcome) {
     assert_ticks_once(&guest.file("console.log"));
 }
 
-/// At the end of a shutdown only the same systemd unit, started again, can continue a suspend that was killed. No guest may
-/// be lost.
+/// At the end of a shutdown only the same systemd unit, started again, can continue a suspend that was killed. No
+/// guest may be lost.
 #[test]
 fn a_planned_suspend_that_was_killed_is_taken_up_by_the_next() {
     let lab = lab_with_persistent_ram();
@@ -490,8 +490,8 @@ fn a_resume_that_was_killed_is_taken_up_by_the_next() {
     }
 }
 
-/// The host fails with its QEMUs during a resume: guests that had not run yet are resumed in the next boot, the others are not
-/// run twice from the same state.
+/// The host fails with its QEMUs during a resume: guests that had not run yet are resumed in the next boot, the
+/// others are not run twice from the same state.
 #[test]
 fn a_host_that_dies_while_it_resumes() {
     let lab = lab_with_persistent_ram();

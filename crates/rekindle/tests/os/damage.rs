@@ -1,5 +1,5 @@
-//! A guest whose page cache was damaged before it was rebooted with a warm cache gets no damaged block. The whole experiment is
-//! `make bench TOPIC=faults` (docs/fault-experiment.md).
+//! A guest whose page cache was damaged before it was rebooted with a warm cache gets no damaged block. The whole
+//! experiment is `make bench TOPIC=faults` (docs/fault-experiment.md).
 
 use crate::common::guest::Guest;
 use crate::common::{DEADLINE, Lab, wait_for};
@@ -46,8 +46,8 @@ fn ram(guest: &Guest<'_>) -> File {
     File::options().read(true).write(true).open(path).unwrap()
 }
 
-/// Flips a bit in all frames that hold a block whose number is a multiple of `every`, and returns the number of such blocks.
-/// Several frames can hold one block: a frame that the guest has freed keeps its content until it is reused.
+/// Flips a bit in all frames that hold a block whose number is a multiple of `every`, and returns the number of such
+/// blocks. Several frames can hold one block: a frame that the guest has freed keeps its content until it is reused.
 fn damage(guest: &Guest<'_>, every: u64, rng: &mut fastrand::Rng) -> u64 {
     let ram = ram(guest);
     let known: HashMap<Vec<u8>, u64> = (0..BLOCKS).map(|n| (block(n), n)).collect();

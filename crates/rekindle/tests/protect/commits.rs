@@ -1,8 +1,8 @@
-//! `rekindle protect` killed at every write, sync and link of a commit, and at every scan of the guest's memory: the store
-//! holds the newest committed checkpoint or the previous one, and the guest continues to run.
+//! `rekindle protect` killed at every write, sync and link of a commit, and at every scan of the guest's memory: the
+//! store holds the newest committed checkpoint or the previous one, and the guest continues to run.
 //!
-//! strace(1) counts the calls and kills at the one that is named. What a power failure makes of unsynced writes is tested
-//! in the store crate, on a disk of its own.
+//! strace(1) counts the calls and kills at the one that is named. What a power failure makes of unsynced writes is
+//! tested in the store crate, on a disk of its own.
 
 use crate::common::{Guest, Lab, assert_ticks_once};
 use std::path::{Path, PathBuf};

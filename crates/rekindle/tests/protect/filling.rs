@@ -1,5 +1,5 @@
-//! Checkpoints during the fill of a restore: each is complete, whichever process dies meanwhile. Every page of some of them
-//! is compared with the guest's memory at the moment of the checkpoint.
+//! Checkpoints during the fill of a restore: each is complete, whichever process dies meanwhile. Every page of some
+//! of them is compared with the guest's memory at the moment of the checkpoint.
 
 use crate::common::protector::{Protector, crash, pager, restore, restore_with, store, wait_filled};
 use crate::common::served::kill_watcher;
@@ -21,8 +21,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Stops a pager for most of the time, so that its fill takes long; the pager is fast again on drop. On a busy machine the
-/// pager is stopped late, and then for longer.
+/// Stops a pager for most of the time, so that its fill takes long; the pager is fast again on drop. On a busy
+/// machine the pager is stopped late, and then for longer.
 struct Slowdown {
     end: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -235,8 +235,8 @@ fn image(store: &Path, number: u64) -> Image {
     Image::open(&url, &ReadOptions { at: Some(number), ..ReadOptions::default() }).unwrap()
 }
 
-/// Compares every page of the main RAM of checkpoint `number` with a copy of the memory at that moment. Returns how many
-/// pages are missing in the copy; they must be as in checkpoint `restored`.
+/// Compares every page of the main RAM of checkpoint `number` with a copy of the memory at that moment. Returns how
+/// many pages are missing in the copy; they must be as in checkpoint `restored`.
 #[track_caller]
 fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
     let (checkpoint, restored_checkpoint) = (image(store, number), image(store, restored));
@@ -348,7 +348,8 @@ fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
             assert!(waiting["state"].as_str().unwrap().contains("rekindle recover"), "{waiting}");
             guest.rekindle(&["recover"]).ok();
             slowdown = protected.slow_down_pager();
-            // Also if the protector was about to stop the guest: it has started again by now, while pages are still missing.
+            // Also if the protector was about to stop the guest: it has started again by now, while pages are still
+            // missing.
             assert_eq!(protector.wait("checkpoint")["filling"], true);
         }
     }
@@ -370,8 +371,8 @@ fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
     guest.assert_sound();
 }
 
-/// Waits until a protector reports that it waits for `reason`. Before, it may report that the pager does not serve yet: the
-/// pager has just been started.
+/// Waits until a protector reports that it waits for `reason`. Before, it may report that the pager does not serve
+/// yet: the pager has just been started.
 #[track_caller]
 fn wait_for_waiting(protector: &mut Protector, reason: &str) {
     loop {

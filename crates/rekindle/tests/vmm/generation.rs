@@ -1,4 +1,5 @@
-//! The VM generation ID: a change informs the guest that it was rolled back or duplicated, so it must not change otherwise.
+//! The VM generation ID: a change informs the guest that it was rolled back or duplicated, so it must not change
+//! otherwise.
 
 use crate::common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_old, wait_for};
 use serde_json::Value;

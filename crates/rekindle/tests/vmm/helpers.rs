@@ -1,4 +1,5 @@
-//! Helpers of a VM that die: `rekindle watch` restarts them automatically, and those that cannot be restarted are shown.
+//! Helpers of a VM that die: `rekindle watch` restarts them automatically, and those that cannot be restarted are
+//! shown.
 
 use crate::common::protector::{Protector, crash, pager, restore, store, wait_filled};
 use crate::common::served::{READ, digest, image, read, section, server, status, watcher};

@@ -1,6 +1,8 @@
-//! Compaction: copies the needed records of segments that are mostly garbage into a new segment, and removes the old ones.
+//! Compaction: copies the needed records of segments that are mostly garbage into a new segment, and removes the old
+//! ones.
 //!
-//! It copies one frame at a time, so that an open checkpoint need not wait. Nothing changes until a log entry is written.
+//! It copies one frame at a time, so that an open checkpoint need not wait. Nothing changes until a log entry is
+//! written.
 
 use super::pool::{Role, cost};
 use super::{Engine, Flight};

@@ -16,7 +16,8 @@ use rekindle_pages::{BlockId, PageNo};
 use std::sync::Arc;
 
 impl Engine {
-    /// Opens the store in `disk`, and becomes its owner. With `only_if`, only if that condition holds; nothing is created.
+    /// Opens the store in `disk`, and becomes its owner. With `only_if`, only if that condition holds; nothing is
+    /// created.
     pub fn open(
         disk: Arc<dyn Disk>,
         vm: &Vm,

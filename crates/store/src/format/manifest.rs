@@ -134,7 +134,8 @@ pub struct StoredBlock {
     /// The block number in the store's records.
     pub number: u16,
     pub block: Block,
-    /// When it was shortened, the latest last. Each one leaves more pages than the previous one, which is otherwise removed.
+    /// When it was shortened, the latest last. Each one leaves more pages than the previous one, which is otherwise
+    /// removed.
     pub cuts: Vec<Cut>,
 }
 

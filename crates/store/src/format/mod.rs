@@ -1,7 +1,7 @@
 //! Formats of a store's files, byte by byte; `docs/store-format.md` explains them.
 //!
-//! All functions here are pure. No input causes a panic, or an allocation larger than the input, except where a limit is
-//! stated.
+//! All functions here are pure. No input causes a panic, or an allocation larger than the input, except where a limit
+//! is stated.
 
 pub mod base;
 pub mod codec;

@@ -29,14 +29,14 @@ impl Digester {
     }
 }
 
-/// Distance of the bytes that are sampled before a page is compressed. Not a multiple of a word's length, so that all bytes of
-/// words are sampled.
+/// Distance of the bytes that are sampled before a page is compressed. Not a multiple of a word's length, so that all
+/// bytes of words are sampled.
 const STEP: usize = 7;
 /// 586 random bytes have about 230 different values, and hardly ever fewer than this; machine code has about 150.
 const DIFFERENT: u32 = 210;
 
-/// Returns whether a page appears to be compressed, encrypted or random. To try compression takes ten times as long. If this is
-/// wrong, the page only uses more space.
+/// Returns whether a page appears to be compressed, encrypted or random. To try compression takes ten times as long.
+/// If this is wrong, the page only uses more space.
 fn is_probably_random(page: &Page) -> bool {
     let mut seen = [0u64; 4];
     for byte in page.iter().step_by(STEP) {

@@ -25,10 +25,11 @@ use std::time::{Duration, Instant};
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// Time limit for connecting, including the handshake.
 const CONNECT: Duration = Duration::from_secs(10);
-/// Bytes of a frame per second that must be transferred after [`PATIENCE`]: 1 Mbit/s. A slower connection is useless for
-/// checkpoints. So 4 MiB of pages may take a minute, and the largest frame 18 minutes.
+/// Bytes of a frame per second that must be transferred after [`PATIENCE`]: 1 Mbit/s. A slower connection is useless
+/// for checkpoints. So 4 MiB of pages may take a minute, and the largest frame 18 minutes.
 const SLOWEST: u64 = 128 << 10;
-/// How long a server may report that it still works on a checkpoint, while its disk writes. A guest may be stopped meanwhile.
+/// How long a server may report that it still works on a checkpoint, while its disk writes. A guest may be stopped
+/// meanwhile.
 const WORK: Duration = Duration::from_secs(3600);
 /// The same for work on a whole store (verify, compact): 8 TB at 100 MB/s.
 const LONG_WORK: Duration = Duration::from_secs(24 * 3600);
@@ -111,8 +112,8 @@ impl ConnectionError {
     }
 }
 
-/// A TCP connection with two limits for each operation: the longest silence of the other side, and a deadline for the whole
-/// operation, which transferred bytes do not extend.
+/// A TCP connection with two limits for each operation: the longest silence of the other side, and a deadline for the
+/// whole operation, which transferred bytes do not extend.
 struct TimedStream {
     tcp: TcpStream,
     silence: Duration,
@@ -229,7 +230,8 @@ pub(crate) struct Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // So that the other side can distinguish an end from a failure. Short, because the peer may not receive any more.
+        // So that the other side can distinguish an end from a failure. Short, because the peer may not receive any
+        // more.
         let a_moment = Duration::from_millis(100);
         self.stream.timed().begin(a_moment, a_moment);
         self.stream.close();

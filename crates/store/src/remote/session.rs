@@ -1,7 +1,8 @@
 //! Writes a store on a server: sends the requests that a local engine would serve over a connection.
 //!
-//! Pages are sent without waiting for an answer; the commit returns any error. If the connection fails, the open checkpoint
-//! is lost. The next one connects again, and claims the store on condition that the owner epoch has not changed.
+//! Pages are sent without waiting for an answer; the commit returns any error. If the connection fails, the open
+//! checkpoint is lost. The next one connects again, and claims the store on condition that the owner epoch has not
+//! changed.
 
 use super::connection::{Connection, ConnectionError};
 use super::greet;

@@ -1,4 +1,5 @@
-//! Connections that are opened before they are needed: a handshake takes a millisecond, for which a stopped guest would wait.
+//! Connections that are opened before they are needed: a handshake takes a millisecond, for which a stopped guest
+//! would wait.
 
 use super::connection::Connection;
 use super::identity::Identity;

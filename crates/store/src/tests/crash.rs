@@ -1,5 +1,5 @@
-//! Killed, or the power gone, after every step there is: with everything that was not synced kept, lost, or torn, in every
-//! legal way that there is or, where those are too many, in many of them.
+//! Killed, or the power gone, after every step there is: with everything that was not synced kept, lost, or torn, in
+//! every legal way that there is or, where those are too many, in many of them.
 
 use super::disk::{Fate, MemoryDisk, Op};
 use super::model::{Change, Expected, Model, check_image, image, open};

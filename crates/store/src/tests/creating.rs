@@ -62,7 +62,8 @@ fn a_new_store_belongs_to_the_first_vm_that_uses_it() {
     model.check(&disk);
 }
 
-/// As [`a_new_store_belongs_to_the_first_vm_that_uses_it`], when the one that had it first was killed before it had tidied up.
+/// As [`a_new_store_belongs_to_the_first_vm_that_uses_it`], when the one that had it first was killed before it had
+/// tidied up.
 #[test]
 fn what_is_left_of_an_unused_store_gives_it_to_no_other_vm() {
     let disk = MemoryDisk::default();

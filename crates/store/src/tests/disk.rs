@@ -1,4 +1,5 @@
-//! A disk in memory. It records what is done, can make of that every state that a crash may leave, and can refuse to work.
+//! A disk in memory. It records what is done, can make of that every state that a crash may leave, and can refuse to
+//! work.
 
 use crate::disk::{Disk, DiskFile};
 use std::collections::{BTreeMap, BTreeSet};

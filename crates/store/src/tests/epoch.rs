@@ -63,8 +63,8 @@ fn a_claim_for_an_epoch_that_is_over_is_rejected() {
 /// What the new owner sees, once it has come.
 type Seen = Arc<Mutex<Option<(Engine, Model)>>>;
 
-/// Another owner takes over, and works, before the `after`-th step that is made through `slow`. The old one, with what it
-/// has committed, may meanwhile be about to commit `also`.
+/// Another owner takes over, and works, before the `after`-th step that is made through `slow`. The old one, with
+/// what it has committed, may meanwhile be about to commit `also`.
 fn take_over(disk: &MemoryDisk, slow: &MemoryDisk, old: Model, also: Change, after: usize) -> Seen {
     let seen = Seen::default();
     let (plain, there) = (disk.clone(), seen.clone());

@@ -197,7 +197,8 @@ pub struct Devices {
 pub struct Phase {
     /// The phases, as the guest calls them, the earliest first.
     pub save: Vec<String>,
-    /// The one of them that the guest does not announce: it is reached when its `probe` first answers or, without one, its agent.
+    /// The one of them that the guest does not announce: it is reached when its `probe` first answers or, without
+    /// one, its agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub healthy: Option<String>,
 }
@@ -225,8 +226,9 @@ pub struct Disk {
     pub cache: DiskCache,
     /// The serial number that the guest sees, at most 20 characters.
     pub serial: Option<String>,
-    /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself. A definition
-    /// without this key gives every disk a server that can have one; a state without it was written by a version that had none.
+    /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself. A
+    /// definition without this key gives every disk a server that can have one; a state without it was written by a
+    /// version that had none.
     #[serde(default)]
     pub server: bool,
     /// The folder in which a server makes the disk's redo log; none: next to the image.

@@ -217,8 +217,8 @@ impl Units {
         self.all.iter().find(|ours| ours.foreign.contains(&unit.as_str()))
     }
 
-    /// What to write for a number without a unit: itself with the usual unit; and if it is large and round, as memory in
-    /// bytes is, the number in the unit that suits.
+    /// What to write for a number without a unit: itself with the usual unit; and if it is large and round, as memory
+    /// in bytes is, the number in the unit that suits.
     fn suggest(&self, number: &str) -> String {
         let is_bytes = self.all.iter().any(|unit| unit.name == "B");
         match number.parse::<u64>() {

@@ -1,8 +1,9 @@
 //! The retained caches of a VM's disks: memory of a guest that has ended, kept for its next boot.
 //!
-//! All disks of a VM have their blocks in one memory, and each server knows only its own. So there are two steps: each lists the
-//! frames that it needs, and when all have, each gets the lists of the others. From then on a frame is freed when no server needs it.
-//! If this is killed in between, nothing has been freed yet, and both steps are repeated.
+//! All disks of a VM have their blocks in one memory, and each server knows only its own. So there are two steps:
+//! each lists the frames that it needs, and when all have, each gets the lists of the others. From then on a frame is
+//! freed when no server needs it. If this is killed in between, nothing has been freed yet, and both steps are
+//! repeated.
 
 use super::{control, served};
 use crate::fault;
@@ -21,7 +22,8 @@ const GONE: Duration = Duration::from_secs(10);
 /// What of a guest that has ended is kept for the next one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kept {
-    /// Bytes of its disks that the guest had in its memory. Which of them are still what is on the disk is found out when they are wanted.
+    /// Bytes of its disks that the guest had in its memory. Which of them are still what is on the disk is found out
+    /// when they are wanted.
     pub bytes: u64,
     /// The same of each disk of which there is anything.
     pub disks: BTreeMap<String, u64>,
@@ -40,8 +42,8 @@ struct Keeping<'a> {
     blocks: u64,
 }
 
-/// Makes the servers release the memory of a guest that has ended. With `keep` they retain the part that is a cache of their disks;
-/// returns what that is, if there is anything.
+/// Makes the servers release the memory of a guest that has ended. With `keep` they retain the part that is a cache
+/// of their disks; returns what that is, if there is anything.
 #[must_use]
 pub fn release_memory(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> {
     let mut servers = Vec::new();
@@ -72,8 +74,8 @@ pub fn release_memory(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Optio
     (bytes > 0).then_some(Kept { bytes, disks })
 }
 
-/// The guest is about to start another kernel in its memory. Makes the servers serve what the previous kernel had cached, as long as it is
-/// in place; returns what that is now, if there is anything.
+/// The guest is about to start another kernel in its memory. Makes the servers serve what the previous kernel had
+/// cached, as long as it is in place; returns what that is now, if there is anything.
 #[must_use]
 pub fn reuse(rundir: &RunDir, hardware: &Hardware) -> Option<Kept> {
     let asked = served(hardware).filter_map(|disk| {
@@ -91,8 +93,8 @@ pub fn reuse(rundir: &RunDir, hardware: &Hardware) -> Option<Kept> {
     (bytes > 0).then_some(Kept { bytes, disks })
 }
 
-/// Returns the servers whose caches are in the memory that has most of them; the others drop theirs. A server whose queues did not run in
-/// the guest's last boot has memory of an earlier one.
+/// Returns the servers whose caches are in the memory that has most of them; the others drop theirs. A server whose
+/// queues did not run in the guest's last boot has memory of an earlier one.
 fn of_one_memory(kept: Vec<Keeping<'_>>) -> Vec<Keeping<'_>> {
     let mut memories: BTreeMap<Option<u64>, (u64, Vec<Keeping<'_>>)> = BTreeMap::new();
     for mut keeping in kept {

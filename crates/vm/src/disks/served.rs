@@ -12,7 +12,8 @@ pub fn served(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
     hardware.disks.iter().filter(|disk| disk.server)
 }
 
-/// The hardware whose disks need servers now: there is a QEMU that uses them. None while an operation keeps them from being served.
+/// The hardware whose disks need servers now: there is a QEMU that uses them. None while an operation keeps them from
+/// being served.
 ///
 /// # Errors
 /// When the run directory cannot be read.

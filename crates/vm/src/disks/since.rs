@@ -1,7 +1,7 @@
 //! The epochs of its disks from which a restored guest resumed, for servers that replace those of the restore.
 //!
-//! Epochs newer than the checkpoint are discarded when the guest writes for the first time (`docs/disk-epochs.md`). A server that starts before
-//! that must not take them for the guest's.
+//! Epochs newer than the checkpoint are discarded when the guest writes for the first time (`docs/disk-epochs.md`). A
+//! server that starts before that must not take them for the guest's.
 
 use super::{DisksError, Epochs, control, served};
 use crate::rundir::{RunDir, write_json};

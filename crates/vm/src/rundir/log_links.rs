@@ -21,8 +21,9 @@ const QEMUS: u32 = 3;
 const USUAL: [&str; 5] = ["console.log", "pager.log", "phases.log", "protect.log", "watch.log"];
 
 impl RunDir {
-    /// Links the logs of a VM, whose run directory exists, to its directory below `root`. What an earlier VM of its name has left there
-    /// becomes the older parts. Where that is not possible the logs are in the run directory, bounded all the same.
+    /// Links the logs of a VM, whose run directory exists, to its directory below `root`. What an earlier VM of its
+    /// name has left there becomes the older parts. Where that is not possible the logs are in the run directory,
+    /// bounded all the same.
     ///
     /// # Errors
     /// When nothing can be made in the run directory.

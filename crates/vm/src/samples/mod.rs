@@ -72,7 +72,8 @@ impl Sampler {
         Ok(self.sample(None, self.boot.clone(), metrics))
     }
 
-    /// At a VM: its QEMU, and, where an agent answers and nothing is at work on the VM, inside it. Nothing of what does not run.
+    /// At a VM: its QEMU, and, where an agent answers and nothing is at work on the VM, inside it. Nothing of what
+    /// does not run.
     ///
     /// # Errors
     /// The VM's state cannot be read.

@@ -72,7 +72,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.connections.insert(session, Connection { process, is_growth_unreported: true, ..Connection::default() });
     }
 
-    /// Removes a QEMU. Its requests in progress still complete, even those that wait because the log is full, without notification.
+    /// Removes a QEMU. Its requests in progress still complete, even those that wait because the log is full, without
+    /// notification.
     fn leave(&mut self, session: FrontendId) {
         let connection = self.connections.remove(&session);
         for number in connection.iter().flat_map(|connection| connection.queues.keys()) {

@@ -154,8 +154,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
         has_queues || !self.requests.is_empty()
     }
 
-    /// Whether a guest uses the disk or may continue with it: a stopped guest has memory here. A QEMU that has connected and waits for its
-    /// guest has none.
+    /// Whether a guest uses the disk or may continue with it: a stopped guest has memory here. A QEMU that has
+    /// connected and waits for its guest has none.
     pub fn is_used(&self) -> bool {
         !self.requests.is_empty() || !self.connections.values().all(Connection::is_waiting)
     }

@@ -1,8 +1,9 @@
 //! A running queue: takes requests from its rings and checks them.
 //!
-//! The guest can write anything into its rings at any time. What no correct driver does is a [`RingError`]: the queue is *broken*, takes
-//! no more requests, and its front end is notified once. Requests in progress complete, the queue can be stopped like any other, and
-//! works again when it is restarted, which a driver does after it resets its device.
+//! The guest can write anything into its rings at any time. What no correct driver does is a [`RingError`]: the queue
+//! is *broken*, takes no more requests, and its front end is notified once. Requests in progress complete, the queue
+//! can be stopped like any other, and works again when it is restarted, which a driver does after it resets its
+//! device.
 
 use crate::engine::command::QueueDescriptors;
 use crate::inflight::Inflight;
@@ -130,8 +131,8 @@ impl RunningQueue {
         }
     }
 
-    /// Puts a chain into the used ring. [`Self::notify`] notifies the guest. The inner result: whether that is in the record of requests in
-    /// progress.
+    /// Puts a chain into the used ring. [`Self::notify`] notifies the guest. The inner result: whether that is in the
+    /// record of requests in progress.
     pub fn answer(
         &mut self,
         memory: &Memory,

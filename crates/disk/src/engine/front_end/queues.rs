@@ -53,7 +53,8 @@ fn new_queue(rings: &Rings, memory: &Memory) -> Result<Queue, String> {
 }
 
 impl Connection {
-    /// Adds a queue, which continues where a previous server or QEMU has left it. Returns whether its driver has just started.
+    /// Adds a queue, which continues where a previous server or QEMU has left it. Returns whether its driver has just
+    /// started.
     fn add_queue(
         &mut self,
         number: u16,
@@ -122,8 +123,9 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.connections.get(&session)?.queues.get(&number)
     }
 
-    /// Stops taking requests from a queue. Answered when none of its requests is in progress: [`Self::answer_stopped`]. Requests that a
-    /// previous server or front end had taken are done first: the next QEMU may have another record of requests in progress, without them.
+    /// Stops taking requests from a queue. Answered when none of its requests is in progress:
+    /// [`Self::answer_stopped`]. Requests that a previous server or front end had taken are done first: the next QEMU
+    /// may have another record of requests in progress, without them.
     pub(super) fn stop_queue(&mut self, session: FrontendId, number: u16, answer: Sender<Result<u16, Refused>>) {
         let queue = self.connections.get_mut(&session).and_then(|connection| connection.queues.get_mut(&number));
         match queue {
@@ -252,8 +254,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Notifies guests of all answers. One notification is for many answers: each wakes a processor of the guest, and costs both sides more
-    /// than a small request.
+    /// Notifies guests of all answers. One notification is for many answers: each wakes a processor of the guest, and
+    /// costs both sides more than a small request.
     pub fn notify(&mut self) {
         if std::mem::take(&mut self.unnotified) == 0 {
             return;

@@ -1,7 +1,7 @@
 //! The pages of a guest's memory that the server writes, recorded for a protector: QEMU's page tables do not show them.
 //!
-//! A record is of one QEMU, from start to end. It ends with the QEMU's connection or this process; a later request for it fails, since
-//! any page may have been written by then.
+//! A record is of one QEMU, from start to end. It ends with the QEMU's connection or this process; a later request
+//! for it fails, since any page may have been written by then.
 
 use super::FrontEnd;
 use crate::engine::command::{FrontendId, PageRecord, Refused};

@@ -1,7 +1,8 @@
-//! A second thread that digests large pieces, while the engine's thread answers the guest and takes the next request. One thread for
-//! both reaches about 3 GB/s, and some disks are faster.
+//! A second thread that digests large pieces, while the engine's thread answers the guest and takes the next request.
+//! One thread for both reaches about 3 GB/s, and some disks are faster.
 //!
-//! It gets the buffer, which is not changed any more, and nothing else of the engine; [`super::RebootCache`] records the digests.
+//! It gets the buffer, which is not changed any more, and nothing else of the engine; [`super::RebootCache`] records
+//! the digests.
 
 use crate::block::BLOCK;
 use crate::digest::{Digest, Digester};

@@ -12,8 +12,9 @@
 //! | [`RetainedCache`] | from `keep` or a kexec until all its blocks are served, overwritten or dropped |
 //! | [`Ledger`] | as long as the server |
 //!
-//! Moved blocks are recorded when their digest is known: those of small pieces immediately, those of large ones after another thread has
-//! digested them and the guest has its answer. Blocks that change on the disk in between are not recorded.
+//! Moved blocks are recorded when their digest is known: those of small pieces immediately, those of large ones after
+//! another thread has digested them and the guest has its answer. Blocks that change on the disk in between are not
+//! recorded.
 
 mod digest_thread;
 mod retain;
@@ -133,7 +134,8 @@ impl RebootCache {
         }
     }
 
-    /// Records moved blocks, whose data begins at byte `start` of the buffer. Returns the buffer if it is not needed any more.
+    /// Records moved blocks, whose data begins at byte `start` of the buffer. Returns the buffer if it is not needed
+    /// any more.
     pub fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, start: usize) -> Option<Buffer> {
         let bytes = start..start + moved.frames.len() * BLOCK;
         if bytes.len() >= LARGE && !moved.is_stale && self.digest_thread.is_free() {
@@ -177,7 +179,8 @@ impl RebootCache {
         }
     }
 
-    /// Waits until everything is recorded, before the map is taken or its memory changes. Takes a few milliseconds at most.
+    /// Waits until everything is recorded, before the map is taken or its memory changes. Takes a few milliseconds at
+    /// most.
     pub fn record_all(&mut self, buffers: &mut BufferPool) {
         while !self.pending.is_empty()
             && let Some(piece) = self.digest_thread.wait_back()

@@ -1,4 +1,5 @@
-//! The memory of a guest's previous boot: it becomes the retained cache, is shared with the VM's other disks, and is released.
+//! The memory of a guest's previous boot: it becomes the retained cache, is shared with the VM's other disks, and is
+//! released.
 
 use super::{GuestMap, RebootCache};
 use crate::background::run_in_background;
@@ -84,8 +85,8 @@ impl RebootCache {
         }
     }
 
-    /// Turns the block map into a retained cache in the same memory: the guest has started another kernel there. What the previous kernel
-    /// cached is there until the new one uses the frames.
+    /// Turns the block map into a retained cache in the same memory: the guest has started another kernel there. What
+    /// the previous kernel cached is there until the new one uses the frames.
     fn begin_reuse(&mut self, buffers: &mut BufferPool) {
         self.record_all(buffers);
         let Some(GuestMap { blocks, memory }) = self.map.take() else { return };
@@ -101,8 +102,8 @@ impl RebootCache {
         }
     }
 
-    /// Prepares the block map for a guest's memory. It is kept if the memory is the same: after a VMM restart, or if the table divides the
-    /// memory differently, as firmware and kernel do.
+    /// Prepares the block map for a guest's memory. It is kept if the memory is the same: after a VMM restart, or if
+    /// the table divides the memory differently, as firmware and kernel do.
     fn prepare_map(&mut self, memory: &Arc<Memory>, buffers: &mut BufferPool) {
         self.record_all(buffers);
         match &mut self.map {
@@ -126,7 +127,8 @@ impl RebootCache {
         self.mapped_blocks()
     }
 
-    /// Turns the memory of the ended guest into the retained cache of the next one. Returns the number of its blocks. `claim`: see
+    /// Turns the memory of the ended guest into the retained cache of the next one. Returns the number of its blocks.
+    /// `claim`: see
     /// [`RetainedCache::new`].
     pub fn keep(&mut self, claim: Option<&Path>, buffers: &mut BufferPool) -> Result<usize, Refused> {
         let failed = |e: io::Error| {

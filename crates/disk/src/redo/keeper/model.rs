@@ -1,11 +1,13 @@
-//! The keeper under a model checker. Its threads and those of a guest, a protector and an operator run one at a time, in an order that
+//! The keeper under a model checker. Its threads and those of a guest, a protector and an operator run one at a time,
+//! in an order that
 //! [`shuttle`] chooses. Another thread may continue at every lock, wait and file operation.
 //!
-//! The keeper, the log, its directory and merging are the code that a server runs. The engine is a replacement that uses a log as the
-//! real one does: it allocates an entry, writes it, reports the result; and a planned request may start after the log has changed.
-//! Files are in memory.
+//! The keeper, the log, its directory and merging are the code that a server runs. The engine is a replacement that
+//! uses a log as the real one does: it allocates an entry, writes it, reports the result; and a planned request may
+//! start after the log has changed. Files are in memory.
 //!
-//! `REKINDLE_MODEL_ROUNDS` sets how many interleavings are explored, `REKINDLE_TEST_SEED` which ones (`docs/disk-epochs.md`).
+//! `REKINDLE_MODEL_ROUNDS` sets how many interleavings are explored, `REKINDLE_TEST_SEED` which ones
+//! (`docs/disk-epochs.md`).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

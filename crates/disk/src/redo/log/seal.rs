@@ -54,10 +54,11 @@ pub struct SegmentToSeal<F> {
 }
 
 impl<F: LogFile> SegmentToSeal<F> {
-    /// Writes the seal record, and waits until entries and record are durable. `directory` is that of the log, for messages.
+    /// Writes the seal record, and waits until entries and record are durable. `directory` is that of the log, for
+    /// messages.
     ///
-    /// A record that cannot be written, as on a full file system, is no error: without the seal nothing could be merged, so that no space
-    /// would become free. A repeated call writes the same bytes.
+    /// A record that cannot be written, as on a full file system, is no error: without the seal nothing could be
+    /// merged, so that no space would become free. A repeated call writes the same bytes.
     ///
     /// # Errors
     /// Those of the sync; what is durable is unknown then.

@@ -1,5 +1,5 @@
-//! Kills and power losses at every step of many histories. The newest disk has every flushed write, and each sealed epoch can be opened
-//! with its content until a newer one is committed.
+//! Kills and power losses at every step of many histories. The newest disk has every flushed write, and each sealed
+//! epoch can be opened with its content until a newer one is committed.
 
 use super::files::{CrashDisk, Fate, Step};
 use super::model::{BYTES, Content, Guarantee, ProtectedDisk, content, image, initial};
@@ -257,7 +257,8 @@ fn power_lost_at_any_step_with_any_mixture_of_lost_steps() {
     }
 }
 
-/// The file system gets full, with room for so many pages of the seal record, which has two: one epoch is sealed, committed and merged.
+/// The file system gets full, with room for so many pages of the seal record, which has two: one epoch is sealed,
+/// committed and merged.
 fn history_of_full_disk(room: usize) -> History {
     let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
     let before = Guarantee { sealed: BTreeSet::new(), ..model.guarantee.clone() };

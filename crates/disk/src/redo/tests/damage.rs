@@ -211,7 +211,8 @@ fn a_merge_that_fails_at_any_step_is_repeated() {
 
 #[test]
 fn a_failed_seal_or_segment_changes_nothing() {
-    // Write of the seal record, sync, write of the state, sync; then the next segment. After a failed step, all fail or only that one.
+    // Write of the seal record, sync, write of the state, sync; then the next segment. After a failed step, all fail
+    // or only that one.
     for (after, is_once, error) in (0..6).flat_map(|after| {
         [false, true]
             .into_iter()

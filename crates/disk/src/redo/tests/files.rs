@@ -1,5 +1,5 @@
-//! A directory and an image in memory. They record each step, can produce every state that a crash may leave, and can fail on demand.
-//! (The store's tests have another implementation, with other steps.)
+//! A directory and an image in memory. They record each step, can produce every state that a crash may leave, and can
+//! fail on demand. (The store's tests have another implementation, with other steps.)
 
 use crate::redo::files::{FileStart, LogFile, LogFiles};
 use std::collections::{BTreeMap, BTreeSet};

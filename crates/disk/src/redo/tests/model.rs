@@ -1,4 +1,5 @@
-//! A guest, its log, and what must be true of its disk. The steps are those of the engine and the keeper, on a disk in memory.
+//! A guest, its log, and what must be true of its disk. The steps are those of the engine and the keeper, on a disk
+//! in memory.
 
 use super::files::{CrashDisk, CrashFile};
 use crate::image::Durability;

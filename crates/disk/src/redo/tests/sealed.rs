@@ -12,7 +12,8 @@ use crate::redo::state::LogDirectory;
 
 const LIMIT: u64 = 1 << 30;
 
-/// Three epochs, of which the first and the second are sealed. Two writes each; in the first epoch one overwrites the other.
+/// Three epochs, of which the first and the second are sealed. Two writes each; in the first epoch one overwrites the
+/// other.
 fn model() -> ProtectedDisk {
     let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
     for _ in 0..2 {
@@ -41,7 +42,8 @@ fn length(model: &ProtectedDisk, name: &str) -> usize {
     length
 }
 
-/// Checks that opening the newest disk fails and names the segment and a remedy, and that an older checkpoint can still be opened.
+/// Checks that opening the newest disk fails and names the segment and a remedy, and that an older checkpoint can
+/// still be opened.
 #[track_caller]
 fn check_rejected(model: &ProtectedDisk, epoch: u64, context: &str) {
     let name = format!("{epoch}.log");

@@ -62,8 +62,8 @@ pub(super) struct Succession<'a> {
     pub(super) began: Instant,
 }
 
-/// Loads the candidate into a destination QEMU, ends the previous guest unless `shutdown` shows that it has ended, and resumes
-/// the new guest.
+/// Loads the candidate into a destination QEMU, ends the previous guest unless `shutdown` shows that it has ended,
+/// and resumes the new guest.
 ///
 /// *On failure:* as the journal states: before [`Step::Suspend`](rekindle_vm::journal::Step::Suspend) the previous
 /// guest runs; before [`Step::Resume`](rekindle_vm::journal::Step::Resume) the new one has not run.
@@ -170,8 +170,8 @@ impl RunningSuccessor {
     }
 }
 
-/// Sets the guest's clock, unless the guest was notified and does so itself: an agent that sets it keeps a processor of the guest busy
-/// for a second (`hwclock --systohc`).
+/// Sets the guest's clock, unless the guest was notified and does so itself: an agent that sets it keeps a processor
+/// of the guest busy for a second (`hwclock --systohc`).
 fn set_guest_clock(settled: &mut Settled<OnDemandRam>, notification: Notification) -> Clock {
     let Settled { vmm, qmp, state, recorder, .. } = settled;
     if notification == Notification::Sent && has_read(&state.hardware.name, vmm) {
@@ -191,7 +191,8 @@ struct ReplacedSource {
     shutdown_time: Duration,
 }
 
-/// Ends the previous guest and gives its disks, taps and run directory to the destination. `state`: the VM with the new guest.
+/// Ends the previous guest and gives its disks, taps and run directory to the destination. `state`: the VM with the
+/// new guest.
 fn replace_source(
     replacement: &mut Replacement,
     handover: &mut Handover,

@@ -126,7 +126,8 @@ impl ActiveRequest {
         }
     }
 
-    /// Copies blocks of the retained cache to the guest, from `offset` of its data on. `None`: it is outside the guest's memory.
+    /// Copies blocks of the retained cache to the guest, from `offset` of its data on. `None`: it is outside the
+    /// guest's memory.
     fn fill(&self, offset: u64, bytes: &[u8]) -> Option<()> {
         let fill = |piece: Piece| self.memory.fill(piece.address, bytes.get(piece.range())?);
         for_each_piece(&self.request.data, offset, bytes.len(), fill)
@@ -180,8 +181,8 @@ impl Piece {
     }
 }
 
-/// Divides `bytes` bytes of the data that `segments` describe, starting at `offset`, into contiguous pieces. `None`: the segments are
-/// shorter, or `each` has returned that.
+/// Divides `bytes` bytes of the data that `segments` describe, starting at `offset`, into contiguous pieces. `None`:
+/// the segments are shorter, or `each` has returned that.
 fn for_each_piece(
     segments: &[BufferSegment],
     offset: u64,

@@ -78,7 +78,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Asks the rate limit about the request of a part. Returns whether the part may start; if not, it may at `throttled_until`.
+    /// Asks the rate limit about the request of a part. Returns whether the part may start; if not, it may at
+    /// `throttled_until`.
     fn admit(&mut self, id: PartId, part: &Part) -> bool {
         let Some(active) = self.requests.get_mut(id.request as usize) else { return true };
         if active.is_admitted || !part.work.moves_data() {
@@ -138,7 +139,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
 
     /// Whether a write must wait when the redo log has reached its limit.
     fn space_limit(&self, id: PartId) -> SpaceLimit {
-        // The requests of a QEMU that stops its guest, or has disconnected, need not wait for a checkpoint; later ones wait for them.
+        // The requests of a QEMU that stops its guest, or has disconnected, need not wait for a checkpoint; later
+        // ones wait for them.
         let session = self.requests.get(id.request as usize).map(|active| active.session);
         let is_connected = session.is_some_and(|session| self.connections.contains_key(&session));
         let must_complete = !self.stopping.is_empty() || !is_connected || self.is_ending;
