@@ -353,8 +353,8 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("host.suspend.ended", [FromState, NotTried, NotTried]),
     ("host.resume.placed", [FromState, NotTried, NotTried]),
     ("host.resume.loaded", [FromState, NotTried, FromState]),
-    // From here on the guest may have run.
-    ("host.resume.struck", [FromState, NotTried, Lost]),
+    // From here on the guest may have run. At this point it has not: the mark on its RAM file shows it.
+    ("host.resume.struck", [FromState, NotTried, FromState]),
     ("host.resume.resumed", [Finished, NotTried, Lost]),
     ("host.resume.recorded", [Finished, NotTried, Lost]),
 ];
