@@ -3,11 +3,11 @@
 //! No other crate uses ioctl, ptrace or raw process memory. The other crates use the types of this one:
 //!
 //! - processes: identity ([`process::Process`], which cannot be confused with a later process of the same number),
-//!   mappings ([`maps`]), memory ([`memory`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages
-//!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling priority
-//!   ([`sched`]);
-//! - networks: tap interfaces ([`tap`]), other interfaces ([`link`]), frames ([`packet`]), network namespaces
-//!   ([`netns`]);
+//!   starting and finding them ([`spawn`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
+//!   memory ([`memory`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages ([`userfault`]), injected
+//!   system calls ([`inject`]), descriptors ([`descriptor`]), scheduling priority ([`sched`]);
+//! - networks: tap interfaces ([`tap`], [`stand_in`]), other interfaces ([`link`]), frames ([`packet`]), network
+//!   namespaces ([`netns`]);
 //! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), mapped files ([`mapping`]), large
 //!   buffers ([`large`]);
 //! - loading the next kernel ([`kexec`]).

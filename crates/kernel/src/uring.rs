@@ -185,7 +185,7 @@ impl Ring {
         let build = |modern: bool| {
             let mut builder = IoUring::builder();
             if modern {
-                // The kernel processes completions only in `wait` and `submit`, instead of interrupting this thread
+                // The kernel processes completions only when this thread waits for them, and does not interrupt it
                 // (Linux 6.1).
                 builder.setup_single_issuer().setup_defer_taskrun();
             }

@@ -12,7 +12,7 @@
 //! | state of a page | meaning | reported as |
 //! |---|---|---|
 //! | mapped, or a marker, not protected | written | written |
-//! | neither mapped nor a marker, but in the file | written, then unmapped by the kernel; or just being filled | written |
+//! | neither mapped nor a marker, but in the file | written, then unmapped by the kernel; or being filled | written |
 //! | neither mapped nor a marker, not in the file | missing | |
 //! | protected | not written | |
 //! | no longer registered | given back ([`crate::missing`]) | zero, or written if it has content |
