@@ -17,7 +17,7 @@ const _: () = assert!(libc::SYS_kexec_file_load == 320, "the number of the call 
 ///
 /// # Errors
 /// `PermissionDenied` without `CAP_SYS_BOOT`, or for an unsigned kernel in lockdown; `InvalidInput` and `ENOEXEC` for a
-/// file that is not a kernel; `OutOfMemory` without enough memory. The error names the kernel.
+/// file that is not a kernel; `OutOfMemory` without enough memory. The error names the file.
 pub fn load(kernel: &Path, initrd: Option<&Path>, command_line: &str) -> io::Result<()> {
     let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
     let open = |path: &Path| File::open(path).map_err(|e| named(path, e));

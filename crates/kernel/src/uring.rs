@@ -273,7 +273,7 @@ impl Ring {
     /// Submits the started operations, and waits until one has completed or `limit` has passed.
     ///
     /// # Errors
-    /// Errors of `io_uring_enter(2)`, except interruptions and time-outs.
+    /// Errors of `io_uring_enter(2)`, except interruptions, time-outs and a full completion queue.
     pub fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         let waited = match limit {
             None => self.ring.submit_and_wait(1),
