@@ -1,4 +1,4 @@
-//! File descriptors of another process: take a duplicate of one, or put one in another's place.
+//! File descriptors of another process: duplicating one, or replacing one by another.
 
 use crate::inject::{Call, Injector};
 use crate::process::Process;
@@ -7,10 +7,12 @@ use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use std::io;
 use std::os::fd::RawFd;
 
-/// A duplicate of descriptor `fd` of `process`: the same open file, so that what waits in it waits for both.
+/// Returns a duplicate of descriptor `fd` of `process`. Both refer to the same open file, so data that waits in it can
+/// be read through either.
 ///
 /// # Errors
-/// `PermissionDenied` without the right to trace the process; `NotFound` if it has ended; the number is named.
+/// `PermissionDenied` without the right to trace the process; `NotFound` if it has ended. The error names the
+/// descriptor.
 pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
     pidfd_getfd(process.pidfd()?, fd, PidfdGetfdFlags::empty()).map_err(|e| {
         let e = io::Error::from(e);
@@ -18,12 +20,12 @@ pub fn take(process: Process, fd: RawFd) -> io::Result<OwnedFd> {
     })
 }
 
-/// Makes descriptor `to` mean what descriptor `from` means, for each `(from, to)`, as `dup3(from, to, O_CLOEXEC)`
-/// inside the process. See [`crate::inject`] for what that does to it.
+/// Makes descriptor `to` refer to the open file of descriptor `from`, for each `(from, to)`, as `dup3(from, to,
+/// O_CLOEXEC)` inside the process. [`crate::inject`] describes the effects on the process.
 ///
 /// # Errors
-/// `PermissionDenied` without the right to trace the process or while another tracer has it; pairs before the
-/// failed one are replaced, and the process continues.
+/// `PermissionDenied` without the right to trace the process or while another process traces it. Pairs before the
+/// failed one stay replaced, and the process continues.
 pub fn replace(injector: Injector, pairs: &[(RawFd, RawFd)]) -> io::Result<()> {
     if pairs.is_empty() {
         return Ok(());
@@ -54,7 +56,7 @@ mod tests {
         let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let process = Process::of(child.id()).unwrap();
         let out = take(process, 1).unwrap();
-        // Written through the child's own standard output, read at our end of it.
+        // Written through the child's own standard output, read at our end of the pipe.
         std::fs::File::from(out).write_all(b"through the back door\n").unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -97,7 +99,7 @@ mod tests {
     #[test]
     fn a_descriptor_that_is_not_there_is_an_error_and_the_process_lives_on() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        // Right after the spawn the child may be half way through its exec: its answer shows that it is there.
+        // Immediately after the spawn the child may not have finished its exec: its answer shows that the program runs.
         child.stdin.as_mut().unwrap().write_all(b"there?\n").unwrap();
         let mut answer = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut answer).unwrap();

@@ -1,15 +1,17 @@
-//! What files can do beyond reading and writing: hints, locks of single bytes, what `O_DIRECT` needs.
+//! File operations besides reading and writing: hints, holes, locks of single bytes, sizes, the alignment for
+//! `O_DIRECT`.
 
 use rustix::fd::{AsFd, AsRawFd};
 use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Lets the kernel begin to write `len` bytes of a file from `offset` on to its disk, without waiting for it, so that a
-/// later sync has less to do. It makes nothing durable.
+/// Starts to write `len` bytes of a file from `offset` on to the disk, without waiting, so that a later sync has less
+/// to do. The call makes nothing durable.
 ///
 /// # Errors
-/// When the range makes no sense or the file system cannot (`EINVAL`, `ESPIPE`): harmless, since it is a hint.
+/// `EINVAL` for an invalid range, `ESPIPE` for a pipe or socket. The caller may ignore any error, since the call is a
+/// hint.
 pub fn start_writeback(file: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     let signed = |value: u64| i64::try_from(value).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
     // SAFETY: the descriptor is open, because it is borrowed; the call takes no pointer.
@@ -19,27 +21,30 @@ pub fn start_writeback(file: impl AsFd, offset: u64, len: u64) -> io::Result<()>
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Gives the room of `len` bytes of a file from `offset` on back; they read as zero then.
+/// Releases the disk space of `len` bytes of a file from `offset` on. The bytes read as zeros afterwards; the file
+/// keeps its length.
 ///
 /// # Errors
-/// The system's.
+/// Errors of `fallocate(2)`, e.g. `EOPNOTSUPP` on a file system without holes.
 pub fn punch_hole(file: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     use rustix::fs::{FallocateFlags, fallocate};
     Ok(fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)?)
 }
 
-/// Returns the process that holds the `flock` of a file, from `/proc/locks`: unlike an attempt to take the lock, this
-/// disturbs no other process. `None` if it is not held, or held by a process that is not visible here.
+/// Returns the process that holds the `flock` of a file, from `/proc/locks`. Unlike an attempt to take the lock,
+/// reading that file disturbs no other process. `None` if the lock is free, or if its holder is not visible in this PID
+/// namespace.
 ///
 /// # Errors
-/// The system's; of a file that is not there, too.
+/// `NotFound` if the file is missing; other errors of `stat(2)`, or of reading `/proc/locks`.
 pub fn flock_holder(path: &Path) -> io::Result<Option<u32>> {
     let file = rustix::fs::stat(path)?;
     let device = (rustix::fs::major(file.st_dev), rustix::fs::minor(file.st_dev));
     Ok(holder_in(&fs::read_to_string("/proc/locks")?, device, file.st_ino))
 }
 
-/// `1: FLOCK  ADVISORY  WRITE 4711 00:1b:1234 0 EOF`; `1: -> FLOCK ...` waits for it.
+/// Parses lines like `1: FLOCK  ADVISORY  WRITE 4711 00:1b:1234 0 EOF`. A line with `1: -> FLOCK ...` is a process that
+/// waits for the lock.
 fn holder_in(locks: &str, (major, minor): (u32, u32), inode: u64) -> Option<u32> {
     let file = format!("{major:02x}:{minor:02x}:{inode}");
     locks.lines().find_map(|line| {
@@ -50,12 +55,12 @@ fn holder_in(locks: &str, (major, minor): (u32, u32), inode: u64) -> Option<u32>
     })
 }
 
-/// A lock of a byte.
+/// The kind of a lock on one byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lock {
-    /// Others may have it too.
+    /// Other open files may hold a shared lock too.
     Shared,
-    /// No other open file may have it.
+    /// No other open file may hold a lock.
     Exclusive,
 }
 
@@ -64,11 +69,11 @@ pub(crate) fn byte_lock(kind: libc::c_int, byte: u64) -> io::Result<libc::flock>
     Ok(libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: start, l_len: 1, l_pid: 0 })
 }
 
-/// Locks one byte of an open file (`F_OFD_SETLK`): until the open file is closed, in whichever process that is.
-/// `false`: another open file has it locked.
+/// Locks one byte of an open file (`F_OFD_SETLK`). The lock lasts until the last descriptor of that open file is
+/// closed, in any process. Returns `false` if another open file holds a conflicting lock.
 ///
 /// # Errors
-/// The system's.
+/// Errors of `fcntl(2)`; `InvalidInput` for a position above `i64::MAX`.
 pub fn lock_byte(file: impl AsFd, byte: u64, lock: Lock) -> io::Result<bool> {
     let kind = match lock {
         Lock::Shared => libc::F_RDLCK,
@@ -84,10 +89,10 @@ pub fn lock_byte(file: impl AsFd, byte: u64, lock: Lock) -> io::Result<bool> {
     }
 }
 
-/// Whether another open file has locked one byte of this one, in either way.
+/// Returns whether another open file holds a shared or exclusive lock on one byte of this file.
 ///
 /// # Errors
-/// The system's.
+/// Errors of `fcntl(2)`; `InvalidInput` for a position above `i64::MAX`.
 pub fn is_locked(file: impl AsFd, byte: u64) -> io::Result<bool> {
     let mut asked = byte_lock(libc::F_WRLCK, byte)?;
     // SAFETY: the descriptor is open, because it is borrowed; the call writes the structure, which is ours.
@@ -100,12 +105,12 @@ mod raw {
     nix::ioctl_read!(blkgetsize64, 0x12, 114, usize);
 }
 
-/// Bytes of a block device.
+/// Returns the size of a block device in bytes.
 ///
 /// # Errors
-/// The system's; `ENOTTY` for what is none.
+/// `ENOTTY` for a file that is not a block device.
 pub fn device_bytes(file: impl AsFd) -> io::Result<u64> {
-    // Its type is declared as that of a pointer, and 64 bits are written.
+    // The kernel's header declares the argument as `size_t`, but the kernel writes 64 bits.
     let mut bytes: usize = 0;
     const { assert!(size_of::<usize>() == 8) };
     // SAFETY: the descriptor is open, because it is borrowed; 64 bits are written into a variable of ours.

@@ -1,4 +1,4 @@
-//! Numbers of ioctls, as `asm-generic/ioctl.h` makes them of a kind, a number and the size of the argument.
+//! Ioctl numbers, computed from kind, number and argument size as in `asm-generic/ioctl.h`.
 
 const WRITE: u64 = 1;
 const READ: u64 = 2;

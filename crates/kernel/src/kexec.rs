@@ -1,4 +1,4 @@
-//! Loading a kernel that takes this one's place at the end of a shutdown (`kexec_file_load(2)`).
+//! Loading the kernel that a shutdown starts at its end (`kexec_file_load(2)`).
 
 use rustix::fd::AsRawFd;
 use std::ffi::{CString, c_int, c_long, c_ulong};
@@ -6,17 +6,18 @@ use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
-/// Unload what is loaded (`linux/kexec.h`).
+/// Unloads the loaded kernel (`linux/kexec.h`).
 const KEXEC_FILE_UNLOAD: c_ulong = 1;
-/// There is no initial RAM disk.
+/// No initial RAM disk is passed.
 const KEXEC_FILE_NO_INITRAMFS: c_ulong = 4;
 const _: () = assert!(libc::SYS_kexec_file_load == 320, "the number of the call on x86-64");
 
-/// Loads `kernel` with its initial RAM disk and command line. What was loaded before is replaced; nothing runs yet.
+/// Loads `kernel` with its initial RAM disk and command line. It replaces a kernel that was loaded before; nothing is
+/// started yet.
 ///
 /// # Errors
-/// `PermissionDenied` without `CAP_SYS_BOOT`, or in lockdown for a kernel that is not signed; `InvalidInput` and
-/// `ENOEXEC` for a file that is no kernel; `OutOfMemory` when there is no room. The error names the kernel.
+/// `PermissionDenied` without `CAP_SYS_BOOT`, or for an unsigned kernel in lockdown; `InvalidInput` and `ENOEXEC` for a
+/// file that is not a kernel; `OutOfMemory` without enough memory. The error names the file.
 pub fn load(kernel: &Path, initrd: Option<&Path>, command_line: &str) -> io::Result<()> {
     let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
     let open = |path: &Path| File::open(path).map_err(|e| named(path, e));
@@ -30,7 +31,7 @@ pub fn load(kernel: &Path, initrd: Option<&Path>, command_line: &str) -> io::Res
     if done == 0 { Ok(()) } else { Err(named(kernel, io::Error::last_os_error())) }
 }
 
-/// Unloads what is loaded. Nothing loaded is no error.
+/// Unloads the loaded kernel. It is no error if none is loaded.
 ///
 /// # Errors
 /// `PermissionDenied` without `CAP_SYS_BOOT`.
@@ -40,10 +41,10 @@ pub fn unload() -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether a kernel is loaded.
+/// Returns whether a kernel is loaded.
 ///
 /// # Errors
-/// When this kernel was built without kexec.
+/// `NotFound` when the running kernel was built without kexec.
 pub fn is_loaded() -> io::Result<bool> {
     Ok(fs::read_to_string("/sys/kernel/kexec_loaded")?.trim() == "1")
 }
@@ -66,7 +67,8 @@ mod tests {
         let path = directory.path().join("vmlinuz");
         assert!(load(&path, None, "").unwrap_err().to_string().contains("vmlinuz"));
         fs::write(&path, [0; 4096]).unwrap();
-        // Without the right to it, or without kexec in this kernel, it is refused for that, and named all the same.
+        // Without the privilege, or without kexec in this kernel, the load fails for another reason; the error names
+        // the file in any case.
         assert!(load(&path, None, "quiet").unwrap_err().to_string().contains("vmlinuz"));
         assert!(load(&path, None, "a\0b").is_err());
     }

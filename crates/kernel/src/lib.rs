@@ -1,15 +1,18 @@
 //! Raw Linux, with a safe interface.
 //!
-//! This is the only crate that speaks ioctl, ptrace and raw process memory. Everything above it deals in the types
-//! here: a [`process::Process`] that cannot be confused with a later one of the same number, the memory of another
-//! process ([`maps`], [`memory`]), which of its pages were written ([`pagemap`], [`softdirty`]) or are to be supplied
-//! ([`userfault`]), system calls that it makes for us ([`inject`]), descriptors taken from or put into another
-//! process ([`descriptor`]), tap interfaces ([`tap`]), interfaces as such ([`link`]), frames ([`packet`]), network
-//! namespaces ([`netns`]), concurrent reads and writes of files ([`uring`]), hints about files ([`file`]), files that
-//! are mapped here ([`mapping`]), memory for much data ([`large`]), scheduling priority ([`sched`]), and loading the
-//! next kernel ([`kexec`]).
+//! No other crate uses ioctl, ptrace or raw process memory. The other crates use the types of this one:
 //!
-//! Constants and struct sizes that the kernel defines and no library gives us are asserted at compile time next to
+//! - processes: identity ([`process::Process`], which cannot be confused with a later process of the same number),
+//!   starting and finding them ([`spawn`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
+//!   memory ([`memory`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages ([`userfault`]), injected
+//!   system calls ([`inject`]), descriptors ([`descriptor`]), scheduling priority ([`sched`]);
+//! - networks: tap interfaces ([`tap`], [`stand_in`]), other interfaces ([`link`]), frames ([`packet`]), network
+//!   namespaces ([`netns`]);
+//! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), mapped files ([`mapping`]), large
+//!   buffers ([`large`]);
+//! - loading the next kernel ([`kexec`]).
+//!
+//! Constants and structure sizes that the kernel defines and no library provides are asserted at compile time next to
 //! their use.
 
 #![allow(unsafe_code)]

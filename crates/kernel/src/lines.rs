@@ -1,8 +1,7 @@
-//! Lines from a peer that is not trusted: a guest's agent, a QEMU, a helper process, a host on the network.
+//! Lines from an untrusted peer: a guest's agent, a QEMU, a helper process, a host on the network.
 //!
-//! Whatever the peer sends, a reader has at most one line and one chunk of it in memory, and has an answer when its
-//! deadline comes. The deadline is one for the whole exchange: a peer that sends a byte now and then does not move
-//! it.
+//! Whatever the peer sends, a reader holds at most one line and one chunk in memory, and returns by its deadline. The
+//! deadline covers the whole exchange: a peer that sends single bytes now and then does not extend it.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::AsFd;
@@ -10,23 +9,23 @@ use rustix::io::Errno;
 use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 
-/// Bytes that are read at a time.
+/// Bytes per read.
 const CHUNK: usize = 8192;
 
-/// Why there is no line.
+/// The reason why there is no line.
 #[derive(Debug, thiserror::Error)]
 pub enum LineError {
-    /// It has not come by the deadline.
+    /// The line was not complete by the deadline.
     #[error("no whole line has come in time")]
     Late,
-    /// The peer has closed its end. What it had sent of a line is dropped.
+    /// The peer has closed its end. An incomplete line is dropped.
     #[error("the other side has closed the connection")]
     Closed,
-    /// It has more bytes than it may have. The rest of it would be taken for another line: the connection is of no
-    /// more use.
+    /// The line exceeds the limit. The connection cannot be used any more, since the rest of the line would be taken
+    /// for another line.
     #[error("a line of more than {limit} bytes")]
     TooLong {
-        /// Bytes that a line may have.
+        /// Bytes that a line may have, with its line end.
         limit: usize,
     },
     /// The connection failed.
@@ -46,32 +45,32 @@ impl From<LineError> for io::Error {
     }
 }
 
-/// Reads lines.
+/// A reader of lines with a limited length.
 #[derive(Debug)]
 pub struct Lines<S> {
     stream: S,
     limit: usize,
     unread: Vec<u8>,
-    /// Bytes of `unread` known to hold no line end.
+    /// Bytes of `unread` known to contain no line end.
     scanned: usize,
     broken: bool,
 }
 
 impl<S: Read + AsFd> Lines<S> {
-    /// Reads from `stream` lines of at most `limit` bytes.
+    /// Makes a reader of `stream` for lines of at most `limit` bytes, with their line ends.
     #[must_use]
     pub fn new(stream: S, limit: usize) -> Self {
         Self { stream, limit, unread: Vec::new(), scanned: 0, broken: false }
     }
 
-    /// What it reads from.
+    /// Returns the stream that lines are read from.
     #[must_use]
     pub fn stream(&self) -> &S {
         &self.stream
     }
 
-    /// The next line, with its line end, if it is there or comes by `deadline`. A caller that skips lines has to
-    /// check its deadline itself: a peer may always have one more.
+    /// Returns the next line, with its line end, if it is complete by `deadline`. A caller that skips lines must check
+    /// its deadline itself: a peer may always have one more line.
     ///
     /// # Errors
     /// [`LineError`].
@@ -86,8 +85,8 @@ impl<S: Read + AsFd> Lines<S> {
         }
     }
 
-    /// The next line of a peer that may be silent for long before it begins one: its first byte has to come by
-    /// `begin`, the rest of it within `rest` after that.
+    /// Returns the next line of a peer that may be silent for long before it starts one. The first byte must arrive by
+    /// `begin`, the rest of the line within `rest` after that.
     ///
     /// # Errors
     /// [`LineError`].
@@ -105,7 +104,7 @@ impl<S: Read + AsFd> Lines<S> {
         }
     }
 
-    /// The next line, if the whole of it is there.
+    /// Returns the next line if it has arrived completely.
     ///
     /// # Errors
     /// [`LineError`], but not [`LineError::Late`].
@@ -116,7 +115,7 @@ impl<S: Read + AsFd> Lines<S> {
         }
     }
 
-    /// A whole line out of what was read.
+    /// Takes a complete line out of the unread bytes.
     fn whole(&mut self) -> Result<Option<Vec<u8>>, LineError> {
         let fresh = self.unread.get(self.scanned..).unwrap_or_default();
         let end = fresh.iter().position(|&byte| byte == b'\n').map(|at| self.scanned + at + 1);
@@ -135,7 +134,7 @@ impl<S: Read + AsFd> Lines<S> {
         Ok(Some(std::mem::replace(&mut self.unread, rest)))
     }
 
-    /// Reads what has come, waiting at most `left`. `false`: nothing came.
+    /// Reads available bytes, waiting at most `left`. Returns `false` if nothing arrived.
     fn fill(&mut self, left: Duration) -> Result<bool, LineError> {
         if !is_ready(&self.stream, PollFlags::IN, left)? {
             return Ok(false);
@@ -154,7 +153,7 @@ impl<S: Read + AsFd> Lines<S> {
     }
 }
 
-/// Waits at most `left` until `stream` is ready for `events`.
+/// Waits until `stream` is ready for `events`, at most `left`. Returns whether it is.
 fn is_ready(stream: &impl AsFd, events: PollFlags, left: Duration) -> io::Result<bool> {
     let until = Instant::now() + left;
     loop {
@@ -169,11 +168,11 @@ fn is_ready(stream: &impl AsFd, events: PollFlags, left: Duration) -> io::Result
     }
 }
 
-/// Bytes that are written at a time: a pipe or socket that is ready takes as many without a wait.
+/// Bytes per write: a pipe or socket that is ready accepts as many without blocking.
 const PIECE: usize = 4096;
 
-/// Writes all of `bytes` to a pipe or socket by `deadline`, also to a peer that reads nothing or little. After an
-/// error, the peer may have had a part of them.
+/// Writes all of `bytes` to a pipe or socket by `deadline`, even if the peer reads little or nothing. After an error,
+/// the peer may have received a part of the bytes.
 ///
 /// # Errors
 /// [`LineError`].
@@ -238,7 +237,7 @@ mod tests {
         let mut lines = Lines::new(ours, 100_000);
         assert!(matches!(lines.next_by(soon()), Err(LineError::TooLong { limit: 100_000 })));
         assert!(lines.unread.capacity() < 2 * 100_000);
-        // What follows is not taken for a line.
+        // The rest of the long line is not taken for a line.
         assert!(matches!(lines.next_by(soon()), Err(LineError::TooLong { .. })));
         drop(lines);
         assert!(flood.join().unwrap() < 10_000_000);
@@ -267,7 +266,7 @@ mod tests {
         for line in [&b"one\n"[..], b"two\n"] {
             assert_eq!(lines.next_started_by(soon(), Duration::from_secs(20)).unwrap(), line);
         }
-        // Its first bytes are there, and no time is left for the rest.
+        // The first bytes of the line have arrived, and no time is left for the rest.
         assert!(matches!(lines.next_started_by(soon() + Duration::from_secs(1000), none), Err(LineError::Late)));
         (&theirs).write_all(b"ree\n").unwrap();
         assert_eq!(lines.next_started_by(Instant::now(), Duration::from_secs(20)).unwrap(), b"three\n");

@@ -1,4 +1,5 @@
-//! Network interfaces: into a bridge, and up. To start `ip` for each takes a host that boots longer than the work.
+//! Network interfaces: adding one to a bridge, and setting it up. Running `ip` for each would take longer than the
+//! operation itself on a host that boots many guests.
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, netdevice, socket_with};
 use std::ffi::c_char;
@@ -6,7 +7,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-/// Put an interface into a bridge (`linux/sockios.h`).
+/// Adds an interface to a bridge (`linux/sockios.h`).
 const SIOCBRADDIF: libc::c_ulong = 0x89a2;
 
 mod ioctl {
@@ -19,12 +20,13 @@ mod ioctl {
 /// Sets the interface `name` up, in the network namespace of the calling thread.
 ///
 /// # Errors
-/// When there is no such interface, or without `CAP_NET_ADMIN`. The error names the interface.
+/// Fails for a missing interface; `PermissionDenied` without `CAP_NET_ADMIN`. The error names the
+/// interface.
 pub fn up(name: &str) -> io::Result<()> {
     up_by(&socket()?, name)
 }
 
-/// As [`up`], in the network namespace of `socket`.
+/// Sets the interface `name` up in the network namespace of `socket`.
 ///
 /// # Errors
 /// As for [`up`].
@@ -42,11 +44,11 @@ pub(crate) fn up_by(socket: &OwnedFd, name: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Puts the interface `name` into a bridge, both in the network namespace of the calling thread.
+/// Adds the interface `name` to a bridge, both in the network namespace of the calling thread.
 ///
 /// # Errors
-/// `ResourceBusy` where it is in a bridge already, this one or another. When one of the two is not there or cannot be
-/// what it is to be, or without `CAP_NET_ADMIN`. The error names both.
+/// `ResourceBusy` if the interface is in a bridge already. Also fails if the interface or the bridge is missing, if
+/// `bridge` is not a bridge, if the interface cannot be in a bridge, and without `CAP_NET_ADMIN`. The error names both.
 pub fn join(name: &str, bridge: &str) -> io::Result<()> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("interface {name} into bridge {bridge}: {e}"));
     let (socket, mut request) = (socket().map_err(named)?, request(bridge).map_err(named)?);
@@ -58,15 +60,15 @@ pub fn join(name: &str, bridge: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// A socket of the network namespace of the calling thread.
+/// Opens a socket in the network namespace of the calling thread.
 pub(crate) fn socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?)
 }
 
-/// What the kernel is asked about the interface `name`, which ends with a zero byte in it.
+/// Makes the argument of an ioctl on the interface `name`. The name in it ends with a zero byte.
 ///
 /// # Errors
-/// `InvalidInput` for what cannot be a name.
+/// `InvalidInput` for an invalid interface name.
 pub(crate) fn request(name: &str) -> io::Result<libc::ifreq> {
     if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains(['/', '\0']) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a name has 1 to 15 characters and no slash"));

@@ -1,12 +1,12 @@
 //! Finding a process again by a lock that it inherited.
 //!
-//! A process that outlives its starter has to be found by a later command, also when its starter was killed before it
-//! could record the process. Its arguments do not identify it: any process of any user may have the same text in its
-//! own. So the child locks a file before it starts its program ([`hold`]), and the lock stays with the open file
-//! until the last thread of the process has ended. A process that only opens the file, or names it, does not hold the
+//! A later command must find a process that outlives its starter, even if the starter was killed before it could record
+//! the process. The arguments of a process do not identify it: any process of any user may have the same arguments. So
+//! the child locks a file before it starts its program ([`hold`]), and the lock stays with the open file until the last
+//! thread of the process has ended. A process that only opens the file, or names it in its arguments, does not hold the
 //! lock.
 //!
-//! The file must be in a directory that only its user may enter; then no other user can hold the lock.
+//! The file must be in a directory that only its user may enter, so that no other user can hold the lock.
 
 use crate::file::{byte_lock, is_locked};
 use crate::process::Process;
@@ -21,8 +21,8 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a lock may be held by no process that can be seen: one that ends closes its files before it releases the
-/// lock.
+/// How long the lock may be held without a visible holder. A process that ends disappears from `/proc/PID/fd` before
+/// its lock is released.
 const UNSEEN: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -51,10 +51,11 @@ pub fn hold<'a>(command: &'a mut Command, path: &Path) -> io::Result<&'a mut Com
     })
 }
 
-/// The processes that hold the lock of `path`: the one that was started with [`hold`], and children that inherited it.
+/// Returns the processes that hold the lock of `path`: the process that was started with [`hold`], and children that
+/// inherited the lock.
 ///
 /// # Errors
-/// When the lock is held by a process that cannot be seen: in another PID namespace, or of another user.
+/// When the holder is not visible: a process in another PID namespace, or of another user.
 pub fn holders(path: &Path) -> io::Result<Vec<Process>> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -79,11 +80,11 @@ pub fn holders(path: &Path) -> io::Result<Vec<Process>> {
     Ok(Vec::new())
 }
 
-/// The process that holds a lock which belongs to the process itself (`F_SETLK`), as QEMU does on its file of
-/// `-pidfile`.
+/// Returns the process that holds a lock that belongs to a process (`F_SETLK`) rather than to an open file. QEMU has
+/// such a lock on the file of its option `-pidfile`.
 ///
 /// # Errors
-/// When the lock is held by a process that cannot be seen.
+/// When no process is visible as the holder: it is in another PID namespace, or the lock belongs to an open file.
 pub fn owner(path: &Path) -> io::Result<Option<Process>> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -102,7 +103,7 @@ pub fn owner(path: &Path) -> io::Result<Option<Process>> {
     match u32::try_from(asked.l_pid) {
         Ok(pid) if pid > 0 => match Process::of(pid) {
             Ok(process) => Ok(Some(process)),
-            // It has ended since.
+            // The holder has ended since.
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
         },
@@ -125,7 +126,8 @@ fn scan(path: &Path, file: &File) -> io::Result<Vec<Process>> {
     Ok(found)
 }
 
-/// Where the descriptors of a process are listed: of one whose first thread has ended, with its other threads only.
+/// Returns the directories that list the descriptors of a process. If its first thread has ended, only those of its
+/// other threads list them.
 fn tables(pid: u32) -> Vec<PathBuf> {
     let main = PathBuf::from(format!("/proc/{pid}"));
     if fs::read_dir(main.join("fd")).is_ok_and(|mut entries| entries.next().is_some()) {
@@ -146,7 +148,8 @@ impl Wanted<'_> {
         descriptors.into_iter().any(|entry| self.is_held_by(table, &entry.path()))
     }
 
-    /// Compares the name first: to stat any other file may block, e.g. on a share that does not answer.
+    /// Returns whether a descriptor holds the lock. The name is compared first, because `stat` of an unrelated file may
+    /// block, e.g. on a network file system that does not answer.
     fn is_held_by(&self, table: &Path, descriptor: &Path) -> bool {
         let named = |link: &Path| {
             let link = link.as_os_str().as_bytes();
@@ -196,7 +199,7 @@ mod tests {
         let path = root.path().join("qemu.lock");
         assert_eq!(pids(&path), [] as [u32; 0]);
         let mut holder = start(hold(Command::new("sleep").arg("1000"), &path).unwrap());
-        // One that names the file, one that has it open, and one of another user.
+        // A process that names the file, a process that has it open, and a process of another user.
         let naps = ["-c", "import time; time.sleep(1000)"];
         let named = start(Command::new("python3").args(naps).arg(&path));
         let opened = start(Command::new("tail").arg("-f").arg(&path));

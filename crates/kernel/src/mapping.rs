@@ -1,29 +1,29 @@
-//! A file that this process has mapped.
+//! Files that this process has mapped.
 
 use std::io;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::mmap::MmapRegion;
 
-/// Bytes to unmap at a time: less than a millisecond's work.
+/// Bytes per unmap, which takes less than a millisecond.
 const PIECE: usize = 4 << 20;
 
-/// Drops the pages of a shared file's mapping from this process, piece by piece. Done before unmapping, it makes a
-/// thread that maps something concurrently wait for one piece only. The file keeps its content, and the mapping stays
+/// Drops the pages of a shared file's mapping from this process, piece by piece. If this is done before unmapping, a
+/// thread that maps memory concurrently waits for one piece only. The file keeps its content, and the mapping stays
 /// usable.
 ///
 /// # Errors
-/// `InvalidInput` for a private mapping, which would lose what it has; the system's.
+/// `InvalidInput` for a private mapping, which would lose its content; errors of `madvise(2)`.
 pub fn drop_pages<B: Bitmap>(region: &MmapRegion<B>) -> io::Result<()> {
     if region.flags() & libc::MAP_SHARED == 0 {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a private mapping would lose its pages"));
     }
     let advise = |at: usize, bytes: usize, advice| {
-        // SAFETY: within the region, which is borrowed, so that it stays mapped. Pages of a shared mapping are the
-        // file's: they are not lost, and come again when they are touched.
+        // SAFETY: within the region, which is borrowed, so that it stays mapped. The pages of a shared mapping belong
+        // to the file: they are not lost, and are mapped again on access.
         let done = unsafe { libc::madvise(region.as_ptr().wrapping_add(at).cast(), bytes, advice) };
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
-    // The kernel need not note of each page that it was used; that is half of the work.
+    // Keeps the kernel from recording for each page that it was used, which is half of the work.
     advise(0, region.size(), libc::MADV_RANDOM)?;
     (0..region.size()).step_by(PIECE).try_for_each(|at| advise(at, PIECE.min(region.size() - at), libc::MADV_DONTNEED))
 }

@@ -1,34 +1,34 @@
-//! What a process has mapped: `/proc/PID/maps`.
+//! The mappings of a process: `/proc/PID/maps`.
 
 use crate::process::Process;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 
-/// One mapping.
+/// One mapping of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapping {
-    /// Its addresses.
+    /// The addresses, whole pages.
     pub range: Range<u64>,
-    /// It may be read.
+    /// Whether the mapping permits reads.
     pub readable: bool,
-    /// It may be written.
+    /// Whether the mapping permits writes.
     pub writable: bool,
-    /// Its code may be run.
+    /// Whether the mapping permits execution.
     pub executable: bool,
-    /// Writes are visible to other processes that map the same file.
+    /// Whether writes are visible to other processes that map the same file.
     pub shared: bool,
-    /// Where in the file it begins.
+    /// Byte of the file at the start of the mapping.
     pub offset: u64,
-    /// Number of the file, 0 for anonymous memory.
+    /// Inode number of the file; 0 for anonymous memory.
     pub inode: u64,
-    /// The file, a name in brackets (`[heap]`), or nothing. A file without a name (a memfd, one that was removed) ends
-    /// with ` (deleted)`.
+    /// The file, a name in brackets (`[heap]`), or empty. The name of a file without a path (a memfd, a removed file)
+    /// ends with ` (deleted)`.
     pub name: String,
 }
 
 impl Mapping {
-    /// Opens the file that is mapped, whatever has become of its name. `None` for anonymous memory.
+    /// Opens the mapped file, even if it was renamed or removed. `None` for anonymous memory.
     ///
     /// # Errors
     /// `PermissionDenied` unless root.
@@ -43,10 +43,10 @@ impl Mapping {
     }
 }
 
-/// The mappings of a process, ascending.
+/// Returns the mappings of a process in ascending order.
 ///
 /// # Errors
-/// `NotFound` if it has ended; `PermissionDenied` for the process of another user.
+/// `NotFound` if the process has ended; `PermissionDenied` for the process of another user.
 pub fn of(process: Process) -> io::Result<Vec<Mapping>> {
     let path = format!("/proc/{}/maps", process.pid);
     let text = fs::read(&path).map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))?;
@@ -56,7 +56,7 @@ pub fn of(process: Process) -> io::Result<Vec<Mapping>> {
         .collect()
 }
 
-/// `START-END PERM OFFSET MAJOR:MINOR INODE   NAME`, where a name may hold blanks.
+/// Parses `START-END PERM OFFSET MAJOR:MINOR INODE   NAME`, where a name may contain blanks.
 fn parse(line: &str) -> Option<Mapping> {
     let hex = |word: &str| u64::from_str_radix(word, 16).ok();
     let mut words = line.splitn(6, ' ');
@@ -79,7 +79,7 @@ fn parse(line: &str) -> Option<Mapping> {
     })
 }
 
-/// The mappings that lie in `range`, if they cover all of it.
+/// Returns the mappings that overlap `range`, if they cover all of it.
 #[must_use]
 pub fn covering<'a>(maps: &'a [Mapping], range: &Range<u64>) -> Option<Vec<&'a Mapping>> {
     let parts: Vec<_> = maps.iter().filter(|map| map.range.end > range.start && map.range.start < range.end).collect();

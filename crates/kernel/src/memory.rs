@@ -1,4 +1,4 @@
-//! The memory of another process: what is populated, and what it holds.
+//! The memory of another process: its content, and which pages are populated.
 
 use crate::inject::{Call, Injector};
 use crate::process::Process;
@@ -40,12 +40,11 @@ pub fn read(process: Process, address: u64, buffer: &mut [u8]) -> io::Result<()>
     Ok(())
 }
 
-/// Reads pieces of `process`, given as `(address, bytes)`, one after the other into `buffer`, which holds exactly them.
-///
-/// A thousand pieces cost one system call.
+/// Reads pieces of the memory of `process`, given as `(address, bytes)`, into `buffer` one after the other. `buffer`
+/// must have exactly their total length. One system call reads about a thousand pieces.
 ///
 /// # Errors
-/// As for [`read`]; the piece that failed is named.
+/// As for [`read`]; the error names the address that failed.
 pub fn read_pieces(process: Process, pieces: &[(u64, usize)], mut buffer: &mut [u8]) -> io::Result<()> {
     let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
     if pieces.iter().map(|piece| piece.1).sum::<usize>() != buffer.len() {
@@ -62,7 +61,7 @@ pub fn read_pieces(process: Process, pieces: &[(u64, usize)], mut buffer: &mut [
             Err(e) => return Err(failed(process, e)),
         };
         if done < wanted {
-            // One address at a time, to find the one that failed, unless the failure was temporary.
+            // Read again piece by piece, to find the address that failed. If the failure was temporary, this succeeds.
             let mut rest = now;
             for &(address, length) in batch {
                 let (one, others) = std::mem::take(&mut rest).split_at_mut(length);
@@ -103,8 +102,7 @@ fn unmapped(process: Process, address: u64) -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, format!("process {} has nothing mapped at {address:#x}", process.pid))
 }
 
-/// Gives the heap of a process all its pages now, so that it need not take them one fault at a time when it matters.
-/// Linux 5.14.
+/// Populates all pages of a process's heap now, so that no page faults delay the process later. Needs Linux 5.14.
 ///
 /// # Errors
 /// As for [`Injector::call`].
@@ -114,14 +112,14 @@ pub fn populate_heap(injector: Injector) -> io::Result<()> {
     Ok(injector.call(Call::new("madvise", libc::SYS_madvise, arguments)).map(drop)?)
 }
 
-/// Sets aside, for ever, every huge page that the first `bytes` bytes of `file`, on hugetlbfs, can come to have.
+/// Reserves every huge page that the first `bytes` bytes of `file`, on hugetlbfs, can need.
 ///
-/// The kernel reserves them when a file is first mapped shared, and leaves them to the file until it is truncated or
-/// removed, mapped or not: so a process that maps it later and touches a page gets it.
+/// The kernel reserves the pages when a file is first mapped shared. They stay reserved for the file, mapped or not,
+/// until it is truncated or removed. A process that maps the file later and touches a page therefore always gets it.
 ///
 /// # Errors
-/// `OutOfMemory` when the pool, the mount or the control group (`hugetlb.SIZE.rsvd.max`) has not so many; none is
-/// taken then.
+/// `OutOfMemory` when the pool, the mount or the control group (`hugetlb.SIZE.rsvd.max`) has too few huge pages; none
+/// is reserved then.
 pub fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     let length = usize::try_from(bytes).map_err(io::Error::other)?;
     let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
@@ -130,7 +128,7 @@ pub fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: exactly what was mapped above, and no reference to it was given out.
+    // SAFETY: exactly the mapping made above, to which there is no reference.
     if unsafe { libc::munmap(start, length) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
@@ -138,7 +136,7 @@ fn heap(process: Process) -> io::Result<Option<Range<u64>>> {
     mapping(process, |_, name| name == "[heap]")
 }
 
-/// Where `process` has mapped the file at `path`, from its first byte on; `None` if it has not.
+/// Returns the addresses at which `process` has mapped the file at `path` from its first byte on, or `None`.
 ///
 /// # Errors
 /// `NotFound` if the process has ended or there is no such file; `PermissionDenied` for the process of another user.
@@ -147,11 +145,11 @@ pub fn mapping_of(process: Process, path: &Path) -> io::Result<Option<Range<u64>
     mapping(process, |offset, name| offset == 0 && Path::new(name) == path)
 }
 
-/// The first mapping of a process that is wanted, by its offset in a file and the file's name.
+/// Returns the first mapping of a process for which `wanted` holds, given its file offset and its name.
 fn mapping(process: Process, wanted: impl Fn(u64, &str) -> bool) -> io::Result<Option<Range<u64>>> {
     let maps = fs::read_to_string(format!("/proc/{}/maps", process.pid))?;
     let number = |text| u64::from_str_radix(text, 16).ok();
-    // `START-END PERM OFFSET DEVICE INODE   NAME`, where a name may hold blanks.
+    // `START-END PERM OFFSET DEVICE INODE   NAME`, where a name may contain blanks.
     Ok(maps.lines().find_map(|line| {
         let mut words = line.splitn(6, ' ');
         let (start, end) = words.next()?.split_once('-')?;
@@ -161,8 +159,8 @@ fn mapping(process: Process, wanted: impl Fn(u64, &str) -> bool) -> io::Result<O
     }))
 }
 
-/// Which pages of a process are populated. Reading an unpopulated page of anonymous memory would give zeroes; not
-/// reading it is faster and leaves no trace.
+/// The populated pages of a process. An unpopulated page of anonymous memory reads as zeros; skipping it is faster and
+/// does not populate it.
 #[derive(Debug)]
 pub struct PageMap {
     file: File,
@@ -179,10 +177,11 @@ impl PageMap {
         Ok(Self { file })
     }
 
-    /// The runs of populated pages in `bytes` bytes at `address` (page-aligned), as byte offsets from `address`.
+    /// Returns the runs of populated pages in `bytes` bytes at `address` (page-aligned), as byte offsets from
+    /// `address`.
     ///
     /// # Errors
-    /// When the map cannot be read.
+    /// Errors of reading the page map, e.g. when the process has ended.
     pub fn populated(&self, address: u64, bytes: u64) -> io::Result<PageRuns> {
         const PAGE: u64 = PAGE_SIZE as u64;
         let pages = bytes.div_ceil(PAGE);
@@ -283,7 +282,7 @@ mod tests {
         // SAFETY: a new mapping at an address of the kernel's choice.
         let start = unsafe { libc::mmap(null, 2 * PAGE_SIZE, protection, libc::MAP_SHARED, fd, 0) } as u64;
         assert_eq!(mapping_of(me, &path).unwrap(), Some(start..start + 2 * PAGE_SIZE as u64));
-        // SAFETY: what was mapped above, to which there is no reference.
+        // SAFETY: the mapping made above, to which there is no reference.
         unsafe { libc::munmap(start as *mut _, 2 * PAGE_SIZE) };
     }
 

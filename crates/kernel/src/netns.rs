@@ -1,4 +1,4 @@
-//! Doing something inside a network namespace.
+//! Running code inside a network namespace.
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use std::fs::File;
@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::thread;
 
-/// Where `ip netns` keeps the namespace called `name`.
+/// Returns the path at which `ip netns` keeps the namespace called `name`.
 #[must_use]
 pub fn path(name: &str) -> PathBuf {
     PathBuf::from("/run/netns").join(name)
@@ -15,10 +15,12 @@ pub fn path(name: &str) -> PathBuf {
 
 /// Runs `work` on a thread of its own inside the network namespace `name` (as made by `ip netns add`).
 ///
-/// The calling thread stays where it is; descriptors that `work` returns keep the namespace they were opened in.
+/// The calling thread stays in its own namespace. Descriptors that `work` returns keep the namespace in which they were
+/// opened.
 ///
 /// # Errors
-/// When the namespace does not exist or may not be entered (needs `CAP_SYS_ADMIN`); names it.
+/// `NotFound` if the namespace does not exist; `PermissionDenied` without `CAP_SYS_ADMIN`. The error names the
+/// namespace.
 pub fn run_in<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
     let path = path(name);
     let named = |e: io::Error| io::Error::new(e.kind(), format!("network namespace {name} ({}): {e}", path.display()));

@@ -1,4 +1,4 @@
-//! What a program prints, within a limit of bytes and a deadline.
+//! The output of programs, limited in bytes and time.
 
 use crate::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -9,21 +9,22 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// A program that has ended.
+/// The result of a program that has ended.
 #[derive(Debug)]
 pub struct Output {
-    /// How it ended.
+    /// The exit status or the signal that ended the program.
     pub status: ExitStatus,
-    /// Its standard output.
+    /// The bytes printed to standard output.
     pub out: Vec<u8>,
-    /// Its standard error.
+    /// The bytes printed to standard error.
     pub err: Vec<u8>,
 }
 
-/// Runs `command` and waits for its end, at most until `deadline`. It may print `limit` bytes to each of its outputs.
+/// Runs `command` and waits until it ends, at most until `deadline`. It may print `limit` bytes to each of its outputs.
 ///
 /// # Errors
-/// `TimedOut` and `InvalidData`, when it was killed since it did not keep to that; when it cannot be started.
+/// `TimedOut` or `InvalidData` if the program exceeded the deadline or the limit; it is killed then. Errors of starting
+/// the program.
 pub fn within(command: &mut Command, limit: usize, deadline: Instant) -> io::Result<Output> {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let printed = printed(&mut child, limit, deadline);
@@ -58,7 +59,7 @@ fn printed(child: &mut Child, limit: usize, deadline: Instant) -> io::Result<(Ve
         }
         let wanted = |open: bool| if open { PollFlags::IN } else { PollFlags::empty() };
         let mut fds = [PollFd::new(&out, wanted(open_out)), PollFd::new(&err, wanted(open_err))];
-        // A closed pipe that is not waited for would be ready all the time.
+        // A closed pipe would always be ready, so only open pipes are polled.
         let fds: &mut [PollFd<'_>] = match (open_out, open_err) {
             (true, true) => &mut fds,
             (true, false) => &mut fds[..1],
@@ -79,7 +80,7 @@ fn timespec(left: Duration) -> Timespec {
     Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() }
 }
 
-/// What is in a pipe that does not block. `false`: it has ended.
+/// Reads the bytes that are in a non-blocking pipe. Returns `false` at its end.
 fn take(pipe: &mut impl Read, taken: &mut Vec<u8>, limit: usize) -> io::Result<bool> {
     let room = limit.saturating_sub(taken.len());
     match pipe.take(room as u64 + 1).read_to_end(taken) {
@@ -92,21 +93,21 @@ fn take(pipe: &mut impl Read, taken: &mut Vec<u8>, limit: usize) -> io::Result<b
     }
 }
 
-/// What is in a pipe now, at most `limit` bytes, whether its other end is still open or not.
+/// Reads the bytes that are in a pipe now, at most `limit`, without waiting for its other end to close.
 pub fn waiting_in(pipe: &mut (impl Read + rustix::fd::AsFd), limit: usize) -> Vec<u8> {
     let mut taken = Vec::new();
     if ioctl_fionbio(&*pipe, true).is_ok() {
-        // An error is that no more is there.
+        // The error shows that the pipe is empty; the bytes read before it count.
         let _ = pipe.take(limit as u64).read_to_end(&mut taken);
     }
     taken
 }
 
-/// Bytes at the end of a log in which its last lines are searched.
+/// Bytes at the end of a log that are searched for its last lines.
 const TAIL: u64 = 16 << 10;
 
-/// The last lines of the log at `path`, at most `lines`, in its last 16 KiB: whatever its length is, no more of it is
-/// read. Empty if it cannot be read.
+/// Returns the last lines of the log at `path`, at most `lines`. Only the last 16 KiB are read, however long the log
+/// is. Returns an empty string if the log cannot be read.
 #[must_use]
 pub fn last_lines(path: &Path, lines: usize) -> String {
     let read = || -> io::Result<Vec<u8>> {
@@ -138,7 +139,7 @@ mod tests {
         let soon = Instant::now() + Duration::from_secs(20);
         let done = within(&mut shell("echo one; echo two >&2; exit 3"), 100, soon).unwrap();
         assert_eq!((done.status.code(), &done.out[..], &done.err[..]), (Some(3), &b"one\n"[..], &b"two\n"[..]));
-        // One of them is closed early.
+        // The program closes one of its outputs early.
         let done = within(&mut shell("exec 2>&-; sleep 0.05; echo one"), 100, soon).unwrap();
         assert_eq!(done.out, b"one\n");
     }
@@ -172,7 +173,7 @@ mod tests {
         std::fs::write(&path, "one\ntwo\nthree\n").unwrap();
         assert_eq!(last_lines(&path, 2), "two\nthree");
         assert_eq!(last_lines(&path, 9), "one\ntwo\nthree");
-        // Longer than any memory.
+        // A sparse log, longer than any memory.
         let mut log = File::options().append(true).open(&path).unwrap();
         log.set_len(1 << 40).unwrap();
         io::Write::write_all(&mut log, b"\nfour\nfive\n").unwrap();

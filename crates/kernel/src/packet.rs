@@ -1,31 +1,31 @@
-//! Frames on their way into a network interface: seen as they pass, and sent once more.
+//! Frames sent into a network interface: capturing them, and sending them again.
 
 use std::io;
 use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
-/// `struct virtio_net_hdr`, which goes before each frame so that checksums and segmentation that were left to the
-/// interface stay left to it.
+/// Size of `struct virtio_net_hdr`, which precedes each frame. With it, checksums and segmentation that the sender left
+/// to the interface are still left to it when the frame is sent again.
 const VNET_HDR: usize = 10;
-/// Bytes that one frame can have with segmentation left to the interface.
+/// Largest frame in bytes, with segmentation left to the interface.
 const LARGEST: usize = 65536 + 64 + VNET_HDR;
-/// Room for frames between two reads.
+/// Size of the receive buffer in bytes: room for the frames between two reads.
 const BUFFER: libc::c_int = 8 << 20;
-/// What a frame takes of that at least.
+/// The least bytes of the receive buffer that one frame occupies.
 const SMALLEST: usize = 768;
-/// What the buffer can hold: the kernel doubles the requested size.
+/// Capacity of the receive buffer: the kernel doubles the requested size.
 const MOST: usize = 2 * BUFFER as usize;
 
-/// One frame with its header.
+/// One captured frame with its header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// When it passed: microseconds of the host's clock since 1970.
+    /// Time of the capture: microseconds of the host's clock since 1970.
     pub host_us: u64,
     bytes: Vec<u8>,
 }
 
-/// A capture of what the host sends into an interface. Frames are kept from its opening on.
+/// A capture of the frames that the host sends into an interface, from the opening of the capture on.
 #[derive(Debug)]
 pub struct Capture {
     socket: OwnedFd,
@@ -35,7 +35,8 @@ impl Capture {
     /// Starts to capture on the interface `name` in the network namespace of the calling thread. Needs `CAP_NET_RAW`.
     ///
     /// # Errors
-    /// When there is no such interface, or capturing is not permitted.
+    /// Fails for a missing interface; `PermissionDenied` without `CAP_NET_RAW`. The error names the
+    /// interface.
     pub fn open(name: &str) -> io::Result<Self> {
         let named = |e: io::Error| io::Error::new(e.kind(), format!("frames into {name}: {e}"));
         let kind = libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
@@ -84,19 +85,19 @@ impl Capture {
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// The frames that the host has sent into the interface since the last call, in order. Frames from the
-    /// interface are left out.
+    /// Returns the frames that the host has sent into the interface since the last call, in order. Frames that the
+    /// interface has received are left out.
     ///
-    /// As many as there was room for, and no more: a network that sends frames as fast as they are read does not hold
-    /// the caller here.
+    /// Returns at most as many frames as the buffer can hold, so that a network that sends as fast as frames are read
+    /// does not keep the caller in this function.
     ///
     /// # Errors
-    /// When the interface has gone.
+    /// `ENETDOWN` when the interface was removed or set down; other errors of `recvmsg(2)`.
     pub fn frames(&self) -> io::Result<Vec<Frame>> {
         self.some_frames(MOST)
     }
 
-    /// Those that take `most` bytes of the buffer.
+    /// Returns frames that together occupy about `most` bytes of the buffer.
     fn some_frames(&self, most: usize) -> io::Result<Vec<Frame>> {
         let mut frames = Vec::new();
         let mut buffer = vec![0u8; LARGEST];
@@ -113,10 +114,10 @@ impl Capture {
         Ok(frames)
     }
 
-    /// One frame: whether the host sent it, when, and its length.
+    /// Receives one frame. Returns whether the host sent it, its time, and its length; `None` if none is waiting.
     fn receive(&self, buffer: &mut [u8]) -> io::Result<Option<(bool, Duration, usize)>> {
         let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-        // Aligned as control messages must be.
+        // An array of `u64`, because control messages must be aligned.
         let mut control = [0u64; 16];
         // SAFETY: sockaddr_ll and msghdr are plain integers and pointers, for which zeroes are valid.
         let (mut address, mut message): (libc::sockaddr_ll, libc::msghdr) =
@@ -149,10 +150,10 @@ impl Capture {
         Ok(Some((address.sll_pkttype == libc::PACKET_OUTGOING, at, len as usize)))
     }
 
-    /// Sends a frame into the interface once more.
+    /// Sends a captured frame into the interface again.
     ///
     /// # Errors
-    /// When the interface is down or has gone.
+    /// `ENETDOWN` or `ENXIO` when the interface is down or was removed.
     pub fn send(&self, frame: &Frame) -> io::Result<()> {
         rustix::net::send(&self.socket, &frame.bytes, rustix::net::SendFlags::empty())?;
         Ok(())
@@ -192,7 +193,7 @@ mod tests {
             seen += usize::from(has_mark(&buffer[..n]));
         }
         assert_eq!(seen, 2);
-        // More than are taken in one read.
+        // More frames than one limited read takes.
         let socket = std::net::UdpSocket::bind("198.51.100.1:0").unwrap();
         (0..20).for_each(|_| assert!(socket.send_to(mark, "198.51.100.2:9").is_ok()));
         let few = capture.some_frames(5 * SMALLEST).unwrap();

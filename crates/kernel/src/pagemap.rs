@@ -1,9 +1,9 @@
-//! `PAGEMAP_SCAN`: which pages of a process were written, or are there (Linux 6.7,
+//! `PAGEMAP_SCAN`: finds pages of a process that were written, or that are present (Linux 6.7,
 //! `Documentation/admin-guide/mm/pagemap.rst`).
 //!
-//! A page counts as written when it is not write-protected by a userfaultfd: so the kernel's page tables are the record
-//! of what was written, and no list need be kept. Reading them is possible for any userfaultfd that protects against
-//! writes; protecting the found pages again in the same pass only for an asynchronous one.
+//! A page counts as written if no userfaultfd write-protects it. The kernel's page tables are therefore the record of
+//! writes, and no list is needed. A scan can read that record for any userfaultfd that protects against writes.
+//! Protecting the found pages again in the same pass requires asynchronous write protection.
 
 use crate::ioctl;
 use crate::process::Process;
@@ -20,24 +20,24 @@ use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
 
 bitflags::bitflags! {
-    /// What is true of a page.
+    /// Properties of a page.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Categories: u64 {
-        /// It is in an area of asynchronous write protection.
+        /// In an area of asynchronous write protection.
         const WP_ALLOWED = 1;
-        /// It is not write-protected by a userfaultfd.
+        /// Not write-protected by a userfaultfd.
         const WRITTEN = 1 << 1;
-        /// It is of a file or of shared memory.
+        /// Of a file or of shared memory.
         const FILE = 1 << 2;
-        /// It is mapped.
+        /// Mapped.
         const PRESENT = 1 << 3;
-        /// It is swapped out, or a marker stands in its place: protected, but not there.
+        /// Swapped out, or replaced by a marker: protected, but not present.
         const SWAPPED = 1 << 4;
-        /// It is the page of zeroes that all processes share.
+        /// The page of zeros that all processes share.
         const ZERO = 1 << 5;
-        /// It is part of a huge page.
+        /// Part of a huge page.
         const HUGE = 1 << 6;
-        /// It was written since soft-dirty bits were cleared.
+        /// Written since the soft-dirty bits were cleared.
         const SOFT_DIRTY = 1 << 7;
     }
 }
@@ -78,72 +78,72 @@ mod call {
     nix::ioctl_readwrite_bad!(scan, super::PAGEMAP_SCAN, super::Argument);
 }
 
-/// Why pages could not be scanned.
+/// The reason why pages could not be scanned.
 #[derive(Debug, thiserror::Error)]
 pub enum ScanError {
-    /// The kernel is too old.
+    /// The kernel has no `PAGEMAP_SCAN`.
     #[error("this kernel has no PAGEMAP_SCAN; Linux 6.7 or newer is needed")]
     Unsupported,
     /// `/proc/PID/pagemap` cannot be opened.
     #[error("cannot open the page map of process {pid}: run as root or as the user of that process")]
     Open {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// Part of the range is not under asynchronous write protection, so that a scan would find nothing whatever was
-    /// written.
+    /// Part of the range is not under asynchronous write protection. A scan could not find writes to that part.
     #[error("{:#x}..{:#x} of process {pid} is not (any more) under asynchronous write protection", range.start, range.end)]
     Unprotected {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// What was scanned.
+        /// The addresses that were scanned.
         range: Range<u64>,
     },
-    /// The scan failed.
+    /// The scan failed for another reason.
     #[error("cannot scan {:#x}..{:#x} of process {pid}", range.start, range.end)]
     Scan {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// What was scanned.
+        /// The addresses that were scanned.
         range: Range<u64>,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
 }
 
-/// The pages to find: all conditions must be true of a page.
+/// The pages to find. A page must meet the conditions of `all`, `none` and `any`.
 #[derive(Debug, Clone, Copy)]
 pub struct Query {
-    /// True of the page.
+    /// Properties that the page must have.
     pub all: Categories,
-    /// Not true of the page.
+    /// Properties that the page must not have.
     pub none: Categories,
-    /// At least one is true of the page, if any is named.
+    /// Properties of which the page must have at least one, unless this is empty.
     pub any: Categories,
-    /// What to report of a page; pages that differ in it are in different runs.
+    /// Properties to report. Pages that differ in them are reported in different runs.
     pub report: Categories,
 }
 
 impl Query {
-    /// Pages of which all of these are true.
+    /// Finds pages that have all of these properties, and reports those.
     #[must_use]
     pub const fn all(all: Categories) -> Self {
         Self { all, none: Categories::empty(), any: Categories::empty(), report: all }
     }
 }
 
-/// How a scan of written pages treats protection.
+/// How a scan of written pages treats write protection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rearm {
-    /// Only read. The range must be under asynchronous protection.
+    /// Only reads. The range must be under asynchronous protection.
     No,
-    /// Protect again what is found, page by page in the same moment. The range must be under asynchronous protection.
+    /// Protects the found pages again, each page atomically with its report. The range must be under asynchronous
+    /// protection.
     Yes,
-    /// Only read, and do not check how the range is protected: the caller knows.
+    /// Only reads, without a check that the range is protected: the caller has ensured it.
     Unchecked,
 }
 
@@ -157,10 +157,10 @@ impl Rearm {
     }
 }
 
-/// How many runs are fetched at a time: 192 KiB.
+/// Runs fetched per call; they occupy 192 KiB.
 const RUNS: usize = 8192;
 
-/// Scans the pages of one process.
+/// A scanner for the pages of one process.
 #[derive(Debug)]
 pub struct Scanner {
     pid: u32,
@@ -177,12 +177,12 @@ impl Scanner {
         let pid = process.pid;
         let file = File::open(format!("/proc/{pid}/pagemap")).map_err(|source| ScanError::Open { pid, source })?;
         let mut scanner = Self { pid, file, regions: vec![Region::default(); RUNS] };
-        // An empty range, to check whether the kernel has the call.
+        // Scans an empty range to check that the kernel has the call.
         scanner.scan(0..0, 0, Query::all(Categories::PRESENT), |_, _| {})?;
         Ok(scanner)
     }
 
-    /// The written pages of `range`, as runs of addresses, ascending and apart.
+    /// Returns the written pages of `range` as runs of addresses, ascending and not adjacent.
     ///
     /// # Errors
     /// [`ScanError::Unprotected`] unless [`Rearm::Unchecked`]; [`ScanError::Scan`].
@@ -192,8 +192,9 @@ impl Scanner {
         Ok(runs)
     }
 
-    /// As [`Scanner::written`], but a place where neither a page nor a marker is does not count: where pages are still
-    /// missing, nothing was written there, or it has been taken back by the kernel since. Nothing is put there, either.
+    /// Returns the written pages of `range` like [`Scanner::written`], but only where a page or a marker is present. An
+    /// address without either is a missing page that was never written, or a page that the kernel has released since.
+    /// The scan puts no markers at such addresses.
     ///
     /// # Errors
     /// As for [`Scanner::written`].
@@ -204,7 +205,7 @@ impl Scanner {
         Ok(runs)
     }
 
-    /// What of `range` is mapped, but not under asynchronous write protection.
+    /// Returns the parts of `range` that are mapped but not under asynchronous write protection.
     ///
     /// # Errors
     /// [`ScanError::Scan`].
@@ -212,7 +213,7 @@ impl Scanner {
         self.matching(range, Query { none: Categories::WP_ALLOWED, ..Query::all(Categories::empty()) })
     }
 
-    /// The pages of `range` for which `query` holds.
+    /// Returns the pages of `range` that match `query`.
     ///
     /// # Errors
     /// [`ScanError::Scan`].
@@ -222,7 +223,7 @@ impl Scanner {
         Ok(runs)
     }
 
-    /// The address of the first page of `range` for which `query` holds.
+    /// Returns the address of the first page of `range` that matches `query`.
     ///
     /// # Errors
     /// [`ScanError::Scan`].
@@ -232,7 +233,7 @@ impl Scanner {
         Ok(first)
     }
 
-    /// Each run of pages of `range` for which `query` holds, with the categories that it reports.
+    /// Calls `each` for every run of pages of `range` that match `query`, with the properties that the query reports.
     ///
     /// # Errors
     /// [`ScanError::Scan`].
@@ -255,7 +256,7 @@ impl Scanner {
         self.scan_some(range, flags, query, 0, each)
     }
 
-    /// As [`Scanner::scan`], to an end after `limit` pages unless that is 0.
+    /// Scans like [`Scanner::scan`], but ends after `limit` pages unless `limit` is 0.
     fn scan_some(
         &mut self,
         range: Range<u64>,
@@ -294,8 +295,8 @@ impl Scanner {
             let mut reached = argument.walk_end;
             for region in self.regions.iter().take(found) {
                 each(region.start..region.end, Categories::from_bits_truncate(region.categories));
-                // When the buffer is full just at the end, Linux 6.18 returns an end before the last run that it
-                // reports.
+                // If the buffer becomes full at the very end, Linux 6.18 returns an end address before the last run
+                // that it reports.
                 reached = reached.max(region.end);
             }
             if reached <= at || reached >= range.end || (limit > 0 && found > 0) {
@@ -306,34 +307,35 @@ impl Scanner {
     }
 }
 
-/// Whether this kernel reports pages of private memory as written that were given back a whole page table at a time
-/// (2 MiB). Linux 6.7 does not, 6.18.44 does: found by trying. If it does not, the caller must search for them.
+/// Returns whether this kernel reports released pages of private memory as written if a whole page table (2 MiB) of
+/// them was released together. Linux 6.7 does not, 6.18.44 does; the result comes from a trial. If the kernel does not
+/// report them, the caller must search for them.
 #[must_use]
 pub fn reports_given_back() -> bool {
     static REPORTS: OnceLock<bool> = OnceLock::new();
     *REPORTS.get_or_init(|| try_given_back().unwrap_or(false))
 }
 
-/// Tries it on memory of our own.
+/// Makes the trial on memory of this process.
 fn try_given_back() -> Option<bool> {
     const TABLE: usize = 2 << 20;
     let features = Features::WP_ASYNC | Features::WP_UNPOPULATED;
     let userfault = Userfault::own(features).ok()?;
     let mut scanner = Scanner::open(Process::current().ok()?).ok()?;
     let size = NonZero::new(4 * TABLE)?;
-    // SAFETY: a fresh mapping wherever the kernel likes, which nothing else knows.
+    // SAFETY: a fresh mapping at an address that the kernel chooses, to which nothing refers.
     let area = unsafe {
         mman::mmap_anonymous(None, size, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE)
     }
     .ok()?;
     let reported = (|| {
         let whole = area.addr().get() as u64..(area.addr().get() + 4 * TABLE) as u64;
-        // SAFETY: our own mapping; huge pages have no page table to give back.
+        // SAFETY: our own mapping; with huge pages there would be no page table to release.
         unsafe { mman::madvise(area, 4 * TABLE, MmapAdvise::MADV_NOHUGEPAGE) }.ok()?;
         let start = whole.start.next_multiple_of(TABLE as u64);
         let table = start..start + TABLE as u64;
         let skip = (start - whole.start) as usize;
-        // SAFETY: within our own writable mapping, by less than its half.
+        // SAFETY: within our own writable mapping, of which it covers less than half.
         unsafe { area.cast::<u8>().add(skip).write_bytes(1, TABLE) };
         userfault.register(whole.clone(), Mode::WRITE_PROTECT).ok()?;
         userfault.write_protect(whole, true).ok()?;

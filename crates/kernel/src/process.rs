@@ -1,8 +1,8 @@
 //! Identity, liveness and end of a process.
 //!
-//! A pid alone names whatever runs under that number now. [`Process`] is the pid *and* the start time, so that a
-//! record in a file can be compared with what runs later, and signals go through a pidfd, so that they cannot reach
-//! a process which took the number over in between.
+//! A pid alone names whichever process has that number now. [`Process`] is the pid *and* the start time, so that a
+//! record in a file can be compared with the process that has the number later. Signals are sent through a pidfd, so
+//! that they cannot reach a process that has received the number in between.
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::OwnedFd;
@@ -11,48 +11,48 @@ use std::fs;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// One process of this machine, distinct from every later process of the same number.
+/// A process of this machine, distinct from every later process of the same number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Process {
-    /// The process number.
+    /// The number of the process.
     pub pid: u32,
     /// Clock ticks after boot at which the process started (field 22 of `/proc/PID/stat`).
     pub started: u64,
 }
 
 impl Process {
-    /// The process that has this number now.
+    /// Returns the process that has this number now.
     ///
     /// # Errors
-    /// `NotFound` if there is none.
+    /// `NotFound` if no process has this number.
     pub fn of(pid: u32) -> io::Result<Self> {
         let (_, started) = stat(pid)?;
         Ok(Self { pid, started })
     }
 
-    /// The calling process.
+    /// Returns the calling process.
     ///
     /// # Errors
-    /// Only if `/proc` is not mounted.
+    /// `NotFound` if `/proc` is not mounted.
     pub fn current() -> io::Result<Self> {
         Self::of(std::process::id())
     }
 
-    /// Whether this very process still runs. A zombie does not run.
+    /// Returns whether this process still runs, rather than another one with its number. A zombie does not run.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         matches!(stat(self.pid), Ok((state, started)) if started == self.started && !matches!(state, b'Z' | b'X'))
     }
 
-    /// A pidfd of this very process.
+    /// Opens a pidfd of this process.
     ///
     /// # Errors
-    /// `NotFound` if it has ended, also when its number belongs to another one now.
+    /// `NotFound` if the process has ended, even if its number belongs to another process now.
     pub fn pidfd(&self) -> io::Result<OwnedFd> {
         let gone = || io::Error::new(io::ErrorKind::NotFound, format!("process {} has ended", self.pid));
         let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
         let fd = pidfd_open(pid, PidfdFlags::empty())?;
-        // Checked after the open: from here on the descriptor cannot change its meaning.
+        // Checked after the open: from then on the descriptor cannot refer to another process.
         match stat(self.pid) {
             Ok((_, started)) if started == self.started => Ok(fd),
             _ => Err(gone()),
@@ -62,7 +62,7 @@ impl Process {
     /// Sends `SIGTERM`. A process that has ended already is no error.
     ///
     /// # Errors
-    /// When the kernel refuses, e.g. because the process belongs to another user.
+    /// `PermissionDenied` if the process belongs to another user.
     pub fn terminate(&self) -> io::Result<()> {
         self.signal(Signal::TERM)
     }
@@ -70,15 +70,15 @@ impl Process {
     /// Sends `SIGKILL`. A process that has ended already is no error.
     ///
     /// # Errors
-    /// When the kernel refuses, e.g. because the process belongs to another user.
+    /// `PermissionDenied` if the process belongs to another user.
     pub fn kill(&self) -> io::Result<()> {
         self.signal(Signal::KILL)
     }
 
-    /// Sends `SIGSTOP`: the process continues at a `SIGCONT`.
+    /// Sends `SIGSTOP`. The process continues after a `SIGCONT`.
     ///
     /// # Errors
-    /// When the kernel refuses, e.g. because the process belongs to another user.
+    /// `PermissionDenied` if the process belongs to another user.
     pub fn stop(&self) -> io::Result<()> {
         self.signal(Signal::STOP)
     }
@@ -86,16 +86,16 @@ impl Process {
     /// Sends `SIGCONT`.
     ///
     /// # Errors
-    /// When the kernel refuses, e.g. because the process belongs to another user.
+    /// `PermissionDenied` if the process belongs to another user.
     pub fn resume(&self) -> io::Result<()> {
         self.signal(Signal::CONT)
     }
 
-    /// Stops the process and waits, at most for `timeout`, until none of its threads runs. `false`: one still does,
-    /// or the process has ended.
+    /// Stops the process and waits, at most for `timeout`, until none of its threads runs. Returns `false` if a thread
+    /// still runs or the process has ended.
     ///
     /// # Errors
-    /// When it cannot be stopped.
+    /// As for [`Process::stop`].
     pub fn stop_fully(&self, timeout: Duration) -> io::Result<bool> {
         self.stop()?;
         let deadline = Instant::now() + timeout;
@@ -113,7 +113,7 @@ impl Process {
         }
     }
 
-    /// Whether each of its threads is stopped.
+    /// Returns whether all threads of the process are stopped.
     fn is_stopped(&self) -> bool {
         let Ok(threads) = fs::read_dir(format!("/proc/{}/task", self.pid)) else { return false };
         let mut count = 0;
@@ -122,7 +122,7 @@ impl Process {
             match state {
                 Some((b'T' | b't', _)) => count += 1,
                 Some((b'Z' | b'X', _)) => {}
-                // It may have been listed just before it ended.
+                // The thread ended after it was listed.
                 None if !thread.path().exists() => {}
                 _ => return false,
             }
@@ -141,13 +141,14 @@ impl Process {
         }
     }
 
-    /// Waits until the process has ended with all of its threads (a zombie has), at most for `timeout`. From then on
-    /// it holds no resources; [`Process::is_alive`] only shows whether its first thread has ended.
+    /// Waits until the process has ended with all of its threads, at most for `timeout`. Returns whether it has ended;
+    /// a zombie has. From then on the process holds no resources. [`Process::is_alive`] only shows whether its first
+    /// thread has ended.
     ///
-    /// On success: `true` if it has ended. The process need not be a child.
+    /// The process need not be a child.
     ///
     /// # Errors
-    /// When the process cannot be watched.
+    /// Errors of opening or polling a pidfd.
     pub fn wait_end(&self, timeout: Duration) -> io::Result<bool> {
         let fd = match self.pidfd() {
             Ok(fd) => fd,
@@ -176,13 +177,14 @@ fn is_gone(e: &io::Error) -> bool {
     e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
 }
 
-/// State letter and start time from `/proc/PID/stat`.
+/// Reads state letter and start time from `/proc/PID/stat`.
 fn stat(pid: u32) -> io::Result<(u8, u64)> {
     let text = fs::read(format!("/proc/{pid}/stat"))?;
     parse_stat(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is odd")))
 }
 
-/// The command (field 2) may itself hold spaces and brackets, so fields count from the *last* `)`.
+/// Parses a line of `/proc/PID/stat`. The command (field 2) may contain spaces and brackets, so fields count from the
+/// *last* `)`.
 fn parse_stat(text: &[u8]) -> Option<(u8, u64)> {
     let end = text.iter().rposition(|&b| b == b')')?;
     let rest = std::str::from_utf8(text.get(end + 1..)?).ok()?;

@@ -1,27 +1,27 @@
-//! Scheduling: let a few threads go before all others for a moment.
+//! Scheduling: running a few threads before all others for a short time.
 
 use crate::process::Process;
 use std::fs;
 use std::io;
 
-/// How far a thread goes before others.
+/// The priority of a thread over threads that have no rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rank {
-    /// Before everything (`SCHED_RR`, priority 2): for one that computes for some milliseconds.
+    /// Before all others (`SCHED_RR`, priority 2): for a thread that computes for some milliseconds.
     First,
-    /// Before everything but those (`SCHED_RR`, priority 1): for one that is about to be stopped.
+    /// Before all but the first rank (`SCHED_RR`, priority 1): for a thread that is about to be stopped.
     Second,
-    /// Before what has no rank (nice -19): for one that might compute for ever, were it left like that.
+    /// Before threads without a rank (nice -19): for a thread that might compute without end, should it keep the rank.
     Third,
 }
 
-/// Nice value of those that are third. Not -20, which an owner might choose.
+/// Nice value of the third rank. Not -20, which an owner might choose.
 const THIRD: libc::c_int = -19;
 
-/// The name that stands for the main thread of a process.
+/// The name that stands for the main thread of a process in [`PriorityBoost::threads_of`].
 pub const MAIN: &str = "main";
 
-/// How a thread was scheduled.
+/// The scheduling of a thread before the boost.
 #[derive(Debug, Clone, Copy)]
 struct Before {
     thread: libc::pid_t,
@@ -31,15 +31,16 @@ struct Before {
 
 /// Threads that are scheduled before all others until this is dropped.
 ///
-/// What a thread of another process creates meanwhile is scheduled normally (`SCHED_RESET_ON_FORK`). If this process is
-/// killed in between, the threads keep their priority: [`normal`] restores it.
+/// Threads and processes that a thread of another process creates meanwhile are scheduled normally
+/// (`SCHED_RESET_ON_FORK`). If this process is killed meanwhile, the boosted threads keep their priority; [`normal`]
+/// restores it.
 #[derive(Debug, Default)]
 pub struct PriorityBoost {
     before: Vec<Before>,
 }
 
 impl PriorityBoost {
-    /// Puts this thread first, and the threads that it creates meanwhile.
+    /// Gives this thread, and the threads that it creates meanwhile, the first rank.
     ///
     /// # Errors
     /// `PermissionDenied` without `CAP_SYS_NICE`.
@@ -47,10 +48,10 @@ impl PriorityBoost {
         self.add(0, 0, Rank::First)
     }
 
-    /// Gives those threads of `process` a rank to which `rank` gives one, by their names.
+    /// Boosts the threads of `process` for whose name `rank` returns a rank.
     ///
     /// # Errors
-    /// `PermissionDenied` without `CAP_SYS_NICE`; `NotFound` if it has ended.
+    /// `PermissionDenied` without `CAP_SYS_NICE`; `NotFound` if the process has ended.
     pub fn threads_of(&mut self, process: Process, rank: impl Fn(&str) -> Option<Rank>) -> io::Result<()> {
         for (thread, name) in threads(process)? {
             if let Some(rank) = rank(if thread.unsigned_abs() == process.pid { MAIN } else { &name }) {
@@ -79,18 +80,18 @@ impl PriorityBoost {
 impl Drop for PriorityBoost {
     fn drop(&mut self) {
         for Before { thread, policy, nice } in self.before.drain(..) {
-            // One that has ended needs nothing.
+            // A thread that has ended causes errors, which do not matter.
             let _ = set_policy(thread, policy, 0);
             let _ = set_nice(thread, nice);
         }
     }
 }
 
-/// Schedules normally, with the nice value of its main thread, whatever threads of `process` a [`PriorityBoost`] has
-/// left behind that was never dropped.
+/// Restores normal scheduling, with the nice value of the main thread, for threads of `process` whose [`PriorityBoost`]
+/// was never dropped.
 ///
 /// # Errors
-/// `NotFound` if it has ended.
+/// `NotFound` if the process has ended.
 pub fn normal(process: Process) -> io::Result<()> {
     let main = nice(process.pid.cast_signed())?;
     for (thread, _) in threads(process)? {
@@ -104,7 +105,7 @@ pub fn normal(process: Process) -> io::Result<()> {
     Ok(())
 }
 
-/// Number and name of each thread.
+/// Returns number and name of each thread.
 fn threads(process: Process) -> io::Result<Vec<(libc::pid_t, String)>> {
     let mut threads = Vec::new();
     for entry in fs::read_dir(format!("/proc/{}/task", process.pid))? {
@@ -124,8 +125,8 @@ fn policy(thread: libc::pid_t) -> io::Result<libc::c_int> {
 }
 
 fn nice(thread: libc::pid_t) -> io::Result<libc::c_int> {
-    // SAFETY: `__errno_location` gives this thread's errno, which is always there; -1 is a nice value too, so that only
-    // errno shows an error.
+    // SAFETY: `__errno_location` points to this thread's errno, which always exists. It is cleared because -1 is a nice
+    // value too, so that only errno shows an error.
     unsafe { *libc::__errno_location() = 0 };
     // SAFETY: takes and returns numbers only.
     let nice = unsafe { libc::getpriority(libc::PRIO_PROCESS, thread.unsigned_abs()) };

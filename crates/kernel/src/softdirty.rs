@@ -1,10 +1,10 @@
 //! Soft-dirty bits: which pages of a process were written since they were last cleared
 //! (`Documentation/admin-guide/mm/soft-dirty.rst`).
 //!
-//! The oldest record of writes that Linux has, and the coarsest: it is cleared for a whole process, and all users of a
-//! process share it. But it puts nothing into page tables where no page is, as write protection by a userfaultfd
-//! does: which is why it can be used for DAX files, whose faults find such a marker in their way and are tried again
-//! for ever (Linux 6.12).
+//! This is the oldest record of writes that Linux has, and the coarsest: it is cleared for a whole process, and all
+//! users of a process share it. Unlike write protection by a userfaultfd, it puts no markers into page tables where no
+//! page is present. It can therefore be used for DAX files: a fault of a DAX file that meets such a marker is retried
+//! endlessly (Linux 6.12).
 
 use crate::process::Process;
 use nix::sys::mman::{self, MapFlags, ProtFlags};
@@ -17,35 +17,35 @@ use std::sync::OnceLock;
 
 /// `CLEAR_REFS_SOFT_DIRTY` of `fs/proc/task_mmu.c`.
 const SOFT_DIRTY: &str = "4";
-/// Bit 55 of an entry of a page map.
+/// Bit 55 of a page map entry.
 const BIT: u64 = 1 << 55;
 
-/// From here on no page of `process` counts as written.
+/// Clears the soft-dirty bits: from now on no page of `process` counts as written.
 ///
-/// A page that was pinned before for a device to write into is written without a record: call this while no such
-/// operation is in progress.
+/// Writes by a device into a page that was pinned before are not recorded, so call this while no such operation is in
+/// progress.
 ///
 /// # Errors
-/// `NotFound` when it has ended; the system's. On a kernel without these bits it succeeds and does nothing: see
-/// [`works`].
+/// `NotFound` when the process has ended; errors of writing `/proc/PID/clear_refs`. On a kernel without soft-dirty bits
+/// the call succeeds and does nothing: check [`works`].
 pub fn clear(process: Process) -> io::Result<()> {
-    // Held while the file is written, so that the number stays this process's.
+    // Held open during the write, so that the number cannot be reused by another process.
     let _pidfd = process.pidfd()?;
     fs::write(format!("/proc/{}/clear_refs", process.pid), SOFT_DIRTY)
 }
 
-/// Whether this kernel has these bits (`CONFIG_MEM_SOFT_DIRTY`): found out by writing a page.
+/// Returns whether this kernel has soft-dirty bits (`CONFIG_MEM_SOFT_DIRTY`), by a trial write to a page.
 #[must_use]
 pub fn works() -> bool {
     static WORKS: OnceLock<bool> = OnceLock::new();
     *WORKS.get_or_init(|| try_it().unwrap_or(false))
 }
 
-/// Tries it on memory of our own.
+/// Makes the trial on memory of this process.
 fn try_it() -> io::Result<bool> {
     const PAGE: usize = rekindle_pages::PAGE_SIZE;
     let size = const { NonZero::new(PAGE).unwrap() };
-    // SAFETY: a fresh mapping wherever the kernel likes, which nothing else knows.
+    // SAFETY: a fresh mapping at an address that the kernel chooses, to which nothing refers.
     let page = unsafe {
         mman::mmap_anonymous(None, size, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE)
     }?;

@@ -1,4 +1,4 @@
-//! Starting a process that outlives its starter.
+//! Starting child processes that outlive their starter, or that end with it.
 
 use rustix::process::Signal;
 use std::io;
@@ -6,11 +6,11 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
-/// Children that were disowned and may run still.
+/// Disowned children that may still run.
 static LEFT: Mutex<Vec<Child>> = Mutex::new(Vec::new());
 
-/// Lets `command` start in a session of its own, without standard input: neither a closed terminal nor an interrupt
-/// of the starter reaches it.
+/// Makes `command` start in a session of its own, without standard input. A closed terminal or an interrupt of the
+/// starter does not reach it.
 pub fn detach(command: &mut Command) -> &mut Command {
     command.stdin(Stdio::null());
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; setsid is one, and the closure touches
@@ -23,15 +23,15 @@ pub fn detach(command: &mut Command) -> &mut Command {
     }
 }
 
-/// Disowns a child that keeps running by itself. Children that have ended are reaped when the next one is disowned,
-/// so that a process that starts many over months keeps no zombies.
+/// Disowns a child that keeps running. Children that have ended are reaped when the next one is disowned, so that a
+/// process that starts many over months keeps few zombies.
 pub fn disown(child: Child) {
     let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
     left.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
     left.push(child);
 }
 
-/// Lets `command` end when the thread that starts it ends, however that comes about.
+/// Makes the child end when the thread that starts it ends, for whatever reason.
 pub fn die_with_starter(command: &mut Command) -> &mut Command {
     let starter = rustix::process::getpid();
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; prctl and getppid are, and the closure
@@ -39,7 +39,7 @@ pub fn die_with_starter(command: &mut Command) -> &mut Command {
     unsafe {
         command.pre_exec(move || {
             rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(io::Error::from)?;
-            // It may have ended before the call above.
+            // The starter may have ended before the call above.
             if rustix::process::getppid() == Some(starter) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
         })
     }

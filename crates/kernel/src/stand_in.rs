@@ -1,9 +1,9 @@
-//! A tap that stands in for one that another process still uses.
+//! A tap that replaces, for a time, a tap that another process still uses.
 //!
-//! A QEMU that takes a guest over is started with one, and finds the real tap under the same descriptor number later
-//! (`dup3`). What waits on a descriptor with io_uring, as QEMU since 10.2 does, waits on the file that had the number
-//! when it began to. So the file that had it is made readable once: QEMU wakes up, reads what the number means now,
-//! and waits on that from then on.
+//! A destination QEMU is started with a stand-in, and gets the real tap under the same descriptor number later
+//! (`dup3`). A wait with io_uring, which QEMU uses since 10.2, refers to the file that had the number when the wait
+//! began, which is the stand-in. The stand-in is therefore made readable once: QEMU wakes up, reads from the file that
+//! the number refers to now, and waits on that file from then on.
 
 use crate::{link, tap};
 use rustix::fd::OwnedFd;
@@ -11,7 +11,7 @@ use std::io;
 use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsRawFd, FromRawFd};
 
-/// A frame to all stations, of an EtherType for local experiments: nothing is meant by it, and nothing reads it.
+/// A broadcast frame of an EtherType for local experiments: it has no meaning, and no program reads it.
 const FRAME: [u8; 60] = {
     let mut frame = [0; 60];
     let (mut at, local) = (0, [0x02, 0, 0, 0, 0, 0x01, 0x88, 0xb5]);
@@ -26,26 +26,27 @@ const FRAME: [u8; 60] = {
     frame
 };
 
-/// A tap interface that is removed with its last descriptor.
+/// A tap interface that is removed when its last descriptor is closed.
 #[derive(Debug)]
 pub struct StandIn {
     name: String,
     tap: OwnedFd,
-    /// Both are of the interface's network namespace, whichever the thread is in that uses them.
+    /// `control` and `frames` belong to the interface's network namespace, also when a thread of another namespace uses
+    /// them.
     control: OwnedFd,
     frames: OwnedFd,
     index: u32,
 }
 
 impl StandIn {
-    /// Makes the interface `name`, which is down, in the network namespace of the calling thread.
+    /// Makes the interface `name` in the network namespace of the calling thread. The interface is down.
     ///
     /// # Errors
     /// As for [`tap::open`].
     pub fn open(name: &str) -> io::Result<Self> {
         let tap = tap::open_transient(name)?;
         let named = |e: io::Error| io::Error::new(e.kind(), format!("frames into {name}: {e}"));
-        // Protocol 0: it receives nothing.
+        // Protocol 0: the socket receives nothing.
         // SAFETY: socket() takes no pointers; a descriptor that it returns is ours alone.
         let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
         if fd < 0 {
@@ -57,18 +58,18 @@ impl StandIn {
         Ok(Self { name: name.to_owned(), tap, control: link::socket()?, frames, index })
     }
 
-    /// One more descriptor of it, for a QEMU.
+    /// Returns another descriptor of the tap, for a QEMU.
     ///
     /// # Errors
-    /// When the process may have no more.
+    /// `EMFILE` when the process has no free descriptor.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         self.tap.try_clone()
     }
 
-    /// Makes the tap readable, once the number under which a QEMU has it means another file.
+    /// Makes the tap readable. Call this after QEMU's descriptor number refers to the real tap.
     ///
     /// # Errors
-    /// When the interface cannot be brought up, or takes no frame.
+    /// When the interface cannot be set up, or accepts no frame.
     pub fn wake(&self) -> io::Result<()> {
         link::up_by(&self.control, &self.name)?;
         // SAFETY: sockaddr_ll is plain integers, for which zeroes are valid.

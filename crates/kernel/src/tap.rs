@@ -1,7 +1,7 @@
-//! Tap interfaces: opening and removing persistent ones.
+//! Tap interfaces: opening, creating and removing them.
 //!
-//! A tap of Rekindle is persistent, so that it outlives every QEMU, and single-queue: packets that arrive while no
-//! QEMU reads wait in the one queue, which the next QEMU reads through a duplicate of the same open file.
+//! A guest's tap is persistent, so that it outlives every QEMU, and single-queue: packets that arrive while no QEMU
+//! reads wait in that queue, which the next QEMU reads through a duplicate of the same open file.
 
 use crate::link;
 use rustix::fd::OwnedFd;
@@ -22,19 +22,19 @@ mod ioctl {
     nix::ioctl_write_int_bad!(tunsetpersist, super::TUNSETPERSIST);
 }
 
-/// Opens the tap interface `name`, making it where it does not exist, in the network namespace of the calling thread.
+/// Opens the tap interface `name` in the network namespace of the calling thread, and creates it if it does not exist.
 ///
-/// On success: a non-blocking descriptor fit for `-netdev tap,fd=`, with virtio-net headers. The interface stays when
-/// the descriptor is closed, until [`remove`].
+/// Returns a non-blocking descriptor for `-netdev tap,fd=`, with virtio-net headers. The interface is persistent: it
+/// stays when the descriptor is closed, until [`remove`].
 ///
 /// # Errors
-/// `PermissionDenied` without `CAP_NET_ADMIN`; `ResourceBusy` while another process holds it open; `InvalidInput` for
-/// a name that is empty or longer than 15 bytes. The error names the interface.
+/// `PermissionDenied` without `CAP_NET_ADMIN`; `ResourceBusy` while another process has the interface open;
+/// `InvalidInput` for a name that is empty or longer than 15 bytes. The error names the interface.
 pub fn open(name: &str) -> io::Result<OwnedFd> {
     attach(name, Some(true))
 }
 
-/// Makes a tap interface `name` that is removed with its last descriptor: a stand-in for one that is still in use.
+/// Creates a tap interface `name` that is removed when its last descriptor is closed.
 ///
 /// # Errors
 /// As for [`open`].
@@ -42,10 +42,10 @@ pub fn open_transient(name: &str) -> io::Result<OwnedFd> {
     attach(name, None)
 }
 
-/// Removes a persistent tap interface. One that does not exist is no error.
+/// Removes a persistent tap interface. It is no error if the interface does not exist.
 ///
 /// # Errors
-/// As for [`open`]; an interface that is in use stays.
+/// As for [`open`]; an interface that is in use is not removed.
 pub fn remove(name: &str) -> io::Result<()> {
     drop(attach(name, Some(false))?);
     Ok(())

@@ -1,38 +1,38 @@
-//! Memory of our own for tests: pages with a byte each.
+//! Memory of this process for tests: pages of which one byte each is used.
 
 use rekindle_pages::PAGE_SIZE;
 use std::ops::Range;
 
-/// What kind of memory.
+/// The kind of memory of an [`Area`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Anonymous.
+    /// Anonymous private memory.
     Private,
-    /// A tmpfs file.
+    /// Anonymous shared memory, which the kernel keeps in tmpfs.
     Shared,
-    /// Huge pages of a hugetlbfs file.
+    /// Anonymous shared memory in huge pages, which the kernel keeps in hugetlbfs.
     Huge,
 }
 
-/// Some pages.
+/// A mapping of a number of pages.
 pub struct Area {
     start: *mut u8,
     page: usize,
     pages: usize,
 }
 
-// SAFETY: the bytes are only reached by atomic operations or by system calls.
+// SAFETY: the bytes are accessed only by atomic operations or by system calls.
 unsafe impl Sync for Area {}
 // SAFETY: as above.
 unsafe impl Send for Area {}
 
 impl Area {
-    /// Pages, all unpopulated.
+    /// Maps unpopulated pages.
     pub fn new(kind: Kind, pages: usize) -> Self {
         Self::try_new(kind, pages).unwrap()
     }
 
-    /// As [`Area::new`]; `None` when no huge pages are available.
+    /// Maps unpopulated pages; `None` when no huge pages are available.
     pub fn try_new(kind: Kind, pages: usize) -> Option<Self> {
         let (flags, page) = match kind {
             Kind::Private => (libc::MAP_PRIVATE, PAGE_SIZE),
@@ -41,7 +41,7 @@ impl Area {
         };
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         let none = std::ptr::null_mut();
-        // SAFETY: a fresh mapping wherever the kernel likes.
+        // SAFETY: a fresh mapping at an address that the kernel chooses.
         let start = unsafe { libc::mmap(none, pages * page, protection, flags | libc::MAP_ANONYMOUS, -1, 0) };
         if start == libc::MAP_FAILED {
             return None;
@@ -75,7 +75,7 @@ impl Area {
         self.byte(page).store(value, std::sync::atomic::Ordering::SeqCst);
     }
 
-    /// `MADV_DONTNEED`.
+    /// Releases one page with `MADV_DONTNEED`.
     pub fn give_back(&self, page: usize) {
         self.give_back_some(page, 1);
     }

@@ -1,7 +1,7 @@
-//! Reads and writes of files, many at a time (`io_uring`), with buffers that only the kernel can access meanwhile.
+//! Concurrent reads and writes of files (`io_uring`), with buffers that only the kernel can access meanwhile.
 //!
-//! A [`Buffer`] is given away with the operation and comes back with its completion. That is what makes the ring
-//! safe: there is no way to read, change or free memory that the kernel or a device is still writing.
+//! An operation takes ownership of its [`Buffer`], and its completion returns the buffer. This makes the ring safe: the
+//! caller cannot read, change or free memory that the kernel or a device still uses.
 
 use crate::large::{HUGE, Large};
 use io_uring::{IoUring, opcode, squeue, types};
@@ -15,35 +15,35 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Alignment of a buffer: that of a page, which is enough for `O_DIRECT` on any device.
+/// Alignment of a buffer in bytes: that of a page, which suffices for `O_DIRECT` on any device.
 pub const ALIGNMENT: usize = 4096;
 
 /// Bytes of each buffer of [`Buffer::pair`].
 pub const HALF: usize = HUGE / 2;
 
-/// Memory for `O_DIRECT`.
+/// Page-aligned memory, fit for `O_DIRECT`.
 pub struct Buffer {
     start: NonNull<u8>,
     len: usize,
     memory: Memory,
 }
 
-/// Where a buffer's memory comes from.
+/// The allocation that contains a buffer.
 enum Memory {
     Allocated(Layout),
-    /// A half of a huge page, which the other half's buffer keeps as well.
+    /// A half of a huge page. The page is unmapped when both halves are dropped.
     Half {
         _page: Arc<Large>,
     },
 }
 
-// SAFETY: the memory is this value's alone; it is reached through it only.
+// SAFETY: only this value, or the operation that owns it, refers to the memory.
 unsafe impl Send for Buffer {}
 // SAFETY: as above; a shared reference gives shared access only.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// Zeroed memory of `bytes`, at least one page.
+    /// Allocates zeroed memory: `bytes` rounded up to whole pages, at least one.
     #[must_use]
     pub fn new(bytes: usize) -> Self {
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
@@ -56,9 +56,9 @@ impl Buffer {
         Self { start, len: bytes, memory: Memory::Allocated(layout) }
     }
 
-    /// Two zeroed buffers of [`HALF`] bytes in one huge page, where the kernel has one. The kernel looks up and
-    /// describes such a buffer to a device as one piece, not as 256 pages; a device that takes fewer pieces at a time
-    /// (loop: 128) gets it in one request.
+    /// Allocates two zeroed buffers of [`HALF`] bytes in one huge page, where the kernel has one. The kernel looks up
+    /// such a buffer as one piece rather than as 256 pages, and describes it to a device as one piece. A device that
+    /// accepts fewer than 256 pieces per request (loop: 128) gets the buffer in one request.
     #[must_use]
     pub fn pair() -> [Self; 2] {
         let mut page = Large::new();
@@ -66,7 +66,7 @@ impl Buffer {
             let (first, second) = page.grow(HUGE).split_at_mut(HALF);
             [NonNull::from(first).cast(), NonNull::from(second).cast()]
         };
-        // From here on the page is reached through the two buffers only, and is unmapped when both have gone.
+        // From now on the page is accessed through the two buffers only, and is unmapped when both are dropped.
         let page = Arc::new(page);
         starts.map(|start| Self { start, len: HALF, memory: Memory::Half { _page: Arc::clone(&page) } })
     }
@@ -75,8 +75,8 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Memory::Allocated(layout) = self.memory {
-            // SAFETY: it was allocated with this layout, and nothing refers to it any more: operations own their
-            // buffer.
+            // SAFETY: it was allocated with this layout, and nothing refers to it any more, since operations own their
+            // buffers.
             unsafe { dealloc(self.start.as_ptr(), layout) }
         }
     }
@@ -104,65 +104,65 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// What is to be done with a file.
+/// An operation on a file.
 #[derive(Debug)]
 pub enum Operation {
-    /// Read `len` bytes at `at` into the beginning of the buffer.
+    /// Reads `len` bytes at `at` into the beginning of the buffer.
     Read {
-        /// Byte of the file.
+        /// Offset in the file, in bytes.
         at: u64,
-        /// Bytes.
+        /// Number of bytes; at most the length of the buffer is read.
         len: usize,
-        /// Where to.
+        /// The memory to read into.
         buffer: Buffer,
     },
-    /// Write the first `len` bytes of the buffer to `at`.
+    /// Writes the first `len` bytes of the buffer at `at`.
     Write {
-        /// Byte of the file.
+        /// Offset in the file, in bytes.
         at: u64,
-        /// Bytes.
+        /// Number of bytes; at most the length of the buffer is written.
         len: usize,
-        /// Where from.
+        /// The memory to write from.
         buffer: Buffer,
     },
-    /// Make content and length durable (`fdatasync`).
+    /// Makes content and length durable (`fdatasync`).
     Sync,
-    /// `fallocate`.
+    /// Allocates or releases disk space (`fallocate`).
     Allocate {
         /// `FALLOC_FL_*`.
         mode: i32,
-        /// Byte of the file.
+        /// Offset in the file, in bytes.
         at: u64,
-        /// Bytes.
+        /// Number of bytes.
         len: u64,
     },
 }
 
-/// An operation that has ended.
+/// A completed operation.
 #[derive(Debug)]
 pub struct Done {
-    /// What it was submitted with.
+    /// The token with which the operation was started.
     pub token: u64,
-    /// Bytes that were moved (0 where none are), or why not.
+    /// The number of bytes read or written (0 for other operations), or the error.
     pub result: io::Result<usize>,
-    /// Its buffer.
+    /// The buffer of a read or a write.
     pub buffer: Option<Buffer>,
 }
 
-/// What an operation under way keeps alive.
+/// The resources that an operation keeps alive until it has completed.
 struct Flight {
     token: u64,
     buffer: Option<Buffer>,
     _file: Held,
 }
 
-/// The descriptor that an operation works on.
+/// The descriptor of an operation.
 enum Held {
     File { _file: Arc<File> },
     Descriptor { _descriptor: Arc<OwnedFd> },
 }
 
-/// Operations that are under way.
+/// An `io_uring` and the operations in progress.
 pub struct Ring {
     ring: IoUring,
     flights: Vec<Option<Flight>>,
@@ -176,16 +176,17 @@ impl fmt::Debug for Ring {
 }
 
 impl Ring {
-    /// A ring for at most `most` operations at a time.
+    /// Makes a ring for at most `most` operations at a time, rounded up to a power of two.
     ///
     /// # Errors
-    /// The system's: `ENOSYS` or `EPERM` where `io_uring` is unavailable.
+    /// `ENOSYS` or `EPERM` where `io_uring` is unavailable; other errors of `io_uring_setup(2)`.
     pub fn new(most: u32) -> io::Result<Self> {
         let most = most.next_power_of_two();
         let build = |modern: bool| {
             let mut builder = IoUring::builder();
             if modern {
-                // Completions are worked off when we ask for them, not in between (Linux 6.1).
+                // The kernel processes completions only when this thread waits for them, and does not interrupt it
+                // (Linux 6.1).
                 builder.setup_single_issuer().setup_defer_taskrun();
             }
             builder.build(most)
@@ -195,22 +196,22 @@ impl Ring {
         Ok(Self { ring, flights: (0..most).map(|_| None).collect(), free: (0..most).rev().collect() })
     }
 
-    /// How many operations are under way.
+    /// Returns the number of operations in progress.
     #[must_use]
     pub fn under_way(&self) -> usize {
         self.flights.len() - self.free.len()
     }
 
-    /// Whether there is room for another one.
+    /// Returns whether another operation can be started.
     #[must_use]
     pub fn has_room(&self) -> bool {
         !self.free.is_empty()
     }
 
-    /// Begins an operation. It is known by `token` when it ends, and begins at the latest with the next [`Ring::wait`].
+    /// Starts an operation, at the latest with the next [`Ring::wait`]. Its completion carries `token`.
     ///
     /// # Errors
-    /// The operation itself, if there is no room for it.
+    /// Returns the operation if there is no room for it.
     pub fn begin(&mut self, file: &Arc<File>, operation: Operation, token: u64) -> Result<(), Operation> {
         let Some(slot) = self.free.pop() else { return Err(operation) };
         let fd = types::Fd(file.as_raw_fd());
@@ -232,10 +233,10 @@ impl Ring {
         Ok(())
     }
 
-    /// Reports `token`, once, when `descriptor` can be read.
+    /// Completes an operation `token`, once, when `descriptor` becomes readable.
     ///
     /// # Errors
-    /// The token, if there is no room.
+    /// Returns the token if there is no room.
     pub fn when_readable(&mut self, descriptor: &Arc<OwnedFd>, token: u64) -> Result<(), u64> {
         let Some(slot) = self.free.pop() else { return Err(token) };
         let entry = opcode::PollAdd::new(types::Fd(descriptor.as_raw_fd()), libc::POLLIN as u32).build();
@@ -244,12 +245,12 @@ impl Ring {
         Ok(())
     }
 
-    /// Cancels the operation `token`, if it still runs; its completion follows in either case.
+    /// Cancels the operation `token` if it is still in progress. Its completion follows in either case.
     pub fn cancel(&mut self, token: u64) {
         let same = |flight: &Option<Flight>| flight.as_ref().is_some_and(|flight| flight.token == token);
         let Some(slot) = self.flights.iter().position(same) else { return };
         let entry = opcode::AsyncCancel::new(slot as u64).build().user_data(u64::MAX);
-        // SAFETY: the operation has neither a buffer nor a descriptor.
+        // SAFETY: a cancellation has neither a buffer nor a descriptor.
         while unsafe { self.ring.submission().push(&entry) }.is_err() {
             let _ = self.ring.submit();
         }
@@ -260,18 +261,19 @@ impl Ring {
         if let Some(place) = self.flights.get_mut(slot) {
             *place = Some(flight);
         }
-        // There are as many entries as flights; those that are waiting to be submitted are fewer.
-        // SAFETY: the buffer is owned by the flight until its completion was seen, and a flight that has not ended
-        // when the ring goes is leaked; the descriptor is held open by it.
+        // There are as many entries as flights, and the entries that wait for submission are fewer.
+        //
+        // SAFETY: the flight owns the buffer until its completion was seen, and holds the descriptor open. A flight
+        // that has not completed when the ring is dropped leaks its buffer.
         while unsafe { self.ring.submission().push(&entry) }.is_err() {
             let _ = self.ring.submit();
         }
     }
 
-    /// Submits what was started, and waits until something has ended or `limit` has passed.
+    /// Submits the started operations, and waits until one has completed or `limit` has passed.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of `io_uring_enter(2)`, except interruptions, time-outs and a full completion queue.
     pub fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         let waited = match limit {
             None => self.ring.submit_and_wait(1),
@@ -290,10 +292,10 @@ impl Ring {
         }
     }
 
-    /// Submits what was started, without waiting.
+    /// Submits the started operations, without waiting.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of `io_uring_enter(2)`, except interruptions and a full completion queue.
     pub fn submit(&mut self) -> io::Result<()> {
         match self.ring.submit() {
             Ok(_) => Ok(()),
@@ -302,7 +304,7 @@ impl Ring {
         }
     }
 
-    /// The operations that have ended.
+    /// Returns the operations that have completed.
     pub fn ended(&mut self) -> Vec<Done> {
         let (flights, free) = (&mut self.flights, &mut self.free);
         let completions = self.ring.completion();
@@ -323,7 +325,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // The kernel may still write these.
+        // The kernel may still write into these buffers.
         for flight in self.flights.drain(..).flatten() {
             std::mem::forget(flight.buffer);
         }
@@ -370,7 +372,7 @@ mod tests {
         let buffer = read.buffer.unwrap();
         assert_eq!((buffer[0], buffer[4095], buffer[4096], buffer[8191]), (4, 4, 5, 5));
         assert_eq!(ring.under_way(), 0);
-        // Beyond the end.
+        // A read after the end of the file.
         ring.begin(&file, Operation::Read { at: 1 << 20, len: 4096, buffer: Buffer::new(4096) }, 3).unwrap();
         assert_eq!(all(&mut ring, 1).pop().unwrap().result.unwrap(), 0);
     }
@@ -384,7 +386,7 @@ mod tests {
         first.fill(1);
         second.fill(2);
         assert!(first.iter().all(|byte| *byte == 1));
-        // What one leaves is still the other's.
+        // Dropping one buffer keeps the other one valid.
         drop(first);
         assert!(second.iter().all(|byte| *byte == 2));
         let file = Arc::new(tempfile::tempfile().unwrap());

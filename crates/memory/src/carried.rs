@@ -10,19 +10,19 @@ use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_qemu::stream::Blocks;
 use std::io;
 
-/// A RAM block with its content.
+/// A RAM block other than the main RAM, with its content.
 #[derive(Debug, Clone)]
 pub struct CarriedBlock {
     /// QEMU's name of the block.
     pub id: String,
-    /// Bytes in use.
+    /// Bytes of the block that QEMU uses.
     pub used: u64,
-    /// Runs of populated pages by byte offset, ascending, with gaps between them. The gaps are zero.
+    /// Runs of populated pages by byte offset, ascending, not adjacent. The pages between the runs are zero.
     runs: Vec<(u64, Vec<u8>)>,
 }
 
 impl CarriedBlock {
-    /// Pages that are not all zero, by byte offset, ascending.
+    /// Returns the pages that are not all zero, by byte offset, ascending.
     pub fn pages(&self) -> impl Iterator<Item = (u64, &Page)> {
         self.runs
             .iter()
@@ -42,17 +42,17 @@ impl Eq for CarriedBlock {}
 /// The content of all RAM blocks but the main RAM, at one moment.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CarriedBlocks {
-    /// In QEMU's order.
+    /// The blocks in QEMU's order.
     pub blocks: Vec<CarriedBlock>,
 }
 
 impl CarriedBlocks {
     /// Reads the blocks of a QEMU process, given the block table that QEMU reports.
     ///
-    /// The content is of one moment only if the guest is stopped.
+    /// The caller must have stopped the guest, so that the content belongs to one moment.
     ///
     /// # Errors
-    /// `Unsupported` when this QEMU does not report the addresses of its blocks; otherwise as [`memory::read`].
+    /// `Unsupported` when this QEMU does not report the addresses of its blocks; errors of [`memory::read`].
     pub fn read(process: Process, blocks: &[RamBlock]) -> io::Result<Self> {
         let map = PageMap::open(process)?;
         let mut carried = Self::default();
@@ -72,7 +72,8 @@ impl CarriedBlocks {
         Ok(carried)
     }
 
-    /// Lists what to write over `older` to get this content: `(block, offset, page)`, including pages that became zero.
+    /// Returns the pages to write over `older` to get this content, as `(block, offset, page)`. Pages that became zero
+    /// are included.
     ///
     /// `None` if blocks were added, removed or resized: then all content must be written again.
     #[must_use]
@@ -85,7 +86,7 @@ impl CarriedBlocks {
             if (&new.id, new.used) != (&old.id, old.used) {
                 return None;
             }
-            // Both are ascending: one pass over both finds added, removed and changed pages.
+            // The pages of both versions are ascending, so one pass finds added, removed and changed pages.
             let mut old_pages = old.pages().peekable();
             let mut new_pages = new.pages().peekable();
             loop {
@@ -104,12 +105,12 @@ impl CarriedBlocks {
         Some(changes)
     }
 
-    /// Name and size of each block, as listed at the start of a stream's `ram` section.
+    /// Returns name and size of each block, as listed at the start of a stream's `ram` section.
     pub fn sizes(&self) -> impl Iterator<Item = (&str, u64)> + Clone {
         self.blocks.iter().map(|block| (block.id.as_str(), block.used))
     }
 
-    /// Converts the blocks that were read from a stream.
+    /// Converts the blocks read from a migration stream; leaves out the main RAM.
     #[must_use]
     pub fn from_stream(blocks: Blocks) -> Self {
         let blocks = blocks

@@ -1,6 +1,6 @@
 //! Digests of a stopped guest's memory.
 //!
-//! They answer one question: did this memory change between two moments? XXH3 is sufficient for that. It does not
+//! A comparison of digests shows whether the memory changed between two moments. XXH3 suffices for that. It does not
 //! protect against deliberate collisions.
 
 use crate::carried::{CarriedBlock, CarriedBlocks};
@@ -16,10 +16,11 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 const CHUNK: usize = 1 << 20;
 
-/// Returns the digest of each page of the RAM file at `path`; 0 for a page of zeroes, whether it is populated or not.
+/// Returns the digest of each page of the RAM file at `path`. The digest of a zero page is 0, whether the page is
+/// populated or not.
 ///
 /// # Errors
-/// When the file cannot be read.
+/// Errors of opening and reading the file.
 pub fn file_pages(path: &Path) -> io::Result<Vec<u64>> {
     let file = File::open(path)?;
     let len = file.metadata()?.len();
@@ -52,7 +53,7 @@ pub fn file_pages(path: &Path) -> io::Result<Vec<u64>> {
 /// Updates `digests`, the result of [`file_pages`], for the pages in `runs` (byte offsets in the file).
 ///
 /// # Errors
-/// When the file cannot be read; then `digests` is invalid.
+/// Errors of opening and reading the file; then `digests` is invalid.
 pub fn update_file_pages(path: &Path, digests: &mut [u64], runs: &[Range<u64>]) -> io::Result<()> {
     let file = File::open(path)?;
     let mut buffer = vec![0; CHUNK];
@@ -73,7 +74,7 @@ pub fn update_file_pages(path: &Path, digests: &mut [u64], runs: &[Range<u64>]) 
     Ok(())
 }
 
-/// Sets the digests of the pages in `runs`, which are known to be zero.
+/// Sets the digests of the pages in `runs` to 0, the digest of a zero page.
 pub fn zero_pages(digests: &mut [u64], runs: &[Range<u64>]) {
     for run in runs {
         let (first, end) = (run.start / PAGE_SIZE as u64, run.end.div_ceil(PAGE_SIZE as u64));
@@ -85,7 +86,7 @@ fn page_digest(page: &Page) -> u64 {
     if page.iter().any(|&byte| byte != 0) { xxh3_64(page) } else { 0 }
 }
 
-/// Returns the digest of each block by its name.
+/// Returns the digest of each block, by block name.
 #[must_use]
 pub fn carried(carried: &CarriedBlocks) -> BTreeMap<String, u128> {
     let digest = |block: &CarriedBlock| {
@@ -128,7 +129,7 @@ mod tests {
         let other = make("d", None, 6);
         let changed: Vec<_> = (0..sparse.len()).filter(|&page| sparse[page] != other[page]).collect();
         assert_eq!(changed, [3 * 256]);
-        // An update of the written pages gives the same result as a full pass.
+        // An update of the written pages has the same result as a full pass.
         let mut updated = sparse.clone();
         update_file_pages(
             &directory.path().join("d"),

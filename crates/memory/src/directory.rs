@@ -1,9 +1,9 @@
 //! Directories for RAM files, and their free space.
 //!
-//! A RAM file on tmpfs or hugetlbfs gets its pages when the guest first touches them. So a directory with free space
-//! today can be full tomorrow, and then a guest that touches one more page is killed by `SIGBUS`. Therefore a file that
-//! may not fit later is rejected when it is created. On hugetlbfs the kernel reserves pages for each file. On tmpfs it
-//! does not, so the pages that existing files may still claim count as used ("promised").
+//! A RAM file on tmpfs or hugetlbfs gets its pages when the guest first touches them. The file system may be full by
+//! then, and a guest that touches one more page is killed by `SIGBUS`. Therefore a file that may not fit later is
+//! rejected when it is created. On hugetlbfs the kernel reserves pages for each file. On tmpfs it does not, so this
+//! module counts the pages that existing files may still claim ("promised") as used.
 
 mod replace;
 
@@ -25,10 +25,10 @@ use std::path::{Path, PathBuf};
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const SUFFIX: &str = "ram";
-/// Suffix of the RAM file of a QEMU that waits for its guest with empty RAM.
+/// Suffix of the RAM file of a QEMU that waits for its guest with untouched RAM.
 const WAITING: &str = "waiting";
 
-/// Why a RAM file cannot be created or removed.
+/// The reason why a RAM file cannot be created or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum RamError {
     /// The directory cannot be used.
@@ -38,7 +38,7 @@ pub enum RamError {
         #[source]
         source: io::Error,
     },
-    /// More was requested than is left.
+    /// Fewer bytes are left than were requested.
     #[error(
         "RAM directory {}: {} requested, {} left ({} free, of which {} promised to other guests); stop a VM, make \
          `memory` smaller, or name a larger directory as `ram.dir`",
@@ -55,7 +55,7 @@ pub enum RamError {
         /// Bytes that other RAM files may still claim.
         promised: u64,
     },
-    /// More huge pages were requested than are left.
+    /// Fewer huge pages are left than were requested.
     #[error(
         "RAM directory {}: {} requested, {} left in huge pages of {} ({} free, of which {} reserved{}); stop a VM, make \
          `memory` smaller, or {}",
@@ -67,10 +67,10 @@ pub enum RamError {
         path: PathBuf,
         /// Bytes requested.
         requested: u64,
-        /// What the file system has.
+        /// Free space of the file system and of the kernel's pool.
         pages: HugePages,
     },
-    /// The kernel does not reserve huge pages although they are free.
+    /// The kernel refuses to reserve huge pages although enough are free.
     #[error(
         "RAM directory {}: the kernel does not reserve {} of huge pages, although {} are left; raise the limit of this \
          control group (`hugetlb.*.rsvd.max`)",
@@ -86,7 +86,7 @@ pub enum RamError {
         #[source]
         source: io::Error,
     },
-    /// A file of that name exists.
+    /// A RAM file of that name exists.
     #[error("RAM file {} exists: a VM of that name runs, or an operation was interrupted; run `rekindle recover`", path.display())]
     Exists { path: PathBuf },
 }
@@ -99,12 +99,12 @@ fn mib(bytes: u64) -> String {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RamDirectory {
     path: PathBuf,
-    /// The size of the tmpfs, if it is Rekindle's own.
+    /// Configured size in bytes of Rekindle's own tmpfs; `None` for another directory.
     own_bytes: Option<u64>,
 }
 
 impl RamDirectory {
-    /// The directory at `path`, which must exist.
+    /// Uses the directory at `path`, which must exist.
     ///
     /// # Errors
     /// [`RamError::Directory`].
@@ -117,20 +117,20 @@ impl RamDirectory {
         Ok(Self { path: path.to_owned(), own_bytes: None })
     }
 
-    /// Rekindle's own tmpfs at `path`; mounts it with a size of `bytes` if it is not mounted. Needs root.
+    /// Uses Rekindle's own tmpfs at `path`, and mounts it with a size of `bytes` if it is not mounted. Needs root.
     ///
     /// # Errors
-    /// [`RamError::Directory`] when it cannot be mounted.
+    /// [`RamError::Directory`] when the tmpfs cannot be mounted.
     pub fn own_tmpfs(path: &Path, bytes: u64) -> Result<Self, RamError> {
         let own = Self { path: path.to_owned(), own_bytes: Some(bytes) };
         own.lock().map(drop)?;
         Ok(own)
     }
 
-    /// Unmounts Rekindle's own tmpfs at `path` if it has no RAM file. Best effort: failures are ignored.
+    /// Unmounts Rekindle's own tmpfs at `path` if it has no RAM file. Ignores failures.
     ///
-    /// A pager or a protector may still have RAM mapped there, because it notices the end of its QEMU a moment later.
-    /// So the unmount is lazy: the kernel frees the file system when the last mapping ends.
+    /// A pager or a protector may still have RAM of the tmpfs mapped, because it notices the end of its QEMU a moment
+    /// later. So the unmount is lazy: the kernel frees the file system when the last mapping ends.
     pub fn release_own_tmpfs(path: &Path) {
         let Ok(_lock) = lock_above(path) else { return };
         let empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
@@ -139,13 +139,13 @@ impl RamDirectory {
         }
     }
 
-    /// Prevents other processes from creating RAM files here, and from unmounting Rekindle's own tmpfs.
+    /// Prevents other processes from creating RAM files in this directory, and from unmounting Rekindle's own tmpfs.
     fn lock(&self) -> Result<Locked, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let above = match self.own_bytes {
             Some(bytes) => {
                 let above = lock_above(&self.path).map_err(failed)?;
-                // The process that stopped the last VM has unmounted the tmpfs.
+                // Mounts the tmpfs again if the process that stopped the last VM has unmounted it.
                 mount_own(&self.path, bytes).map_err(failed)?;
                 Some(above)
             }
@@ -161,20 +161,21 @@ impl RamDirectory {
         &self.path
     }
 
-    /// Path of the RAM file of VM `name`, which need not exist.
+    /// Returns the path of the RAM file of VM `name`, which need not exist.
     #[must_use]
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(format!("{name}.{SUFFIX}"))
     }
 
-    /// Path of that file while its QEMU waits for the guest.
+    /// Returns the path of the RAM file of VM `name` while its QEMU waits for the guest.
     #[must_use]
     pub fn waiting(&self, name: &str) -> PathBuf {
         self.path.join(format!("{name}.{WAITING}"))
     }
 
-    /// Returns `(free, promised)` in bytes: what the file system and the machine have, and the part of it that is
-    /// promised. On hugetlbfs that is what the kernel has reserved, elsewhere what the RAM files may still claim.
+    /// Returns `(free, promised)` in bytes. `free` is the free space of the file system and the machine. `promised` is
+    /// the part of it that is not available: on hugetlbfs the pages that the kernel has reserved, elsewhere the pages
+    /// that existing RAM files may still claim.
     ///
     /// # Errors
     /// [`RamError::Directory`].
@@ -201,11 +202,12 @@ impl RamDirectory {
 
     /// Creates the RAM file of VM `name` with `bytes` bytes; only this user can read it.
     ///
-    /// On success: the file exists with that length, and has no pages. A page is allocated when it is touched; on
-    /// hugetlbfs all of them are reserved, so that this cannot fail.
+    /// The new file has no pages. Each page is allocated when it is touched. On hugetlbfs all pages are reserved, so
+    /// that the allocation cannot fail; on DAX all pages are allocated now.
     ///
     /// # Errors
-    /// [`RamError::TooSmall`] or [`RamError::TooFewHugePages`] with both figures; [`RamError::Exists`].
+    /// [`RamError::TooSmall`] or [`RamError::TooFewHugePages`] with the requested and the available size;
+    /// [`RamError::Exists`].
     pub fn create(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         // No other process may create a file between the check and the creation.
         let _lock = self.lock()?;
@@ -218,10 +220,9 @@ impl RamDirectory {
         Ok(path)
     }
 
-    /// As [`RamDirectory::create`], for a QEMU that waits for its guest and touches no page: nothing is promised to
-    /// it, so any number of them may wait. (On hugetlbfs its pages are reserved all the same, because QEMU would
-    /// reserve them.)
-    /// [`RamDirectory::claim`] is required before a guest runs in it.
+    /// Creates the RAM file of a QEMU that waits for its guest and touches no page. No bytes are promised to it, so any
+    /// number of such files may exist. (On hugetlbfs its pages are reserved all the same, because QEMU would reserve
+    /// them.) [`RamDirectory::claim`] is required before a guest runs in the file.
     ///
     /// # Errors
     /// As for [`RamDirectory::create`], except [`RamError::TooSmall`].
@@ -230,11 +231,12 @@ impl RamDirectory {
         self.create_file(self.waiting(name), bytes)
     }
 
-    /// Promises `bytes` bytes to the waiting file of VM `name`, and renames it to [`RamDirectory::file`]. Idempotent.
+    /// Promises `bytes` bytes to the waiting file of VM `name`, and renames the file to [`RamDirectory::file`].
+    /// Idempotent.
     ///
     /// # Errors
-    /// [`RamError::TooSmall`], and then the file still waits; [`RamError::Exists`]; [`RamError::Directory`] when no
-    /// file waits.
+    /// [`RamError::TooSmall`], and then the file still waits; [`RamError::Exists`]; [`RamError::Directory`] when there
+    /// is no waiting file.
     pub fn claim(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let _lock = self.lock()?;
@@ -249,11 +251,11 @@ impl RamDirectory {
         Ok(path)
     }
 
-    /// Checks that `bytes` bytes are left. Huge pages are not checked here but when the kernel reserves them: a mount
-    /// may have pages of its own, and a control group may have a limit.
+    /// Checks that `bytes` bytes are left. On hugetlbfs the check happens when the kernel reserves the pages instead: a
+    /// mount may have pages of its own, and a control group may have a limit.
     ///
     /// # Errors
-    /// [`RamError::TooSmall`] with all figures.
+    /// [`RamError::TooSmall`] with the requested and the available size.
     pub fn check_room(&self, bytes: u64) -> Result<(), RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         if huge_page_size(&self.path).map_err(failed)?.is_some() {
@@ -284,11 +286,10 @@ impl RamDirectory {
         Ok(path)
     }
 
-    /// Replaces the RAM of VM `name`, whose QEMU has ended, for a new start.
+    /// Provides the RAM of VM `name`, whose QEMU has ended, for a new start, with `bytes` bytes.
     ///
-    /// On success: the file exists with `bytes` bytes. It is empty; but on hugetlbfs it is the same file with the
-    /// guest's old content, as after a reset, because pages that are returned to the pool may be unavailable
-    /// afterwards.
+    /// The new file is empty, with one exception: on hugetlbfs the old file is used again, with the guest's old
+    /// content, as after a reset. Pages that are returned to the pool may be unavailable afterwards.
     ///
     /// # Errors
     /// As for [`RamDirectory::create`].
@@ -303,11 +304,12 @@ impl RamDirectory {
         self.create(name, bytes)
     }
 
-    /// As [`RamDirectory::renew`], while another process has the old RAM open and releases its pages as those of the
-    /// new one are allocated: together they never exceed what was promised to the VM.
+    /// Replaces the RAM of VM `name` like [`RamDirectory::renew`], while another process has the old RAM open. That
+    /// process releases pages of the old RAM as pages of the new RAM are allocated: together they never exceed the
+    /// bytes promised to the VM.
     ///
     /// # Errors
-    /// As for [`RamDirectory::renew`]; [`RamError::Exists`] on hugetlbfs, where the old file is used again.
+    /// As for [`RamDirectory::renew`]; [`RamError::Exists`] on hugetlbfs, where the old file would be used again.
     pub fn renew_keeping_cache(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
         let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let path = self.file(name);
@@ -321,7 +323,7 @@ impl RamDirectory {
         self.create_file(path, bytes)
     }
 
-    /// Allocates all of a file on DAX: in one call it gets large extents, which huge pages can map.
+    /// Allocates all of a file on DAX. In one call the file gets large extents, which huge pages can map.
     fn allocate_direct(&self, path: &Path, bytes: u64) -> Result<(), RamError> {
         let failed = |e: rustix::io::Errno| RamError::Directory { path: self.path.clone(), source: e.into() };
         let failed_at = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
@@ -332,7 +334,7 @@ impl RamDirectory {
         fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(failed)
     }
 
-    /// Has the kernel reserve the huge pages of a RAM file.
+    /// Makes the kernel reserve the huge pages of a RAM file.
     fn reserve(&self, file: &File, bytes: u64) -> Result<(), RamError> {
         let Err(source) = reserve(file, bytes) else { return Ok(()) };
         let path = self.path.clone();
@@ -349,7 +351,7 @@ impl RamDirectory {
         })
     }
 
-    /// Removes the RAM file of VM `name`, and with it the guest's memory. A missing file is no error.
+    /// Removes the RAM files of VM `name`, and with them the guest's memory. A missing file is no error.
     ///
     /// # Errors
     /// [`RamError::Directory`].
@@ -366,13 +368,13 @@ impl RamDirectory {
     }
 }
 
-/// Held while a RAM file is created.
+/// The locks held while a RAM file is created.
 struct Locked {
     _above: Option<OwnedFd>,
     _directory: File,
 }
 
-/// Locks Rekindle's own tmpfs, mounted at `path` or not, through the parent directory, which is never removed.
+/// Locks Rekindle's own tmpfs through the parent directory, which is never removed. `path` need not be mounted.
 fn lock_above(path: &Path) -> io::Result<OwnedFd> {
     let above = path.parent().unwrap_or(Path::new("/"));
     DirBuilder::new().recursive(true).mode(0o700).create(above)?;
@@ -393,14 +395,14 @@ fn mount_own(path: &Path, bytes: u64) -> io::Result<()> {
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
         Ok(mount("rekindle-ram", path, "tmpfs", flags, options(more)?.as_c_str())?)
     };
-    // `noswap` needs Linux 6.4. It keeps a guest's memory off the swap disk.
+    // `noswap` needs Linux 6.4. It keeps the guest's memory off the swap disk.
     try_mount(",noswap").or_else(|_| try_mount(""))
 }
 
 /// Returns the page size if `path` is on hugetlbfs.
 ///
 /// # Errors
-/// When `path` cannot be opened or inspected.
+/// Errors of opening `path` and of `fstatfs(2)`.
 pub fn huge_page_size(path: &Path) -> io::Result<Option<u64>> {
     let directory = File::open(path)?;
     let stat = fstatfs(&directory)?;
@@ -410,7 +412,7 @@ pub fn huge_page_size(path: &Path) -> io::Result<Option<u64>> {
 /// Returns whether the file at `path` is on DAX, so that mapping it maps the storage itself.
 ///
 /// # Errors
-/// When `path` cannot be opened or inspected.
+/// Errors of opening `path` and of `statx(2)`.
 pub fn is_direct(path: &Path) -> io::Result<bool> {
     let file = File::open(path)?;
     let known = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
@@ -422,10 +424,10 @@ fn free_bytes(stat: &StatFs) -> u64 {
     if stat.f_blocks == 0 && stat.f_type as u64 == TMPFS_MAGIC { u64::MAX } else { stat.f_bavail * stat.f_bsize as u64 }
 }
 
-/// Returns `MemAvailable` of `/proc/meminfo` in bytes: what can be allocated without swapping.
+/// Returns `MemAvailable` of `/proc/meminfo` in bytes: the memory that can be allocated without swapping.
 ///
 /// # Errors
-/// When `/proc/meminfo` cannot be read or parsed.
+/// Errors of reading `/proc/meminfo`, or a file without that entry.
 pub fn available_memory() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let kib = text
@@ -515,7 +517,7 @@ mod tests {
         assert_eq!(old.metadata().unwrap().blocks() * 512, 5 << 20);
         // The file of another VM cannot use that space.
         assert!(matches!(ram.create("y", 3 << 20), Err(RamError::TooSmall { .. })));
-        // Without the space of the old RAM there is not enough.
+        // Without the space of the old RAM, too little is left.
         fs::remove_file(&next).unwrap();
         assert!(matches!(ram.renew_keeping_cache("x", 6 << 20), Err(RamError::TooSmall { .. })));
         drop(old);

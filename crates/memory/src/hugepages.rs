@@ -15,11 +15,11 @@ pub(crate) const HUGETLBFS_MAGIC: FsWord = 0x9584_58f6;
 /// Free space of a hugetlbfs and of the kernel's pool, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HugePages {
-    /// Bytes of a page.
+    /// Size of a huge page.
     pub page: u64,
     /// Configured size of the pool (`nr_hugepages`).
     pub pool: u64,
-    /// Free pages, including those that the kernel may add to the pool (`nr_overcommit_hugepages`).
+    /// Free pages, including pages that the kernel may add to the pool (`nr_overcommit_hugepages`).
     pub free: u64,
     /// The part of `free` that is reserved for files.
     pub reserved: u64,
@@ -28,10 +28,10 @@ pub struct HugePages {
 }
 
 impl HugePages {
-    /// Reads the figures of the file system of `stat`; `None` if it is not a hugetlbfs.
+    /// Reads the free space of the file system of `stat`; `None` if it is not a hugetlbfs.
     ///
     /// # Errors
-    /// When the pool cannot be read in `/sys/kernel/mm/hugepages`.
+    /// Errors of reading the pool in `/sys/kernel/mm/hugepages`.
     pub fn of(stat: &StatFs) -> io::Result<Option<Self>> {
         if stat.f_type != HUGETLBFS_MAGIC {
             return Ok(None);
@@ -61,7 +61,7 @@ impl HugePages {
         self.free.saturating_sub(self.reserved).min(self.limit.unwrap_or(u64::MAX))
     }
 
-    /// Returns what the user can do so that `requested` bytes fit, as the last part of an error message.
+    /// Returns a remedy that makes `requested` bytes fit, as the last part of an error message.
     #[must_use]
     pub fn remedy(&self, requested: u64) -> String {
         if self.limit.is_some_and(|limit| limit < requested) {

@@ -1,7 +1,7 @@
 //! Guest RAM as data.
 //!
-//! - [`ram`]: the RAM blocks of a running QEMU, and how to read them;
-//! - [`tracker`]: which of their pages were written;
+//! - [`ram`]: the RAM blocks of a running QEMU, and reading them;
+//! - [`tracker`]: finding the pages of RAM blocks that were written;
 //! - [`missing`]: loading a guest's pages while it runs;
 //! - [`directory`]: directories for RAM files, their free space, Rekindle's own tmpfs;
 //! - [`hugepages`]: free huge pages of a hugetlbfs;

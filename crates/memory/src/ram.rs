@@ -1,7 +1,7 @@
-//! The RAM blocks of a running QEMU: their addresses, and how to read them.
+//! The RAM blocks of a running QEMU: finding their addresses, and reading them.
 //!
 //! Shared memory is read from its file (`pread`), private memory from the process (`process_vm_readv`, a thousand
-//! pieces per call). Neither allocates a page: reading a missing page through a mapping would do that.
+//! pieces per call). Neither call allocates a missing page, as a read through a mapping would.
 
 use rekindle_kernel::maps::{self, Mapping};
 use rekindle_kernel::memory;
@@ -16,7 +16,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 
-/// Why guest RAM cannot be read.
+/// The reason why guest RAM cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestRamError {
     /// The blocks were not found.
@@ -56,12 +56,12 @@ pub enum GuestRamError {
     },
 }
 
-/// How to read a block.
+/// The way in which a block is read.
 #[derive(Debug)]
 enum Access {
-    /// From this file, in which the block begins at that offset.
+    /// From this file; the number is the block's offset in it.
     File(File, u64),
-    /// From the process.
+    /// From the memory of the process.
     Process,
 }
 
@@ -72,28 +72,28 @@ pub struct Block {
     pub info: RamBlock,
     /// Address in QEMU.
     pub address: u64,
-    /// QEMU has it mapped writable. A guest cannot write a block that is not.
+    /// Whether QEMU has the block mapped writable. If not, the guest cannot write it either.
     pub writable: bool,
-    /// Writes are visible to other processes that map the same file.
+    /// Whether writes are visible to other processes that map the same file.
     pub shared: bool,
     access: Access,
 }
 
 impl Block {
-    /// Addresses of the used part in QEMU.
+    /// Returns the addresses of the used part in QEMU.
     #[must_use]
     pub fn used(&self) -> Range<u64> {
         let page = self.info.page_size.max(1);
         self.address..self.address + self.info.used.next_multiple_of(page).min(self.info.total)
     }
 
-    /// Addresses in QEMU, including the part to which the block may grow.
+    /// Returns the block's addresses in QEMU, including the part into which it may grow.
     #[must_use]
     pub fn total(&self) -> Range<u64> {
         self.address..self.address + self.info.total
     }
 
-    /// File of shared memory, and the offset of the block in it.
+    /// Returns the file of shared memory, and the block's offset in it.
     #[must_use]
     pub fn file(&self) -> Option<(&File, u64)> {
         match &self.access {
@@ -103,7 +103,7 @@ impl Block {
     }
 }
 
-/// A change of QEMU's block table; the name is that of the block.
+/// A change of QEMU's block table. The string is the name of the block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// Memory or a device was plugged in.
@@ -125,12 +125,12 @@ impl GuestRam {
     /// Finds all RAM blocks of the QEMU `process` with QMP connection `qmp`.
     ///
     /// # Errors
-    /// [`GuestRamError`] if any block cannot be found or read: none is left out.
+    /// [`GuestRamError`] if any block cannot be found or opened; no block is left out.
     pub fn of(qmp: &mut Qmp, process: Process) -> Result<Self, GuestRamError> {
         Self::from_blocks(process, ramblock::locate(qmp, process)?)
     }
 
-    /// As [`GuestRam::of`], from a known block table; all blocks must have an address.
+    /// Uses a known block table, in which all blocks must have an address.
     ///
     /// # Errors
     /// [`GuestRamError`].
@@ -141,8 +141,8 @@ impl GuestRam {
         Ok(Self { process, blocks, may_shrink: true })
     }
 
-    /// Declares that the guest gives no memory back: it has neither a balloon nor virtio-mem. Then trackers do not
-    /// search for pages that were punched out of shared memory, which takes 2 to 3 ms per GiB at each stop.
+    /// Declares that the guest gives no memory back, because it has neither a balloon nor virtio-mem. Trackers then do
+    /// not search for pages that were punched out of shared memory, which takes 2 to 3 ms per GiB at each stop.
     #[must_use]
     pub fn never_shrinking(self) -> Self {
         Self { may_shrink: false, ..self }
@@ -158,7 +158,7 @@ impl GuestRam {
         self.process
     }
 
-    /// Blocks in QEMU's order.
+    /// Returns the blocks in QEMU's order.
     #[must_use]
     pub fn blocks(&self) -> &[Block] {
         &self.blocks
@@ -169,14 +169,14 @@ impl GuestRam {
         self.blocks.get(id.0)
     }
 
-    /// Finds a block by QEMU's name of it.
+    /// Finds a block by its name in QEMU.
     #[must_use]
     pub fn block_id(&self, name: &str) -> Option<BlockId> {
         self.blocks.iter().position(|block| block.info.id == name).map(BlockId)
     }
 
-    /// Compares QEMU's current block table with this one. Call it at each stop of the guest, before dirty pages are
-    /// used.
+    /// Compares QEMU's current block table with the table of this value. Call it at each stop of the guest, before
+    /// dirty pages are used.
     ///
     /// # Errors
     /// As for [`GuestRam::of`].
@@ -204,7 +204,7 @@ impl GuestRam {
         changes
     }
 
-    /// Reads runs (offsets) of a block one after the other into `buffer`, whose length must be their sum.
+    /// Reads runs (offsets) of a block consecutively into `buffer`, whose length must be the sum of theirs.
     ///
     /// # Errors
     /// [`GuestRamError::Read`].
@@ -253,7 +253,7 @@ impl GuestRam {
         }
     }
 
-    /// Finds the runs (offsets) of a block that have no pages and so are zero: the complement of
+    /// Finds the runs (offsets) of a block that have no pages and therefore are zero: the complement of
     /// [`GuestRam::populated`].
     ///
     /// # Errors
@@ -272,7 +272,7 @@ pub(crate) fn data(file: &File, range: Range<u64>) -> io::Result<PageRuns> {
         let start = match seek(file, SeekFrom::Data(at)) {
             Ok(start) => start.max(at),
             Err(rustix::io::Errno::NXIO) => break,
-            // This file system does not report holes, as hugetlbfs: all of the file counts as data.
+            // This file system does not report holes (e.g. hugetlbfs): all of the file counts as data.
             Err(rustix::io::Errno::INVAL) => at,
             Err(e) => return Err(e.into()),
         };
@@ -299,7 +299,8 @@ fn block(process: Process, maps: &[Mapping], info: RamBlock) -> Result<Block, Gu
     let address = info.address.ok_or_else(|| unmapped(&info))?;
     let parts = maps::covering(maps, &(address..address + info.total)).ok_or_else(|| unmapped(&info))?;
     let Some(first) = parts.first() else { return Err(unmapped(&info).into()) };
-    // One contiguous piece of one file. It can be several mappings, because QEMU may change the flags of a part.
+    // One contiguous piece of one file. It may consist of several mappings, because QEMU may change the flags of a
+    // part.
     let base = |map: &Mapping| map.offset.wrapping_sub(map.range.start);
     let one_file = parts.iter().all(|map| map.shared && map.inode == first.inode && base(map) == base(first));
     let shared = parts.iter().any(|map| map.shared);
@@ -308,7 +309,7 @@ fn block(process: Process, maps: &[Mapping], info: RamBlock) -> Result<Block, Gu
     if one_file && first.inode != 0 {
         let failed = |source| GuestRamError::File { id: info.id.clone(), name: first.name.clone(), source };
         let file = open(process, first).map_err(failed)?;
-        // A device (devdax) cannot be read, but its memory can.
+        // The file of a device (devdax) cannot be read, but the process's memory can.
         if !file.metadata().map_err(failed)?.file_type().is_char_device() {
             access = Access::File(file, first.offset + (address - first.range.start));
         }

@@ -1,4 +1,4 @@
-//! Tracking during a fill: a checkpoint, overwritten with the reported pages, is the memory at each stop.
+//! Tracking during a fill. At each stop, the last checkpoint overwritten with the reported pages must equal the memory.
 
 #![allow(unsafe_code, reason = "the process's memory is a mapping of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -79,14 +79,15 @@ fn apply(ram: &GuestRam, dirty: &Dirty, copy: &mut [u8]) {
     }
 }
 
-/// Asserts that a copy is the memory, and that pages which are not filled have the content of `image`.
+/// Asserts that a copy equals the memory, and that pages which are not filled have the content of `image`.
 #[track_caller]
 fn assert_same_or_missing(victim: &Victim, copy: &[u8], image: &[u8], give_back: bool, what: &str) {
     let memory = victim.memory();
     let size = PAGE as usize;
     let pages = copy.chunks(size).zip(memory.chunks(size)).zip(image.chunks(size)).enumerate();
     let wrong = pages.filter(|(_, ((copy, memory), image))| {
-        // Missing, or zero in the checkpoint too, or given back: see the tracker's documentation.
+        // The page is missing, or zero in the checkpoint too, or given back (the exception in the tracker's
+        // documentation).
         let absent = memory.iter().all(|&byte| byte == 0);
         copy != memory && !(absent && (copy == image || give_back))
     });
@@ -157,12 +158,12 @@ fn a_checkpoint_overwritten_with_the_reported_pages_is_the_memory_at_each_stop()
                         handed.store(true, Ordering::SeqCst);
                         dirty
                     }
-                    // The protector dies: the record stays.
+                    // The protector dies, and the record stays.
                     CurrentTracker::Filling(tracker) if round == 7 => {
                         *tracker = attach(&victim);
                         tracker.collect(&mut stopped).unwrap()
                     }
-                    // It dies and loses what it has collected.
+                    // The protector dies and loses the result of its last collection.
                     CurrentTracker::Filling(tracker) if round == 11 => {
                         tracker.collect(&mut stopped).unwrap();
                         *tracker = attach(&victim);
@@ -240,7 +241,7 @@ fn missing_pages_are_neither_reported_nor_read_and_a_read_page_does_not_count_as
         end.store(true, Ordering::SeqCst);
         running.join().unwrap();
     });
-    // The pager ends its record: that is an error, not "nothing was written".
+    // The pager ends its record: the result is an error, not "nothing was written".
     let mut tracker = attach(&reader);
     assert!(pager.run(&mut source, [], &AtomicBool::new(false)).unwrap().complete);
     let e = tracker.collect(&mut Stopped::vouched()).unwrap_err();

@@ -1,5 +1,5 @@
-//! Real guests in stock QEMUs of both versions: adopted, injected with system calls, tracked, and restored page by
-//! page.
+//! Real guests in stock QEMUs of both versions: adopting them, injecting system calls, tracking writes, and restoring
+//! page by page.
 
 #![allow(unsafe_code, reason = "the shared module of the tests maps memory of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -58,8 +58,8 @@ fn assert_same(ram: &GuestRam, copies: &[Vec<u8>], now: &[Vec<u8>], what: &str) 
     }
 }
 
-/// As [`assert_same`], with the memory of the stopped guest: in pieces, because a full copy for each comparison is
-/// slow.
+/// Asserts that the copies equal the memory of the stopped guest. Compares in pieces, because a full copy for each
+/// comparison is slow.
 #[track_caller]
 fn assert_is_memory(ram: &GuestRam, copies: &[Vec<u8>], what: &str) {
     let mut piece = vec![0; 1 << 20];
@@ -135,7 +135,7 @@ fn a_qemu_is_identified_by_its_socket_and_its_blocks_are_found() {
             assert!(listed.len() > 5, "{listed:?}");
             assert_eq!(found.changes(&mut qmp).unwrap(), []);
             for (block, listed) in found.blocks().iter().zip(&listed) {
-                // A QEMU that reports addresses reports the same ones.
+                // A QEMU that reports addresses must report those that were found.
                 assert!(listed.address.is_none_or(|address| address == block.address), "{block:?}");
             }
             let main = found.blocks().iter().find(|block| block.info.id == "ram").unwrap();
@@ -162,7 +162,7 @@ fn obstacles_to_adoption_are_named() {
     drop(qemu.qmp());
     let (adopted, _qmp) = adopt(&qemu.path("qmp"), Duration::from_secs(30)).unwrap();
     let named: Vec<_> = adopted.obstacles.iter().map(|obstacle| obstacle.what.as_str()).collect();
-    // Rekindle's own message, and QEMU's.
+    // One obstacle is found by Rekindle, the other one is reported by QEMU.
     assert_eq!(named.len(), 2, "{named:?}");
     assert!(named.iter().any(|what| what.starts_with("ivshmem-plain")), "{named:?}");
     assert!(named.iter().any(|what| what.contains("Migration is disabled")), "{named:?}");
@@ -354,7 +354,7 @@ fn pages_written_by_disk_reads_are_reported() {
             let before = sums();
             for round in 0..30 {
                 pause(&mut qmp, false);
-                // Not a wait for a condition: the stops should hit different moments of the guest's reads.
+                // No condition to wait for: the stops should hit different moments of the guest's reads.
                 thread::sleep(Duration::from_millis(10 + 7 * (round % 5)));
                 pause(&mut qmp, true);
                 let mut stopped = Stopped::check(&mut qmp).unwrap();

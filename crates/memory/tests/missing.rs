@@ -33,11 +33,11 @@ const RAM: BlockId = BlockId(0);
 /// Supplies the pages that the reader expects.
 #[derive(Default)]
 struct Pattern {
-    /// A page that is unavailable, and how many more times.
+    /// A page that is unavailable, and for how many more attempts.
     fails: Option<(u64, u32)>,
-    /// Do not try again after a failure.
+    /// Whether the source ends the pager after a failure.
     no_retry: bool,
-    /// Time for each page.
+    /// Time to supply each page.
     delay: Duration,
     served: u64,
 }
@@ -91,12 +91,12 @@ fn every_page_is_right_during_the_fill_and_no_trace_is_left() {
         let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
         assert!(reader.is_registered());
         reader.begin();
-        // The last pages first.
+        // Fills the second half of the pages first.
         let length = reader.ram.blocks()[0].info.used;
         let progress = pager.run(&mut source, [(0, length / 2..length)], &never()).unwrap();
         assert!(progress.complete && progress.left == 0 && progress.faults > 0, "{kind:?}: {progress:?}");
         assert!(progress.filled + progress.demanded > 0, "{kind:?}: {progress:?}");
-        // Only while the reader runs: after its end it has no memory.
+        // Checked only while the reader runs: a process that has ended has no memory.
         if reader.is_reading() {
             assert!(!reader.is_registered());
             assert_eq!(descriptors(reader.process.pid), before);
@@ -112,7 +112,7 @@ fn no_old_content_is_put_where_the_guest_has_given_pages_back() {
         let injector = Injector::new(giver.process).unwrap();
         let mut source = Pattern { delay: Duration::from_micros(50), ..Pattern::default() };
         let mut pager = Pager::begin(injector, &giver.ram, all, &mut source, None).unwrap();
-        // Some of them are filled before they are given back.
+        // Some of the pages are filled before they are given back.
         let end = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let (pager, source, end) = (&mut pager, &mut source, &end);
@@ -161,7 +161,7 @@ fn the_error_names_an_unavailable_page_and_its_reader_waits_for_the_next_pager()
     assert!(reader.is_right());
 }
 
-/// Not a test: a pager that is killed. The environment names its victim.
+/// The program of a pager that is killed, not a test. The environment names its victim.
 #[test]
 #[ignore = "run by the other tests"]
 fn pager() {
@@ -205,7 +205,7 @@ fn pagers_are_killed_one_after_the_other_and_every_page_is_right() {
             if round == 0 {
                 reader.begin();
             }
-            // Some are killed in the middle of the work, some at its start.
+            // Some pagers are killed during the fill, some at its start.
             std::thread::sleep(Duration::from_millis(20 * (round % 3)));
             child.kill().unwrap();
             child.wait().unwrap();
@@ -254,7 +254,7 @@ fn the_neighbours_of_a_faulted_page_are_filled_too() {
         let (pager, source, end) = (&mut pager, &mut source, &end);
         let serving = scope.spawn(move || pager.run_on_demand(source, end, &never()).unwrap());
         let block = &reader.ram.blocks()[0];
-        // The test itself reads one page; nothing else causes a fault.
+        // The test itself reads one page; no other access causes a fault.
         let mut byte = [0];
         rekindle_kernel::memory::read(reader.process, block.address + 1000 * PAGE, &mut byte).unwrap();
         let populated = || reader.ram.populated(block).unwrap().bytes();
@@ -358,7 +358,7 @@ fn a_pager_ends_with_its_process() {
     assert!(matches!(e, PagerError::QemuEnded { .. }), "{e}");
 }
 
-/// Fails for every page, and is tried again without limit.
+/// A source that fails for every page, and permits attempts without limit.
 struct Unreachable;
 
 impl PageSource for Unreachable {

@@ -1,5 +1,5 @@
-//! Both trackers, with a process whose threads write its memory at random: a copy that is updated with the reported
-//! pages is the memory.
+//! Both trackers, with a process whose threads write its memory at random. A copy that is updated with the reported
+//! pages must equal the memory.
 
 #![allow(unsafe_code, reason = "the process's memory is a mapping of its own")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -45,7 +45,7 @@ fn assert_same(copy: &[u8], memory: &[u8], what: &str) {
     assert_same_except(copy, memory, what, |_| false);
 }
 
-/// Asserts that all pages are the same, except pages of the memory for which `may_differ` returns true.
+/// Asserts that all pages are equal, except pages of the memory for which `may_differ` returns true.
 #[track_caller]
 fn assert_same_except(copy: &[u8], memory: &[u8], what: &str, may_differ: impl Fn(&[u8]) -> bool) {
     let pages = copy.chunks(PAGE as usize).zip(memory.chunks(PAGE as usize)).enumerate();
@@ -54,7 +54,7 @@ fn assert_same_except(copy: &[u8], memory: &[u8], what: &str, may_differ: impl F
     assert!(different.is_empty(), "{what}: pages {different:?} differ");
 }
 
-/// Kinds of memory with a number of pages each; used by one test at a time because of the huge pages.
+/// Kinds of memory with a number of pages each. Only one test at a time uses them, because of the huge pages.
 struct Kinds {
     all: Vec<(Kind, u64)>,
     _huge: Option<HugePages>,
@@ -64,7 +64,7 @@ struct Kinds {
 fn kinds() -> Kinds {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    // Twice as many as are used: a page that was given back is not free immediately, and without a free page its next
+    // Twice the pages in use: a page that was given back is not free immediately, and without a free page its next
     // writer would be killed.
     let huge = HugePages::add(64).ok();
     let mut all = vec![(Kind::Private, 8000), (Kind::Shared, 8000)];
@@ -91,8 +91,7 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
             apply(&victim.ram, &Dirty::everything(&victim.ram).unwrap(), &mut copy);
             let (mut reported, mut peeked) = (0, 0);
             for round in 0..40 {
-                // The case that the module's documentation excepts: a shared page given back whose first write has
-                // started.
+                // The exception in the module's documentation: a shared page given back whose first write has started.
                 let excepted = |page: &[u8]| give_back && kind != Kind::Private && page.iter().all(|&byte| byte == 0);
                 let what = format!("{kind:?}, {give_back}, round {round}");
                 assert_same_except(&copy, &victim.memory(), &what, excepted);
@@ -164,7 +163,7 @@ fn with_the_synchronous_tracker_every_page_is_copied_as_it_was_at_the_stop() {
                 }
             }
             wait_for(|| "the last pages to be copied for writers".into(), || tracker.check_all_copied().ok());
-            // The guest runs, but the copy has the content of the stop.
+            // The guest runs, but the copy must have the content of the stop.
             assert_same(&copy.lock().unwrap(), &now, &format!("{kind:?}, round {round}"));
         }
         assert!(tracker.faults() > 0 && tracker.copied_for_writers() > 0, "{kind:?}");
@@ -206,8 +205,8 @@ impl Drop for BusyThreads {
     }
 }
 
-/// Two writers of a page, or one whose wait was interrupted by a signal, cause two faults. The second one is served
-/// although the write is allowed already; in this test often after the pause that protects the page again.
+/// Two writers of a page, or a writer whose wait was interrupted by a signal, cause two faults. The second fault is
+/// served although the write is allowed already; in this test often after the pause that protects the page again.
 #[test]
 fn a_fault_that_is_served_late_does_not_allow_a_write_before_the_page_is_copied() {
     let mut kinds = kinds();
@@ -273,7 +272,7 @@ fn the_record_of_a_dead_asynchronous_tracker_is_resumed_or_removed() {
     victim.stop();
     let tracker = Asynchronous::attach(injector, ram(), &mut stopped, None).unwrap();
     let mut copy = victim.memory();
-    // As after a kill, nothing is undone.
+    // Like after a kill, nothing is undone.
     drop(tracker);
     victim.resume();
     assert_writes(&victim);
@@ -322,8 +321,9 @@ fn attaching_and_detaching_a_hundred_times_leaves_no_trace() {
     assert_writes(&victim);
 }
 
-/// Not a test: measures the figures of `docs/attach.md`. `cargo test --release -p rekindle-memory --test tracker
-/// measure -- --ignored --nocapture`
+/// Measures the figures of `docs/attach.md`; not a test.
+///
+/// `cargo test --release -p rekindle-memory --test tracker measure -- --ignored --nocapture`
 #[test]
 #[ignore = "prints figures"]
 fn measure() {

@@ -4,7 +4,7 @@ use crate::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A RAM block's position in its block table: that of a QEMU, or that of a checkpoint.
+/// Position of a RAM block in a block table, which is that of a QEMU or of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct BlockId(pub usize);
@@ -15,25 +15,24 @@ impl fmt::Display for BlockId {
     }
 }
 
-/// A page's number in its block.
+/// Number of a page in its block, in units of [`PAGE_SIZE`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct PageNo(pub u64);
 
 impl PageNo {
-    /// The page that contains the byte at `offset`.
+    /// Returns the page that contains the byte at `offset`.
     #[must_use]
     pub fn containing(offset: u64) -> Self {
         Self(offset / PAGE_SIZE as u64)
     }
 
-    /// Offset of its first byte in the block.
+    /// Returns the offset of the page's first byte in its block.
     #[must_use]
     pub fn offset(self) -> u64 {
         self.0.saturating_mul(PAGE_SIZE as u64)
     }
 
-    /// The next page.
     #[must_use]
     pub fn next(self) -> Self {
         Self(self.0.saturating_add(1))
@@ -46,7 +45,7 @@ impl fmt::Display for PageNo {
     }
 }
 
-/// A page of a block.
+/// A page, with its block.
 pub type PageId = (BlockId, PageNo);
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ impl PageRun {
         Self(block, pages.start, pages.end.0.saturating_sub(pages.start.0))
     }
 
-    /// Merges adjacent pages into runs.
+    /// Merges adjacent pages into runs. The pages of a block must be ascending to be merged.
     pub fn merged(pages: impl IntoIterator<Item = PageId>) -> Vec<Self> {
         let mut runs: Vec<Self> = Vec::new();
         for (block, page) in pages {
@@ -36,12 +36,12 @@ impl PageRun {
         self.2
     }
 
-    /// The page after the last one.
+    /// Returns the page after the last one.
     fn end(&self) -> PageNo {
         PageNo(self.1.0.saturating_add(self.2))
     }
 
-    /// Byte offsets in the block.
+    /// Returns the byte offsets in the block.
     #[must_use]
     pub fn offsets(&self) -> Range<u64> {
         self.1.offset()..self.end().offset()
@@ -51,7 +51,7 @@ impl PageRun {
         self.pages_below(PageNo(u64::MAX))
     }
 
-    /// Pages before `end`.
+    /// Returns the pages before `end`.
     pub fn pages_below(&self, end: PageNo) -> impl Iterator<Item = PageId> + use<> {
         let block = self.0;
         (self.1.0..self.end().min(end).0).map(move |page| (block, PageNo(page)))

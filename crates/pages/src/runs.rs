@@ -3,8 +3,8 @@
 use crate::{PAGE_SIZE, PageNo};
 use std::ops::{Deref, Range};
 
-/// Pages as byte ranges, ascending, with a gap between any two. The bytes are offsets in a block, or addresses in a
-/// process.
+/// A set of pages as byte ranges, ascending, with a gap between any two. The bytes are offsets in a block, or addresses
+/// in a process.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PageRuns(Vec<Range<u64>>);
 
@@ -14,7 +14,7 @@ impl PageRuns {
         Self(Vec::new())
     }
 
-    /// Adds a run that begins at or after the end of the last one.
+    /// Adds a run that begins at or after the start of the last one.
     #[inline]
     pub fn push(&mut self, run: Range<u64>) {
         if run.is_empty() {
@@ -26,7 +26,7 @@ impl PageRuns {
         }
     }
 
-    /// Returns all that is in at least one of the sets.
+    /// Returns the pages that are in at least one of the sets.
     #[must_use]
     pub fn union(&self, other: &[Range<u64>]) -> Self {
         let mut all: Vec<_> = self.iter().chain(other).cloned().collect();
@@ -47,13 +47,13 @@ impl PageRuns {
         all
     }
 
-    /// Returns all of `0..length` that is not in the set.
+    /// Returns the part of `0..length` that is not in the set.
     #[must_use]
     pub fn complement(&self, length: u64) -> Self {
         Self::from(0..length).difference(self)
     }
 
-    /// Returns all that is not in `other`, whose runs are ascending.
+    /// Returns the pages that are not in `other`, whose runs must be ascending.
     #[must_use]
     pub fn difference(&self, other: &[Range<u64>]) -> Self {
         let mut rest = Self::new();
@@ -79,14 +79,14 @@ impl PageRuns {
         rest
     }
 
-    /// Returns all that is in both sets.
+    /// Returns the pages that are in both sets.
     #[must_use]
     pub fn intersection(&self, other: &Self) -> Self {
         let end = self.last().map_or(0, |run| run.end);
         self.difference(&other.complement(end))
     }
 
-    /// Converts addresses to offsets from `base`.
+    /// Converts addresses to offsets from `base`, which must not be above the first run.
     #[must_use]
     pub fn relative_to(mut self, base: u64) -> Self {
         self.0.iter_mut().for_each(|run| *run = run.start - base..run.end - base);
@@ -100,27 +100,27 @@ impl PageRuns {
         self
     }
 
-    /// Number of bytes.
+    /// Returns the total length in bytes.
     #[must_use]
     #[inline]
     pub fn bytes(&self) -> u64 {
         self.iter().map(|run| run.end - run.start).sum()
     }
 
-    /// Numbers of the pages, if the runs are offsets in a block.
+    /// Returns the numbers of the pages, if the runs are offsets in a block.
     #[inline]
     pub fn numbers(&self) -> impl Iterator<Item = PageNo> + '_ {
         self.number_ranges().flatten().map(PageNo)
     }
 
-    /// As [`PageRuns::numbers`], a range for each run.
+    /// Returns the numbers of the pages as a range for each run.
     #[inline]
     pub fn number_ranges(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         const PAGE: u64 = PAGE_SIZE as u64;
         self.iter().map(|run| run.start / PAGE..run.end / PAGE)
     }
 
-    /// Splits the set into parts of at most `max` bytes.
+    /// Splits the set into consecutive parts of at most `max` bytes.
     #[must_use]
     pub fn split(&self, max: u64) -> Vec<Self> {
         let mut parts = vec![Self::new()];
@@ -153,14 +153,13 @@ impl Deref for PageRuns {
     }
 }
 
-/// One run.
 impl From<Range<u64>> for PageRuns {
     fn from(run: Range<u64>) -> Self {
         [run].into_iter().collect()
     }
 }
 
-/// Runs in ascending order; those that are adjacent or overlap become one.
+/// Merges adjacent and overlapping runs. The runs must be in ascending order.
 impl FromIterator<Range<u64>> for PageRuns {
     fn from_iter<I: IntoIterator<Item = Range<u64>>>(runs: I) -> Self {
         let mut all = Self::new();

@@ -11,13 +11,13 @@ pub struct DirtySet {
 }
 
 impl DirtySet {
-    /// An empty set with memory for `pages` pages.
+    /// Returns an empty set with memory for `pages` pages.
     #[must_use]
     pub fn with_room(pages: u64) -> Self {
         Self { bits: FixedBitSet::with_capacity(pages as usize), len: 0 }
     }
 
-    /// The set of the first `pages` pages.
+    /// Returns the set of the first `pages` pages.
     #[must_use]
     pub fn full(pages: u64) -> Self {
         let mut set = Self::with_room(pages);
@@ -25,7 +25,7 @@ impl DirtySet {
         Self { len: pages, ..set }
     }
 
-    /// Number of pages.
+    /// Returns the number of pages in the set.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
@@ -54,7 +54,8 @@ impl DirtySet {
         is_new
     }
 
-    /// Makes room for at least this bit. Doubles, because each growth by a few bits would cost more than the insertion.
+    /// Makes room for at least this bit. Doubles the memory, because growing by a few bits each time would cost more
+    /// than the insertions.
     #[cold]
     fn grow(&mut self, bit: usize) {
         self.bits.grow((bit + 1).next_power_of_two());

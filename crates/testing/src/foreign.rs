@@ -1,4 +1,4 @@
-//! QEMUs with the micro guest that Rekindle has not started.
+//! QEMUs with the micro guest that were not started by Rekindle.
 
 use crate::micro::{self, exchange, free_port};
 use crate::{DEADLINE, poll, tools, wait_for};
@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// The attempts to boot the guest. With two emulated processors 1 boot of 143 hung (`rcu_preempt detected stalls`,
-/// "timer wakeup didn't happen"), without Rekindle being involved.
+/// Attempts to boot the guest. With two emulated processors 1 boot of 143 hung (`rcu_preempt detected stalls`, "timer
+/// wakeup didn't happen"), without Rekindle being involved.
 const BOOT_ATTEMPTS: usize = 3;
-/// The time limit of one attempt.
+/// Time limit of one attempt.
 const BOOT_LIMIT: Duration = Duration::from_secs(40);
-/// QEMU's user network accepts a connection before its guest can, and retransmits a lost packet only after 6 to 48 s:
-/// another connection is faster.
+/// QEMU's user network accepts a connection before its guest can, and retransmits a lost packet only after 6 to 48 s. A
+/// new connection is faster.
 const FIRST_REPLY_LIMIT: Duration = Duration::from_secs(2);
 
 /// The options of a QEMU.
@@ -32,7 +32,8 @@ pub struct Options<'a> {
 }
 
 impl<'a> Options<'a> {
-    /// The guest has two processors, a network card and a VGA card; the caller adds the machine and the memory.
+    /// Makes options for a guest with two processors, a network card and a VGA card. The caller adds the machine and
+    /// the memory.
     pub fn new(binary: &'a Path) -> Self {
         Self { binary, arguments: Vec::new(), append: String::new(), overlay: None, user: None }
     }
@@ -51,7 +52,7 @@ impl<'a> Options<'a> {
         self
     }
 
-    /// Adds a RAM disk (a cpio archive) that the guest's kernel unpacks over its own.
+    /// Adds a RAM disk (a cpio archive) that the guest's kernel unpacks over the first one.
     #[must_use]
     pub fn overlay(mut self, archive: Vec<u8>) -> Self {
         self.overlay = Some(archive);
@@ -68,7 +69,7 @@ impl<'a> Options<'a> {
     /// Writes the guest's image into the directory and returns the command.
     fn command(&self, directory: &Path, port: u16) -> Command {
         let path = |name: &str| directory.join(name).to_string_lossy().into_owned();
-        // Another user may be unable to read the image in its own directory.
+        // Copied, because another user may be unable to read the image in its own directory.
         fs::copy(tools::micro().join("vmlinuz"), path("vmlinuz")).unwrap();
         let mut initrd = fs::read(tools::micro().join("initrd")).unwrap();
         if let Some(overlay) = &self.overlay {
@@ -97,12 +98,12 @@ impl<'a> Options<'a> {
     }
 }
 
-/// A running QEMU. It is killed on drop.
+/// A running QEMU, which is killed on drop.
 pub struct ForeignQemu {
     child: Child,
     directory: PathBuf,
     port: u16,
-    /// The process.
+    /// The QEMU process, since `setpriv` replaces itself by QEMU.
     pub process: Process,
 }
 
@@ -141,12 +142,12 @@ impl ForeignQemu {
         self.port
     }
 
-    /// Returns the path of one of its files: `qmp`, `console`, `log`.
+    /// Returns the path of a file of this QEMU: `qmp`, `console`, `log`.
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
 
-    /// Returns the guest's console.
+    /// Returns the output of the guest's console.
     pub fn console(&self) -> String {
         String::from_utf8_lossy(&fs::read(self.path("console")).unwrap_or_default()).into_owned()
     }
@@ -173,7 +174,7 @@ impl ForeignQemu {
         self.try_ask("boot-id", FIRST_REPLY_LIMIT).is_ok()
     }
 
-    /// Sends a command to the guest and returns what follows `ok` in the reply.
+    /// Sends a command to the guest and returns the text after `ok` in the reply.
     #[track_caller]
     pub fn ask(&self, command: &str) -> String {
         let reply = self.try_ask(command, DEADLINE);

@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 /// Bytes of a huge page.
 pub const HUGE_PAGE_SIZE: u64 = 2 << 20;
 
-/// Additional huge pages. They are removed from the pool on drop, also after a panic: drop their users first.
+/// Additional huge pages. They are removed from the pool on drop, also after a panic, so drop their users first.
 pub struct HugePages {
     added: u64,
-    /// A lock for one test at a time, of all crates: the size of the pool is read and written in two steps.
+    /// A lock that one test of all crates holds at a time: the size of the pool is read and written in two steps.
     _lock: File,
 }
 
-/// Returns the path of a file of the pool, or of the pool itself.
+/// Returns the path of a file of the pool. An empty name means the pool's directory.
 fn pool_file(name: &str) -> PathBuf {
     Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB").join(name)
 }
@@ -26,7 +26,7 @@ fn read_pool(name: &str) -> Result<u64, String> {
 }
 
 impl HugePages {
-    /// Adds pages to the pool. The error states what the host has given instead.
+    /// Adds pages to the pool. The error states how many pages the host has supplied instead.
     pub fn add(pages: u64) -> Result<Self, String> {
         let lock = File::open(pool_file("")).map_err(|e| format!("this host has no huge pages of 2 MiB: {e}"))?;
         flock(&lock, FlockOperation::LockExclusive).expect("a directory can be locked");

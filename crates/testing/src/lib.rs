@@ -1,7 +1,7 @@
-//! What the tests of several crates share: the programs and guest images that they need, QEMUs with the micro guest
-//! that Rekindle has not started, huge pages of the host, and waiting.
+//! Shared parts of the tests of several crates: the programs and guest images that they need, QEMUs with the micro
+//! guest that were not started by Rekindle, huge pages of the host, and waiting.
 //!
-//! Only tests depend on this crate. What needs the command-line program is in `crates/rekindle/tests/common`.
+//! Only tests depend on this crate. Helpers that need the command-line program are in `crates/rekindle/tests/common`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -14,7 +14,7 @@ pub mod tools;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The deadline for what usually takes seconds: a busy machine needs a lot more.
+/// Deadline for operations that usually take seconds, because a busy machine needs much more time.
 pub const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Calls `probe` until it returns a value. Panics with `what` at the deadline.
@@ -23,7 +23,7 @@ pub fn wait_for<T>(what: &str, deadline: Duration, probe: impl FnMut() -> Option
     poll(deadline, probe).unwrap_or_else(|| panic!("{what}: not within {deadline:?}"))
 }
 
-/// Calls `probe` until it returns a value, or until the deadline.
+/// Calls `probe` until it returns a value. Returns `None` at the deadline.
 pub fn poll<T>(deadline: Duration, mut probe: impl FnMut() -> Option<T>) -> Option<T> {
     const LONGEST_PAUSE: Duration = Duration::from_millis(20);
     let end = Instant::now() + deadline;

@@ -4,10 +4,10 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::Duration;
 
-/// The guest's port of the service.
+/// Port of the service in the guest.
 pub const PORT: u16 = 7000;
 
-/// Sends a command and returns the reply.
+/// Sends a command and returns the reply, which must be complete. `patience` is the time limit for each read.
 pub fn exchange(stream: &TcpStream, command: &str, patience: Duration) -> io::Result<String> {
     stream.set_read_timeout(Some(patience))?;
     writeln!(&*stream, "{command}")?;

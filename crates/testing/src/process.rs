@@ -13,8 +13,8 @@ pub fn descriptors(pid: u32) -> BTreeMap<u32, String> {
     entries.filter_map(descriptor).collect()
 }
 
-/// Counts the open files of a process by name, except sockets, which change. Without numbers, because QEMU reopens its
-/// eventfds when a guest resumes.
+/// Counts the open files of a process by name, except sockets, which change. Descriptor numbers are left out, because
+/// QEMU reopens its eventfds when a guest resumes.
 pub fn open_files(pid: u32) -> BTreeMap<String, usize> {
     let mut counts = BTreeMap::new();
     for file in descriptors(pid).into_values().filter(|file| !file.starts_with("socket:")) {

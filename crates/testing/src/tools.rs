@@ -1,5 +1,5 @@
-//! The QEMU binaries and guest images that the tests need: those that the environment names, or those that the
-//! repository's scripts install and build.
+//! The QEMU binaries and guest images that the tests need. Environment variables may name them; otherwise the
+//! repository's scripts install and build them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,7 +21,8 @@ fn script(name: &str, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// Returns the QEMU that an environment variable names, or that `scripts/setup` reports under this name.
+/// Returns the QEMU that the environment variable `name` names, or else the one that `scripts/setup` reports under that
+/// name.
 fn qemu(name: &str) -> PathBuf {
     static SETUP: OnceLock<String> = OnceLock::new();
     let path = from_environment(name).unwrap_or_else(|| {
@@ -39,13 +40,13 @@ pub fn qemu_old() -> &'static Path {
     OLD.get_or_init(|| qemu("QEMU_OLD"))
 }
 
-/// Returns the QEMU of most tests: version 10, or the one that `QEMU_NEW` names.
+/// Returns the QEMU of most tests: version 10, unless `QEMU_NEW` names another one.
 pub fn qemu_new() -> &'static Path {
     static NEW: OnceLock<PathBuf> = OnceLock::new();
     NEW.get_or_init(|| qemu("QEMU_NEW"))
 }
 
-/// Returns QEMU 11, a script that starts the binary with its own dynamic loader.
+/// Returns QEMU 11. The path is a script that starts the binary with its own dynamic loader.
 pub fn qemu_newest() -> &'static Path {
     static NEWEST: OnceLock<PathBuf> = OnceLock::new();
     NEWEST.get_or_init(|| qemu("QEMU_NEWEST"))
@@ -56,7 +57,7 @@ struct Image {
     /// The environment variable that names the directory of an image that has been built.
     variable: &'static str,
     build: &'static [&'static str],
-    /// The files that it must have.
+    /// The files that the directory must contain.
     files: &'static [&'static str],
 }
 

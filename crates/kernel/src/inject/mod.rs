@@ -1,32 +1,35 @@
-//! System calls made by another process, on our behalf.
+//! System calls that another process makes on our behalf.
 //!
-//! Some things only a process itself can do: put a descriptor in the place of another, open a userfaultfd for its own
-//! memory, close one. [`Injector`] stops one of its threads with ptrace for some 50 to 100 µs, lets it make the calls
-//! through the `syscall` instruction of its vDSO, and lets it continue where it was.
+//! Some operations are possible only inside the process itself: replacing one of its descriptors, opening a userfaultfd
+//! for its memory, closing a descriptor. [`Injector`] stops one thread of the process with ptrace for 50 to 100 µs,
+//! makes it execute the calls through the `syscall` instruction of its vDSO, and resumes it at the instruction where it
+//! stopped.
 //!
-//! What the process notices: nothing but the time.
+//! The process can notice only the time that this takes:
 //!
-//! - **Signals** that come meanwhile are delivered, each once, with the thread's own registers: a signal that comes
-//!   before a call is let through first, and the call is tried again; one that comes during it waits until after it.
-//! - **System calls that were interrupted** are restarted by the kernel, those with a time-out with what is left of it
-//!   (`restart_block` stays as it was, since a call of ours never waits). The few that Linux does not restart
-//!   (`epoll_wait`, `semop`, ...: signal(7)) are made to: their `EINTR` is turned into `ERESTARTNOHAND`, with which the
-//!   kernel restarts the call unless a signal handler runs. Only a time-out starts again then, and such threads are
-//!   taken last.
+//! - **Signals** that arrive meanwhile are delivered, each exactly once, with the thread's own registers. A signal that
+//!   arrives before a call is delivered first, and the call is tried again. A signal that arrives during the call waits
+//!   until after it.
+//! - **System calls that were interrupted** are restarted by the kernel. A call with a time-out restarts with the time
+//!   that remains (`restart_block` is unchanged, since an injected call never waits). A few calls are not restarted by
+//!   Linux (`epoll_wait`, `semop`, ...: signal(7)). For these, `EINTR` is replaced by `ERESTARTNOHAND`, with which the
+//!   kernel restarts the call unless a signal handler runs. Only their time-outs start again from the beginning;
+//!   threads in such calls are chosen last.
 //! - **Job control**: a thread that is stopped by `SIGSTOP` makes the call and is stopped again.
-//! - **seccomp**: a filter may end the process for a call that it does not like. It is suspended for our calls where
-//!   the kernel lets us (root, `CONFIG_CHECKPOINT_RESTORE`). Elsewhere only calls that every process makes are made.
-//! - **Restartable sequences** (rseq): a thread within one is resumed and stopped again a moment later.
+//! - **seccomp**: a filter may kill the process for a call that it does not permit. The filter is suspended for
+//!   injected calls where the kernel permits that (root, `CONFIG_CHECKPOINT_RESTORE`). Otherwise only calls that every
+//!   process makes are injected.
+//! - **Restartable sequences** (rseq): a thread inside a sequence is resumed and stopped again shortly afterwards.
 //!
-//! Nothing is taken on trust: at both ends of a call the kernel is asked which call at which instruction the thread
-//! stands at, and everything has a deadline. On any doubt the thread gets its own registers back and is released, and
-//! the call is reported as not done. Only a thread that is within the kernel and cannot be interrupted is waited for,
-//! since its registers cannot be restored there.
+//! Every step is verified. At entry to and exit from a call, the kernel is queried for the call and the instruction at
+//! which the thread has stopped. Every wait has a deadline. On any doubt the thread's own registers are restored, the
+//! thread is released, and the call is reported as not done. One wait can exceed its deadline: a thread inside the
+//! kernel that cannot be interrupted, since its registers cannot be restored at that point.
 //!
-//! If we are killed, the kernel detaches and the thread continues. Between the first register written and the last one
-//! restored (15 µs in the median, ten times that on a busy machine) it would continue within the vDSO with the
-//! registers of our call: only a death of our whole process at that very moment does that, since the thread that
-//! makes the call has all signals blocked. `PTRACE_O_EXITKILL` is never set.
+//! If the tracing process is killed, the kernel detaches and the thread continues. From the first register written to
+//! the last one restored (median 15 µs, ten times that on a busy machine), the thread would continue inside the vDSO
+//! with the registers of the injected call. Only a death of the whole tracing process in that interval has this effect,
+//! since the tracing thread blocks all signals. `PTRACE_O_EXITKILL` is never set.
 
 mod thread;
 mod trace;
@@ -37,125 +40,125 @@ use std::io;
 use std::time::{Duration, Instant};
 use trace::{Doubt, Stop, Tracee};
 
-/// How long one thread may take to stop before another one is tried. It takes microseconds, unless the thread waits
-/// for a disk.
+/// Time that one thread may take to stop before another thread is tried. Stopping takes microseconds unless the thread
+/// waits for a disk.
 const PATIENCE: Duration = Duration::from_millis(250);
-/// How long all threads together are tried.
+/// Total time for trying threads.
 const ALL: Duration = Duration::from_secs(30);
-/// How often a thread that is within a restartable sequence is stopped again.
+/// How many times a thread inside a restartable sequence is resumed and stopped again.
 const ROUNDS: u32 = 20;
-/// How long one call may take with all that comes in between. It takes microseconds; a machine that is busy may not
-/// let the thread run.
+/// Time limit of one call, including signals and stops that interrupt it. A call takes microseconds, but a busy machine
+/// may not schedule the thread.
 const CALL: Duration = Duration::from_secs(10);
-/// Calls that any process makes under any filter that it can live with.
+/// Calls that every process makes, so that a filter under which the process runs at all permits them.
 const HARMLESS: [i64; 4] = [libc::SYS_ioctl, libc::SYS_close, libc::SYS_fcntl, libc::SYS_dup3];
 
-/// Why another process could not be made to do a system call.
+/// The reason why a system call could not be injected.
 #[derive(Debug, thiserror::Error)]
 pub enum InjectError {
-    /// It has ended.
+    /// The process has ended.
     #[error("process {pid} has ended")]
     Gone {
-        /// The process.
+        /// Number of the process.
         pid: u32,
     },
-    /// We may not trace it.
+    /// We may not trace the process.
     #[error(
         "process {pid} may not be traced: run as root, or as the user of that process with kernel.yama.ptrace_scope=0"
     )]
     Forbidden {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// Another tracer has it.
+    /// Another process traces it already.
     #[error(
         "process {pid} is traced by process {tracer} ({name}), and Linux allows one tracer only: end that one first"
     )]
     Traced {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// Its tracer.
+        /// Number of the tracing process.
         tracer: u32,
-        /// The tracer's command.
+        /// Command name of the tracing process.
         name: String,
     },
-    /// Not a 64-bit process of x86-64, or one without vDSO.
+    /// The process is not a 64-bit process of x86-64, or has no vDSO.
     #[error("process {pid} cannot be made to do system calls: {why}")]
     Unfit {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// What is missing.
+        /// The property that is missing.
         why: &'static str,
     },
-    /// A seccomp filter might end it for the call.
+    /// A seccomp filter might kill the process for the call.
     #[error(
         "process {pid} has a seccomp filter that might end it for `{call}`, and the filter cannot be suspended: run as \
          root on a kernel with CONFIG_CHECKPOINT_RESTORE"
     )]
     Filtered {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// The call.
+        /// Name of the system call.
         call: &'static str,
     },
-    /// No thread stopped.
+    /// No thread stopped in time.
     #[error(
         "none of the threads of process {pid} could be stopped within {} ms each: it waits in the kernel (for a disk, or \
          for memory that a pager does not supply)",
         PATIENCE.as_millis()
     )]
     Stuck {
-        /// The process.
+        /// Number of the process.
         pid: u32,
     },
-    /// The thread did not come to the call, or did not return from it, in time.
+    /// The thread did not reach the call, or did not return from it, in time.
     #[error("`{call}` inside process {pid} was not done within {} s; the process was released as it was", CALL.as_secs())]
     Late {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// The call.
+        /// Name of the system call.
         call: &'static str,
     },
-    /// The thread stopped elsewhere than at the call.
+    /// The thread stopped at another place than the call.
     #[error(
         "process {pid} stopped elsewhere than at `{call}`, which it was to make: another program changes its system calls; it was \
          released as it was"
     )]
     Elsewhere {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// The call.
+        /// Name of the system call.
         call: &'static str,
     },
     /// The call itself failed.
     #[error("`{call}` inside process {pid} failed")]
     Failed {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// The call.
+        /// Name of the system call.
         call: &'static str,
-        /// How.
+        /// The error that the call returned.
         #[source]
         source: io::Error,
     },
-    /// ptrace or `/proc` failed in a way that should not be.
+    /// ptrace or `/proc` failed unexpectedly.
     #[error("process {pid}: cannot {what}")]
     Trace {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// What was tried.
+        /// The step that failed.
         what: &'static str,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
 }
 
 impl InjectError {
-    /// The error number that the call itself gave, if it came that far.
+    /// Returns the error number of the call itself, if the call was made.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -179,7 +182,7 @@ impl From<InjectError> for io::Error {
     }
 }
 
-/// A system call to be made by another process.
+/// A system call that another process is to make.
 #[derive(Debug, Clone, Copy)]
 pub struct Call {
     name: &'static str,
@@ -188,10 +191,10 @@ pub struct Call {
 }
 
 impl Call {
-    /// Calls `number` (as `libc::SYS_*`), called `name` in errors, with up to six arguments.
+    /// Describes call `number` (as `libc::SYS_*`), which errors name as `name`, with up to six arguments.
     ///
-    /// It must not wait: a call that does not return keeps the thread, and a call that sets a `restart_block` breaks
-    /// the call that was interrupted. Addresses among the arguments are addresses of the other process.
+    /// The call must not wait: the thread stays stopped until it returns, and a call that sets a `restart_block` breaks
+    /// the restart of the call that was interrupted. Pointers in the arguments are addresses of the other process.
     #[must_use]
     pub fn new<const N: usize>(name: &'static str, number: i64, arguments: [u64; N]) -> Self {
         const { assert!(N <= 6) };
@@ -203,7 +206,7 @@ impl Call {
     }
 }
 
-/// Lets a process do system calls. What takes time is done beforehand.
+/// Injects system calls into one process. [`Injector::new`] does the slow preparation, before any thread is stopped.
 #[derive(Debug, Clone, Copy)]
 pub struct Injector {
     process: Process,
@@ -211,7 +214,7 @@ pub struct Injector {
 }
 
 impl Injector {
-    /// Prepares for `process`: finds the `syscall` instruction of its vDSO.
+    /// Finds the `syscall` instruction in the vDSO of `process`.
     ///
     /// # Errors
     /// [`InjectError::Gone`], [`InjectError::Forbidden`], [`InjectError::Unfit`].
@@ -219,13 +222,13 @@ impl Injector {
         Ok(Self { process, instruction: thread::syscall_instruction(process)? })
     }
 
-    /// The process.
+    /// Returns the process into which calls are injected.
     #[must_use]
     pub fn process(&self) -> Process {
         self.process
     }
 
-    /// Lets the process make one call, and returns what it returns.
+    /// Makes the process execute one call, and returns the call's result.
     ///
     /// # Errors
     /// [`InjectError`]; the process continues unchanged.
@@ -233,17 +236,17 @@ impl Injector {
         self.run(|session| session.call(call))
     }
 
-    /// Stops a thread of the process once and lets it make the calls of `work`, one after the other.
+    /// Stops a thread of the process once and makes it execute the calls of `work`, in sequence.
     ///
     /// # Errors
-    /// [`InjectError`]; calls that were made before the error have been made.
+    /// [`InjectError`]. Calls before the failed one have been made.
     pub fn run<T: Send>(
         &self,
         work: impl FnOnce(&mut StoppedThread) -> Result<T, InjectError> + Send,
     ) -> Result<T, InjectError> {
-        // ptrace belongs to a thread: a thread of its own cannot leave a tracee behind, because when it ends the kernel
-        // detaches.
-        // One for each thread that is tried: one that stops too late would stay stopped as long as its tracer lives.
+        // A tracee belongs to the thread that seized it, and the kernel detaches it when that thread ends. A separate
+        // tracing thread therefore cannot leave a tracee behind. Each attempt has its own tracing thread: otherwise a
+        // tracee that stops too late would stay stopped as long as its tracer runs.
         let deadline = Instant::now() + ALL;
         let mut work = Some(work);
         loop {
@@ -261,7 +264,7 @@ impl Injector {
         }
     }
 
-    /// Stops thread `tid` and lets it do `work`. `None`: it could not be stopped, and runs.
+    /// Stops thread `tid` and makes it do `work`. Returns `None` if it could not be stopped; it continues to run.
     fn run_in<T: Send>(
         &self,
         tid: i32,
@@ -272,7 +275,7 @@ impl Injector {
             std::thread::Builder::new()
                 .name("inject".into())
                 .spawn_scoped(scope, || {
-                    // No handler of ours may run while the registers of the other process are ours.
+                    // Blocks all signals: no handler may run in this thread while the tracee has injected registers.
                     SigSet::all().thread_block().map_err(|e| traced(e.into()))?;
                     let Some(mut session) = self.stop(tid)? else { return Ok(None) };
                     work.take().map(|work| work(&mut session)).transpose()
@@ -283,7 +286,7 @@ impl Injector {
         })
     }
 
-    /// Stops thread `tid`. `None`: it ended, or does not stop, or is not to be used now.
+    /// Stops thread `tid`. Returns `None` if it ended, did not stop, or must not be used now.
     fn stop(&self, tid: i32) -> Result<Option<StoppedThread>, InjectError> {
         let pid = self.process.pid;
         let Ok(filtered) = thread::is_filtered(self.process, tid) else { return Ok(None) };
@@ -307,7 +310,7 @@ impl Injector {
                 });
             }
         };
-        // The number may have passed to another process before it was seized; from here on it cannot.
+        // The thread number may have been reused by another process before the seizure. It cannot be reused after it.
         if !thread::belongs(self.process, tid) {
             return Ok(None);
         }
@@ -332,15 +335,16 @@ impl Injector {
 pub struct StoppedThread {
     injector: Injector,
     tracee: Tracee,
-    /// A seccomp filter is in force.
+    /// Whether a seccomp filter is in force for the thread.
     filtered: bool,
 }
 
 impl StoppedThread {
-    /// Lets the thread make one call, and returns what it returns.
+    /// Makes the thread execute one call, and returns the call's result.
     ///
     /// # Errors
-    /// [`InjectError::Failed`] with the call's own error; [`InjectError::Filtered`]; [`InjectError::Gone`].
+    /// [`InjectError::Failed`] with the call's own error; [`InjectError::Filtered`] without making the call, or if the
+    /// filter trapped it; [`InjectError::Late`], [`InjectError::Elsewhere`] or [`InjectError::Gone`].
     pub fn call(&mut self, call: Call) -> Result<u64, InjectError> {
         let pid = self.injector.process.pid;
         if self.filtered && !HARMLESS.contains(&call.number) {
@@ -363,13 +367,15 @@ impl StoppedThread {
             }
             let entered = self.tracee.enter(self.injector.instruction, call.number, call.arguments, deadline);
             match entered.map_err(doubted)? {
-                // A signal has interrupted it before it did anything; it is delivered first.
+                // If there is no result, a signal interrupted the call before it had an effect. The signal is delivered
+                // first.
                 Stop::Call => {
                     if let Some(result) = self.tracee.leave(deadline).map_err(doubted)? {
                         break result;
                     }
                 }
-                // The thread has its own registers again: the handler is entered, or the call restarted, as without us.
+                // The thread has its own registers again: it enters the handler, or restarts its call, as without
+                // injection.
                 Stop::Signal(signal) => {
                     self.tracee.deliver(signal).map_err(failed)?;
                     self.halt_again(failed)?;
@@ -377,7 +383,7 @@ impl StoppedThread {
                 Stop::Trap => {}
             }
         };
-        // SECCOMP_RET_TRAP leaves the number where the result would be.
+        // `SECCOMP_RET_TRAP` leaves the call's number in the register of the result.
         if self.filtered && result == call.number && self.tracee.has_pending(self.injector.process, libc::SIGSYS) {
             return Err(InjectError::Filtered { pid, call: call.name });
         }
@@ -387,7 +393,7 @@ impl StoppedThread {
         })
     }
 
-    /// Stops the thread again after it was resumed for a moment.
+    /// Stops the thread again after it was resumed to deliver a signal.
     fn halt_again(&mut self, failed: impl Fn(io::Error) -> InjectError) -> Result<(), InjectError> {
         for _ in 0..ROUNDS {
             if !self.tracee.halt(Instant::now() + PATIENCE).map_err(&failed)? {

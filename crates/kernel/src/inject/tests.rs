@@ -1,5 +1,5 @@
-//! Calls injected into processes in every state. The victims are this test binary itself, run once more with
-//! [`victim`] as its only test.
+//! Injection into processes in many states. Each victim is this test binary, run again with [`victim`] as its only
+//! test.
 
 use super::*;
 use std::io::{BufRead, BufReader, Write};
@@ -9,7 +9,7 @@ use std::time::Duration;
 const KIND: &str = "REKINDLE_TEST_VICTIM";
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A process that does one thing, and prints `right` at its end if it was never disturbed.
+/// A process that does one kind of work, and prints `right` at its end if nothing disturbed it.
 struct Victim {
     child: Child,
     input: Option<ChildStdin>,
@@ -36,7 +36,7 @@ impl Victim {
         Injector::new(self.process).unwrap()
     }
 
-    /// Injects calls until the victim reports that it has finished; at least one.
+    /// Injects calls until the victim ends, at least one. Returns their number.
     fn disturb_until_the_end(&mut self) -> u32 {
         let injector = self.injector();
         let mut count = 0;
@@ -51,7 +51,7 @@ impl Victim {
         count
     }
 
-    /// Asserts that it ended, undisturbed.
+    /// Asserts that the victim has ended undisturbed.
     fn right(mut self) {
         drop(self.input.take());
         wait_line(&mut self.output, "right");
@@ -66,13 +66,13 @@ impl Drop for Victim {
     }
 }
 
-/// Waits for a line with `wanted`; what follows in it.
+/// Waits for a line that contains `wanted`, and returns the text after it.
 fn wait_line(output: &mut impl BufRead, wanted: &str) -> String {
     let mut seen = String::new();
     loop {
         let mut line = String::new();
         assert!(output.read_line(&mut line).unwrap() > 0, "{wanted:?} never came, but: {seen}");
-        // The test harness may have written before it on the same line.
+        // The test harness may have written to the same line before.
         if let Some((_, rest)) = line.split_once(wanted) {
             return rest.trim_end().into();
         }
@@ -100,7 +100,7 @@ fn timespec(duration: Duration) -> libc::timespec {
 const WAIT: Duration = Duration::from_millis(30);
 const ROUNDS_OF_WAITING: u32 = 15;
 
-/// Waits again and again by `wait`, which returns an error unless it ended by its time-out; none may end early.
+/// Calls `wait` repeatedly. It must return an error unless its wait ended by the time-out; no wait may end early.
 fn waits(mut wait: impl FnMut() -> Result<(), String>) {
     println!("started");
     for round in 0..ROUNDS_OF_WAITING {
@@ -111,17 +111,17 @@ fn waits(mut wait: impl FnMut() -> Result<(), String>) {
     println!("right");
 }
 
-/// Asserts that a call returned `value`, and on -1 this error.
+/// Asserts that a call returned `value`, and `error` if `value` is -1.
 fn gave(result: i64, value: i64, error: i32) -> Result<(), String> {
     if result == value && (value >= 0 || errno() == error) { Ok(()) } else { Err(format!("{result}, {}", errno())) }
 }
 
-/// Not a test: what the victims do.
+/// The program of the victims, not a test.
 #[test]
 #[ignore = "run by the other tests"]
 fn victim() {
     let Ok(kind) = std::env::var(KIND) else { return };
-    // A process with one thread: that of the harness would be the one that is stopped.
+    // Forks, to have a process with one thread: otherwise the harness's thread would be chosen for the calls.
     // SAFETY: the harness's other thread waits for this one and holds no lock that the child needs.
     match unsafe { libc::fork() } {
         0 => {
@@ -139,7 +139,7 @@ fn victim() {
     }
 }
 
-/// What each kind of victim does. Each call is given descriptors, numbers and buffers that live through it.
+/// Does the work of one kind of victim. Every call gets descriptors, numbers and buffers that live through it.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "they all rest on the same: see above")]
 fn act(kind: &str) {
     let milliseconds = WAIT.as_millis() as i32;
@@ -245,7 +245,8 @@ fn act(kind: &str) {
     }
 }
 
-/// Sets a filter by which `getpid` fails with EPERM; or `getpid` and `close` raise SIGSYS, whose handler does nothing.
+/// Installs a filter. Without `trap`, `getpid` fails with EPERM. With `trap`, `getpid` and `close` raise SIGSYS, whose
+/// handler does nothing.
 fn deny_getpid(trap: bool) {
     extern "C" fn ignore(_: i32) {}
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
@@ -273,7 +274,7 @@ fn wait_for_end_of_input() {
     std::io::Read::read_to_end(&mut std::io::stdin(), &mut rest).unwrap();
 }
 
-/// Numbers and fractions whose sum is known, in registers for most of the time.
+/// Computes numbers and fractions whose sum is known and which stay in registers most of the time.
 fn compute() {
     println!("started");
     let started = Instant::now();
@@ -318,7 +319,7 @@ extern "C" fn handler(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) 
     HANDLED.fetch_add(1, Relaxed);
 }
 
-/// Queued signals with numbers: each must be handled once, and end a wait that is not to be restarted.
+/// Receives numbered, queued signals. Each must be handled once, and end a wait that is not to be restarted.
 fn signals() {
     use std::sync::atomic::Ordering::Relaxed;
     // SAFETY: the handler above does only what is allowed in one.
@@ -341,7 +342,7 @@ fn signals() {
     println!("right");
 }
 
-/// Threads that come and go.
+/// Starts and joins threads repeatedly.
 fn threads() {
     println!("started");
     let started = Instant::now();
@@ -367,8 +368,8 @@ fn waits_with_a_time_out_end_by_it_and_never_by_a_call_of_ours() {
 }
 
 impl Victim {
-    /// As [`Victim::disturb_until_the_end`], but with a pause longer than a time-out in between, since some start
-    /// again.
+    /// Injects like [`Victim::disturb_until_the_end`], but pauses between calls for longer than a time-out, since the
+    /// time-outs of some calls start again.
     fn disturb_gently(&mut self) -> u32 {
         let injector = self.injector();
         let mut count = 0;
@@ -418,7 +419,7 @@ fn every_signal_that_comes_meanwhile_is_delivered_once_with_its_value() {
             while unsafe { libc::sigqueue(pid, libc::SIGRTMIN() + 3, value) } != 0 {
                 std::thread::yield_now();
             }
-            // Spread over many waits of the victim.
+            // Spreads the signals over many waits of the victim.
             std::thread::sleep(Duration::from_micros(100));
         }
     });
@@ -516,7 +517,7 @@ fn a_process_that_has_ended_is_reported_as_gone() {
     assert!(matches!(Injector::new(victim.process), Err(InjectError::Gone { .. })));
 }
 
-/// A victim's first thread, stopped, with none of its filters suspended.
+/// Stops the victim's first thread without suspending its filters.
 fn stopped(victim: &Victim) -> Tracee {
     let mut tracee = Tracee::seize(victim.process.pid as i32, libc::PTRACE_O_TRACESYSGOOD).unwrap();
     assert!(tracee.halt(Instant::now() + DEADLINE).unwrap());
@@ -546,7 +547,7 @@ fn a_call_that_a_filter_traps_is_known_by_its_signal_and_not_taken_for_a_result(
     let instruction = victim.injector().instruction;
     let tracee = stopped(&victim);
     let call = Call::new("getpid", libc::SYS_getpid, []);
-    // As one that makes no others than the harmless calls would have to be.
+    // `filtered` is false, so that the call is made although it is not a harmless one.
     let mut session = StoppedThread { injector: victim.injector(), tracee, filtered: false };
     assert_eq!(session.tracee.enter(instruction, call.number, call.arguments, soon()).unwrap(), Stop::Call);
     assert_eq!(
@@ -558,20 +559,20 @@ fn a_call_that_a_filter_traps_is_known_by_its_signal_and_not_taken_for_a_result(
     session.filtered = true;
     assert!(matches!(session.call(call), Err(InjectError::Filtered { .. })));
     drop(session);
-    // `close` is among the harmless calls, so it is made although there is a filter; the filter traps it.
+    // `close` is among the harmless calls, so it is made in spite of the filter, which traps it.
     let mut session = StoppedThread { injector: victim.injector(), tracee: stopped(&victim), filtered: true };
     let closed = session.call(Call::new("close", libc::SYS_close, [12345]));
     assert!(matches!(closed, Err(InjectError::Filtered { .. })), "a call that was not made returned {closed:?}");
     drop(session);
     victim.input.as_mut().unwrap().write_all(b"x").unwrap();
-    // A handler that returns lets the interrupted `read` begin again, since `signal` asks for that.
+    // The handler returns and the interrupted `read` restarts, because `signal` sets `SA_RESTART`.
     victim.right();
 }
 
 #[test]
 fn a_call_that_is_changed_on_its_way_is_neither_done_nor_taken_for_ours() {
     let mut victim = Victim::start("read");
-    // `mov $NUMBER, %eax; syscall`: what comes to the kernel is another call than the one that was set up.
+    // At `mov $NUMBER, %eax; syscall` the kernel receives another call than the one that was set up.
     let vdso = crate::maps::of(victim.process).unwrap().into_iter().find(|map| map.name == "[vdso]").unwrap().range;
     let mut text = vec![0; (vdso.end - vdso.start) as usize];
     crate::memory::read(victim.process, vdso.start, &mut text).unwrap();
@@ -592,7 +593,7 @@ fn a_thread_that_is_dropped_at_the_beginning_of_a_call_does_not_do_it_and_contin
         let mut victim = Victim::start(kind);
         let instruction = victim.injector().instruction;
         let mut tracee = stopped(&victim);
-        // Done, it would end the process.
+        // If this call were made, it would end the process.
         let stop = tracee.enter(instruction, libc::SYS_exit_group, [7, 0, 0, 0, 0, 0], soon()).unwrap();
         assert_eq!(stop, Stop::Call);
         drop(tracee);
@@ -618,8 +619,8 @@ fn a_call_that_does_not_return_is_interrupted_at_its_deadline() {
 
 #[test]
 fn a_thread_that_does_not_come_to_its_call_in_time_has_its_registers_back() {
-    // The deadline is over before it can have come there; whether it has by then is a matter of chance, and either is
-    // to be undone.
+    // The deadline expires immediately. Whether the thread has reached its call by then is a matter of chance; both
+    // cases must be undone.
     for kind in ["read", "epoll-for-ever", "compute"] {
         let mut victim = Victim::start(kind);
         let instruction = victim.injector().instruction;
@@ -642,7 +643,7 @@ fn a_thread_that_does_not_come_to_its_call_in_time_has_its_registers_back() {
 
 #[test]
 fn a_process_that_ends_while_it_is_called_into_is_gone() {
-    // It is killed at each place in turn.
+    // Kills the victim at each point in turn.
     for place in 0..3 {
         let victim = Victim::start("read");
         let injector = victim.injector();

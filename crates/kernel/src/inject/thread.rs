@@ -1,4 +1,4 @@
-//! Which thread of a process is best made to do a system call, and through which instruction.
+//! The choice of the thread that makes a system call, and of the `syscall` instruction.
 
 use super::InjectError;
 use crate::maps;
@@ -8,11 +8,11 @@ use std::fs;
 use std::io;
 use std::ops::Range;
 
-/// Not in the libc crate.
+/// `io_pgetevents`, which the libc crate does not define.
 const SYS_IO_PGETEVENTS: i64 = 333;
 
-/// System calls that Linux does not restart when they were interrupted by nothing but a stop (signal(7)), and that
-/// have done nothing when they return `EINTR`. With a time-out of the socket, receiving and sending are among them.
+/// System calls that Linux does not restart after a stop (signal(7)), and that have had no effect when they return
+/// `EINTR`. Receiving and sending belong to them if the socket has a time-out.
 pub(super) const NEVER_RESTARTED: [i64; 17] = [
     libc::SYS_epoll_wait,
     libc::SYS_epoll_pwait,
@@ -33,7 +33,7 @@ pub(super) const NEVER_RESTARTED: [i64; 17] = [
     libc::SYS_sendmsg,
 ];
 
-/// System calls in which an event loop or a worker waits, and that Linux restarts with what is left of their time-out.
+/// System calls in which event loops and workers wait, and that Linux restarts with the time that remains.
 const RESTARTED: [i64; 12] = [
     libc::SYS_ppoll,
     libc::SYS_poll,
@@ -49,22 +49,22 @@ const RESTARTED: [i64; 12] = [
     libc::SYS_recvmsg,
 ];
 
-/// How well a thread is suited; less is better.
+/// How well a thread is suited for injection, the best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Suited {
     /// Waits in a call that continues as if it had not been interrupted.
     Waits,
-    /// Computes.
+    /// Runs in user mode.
     Computes,
-    /// Waits in a call of another kind.
+    /// Is in any other call.
     Elsewhere,
-    /// Waits in a call whose time-out starts again.
+    /// Waits in a call whose time-out starts again from the beginning.
     BeginsAnew,
     /// Waits for a disk or a page: may take long to stop.
     Blocked,
 }
 
-/// The threads of a process, the best one first.
+/// Returns the threads of a process, the best suited first.
 pub(super) fn candidates(process: Process) -> Result<Vec<i32>, InjectError> {
     let pid = process.pid;
     let listing = match fs::read_dir(format!("/proc/{pid}/task")) {
@@ -75,7 +75,7 @@ pub(super) fn candidates(process: Process) -> Result<Vec<i32>, InjectError> {
     let threads = listing.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let mut rated: Vec<_> = threads
         .filter_map(|tid| {
-            // A thread may end between the listing and the reading.
+            // A thread may end between the listing and the read.
             let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
             let state = stat.rsplit_once(") ")?.1.chars().next()?;
             let call = fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).unwrap_or_default();
@@ -86,12 +86,12 @@ pub(super) fn candidates(process: Process) -> Result<Vec<i32>, InjectError> {
     Ok(rated.into_iter().map(|(_, tid)| tid).collect())
 }
 
-/// Judges a thread by its state letter and by `/proc/PID/task/TID/syscall`. `None`: it has ended.
+/// Rates a thread by its state letter and `/proc/PID/task/TID/syscall`. Returns `None` if it has ended.
 fn suited(state: char, call: &str) -> Option<Suited> {
     match (state, call.split_whitespace().next().map(str::parse::<i64>)) {
         ('Z' | 'X', _) => None,
         ('D', _) | (_, Some(Ok(-1))) => Some(Suited::Blocked),
-        // "running"
+        // The file contains "running".
         (_, Some(Err(_))) => Some(Suited::Computes),
         (_, Some(Ok(number))) if RESTARTED.contains(&number) => Some(Suited::Waits),
         (_, Some(Ok(number))) if NEVER_RESTARTED.contains(&number) => Some(Suited::BeginsAnew),
@@ -99,19 +99,19 @@ fn suited(state: char, call: &str) -> Option<Suited> {
     }
 }
 
-/// A line of `/proc/PID/task/TID/status`.
+/// Reads one numeric line of `/proc/PID/task/TID/status`.
 fn status(process: Process, tid: i32, name: &str) -> io::Result<Option<u32>> {
     let text = fs::read_to_string(format!("/proc/{}/task/{tid}/status", process.pid))?;
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     Ok(line.and_then(|value| value.trim().parse().ok()))
 }
 
-/// Whether a seccomp filter checks the thread's system calls.
+/// Returns whether a seccomp filter checks the thread's system calls.
 pub(super) fn is_filtered(process: Process, tid: i32) -> io::Result<bool> {
     Ok(status(process, tid, "Seccomp")?.is_some_and(|mode| mode != 0))
 }
 
-/// Whether a thread is ending, or has ended.
+/// Returns whether a thread is ending or has ended.
 pub(super) fn is_ending(process: Process, tid: i32) -> bool {
     /// `PF_EXITING` of `linux/sched.h`, in the ninth field of `stat`.
     const EXITING: u32 = 4;
@@ -122,7 +122,7 @@ pub(super) fn is_ending(process: Process, tid: i32) -> bool {
     matches!(state, Some("Z" | "X")) || flags.is_none_or(|flags| flags & EXITING != 0)
 }
 
-/// Returns the tracer of a thread: number and command of its process (a tracer is a thread).
+/// Returns number and command of the process that traces a thread. `TracerPid` may be a thread of that process.
 pub(super) fn tracer(process: Process, tid: i32) -> Option<(u32, String)> {
     let tracer = status(process, tid, "TracerPid").ok()?.filter(|&tracer| tracer != 0)?;
     let of_thread = Process { pid: tracer, started: 0 };
@@ -131,12 +131,12 @@ pub(super) fn tracer(process: Process, tid: i32) -> Option<(u32, String)> {
     Some((tracer, name.trim_end().to_owned()))
 }
 
-/// Whether `tid` is a thread of this very process.
+/// Returns whether `tid` is a thread of `process`, which must still run.
 pub(super) fn belongs(process: Process, tid: i32) -> bool {
     process.is_alive() && fs::exists(format!("/proc/{}/task/{tid}", process.pid)).unwrap_or(false)
 }
 
-/// Where the vDSO of `process` has a `syscall` instruction (`0f 05`).
+/// Returns the address of a `syscall` instruction (`0f 05`) in the vDSO of `process`.
 pub(super) fn syscall_instruction(process: Process) -> Result<u64, InjectError> {
     let pid = process.pid;
     let failed = |what| {

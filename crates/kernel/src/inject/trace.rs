@@ -1,4 +1,4 @@
-//! One thread under ptrace: stopped, with registers that are its own (*home*) or ours (*away*).
+//! One thread under ptrace. While it is stopped, its registers are either its own (*home*) or ours (*away*).
 
 use crate::memory;
 use crate::process::Process;
@@ -9,24 +9,24 @@ use std::ptr::{null_mut, without_provenance_mut};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// "Restart the system call unless a signal handler runs" (`linux/errno.h`; never seen by a program).
+/// Makes the kernel restart the system call unless a signal handler runs (`linux/errno.h`; never visible to a program).
 const ERESTARTNOHAND: i64 = 514;
-/// The errors by which the kernel has a system call restarted (`linux/errno.h`): the call has not been done.
+/// The results with which the kernel restarts a system call (`linux/errno.h`): the call has had no effect.
 const RESTART: [i64; 4] = [-512, -513, -514, -516];
-/// The code segment of a 64-bit program.
+/// Value of the code segment register in 64-bit programs.
 const USER64_CS: u64 = 0x33;
-/// How long a stop is awaited by asking again and again, before sleeping in between.
+/// Time for which a wait for a stop only yields the processor between two polls. Afterwards it sleeps.
 const SPIN: Duration = Duration::from_micros(300);
 const NAP: Duration = Duration::from_micros(50);
 
-/// What stopped a thread that was on its way into a system call of ours.
+/// The event that stopped a thread on its way into an injected system call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stop {
-    /// It is about to do the call.
+    /// The thread is about to execute the call.
     Call,
     /// A signal is about to be delivered; the thread has its own registers again.
     Signal(c_int),
-    /// Job control; the registers are still ours.
+    /// The thread stopped for job control; its registers are still ours.
     Trap,
 }
 
@@ -41,17 +41,17 @@ struct RseqConfiguration {
     pad: u32,
 }
 
-/// The part of `struct ptrace_syscall_info` that is used.
+/// The used part of `struct ptrace_syscall_info`.
 #[repr(C)]
 #[derive(Debug, Default)]
 struct SystemCall {
-    /// Which end of a system call this is.
+    /// `OP_ENTRY` or `OP_EXIT`.
     op: u8,
     pad: [u8; 3],
     arch: u32,
     instruction: u64,
     stack: u64,
-    /// At its beginning: the number and the arguments. At its end: the result.
+    /// At entry: the number and the arguments. At exit: the result.
     data: [u64; 8],
 }
 
@@ -66,12 +66,12 @@ const PTRACE_GET_RSEQ_CONFIGURATION: c_uint = 0x420f;
 const _: () = assert!(size_of::<RseqConfiguration>() == 24);
 const _: () = assert!(size_of::<user_regs_struct>() == 27 * 8);
 
-/// Why a call was cancelled. The thread has its own registers.
+/// The reason why a call was cancelled. The thread has its own registers.
 #[derive(Debug)]
 pub(super) enum Doubt {
-    /// It was not where it should have been by the deadline.
+    /// The thread did not reach the expected stop by the deadline.
     Late,
-    /// It stopped elsewhere than at the call that was set up.
+    /// The thread stopped at another place than the call that was set up.
     Elsewhere,
     /// ptrace failed.
     Failed(io::Error),
@@ -83,7 +83,7 @@ impl From<io::Error> for Doubt {
     }
 }
 
-/// A call as it is set up.
+/// The call that the thread's registers were set up for.
 #[derive(Debug, Clone, Copy)]
 struct SetUp {
     instruction: u64,
@@ -91,31 +91,31 @@ struct SetUp {
     arguments: [u64; 6],
 }
 
-/// A seized thread. Dropped, it has its registers back and continues.
+/// A seized thread. Dropping it restores the thread's own registers and resumes the thread.
 #[derive(Debug)]
 pub(super) struct Tracee {
     tid: c_int,
-    /// The thread's own registers, while it is stopped.
+    /// The thread's own registers while it is stopped.
     home: Option<user_regs_struct>,
-    /// Its registers are ours.
+    /// Whether the thread's registers are ours.
     away: bool,
-    /// It is stopped at the beginning of a system call, which the kernel does with whatever registers it has when it
-    /// continues.
+    /// Whether the thread is stopped at entry to a system call. On resumption the kernel executes that call with the
+    /// registers that the thread has then.
     at_entry: bool,
     /// The call that was set up last.
     set_up: Option<SetUp>,
-    /// A signal that it is stopped for, and that is delivered when it is released.
+    /// The signal for which the thread is stopped. It is delivered when the thread is released.
     signal: c_int,
 }
 
 impl Tracee {
-    /// Becomes the tracer of thread `tid`, with these options. It runs on.
+    /// Becomes the tracer of thread `tid` with these options, without stopping the thread.
     pub(super) fn seize(tid: c_int, options: c_int) -> io::Result<Self> {
         ptrace(libc::PTRACE_SEIZE, tid, 0, options as usize)?;
         Ok(Self { tid, home: None, away: false, at_entry: false, set_up: None, signal: 0 })
     }
 
-    /// Stops it with its own registers, wherever it is. `false`: it did not stop by the deadline.
+    /// Stops the thread with its own registers, wherever it is. Returns `false` if it did not stop by the deadline.
     ///
     /// Signals that come first are delivered.
     pub(super) fn halt(&mut self, deadline: Instant) -> io::Result<bool> {
@@ -125,7 +125,8 @@ impl Tracee {
             if stopped.event == libc::PTRACE_EVENT_STOP {
                 break;
             }
-            // A signal is about to be delivered: with the registers as they are, it is what it would have been.
+            // A signal is about to be delivered. The thread's own registers are in place, so the delivery is the usual
+            // one.
             let mut registers = self.registers()?;
             if let Some(changed) = restartable(&mut registers) {
                 self.set_registers(changed)?;
@@ -138,13 +139,13 @@ impl Tracee {
         Ok(true)
     }
 
-    /// Whether it runs 64-bit code.
+    /// Returns whether the stopped thread runs 64-bit code.
     pub(super) fn is_64_bit(&self) -> bool {
         self.home.is_some_and(|registers| registers.cs == USER64_CS)
     }
 
-    /// Whether it is within a restartable sequence. The kernel would forget that it must be aborted if the thread did
-    /// something else in between.
+    /// Returns whether the thread is inside a restartable sequence. If the thread executed another call meanwhile, the
+    /// kernel would not abort that sequence as it must.
     pub(super) fn in_restartable_sequence(&self, process: Process) -> bool {
         let Some(home) = self.home else { return false };
         let mut configuration = RseqConfiguration::default();
@@ -157,7 +158,7 @@ impl Tracee {
                 (&raw mut configuration).cast::<c_void>(),
             )
         };
-        // Not known to this kernel, or not used by the thread.
+        // This kernel does not have the request, or the thread does not use rseq.
         if got < 0 || configuration.pointer == 0 {
             return false;
         }
@@ -174,7 +175,7 @@ impl Tracee {
         }
     }
 
-    /// Sends it into system call `number`, through the instruction at `instruction`.
+    /// Makes the thread enter system call `number`, through the instruction at `instruction`.
     pub(super) fn enter(
         &mut self,
         instruction: u64,
@@ -184,7 +185,8 @@ impl Tracee {
     ) -> Result<Stop, Doubt> {
         let Some(home) = self.home else { return Err(Doubt::Failed(io::ErrorKind::InvalidInput.into())) };
         let [rdi, rsi, rdx, r10, r8, r9] = arguments;
-        // No system call is under way (`orig_rax`): keeps the kernel from restarting one with our registers.
+        // `orig_rax` of -1 means that no system call is in progress. The kernel would otherwise restart a call with our
+        // registers.
         let ours = user_regs_struct {
             rip: instruction,
             rax: number as u64,
@@ -220,12 +222,11 @@ impl Tracee {
         Ok(Stop::Signal(stopped.signal))
     }
 
-    /// Lets it do the call that it has entered, and returns what the call returns. None: it was interrupted before it
-    /// did anything.
+    /// Makes the thread execute the call that it has entered, and returns the call's result. Returns `None` if the call
+    /// was interrupted before it had an effect.
     ///
-    /// A call that has not returned by the deadline is interrupted. One that the kernel does not let be interrupted
-    /// is waited for: a thread that is within the kernel cannot be given its registers back, and would continue with
-    /// ours.
+    /// A call that has not returned by the deadline is interrupted. If the kernel does not permit the interruption,
+    /// this function waits: a thread inside the kernel cannot get its own registers back, and would continue with ours.
     pub(super) fn leave(&mut self, deadline: Instant) -> Result<Option<i64>, Doubt> {
         let mut late = false;
         self.at_entry = false;
@@ -239,7 +240,7 @@ impl Tracee {
                     wait_ever(self.tid)?
                 }
             };
-            // Nothing else can come between a system call's two ends.
+            // Only the exit can follow the entry of a system call; other stops are skipped.
             if !stopped.is_system_call() {
                 continue;
             }
@@ -262,7 +263,7 @@ impl Tracee {
         }
     }
 
-    /// Whether it is stopped at this end of the call that was set up, as the kernel reports it, whatever was expected.
+    /// Returns whether the kernel reports that the thread is stopped at this end of the call that was set up.
     fn is_at(&self, op: u8) -> io::Result<bool> {
         let Some(set_up) = self.set_up else { return Ok(false) };
         let mut seen = SystemCall::default();
@@ -278,7 +279,7 @@ impl Tracee {
         Ok(there && (op != OP_ENTRY || (number as c_long == set_up.number && arguments == set_up.arguments)))
     }
 
-    /// Whether this signal waits for the thread.
+    /// Returns whether `signal` is pending for the thread.
     pub(super) fn has_pending(&self, process: Process, signal: c_int) -> bool {
         let path = format!("/proc/{}/task/{}/status", process.pid, self.tid);
         let text = std::fs::read_to_string(path).unwrap_or_default();
@@ -286,10 +287,11 @@ impl Tracee {
         mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
     }
 
-    /// Stops it, wherever it is with our registers, and restores its own.
+    /// Stops the thread, wherever it is with our registers, and restores its own.
     fn recall(&mut self) -> io::Result<()> {
         ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
-        // Without a stop its registers cannot be restored, and released it would continue with ours.
+        // The wait has no deadline: the registers can be restored only at a stop, and a released thread would continue
+        // with ours.
         let stopped = wait_ever(self.tid)?;
         if stopped.is_system_call() {
             self.at_entry = true;
@@ -301,7 +303,8 @@ impl Tracee {
         self.go_home()
     }
 
-    /// At the beginning of a system call: have the kernel do none, and give the thread its own registers.
+    /// Cancels the system call at whose entry the thread is stopped: the kernel executes none, and the thread gets its
+    /// own registers back.
     fn cancel(&mut self) -> io::Result<()> {
         let registers = self.registers()?;
         self.set_registers(&user_regs_struct { orig_rax: u64::MAX, ..registers })?;
@@ -314,13 +317,13 @@ impl Tracee {
         }
     }
 
-    /// At a stop for a signal: let it be delivered, and the thread run.
+    /// Resumes a thread that is stopped for a signal, and delivers the signal.
     pub(super) fn deliver(&mut self, signal: c_int) -> io::Result<()> {
         self.home = None;
         ptrace(libc::PTRACE_CONT, self.tid, 0, signal as usize)
     }
 
-    /// Lets the thread run.
+    /// Resumes the thread.
     pub(super) fn resume(&mut self) -> io::Result<()> {
         self.deliver(0)
     }
@@ -355,8 +358,8 @@ impl Tracee {
 
 impl Drop for Tracee {
     fn drop(&mut self) {
-        // It may have been killed meanwhile. If it is not stopped, it is released when the tracing thread ends. On
-        // release the kernel checks for signals and for a system call to restart.
+        // The errors are ignored: the thread may have been killed. If it is not stopped, the kernel releases it when
+        // the tracing thread ends. On release the kernel checks for signals and for a system call to restart.
         if self.at_entry {
             let _ = self.cancel();
         }
@@ -368,7 +371,8 @@ impl Drop for Tracee {
     }
 }
 
-/// If the thread was in one of the system calls that Linux does not restart, let it be restarted unless a handler runs.
+/// Makes a call that Linux does not restart restartable, unless a handler runs. Returns the changed registers, or
+/// `None` if the thread was in no such call.
 fn restartable(registers: &mut user_regs_struct) -> Option<&user_regs_struct> {
     let interrupted = registers.orig_rax as i64 >= 0 && registers.rax as i64 == -i64::from(libc::EINTR);
     if !interrupted || !super::thread::NEVER_RESTARTED.contains(&(registers.orig_rax as i64)) {
@@ -379,7 +383,7 @@ fn restartable(registers: &mut user_regs_struct) -> Option<&user_regs_struct> {
 }
 
 fn ptrace(request: c_uint, tid: c_int, address: usize, data: usize) -> io::Result<()> {
-    // SAFETY: used with requests only whose address and data are numbers, not addresses of ours.
+    // SAFETY: only requests whose address and data are numbers, not addresses of ours, are passed.
     let done = unsafe {
         libc::ptrace(request, tid, without_provenance_mut::<c_void>(address), without_provenance_mut::<c_void>(data))
     };
@@ -409,18 +413,19 @@ fn wait_ever(tid: c_int) -> io::Result<Stopped> {
     }
 }
 
-/// The next stop of thread `tid`. `None`: none by the deadline. `ESRCH` if it ended.
+/// Returns the next stop of thread `tid`, or `None` if there is none by the deadline. Fails with `ESRCH` if it ended.
 fn wait(tid: c_int, deadline: Option<Instant>) -> io::Result<Option<Stopped>> {
     let started = Instant::now();
     let patience = if deadline.is_some() { libc::WNOHANG } else { 0 };
     loop {
-        // Only checked at first: a process that has ended is left for its parent, which may be us.
+        // `WNOWAIT` first: the exit status of a process that has ended is left for its parent, which may be this
+        // process.
         let seen = wait_id(tid, libc::WSTOPPED | libc::WEXITED | libc::WNOWAIT | patience)?;
         match seen.map(|seen| seen.si_code) {
             Some(libc::CLD_TRAPPED | libc::CLD_STOPPED) => {
-                // It may have been killed since.
+                // The thread may have been killed since.
                 if let Some(info) = wait_id(tid, libc::WSTOPPED | libc::WNOHANG)? {
-                    // SAFETY: what waitid has filled in holds a status.
+                    // SAFETY: waitid has filled in a status.
                     let status = unsafe { info.si_status() };
                     return Ok(Some(Stopped { signal: status & 0xff, event: status >> 8 }));
                 }
@@ -440,7 +445,7 @@ fn wait(tid: c_int, deadline: Option<Instant>) -> io::Result<Option<Stopped>> {
     }
 }
 
-/// `waitid` for thread `tid`. `None`: nothing yet.
+/// Calls `waitid` for thread `tid`. Returns `None` if there is no event yet.
 fn wait_id(tid: c_int, flags: c_int) -> io::Result<Option<libc::siginfo_t>> {
     let id = libc::id_t::try_from(tid).map_err(io::Error::other)?;
     // SAFETY: siginfo_t is numbers and may be all zero, which means "nothing yet".

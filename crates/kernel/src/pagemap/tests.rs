@@ -1,4 +1,4 @@
-//! Scans of memory of our own.
+//! Scans of this process's own memory.
 
 use super::*;
 use crate::testing::{Area, Kind};
@@ -97,14 +97,14 @@ fn whether_the_kernel_reports_memory_given_back_is_found_by_trying() {
     let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
     let reported = !scanner.written(area.range(), Rearm::No).unwrap().is_empty();
     assert_eq!(reports_given_back(), reported);
-    // This finds them in any case.
+    // A query for absent pages finds them with any kernel.
     let none = Categories::PRESENT | Categories::SWAPPED;
     let query = Query { none, ..Query::all(Categories::empty()) };
     let absent = scanner.matching(area.range(), query).unwrap();
     assert_eq!(pages(&area, &absent), vec![first as u64..first as u64 + 512; 1]);
 }
 
-/// One descriptor for missing pages and for writes: what a pager that records what is written while it fills relies on.
+/// One descriptor for missing pages and for writes: the pager relies on it when it records writes while it fills.
 #[test]
 fn a_page_that_comes_protected_counts_as_written_from_its_first_write_on_and_a_missing_one_does_not() {
     let huge = HugePages::add(8);
@@ -125,7 +125,7 @@ fn a_page_that_comes_protected_counts_as_written_from_its_first_write_on_and_a_m
         userfault.register(area.range(), Mode::MISSING | Mode::WRITE_PROTECT).unwrap();
         let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
         let mut written = |rearm| pages(&area, &scanner.written_there(area.range(), rearm).unwrap());
-        // What was there before it was registered counts: it was never protected.
+        // A page that was present before the registration counts as written: it was never protected.
         assert_eq!(written(Rearm::Yes), vec![7..8; 1], "{kind:?}");
         let content = vec![5; size];
         for page in [0, 1, 2] {
@@ -146,14 +146,14 @@ fn a_page_that_comes_protected_counts_as_written_from_its_first_write_on_and_a_m
         area.set(4, 7);
         assert_eq!(written(Rearm::No), vec![4..5; 1], "{kind:?}");
         assert_eq!((area.get(4), area.get(5)), (7, 5));
-        // What is taken out of the registration is seen to be untracked.
+        // A range that is no longer registered is reported as untracked.
         userfault.unregister(area.address(5)..area.address(7)).unwrap();
         assert_eq!(pages(&area, &scanner.untracked(area.range()).unwrap()), vec![5..7; 1], "{kind:?}");
         assert!(matches!(scanner.written_there(area.range(), Rearm::No), Err(ScanError::Unprotected { .. })));
     }
 }
 
-/// Pages of a shared file are unmapped when the kernel wants the room (here: by advice).
+/// The kernel unmaps pages of a shared file when it needs memory; the test uses `madvise` for that.
 #[test]
 fn an_unmapped_page_of_a_file_keeps_its_marker_if_it_was_protected_and_has_none_if_it_was_written() {
     let area = Area::new(Kind::Shared, 4);
@@ -168,10 +168,10 @@ fn an_unmapped_page_of_a_file_keeps_its_marker_if_it_was_protected_and_has_none_
     area.give_back_some(0, 2);
     let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
     assert!(scanner.written_there(area.range(), Rearm::No).unwrap().is_empty());
-    // Page 1 was written, 2 and 3 are missing: only the file shows which is which.
+    // Page 1 was written, pages 2 and 3 are missing: only the file shows the difference.
     let absent = Query { none: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
     assert_eq!(pages(&area, &scanner.matching(area.range(), absent).unwrap()), vec![1..4; 1]);
-    // Protected where it is not mapped, it is tracked again.
+    // After protection while unmapped, the page is tracked again.
     userfault.write_protect(area.address(1)..area.address(2), true).unwrap();
     assert_eq!(pages(&area, &scanner.matching(area.range(), absent).unwrap()), vec![2..4; 1]);
     assert_eq!((area.get(0), area.get(1)), (5, 6));

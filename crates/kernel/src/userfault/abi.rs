@@ -1,14 +1,14 @@
-//! `linux/userfaultfd.h`: what is missing in the library crates.
+//! The parts of `linux/userfaultfd.h` that no library crate provides.
 //!
-//! The `userfaultfd` crate builds its binding with libclang and knows neither asynchronous write protection nor poison;
-//! eight structures are less than that.
+//! The `userfaultfd` crate needs libclang for its binding, and has neither asynchronous write protection nor poison.
+//! The eight structures of this module are less than that dependency.
 
 #![allow(missing_docs, reason = "named as in the kernel's header")]
 
 use crate::ioctl;
 use std::mem::{offset_of, size_of};
 
-/// The one version of the interface.
+/// The only version of the interface.
 pub const UFFD_API: u64 = 0xaa;
 
 #[repr(C)]
@@ -41,17 +41,17 @@ pub struct Copy_ {
     pub src: u64,
     pub len: u64,
     pub mode: u64,
-    /// Bytes done, or an error number below zero.
+    /// Bytes copied, or a negative error number.
     pub copy: i64,
 }
 
-/// `struct uffdio_zeropage`, `struct uffdio_continue` and `struct uffdio_poison`: all the same.
+/// `struct uffdio_zeropage`, `struct uffdio_continue` and `struct uffdio_poison`, which have the same layout.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Fill {
     pub range: Range,
     pub mode: u64,
-    /// Bytes done, or an error number below zero.
+    /// Bytes filled, or a negative error number.
     pub done: i64,
 }
 
@@ -62,7 +62,7 @@ pub struct WriteProtect {
     pub mode: u64,
 }
 
-/// `struct uffd_msg`. What the words mean depends on the event.
+/// `struct uffd_msg`. The meaning of `words` depends on the event.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Message {
@@ -83,7 +83,7 @@ pub const PAGEFAULT_WRITE: u64 = 1;
 pub const PAGEFAULT_WP: u64 = 2;
 pub const PAGEFAULT_MINOR: u64 = 4;
 
-/// The same bit for copy, zeropage, continue and poison.
+/// The flag has the same value for copy, zeropage, continue and poison.
 pub const MODE_DONTWAKE: u64 = 1;
 pub const COPY_MODE_WP: u64 = 2;
 pub const WRITEPROTECT_MODE_WP: u64 = 1;
@@ -113,7 +113,7 @@ const _: () = assert!(POISON == ioctl::read_write(KIND, 0x08, size_of::<Fill>())
 const _: () = assert!(size_of::<Message>() == 32 && offset_of!(Message, words) == 8);
 const _: () = assert!(offset_of!(Copy_, copy) == 32 && offset_of!(Fill, done) == 24);
 
-/// The calls themselves. `nix` asks for the number as the type of its ioctl request.
+/// The ioctl calls. The `_bad` macros of `nix` take the request number itself.
 pub mod call {
     use super::{Api, Copy_, Fill, Range, Register, WriteProtect};
     nix::ioctl_readwrite_bad!(api, super::API, Api);

@@ -1,4 +1,4 @@
-//! What a userfaultfd can be asked to do, and since when Linux can.
+//! The features of userfaultfd, and the version of Linux that introduced each.
 
 use super::{UserfaultError, abi};
 use nix::errno::Errno;
@@ -10,37 +10,37 @@ bitflags::bitflags! {
     /// `UFFD_FEATURE_*`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub struct Features: u64 {
-        /// Faults show whether they are for write protection. Linux 5.7.
+        /// Faults report whether write protection caused them. Linux 5.7.
         const PAGEFAULT_FLAG_WP = 1;
-        /// Events of forks. Linux 4.11.
+        /// Events for forks. Linux 4.11.
         const EVENT_FORK = 1 << 1;
-        /// Events of moved mappings. Linux 4.11.
+        /// Events for moved mappings. Linux 4.11.
         const EVENT_REMAP = 1 << 2;
-        /// Events of pages given back. Linux 4.11.
+        /// Events for released pages. Linux 4.11.
         const EVENT_REMOVE = 1 << 3;
         /// Missing pages of hugetlbfs. Linux 4.11.
         const MISSING_HUGETLBFS = 1 << 4;
         /// Missing pages of shared memory. Linux 4.11.
         const MISSING_SHMEM = 1 << 5;
-        /// Events of unmapping. Linux 4.11.
+        /// Events for unmapping. Linux 4.11.
         const EVENT_UNMAP = 1 << 6;
         /// `SIGBUS` instead of an event. Linux 4.14.
         const SIGBUS = 1 << 7;
-        /// Faults name their thread. Linux 4.14.
+        /// Faults report their thread. Linux 4.14.
         const THREAD_ID = 1 << 8;
         /// Unmapped pages of hugetlbfs. Linux 5.13.
         const MINOR_HUGETLBFS = 1 << 9;
         /// Unmapped pages of shared memory. Linux 5.14.
         const MINOR_SHMEM = 1 << 10;
-        /// Faults name the very address. Linux 5.18.
+        /// Faults report the exact address. Linux 5.18.
         const EXACT_ADDRESS = 1 << 11;
         /// Write protection of hugetlbfs and shared memory. Linux 5.19.
         const WP_HUGETLBFS_SHMEM = 1 << 12;
-        /// Write protection of pages that are not there. Linux 6.4.
+        /// Write protection of pages that are not present. Linux 6.4.
         const WP_UNPOPULATED = 1 << 13;
-        /// Pages that are lost for good. Linux 6.6.
+        /// Marking pages as lost permanently. Linux 6.6.
         const POISON = 1 << 14;
-        /// Write protection that the kernel itself lifts and remembers. Linux 6.7.
+        /// Write protection that the kernel itself removes and records. Linux 6.7.
         const WP_ASYNC = 1 << 15;
         /// Moving pages. Linux 6.8.
         const MOVE = 1 << 16;
@@ -68,19 +68,19 @@ const SINCE: [(Features, (u32, u32)); 17] = [
 ];
 
 impl Features {
-    /// The first version of Linux that has all of these.
+    /// Returns the first version of Linux that has all of these.
     #[must_use]
     pub fn since(self) -> (u32, u32) {
         SINCE.iter().filter(|(feature, _)| self.intersects(*feature)).map(|(_, since)| *since).max().unwrap_or((4, 3))
     }
 }
 
-/// What this kernel can do.
+/// Returns the features of this kernel.
 ///
 /// # Errors
-/// [`UserfaultError::Denied`] when not even a userfaultfd for faults in user mode may be made.
+/// [`UserfaultError::Denied`] when not even a userfaultfd for faults in user mode can be created.
 pub fn supported() -> Result<Features, UserfaultError> {
-    /// `UFFD_USER_MODE_ONLY`: allowed to all users.
+    /// `UFFD_USER_MODE_ONLY`, which all users may request.
     const USER_MODE_ONLY: i32 = 1;
     let fd = open_own(USER_MODE_ONLY)?;
     let mut api = abi::Api { api: abi::UFFD_API, ..abi::Api::default() };
@@ -90,7 +90,7 @@ pub fn supported() -> Result<Features, UserfaultError> {
     Ok(Features::from_bits_truncate(api.features))
 }
 
-/// A userfaultfd for our own memory, from the system call or, where that is not allowed, from the device.
+/// Creates a userfaultfd for this process's memory, by the system call or, where that is not allowed, by the device.
 pub(super) fn open_own(flags: i32) -> Result<OwnedFd, UserfaultError> {
     let flags = flags | libc::O_CLOEXEC | libc::O_NONBLOCK;
     let denied = |source: io::Error| UserfaultError::Denied { source };
@@ -106,6 +106,6 @@ pub(super) fn open_own(flags: i32) -> Result<OwnedFd, UserfaultError> {
             unsafe { abi::call::new(device.as_raw_fd(), flags) }.map_err(|e: Errno| denied(e.into()))?
         }
     };
-    // SAFETY: the kernel has just made this descriptor, and nothing else knows it.
+    // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

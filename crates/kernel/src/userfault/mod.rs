@@ -1,9 +1,10 @@
-//! userfaultfd: page faults of a process, handled by another one (userfaultfd(2), `mm/userfaultfd.rst`).
+//! userfaultfd: page faults of a process, handled by another process (userfaultfd(2), `mm/userfaultfd.rst`).
 //!
-//! A [`Userfault`] belongs to the memory of the process that made it. [`remote`] makes one inside another process and
-//! gives us a duplicate of it. What a descriptor in the *other* process means for it when we are killed:
+//! A [`Userfault`] belongs to the memory of the process that created it. [`remote`] creates one inside another process
+//! and takes a duplicate of it. If our process is killed, the effect on the *other* process depends on whether that
+//! process still has a descriptor:
 //!
-//! | protection | a descriptor left there | none left there |
+//! | protection | the other process has a descriptor | it has none |
 //! |---|---|---|
 //! | asynchronous write protection | recording continues; no thread waits | ends |
 //! | synchronous write protection | a writer waits for a new handler | ends, writers continue |
@@ -24,82 +25,82 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
 bitflags::bitflags! {
-    /// What a range is registered for.
+    /// The kinds of faults that a range is registered for.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Mode: u64 {
-        /// Faults on pages that are not there.
+        /// Faults on missing pages.
         const MISSING = 1;
-        /// Writes to pages that were write-protected.
+        /// Writes to write-protected pages.
         const WRITE_PROTECT = 2;
         /// Faults on pages that are in the page cache but not mapped.
         const MINOR = 4;
     }
 }
 
-/// Why something could not be done with a userfaultfd.
+/// The reason why a userfaultfd operation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum UserfaultError {
-    /// The kernel has not all that is needed.
+    /// The kernel does not have all required features.
     #[error("this kernel's userfaultfd does not support {}; Linux {}.{} or newer is needed", names(*missing), since.0, since.1)]
     Unsupported {
-        /// What is missing.
+        /// The missing features.
         missing: Features,
-        /// The first version of Linux with all of it.
+        /// The first version of Linux that has all of them.
         since: (u32, u32),
     },
-    /// One may not be made.
+    /// This process may not create a userfaultfd.
     #[error(
         "no userfaultfd can be created: run as root, or: setfacl -m u:$USER:rw /dev/userfaultfd, or: sysctl -w \
          vm.unprivileged_userfaultfd=1"
     )]
     Denied {
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// A range belongs to another userfaultfd already.
+    /// Another userfaultfd has registered a part of the range.
     #[error(
         "{:#x}..{:#x} is registered with another userfaultfd: QEMU's own (postcopy or a background snapshot is under way), \
          or one that another Rekindle left", range.start, range.end
     )]
     Busy {
-        /// The range.
+        /// The addresses of the rejected registration.
         range: Range<u64>,
     },
-    /// A range cannot be registered that way.
+    /// The memory of the range does not support the registration.
     #[error(
         "{:#x}..{:#x} cannot be registered for {mode:?}: nothing is mapped there, or a file that is neither tmpfs nor \
          hugetlbfs", range.start, range.end
     )]
     Unfit {
-        /// The range.
+        /// The addresses of the rejected registration.
         range: Range<u64>,
-        /// What for.
+        /// The requested kinds of faults.
         mode: Mode,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// The process whose memory it is has ended.
+    /// The process that owns the memory has ended.
     #[error("the process whose memory it is has ended")]
     Gone,
-    /// Another failure.
+    /// Another operation on a range failed.
     #[error("userfaultfd: cannot {what} {:#x}..{:#x}", range.start, range.end)]
     Failed {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// Where.
+        /// The addresses of the operation.
         range: Range<u64>,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// The descriptor failed.
+    /// An operation on the descriptor itself failed.
     #[error("userfaultfd: cannot {what}")]
     Descriptor {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
@@ -109,53 +110,53 @@ fn names(features: Features) -> String {
     features.iter_names().map(|(name, _)| name).collect::<Vec<_>>().join(", ")
 }
 
-/// How far filling came.
+/// The extent to which a range was filled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Filled {
-    /// All of it.
+    /// The whole range.
     All,
-    /// This many bytes; the page after them was there already.
+    /// This many bytes; the page after them was present already.
     Exists(u64),
-    /// This many bytes; the mappings are just changing: read the events, then try again.
+    /// This many bytes; the mappings are being changed. Read the events, then try again.
     Changing(u64),
-    /// This many bytes; the range after them is not registered (any more), or the process has ended.
+    /// This many bytes; the range after them is not or no longer registered, or the process has ended.
     Gone(u64),
 }
 
-/// Something that happened in the memory of the process.
+/// An event in the memory of the process.
 #[derive(Debug)]
 pub enum Event {
     /// A thread waits for a page.
     Fault {
-        /// Where, rounded down to a page unless [`Features::EXACT_ADDRESS`] was requested.
+        /// The address, rounded down to a page unless [`Features::EXACT_ADDRESS`] was requested.
         address: u64,
-        /// It wants to write.
+        /// Whether the access is a write.
         write: bool,
-        /// The page is there, but write-protected.
+        /// Whether the page is present but write-protected.
         write_protected: bool,
-        /// The page is in the page cache, but not mapped.
+        /// Whether the page is in the page cache but not mapped.
         minor: bool,
     },
-    /// Pages are about to be given back (`MADV_DONTNEED`, `MADV_REMOVE`).
+    /// Pages are about to be released (`MADV_DONTNEED`, `MADV_REMOVE`).
     Remove(Range<u64>),
     /// A range is about to be unmapped.
     Unmap(Range<u64>),
     /// A range was moved.
     Remap {
-        /// From where.
+        /// The old address.
         from: u64,
-        /// To where.
+        /// The new address.
         to: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u64,
     },
     /// The process has forked; the descriptor is for the memory of the child.
     Fork(OwnedFd),
-    /// Something this does not know.
+    /// An event of a kind that this crate does not know.
     Unknown(u8),
 }
 
-/// A userfaultfd after its handshake.
+/// A userfaultfd after its handshake with the kernel.
 #[derive(Debug)]
 pub struct Userfault {
     fd: OwnedFd,
@@ -163,7 +164,7 @@ pub struct Userfault {
 }
 
 impl Userfault {
-    /// One for our own memory.
+    /// Creates a userfaultfd for this process's memory.
     ///
     /// # Errors
     /// [`UserfaultError::Denied`], [`UserfaultError::Unsupported`].
@@ -171,10 +172,10 @@ impl Userfault {
         Self::shake_hands(features::open_own(0)?, features)
     }
 
-    /// Agrees with the kernel on what `fd`, fresh from the kernel, does.
+    /// Agrees with the kernel on the features of `fd`, a new userfaultfd.
     ///
     /// # Errors
-    /// [`UserfaultError::Unsupported`] with all that is missing.
+    /// [`UserfaultError::Unsupported`] with all missing features; [`UserfaultError::Descriptor`].
     pub fn shake_hands(fd: OwnedFd, features: Features) -> Result<Self, UserfaultError> {
         let mut api = abi::Api { api: abi::UFFD_API, features: features.bits(), ioctls: 0 };
         // SAFETY: the kernel reads and writes one `struct uffdio_api`, whose size is asserted, and which lives through
@@ -191,13 +192,13 @@ impl Userfault {
         }
     }
 
-    /// One whose handshake was done before, with these features.
+    /// Wraps a userfaultfd whose handshake has been done, with these features.
     #[must_use]
     pub fn adopt(fd: OwnedFd, features: Features) -> Self {
         Self { fd, features }
     }
 
-    /// What was agreed on.
+    /// Returns the features that were agreed on.
     #[must_use]
     pub fn features(&self) -> Features {
         self.features
@@ -206,7 +207,7 @@ impl Userfault {
     /// Registers the memory at `range` (whole pages) for `mode`.
     ///
     /// # Errors
-    /// [`UserfaultError::Busy`], [`UserfaultError::Unfit`].
+    /// [`UserfaultError::Busy`], [`UserfaultError::Unfit`], [`UserfaultError::Failed`].
     pub fn register(&self, range: Range<u64>, mode: Mode) -> Result<(), UserfaultError> {
         let mut register = abi::Register { range: raw(&range), mode: mode.bits(), ioctls: 0 };
         // SAFETY: one `struct uffdio_register` of asserted size; its addresses are of the process whose memory it is.
@@ -219,10 +220,10 @@ impl Userfault {
         }
     }
 
-    /// Undoes [`Userfault::register`], and with it every write protection. Waiting threads continue.
+    /// Undoes [`Userfault::register`], and with it all write protection of the range. Waiting threads continue.
     ///
     /// # Errors
-    /// When the kernel refuses, e.g. because nothing is mapped there any more.
+    /// [`UserfaultError::Failed`], e.g. because the range is no longer mapped.
     pub fn unregister(&self, range: Range<u64>) -> Result<(), UserfaultError> {
         let mut raw = raw(&range);
         // SAFETY: one `struct uffdio_range` of asserted size.
@@ -231,20 +232,20 @@ impl Userfault {
             .map_err(|e| failed("unregister", range, e))
     }
 
-    /// Lets threads that wait for a page of `range` try again.
+    /// Makes threads that wait for a page of `range` retry their access.
     ///
     /// # Errors
-    /// When the kernel refuses.
+    /// [`UserfaultError::Failed`].
     pub fn wake(&self, range: Range<u64>) -> Result<(), UserfaultError> {
         let mut raw = raw(&range);
         // SAFETY: one `struct uffdio_range` of asserted size.
         unsafe { call::wake(self.fd.as_raw_fd(), &raw mut raw) }.map(drop).map_err(|e| failed("wake", range, e))
     }
 
-    /// Write-protects the pages of `range`, or allows writing (and wakes waiting writers).
+    /// Write-protects the pages of `range`, or permits writes and wakes waiting writers.
     ///
     /// # Errors
-    /// [`UserfaultError::Failed`], with `NotFound` when the range is not registered for it.
+    /// [`UserfaultError::Failed`], with `NotFound` when the range is not registered for write protection.
     pub fn write_protect(&self, range: Range<u64>, protect: bool) -> Result<(), UserfaultError> {
         let mode = if protect { abi::WRITEPROTECT_MODE_WP } else { 0 };
         let mut argument = abi::WriteProtect { range: raw(&range), mode };
@@ -252,24 +253,23 @@ impl Userfault {
             // SAFETY: one `struct uffdio_writeprotect` of asserted size.
             match unsafe { call::writeprotect(self.fd.as_raw_fd(), &raw mut argument) } {
                 Ok(_) => return Ok(()),
-                // Mappings are changing; without events of ours that passes by itself.
+                // The mappings are being changed, which ends without an action of ours unless events were requested.
                 Err(Errno::EAGAIN) => std::thread::yield_now(),
                 Err(e) => return Err(failed(if protect { "write-protect" } else { "allow writing to" }, range, e)),
             }
         }
     }
 
-    /// Puts `pages` at `address` of the process, and wakes the threads that wait for them if `wake`.
+    /// Fills missing pages at `address` of the process with `pages`. If `wake`, wakes the threads that wait for them.
     ///
     /// # Errors
-    /// [`UserfaultError::Failed`]; outcomes that are not failures are in [`Filled`].
+    /// [`UserfaultError::Failed`]; [`Filled`] reports outcomes that are not failures.
     pub fn copy(&self, address: u64, pages: &[u8], wake: bool) -> Result<Filled, UserfaultError> {
         self.copy_as(address, pages, if wake { 0 } else { abi::MODE_DONTWAKE })
     }
 
-    /// As [`Userfault::copy`], and the pages are write-protected from their first moment on. The range must be
-    /// registered for
-    /// [`Mode::WRITE_PROTECT`], too.
+    /// Fills pages like [`Userfault::copy`], and write-protects them atomically with that. The range must also be
+    /// registered for [`Mode::WRITE_PROTECT`].
     ///
     /// # Errors
     /// As for [`Userfault::copy`].
@@ -282,14 +282,14 @@ impl Userfault {
         self.fill("fill", &range, |at, length| {
             let from = pages.get((at - address) as usize..).unwrap_or_default();
             let mut copy = abi::Copy_ { dst: at, src: from.as_ptr() as u64, len: length, mode, copy: 0 };
-            // SAFETY: one `struct uffdio_copy` of asserted size; the kernel reads `length` bytes at `src`, which are
-            // all of `from`.
+            // SAFETY: one `struct uffdio_copy` of asserted size; the kernel reads `length` bytes at `src`, which is the
+            // length of `from`.
             let done = unsafe { call::copy(self.fd.as_raw_fd(), &raw mut copy) };
             (done, copy.copy)
         })
     }
 
-    /// Puts pages of zeroes at `range`. Not for hugetlbfs.
+    /// Fills missing pages of `range` with zeros. Not for hugetlbfs.
     ///
     /// # Errors
     /// As for [`Userfault::copy`].
@@ -303,7 +303,7 @@ impl Userfault {
         })
     }
 
-    /// Maps the pages of `range` that are in the page cache ([`Mode::MINOR`]).
+    /// Maps pages of `range` that are in the page cache ([`Mode::MINOR`]).
     ///
     /// # Errors
     /// As for [`Userfault::copy`].
@@ -317,7 +317,8 @@ impl Userfault {
         })
     }
 
-    /// Makes pages of `range` that are lost for good raise `SIGBUS` (under KVM: a machine check) when they are touched.
+    /// Makes missing pages of `range` raise `SIGBUS` (under KVM: a machine check) on access, because their content is
+    /// lost permanently.
     ///
     /// # Errors
     /// As for [`Userfault::copy`].
@@ -330,7 +331,7 @@ impl Userfault {
         })
     }
 
-    /// Fills a range by a call that may come to an end half way.
+    /// Fills a range by a call that may fill only a part of it.
     fn fill(
         &self,
         what: &'static str,
@@ -341,7 +342,7 @@ impl Userfault {
         while at < range.end {
             let (result, done) = call(at, range.end - at);
             if done > 0 {
-                // Partly done: the next call returns the reason.
+                // A part was filled: the next call returns the reason for the end.
                 at += done as u64;
                 continue;
             }
@@ -357,9 +358,9 @@ impl Userfault {
         Ok(Filled::All)
     }
 
-    /// The events that have come, without waiting. Poll the descriptor to wait.
+    /// Returns the pending events, without waiting. Poll the descriptor to wait.
     ///
-    /// A fault is reported once: the caller must resolve it, or [`Userfault::wake`].
+    /// A fault is reported once: the caller must resolve it, or call [`Userfault::wake`].
     ///
     /// # Errors
     /// [`UserfaultError::Gone`] when the process has ended; [`UserfaultError::Descriptor`].
@@ -412,8 +413,8 @@ fn event(message: &[u8; size_of::<abi::Message>()]) -> Event {
         abi::EVENT_REMOVE => Event::Remove(word(1)..word(2)),
         abi::EVENT_UNMAP => Event::Unmap(word(1)..word(2)),
         abi::EVENT_REMAP => Event::Remap { from: word(1), to: word(2), length: word(3) },
-        // SAFETY: with this event the kernel has put a fresh descriptor into our table, whose number is in the low half
-        // of the word and which nothing else knows.
+        // SAFETY: with this event the kernel has put a new descriptor into our table. Its number is in the low half of
+        // the word, and nothing else owns it.
         abi::EVENT_FORK => Event::Fork(unsafe { OwnedFd::from_raw_fd(word(1) as u32 as RawFd) }),
         other => Event::Unknown(other),
     }

@@ -1,9 +1,9 @@
 //! A userfaultfd for the memory of another process.
 //!
-//! It must be made by that process itself. A process of another user may not call `userfaultfd(2)` unless
-//! `vm.unprivileged_userfaultfd` is set, and a seccomp filter may forbid it; `ioctl` on an open `/dev/userfaultfd` is
-//! allowed to every process that holds one. So a process that may open the device passes a descriptor of it (to QEMU
-//! by QMP `getfd`), and the call is that `ioctl`.
+//! The other process itself must create the userfaultfd. A process of another user may not call `userfaultfd(2)` unless
+//! `vm.unprivileged_userfaultfd` is set, and a seccomp filter may forbid the call. In contrast, every process that has
+//! an open descriptor of `/dev/userfaultfd` may use its `ioctl`. So a process that may open the device passes a
+//! descriptor of it (to QEMU by QMP `getfd`), and that `ioctl` is the injected call.
 
 use super::{Features, Mode, Userfault, UserfaultError};
 use crate::descriptor;
@@ -15,65 +15,65 @@ use std::ops::Range;
 use std::os::fd::RawFd;
 use std::os::unix::fs::MetadataExt;
 
-/// The device that creates userfaultfds for processes that may open it. Linux 6.1.
+/// The device through which a process can create userfaultfds if it may open the device. Linux 6.1.
 pub const DEVICE: &str = "/dev/userfaultfd";
-/// How `/proc/PID/fd` shows one.
+/// The target of a link in `/proc/PID/fd` that is a userfaultfd.
 const LINK: &str = "anon_inode:[userfaultfd]";
 
-/// Why no userfaultfd could be created in another process.
+/// The reason why no userfaultfd could be created in another process.
 #[derive(Debug, thiserror::Error)]
 pub enum RemoteError {
-    /// The process may not make one.
+    /// The process may not create a userfaultfd.
     #[error(
         "process {pid} may not make a userfaultfd (it runs as another user, and vm.unprivileged_userfaultfd is 0, or a \
          filter forbids it): hand it a descriptor of {DEVICE} first, or: sysctl -w vm.unprivileged_userfaultfd=1"
     )]
     Denied {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// How it was refused.
+        /// The error of the injected call.
         #[source]
         source: InjectError,
     },
-    /// The call could not be made.
+    /// The call could not be injected, or failed.
     #[error("cannot open a userfaultfd in process {pid}")]
     Inject {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// Why.
+        /// The error of the injection.
         #[source]
         source: InjectError,
     },
-    /// The descriptor could not be taken out of the process, or its table not be read.
+    /// A descriptor could not be taken from the process, or its descriptor table could not be read.
     #[error("cannot take descriptors of process {pid}")]
     Take {
-        /// The process.
+        /// Number of the process.
         pid: u32,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// The handshake failed.
+    /// The handshake with the kernel failed.
     #[error(transparent)]
     Userfault(#[from] UserfaultError),
 }
 
-/// A userfaultfd of another process: our duplicate, and its number there.
+/// A userfaultfd of another process: our duplicate, and the descriptor number in that process.
 #[derive(Debug)]
 pub struct Remote {
-    /// Our duplicate.
+    /// Our duplicate of the descriptor.
     pub userfault: Userfault,
-    /// Its number in the process's table; `None` once it was closed there.
+    /// Descriptor number in the other process; `None` after it was closed in that process.
     number: Option<RawFd>,
     injector: Injector,
 }
 
 impl Remote {
-    /// Lets the process of `injector` make a userfaultfd, and agrees on `features`. With `device`, the number of a
-    /// descriptor of [`DEVICE`] that the process has, it is made through that.
+    /// Makes the process of `injector` create a userfaultfd, and agrees on `features`. `device` is the number of a
+    /// descriptor of [`DEVICE`] in that process; if given, the userfaultfd is created through it.
     ///
     /// # Errors
-    /// [`RemoteError`]. Nothing is left in the process.
+    /// [`RemoteError`]. The process keeps no descriptor then.
     pub fn open(injector: Injector, features: Features, device: Option<RawFd>) -> Result<Self, RemoteError> {
         let pid = injector.process().pid;
         let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
@@ -103,7 +103,7 @@ impl Remote {
         }
     }
 
-    /// A duplicate of the userfaultfd that [`existing`] found.
+    /// Takes a duplicate of a userfaultfd that [`existing`] has found.
     ///
     /// # Errors
     /// [`RemoteError::Take`].
@@ -115,14 +115,15 @@ impl Remote {
         Ok(Self { userfault, number: Some(existing.number), injector })
     }
 
-    /// The process.
+    /// Returns the process whose memory it is.
     #[must_use]
     pub fn process(&self) -> Process {
         self.injector.process()
     }
 
-    /// Closes the process's own copy, so that everything ends with ours: all registered ranges and their protection go,
-    /// and waiting threads continue. For missing pages that would destroy the guest; see [`super`].
+    /// Closes the other process's descriptor, so that everything ends when ours is closed: all ranges are unregistered,
+    /// their protection ends, and waiting threads continue. For missing pages that would destroy the guest's RAM
+    /// ([`super`]).
     ///
     /// # Errors
     /// [`RemoteError::Inject`].
@@ -134,8 +135,8 @@ impl Remote {
         Ok(())
     }
 
-    /// Closes both copies. What is still registered is released by that, once no child of ours that was just forked
-    /// has a copy any more: to be sure, unregister it first.
+    /// Closes both descriptors. Ranges that are still registered are released with the last copy; a child that was just
+    /// forked may have one until its exec. To be sure, unregister the ranges first.
     ///
     /// # Errors
     /// [`RemoteError::Inject`]. A process that has ended is no error.
@@ -151,18 +152,18 @@ fn close(injector: Injector, number: RawFd) -> Result<(), RemoteError> {
     }
 }
 
-/// A userfaultfd in a process's table.
+/// A userfaultfd in another process's descriptor table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Existing {
-    /// Its number there.
+    /// Descriptor number in that process.
     pub number: RawFd,
-    /// What was asked of it; empty before its handshake.
+    /// The features agreed on; empty before the handshake.
     pub features: Features,
 }
 
-/// The userfaultfds in a process's table.
+/// Returns the userfaultfds in a process's descriptor table.
 ///
-/// The features show the owner: QEMU itself (up to 10) asks for none of [`Features::WP_ASYNC`],
+/// The features show the owner: QEMU itself (up to version 10) requests none of [`Features::WP_ASYNC`],
 /// [`Features::EXACT_ADDRESS`], [`Features::EVENT_REMOVE`].
 ///
 /// # Errors
@@ -176,7 +177,7 @@ pub fn existing(process: Process) -> Result<Vec<Existing>, RemoteError> {
             return;
         }
         let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
-        // "API: aa:FEATURES:OF THE KERNEL"
+        // The line is "API: aa:AGREED FEATURES:KERNEL'S FEATURES" (`fdinfo`).
         let features = info.lines().find_map(|line| {
             let features = line.strip_prefix("API:")?.trim().split(':').nth(1)?;
             u64::from_str_radix(features, 16).ok()
@@ -186,7 +187,7 @@ pub fn existing(process: Process) -> Result<Vec<Existing>, RemoteError> {
     Ok(found)
 }
 
-/// The ranges of a process that are registered for one of `modes`, with whichever userfaultfd, ascending.
+/// Returns the ranges of a process that any userfaultfd has registered for one of `modes`, ascending.
 ///
 /// Reads `/proc/PID/smaps`, for which the kernel walks all page tables of the process: some 10 ms per GiB.
 ///
@@ -213,7 +214,7 @@ pub fn registered(process: Process, modes: Mode) -> io::Result<Vec<Range<u64>>> 
     Ok(found)
 }
 
-/// The number at which a process has [`DEVICE`] open, if it has.
+/// Returns the number at which a process has [`DEVICE`] open.
 ///
 /// # Errors
 /// [`RemoteError::Take`] when the table cannot be read.

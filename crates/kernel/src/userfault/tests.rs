@@ -1,4 +1,4 @@
-//! On memory of our own, and of a child.
+//! userfaultfd on memory of this process and of a child.
 
 use super::*;
 use crate::inject::Injector;
@@ -176,7 +176,7 @@ impl Drop for Cat {
     }
 }
 
-/// Where the heap of a process is.
+/// Returns the range of the heap of a process.
 fn heap(process: Process) -> Range<u64> {
     maps::of(process).unwrap().into_iter().find(|map| map.name == "[heap]").unwrap().range
 }
@@ -192,13 +192,13 @@ fn one_in_another_process_is_found_again_and_leaves_no_trace() {
         remote.userfault.register(heap(cat.process), Mode::WRITE_PROTECT).unwrap();
         let found = remote::existing(cat.process).unwrap();
         assert_eq!(found.iter().map(|existing| existing.features).collect::<Vec<_>>(), [features]);
-        // As after our own death.
+        // The state after the death of our process.
         drop(remote);
         let again = remote::Remote::take(injector, found[0]).unwrap();
         let heap = heap(cat.process);
         assert!(remote::registered(cat.process, Mode::all()).unwrap().contains(&heap));
         assert_eq!(remote::registered(cat.process, Mode::MISSING).unwrap(), []);
-        // A child of another test may have a copy of ours until its exec: so not by the closing alone.
+        // A child of another test may have a copy of ours until its exec, so closing alone may not release the range.
         again.userfault.unregister(heap).unwrap();
         again.close().unwrap();
         assert_eq!(descriptors(cat.process.pid), before);
@@ -211,7 +211,7 @@ fn a_process_of_another_user_needs_the_device() {
     assert!(rustix::process::geteuid().is_root(), "this test needs root");
     let device = fs::File::options().read(true).write(true).open(remote::DEVICE).unwrap();
     let fd = device.as_raw_fd();
-    // The device at descriptor 9, as QMP's `getfd` would hand it over.
+    // The device is at descriptor 9, as if QMP's `getfd` had passed it.
     let with_device = |with: bool| {
         let mut command = Command::new("bash");
         let give = if with { format!("exec 9<>/proc/{}/fd/{fd};", std::process::id()) } else { String::new() };

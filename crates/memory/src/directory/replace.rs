@@ -1,6 +1,7 @@
-//! Replaces the RAM of a guest whose QEMU has ended with that of a waiting QEMU, and releases the old RAM.
+//! Replaces the RAM of a guest whose QEMU has ended by the RAM of a waiting QEMU, and releases the old RAM.
 //!
-//! Releasing takes about 0.1 s per GiB. Where both fit, it happens later, so that no guest waits for it.
+//! Releasing takes about 0.1 s per GiB. Where old and new RAM fit together, the release happens later, so that no guest
+//! waits for it.
 
 use super::{RamDirectory, RamError};
 use rustix::fs::{FallocateFlags, fallocate};
@@ -9,10 +10,10 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Bytes released per call, so that other allocations on the same file system are served in between.
+/// Bytes released per call. Other allocations on the same file system are served between two calls.
 const PIECE: u64 = 16 << 20;
 
-/// RAM of a guest whose QEMU has ended. Its file has no name; it uses space until it is released or dropped.
+/// RAM of a guest whose QEMU has ended. The file has no name; its space is used until it is released or dropped.
 #[derive(Debug)]
 pub struct PreviousRam(File);
 
@@ -25,12 +26,12 @@ impl PreviousRam {
         }
     }
 
-    /// Bytes that were promised to it and are not allocated.
+    /// Returns the bytes that were promised to the old RAM and are not allocated.
     fn promised(&self) -> u64 {
         self.0.metadata().map_or(0, |file| file.len().saturating_sub(file.blocks() * 512))
     }
 
-    /// Frees its pages now, even while another process has them mapped: a disk server unmaps them concurrently.
+    /// Frees the pages now, even while another process has them mapped: a disk server unmaps them concurrently.
     pub fn release(self) {
         let bytes = self.0.metadata().map_or(0, |file| file.len());
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -63,15 +64,16 @@ impl RamDirectory {
         }
     }
 
-    /// Replaces the RAM of VM `name`, whose QEMU has ended, with the waiting file of `bytes` bytes.
+    /// Replaces the RAM of VM `name`, whose QEMU has ended, by the waiting file of `bytes` bytes.
     ///
-    /// *Needs:* a waiting file ([`RamDirectory::create_waiting`]); the old RAM is not in use.
-    /// *On success:* the waiting file has the name [`RamDirectory::file`], and its bytes are promised. Where both
-    /// fit, the old RAM is returned, so that the caller can release it later; otherwise it is released.
-    /// *On failure:* the old RAM is removed, if both did not fit.
+    /// - *Needs:* a waiting file ([`RamDirectory::create_waiting`]); the old RAM is not in use.
+    /// - *On success:* the waiting file has the name [`RamDirectory::file`], and its bytes are promised. Where old and
+    ///   new RAM fit together, the old RAM is returned, so that the caller can release it later; otherwise it is
+    ///   released.
+    /// - *On failure:* the old RAM is removed, if the two did not fit together.
     ///
     /// # Errors
-    /// [`RamError::TooSmall`]; [`RamError::Directory`] when no file waits.
+    /// [`RamError::TooSmall`]; [`RamError::Directory`] when there is no waiting file.
     pub fn replace(&self, name: &str, bytes: u64) -> Result<Option<PreviousRam>, RamError> {
         let failed = |source| self.failed(source);
         let _lock = self.lock()?;
@@ -102,7 +104,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
 
-    /// Runs `test` with a tmpfs of 8 MiB that has a guest's RAM file of `memory` MiB, `touched` MiB of them
+    /// Runs `test` with a tmpfs of 8 MiB that contains a guest's RAM file of `memory` MiB, of which `touched` MiB are
     /// allocated, and a waiting file of the same length.
     fn with_waiting_ram(memory: u64, touched: usize, test: impl FnOnce(&RamDirectory, File)) {
         if !rustix::process::geteuid().is_root() {
@@ -136,7 +138,7 @@ mod tests {
                 matches!(e, RamError::TooSmall { free, promised, .. } if free == 5 << 20 && promised == 4 << 20),
                 "{e}"
             );
-            // It is freed although it is open.
+            // The pages are freed although the file is open.
             old.release();
             assert_eq!(allocated(&open), 0);
             ram.create("y", 2 << 20).unwrap();

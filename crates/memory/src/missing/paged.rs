@@ -1,4 +1,4 @@
-//! Which pages of a RAM block are still missing.
+//! The missing pages of a RAM block.
 
 use crate::ram::Block;
 use rekindle_pages::{BlockId, DirtySet, PageNo};
@@ -8,13 +8,13 @@ use std::ops::Range;
 #[derive(Debug)]
 pub(super) struct PagedBlock {
     pub id: BlockId,
-    /// Its name, for messages.
+    /// The block's name, for messages.
     pub name: String,
     /// Addresses in QEMU.
     pub range: Range<u64>,
     /// Bytes of a host page.
     pub page: u64,
-    /// Host pages that are not done. Done are those that are present, are zero, or were given back.
+    /// Host pages that are not done. A page is done if it is present, is zero, or was given back.
     missing: DirtySet,
 }
 
@@ -41,17 +41,17 @@ impl PagedBlock {
         self.missing.remove(PageNo(page));
     }
 
-    /// Pages that overlap a run of offsets.
+    /// Returns the numbers of the pages that overlap a run of offsets.
     pub(super) fn touched(&self, run: &Range<u64>) -> Range<u64> {
         run.start / self.page..run.end.div_ceil(self.page).min(self.pages())
     }
 
-    /// Addresses of a run of pages.
+    /// Returns the addresses of a run of pages.
     pub(super) fn addresses(&self, pages: &Range<u64>) -> Range<u64> {
         self.range.start + pages.start * self.page..self.range.start + pages.end * self.page
     }
 
-    /// Number of the page at an address.
+    /// Returns the number of the page at an address; `None` outside of the block.
     pub(super) fn page_at(&self, address: u64) -> Option<u64> {
         self.range.contains(&address).then(|| (address - self.range.start) / self.page)
     }

@@ -1,4 +1,4 @@
-//! The pager: its start, take-over and end. Its work in between is in [`super::serve`].
+//! The pager's start, take-over and end. [`super::serve`] has its work in between.
 
 use super::paged::PagedBlock;
 use super::source::{Content, PageSource};
@@ -21,14 +21,15 @@ const PLAIN: Features = Features::MISSING_SHMEM
     .union(Features::MISSING_HUGETLBFS)
     .union(Features::EVENT_REMOVE)
     .union(Features::EXACT_ADDRESS);
-/// The same where the kernel can record writes during the fill (Linux 6.7), for [`crate::tracker::Filling`].
+/// Features of a pager's userfaultfd where the kernel can record writes during the fill (Linux 6.7), for
+/// [`crate::tracker::Filling`].
 const RECORDING: Features = PLAIN
     .union(Features::PAGEFAULT_FLAG_WP)
     .union(Features::WP_HUGETLBFS_SHMEM)
     .union(Features::WP_UNPOPULATED)
     .union(Features::WP_ASYNC);
 
-/// Finds the userfaultfd of a pager in QEMU, and whether it records writes.
+/// Finds the userfaultfd of a pager in QEMU. Returns it with a flag: whether it records writes.
 pub(crate) fn existing_pager(process: Process) -> Result<Option<(Existing, bool)>, RemoteError> {
     let ours = |existing: Existing| match existing.features {
         RECORDING => Some((existing, true)),
@@ -38,10 +39,10 @@ pub(crate) fn existing_pager(process: Process) -> Result<Option<(Existing, bool)
     Ok(remote::existing(process)?.into_iter().find_map(ours))
 }
 
-/// Why a guest's RAM cannot be filled.
+/// The reason why a guest's RAM cannot be filled.
 #[derive(Debug, thiserror::Error)]
 pub enum PagerError {
-    /// No userfaultfd in QEMU.
+    /// No userfaultfd could be created in QEMU or taken from it.
     #[error(transparent)]
     Remote(#[from] RemoteError),
     /// The blocks cannot be read.
@@ -64,7 +65,7 @@ pub enum PagerError {
     /// The page tables cannot be read.
     #[error(transparent)]
     Scan(#[from] ScanError),
-    /// The source does not try again.
+    /// A page could not be fetched, and the source does not permit another attempt.
     #[error(
         "cannot fetch page {page} of RAM block {block}; a guest that needs it waits until another pager takes over"
     )]
@@ -77,7 +78,7 @@ pub enum PagerError {
     /// QEMU has ended.
     #[error("QEMU (process {pid}) has ended before all of its memory was filled")]
     QemuEnded { pid: u32 },
-    /// Waiting failed.
+    /// `poll(2)` on the userfaultfd failed.
     #[error("cannot wait for faults")]
     Wait {
         #[source]
@@ -90,9 +91,9 @@ pub enum PagerError {
 pub struct Progress {
     /// Faults of threads that blocked.
     pub faults: u64,
-    /// Pages supplied for these faults.
+    /// Threads' faults on missing pages.
     pub demanded: u64,
-    /// Pages filled in the background.
+    /// Pages supplied because of a fault.
     pub filled: u64,
     /// Zero pages, which are not filled.
     pub zero: u64,
@@ -102,23 +103,23 @@ pub struct Progress {
     pub left: u64,
     /// The longest time from reading a fault to supplying its page, in nanoseconds, including failed attempts.
     pub worst_ns: u64,
-    /// All pages are present and the registration has ended.
+    /// Whether all pages are present and the registration has ended.
     pub complete: bool,
 }
 
-/// What to do with the registration when all pages are present.
+/// The action on the registration when all pages are present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Completion {
-    /// End it, and with it the record of writes.
+    /// End the registration, and with it the record of writes.
     Release,
-    /// Keep it and ask again later, because a tracker still needs the record. Faults on zero pages that were not
-    /// filled, and pages given back, are handled meanwhile.
+    /// Keep the registration and call `completion` again later, because a tracker still needs the record. Meanwhile the
+    /// pager handles faults on zero pages that were not filled, and pages given back.
     Wait,
-    /// Close only the pager's descriptor: a tracker has registered the memory with its own.
+    /// Close only the pager's descriptor: a tracker has registered the memory with its own descriptor.
     HandedOver,
 }
 
-/// A page that a blocked thread needs.
+/// A fault on a page that has not been supplied yet.
 #[derive(Debug)]
 pub(super) struct PendingFault {
     pub(super) since: Instant,
@@ -127,29 +128,30 @@ pub(super) struct PendingFault {
     pub(super) due: Instant,
 }
 
-/// Fills the missing pages of a QEMU. If it is dropped or killed, QEMU keeps its descriptor: see [the module](super).
+/// Fills the missing pages of a QEMU. If the pager is dropped or killed, QEMU keeps its own descriptor and blocked
+/// threads wait for the next pager.
 #[derive(Debug)]
 pub struct Pager {
     pub(super) process: Process,
     pub(super) remote: Option<Remote>,
     pub(super) blocks: Vec<PagedBlock>,
-    /// By block and page.
+    /// The key is block and page.
     pub(super) pending: BTreeMap<(usize, u64), PendingFault>,
     pub(super) progress: Progress,
-    /// Stack of the neighbours of faulted pages: they are likely to be needed next.
+    /// Stack of the neighbours of faulted pages, which are likely to be needed next.
     pub(super) neighbours: Vec<(usize, Range<u64>)>,
     /// Failed attempts of the current background batch, and the time of the next attempt.
     pub(super) background: (u32, Instant),
     pub(super) buffer: Vec<u8>,
-    /// Pages are put write-protected, so that writes to them are recorded.
+    /// Whether pages are filled write-protected, so that writes to them are recorded.
     pub(super) recording: bool,
 }
 
 impl Pager {
-    /// Registers the blocks of `ram` that `chosen` selects, in a QEMU that waits for its device state and whose guest
-    /// has not run. Pages that QEMU itself has written are overwritten from `source`.
+    /// Registers the blocks of `ram` that `chosen` selects. QEMU must wait for its device state, and its guest must not
+    /// have run. Pages that QEMU itself has written are overwritten from `source`.
     ///
-    /// `device`: QEMU's descriptor of `/dev/userfaultfd`, if QEMU may not open a userfaultfd itself.
+    /// `device` is QEMU's descriptor of `/dev/userfaultfd`, if QEMU may not open a userfaultfd itself.
     ///
     /// # Errors
     /// [`PagerError`]; nothing is registered then.
@@ -170,10 +172,11 @@ impl Pager {
         }
     }
 
-    /// First half of [`Pager::begin`], which needs no knowledge of the guest. The second half is [`Pager::overwrite`].
+    /// Does the first half of [`Pager::begin`], which needs no data of the guest. The second half is
+    /// [`Pager::overwrite`].
     ///
     /// # Errors
-    /// As [`Pager::begin`].
+    /// As for [`Pager::begin`].
     pub fn register(
         injector: Injector,
         ram: &GuestRam,
@@ -207,7 +210,8 @@ impl Pager {
         Ok(existing_pager(process)?.is_some())
     }
 
-    /// Continues where a previous pager has ended. `None`: there is no registration, so all pages are present.
+    /// Continues the work of a previous pager. Returns `None` if there is no registration, so that all pages are
+    /// present.
     ///
     /// # Errors
     /// [`PagerError`].
@@ -244,7 +248,7 @@ impl Pager {
         Progress { left: self.blocks.iter().map(PagedBlock::left).sum(), ..self.progress }
     }
 
-    /// Marks as done the pages that are present, and those that are not registered any more (given back).
+    /// Marks pages as done that are present, or that are no longer registered (given back).
     fn mark_present(&mut self, ram: &GuestRam) -> Result<(), PagerError> {
         let registered = remote::registered(self.process, Mode::MISSING);
         let registered = registered.map_err(|source| PagerError::Present { id: "all".into(), source })?;
@@ -260,8 +264,8 @@ impl Pager {
         Ok(())
     }
 
-    /// Puts a page of a RAM block before it is needed. Does nothing if the page is done, or is part of a larger host
-    /// page, or the block is not one of those that are filled.
+    /// Fills a page of a RAM block before it is needed. Does nothing if the page is done or is part of a larger host
+    /// page, or if the pager does not fill the block.
     ///
     /// # Errors
     /// [`PagerError`]; the page is unchanged.
@@ -321,7 +325,7 @@ impl Pager {
         }
     }
 
-    /// Fetches host pages into the buffer, one after the other. The error has the number of the 4-KiB page that failed.
+    /// Fetches consecutive host pages into the buffer. The error contains the number of the 4-KiB page that failed.
     pub(super) fn fetch<S: PageSource>(
         &mut self,
         block: usize,
@@ -346,7 +350,7 @@ impl Pager {
         Ok(contents)
     }
 
-    /// Returns how long to wait before the next attempt, or the error with which to end.
+    /// Returns how long to wait before the next attempt, or the error with which the pager must end.
     pub(super) fn retry_delay<S: PageSource>(
         &self,
         block: usize,
@@ -368,7 +372,7 @@ impl Pager {
     pub(super) fn release(&mut self) -> Result<(), PagerError> {
         let Some(remote) = self.remote.take() else { return Ok(()) };
         for block in &self.blocks {
-            // Parts of it may be unregistered already, and a block may have been unplugged.
+            // Fails for parts that are unregistered already, and for a block that was unplugged.
             if let Err(e) = remote.userfault.unregister(block.range.clone()) {
                 tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
             }
@@ -378,7 +382,7 @@ impl Pager {
 }
 
 impl Pager {
-    /// Closes the descriptors and leaves the memory as it is, registered by a tracker.
+    /// Closes the descriptors when a tracker has registered the memory.
     pub(super) fn close(&mut self) -> Result<(), PagerError> {
         match self.remote.take() {
             Some(remote) => Ok(remote.close()?),

@@ -1,4 +1,4 @@
-//! The pager's work: supplies pages for faults, and fills the rest in the background.
+//! The pager's work: supplying pages for faults, and filling all other pages in the background.
 
 use super::pager::{Completion, Pager, PagerError, PendingFault, Progress};
 use super::source::{Content, PageSource};
@@ -13,18 +13,18 @@ use std::time::{Duration, Instant};
 
 /// Bytes per background batch. Small, because a fault that occurs during a batch waits for its end.
 const BATCH: u64 = 256 << 10;
-/// Pages to either side of a faulted page that are filled next: they are likely to be needed (HydraVM, figure 5).
+/// Pages on each side of a faulted page that are filled next, because they are likely to be needed (HydraVM, figure 5).
 const NEIGHBOURS: u64 = 16;
 /// Neighbours filled per batch, nearest first.
 const STEP: u64 = 8;
-/// Limit of queued runs of neighbours; older ones are filled with the rest.
+/// Most runs of neighbours in the queue. Older runs are dropped, and filled with the remaining pages.
 const MAX_QUEUED: usize = 64;
 /// The longest sleep before the pager checks whether it should end.
 const TICK: Duration = Duration::from_millis(50);
 
 impl Pager {
     /// Fills all pages: faulted pages first, then the runs of `order` (index among the chosen blocks, offsets), then
-    /// the rest. Returns when all pages are present and the registration has ended, or when `end` is set.
+    /// all others. Returns when all pages are present and the registration has ended, or when `end` is set.
     ///
     /// # Errors
     /// [`PagerError`]; everything stays registered, and `run` or [`Pager::take_over`] may continue.
@@ -37,8 +37,8 @@ impl Pager {
         self.run_until(source, order, end, || Completion::Release)
     }
 
-    /// As [`Pager::run`], but when all pages are present, `completion` decides what happens to the registration. The
-    /// record of writes ([`crate::tracker::Filling`]) ends with it.
+    /// Fills pages like [`Pager::run`]. When all pages are present, `completion` decides what happens to the
+    /// registration, with which the record of writes ([`crate::tracker::Filling`]) ends.
     ///
     /// # Errors
     /// As for [`Pager::run`].
@@ -53,7 +53,7 @@ impl Pager {
         while !end.load(Ordering::Relaxed) {
             let wait = self.time_to_wait();
             self.events(wait)?;
-            // The end of the process is noticed otherwise only when its memory is accessed, which does not happen
+            // Without this check the end of the process is noticed only on access to its memory. No access happens
             // while the source fails, or while the registration is kept for a tracker.
             if !wait.is_zero() && !self.process.is_alive() {
                 return Err(PagerError::QemuEnded { pid: self.process.pid });
@@ -81,10 +81,11 @@ impl Pager {
         Ok(self.progress())
     }
 
-    /// Supplies pages for faults, and fills their neighbours, until `end` is set. Other pages are not fetched,
-    /// because that would delay a guest that is being started. Another pager can take over afterwards. While `all` is
-    /// set, the guest is not started yet, and the other pages are filled too; if one cannot be fetched, they are left
-    /// to the next pager.
+    /// Supplies pages for faults, and fills their neighbours, until `end` is set. Other pages are not fetched, because
+    /// that would delay a guest that is being started. Another pager can take over afterwards.
+    ///
+    /// While `all` is set, the guest is not started yet, and the other pages are filled too. If one of them cannot be
+    /// fetched, these pages are left to the next pager.
     ///
     /// # Errors
     /// [`PagerError`]; everything stays registered.
@@ -94,7 +95,7 @@ impl Pager {
         end: &AtomicBool,
         all: &AtomicBool,
     ) -> Result<Progress, PagerError> {
-        /// Short, so that it ends soon after `end` is set.
+        /// Short, so that the function returns soon after `end` is set.
         const TICK: Duration = Duration::from_millis(2);
         let mut rest = self.everything();
         while !end.load(Ordering::Relaxed) && self.remote.is_some() {
@@ -117,12 +118,12 @@ impl Pager {
         Ok(self.progress())
     }
 
-    /// All pages, as one run per block.
+    /// Returns all pages, as one run per block.
     fn everything(&self) -> VecDeque<(usize, Range<u64>)> {
         self.blocks.iter().enumerate().map(|(n, block)| (n, 0..block.range.end - block.range.start)).collect()
     }
 
-    /// Block and page of a pending fault whose next attempt is due.
+    /// Returns block and page of a pending fault whose next attempt is due.
     fn due(&self) -> Option<(usize, u64)> {
         let now = Instant::now();
         self.pending.iter().find(|(_, fault)| fault.due <= now).map(|(&page, _)| page)
@@ -168,7 +169,7 @@ impl Pager {
         Ok(())
     }
 
-    /// Removes pages that the guest gave back from the registration: no old content may be put there.
+    /// Removes pages that the guest gave back from the registration: no old content may be put into them.
     fn given_back(&mut self, range: &Range<u64>) {
         let Some(remote) = &self.remote else { return };
         for block in &mut self.blocks {
@@ -179,8 +180,8 @@ impl Pager {
                 continue;
             }
             let addresses = block.addresses(&pages);
-            // The next pager learns of them because they are not registered. If the process has too many mappings to
-            // unregister them, this pager still knows and supplies zeroes.
+            // The next pager recognises these pages because they are not registered. If the process has too many
+            // mappings to unregister them, this pager still marks them as done and supplies zeros.
             if let Err(e) = remote.userfault.unregister(addresses) {
                 tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
             }
@@ -195,8 +196,8 @@ impl Pager {
     fn serve<S: PageSource>(&mut self, source: &mut S) -> Result<(), PagerError> {
         while let Some((block, page)) = self.due() {
             let Some(paged) = self.blocks.get(block) else { break };
-            // A fault on a page that is done: it was filled since, is a zero page that was not filled, or was given
-            // back.
+            // A fault on a page that is done: the page was filled since, is a zero page that was not filled, or was
+            // given back.
             let done = paged.is_done(page);
             let content = if done {
                 self.buffer.clear();
@@ -227,19 +228,19 @@ impl Pager {
                     }
                 }
             }
-            // There may be new faults, and a removal must be handled before the next page is put.
+            // There may be new faults, and a removal must be handled before the next page is filled.
             self.events(Duration::ZERO)?;
         }
         Ok(())
     }
 
-    /// Puts the content of the buffer into pages, and wakes the blocked threads. `false`: mappings are changing, try
-    /// again.
+    /// Fills pages from the buffer and wakes the blocked threads. Returns `false` if the mappings are being changed:
+    /// the caller must read the events and try again.
     pub(super) fn put(&mut self, block: usize, pages: Range<u64>, content: Content) -> Result<bool, PagerError> {
         let (Some(remote), Some(paged)) = (&self.remote, self.blocks.get_mut(block)) else { return Ok(true) };
         let addresses = paged.addresses(&pages);
         if content == Content::Zero && self.recording {
-            // The kernel's zero page cannot be put write-protected.
+            // The kernel's zero page cannot be filled write-protected.
             self.buffer.clear();
             self.buffer.resize((addresses.end - addresses.start) as usize, 0);
         }
@@ -267,7 +268,7 @@ impl Pager {
                 Filled::Gone(_) if !self.process.is_alive() => {
                     return Err(PagerError::QemuEnded { pid: self.process.pid });
                 }
-                // Given back: the kernel itself supplies zeroes.
+                // The guest has given the page back: the kernel itself supplies zeros.
                 Filled::Gone(done) => {
                     at += done;
                     let _ = userfault.wake(at..at + paged.page);
@@ -291,7 +292,7 @@ impl Pager {
         self.neighbours.drain(..old);
     }
 
-    /// Fills the next neighbours of a faulted page. `false`: none are left.
+    /// Fills the next neighbours of a faulted page. Returns `false` if none are left.
     fn fill_neighbours<S: PageSource>(&mut self, source: &mut S) -> Result<bool, PagerError> {
         while let Some((block, run)) = self.neighbours.pop() {
             let Some(pages) = self.blocks.get(block).and_then(|paged| paged.next_missing(&run, STEP)) else { continue };
@@ -304,7 +305,7 @@ impl Pager {
         Ok(false)
     }
 
-    /// Fills the next background batch. `false`: none are left.
+    /// Fills the next background batch. Returns `false` if none are left.
     fn fill_batch<S: PageSource>(
         &mut self,
         order: &mut VecDeque<(usize, Range<u64>)>,
@@ -331,7 +332,7 @@ impl Pager {
         Ok(true)
     }
 
-    /// Fetches and puts pages in the background. If that fails, schedules the next attempt.
+    /// Fetches and fills pages in the background. If that fails, schedules the next attempt.
     fn fill<S: PageSource>(&mut self, block: usize, pages: Range<u64>, source: &mut S) -> Result<(), PagerError> {
         match self.fetch(block, pages.clone(), source) {
             Ok(contents) => {
@@ -347,7 +348,8 @@ impl Pager {
         }
     }
 
-    /// Puts the pages of a batch that have data. Zero pages are not put: they read as zero after the registration ends.
+    /// Fills the pages of a batch that have data. Zero pages are not filled: they read as zero after the registration
+    /// ends.
     fn put_batch(&mut self, block: usize, pages: Range<u64>, contents: &[Content]) -> Result<(), PagerError> {
         let Some(page_bytes) = self.blocks.get(block).map(|paged| paged.page as usize) else { return Ok(()) };
         let all = std::mem::take(&mut self.buffer);
@@ -359,7 +361,7 @@ impl Pager {
                 self.buffer.clear();
                 self.buffer.extend_from_slice(bytes);
                 if !self.put(block, part, Content::Data)? {
-                    // Mappings are changing: handle the events first.
+                    // The mappings are being changed: handle the events first.
                     break;
                 }
                 self.progress.filled += run.len() as u64;

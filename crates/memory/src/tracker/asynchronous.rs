@@ -1,4 +1,4 @@
-//! Tracking by asynchronous write protection: the kernel itself removes it at the first write.
+//! Tracking by asynchronous write protection: the kernel itself removes the protection of a page at the first write.
 
 use super::registered::{ASYNCHRONOUS, Registered, leftovers};
 use super::{Dirty, TrackError, Tracker};
@@ -11,7 +11,7 @@ use rekindle_qemu::stopped::Stopped;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-/// Asynchronous tracker; see [the module](super). If it is dropped without [`Tracker::detach`], QEMU keeps its
+/// A tracker by asynchronous write protection. If it is dropped without [`Tracker::detach`], QEMU keeps its own
 /// descriptor, and writes are still recorded for [`Asynchronous::resume`].
 #[derive(Debug)]
 pub struct Asynchronous {
@@ -21,9 +21,9 @@ pub struct Asynchronous {
 
 impl Asynchronous {
     /// Starts to track all blocks of `ram` with the guest stopped. All pages count as not written, except one page of
-    /// each block that was written to test the tracking.
+    /// each block, which is written to test the tracking.
     ///
-    /// `device`: QEMU's descriptor of `/dev/userfaultfd`, if QEMU may not open a userfaultfd itself.
+    /// `device` is QEMU's descriptor of `/dev/userfaultfd`, if QEMU may not open a userfaultfd itself.
     ///
     /// # Errors
     /// [`TrackError`]; QEMU is unchanged.
@@ -44,11 +44,11 @@ impl Asynchronous {
         }
     }
 
-    /// Continues a record that an earlier process left in QEMU: writes since that process's last [`Tracker::collect`]
-    /// are still known. The caller must know that what was collected then is stored.
+    /// Continues a record that an earlier process left in QEMU: it contains the writes since that process's last
+    /// [`Tracker::collect`]. The caller must have ensured that the result of that collection is stored.
     ///
-    /// `None`: there is no record, or it does not cover all blocks of `ram`. Then all pages count as written: use
-    /// [`Dirty::everything`] and [`Asynchronous::attach`].
+    /// Returns `None` if there is no record, or if it does not cover all blocks of `ram`. Then all pages count as
+    /// written: use [`Dirty::everything`] and [`Asynchronous::attach`].
     ///
     /// # Errors
     /// [`TrackError`].

@@ -1,21 +1,21 @@
-//! Tracking while a pager fills the memory, by the pager's own record.
+//! Tracking while a pager fills the memory, with the pager's own record.
 //!
-//! A range belongs to one userfaultfd, so while pages are missing a tracker cannot register the memory itself. But
-//! the pager puts its pages write-protected ([`crate::missing`]), so a page that is mapped and not protected was
-//! written since. This tracker reads and resets that record through a duplicate of the pager's descriptor. Blocks
-//! that the pager does not fill are tracked as usual.
+//! A range belongs to one userfaultfd, so a tracker cannot register the memory itself while pages are missing. But the
+//! pager fills pages write-protected ([`crate::missing`]), so a page that is mapped and not protected was written
+//! since. This tracker reads and resets that record through a duplicate of the pager's descriptor. Blocks that the
+//! pager does not fill are tracked by an [`Asynchronous`] tracker.
 //!
-//! Only pages that were *written* are reported. A missing page is neither reported nor read, because it still has the
-//! content of the checkpoint that the pager fills from. So that checkpoint, overwritten with the reported pages, is the
-//! memory of this moment.
+//! Only *written* pages are reported. A missing page is neither reported nor read, because it still has the content of
+//! the checkpoint that the pager fills from. That checkpoint, overwritten with the reported pages, is therefore the
+//! memory at the time of the collection.
 //!
 //! | state of a page | meaning | reported as |
 //! |---|---|---|
 //! | mapped, or a marker, not protected | written | written |
-//! | neither mapped nor a marker, but in the file | written, then unmapped by the kernel; or just being filled | written |
+//! | neither mapped nor a marker, but in the file | written, then unmapped by the kernel; or being filled | written |
 //! | neither mapped nor a marker, not in the file | missing | |
 //! | protected | not written | |
-//! | not registered any more | given back ([`crate::missing`]) | zero, or written if it has content |
+//! | no longer registered | given back ([`crate::missing`]) | zero, or written if it has content |
 //!
 //! The death of a pager changes nothing: the kernel keeps the record, and the next pager uses the same descriptor.
 
@@ -35,7 +35,7 @@ use std::sync::Arc;
 /// Attempts to read the record of a block while the guest gives pages back.
 const TRIES: u32 = 100;
 
-/// Tracker that reads a pager's record; see [the module](self).
+/// A tracker that reads a pager's record.
 #[derive(Debug)]
 pub struct Filling {
     injector: Injector,
@@ -57,12 +57,13 @@ struct BlockDirty {
 
 impl Filling {
     /// Starts to read the record of a pager, which fills the blocks that `paged` selects, with the guest stopped. For
-    /// these blocks the record continues from the last collection by any process; the others count as not written.
+    /// these blocks the record continues from the last collection by any process. The other blocks count as not
+    /// written.
     ///
-    /// `None`: there is no pager that records. Then the caller must wait until all pages are present.
+    /// Returns `None` if there is no pager that records writes. Then the caller must wait until all pages are present.
     ///
     /// # Errors
-    /// [`TrackError`]; the pager's registration is as it was.
+    /// [`TrackError`]; the pager's registration is unchanged.
     pub fn attach(
         injector: Injector,
         ram: Arc<GuestRam>,
@@ -113,7 +114,7 @@ impl Filling {
         Ok(dirty)
     }
 
-    /// Returns all pages of the blocks that the pager does not fill: their writes before [`Filling::attach`] are
+    /// Returns all pages of the blocks that the pager does not fill: writes to them before [`Filling::attach`] are
     /// unknown.
     ///
     /// # Errors
@@ -129,11 +130,11 @@ impl Filling {
         Ok(dirty)
     }
 
-    /// As [`Tracker::collect`]: returns what was written since the last call, and resets the record.
+    /// Returns the pages written since the last call, and resets the record.
     ///
     /// # Errors
-    /// [`TrackError::Filled`] when the pager has unregistered the memory; [`TrackError`]: then a part of the record
-    /// may be lost, and [`Filling::everything`] counts as written.
+    /// [`TrackError::Filled`] when the pager has unregistered the memory. After any other [`TrackError`] a part of the
+    /// record may be lost, and the pages of [`Filling::everything`] count as written.
     pub fn collect(&mut self, stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError> {
         let mut dirty = nothing(&self.ram);
         for part in 0..self.paged.len() {
@@ -152,7 +153,7 @@ impl Filling {
     }
 
     /// Collects for the last time, when all pages are present, and registers all blocks with the tracker's own
-    /// descriptor. No write is missed in between, because the guest is stopped. The pager closes its descriptor
+    /// descriptor. The guest must stay stopped, so that no write is missed in between. The pager closes its descriptor
     /// afterwards.
     ///
     /// # Errors
@@ -167,7 +168,7 @@ impl Filling {
             others.detach()?;
         }
         for (_, area) in &self.paged {
-            // Parts of it may be unregistered already: given back.
+            // Fails for parts that are unregistered already, because the guest gave them back.
             if let Err(e) = self.pager.userfault.unregister(area.total.clone()) {
                 tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
             }
@@ -186,13 +187,13 @@ impl Filling {
         }
     }
 
-    /// Collects what was written to a block that the pager fills.
+    /// Collects the writes to a block that the pager fills.
     fn collect_block(&mut self, part: usize) -> Result<BlockDirty, TrackError> {
         let Some((_, area)) = self.paged.get(part) else {
             return Ok(BlockDirty { written: PageRuns::new(), zero: PageRuns::new() });
         };
         let (used, id) = (PageRuns::from(area.used.clone()), area.id.clone());
-        // Kept over all attempts, because each attempt resets the record of what it finds.
+        // Kept over all attempts, because each attempt resets the record of the pages that it finds.
         let mut written = PageRuns::new();
         for _ in 0..TRIES {
             let outside = self.untracked(part)?;
@@ -203,7 +204,7 @@ impl Filling {
                 // The guest has just given pages back, so they are not registered any more.
                 continue;
             }
-            // A page that is not present is missing or was given back, whatever the page tables record: it is not read.
+            // A page that is not present is missing or was given back, whatever the page tables record. It is not read.
             let present = self.present(part, &written.union(&outside))?;
             let zero = outside.difference(&present);
             let Some((_, area)) = self.paged.get(part) else { continue };
@@ -212,8 +213,8 @@ impl Filling {
         Err(TrackError::Restless { id })
     }
 
-    /// Adds what was written in these registered runs, and protects it again. `false`: some are not registered any
-    /// more.
+    /// Adds the written pages of these registered runs to `written`, and protects them again. Returns `false` if some
+    /// are no longer registered.
     fn collect_registered(
         &mut self,
         part: usize,
@@ -234,8 +235,8 @@ impl Filling {
             // Huge pages and private pages leave a trace in the page table when they are unmapped.
             return Ok(true);
         }
-        // A page of a file may have been unmapped after it was written: only the file distinguishes it from a missing
-        // one.
+        // A page of a file may have been unmapped after it was written. Only the file distinguishes such a page from a
+        // missing one.
         let query = Query { none: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
         let mut absent = PageRuns::new();
         for run in inside {
@@ -256,7 +257,7 @@ impl Filling {
         Ok(true)
     }
 
-    /// Finds the runs of addresses of a block that are not registered any more.
+    /// Finds the runs of addresses of a block that are no longer registered.
     fn untracked(&mut self, part: usize) -> Result<PageRuns, TrackError> {
         let Some((_, area)) = self.paged.get(part) else { return Ok(PageRuns::new()) };
         let untracked = self.scanner.untracked(area.used.clone());

@@ -1,42 +1,42 @@
-//! The pages of a checkpoint that is copied while the guest runs: which are left, which are being copied, and which
-//! writers wait.
+//! The pages of a checkpoint that is copied while the guest runs: pages to be copied, pages being copied, and pages for
+//! which writers wait.
 
 use rekindle_pages::{DirtySet, PageNo, PageRuns};
 use std::ops::Range;
 
-/// What to do with a page before a guest thread writes it.
+/// The action on a page before a guest thread writes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WriteAction {
     /// Allow the write: the checkpoint does not need the page.
     Allow,
     /// Copy the page first. It counts as being copied until [`Flight::copied`].
     Copy,
-    /// Let the writer wait: the page is being copied.
+    /// Make the writer wait: the page is being copied.
     Wait,
 }
 
 /// The pages of one block.
 #[derive(Debug, Default)]
 struct BlockPages {
-    /// Bytes of a page. The numbers in the sets count pages of this size.
+    /// Bytes of a page. The sets contain numbers of pages of this size.
     page: u64,
     to_copy: DirtySet,
     in_copy: DirtySet,
 }
 
 impl BlockPages {
-    /// Numbers of the pages that overlap a run (offsets).
+    /// Returns the numbers of the pages that overlap a run (offsets).
     fn numbers(&self, run: &Range<u64>) -> impl Iterator<Item = PageNo> + use<> {
         (run.start / self.page..run.end.div_ceil(self.page)).map(PageNo)
     }
 
-    /// Offsets of a page.
+    /// Returns the offsets of a page.
     fn offsets(&self, number: PageNo) -> Range<u64> {
         number.0 * self.page..(number.0 + 1) * self.page
     }
 }
 
-/// The checkpoint in flight.
+/// A checkpoint whose pages are being copied.
 #[derive(Debug, Default)]
 pub(super) struct Flight {
     blocks: Vec<BlockPages>,
@@ -49,7 +49,7 @@ pub(super) struct Flight {
 }
 
 impl Flight {
-    /// Starts a checkpoint of these runs (offsets) of blocks with these `(bytes, page size)`.
+    /// Starts a checkpoint of these runs (offsets). `blocks` has `(bytes, page size)` of each block.
     pub(super) fn new(blocks: impl Iterator<Item = (u64, u64)>, runs: &[PageRuns]) -> Self {
         let mut flight = Self::default();
         for (index, (bytes, page)) in blocks.enumerate() {
@@ -66,13 +66,13 @@ impl Flight {
         flight
     }
 
-    /// Bytes of the pages to be copied or being copied.
+    /// Returns the bytes of the pages to be copied or being copied.
     pub(super) fn left_bytes(&self) -> u64 {
         self.blocks.iter().map(|block| (block.to_copy.len() + block.in_copy.len()) * block.page).sum()
     }
 
-    /// Notes that the pages of the next checkpoint are being collected and protected: from now on, writes that are
-    /// allowed are recorded for it.
+    /// Notes that the pages of the next checkpoint are being collected and protected. From now on, allowed writes are
+    /// recorded for that checkpoint.
     pub(super) fn collecting(&mut self) {
         self.allowed = Some(Vec::new());
     }
@@ -88,8 +88,8 @@ impl Flight {
         }
     }
 
-    /// Returns the runs of each block that must be copied now, but whose writes the previous flight has allowed since
-    /// [`Flight::collecting`].
+    /// Returns the runs of each block that must be copied now, but to which the previous flight has allowed writes
+    /// since [`Flight::collecting`].
     pub(super) fn allowed_before(&self, previous: Self) -> Vec<PageRuns> {
         let blocks = previous.allowed.unwrap_or_default().into_iter().zip(&self.blocks);
         let to_copy = |(runs, block): (PageRuns, &BlockPages)| {
@@ -114,7 +114,7 @@ impl Flight {
         WriteAction::Allow
     }
 
-    /// Takes the next pages to be copied, of one block and at most `max` bytes (at least a page).
+    /// Takes the next pages to be copied: of one block, at most `max` bytes, at least one page.
     pub(super) fn claim(&mut self, max: u64) -> Option<(usize, PageRuns)> {
         loop {
             let (index, from) = self.cursor;

@@ -1,36 +1,37 @@
-//! Which pages of a guest's RAM were written.
+//! Finding the pages of a guest's RAM that were written.
 //!
-//! The kernel keeps the record: a page without write protection by Rekindle's userfaultfd was written since it was
-//! protected. Two kinds of protection:
+//! The kernel keeps the record: a page that Rekindle's userfaultfd does not write-protect was written since it was
+//! protected. There are two kinds of protection:
 //!
-//! - [`Asynchronous`]: the kernel itself removes the protection at the first write, which takes about 1 µs. No process of
-//!   Rekindle is needed, so the descriptor may stay in QEMU when the tracker ends, and the kernel continues to record.
+//! - [`Asynchronous`]: the kernel itself removes the protection at the first write, which takes about 1 µs. No process
+//!   of Rekindle is needed, so the descriptor may stay in QEMU when the tracker ends, and the kernel continues to
+//!   record.
 //! - [`Synchronous`]: the writer blocks, for 10 µs or more, until the tracker has copied the page (HydraVM, section on
-//!   copy-on-write). A descriptor has one kind of protection, and a range belongs to one descriptor; but the record
-//! is the   same, so the synchronous kind also tracks for the next checkpoint. Only the tracker has its descriptor:
-//! if the   tracker dies, the kernel lets all writers continue.
+//!   copy-on-write). A descriptor has one kind of protection, and a range belongs to one descriptor. The record of
+//!   writes is the same for both kinds, so the synchronous tracker also tracks for the next checkpoint. Only the
+//!   tracker has its descriptor: if the tracker dies, the kernel lets all writers continue.
 //!
-//! **DAX.** Where shared memory has no page, write protection puts a marker into the page table. A fault on a DAX
-//! file does not replace that marker, and the kernel repeats the fault for ever (Linux 6.12): the guest's virtual
-//! processor hangs. So RAM in such files is tracked by [`SoftDirty`] bits, which need no marker.
+//! **DAX.** Where shared memory has no page, write protection puts a marker into the page table. A fault on a DAX file
+//! does not replace that marker, and the kernel repeats the fault endlessly (Linux 6.12): the guest's virtual processor
+//! hangs. So RAM in such files is tracked by [`SoftDirty`] bits, which need no marker.
 //!
 //! **Stopped guests.** A page that was pinned for a disk read before it was protected is written without a fault. So
 //! protecting and collecting require a [`Stopped`]; [`Tracker::peek`] does not.
 //!
 //! **Memory given back** (balloon, free page reporting). Private pages that were given back count as written. For
-//! shared memory the kernel keeps the protection when a page is punched out of the file, so the page does not count
-//! as written. Therefore unmapped pages are looked up in the file, and its holes are listed in [`Dirty::zero`],
-//! unless
-//! [`GuestRam::never_shrinking`]. (hugetlbfs does not report holes; there, unmapped pages count as written each time if
-//! their number leaves a doubt.) One case is missed: a page of shared memory that was given back and then only
-//! *read*, or whose first write had just started when the guest was stopped. It is zero, but counts as unchanged.
-//! That is correct for the guest: when it gives a page back, it states that it does not need the content, and that it
-//! may find it unchanged.
+//! shared memory the kernel keeps the protection when a page is punched out of the file, so the page does not count as
+//! written. Therefore unmapped pages are looked up in the file, and its holes are listed in [`Dirty::zero`], unless
+//! [`GuestRam::never_shrinking`]. (hugetlbfs does not report holes. On it, unmapped pages count as written each time,
+//! unless their number proves that all of them are holes.)
 //!
-//! **Memory that is being filled** after a restore belongs to the pager's descriptor: [`Filling`] reads the record of
-//! that.
+//! One case is missed: a page of shared memory that was given back and then only *read*, or whose first write had just
+//! started when the guest was stopped. Such a page is zero, but counts as unchanged. That is correct for the guest:
+//! when it gives a page back, it states that it does not need the content, and that it may find the content unchanged.
 //!
-//! **Added and removed blocks** are not detected here: call [`GuestRam::changes`] at each stop, and
+//! **Memory that is being filled** after a restore is registered with the pager's descriptor: [`Filling`] reads the
+//! pager's record.
+//!
+//! **Added and removed blocks** are not detected by trackers: call [`GuestRam::changes`] at each stop, and
 //! [`Tracker::adjust`].
 
 mod asynchronous;
@@ -55,10 +56,10 @@ use rekindle_qemu::stopped::Stopped;
 use std::io;
 use std::sync::Arc;
 
-/// Why pages cannot be tracked.
+/// The reason why pages cannot be tracked.
 #[derive(Debug, thiserror::Error)]
 pub enum TrackError {
-    /// No userfaultfd in QEMU.
+    /// No userfaultfd could be created in QEMU or taken from it.
     #[error(transparent)]
     Remote(#[from] RemoteError),
     /// A block cannot be registered, protected or released.
@@ -75,7 +76,7 @@ pub enum TrackError {
         #[source]
         source: ScanError,
     },
-    /// The page tables cannot be opened at all.
+    /// The page map of QEMU cannot be opened.
     #[error(transparent)]
     Scanner(ScanError),
     /// A test write was not recorded.
@@ -92,7 +93,7 @@ pub enum TrackError {
         #[source]
         source: io::Error,
     },
-    /// There is no such block.
+    /// QEMU has no block of this name.
     #[error("QEMU has no RAM block {id}")]
     NoBlock { id: String },
     /// This kernel keeps no soft-dirty bits.
@@ -114,12 +115,12 @@ pub enum TrackError {
         /// Bytes left to copy.
         bytes: u64,
     },
-    /// The pager has unregistered a block that was tracked by its record.
+    /// The pager whose record was used has unregistered the block.
     #[error(
         "RAM block {id} is completely filled, and its pager has ended the record of writes; track it from the start"
     )]
     Filled { id: String },
-    /// The guest gave back pages of a block during each attempt to read the record.
+    /// The guest gave back pages of the block during each attempt to read the record.
     #[error("the guest gives back pages of RAM block {id} too fast to read the record of writes; try again")]
     Restless { id: String },
     /// The thread that serves writers could not be started, or has ended.
@@ -130,17 +131,17 @@ pub enum TrackError {
     },
 }
 
-/// Pages that may have changed, for each block of the tracked [`GuestRam`], in its order.
+/// The pages that may have changed, for each block of the tracked [`GuestRam`], in its order.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Dirty {
-    /// Pages that were written.
+    /// Pages that were written, as offsets in the block.
     pub written: Vec<PageRuns>,
-    /// Pages that are zero now and need not be read. Most of them were zero before.
+    /// Pages that are zero now and need not be read, as offsets in the block. Most of them were zero before.
     pub zero: Vec<PageRuns>,
 }
 
 impl Dirty {
-    /// Returns all pages: for a first checkpoint, or when there is no record.
+    /// Returns all pages, for a first checkpoint or when there is no record.
     ///
     /// # Errors
     /// As for [`GuestRam::populated`].
@@ -151,33 +152,33 @@ impl Dirty {
         Ok(Self { zero: zero.collect(), written })
     }
 
-    /// Bytes of the written pages.
+    /// Returns the bytes of the written pages.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.written.iter().map(PageRuns::bytes).sum()
     }
 }
 
-/// Dirty tracking of a running guest.
+/// Tracking of the pages that a running guest writes.
 pub trait Tracker {
-    /// Returns what was written since the last [`Tracker::collect`], without resetting the record. The guest may run,
+    /// Returns the pages written since the last [`Tracker::collect`], without resetting the record. The guest may run,
     /// and write these pages again.
     ///
     /// # Errors
-    /// [`TrackError::Scan`], also when the protection is gone.
+    /// [`TrackError::Scan`], also when the protection was removed.
     fn peek(&mut self) -> Result<Dirty, TrackError>;
 
-    /// Returns what was written since the last call, and resets the record.
+    /// Returns the pages written since the last call, and resets the record.
     ///
     /// # Errors
-    /// [`TrackError`]: then a part of the record may be lost, and all pages count as written.
+    /// [`TrackError`]. After an error a part of the record may be lost, and all pages count as written.
     fn collect(&mut self, stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError>;
 
-    /// Tracks the blocks of `ram` from now on, and reports in its order. Added blocks count as not written, so the
-    /// caller must copy all of them once.
+    /// Tracks the blocks of `ram` from now on, and reports in the order of `ram`. Added blocks count as not written, so
+    /// the caller must copy all of their pages once.
     ///
     /// # Errors
-    /// [`TrackError`]; then the old blocks are still tracked.
+    /// [`TrackError`]. After an error the old blocks are still tracked.
     fn adjust(&mut self, ram: Arc<GuestRam>, stopped: &mut Stopped<'_>) -> Result<(), TrackError>;
 
     /// Ends tracking and leaves no trace in QEMU: no protection, no registered range, no descriptor.

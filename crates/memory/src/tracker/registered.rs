@@ -1,4 +1,4 @@
-//! RAM blocks that are registered with a userfaultfd for write protection, and the record in their page tables.
+//! RAM blocks registered with a userfaultfd for write protection, and the record of writes in their page tables.
 
 use super::{Dirty, TrackError};
 use crate::ram::{self, GuestRam};
@@ -34,7 +34,7 @@ pub fn leftovers(process: Process) -> Result<Vec<Existing>, RemoteError> {
 /// Closes all [`leftovers`], which ends their protection. Returns their number.
 ///
 /// # Errors
-/// [`RemoteError`].
+/// [`RemoteError`] of listing, taking or closing a descriptor.
 pub fn close_leftovers(injector: Injector) -> Result<usize, RemoteError> {
     let found = leftovers(injector.process())?;
     for existing in &found {
@@ -43,11 +43,11 @@ pub fn close_leftovers(injector: Injector) -> Result<usize, RemoteError> {
     Ok(found.len())
 }
 
-/// Checks that QEMU can open the userfaultfd that trackers need, by opening one and closing it. If this process is
-/// killed in between, the descriptor is one of the [`leftovers`].
+/// Checks that QEMU can open the userfaultfd that trackers need, by opening and closing one. If this process is killed
+/// in between, the descriptor is one of the [`leftovers`].
 ///
 /// # Errors
-/// [`RemoteError`], which names the missing permission.
+/// [`RemoteError`]; the message names the missing permission.
 pub fn check_userfaultfd(injector: Injector, device: Option<RawFd>) -> Result<(), RemoteError> {
     Remote::open(injector, ASYNCHRONOUS, device)?.close()
 }
@@ -62,9 +62,9 @@ pub(super) struct Area {
     pub used: Range<u64>,
     /// Bytes of a page.
     pub page: u64,
-    /// A block that cannot be written is not tracked.
+    /// Whether the block is tracked. A block that cannot be written is not.
     tracked: bool,
-    /// Shared memory, with a file.
+    /// Whether the block is shared memory with a file.
     shared: bool,
 }
 
@@ -86,12 +86,12 @@ impl Area {
     }
 }
 
-/// Unmapped pages of a file, as offsets in its block.
+/// Unmapped pages of a block's file, as offsets in the block.
 #[derive(Debug, Default)]
 struct Holes {
-    /// Zero.
+    /// Pages that are zero.
     zero: PageRuns,
-    /// Possibly zero: they must be read.
+    /// Pages that may be zero, and must be read.
     unknown: PageRuns,
 }
 
@@ -129,7 +129,7 @@ impl Registered {
         }
     }
 
-    /// Takes over a userfaultfd that an earlier process left.
+    /// Uses a userfaultfd that an earlier process left.
     pub(super) fn take_over(remote: Remote, ram: &GuestRam) -> Result<Self, TrackError> {
         let scanner = Mutex::new(Scanner::open(ram.process()).map_err(TrackError::Scanner)?);
         Ok(Self { remote, areas: ram.blocks().iter().map(Area::of).collect(), scanner })
@@ -158,7 +158,7 @@ impl Registered {
         self.areas.iter().try_for_each(|area| self.protect(area, std::slice::from_ref(&area.total), true))
     }
 
-    /// Finds the written pages of all blocks, as runs of addresses.
+    /// Finds the written pages of all blocks, as runs of addresses in QEMU.
     pub(super) fn written(&self, rearm: Rearm) -> Result<Vec<PageRuns>, TrackError> {
         let mut scanner = lock(&self.scanner);
         self.areas
@@ -173,7 +173,8 @@ impl Registered {
             .collect()
     }
 
-    /// Finds pages of private blocks that were given back but are not recorded by this kernel, as runs of addresses.
+    /// Finds pages of private blocks that were given back but that this kernel does not record, as runs of addresses in
+    /// QEMU.
     pub(super) fn given_back(&self) -> Result<Vec<PageRuns>, TrackError> {
         let mut scanner = lock(&self.scanner);
         // All pages were protected, so an absent page has a marker in the page table, unless it was given back.
@@ -195,13 +196,14 @@ impl Registered {
     fn holes(&self, area: &Area, block: &ram::Block) -> Result<Holes, TrackError> {
         let failed = |source| TrackError::Scan { id: area.id.clone(), source };
         let Some((file, offset)) = block.file().filter(|_| area.shared) else { return Ok(Holes::default()) };
-        // A page that was punched out is not mapped, but an unmapped page may be in the file.
+        // A page that was punched out is not mapped. The reverse is not true: an unmapped page may be in the file.
         let query = Query { none: Categories::PRESENT, ..Query::all(Categories::empty()) };
         let absent = lock(&self.scanner).matching(area.used.clone(), query);
         let absent = area.offsets(absent.map_err(failed)?);
         let file_failed = |source| TrackError::Proof { id: area.id.clone(), source };
         if area.page > PAGE {
-            // hugetlbfs does not report holes. If all pages of the file are mapped, all absent pages are holes.
+            // hugetlbfs does not report holes. If the number of mapped pages is that of the file, all absent pages are
+            // holes.
             let mapped = (area.used.end - area.used.start) - absent.bytes();
             return Ok(match mapped == file.metadata().map_err(file_failed)?.blocks() * 512 {
                 true => Holes { zero: absent, unknown: PageRuns::new() },
@@ -217,7 +219,7 @@ impl Registered {
         Ok(Holes { zero, unknown: PageRuns::new() })
     }
 
-    /// Combines written pages and pages given back (addresses) with the holes of the files, as offsets in the blocks.
+    /// Combines written pages and pages given back (addresses) with the holes of the files. The result is in offsets.
     pub(super) fn dirty(
         &self,
         ram: &GuestRam,
@@ -237,7 +239,7 @@ impl Registered {
         Ok(dirty)
     }
 
-    /// Finds a present and protected page of a block, for a test write: its address and first byte.
+    /// Finds a present and protected page of a block for a test write. Returns its address and first byte.
     pub(super) fn page_for_proof(&self, index: usize) -> Result<Option<(u64, u8)>, TrackError> {
         match self.areas.get(index) {
             Some(area) => page_for_proof(self.remote.process(), &mut lock(&self.scanner), area),
@@ -245,14 +247,14 @@ impl Registered {
         }
     }
 
-    /// Tests that writes are recorded: writes one byte of each block, unchanged, with the guest stopped. Its page
-    /// counts as written.
+    /// Tests that writes are recorded, with the guest stopped: writes one byte of each block, unchanged. The page of
+    /// that byte counts as written.
     pub(super) fn prove(&self) -> Result<(), TrackError> {
         let mut scanner = lock(&self.scanner);
         self.areas.iter().try_for_each(|area| prove_page(self.remote.process(), &mut scanner, area))
     }
 
-    /// Tracks the blocks of `ram` from now on, in its order; new ones are protected immediately.
+    /// Tracks the blocks of `ram` from now on, in its order. New blocks are protected immediately.
     pub(super) fn adjust(&mut self, ram: &GuestRam) -> Result<(), TrackError> {
         let mut areas = Vec::new();
         for block in ram.blocks() {
@@ -271,7 +273,7 @@ impl Registered {
     /// Unregisters all blocks. Writers that wait continue.
     pub(super) fn release(&self) {
         for area in self.areas.iter().filter(|area| area.tracked) {
-            // It fails for a block that was unplugged. Closing the descriptor unregisters whatever is left.
+            // Fails for a block that was unplugged. Closing the descriptor unregisters all remaining ranges.
             let _ = self.remote.userfault.unregister(area.total.clone());
             // Unregistering wakes only threads that wait for a missing page, not writers.
             let _ = self.remote.userfault.wake(area.total.clone());
@@ -279,7 +281,7 @@ impl Registered {
     }
 }
 
-/// See [`Registered::page_for_proof`].
+/// Finds a present and protected page of `area`. Returns its address and first byte.
 fn page_for_proof(process: Process, scanner: &mut Scanner, area: &Area) -> Result<Option<(u64, u8)>, TrackError> {
     if !area.tracked {
         return Ok(None);

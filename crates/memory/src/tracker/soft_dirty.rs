@@ -1,7 +1,8 @@
 //! Tracking by soft-dirty bits, for RAM in DAX files, which must not be write-protected by a userfaultfd.
 //!
 //! The bits can be cleared only for the whole process, and any process with the right to do so may clear them. So the
-//! result is good enough for a check that fails safely, but not for a checkpoint. Nothing stays in QEMU when this ends.
+//! result suffices for a check that fails safely, but not for a checkpoint. Nothing stays in QEMU when the tracker
+//! ends.
 
 use super::TrackError;
 use crate::ram::GuestRam;
@@ -13,7 +14,7 @@ use rekindle_pages::{PAGE_SIZE, PageRuns};
 use rekindle_qemu::stopped::Stopped;
 use std::ops::Range;
 
-/// Tracker of one RAM block; see [the module](self).
+/// A tracker of one RAM block by soft-dirty bits.
 #[derive(Debug)]
 pub struct SoftDirty {
     process: Process,
@@ -23,8 +24,8 @@ pub struct SoftDirty {
 }
 
 impl SoftDirty {
-    /// Starts to track block `id` of `ram`: no page counts as written, except one that was written to test the
-    /// tracking.
+    /// Starts to track block `id` of `ram`. No page counts as written, except the first one, which is written to test
+    /// the tracking.
     ///
     /// # Errors
     /// [`TrackError`]; QEMU is unchanged.
@@ -41,10 +42,10 @@ impl SoftDirty {
         Ok(tracked)
     }
 
-    /// Returns what was written since the last call, as byte offsets in the block, and resets the record.
+    /// Returns the pages written since the last call, as byte offsets in the block, and resets the record.
     ///
     /// # Errors
-    /// [`TrackError`]: then all pages count as written.
+    /// [`TrackError`]. After an error all pages count as written.
     pub fn collect(&mut self, _stopped: &mut Stopped<'_>) -> Result<PageRuns, TrackError> {
         let written = self.written(self.range.clone())?;
         self.clear()?;

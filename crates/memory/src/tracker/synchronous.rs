@@ -1,8 +1,8 @@
-//! Tracking by synchronous write protection: a writer waits until the page is copied, if the checkpoint needs it.
+//! Tracking by synchronous write protection: a writer waits until the page is copied, if the checkpoint needs the page.
 //!
 //! At the pause all pages are protected. The first write to a page since then is reported to the tracker's thread. If
-//! the page belongs to the checkpoint in flight and has not been copied, it is copied first. Then the write proceeds,
-//! and the page is in the record of the next checkpoint. A second write costs nothing.
+//! the page belongs to the checkpoint in flight and has not been copied, the thread copies it first. Then the write
+//! proceeds, and the page is in the record of the next checkpoint. A second write to the page does not fault.
 
 use super::flight::{Flight, WriteAction};
 use super::registered::{Area, Registered, SYNCHRONOUS};
@@ -23,13 +23,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 
-/// Gaps up to this size are protected with the runs around them. A separate run costs as much as this many pages
-/// (measured: 2 µs a run, 10 to 20 ns a page; `docs/attach.md`), and the pages in the gap are protected already.
+/// Gaps up to this size are protected together with the runs around them. A separate run costs as much as this many
+/// pages (measured: 2 µs per run, 10 to 20 ns per page; `docs/attach.md`), and the pages in the gap are protected
+/// already.
 const BRIDGE: u64 = 128 * PAGE_SIZE as u64;
 
-/// Copies a page of the checkpoint in flight before the guest writes it. The guest waits meanwhile.
+/// A callback that copies a page of the checkpoint in flight before the guest writes it. The guest waits meanwhile.
 pub trait BeforeWrite: Send {
-    /// Copies the page `page` (offsets) of block `block`, which is about to be written.
+    /// Copies `page` (offsets) of block `block`, which is about to be written.
     ///
     /// The write proceeds afterwards in any case. An implementation that cannot copy the page must invalidate the
     /// checkpoint.
@@ -49,9 +50,9 @@ struct Shared {
     registered: RwLock<Registered>,
     ram: RwLock<Arc<GuestRam>>,
     flight: Mutex<Flight>,
-    /// Write faults.
+    /// Number of write faults.
     faults: AtomicU64,
-    /// Pages copied because of a write fault.
+    /// Number of pages copied because of a write fault.
     copied: AtomicU64,
     /// Eventfd that ends the thread.
     end: OwnedFd,
@@ -61,7 +62,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Pages that the caller copies. When it is dropped, they count as copied, and writers that wait for them continue.
+/// Pages that the caller copies. When the claim is dropped, they count as copied, and writers that wait for them
+/// continue.
 #[derive(Debug)]
 pub struct Claim {
     shared: Arc<Shared>,
@@ -77,11 +79,11 @@ impl Drop for Claim {
 }
 
 /// Allows writes to pages (offsets) of a block. The caller holds the lock of the flight, so that no checkpoint begins
-/// between its decision and this call.
+/// between the caller's decision and this call.
 fn allow(registered: &Registered, flight: &mut Flight, block: usize, runs: &[Range<u64>]) {
     flight.allowed(block, runs);
     let Some(area) = registered.areas.get(block) else { return };
-    // It fails for a block that has just been unplugged, which has no writers any more.
+    // Fails for a block that has just been unplugged, which has no writers any more.
     if let Err(e) = registered.protect(area, &addresses(area, runs), false) {
         tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
     }
@@ -97,8 +99,8 @@ impl Shared {
         self.registered.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves a write fault at `address`. The fault may be out of date: another fault has allowed the write, and
-    /// since then the page was protected again at a pause.
+    /// Serves a write fault at `address`. The fault may be out of date: another fault has allowed the write, and the
+    /// page has been protected again at a pause since then.
     fn fault(&self, address: u64, before: &mut dyn BeforeWrite) {
         self.faults.fetch_add(1, Ordering::Relaxed);
         let registered = self.registered();
@@ -115,7 +117,7 @@ impl Shared {
                 let ram = Arc::clone(&self.ram.read().unwrap_or_else(PoisonError::into_inner));
                 before.before_write(&ram, BlockId(block), page.clone());
                 self.copied.fetch_add(1, Ordering::Relaxed);
-                // Another writer of the same page may wait by now; this allows its write too.
+                // Another writer of the same page may wait by now; the call allows that write too.
                 self.copied(block, std::slice::from_ref(&page), true);
             }
         }
@@ -158,8 +160,8 @@ impl Shared {
     }
 }
 
-/// Synchronous tracker; see [the module](super). If it is dropped or killed, the kernel lets all writers continue,
-/// and the record is lost.
+/// A tracker by synchronous write protection. If it is dropped or killed, the kernel lets all writers continue, and the
+/// record is lost.
 #[derive(Debug)]
 pub struct Synchronous {
     shared: Arc<Shared>,
@@ -167,12 +169,12 @@ pub struct Synchronous {
 }
 
 impl Synchronous {
-    /// Starts to track all blocks of `ram` with the guest stopped, as [`super::Asynchronous::attach`]. `before`
-    /// copies pages of the checkpoints that [`Synchronous::begin`] starts.
+    /// Starts to track all blocks of `ram` with the guest stopped. No page counts as written. `before` copies pages of
+    /// the checkpoints that [`Synchronous::begin`] starts. `device` is as in [`super::Asynchronous::attach`].
     ///
     /// # Errors
-    /// [`TrackError`]; QEMU is unchanged. A private mapping of a file that is not on tmpfs or hugetlbfs cannot be
-    /// tracked this way.
+    /// [`TrackError`]; QEMU is unchanged. In particular, a private mapping of a file that is not on tmpfs or hugetlbfs
+    /// cannot be tracked.
     pub fn attach(
         injector: Injector,
         ram: Arc<GuestRam>,
@@ -182,7 +184,7 @@ impl Synchronous {
     ) -> Result<Self, TrackError> {
         let failed = |source: io::Error| TrackError::Thread { source };
         let mut registered = Registered::attach(injector, &ram, SYNCHRONOUS, device)?;
-        // From here on QEMU has no descriptor, so the death of this process unblocks QEMU.
+        // From now on QEMU has no descriptor of it, so the death of this process unblocks QEMU.
         registered.remote.keep_only_ours()?;
         let end = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
         let shared = Arc::new(Shared {
@@ -228,8 +230,8 @@ impl Synchronous {
         Ok(())
     }
 
-    /// Begins a checkpoint of these pages (offsets in each block) with the guest stopped. Each page is passed once, to
-    /// [`BeforeWrite`] or by [`Synchronous::claim`].
+    /// Begins a checkpoint of these pages (offsets in each block) with the guest stopped. Each page is passed once,
+    /// either to [`BeforeWrite`] or by [`Synchronous::claim`].
     ///
     /// # Errors
     /// [`TrackError::InFlight`] when the previous checkpoint has not been copied completely.
@@ -239,16 +241,16 @@ impl Synchronous {
         let sizes = registered.areas.iter().map(|area| (area.total.end - area.total.start, area.page));
         let mut flight = lock(&self.shared.flight);
         let previous = std::mem::replace(&mut *flight, Flight::new(sizes, pages));
-        // A fault that was served late has removed the protection of its page. The page was not written since,
-        // because the guest is stopped: protect it again.
+        // A fault that was served late has removed the protection of its page. The page was not written since, because
+        // the guest is stopped, so it is protected again.
         for (area, runs) in registered.areas.iter().zip(flight.allowed_before(previous)) {
             registered.protect(area, &addresses(area, &runs), true)?;
         }
         Ok(())
     }
 
-    /// Takes the next pages of the checkpoint in flight, of one block and at most `max` bytes (at least a page). The
-    /// caller copies them and then drops the claim. `None`: all pages are taken.
+    /// Takes the next pages of the checkpoint in flight: of one block, at most `max` bytes, at least one page. The
+    /// caller copies them and then drops the claim. `None` if all pages are taken.
     #[must_use]
     pub fn claim(&self, max: u64) -> Option<Claim> {
         let (block, runs) = lock(&self.shared.flight).claim(max)?;
@@ -266,13 +268,13 @@ impl Synchronous {
         }
     }
 
-    /// Number of write faults.
+    /// Returns the number of write faults.
     #[must_use]
     pub fn faults(&self) -> u64 {
         self.shared.faults.load(Ordering::Relaxed)
     }
 
-    /// Number of pages that were copied because of a write fault.
+    /// Returns the number of pages that were copied because of a write fault.
     #[must_use]
     pub fn copied_for_writers(&self) -> u64 {
         self.shared.copied.load(Ordering::Relaxed)
@@ -327,7 +329,7 @@ impl Tracker for Synchronous {
 }
 
 impl Synchronous {
-    /// Lets all writers continue, and ends the thread.
+    /// Lets all waiting writers continue, and ends the thread.
     fn finish(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         self.shared.registered().release();

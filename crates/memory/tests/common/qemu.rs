@@ -35,19 +35,19 @@ impl<'a> Config<'a> {
         self
     }
 
-    /// Adds a RAM disk that is unpacked over the guest's: see [`overlay`].
+    /// Adds an archive that is unpacked over the guest's initial RAM disk; [`overlay`] makes one.
     pub fn overlay(mut self, archive: Vec<u8>) -> Self {
         self.options = self.options.overlay(archive);
         self
     }
 }
 
-/// MiB of RAM of each guest.
+/// RAM of each guest in MiB.
 pub const MIB: u64 = 192;
 
 /// A running QEMU and the directory of its files.
 pub struct Qemu {
-    // Dropped before the directory.
+    // The field order drops QEMU before the directory.
     qemu: ForeignQemu,
     _directory: tempfile::TempDir,
 }
@@ -61,7 +61,7 @@ impl Deref for Qemu {
 }
 
 impl Qemu {
-    /// Starts a QEMU; returns before its guest is up.
+    /// Starts a QEMU. Returns before its guest is up.
     pub fn start(config: Config<'_>) -> Self {
         Self::start_with(config, ForeignQemu::start)
     }

@@ -1,5 +1,5 @@
-//! A process with memory of one kind, which its threads write at random. It is a second run of the test binary, with
-//! its test `victim`, which must call [`act`].
+//! A process with memory of one kind, which its threads write at random. The process is a second run of the test
+//! binary, with its test `victim`, which must call [`act`].
 
 use super::wait_for;
 use rekindle_kernel::process::Process;
@@ -23,11 +23,11 @@ const HUGE: u64 = 2 << 20;
 /// Kind of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Anonymous.
+    /// Anonymous private memory.
     Private,
-    /// A file of tmpfs.
+    /// A shared memfd.
     Shared,
-    /// Huge pages.
+    /// A shared memfd with huge pages.
     Huge,
 }
 
@@ -41,41 +41,40 @@ pub struct Victim {
 }
 
 impl Victim {
-    /// Starts one with `pages` pages, which its threads write. With `give_back` they also give pages back.
+    /// Starts a victim with `pages` pages, which its threads write. With `give_back` they also give pages back.
     pub fn start(kind: Kind, pages: u64, give_back: bool) -> Self {
         Self::start_as(kind, pages, if give_back { "give-back" } else { "write" })
     }
 
-    /// Starts one with `pages` missing pages. After [`Victim::begin`] its threads read all of them and compare them
-    /// with
-    /// [`expected`]; [`Victim::is_right`] returns the result.
+    /// Starts a victim with `pages` missing pages. After [`Victim::begin`] its threads read all of them and compare
+    /// them with [`expected`]. [`Victim::is_right`] returns the result.
     pub fn reader(kind: Kind, pages: u64) -> Self {
         Self::start_as(kind, pages, "read")
     }
 
-    /// As [`Victim::reader`], but it first gives back the pages of [`GIVEN_BACK`].
+    /// Starts a reader that first gives back the pages of [`GIVEN_BACK`].
     pub fn giver(kind: Kind, pages: u64) -> Self {
         Self::start_as(kind, pages, "give")
     }
 
-    /// Starts one with `pages` missing pages. After [`Victim::begin`] its threads read and write pages at random, and
-    /// with `give_back` give some back, until [`Victim::end`].
+    /// Starts a victim with `pages` missing pages. After [`Victim::begin`] its threads read and write pages at random,
+    /// and with `give_back` give some back, until [`Victim::end`].
     pub fn mixer(kind: Kind, pages: u64, give_back: bool) -> Self {
         Self::start_as(kind, pages, if give_back { "mix-give" } else { "mix" })
     }
 
-    /// Ends a mixer; panics unless it has found every page as expected.
+    /// Ends a mixer. Panics unless the mixer has found every page as expected.
     pub fn end(&mut self) -> bool {
         drop(self.input.take());
         self.is_right()
     }
 
-    /// Starts one that has all its pages, and writes when [`Victim::write_some`] is called.
+    /// Starts a victim that has all its pages, and writes when [`Victim::write_some`] is called.
     pub fn server(kind: Kind, pages: u64) -> Self {
         Self::start_as(kind, pages, "serve")
     }
 
-    /// Has a server write random pages; returns the nanoseconds that took.
+    /// Makes a server write `count` random pages. Returns the time that took, in nanoseconds.
     pub fn write_some(&mut self, count: u64) -> u64 {
         let input = self.input.as_mut().unwrap();
         std::io::Write::write_all(input, format!("{count}\n").as_bytes()).unwrap();
@@ -89,7 +88,7 @@ impl Victim {
         std::io::Write::write_all(self.input.as_mut().unwrap(), b"x").unwrap();
     }
 
-    /// Returns true if a reader has found every page as expected, else panics. Call it once.
+    /// Returns true if a reader has found every page as expected, otherwise panics. Call it once.
     pub fn is_right(&mut self) -> bool {
         let mut output = self.output.take().unwrap();
         wait_for(|| "the reader to end".into(), || self.child.try_wait().unwrap());
@@ -134,7 +133,7 @@ impl Victim {
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Stops all its threads.
+    /// Stops all threads of the victim.
     pub fn stop(&self) {
         self.signal(libc::SIGSTOP);
         wait_for(
@@ -158,11 +157,11 @@ impl Victim {
         self.signal(libc::SIGCONT);
     }
 
-    /// Reads all of its memory.
+    /// Reads all memory of the victim.
     pub fn memory(&self) -> Vec<u8> {
         let block = &self.ram.blocks()[0];
         let mut all = vec![0; block.info.used as usize];
-        // As Rekindle does, only populated runs are read.
+        // Only populated runs are read, as Rekindle does.
         for run in self.ram.populated(block).unwrap() {
             let part = &mut all[run.start as usize..run.end as usize];
             self.ram.read(block, std::slice::from_ref(&run), part).unwrap();
@@ -170,7 +169,7 @@ impl Victim {
         all
     }
 
-    /// Returns whether any of its memory is registered with a userfaultfd.
+    /// Returns whether any memory of the victim is registered with a userfaultfd.
     pub fn is_registered(&self) -> bool {
         is_registered(self.process)
     }
@@ -189,7 +188,7 @@ impl Drop for Victim {
     }
 }
 
-/// Memory of the victim.
+/// The tested memory of the victim.
 struct Area {
     start: *mut u8,
     file: i32,
@@ -197,7 +196,7 @@ struct Area {
     pages: u64,
 }
 
-// SAFETY: the memory is only reached by atomic operations and system calls.
+// SAFETY: the memory is accessed only by atomic operations and system calls.
 unsafe impl Sync for Area {}
 
 impl Area {
@@ -214,7 +213,7 @@ impl Area {
         // SAFETY: a length for our own file.
         assert!(memfd.is_none() || unsafe { libc::ftruncate(file, bytes as i64) } == 0);
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a fresh mapping wherever the kernel likes.
+        // SAFETY: a fresh mapping at an address that the kernel chooses.
         let start = unsafe { libc::mmap(null_mut(), bytes as usize, protection, flags, file, 0) };
         assert_ne!(start, libc::MAP_FAILED);
         Self { start: start.cast(), file, page, pages }
@@ -227,7 +226,7 @@ impl Area {
         unsafe { AtomicU64::from_ptr(self.start.add(offset as usize).cast()) }
     }
 
-    /// Gives pages back as QEMU does for a balloon.
+    /// Gives pages back like QEMU does for a balloon.
     fn give_back(&self, page: u64, pages: u64) {
         let (offset, length) = (page * self.page, pages.min(self.pages - page) * self.page);
         if self.file >= 0 {
@@ -242,7 +241,7 @@ impl Area {
     }
 }
 
-/// Runs the role of the victim, if this process is one.
+/// Runs the role of the victim if this process is one.
 pub fn act() {
     let Ok(kind) = std::env::var(KIND) else { return };
     let [kind, pages, role] = kind.split(' ').collect::<Vec<_>>()[..] else { panic!("{kind}") };
@@ -257,8 +256,8 @@ pub fn act() {
     }
 }
 
-/// Touches every page. Then, for each number that it reads from a line of input, writes that many random pages and
-/// prints the nanoseconds that took.
+/// Touches every page. Then, for each line of input with a number, writes that many random pages and prints the time
+/// that took, in nanoseconds.
 fn serve(area: &Area) {
     (0..area.pages).for_each(|page| area.word(page * area.page).store(page + 1, Ordering::SeqCst));
     println!("address {}", area.start as u64);
@@ -281,7 +280,7 @@ pub fn expected(page: u64, word: u64) -> u64 {
     if page.is_multiple_of(3) { 0 } else { page.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ word }
 }
 
-/// Four threads read all pages, each in an order of its own, and write some that they have read.
+/// Runs four threads that read all pages, each in an order of its own, and change a word of each page.
 fn read(area: &Area, give_back: bool) {
     println!("address {}", area.start as u64);
     let mut byte = [0];
@@ -295,7 +294,7 @@ fn read(area: &Area, give_back: bool) {
         for thread in 0..4u64 {
             scope.spawn(move || {
                 for n in 0..small {
-                    // Each page is visited once: the step has no factor in common with their number.
+                    // Each page is visited once, because the step and the number of pages have no common factor.
                     let page = (n * 7919 + thread * small / 4) % small;
                     for word in 1..PAGE / 8 {
                         let found = area.word(page * PAGE + word * 8).load(Ordering::SeqCst);
@@ -319,7 +318,7 @@ fn read(area: &Area, give_back: bool) {
     std::process::exit(0);
 }
 
-/// Runs threads that read and write random pages while they are filled.
+/// Runs threads that read and write random pages while the pager fills them.
 fn mix(area: &Area, give_back: bool) {
     println!("address {}", area.start as u64);
     let mut byte = [0];
@@ -388,7 +387,7 @@ fn write(area: &Area, give_back: bool) {
                     } else {
                         area.word(page * area.page + random % area.page).store(random, Ordering::SeqCst);
                     }
-                    // In bursts, so that a round does not write everything.
+                    // Writes in bursts, so that a round does not write every page.
                     if random % 64 == 1 {
                         std::thread::sleep(std::time::Duration::from_millis(1));
                     }
