@@ -9,7 +9,6 @@ use std::path::Path;
 pub struct Utilization {
     /// The guest's RAM in MiB. QEMU itself takes about 100 MiB more, to be left out of a node's capacity.
     pub memory: u64,
-    /// Virtual CPUs.
     pub vcpus: u8,
 }
 
@@ -20,7 +19,7 @@ impl Utilization {
     }
 }
 
-/// Operations: name, interval (s), timeout (s), check level.
+/// Name, interval (s), timeout (s), and check level of each operation of the resource.
 const OPERATIONS: [(&str, u32, u32, u32); 6] = [
     ("start", 0, 120, 0),
     ("stop", 0, 120, 0),
@@ -30,7 +29,7 @@ const OPERATIONS: [(&str, u32, u32, u32); 6] = [
     ("monitor", 60, 30, 10),
 ];
 
-/// After this many failures on a node the cluster uses another one; failures expire after a minute.
+/// After three failures on a node, the cluster uses another node; failures expire after a minute.
 const META_ATTRIBUTES: &str = "allow-migrate=true migration-threshold=3 failure-timeout=60s";
 
 /// Quotes a word for a shell command.
@@ -43,8 +42,8 @@ fn quoted(text: &str) -> String {
     }
 }
 
-/// Returns the commands for `crm` (crmsh) and for `pcs`, each set complete by itself. `parameters`: resource parameters
-/// besides the definition.
+/// Returns two alternative sets of commands: one for `crm` (crmsh), one for `pcs`. `parameters` are the resource
+/// parameters in addition to the definition.
 #[must_use]
 pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]) -> String {
     let Utilization { memory, vcpus } = Utilization::of(definition);
@@ -53,7 +52,7 @@ pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]
     let given: Vec<_> =
         std::iter::once(&file).chain(parameters).map(|(key, value)| quoted(&format!("{key}={value}"))).collect();
     let given = given.join(" ");
-    // The node's identity for a store on a server.
+    // A store on a server needs the node's certificate.
     let store = parameters.iter().find(|(key, _)| *key == "store").map(|(_, url)| quoted(url)).unwrap_or_default();
     let tls = parameters.iter().filter(|(key, _)| ["cert", "key", "ca"].contains(key));
     let store = tls.fold(store, |line, (key, file)| format!("{line} --{key} {}", quoted(file)));

@@ -1,8 +1,9 @@
-//! A VM as a resource of a cluster manager: the work behind `packaging/ocf/rekindle`, called as `rekindle ocf`.
+//! A VM as a resource of a cluster manager. Implements `rekindle ocf`, which the resource agent
+//! `packaging/ocf/rekindle` calls.
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | [`resource`] | the VM's parameters, as the cluster manager has them |
+//! | [`resource`] | the VM's parameters in the cluster manager |
 //! | [`start`] | resumes the guest from its newest checkpoint, or boots it |
 //! | [`stop`] | takes a last checkpoint and ends QEMU, or shuts the guest down |
 //! | [`migrate`] | moves the running guest to another node |

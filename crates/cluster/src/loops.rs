@@ -1,7 +1,7 @@
 //! The protector of a guest: `rekindle protect`, in a session of its own.
 //!
-//! `protector.json` in the run directory identifies it. It may die at any time: the monitor starts another one, which
-//! continues its work.
+//! `protector.json` in the run directory identifies the protector. A protector may die at any time: the monitor starts
+//! another one, which continues the work.
 
 use crate::resource::Resource;
 use rekindle_kernel::output::last_lines;
@@ -21,21 +21,21 @@ use std::time::{Duration, Instant};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// How many lines at the end of the protector's log are read.
+/// Number of lines that are read from the end of the protector's log.
 const LOG_LINES: usize = 100;
 
-/// Longest message of the protector that is reported, in characters.
+/// Maximum length of a reported protector message, in characters.
 const MAX_MESSAGE_CHARS: usize = 500;
 
-/// `protector.json`.
+/// Content of `protector.json`.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct ProtectorId {
     pid: u32,
     started: u64,
 }
 
-/// Returns the protector that is attached to the guest, whichever process has started it; else the one that was started
-/// here last, if it lives.
+/// Returns the protector that is attached to the guest, whichever process has started it; if none is attached, the
+/// protector that this node has started last, if it is alive.
 #[must_use]
 pub fn running(rundir: &RunDir) -> Option<Process> {
     protector(rundir).or_else(|| recorded(rundir))
@@ -59,10 +59,10 @@ fn command(rundir: &RunDir, arguments: impl IntoIterator<Item = OsString>) -> io
     Ok(command)
 }
 
-/// Starts a protector if there is none. Returns whether it was started.
+/// Starts a protector if there is none. Returns whether one was started.
 ///
 /// # Errors
-/// Errors of the operating system.
+/// An I/O error if the log or `protector.json` cannot be written, or the process cannot be started.
 pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
     if running(rundir).is_some() {
         return Ok(false);
@@ -77,7 +77,7 @@ pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Returns the last message of the protector that was started last, shortened.
+/// Returns the last message in the log of the newest protector, truncated to a readable length.
 #[must_use]
 pub fn last_message(rundir: &RunDir) -> String {
     let text = last_lines(&rundir.file("protect.log"), LOG_LINES);
@@ -85,13 +85,14 @@ pub fn last_message(rundir: &RunDir) -> String {
     last.chars().take(MAX_MESSAGE_CHARS).collect()
 }
 
-/// Waits until the started protector has attached to the guest, or has ended instead.
+/// Waits until the started protector has attached to the guest or has ended, or `deadline` has passed.
 ///
 /// # Errors
-/// Its last message, if it has ended. A protector that has not attached by `deadline` may still do so.
+/// The protector's last message, if the protector has ended. At `deadline` the result is `Ok`: the protector may still
+/// attach.
 pub fn wait_attached(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
     loop {
-        // It reports an event for each checkpoint, so the end of its log is enough.
+        // The protector logs an event for each checkpoint, so the end of the log is enough.
         if last_lines(&rundir.file("protect.log"), LOG_LINES).contains("\"event\":") || Instant::now() > deadline {
             return Ok(());
         }
@@ -102,11 +103,11 @@ pub fn wait_attached(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
     }
 }
 
-/// Ends the running protector, if there is one. Until `deadline` it may end by itself, so that it does not leave the
-/// guest stopped.
+/// Ends the running protector, if there is one. Until `deadline` the protector may end by itself; a protector that is
+/// killed may leave the guest stopped.
 ///
 /// # Errors
-/// If it can be neither signalled nor killed.
+/// An I/O error if the protector cannot be signalled, or does not end after a kill.
 pub fn end(rundir: &RunDir, deadline: Instant) -> io::Result<()> {
     let Some(process) = running(rundir) else { return Ok(()) };
     if recorded(rundir) != Some(process) {
@@ -126,10 +127,10 @@ pub fn end(rundir: &RunDir, deadline: Instant) -> io::Result<()> {
     Ok(())
 }
 
-/// Takes the last checkpoint, after which the guest stays stopped, and waits for it until `deadline`.
+/// Takes the last checkpoint and waits for it until `deadline`. The guest stays stopped afterwards.
 ///
 /// # Errors
-/// A text that states why there is none. The guest may be stopped nevertheless.
+/// The reason why no checkpoint was taken. The guest may be stopped nevertheless.
 pub fn take_last_checkpoint(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Result<(), String> {
     run_rekindle(rundir, resource.protect_arguments(true), deadline)
 }
@@ -137,12 +138,12 @@ pub fn take_last_checkpoint(rundir: &RunDir, resource: &Resource, deadline: Inst
 /// Finishes or undoes an interrupted operation, by `deadline`.
 ///
 /// # Errors
-/// A text that states why that failed.
+/// The reason why the recovery failed.
 pub fn recover(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
     run_rekindle(rundir, ["recover", rundir.name()].map(OsString::from), deadline)
 }
 
-/// Runs this program with `arguments`, until `deadline` at most, whatever it waits for.
+/// Runs this program with `arguments`, and kills it at `deadline`.
 fn run_rekindle(
     rundir: &RunDir,
     arguments: impl IntoIterator<Item = OsString>,

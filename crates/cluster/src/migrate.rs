@@ -1,5 +1,6 @@
-//! Moves a VM to another node while its guest runs: `migrate_to`. There, `migrate_from` only checks that it runs: the
-//! move has already resumed the guest, and the check starts a protector ([`crate::monitor`]).
+//! Moves a VM to another node while its guest runs: the action `migrate_to` on the source node. On the destination
+//! node, `migrate_from` only checks that the guest runs, and starts a protector ([`crate::monitor`]): the move has
+//! already resumed the guest.
 
 use crate::loops;
 use crate::resource::Resource;
@@ -12,22 +13,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
-/// Returns the settings of a move to the node that `far` leads to.
+/// Returns the settings of a move to `remote`.
 #[must_use]
 pub fn settings(resource: &Resource, remote: RemoteHost) -> MoveSettings {
     let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
     MoveSettings { remote, store, create_store: false, identity, definition: None, qemu: None }
 }
 
-/// Moves the VM to the node that `far` leads to. Steps that are not started by `deadline` are not started any more.
+/// Moves the VM to the node `remote`. After `deadline`, no further step of the move is started.
 ///
 /// *Needs:* a store and disk images that both nodes reach, and a way to run commands on the other node.
-/// *On success:* its guest runs there; nothing of it remains here.
-/// *On failure:* it continues to run here, and checkpoints of it are taken as before, unless
-/// [`MoveError::needs_recovery`] is true: then a stop here, followed by a start on any node, repairs it.
-///
-/// # Errors
-/// [`MoveError`].
+/// *On success:* the guest runs on the destination node; nothing of the VM remains on this node.
+/// *On failure:* the guest continues to run on this node and is protected as before, unless
+/// [`MoveError::needs_recovery`] is true: then stop the resource on this node and start it on any node.
 pub fn migrate_to(
     host: &Host,
     resource: &Resource,

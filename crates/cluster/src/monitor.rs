@@ -1,4 +1,4 @@
-//! Checks whether the guest really runs, by asking QEMU and not only by finding its process.
+//! Checks whether the guest really runs: queries QEMU, and does not only check that the process exists.
 
 use crate::loops;
 use crate::resource::Resource;
@@ -27,37 +27,37 @@ use std::time::{Duration, Instant};
 /// Interval between checks of a guest that is just being stopped or resumed.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long its store may take to report the guest's owner.
+/// How long the store may take to report the guest's owner.
 const STORE_TIMEOUT: Duration = Duration::from_secs(3);
 const SERVICE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Checkpoints that an answer takes if network output is held: for address resolution, connection and answer, and the
-/// one in progress.
+/// Number of checkpoints before an answer of the guest's service arrives, if network output is held: one each for
+/// address resolution, connection and answer, and the one in progress.
 const HELD_CHECKPOINTS: u32 = 4;
 
-/// How long a guest that has reset itself or has panicked may wait for its reboot before it counts as ended: `rekindle
-/// watch` immediately takes the VM's lock, which shows that it has noticed.
+/// How long a guest that has reset itself or has panicked may wait for its reboot before it counts as ended. `rekindle
+/// watch` takes the VM's lock as soon as it notices the end of the guest.
 const REBOOT_TIMEOUT: Duration = Duration::from_secs(3);
 /// After this many intervals without a checkpoint, and at least [`MIN_ALLOWED_AGE`], the guest counts as not protected.
 const MAX_INTERVALS: u32 = 10;
-/// For any interval: a store may be unreachable this long before it is reported.
+/// Lower limit for short checkpoint intervals: a store may be unreachable this long before it is reported.
 const MIN_ALLOWED_AGE: Duration = Duration::from_secs(60);
 
 /// State of the VM on this node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "verdict", content = "why", rename_all = "kebab-case")]
 pub enum Verdict {
-    /// Its guest runs.
+    /// The guest runs.
     Running,
-    /// Its guest runs, but a process that serves it is missing, or a fail-over would lose more than configured.
+    /// The guest runs, but a process that serves it is missing, or a fail-over would lose more than configured.
     Degraded(String),
-    /// Nothing of it runs that could harm a guest on another node.
+    /// Nothing of the VM runs that could harm a guest on another node.
     NotRunning,
-    /// It exists, but its guest does not run, or does not run well.
+    /// The VM exists, but its guest does not run, or does not run well.
     Failed(String),
 }
 
 impl Verdict {
-    /// Returns OCF's exit code.
+    /// Returns the exit code that OCF defines for the verdict.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -79,8 +79,8 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// Checks the VM. Ends a guest that another node has taken over. Starts a missing protector. `deep`: also probes its
-/// service, as set by `probe` in its definition.
+/// Checks the VM. Ends a guest that another node has taken over. Starts a missing protector. `deep`: also probes the
+/// guest's service, if the definition sets `probe`.
 #[must_use]
 pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, deep: bool) -> Verdict {
     let rundir = RunDir::new(&host.root, resource.name.as_str());
@@ -100,8 +100,8 @@ pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, deep: bool) 
     }
 }
 
-/// Returns why the guest counts as not protected, if it does: its protector keeps ending, is stopped, or writes
-/// elsewhere, or its store is unreachable.
+/// Returns why the guest counts as not protected, if it does. Typical causes: the protector ends repeatedly, is
+/// stopped, or writes to another store; or the store is unreachable.
 fn why_unprotected(rundir: &RunDir, resource: &Resource) -> Option<String> {
     let vmm = qemu(rundir)?;
     let ProtectSettings { store, every, .. } = &resource.protect;
@@ -120,7 +120,8 @@ fn ensure_protector(rundir: &RunDir, resource: &Resource) -> Option<Verdict> {
     if loops::running(rundir).is_some() {
         return None;
     }
-    // The log states why the previous one has ended, but first check whether the guest may run at all.
+    // The log contains the reason why the previous protector has ended. But first check whether the guest may run at
+    // all.
     match superseded_by(rundir) {
         Ok(None) => {}
         Ok(Some(superseded)) => {
@@ -142,14 +143,14 @@ fn ensure_protector(rundir: &RunDir, resource: &Resource) -> Option<Verdict> {
     }
 }
 
-/// Checks whether the guest runs.
+/// Checks whether the guest runs, and waits until `deadline` if it is only paused.
 fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
     if !rundir.exists() {
         return Verdict::NotRunning;
     }
     match OwnerRecord::read(rundir) {
         Ok(Some(owned)) if owned.may_run(rundir).is_err() => {
-            // Ending it may have been interrupted.
+            // An earlier attempt to end the guest may have been interrupted.
             return match pull_the_plug(rundir) {
                 Ok(()) => Verdict::NotRunning,
                 Err(e) => Verdict::Failed(format!("another node has it, but it cannot be ended here: {e}")),
@@ -165,7 +166,7 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
             Ok(status) => status,
             Err(e) => return Verdict::Failed(e.to_string()),
         };
-        // A protector that was killed during a pause has left the guest stopped: the next one resumes it.
+        // A protector that was killed during a pause has left the guest stopped. The next protector resumes it.
         let left = matches!(&status, Status::Stopped(why) if why == "paused") && rundir.paused().exists();
         if left
             && !std::mem::replace(&mut tried, true)
@@ -181,7 +182,7 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
             verdict => verdict,
         };
         match verdict {
-            // A checkpoint stops it for milliseconds, a reboot is in progress, or its QEMU is slow.
+            // A checkpoint stops the guest for milliseconds, a reboot is in progress, or QEMU is slow.
             None if Instant::now() < deadline => thread::sleep(POLL_INTERVAL),
             None => return Verdict::Failed("its guest is stopped, or its QEMU does not answer".into()),
             Some(verdict) => return verdict,
@@ -201,7 +202,7 @@ fn may_reboot(rundir: &RunDir, status: &Status) -> bool {
 /// Converts a status to a verdict. `None`: check again.
 fn verdict_for(rundir: &RunDir, status: &Status) -> Option<Verdict> {
     match status {
-        // Its protector uses its only monitor.
+        // The protector uses QEMU's only monitor, so QEMU cannot be queried.
         Status::Protected => Some(Verdict::Running),
         Status::Running => match pause_at_shutdown(rundir) {
             Ok(()) => Some(Verdict::Running),
@@ -211,13 +212,13 @@ fn verdict_for(rundir: &RunDir, status: &Status) -> Option<Verdict> {
             Ok(()) => Some(Verdict::Degraded(format!("its guest runs, but is degraded: {why}"))),
             Err(_) => None,
         },
-        // It has shut down cleanly, and must not be set back to a checkpoint.
+        // The guest has shut down cleanly, and must not be reverted to a checkpoint.
         Status::Stopped(why) if why == OFF => Some(Verdict::NotRunning),
         Status::Stopped(why) if SHUT_DOWN.contains(&why.as_str()) => {
             Some(Verdict::Failed(format!("its guest is {why}")))
         }
         Status::Stopped(_) | Status::Silent => None,
-        // The previous QEMU has ended or is about to; another one is going to start.
+        // The previous QEMU has ended or is about to end; another one is about to start.
         Status::Busy(_) => None,
         Status::Prepared | Status::Ended => Some(Verdict::NotRunning),
         Status::Suspended => Some(Verdict::Failed("it is suspended for a reboot of this host".into())),
@@ -227,14 +228,15 @@ fn verdict_for(rundir: &RunDir, status: &Status) -> Option<Verdict> {
     }
 }
 
-/// Makes QEMU stay when its guest powers itself off, so that this can be distinguished from a crash.
+/// Configures QEMU to pause, and not to exit, when its guest powers itself off, so that this can be distinguished from
+/// a crash.
 pub(crate) fn pause_at_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
     let Some(vmm) = qemu(rundir) else { return Ok(()) };
     let mut qmp: Qmp = vmm.watch(ANSWER_TIMEOUT)?;
     qmp.execute::<Value>("set-action", json!({"shutdown": "pause"})).map(drop)
 }
 
-/// Requests a shutdown of the guest, through its agent if it has one, and does not wait for it.
+/// Requests a shutdown of the guest, through its agent if it has one. Does not wait for the shutdown.
 pub(crate) fn request_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
     let Some(vmm) = qemu(rundir) else { return Ok(()) };
     let mut qmp: Qmp = vmm.watch(ANSWER_TIMEOUT)?;
@@ -248,7 +250,7 @@ fn qemu(rundir: &RunDir) -> Option<Vmm> {
     State::read(rundir).ok().flatten().and_then(|state| state.vmm)
 }
 
-/// Asks the store whether another node has the guest, and ends it here if so.
+/// Queries the store whether another node has the guest. If so, ends the guest on this node.
 ///
 /// An unreachable store decides nothing: the guest continues to run, as it does while its protector waits for the
 /// store.
@@ -258,8 +260,8 @@ fn superseded_by(rundir: &RunDir) -> Result<Option<String>, String> {
     let Some(uuid) = state.and_then(|state| state.hardware.uuid) else { return Ok(None) };
     let (answer, waits) = mpsc::channel();
     let asks = owned.clone();
-    // At most this long, whatever the store connection's timeouts are: a check that takes too long counts as a failed
-    // guest.
+    // The limit holds whatever the store connection's timeouts are: the cluster manager counts a check that takes too
+    // long as a failed guest.
     thread::spawn(move || drop(answer.send(asks.ask(uuid))));
     let Ok(asked) = waits.recv_timeout(STORE_TIMEOUT) else {
         tracing::warn!("{}: its store does not answer", rundir.name());
@@ -280,8 +282,8 @@ fn superseded_by(rundir: &RunDir) -> Result<Option<String>, String> {
     }
 }
 
-/// Probes its service. If network output is held, an answer takes some checkpoints: without those the guest is not at
-/// fault.
+/// Probes the guest's service. If network output is held, an answer arrives only after some checkpoints. Without those
+/// checkpoints, a missing answer is not the guest's fault.
 fn check_service(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdict {
     let definition = match State::read(rundir) {
         Ok(Some(state)) => state.definition,
@@ -311,7 +313,7 @@ fn check_service(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Ver
     }
 }
 
-/// Returns the network namespace of its tap.
+/// Returns the network namespace of the first tap that is in one.
 fn namespace(definition: &Definition) -> Option<&str> {
     definition.nets.iter().find_map(|net| match &net.backend {
         NetBackend::Tap { place: TapPlace::Netns { netns, .. }, .. } => Some(netns.as_str()),
@@ -319,7 +321,7 @@ fn namespace(definition: &Definition) -> Option<&str> {
     })
 }
 
-/// Returns whether its guest has shut down cleanly, and its QEMU waits to be ended.
+/// Returns whether the guest has shut down cleanly, and QEMU waits to be ended.
 pub(crate) fn has_shut_down(rundir: &RunDir) -> bool {
     matches!(life::status(rundir), Ok(Status::Stopped(why)) if why == OFF)
 }

@@ -1,21 +1,20 @@
-//! A VM's parameters as the cluster manager has them, the same on each of its nodes.
+//! A VM's parameters in the cluster manager, identical on each of its nodes.
 
 use rekindle_protect::protector::{Disks, ProtectSettings};
 use rekindle_vm::definition::Name;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// A VM as a resource.
 #[derive(Debug, Clone)]
 pub struct Resource {
     pub name: Name,
-    /// Path of its definition, used when it is booted; a restored VM is built as it was at the checkpoint.
+    /// Path of the definition. Used when the VM is booted; a restored VM is rebuilt as it was at the checkpoint.
     pub definition: PathBuf,
     pub protect: ProtectSettings,
 }
 
 impl Resource {
-    /// Returns the arguments of the `rekindle protect` that takes its checkpoints; with `last`, of the one that takes
+    /// Returns the arguments for `rekindle protect`, which takes the checkpoints. With `last`, the arguments for taking
     /// the last checkpoint, after which the guest stays stopped.
     #[must_use]
     pub fn protect_arguments(&self, last: bool) -> Vec<OsString> {
@@ -47,7 +46,7 @@ impl Resource {
             Disks::Hook(command) => add("--disk-hook", command.into()),
         }
         if last {
-            // One checkpoint while the guest runs, so that less remains for the pause.
+            // Takes one checkpoint while the guest runs, so that less remains for the pause.
             all.extend(["--count", "1", "--stay"].map(OsString::from));
         }
         all

@@ -1,5 +1,5 @@
-//! Starts the VM on a node: its guest resumes from its newest checkpoint; or it is booted, if there is none, or if it
-//! was shut down cleanly since.
+//! Starts the VM on a node: resumes the guest from its newest checkpoint; boots it if there is no checkpoint, or if it
+//! was shut down cleanly after the newest one.
 
 use crate::loops;
 use crate::monitor::{Verdict, has_shut_down, monitor, pause_at_shutdown};
@@ -24,9 +24,9 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long to wait for a guest that a checkpoint has stopped.
+/// How long to wait for a guest that is paused for a checkpoint.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Percentage of the time for a store that does not answer: the rest is for the guest.
+/// Percentage of the time for waiting for a store that does not answer: the rest is for the guest.
 const STORE_SHARE: u32 = 60;
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -41,13 +41,13 @@ pub enum StartError {
     /// The store does not answer: it is unknown whether there is a checkpoint, and which node runs the guest.
     #[error("cannot determine its newest checkpoint")]
     Store(#[source] StoreError),
-    /// There is no store. Its storage may not be mounted, and then a booted guest could be a second one.
+    /// The store does not exist. Its storage may not be mounted, and then a booted guest could be a second one.
     #[error(
         "{store} is not a store; is the shared storage mounted on this node? For a new VM create it, once, on one \
          node: rekindle store init {store}"
     )]
     NotAStore { store: String },
-    /// There is no store, and the guest cannot be booted either.
+    /// The store does not exist or has no checkpoint, and the guest cannot be booted either.
     #[error("{store} has no checkpoint of it (is its storage mounted on this node?), and it cannot be booted")]
     NoStore {
         store: String,
@@ -58,7 +58,7 @@ pub enum StartError {
     Restore(#[from] RestoreError),
     #[error(transparent)]
     Life(#[from] LifeError),
-    /// It cannot be booted.
+    /// The guest cannot be booted.
     #[error(transparent)]
     Boot(HandoverError),
     /// This node cannot become owner of the store.
@@ -66,16 +66,16 @@ pub enum StartError {
     Own(#[from] OwnError),
     #[error(transparent)]
     RunDir(#[from] TargetError),
-    /// A QEMU of the VM runs here and does not answer.
+    /// A QEMU of the VM runs on this node and does not answer.
     #[error(
         "its QEMU runs on this node but does not answer; its guest may run, so no other QEMU is started: let the \
          cluster stop the resource, or resume the process"
     )]
     Silent,
-    /// Its protector ended immediately.
+    /// The protector ended immediately.
     #[error("no checkpoints can be taken of it, so it was stopped again: {message}")]
     Unprotected {
-        /// The protector's last message.
+        /// The last message in the protector's log.
         message: String,
     },
     /// The guest runs without a protector.
@@ -103,7 +103,7 @@ impl StartError {
     }
 }
 
-/// How its guest was started on this node.
+/// How the guest was started on this node.
 #[derive(Debug, Serialize)]
 #[serde(tag = "started", rename_all = "kebab-case")]
 pub enum StartResult {
@@ -114,12 +114,11 @@ pub enum StartResult {
 
 /// Starts the VM on this node.
 ///
-/// *Needs:* no other node runs its guest, which the cluster manager's fencing ensures; the store; room for its RAM.
-/// *On success:* its guest runs, a protector takes checkpoints of it, and a previous node can commit nothing any more.
-/// *On failure:* nothing of it runs here; its checkpoints are unchanged.
-///
-/// # Errors
-/// [`StartError`].
+/// *Needs:* no other node runs the guest, which the cluster manager's fencing ensures; the store; room for the guest's
+/// RAM.
+/// *On success:* the guest runs, a protector takes checkpoints of it, and a previous node can commit nothing any more.
+/// *On failure:* nothing of the VM runs on this node, and its checkpoints are unchanged. Exceptions: after
+/// [`StartError::Silent`], the previous QEMU still runs; after [`StartError::Protector`], the guest runs unprotected.
 pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<StartResult, StartError> {
     let name = resource.name.as_str();
     let rundir = RunDir::new(&host.root, name);
@@ -129,7 +128,7 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
         return Ok(StartResult::Already);
     }
     if has_shut_down(&rundir) {
-        // Before the store is queried.
+        // Must precede the query of the store, which decides between resuming and booting.
         report_shutdown(&rundir);
     }
     let found = find_with_retries(
@@ -150,7 +149,7 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
             StartResult::Booted { why }
         }
     };
-    // If this fails, the next monitor repeats it.
+    // If this fails, the next monitor action repeats it.
     if let Err(e) = pause_at_shutdown(&rundir) {
         tracing::debug!("{name}: {e}");
     }
@@ -165,8 +164,8 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
     Ok(started)
 }
 
-/// Queries the store, and repeats that until `deadline`: the store may itself be failing over to another node. `None`:
-/// no VM has used it yet.
+/// Queries the store, and repeats the query until `deadline`: the store may itself be failing over to another node.
+/// `None`: no VM has used the store yet.
 fn find_with_retries(resource: &Resource, deadline: Instant) -> Result<Option<Listing>, StartError> {
     let mut reported = false;
     loop {
@@ -183,7 +182,7 @@ fn find_with_retries(resource: &Resource, deadline: Instant) -> Result<Option<Li
     }
 }
 
-/// Queries the store. `None`: no VM has used it yet.
+/// Queries the store. `None`: no VM has used the store yet.
 fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
     let store = &resource.protect.store;
     match admin::listing(store, resource.protect.identity.as_ref()) {
@@ -194,7 +193,7 @@ fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
     }
 }
 
-/// Removes what a previous guest has left here. A QEMU that waits for a restore is kept if there is a checkpoint.
+/// Removes the VM of a previous guest from this node. A QEMU that waits for a restore is kept if there is a checkpoint.
 fn remove_previous(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Instant) -> Result<(), StartError> {
     if !rundir.exists() || to_restore && matches!(life::status(rundir), Ok(Status::Prepared)) {
         return Ok(());
@@ -217,7 +216,7 @@ fn request(resource: &Resource) -> Request {
     Request { store, identity, at: None, eager: false, definition: None, qemu: None, hold_output, move_claim: None }
 }
 
-/// Boots it from its newest disks: no checkpoint that they could belong to is valid any more.
+/// Boots the guest from the newest state of its disks. No checkpoint is valid any more that the disks could belong to.
 fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(), StartError> {
     let name = resource.name.as_str();
     let definition = Definition::load(&resource.definition)?;
@@ -225,10 +224,9 @@ fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(),
         return Err(StartError::Name { name: name.into(), found: definition.name.to_string() });
     }
     let (store, identity) = (&resource.protect.store, resource.protect.identity.as_ref());
-    // A store belongs to one VM, however often that is booted.
+    // A store belongs to one VM over all of its boots.
     let uuid = found.map(|found| found.vm.uuid);
-    // The redo logs of its disks are merged only if the store exists and needs none of them: an unmounted store is
-    // empty, too.
+    // Redo logs are merged only if the store exists and needs none of them: an unmounted store appears empty, too.
     let leftover_log = if found.is_some() { LeftoverLog::Merge } else { LeftoverLog::Reject };
     let vm = NewVm { definition, qemu: None, uuid, leftover_log };
     let booted = boot::start(host, vm, |rundir, hardware| {

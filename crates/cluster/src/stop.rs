@@ -1,4 +1,4 @@
-//! Stops the VM on a node: takes a last checkpoint and ends QEMU, so that the guest resumes from there; or shuts it
+//! Stops the VM on a node: takes a last checkpoint, from which the guest can resume, and ends QEMU; or shuts the guest
 //! down cleanly.
 
 use crate::loops;
@@ -18,12 +18,13 @@ use serde::{Deserialize, Serialize};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Percentage of the time for the guest's last checkpoint or shutdown: the rest is for ending its processes.
+/// Percentage of the time for the guest's last checkpoint or shutdown: the rest is for ending the VM's processes.
 const GUEST_SHARE: u32 = 60;
-/// Percentage of that for a shutdown: the rest is for the last checkpoint of a guest that does not shut down.
+/// Percentage of the guest's time for a shutdown: the rest is for the last checkpoint of a guest that does not shut
+/// down.
 const SHUTDOWN_SHARE: u32 = 80;
-/// Percentage of the guest's time in which the protector may finish a checkpoint and end by itself. If it is killed,
-/// all of the guest's memory must be read anew.
+/// Percentage of the guest's time in which the protector may finish a checkpoint and end by itself. If the protector is
+/// killed, all of the guest's memory must be read again.
 const PROTECTOR_SHARE: u32 = 50;
 
 /// How long a QEMU may take to report that its guest has shut down.
@@ -46,15 +47,15 @@ pub enum StopMethod {
 pub struct StopResult {
     /// The method that took effect: a guest that does not shut down is suspended.
     pub how: StopMethod,
-    /// How its QEMU ended.
+    /// How QEMU ended.
     pub ended: Ended,
-    /// Why there is no last checkpoint: the guest will resume from the previous one.
+    /// The reason why there is no last checkpoint. The guest will then resume from the previous one.
     pub lost: Option<String>,
 }
 
-/// Ends everything of the VM on this node, by `deadline`.
+/// Ends every process of the VM on this node, by `deadline`.
 ///
-/// *Needs:* nothing. *On success:* nothing of it runs here; the run directory is removed.
+/// *Needs:* nothing. *On success:* nothing of the VM runs on this node; the run directory is removed.
 /// *On failure:* a process could not be ended. The cluster manager has to fence this node.
 ///
 /// # Errors
@@ -67,8 +68,8 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     let all = deadline.saturating_duration_since(Instant::now());
     let guest = Instant::now() + all * GUEST_SHARE / 100;
     if how == StopMethod::ShutDown && !has_shut_down(&rundir) {
-        // Its protector continues in the meantime: a guest that does not shut down serves its clients, and its network
-        // output may be held.
+        // The protector continues meanwhile: a guest that does not shut down serves its clients, and its network output
+        // may be held.
         ask_to_shut_down(&rundir, Instant::now() + all * GUEST_SHARE / 100 * SHUTDOWN_SHARE / 100);
     }
     let now = Instant::now();
@@ -101,13 +102,13 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
         );
     }
     if !shut_down {
-        // Without a last checkpoint, nothing that it does from here on would be in one.
+        // No later work of the guest can be in a checkpoint, whether or not the last one was taken.
         force_off(&rundir)?;
     }
     // Do not wait for the lock's holder. Only a QEMU whose guest has shut down gets time to confirm that.
     let patience = if shut_down { ANSWER_TIMEOUT } else { Duration::ZERO };
     let stopped = life::stop_with(host, resource.name.as_str(), Some(patience), |rundir, _| {
-        // Report it once only: afterwards another node may own the store.
+        // Report the shutdown only once: afterwards another node may own the store.
         reported = reported || report_shutdown(rundir);
         reported
     })
@@ -123,7 +124,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     }
 }
 
-/// Kills everything of the VM that runs; also an operation that does not end for that.
+/// Kills every process of the VM. If an operation holds the VM's lock and does not end, it is killed, too.
 fn force_off(rundir: &RunDir) -> Result<(), LifeError> {
     match pull_the_plug(rundir) {
         Err(LifeError::Lock(e)) => {
@@ -135,7 +136,7 @@ fn force_off(rundir: &RunDir) -> Result<(), LifeError> {
     }
 }
 
-/// Requests a shutdown of the guest, and waits until it has shut down.
+/// Requests a shutdown of the guest, and waits until `deadline` for it.
 fn ask_to_shut_down(rundir: &RunDir, deadline: Instant) {
     if let Err(e) = pause_at_shutdown(rundir).and_then(|()| request_shutdown(rundir)) {
         tracing::warn!("{}: cannot request its shutdown: {e}", rundir.name());
@@ -150,8 +151,8 @@ fn ask_to_shut_down(rundir: &RunDir, deadline: Instant) {
     }
 }
 
-/// Returns whether an interrupted move must be settled first. Not if its QEMU died before the other node was notified:
-/// settling would boot it here, and its last checkpoint is worth more.
+/// Returns whether an interrupted move must be settled first. A move need not be settled if the source QEMU died before
+/// the other node was notified: settling would boot the guest on this node, and its last checkpoint is worth more.
 fn has_unsettled_move(rundir: &RunDir) -> bool {
     let left = Journal::left_behind(rundir).ok().flatten().map(|journal| journal.operation);
     let unsettled = |operation: &Operation| {
@@ -162,7 +163,7 @@ fn has_unsettled_move(rundir: &RunDir) -> bool {
 }
 
 /// Reports to the store that the guest has shut down cleanly, so that its next start boots it. Returns whether the redo
-/// logs of its disks may be merged: not if another host may have the guest, since the disks are that host's then.
+/// logs of its disks may be merged: not if another host may have the guest, because then that host owns the disks.
 pub fn report_shutdown(rundir: &RunDir) -> bool {
     let reported = match (OwnerRecord::read(rundir), State::read(rundir)) {
         (Ok(Some(owned)), Ok(Some(state))) => owned.report_shutdown(rundir, &state),

@@ -1,4 +1,5 @@
-//! After the guest runs: its clock, which has stood still, and its place in the network, which may be another one.
+//! Steps after the guest resumes: setting its clock, which has stood still, and announcing its new location in the
+//! network.
 
 use rekindle_qemu::agent;
 use rekindle_qemu::qmp::Qmp;
@@ -9,17 +10,17 @@ use std::fmt;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to report that the guest has the agent's port open.
+/// How long to wait until QEMU reports that the guest has the agent's port open.
 const PORT_TIMEOUT: Duration = Duration::from_millis(100);
 const PORT_POLL_INTERVAL: Duration = Duration::from_millis(2);
-/// How long an agent may take to set the guest's clock: its own pages may load on demand.
+/// How long an agent may take to set the guest's clock: the agent's own pages may load on demand.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Whether the guest's clock was set. Otherwise it continues from the time at which the guest was stopped.
+/// State of the guest's clock. A clock that is not set continues from the time at which the guest was stopped.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Clock {
-    /// Set by its agent.
+    /// Set by the guest's agent.
     Set,
     /// The guest was notified of the time, and sets its clock itself.
     #[serde(rename = "told")]
@@ -39,7 +40,7 @@ impl fmt::Display for Clock {
     }
 }
 
-/// Sets the guest's clock through its agent. `has_port`: its hardware has the agent's port.
+/// Sets the guest's clock through its agent. `has_port`: the hardware has the agent's port.
 pub fn set_clock(qmp: &mut Qmp, vmm: &Vmm, has_port: bool) -> Clock {
     if !has_port {
         return Clock::NoAgent;
@@ -62,7 +63,7 @@ pub fn set_clock(qmp: &mut Qmp, vmm: &Vmm, has_port: bool) -> Clock {
     }
 }
 
-/// Has QEMU announce the guest's network cards, so that switches and neighbors learn where it is now.
+/// Makes QEMU announce the guest's network cards, so that switches and neighbors learn the guest's new location.
 pub fn announce(qmp: &mut Qmp, name: &str) {
     let rounds = json!({"initial": 50, "max": 550, "rounds": 5, "step": 100});
     if let Err(e) = qmp.execute::<Value>("announce-self", rounds) {

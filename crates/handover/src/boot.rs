@@ -1,4 +1,4 @@
-//! A guest without a source: it boots from its disks.
+//! Boots a guest from its disks, without a source QEMU.
 
 use crate::destination::{Destination, Settled};
 use crate::ram::NewRam;
@@ -23,32 +23,31 @@ use uuid::Uuid;
 #[derive(Debug)]
 pub struct NewVm {
     pub definition: Definition,
-    /// The QEMU to use instead of the definition's.
+    /// Path of the QEMU to use instead of the definition's.
     pub qemu: Option<PathBuf>,
-    /// Its UUID, instead of the definition's or a new one.
+    /// UUID of the VM. `None`: the definition's or a new one.
     pub uuid: Option<Uuid>,
-    /// What to do with a redo log that a failure has left with a disk.
     pub leftover_log: LeftoverLog,
 }
 
-/// What to do with the redo log of a disk that was not ended cleanly.
+/// Handling of a redo log that a failure has left with a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LeftoverLog {
-    /// Merge it: the guest boots from the newest disk, and no checkpoint's disk is available any more.
+    /// Merge the log: the guest boots from the newest disk, and the disk's state at any checkpoint is lost.
     Merge,
     /// Fail, so that the user decides.
     Reject,
 }
 
-/// Starts a VM. `before_start` is called after all checks, before anything of its disks is merged and before the
-/// guest runs: it may forbid both.
+/// Starts a VM. `before_start` is called after all checks, before any redo log is merged and before the guest runs. An
+/// error from it prevents both.
 ///
-/// *Needs:* what the definition names; room for its RAM; root for taps.
-/// *On success:* the guest boots in a QEMU of its own session; its state is recorded.
+/// *Needs:* the files and networks that the definition names; room for the guest's RAM; root for taps.
+/// *On success:* the guest boots in a QEMU that has its own session; the VM's state is recorded.
 /// *On failure:* nothing is left behind.
 ///
 /// # Errors
-/// [`HandoverError`], and those of `before_start`.
+/// [`HandoverError`], and the errors of `before_start`.
 pub fn start<E: From<HandoverError>>(
     host: &Host,
     vm: NewVm,
@@ -83,24 +82,22 @@ fn start_in(slot: &VmSlot<'_>) -> Result<State, HandoverError> {
     }
 }
 
-/// What becomes of the disk cache of the previous guest.
+/// Handling of the previous guest's disk cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PreviousCache {
-    /// Its disk servers retain it, and compare each block with the disk before they serve it.
+    /// The disk servers retain the cache, and compare each block with the disk before they serve it.
     Retain,
     Discard,
 }
 
-/// A guest that was booted.
 #[derive(Debug)]
 pub struct Booted {
     pub settled: Settled<NewRam>,
-    /// The retained cache, if there is one.
     pub retained: Option<Kept>,
 }
 
-/// Boots the guest of a VM whose QEMU has ended in a new QEMU with new RAM, with `taps` or, without any, with its
-/// taps opened again.
+/// Boots a guest whose previous QEMU has ended, in a new QEMU with new RAM. Uses `taps` or, if there are none, opens
+/// the VM's taps again.
 ///
 /// # Errors
 /// [`HandoverError`]: the operation needs recovery.

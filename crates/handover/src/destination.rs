@@ -1,4 +1,4 @@
-//! The destination QEMU, step by step. What may be done with it depends on its stage, which is part of its type.
+//! The destination QEMU, step by step. Its stage is part of its type, which determines the permitted next steps.
 
 use crate::operation::{PipelinePoint, end_generation};
 use crate::ram::{NewRam, Ram, RamSource, SavedRam, SharedRam, UnknownRam};
@@ -21,54 +21,54 @@ use std::time::{Duration, Instant};
 
 /// How long the destination may take from a staged `cont` to the guest's resume: it may still be loading.
 pub const STAGED_RESUME_TIMEOUT: Duration = Duration::from_secs(60);
-/// How often to ask a destination that loads whether it has finished.
+/// Interval between queries whether a destination has finished loading.
 const LOAD_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A destination QEMU at a stage of the hand-over. On drop it continues to run: [`Handover::abandon`] ends it.
+/// A destination QEMU at a stage of the hand-over. Dropping this does not end the QEMU: [`Handover::abandon`] does.
 #[derive(Debug)]
 pub struct Destination<Stage> {
     pub vmm: Vmm,
     pub qmp: Qmp,
-    /// How it was started.
     start: Start,
     pub stage: Stage,
 }
 
-/// It answers, and has no guest yet.
+/// Stage: QEMU answers, and has no guest yet.
 #[derive(Debug)]
 pub struct Spawned;
 
-/// It has its RAM, and reads device state from a pipe.
+/// Stage: QEMU has its RAM, and reads device state from a pipe.
 #[derive(Debug)]
 pub struct Prepared<R> {
     pub ram: R,
     pub feed: Feed,
 }
 
-/// It has the guest, and has not run it.
+/// Stage: QEMU has the guest's state. It has not run the guest, except after [`Destination::runs_already`] or
+/// [`Destination::wait_until_loaded`].
 #[derive(Debug)]
 pub struct Loaded<R> {
     pub ram: R,
     resume: ResumeCommand,
 }
 
-/// It runs the guest; the source is still there, stopped.
+/// Stage: QEMU runs the guest; the source, if there is one, is stopped.
 #[derive(Debug)]
 pub struct Running<R> {
     pub ram: R,
-    /// When the guest resumed, in µs since 1970.
+    /// Time of the guest's resume, in µs since 1970.
     pub resumed_host_us: u64,
 }
 
-/// It is the VM's QEMU, and the operation has ended.
+/// The result of a hand-over: the destination is the VM's QEMU, and the operation has ended.
 #[derive(Debug)]
 pub struct Settled<R> {
     pub vmm: Vmm,
     pub qmp: Qmp,
     pub ram: R,
-    /// When the guest resumed, in µs since 1970.
+    /// Time of the guest's resume, in µs since 1970.
     pub resumed_host_us: u64,
-    /// The VM as recorded now.
+    /// The VM's state as recorded at the end of the operation.
     pub state: State,
     pub recorder: Recorder,
 }
@@ -76,7 +76,7 @@ pub struct Settled<R> {
 /// How the guest is resumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ResumeCommand {
-    /// After the load, which has ended.
+    /// By a command after the load, which has ended.
     AfterLoad,
     /// By a staged command, at the end of the load, which may still be in progress.
     Staged,
@@ -88,7 +88,7 @@ impl Destination<Spawned> {
     /// Starts a destination and records it in the journal.
     ///
     /// # Errors
-    /// [`HandoverError`]. One that was started has ended.
+    /// [`HandoverError`]. No destination remains.
     pub fn spawn(
         handover: &mut Handover,
         environment: &impl Environment,
@@ -111,10 +111,10 @@ impl Destination<Spawned> {
         }
     }
 
-    /// Uses a QEMU that an earlier operation has started. Its command line shows how.
+    /// Adopts a QEMU that an earlier operation has started. Its command line shows whether it waits for device state.
     ///
     /// # Errors
-    /// [`HandoverError::File`]: its command line cannot be read.
+    /// [`HandoverError::File`]: the command line cannot be read.
     pub fn adopt(vmm: Vmm, qmp: Qmp) -> Result<Self, HandoverError> {
         let path = PathBuf::from(format!("/proc/{}/cmdline", vmm.pid));
         let arguments = fs::read(&path).map_err(|source| HandoverError::File { path, source })?;
@@ -126,7 +126,7 @@ impl Destination<Spawned> {
     /// Connects the destination to the guest's RAM.
     ///
     /// # Errors
-    /// As [`RamSource::connect`].
+    /// The errors of [`RamSource::connect`].
     pub fn prepare<R: RamSource>(mut self, mut ram: R) -> Result<Destination<Prepared<R>>, R::Error> {
         let feed = ram.connect(&self.vmm, &mut self.qmp)?;
         Ok(self.at(Prepared { ram, feed }))
@@ -135,7 +135,7 @@ impl Destination<Spawned> {
     /// Loads RAM and device state from a file.
     ///
     /// # Errors
-    /// [`HandoverError::DestinationFailed`].
+    /// [`HandoverError::DestinationFailed`]: the destination cannot load the file; it has ended.
     pub fn load_file<'a>(
         mut self,
         handover: &Handover,
@@ -147,27 +147,27 @@ impl Destination<Spawned> {
         Ok(self.at(Loaded { ram, resume: ResumeCommand::AfterLoad }))
     }
 
-    /// It was started with [`Start::Boot`], so that its guest runs already.
+    /// Treats the destination as loaded: it was started with [`Start::Boot`], so that its guest runs already.
     ///
     /// # Errors
-    /// [`HandoverError::Qmp`]: it does not answer.
+    /// [`HandoverError::Qmp`]: the destination does not answer.
     pub fn runs_already(mut self) -> Result<Destination<Loaded<NewRam>>, HandoverError> {
         guest::run_state(&mut self.qmp)?;
         Ok(self.at(Loaded { ram: NewRam, resume: ResumeCommand::NotNeeded }))
     }
 
-    /// A guest that boots has no state.
+    /// Treats the destination as loaded: a guest that boots has no state to load.
     #[must_use]
     pub fn without_state(self) -> Destination<Loaded<NewRam>> {
         self.at(Loaded { ram: NewRam, resume: ResumeCommand::AfterLoad })
     }
 
-    /// A destination that was found in an interrupted operation, whose decision for it is journalled. The process
-    /// that sent `cont` may have died during the load: then QEMU resumes the guest at the end of the load, or the
-    /// guest stays paused.
+    /// Waits until a destination has loaded that was found in an interrupted operation, whose journal has the decision
+    /// for it. The process that sent `cont` may have died during the load: then QEMU resumes the guest at the end of
+    /// the load, or the guest stays paused.
     ///
     /// # Errors
-    /// [`HandoverError::Qmp`]: it does not answer.
+    /// [`HandoverError::Qmp`]: the destination does not answer.
     pub fn wait_until_loaded(mut self) -> Result<Destination<Loaded<UnknownRam>>, HandoverError> {
         let deadline = Instant::now() + DISK_TIMEOUT;
         let mut run_state = guest::run_state(&mut self.qmp)?;
@@ -196,7 +196,7 @@ impl Destination<Spawned> {
 }
 
 impl<R> Destination<Prepared<R>> {
-    /// Sends ahead what can be sent of the command that resumes the guest, for [`Destination::fed`].
+    /// Sends the command that resumes the guest, except its end. [`Destination::commit`] sends the end.
     ///
     /// # Errors
     /// [`HandoverError::Qmp`]: the destination has ended.
@@ -208,7 +208,7 @@ impl<R> Destination<Prepared<R>> {
     /// Writes the whole device state and waits until it is loaded.
     ///
     /// # Errors
-    /// [`HandoverError::Transfer`].
+    /// [`HandoverError::Transfer`]: the destination has ended, or cannot load the state within `timeout`.
     pub fn feed(
         mut self,
         handover: &Handover,
@@ -219,7 +219,7 @@ impl<R> Destination<Prepared<R>> {
         self.finish_feed().wait(handover, timeout)
     }
 
-    /// Closes the feed, to which the whole device state has been written.
+    /// Closes the feed. The caller has written the whole device state to it.
     pub fn finish_feed(self) -> Loading<R> {
         let Self { vmm, qmp, start, stage: Prepared { ram, feed } } = self;
         drop(feed);
@@ -236,14 +236,14 @@ impl<R> Loading<R> {
     /// Waits until the device state is loaded.
     ///
     /// # Errors
-    /// [`HandoverError::Transfer`].
+    /// [`HandoverError::Transfer`]: the destination has ended, or cannot load the state within `timeout`.
     pub fn wait(mut self, handover: &Handover, timeout: Duration) -> Result<Destination<Loaded<R>>, HandoverError> {
         self.0.wait_loaded(handover, timeout)?;
         Ok(self.0)
     }
 
-    /// Does not wait: the command that [`Destination::stage_resume`] has staged resumes the guest at the end of a
-    /// load that succeeds, and a load that fails ends the destination before it has run the guest.
+    /// Returns without waiting. The command that [`Destination::stage_resume`] has staged resumes the guest at the end
+    /// of a successful load. A load that fails ends the destination before it has run the guest.
     pub fn resume_when_loaded(mut self) -> Destination<Loaded<R>> {
         self.0.stage.resume = ResumeCommand::Staged;
         self.0
@@ -251,11 +251,11 @@ impl<R> Loading<R> {
 }
 
 impl<R: Ram> Destination<Loaded<R>> {
-    /// Journals the decision for the destination, and resumes the guest in it unless its owner has paused it.
+    /// Journals the decision for the destination, and resumes the guest in it unless the user had paused the guest.
     ///
     /// # Errors
-    /// Before the journal is at [`Step::Resume`], the guest has not run here. After that it may have: see
-    /// [`Handover::has_not_run`].
+    /// [`HandoverError`]. Before the journal is at [`Step::Resume`], the guest has not run in the destination. After
+    /// that it may have: see [`Handover::has_not_run`].
     pub fn commit(mut self, handover: &mut Handover, step: &str) -> Result<Destination<Running<R>>, HandoverError> {
         handover.recorder.phase(Phase::Resume);
         self.stage.ram.note_evidence(&mut handover.journal.operation);
@@ -278,10 +278,11 @@ impl<R: Ram> Destination<Loaded<R>> {
 }
 
 impl<R> Destination<Running<R>> {
-    /// Journals that the guest runs: from here on its old state is obsolete, whatever the evidence shows.
+    /// Journals that the guest runs. From then on the guest's old state is obsolete, whatever the evidence shows.
     ///
     /// # Errors
-    /// [`HandoverError::DiedRunning`]: the destination has died. [`HandoverError::File`].
+    /// [`HandoverError::DiedRunning`]: the destination has died. [`HandoverError::File`]: the journal cannot be
+    /// written.
     pub fn confirm(&self, handover: &mut Handover) -> Result<(), HandoverError> {
         handover.recorder.phase(Phase::Settle);
         (handover.journal.operation.untouched_since_ns, handover.journal.operation.disks_at_resume) = (None, None);
@@ -301,17 +302,17 @@ impl<R> Destination<Running<R>> {
     pub fn settle(mut self, mut handover: Handover, step: &str) -> Result<Settled<R>, HandoverError> {
         handover.pass_pipeline(PipelinePoint::Resumed, self.start);
         self.confirm(&mut handover)?;
-        // The recorded binary has the name that the user gave, and not the one to which the kernel resolves it.
+        // The recorded path of the binary is the user's, not the one that the kernel has resolved.
         let destination = handover.destination().filter(|to| to.process() == self.vmm.process());
         let destination = destination.unwrap_or(&self.vmm).clone();
         end_source(&handover, &destination, self.start)?;
         let state = self.record(&mut handover, destination)?;
-        // Obsolete since the guest runs; it must not outlive the journal that names it.
+        // The saved state is obsolete since the guest runs. It must not outlive the journal that names it.
         if let Some(saved) = &handover.journal.operation.saved {
             let _ = fs::remove_file(&saved.path);
         }
         remove_stream(&handover.rundir);
-        // Before the journal is closed: a recovery forwards them again. The source has ended, so that they are free.
+        // Must precede the journal's end, so that a recovery repeats it. The source has ended, so the ports are free.
         if self.start == Start::Incoming {
             network::forward_ports(&mut self.qmp, &state.hardware);
         }
@@ -387,7 +388,7 @@ pub fn failed_to_load(handover: &Handover, error: HandoverError) -> HandoverErro
     HandoverError::DestinationFailed { name: handover.name().into(), doing, log, source: Box::new(error) }
 }
 
-/// Returns how long it took until the guest resumed, in µs, if `elapsed` have passed by now.
+/// Returns the time in µs until the guest resumed, for a measurement that has taken `elapsed` by now.
 #[must_use]
 pub fn time_to_resume(elapsed: Duration, resumed_host_us: u64) -> u64 {
     (elapsed.as_micros() as u64).saturating_sub(host_us().saturating_sub(resumed_host_us))

@@ -1,4 +1,4 @@
-//! Where a destination QEMU runs, and which program manages it afterwards.
+//! The surroundings in which a destination QEMU is started.
 
 use crate::HandoverError;
 use crate::takeover::Taps;
@@ -7,19 +7,20 @@ use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::rundir::RunDir;
 
-/// Starts QEMUs of a VM in the surroundings that its manager expects.
+/// Starts a VM's QEMUs in the surroundings that the program which manages the VM expects.
 pub trait Environment {
-    /// Starts the `generation`-th QEMU of the VM. `start` states what it waits for.
+    /// Starts the `generation`-th QEMU of the VM. `start` states what the QEMU waits for.
     ///
-    /// *On success:* the process runs; it need not have opened its sockets yet.
+    /// *On success:* the process runs; its sockets may not be open yet.
     ///
     /// # Errors
-    /// [`HandoverError::Vmm`]: it cannot be started. [`HandoverError::File`]: its directory cannot be created, or
-    /// another QEMU runs there.
+    /// [`HandoverError::Vmm`]: QEMU cannot be started. [`HandoverError::File`]: QEMU's directory cannot be created, or
+    /// another QEMU runs in it.
     fn spawn(&self, generation: u32, start: Start, taps: Taps) -> Result<Vmm, HandoverError>;
 }
 
-/// A VM that Rekindle itself started: its QEMU runs in the VM's run directory, with the command line of its hardware.
+/// The environment of a VM that Rekindle itself has started: QEMU runs in the VM's run directory, with the command line
+/// of the VM's hardware.
 #[derive(Debug, Clone, Copy)]
 pub struct OwnRunDir<'a> {
     pub rundir: &'a RunDir,

@@ -36,7 +36,7 @@ pub enum HandoverError {
     Silent {
         name: String,
         pid: u32,
-        /// How long it had to answer.
+        /// How long the QEMU had to answer.
         waited: Duration,
     },
     /// The destination QEMU failed before it ran the guest.
@@ -49,14 +49,14 @@ pub enum HandoverError {
         #[source]
         source: Box<HandoverError>,
     },
-    /// The saved state differs from what was written.
+    /// The saved state is not as it was written.
     #[error(
         "the saved state {} of {name} is damaged ({what}) and was not loaded; no QEMU runs the guest; to discard it: \
          rekindle stop {name}",
         path.display()
     )]
     Damaged { name: String, path: PathBuf, what: String },
-    /// The guest runs, and the state file cannot be written.
+    /// The guest runs, but the state file cannot be written.
     #[error(
         "the guest of {name} runs, but that cannot be recorded in {}; free some space there, then: rekindle recover {name}",
         path.display()
@@ -91,7 +91,7 @@ pub enum HandoverError {
 }
 
 impl HandoverError {
-    /// Adds the end of the destination's log, if this is a failure of the destination that its log may explain.
+    /// Adds the end of the destination's log to an error of its connections. Other errors stay unchanged.
     #[must_use]
     pub fn with_log(self, name: &str, doing: &'static str, log: String) -> Self {
         match self {

@@ -1,5 +1,5 @@
-//! Whether a guest has run since a moment. Recovery needs this where the journal alone does not show it: the process
-//! that sent `cont` died, and so did the QEMU that got it.
+//! Evidence of whether a guest has run since a moment. Recovery needs it where the journal alone does not show it: the
+//! process that sent `cont` has died, and so has the QEMU that received it.
 
 use rekindle_qemu::command::Hardware;
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_OMIT, statfs, utimensat};
@@ -9,17 +9,17 @@ use std::path::{Path, PathBuf};
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// A modification time that no file has by chance: set on the RAM file just before a destination QEMU resumes the
+/// A modification time that no file has by chance. It is set on the RAM file just before a destination QEMU resumes the
 /// guest.
 const MARK_TIME: Timespec = Timespec { tv_sec: 1_000_000_000, tv_nsec: 123_456_789 };
 
 /// Marks the RAM file so that [`is_untouched`] can detect later writes to it. Returns the mark.
 ///
 /// The kernel sets a file's modification time when a page of a shared mapping is first written through a fresh page
-/// table, and a QEMU that has not run its guest has a fresh one. Pages that the load of the device state has *read*
-/// (virtio rings) are mapped writable together with their neighbours, so a write to those alone goes unnoticed; but a
-/// guest that runs immediately writes to its stacks and per-processor data, which are elsewhere. Only tmpfs is known to
-/// behave this way: on other file systems this returns `None`, and nothing can be concluded.
+/// table. A QEMU that has not run its guest has a fresh page table. Pages that the load of the device state has *read*
+/// (virtio rings) are mapped writable together with their neighbours, so a write to only those pages is not detected.
+/// But a guest that runs immediately writes to its stacks and per-processor data, which are in other pages. Only tmpfs
+/// is known to behave this way: on other file systems this returns `None`, and nothing can be concluded.
 #[must_use]
 pub fn mark_ram(ram: &Path) -> Option<i128> {
     let tmpfs = statfs(ram).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC);
@@ -28,7 +28,7 @@ pub fn mark_ram(ram: &Path) -> Option<i128> {
         .then_some(i128::from(MARK_TIME.tv_sec) * 1_000_000_000 + i128::from(MARK_TIME.tv_nsec))
 }
 
-/// Returns whether the RAM file has not been written to since it was marked.
+/// Returns whether the RAM file has not been written since it was marked. Returns false without a mark.
 #[must_use]
 pub fn is_untouched(ram: &Path, mark: Option<i128>) -> bool {
     mark.is_some() && fs::metadata(ram).ok().as_ref().map(modified_ns) == mark

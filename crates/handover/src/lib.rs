@@ -1,27 +1,29 @@
-//! A guest moves from one QEMU, the *source*, to another, the *destination*. Every technique of Rekindle ends in this:
+//! The hand-over: a guest moves from one QEMU, the *source*, to another, the *destination*. Every technique of Rekindle
+//! ends in a hand-over:
 //!
 //! ```text
 //!  Spawned ──prepare──> Prepared ──feed──> Loaded ──commit──> Running ──settle──> settled
 //!     └─────────── any failure before commit: destination ended, source resumed ───────────┘
 //! ```
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | [`destination`] | the steps above; the only place that waits for a load |
-//! | [`environment`] | where a destination runs; the only place that starts one |
-//! | [`operation`] | the VM, the journal and the timeline of a hand-over; the way back to the source |
-//! | [`ram`] | how the destination gets the guest's RAM |
+//! | [`destination`] | the steps above; no other module waits for a load |
+//! | [`environment`] | the surroundings of a destination; no other module starts a destination |
+//! | [`operation`] | the VM, the journal and the timeline of a hand-over; the return to the source |
+//! | [`ram`] | the ways in which the destination gets the guest's RAM |
 //! | [`source_state`] | the device state and the small RAM blocks of a running source |
-//! | [`saved_state`] | the same as a file |
-//! | [`takeover`] | what passes from the source to the destination: taps |
-//! | [`evidence`] | whether a guest has run since a moment |
-//! | [`priority`] | the scheduling of the threads that a stopped guest waits for |
-//! | [`aftermath`] | after the guest runs: its clock, its place in the network |
-//! | [`boot`] | a guest without a source: the first start of a VM |
+//! | [`saved_state`] | the state of a suspended guest in a file |
+//! | [`takeover`] | the transfer of the guest's taps |
+//! | [`evidence`] | shows whether a guest has run since a moment |
+//! | [`priority`] | raises the priority of the threads that a stopped guest waits for |
+//! | [`aftermath`] | steps after the guest resumes: its clock, its location in the network |
+//! | [`boot`] | boots a guest without a source |
 //!
-//! A technique is a composition: it decides which RAM, which state and which environment, and what happens between the
-//! steps. At every instant exactly one QEMU may run the guest, and one can always be made to: each step is journalled
-//! before it is taken, and `rekindle recover` decides from what exists.
+//! A technique is a composition of these steps: it chooses the RAM, the state and the environment, and does its own
+//! work between the steps. At every instant at most one QEMU may run the guest, and the guest can always be resumed in
+//! one: each step is journalled before it is taken, and `rekindle recover` uses the journal and the existing files to
+//! decide which one.
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 

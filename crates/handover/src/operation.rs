@@ -1,4 +1,4 @@
-//! The operation that a hand-over belongs to, and the way back to the source.
+//! The operation of a hand-over: its journal, its fault points, and the return to the source.
 
 use crate::saved_state::remove_stream;
 use crate::{HandoverError, evidence};
@@ -34,9 +34,9 @@ pub enum GuestStatus {
 #[derive(Debug)]
 pub struct Handover {
     pub rundir: RunDir,
-    /// The VM as recorded before the destination runs it.
+    /// The VM's state as recorded before the destination runs the guest.
     pub state: State,
-    /// Names the source, the destination and the step.
+    /// Records the source, the destination and the step.
     pub journal: Journal,
     pub recorder: Recorder,
 }
@@ -47,7 +47,7 @@ impl Handover {
         self.rundir.name()
     }
 
-    /// Returns the QEMU that ran the guest before, if there was one. It may have ended.
+    /// Returns the QEMU that ran the guest before, if there was one. That QEMU may have ended.
     #[must_use]
     pub fn source(&self) -> Option<&Vmm> {
         self.journal.operation.from.as_ref()
@@ -68,26 +68,24 @@ impl Handover {
     /// Journals that `step` is about to be taken.
     ///
     /// # Errors
-    /// If it cannot be written; then the step must not be taken.
+    /// [`HandoverError::File`]: the journal cannot be written; then the step must not be taken.
     pub fn advance(&mut self, step: Step) -> Result<(), HandoverError> {
         self.journal.advance(step).map_err(self.file_error("operation.json"))
     }
 
-    /// Writes the journal.
-    ///
     /// # Errors
-    /// If it cannot be written.
+    /// [`HandoverError::File`]: the journal cannot be written.
     pub fn write_journal(&self) -> Result<(), HandoverError> {
         self.journal.write().map_err(self.file_error("operation.json"))
     }
 
-    /// Passes the fault point `name`.
+    /// Passes the fault point `name`, at which a test can make a process fail.
     pub fn pass(&self, name: &'static str) {
         fault::point(name, self.source(), self.destination());
     }
 
-    /// Passes the fault point of a step of the pipeline, if there is one for such an operation and a destination that
-    /// was started in this way.
+    /// Passes the fault point of a pipeline step, if this kind of operation has one for a destination that was started
+    /// with `start`.
     pub(crate) fn pass_pipeline(&self, point: PipelinePoint, start: Start) {
         point.pass(&self.journal.operation, start);
     }
@@ -98,18 +96,18 @@ impl Handover {
         move |source| HandoverError::File { path: path.clone(), source }
     }
 
-    /// Ends the destination, recorded or not.
+    /// Ends the destination, even if the journal does not record it yet.
     ///
     /// # Errors
-    /// [`HandoverError::File`] if it cannot be ended.
+    /// [`HandoverError::File`]: the destination cannot be ended.
     pub fn end_destination(&self) -> Result<(), HandoverError> {
         end_generation(&self.rundir, self.journal.operation.generation)
     }
 
-    /// Ends the destination and removes what it had, so that the operation is as before its start.
+    /// Ends the destination and removes its files, so that the operation is as before the destination's start.
     ///
     /// # Errors
-    /// [`HandoverError::File`] if it cannot be ended.
+    /// [`HandoverError::File`]: the destination cannot be ended.
     pub fn discard_destination(&self) -> Result<(), HandoverError> {
         self.end_destination()?;
         let _ = fs::remove_dir_all(self.rundir.vmm(self.journal.operation.generation).0);
@@ -117,7 +115,7 @@ impl Handover {
         Ok(())
     }
 
-    /// Returns whether the guest has certainly not run in the destination, as far as the journal and the files show.
+    /// Returns whether the journal and the files prove that the guest has not run in the destination.
     #[must_use]
     pub fn has_not_run(&self) -> bool {
         let operation = &self.journal.operation;
@@ -132,8 +130,9 @@ impl Handover {
         }
     }
 
-    /// Returns to the source: ends the destination, then resumes the guest in the source if this operation has
-    /// stopped it. Before [`Step::Suspend`] it has not, and another process may keep the guest stopped.
+    /// Returns to the source: ends the destination, then resumes the guest in the source if this operation has stopped
+    /// it. Before [`Step::Suspend`] this operation has not stopped the guest; if the guest is stopped, that is another
+    /// process's decision.
     ///
     /// *Needs:* the guest has not run in the destination; the source lives.
     ///
@@ -154,12 +153,12 @@ impl Handover {
         self.journal.close().map_err(failed)
     }
 
-    /// Handles a failure before the decision for the destination. Returns to the source if it lives. Otherwise the
-    /// guest is lost or, if its state is saved, `recover` can resume it. Returns the state of the guest and the error
-    /// to report.
+    /// Handles a failure before the decision for the destination. Returns to the source if it is alive. If it is not,
+    /// the guest is lost or, if its state is saved, `rekindle recover` can resume it. Returns the state of the guest
+    /// and the error to report.
     pub fn abandon<E: From<HandoverError>>(self, error: E) -> (GuestStatus, E) {
         if self.live_source().is_none() {
-            // Nothing runs the guest; `recover` decides whether it can run again.
+            // No QEMU runs the guest; `rekindle recover` decides whether it can run again.
             let _ = self.end_destination();
             let is_saved = self.journal.operation.saved.is_some();
             let lost = || HandoverError::Lost { name: self.name().into() }.into();
@@ -176,10 +175,10 @@ impl Handover {
     }
 }
 
-/// Ends every QEMU of `generation`, recorded or not.
+/// Ends every QEMU of `generation`, even a QEMU that is not recorded.
 ///
 /// # Errors
-/// [`HandoverError::File`] if one cannot be ended.
+/// [`HandoverError::File`]: a QEMU cannot be ended.
 pub fn end_generation(rundir: &RunDir, generation: u32) -> Result<(), HandoverError> {
     let failed = |source| HandoverError::File { path: rundir.path().to_owned(), source };
     for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
@@ -189,12 +188,12 @@ pub fn end_generation(rundir: &RunDir, generation: u32) -> Result<(), HandoverEr
     Ok(())
 }
 
-/// The moments of the pipeline at which a test can make something die.
+/// The moments of the pipeline at which a test can make a process fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PipelinePoint {
-    /// The destination was started, and is not recorded yet.
+    /// The destination was started, and is not recorded in the journal yet.
     Spawned,
-    /// The destination is recorded.
+    /// The destination is recorded in the journal.
     Recorded,
     /// The device state is loaded.
     Loaded,
@@ -220,12 +219,12 @@ impl PipelinePoint {
         }
     }
 
-    /// Returns the name of the fault point. A technique that passes a point of its own at the same moment has none
-    /// here.
+    /// Returns the name of the fault point. There is none where the technique itself passes a fault point at the same
+    /// moment.
     fn name(self, kind: Kind, start: Start) -> Option<&'static str> {
         match start {
             Start::Boot => None,
-            // Whatever the operation is, its guest boots.
+            // Every operation that starts a paused destination boots the guest in it.
             Start::Paused => Some(match self {
                 Self::Spawned => "cold.renew.spawned",
                 Self::Recorded => "cold.renew.recorded",

@@ -1,4 +1,4 @@
-//! The scheduling of the threads that a stopped guest waits for. Without a raised priority they would wait for other
+//! Raises the scheduling priority of the threads that a stopped guest waits for. Without it they would wait for other
 //! guests, and for other work of the two QEMUs.
 
 use rekindle_kernel::process::Process;
@@ -8,15 +8,16 @@ use std::io;
 /// Raises the priority of the main and monitor threads of a QEMU, which save and load its state.
 ///
 /// # Errors
-/// As [`PriorityBoost::threads_of`].
+/// The errors of [`PriorityBoost::threads_of`].
 pub fn boost_monitor(boost: &mut PriorityBoost, qemu: Process) -> io::Result<()> {
     boost.threads_of(qemu, rank_of_monitor)
 }
 
-/// As [`boost_monitor`], and to a lower rank the virtual processors, which load their registers.
+/// Raises the priority of the threads of [`boost_monitor`] and, to a lower rank, of the virtual processors, which load
+/// their registers.
 ///
 /// # Errors
-/// As [`PriorityBoost::threads_of`].
+/// The errors of [`PriorityBoost::threads_of`].
 pub fn boost_monitor_and_processors(boost: &mut PriorityBoost, qemu: Process) -> io::Result<()> {
     boost.threads_of(qemu, |thread| rank_of_monitor(thread).or_else(|| is_processor(thread).then_some(Rank::Third)))
 }
@@ -24,10 +25,11 @@ pub fn boost_monitor_and_processors(boost: &mut PriorityBoost, qemu: Process) ->
 /// Raises the priority of the virtual processors above everything but the threads of [`boost_monitor`]: they must be
 /// scheduled on a host processor to be stopped.
 ///
-/// Only for that moment: if this process were killed during it, they would preempt all other threads until `recover`.
+/// Keep this boost only until the processors have stopped: if this process is killed before that, they preempt all
+/// other threads until `rekindle recover` runs.
 ///
 /// # Errors
-/// As [`PriorityBoost::threads_of`].
+/// The errors of [`PriorityBoost::threads_of`].
 pub fn boost_stopping_processors(boost: &mut PriorityBoost, qemu: Process) -> io::Result<()> {
     boost.threads_of(qemu, |thread| is_processor(thread).then_some(Rank::Second))
 }

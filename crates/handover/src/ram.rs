@@ -1,4 +1,4 @@
-//! How the destination gets the guest's RAM.
+//! The ways in which a destination gets the guest's RAM.
 
 use crate::{HandoverError, evidence};
 use rekindle_qemu::command::Hardware;
@@ -8,19 +8,20 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::journal::Operation;
 use std::path::PathBuf;
 
-/// Migration capabilities of a destination whose RAM is not in the stream. `x-ignore-shared`: it maps a file.
-/// `late-block-activate`: it opens disk images and takes their locks when the guest resumes, after the source has
-/// released them, and not at the end of the load.
+/// Migration capabilities of a destination whose RAM is not in the stream. `x-ignore-shared`: the destination maps the
+/// RAM from a file. `late-block-activate`: the destination opens disk images and takes their locks when the guest
+/// resumes, after the source has released them, and not at the end of the load.
 pub const WITHOUT_RAM: Capabilities<'static> =
     &[("events", true), ("x-ignore-shared", true), ("late-block-activate", true)];
 
-/// The RAM of a destination, as far as recovery must know it.
+/// A destination's RAM, as a source of evidence for recovery.
 pub trait Ram {
-    /// Adds to the journal, just before the decision is written, what shows later whether the guest has run since.
+    /// Adds the evidence to `operation`, just before the decision is journalled. Recovery uses it to detect whether the
+    /// guest has run since.
     fn note_evidence(&self, operation: &mut Operation);
 }
 
-/// RAM that reaches the destination while it waits for device state in a pipe.
+/// RAM to which a destination is connected while it waits for device state from a pipe.
 pub trait RamSource: Ram {
     type Error: From<HandoverError>;
 
@@ -28,11 +29,11 @@ pub trait RamSource: Ram {
     /// state.
     ///
     /// # Errors
-    /// The destination is unusable; the guest is unchanged.
+    /// An error makes the destination unusable; the guest is unchanged.
     fn connect(&mut self, destination: &Vmm, qmp: &mut Qmp) -> Result<Feed, Self::Error>;
 }
 
-/// The RAM is a file that the source and the destination both map.
+/// RAM in a file that the source and the destination both map.
 #[derive(Debug)]
 pub struct SharedRam {
     pub path: PathBuf,
@@ -52,7 +53,7 @@ impl RamSource for SharedRam {
     }
 }
 
-/// The RAM is part of the saved state, which is a file.
+/// RAM that is part of a saved state in a file.
 #[derive(Debug)]
 pub struct SavedRam<'a> {
     pub hardware: &'a Hardware,
@@ -64,7 +65,7 @@ impl Ram for SavedRam<'_> {
     }
 }
 
-/// RAM that no guest has used: the guest boots. If it is lost, it boots again.
+/// RAM that no guest has used: the guest boots. If this RAM is lost, the guest boots again.
 #[derive(Debug)]
 pub struct NewRam;
 
@@ -72,7 +73,8 @@ impl Ram for NewRam {
     fn note_evidence(&self, _operation: &mut Operation) {}
 }
 
-/// The RAM of a destination that an interrupted operation has left. The evidence that it has journalled stays valid.
+/// The RAM of a destination that an interrupted operation has left. The evidence that the operation has journalled
+/// stays valid.
 #[derive(Debug)]
 pub struct UnknownRam;
 

@@ -1,4 +1,5 @@
-//! The state of a suspended guest as a file. It counts only when the journal names it with its length and digest.
+//! A suspended guest's state in a file. The file is valid only if the journal names it with its length and, for a
+//! stream without RAM, its digest.
 
 use crate::HandoverError;
 use rekindle_qemu::qmp::Qmp;
@@ -13,14 +14,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// The state file of a warm replacement: everything but main RAM.
+/// Name of the state file of a warm replacement. The file contains everything except main RAM.
 const STREAM_FILE: &str = "handover.stream";
 
-/// How long it may take to write the guest's RAM to a disk, or to read it back.
+/// Time limit for writing the guest's RAM to a disk, or for reading it back.
 pub const DISK_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Writes the stream of device state and small RAM blocks to a file, part by part: what is sent to the destination in
-/// advance is in the file before the guest is stopped.
+/// Writes the stream of device state and small RAM blocks to a file, part by part: the parts that are sent to the
+/// destination in advance are in the file before the guest is stopped.
 pub struct StreamWriter {
     path: PathBuf,
     file: File,
@@ -35,10 +36,10 @@ impl std::fmt::Debug for StreamWriter {
 }
 
 impl StreamWriter {
-    /// Creates the file of a warm replacement.
+    /// Creates the stream file of a warm replacement in the run directory.
     ///
     /// # Errors
-    /// [`HandoverError::File`].
+    /// [`HandoverError::File`]: the file cannot be created.
     pub fn begin(rundir: &RunDir) -> Result<Self, HandoverError> {
         Self::create(rundir.file(STREAM_FILE))
     }
@@ -46,16 +47,16 @@ impl StreamWriter {
     /// Creates the stream file at `path`.
     ///
     /// # Errors
-    /// [`HandoverError::File`].
+    /// [`HandoverError::File`]: the file cannot be created.
     pub fn create(path: PathBuf) -> Result<Self, HandoverError> {
         let file = create(&path)?;
         Ok(Self { path, file, bytes: 0, digest: Xxh3::new() })
     }
 
-    /// Appends a part.
+    /// Appends a part of the stream.
     ///
     /// # Errors
-    /// [`HandoverError::File`].
+    /// [`HandoverError::File`]: the file cannot be written.
     pub fn write(&mut self, part: &[u8]) -> Result<(), HandoverError> {
         self.digest.update(part);
         self.bytes += part.len() as u64;
@@ -65,22 +66,22 @@ impl StreamWriter {
     /// Makes the complete stream durable.
     ///
     /// # Errors
-    /// [`HandoverError::File`].
+    /// [`HandoverError::File`]: the file cannot be made durable.
     pub fn finish(self) -> Result<SavedState, HandoverError> {
         self.file.sync_data().map_err(|source| HandoverError::File { path: self.path.clone(), source })?;
         Ok(SavedState { path: self.path, bytes: self.bytes, digest: self.digest.digest(), without_ram: true })
     }
 }
 
-/// Removes the stream of a warm replacement.
+/// Removes the stream file of a warm replacement.
 pub fn remove_stream(rundir: &RunDir) {
     let _ = fs::remove_file(rundir.file(STREAM_FILE));
 }
 
-/// Reads a stream file.
+/// Reads a stream file and checks its length, its digest and its format.
 ///
 /// # Errors
-/// [`HandoverError::Damaged`] unless it is complete and unchanged.
+/// [`HandoverError::Damaged`]: the file cannot be read, is incomplete or has changed.
 pub fn read_stream(name: &str, saved: &SavedState) -> Result<Vec<u8>, HandoverError> {
     let damaged = |what: String| HandoverError::Damaged { name: name.into(), path: saved.path.clone(), what };
     let stream = fs::read(&saved.path).map_err(|e| damaged(e.to_string()))?;
@@ -94,10 +95,11 @@ pub fn read_stream(name: &str, saved: &SavedState) -> Result<Vec<u8>, HandoverEr
     Ok(stream)
 }
 
-/// Writes RAM and device state of a stopped guest to `path`, durably.
+/// Writes the RAM and device state of a stopped guest durably to `path`.
 ///
 /// # Errors
-/// [`HandoverError::Transfer`], [`HandoverError::File`].
+/// [`HandoverError::Transfer`]: QEMU cannot save the state. [`HandoverError::File`]: the file cannot be created or
+/// written.
 pub fn save_with_ram(qmp: &mut Qmp, path: &Path) -> Result<SavedState, HandoverError> {
     let failed = |source: io::Error| HandoverError::File { path: path.to_owned(), source };
     let file = create(path)?;
@@ -110,7 +112,7 @@ pub fn save_with_ram(qmp: &mut Qmp, path: &Path) -> Result<SavedState, HandoverE
 /// Opens a saved state that holds the guest's RAM.
 ///
 /// # Errors
-/// [`HandoverError::Damaged`] unless it has the length that was recorded.
+/// [`HandoverError::Damaged`]: the file cannot be read, or its length differs from the recorded length.
 pub fn open_with_ram(name: &str, saved: &SavedState) -> Result<File, HandoverError> {
     let damaged = |what: String| HandoverError::Damaged { name: name.into(), path: saved.path.clone(), what };
     let file = File::open(&saved.path).map_err(|e| damaged(e.to_string()))?;

@@ -1,5 +1,5 @@
-//! The device state of a source QEMU, and its RAM blocks that are not in the RAM file: firmware, ACPI tables, video
-//! memory.
+//! Saves the device state of a source QEMU, and its RAM blocks that are not in the RAM file: firmware, ACPI tables,
+//! video memory.
 
 use crate::HandoverError;
 use crate::saved_state::StreamWriter;
@@ -13,12 +13,12 @@ use serde_json::Value;
 use std::io;
 use std::time::Duration;
 
-/// How long to wait for the source's second monitor: without it, the save is only slower.
+/// How long to wait for a connection to the source's second monitor: without it, the save is only slower.
 const SECOND_MONITOR_TIMEOUT: Duration = Duration::from_millis(100);
-/// Size of an ordinary device state in bytes, and more.
+/// Initial capacity of the device state's buffer, in bytes: more than an ordinary device state needs.
 const DEVICES_CAPACITY: usize = 1 << 20;
 
-/// Where the state goes: to the destination, if it is there, and to a file.
+/// The receivers of the state: a file, and the destination if it is connected.
 #[derive(Debug)]
 pub struct StateSink<'a> {
     pub feed: Option<&'a mut Feed>,
@@ -34,33 +34,34 @@ impl StateSink<'_> {
     }
 }
 
-/// The path of the state out of the source.
+/// A save of the source's state in progress.
 #[derive(Debug)]
 pub struct SourceState {
     source: Vmm,
     tap: Tap,
-    /// A second connection, on which the save command is staged. `None` if another client has it.
+    /// A second monitor connection, on which the save command is staged. `None` if nothing is staged, e.g. because
+    /// another client uses that monitor.
     save_qmp: Option<Qmp>,
     blocks: SmallBlocks,
 }
 
-/// How the RAM blocks are saved that are not in the RAM file.
+/// How the RAM blocks outside the RAM file are saved.
 #[derive(Debug)]
 enum SmallBlocks {
-    /// They are read from the source's memory. `sent` was sent while the guest ran.
+    /// The blocks are read from the source's memory. `sent`: the content that was sent while the guest ran.
     QemuMemory { table: Vec<RamBlock>, sent: CarriedBlocks, section: RamSection },
-    /// They were read from the source's memory after the guest had stopped.
+    /// The blocks were read from the source's memory after the guest had stopped.
     Sent,
-    /// They are part of the stream that the source writes.
+    /// The blocks are part of the stream that the source writes.
     InStream,
 }
 
 impl SourceState {
-    /// Prepares to save the guest of `source`, whose RAM blocks are `table`. What can be sent while the guest runs
-    /// goes to `sink`.
+    /// Prepares to save the guest of `source`, whose RAM blocks are `table`. Writes the small RAM blocks to `sink`
+    /// while the guest runs, if this QEMU can save devices alone.
     ///
     /// # Errors
-    /// [`HandoverError`]. Nothing has changed in the source.
+    /// [`HandoverError`]; the source is unchanged.
     pub fn prepare(
         source: &Vmm,
         qmp: &mut Qmp,
@@ -81,7 +82,8 @@ impl SourceState {
         Ok(Self { source: source.clone(), tap, save_qmp: None, blocks })
     }
 
-    /// Sends ahead what can be sent of the command that saves the devices.
+    /// Sends the command that saves the devices, except its end. [`SourceState::begin`] sends the end. Has no effect if
+    /// the second monitor is not available, or if QEMU cannot save devices alone.
     ///
     /// # Errors
     /// [`HandoverError::Transfer`]: the source has ended.
@@ -96,17 +98,17 @@ impl SourceState {
         Ok(())
     }
 
-    /// Returns whether a `cont` during the load counts. A stream of `migrate` states that the guest was stopped, which
-    /// overrides it.
+    /// Returns whether a `cont` during the load resumes the guest. A stream of `migrate` states that the guest was
+    /// stopped, which overrides the `cont`.
     #[must_use]
     pub fn is_resumable_during_load(&self) -> bool {
         !matches!(self.blocks, SmallBlocks::InStream)
     }
 
-    /// Has the source begin to save its devices. The guest must be stopped.
+    /// Makes the source start to save its devices. The guest must be stopped.
     ///
     /// # Errors
-    /// [`HandoverError::Transfer`].
+    /// [`HandoverError::Transfer`]: the source has ended, or rejects the command.
     pub fn begin(&mut self, source_qmp: &mut Qmp) -> Result<(), HandoverError> {
         match &mut self.save_qmp {
             Some(qmp) => self.tap.begin(qmp, true)?,
@@ -115,10 +117,11 @@ impl SourceState {
         Ok(())
     }
 
-    /// Sends what has changed in the small RAM blocks. Returns their content, if it is known.
+    /// Sends the pages of the small RAM blocks that have changed since [`SourceState::prepare`]. Returns the blocks'
+    /// content, or `None` if the blocks are part of the source's stream or were already sent.
     ///
     /// # Errors
-    /// [`HandoverError::File`]: they cannot be read, or have changed their sizes.
+    /// [`HandoverError::File`]: the blocks cannot be read, or their sizes have changed.
     pub fn send_blocks(&mut self, sink: &mut StateSink<'_>) -> Result<Option<CarriedBlocks>, HandoverError> {
         let (table, sent, mut section) = match std::mem::replace(&mut self.blocks, SmallBlocks::Sent) {
             SmallBlocks::QemuMemory { table, sent, section } => (table, sent, section),
@@ -142,7 +145,8 @@ impl SourceState {
     /// Receives the device state, and passes it to `feed` as it arrives.
     ///
     /// # Errors
-    /// [`HandoverError::Transfer`]; [`HandoverError::File`] if it is incomplete.
+    /// [`HandoverError::Transfer`]: the source or the destination has ended. [`HandoverError::File`]: the device state
+    /// is incomplete.
     pub fn send_devices(self, source_qmp: &mut Qmp, mut feed: Option<&mut Feed>) -> Result<DeviceState, HandoverError> {
         // If the blocks were sent separately, the header was sent with them.
         let mut header = if self.is_resumable_during_load() { stream::HEADER.len() } else { 0 };
@@ -166,7 +170,7 @@ impl SourceState {
 #[derive(Debug)]
 pub struct DeviceState {
     pub bytes: Vec<u8>,
-    /// To be closed when the guest runs: QEMU's monitor thread wakes up for that, and would delay the load.
+    /// Kept open until the guest runs: QEMU's monitor thread wakes up for the close, which would delay the load.
     _second_monitor: Option<Qmp>,
 }
 

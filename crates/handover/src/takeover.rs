@@ -1,4 +1,4 @@
-//! What passes from the source to the destination besides the guest itself: its taps.
+//! The transfer of the guest's taps from the source to the destination.
 
 use crate::HandoverError;
 use rekindle_kernel::inject::Injector;
@@ -12,30 +12,31 @@ use std::os::fd::{OwnedFd, RawFd};
 /// Open taps, with the descriptor numbers that a QEMU's command line names.
 pub type Taps = Vec<(OwnedFd, RawFd)>;
 
-/// The taps of a guest whose source still uses them. The destination has stand-ins for them until then.
+/// The taps of a guest whose source still uses them. Until [`TapTakeover::give`], the destination has stand-ins for
+/// them.
 #[derive(Debug)]
 pub struct TapTakeover {
-    /// To be held until the guest runs: see [`network::Duplicates::stand_ins`].
+    /// Kept until the guest runs: see [`network::Duplicates::stand_ins`].
     stand_ins: Vec<StandIn>,
-    /// What the host sends into the taps. Closing a capture takes the kernel many milliseconds, in which the next guest
-    /// could be handed over: so they are kept until the hand-over is settled.
+    /// Captures of the frames that the host sends into the taps. They are kept until the hand-over is settled: closing
+    /// a capture takes the kernel many milliseconds, and the next guest could be handed over in that time.
     captures: Vec<Capture>,
 }
 
 impl TapTakeover {
-    /// Duplicates the taps of the running `source`. Returns the taps with which the destination starts, too.
+    /// Duplicates the taps of the running `source`. Also returns the taps with which the destination starts.
     ///
     /// # Errors
-    /// [`HandoverError::Network`].
+    /// [`HandoverError::Network`]: a tap cannot be duplicated.
     pub fn prepare(hardware: &Hardware, source: Process) -> Result<(Taps, Self), HandoverError> {
         let network::Duplicates { fds, stand_ins } = network::duplicate(hardware, source)?;
         Ok((fds, Self { stand_ins, captures: Vec::new() }))
     }
 
-    /// Captures what the host sends into the taps from now on, for [`TapTakeover::send_again`].
+    /// Captures the frames that the host sends into the taps from now on, for [`TapTakeover::send_again`].
     ///
     /// # Errors
-    /// [`HandoverError::Network`].
+    /// [`HandoverError::Network`]: a capture cannot be opened.
     pub fn capture(&mut self, hardware: &Hardware) -> Result<(), HandoverError> {
         self.captures = network::captures(hardware)?;
         Ok(())
@@ -51,7 +52,7 @@ impl TapTakeover {
     /// Gives the taps to the destination. No other QEMU may use them any more.
     ///
     /// # Errors
-    /// [`HandoverError::File`]: the destination cannot be traced; it may have some of the taps.
+    /// [`HandoverError::File`]: the destination cannot be traced; some of its taps may be replaced already.
     pub fn give(&self, hardware: &Hardware, destination: Injector) -> Result<(), HandoverError> {
         if self.stand_ins.is_empty() {
             return Ok(());
@@ -61,8 +62,9 @@ impl TapTakeover {
             .map_err(|source| HandoverError::File { path: format!("/proc/{pid}/fd").into(), source })
     }
 
-    /// Sends the frames once more that the source may have received after its guest had stopped, and closes no
-    /// capture. Those that have no frame yet are tried again by the next call.
+    /// Sends again the frames that the source may have received after its guest had stopped. Returns the captures that
+    /// are finished, without closing them. A capture that has no frame after the stop yet is tried again by the next
+    /// call.
     pub fn send_again(&mut self, stopped_host_us: u64) -> Vec<Capture> {
         let (sent, waiting) = std::mem::take(&mut self.captures)
             .into_iter()

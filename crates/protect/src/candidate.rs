@@ -1,8 +1,8 @@
-//! Boot snapshots ("candidates"): each in a store of its own, from which a VM's next guest can resume.
+//! Boot snapshots ("candidates"): each has its own store, from which a VM's next guest can resume.
 //!
 //! A candidate is a checkpoint whose disks have no epochs: [`rekindle_vm::phases`] checks whether the disks are still
-//! as the guest knows them. All of it is written while the guest is stopped, which is acceptable during boot: little
-//! memory is in use, and the guest has no clients yet.
+//! as the guest knows them. The guest is stopped while the whole candidate is written. That is acceptable during boot:
+//! little memory is in use, and the guest has no clients yet.
 
 use crate::load_pages;
 use crate::pause::{Monitors, PauseError, Paused};
@@ -40,10 +40,10 @@ pub enum CandidateError {
     Store(#[from] StoreError),
     #[error(transparent)]
     Ram(#[from] GuestRamError),
-    /// Its memory is incomplete: missing pages would be saved as zeros.
+    /// The guest's memory is incomplete: missing pages would be saved as zeros.
     #[error("its memory is still being loaded from a checkpoint")]
     Filling,
-    /// It could not be stopped, or its memory could not be read.
+    /// The guest could not be stopped, or its memory could not be read.
     #[error("it cannot be saved")]
     Snapshot(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
@@ -72,34 +72,31 @@ impl From<QmpError> for CandidateError {
 /// The result of [`take`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedCandidate {
-    /// How long the guest was stopped for it.
+    /// How long the guest was stopped, in µs.
     pub stopped_us: u64,
-    /// Size in bytes.
+    /// Size of the candidate, in bytes.
     pub bytes: u64,
 }
 
 /// A candidate in a store.
 #[derive(Debug, Clone)]
 pub struct StoredCandidate {
-    /// When it was taken, in µs since 1970.
+    /// When the candidate was taken, in µs since 1970.
     pub taken_us: u64,
-    /// Size in bytes.
+    /// Size of the store, in bytes.
     pub bytes: u64,
-    /// Its description.
+    /// The description that `about` of [`take`] has returned.
     pub about: Value,
-    /// The machine of its guest.
+    /// The machine that the candidate's guest sees.
     pub hardware: Hardware,
 }
 
-/// Takes a candidate of `target` into a new store. `about` is called while the guest is stopped; its result is stored
-/// as the candidate's description.
+/// Saves a candidate of `target` in a new store. `about` is called while the guest is stopped; its result is stored as
+/// the candidate's description.
 ///
 /// *Needs:* no other process works on the VM; all of its memory is loaded.
 /// *On success:* the candidate is durable; the guest continues to run.
 /// *On failure:* the guest continues to run; the store is unusable.
-///
-/// # Errors
-/// [`CandidateError`].
 pub fn take<E: std::error::Error + Send + Sync + 'static>(
     target: &Target,
     store: &StoreUrl,
@@ -143,7 +140,7 @@ fn block(block: &rekindle_memory::ram::Block) -> types::Block {
 /// Reads the description of the candidate in a store.
 ///
 /// # Errors
-/// [`RestoreError`]: there is no committed one, or it cannot be read.
+/// [`RestoreError`]: the store has no committed candidate, or it cannot be read.
 pub fn describe(store: &StoreUrl) -> Result<StoredCandidate, RestoreError> {
     let chosen = open(store)?;
     let about = chosen.image.metadata()?.get(KEY).cloned().unwrap_or_default();
@@ -164,14 +161,11 @@ pub struct PreparedCandidate<'a> {
     pub destination: Destination<Prepared<OnDemandRam>>,
 }
 
-/// Starts a destination QEMU with empty RAM for the candidate in `store`, and registers its memory. `started` is
-/// called in between.
+/// Starts a destination QEMU with empty RAM for the candidate in `store`, and registers its memory. `started` is called
+/// after the QEMU has started and before its memory is registered.
 ///
 /// *Needs:* an empty RAM file.
-/// *On failure:* a QEMU may remain, which has not run the guest.
-///
-/// # Errors
-/// [`RestoreError`].
+/// *On failure:* a QEMU may remain. It has not run the guest.
 pub fn prepare<'a>(
     store: &'a StoreUrl,
     handover: &mut Handover,
@@ -179,7 +173,7 @@ pub fn prepare<'a>(
     taps: Taps,
     started: impl FnOnce(&Vmm),
 ) -> Result<PreparedCandidate<'a>, RestoreError> {
-    // Read while QEMU starts.
+    // Reads the candidate while QEMU starts.
     let (input, empty) = thread::scope(|scope| {
         let input = scope.spawn(|| checkpoint::read(open(store)?));
         let empty = EmptyDestination::start(handover, &environment, taps);
@@ -196,10 +190,8 @@ impl PreparedCandidate<'_> {
     /// Loads the devices and resumes the guest; its memory loads on demand.
     ///
     /// *Needs:* no other QEMU of the VM and no pager; disks as the guest knows them.
-    /// *On failure:* a QEMU may remain, which has not run the guest unless the journal is at its resume.
-    ///
-    /// # Errors
-    /// [`RestoreError`].
+    /// *On failure:* a QEMU may remain. It has not run the guest unless the journal is at
+    /// [`Step::Resume`](rekindle_vm::journal::Step).
     pub fn resume(self, handover: &mut Handover) -> Result<Destination<Running<OnDemandRam>>, RestoreError> {
         let source = CheckpointSource { store: self.store, identity: None, number: self.number };
         let BoostedDestination { loaded, boost } = load::load_devices(self.destination, source, handover)?;

@@ -1,6 +1,6 @@
-//! The epochs of disks on disk servers: a checkpoint has the disks as they were at its moment.
+//! Epochs of the disks on disk servers: with them, a checkpoint includes the disks as they were at its moment.
 //!
-//! `docs/disk-epochs.md` defines what is durable when.
+//! `docs/disk-epochs.md` defines which writes are durable at what time.
 
 use crate::target::Target;
 use rekindle_disk::control::{Ask, Control, ControlError};
@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::PathBuf;
 
-/// The key in a checkpoint's metadata.
+/// The key of the epochs in a checkpoint's metadata.
 pub(crate) const KEY: &str = "disks";
 
-/// A disk server failed.
+/// Why a disk server cannot take part in a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[error("disk {id}: no checkpoint can be taken of it")]
 pub(crate) struct EpochError {
@@ -23,7 +23,7 @@ pub(crate) struct EpochError {
 }
 
 impl EpochError {
-    /// Whether the server does not answer.
+    /// Returns whether no connection to the server is possible.
     pub(crate) fn is_gone(&self) -> bool {
         matches!(self.source, ControlError::Connect { .. })
     }
@@ -43,7 +43,7 @@ pub(crate) fn read(metadata: &Value) -> Result<disks::Epochs, serde_json::Error>
     Ok(named(&found))
 }
 
-/// The epochs by disk id.
+/// Returns the epochs by disk id.
 pub(crate) fn named(marked: &[DiskEpoch]) -> disks::Epochs {
     marked.iter().map(|disk| (disk.id.clone(), disk.at)).collect()
 }
@@ -51,7 +51,8 @@ pub(crate) fn named(marked: &[DiskEpoch]) -> disks::Epochs {
 /// The writable disks of a guest that are on disk servers.
 #[derive(Debug)]
 pub(crate) struct EpochDisks {
-    /// Id, path of the server's control socket, and the connection for the checkpoint that is being taken.
+    /// For each disk: its id, the path of its server's control socket, and the connection for the checkpoint in
+    /// progress.
     disks: Vec<(String, PathBuf, Option<Control>)>,
 }
 
@@ -62,7 +63,7 @@ impl EpochDisks {
         Self { disks: disks.map(|disk| of(&disk.id)).collect() }
     }
 
-    /// Redirects writes to redo logs. A disk that has one keeps it.
+    /// Redirects writes to redo logs. A disk that already has a redo log keeps it.
     pub(crate) fn begin(&mut self) -> Result<(), EpochError> {
         self.disks.iter_mut().try_for_each(|(id, path, connected)| {
             // Reconnects each time: the server may have been replaced.
@@ -88,15 +89,15 @@ impl EpochDisks {
         marked.collect()
     }
 
-    /// Makes the marked state durable. Must precede the commit.
+    /// Makes the marked state durable. Must be called before the commit.
     pub(crate) fn seal(&mut self, marked: &[DiskEpoch]) -> Result<(), EpochError> {
         self.each(marked, |epoch| Ask::EpochSeal { epoch })
     }
 
-    /// Reports the commit: older epochs are not needed any more.
+    /// Reports the commit to the disk servers, which then need no older epochs.
     pub(crate) fn committed(&mut self, marked: &[DiskEpoch]) {
         if let Err(e) = self.each(marked, |epoch| Ask::EpochCommitted { epoch }) {
-            // The next commit covers this one too.
+            // The report of the next commit covers this one, too.
             tracing::debug!("{e}: {}", e.source);
         }
     }

@@ -1,9 +1,8 @@
-//! What a protector reports.
+//! Events that a protector reports.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// An event of a protector.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum ProtectEvent {
@@ -11,10 +10,10 @@ pub enum ProtectEvent {
     Attached {
         pid: u32,
         ram_bytes: u64,
-        /// The next checkpoint holds only changes: the tracking of an earlier protector is continued.
+        /// The tracking of an earlier protector continues, so that the next checkpoint contains only changes.
         incremental: bool,
-        /// A restore still fills the memory: the next checkpoint holds what the guest has written since, on top of
-        /// the one that is restored.
+        /// A restore still fills the memory. The next checkpoint contains the writes since the restored checkpoint, on
+        /// top of that one.
         #[serde(default)]
         filling: bool,
     },
@@ -26,39 +25,39 @@ pub enum ProtectEvent {
     Compared(Comparison),
     /// The newest committed checkpoint is older than `--max-lag`.
     Lag {
-        /// Its age.
+        /// Age of the newest checkpoint.
         lag_ms: u64,
-        /// The limit.
+        /// Value of `--max-lag`.
         max_ms: u64,
     },
-    /// The store cannot be written; the protector tries again.
+    /// The store cannot be written; the protector retries.
     StoreAway { error: String },
     /// The store can be written again.
     StoreBack,
-    /// The guest was stopped by another process, or its memory is incomplete; no checkpoint is possible until that
-    /// changes.
+    /// No checkpoint is possible for now: the guest was stopped by another process, its memory is incomplete, a disk
+    /// server rejects the checkpoint, or the VM needs recovery.
     Waiting {
-        /// The reason.
+        /// The reason, as a sentence fragment.
         state: String,
     },
     /// Another QEMU runs the guest now, or its RAM blocks have changed; tracking starts again.
     Moved { why: String },
 }
 
-/// A committed checkpoint and its cost.
+/// A committed checkpoint and its costs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointReport {
     pub number: u64,
-    /// Whether it holds all of the guest's memory, not only what changed.
+    /// The checkpoint contains all of the guest's memory, not only the changes.
     pub full: bool,
-    /// A restore still filled the guest's memory. Missing pages are as in the checkpoint that is restored.
+    /// A restore still filled the guest's memory. Missing pages are as in the restored checkpoint.
     #[serde(default)]
     pub filling: bool,
-    /// When the guest was stopped, in µs since 1970. The checkpoint has the guest's state of that moment.
+    /// When the guest was stopped, in µs since 1970. The checkpoint has the guest's state at that moment.
     pub stopped_host_us: u64,
     /// Guest-stopped time: QEMU's `STOP` to `RESUME` by the host's clock, in µs.
     pub stopped_us: u64,
-    /// From the guest's stop for the previous checkpoint to this one, in ms; none for the first.
+    /// Time from the guest's stop for the previous checkpoint to its stop for this one, in ms; none for the first.
     pub interval_ms: Option<u64>,
     /// The configured interval, in ms.
     pub every_ms: u64,
@@ -66,42 +65,43 @@ pub struct CheckpointReport {
     pub dirty_bytes: u64,
     /// Bytes that were copied while the guest was stopped.
     pub copied_stopped_bytes: u64,
-    /// Pages copied because the guest was about to write them (`cow`).
+    /// Pages that were copied because the guest was about to write them (policy `cow`).
     pub copied_for_writes: u64,
-    /// Pages stored with their content.
+    /// Pages that were stored with their content.
     pub pages_stored: u64,
     pub pages_zero: u64,
-    /// Pages with unchanged content.
+    /// Pages that were not stored because their content had not changed.
     pub pages_unchanged: u64,
     /// Bytes of the stored pages after compression.
     pub compressed_bytes: u64,
-    /// All bytes written to the store.
+    /// Total bytes written to the store.
     pub bytes: u64,
-    /// From the guest's resume to the release of the network output that it sent before its stop, in µs; none if
-    /// output is not held.
+    /// Time from the guest's resume to the release of the network output that the guest had sent before its stop, in
+    /// µs; none if output is not held.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub released_us: Option<u64>,
-    /// Bytes of device state.
+    /// Size of the device state, in bytes.
     pub devices_bytes: u64,
-    /// From the guest's resume to the commit, in µs.
+    /// Time from the guest's resume to the commit, in µs.
     pub commit_us: u64,
-    /// Time spent writing, before the pause and after it, in µs, without waiting for the disk.
+    /// Time spent writing to the store, before and after the pause, in µs, without waiting for the disk.
     pub writing_us: u64,
-    /// Waiting until the written data is durable, in µs.
+    /// Time spent waiting until the written data is durable, in µs.
     pub syncing_us: u64,
-    /// From the start of the checkpoint, before the guest was stopped, to the commit, in µs.
+    /// Time from the start of the checkpoint, before the guest was stopped, to the commit, in µs.
     #[serde(default)]
     pub took_us: u64,
     pub steps: PauseSteps,
 }
 
-/// A stopped guest's memory, compared with the newest checkpoint.
+/// The result of comparing a stopped guest's memory with the newest checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Comparison {
     pub checkpoint: u64,
-    /// Compared pages of all RAM blocks.
+    /// Number of compared pages in all RAM blocks.
     pub pages: u64,
-    /// Pages that were not compared: the guest has written them since, and the next checkpoint would have them.
+    /// Pages that were not compared, because the guest has written them since the checkpoint. The next checkpoint would
+    /// contain them.
     pub written_since: u64,
     /// Pages that differ: a restore would load wrong content.
     pub wrong: u64,
@@ -111,21 +111,21 @@ pub struct Comparison {
     pub stopped_us: u64,
 }
 
-/// The steps of a pause, in µs.
+/// Durations of the steps of a pause, in µs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PauseSteps {
-    /// Until QEMU has stopped the guest and drained its I/O.
+    /// Stopping the guest and draining its I/O.
     pub stop: u64,
     /// Collecting the written pages and protecting them again.
     pub collect: u64,
-    /// Copying by the policy.
+    /// Copying the pages that the policy copies while the guest is stopped.
     pub copy: u64,
-    /// The rest of saving the devices.
+    /// Saving the devices, as far as the previous steps have not covered it.
     pub devices: u64,
-    /// Separating the network output that was sent before the stop, where output is held.
+    /// Separating the network output that was sent before the stop, if output is held.
     #[serde(default)]
     pub cut: u64,
-    /// Until the guest runs again.
+    /// Resuming the guest.
     pub resume: u64,
 }
 

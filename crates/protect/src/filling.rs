@@ -1,13 +1,13 @@
-//! A protector that runs while a restore still fills: which process may end the pager's write record, and what the
-//! record is worth.
+//! A protector that runs while a restore still fills: which process may end the pager's write record, and whether that
+//! record is usable for a checkpoint.
 //!
-//! The pager may release the memory, and the record with it, only while it holds `fill.lock`. A protector that relies
-//! on the record holds the lock all the time. If either is killed, the lock is free.
+//! The pager may release the memory, and the write record with it, only while it holds `fill.lock`. A protector that
+//! relies on the record holds the lock the whole time. The lock of a killed process is free.
 //!
 //! ```text
-//!  pager       loads ... complete: fill.json has `filled`; continues to serve          lock free: closes, removes
-//! fill.json  protector   locks, checkpoints ...                     next pause: own descriptor, `handed-over`,
-//! unlocks
+//!  pager      loads ... fill complete: writes `filled`, continues to serve
+//!  protector  locks, checkpoints ...      next pause: own descriptor, writes `handed-over`, unlocks
+//!  pager                                                                  lock free: closes, removes fill.json
 //! ```
 
 use crate::pager::{Fill, FillError, Stage};
@@ -20,7 +20,7 @@ use rustix::fs::{FlockOperation, flock};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 
-/// Tries to lock `fill.lock`. `None` if another process has it.
+/// Tries to lock `fill.lock`. Returns `None` if another process holds the lock.
 pub(crate) fn lock(rundir: &RunDir) -> Result<Option<File>, FillError> {
     let path = rundir.file("fill.lock");
     let opened = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
@@ -32,7 +32,7 @@ pub(crate) fn lock(rundir: &RunDir) -> Result<Option<File>, FillError> {
     }
 }
 
-/// A restore that still fills. Its pager keeps the write record while this exists.
+/// A restore that still fills. Its pager keeps the write record as long as this value exists.
 #[derive(Debug)]
 pub(crate) struct FillRecord {
     rundir: RunDir,
@@ -45,10 +45,10 @@ fn wait(why: &str) -> CheckpointError {
 }
 
 impl FillRecord {
-    /// `None` if all of the VM's memory is loaded and no pager has it.
+    /// Locks the pager's write record. Returns `None` if all of the VM's memory is loaded and no pager uses it.
     ///
     /// # Errors
-    /// [`CheckpointError::Filling`] if memory is missing and no record can be used now.
+    /// [`CheckpointError::Filling`]: a fill or its pager has not ended, and the write record cannot be used now.
     pub(crate) fn take(rundir: &RunDir) -> Result<Option<Self>, CheckpointError> {
         if Fill::read(rundir)?.is_none() {
             return Ok(None);
@@ -63,7 +63,7 @@ impl FillRecord {
                 held.require_pager()?;
                 Ok(Some(held))
             }
-            // Its pager ends as soon as it has the lock, which is free when this returns.
+            // The pager ends as soon as it has the lock, which is released when this function returns.
             Stage::Filled | Stage::HandedOver if Fill::is_served(rundir)? => {
                 Err(wait("all of it is loaded, and its pager is about to end"))
             }
@@ -72,7 +72,7 @@ impl FillRecord {
         }
     }
 
-    /// Checks that a pager serves: without one, a stopped guest could wait for a page that its devices need.
+    /// Checks that a pager serves: without a pager, the devices of a stopped guest could wait for a missing page.
     pub(crate) fn require_pager(&self) -> Result<(), CheckpointError> {
         match Fill::is_served(&self.rundir)? {
             true => Ok(()),
@@ -80,29 +80,30 @@ impl FillRecord {
         }
     }
 
-    /// Whether the fill is complete, so that the next pause can end the pager.
+    /// Returns whether the fill is complete, so that the next pause can end the pager.
     pub(crate) fn is_filled(&self) -> bool {
         matches!(Fill::read(&self.rundir), Ok(Some(Fill { stage: Stage::Filled, .. })))
     }
 
-    /// Records that we track the memory with our own descriptor: the pager may close its descriptor.
+    /// Records that the protector tracks the memory with its own descriptor, so that the pager may close its
+    /// descriptor.
     pub(crate) fn hand_over(self) -> Result<(), CheckpointError> {
         Ok(self.fill.with_stage(Stage::HandedOver).write(&self.rundir)?)
     }
 }
 
-/// What the pager's write record is worth for a checkpoint on top of the newest one in `store`.
+/// Usability of the pager's write record for a checkpoint on top of the newest one in the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RecordWorth {
-    /// It has everything that was written since the newest checkpoint.
+    /// The record contains all writes since the newest checkpoint.
     Complete,
-    /// Some of it was collected and not committed. Missing pages are still as in the newest checkpoint.
+    /// Some of the record was collected but not committed. Missing pages are still as in the newest checkpoint.
     Partial,
     /// Missing pages may differ from those in the newest checkpoint.
     Unusable,
 }
 
-/// Judges a write record by what the restore and the previous protector have recorded.
+/// Judges a write record by the records of the restore (`fill`) and of the previous protector (`before`).
 pub(crate) fn judge(
     fill: &Fill,
     before: Option<&Progress>,
@@ -114,10 +115,11 @@ pub(crate) fn judge(
         return RecordWorth::Unusable;
     }
     let restored = fill.epoch.map(|epoch| CommitId { number: fill.number, epoch });
-    // A protector records its progress before it collects from a QEMU.
+    // A protector records its progress before it collects from a QEMU. So without a record of this QEMU, no page was
+    // collected from it.
     let before = before.filter(|before| before.is_of(vmm));
-    // Only a protector that started from the restored checkpoint, or from a successor of it, has committed these: see
-    // `ProtectLoop::checkpoint`.
+    // A record of progress with a base comes from a protector that started from the restored checkpoint or a successor
+    // of it, so its commits are known: see `ProtectLoop::checkpoint`.
     let ours = before.filter(|before| before.store == *store).into_iter().flat_map(|before| {
         [before.base, before.base.map(|_| CommitId { number: before.collected, epoch: before.epoch })]
     });
@@ -175,7 +177,7 @@ mod tests {
     fn a_record_is_complete_for_the_restored_checkpoint() {
         assert_eq!(fill().stage, Stage::Filling);
         assert_eq!(judged(None, RESTORED), RecordWorth::Complete);
-        // Of the previous QEMU.
+        // Progress that belongs to the previous QEMU.
         let other = Progress { pid: 4, ..progress(8, 7, 4, Some(RESTORED)) };
         assert_eq!(judged(Some(&other), RESTORED), RecordWorth::Complete);
         let other = Progress { started: 10, ..progress(8, 7, 4, Some(RESTORED)) };
@@ -204,9 +206,9 @@ mod tests {
     #[test]
     fn a_protector_that_died_leaves_the_record_complete_or_partial() {
         let at = |number, epoch| CommitId { number, epoch };
-        // Between two checkpoints.
+        // Died between two checkpoints.
         assert_eq!(judged(Some(&progress(8, 8, 4, Some(at(8, 4)))), at(8, 4)), RecordWorth::Complete);
-        // Collected and committed, although that is not recorded; collected and not committed.
+        // Died after the commit, before it was recorded; died after collecting, before the commit.
         let before = progress(9, 8, 5, Some(at(8, 4)));
         assert_eq!(judged(Some(&before), at(9, 5)), RecordWorth::Complete);
         assert_eq!(judged(Some(&before), at(8, 4)), RecordWorth::Partial);

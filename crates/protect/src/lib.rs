@@ -1,18 +1,18 @@
-//! Checkpoints of a running guest in a store, and restoring it from there (HydraVM, HPL-2011-24).
+//! Takes checkpoints of a running guest into a store, and restores the guest from the store (HydraVM, HPL-2011-24).
 //!
 //! | module | contents |
 //! |---|---|
 //! | [`target`] | the guest to protect: its run directory, its QEMU, its identity |
-//! | [`recipe`] | how to rebuild its VM, stored with each checkpoint |
-//! | [`policy`] | what is copied when: `basic`, `cow`, `precopy` |
+//! | [`recipe`] | the description from which a VM is rebuilt, stored with each checkpoint |
+//! | [`policy`] | when pages are copied: `basic`, `cow`, `precopy` |
 //! | [`protector`] | the loop that takes checkpoints |
 //! | [`candidate`] | boot snapshots |
-//! | [`event`] | what the loop reports |
-//! | [`owned`] | the owner epoch in which a guest started here, and the end of a guest that another host has |
-//! | [`restore`] | a guest resumes from a checkpoint, and its pages load on demand |
-//! | [`pager`] | loads the pages |
+//! | [`event`] | the events that the loop reports |
+//! | [`owned`] | the owner epoch in which a guest started on this host, and the end of a guest that another host has |
+//! | [`restore`] | resumes a guest from a checkpoint; its pages load on demand |
+//! | [`pager`] | loads the pages of a restored guest |
 //! | [`output`] | releases held network output |
-//! | [`moving`] | a guest moves to another host |
+//! | [`moving`] | moves a guest to another host |
 //!
 //! `docs/protect.md` has the sequences and the reasoning.
 

@@ -1,8 +1,8 @@
-//! The pages that QEMU itself reads while it loads a guest's devices: mostly the rings of its virtio devices.
+//! The pages that QEMU itself reads while it loads a guest's devices: mostly the rings of virtio devices.
 //!
-//! Each of them that is missing costs a fault and a read of the store, one after the other, while the guest waits. So a
-//! checkpoint lists them (`first` in its metadata), and a restore reads them together while QEMU starts. The list is
-//! a hint: an error in it costs time only.
+//! Each missing page costs a fault and a read of the store, one after the other, while the guest waits. Therefore a
+//! checkpoint lists these pages (`first` in its metadata), and a restore reads them together while QEMU starts. The
+//! list is a hint: an error in it only costs time.
 
 use rekindle_memory::ram::GuestRam;
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageId, PageNo, PageRun};
@@ -15,23 +15,22 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-/// Key in the metadata of a checkpoint.
+/// The key of the list in a checkpoint's metadata.
 pub(crate) const KEY: &str = "first";
-/// Longer lists are not worth reading.
+/// Maximum number of pages in the list. Reading more takes longer than it saves.
 const MAX_PAGES: usize = 1024;
-/// Concurrent reads.
+/// Number of threads that read concurrently.
 const READERS: usize = 4;
-/// Parts that the readers share.
+/// Number of parts into which a list is divided for the readers.
 const PARTS: usize = 32;
 
-/// Pages that QEMU reads in the memory of any PC: the option ROM that gives old guests a local APIC (`kvmvapic`), and
-/// video memory where there is no video card.
+/// Pages that QEMU reads in the memory of every PC: the option ROM that gives old guests a local APIC (`kvmvapic`), and
+/// the region of the video memory if there is no video card.
 const PC_PAGES: [PageNo; 5] = [PageNo(0xb8), PageNo(0xc0), PageNo(0xc1), PageNo(0xc2), PageNo(0xc3)];
 
-/// Pages with their content: block, page, content.
 pub(crate) type Pages = Vec<(BlockId, PageNo, Box<Page>)>;
 
-/// The pages that the QEMU of `qmp` would read during a load; none if it does not report them.
+/// Returns the pages that the QEMU of `qmp` would read during a load; none if QEMU does not report them.
 pub(crate) fn locate(qmp: &mut Qmp, ram: &GuestRam) -> Vec<PageRun> {
     let ranges = rings::of(qmp).unwrap_or_else(|e| {
         tracing::debug!("cannot locate the rings of the virtio devices: {e}");
@@ -49,8 +48,8 @@ pub(crate) fn locate(qmp: &mut Qmp, ram: &GuestRam) -> Vec<PageRun> {
     PageRun::merged(pages.into_iter().take(MAX_PAGES))
 }
 
-/// Reads the listed pages in the blocks `paged`, and those that the device state `devices` refers to. A page that
-/// cannot be read is loaded on demand.
+/// Reads the pages in the checkpoint's list and the pages that the device state `devices` refers to, in the blocks
+/// `paged`. A page that cannot be read now is loaded on demand.
 pub(crate) fn read(image: &Image, paged: &[String], devices: &[u8]) -> Pages {
     let named: Vec<PageRun> = match image.metadata() {
         Ok(metadata) => metadata.get(KEY).cloned().map(serde_json::from_value).and_then(Result::ok).unwrap_or_default(),
@@ -60,11 +59,11 @@ pub(crate) fn read(image: &Image, paged: &[String], devices: &[u8]) -> Pages {
         }
     };
     let blocks = &image.info().blocks;
-    // The page after the last one of a block; the first one if the block is not paged.
+    // End of the pages of a block; zero if the block is not paged.
     let end = |BlockId(block)| {
         PageNo(blocks.get(block).filter(|block| paged.contains(&block.id)).map_or(0, |block| block.pages()))
     };
-    // Its address is its offset in the block: it is below 4 GiB.
+    // The page is below 4 GiB, so its address is its offset in the block.
     let generation = stream::generation_address(devices).map(PageNo::containing);
     let main = image.block(MAIN_RAM);
     let fixed = main
@@ -79,8 +78,8 @@ pub(crate) fn read(image: &Image, paged: &[String], devices: &[u8]) -> Pages {
     })
 }
 
-/// Reads `pages` in parallel: a disk does several reads as fast as one. Returns those that `keep` accepts, in the given
-/// order.
+/// Reads `pages` in parallel: a disk does several reads as fast as one. Returns the pages that `keep` accepts, in the
+/// given order.
 pub(crate) fn read_parallel(
     image: &Image,
     pages: &[PageId],

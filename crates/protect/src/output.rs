@@ -1,4 +1,4 @@
-//! Releases network output that is held although no protector runs.
+//! Releases network output that is still held after its protector has ended.
 
 use crate::target::{Target, TargetError};
 use rekindle_qemu::hold::Hold;
@@ -15,7 +15,7 @@ const GREETING: Duration = Duration::from_secs(5);
 pub enum ReleaseError {
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// A protector runs, and releases it itself.
+    /// A protector runs, which releases the output itself.
     #[error(transparent)]
     Protected(#[from] AttachError),
     #[error("the network output of {name} is still held")]
@@ -29,12 +29,9 @@ pub enum ReleaseError {
 /// Releases the held network output of VM `name` and stops holding it. Returns whether any was held.
 ///
 /// *Needs:* the VM runs, and no protector takes checkpoints of it.
-/// *On success:* its network is as it was before. A fail-over to its last checkpoint may now revert what its clients
-/// have seen.
+/// *On success:* the VM's network output is not held any more. A fail-over to the VM's last checkpoint may now revert
+/// output that its clients have seen.
 /// *On failure:* the output is still held.
-///
-/// # Errors
-/// [`ReleaseError`].
 pub fn release(host: &Host, name: &str) -> Result<bool, ReleaseError> {
     let target = Target::of(host, name)?;
     let _protection = Protection::take(target.rundir())?;

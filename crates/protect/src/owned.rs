@@ -1,10 +1,10 @@
-//! `owner.json` in the run directory of a guest that is protected or was restored: the owner epoch in which it
-//! started to run here.
+//! `owner.json` in the run directory of a guest that is protected or was restored: the owner epoch in which the guest
+//! started on this host.
 //!
-//! A host that starts the guest elsewhere becomes the store's owner in a later such epoch (`docs/store-format.md`).
-//! From then on the guest here cannot commit. The process that detects this ends the guest: two running guests of one
-//! VM are worse than none. The redo logs of its disks stay as they are, since writes after its last checkpoint are
-//! not part of the guest any more.
+//! Another host that starts the guest becomes the store's owner in a later owner epoch (`docs/store-format.md`). From
+//! then on the guest on this host cannot commit. The process that detects this ends the guest: two running guests of
+//! one VM are worse than none. The redo logs of the guest's disks stay as they are, because writes after its last
+//! checkpoint are not part of the guest any more.
 
 use crate::progress::Progress;
 use crate::target::TargetError;
@@ -21,7 +21,7 @@ use std::io;
 use std::path::PathBuf;
 use uuid::Uuid;
 
-/// The contents of `owner.json`.
+/// Content of `owner.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnerRecord {
     store: StoreUrl,
@@ -29,15 +29,15 @@ pub struct OwnerRecord {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     identity: Option<[PathBuf; 3]>,
     run: u64,
-    /// When the guest started to run here, in µs since 1970; missing in records of earlier versions.
+    /// When the guest started to run on this host, in µs since 1970; missing in records of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     since_us: Option<u64>,
-    /// The owner of the guest, if it must not run here any more.
+    /// The new owner of the guest. If set, the guest must not run on this host any more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     over: Option<String>,
 }
 
-/// Another host has the guest; it must not run here any more.
+/// Another host has the guest, which must not run on this host any more.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "{name} must not run here any more: {owner} has it; its QEMU and disk servers here were ended, and the redo logs of its disks are \
@@ -60,24 +60,24 @@ pub struct OwnedElsewhere {
 pub struct StoreGone {
     pub name: String,
     pub store: String,
-    /// When this host became its owner, if that is known.
+    /// When this host became the store's owner, if that is known.
     pub since: Option<String>,
-    /// There is a new store at its path, which no VM uses yet.
+    /// The path has a new store that no VM uses yet.
     pub unused: bool,
 }
 
 impl StoreGone {
-    /// The command that abandons its checkpoints.
+    /// Returns the command that abandons the missing store's checkpoints.
     #[must_use]
     pub fn remedy(&self) -> String {
         format!("rekindle protect {} --store {} --create-store --abandon-old-checkpoints", self.name, self.store)
     }
 }
 
-/// Why a guest that must not run here any more could not be ended.
+/// Why a guest that must not run on this host any more could not be ended.
 #[derive(Debug, thiserror::Error)]
 pub enum EndGuestError {
-    /// The record could not be written.
+    /// `owner.json` could not be written.
     #[error(transparent)]
     RunDir(#[from] TargetError),
     /// A process of the guest still runs.
@@ -85,7 +85,7 @@ pub enum EndGuestError {
     Life(#[from] LifeError),
 }
 
-/// The store's URL, independent of the working directory.
+/// Makes the store's URL independent of the working directory.
 fn full(store: &StoreUrl) -> StoreUrl {
     match store {
         StoreUrl::Directory(path) => StoreUrl::Directory(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
@@ -104,10 +104,11 @@ impl OwnerRecord {
         Self { store: full(store), identity, run, since_us: Some(now_us()), over: None }
     }
 
-    /// Becomes the owner of `store` for a guest that is about to run here, if `only_if` holds, and records it.
+    /// Makes this host the owner of `store` for a guest that is about to run on it, if `only_if` holds. Records the
+    /// ownership.
     ///
     /// # Errors
-    /// [`OwnError`]; the guest must not run then.
+    /// [`OwnError`]: the guest must not run.
     pub fn claim(
         rundir: &RunDir,
         store: &StoreUrl,
@@ -119,10 +120,10 @@ impl OwnerRecord {
         Self::claim_over(&SpareConnections::default(), rundir, store, identity, vm, owner, only_if)
     }
 
-    /// As [`OwnerRecord::claim`], over an existing connection to a server.
+    /// Does the same as [`OwnerRecord::claim`], over an existing connection to a server.
     ///
     /// # Errors
-    /// As [`OwnerRecord::claim`].
+    /// The errors of [`OwnerRecord::claim`].
     pub fn claim_over(
         spare: &SpareConnections,
         rundir: &RunDir,
@@ -137,10 +138,10 @@ impl OwnerRecord {
         Ok(fenced)
     }
 
-    /// Reads the record of the VM of `rundir`, if there is one.
+    /// Reads the record of the VM of `rundir`. `None`: there is no record.
     ///
     /// # Errors
-    /// [`TargetError::RunDir`] if it exists and cannot be read: then it is not known whether the guest may run.
+    /// [`TargetError::RunDir`]: the record exists but cannot be read, so it is unknown whether the guest may run.
     pub fn read(rundir: &RunDir) -> Result<Option<Self>, TargetError> {
         let failed = |source| TargetError::RunDir { path: path(rundir), source };
         match fs::read(path(rundir)) {
@@ -154,12 +155,12 @@ impl OwnerRecord {
         write_json(&path(rundir), self).map_err(|source| TargetError::RunDir { path: path(rundir), source })
     }
 
-    /// Whether the record is about `store`.
+    /// Returns whether the record is about `store`.
     pub(crate) fn is_of(&self, store: &StoreUrl) -> bool {
         self.store == full(store)
     }
 
-    /// The error to report when the store is missing.
+    /// Returns the error to report if the store is missing.
     pub(crate) fn store_gone(&self, rundir: &RunDir, e: &StoreError) -> StoreGone {
         StoreGone {
             name: rundir.name().into(),
@@ -172,9 +173,10 @@ impl OwnerRecord {
     /// Removes the record of a missing store, so that its VM can start a new one.
     ///
     /// # Errors
-    /// [`TargetError::RunDir`]; then the record may still exist.
+    /// [`TargetError::RunDir`]: the record may still exist.
     pub(crate) fn abandon(rundir: &RunDir) -> Result<(), TargetError> {
-        // Pages that were collected for the old store are in no checkpoint of a new one.
+        // The progress record must go, too: pages that were collected for the old store are in no checkpoint of a new
+        // one.
         for path in [Progress::path(rundir), path(rundir)] {
             match fs::remove_file(&path) {
                 Err(source) if source.kind() != io::ErrorKind::NotFound => {
@@ -186,16 +188,16 @@ impl OwnerRecord {
         Ok(())
     }
 
-    /// The owner epoch in which the guest started to run here.
+    /// Returns the owner epoch in which the guest started on this host.
     #[must_use]
     pub fn run(&self) -> u64 {
         self.run
     }
 
-    /// Checks that the guest of `rundir` may run here, as far as is known without asking the store.
+    /// Checks that the guest of `rundir` may run on this host, as far as is known without a query to the store.
     ///
     /// # Errors
-    /// [`OwnedElsewhere`].
+    /// [`OwnedElsewhere`]: another host has the guest.
     pub fn may_run(&self, rundir: &RunDir) -> Result<(), OwnedElsewhere> {
         match &self.over {
             None => Ok(()),
@@ -207,11 +209,11 @@ impl OwnerRecord {
         self.identity.clone().map(|[cert, key, ca]| Identity { cert, key, ca })
     }
 
-    /// Returns the newer owner of the guest `uuid` if the store has one.
+    /// Queries the store for a newer owner of the guest `uuid`. `None`: this host is still the owner.
     ///
     /// # Errors
-    /// Errors of the store: then nothing is known. [`StoreError::OtherVm`] if another store is at its place, which
-    /// has other epochs.
+    /// [`StoreError`]: the owner is unknown. [`StoreError::OtherVm`]: the path now has another VM's store, whose epochs
+    /// mean nothing for this guest.
     pub fn ask(&self, uuid: Uuid) -> Result<Option<Owner>, StoreError> {
         let found = admin::listing(&self.store, self.identity().as_ref())?;
         if found.vm.uuid != uuid {
@@ -221,26 +223,26 @@ impl OwnerRecord {
         Ok(found.owner.filter(|owner| owner.run > self.run))
     }
 
-    /// Records in the store that the guest has shut down cleanly and no checkpoint is needed any more, unless another
-    /// host has the guest.
+    /// Records in the store that the guest has shut down cleanly and needs no checkpoint any more, unless another host
+    /// has the guest.
     ///
     /// # Errors
-    /// [`StoreError::Superseded`] if another host has it; for other errors of the store it is not known.
+    /// [`StoreError::Superseded`]: another host has the guest. After other errors it is unknown whether one has.
     pub fn ended(&self, vm: &Vm) -> Result<(), StoreError> {
         let owner = Owner::here(&format!("stop {}", vm.name)).with(Guest::Ended);
         let only_if = Some(OnlyIf::Run { run: self.run });
         match admin::fence(&self.store, vm, &owner, only_if, self.identity().as_ref()) {
-            // No checkpoint to resume from.
+            // Without a store there is no checkpoint to resume from.
             Err(e) if e.is_no_store() => Ok(()),
             other => other.map(drop),
         }
     }
 
-    /// As [`OwnerRecord::ended`], for the VM of a run directory. Must be called before its redo logs are merged:
-    /// another host may have the guest.
+    /// Does the same as [`OwnerRecord::ended`] for the VM of a run directory. Must be called before the VM's redo logs
+    /// are merged: another host may have the guest.
     ///
     /// # Errors
-    /// As [`OwnerRecord::ended`]; [`OwnedElsewhere`].
+    /// The errors of [`OwnerRecord::ended`]. [`OwnedElsewhere`]: another host has the guest.
     pub fn report_shutdown(
         &self,
         rundir: &RunDir,
@@ -250,13 +252,13 @@ impl OwnerRecord {
         Ok(self.ended(&Vm { uuid: state.hardware.uuid.unwrap_or_default(), name: rundir.name().into() })?)
     }
 
-    /// Ends what runs here of a guest that another host has, immediately. Nothing is merged.
+    /// Ends immediately every process on this host of a guest that another host has. No redo log is merged.
     ///
     /// # Errors
-    /// [`EndGuestError`]; try again.
+    /// [`EndGuestError`]: a process may still run; call this again.
     pub fn end_guest(&self, rundir: &RunDir, owner: &Owner) -> Result<OwnedElsewhere, EndGuestError> {
         let owner = owner.to_string();
-        // First, so that it is not booted here again.
+        // Must precede the kill, so that the guest is not booted on this host again.
         Self { over: Some(owner.clone()), ..self.clone() }.write(rundir)?;
         pull_the_plug(rundir)?;
         Ok(OwnedElsewhere { name: rundir.name().into(), owner })
@@ -301,14 +303,14 @@ mod tests {
         let owner = first.ask(vm().uuid).unwrap().unwrap();
         assert_eq!((owner.run, owner.boot), (2, 1));
         assert!(matches!(first.ended(&vm()), Err(StoreError::Superseded { .. })));
-        // The run directory has no state: nothing to end.
+        // The run directory has no state, so there is no process to end.
         let over = first.end_guest(&here, &owner).unwrap();
         assert!(over.to_string().contains("rekindle stop web"), "{over}");
         assert!(OwnerRecord::read(&here).unwrap().unwrap().may_run(&here).is_err());
         assert!(second.may_run(&there).is_ok() && second.ask(vm().uuid).unwrap().is_none());
         second.ended(&vm()).unwrap();
         assert_eq!(second.ask(vm().uuid).unwrap().unwrap().guest, Guest::Ended);
-        // Another VM's store, created where this VM's is not mounted, decides nothing.
+        // Another VM's store at the same path, e.g. because this VM's store is not mounted, decides nothing.
         assert!(matches!(first.ask(Uuid::from_u128(8)), Err(StoreError::OtherVm { .. })));
     }
 

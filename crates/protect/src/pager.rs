@@ -1,8 +1,8 @@
-//! Loads the pages of a restored guest: first those that the guest waits for, then those that were written last, then
-//! the rest.
+//! Loads the pages of a restored guest. The pages that the guest waits for are first, then the pages that were written
+//! last before the checkpoint, then the rest.
 //!
-//! It is a process of its own, `rekindle pager NAME`, which can be killed and restarted at any time: QEMU holds the
-//! userfaultfd, so access to a missing page blocks. `fill.json` in the run directory has its parameters; it is
+//! The pager is a separate process, `rekindle pager NAME`. It can be killed and restarted at any time: QEMU holds the
+//! userfaultfd, so access to a missing page blocks. `fill.json` in the run directory has the pager's parameters; it is
 //! removed when the fill is complete.
 
 use crate::filling;
@@ -28,11 +28,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Delay before a page that could not be read is tried again.
+/// Delay before a failed read of a page is retried.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
-/// How long another process may hold the lock to check whether there is a pager. It takes microseconds.
+/// How long to wait for another process that checks whether there is a pager. It holds the lock for microseconds.
 const LOCK_PATIENCE: Duration = Duration::from_millis(100);
-/// The format that this Rekindle writes.
+/// Format of `fill.json` that this version of Rekindle writes.
 const FORMAT: u32 = 1;
 
 /// Why a pager cannot serve.
@@ -58,7 +58,7 @@ pub enum FillError {
     Pager(#[from] PagerError),
 }
 
-/// The contents of `fill.json`.
+/// Content of `fill.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fill {
     format: u32,
@@ -87,19 +87,19 @@ pub enum Stage {
     /// Pages are missing.
     #[default]
     Filling,
-    /// Complete. A protector still relies on the pager's write record, so the pager continues to serve.
+    /// All pages are loaded. A protector still relies on the pager's write record, so the pager continues to serve.
     Filled,
-    /// A protector tracks the memory itself. The pager only closes its descriptor.
+    /// A protector tracks the memory itself. The pager only has to close its descriptor.
     HandedOver,
 }
 
-/// The value that records without this field imply.
+/// Returns the value of `paged` for records of earlier versions.
 fn main_ram_only() -> Vec<String> {
     vec![MAIN_RAM.to_owned()]
 }
 
 impl Fill {
-    /// The fill of those blocks of `vmm` that `paged` names, from checkpoint `info` of `store`.
+    /// Describes the fill of the blocks `paged` of `vmm` from checkpoint `info` of `store`.
     pub(crate) fn new(
         store: StoreUrl,
         identity: Option<&Identity>,
@@ -125,10 +125,10 @@ impl Fill {
         write_json(&rundir.fill(), self).map_err(|source| FillError::File { path: rundir.fill(), source })
     }
 
-    /// Reads the fill that is under way for the VM of `rundir`, if there is one.
+    /// Reads the description of the unfinished fill of the VM of `rundir`. `None`: no fill is unfinished.
     ///
     /// # Errors
-    /// [`FillError::File`].
+    /// [`FillError::File`]: `fill.json` cannot be read.
     pub fn read(rundir: &RunDir) -> Result<Option<Self>, FillError> {
         let failed = |source| FillError::File { path: rundir.fill(), source };
         match fs::read(rundir.fill()) {
@@ -138,12 +138,12 @@ impl Fill {
         }
     }
 
-    /// This fill at another stage.
+    /// Returns this fill with another stage.
     pub(crate) fn with_stage(&self, stage: Stage) -> Self {
         Self { stage, ..self.clone() }
     }
 
-    /// Whether a pager serves the VM of `rundir` now.
+    /// Returns whether a pager serves the VM of `rundir` now.
     pub(crate) fn is_served(rundir: &RunDir) -> Result<bool, FillError> {
         let (path, file) = lock_file(rundir)?;
         match flock(&file, FlockOperation::NonBlockingLockShared) {
@@ -160,22 +160,22 @@ pub enum PagerEvent {
     Serving {
         checkpoint: u64,
     },
-    /// A page cannot be read; access to it blocks.
+    /// A page cannot be read, so access to it blocks.
     Waiting {
         error: String,
     },
     Filled {
-        /// Pages that the guest waited for.
+        /// Number of pages that the guest waited for.
         demanded: u64,
-        /// Pages loaded in the background.
+        /// Number of pages that were loaded in the background.
         filled: u64,
         zero: u64,
-        /// The longest wait, in µs.
+        /// The guest's longest wait for a page, in µs.
         worst_us: u64,
     },
     /// Stopped by signal while pages are missing.
     Ended {
-        /// How many pages are missing.
+        /// Number of missing pages.
         left: u64,
     },
 }
@@ -198,13 +198,13 @@ impl std::fmt::Display for PagerEvent {
     }
 }
 
-/// Pages of a checkpoint, for a guest whose blocks may have other positions than those of the checkpoint.
+/// Pages of a checkpoint, for a guest whose RAM blocks may have other positions than in the checkpoint.
 pub(crate) struct CheckpointPages<'a> {
     image: &'a Image,
-    /// For each block of the guest, its position in the checkpoint.
+    /// For each RAM block of the guest, its position in the checkpoint.
     positions: Vec<Option<BlockId>>,
     on_event: &'a mut dyn FnMut(&PagerEvent),
-    /// The error that was reported last, so that it is reported once.
+    /// The error that was reported last, so that each error is reported once.
     last_error: Option<String>,
 }
 
@@ -241,20 +241,14 @@ impl PageSource for CheckpointPages<'_> {
 /// *Needs:* a restore that still fills, and no other pager.
 /// *On success:* all of the guest's memory is loaded, or `end` was set.
 /// *On failure:* access to a missing page blocks; the pager can be started again.
-///
-/// # Errors
-/// [`FillError`].
 pub fn serve(rundir: &RunDir, end: &AtomicBool, on_event: &mut dyn FnMut(&PagerEvent)) -> Result<Progress, FillError> {
     let _lock = lock(rundir)?;
     let (fill, image) = open(rundir)?;
     run(rundir, &fill, &image, end, on_event)
 }
 
-/// As [`serve`], but replaces a process that supplies pages now: it does what takes time first, calls `ready`, and
-/// then waits until the other process has released the lock.
-///
-/// # Errors
-/// [`FillError`].
+/// Replaces a process that supplies the pages now, and then does the same as [`serve`]. First does the slow
+/// preparations, calls `ready`, and waits until the other process has released the lock.
 pub fn serve_after(
     rundir: &RunDir,
     ready: impl FnOnce(),
@@ -300,7 +294,7 @@ fn run(
             let mut decision = RecordDecision { rundir, fill, lock: None };
             let progress =
                 pager.run_until(&mut CheckpointPages::new(image, &ram, on_event), order, end, || decision.decide())?;
-            // While this is held, a protector cannot mistake the VM for one that still fills.
+            // While this lock is held, a protector cannot mistake the VM for one that still fills.
             _record_lock = decision.lock;
             progress
         }
@@ -322,11 +316,11 @@ fn run(
     Ok(progress)
 }
 
-/// The decision what happens to the pager's write record when the fill is complete.
+/// Decides what happens to the pager's write record when the fill is complete.
 struct RecordDecision<'a> {
     rundir: &'a RunDir,
     fill: &'a Fill,
-    /// Held once no protector uses the record any more.
+    /// Set when no protector uses the record any more; keeps others out.
     lock: Option<File>,
 }
 
@@ -366,14 +360,14 @@ fn lock_file(rundir: &RunDir) -> Result<(PathBuf, File), FillError> {
     Ok((path, file))
 }
 
-/// Locks out other pagers.
+/// Takes the pager's lock, which locks out other pagers.
 pub(crate) fn lock(rundir: &RunDir) -> Result<File, FillError> {
     let (path, file) = lock_file(rundir)?;
     let deadline = Instant::now() + LOCK_PATIENCE;
     loop {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(file),
-            // A protector that checks for a pager has the lock for a moment.
+            // A protector that checks for a pager holds the lock for a moment.
             Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(FillError::Busy { name: rundir.name().into() }),
             Err(e) => return Err(FillError::File { path, source: e.into() }),
@@ -381,10 +375,10 @@ pub(crate) fn lock(rundir: &RunDir) -> Result<File, FillError> {
     }
 }
 
-/// PreparedQemu until no pager serves the VM of `rundir`, whose QEMU has ended: the pager notices that a moment later.
+/// Waits until no pager serves the VM of `rundir`, whose QEMU has ended: the pager notices that end a moment later.
 ///
 /// # Errors
-/// [`FillError::Busy`] after `patience`.
+/// [`FillError::Busy`]: a pager still serves the VM after `patience`.
 pub fn wait_ended(rundir: &RunDir, patience: Duration) -> Result<(), FillError> {
     let deadline = Instant::now() + patience;
     while Fill::is_served(rundir)? {
@@ -396,12 +390,12 @@ pub fn wait_ended(rundir: &RunDir, patience: Duration) -> Result<(), FillError> 
     Ok(())
 }
 
-/// The pages that were written last, as runs in the blocks that the pager fills.
+/// Returns the pages that were written last before the checkpoint, as byte ranges in the blocks that the pager fills.
 fn working_set<'a>(image: &'a Image, fill: &Fill) -> impl Iterator<Item = (usize, Range<u64>)> + use<'a> {
-    // The pager numbers only the blocks that it fills; the checkpoint has others too.
+    // The pager numbers only the blocks that it fills. The checkpoint has other blocks, too.
     let filled_blocks = fill.blocks.iter().map(|block| &block.id).filter(|id| fill.paged.contains(id));
     let positions: Vec<_> = filled_blocks.map(|id| image.block(id)).collect();
-    // If the list cannot be read further, the rest loads in the order of memory.
+    // If the rest of the list cannot be read, its pages load in the order of memory.
     image.hot().map_while(Result::ok).filter_map(move |(block, page)| {
         let position = positions.iter().position(|position| *position == Some(block))?;
         Some((position, page.offset()..page.next().offset()))

@@ -1,4 +1,4 @@
-//! A pause of the guest: everything between QMP `stop` and `cont`.
+//! A pause of the guest, from QMP `stop` to `cont`.
 
 use crate::event::PauseSteps;
 use rekindle_handover::priority::boost_monitor_and_processors;
@@ -16,7 +16,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to resume a guest. It takes a millisecond.
+/// How long QEMU may take to resume a guest. It usually takes a millisecond.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a pause failed.
@@ -32,7 +32,7 @@ pub(crate) enum PauseError {
     Qmp(#[from] QmpError),
     #[error(transparent)]
     Devices(#[from] DeviceStateError),
-    /// The mark that identifies a guest which we have stopped cannot be written.
+    /// The mark of a guest that this process has stopped cannot be written.
     #[error("{}", path.display())]
     Mark {
         path: PathBuf,
@@ -41,12 +41,12 @@ pub(crate) enum PauseError {
     },
 }
 
-/// What happens to the guest at the end of a pause.
+/// The guest's state after a pause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AfterPause {
-    /// It is resumed, also after a failure.
+    /// The guest is resumed, also after a failure.
     Resume,
-    /// It stays stopped, also after a failure: the journal of the operation decides how it continues.
+    /// The guest stays stopped, also after a failure: the journal of the operation decides how it continues.
     StayStopped,
 }
 
@@ -58,23 +58,23 @@ pub(crate) struct Paused<T> {
     pub devices: Vec<u8>,
     /// When QEMU stopped the guest, in µs since 1970.
     pub stopped_host_us: u64,
-    /// When the guest was resumed, or, if it stays stopped, when everything was read; in µs since 1970.
+    /// When the guest was resumed, or, if it stays stopped, when its state was read; in µs since 1970.
     pub resumed_host_us: u64,
     pub steps: PauseSteps,
 }
 
-/// The monitors of a QEMU that a pause needs.
+/// The monitor connections to a QEMU that a pause needs.
 #[derive(Debug)]
 pub(crate) struct Monitors {
     process: Process,
     control: Qmp,
-    /// A second one, on which the command that saves the devices is staged.
+    /// A second connection, on which the command that saves the devices is staged.
     save: Option<Qmp>,
     devices: DeviceState,
     /// Set while network output is held.
     hold: Option<Hold>,
-    /// A file that exists while we keep the guest stopped. If we are killed, the next process that finds it resumes
-    /// the guest.
+    /// A file that exists while this process keeps the guest stopped. If this process is killed, the next process that
+    /// finds the file resumes the guest.
     mark: PathBuf,
 }
 
@@ -90,7 +90,7 @@ impl LapTimer {
         Self { at: Instant::now(), steps: PauseSteps::default() }
     }
 
-    /// Time since the last lap, in µs.
+    /// Returns the time since the previous lap, in µs.
     pub(crate) fn lap(&mut self) -> u64 {
         let now = Instant::now();
         let us = now.duration_since(self.at).as_micros() as u64;
@@ -108,7 +108,7 @@ impl Monitors {
     ) -> Result<Self, PauseError> {
         let devices = DeviceState::open(&mut control)?;
         if mark.exists() {
-            // A protector was killed in a pause; QEMU's threads may still have a higher priority.
+            // A protector was killed during a pause; QEMU's threads may still have a raised priority.
             if let Err(e) = sched::normal(process) {
                 tracing::debug!("cannot reset the priority of QEMU's threads: {e}");
             }
@@ -120,21 +120,21 @@ impl Monitors {
         Ok(Self { process, control, save, devices, hold: None, mark })
     }
 
-    /// The first connection, for commands that do not stop the guest.
+    /// Returns the first connection, for commands that do not stop the guest.
     pub(crate) fn control(&mut self) -> &mut Qmp {
         &mut self.control
     }
 
-    /// Holds the guest's output on `nets` until [`Monitors::release`]; without `nets`, only where an earlier
+    /// Holds the guest's output on `nets` until [`Monitors::release`]. Without `nets`, holds output only if an earlier
     /// protector has started to. Returns whether output is held.
     ///
-    /// Needs the second connection: a command may be staged on the first one.
+    /// Uses the second connection, because a command may be staged on the first one.
     pub(crate) fn hold(&mut self, nets: Option<&[&str]>) -> Result<bool, QmpError> {
         if let Some(save) = &mut self.save {
             self.hold = match nets {
                 Some(nets) => Some(Hold::begin(save, nets.iter().copied())?),
                 None => match Hold::found(save)? {
-                    // Completes it and closes its gate.
+                    // Completes a partial hold, and closes its gate.
                     Some(found) => Some(Hold::begin(save, found.nets())?),
                     None => None,
                 },
@@ -143,12 +143,13 @@ impl Monitors {
         Ok(self.hold.is_some())
     }
 
-    /// Whether network output is held.
+    /// Returns whether network output is held.
     pub(crate) fn holds(&self) -> bool {
         self.hold.is_some()
     }
 
-    /// Releases the output that was sent before the last stop, after that moment was committed.
+    /// Releases the output that was sent before the last stop. Must be called after the checkpoint of that stop is
+    /// committed.
     pub(crate) fn release(&mut self) -> Result<(), QmpError> {
         match (&self.hold, &mut self.save) {
             (Some(hold), Some(save)) => hold.release(save),
@@ -156,7 +157,7 @@ impl Monitors {
         }
     }
 
-    /// Releases all output and holds no more.
+    /// Releases all output and stops holding it.
     pub(crate) fn end_hold(&mut self) -> Result<(), QmpError> {
         match (self.hold.take(), &mut self.save) {
             (Some(hold), Some(save)) => hold.end(save),
@@ -166,7 +167,7 @@ impl Monitors {
 
     /// Stops the guest, saves its devices, runs `work` meanwhile, and resumes the guest, also if `work` fails.
     ///
-    /// No other process may stop or resume the guest meanwhile.
+    /// The caller makes sure that no other process stops or resumes the guest meanwhile.
     pub(crate) fn pause<T, E: From<PauseError>>(
         &mut self,
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
@@ -174,7 +175,7 @@ impl Monitors {
         self.pause_then(AfterPause::Resume, work)
     }
 
-    /// As [`Monitors::pause`], for a guest that may have to stay stopped.
+    /// Does the same as [`Monitors::pause`], and leaves the guest in the state `then`.
     pub(crate) fn pause_then<T, E: From<PauseError>>(
         &mut self,
         then: AfterPause,
@@ -203,7 +204,8 @@ impl Monitors {
         Ok(Paused { result, devices, stopped_host_us, resumed_host_us, steps: laps.steps })
     }
 
-    /// Runs the pause, with `stop` staged. The outer result: whether the guest runs again, if it should.
+    /// Runs the pause, with `stop` staged. The outer result is an error if the guest could not be stopped, or not
+    /// resumed although it should be; the inner one is that of `work`.
     fn run_stopped<T, E: From<PauseError>>(
         &mut self,
         laps: &mut LapTimer,

@@ -1,25 +1,27 @@
-//! Checkpoint policies: what is copied when. A benchmark compares them; the default is the best one in it.
+//! Checkpoint policies: which pages are copied at what time. The benchmarks compare the policies. If none is
+//! configured, the protector chooses the best one for the guest.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What a checkpoint copies when.
+/// When a checkpoint copies the guest's dirty pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Policy {
     /// All dirty pages while the guest is stopped: the paper's baseline (section III-A).
     Basic,
-    /// Nothing while it is stopped; afterwards a page is copied before the guest may change it (section III-B).
+    /// No pages while the guest is stopped. After the guest has resumed, each page is copied before the guest may
+    /// change it (section III-B).
     Cow,
-    /// Dirty pages while the guest runs, and what it writes meanwhile while it is stopped.
+    /// Dirty pages while the guest runs, and while it is stopped the pages that it has written in the meantime.
     Precopy,
 }
 
 impl Policy {
     pub const ALL: [Self; 3] = [Self::Basic, Self::Cow, Self::Precopy];
 
-    /// Its name on the command line.
+    /// Returns the policy's name on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

@@ -1,4 +1,4 @@
-//! `protect.json`: the progress of a protector, for the next one.
+//! `protect.json`: the progress of a protector, from which the next protector continues.
 
 use crate::policy::Policy;
 use rekindle_qemu::vmm::Vmm;
@@ -17,14 +17,14 @@ pub(crate) struct CommitId {
     pub(crate) epoch: u64,
 }
 
-/// The last checkpoint that the VM's protector committed; 0 if there is none or it is not known.
+/// Returns the number of the last checkpoint that the VM's protector committed; 0 if there is none or it is unknown.
 #[must_use]
 pub fn committed(rundir: &RunDir) -> u64 {
     Progress::read(rundir).map_or(0, |progress| progress.committed)
 }
 
-/// Age of the newest checkpoint of the guest in `vmm`, as its protector has recorded it; without a checkpoint, the
-/// age of its QEMU. Only checkpoints in `store` count.
+/// Returns the age of the newest checkpoint of the guest in `vmm`, as its protector has recorded it; without a
+/// checkpoint, the age of the QEMU. Only checkpoints in `store` count.
 #[must_use]
 pub fn age(rundir: &RunDir, store: &StoreUrl, vmm: &Vmm) -> Option<Duration> {
     let of_it = Progress::read(rundir).filter(|progress| progress.is_of(vmm) && progress.store == *store);
@@ -34,7 +34,7 @@ pub fn age(rundir: &RunDir, store: &StoreUrl, vmm: &Vmm) -> Option<Duration> {
     since_boot.checked_sub(committed)
 }
 
-/// Time since this host was booted: what start times of processes are counted from.
+/// Returns the time since this host was booted, the origin of processes' start times.
 pub(crate) fn uptime() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::try_from(now).unwrap_or_default()
@@ -43,7 +43,7 @@ pub(crate) fn uptime() -> Duration {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Progress {
     pub(crate) store: StoreUrl,
-    /// The QEMU: its pid and start time.
+    /// Pid of the QEMU; identifies it together with `started`.
     pub(crate) pid: u32,
     #[serde(default)]
     pub(crate) started: u64,
@@ -51,13 +51,13 @@ pub(crate) struct Progress {
     /// The checkpoint for which dirty pages were collected last.
     pub(crate) collected: u64,
     pub(crate) committed: u64,
-    /// When it was committed, in ms since this host was booted.
+    /// When `committed` was committed, in ms since this host was booted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) committed_at_ms: Option<u64>,
     /// The owner epoch that commits `collected`, or has committed it.
     #[serde(default)]
     pub(crate) epoch: u64,
-    /// `committed` with its epoch, if that is known.
+    /// `committed` with its owner epoch, if that is known.
     #[serde(default)]
     pub(crate) base: Option<CommitId>,
 }
@@ -67,25 +67,25 @@ impl Progress {
         rundir.file("protect.json")
     }
 
-    /// Reads it. A record that is torn or unreadable counts as none.
+    /// Reads the record. A torn or unreadable record counts as none.
     pub(crate) fn read(rundir: &RunDir) -> Option<Self> {
         serde_json::from_slice(&fs::read(Self::path(rundir)).ok()?).ok()
     }
 
     pub(crate) fn write(&self, rundir: &RunDir) {
-        // If it is lost or torn, the next protector starts with a full checkpoint.
+        // If the record is lost or torn, the next protector starts with a full checkpoint.
         let text = serde_json::to_vec(self).unwrap_or_default();
         if let Err(e) = write_atomically(&Self::path(rundir), &text) {
             tracing::debug!("{}: {e}", Self::path(rundir).display());
         }
     }
 
-    /// Whether everything collected from `vmm` is in the newest checkpoint of `store`.
+    /// Returns whether all pages that were collected from `vmm` are in the newest checkpoint of `store`.
     pub(crate) fn has_arrived(&self, store: &StoreUrl, vmm: &Vmm, newest: u64) -> bool {
         self.collected == self.committed && self.committed == newest && self.store == *store && self.is_of(vmm)
     }
 
-    /// Whether the record is about this QEMU.
+    /// Returns whether the record is about this QEMU.
     pub(crate) fn is_of(&self, vmm: &Vmm) -> bool {
         (self.pid, self.started) == (vmm.pid, vmm.started)
     }

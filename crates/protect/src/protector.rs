@@ -36,17 +36,17 @@ const RETRY_DELAY: Duration = Duration::from_millis(200);
 const REBOOT: Duration = Duration::from_secs(120);
 /// How long QEMU may take to answer.
 const ANSWER: Duration = Duration::from_secs(2);
-/// After so many failures in a row, protection stops.
+/// Number of consecutive failures after which protection stops.
 const TRIES: u32 = 3;
 
-/// What to do about disks that the guest writes.
+/// Handling of disks that QEMU itself writes, not a disk server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Disks {
-    /// Reject a guest that has any.
+    /// Reject a guest that has such a disk.
     Refuse,
     /// The user accepts that a restored guest finds its disks newer than its memory.
     CrashConsistent,
-    /// A command of the user snapshots them while the guest is stopped.
+    /// A command of the user snapshots the disks while the guest is stopped.
     Hook(String),
 }
 
@@ -54,39 +54,37 @@ pub enum Disks {
 #[derive(Debug, Clone)]
 pub struct ProtectSettings {
     pub store: StoreUrl,
-    /// Our identity for a store on a server.
+    /// This host's identity for a store on a server.
     pub identity: Option<Identity>,
-    /// From one checkpoint's pause to the next.
+    /// Interval from the start of one checkpoint to the start of the next.
     pub every: Duration,
-    /// What is copied when; none: the best policy for the guest.
+    /// The policy; none: the best policy for the guest.
     pub policy: Option<Policy>,
-    /// How many checkpoints the store keeps.
+    /// Number of checkpoints that the store keeps.
     pub keep: u32,
     /// Warn when the newest checkpoint is older than this.
     pub max_lag: Option<Duration>,
     pub disks: Disks,
-    /// Stop after so many checkpoints.
+    /// Number of checkpoints after which to stop.
     pub count: Option<u64>,
     /// Hold network output until the checkpoint that covers it is committed.
     pub output_commit: bool,
-    /// Then compare the guest's memory with the newest checkpoint while it is stopped.
+    /// After `count` checkpoints, compare the stopped guest's memory with the newest checkpoint.
     pub compare: bool,
-    /// Then take one more checkpoint and leave the guest stopped. The caller ends it.
+    /// After `count` checkpoints, take one more and leave the guest stopped. The caller ends the guest.
     pub stay: bool,
     /// Create the store if there is none.
     pub create_store: bool,
-    /// Start a new store if the one that this host has written is missing.
+    /// Start a new store if the store that this host has written is missing.
     pub abandon_old: bool,
 }
 
-/// The result of a protector.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Summary {
-    /// How many checkpoints it has committed.
+    /// Number of checkpoints that this protector has committed.
     pub checkpoints: u64,
-    /// The newest one.
+    /// Number of the newest checkpoint.
     pub newest: Option<u64>,
-    /// Why it stopped.
     pub ended: StopReason,
     /// Network output is still held, and no protector releases it any more.
     #[serde(default)]
@@ -102,21 +100,18 @@ pub enum StopReason {
     Requested,
     /// The requested number of checkpoints was taken.
     Counted,
-    /// The same, and the guest stays stopped at the last one.
+    /// The requested number of checkpoints was taken, and one more at which the guest stays stopped.
     Stays,
     /// The guest's QEMU has ended.
     QemuEnded,
 }
 
-/// Protects VM `name` until `stop` is set or its QEMU ends.
+/// Takes checkpoints of VM `name` until `stop` is set, the requested number is reached, or its QEMU ends.
 ///
 /// *Needs:* the VM runs; root, or the same user with `kernel.yama.ptrace_scope=0`.
-/// *On success:* the store holds its newest checkpoint.
+/// *On success:* the store has the guest's newest checkpoint.
 /// *On failure:* the guest continues to run, unless another host has it now ([`ProtectError::OwnedElsewhere`]); the
-/// store holds what was committed before.
-///
-/// # Errors
-/// [`ProtectError`].
+/// store keeps the checkpoints that were committed before.
 pub fn protect(
     host: &Host,
     name: &str,
@@ -129,7 +124,7 @@ pub fn protect(
     if settings.output_commit && target.state().attached.is_some() {
         return Err(ProtectError::Output { name: name.into() });
     }
-    // Before we claim the store, so that another protector of the VM can continue.
+    // Must precede the claim of the store: if another protector of the VM runs, it can continue.
     let only = Protection::take(target.rundir()).map_err(|e| ProtectError::session(name, e))?;
     ProtectLoop::open(host, &target, settings, stop, &format!("protect {name}"), only)?.run(target, on_event)
 }
@@ -148,8 +143,8 @@ pub(crate) fn reject_dax(target: &Target) -> Result<(), ProtectError> {
     Ok(())
 }
 
-/// Becomes the owner of the store. If the store knows that the guest runs here, it must still be allowed to; else it
-/// counts as booted here.
+/// Makes this host the owner of the store. If this host has a record that the guest started on it, the store must still
+/// allow the guest to run. Otherwise the guest counts as booted on this host.
 fn become_owner(
     target: &Target,
     settings: &ProtectSettings,
@@ -181,8 +176,8 @@ fn become_owner(
     }
 }
 
-/// Whether the store that this host has written is missing, so that a new one can be started. Another VM's store
-/// counts as neither.
+/// Returns whether the store that this host has written is missing, so that a new one can be started. If the path has
+/// another VM's store, this returns false, and opening that store fails later.
 fn store_is_missing(target: &Target, owned: &OwnerRecord, settings: &ProtectSettings) -> Result<bool, ProtectError> {
     match admin::listing(&settings.store, settings.identity.as_ref()) {
         Ok(found) if found.vm.uuid == target.identity().uuid => {
@@ -198,22 +193,22 @@ fn store_is_missing(target: &Target, owned: &OwnerRecord, settings: &ProtectSett
     }
 }
 
-/// Takes one checkpoint after another.
+/// The loop that takes one checkpoint after another.
 pub(crate) struct ProtectLoop<'a> {
     host: &'a Host,
     settings: &'a ProtectSettings,
     stop: &'a AtomicBool,
     options: Options,
-    /// Our record as the store's owner.
+    /// This host's record as the store's owner.
     owned: OwnerRecord,
-    /// None after a permanent failure: it is opened again.
+    /// `None` after the store was closed: it is reopened at the next checkpoint.
     writer: Option<Writer>,
     /// The checkpoint that the next one builds on, if its owner is known.
     base: Option<CommitId>,
     taken: u64,
     newest: Option<u64>,
     newest_at: Instant,
-    /// When a checkpoint of this guest was committed last, by this protector or an earlier one, in ms since this host
+    /// When a checkpoint of this guest was last committed, by this protector or an earlier one, in ms since this host
     /// was booted.
     committed_at_ms: Option<u64>,
     store_failed: bool,
@@ -232,7 +227,7 @@ enum LoopStep {
 }
 
 impl<'a> ProtectLoop<'a> {
-    /// Becomes the owner of the store.
+    /// Makes this host the owner of the store.
     pub(crate) fn open(
         host: &'a Host,
         target: &Target,
@@ -377,7 +372,7 @@ impl<'a> ProtectLoop<'a> {
         Ok(session)
     }
 
-    /// What is already known of the guest's memory.
+    /// Determines which part of the guest's memory earlier checkpoints cover.
     fn begin(
         &mut self,
         target: &Target,
@@ -412,7 +407,7 @@ impl<'a> ProtectLoop<'a> {
         if worth == RecordWorth::Unusable || writer.next_number() != newest.number + 1 {
             return Err(wait("it is not the newest checkpoint of this store"));
         }
-        // The pager still reads it.
+        // The pager still reads the restored checkpoint, so the store must keep it.
         writer.hold(Some(held.fill.number));
         self.base = Some(newest);
         Ok(InitialTracking::Filling { held: Box::new(held), whole: worth == RecordWorth::Complete })
@@ -422,8 +417,8 @@ impl<'a> ProtectLoop<'a> {
         self.take_one(session, |session, writer, every| session.checkpoint(writer, every))
     }
 
-    /// If a checkpoint failed because another host has the guest, ends what runs of it here and returns the error to
-    /// report.
+    /// Handles the failure of a checkpoint because another host has the guest: ends the guest's processes on this host
+    /// and returns the error to report. `None`: `e` has another cause.
     pub(crate) fn owned_elsewhere(&self, rundir: &RunDir, e: &CheckpointError) -> Option<ProtectError> {
         let CheckpointError::Store(e) = e else { return None };
         let owner = e.guest_is_over(self.owned.run())?;
@@ -431,7 +426,7 @@ impl<'a> ProtectLoop<'a> {
     }
 
     /// Takes the last checkpoint of a guest that stays stopped: see [`TrackingSession::last`]. Also returns the owner
-    /// epoch that has committed it.
+    /// epoch that has committed the checkpoint.
     pub(crate) fn last(
         &mut self,
         session: &mut TrackingSession,
@@ -474,7 +469,7 @@ impl<'a> ProtectLoop<'a> {
         Ok(done)
     }
 
-    /// The parts of a progress record that do not depend on the checkpoint.
+    /// Returns a progress record without the fields that depend on the checkpoint.
     fn progress(&self, session: &TrackingSession) -> Progress {
         let Vmm { pid, started, .. } = *session.target.vmm();
         let (store, policy) = (self.settings.store.clone(), session.policy());
@@ -493,13 +488,14 @@ impl<'a> ProtectLoop<'a> {
 
     fn compare(&mut self, session: &mut TrackingSession) -> Result<Comparison, CheckpointError> {
         let committed = self.newest.unwrap_or_default();
-        // What it collects is not committed: a later protector must not continue incrementally if we are killed here.
+        // The collected pages are not committed: if this process is killed, a later protector must not continue
+        // incrementally.
         Progress { collected: committed + 1, committed, ..self.progress(session) }.write(session.target.rundir());
         let which = ReadOptions { at: self.newest, identity: self.settings.identity.clone(), ..ReadOptions::default() };
         session.compare(&Image::open(&self.settings.store, &which)?)
     }
 
-    /// Decides how to continue after a failure.
+    /// Decides how the loop continues after a failure.
     fn after_failure(
         &mut self,
         target: &Target,
@@ -545,7 +541,7 @@ impl<'a> ProtectLoop<'a> {
                 Ok(LoopStep::Wait(self.settings.every.max(RETRY_DELAY)))
             }
             error => {
-                // A reboot of the VM may be under way: wait for it.
+                // A reboot of the VM may be in progress: wait until it has ended.
                 let held = RunState::acquire(target.rundir(), REBOOT);
                 let now = Target::of(self.host, target.name());
                 drop(held);
@@ -604,7 +600,7 @@ impl<'a> ProtectLoop<'a> {
     }
 }
 
-/// Returns the writer, and reopens it if it is closed.
+/// Returns the writer. Reopens the store if the writer is closed.
 fn open<'w>(writer: &'w mut Option<Writer>, store: &StoreUrl, options: &Options) -> Result<&'w mut Writer, StoreError> {
     match writer {
         Some(writer) => Ok(writer),
@@ -630,7 +626,7 @@ impl From<ProtectError> for Failure {
     }
 }
 
-/// Whether the guest has shut down.
+/// Returns whether the guest has shut down or its QEMU has ended.
 fn has_ended(vmm: &Vmm) -> bool {
     let state = || vmm.watch(ANSWER).and_then(|mut qmp| run_state(&mut qmp));
     !vmm.is_alive() || state().is_ok_and(|state| state == OFF)

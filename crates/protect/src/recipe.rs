@@ -1,10 +1,10 @@
-//! How to rebuild the VM of a checkpoint.
+//! The recipe of a checkpoint: how to rebuild its VM.
 //!
-//! There are two kinds: for a VM that Rekindle started, its definition and its hardware (format 1); for an attached VM,
-//! the command line of its QEMU, rewritten on attach (format 2, [`rekindle_qemu::foreign`]). Format 3 is 1 with the
-//! number of ports of the agent's bus; format 4 is 3 with disks on Rekindle's disk servers, whose epochs the
-//! checkpoint's metadata names. Format 5 is 4 with redo logs outside the images' directories; format 6 is 5 with the
-//! port through which a guest announces phases.
+//! There are two kinds. The recipe of a VM that Rekindle has started has its definition and its hardware (format 1).
+//! The recipe of an attached VM has the command line of its QEMU, rewritten on attach (format 2,
+//! [`rekindle_qemu::foreign`]). Format 3 is format 1 with the number of ports of the agent's bus. Format 4 is format 3
+//! with disks on Rekindle's disk servers, whose epochs are in the checkpoint's metadata. Format 5 is format 4 with redo
+//! logs outside the images' directories. Format 6 is format 5 with the port through which a guest announces phases.
 
 use rekindle_qemu::command::{Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
@@ -12,8 +12,8 @@ use rekindle_vm::hardware::new_generation;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The newest format that this Rekindle reads. It writes the oldest format that suffices, so that an older Rekindle
-/// can read it.
+/// The newest format that this version of Rekindle reads. It writes the oldest format that suffices, so that older
+/// versions can read the recipe.
 pub const FORMAT: u32 = 6;
 
 /// Why a recipe cannot be used.
@@ -31,7 +31,7 @@ pub enum RecipeError {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recipe {
     pub format: u32,
-    /// The definition, with every default filled in.
+    /// The definition, with all defaults filled in.
     pub definition: Definition,
     /// The machine that the guest sees.
     pub hardware: Hardware,
@@ -39,9 +39,6 @@ pub struct Recipe {
 
 impl Recipe {
     /// Reads the recipe of a checkpoint.
-    ///
-    /// # Errors
-    /// [`RecipeError`].
     pub fn read(value: &Value) -> Result<Self, RecipeError> {
         match value.get("format").and_then(Value::as_u64) {
             Some(found) if found > u64::from(FORMAT) => Err(RecipeError::Newer { found }),
@@ -49,13 +46,13 @@ impl Recipe {
         }
     }
 
-    /// Changes `hardware`, as this host would build the VM, to what the guest of the checkpoint already knows:
-    /// machine type, CPU model, UUID. The locations of files stay those of this host.
+    /// Adapts `hardware`, which this host has built from a definition, to the properties that the checkpoint's guest
+    /// already knows: machine type, CPU model, UUID. The paths of files remain those of this host.
     ///
     /// # Errors
-    /// One text for each property that the guest knows and `hardware` cannot have.
+    /// One message for each property that the guest knows and `hardware` cannot have.
     ///
-    /// `given`: the definition behind `hardware` was specified for this host, and is not the recipe's own.
+    /// `given`: the user has specified the definition for this host. Otherwise it is the recipe's own.
     pub fn fit(&self, hardware: &mut Hardware, given: bool) -> Result<(), Vec<String>> {
         if self.hardware.foreign.is_some() {
             return self.fit_foreign(hardware, given);
@@ -78,8 +75,8 @@ impl Recipe {
         same("devices.agent", &hardware.agent, &theirs.agent);
         same("[phase]", &hardware.phase, &theirs.phase);
         same("devices.rng", &hardware.rng, &theirs.rng);
-        // The ID itself must differ, so that the guest detects that it was restored; the device must exist or not, as
-        // before.
+        // The ID itself must differ, so that the guest detects that it was restored. But the device must exist if and
+        // only if the guest had it.
         same("devices.vmgenid", &hardware.vm_generation.is_some(), &theirs.vm_generation.is_some());
         same("qemu_args", &hardware.extra, &theirs.extra);
         let disks = |hardware: &Hardware| {
@@ -98,13 +95,13 @@ impl Recipe {
         });
         problems.extend(unfit_networks(&hardware.nets, kinds));
         if hardware.accel != theirs.accel {
-            // Registers are the same; speed differs, and so can the available CPU features.
+            // The registers are the same. The speed differs, and the available CPU features may differ.
             tracing::warn!("the guest ran under {}, and will run under {}", theirs.accel, hardware.accel);
         }
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
 
-    /// The recipe's hardware, with this host's RAM file, accelerator and network backends.
+    /// Replaces `hardware` by the recipe's hardware, with this host's RAM file, accelerator and network backends.
     fn fit_foreign(&self, hardware: &mut Hardware, given: bool) -> Result<(), Vec<String>> {
         let mut problems = Vec::new();
         let theirs = &self.hardware;
@@ -131,7 +128,7 @@ impl Recipe {
             ));
         }
         let generation = match theirs.vm_generation {
-            // Another ID, so that the guest detects that it was restored.
+            // Uses another ID, so that the guest detects that it was restored.
             Some(_) => hardware.vm_generation.map_or_else(new_generation, Ok).map(Some),
             None => Ok(None),
         };
@@ -141,29 +138,31 @@ impl Recipe {
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
 
-    /// Whether the guest can write a disk whose content does not belong to the checkpoint.
+    /// Returns whether the guest has a writable disk.
     #[must_use]
     pub fn writes_disks(&self) -> bool {
         self.hardware.disks.iter().any(|disk| !disk.readonly)
     }
 
-    /// Whether all its network backends are of a kind that every host has.
+    /// Returns whether all network backends are of a kind that every host has.
     #[must_use]
     pub fn only_user_networks(&self) -> bool {
         self.hardware.nets.iter().all(|net| matches!(net.backend, NetBackend::User(_)))
     }
 }
 
-/// The backend that a network card needs.
+/// The kind of backend that a network card needs.
 enum BackendKind {
-    /// A user network: its connections are part of the device state, which QEMU cannot load into another kind.
+    /// A user network: its connections are part of the device state, which QEMU cannot load into another kind of
+    /// backend.
     User,
-    /// A tap: card and guest have negotiated features that only a tap has.
+    /// A tap: the card and the guest have negotiated features that only a tap has.
     Tap,
     Any,
 }
 
-/// Names the networks whose backend is not of the kind that `wanted` has for the card at the same position.
+/// Returns a message for each network whose backend is not of the wanted kind. `wanted` has the kinds in the order of
+/// the cards.
 fn unfit_networks(here: &[Net], wanted: impl Iterator<Item = BackendKind>) -> Vec<String> {
     let unfit = here.iter().zip(wanted).filter_map(|(net, wanted)| {
         let (why, kind) = match (wanted, &net.backend) {

@@ -6,13 +6,13 @@ use rekindle_memory::tracker::Dirty;
 use rekindle_pages::{BlockId, PAGE_SIZE, PageRuns, ZERO_PAGE};
 use rekindle_store::{Checkpoint, StoreError};
 
-/// Bytes that are read from the guest at a time.
+/// Maximum number of bytes that are read from the guest at a time.
 pub(crate) const BATCH: u64 = 1 << 20;
 
-/// Pages of each block.
+/// Runs of pages, for each RAM block by its position.
 pub(crate) type Runs = Vec<PageRuns>;
 
-/// Pages of one block that were copied while the guest was stopped.
+/// Pages of one RAM block that were copied while the guest was stopped.
 pub(crate) struct CopiedPages {
     pub(crate) block: BlockId,
     pub(crate) runs: PageRuns,
@@ -24,7 +24,7 @@ pub(crate) fn no_pages(ram: &GuestRam) -> Dirty {
     Dirty { written: none.clone(), zero: none }
 }
 
-/// The union of `older` and `newer`: where both have a page, the newer state wins.
+/// Returns the union of `older` and `newer`. If a page is in both, `newer` decides whether it is zero.
 pub(crate) fn merged(older: &Dirty, newer: &Dirty) -> Dirty {
     let blocks = older.written.len().max(newer.written.len());
     let get = |all: &Runs, n: usize| all.get(n).cloned().unwrap_or_default();
@@ -63,7 +63,7 @@ pub(crate) fn send(
     checkpoint.pages(block, runs.numbers().zip(pages))
 }
 
-/// As [`send`], directly from the guest's memory.
+/// Does the same as [`send`], directly from the guest's memory.
 pub(crate) fn send_from(
     checkpoint: &mut Checkpoint<'_>,
     id: BlockId,

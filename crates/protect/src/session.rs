@@ -1,4 +1,4 @@
-//! One QEMU whose guest is protected: its monitors, its memory, and which pages were written.
+//! A session of a protector with one QEMU: its monitors, its memory, and the record of which pages were written.
 
 mod compare;
 mod plan;
@@ -39,7 +39,7 @@ use served::DiskServers;
 use take::TakenPages;
 pub(crate) use take::{OnStopped, StoppedGuest};
 
-/// After so many checkpoints the guest's virtio rings are located again: it may have been rebooted.
+/// Number of checkpoints after which the guest's virtio rings are located again: the guest may have been rebooted.
 const LOCATE_EVERY: u32 = 64;
 /// How long QEMU may take to send its greeting.
 const GREETING: Duration = Duration::from_secs(5);
@@ -72,7 +72,7 @@ pub(crate) enum CheckpointError {
     Epoch(#[from] EpochError),
     #[error("cannot determine which pages of the guest's memory a disk server has written")]
     DiskServer(#[from] ControlError),
-    /// It has reported an address outside of the guest's RAM.
+    /// A disk server has reported an address outside of the guest's RAM.
     #[error("a disk server has written {bytes} bytes at {address:#x}, which is not in the guest's RAM")]
     Unknown { address: u64, bytes: u64 },
     #[error("the guest's network output cannot be held until a checkpoint is committed")]
@@ -88,7 +88,7 @@ pub(crate) enum CheckpointError {
     Void(#[source] GuestRamError),
 }
 
-/// Pages copied because the guest wanted to write them.
+/// Pages that were copied because the guest was about to write them.
 #[derive(Debug, Default)]
 struct Copies {
     pages: Vec<(BlockId, u64, Vec<u8>)>,
@@ -99,14 +99,14 @@ fn lock(copies: &Mutex<Copies>) -> MutexGuard<'_, Copies> {
     copies.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is known of a guest's memory when its protection starts.
+/// How tracking starts: it depends on how much of the guest's memory earlier checkpoints cover.
 pub(crate) enum InitialTracking {
-    /// Nothing.
+    /// No usable record exists: the next checkpoint contains all memory.
     Fresh,
-    /// Everything that an earlier protector collected was committed, so its tracking can continue.
+    /// All pages that an earlier protector collected were committed, so its tracking can continue.
     Continue,
-    /// A restore still fills it, and the pager records writes. `whole`: everything that was collected from that
-    /// record was committed.
+    /// A restore still fills the memory, and the pager records writes. `whole`: all pages that were collected from that
+    /// record were committed.
     Filling { held: Box<FillRecord>, whole: bool },
 }
 
@@ -126,19 +126,19 @@ pub(crate) struct TrackingSession {
     ram: Arc<GuestRam>,
     tracking: Tracking,
     served: DiskServers,
-    /// Pages that were collected since the last commit.
+    /// Pages that were collected since the last commit: the next checkpoint must contain them.
     owed: Dirty,
-    /// Whether all of the memory is owed.
+    /// All of the memory is owed.
     full: bool,
-    /// Whether the tracking of an earlier protector continues.
+    /// The tracking of an earlier protector continues.
     pub(crate) resumed: bool,
     buffer: Vec<u8>,
-    /// When the guest was stopped for the previous checkpoint.
+    /// When the guest was stopped for the previous checkpoint, in µs since 1970.
     stopped_host_us: Option<u64>,
     /// Set while a restore fills.
     held: Option<Box<FillRecord>>,
     foreign: Option<(Box<Adopted>, Facts)>,
-    /// The pages that a load needs, and for how many checkpoints the list stays valid.
+    /// The pages that a load needs, and the number of checkpoints for which this list stays valid.
     first: (Vec<PageRun>, u32),
     /// The device state of the previous checkpoint.
     devices: Vec<u8>,
@@ -158,9 +158,9 @@ impl TrackingSession {
         if !matches!(begin, InitialTracking::Continue) || policy == Policy::Cow {
             tracker::close_leftovers(injector).map_err(TrackError::from)?;
         }
-        // A QEMU of another user may not create a userfaultfd by itself.
+        // A QEMU that runs as another user may not be permitted to create a userfaultfd itself.
         let device = userfaultfd::hand(monitors.control(), target.process())?;
-        // Before the tracking starts, so that no write is missed in between.
+        // Must precede the tracking, so that no write is missed in between.
         let served = DiskServers::start(&target)?;
         let first = (load_pages::locate(monitors.control(), &ram), LOCATE_EVERY);
         let paused: Result<Paused<(Tracking, bool)>, CheckpointError> = monitors.pause(|stopped, laps| {
@@ -195,7 +195,7 @@ impl TrackingSession {
         });
         userfaultfd::take_back(monitors.control())?;
         let (mut tracking, resumed) = paused?.result;
-        // Writes of the disk servers that were not recorded may be anywhere.
+        // Unrecorded writes of the disk servers may be in any page.
         let resumed = resumed && served.complete;
         let owed = match (&mut tracking, resumed) {
             (Tracking::Filling(tracker), true) => tracker.all_of_other_blocks()?,
@@ -227,29 +227,29 @@ impl TrackingSession {
         })
     }
 
-    /// Whether a restore still fills the memory.
+    /// Returns whether a restore still fills the memory.
     pub(crate) fn is_filling(&self) -> bool {
         self.held.is_some()
     }
 
-    /// The checkpoint that a restore still loads.
+    /// Returns the number of the checkpoint that a restore still loads.
     pub(crate) fn restored(&self) -> Option<u64> {
         self.held.as_ref().map(|held| held.fill.number)
     }
 
-    /// Whether the fill is complete, so that the next checkpoint ends the pager.
+    /// Returns whether the fill is complete, so that the next checkpoint ends the pager.
     pub(crate) fn is_filled(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_filled())
     }
 
-    /// Holds the guest's network output until the checkpoint that covers it is committed; if not `wanted`, only where
-    /// an earlier protector has started to. Returns whether output is held.
+    /// Holds the guest's network output until the checkpoint that covers it is committed. If not `wanted`, holds output
+    /// only if an earlier protector has started to. Returns whether output is held.
     pub(crate) fn hold_output(&mut self, wanted: bool) -> Result<bool, CheckpointError> {
         let nets: Vec<_> = self.target.state().hardware.nets.iter().map(|net| net.id.as_str()).collect();
         self.monitors.hold(wanted.then_some(nets.as_slice())).map_err(CheckpointError::Hold)
     }
 
-    /// Releases all held output and holds no more.
+    /// Releases all held output and stops holding it.
     pub(crate) fn end_hold(&mut self) -> Result<(), CheckpointError> {
         self.monitors.end_hold().map_err(CheckpointError::Hold)
     }
@@ -258,12 +258,12 @@ impl TrackingSession {
         self.policy
     }
 
-    /// Size of all RAM blocks in bytes.
+    /// Returns the total size of the RAM blocks in bytes.
     pub(crate) fn ram_bytes(&self) -> u64 {
         self.ram.blocks().iter().map(|block| block.info.used).sum()
     }
 
-    /// The RAM block table as a store has it.
+    /// Returns the RAM block table in the store's types.
     fn table(&self) -> Vec<types::Block> {
         let entry = |block: &Block| types::Block {
             id: block.info.id.clone(),
@@ -276,7 +276,7 @@ impl TrackingSession {
 
     /// Takes one checkpoint and commits it.
     ///
-    /// On failure the collected pages are owed to the next one.
+    /// After a failure, the collected pages are owed to the next checkpoint.
     pub(crate) fn checkpoint(
         &mut self,
         writer: &mut Writer,
@@ -285,9 +285,9 @@ impl TrackingSession {
         self.take_one(writer, every, AfterPause::Resume, &mut |_| {})
     }
 
-    /// Stops the guest, takes its last checkpoint here and commits it. Once it is stopped it stays so, even on
-    /// failure: only the holder of the run state may resume it. `on_stopped` gets the state before it is committed,
-    /// which may never happen.
+    /// Stops the guest, takes its last checkpoint on this host and commits it. Once the guest is stopped it stays
+    /// stopped, even after a failure: only the holder of the run state may resume it. `on_stopped` gets the guest's
+    /// state before it is committed. The commit may fail.
     pub(crate) fn last(
         &mut self,
         writer: &mut Writer,
@@ -330,7 +330,7 @@ impl TrackingSession {
         if let Some((adopted, facts)) = &self.foreign
             && foreign::facts(adopted, self.monitors.control())? != *facts
         {
-            // It could not be restored: its devices or disks are not those of the command line any more.
+            // The checkpoint could not be restored: the guest's devices or disks differ from the recorded command line.
             return Err(CheckpointError::Reshaped("devices or disks were added, removed or changed".into()));
         }
         self.epochs.seal(&disks)?;

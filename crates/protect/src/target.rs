@@ -20,7 +20,7 @@ const REBOOT: Duration = Duration::from_secs(60);
 /// Why no checkpoint of a guest can be taken now.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
-    /// There is no such VM, or it does not run.
+    /// The VM does not exist or does not run.
     #[error(transparent)]
     Life(#[from] LifeError),
     #[error("VM {name} was started by an older Rekindle and has no UUID: rekindle stop {name}, then rekindle run")]
@@ -31,10 +31,10 @@ pub enum TargetError {
         #[source]
         source: io::Error,
     },
-    /// Another process keeps it stopped.
+    /// Another process keeps the guest stopped.
     #[error(transparent)]
     Lock(#[from] LockError),
-    /// Another QEMU runs it now.
+    /// Another QEMU runs the guest now.
     #[error("another QEMU runs {name} now")]
     Moved { name: String },
 }
@@ -49,10 +49,10 @@ pub struct Target {
 }
 
 impl Target {
-    /// Finds VM `name` of this host, which must run.
+    /// Finds the running VM `name` of this host.
     ///
     /// # Errors
-    /// [`TargetError`].
+    /// [`TargetError`]: the VM does not exist, does not run, or has no UUID.
     pub fn of(host: &Host, name: &str) -> Result<Self, TargetError> {
         let rundir = RunDir::new(&host.root, name);
         let unknown = || LifeError::Unknown { name: name.into() };
@@ -92,13 +92,12 @@ impl Target {
         self.vmm.process()
     }
 
-    /// Its identity in a store.
+    /// Returns the VM's identity in a store.
     #[must_use]
     pub fn identity(&self) -> Vm {
         Vm { uuid: self.uuid, name: self.name().into() }
     }
 
-    /// How to rebuild it.
     #[must_use]
     pub fn recipe(&self) -> Recipe {
         let (definition, hardware) = (self.state.definition.clone(), self.state.hardware.clone());
@@ -109,7 +108,7 @@ impl Target {
     /// runs it.
     ///
     /// # Errors
-    /// [`TargetError::Moved`] if another QEMU does; [`TargetError::Life`] if an operation was interrupted.
+    /// [`TargetError::Moved`]: another QEMU runs the guest. [`TargetError::Life`]: an operation was interrupted.
     pub fn hold_run_state(&self) -> Result<RunState, TargetError> {
         let held = RunState::acquire(&self.rundir, REBOOT)?;
         let failed = |source| TargetError::RunDir { path: self.rundir.file("operation.json"), source };

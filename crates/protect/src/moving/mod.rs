@@ -1,5 +1,5 @@
-//! A guest moves to another host that shares its store. RootHammer (section 6.2) compares this with live and non-live
-//! migration.
+//! Moves a guest to another host that reaches the same store. RootHammer (section 6.2) compares such moves with live
+//! and non-live migration.
 //!
 //! | module | contents |
 //! |---|---|
@@ -7,8 +7,8 @@
 //! | [`target`] | the destination host |
 //! | `protocol` | the messages between them |
 //! | `remote` | the connection between them, by ssh |
-//! | `record` | `move.json`: what must be known of a move that is interrupted |
-//! | [`settle`] | which host has a guest that was stopped for a move |
+//! | `record` | `move.json`: the data that recovery needs of an interrupted move |
+//! | [`settle`] | decides which host has a guest that was stopped for a move |
 //!
 //! `docs/move.md` has the sequence, and why no two QEMUs can run the guest.
 
@@ -38,17 +38,17 @@ use std::path::PathBuf;
 pub enum MoveError {
     #[error(transparent)]
     Life(#[from] LifeError),
-    /// It does not run.
+    /// The VM does not run.
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// Its protector does not end.
+    /// The VM's protector does not end.
     #[error(transparent)]
     Protected(#[from] AttachError),
     #[error(transparent)]
     Protect(#[from] ProtectError),
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A disk that QEMU itself writes.
+    /// QEMU itself writes one of the disks.
     #[error(
         "{name}: disk {disk} is written by QEMU itself, which would have it open on two hosts: let Rekindle serve it (server = true), or \
          make it read-only"
@@ -74,17 +74,17 @@ pub enum MoveError {
     /// Stopped by signal.
     #[error("interrupted; {name} continues to run here")]
     Interrupted { name: String },
-    /// The destination host has not resumed it. It was stopped here, and is resumed here.
+    /// The destination host has not resumed the guest. The guest was stopped and resumed on this host.
     #[error("{host} has not taken {name}, which was resumed here: {why}")]
     ResumedHere { name: String, host: String, why: String },
-    /// It was stopped, and cannot be resumed.
+    /// The guest was stopped and cannot be resumed.
     #[error("{name} is stopped here and could not be resumed: rekindle recover {name}")]
     Stuck {
         name: String,
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// It runs on the destination host, and could not be removed here.
+    /// The guest runs on the destination host, and could not be removed from this host.
     #[error("{name} runs on {host}, but could not be removed here completely: rekindle recover {name}")]
     Left {
         name: String,
@@ -92,13 +92,13 @@ pub enum MoveError {
         #[source]
         source: Box<MoveError>,
     },
-    /// Its store does not answer which host has it.
+    /// The store does not answer, so it is unknown which host has the guest.
     #[error(
         "cannot determine whether {host} has taken {name}, since its store does not answer ({why}); it stays stopped here. When the store \
          answers again: rekindle recover {name}"
     )]
     Unknown { name: String, host: String, why: String },
-    /// The destination host owns the store, and its guest does not run or its status is not known.
+    /// The destination host owns the store, but the guest does not run on it or its status is unknown.
     #[error(
         "{host} has taken {name}, and nothing of it is left here; but its status there is: {status}. On that host: rekindle recover {name}. If it \
          does not run there, or that host is certainly off, its last checkpoint is complete: rekindle restore {name} --store {store}"
@@ -106,15 +106,15 @@ pub enum MoveError {
     Taken {
         name: String,
         host: String,
-        /// Its status there.
+        /// The VM's status on the destination host.
         status: String,
-        /// Its store.
+        /// The VM's store.
         store: String,
     },
 }
 
 impl MoveError {
-    /// Whether the guest is not in the state that it was in before the move.
+    /// Returns whether the guest is not in the state that it had before the move.
     #[must_use]
     pub fn needs_recovery(&self) -> bool {
         matches!(self, Self::Stuck { .. } | Self::Left { .. } | Self::Unknown { .. } | Self::Taken { .. })
@@ -127,73 +127,74 @@ impl From<DisksError> for MoveError {
     }
 }
 
-/// One checkpoint of a move, taken while the guest runs.
+/// A checkpoint of a move, taken while the guest runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Round {
     pub checkpoint: u64,
-    /// Bytes of pages that may have changed since the previous one.
+    /// Bytes of pages that may have changed since the previous checkpoint.
     pub dirty_bytes: u64,
     /// Bytes written to the store.
     pub bytes: u64,
-    /// How long the guest was stopped for it.
+    /// How long the guest was stopped, in µs.
     pub stopped_us: u64,
-    /// How long it took.
+    /// How long the checkpoint took, in µs.
     pub took_us: u64,
 }
 
 /// The steps of the final pause, in µs by the source host's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct MovePause {
-    /// Until its state was read.
+    /// Until the guest's state was read.
     pub read: u64,
-    /// Until its last checkpoint was committed.
+    /// Until the guest's last checkpoint was committed.
     pub commit: u64,
-    /// Until its disks were released here, and the destination host could be notified.
+    /// Until the source host had released the guest's disks, and could notify the destination host.
     #[serde(rename = "let_go")]
     pub release: u64,
-    /// Until it ran on the destination host.
+    /// Until the guest ran on the destination host.
     pub there: u64,
 }
 
-/// A guest that was moved.
+/// The result of a move.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MoveReport {
     pub name: String,
     /// The destination host.
     pub host: String,
-    /// The checkpoint that it resumed from.
+    /// The checkpoint from which the guest resumed.
     pub checkpoint: u64,
-    /// The checkpoints taken while it ran.
+    /// The checkpoints that were taken while the guest ran.
     pub rounds: Vec<Round>,
-    /// Bytes that were left for the pause.
+    /// Bytes that were copied during the final pause.
     pub last_bytes: u64,
-    /// How long it was stopped: from the source QEMU's `STOP` to the destination QEMU's `RESUME`, and the time of one
-    /// message.
+    /// How long the guest was stopped, in µs: from the source QEMU's `STOP` to the destination QEMU's `RESUME`, plus
+    /// the time of one message.
     pub stopped_us: u64,
-    /// The steps of that time.
+    /// The steps of `stopped_us`.
     pub pause: MovePause,
-    /// From the command to the guest's resume there, in µs.
+    /// Time from the command to the guest's resume on the destination host, in µs.
     pub us: u64,
     /// The destination host's report; none if its answer was lost, and a second connection found the guest running.
     pub there: Option<DestinationReport>,
-    /// The pid of the protector that was stopped here, if there was one. It must be started there.
+    /// The pid of the protector that was stopped on the source host, if there was one. A protector must be started on
+    /// the destination host.
     pub protector: Option<u32>,
 }
 
 /// The destination host's report of a guest that it has resumed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DestinationReport {
-    /// The destination QEMU.
+    /// Pid of the destination QEMU.
     pub pid: u32,
-    /// From the `go` message to the guest's resume, in µs.
+    /// Time from the `go` message to the guest's resume, in µs.
     pub us: u64,
-    /// Whether a prepared QEMU was used.
+    /// A prepared QEMU was used.
     pub prepared: bool,
-    /// Whether it was loaded while its last checkpoint was being committed.
+    /// The guest was loaded while its last checkpoint was being committed.
     pub ahead: bool,
     /// Why the prepared QEMU was not used.
     pub unused: Option<String>,
-    /// Whether its clock was set.
+    /// State of the guest's clock.
     pub clock: Clock,
 }
 
@@ -201,18 +202,18 @@ pub struct DestinationReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum MoveEvent {
-    /// The destination host can take it.
+    /// The destination host can take the VM.
     Ready {
-        /// That host's name for itself.
+        /// The destination host's own host name.
         host: String,
     },
-    /// Its protector was stopped.
+    /// The VM's protector was stopped.
     ProtectorEnded { pid: u32 },
-    /// A checkpoint was taken while it ran.
+    /// A checkpoint was taken while the guest ran.
     Round(Round),
-    /// A destination QEMU waits for it.
+    /// A destination QEMU waits for the guest.
     Prepared {
-        /// That QEMU.
+        /// Pid of the destination QEMU.
         pid: u32,
     },
 }

@@ -1,6 +1,7 @@
-//! The messages between the two hosts: one JSON object a line. `docs/move.md` has the sequence.
+//! The messages between the two hosts: one JSON object per line. `docs/move.md` has the sequence.
 //!
-//! The source host sends messages, and the destination host answers each with one line. The version covers all of it.
+//! The source host sends messages, and the destination host answers each with one line, except [`Message::State`].
+//! [`VERSION`] covers messages and answers.
 
 use crate::epochs;
 use crate::recipe::Recipe;
@@ -16,7 +17,7 @@ use rekindle_vm::disks::Epochs;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The version of the protocol.
+/// Version of the protocol.
 pub(super) const VERSION: u32 = 2;
 /// Maximum length of a line in bytes.
 pub(super) const MAX_LINE: usize = 4 << 20;
@@ -25,71 +26,70 @@ pub(super) const MAX_LINE: usize = 4 << 20;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Message {
-    /// Announces a VM. Answered by [`Answer::Ready`] if it could run there.
+    /// Announces a VM. Answered by [`Answer::Ready`] if the VM could run on the destination host.
     Hello(Box<Hello>),
     /// A checkpoint is in the store: start a destination QEMU. Answered by [`Answer::Prepared`].
     Prepare {},
-    /// The guest is about to be stopped: read what a load needs of its newest checkpoint. Answered by
+    /// The guest is about to be stopped: read the data of its newest checkpoint that a load needs. Answered by
     /// [`Answer::NewestRead`].
     #[serde(rename = "look")]
     ReadNewest {},
-    /// The guest is stopped, and its last checkpoint is being committed: load it, and wait for [`Message::Go`], whose
-    /// answer reports both. Not answered itself.
+    /// The guest is stopped, and its last checkpoint is being committed: load the guest, and wait for [`Message::Go`].
+    /// Has no answer: the answer to [`Message::Go`] covers both.
     State(StoppedState),
-    /// The guest is stopped, and its last checkpoint is committed: resume it. Answered by [`Answer::Running`] or
+    /// The guest is stopped, and its last checkpoint is committed: resume the guest. Answered by [`Answer::Running`] or
     /// [`Answer::Failed`].
     Go(Go),
-    /// Instead of [`Message::Hello`]: queries a VM's status. Answered by [`Answer::Found`].
+    /// Queries a VM's status. Sent instead of [`Message::Hello`], and answered by [`Answer::Found`].
     Ask { version: u32, name: Name },
 }
 
-/// A VM that is to be moved.
+/// The description of a VM that is to be moved.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub version: u32,
     pub name: Name,
-    /// How to rebuild it.
     pub recipe: Recipe,
-    /// Its store.
+    /// URL of the VM's store.
     pub store: StoreUrl,
-    /// When that store was created, if it exists: both hosts must have the same one.
+    /// When the store was created, in µs since 1970, if it exists: both hosts must reach the same store by its URL.
     pub created_us: Option<u64>,
     /// Certificate, key and authority on the destination host, for a store on a server.
     pub identity: Option<[PathBuf; 3]>,
     /// A definition file on the destination host that replaces the recipe's.
     pub definition: Option<PathBuf>,
-    /// The QEMU there to use instead of the definition's.
+    /// Path of a QEMU on the destination host, to use instead of the definition's.
     pub qemu: Option<PathBuf>,
-    /// Its network output is held until a checkpoint is committed, and must be held there.
+    /// The guest's network output is held until a checkpoint is committed. The destination host must hold it, too.
     #[serde(default)]
     pub hold_output: bool,
 }
 
-/// The changes from the previous checkpoint to one that is being committed, as far as a load needs them.
+/// The changes from the previous checkpoint to the checkpoint that is being committed, as far as a load needs them.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct StoppedState {
     pub checkpoint: u64,
-    /// Length of the device state.
+    /// Length of the device state, in bytes.
     pub devices_bytes: usize,
-    /// The ranges in which it differs from the previous one: from, to.
+    /// The byte ranges (start, end) in which the device state differs from the previous checkpoint's.
     pub devices_changed: Vec<(usize, usize)>,
-    /// The content of these ranges, in base64.
+    /// The content of the ranges `devices_changed`, in base64.
     pub devices: String,
-    /// The epochs of its disks.
+    /// The epochs of the guest's disks.
     pub epochs: Epochs,
-    /// Those of [`Answer::NewestRead`]'s pages that have changed.
+    /// The pages of [`Answer::NewestRead`] that have changed since.
     pub changed: Vec<PageRun>,
-    /// Their content in that order, in base64.
+    /// The content of the pages `changed`, in that order, in base64.
     pub content: String,
 }
 
-/// Maximum length of a state before base64; a larger one is read from the store.
+/// Maximum length of a state before base64 encoding, in bytes. A larger state is read from the store.
 const MAX_STATE: usize = 512 << 10;
 /// Granularity in which device states are compared, in bytes.
 const COMPARE_CHUNK: usize = 64;
 
 impl StoppedState {
-    /// Encodes the state that was `read`; none if it is too long for a line, or a page cannot be read.
+    /// Encodes the state that was `read`. `None`: it is too long for a line, or a page cannot be read.
     pub(super) fn of(read: &StoppedGuest<'_>, wanted: &[PageRun]) -> Option<Self> {
         let (changed, content) = read.changed(wanted).ok()?;
         let (devices_changed, devices) = difference(read.devices_before, read.devices);
@@ -105,7 +105,7 @@ impl StoppedState {
         })
     }
 
-    /// Decodes the state; none if it is malformed. `before` is the previous device state.
+    /// Decodes the state. `None`: it is malformed. `before` is the previous device state.
     pub(super) fn decode(self, before: &[u8]) -> Option<SentState> {
         let devices = BASE64.decode(self.devices).ok()?;
         let devices = applied(before, self.devices_bytes, &self.devices_changed, &devices)?;
@@ -119,7 +119,7 @@ impl StoppedState {
     }
 }
 
-/// The ranges in which `now` differs from `before`, and their content in `now`.
+/// Returns the ranges in which `now` differs from `before`, and their content in `now`.
 fn difference(before: &[u8], now: &[u8]) -> (Vec<(usize, usize)>, Vec<u8>) {
     let (mut changed, mut content): (Vec<(usize, usize)>, _) = (Vec::new(), Vec::new());
     let mut was = before.chunks(COMPARE_CHUNK);
@@ -137,9 +137,9 @@ fn difference(before: &[u8], now: &[u8]) -> (Vec<(usize, usize)>, Vec<u8>) {
     (changed, content)
 }
 
-/// Applies changes to `before`; none if they are malformed. `bytes` is the length of the result.
+/// Applies changes to `before`. `None`: they are malformed. `bytes` is the length of the result.
 fn applied(before: &[u8], bytes: usize, changed: &[(usize, usize)], mut content: &[u8]) -> Option<Vec<u8>> {
-    // A peer cannot make us allocate more than it has sent.
+    // A peer cannot make this host allocate more than the peer has sent.
     if bytes > before.len() + content.len() {
         return None;
     }
@@ -152,10 +152,10 @@ fn applied(before: &[u8], bytes: usize, changed: &[(usize, usize)], mut content:
     content.is_empty().then_some(now)
 }
 
-/// Resumes the guest.
+/// Content of [`Message::Go`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Go {
-    /// The owner epoch that committed its last checkpoint. Only the next owner after it may resume the guest.
+    /// The owner epoch that committed the guest's last checkpoint. Only the next owner after it may resume the guest.
     pub epoch: u64,
 }
 
@@ -163,60 +163,61 @@ pub(super) struct Go {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Answer {
-    /// The VM could run there.
+    /// The VM could run on the destination host.
     Ready { version: u32, host: String },
-    /// It cannot. Nothing of it is there, and nothing was done.
+    /// The VM cannot run on the destination host, or the message is not acceptable. The destination host keeps nothing
+    /// of the VM.
     Refused { why: String },
-    /// A destination QEMU waits.
+    /// A destination QEMU waits for the guest.
     Prepared {
-        /// The checkpoint whose machine it has.
+        /// The checkpoint from whose recipe the QEMU was started.
         checkpoint: u64,
         pid: u32,
     },
-    /// What a load needs of the newest checkpoint was read.
+    /// The data of the newest checkpoint that a load needs was read.
     #[serde(rename = "looked")]
     NewestRead {
-        /// That checkpoint; none if it must be read again when the guest is stopped.
+        /// Number of the checkpoint that was read; none if it must be read again when the guest is stopped.
         checkpoint: Option<u64>,
         /// The pages that were read.
         pages: Vec<PageRun>,
     },
-    /// The guest was resumed there.
+    /// The guest was resumed on the destination host.
     Running(Running),
     /// The guest was not resumed.
     Failed {
         why: String,
-        /// Whether the guest may have run for a moment. If it has not, it never will.
+        /// The guest may have run for a moment. If false, the destination host has not run the guest and never will.
         #[serde(rename = "begun")]
         resumed: bool,
-        /// The owner epoch of that host, if it has become the owner of the store.
+        /// The owner epoch of the destination host, if it has become the owner of the store.
         claimed: Option<u64>,
     },
-    /// A VM's status.
+    /// The status of a VM.
     Found {
-        /// Whether its guest runs.
+        /// The VM's guest runs.
         runs: bool,
-        /// Its status, as `rekindle ls` prints it; `absent` if there is no such VM.
+        /// The VM's status, as `rekindle ls` prints it; `absent` if the VM does not exist.
         status: String,
     },
 }
 
-/// A guest that was resumed on the destination host.
+/// Report of a guest that was resumed on the destination host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Running {
-    /// From [`Message::Go`] to the guest's resume, in µs.
+    /// Time from [`Message::Go`] to the guest's resume, in µs.
     pub us: u64,
-    /// From then until this answer was sent, in µs.
+    /// Time from the guest's resume until this answer was sent, in µs.
     pub since_us: u64,
-    /// The destination QEMU.
+    /// Pid of the destination QEMU.
     pub pid: u32,
-    /// Whether the prepared QEMU was used.
+    /// The prepared QEMU was used.
     pub prepared: bool,
-    /// Whether it was loaded while its last checkpoint was being committed.
+    /// The guest was loaded while its last checkpoint was being committed.
     pub ahead: bool,
     /// Why the prepared QEMU was not used.
     pub unused: Option<String>,
-    /// Whether its clock was set.
+    /// State of the guest's clock.
     pub clock: Clock,
 }
 

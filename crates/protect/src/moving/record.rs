@@ -1,4 +1,4 @@
-//! `move.json` of the run directory: what must be known of an interrupted move once its guest is stopped.
+//! `move.json` in the run directory: the data that recovery needs if a move is interrupted while the guest is stopped.
 
 use super::remote::RemoteHost;
 use rekindle_store::StoreUrl;
@@ -10,10 +10,10 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// The format that this Rekindle writes.
+/// Format of `move.json` that this version of Rekindle writes.
 const FORMAT: u32 = 1;
 
-/// The contents of `move.json`.
+/// Content of `move.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     format: u32,
@@ -25,14 +25,15 @@ pub(super) struct Record {
     identity: Option<[PathBuf; 3]>,
     /// The VM's identity in the store.
     pub vm: Vm,
-    /// The owner epoch that has committed its last checkpoint. The host that becomes the next owner has the guest.
+    /// The owner epoch that has committed the guest's last checkpoint. The host that becomes the next owner has the
+    /// guest.
     pub epoch: u64,
-    /// The epoch in which the guest started to run here. An administrator's claim does not change it, since he does
-    /// not run the guest.
+    /// The owner epoch in which the guest started to run on this host. An administrator's claim does not change it,
+    /// because an administrator's command does not run the guest.
     #[serde(default)]
     pub run: Option<u64>,
-    /// A part of the operation's name in this host's own claim. It identifies the claim if we are killed before we
-    /// record it.
+    /// A part of the operation's name in this host's own claim. It identifies the claim if this process is killed
+    /// before it records the claim.
     #[serde(default)]
     pub token: String,
     /// The last checkpoint.
@@ -56,12 +57,12 @@ impl Record {
         Self { format: FORMAT, remote, store, identity: identity.map(files), vm, epoch, run, token, checkpoint }
     }
 
-    /// The record after another owner epoch, of a host that had started to run the guest.
+    /// Returns the record for a later owner epoch, in which the destination host was about to run the guest.
     pub(super) fn at(self, epoch: u64) -> Self {
         Self { epoch, run: Some(epoch), ..self }
     }
 
-    /// Certificate, key and authority, for a store on a server.
+    /// Returns the certificate, key and authority for a store on a server.
     pub(super) fn identity(&self) -> Option<Identity> {
         self.identity.clone().map(identity_of)
     }
@@ -86,12 +87,12 @@ impl Record {
     }
 }
 
-/// The paths of an identity, as a record has them.
+/// Returns the paths of an identity as a record stores them.
 pub(super) fn files(identity: &Identity) -> [PathBuf; 3] {
     [identity.cert.clone(), identity.key.clone(), identity.ca.clone()]
 }
 
-/// The identity of recorded paths.
+/// Returns the identity of recorded paths.
 pub(super) fn identity_of([cert, key, ca]: [PathBuf; 3]) -> Identity {
     Identity { cert, key, ca }
 }

@@ -1,5 +1,3 @@
-//! The connection to Rekindle on another host.
-
 use super::protocol::{Answer, MAX_LINE, Message};
 use rekindle_kernel::lines::{self, Lines, write_by};
 use rekindle_kernel::output::waiting_in;
@@ -12,63 +10,62 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long the other side may take to end after the connection is closed.
+/// How long the remote Rekindle may take to end after the connection is closed.
 const END_PATIENCE: Duration = Duration::from_secs(30);
-/// Bytes that can be sent while the other side does not read.
+/// Bytes that can be sent while the remote Rekindle does not read.
 const PIPE: usize = 1 << 20;
-/// How long output that was written before its end may take to arrive.
+/// How long to wait for output that the remote Rekindle wrote before it ended.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
-/// How long a line may take for which the pipe should have room. The guest is stopped meanwhile.
+/// How long the write of a line may take for which the pipe should have room. The guest is stopped meanwhile.
 const ROOM: Duration = Duration::from_millis(100);
 
 /// Another host, and how to reach it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteHost {
-    /// The host, as ssh names it.
+    /// Name of the host on ssh's command line.
     pub host: String,
-    /// The command that runs another one there, with its options: `ssh -p 2222`. Its arguments are the host and one
-    /// text, for a shell there.
+    /// The command that runs a command on the host, with its options: e.g. `ssh -p 2222`. It gets two arguments: the
+    /// host, and one string for the host's shell.
     pub ssh: String,
-    /// The path of Rekindle there.
+    /// Path of Rekindle on the host.
     pub rekindle: String,
 }
 
-/// Why there is no answer.
+/// Why another host gives no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectionError {
     /// The ssh command cannot be started.
     #[error("`{command}` cannot be started")]
     Start {
-        /// The ssh command.
         command: String,
         #[source]
         source: io::Error,
     },
-    /// A name that ssh would parse as an option.
+    /// The host's name is empty, or ssh would parse it as an option.
     #[error("`{host}` cannot be the name of a host")]
     Host { host: String },
-    /// The other side has ended.
+    /// The remote Rekindle, or ssh, has ended.
     #[error("the connection to {host} has broken; check what `{command}` prints there")]
     Broken {
         host: String,
-        /// The command there.
+        /// The command that was run on the host.
         command: String,
     },
-    /// An answer that is not in the protocol.
+    /// The answer is not in the protocol.
     #[error("{host} answers `{answer}`, which is not an answer of Rekindle; do both hosts have the same version?")]
     NotAnAnswer {
         host: String,
-        /// Its beginning.
+        /// The beginning of the answer.
         answer: String,
     },
-    /// A line that is longer than any answer.
+    /// The answer's line is too long.
     #[error("{host} answers with more than {} MiB; check what `{command}` prints there", MAX_LINE >> 20)]
     TooLong {
         host: String,
-        /// The command there.
+        /// The command that was run on the host.
         command: String,
     },
-    /// It has not read a message, or has not sent a complete answer, in time.
+    /// The host has not read a message, or has not sent a complete answer, in time.
     #[error("{host} has not answered within {} s", patience.as_secs())]
     Silent { host: String, patience: Duration },
 }
@@ -80,12 +77,12 @@ impl RemoteHost {
 
     fn command(&self) -> Command {
         let mut command = Command::new("sh");
-        // The shell splits `ssh` only.
+        // The shell splits only the words in `ssh`.
         command.args(["-c", &format!("exec {} \"$@\"", self.ssh), "sh", &self.host, &self.remote_command()]);
         command
     }
 
-    /// Starts Rekindle there.
+    /// Starts Rekindle on the host.
     pub(super) fn connect(&self) -> Result<Connection, ConnectionError> {
         if self.host.is_empty() || self.host.starts_with('-') {
             return Err(ConnectionError::Host { host: self.host.clone() });
@@ -95,7 +92,7 @@ impl RemoteHost {
         let mut child = spawned.map_err(failed)?;
         let to = child.stdin.take();
         if let Some(to) = &to {
-            // The default size would hold less.
+            // The pipe's default size is too small for a line of state.
             let _ = fcntl_setpipe_size(to, PIPE);
         }
         let Some(from) = child.stdout.take() else { return Err(failed(io::ErrorKind::BrokenPipe.into())) };
@@ -116,7 +113,7 @@ fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// A connection to Rekindle on another host. Dropping it ends the other side.
+/// A connection to Rekindle on another host. Dropping it ends the remote Rekindle.
 #[derive(Debug)]
 pub(super) struct Connection {
     host: String,
@@ -135,8 +132,8 @@ impl Connection {
         ConnectionError::Broken { host: self.host.clone(), command: self.command.clone() }
     }
 
-    /// Writes `line` within `patience`. After an error, part of the line may have been written, so that nothing more
-    /// can be written.
+    /// Writes `line` within `patience`. After an error, no further line can be written, because part of this one may
+    /// have been sent.
     fn write(&mut self, line: &[u8], patience: Duration) -> Result<(), ConnectionError> {
         let Some(to) = &mut self.to else { return Err(self.broken()) };
         write_by(to, line, Instant::now() + patience).map_err(|e| {
@@ -148,14 +145,14 @@ impl Connection {
         })
     }
 
-    /// Sends a message, which the other side has to read within `patience`.
+    /// Sends a message, which the remote Rekindle has to read within `patience`.
     pub(super) fn send(&mut self, message: &Message, patience: Duration) -> Result<(), ConnectionError> {
         let line = line_of(message).ok_or_else(|| self.broken())?;
         self.write(&line, patience)
     }
 
-    /// Sends a message if the pipe has room for it: all earlier messages were answered, so the pipe is empty. Returns
-    /// whether it was sent.
+    /// Sends a message if the pipe has room for it. The pipe is empty, because all earlier messages were answered.
+    /// Returns whether the message was sent.
     pub(super) fn send_if_room(&mut self, message: &Message) -> Result<bool, ConnectionError> {
         let line = line_of(message).ok_or_else(|| self.broken())?;
         let room = self.to.as_ref().and_then(|to| fcntl_getpipe_size(to).ok()).unwrap_or(0);
@@ -190,7 +187,7 @@ impl Connection {
             Err(silent @ ConnectionError::Silent { .. }) => return Err(silent),
             Err(broken) => broken,
         };
-        // It may have sent the reason before it ended.
+        // The remote Rekindle may have sent the reason before it ended.
         match self.read_answer(LAST_OUTPUT) {
             Ok(rejected @ Answer::Refused { .. }) => Ok(rejected),
             Err(answer @ ConnectionError::NotAnAnswer { .. }) => Err(answer),
@@ -201,7 +198,7 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // It ends by itself at the end of its input, and removes what it has prepared.
+        // The remote Rekindle ends by itself at the end of its input, and removes the QEMU that it has prepared.
         self.to = None;
         let deadline = Instant::now() + END_PATIENCE;
         while matches!(self.child.try_wait(), Ok(None)) {
@@ -209,7 +206,7 @@ impl Drop for Connection {
                 let _ = self.child.kill();
                 break;
             }
-            // A full pipe would block it before its end.
+            // A full pipe would block the remote Rekindle before its end.
             let _ = waiting_in(&mut self.answers.stream(), MAX_LINE);
             thread::sleep(Duration::from_millis(5));
         }
@@ -244,7 +241,7 @@ mod tests {
 
     #[test]
     fn the_ssh_command_gets_the_host_and_one_text() {
-        // As ssh does it: the text is for a shell there.
+        // Imitates ssh, which passes one string to the host's shell.
         let script = r#"sh -c 'shift; printf "{\"refused\":{\"why\":\"%s\"}}\n" "$*"' -- -x"#;
         let mut line = remote(script, "/opt/it is/rekindle").connect().unwrap();
         let Answer::Refused { why } = line.read_answer(END_PATIENCE).unwrap() else { panic!("another answer") };
@@ -295,7 +292,7 @@ mod tests {
         let mut line = remote("sleep 10 #", "rekindle").connect().unwrap();
         let e = line.ask(&state(2 * PIPE), Duration::from_millis(50)).unwrap_err();
         assert!(matches!(e, ConnectionError::Silent { .. }), "{e}");
-        // It has read part of a line: no other line may follow.
+        // The host has read part of a line, so no other line may follow.
         let e = line.send(&Message::Prepare {}, END_PATIENCE).unwrap_err();
         assert!(matches!(e, ConnectionError::Broken { .. }), "{e}");
         line.child.kill().unwrap();

@@ -1,10 +1,10 @@
 //! Decides which host has a guest that was stopped for a move.
 //!
-//! The store decides. Only one host can become the next owner after the owner epoch of the last checkpoint, and both
-//! hosts may resume the guest only as that owner. So every query has one answer, now and later: *here*, and the other
-//! host can never have the guest; or *there*, and this host's copy is obsolete, whatever happened on the other host:
-//! the guest's last checkpoint is in the store. If the store does not answer, nothing is decided, and the guest stays
-//! stopped.
+//! The store decides. Only one host can become the next owner after the owner epoch of the last checkpoint, and each
+//! host may resume the guest only as that owner. So every query has the same answer, now and later. If the answer is
+//! *here*, this host has the guest, and the other host can never have it. If the answer is *there*, the other host has
+//! claimed the guest, and this host's copy is obsolete whatever happens on the other host: the guest's last checkpoint
+//! is in the store. If the store does not answer, nothing is decided, and the guest stays stopped.
 
 use super::MoveError;
 use super::protocol::{Answer, Message, VERSION};
@@ -30,28 +30,28 @@ use rekindle_vm::state::State;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long another host may take to report a VM's status: it may be in the middle of an operation on it.
+/// How long another host may take to report a VM's status: it may be executing an operation on the VM.
 const STATUS_PATIENCE: Duration = Duration::from_secs(90);
 /// How long QEMU may take to reconnect to its disk servers.
 const CONNECTED: Duration = Duration::from_secs(5);
 
-/// The host that has a guest which was stopped for a move.
+/// Which host has a guest that was stopped for a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Decision {
     Here,
-    /// The other host has it, or had it.
+    /// The other host has claimed the guest.
     There,
 }
 
-/// Asks the store and settles the decision: if the guest can still be ours, it is from here on.
+/// Queries the store and settles the decision: if the other host has not claimed the guest, claims it for this host.
 fn decide(record: &mut Record, rundir: &RunDir) -> Result<Decision, OwnError> {
     let (store, identity, vm) = (&record.store, record.identity(), &record.vm);
-    // As an owner whose guest starts here: the other host may have become the owner for it.
+    // Claims as an owner whose guest starts on this host: the other host may have become the owner in the same way.
     let owner = Owner::here(&format!("move {} back {}", vm.name, record.token)).with(Guest::Restored);
     let only_if = Some(record.run.map_or(OnlyIf::Epoch(record.epoch), |run| OnlyIf::Run { run }));
     let epoch = match OwnerRecord::claim(rundir, store, identity.as_ref(), vm, &owner, only_if) {
         Ok(fenced) => fenced.epoch,
-        // Our own claim, which is not recorded: its answer was lost, or we were killed.
+        // The claim is this host's own, and is unrecorded because its answer was lost or the process was killed.
         Err(OwnError::Store(StoreError::Superseded { epoch, owner: found, .. }))
             if !record.token.is_empty() && (&found.operation, &found.host) == (&owner.operation, &owner.host) =>
         {
@@ -61,7 +61,7 @@ fn decide(record: &mut Record, rundir: &RunDir) -> Result<Decision, OwnError> {
         Err(OwnError::Store(e)) if e.kind() == "superseded" => return Ok(Decision::There),
         Err(e) => return Err(e),
     };
-    // A later query gets the same answer.
+    // With the new epoch in the record, a later query gets the same answer.
     (record.epoch, record.run) = (epoch, Some(epoch));
     if let Err(e) = record.write(rundir) {
         tracing::debug!("move.json: {e}");
@@ -69,8 +69,8 @@ fn decide(record: &mut Record, rundir: &RunDir) -> Result<Decision, OwnError> {
     Ok(Decision::Here)
 }
 
-/// Resumes the guest here. The caller holds the run state, and knows that no other host can have the guest.
-/// `stopped`: it was stopped for the move, not by the user.
+/// Resumes the guest on this host. The caller holds the run state, and knows that no other host can have the guest.
+/// `stopped`: the guest was stopped for the move, not by the user.
 pub(super) fn resume_here(
     rundir: &RunDir,
     state: &State,
@@ -82,7 +82,7 @@ pub(super) fn resume_here(
     if disks::start(rundir, &state.hardware)? > 0 {
         wait_connected(rundir, state);
     }
-    // An interrupted pause has left its threads with a higher priority.
+    // An interrupted pause may have left QEMU's threads with a raised priority.
     let _ = sched::normal(vmm.process());
     let mark = rundir.paused();
     let failed = |e| LifeError::from(e);
@@ -102,8 +102,8 @@ pub(super) fn resume_here(
     Record::remove(rundir).map_err(file(rundir.file("move.json")))
 }
 
-/// PreparedQemu until QEMU has reconnected, which it tries every second. A guest that is resumed earlier would wait
-/// for its disks.
+/// Waits until QEMU has reconnected to the disk servers, which it tries every second. A guest that is resumed earlier
+/// would wait for its disks.
 fn wait_connected(rundir: &RunDir, state: &State) {
     let deadline = Instant::now() + CONNECTED;
     let connected = |id: &str| {
@@ -115,7 +115,7 @@ fn wait_connected(rundir: &RunDir, state: &State) {
     }
 }
 
-/// Removes a guest that another host has.
+/// Removes a VM from this host after another host has claimed its guest.
 pub(super) fn remove_here(host: &Host, held: &Held, mut journal: Journal) -> Result<(), MoveError> {
     let path = held.rundir.file("operation.json");
     journal.advance(Step::Settle).map_err(|source| MoveError::File { path, source })?;
@@ -123,7 +123,7 @@ pub(super) fn remove_here(host: &Host, held: &Held, mut journal: Journal) -> Res
     Ok(clean_up(host, &held.rundir, &held.state)?)
 }
 
-/// Asks the other host whether the VM runs there, and for its status.
+/// Queries the other host for the VM's status. Also returns whether the guest runs on it.
 pub(super) fn remote_status(remote: &RemoteHost, name: &Name) -> (bool, String) {
     let answer = remote.connect().and_then(|mut connection| {
         connection.ask(&Message::Ask { version: VERSION, name: name.clone() }, STATUS_PATIENCE)
@@ -139,20 +139,17 @@ pub(super) fn remote_status(remote: &RemoteHost, name: &Name) -> (bool, String) 
 /// The result of settling an interrupted move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Settled {
-    /// The guest runs here.
+    /// The guest runs on this host.
     ResumedHere,
-    /// It runs on the other host; nothing of it is left here.
+    /// The guest runs on the other host; nothing of the VM is left on this host.
     RunsThere,
 }
 
-/// Settles an interrupted move whose QEMU here is alive or has ended for good. The caller holds the run state.
+/// Settles an interrupted move whose source QEMU is alive or has ended for good. The caller holds the run state.
 ///
 /// *Needs:* the store, if the other host may have been notified.
 /// *On success:* as [`Settled`] describes.
-/// *On failure:* the guest is stopped here, or nothing of it is left here ([`MoveError::Taken`]).
-///
-/// # Errors
-/// [`MoveError`].
+/// *On failure:* the guest is stopped on this host, or nothing of it is left on this host ([`MoveError::Taken`]).
 pub fn settle(host: &Host, held: &Held, journal: Journal) -> Result<Settled, MoveError> {
     let name = held.rundir.name();
     let vmm = journal.operation.from.clone();
@@ -165,7 +162,7 @@ pub fn settle(host: &Host, held: &Held, journal: Journal) -> Result<Settled, Mov
     }
     let record = Record::read(&held.rundir);
     let mut record = record.map_err(|source| MoveError::File { path: held.rundir.file("move.json"), source })?;
-    // Without a QEMU here there is nothing to decide: the guest is the one in the store.
+    // Without a source QEMU there is nothing to decide: the guest's only state is in the store.
     if let Some(vmm) = alive.filter(|_| step < Step::Settle) {
         let remote = record.remote.host.clone();
         let unknown =
@@ -185,7 +182,7 @@ fn qemu_ended(held: &Held) -> MoveError {
     LifeError::Ended { name: held.rundir.name().into(), log }.into()
 }
 
-/// The other host has it, and does not report that it runs.
+/// Returns the error for a guest that the other host has claimed and does not report as running.
 pub(super) fn taken(record: &Record, status: String) -> MoveError {
     let (name, host, store) = (record.vm.name.clone(), record.remote.host.clone(), record.store.to_string());
     MoveError::Taken { name, host, status, store }
@@ -206,7 +203,7 @@ mod tests {
         record: Record,
     }
 
-    /// A guest that was stopped for a move, without an answer from the other host.
+    /// Returns a guest that was stopped for a move, without an answer from the other host.
     fn stopped() -> StoppedGuest {
         let root = tempfile::tempdir().unwrap();
         let store = StoreUrl::Directory(root.path().join("store"));
@@ -233,13 +230,13 @@ mod tests {
         let mut moving = stopped();
         let mut copy = moving.record.clone();
         assert_eq!(decide(&mut copy, &moving.rundir).unwrap(), Decision::Here);
-        // As if it had been killed before it recorded the claim.
+        // As if the process had been killed before it recorded the claim.
         moving.record.write(&moving.rundir).unwrap();
         let first = moving.record.run.unwrap();
         OwnerRecord::new(&moving.store, None, first).write(&moving.rundir).unwrap();
         assert_eq!(decide(&mut moving.record, &moving.rundir).unwrap(), Decision::Here);
         assert_eq!(OwnerRecord::read(&moving.rundir).unwrap().unwrap().run(), copy.epoch);
-        // The other host was given the epoch before it.
+        // The other host was given the epoch before that claim.
         assert!(matches!(
             claim(&moving, "receive web", Guest::Restored, Some(OnlyIf::Epoch(first))),
             Err(StoreError::Superseded { .. })
@@ -258,7 +255,7 @@ mod tests {
         let mut moving = stopped();
         let epoch = claim(&moving, "receive web", Guest::Restored, Some(OnlyIf::Epoch(moving.record.epoch))).unwrap();
         assert_eq!(decide(&mut moving.record.clone(), &moving.rundir).unwrap(), Decision::There);
-        // It has reported that it could not resume the guest.
+        // The other host has reported that it could not resume the guest.
         moving.record = moving.record.clone().at(epoch);
         assert_eq!(decide(&mut moving.record, &moving.rundir).unwrap(), Decision::Here);
     }

@@ -1,5 +1,5 @@
-//! The source host: checkpoints while the guest runs, the last one in the final pause, and [`Message::Go`] to the
-//! destination host.
+//! The source host of a move: takes checkpoints while the guest runs, takes the last one in the final pause, and sends
+//! [`Message::Go`] to the destination host.
 //!
 //! Before [`Message::Go`] the destination host cannot resume the guest; after it the store decides ([`super::settle`]).
 
@@ -39,19 +39,22 @@ const GREETING: Duration = Duration::from_secs(5);
 /// How long the destination host may take to check whether it can take a VM: it may have to query its QEMU's
 /// capabilities.
 const HELLO: Duration = Duration::from_secs(120);
-/// How long it may take to start a QEMU, or to read what a load needs of a checkpoint.
+/// How long the destination host may take to start a QEMU, or to read the data of a checkpoint that a load needs.
 const PREPARE: Duration = Duration::from_secs(300);
-/// How long it may take to resume the guest. After that we ask the store which host has it.
+/// How long the destination host may take to resume the guest. After that, the source host queries the store which host
+/// has the guest.
 const GO: Duration = Duration::from_secs(60);
-/// How long it may take to read [`Message::Go`]: a short line, for which there is room. The guest is stopped meanwhile.
+/// How long the destination host may take to read [`Message::Go`]: a short line, for which the pipe has room. The guest
+/// is stopped meanwhile.
 const GO_READ: Duration = Duration::from_secs(10);
 /// How long the protector may take to end.
 const PROTECTOR: Duration = Duration::from_secs(60);
-/// Fewer dirty bytes than these are left for the pause.
+/// Checkpoints while the guest runs end when one has no more dirty bytes than this: about as many are left for the
+/// final pause.
 const FEW_BYTES: u64 = 2 << 20;
-/// Maximum number of checkpoints while the guest runs.
+/// Maximum number of checkpoints that are taken while the guest runs.
 const MAX_ROUNDS: usize = 16;
-/// Minimum number of checkpoints that the store keeps.
+/// Minimum number of checkpoints that the store keeps during a move.
 const MIN_KEPT: usize = 10;
 
 /// Parameters of a move.
@@ -67,19 +70,17 @@ pub struct MoveSettings {
     pub identity: Option<Identity>,
     /// A definition file on the destination host that replaces the recipe's.
     pub definition: Option<PathBuf>,
-    /// The QEMU there to use instead of the definition's.
+    /// Path of a QEMU on the destination host, to use instead of the definition's.
     pub qemu: Option<PathBuf>,
 }
 
-/// Moves VM `name`, which runs here.
+/// Moves VM `name` from this host to another one.
 ///
-/// *Needs:* the VM runs, and Rekindle serves its disks or they are read-only; ssh to the destination host; a store
-/// and images that both reach.
-/// *On success:* the guest runs there with its memory; nothing of it is left here.
-/// *On failure:* it continues to run here, except after errors for which [`MoveError::needs_recovery`] is true.
-///
-/// # Errors
-/// [`MoveError`].
+/// *Needs:* the VM runs, and Rekindle serves its disks or they are read-only; ssh to the destination host; a store and
+/// images that both hosts reach.
+/// *On success:* the guest runs on the destination host with its memory; nothing of it is left on this host.
+/// *On failure:* the guest continues to run on this host, except after errors for which [`MoveError::needs_recovery`]
+/// is true.
 pub fn start(
     host: &Host,
     name: &Name,
@@ -115,7 +116,7 @@ pub fn start(
     fault::point("move.prepare.journalled", Some(target.vmm()), None);
     let prepared = PrecopiedGuest::make(host, &target, &wanted, protection, stop, &mut connection, on_event);
     let run_state = prepared.and_then(|prepared| {
-        // The last chance to stop: the guest is stopped next.
+        // The last opportunity to cancel: the guest is stopped next.
         if stop.load(Ordering::Relaxed) {
             return Err(MoveError::Interrupted { name: name.to_string() });
         }
@@ -163,15 +164,12 @@ pub fn start(
 struct Movable {
     held: Held,
     target: Target,
-    /// The store's listing; none if it is new, or to be created.
+    /// The store's listing; none if the store is new or is to be created.
     found: Option<Listing>,
     connection: Connection,
 }
 
-/// Checks whether VM `name` could be moved, here and on the destination host. Changes nothing.
-///
-/// # Errors
-/// [`MoveError`].
+/// Runs the preflight of a move on both hosts. Changes nothing.
 pub fn check(
     host: &Host,
     name: &Name,
@@ -198,7 +196,7 @@ fn preflight(
         Err(e) if e.is_no_store() => {
             match OwnerRecord::read(&held.rundir)?.filter(|owned| owned.is_of(&settings.store)) {
                 Some(owned) => return Err(ProtectError::from(owned.store_gone(&held.rundir, &e)).into()),
-                // The first checkpoint creates it.
+                // The first checkpoint creates the store, or uses the new one.
                 None if settings.create_store || matches!(e, StoreError::Unused { .. }) => None,
                 None => return Err(e.into()),
             }
@@ -211,7 +209,7 @@ fn preflight(
     Ok(Movable { held, target, found, connection })
 }
 
-/// Rejects disks that QEMU itself writes: it would have them open here while the destination host uses them.
+/// Rejects disks that QEMU itself writes: the source QEMU would have them open while the destination host uses them.
 fn reject_disks(held: &Held) -> Result<(), MoveError> {
     let disks = &held.state.hardware.disks;
     match disks.iter().find(|disk| !disk.server && !disk.readonly) {
@@ -249,13 +247,13 @@ fn hello(
     }
 }
 
-/// Whether the guest's network output is held until a checkpoint is committed.
+/// Returns whether the guest's network output is held until a checkpoint is committed.
 fn is_held(target: &Target) -> Result<bool, MoveError> {
     let found = target.vmm().watch(GREETING).and_then(|mut qmp| Hold::found(&mut qmp));
     Ok(found.map_err(LifeError::from)?.is_some())
 }
 
-/// The error for an unexpected answer.
+/// Returns the error for an unexpected answer.
 fn unexpected(answer: Answer, name: &str, host: &str) -> MoveError {
     match answer {
         Answer::Refused { why } => MoveError::Refused { name: name.into(), host: host.into(), why },
@@ -263,8 +261,8 @@ fn unexpected(answer: Answer, name: &str, host: &str) -> MoveError {
     }
 }
 
-/// Stops the VM's protector, since only one process can take checkpoints. Returns the lock, and the protector's pid
-/// if there was one.
+/// Stops the VM's protector, because only one process can take checkpoints. Returns the protection lock, and the
+/// protector's pid if there was one.
 fn end_protector(rundir: &RunDir) -> Result<(Protection, Option<u32>), MoveError> {
     let deadline = Instant::now() + PROTECTOR;
     let mut asked = None;
@@ -273,7 +271,7 @@ fn end_protector(rundir: &RunDir) -> Result<(Protection, Option<u32>), MoveError
             Ok(protection) => return Ok((protection, asked)),
             Err(AttachError::Protected { by: Some(pid), .. }) if asked.is_none() => {
                 let path = rundir.file("protection.lock");
-                // It holds the lock, so the pid has not been reused.
+                // The protector holds the lock, so its pid has not been reused.
                 let ended = Process::of(pid).and_then(|process| process.terminate());
                 ended.map_err(|source| MoveError::File { path, source })?;
                 asked = Some(pid);
@@ -291,7 +289,7 @@ struct PrecopiedGuest<'a> {
     protect_loop: ProtectLoop<'a>,
     session: TrackingSession,
     rounds: Vec<Round>,
-    /// The pages of the last checkpoint that the destination host has read; none if it must read them again.
+    /// The pages of the newest checkpoint that the destination host has read; none if it must read them again.
     known: Option<Vec<PageRun>>,
 }
 
@@ -337,14 +335,14 @@ impl<'a> PrecopiedGuest<'a> {
             rounds.push(round);
             match before {
                 None => {
-                    // From here on the store has what a destination QEMU needs.
+                    // After the first checkpoint, the store has the data that a destination QEMU needs to start.
                     match connection.ask(&Message::Prepare {}, PREPARE)? {
                         Answer::Prepared { pid, .. } => on_event(&MoveEvent::Prepared { pid }),
                         other => return Err(unexpected(other, name, connection.host())),
                     }
                     fault::point("move.prepare.prepared", Some(target.vmm()), None);
                 }
-                // Little is left, or it does not decrease.
+                // Few dirty bytes are left, or their number does not decrease.
                 Some(before) if dirty <= FEW_BYTES || dirty >= before / 10 * 9 || rounds.len() >= MAX_ROUNDS => break,
                 Some(_) => {}
             }
@@ -360,7 +358,7 @@ impl<'a> PrecopiedGuest<'a> {
     }
 }
 
-/// A guest whose final pause is about to start.
+/// The final pause of a move, about to start.
 struct FinalPause<'a> {
     host: &'a Host,
     held: &'a Held,
@@ -371,19 +369,19 @@ struct FinalPause<'a> {
     run_state: RunState,
 }
 
-/// A guest that was moved.
 struct MovedGuest {
     done: CheckpointReport,
-    /// The destination host's report.
+    /// The destination host's report, if it arrived.
     answer: Option<Running>,
     /// When [`Message::Go`] was sent, in µs since 1970.
     sent_us: u64,
-    /// When it was answered. The guest does not wait for the clean-up here, which follows.
+    /// When [`Message::Go`] was answered, in µs since 1970. The guest does not wait for the source host's clean-up,
+    /// which follows.
     answered_us: u64,
 }
 
 impl FinalPause<'_> {
-    /// Stops the guest, and has the destination host resume it.
+    /// Stops the guest, and makes the destination host resume it.
     fn run(mut self, prepared: PrecopiedGuest<'_>) -> Result<MovedGuest, MoveError> {
         let PrecopiedGuest { mut protect_loop, mut session, known, .. } = prepared;
         let vmm = self.target.vmm();
@@ -392,7 +390,7 @@ impl FinalPause<'_> {
         let stopped = self.suspend(&mut protect_loop, &mut session, known.as_deref());
         let (done, record) = match stopped {
             Ok(stopped) => stopped,
-            // Another host has it by now, and it was ended here.
+            // Another host has the guest by now, and its processes on this host were ended.
             Err(e @ MoveError::Protect(_)) => {
                 let path = rundir.file("operation.json");
                 self.journal.close().map_err(|source| MoveError::File { path, source })?;
@@ -427,8 +425,8 @@ impl FinalPause<'_> {
             other => {
                 let why = match other {
                     Err(e) => protector::chain(&e),
-                    // By its own report it has not resumed the guest, and will not. If it became the owner, we check
-                    // whether it still is.
+                    // The destination host reports that it has not resumed the guest, and it will not. If it became the
+                    // owner, check whether it still is.
                     Ok(Answer::Failed { why, claimed, .. }) => {
                         if let Some(epoch) = claimed {
                             let record = record.at(epoch);
@@ -442,15 +440,15 @@ impl FinalPause<'_> {
                 };
                 match settle(self.host, self.held, self.journal)? {
                     Settled::ResumedHere => Err(MoveError::ResumedHere { name: name.into(), host, why }),
-                    // Only now is it known that the guest runs there.
+                    // Only now is it known that the guest runs on the destination host.
                     Settled::RunsThere => Ok(MovedGuest { done, answer: None, sent_us, answered_us: host_us() }),
                 }
             }
         }
     }
 
-    /// Stops the guest, commits its last checkpoint and releases its disks. All that recovery needs is on disk when
-    /// this returns. The destination host, which has the previous content of the pages `known`, loads the guest
+    /// Stops the guest, commits its last checkpoint and releases its disks. When this returns, all data that recovery
+    /// needs is on disk. The destination host, which has the previous content of the pages `known`, loads the guest
     /// meanwhile.
     fn suspend(
         &mut self,
@@ -465,8 +463,8 @@ impl FinalPause<'_> {
         let connection = &mut self.connection;
         let last = protect_loop.last(session, &self.run_state, &mut |read| {
             if let Some(state) = known.and_then(|known| StoppedState::of(read, known)) {
-                // If there is no room or the connection breaks, that is not an error yet: all of it can be read from
-                // the store.
+                // No room in the pipe, or a broken connection, is not an error yet: the destination host can read the
+                // state from the store.
                 let _ = connection.send_if_room(&Message::State(state));
             }
             fault::point("move.suspend.read", Some(vmm), None);

@@ -1,4 +1,5 @@
-//! The destination host: `rekindle receive`, which the source host starts over ssh and talks to on its standard input.
+//! The destination host of a move: `rekindle receive`. The source host starts it over ssh and sends messages to its
+//! standard input.
 
 use super::protocol::{self, Answer, Go, Hello, MAX_LINE, Message, Running, VERSION};
 use super::record::identity_of;
@@ -27,24 +28,24 @@ use std::time::{Duration, Instant};
 /// How long a status query waits for an operation on the VM.
 const BUSY: Duration = Duration::from_secs(60);
 
-/// Why a VM cannot be taken, as a text for the source host.
+/// The reason why a VM cannot be taken, as a message for the source host.
 type Rejection = String;
 
-/// How long the source host may take for each step. After that, what was prepared here is removed. The guest still
-/// runs on the source host, or that host claims it in the store.
+/// How long the source host may take for each step. After that, the prepared QEMU is removed from this host. The guest
+/// still runs on the source host, or that host claims it in the store.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
-    /// From the start to the first line, which the source host sends as soon as it is connected.
+    /// Time from the start to the first line, which the source host sends as soon as it is connected.
     hello: Duration,
-    /// Between two lines while the guest runs there: the source host takes checkpoints of it, the first of them of
-    /// all its memory. A guest of 4 TiB takes 4.2 days at 12 MB/s.
+    /// Time between two lines while the guest runs on the source host. That host takes checkpoints meanwhile, the first
+    /// one of all memory. For a guest of 4 TiB, that takes 4.2 days at 12 MB/s.
     checkpoints: Duration,
-    /// From the state of the stopped guest to [`Message::Go`]: a commit of what the last checkpoint has left. No
-    /// guest should be stopped for longer.
+    /// Time from the state of the stopped guest to [`Message::Go`]: the source host commits the pages that the previous
+    /// checkpoints have left. No guest should be stopped for longer.
     go: Duration,
-    /// From a line's first byte to its last one: 4 MiB at 70 kB/s.
+    /// Time from a line's first byte to its last one: 4 MiB at 70 kB/s.
     line: Duration,
-    /// Until an answer was read: the source host waits for it, and it has at most 4 MiB, too.
+    /// Time until an answer was read. The source host waits for it, and an answer has at most 4 MiB, too.
     answer: Duration,
 }
 
@@ -64,7 +65,8 @@ struct SourceConnection<R, W> {
 }
 
 impl<R: Read + AsFd, W: Write + AsFd> SourceConnection<R, W> {
-    /// Reads its next line, whose first byte must arrive within `begin`. `None` at the end of the stream.
+    /// Reads the next message, whose first byte must arrive within `begin`. `None` at the end of the stream. The inner
+    /// error: the line is not a message.
     fn read_message(&mut self, begin: Duration) -> io::Result<Option<Result<Message, Rejection>>> {
         match self.lines.next_started_by(Instant::now() + begin, self.patience.line) {
             Ok(line) => {
@@ -85,8 +87,8 @@ impl<R: Read + AsFd, W: Write + AsFd> SourceConnection<R, W> {
         }
     }
 
-    /// Sends an answer. `false` if the source host does not read it in time; that host then finds the result in the
-    /// store.
+    /// Sends an answer. Returns false if the source host does not read it in time; that host then finds the result in
+    /// the store.
     fn send(&mut self, answer: &Answer) -> bool {
         let mut line = serde_json::to_vec(answer).unwrap_or_default();
         line.push(b'\n');
@@ -100,16 +102,14 @@ impl<R: Read + AsFd, W: Write + AsFd> SourceConnection<R, W> {
 }
 
 /// Serves a move until the source host has sent its last message. `from` and `to` are pipes or sockets, without a
-/// buffer.
+/// buffer. Calls `on_running` with the name of a VM that runs on this host from then on.
 ///
-/// *Needs:* what `rekindle restore` needs.
-/// *On success:* as the source host was notified. What was prepared for a guest that did not arrive is removed.
-/// *On failure:* the same.
-///
-/// Calls `on_running` with the name of a VM that runs here from now on.
+/// *Needs:* the same as `rekindle restore`.
+/// *On success:* the last answer states the result. If the guest did not arrive, the prepared QEMU was removed.
+/// *On failure:* the prepared QEMU was removed.
 ///
 /// # Errors
-/// If `from` cannot be read, or the source host exceeds a time limit.
+/// An I/O error if `from` cannot be read, or the source host exceeds a time limit.
 pub fn receive(
     host: &Host,
     from: impl Read + AsFd,
@@ -139,10 +139,10 @@ pub fn receive(
     };
     let this = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let mut answer_read = source.send(&Answer::Ready { version: VERSION, host: this });
-    // A host that does not read an answer has abandoned the move.
+    // A source host that does not read an answer has abandoned the move.
     while answer_read {
         answer_read = match source.read_message(patience.checkpoints)? {
-            // The source host has stopped the move, or has failed.
+            // The source host has cancelled the move, or has failed.
             None => return Ok(()),
             Some(Ok(Message::Prepare {})) => match incoming.prepare() {
                 Ok(PreparedQemu { checkpoint, pid, .. }) => source.send(&Answer::Prepared { checkpoint, pid }),
@@ -179,21 +179,21 @@ pub fn receive(
     Ok(())
 }
 
-/// A VM that is being moved here.
+/// A VM that is being moved to this host.
 struct IncomingVm<'a> {
     host: &'a Host,
     name: Name,
     request: Request,
     /// A destination QEMU may have been prepared.
     prepared: bool,
-    /// That QEMU, if its memory is registered.
+    /// The prepared QEMU, if its memory is registered.
     early: Option<PrimedQemu>,
-    /// The same, with what a load needs of the newest checkpoint.
+    /// The prepared QEMU together with the data of the newest checkpoint that a load needs. Replaces `early`.
     early_load: Option<EarlyLoad<'a>>,
 }
 
 impl<'a> IncomingVm<'a> {
-    /// Checks whether it can run here. Creates nothing.
+    /// Checks whether the VM can run on this host. Creates nothing.
     fn new(host: &'a Host, hello: Hello) -> Result<Self, Rejection> {
         let Hello { name, recipe, store, created_us, identity, definition, qemu, hold_output, .. } = hello;
         let definition = definition.as_deref().map(Definition::load).transpose().map_err(|e| chain(&e))?;
@@ -220,9 +220,9 @@ impl<'a> IncomingVm<'a> {
         Ok(Self { host, name, request, prepared: false, early: None, early_load: None })
     }
 
-    /// Prepares a destination QEMU, which also finds out whether everything that it needs is here.
+    /// Prepares a destination QEMU. This also checks whether this host has everything that the QEMU needs.
     fn prepare(&mut self) -> Result<PreparedQemu, Rejection> {
-        // From here on there may be something to remove.
+        // From here on there may be a QEMU to remove.
         self.prepared = true;
         let waits = prepare(self.host, &self.name, &self.request).map_err(|e| chain(&e))?;
         let chosen = ChosenCheckpoint::open(&self.request).map_err(|e| chain(&e))?;
@@ -231,12 +231,13 @@ impl<'a> IncomingVm<'a> {
         if !others.is_empty() {
             return Err(others.join("; "));
         }
-        // What can be done before the guest is stopped. If it fails, the restore does it, or starts another QEMU.
+        // Does the steps that are possible before the guest is stopped. If they fail, the restore does them, or starts
+        // another QEMU.
         self.early = PrimedQemu::take(self.host, &self.name).inspect_err(|e| tracing::debug!("{}", chain(e))).ok();
         Ok(waits)
     }
 
-    /// Reads what a load needs of the newest checkpoint.
+    /// Reads the data of the newest checkpoint that a load needs.
     fn read_newest(&mut self) -> Answer {
         match EarlyLoad::new(self.host, &self.name, &self.request, &mut self.early) {
             Ok(early_load) => {
@@ -251,8 +252,8 @@ impl<'a> IncomingVm<'a> {
         }
     }
 
-    /// Loads the guest while its last checkpoint is committed, and resumes it on `wait_for_go`; none if that does not
-    /// arrive.
+    /// Loads the guest while its last checkpoint is being committed, and resumes it when `wait_for_go` returns a
+    /// message. `None`: no message arrived.
     fn load(&mut self, state: protocol::StoppedState, wait_for_go: &mut dyn FnMut() -> Option<Go>) -> Option<Answer> {
         let began = Instant::now();
         let sent = self.early_load.as_ref().and_then(|early_load| state.decode(early_load.devices()));
@@ -268,7 +269,7 @@ impl<'a> IncomingVm<'a> {
             let message = wait_for_go();
             if let Some(go) = &message {
                 move_claim.after.store(go.epoch, Ordering::SeqCst);
-                // If the load has failed, that is handled below.
+                // A failure of the load is handled below.
                 let _ = committed.send(());
             }
             drop(committed);
@@ -285,7 +286,7 @@ impl<'a> IncomingVm<'a> {
         }
     }
 
-    /// Resumes the guest.
+    /// Resumes the guest from the store.
     fn resume(&mut self, go: &Go) -> Answer {
         let move_claim = MoveClaim { after: AtomicU64::new(go.epoch), ..MoveClaim::default() };
         self.restore(go, Arc::new(move_claim), None)
@@ -294,7 +295,7 @@ impl<'a> IncomingVm<'a> {
     /// Resumes the guest from the store. `unused`: why the load before the commit was not used.
     fn restore(&mut self, go: &Go, move_claim: Arc<MoveClaim>, unused: Option<String>) -> Answer {
         let began = Instant::now();
-        // The VM stays locked until then.
+        // The VM stays locked meanwhile.
         if let Some(early_load) = self.early_load.take() {
             self.early = Some(early_load.into_early());
         }
@@ -356,7 +357,7 @@ impl Drop for IncomingVm<'_> {
     }
 }
 
-/// The status of a VM on this host.
+/// Returns the status of a VM on this host.
 fn vm_status(host: &Host, name: &Name) -> Answer {
     let rundir = RunDir::new(&host.root, name.as_str());
     let deadline = Instant::now() + BUSY;
@@ -384,7 +385,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(100);
     const SHORT: Duration = Duration::from_millis(50);
 
-    /// A connection on which each step may take `LONG`, and its other end.
+    /// Returns a connection on which each step may take `LONG`, and the connection's other end.
     fn source() -> (SourceConnection<UnixStream, UnixStream>, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let patience = Patience { hello: LONG, checkpoints: LONG, go: LONG, line: LONG, answer: LONG };
@@ -396,7 +397,7 @@ mod tests {
     fn a_line_that_arrives_byte_by_byte_ends_the_move() {
         let (mut source, theirs) = source();
         source.patience.line = SHORT;
-        // It ends by itself; that would not be an error.
+        // The thread ends by itself, which would not be an error.
         let drip = thread::spawn(move || {
             let deadline = Instant::now() + Duration::from_secs(10);
             while Instant::now() < deadline && (&theirs).write_all(b" ").is_ok() {

@@ -1,4 +1,4 @@
-//! Why a VM is not protected.
+//! Errors of a protector.
 
 use crate::owned::{EndGuestError, OwnedElsewhere, StoreGone};
 use crate::target::TargetError;
@@ -6,10 +6,10 @@ use rekindle_qemu::adopt::Obstacle;
 use rekindle_store::StoreError;
 use std::path::PathBuf;
 
-/// Why a VM is not, or no longer, protected.
+/// Why a VM is not protected, or not any more.
 #[derive(Debug, thiserror::Error)]
 pub enum ProtectError {
-    /// There is no such VM, or it does not run.
+    /// The VM does not exist or does not run.
     #[error(transparent)]
     Target(#[from] TargetError),
     #[error(transparent)]
@@ -17,7 +17,7 @@ pub enum ProtectError {
     /// The store that this host has written is missing.
     #[error(transparent)]
     StoreGone(#[from] StoreGone),
-    /// Checkpoints cannot be abandoned, since their store exists.
+    /// Checkpoints cannot be abandoned because their store exists.
     #[error(
         "{store}: the store of VM {name} exists, with {checkpoints} checkpoints; nothing was abandoned: leave out \
          --abandon-old-checkpoints, or choose another --store"
@@ -25,19 +25,19 @@ pub enum ProtectError {
     StillThere {
         name: String,
         store: String,
-        /// How many checkpoints it has.
+        /// Number of checkpoints in the store.
         checkpoints: usize,
     },
-    /// Another host has the guest; what ran of it here was ended.
+    /// Another host has the guest; its processes on this host were ended.
     #[error(transparent)]
     OwnedElsewhere(#[from] OwnedElsewhere),
-    /// Another host has the guest, and what runs of it here could not be ended.
+    /// Another host has the guest, and its processes on this host could not be ended.
     #[error("another host has the guest, and its QEMU or disk servers here could not be ended")]
     EndGuest(#[from] EndGuestError),
-    /// Its memory cannot be read, or is written past the page tables.
+    /// The guest's memory cannot be read, or is written past the page tables.
     #[error("{name} cannot be protected:\n{}", listed(.obstacles))]
     Obstacles { name: String, obstacles: Vec<Obstacle> },
-    /// It writes disks.
+    /// The guest writes to a disk that has no epochs.
     #[error(
         "{name} writes to {disk}, whose content would not match its memory after a restore: let Rekindle serve it (server = \
          true), make it read-only, snapshot it with --disk-hook COMMAND, or, if a file system that is newer than the guest's memory \
@@ -56,20 +56,20 @@ pub enum ProtectError {
          --policy precopy or basic"
     )]
     DiskServer { name: String, disk: String },
-    /// Its network output cannot be held.
+    /// The guest's network output cannot be held.
     #[error(
         "{name} was attached, not started by Rekindle: its network output cannot be held until a checkpoint is committed; protect it without \
          --output-commit"
     )]
     Output { name: String },
-    /// Its RAM cannot be write-protected.
+    /// The guest's RAM cannot be write-protected.
     #[error(
         "{name}: its RAM is on DAX ({}), where Linux does not resolve the page faults of write protection: \
          its processors would hang in the kernel; put `ram.dir` on a tmpfs", path.display()
     )]
     Dax {
         name: String,
-        /// The file of its RAM.
+        /// The guest's RAM file.
         path: PathBuf,
     },
     /// Tracking or QEMU fails repeatedly.

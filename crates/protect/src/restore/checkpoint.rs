@@ -1,5 +1,5 @@
-//! What is read from the store before the guest runs, and no more: its size does not grow with the guest's RAM,
-//! except for the index in a store without a base index. It is read while QEMU starts.
+//! Reads the part of a checkpoint that a restore needs before the guest runs. Its size does not grow with the guest's
+//! RAM, except for the index in a store without a base index. It is read while QEMU starts.
 
 use super::{MoveClaim, Request, RestoreError};
 use crate::epochs;
@@ -22,12 +22,12 @@ use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::thread;
 
-/// A checkpoint to restore, and how to build its VM. Its pages are not checked yet.
+/// A checkpoint to restore, with its recipe. Its pages are not checked yet.
 #[derive(Debug)]
 pub(crate) struct ChosenCheckpoint {
     pub(crate) image: Image,
     pub(crate) recipe: Recipe,
-    /// The epochs of its disks.
+    /// The epochs of the guest's disks.
     pub(crate) epochs: Epochs,
 }
 
@@ -52,18 +52,18 @@ impl PendingImage {
         Self(OnceLock::from(Some(image)))
     }
 
-    /// Sets the committed image, or none if it will never be committed.
+    /// Sets the committed image, or `None` if the checkpoint will never be committed.
     pub(super) fn set(&self, image: Option<Image>) {
         let _ = self.0.set(image);
     }
 
-    /// PreparedQemu until it is committed, or is known never to be.
+    /// Waits until the checkpoint is committed. Returns `None` if it will never be.
     pub(super) fn wait(&self) -> Option<&Image> {
         self.0.wait().as_ref()
     }
 }
 
-/// What a destination QEMU gets before its guest runs.
+/// The part of a checkpoint that a destination QEMU gets before its guest runs.
 #[derive(Debug)]
 pub(crate) struct LoadInput {
     pub(super) image: PendingImage,
@@ -72,29 +72,29 @@ pub(crate) struct LoadInput {
     /// Ids of the blocks that are loaded on demand.
     pub(super) paged: Vec<String>,
     pub(super) devices: Vec<u8>,
-    /// None: read later, while something else is waited for.
+    /// `None`: the pages are read later, during another wait.
     pub(super) pages: Option<ReadPages>,
 }
 
-/// Pages that the load needs.
+/// Pages that a load needs.
 #[derive(Debug)]
 pub(super) struct ReadPages {
     /// Pages of the blocks that are not loaded on demand.
     pub(super) small: SmallBlockPages,
-    /// Pages of the others that QEMU itself reads while it loads the devices.
+    /// Pages of the other blocks that QEMU itself reads while it loads the devices.
     pub(super) first: load_pages::Pages,
 }
 
 #[derive(Debug)]
 pub(super) enum SmallBlockPages {
-    /// All that are not zero.
+    /// All pages that are not zero.
     All(load_pages::Pages),
-    /// Those that differ from QEMU's own copy.
+    /// The pages that differ from QEMU's own copy.
     Differing(load_pages::Pages),
 }
 
-/// Becomes the store's owner: a host that was declared dead and is alive can commit nothing any more, and ends its
-/// guest when it detects that. Returns the newest committed checkpoint.
+/// Makes this host the store's owner. A host that was declared dead and is alive can then commit nothing any more, and
+/// ends its guest when it detects that. Returns the number of the newest committed checkpoint.
 fn fence(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
     let Request { store, identity, move_claim, .. } = request;
     let owner = |doing: &str| Owner::here(&format!("{doing} {}", rundir.name())).with(Guest::Restored);
@@ -107,7 +107,7 @@ fn fence(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreErro
     Ok(fenced.newest)
 }
 
-/// Becomes the store's owner during a load of checkpoint `number`. The load is valid only if this succeeds.
+/// Makes this host the store's owner during a load of checkpoint `number`. The load is valid only if this succeeds.
 pub(super) fn fence_during_load(request: &Request, vm: &Vm, number: u64, rundir: &RunDir) -> Result<(), RestoreError> {
     let name = rundir.name();
     match fence(request, vm, rundir)? {
@@ -116,8 +116,8 @@ pub(super) fn fence_during_load(request: &Request, vm: &Vm, number: u64, rundir:
     }
 }
 
-/// Becomes the store's owner, and takes the newest checkpoint if another one was committed until then. Then reads
-/// what the load needs.
+/// Makes this host the store's owner. If another checkpoint was committed before that, uses the newest one. Then reads
+/// the data that the load needs.
 pub(super) fn fetch(
     mut chosen: ChosenCheckpoint,
     request: &Request,
@@ -147,12 +147,12 @@ pub(crate) fn read(chosen: ChosenCheckpoint) -> Result<LoadInput, RestoreError> 
     Ok(LoadInput { image: PendingImage::is(image), number, blocks, paged, devices, pages: None })
 }
 
-/// The blocks that are not loaded on demand.
+/// Returns the blocks that are not loaded on demand.
 fn small<'a>(blocks: &'a [Block], paged: &'a [String]) -> impl Iterator<Item = (BlockId, &'a Block)> {
     (0..).map(BlockId).zip(blocks).filter(|(_, block)| !paged.contains(&block.id))
 }
 
-/// Reads all their pages that are not zero.
+/// Reads all pages that are not zero of the blocks that are not loaded on demand.
 fn read_small(image: &Image, paged: &[String]) -> Result<load_pages::Pages, RestoreError> {
     let all: Vec<_> = small(&image.info().blocks, paged)
         .flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, PageNo(page))))
@@ -161,7 +161,7 @@ fn read_small(image: &Image, paged: &[String]) -> Result<load_pages::Pages, Rest
 }
 
 /// Writes the blocks that are not loaded on demand into a waiting QEMU, which does not load firmware itself. Most of
-/// these pages are still right at the restore, which compares them.
+/// these pages are unchanged at the restore, which compares them.
 pub(super) fn write_small_blocks(
     image: &Image,
     paged: &[String],
@@ -183,16 +183,15 @@ pub(super) fn write_small_blocks(
     Ok(())
 }
 
-/// Pages with their content.
 pub(super) type Contents = BTreeMap<PageId, Box<Page>>;
 
 impl LoadInput {
-    /// The checkpoint, once it is committed.
+    /// Waits until the checkpoint is committed, and returns it.
     pub(super) fn image(&self) -> Result<&Image, RestoreError> {
         self.image.wait().ok_or(RestoreError::NotCommitted { number: self.number })
     }
 
-    /// The blocks that are not loaded on demand.
+    /// Returns the blocks that are not loaded on demand.
     pub(super) fn small(&self) -> impl Iterator<Item = (BlockId, &Block)> {
         small(&self.blocks, &self.paged)
     }
@@ -203,7 +202,7 @@ impl LoadInput {
         Ok(Self { pages: Some(pages), ..self })
     }
 
-    /// Reads the pages that QEMU needs during the load, and concurrently what `small` reads.
+    /// Reads the pages that QEMU needs during the load. Calls `small` concurrently.
     pub(super) fn read_pages(
         &self,
         small: impl FnOnce(&Image) -> Result<SmallBlockPages, RestoreError>,
@@ -216,7 +215,7 @@ impl LoadInput {
         Ok(ReadPages { small: small?, first })
     }
 
-    /// Reads the pages of the blocks that are not loaded on demand which differ from `own_copy`, QEMU's own copy.
+    /// Reads the pages that differ from `own_copy`, QEMU's own copy, in the blocks that are not loaded on demand.
     pub(super) fn read_differing(&self, image: &Image, own_copy: &Contents) -> Result<SmallBlockPages, RestoreError> {
         Ok(SmallBlockPages::Differing(load_pages::read_parallel(
             image,
@@ -225,14 +224,16 @@ impl LoadInput {
         )?))
     }
 
-    /// All pages of the blocks that are not loaded on demand, with their content in `own_copy`; others are zero.
+    /// Returns all pages of the blocks that are not loaded on demand, with their content in `own_copy`. Pages that are
+    /// missing in it are zero.
     pub(super) fn all_small<'a>(&self, own_copy: &'a Contents) -> Vec<(PageId, &'a Page)> {
         let content = |id: &PageId| own_copy.get(id).map_or(&ZERO_PAGE, |content| &**content);
         let ids = self.small().flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, PageNo(page))));
         ids.map(|id| (id, content(&id))).collect()
     }
 
-    /// QEMU's own copy of those blocks. Pages that are missing in it are zero.
+    /// Reads QEMU's own copy of the blocks that are not loaded on demand. Pages that are missing in the result are
+    /// zero.
     pub(super) fn own_copy(&self, ram: &GuestRam) -> Result<Contents, RestoreError> {
         let mut all = Contents::new();
         for (index, block) in self.small() {
@@ -246,12 +247,12 @@ impl LoadInput {
         image.map_or_else(load_pages::Pages::new, |image| load_pages::read(image, &self.paged, &self.devices))
     }
 
-    /// The pages that QEMU reads during the load.
+    /// Returns the pages that QEMU reads during the load.
     pub(super) fn first(&self) -> Cow<'_, load_pages::Pages> {
         self.pages.as_ref().map_or_else(|| Cow::Owned(self.read_first()), |pages| Cow::Borrowed(&pages.first))
     }
 
-    /// Puts these pages into the guest's memory.
+    /// Puts the pages `first` into the guest's memory.
     pub(super) fn put_first(
         &self,
         first: &load_pages::Pages,
@@ -265,7 +266,7 @@ impl LoadInput {
         })
     }
 
-    /// The stream for a QEMU whose RAM is `ram`: the blocks that are not loaded on demand, and the devices.
+    /// Builds the stream for a QEMU whose RAM is `ram`: the blocks that are not loaded on demand, and the devices.
     pub(super) fn stream(&self, ram: &GuestRam) -> Result<Vec<u8>, RestoreError> {
         let pages = match &self.pages {
             Some(ReadPages { small: SmallBlockPages::All(all), .. }) => Cow::Owned(self.with_zeroes(all, ram)?),
@@ -287,8 +288,9 @@ impl LoadInput {
         Ok(part)
     }
 
-    /// Adds zero pages to `pages`, which are all that are not zero. QEMU's own copy of a block starts as zeros or as
-    /// a firmware file, so only pages that it has are overwritten: a video memory of 16 MiB has hardly any.
+    /// Adds the necessary zero pages to `pages`, which has all pages that are not zero. QEMU's own copy of a block
+    /// starts as zeros or as a firmware file, so only the pages that QEMU has populated are overwritten: a video memory
+    /// of 16 MiB has hardly any.
     fn with_zeroes(&self, pages: &load_pages::Pages, ram: &GuestRam) -> Result<load_pages::Pages, RestoreError> {
         let sent: BTreeSet<_> = pages.iter().map(|(block, page, _)| (*block, *page)).collect();
         let mut all = pages.clone();
@@ -301,7 +303,7 @@ impl LoadInput {
     }
 }
 
-/// The pages that QEMU has of a block. The others are zero.
+/// Reads the populated pages of a block in QEMU. The other pages are zero.
 fn own_copy(ram: &GuestRam, block: &Block) -> Result<BTreeMap<PageNo, Box<Page>>, RestoreError> {
     let Some(ours) = ram.blocks().iter().find(|ours| ours.info.id == block.id) else { return Ok(BTreeMap::new()) };
     let runs = ram.populated(ours)?;

@@ -1,10 +1,11 @@
-//! A load that runs concurrently with the commit of its checkpoint: the source host has stopped the guest and sends
-//! the state before the commit.
+//! A load that runs concurrently with the commit of its checkpoint: the source host has stopped the guest and sends its
+//! state before the commit.
 //!
-//! Before the guest is stopped, what a load needs of its newest checkpoint is read, and the VM is locked here. The
-//! state that is sent then is that checkpoint with changes, so it can be loaded immediately. The guest is resumed
-//! only if, after the source host has reported the commit, we own the store, and the device state and each page that
-//! QEMU was given equal those of the committed checkpoint. Until then, access to any other page blocks.
+//! Before the guest is stopped, the destination host locks the VM, and reads the data of the newest checkpoint that a
+//! load needs. The state that is sent later is that checkpoint with changes, so it can be loaded immediately. The guest
+//! is resumed only if three conditions hold: the source host has reported the commit; after that, this host has become
+//! the store's owner; and the device state and each page that QEMU was given equal those of the committed checkpoint.
+//! Until then, access to any other page blocks.
 
 use super::checkpoint::{self, ChosenCheckpoint, Contents, LoadInput, PendingImage, ReadPages, SmallBlockPages};
 use super::load::{self, EmptyDestination};
@@ -31,16 +32,16 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Instant;
 
-/// What the source host sends of a checkpoint that it is committing.
+/// The part of a checkpoint that the source host sends while it commits the checkpoint.
 pub(crate) struct SentState {
     pub(crate) number: u64,
     pub(crate) devices: Vec<u8>,
     pub(crate) epochs: Epochs,
-    /// Those of [`EarlyLoad::pages`] that have changed.
+    /// The pages of [`EarlyLoad::pages`] that have changed.
     pub(crate) pages: load_pages::Pages,
 }
 
-/// A waiting QEMU, and what a load needs of the checkpoint before the one that will be sent. The VM is locked.
+/// A waiting QEMU, with the data that a load needs of the checkpoint before the last one. The VM is locked.
 pub(crate) struct EarlyLoad<'a> {
     site: Site<'a>,
     plan: Plan,
@@ -54,7 +55,7 @@ pub(crate) struct EarlyLoad<'a> {
     spare: SpareConnections,
 }
 
-/// Connections to the store that are needed after the commit: to read it, and to become its owner.
+/// Number of connections to the store that are needed after the commit: one to read the store, one to become its owner.
 const LINES: usize = 2;
 
 impl<'a> EarlyLoad<'a> {
@@ -101,7 +102,7 @@ impl<'a> EarlyLoad<'a> {
         self.input.number
     }
 
-    /// The pages that were read.
+    /// Returns the pages that were read.
     pub(crate) fn pages(&self) -> Vec<PageRun> {
         let small = self.input.small().map(|(index, block)| PageRun::new(index, PageNo(0)..PageNo(block.pages())));
         small.chain(PageRun::merged(self.input.first().iter().map(|(block, page, _)| (*block, *page)))).collect()
@@ -111,18 +112,18 @@ impl<'a> EarlyLoad<'a> {
         &self.input.devices
     }
 
-    /// Existing connections to the store.
+    /// Returns the existing connections to the store.
     pub(crate) fn spare(&self) -> SpareConnections {
         self.spare.clone()
     }
 
-    /// Releases the VM and returns the QEMU.
+    /// Releases the VM's lock and returns the QEMU.
     pub(crate) fn into_early(self) -> PrimedQemu {
         PrimedQemu::new(self.prepared.vmm, self.ready)
     }
 
-    /// Loads what was `sent`, and resumes the guest after the commit: `committed` then gets a message, or is closed
-    /// if there is none.
+    /// Loads the state `sent`, and resumes the guest after the commit. `committed` receives a message after the commit,
+    /// and is closed if there is no commit.
     pub(crate) fn load(
         self,
         sent: SentState,
@@ -146,7 +147,7 @@ impl<'a> EarlyLoad<'a> {
         let restored = thread::scope(|scope| {
             let (input, place, why) = (&input, &place, &why);
             let confirm = move || {
-                // Access to a page of a checkpoint that is never committed must not block forever.
+                // If the checkpoint is never committed, access to its pages must fail and not block forever.
                 let _never = NeverCommitted(&input.image);
                 let confirm = next.confirm(&committed, input, request, &place.rundir, &place.state.hardware);
                 confirm.map_err(|e| {
@@ -159,12 +160,12 @@ impl<'a> EarlyLoad<'a> {
             };
             load::load_and_resume(handover, waiting, input, Some(scope.spawn(confirm)), request, began)
         });
-        // The first error is the cause of the other one.
+        // The first error has caused the other one.
         restored.map_err(|e| super::undo(place, why.into_inner().unwrap_or(e)))
     }
 }
 
-/// Records on drop that there will be no checkpoint, if there is none yet.
+/// Records on drop that the checkpoint will never be committed, unless it is.
 struct NeverCommitted<'a>(&'a PendingImage);
 
 impl Drop for NeverCommitted<'_> {
@@ -173,18 +174,17 @@ impl Drop for NeverCommitted<'_> {
     }
 }
 
-/// The properties that the committed checkpoint must have to match what was loaded.
+/// The properties that the committed checkpoint must have to match the loaded state.
 struct ExpectedCheckpoint {
     vm: Vm,
     recipe: Recipe,
     epochs: Epochs,
-    /// Pages of the blocks that are not loaded on demand. Others are zero.
+    /// Pages of the blocks that are not loaded on demand. Missing pages are zero.
     small: Contents,
 }
 
 impl ExpectedCheckpoint {
-    /// Applies the changes that were `sent` to `input`; `small` is the content of the small blocks before these
-    /// changes.
+    /// Applies the changes `sent` to `input`. `small` is the content of the small blocks before these changes.
     fn of(
         input: LoadInput,
         mut small: Contents,
@@ -221,7 +221,7 @@ impl ExpectedCheckpoint {
         Ok((input, Self { vm, recipe, epochs, small }))
     }
 
-    /// PreparedQemu for the commit, becomes the store's owner, and compares the checkpoint with what was loaded.
+    /// Waits for the commit, makes this host the store's owner, and compares the checkpoint with the loaded state.
     fn confirm(
         &self,
         committed: &Receiver<()>,
@@ -256,7 +256,7 @@ impl ExpectedCheckpoint {
         }
         same(image.info().blocks == input.blocks, "its RAM blocks")?;
         same(epochs == self.epochs, "its disks")?;
-        // Its pages can be read from here on.
+        // From here on the checkpoint's pages can be read.
         input.image.set(Some(image));
         let image = input.image()?;
         same(image.devices()? == input.devices, "its device state")?;

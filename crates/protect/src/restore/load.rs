@@ -1,4 +1,4 @@
-//! Load, resume and settle: from a destination QEMU with empty RAM to a running guest.
+//! Loads, resumes and settles a restore: from a destination QEMU with empty RAM to a running guest.
 
 use super::checkpoint::LoadInput;
 use super::on_demand::{OnDemandRam, RegisteredMemory, wait_filled};
@@ -31,12 +31,12 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(600);
 pub(crate) struct EmptyDestination {
     pub(crate) destination: Destination<Spawned>,
     pub(crate) ram: GuestRam,
-    /// Set if its memory was registered by an earlier command, too.
+    /// Set if an earlier command has also registered the destination's memory.
     pub(crate) registered: Option<RegisteredMemory>,
     pub(crate) origin: Origin,
 }
 
-/// Which command has started a destination.
+/// The command that has started a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
     ThisCommand,
@@ -45,7 +45,7 @@ pub(crate) enum Origin {
 }
 
 impl EmptyDestination {
-    /// Starts a destination.
+    /// Starts a destination with empty RAM.
     pub(crate) fn start(
         handover: &mut Handover,
         environment: &impl Environment,
@@ -57,7 +57,7 @@ impl EmptyDestination {
         Ok(Self { destination, ram, registered: None, origin: Origin::ThisCommand })
     }
 
-    /// Uses a QEMU that waits.
+    /// Adopts a QEMU that waits.
     pub(crate) fn waiting(
         vmm: Vmm,
         qmp: Qmp,
@@ -69,8 +69,8 @@ impl EmptyDestination {
     }
 }
 
-/// Registers the memory of a destination, so that it blocks on access. Its devices have done nothing after that:
-/// another QEMU of the VM may still run.
+/// Registers the memory of a destination, so that access to a missing page blocks. The destination's devices are not
+/// active yet, so another QEMU of the VM may still run.
 pub(crate) fn prepare(
     empty: EmptyDestination,
     input: &Arc<LoadInput>,
@@ -86,7 +86,7 @@ pub(crate) fn prepare(
     Ok(prepared)
 }
 
-/// Where a checkpoint is.
+/// The location of a checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CheckpointSource<'a> {
     pub(crate) store: &'a StoreUrl,
@@ -94,13 +94,13 @@ pub(crate) struct CheckpointSource<'a> {
     pub(crate) number: u64,
 }
 
-/// A destination that has the guest's devices, and whose main thread goes before others until the guest runs.
+/// A destination that has the guest's devices, and whose main thread has a raised priority until the guest runs.
 pub(crate) struct BoostedDestination {
     pub(crate) loaded: Destination<Loaded<OnDemandRam>>,
     pub(crate) boost: PriorityBoost,
 }
 
-/// Loads the devices. This changes things outside of the destination, such as the offloads of a tap, so no other QEMU
+/// Loads the devices. This has effects outside of the destination, such as on the offloads of a tap, so no other QEMU
 /// of the VM may run.
 pub(crate) fn load_devices(
     mut prepared: Destination<Prepared<OnDemandRam>>,
@@ -110,7 +110,7 @@ pub(crate) fn load_devices(
     handover.recorder.phase(Phase::Renew);
     let vmm = prepared.vmm.clone();
     let mut boost = PriorityBoost::default();
-    // Over the guest's processors, and over the threads that read the store.
+    // Raises the main thread above the guest's processors and the threads that read the store.
     if let Err(e) = priority::boost_monitor(&mut boost, vmm.process()) {
         tracing::debug!("cannot raise the priority of QEMU's threads for the load: {e}");
     }
@@ -128,11 +128,11 @@ pub(crate) fn load_devices(
     Ok(BoostedDestination { loaded, boost })
 }
 
-/// A thread that becomes the store's owner during the load.
+/// A thread that makes this host the store's owner during the load.
 pub(crate) type Fence<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError>>;
 
-/// Loads the checkpoint of `request` into a VM that had no QEMU before, and resumes the guest once `fence` confirms
-/// that we own the store and the checkpoint is its newest. `began`: when the command started.
+/// Loads the checkpoint of `request` into a VM that has no source QEMU. Resumes the guest once `fence` confirms that
+/// this host owns the store and the checkpoint is its newest. `began`: when the command started.
 pub(super) fn load_and_resume(
     mut handover: Handover,
     empty: EmptyDestination,

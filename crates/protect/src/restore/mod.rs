@@ -1,11 +1,11 @@
-//! A guest resumes from a checkpoint; its pages load on demand (HydraVM, sections IV-A and IV-B).
+//! Resumes a guest from a checkpoint; its pages load on demand (HydraVM, sections IV-A and IV-B).
 //!
 //! | module | contents |
 //! |---|---|
-//! | `checkpoint` | what is read from the store before the guest runs |
+//! | `checkpoint` | reads the part of a checkpoint that is needed before the guest runs |
 //! | [`prepare`] | a destination QEMU that waits with empty RAM |
 //! | `concurrent` | a load that runs concurrently with the commit of its checkpoint |
-//! | `load` | load, resume and settle: from a waiting QEMU to a running guest |
+//! | `load` | loads, resumes and settles: from a waiting QEMU to a running guest |
 //! | [`on_demand`] | the RAM of a destination whose missing pages are in a checkpoint |
 //! | [`recover`] | finishes or undoes an interrupted restore |
 //!
@@ -55,39 +55,38 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 use std::time::Instant;
 
-/// How often a restore starts again because a checkpoint of another machine was committed meanwhile.
+/// Maximum number of attempts of a restore, which starts again if another checkpoint was committed meanwhile.
 const TRIES: usize = 3;
 
 /// Parameters of a restore.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub store: StoreUrl,
-    /// Our identity for a store on a server.
+    /// This host's identity for a store on a server.
     pub identity: Option<Identity>,
-    /// The checkpoint to restore; none: the newest.
+    /// Number of the checkpoint to restore; none: the newest.
     pub at: Option<u64>,
     /// Load all memory before the guest resumes.
     pub eager: bool,
-    /// How to build the VM here, if its files are elsewhere than on the checkpoint's host.
+    /// The definition to use instead of the recipe's, if the VM's files have other paths on this host.
     pub definition: Option<Definition>,
-    /// The QEMU to use instead of the definition's.
+    /// Path of the QEMU to use instead of the definition's.
     pub qemu: Option<PathBuf>,
-    /// Hold network output from the guest's first instruction on, until a protector with output commit takes over the
-    /// hold.
+    /// Hold network output from the guest's first instruction on. A protector with output commit adopts the hold.
     pub hold_output: bool,
-    /// Set for a move: the restore succeeds only as the next owner of the store, since the source host may resume the
-    /// guest.
+    /// Set for a move: the restore succeeds only if this host becomes the next owner of the store, because the source
+    /// host may resume the guest.
     pub move_claim: Option<Arc<MoveClaim>>,
 }
 
-/// The claim of a destination host on a guest that the source host has stopped, and resumes if this host certainly
-/// cannot have it.
+/// A destination host's claim on a guest that the source host has stopped. The source host resumes the guest if this
+/// host certainly cannot have it.
 #[derive(Debug, Default)]
 pub struct MoveClaim {
-    /// The owner epoch of the source host, and then that of the restore. If the store has another owner, nothing is
-    /// restored.
+    /// The owner epoch of the source host; once this host has claimed the store, the owner epoch of that claim. If the
+    /// store has another owner, nothing is restored.
     pub after: AtomicU64,
-    /// The guest was resumed, or may have been.
+    /// The guest may have been resumed.
     pub may_run: AtomicBool,
     /// Existing connections to the store.
     pub spare: SpareConnections,
@@ -109,13 +108,13 @@ pub enum RestoreError {
     MayRun {
         name: String,
         pid: u32,
-        /// What failed.
+        /// The step that failed.
         #[source]
         source: Box<RestoreError>,
     },
     #[error(transparent)]
     Recipe(#[from] RecipeError),
-    /// A checkpoint of another machine was committed meanwhile.
+    /// A checkpoint with another machine or other disks was committed meanwhile.
     #[error(
         "checkpoint {number} of {name}, which was just committed, has another machine or other disks than the one before it; try \
          again"
@@ -131,10 +130,10 @@ pub enum RestoreError {
     #[error("checkpoint {number} differs from what the source host sent before it was committed: {what}")]
     Otherwise {
         number: u64,
-        /// What differs.
+        /// The differing part, as a noun phrase.
         what: String,
     },
-    /// It cannot run here.
+    /// The VM cannot run on this host.
     #[error(transparent)]
     Life(#[from] LifeError),
     #[error(transparent)]
@@ -165,7 +164,7 @@ pub enum RestoreError {
     )]
     Cpu {
         number: u64,
-        /// Name of the feature word, its value before, its value here.
+        /// Name of each feature word, its value on the checkpoint's host, and its value on this host.
         words: Vec<(String, u64, u64)>,
     },
     #[error(transparent)]
@@ -185,10 +184,10 @@ pub enum RestoreError {
     #[error("not all memory of {name} was loaded; its pager printed:\n{log}")]
     NotFilled {
         name: String,
-        /// The end of its log.
+        /// The end of the pager's log.
         log: String,
     },
-    /// Its QEMU died immediately after the resume.
+    /// QEMU died immediately after the resume.
     #[error(
         "the QEMU of {name} died just after it had resumed the guest; the checkpoint is unchanged, and can be restored again; end \
          of the QEMU's log:\n{log}"
@@ -253,37 +252,34 @@ fn listed(words: &[(String, u64, u64)]) -> String {
 pub struct Restored {
     pub name: String,
     pub checkpoint: u64,
-    /// When it was taken, in µs since 1970 by its host's clock.
+    /// When the checkpoint was taken, in µs since 1970, by its host's clock.
     pub taken_us: u64,
-    /// From the command to the guest's resume, in µs.
+    /// Time from the command to the guest's resume, in µs.
     pub us: u64,
-    /// The pid of its QEMU.
+    /// Pid of the QEMU.
     pub pid: u32,
-    /// Whether all of its memory is loaded.
+    /// All of the guest's memory is loaded.
     pub filled: bool,
-    /// Whether a prepared QEMU was used.
+    /// A prepared QEMU was used.
     pub prepared: bool,
     /// Why the prepared QEMU was not used.
     pub unused: Option<String>,
-    /// Whether the guest's clock was set.
+    /// State of the guest's clock.
     pub clock: Clock,
 }
 
-/// Restores the guest of a checkpoint as VM `name`, in the QEMU that was prepared for it if one fits.
+/// Restores the guest of a checkpoint as VM `name`. Uses the QEMU that was prepared for the VM, if it is suitable.
 ///
-/// *Needs:* the store; room for its RAM; no running VM of that name; a QEMU that supports its machine; the files that
-/// its definition names.
-/// *On success:* the guest runs; a pager loads the missing rest of its memory.
-/// *On failure:* nothing is left behind; the checkpoint is unchanged. A prepared QEMU continues to wait, unless it
-/// had already been given the state.
-///
-/// # Errors
-/// [`RestoreError`].
+/// *Needs:* the store; room for the guest's RAM; no running VM of that name; a QEMU that supports the guest's machine;
+/// the files that the definition names.
+/// *On success:* the guest runs; a pager loads the rest of its memory.
+/// *On failure:* nothing is left behind, and the checkpoint is unchanged. A prepared QEMU continues to wait, unless it
+/// had already been given the state. Exception: after [`RestoreError::MayRun`], the guest may run.
 pub fn restore(host: &Host, name: &Name, request: &Request) -> Result<Restored, RestoreError> {
     restore_in(host, name, request, None)
 }
 
-/// As [`restore`], in the prepared QEMU `early` if it is still the current one.
+/// Does the same as [`restore`], in the prepared QEMU `early` if that is still the current one.
 pub(crate) fn restore_in(
     host: &Host,
     name: &Name,
@@ -347,8 +343,8 @@ fn attempt(
     }
 }
 
-/// Undoes a restore that failed with `e`. A QEMU that may run the guest is left for `recover`: ending it would lose
-/// what the guest has done since.
+/// Undoes a restore that failed with `e`. A QEMU that may run the guest is left for `rekindle recover`: ending it would
+/// lose the guest's work since the resume.
 fn undo(place: VmSlot<'_>, e: RestoreError) -> RestoreError {
     match place.may_run() {
         Some(vmm) => RestoreError::MayRun { name: place.rundir.name().into(), pid: vmm.pid, source: Box::new(e) },
@@ -359,8 +355,8 @@ fn undo(place: VmSlot<'_>, e: RestoreError) -> RestoreError {
     }
 }
 
-/// How to build the VM here, and the reason against the prepared QEMU: none if it fits, inner none if there is no
-/// prepared QEMU.
+/// The plan for building the VM on this host, and the reason against the prepared QEMU. Outer `None`: the prepared QEMU
+/// is suitable. Inner `None`: there is no prepared QEMU.
 type Planned = (Plan, Option<Option<String>>);
 
 fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &ChosenCheckpoint) -> Result<Planned, RestoreError> {
@@ -383,7 +379,7 @@ fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &ChosenCheckpoi
     Ok((plan, unused))
 }
 
-/// Names disks that may be newer than the checkpoint.
+/// Rejects disks that may be newer than the checkpoint. Returns one message for each.
 fn without_epoch(hardware: &Hardware, epochs: &Epochs) -> Result<(), Vec<String>> {
     let has_none = |disk: &&Disk| disk.server && !disk.readonly && !epochs.contains_key(&disk.id);
     let problems: Vec<_> = hardware
@@ -400,7 +396,7 @@ fn without_epoch(hardware: &Hardware, epochs: &Epochs) -> Result<(), Vec<String>
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
-/// Starts a destination QEMU while the store is being read.
+/// Restores into a new destination QEMU, which is started while the store is being read.
 fn fresh(
     place: &VmSlot<'_>,
     chosen: ChosenCheckpoint,
@@ -408,7 +404,7 @@ fn fresh(
     recorder: Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
-    // Everything that can be rejected comes before we claim the store, so that a protector of the VM can continue.
+    // All checks precede the claim of the store: if one fails, a protector of the VM can continue.
     let Made { journal, fds } = place.make(Kind::Restore)?;
     let mut handover = handover_into(place, journal, recorder);
     handover.pass("restore.prepare.journalled");
@@ -425,20 +421,21 @@ fn fresh(
     load::load_and_resume(handover, empty, &input, None, request, began)
 }
 
-/// The hand-over of a restore into `place`: there is no source.
+/// Returns the hand-over of a restore into `place`. It has no source.
 fn handover_into(place: &VmSlot<'_>, journal: Journal, recorder: Recorder) -> Handover {
     Handover { rundir: place.rundir.clone(), state: place.state.clone(), journal, recorder }
 }
 
-/// Checks the processor features that the guest of an attached QEMU has seen: its CPU model alone does not determine
-/// them.
+/// Rejects a QEMU whose processor features differ from those that the guest of an attached QEMU has seen: the CPU model
+/// alone does not determine them.
 fn same_processors(qmp: &mut Qmp, hardware: &Hardware, number: u64) -> Result<(), RestoreError> {
     let Some(foreign) = &hardware.foreign else { return Ok(()) };
     let words = cpu::differences(&foreign.cpu, &cpu::features(qmp)?);
     if words.is_empty() { Ok(()) } else { Err(RestoreError::Cpu { number, words }) }
 }
 
-/// Checks that both have the same RAM blocks. Their sizes may differ where QEMU can resize a block.
+/// Rejects a QEMU whose RAM blocks differ from the checkpoint's. The sizes of blocks may differ, except of those in
+/// `paged`.
 fn same_blocks(
     ram: &GuestRam,
     theirs: &[rekindle_store::types::Block],

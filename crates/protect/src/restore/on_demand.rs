@@ -1,7 +1,8 @@
-//! RAM that is fetched from a checkpoint when the guest needs it.
+//! RAM whose pages are read from a checkpoint when the guest needs them.
 //!
-//! Until the guest runs, a thread of this process supplies the pages that are waited for; then a pager process takes
-//! over. Its start takes time that the guest would have to wait.
+//! Until the guest runs, a thread of this process supplies the pages that the guest or its devices wait for. After
+//! that, a pager process replaces the thread. Except in an eager restore, the process is started only then, because the
+//! guest would have to wait for its start.
 
 use super::checkpoint::LoadInput;
 use super::{RestoreError, same_blocks};
@@ -35,11 +36,12 @@ use std::time::{Duration, Instant};
 /// How long an eager restore may take.
 const FILL_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 const FILL_POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// How long a pager process may take to open the store. The guest gets its pages meanwhile.
+/// How long a pager process may take to open the store. The thread of this process supplies the guest's pages
+/// meanwhile.
 const PAGER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The registered memory of a QEMU that reads its device state from a pipe: access to a missing page blocks, and all of
-/// them are missing.
+/// The registered memory of a QEMU that reads its device state from a pipe. All pages are missing, and access to a
+/// missing page blocks.
 #[derive(Debug)]
 pub(crate) struct RegisteredMemory {
     injector: Injector,
@@ -63,11 +65,11 @@ pub struct OnDemandRam {
     ram: Arc<GuestRam>,
     /// Memory that an earlier command has registered.
     registered: Option<RegisteredMemory>,
-    /// Set from [`RamSource::connect`] on.
+    /// Set by [`RamSource::connect`].
     connected: Option<Connected>,
 }
 
-/// What there is of a destination once its memory is registered.
+/// A destination whose memory is registered.
 #[derive(Debug)]
 struct Connected {
     injector: Injector,
@@ -86,25 +88,25 @@ impl OnDemandRam {
         Ok(Self { input, ram: Arc::new(ram), registered, connected: None })
     }
 
-    /// Returns the injector for the destination.
+    /// Returns the injector for the destination. `None` before [`RamSource::connect`].
     pub fn injector(&self) -> Option<Injector> {
         self.connected.as_ref().map(|connected| connected.injector)
     }
 
-    /// Loads pages in the background as long as there is time, or no more.
+    /// Starts or stops the loading of pages in the background, which has lower priority than pages that are waited for.
     pub fn fill_in_background(&self, fill: bool) {
         if let Some(connected) = &self.connected {
             connected.supply.fill_all.store(fill, Ordering::Relaxed);
         }
     }
 
-    /// Returns the stream for the destination, once.
+    /// Returns the stream for the destination. Later calls return an empty stream.
     pub(crate) fn take_stream(&mut self) -> Vec<u8> {
         self.connected.as_mut().map(|connected| std::mem::take(&mut connected.stream)).unwrap_or_default()
     }
 
-    /// Records which pages are missing and where they are, so that a pager process can supply them. The loaded memory
-    /// is this VM's from here on.
+    /// Records which pages are missing and where they are, so that a pager process can supply them. From then on the
+    /// loaded memory belongs to this VM.
     pub(crate) fn record_fill(
         &mut self,
         rundir: &RunDir,
@@ -122,8 +124,8 @@ impl OnDemandRam {
         Ok(())
     }
 
-    /// Starts the pager process, and lets it take over from this one. A failure is logged, since the guest may run:
-    /// `recover` starts another pager.
+    /// Starts the pager process, which replaces the thread of this process. A failure is only logged, because the guest
+    /// may run: `rekindle recover` starts another pager.
     pub fn hand_over_to_pager(&mut self, rundir: &RunDir) {
         let Some(Connected { supply, .. }) = self.connected.take() else { return };
         let ready = UnixStream::pair().and_then(|(ours, theirs)| {
@@ -147,15 +149,15 @@ impl OnDemandRam {
 }
 
 impl Ram for OnDemandRam {
-    /// The checkpoint is still in the store, whatever the guest has done since.
+    /// Adds nothing: whether or not the guest has run, the checkpoint is still in the store.
     fn note_evidence(&self, _operation: &mut Operation) {}
 }
 
 impl RamSource for OnDemandRam {
     type Error = RestoreError;
 
-    /// Registers the memory and prefills what QEMU reads while it loads the devices. From here on, access to a
-    /// missing page blocks until it is supplied.
+    /// Registers the memory, and puts the pages into it that QEMU reads while it loads the devices. From then on,
+    /// access to a missing page blocks until the page is supplied.
     fn connect(&mut self, destination: &Vmm, qmp: &mut Qmp) -> Result<Feed, RestoreError> {
         let (input, ram) = (&self.input, &self.ram);
         let registered = self.registered.take();
@@ -179,20 +181,21 @@ impl RamSource for OnDemandRam {
     }
 }
 
-/// A thread that supplies the pages that are waited for. On drop it ends, and access to a missing page blocks.
+/// A thread that supplies the pages that are waited for. Dropping this ends the thread; then access to a missing page
+/// blocks.
 #[derive(Debug)]
 struct PageSupply {
     stop: Arc<AtomicBool>,
-    /// Whether pages are loaded in the background, too.
+    /// Pages are loaded in the background, too.
     fill_all: Arc<AtomicBool>,
     thread: Option<JoinHandle<Result<Progress, PagerError>>>,
-    /// Locks out pager processes, once one could start.
+    /// The pager's lock. Set once `fill.json` exists; keeps pager processes from serving meanwhile.
     pager_lock: Option<File>,
 }
 
 impl PageSupply {
-    /// The thread also owns the descriptor: after the pager process has taken over and ended, a zero page would block
-    /// as long as ours is open.
+    /// Starts the thread. It owns the descriptor, so that the descriptor is closed when the thread ends: after the
+    /// pager process has ended, access to a zero page would block as long as another descriptor is open.
     fn start(mut pager: Pager, input: Arc<LoadInput>, ram: Arc<GuestRam>) -> Self {
         let (stop, fill_all) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let thread = thread::spawn({
@@ -256,7 +259,7 @@ impl PageSource for UncommittedPages<'_> {
 /// Starts the pager process.
 ///
 /// # Errors
-/// [`RestoreError::Start`].
+/// [`RestoreError::Start`]: the process cannot be started.
 pub fn start_pager(rundir: &RunDir) -> Result<(), RestoreError> {
     spawn_pager(rundir, &[], Stdio::null()).map_err(|source| RestoreError::Start { name: rundir.name().into(), source })
 }

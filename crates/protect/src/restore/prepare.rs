@@ -1,12 +1,13 @@
-//! A destination QEMU that waits with empty RAM on a spare host: HydraVM's economy with the speed of a hot standby.
+//! A destination QEMU that waits with empty RAM on a spare host. It needs as few resources as HydraVM's restore from a
+//! store, and is as fast as a hot standby.
 //!
-//! It is started for the machine of the store's newest checkpoint, and gets its firmware. Nothing else is read from
-//! the store before the restore, and the store is not claimed. Its RAM is an empty file for which no memory is
-//! reserved: any number of them can wait on one host. All files that QEMU has read at its start are marked, and the
-//! machine is compared again at the restore; if anything has changed, a new QEMU is started.
+//! The QEMU is started for the machine of the store's newest checkpoint, and gets the checkpoint's firmware. Nothing
+//! else is read from the store before the restore, and the store is not claimed. The RAM is an empty file for which no
+//! memory is reserved, so any number of such QEMUs can wait on one host. All files that QEMU has read at its start are
+//! marked, and the machine is compared again at the restore; if anything has changed, a new QEMU is started.
 //!
-//! Disk servers are started with it, and have only inspected their images, which another host still writes. At the
-//! restore each gets its epoch, then opens and locks the image, or fails; no queue runs before.
+//! Disk servers are started with the QEMU. They only inspect their images, which another host still writes. At the
+//! restore each server gets its epoch, then opens and locks its image, or fails; no queue runs before that.
 
 use super::checkpoint::{self, ChosenCheckpoint};
 use super::load::{self, EmptyDestination};
@@ -40,34 +41,31 @@ use std::time::{Duration, Instant};
 
 /// How long a waiting QEMU may take to answer.
 const ANSWER: Duration = Duration::from_secs(5);
-/// How long to wait until its memory use is constant.
+/// How long to wait until QEMU's memory use is constant.
 const REST: Duration = Duration::from_secs(1);
 
 /// The result of [`prepare`]: a QEMU that waits for a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedQemu {
     pub name: String,
-    /// The checkpoint whose machine it has.
+    /// The checkpoint from whose recipe the QEMU was started.
     pub checkpoint: u64,
-    /// Its pid.
     pub pid: u32,
-    /// Its memory use in bytes.
+    /// Memory use of the QEMU in bytes.
     pub resident_bytes: u64,
-    /// Size of its guest's RAM in bytes.
+    /// Size of the guest's RAM in bytes.
     pub ram_bytes: u64,
-    /// It replaces one that waited before.
+    /// A QEMU that waited before was replaced by this one.
     pub replaced: bool,
 }
 
-/// Prepares a restore of VM `name`.
+/// Starts a QEMU that waits for a restore of VM `name`.
 ///
-/// *Needs:* the store; no running VM of that name; a QEMU that supports its machine; the files that its definition
-/// names.
-/// *On success:* a QEMU waits with empty RAM; the store is unchanged. One that waited before has been ended.
-/// *On failure:* nothing is left behind; one that waited before continues to wait if nothing was started.
-///
-/// # Errors
-/// [`RestoreError`].
+/// *Needs:* the store; no running VM of that name; a QEMU that supports the guest's machine; the files that the
+/// definition names.
+/// *On success:* a QEMU waits with empty RAM; the store is unchanged. A QEMU that waited before has been ended.
+/// *On failure:* nothing is left behind. A QEMU that waited before continues to wait if the failure precedes the start
+/// of the new one.
 pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQemu, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore --prepare");
     let chosen = ChosenCheckpoint::open(request)?;
@@ -103,7 +101,7 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQe
 }
 
 fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Result<(Vmm, u64), RestoreError> {
-    // Before QEMU reads them, so that a later change is detected.
+    // Must precede QEMU's reading of the files, so that a later change is detected.
     let mut files = marks(&place.state.hardware).map_err(|(path, source)| RestoreError::Journal { path, source })?;
     let (Made { journal, fds }, hardware) = place.make_waiting()?;
     let mut handover = handover_into(place, journal, Recorder::new(place.rundir.name(), ""));
@@ -114,7 +112,7 @@ fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Re
     let info = chosen.image.info();
     same_processors(&mut qmp, &hardware, info.number)?;
     same_blocks(&ram, &info.blocks, info.number, &hardware.ram_ids())?;
-    // The newest checkpoint: the chosen one may have been deleted.
+    // Uses the newest checkpoint: the chosen one may have been deleted.
     let put = ChosenCheckpoint::open(request)
         .and_then(|newest| checkpoint::write_small_blocks(&newest.image, &hardware.ram_ids(), &ram, vmm.process()));
     if let Err(e) = put {
@@ -138,12 +136,12 @@ fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Re
 /// Marks the files that a QEMU reads or opens at its start.
 fn marks(hardware: &Hardware) -> Result<Vec<Mark>, (PathBuf, io::Error)> {
     let boot = hardware.boot.iter().flat_map(|boot| [Some(&boot.kernel), boot.initrd.as_ref()]).flatten();
-    // The disk server opens its images at the restore; QEMU does not read them.
+    // A disk server opens its image at the restore; QEMU does not read it.
     let files = boot.chain(hardware.disks.iter().filter(|disk| !disk.server).map(|disk| &disk.path));
     files.map(|path: &PathBuf| Mark::of(path).map_err(|source| (path.clone(), source))).collect()
 }
 
-/// Its memory use once that is constant: soon after its start it returns some memory to the kernel.
+/// Returns QEMU's memory use once that is constant: soon after its start QEMU returns some memory to the kernel.
 fn at_rest(vmm: &Vmm) -> u64 {
     let deadline = Instant::now() + REST;
     let mut bytes = resident(vmm);
@@ -157,18 +155,18 @@ fn at_rest(vmm: &Vmm) -> u64 {
     }
 }
 
-/// Memory use of a process in bytes.
+/// Returns the memory use of a process in bytes.
 fn resident(vmm: &Vmm) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{}/status", vmm.pid)).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-/// Checks whether the waiting QEMU has the machine of the plan, and puts its actual properties into the plan.
+/// Checks that the waiting QEMU has the machine of the plan, and replaces the planned hardware by the QEMU's.
 pub(super) fn fits(state: &State, prepared: &Prepared, plan: &mut Plan) -> Result<(), String> {
     prepared.check()?;
     let mut planned = plan.state.hardware.clone();
-    // Neither ID was used by a guest.
+    // No guest has used either generation ID.
     planned.vm_generation = state.hardware.vm_generation;
     if planned != state.hardware {
         return Err(format!("another machine is needed now: {}", difference(&planned, &state.hardware)));
@@ -180,7 +178,7 @@ pub(super) fn fits(state: &State, prepared: &Prepared, plan: &mut Plan) -> Resul
     Ok(())
 }
 
-/// The first property in which two machines differ.
+/// Returns the first property in which two machines differ.
 fn difference(wanted: &Hardware, waits: &Hardware) -> String {
     let fields = |hardware: &Hardware| match serde_json::to_value(hardware) {
         Ok(serde_json::Value::Object(fields)) => fields,
@@ -202,7 +200,7 @@ pub(super) struct WaitingQemu {
 }
 
 impl WaitingQemu {
-    /// Connects to it, or returns why it cannot be used.
+    /// Connects to the waiting QEMU, or returns why it cannot be used.
     pub(super) fn of(
         prepared: &Prepared,
         rundir: &RunDir,
@@ -224,7 +222,7 @@ impl WaitingQemu {
         Ok(Self { qmp, ram, registered: None })
     }
 
-    /// Checks that no earlier restore has used it and was killed.
+    /// Checks that no earlier restore, which was killed, has used this QEMU.
     fn fresh(self, vmm: &Vmm) -> Result<Self, String> {
         match Pager::is_registered_in(vmm.process()) {
             Ok(false) => Ok(self),
@@ -234,8 +232,8 @@ impl WaitingQemu {
     }
 }
 
-/// A waiting QEMU that has got everything that does not depend on the checkpoint: its memory is registered, and it
-/// reads from a pipe. Only this process can use it.
+/// A waiting QEMU that has everything that does not depend on the checkpoint: its memory is registered, and it reads
+/// from a pipe. Only this process can use it.
 #[derive(Debug)]
 pub(crate) struct PrimedQemu {
     vmm: Vmm,
@@ -262,7 +260,8 @@ impl PrimedQemu {
     }
 }
 
-/// The opened disks of the guest. On drop their servers wait again, unless the guest was given to the destination QEMU.
+/// The guest's disks, opened by their servers. On drop the servers wait again, unless the guest was given to the
+/// destination QEMU.
 struct OpenDisks(Option<(RunDir, Hardware)>);
 
 impl OpenDisks {
@@ -296,8 +295,8 @@ pub(super) fn resume_in(
     mut recorder: Recorder,
     began: Instant,
 ) -> Result<Restored, RestoreError> {
-    // Before we claim the store, so that a protector of the VM can continue if this fails. Until its RAM is claimed,
-    // QEMU continues to wait in any case.
+    // Must precede the claim of the store: if this fails, a protector of the VM can continue. Until QEMU's RAM is
+    // claimed, QEMU continues to wait in any case.
     plan.check_room()?;
     let rundir = site.rundir.clone();
     let WaitingQemu { qmp, ram, registered } = ready;
@@ -306,8 +305,8 @@ pub(super) fn resume_in(
         let read = scope.spawn(move || checkpoint::read(chosen)?.with_pages(&ram).map(|input| (input, ram)));
         let disks_open = OpenDisks::new(&rundir, &plan.state.hardware, &epochs)?;
         recorder.step("open its disks");
-        // It waits for the store's disk several times, so it runs concurrently with the load. The guest is not
-        // resumed before it has ended.
+        // The claim waits for the store's disk several times, so it runs concurrently with the load. The guest is not
+        // resumed before the claim has ended.
         let fence = scope.spawn(|| checkpoint::fence_during_load(request, &vm, number, &rundir));
         let (input, ram) = read.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         recorder.step("read the pages for the load");

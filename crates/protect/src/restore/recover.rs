@@ -10,19 +10,19 @@ use rekindle_vm::journal::{Journal, Step};
 use rekindle_vm::life::Held;
 use rekindle_vm::timeline::Recorder;
 
-/// What became of the VM.
+/// The result of recovering a restore or its preparation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// The guest runs; or, after a preparation, a QEMU waits.
     Finished,
-    /// Nothing is left of it.
+    /// Nothing is left of the VM.
     Removed,
 }
 
-/// Finishes a restore if its guest may have run, else undoes it.
+/// Finishes a restore if its guest may have run and QEMU is alive; otherwise undoes it.
 ///
 /// # Errors
-/// [`RestoreError`]; then the recovery can be repeated.
+/// [`RestoreError`]: the recovery can be repeated.
 pub fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Outcome, RestoreError> {
     let destination = journal.operation.to.clone().filter(Vmm::is_alive);
     let Some(vmm) = destination.filter(|_| journal.operation.step >= Step::Resume) else {
@@ -37,10 +37,10 @@ pub fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Out
     Ok(Outcome::Finished)
 }
 
-/// Finishes a preparation if its QEMU was recorded, else undoes it.
+/// Finishes a preparation if its QEMU was recorded; otherwise undoes it.
 ///
 /// # Errors
-/// [`RestoreError`]; then the recovery can be repeated.
+/// [`RestoreError`]: the recovery can be repeated.
 pub fn recover_prepare(host: &Host, held: &Held, journal: Journal) -> Result<Outcome, RestoreError> {
     if let Err(LifeError::Prepared { .. }) = held.vmm() {
         let path = held.rundir.file("operation.json");

@@ -1,7 +1,7 @@
-//! Compares a stopped guest's memory with a checkpoint: would a restore load wrong pages?
+//! Compares a stopped guest's memory with a checkpoint, to detect pages that a restore would load wrongly.
 //!
-//! Pages that were written since that checkpoint are known and skipped. Any other page that differs was not tracked,
-//! or is wrong in the store.
+//! Pages that were written since that checkpoint are known and skipped. If any other page differs, its write was not
+//! tracked, or the page is wrong in the store.
 
 use super::{CheckpointError, Tracking, TrackingSession};
 use crate::event::Comparison;
@@ -15,8 +15,8 @@ use rekindle_store::Image;
 const NAMED: usize = 8;
 
 impl TrackingSession {
-    /// Stops the guest, compares, and resumes it. Pages that it has written since `image` are owed to the next
-    /// checkpoint.
+    /// Stops the guest, compares its memory with `image`, and resumes it. Pages that the guest has written since
+    /// `image` are owed to the next checkpoint.
     ///
     /// `image`: the newest checkpoint of this session.
     pub(crate) fn compare(&mut self, image: &Image) -> Result<Comparison, CheckpointError> {

@@ -11,7 +11,7 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_vm::disks;
 use serde_json::Value;
 
-/// How to protect a guest.
+/// The way in which a guest is protected.
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) policy: Policy,
@@ -19,17 +19,17 @@ pub(crate) struct Plan {
     pub(super) control: Qmp,
     /// The guest has a device through which it returns memory.
     pub(super) gives_back: bool,
-    /// The devices and disks of an attached guest, as its command line has them.
+    /// The devices and disks of an attached guest, as its QEMU's command line lists them.
     pub(super) foreign: Option<(Box<Adopted>, Facts)>,
 }
 
 impl Plan {
-    /// Inspects the guest.
+    /// Inspects the guest. Rejects a guest that cannot be protected.
     pub(crate) fn of(target: &Target, wanted: Option<Policy>, disks: &Disks) -> Result<Self, Failure> {
         let name = || target.name().to_owned();
         let found = target.vmm().adopt(GREETING);
         let (adopted, mut control) = found.map_err(CheckpointError::from)?;
-        // Rekindle's disk servers also write the guest's memory, but report what they have written.
+        // Rekindle's disk servers also write the guest's memory, but report their writes.
         let served: Vec<_> = disks::served(&target.state().hardware).collect();
         let obstacles: Vec<_> =
             adopted.obstacles.iter().filter(|obstacle| !is_served(obstacle, &served)).cloned().collect();
@@ -38,7 +38,7 @@ impl Plan {
         }
         let mut foreign = None;
         if target.state().attached.is_some() {
-            // It may have changed since it was attached.
+            // The guest's devices may have changed since it was attached.
             let found = foreign::of(&adopted, &mut control).map_err(CheckpointError::from)?;
             if let Err(obstacles) = found {
                 return Err(ProtectError::Obstacles { name: name(), obstacles }.into());
@@ -49,7 +49,7 @@ impl Plan {
         let images = images(&mut control).map_err(CheckpointError::from)?;
         let hook = match disks {
             Disks::Refuse => {
-                // Disks on a disk server are not among these, and have epochs.
+                // `images` does not include disks on a disk server, which have epochs.
                 if let Some(disk) = images.iter().find(|image| image.writable) {
                     return Err(ProtectError::Disk { name: name(), disk: disk.file.clone() }.into());
                 }
@@ -77,7 +77,7 @@ impl Plan {
     }
 }
 
-/// Whether the obstacle is the device of a disk on a disk server.
+/// Returns whether the obstacle is the device of a disk on a disk server.
 fn is_served(obstacle: &Obstacle, served: &[&Disk]) -> bool {
     served.iter().any(|disk| {
         let at = format!("(/machine/peripheral/{}", disk.id);
@@ -91,7 +91,7 @@ fn is_served(obstacle: &Obstacle, served: &[&Disk]) -> bool {
 struct OpenImage {
     file: String,
     writable: bool,
-    /// Opened with `O_DIRECT`: the kernel reads it into guest memory past QEMU's page tables.
+    /// The image is open with `O_DIRECT`: the kernel reads it into guest memory past QEMU's page tables.
     direct: bool,
 }
 

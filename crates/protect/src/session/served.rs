@@ -1,5 +1,5 @@
-//! Disk servers write the guest's memory through a mapping of their own, which QEMU's page tables do not show. They
-//! record which pages they write (`docs/disk.md`).
+//! Collects the pages that disk servers write. They write the guest's memory through their own mapping, which QEMU's
+//! page tables do not show, and record the written pages (`docs/disk.md`).
 
 use super::CheckpointError;
 use crate::runs::{Runs, merged, no_pages};
@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 /// How long QEMU may take to connect to a server.
 const CONNECTED: Duration = Duration::from_secs(5);
 
-/// The servers of a guest's disks.
+/// Connections to a guest's disk servers.
 pub(super) struct DiskServers {
     controls: Vec<Control>,
-    /// Whether their records are complete since an earlier protector started them.
+    /// The servers' records are complete since an earlier protector started them.
     pub complete: bool,
 }
 
@@ -39,8 +39,8 @@ impl DiskServers {
         !self.controls.is_empty()
     }
 
-    /// Adds to `dirty` what the servers have written since the last call. Must be called before `dirty` is read:
-    /// later writes are in the next call's result.
+    /// Adds to `dirty` the pages that the servers have written since the last call. Must be called before the pages in
+    /// `dirty` are read: later writes are in the next call's result.
     pub fn with(&mut self, dirty: Dirty, ram: &GuestRam) -> Result<Dirty, CheckpointError> {
         if self.controls.is_empty() {
             return Ok(dirty);
@@ -64,7 +64,8 @@ impl DiskServers {
     }
 }
 
-/// Starts recording in one server. If it has just replaced one that died, QEMU takes a second to connect to it.
+/// Starts recording in one server. Retries for [`CONNECTED`]: if the server has just replaced one that died, QEMU takes
+/// a second to connect to it.
 fn ask(control: &mut Control, pid: u32) -> Result<bool, ControlError> {
     let deadline = Instant::now() + CONNECTED;
     loop {
@@ -75,7 +76,7 @@ fn ask(control: &mut Control, pid: u32) -> Result<bool, ControlError> {
     }
 }
 
-/// Adds `span`, in QEMU's addresses, to the written runs of its block.
+/// Adds `span`, whose address is in QEMU's address space, to the written runs of its block.
 fn note(written: &mut Runs, span: Span, ram: &GuestRam) -> Result<(), CheckpointError> {
     let mut blocks = ram.blocks().iter().zip(written);
     let found = blocks.find(|(block, _)| block.used().contains(&span.address));

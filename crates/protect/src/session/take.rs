@@ -1,4 +1,4 @@
-//! The pages of one checkpoint: before the pause, during it, and after it.
+//! Takes the pages of one checkpoint before, during and after the pause.
 
 use super::{CheckpointError, Copies, Tracking, TrackingSession, lock};
 use crate::epochs::DiskEpoch;
@@ -17,37 +17,38 @@ use std::time::{Duration, Instant};
 
 /// Maximum number of pre-copy passes over dirty pages before the guest is stopped.
 const PASSES: u32 = 3;
-/// Fewer dirty bytes than these are copied while the guest is stopped: it takes less than a millisecond.
+/// Pre-copy ends when a pass collects fewer dirty bytes than this: copying as many while the guest is stopped takes
+/// less than a millisecond.
 const FEW_BYTES: u64 = 1 << 20;
 
-/// The pages of a checkpoint, taken and sent.
+/// The result of taking and sending a checkpoint's pages.
 pub(super) struct TakenPages {
     pub paused: Paused<()>,
-    /// The epochs of its disks.
+    /// The epochs of the guest's disks.
     pub disks: Vec<DiskEpoch>,
     pub dirty_bytes: u64,
     pub copied_stopped_bytes: u64,
     pub copied_for_writes: u64,
 }
 
-/// A guest that stays stopped, and what has changed since its previous checkpoint.
+/// A guest that stays stopped, and its changes since the previous checkpoint.
 pub(crate) struct StoppedGuest<'a> {
-    /// The number of the checkpoint that will hold it.
+    /// The number of the checkpoint that will contain this state.
     pub(crate) number: u64,
     pub(crate) devices: &'a [u8],
     /// The device state of the previous checkpoint.
     pub(crate) devices_before: &'a [u8],
-    /// The epochs of its disks.
+    /// The epochs of the guest's disks.
     pub(crate) disks: &'a [DiskEpoch],
     ram: &'a GuestRam,
     changed: &'a Dirty,
 }
 
-/// Called when the guest is stopped and its state was read, before the commit.
+/// A function that is called when the guest is stopped and its state was read, before the commit.
 pub(crate) type OnStopped<'a> = dyn FnMut(&StoppedGuest<'_>) + 'a;
 
 impl StoppedGuest<'_> {
-    /// ReadOptions of the pages `among` have changed, and their content, in that order.
+    /// Returns those of the pages `among` that have changed, and their content in the same order.
     pub(crate) fn changed(&self, among: &[PageRun]) -> Result<(Vec<PageRun>, Vec<u8>), GuestRamError> {
         let (mut changed, mut content) = (Vec::new(), Vec::new());
         for (index, block) in self.ram.blocks().iter().enumerate() {
@@ -70,8 +71,8 @@ impl StoppedGuest<'_> {
 }
 
 impl TrackingSession {
-    /// Does everything but the commit. `filled`: a restore has loaded everything, and its pager is to end. For a
-    /// guest that stays stopped, the caller holds the run state.
+    /// Takes a checkpoint except for its commit. `filled`: a restore has loaded all pages, and its pager is to end. For
+    /// a guest that stays stopped, the caller holds the run state.
     pub(super) fn take(
         &mut self,
         checkpoint: &mut Checkpoint<'_>,
@@ -128,7 +129,7 @@ impl TrackingSession {
             }
             let dirty = served.with(dirty, &ram)?;
             laps.steps.collect = laps.lap();
-            // Pages that were sent ahead were not written since, or they are in `dirty`.
+            // Pages that were sent before the pause have not changed since, or they are in `dirty`.
             let copy = if ahead { dirty.clone() } else { merged(owed, &dirty) };
             *owed = merged(owed, &dirty);
             let copied = copy_all(&ram, &copy.written)?;
@@ -157,7 +158,7 @@ impl TrackingSession {
                 let Some(block) = self.ram.block(claim.block) else { continue };
                 read(&self.ram, block, &claim.runs, &mut self.buffer)?;
                 let (number, runs) = (claim.block, claim.runs.clone());
-                // The guest may write them from here on.
+                // From here on the guest may write the claimed pages.
                 drop(claim);
                 send(checkpoint, number, &runs, &self.buffer)?;
             }
@@ -172,7 +173,7 @@ impl TrackingSession {
                 checkpoint.pages(*block, numbers.zip(bytes.as_chunks::<PAGE_SIZE>().0))?;
             }
         }
-        // The first `cow` checkpoint of a store has sent nothing yet that could be zero now.
+        // The first `cow` checkpoint of a store has sent no page yet that could be zero now.
         if !(fresh && self.full && self.policy == Policy::Cow) {
             send_zeroes(checkpoint, &dirty.zero)?;
         }
@@ -181,7 +182,8 @@ impl TrackingSession {
         Ok(TakenPages { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes })
     }
 
-    /// Sends dirty pages while the guest runs, until few are left. Returns the bytes that were sent, at least 1.
+    /// Sends dirty pages while the guest runs, until few are left. Returns the number of sent bytes plus 1, or 0 if the
+    /// tracking does not allow this.
     fn send_ahead(&mut self, checkpoint: &mut Checkpoint<'_>, fresh: bool) -> Result<u64, CheckpointError> {
         if matches!(self.tracking, Tracking::Synchronous(..)) {
             return Ok(0);
@@ -206,7 +208,7 @@ impl TrackingSession {
             now = self.served.with(now, &self.ram)?;
             self.owed = merged(&self.owed, &now);
             if now.bytes() < FEW_BYTES {
-                // Few, but they count as unwritten now, so they must be sent.
+                // These few pages were collected, so they count as unwritten now and must be sent.
                 sent += self.send_dirty(checkpoint, &now, fresh)?;
                 break;
             }
@@ -214,7 +216,7 @@ impl TrackingSession {
         Ok(sent)
     }
 
-    /// Sends dirty pages from the guest's memory; returns their bytes.
+    /// Sends dirty pages from the guest's memory. Returns their size in bytes.
     fn send_dirty(&self, checkpoint: &mut Checkpoint<'_>, dirty: &Dirty, fresh: bool) -> Result<u64, CheckpointError> {
         for ((index, block), runs) in self.ram.blocks().iter().enumerate().zip(&dirty.written) {
             send_from(checkpoint, BlockId(index), runs, &self.ram, block)?;
@@ -237,7 +239,8 @@ impl TrackingSession {
     }
 }
 
-/// Waits for faults in flight: a fault that is being served counts as such for some microseconds after the last claim.
+/// Waits until no fault is in flight: a fault that is being served counts as in flight for some microseconds after the
+/// last claim.
 fn wait_landed(tracker: &Synchronous) -> Result<(), TrackError> {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
