@@ -20,8 +20,8 @@ pub(crate) fn home(path: &Path) -> Result<Home> {
     Home::open(Arc::new(LocalDisk::new(path)), None)
 }
 
-/// Creates a store without a VM. It belongs to the first VM that is protected with it, or booted with it by a cluster
-/// manager.
+/// Creates a store without a VM. The first VM that is protected with the store, or that a cluster manager boots with
+/// it, becomes the store's VM.
 ///
 /// # Errors
 /// [`crate::StoreError::Exists`] (the existing store is unchanged); [`crate::StoreError::NotEmpty`]; for a store on a
@@ -58,7 +58,7 @@ pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<
     }
 }
 
-/// Frees all space that can be freed; returns the number of bytes. Becomes the owner of the store: a protector that
+/// Frees all space that can be freed. Returns the number of bytes. Becomes the owner of the store: a protector that
 /// still writes to it cannot commit any more.
 ///
 /// # Errors

@@ -83,7 +83,7 @@ pub enum StoreError {
     Missing {
         store: String,
         file: String,
-        /// Why it is required.
+        /// Why the file is required.
         needed: String,
     },
     /// No checkpoint was ever committed.

@@ -41,7 +41,7 @@ pub struct Claim {
     pub(crate) slot: u64,
 }
 
-/// Why appending an entry to the log failed.
+/// Failure of appending an entry to the log.
 #[derive(Debug)]
 pub(crate) enum NotAppended {
     /// Another entry has the number.
@@ -239,7 +239,7 @@ fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
         match read(home, later) {
             Ok(entry) if entry.epoch > epoch => {}
             Ok(_) => return Ok(false),
-            // Its owner has removed the entry meanwhile.
+            // The entry's owner has removed it meanwhile.
             Err(e) if e.is_not_found() => {}
             Err(e) => return Err(e),
         }

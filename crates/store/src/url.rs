@@ -30,7 +30,7 @@ pub struct Remote {
 #[serde(into = "String", try_from = "String")]
 pub struct ImageName(String);
 
-/// Why a text is not a valid address of a store.
+/// Fault of a text that is not a valid address of a store.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
     #[error("empty; write a directory, or tls://HOST:PORT/NAME")]

@@ -1,9 +1,9 @@
 //! Writes checkpoints as the owner of a store.
 //!
 //! ```text
-//! caller               packers (threads)      the store's own thread
-//! digest, drop what    compress in place      append, commit, compact
-//! is unchanged ------> -------------------->  (or send to a server)
+//! caller                packers (threads)      the store's own thread
+//! digest, drop          compress in place      append, commit, compact
+//! unchanged pages ----> -------------------->  (or send to a server)
 //! ```
 //!
 //! From the guest's memory to the disk, a page stays in the buffer of one frame, which has space for the frame's
@@ -46,11 +46,11 @@ pub struct Options {
     pub guest: Guest,
     /// Become the owner only if this condition holds. The store must exist.
     pub only_if: Option<OnlyIf>,
-    /// Number of threads that compress; 0 chooses it by the number of processors.
+    /// Number of threads that compress; with 0, it depends on the number of processors.
     pub packers: usize,
     /// Certificates for a store on a server.
     pub identity: Option<Identity>,
-    /// Bytes of a segment; 0 chooses it by the guest's size.
+    /// Bytes of a segment; with 0, the length depends on the guest's RAM.
     pub segment: u64,
     /// Create a missing store. Has no effect with `only_if`.
     pub create: bool,
@@ -125,8 +125,8 @@ impl Writer {
     ///
     /// # Errors
     /// [`StoreError::NotAStore`] without [`Options::create`]; [`StoreError::OtherVm`], [`StoreError::NotEmpty`];
-    /// [`StoreError::Superseded`] with [`Options::only_if`]. The previous owner is still the owner then. After any other
-    /// error the store may have been claimed already: damage; [`StoreError::Io`]; for a store on a server also
+    /// [`StoreError::Superseded`] with [`Options::only_if`]. The previous owner is still the owner then. After any
+    /// other error the store may have been claimed already: damage; [`StoreError::Io`]; for a store on a server also
     /// [`StoreError::Connection`] and [`StoreError::Refused`].
     pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
         match url {
@@ -213,8 +213,8 @@ impl Writer {
         let _ = self.ask(Request::Keep(keep));
     }
 
-    /// Keeps checkpoint `number` regardless of its age, because a process reads it. `None` releases it. Pages that later
-    /// checkpoints replace stay on the disk meanwhile, so the store may exceed its size limit.
+    /// Keeps checkpoint `number` regardless of its age, because a process reads it. `None` releases it. Pages that
+    /// later checkpoints replace stay on the disk meanwhile, so the store may exceed its size limit.
     pub fn hold(&mut self, number: Option<u64>) {
         let _ = self.ask(Request::Hold(number));
     }
@@ -241,7 +241,7 @@ impl Writer {
         Ok(Checkpoint { writer: self, open: true })
     }
 
-    /// Frees all space that can be freed; returns the number of bytes.
+    /// Frees all space that can be freed. Returns the number of bytes.
     ///
     /// # Errors
     /// [`StoreError::Superseded`]; errors of reading and writing segments. Committed checkpoints stay unchanged.
@@ -436,9 +436,9 @@ impl Checkpoint<'_> {
     /// store does not interpret these two. `devices` is the device state.
     ///
     /// On success, the checkpoint is durable.
-    /// On failure, the checkpoint is not committed, and the next one can begin. There are two exceptions, in which it is
-    /// unknown whether the checkpoint is committed: the connection to a server is lost during the commit, or an error
-    /// occurs while the log entry is linked or made durable. After the latter, every call fails with
+    /// On failure, the checkpoint is not committed, and the next one can begin. There are two exceptions, in which it
+    /// is unknown whether the checkpoint is committed: the connection to a server is lost during the commit, or an
+    /// error occurs while the log entry is linked or made durable. After the latter, every call fails with
     /// [`StoreError::Closed`].
     ///
     /// # Errors

@@ -39,7 +39,7 @@ const MAX_DIRTY: usize = 4;
 pub(crate) struct Settings {
     /// Number of checkpoints to keep.
     pub keep: u32,
-    /// Bytes of a segment; 0 chooses it by the guest's size.
+    /// Bytes of a segment; with 0, the length depends on the guest's RAM.
     pub segment: u64,
     /// Create a missing store.
     pub create: bool,

@@ -38,15 +38,15 @@ impl Kind {
 /// Kind of a section.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Section {
-    /// The owner of the store, as JSON.
+    /// JSON with the owner of the store.
     Claim,
     /// The list of all valid checkpoints and segments.
     Manifest,
     /// Number, time and RAM block table of a checkpoint.
     Checkpoint,
-    /// How to rebuild the VM, as JSON.
+    /// JSON that describes how to rebuild the VM.
     Definition,
-    /// Notes of the protector, as JSON.
+    /// JSON with notes of the protector.
     Metadata,
     /// The device state.
     Devices,

@@ -75,7 +75,7 @@ impl fmt::Display for Structure {
     }
 }
 
-/// Why bytes cannot be decoded.
+/// Defect of bytes that cannot be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flaw {
     /// The bytes are of a newer version.

@@ -35,7 +35,7 @@ const WORK: Duration = Duration::from_secs(3600);
 /// MB/s.
 const LONG_WORK: Duration = Duration::from_secs(24 * 3600);
 
-/// Why a connection failed.
+/// Cause of a failed connection.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectionError {
@@ -64,6 +64,7 @@ pub enum ConnectionError {
     #[error("{why}; {remedy}")]
     Certificate {
         why: String,
+        /// Action that fixes the cause.
         remedy: &'static str,
     },
     /// The peer has neither sent nor received anything for too long.

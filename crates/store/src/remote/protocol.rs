@@ -109,6 +109,7 @@ pub(crate) struct Hello {
 pub(crate) enum Purpose {
     /// Write checkpoints as `owner`. With `create`, create a missing store.
     Write { vm: Vm, owner: Owner, only_if: Option<OnlyIf>, keep: u32, segment: u64, create: bool },
+    /// Create a store that no VM uses yet.
     Init,
     /// Read a checkpoint. With `lazy`, build the index only when the first page is read.
     Read {
@@ -230,7 +231,7 @@ pub(crate) fn encode_ids(ids: &[PageId]) -> Vec<u8> {
     out
 }
 
-/// Decodes a list of pages; `None` if it is invalid or too long.
+/// Decodes a list of pages; `None` if the list is invalid or too long.
 pub(crate) fn decode_ids(bytes: &[u8]) -> Option<Vec<PageId>> {
     let mut reader = Reader::new(bytes);
     let count = reader.count(12).filter(|count| *count <= PAGES)?;
@@ -251,7 +252,7 @@ pub(crate) fn encode_stored(pages: &[(u64, Vec<u8>)]) -> Vec<u8> {
     out
 }
 
-/// Decodes stored pages; `None` if they are invalid.
+/// Decodes stored pages; `None` if the bytes are invalid.
 pub(crate) fn decode_stored(bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
     let mut reader = Reader::new(bytes);
     let count = reader.count(10).filter(|count| *count <= PAGES)?;

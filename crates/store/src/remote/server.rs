@@ -41,7 +41,7 @@ pub enum ServeError {
     Accept(#[source] io::Error),
 }
 
-/// How long a client may be silent.
+/// Time limits for the silence of a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
     /// Time limit for silence within a greeting, a request, or an open checkpoint.
