@@ -438,8 +438,8 @@ impl Checkpoint<'_> {
     /// On success, the checkpoint is durable.
     /// On failure, the checkpoint is not committed, and the next one can begin. There are two exceptions, in which it
     /// is unknown whether the checkpoint is committed: the connection to a server is lost during the commit, or an
-    /// error occurs while the log entry is linked or made durable. After the latter, every call fails with
-    /// [`StoreError::Closed`].
+    /// error occurs while the log entry is linked or made durable. After the latter, every later call
+    /// fails with [`StoreError::Closed`].
     ///
     /// # Errors
     /// [`StoreError::Superseded`] if there is a newer owner; [`StoreError::NoSpace`]; [`StoreError::TooLarge`];

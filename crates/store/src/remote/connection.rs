@@ -136,7 +136,7 @@ impl TimedStream {
         self.moved = false;
     }
 
-    /// Calls `io` until it transfers bytes, and waits for `events` in between.
+    /// Calls `io` until it returns anything but `WouldBlock`, and waits for `events` in between.
     fn timed(&mut self, events: PollFlags, mut io: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
         let silent_at = Instant::now() + self.silence;
         loop {

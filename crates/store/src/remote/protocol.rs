@@ -148,7 +148,7 @@ pub(crate) struct BlockTable {
     pub blocks: Vec<Block>,
 }
 
-/// The numbers of these blocks in the store's records, in the same order.
+/// The numbers of a [`BlockTable`]'s blocks in the store's records, in the same order.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct BlockNumbers {
     pub numbers: Vec<u16>,
