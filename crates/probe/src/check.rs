@@ -1,4 +1,4 @@
-//! One request, for a health check.
+//! A single request, as a health check.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::target::Target;
 use crate::waiter::Waiter;
 use crate::wire::{Dialer, Io, Observer, ResolveError};
 
-/// A service that is not healthy, or could not be asked.
+/// Error of a health check: the service is not healthy, or could not be checked.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckError {
@@ -21,15 +21,15 @@ pub enum CheckError {
     /// The target's host has no address.
     #[error(transparent)]
     Resolve(ResolveError),
-    /// No thread for entering the network namespace.
+    /// The thread that enters the network namespace cannot be started.
     #[error("cannot start a thread to enter the network namespace")]
     Thread(#[source] io::Error),
-    /// The service gave no answer, or a wrong one.
+    /// The service gave no answer, or a wrong answer.
     #[error("{url}: not healthy")]
     Unhealthy {
-        /// What was asked.
+        /// URL of the service.
         url: String,
-        /// Why it is not healthy.
+        /// Why the request failed.
         source: Failure,
     },
 }
@@ -38,14 +38,15 @@ struct NoObserver;
 
 impl Observer for NoObserver {}
 
-/// Asks once, on a new connection, from inside the network namespace `/run/netns/NAME` if one is given. Returns how
-/// long the answer took, with the connecting.
+/// Sends one request on a new connection, from inside the network namespace `/run/netns/NAME` if `netns` names one.
+/// Returns the time until the answer was complete, including the time to connect.
 ///
-/// A host name is resolved first, which the `timeout` does not bound.
+/// A host name is resolved first. `timeout` does not limit the resolution.
 ///
 /// # Errors
 ///
-/// [`CheckError::Unhealthy`] if no good answer came within `timeout`; the others if it was not possible to ask.
+/// [`CheckError::Unhealthy`] if no good answer is received within `timeout`; the other errors if no request could be
+/// sent.
 pub fn check(target: &Target, timeout: Duration, netns: Option<&str>) -> Result<Duration, CheckError> {
     netns::inside(netns, || ask(target, timeout)).map_err(|error| match error {
         InsideError::Netns(error) => CheckError::Netns(error),
@@ -60,7 +61,7 @@ fn ask(target: &Target, timeout: Duration) -> Result<Duration, CheckError> {
     match Client::new(target, dialer, 0).exchange(&Io::begin(&waiter, &NoObserver, timeout)) {
         Ok(()) => Ok(began.elapsed()),
         Err(Broken::Failed(source)) => Err(CheckError::Unhealthy { url: target.to_string(), source }),
-        // Nothing stops an unstoppable waiter; were it so, no answer came.
+        // An unstoppable waiter is never stopped. If it were, there would be no answer either.
         Err(Broken::Stopped) => {
             Err(CheckError::Unhealthy { url: target.to_string(), source: Failure::Timeout(timeout) })
         }

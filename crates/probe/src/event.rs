@@ -1,17 +1,18 @@
-//! Live lines: what a probe reports while it runs.
+//! Events that a probe reports while it runs.
 
 use serde::{Deserialize, Serialize};
 
 use crate::report::{Gap, Interval};
 
-/// Something that happened while probing; as JSON one object with its kind in `event`.
+/// An event of a running probe. In JSON: an object whose `event` is the kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// An interval ended, always one of [`Options::interval`](crate::Options::interval). They come in order, without
-    /// holes, the last one perhaps cut short by the stop; a reader more than 4096 intervals behind loses the oldest.
+    /// An interval ended. Its length is [`Options::interval`](crate::Options::interval), unless the stop has shortened
+    /// it. Intervals are reported in order and without holes. If a reader has more than 4096 intervals to read, the
+    /// oldest are lost.
     Interval(Interval),
-    /// A gap ended, by an answer or by the stop. A reader more than 1024 gaps behind loses the newest.
+    /// A gap ended, by an answer or by the stop. If a reader has more than 1024 gaps to read, the newest are lost.
     Gap(Gap),
 }
 

@@ -1,30 +1,30 @@
-//! Why a request failed.
+//! Causes of failed requests.
 
 use std::io;
 use std::time::Duration;
 
 use crate::report::Failures;
 
-/// Why one request failed.
+/// Cause of a failed request.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Failure {
-    /// No whole answer in time.
+    /// No complete answer within the timeout.
     #[error("no answer within {0:?}")]
     Timeout(Duration),
     /// No process listens at the target.
     #[error("connection refused")]
     Refused,
-    /// No connection, for any other reason than a refusal.
+    /// Connecting failed for another reason than a refusal.
     #[error("cannot connect")]
     Unreachable(#[source] io::Error),
-    /// An established connection was reset or closed before the answer was whole.
+    /// An established connection was reset or closed before the answer was complete.
     #[error("connection lost before the answer was whole")]
     Lost(#[source] io::Error),
     /// The server answered with an HTTP error.
     #[error("HTTP status {0}")]
     Status(u16),
-    /// An answer came that is none.
+    /// The answer does not have the expected content.
     #[error("wrong content: {0}")]
     WrongContent(String),
 }
@@ -41,12 +41,12 @@ impl Failure {
         *counter += 1;
     }
 
-    /// Whether the service cannot be heard at all, so that the next request should not wait for its tick.
+    /// Returns whether the service cannot be reached, so that the next request should not wait for its tick.
     pub(crate) fn is_outage(&self) -> bool {
         !matches!(self, Self::Status(_) | Self::WrongContent(_))
     }
 
-    /// The failure and its cause in one line.
+    /// Returns the failure and its cause in one line.
     pub(crate) fn describe(&self) -> String {
         match self {
             Self::Unreachable(cause) | Self::Lost(cause) => format!("{self}: {cause}"),
@@ -55,10 +55,10 @@ impl Failure {
     }
 }
 
-/// Why a request did not end with an answer.
+/// Outcome of a request without a good answer.
 #[derive(Debug)]
 pub(crate) enum Broken {
-    /// The probe was stopped meanwhile.
+    /// The probe was stopped during the request.
     Stopped,
     Failed(Failure),
 }

@@ -1,11 +1,11 @@
-//! Silences between good answers. Pure: times are offsets from the start.
+//! Silences between good answers. The code is pure: times are offsets from the start.
 
 use std::time::Duration;
 
-/// The number of gaps that are kept: the longest ones. [`Report::gaps_total`](crate::Report::gaps_total) counts all.
+/// Number of gaps that are kept: the longest ones. [`Report::gaps_total`](crate::Report::gaps_total) counts all gaps.
 pub const MAX_GAPS: usize = 1024;
 
-/// A time without a good answer.
+/// A period without a good answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Silence {
     pub(crate) start: Duration,
@@ -16,10 +16,10 @@ pub(crate) struct Silence {
 #[derive(Debug, Clone)]
 pub(crate) struct Gaps {
     threshold: Duration,
-    /// The last good answer; at first the start.
+    /// Time of the last good answer, or of the start.
     last: Duration,
     longest: Duration,
-    /// Those above the threshold, in the order of time.
+    /// Kept silences above the threshold, in the order of time.
     kept: Vec<Silence>,
     total: u64,
 }
@@ -29,7 +29,7 @@ impl Gaps {
         Self { threshold, last: Duration::ZERO, longest: Duration::ZERO, kept: Vec::new(), total: 0 }
     }
 
-    /// Notes a good answer, or the stop, at `at`. Returns the silence that it ends, if that was a gap.
+    /// Records a good answer, or the stop, at `at`. Returns the silence that it ends if that was a gap.
     pub(crate) fn end_silence(&mut self, at: Duration) -> Option<Silence> {
         let silence = Silence { start: self.last, length: at.saturating_sub(self.last) };
         self.last = self.last.max(at);
@@ -44,7 +44,7 @@ impl Gaps {
 
     fn keep(&mut self, silence: Silence) {
         if self.kept.len() == MAX_GAPS {
-            // Silences are rare, by the threshold: a search through all of them is cheap enough.
+            // Silences above the threshold are rare, so that a search through all of them is cheap.
             let shortest = self.kept.iter().enumerate().min_by_key(|(_, kept)| kept.length);
             match shortest {
                 Some((index, kept)) if kept.length < silence.length => _ = self.kept.remove(index),
@@ -54,17 +54,17 @@ impl Gaps {
         self.kept.push(silence);
     }
 
-    /// The longest silence, whether above the threshold or not.
+    /// Returns the longest silence, even if it is below the threshold.
     pub(crate) fn longest(&self) -> Duration {
         self.longest
     }
 
-    /// The gaps kept, in the order of time.
+    /// Returns the kept gaps in the order of time.
     pub(crate) fn kept(&self) -> &[Silence] {
         &self.kept
     }
 
-    /// The number of gaps, kept or not.
+    /// Returns the number of all gaps, including those that were not kept.
     pub(crate) fn total(&self) -> u64 {
         self.total
     }

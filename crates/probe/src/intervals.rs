@@ -1,4 +1,4 @@
-//! Counts per interval of time, in bounded memory. Pure: times are offsets from the start.
+//! Counts per interval of time, in bounded memory. The code is pure: times are offsets from the start.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -6,11 +6,11 @@ use std::time::Duration;
 use crate::millis;
 use crate::report::Interval;
 
-/// The number of intervals that a report has at most. A run that needs more has neighbours added together, so that
-/// every interval is twice as wide: at 100 ms this happens after 27 minutes, and again after 55.
+/// Limit of intervals in a report. In a longer run, adjacent intervals are added together, so that every interval
+/// becomes twice as wide. At 100 ms this happens after 27 minutes, and again after 55.
 pub const MAX_INTERVALS: usize = 16_384;
 
-/// What happened in one interval.
+/// Counts of one interval.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     pub(crate) answered: u64,
@@ -42,12 +42,12 @@ impl Intervals {
         Self { width_ms: millis(width).max(1), buckets: Vec::new() }
     }
 
-    /// The width of every interval, in milliseconds.
+    /// Returns the width of each interval in milliseconds.
     pub(crate) fn width_ms(&self) -> u64 {
         self.width_ms
     }
 
-    /// Adds to the interval at `at`.
+    /// Adds `counts` to the interval that contains `at`.
     pub(crate) fn add(&mut self, at: Duration, counts: Counts) {
         let at = millis(at);
         while at / self.width_ms >= MAX_INTERVALS as u64 {
@@ -73,13 +73,13 @@ impl Intervals {
             .collect();
     }
 
-    /// All intervals since the start, the empty ones too.
+    /// Returns all intervals since the start, including empty ones.
     pub(crate) fn list(&self) -> Vec<Interval> {
         (0..).zip(&self.buckets).map(|(index, counts)| counts.at(index * self.width_ms)).collect()
     }
 }
 
-/// The intervals that were not yet given to a live reader; always of the configured width.
+/// Intervals that a live reader has not read yet. They always have the configured width.
 #[derive(Debug)]
 pub(crate) struct LiveIntervals {
     width_ms: u64,
@@ -88,14 +88,14 @@ pub(crate) struct LiveIntervals {
 }
 
 impl LiveIntervals {
-    /// A reader that is further behind than this loses the oldest.
+    /// Limit of unread intervals. Older ones are lost.
     const MAX_BEHIND: usize = 4096;
 
     pub(crate) fn new(width: Duration) -> Self {
         Self { width_ms: millis(width).max(1), first: 0, buckets: VecDeque::new() }
     }
 
-    /// Adds to the interval at `at`; nothing, if that one was already taken.
+    /// Adds `counts` to the interval that contains `at`, unless that interval was already taken.
     pub(crate) fn add(&mut self, at: Duration, counts: Counts) {
         self.extend_to((millis(at) / self.width_ms).saturating_add(1));
         let index = (millis(at) / self.width_ms).saturating_sub(self.first);
@@ -104,7 +104,7 @@ impl LiveIntervals {
         }
     }
 
-    /// Takes out the intervals that ended by `now`, the empty ones too.
+    /// Removes the intervals that ended by `now`, including empty ones, and returns them.
     pub(crate) fn take_ended(&mut self, now: Duration) -> Vec<Interval> {
         let end = millis(now) / self.width_ms;
         self.extend_to(end);
@@ -118,12 +118,12 @@ impl LiveIntervals {
         taken
     }
 
-    /// Takes out everything up to `now`, with the interval that is not complete.
+    /// Removes all intervals up to `now`, including the incomplete one, and returns them.
     pub(crate) fn take_all(&mut self, now: Duration) -> Vec<Interval> {
         self.take_ended(now.saturating_add(Duration::from_millis(self.width_ms)))
     }
 
-    /// Makes room up to interval number `end`, exclusive.
+    /// Adds empty intervals up to number `end`, exclusive.
     fn extend_to(&mut self, end: u64) {
         let oldest = end.saturating_sub(Self::MAX_BEHIND as u64);
         if self.first < oldest {

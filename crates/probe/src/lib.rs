@@ -1,10 +1,10 @@
-//! The client side of a measurement: asks a service again and again while its VMM, guest or host is replaced, and
-//! reports what a client saw.
+//! The client side of a measurement: sends requests to a service while its VMM, guest or host is replaced, and reports
+//! the answers as a client saw them.
 //!
-//! [`Probe::start`] puts one thread behind each connection; [`Probe::stop`] gives the [`Report`]: requests sent,
-//! answered and failed, connections opened and lost, latencies, throughput per interval and the **service gaps**, the
-//! silences between consecutive good answers. [`check`] asks once, as the health probe of a VM definition does, and
-//! [`render`] draws a report for people.
+//! [`Probe::start`] starts a thread for each connection. [`Probe::stop`] returns the [`Report`]: requests sent,
+//! answered and failed, connections opened and lost, latencies, throughput per interval, and the **service gaps**: the
+//! silences between consecutive good answers. [`check`] sends one request, like the health check of a VM definition.
+//! [`render`] draws a report for users.
 //!
 //! ```no_run
 //! use rekindle_probe::{Options, Probe, Target, render};
@@ -19,30 +19,31 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # What is measured, and what is not
+//! # What is measured
 //!
-//! **A closed loop on a fixed grid.** Each connection has a tick every [`Options::every`] and at most one request
-//! outstanding. A late answer does not make requests pile up: the ticks that pass meanwhile are left out and counted as
-//! [`Report::skipped`]. The connections' grids are shifted against each other, so that `n` of them ask `n` times per
-//! `every`, evenly.
+//! **A closed loop on a fixed grid.** Each connection has a tick every [`Options::every`] and at most one outstanding
+//! request. If an answer is late, requests do not accumulate: no request is sent at the ticks that pass meanwhile, and
+//! [`Report::skipped`] counts them. The grids of `n` connections are shifted against each other, so that `n` requests
+//! are sent per `every`, at equal distances.
 //!
-//! **Latencies are as seen from the actual send**, not from the tick (opening a connection first, where that is needed,
-//! counts). An outage of one second is therefore *one* slow request per connection and hardly moves the percentiles:
-//! they suffer from coordinated omission, on purpose. The outage is in the gaps, which cannot leave it out.
+//! **Latencies are measured from the actual send**, not from the tick. If a connection must be opened first, the time
+//! for that is included. An outage of one second is therefore *one* slow request per connection, and hardly changes the
+//! percentiles: they have coordinated omission, on purpose. The gaps always show the outage.
 //!
-//! **A silence** runs from one good answer to the next, over all connections, and also from the start to the first and
-//! from the last to the stop. A service that answers every tick shows silences of about `every` (divided by the
-//! connections), so that a gap is known no better than that. Gaps are silences longer than [`Options::gap_threshold`].
+//! **A silence** is the time from one good answer to the next, over all connections. The times from the start to the
+//! first good answer and from the last to the stop are silences, too. If a service answers every tick, its silences
+//! have about the length `every` divided by the number of connections, so that gaps are measured with this precision.
+//! Gaps are silences longer than [`Options::gap_threshold`].
 //!
 //! **After a failure the next request does not wait for its tick.** The first is sent immediately, the following ones
-//! after 1, 2, 4 … 50 ms until one is answered, so that the end of an outage is seen within 50 ms even with a long
-//! `every`. Wrong content, which comes from a service that does answer, waits for the next tick.
+//! after 1, 2, 4 … 50 ms until one is answered. The end of an outage is therefore found within 50 ms, even with a long
+//! `every`. After wrong content, the next request waits for its tick, because the service does answer.
 //!
-//! **A connection is lost** when an established one ends without the probe having closed it. A server that announces
-//! it (`Connection: close`) loses none. A request that times out makes the *probe* close its connection: to see whether
-//! connections survive an outage, set [`Options::timeout`] above its length.
+//! **A connection is lost** when an established connection ends and the probe has not closed it. A connection whose end
+//! the server announces (`Connection: close`) is not lost. When a request times out, the *probe* closes its connection.
+//! To measure whether connections survive an outage, set [`Options::timeout`] above the outage's length.
 //!
-//! Memory is bounded however long the run: see [`MAX_INTERVALS`] and [`MAX_GAPS`].
+//! The memory is bounded, regardless of the length of the run: see [`MAX_INTERVALS`] and [`MAX_GAPS`].
 
 mod check;
 mod client;
@@ -77,22 +78,22 @@ pub use wire::ResolveError;
 
 use std::time::{Duration, Instant};
 
-/// A duration in whole microseconds, at most `u64::MAX`.
+/// Returns a duration in whole microseconds, at most `u64::MAX`.
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// A duration in whole milliseconds, at most `u64::MAX`.
+/// Returns a duration in whole milliseconds, at most `u64::MAX`.
 fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// A duration in nanoseconds, at most `u64::MAX` (584 years).
+/// Returns a duration in nanoseconds, at most `u64::MAX` (584 years).
 fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The instant so much later, at most a hundred years.
+/// Returns the instant `duration` after `from`, but at most a hundred years after it, so that the sum cannot overflow.
 fn later(from: Instant, duration: Duration) -> Instant {
     from + duration.min(Duration::from_secs(100 * 366 * 24 * 3600))
 }

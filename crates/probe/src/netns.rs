@@ -1,4 +1,4 @@
-//! Network namespaces as `ip netns` makes them: one file each in `/run/netns`.
+//! Network namespaces as `ip netns` creates them, each with a file in `/run/netns`.
 
 use std::fs::File;
 use std::io;
@@ -11,32 +11,32 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 const DIRECTORY: &str = "/run/netns";
 
-/// A network namespace that could not be entered.
+/// Error of entering a network namespace.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NetnsError {
-    /// Not the name of a file.
+    /// The name is not a file name.
     #[error("`{0}` is not the name of a network namespace; `ip netns list` shows them")]
     Name(String),
-    /// There is no such namespace, or it may not be opened.
+    /// The namespace's file is missing, or opening it is not permitted.
     #[error("{}: cannot open the network namespace; `ip netns list` shows them", path.display())]
     Open {
-        /// The namespace's file.
+        /// Path of the namespace's file.
         path: PathBuf,
         #[allow(missing_docs)]
         source: io::Error,
     },
-    /// The kernel refused.
+    /// The kernel did not permit entering it.
     #[error("{}: cannot enter the network namespace; run as root, or with CAP_SYS_ADMIN", path.display())]
     Enter {
-        /// The namespace's file.
+        /// Path of the namespace's file.
         path: PathBuf,
         #[allow(missing_docs)]
         source: io::Error,
     },
 }
 
-/// Puts the calling thread, and no other, into a network namespace, for good.
+/// Moves the calling thread, and no other thread, into a network namespace permanently.
 pub(crate) fn enter(name: &str) -> Result<(), NetnsError> {
     if name.is_empty() || name.contains('/') || matches!(name, "." | "..") {
         return Err(NetnsError::Name(name.to_owned()));
@@ -47,15 +47,15 @@ pub(crate) fn enter(name: &str) -> Result<(), NetnsError> {
         .map_err(|errno| NetnsError::Enter { path, source: errno.into() })
 }
 
-/// Why something could not be done inside a network namespace.
+/// Error of [`inside`].
 #[derive(Debug)]
 pub(crate) enum InsideError {
     Netns(NetnsError),
-    /// No thread for it.
+    /// The thread for it could not be started.
     Thread(io::Error),
 }
 
-/// Runs `work` inside a network namespace, on a thread of its own; without one, right here.
+/// Runs `work` inside a network namespace, on a separate thread. Without a name, runs it on the calling thread.
 pub(crate) fn inside<T: Send>(name: Option<&str>, work: impl FnOnce() -> T + Send) -> Result<T, InsideError> {
     let Some(name) = name else { return Ok(work()) };
     thread::scope(|scope| {

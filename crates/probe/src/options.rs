@@ -1,28 +1,29 @@
-//! How to probe: pace, patience, number of connections, and where from.
+//! Options of a probe: pace, timeouts, number of connections, network namespace.
 
 use std::time::Duration;
 
-/// How to probe a target. All have sensible defaults: `Options { every, ..Options::default() }`.
+/// Options of a probe. All have defaults: `Options { every, ..Options::default() }`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// The time between two requests of one connection. Default: 10 ms. There is no spinning: below some 200 µs the
-    /// host's timers and scheduler set the pace, and [`skipped`](crate::Report::skipped) reports how far it was missed.
+    /// Time between two requests of one connection. Default: 10 ms. The probe does not spin: below about 200 µs, the
+    /// host's timers and scheduler determine the pace, and [`skipped`](crate::Report::skipped) reports the number of
+    /// missed ticks.
     pub every: Duration,
-    /// A request with no answer for so long has failed, and its connection is closed. Default: 10 s.
+    /// Time after which a request without an answer has failed and its connection is closed. Default: 10 s.
     pub timeout: Duration,
-    /// A SYN with no answer for so long is sent anew, from a new socket and to the host's next address, as part of the
-    /// same request. Default: 250 ms. The kernel would repeat it only after 1, 3 and 7 s, and a gap could not be
-    /// distinguished better than that. Must be longer than the round trip to the target.
+    /// Time after which an unanswered SYN is sent again, from a new socket and to the host's next address, as part of
+    /// the same request. Default: 250 ms. The kernel would repeat the SYN only after 1, 3 and 7 s, so that the end of a
+    /// gap would be found that late. The time must be longer than the round trip to the target.
     pub connect_attempt: Duration,
-    /// The number of connections, each with a thread. Default: 1.
+    /// Number of connections, each with a thread. Default: 1.
     pub connections: usize,
-    /// The width of the throughput intervals: whole milliseconds. Default: 100 ms.
+    /// Width of the throughput intervals, in whole milliseconds. Default: 100 ms.
     pub interval: Duration,
-    /// Silences longer than this are reported as gaps. Default: ten times `every`, and at least 5 ms.
+    /// Length above which a silence is reported as a gap. Default: ten times `every`, and at least 5 ms.
     pub gap_threshold: Option<Duration>,
-    /// Ends the probing after so long. Default: at [`Probe::stop`](crate::Probe::stop).
+    /// Time after which the probe ends. Default: at [`Probe::stop`](crate::Probe::stop).
     pub duration: Option<Duration>,
-    /// Probe from inside the network namespace `/run/netns/NAME`. Default: the caller's own.
+    /// Name of the network namespace `/run/netns/NAME` from which to probe. Default: the caller's namespace.
     pub netns: Option<String>,
 }
 
@@ -41,31 +42,31 @@ impl Default for Options {
     }
 }
 
-/// [`Options`] that cannot be met.
+/// Fault of invalid [`Options`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptionsError {
-    /// A duration of nothing.
+    /// A duration is 0.
     #[error("{0} must be longer than 0")]
     Zero(&'static str),
-    /// No connection, or more threads than make sense.
+    /// The number of connections is 0 or too large.
     #[error("{0} connections requested; 1 to {max} are possible", max = Options::MAX_CONNECTIONS)]
     Connections(usize),
-    /// The interval is not a number of whole milliseconds.
+    /// The interval is not a whole number of milliseconds.
     #[error("interval {0:?} is not a whole number of milliseconds")]
     Interval(Duration),
 }
 
 impl Options {
-    /// The largest number of connections.
+    /// Limit of connections.
     pub const MAX_CONNECTIONS: usize = 1024;
 
-    /// The silence that counts as a gap.
+    /// Returns the length above which a silence is a gap, with the default filled in.
     pub fn effective_gap_threshold(&self) -> Duration {
         self.gap_threshold.unwrap_or_else(|| self.every.saturating_mul(10).max(Duration::from_millis(5)))
     }
 
-    /// Refuses what cannot be met.
+    /// Checks that all options are in range.
     ///
     /// # Errors
     ///

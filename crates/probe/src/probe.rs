@@ -25,14 +25,14 @@ use crate::waiter::Waiter;
 use crate::wire::{Dialer, ResolveError};
 use crate::worker::{self, Run};
 
-/// Gaps that wait for a slow event sink.
+/// Limit of gaps that wait for a slow event sink.
 const MAX_GAPS_BEHIND: usize = 1024;
 
-/// A probe that could not be started.
+/// Error of starting a probe.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// The options cannot be met.
+    /// The options are not valid.
     #[error("{0}")]
     Options(OptionsError),
     /// The network namespace cannot be entered.
@@ -41,7 +41,7 @@ pub enum StartError {
     /// The target's host has no address.
     #[error(transparent)]
     Resolve(ResolveError),
-    /// The host is out of threads or descriptors.
+    /// Creating threads or descriptors failed.
     #[error("cannot set up the probe's threads; lower the number of connections, or raise `ulimit -n -u`")]
     Threads(#[source] io::Error),
 }
@@ -55,13 +55,13 @@ impl From<InsideError> for StartError {
     }
 }
 
-/// A target being probed, by threads in the background. Dropping it stops them.
+/// A running probe, whose threads work in the background. Dropping the probe stops them.
 pub struct Probe {
     run: Arc<Run>,
     threads: Vec<JoinHandle<()>>,
-    /// Nothing is ever sent: it is disconnected once all connections' threads have ended.
+    /// No message is ever sent. The channel is disconnected when all connections' threads have ended.
     ended: Mutex<Receiver<()>>,
-    /// Dropping it wakes and ends the threads.
+    /// Dropping the writer wakes the threads and ends them.
     stop: Option<PipeWriter>,
 }
 
@@ -71,33 +71,33 @@ impl fmt::Debug for Probe {
     }
 }
 
-/// The calling side of a connection's thread that is ready, and waits for its run.
+/// A connection's thread that is ready and waits for its run.
 struct Starter {
     thread: JoinHandle<()>,
     go: Sender<Arc<Run>>,
 }
 
 impl Probe {
-    /// Starts probing.
+    /// Starts to probe.
     ///
-    /// The host's name is resolved, and the network namespace entered, before this returns. Whether the target
-    /// answers is not checked: the probe measures that.
+    /// Before this function returns, the host's name is resolved and the network namespace is entered. Whether the
+    /// target answers is not checked, because the probe measures that.
     ///
     /// # Errors
     ///
-    /// [`StartError`]; the threads that were already there end by themselves.
+    /// [`StartError`]. Threads that have already been started end.
     pub fn start(target: &Target, options: Options) -> Result<Self, StartError> {
         Self::start_inner(target, &options, None)
     }
 
-    /// Starts probing, and reports to `sink` each interval and each gap as it ends.
+    /// Starts to probe, and passes each interval and each gap to `sink` when it ends.
     ///
-    /// The sink runs on a thread of its own: it may take its time without disturbing the measurement. All events have
-    /// been handed out when [`Probe::stop`] returns.
+    /// The sink runs on its own thread, so that a slow sink does not disturb the measurement. When [`Probe::stop`]
+    /// returns, all events have been passed.
     ///
     /// # Errors
     ///
-    /// As for [`Probe::start`].
+    /// Errors of [`Probe::start`].
     pub fn start_with_events(
         target: &Target,
         options: Options,
@@ -125,12 +125,12 @@ impl Probe {
             starters.push(spawn(client, schedule, index, options.netns.clone(), ready.clone(), ending.clone())?);
         }
         drop((ready, ending));
-        // An error drops the starters, and with them the threads that wait for a run.
+        // If entering has failed, the starters are dropped, which ends the threads that wait for a run.
         for entered in readiness {
             entered.map_err(StartError::Netns)?;
         }
 
-        // From here on time counts.
+        // The measurement starts.
         let (gaps, live) = match sink {
             Some(sink) => {
                 let (gaps, live) = mpsc::sync_channel(MAX_GAPS_BEHIND);
@@ -150,26 +150,26 @@ impl Probe {
             threads.push(thread::Builder::new().name("probe-events".into()).spawn(work).map_err(StartError::Threads)?);
         }
         for starter in starters {
-            // It waits for nothing else, so that it cannot have ended.
+            // The thread only waits for this message, so it cannot have ended.
             let _ = starter.go.send(Arc::clone(&run));
             threads.push(starter.thread);
         }
         Ok(Self { run, threads, ended: Mutex::new(ended), stop: Some(stop) })
     }
 
-    /// What was seen until now; as if the probe were stopped now, though it continues.
+    /// Returns the report as if the probe were stopped now. The probe continues.
     pub fn snapshot(&self) -> Report {
         self.run.recorder.report()
     }
 
-    /// Waits until [`Options::duration`] is over, but no longer than `timeout`. Returns whether it is over.
+    /// Waits until [`Options::duration`] is over, but no longer than `timeout`. Returns whether the duration is over.
     pub fn wait_timeout(&self, timeout: Duration) -> bool {
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         ended.recv_timeout(timeout) == Err(RecvTimeoutError::Disconnected)
     }
 
-    /// Stops probing immediately: requests still outstanding are dropped and count as
-    /// [`in_flight`](Report::in_flight), not as failed.
+    /// Stops the probe immediately. Outstanding requests are dropped and count as [`in_flight`](Report::in_flight), not
+    /// as failed.
     pub fn stop(mut self) -> Report {
         self.shut_down();
         self.run.recorder.report()
@@ -179,7 +179,7 @@ impl Probe {
         self.run.waiter.mark_stopped();
         self.stop = None;
         for thread in self.threads.drain(..) {
-            // A panic has been printed by its thread.
+            // A panicking thread has already printed its panic.
             let _ = thread.join();
         }
     }
@@ -191,8 +191,8 @@ impl Drop for Probe {
     }
 }
 
-/// Starts the thread of one connection. It reports on `ready` whether it is where it should be, and then waits for
-/// its run; it ends if none comes.
+/// Starts the thread of one connection. The thread reports on `ready` whether it has entered the network namespace,
+/// then waits for its run. If it gets no run, it ends.
 fn spawn(
     client: Client,
     schedule: Schedule,
@@ -204,7 +204,7 @@ fn spawn(
     let (go, gone) = mpsc::channel::<Arc<Run>>();
     let work = move || {
         let _ending = ending;
-        // Sleep to the microsecond rather than to the usual 50 of them; without it the ticks are just later.
+        // Makes sleeps precise to a microsecond instead of the usual 50 µs. Without it, ticks are only later.
         let _ = set_current_timer_slack(Some(NonZeroU64::MIN));
         let entered = netns.as_deref().map_or(Ok(()), netns::enter);
         if ready.send(entered).is_ok()

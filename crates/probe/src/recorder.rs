@@ -1,4 +1,4 @@
-//! Where all threads of a probe write down what they saw, and where its report comes from.
+//! The record in which all threads of a probe write their observations, and from which its report is made.
 
 use std::io;
 use std::sync::mpsc::SyncSender;
@@ -16,7 +16,7 @@ use crate::target::Target;
 use crate::wire::Observer;
 use crate::{micros, nanos};
 
-/// The record of a run. Each note takes the time under the lock, so that the records are in the order of their times.
+/// The record of a run. Each method takes the time under the lock, so that entries are in the order of their times.
 #[derive(Debug)]
 pub(crate) struct Recorder {
     url: String,
@@ -41,25 +41,26 @@ struct Record {
     intervals: Intervals,
     first_failure: Option<String>,
     live: Option<Live>,
-    /// When the run ended; until then nothing.
+    /// Time when the run ended; `None` while it runs.
     end: Option<Duration>,
 }
 
 #[derive(Debug)]
 struct Live {
     intervals: LiveIntervals,
-    /// Dropped at the end, which notifies the reader.
+    /// Dropped at the end of the run, which notifies the reader.
     gaps: Option<SyncSender<Gap>>,
 }
 
 impl Recorder {
-    /// A record that begins now. Gaps are also sent to `live`, if there is one.
+    /// Returns a record that starts now. Gaps are also sent to `live`.
     ///
     /// # Errors
     ///
-    /// Only if the latencies' histogram cannot be made.
+    /// Only if the histogram of latencies cannot be created.
     pub(crate) fn start(target: &Target, options: &Options, live: Option<SyncSender<Gap>>) -> io::Result<Self> {
-        // Up to 19 hours. A good answer can hardly be later than the timeout; what is, counts as the highest.
+        // Latencies up to 19 hours, in microseconds. A good answer is hardly later than the timeout; later ones count
+        // as the maximum.
         let latencies = Histogram::new_with_bounds(1, 1 << 36, 3).map_err(io::Error::other)?;
         let record = Record {
             sent: 0,
@@ -87,22 +88,22 @@ impl Recorder {
         })
     }
 
-    /// When the record began.
+    /// Returns the time when the record started.
     pub(crate) fn origin(&self) -> Instant {
         self.origin
     }
 
-    /// How long it has been running.
+    /// Returns the time since the record started.
     pub(crate) fn elapsed(&self) -> Duration {
         self.origin.elapsed()
     }
 
-    /// A request begins.
+    /// Records that a request was sent.
     pub(crate) fn sent(&self) {
         self.lock().sent += 1;
     }
 
-    /// A good answer came, so long after its request.
+    /// Records a good answer and the time since its request was sent.
     pub(crate) fn answered(&self, latency: Duration) {
         let mut record = self.lock();
         let now = self.elapsed();
@@ -114,7 +115,7 @@ impl Recorder {
         self.end_silence(&mut record, now);
     }
 
-    /// A request failed.
+    /// Records that a request failed.
     pub(crate) fn failed(&self, failure: &Failure) {
         let mut record = self.lock();
         let now = self.elapsed();
@@ -125,14 +126,14 @@ impl Recorder {
         }
     }
 
-    /// Ticks were left out.
+    /// Records the number of ticks at which no request was sent.
     pub(crate) fn skipped(&self, ticks: u64) {
         if ticks > 0 {
             self.lock().skipped += ticks;
         }
     }
 
-    /// The run is over: the last silence ends.
+    /// Records the end of the run, which ends the last silence.
     pub(crate) fn end(&self) {
         let mut record = self.lock();
         if record.end.is_none() {
@@ -146,7 +147,8 @@ impl Recorder {
         }
     }
 
-    /// The intervals that ended since the last call; after the end also the one that was cut short.
+    /// Removes and returns the intervals that ended since the last call. After the end of the run, also the incomplete
+    /// one.
     pub(crate) fn take_intervals(&self) -> Vec<Interval> {
         let mut record = self.lock();
         let (now, end) = (self.elapsed(), record.end);
@@ -157,7 +159,7 @@ impl Recorder {
         }
     }
 
-    /// The report of the whole run, or as if it ended now.
+    /// Returns the report of the whole run, or as if the run ended now.
     pub(crate) fn report(&self) -> Report {
         let record = self.lock();
         let elapsed = record.end.unwrap_or_else(|| self.elapsed());
@@ -192,7 +194,7 @@ impl Recorder {
     fn end_silence(&self, record: &mut Record, at: Duration) {
         let ended = record.gaps.end_silence(at);
         if let (Some(silence), Some(Live { gaps: Some(gaps), .. })) = (ended, &record.live) {
-            // A reader that is too far behind, or gone, does without: the report has it all.
+            // A reader that is too far behind, or has ended, does not get the gap. The report contains it.
             let _ = gaps.try_send(self.gap(silence));
         }
     }
@@ -218,7 +220,7 @@ impl Record {
     }
 
     fn latency(&self) -> Option<Latency> {
-        // A bucket's upper edge may lie above the largest value in it.
+        // The upper edge of a bucket may be above the largest value in it.
         let percentile = |q| self.latencies.value_at_quantile(q).min(self.slowest_us);
         (self.answered > 0).then(|| Latency {
             p50_us: percentile(0.50),

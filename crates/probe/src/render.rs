@@ -1,21 +1,21 @@
-//! A report for people.
+//! Renders a report as text for users.
 
 use std::fmt::Write;
 
 use crate::report::{Failures, Interval, Report};
 
-/// The most columns that the throughput takes.
+/// Limit of columns of the throughput line.
 const COLUMNS: usize = 60;
-/// From next to nothing to the best column.
+/// Characters for the throughput of a column, from the lowest to the highest.
 const RAMP: &[u8] = b".:-=+*#%@";
-/// A column in which nothing was answered, and one in which requests failed besides.
+/// Characters for a column without answers: without failed requests, and with failed requests.
 const SILENT: char = '_';
 const FAILED: char = '!';
 
-/// Draws a report as a short table, in ASCII.
+/// Renders a report as a short table in ASCII.
 ///
-/// The throughput is one character for each interval or, in a long run, for the worst one of several, so that an outage
-/// shows however short: `_` nothing was answered, `!` nothing was answered and requests failed, else `.` to `@`.
+/// The throughput has one character per interval. In a long run, a character shows the worst of several intervals, so
+/// that even a short outage is visible. `_`: no answers; `!`: no answers, and failed requests; `.` to `@`: answers.
 pub fn render(report: &Report) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
@@ -62,7 +62,7 @@ fn write_report(out: &mut String, report: &Report) -> std::fmt::Result {
     Ok(())
 }
 
-/// The causes of failures that there were, in brackets.
+/// Lists the causes of failures in parentheses.
 fn causes(failures: &Failures) -> String {
     let causes: Vec<_> = [
         ("timeout", failures.timeouts),
@@ -78,7 +78,7 @@ fn causes(failures: &Failures) -> String {
     if causes.is_empty() { String::new() } else { format!(" ({})", causes.join(", ")) }
 }
 
-/// When the longest gap began; nothing if it was below the threshold.
+/// Returns when the longest gap began; nothing if it was below the threshold.
 fn gap_start(report: &Report) -> String {
     let longest = report.gaps.iter().find(|gap| gap.length_us == report.longest_gap_us);
     longest.map_or_else(String::new, |gap| {
@@ -93,13 +93,14 @@ struct Columns {
     cell_ms: u64,
 }
 
-/// The throughput line. Intervals are first added up to cells in which even one connection should have two answers, or
-/// a slow probe would seem to stutter; then as many cells share a column as is needed, and the worst one is drawn.
+/// Returns the throughput line. Intervals are first added up to cells in which even one connection should have two
+/// answers: otherwise a slow probe would seem to have outages. Then as many cells share a column as necessary, and the
+/// column shows the worst of them.
 fn columns(report: &Report) -> Columns {
     let interval_us = report.interval_ms.saturating_mul(1000).max(1);
     let per_cell =
         usize::try_from(report.every_us.saturating_mul(2).div_ceil(interval_us)).unwrap_or(usize::MAX).max(1);
-    // What the stop cut short would seem to be an outage.
+    // An interval that the stop has shortened would seem to be an outage.
     let whole = usize::try_from(report.elapsed_us / interval_us).unwrap_or(usize::MAX).min(report.intervals.len());
     let cells: Vec<(u64, u64)> = report.intervals[..whole].chunks_exact(per_cell).map(sum).collect();
     let worst: Vec<(u64, u64)> = cells
@@ -123,7 +124,7 @@ fn sum(intervals: &[Interval]) -> (u64, u64) {
     intervals.iter().fold((0, 0), |(answered, failed), i| (answered + i.answered, failed + i.failed))
 }
 
-/// A time in the unit that suits it, with at most three digits after the point.
+/// Formats a time in a suitable unit, with at most two digits after the point.
 fn time(us: u64) -> String {
     let number = |value: f64| {
         let text = format!("{value:.*}", if value < 10.0 { 2 } else { 1 });

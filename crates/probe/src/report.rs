@@ -1,82 +1,83 @@
-//! What a probe saw, for machines: every number of a run, with its unit in its name.
+//! The report of a probe. The name of each number contains its unit.
 
 use serde::{Deserialize, Serialize};
 
-/// Everything a probe saw, from its start to its stop (or, in a snapshot, until now).
+/// Everything that a probe has measured from its start to its stop; in a snapshot, until now.
 ///
 /// `sent == answered + failed.total() + in_flight`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// What was probed.
+    /// URL of the target.
     pub url: String,
-    /// The host clock at the start, in nanoseconds of Unix time. Later times are this plus monotonic time, so that a
-    /// clock that is set during the run moves none of them.
+    /// Time of the start by the host's clock, in nanoseconds of Unix time. Later times are this time plus monotonic
+    /// time, so that setting the clock during the run does not change them.
     pub started_unix_ns: u64,
-    /// From the start to the stop.
+    /// Time from the start to the stop.
     pub elapsed_us: u64,
-    /// The time between two requests of one connection.
+    /// Time between two requests of one connection.
     pub every_us: u64,
-    /// The number of connections held in parallel.
+    /// Number of parallel connections.
     pub connections: u64,
-    /// Requests started.
+    /// Number of requests that were started.
     pub sent: u64,
-    /// Good answers, whole and right.
+    /// Number of complete and correct answers.
     pub answered: u64,
-    /// Requests that failed, by cause.
+    /// Number of failed requests by cause.
     pub failed: Failures,
-    /// Requests with neither an answer nor a failure yet; at the stop they were dropped.
+    /// Number of requests without an answer or a failure yet. At the stop they were dropped.
     pub in_flight: u64,
-    /// Ticks at which no request was sent, because the one before was still outstanding or being retried.
+    /// Number of ticks at which no request was sent, because the previous request was outstanding or was retried.
     pub skipped: u64,
-    /// Bytes received, also those of answers that were wrong or never became whole.
+    /// Bytes received, including those of wrong or incomplete answers.
     pub bytes: u64,
-    /// TCP connections established.
+    /// Number of TCP connections that were established.
     pub connections_opened: u64,
-    /// Established TCP connections that ended without the probe having closed them or the server having announced it.
+    /// Number of established TCP connections that ended although neither the probe closed them nor the server announced
+    /// it.
     pub connections_lost: u64,
-    /// Latencies of the good answers; none without one.
+    /// Latencies of the good answers; `None` if there was none.
     pub latency: Option<Latency>,
-    /// Silences longer than this are gaps.
+    /// Length above which a silence is a gap.
     pub gap_threshold_us: u64,
-    /// The longest silence, whether above the threshold or not.
+    /// Length of the longest silence, even if it is below the threshold.
     pub longest_gap_us: u64,
-    /// The number of gaps.
+    /// Number of all gaps.
     pub gaps_total: u64,
     /// The longest [`MAX_GAPS`](crate::MAX_GAPS) gaps, in the order of time.
     pub gaps: Vec<Gap>,
-    /// The width of each interval: as configured, or a power of two times that in a run longer than
-    /// [`MAX_INTERVALS`](crate::MAX_INTERVALS).
+    /// Width of each interval: the configured width, or a power of two times it in a run of more than
+    /// [`MAX_INTERVALS`](crate::MAX_INTERVALS) intervals.
     pub interval_ms: u64,
-    /// Throughput over time, without holes; the last interval may have been cut short by the stop.
+    /// Throughput over time, without holes. The stop may have shortened the last interval.
     pub intervals: Vec<Interval>,
-    /// What the first failure was, in words.
+    /// Description of the first failure.
     pub first_failure: Option<String>,
 }
 
-/// Failed requests by cause.
+/// Numbers of failed requests by cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failures {
-    /// No whole answer within the timeout.
+    /// No complete answer within the timeout.
     pub timeouts: u64,
-    /// The connection was reset or closed before the answer was whole.
+    /// The connection was reset or closed before the answer was complete.
     pub resets: u64,
     /// The target refused the connection.
     pub refused: u64,
-    /// No connection for any other reason: no route, host down, out of local ports or descriptors.
+    /// Connecting failed for another reason: no route, host down, out of local ports or descriptors.
     pub unreachable: u64,
-    /// An answer came, but a wrong one: not HTTP, an HTTP status of 400 or more, a wrong echo.
+    /// The answer was wrong: not HTTP, an HTTP status of 400 or more, a wrong echo.
     pub wrong_content: u64,
 }
 
 impl Failures {
-    /// All failed requests.
+    /// Returns the number of all failed requests.
     pub fn total(&self) -> u64 {
         self.timeouts + self.resets + self.refused + self.unreachable + self.wrong_content
     }
 }
 
-/// Percentiles of the time from sending a request to its whole answer, to three significant digits; the largest is
-/// exact. They hide outages (see the crate's documentation): those are in the gaps.
+/// Percentiles of the time from sending a request to its complete answer, to three significant digits. The maximum is
+/// exact. Percentiles hide outages (see the crate's documentation); the gaps show them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "the names are enough")]
 pub struct Latency {
@@ -89,21 +90,21 @@ pub struct Latency {
 /// A silence longer than the threshold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gap {
-    /// The last good answer before it (or the start), host clock, in nanoseconds of Unix time.
+    /// Time of the last good answer before the gap, or of the start, by the host's clock, in nanoseconds of Unix time.
     pub start_unix_ns: u64,
-    /// From there to the next good answer (or the stop).
+    /// Time from that answer to the next good answer, or to the stop.
     pub length_us: u64,
 }
 
-/// What happened in one interval.
+/// Counts of one interval.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Interval {
-    /// The interval's start, from the start of the probe.
+    /// Start of the interval, as an offset from the start of the probe.
     pub start_ms: u64,
-    /// Good answers in it.
+    /// Number of good answers.
     pub answered: u64,
-    /// Requests that failed in it.
+    /// Number of failed requests.
     pub failed: u64,
-    /// Bytes received in it.
+    /// Bytes received.
     pub bytes: u64,
 }

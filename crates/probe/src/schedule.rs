@@ -1,10 +1,11 @@
-//! When to ask: a fixed grid of ticks, and the backoff after a failure. Pure; times are offsets from the start.
+//! Times of requests: a fixed grid of ticks, and the backoff after a failure. The code is pure: times are offsets from
+//! the start.
 
 use std::time::Duration;
 
 use crate::nanos;
 
-/// One connection's ticks: `phase`, `phase + every`, `phase + 2 × every` …
+/// The ticks of one connection: `phase`, `phase + every`, `phase + 2 × every` …
 #[derive(Debug)]
 pub(crate) struct Schedule {
     every: u64,
@@ -12,19 +13,19 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
-    /// The grid of connection `index` of `count`: the connections share an `every` evenly.
+    /// Returns the grid of connection `index` of `count`. The phases divide `every` evenly.
     pub(crate) fn new(every: Duration, index: usize, count: usize) -> Self {
         let every = nanos(every).max(1);
         let phase = u128::from(every) * index as u128 / (count as u128).max(1);
         Self { every, next: u64::try_from(phase).unwrap_or(0) }
     }
 
-    /// The tick to wait for.
+    /// Returns the tick to wait for.
     pub(crate) fn due(&self) -> Duration {
         Duration::from_nanos(self.next)
     }
 
-    /// Advances to the first tick after `now`, at least one tick further. Returns how many ticks were left out.
+    /// Advances to the first tick after `now`, by at least one tick. Returns the number of ticks that were left out.
     pub(crate) fn advance(&mut self, now: Duration) -> u64 {
         let missed = nanos(now).saturating_sub(self.next) / self.every;
         self.next = self.next.saturating_add(missed.saturating_add(1).saturating_mul(self.every));
@@ -41,12 +42,12 @@ pub(crate) struct Backoff {
 impl Backoff {
     const LONGEST: Duration = Duration::from_millis(50);
 
-    /// An answer came: the next failure is a first one again.
+    /// Makes the next failure a first one again, after an answer.
     pub(crate) fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// How long to wait after one more failure.
+    /// Returns how long to wait after one more failure.
     pub(crate) fn next(&mut self) -> Duration {
         let delay = match self.failures {
             0 => Duration::ZERO,

@@ -1,4 +1,4 @@
-//! What is probed, as a URL: `http://HOST[:PORT]/PATH`, `tcp://HOST:PORT` or `echo://HOST:PORT`.
+//! The target of a probe, given as a URL: `http://HOST[:PORT]/PATH`, `tcp://HOST:PORT` or `echo://HOST:PORT`.
 
 use std::fmt;
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -6,21 +6,21 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// How a service is asked.
+/// Protocol of the requests to a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scheme {
-    /// HTTP/1.1 `GET` on a connection kept alive; the body is read whole. A status of 400 or more is a wrong answer.
+    /// HTTP/1.1 `GET` on a persistent connection. The whole body is read. A status of 400 or more is a wrong answer.
     Http,
-    /// A new TCP connection each time, which the target's kernel answers for the service. It is closed with a reset, or
-    /// a probe every millisecond would soon have all local ports in `TIME_WAIT`.
+    /// A new TCP connection for each request, which the target's kernel accepts for the service. The connection is
+    /// closed with a reset: otherwise a probe every millisecond would soon have all local ports in `TIME_WAIT`.
     Tcp,
-    /// Numbered lines in one open TCP connection; each must come back exactly, as from `socat TCP-LISTEN:7,fork
+    /// Numbered lines on one TCP connection. The service must return each line unchanged, e.g. `socat TCP-LISTEN:7,fork
     /// EXEC:cat`.
     Echo,
 }
 
 impl Scheme {
-    /// The scheme as it stands in a URL.
+    /// Returns the scheme as it is written in a URL.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Http => "http",
@@ -30,7 +30,7 @@ impl Scheme {
     }
 }
 
-/// A service to probe; parsed from a URL, and printed as one in canonical form.
+/// A service to probe. It is parsed from a URL, and formatted as a canonical URL.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Target {
@@ -44,21 +44,21 @@ pub struct Target {
 enum Host {
     Name(String),
     V4(Ipv4Addr),
-    /// The zone is the interface of a link-local address.
+    /// The zone names the interface of a link-local address.
     V6(Ipv6Addr, Option<String>),
 }
 
-/// A URL that names no [`Target`].
+/// Error of parsing a [`Target`] from a URL.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{url}`: {fault}; use http://HOST[:PORT]/PATH, tcp://HOST:PORT or echo://HOST:PORT (IPv6 in brackets)")]
 pub struct UrlError {
     /// The URL as it was given.
     pub url: String,
-    /// What is wrong with it.
+    /// Fault of the URL.
     pub fault: UrlFault,
 }
 
-/// What can be wrong with a URL.
+/// Faults of a URL.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages are enough")]
@@ -86,12 +86,12 @@ pub enum UrlFault {
 }
 
 impl Target {
-    /// How the service is asked.
+    /// Returns the protocol of the requests.
     pub fn scheme(&self) -> Scheme {
         self.scheme
     }
 
-    /// The host as the resolver takes it: a name, or an address without brackets.
+    /// Returns the host as the resolver expects it: a name, or an address without brackets.
     pub fn host(&self) -> String {
         match &self.host {
             Host::Name(name) => name.clone(),
@@ -101,17 +101,17 @@ impl Target {
         }
     }
 
-    /// The TCP port.
+    /// Returns the TCP port.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The path and query of an HTTP request; empty for the other schemes.
+    /// Returns the path and query of an HTTP request; empty for other schemes.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// The value of an HTTP `Host` header: no zone, and no port where it is the default one.
+    /// Returns the value of an HTTP `Host` header. It has no zone, and no port if that is the default port.
     pub(crate) fn authority(&self) -> String {
         let host = match &self.host {
             Host::V6(address, _) => format!("[{address}]"),
@@ -151,7 +151,7 @@ impl Target {
 }
 
 impl Host {
-    /// Parses a host; an IPv6 address still has its brackets.
+    /// Parses a host, in which an IPv6 address has brackets.
     fn parse(text: &str) -> Result<Self, UrlFault> {
         let bad = || UrlFault::BadHost(text.to_owned());
         if text.is_empty() || text == "[]" {
@@ -170,7 +170,8 @@ impl Host {
         if let Ok(address) = text.parse() {
             return Ok(Self::V4(address));
         }
-        // The resolver takes `10.1` and `10.0.0.256` in ways of its own: a name has a letter in its last label.
+        // The resolver interprets `10.1` and `10.0.0.256` in its own way. Therefore a name must have a letter in its
+        // last label.
         let name = text.strip_suffix('.').unwrap_or(text);
         let labels_good = name.len() <= 253 && name.split('.').all(|label| label.len() <= 63 && is_label(label));
         let named = name.rsplit('.').next().is_some_and(|last| last.contains(|c: char| c.is_ascii_alphabetic()));
@@ -186,7 +187,7 @@ fn default_port(scheme: Scheme) -> Option<u16> {
     (scheme == Scheme::Http).then_some(80)
 }
 
-/// Splits `HOST[:PORT]`, where an IPv6 host keeps its brackets.
+/// Splits `HOST[:PORT]`. An IPv6 host keeps its brackets.
 fn split_port(authority: &str) -> Result<(&str, Option<&str>), UrlFault> {
     let bad = || UrlFault::BadHost(authority.to_owned());
     if authority.starts_with('[') {
@@ -198,7 +199,7 @@ fn split_port(authority: &str) -> Result<(&str, Option<&str>), UrlFault> {
         };
     }
     match authority.split_once(':') {
-        // Two colons: an IPv6 address without its brackets.
+        // Two colons mean an IPv6 address without brackets.
         Some((_, port)) if port.contains(':') => Err(bad()),
         Some((host, port)) => Ok((host, Some(port))),
         None => Ok((authority, None)),

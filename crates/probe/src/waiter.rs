@@ -1,4 +1,4 @@
-//! Waiting for a socket, a point in time or the stop of the probe, whichever comes first.
+//! Waits for a socket, a time or the stop of the probe, whichever is first.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::BorrowedFd;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-/// Why a wait ended.
+/// Outcome of a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Woken {
     /// The socket is ready, or in error.
@@ -19,7 +19,8 @@ pub(crate) enum Woken {
     Stopped,
 }
 
-/// What the threads of a probe wait with. Stopping is the end of a pipe, so that it wakes a thread out of any wait.
+/// The means by which all threads of a probe wait. The stop of the probe closes a pipe, because that interrupts any
+/// wait.
 #[derive(Debug)]
 pub(crate) struct Waiter {
     stop: Option<PipeReader>,
@@ -28,23 +29,23 @@ pub(crate) struct Waiter {
 }
 
 impl Waiter {
-    /// A waiter that stops at `end`, if there is one, or once the pipe's other end is dropped.
+    /// Returns a waiter that stops at `end`, or when the returned end of the pipe is dropped.
     pub(crate) fn new(end: Option<Instant>) -> io::Result<(Self, PipeWriter)> {
         let (reader, writer) = io::pipe()?;
         Ok((Self { stop: Some(reader), stopped: AtomicBool::new(false), end }, writer))
     }
 
-    /// A waiter that nothing stops.
+    /// Returns a waiter that is never stopped.
     pub(crate) fn unstoppable() -> Self {
         Self { stop: None, stopped: AtomicBool::new(false), end: None }
     }
 
-    /// Makes [`Waiter::is_stopped`] true; waits are ended by dropping the pipe's other end.
+    /// Makes [`Waiter::is_stopped`] return true. It does not end waits: the end of the pipe must be dropped for that.
     pub(crate) fn mark_stopped(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the probe is being stopped, or its duration is over; for loops that never wait.
+    /// Returns whether the probe is being stopped or its duration is over. For loops that never wait.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed) || self.end.is_some_and(|end| Instant::now() >= end)
     }
@@ -54,7 +55,7 @@ impl Waiter {
         self.wait(None, deadline)
     }
 
-    /// Waits until the socket can be read or written, as in `events`.
+    /// Waits until the socket is ready for `events`.
     pub(crate) fn wait_for(&self, socket: BorrowedFd<'_>, events: PollFlags, deadline: Instant) -> Woken {
         self.wait(Some((socket, events)), Some(deadline))
     }
@@ -72,7 +73,7 @@ impl Waiter {
             let mut fds = Vec::with_capacity(2);
             fds.extend(self.stop.as_ref().map(|stop| PollFd::new(stop, PollFlags::IN)));
             fds.extend(socket.map(|(fd, events)| PollFd::from_borrowed_fd(fd, events)));
-            // One too long for the kernel is as good as none.
+            // A timeout that is too long for the kernel is treated as none.
             let left = left.and_then(|left| Timespec::try_from(left).ok());
             match poll(&mut fds, left.as_ref()) {
                 Ok(0) if left.is_none() => {}
@@ -81,7 +82,8 @@ impl Waiter {
                 Ok(_) if self.stop.is_some() && !fds[0].revents().is_empty() => return Woken::Stopped,
                 Ok(_) => return Woken::Ready,
                 Err(Errno::INTR | Errno::AGAIN | Errno::NOMEM) => {}
-                // Only a programming error is left (EFAULT, EINVAL): the socket's next call reports it.
+                // The remaining errors (EFAULT, EINVAL) are programming errors: the next call on the socket reports
+                // them.
                 Err(_) => return Woken::Ready,
             }
         }

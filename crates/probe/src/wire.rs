@@ -1,5 +1,5 @@
-//! One TCP connection, and how to get one. Sockets do not block: every wait is bounded by the request's deadline and by
-//! the stop of the probe.
+//! A TCP connection, and how it is opened. Sockets do not block: the request's deadline and the stop of the probe limit
+//! every wait.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -16,17 +16,17 @@ use crate::later;
 use crate::target::Target;
 use crate::waiter::{Waiter, Woken};
 
-/// Gets notified of what happens to connections.
+/// Receives notifications about connections.
 pub(crate) trait Observer {
     /// A connection was established.
     fn opened(&self) {}
-    /// An established connection ended, and not by us.
+    /// An established connection ended, and the probe has not closed it.
     fn lost(&self) {}
-    /// Bytes came in.
+    /// Bytes were received.
     fn received(&self, _bytes: u64) {}
 }
 
-/// What every wait of one request needs.
+/// The parameters of all waits of one request.
 pub(crate) struct Io<'a> {
     pub(crate) waiter: &'a Waiter,
     pub(crate) observer: &'a dyn Observer,
@@ -35,12 +35,12 @@ pub(crate) struct Io<'a> {
 }
 
 impl<'a> Io<'a> {
-    /// A request that begins now.
+    /// Returns the parameters for a request that starts now.
     pub(crate) fn begin(waiter: &'a Waiter, observer: &'a dyn Observer, timeout: Duration) -> Self {
         Self { waiter, observer, timeout, deadline: later(Instant::now(), timeout) }
     }
 
-    /// Fails once the request has had its time, or the probe is stopped.
+    /// Fails if the request has timed out or the probe is stopped.
     fn check_time(&self) -> Result<(), Broken> {
         if self.waiter.is_stopped() {
             Err(Broken::Stopped)
@@ -56,28 +56,28 @@ impl<'a> Io<'a> {
     }
 }
 
-/// A host that has no address.
+/// The error that a host has no address.
 #[derive(Debug, thiserror::Error)]
 #[error("{host}: no address found; check the name, or give the address itself")]
 pub struct ResolveError {
-    /// The host, as in the URL.
+    /// Host as given in the URL.
     pub host: String,
-    /// The resolver's message; nothing if it found the host, but no address.
+    /// Error of the resolver; `None` if it found the host but no address.
     pub source: Option<io::Error>,
 }
 
-/// Opens connections to a target whose name was resolved once, at the start.
+/// Opens connections to a target whose name was resolved once at the start.
 #[derive(Debug, Clone)]
 pub(crate) struct Dialer {
     addresses: Vec<SocketAddr>,
     attempt: Duration,
-    /// The address to try first: the one that worked last.
+    /// Index of the address to try first: the one that worked last.
     next: usize,
 }
 
-/// How one attempt to connect went wrong.
+/// Outcome of an attempt to connect that did not succeed.
 enum Attempt {
-    /// No answer yet: worth another one.
+    /// No answer yet: a new attempt may succeed.
     Silent,
     Broken(Broken),
 }
@@ -98,8 +98,8 @@ impl Dialer {
         }
     }
 
-    /// Opens a connection. An attempt that is not answered is replaced by a new one, to the next address; the host is
-    /// abandoned when all its addresses have failed in a row.
+    /// Opens a connection. An unanswered attempt is replaced by a new one to the next address. When all addresses have
+    /// failed in a row, returns the failure.
     pub(crate) fn dial(&mut self, io: &Io<'_>) -> Result<Wire, Broken> {
         let mut failed = 0;
         loop {
@@ -137,8 +137,8 @@ impl Dialer {
             Ok(None) => {}
             Ok(Some(error)) | Err(error) => return Err(Attempt::Broken(connect_failure(error).into())),
         }
-        // A port of this host on which no process listens can, by chance, be picked as the local port too: TCP then
-        // connects the socket to itself, and it echoes perfectly.
+        // If no process listens on a port of the local host, the kernel may by chance choose the same port as the local
+        // port. TCP then connects the socket to itself, and the socket echoes correctly.
         if stream.local_addr().is_ok_and(|local| local == address) {
             return Err(Attempt::Broken(Failure::Refused.into()));
         }
@@ -164,14 +164,14 @@ fn connect_failure(error: io::Error) -> Failure {
     }
 }
 
-/// What an open connection between two requests is good for.
+/// State of an open connection between two requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Idle {
     /// Ready for the next request.
     Quiet,
-    /// The other side ended it.
+    /// The peer has ended the connection.
     Ended,
-    /// Bytes were received that are no part of an answer.
+    /// Bytes were received that do not belong to an answer.
     Unasked,
 }
 
@@ -182,7 +182,7 @@ pub(crate) struct Wire {
 }
 
 impl Wire {
-    /// Checks the connection between two requests.
+    /// Checks the state of the connection between two requests.
     pub(crate) fn idle(&self) -> Idle {
         loop {
             return match self.stream.peek(&mut [0]) {
@@ -207,7 +207,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Receives some bytes; none at the end of the stream.
+    /// Receives some bytes. Returns 0 at the end of the stream.
     pub(crate) fn receive(&mut self, buffer: &mut [u8], io: &Io<'_>) -> Result<usize, Broken> {
         loop {
             io.check_time()?;
@@ -233,7 +233,7 @@ impl Wire {
         }
     }
 
-    /// Closes the connection with a reset, which leaves no `TIME_WAIT` behind.
+    /// Closes the connection with a reset, so that its port does not stay in `TIME_WAIT`.
     pub(crate) fn abort(self) {
         if let Err(errno) = set_socket_linger(&self.stream, Some(Duration::ZERO)) {
             tracing::debug!(%errno, "cannot close with a reset");
@@ -241,7 +241,7 @@ impl Wire {
     }
 }
 
-/// The failure of a connection that the other side closed before the answer was whole.
+/// Returns the failure of a connection that the peer closed before the answer was complete.
 pub(crate) fn closed_early() -> Broken {
     Failure::Lost(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side closed it")).into()
 }

@@ -1,4 +1,4 @@
-//! The threads of a probe: one behind each connection, and one that hands out live events.
+//! The threads of a probe: one for each connection, and one that passes live events to the sink.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,17 +15,17 @@ use crate::schedule::{Backoff, Schedule};
 use crate::waiter::{Waiter, Woken};
 use crate::wire::Io;
 
-/// What the threads of one probe share.
+/// State that the threads of one probe share.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) recorder: Recorder,
     pub(crate) waiter: Waiter,
     pub(crate) timeout: Duration,
-    /// The connections' threads that have not ended; the last one ends the record.
+    /// Number of connections' threads that have not ended. The last thread ends the record.
     pub(crate) running: AtomicUsize,
 }
 
-/// Counts a connection's thread off, however it ends.
+/// Decrements the number of running threads on drop, also during a panic.
 struct Running<'a>(&'a Run);
 
 impl Drop for Running<'_> {
@@ -36,7 +36,7 @@ impl Drop for Running<'_> {
     }
 }
 
-/// Probes over one connection until the run is stopped.
+/// Sends requests over one connection until the run is stopped.
 pub(crate) fn probe(run: &Run, mut client: Client, mut schedule: Schedule) {
     let _running = Running(run);
     let recorder = &run.recorder;
@@ -67,7 +67,7 @@ pub(crate) fn probe(run: &Run, mut client: Client, mut schedule: Schedule) {
     client.close(recorder);
 }
 
-/// Hands out the intervals as they end and the gaps as they come, until the record has ended.
+/// Passes each interval to `sink` when it ends, and each gap when it is received, until the record has ended.
 pub(crate) fn report_live(run: &Arc<Run>, interval: Duration, gaps: &Receiver<Gap>, sink: &mut dyn FnMut(Event)) {
     let mut next = interval;
     loop {

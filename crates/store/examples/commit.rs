@@ -1,11 +1,12 @@
-//! Measures a store on this machine, compared with `dd` of the same bytes on the same disk:
+//! Measures a store on this machine. Compares it with `dd` of the same bytes on the same disk:
 //!
 //! ```text
 //! cargo run --release -p rekindle-store --example commit -- DIRECTORY [ROUNDS]
 //! ```
 //!
-//! Prints one JSON object: how long a commit takes against `dd conv=fdatasync`, bytes written against compressed
-//! bytes of the dirty pages, opening an image of 8 GiB against one of 512 MiB, reading, and the memory of the writer.
+//! Prints one JSON object: the time of a commit compared with `dd conv=fdatasync`, bytes written compared with
+//! compressed bytes of the dirty pages, the time to open an image of 8 GiB compared with one of 512 MiB, the time to
+//! read, and the memory of the writer.
 
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
 use rekindle_store::types::{Block, Vm};
@@ -17,8 +18,8 @@ use std::time::{Duration, Instant};
 use std::{env, fs, io};
 use uuid::Uuid;
 
-/// A page as guests have them: of eight, four are of a program (this one), two hold pointers and counters, one is half
-/// noise, and one is sparse. No two are the same.
+/// Fills a page as it is typical of guests. Of eight pages, four are parts of a program (this one), two hold pointers
+/// and counters, one is partly noise, and one is sparse. No two pages are equal.
 fn fill(page: &mut Page, program: &[u8], state: &mut u64) {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     let random = *state >> 24;
@@ -66,7 +67,7 @@ fn block(bytes: u64) -> Block {
     Block { id: "ram".into(), used: bytes, max: bytes, page_size: 4096 }
 }
 
-/// Seconds that dd takes to make `bytes` of `from` durable in a new file.
+/// Returns the seconds that `dd` takes to make `bytes` of `from` durable in a new file.
 fn dd(directory: &Path, from: &Path, bytes: u64) -> io::Result<f64> {
     let to = directory.join("dd.out");
     let _ = fs::remove_file(&to);
@@ -107,13 +108,13 @@ fn commits(directory: &Path, rounds: u32) -> Result<Value> {
     let full = first.commit(&Value::Null, &Value::Null, &[7; 40 << 10])?;
     let (full_pages, full_compressed) = (full.pages.stored, full.pages.compressed.max(1));
     let full = json!({"bytes": full.bytes, "stored": full.pages.stored, "commit_s": began.elapsed().as_secs_f64()});
-    // As many pages as make some 46 MB.
+    // As many pages as compress to about 46 MB.
     let count = (46 << 20) * full_pages / full_compressed;
     let source = directory.join("dd.in");
     let (mut ours, mut theirs, mut whole, mut ratio) = (vec![], vec![], vec![], vec![]);
     let mut bytes = 0;
     for _ in 0..rounds {
-        // What the guest holds at the moment of the checkpoint, made beforehand.
+        // The pages that the guest has at the moment of the checkpoint are made before the measurement.
         let mut pages = Vec::with_capacity(count as usize);
         for n in 0..count {
             fill(&mut page, &program, &mut state);
@@ -129,7 +130,7 @@ fn commits(directory: &Path, rounds: u32) -> Result<Value> {
         ratio.push(done.bytes as f64 / done.pages.compressed as f64);
         bytes = done.bytes;
         if fs::metadata(&source).map_or(0, |metadata| metadata.len()) < bytes {
-            // Content that no file system can make smaller.
+            // Content that no file system can compress.
             let noise: Vec<u8> = pages.iter().flat_map(|(_, page)| *page).take(2 * bytes as usize).collect();
             fs::write(&source, noise).map_err(io_failed)?;
         }
@@ -145,7 +146,7 @@ fn commits(directory: &Path, rounds: u32) -> Result<Value> {
     }))
 }
 
-/// Make an image of `ram` bytes with a third of the pages filled, and some checkpoints on top.
+/// Creates an image of `ram` bytes with a third of the pages filled, and some checkpoints on top.
 fn image(directory: &Path, ram: u64) -> Result<(StoreUrl, Value)> {
     let url = StoreUrl::Directory(directory.join(format!("open-{}", ram >> 20)));
     let mut writer = Writer::open(&url, &Options { keep: 10, create: true, ..Options::new(vm("bench"), "bench") })?;
@@ -153,13 +154,13 @@ fn image(directory: &Path, ram: u64) -> Result<(StoreUrl, Value)> {
     let pages = ram / PAGE_SIZE as u64;
     for round in 0..8 {
         if round == 2 {
-            // From here on all memory is the writer's own.
+            // The peak memory after this point is that of the writer.
             let _ = fs::write("/proc/self/clear_refs", "5");
         }
         let mut checkpoint = writer.begin(&[block(ram)])?;
         let step = if round == 0 { 1 } else { 37 };
         for number in (0..pages).step_by(step) {
-            // Short, so that 8 GiB do not take 3 GiB of disk.
+            // Compressible pages, so that 8 GiB do not take 3 GiB of disk.
             let mut page = [0; PAGE_SIZE];
             state += 1;
             page.as_chunks_mut::<8>()
@@ -174,7 +175,7 @@ fn image(directory: &Path, ram: u64) -> Result<(StoreUrl, Value)> {
             writer.settle()?;
         }
     }
-    // What the writer has in memory now.
+    // The peak memory of the writer.
     let memory = peak_memory();
     Ok((url, json!({"ram": ram, "peak_memory": memory, "most_allowed": (64 << 20) + 16 * pages})))
 }

@@ -1,4 +1,4 @@
-//! Administration of a store, in a directory or on a server.
+//! Administration of a store in a directory or on a server.
 
 use crate::disk::{Disk, LocalDisk};
 use crate::error::Result;
@@ -13,20 +13,19 @@ use crate::writer::{Options, Writer};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Called with the number of bytes done and in total.
+/// Callback for progress: bytes done, bytes in total.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 pub(crate) fn home(path: &Path) -> Result<Home> {
     Home::open(Arc::new(LocalDisk::new(path)), None)
 }
 
-/// Creates a store without a VM. It belongs to the first VM that is protected with it, or booted with it by a cluster
-/// manager.
+/// Creates a store without a VM. The first VM that is protected with the store, or that a cluster manager boots with
+/// it, becomes the store's VM.
 ///
 /// # Errors
-/// [`crate::StoreError::Exists`], and then nothing was changed; [`crate::StoreError::NotEmpty`]; for a store on a
-/// server also
-/// [`crate::StoreError::Connection`].
+/// [`crate::StoreError::Exists`] (the existing store is unchanged); [`crate::StoreError::NotEmpty`]; for a store on a
+/// server also [`crate::StoreError::Connection`].
 pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
     match url {
         StoreUrl::Directory(path) => {
@@ -40,7 +39,7 @@ pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
 /// Lists the contents of a store.
 ///
 /// # Errors
-/// [`crate::StoreError::NotAStore`], damage; for a store on a server also [`crate::StoreError::Connection`].
+/// [`crate::StoreError::NotAStore`]; damage to the log; for a store on a server also [`crate::StoreError::Connection`].
 pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
     match url {
         StoreUrl::Directory(path) => list(&home(path)?),
@@ -48,10 +47,10 @@ pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
     }
 }
 
-/// Checks every byte of a store that is in use. A store on a server is checked there.
+/// Verifies every byte of a store that is in use. A server verifies its own stores.
 ///
 /// # Errors
-/// As [`listing`]; damage is listed in the result.
+/// Errors of [`listing`]. Damage that is found is no error: the result lists it.
 pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<'_>) -> Result<Verified> {
     match url {
         StoreUrl::Directory(path) => verify(&home(path)?, progress),
@@ -59,11 +58,11 @@ pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<
     }
 }
 
-/// Frees all space that can be freed; returns the number of bytes. Becomes the owner of the store: a protector that
+/// Frees all space that can be freed. Returns the number of bytes. Becomes the owner of the store: a protector that
 /// still writes to it cannot commit any more.
 ///
 /// # Errors
-/// As [`Writer::open`].
+/// Errors of [`Writer::open`] and [`Writer::compact`].
 pub fn compact(url: &StoreUrl, identity: Option<&Identity>) -> Result<u64> {
     let found = listing(url, identity)?;
     let keep = u32::try_from(found.checkpoints.len()).unwrap_or(u32::MAX).max(1);
@@ -75,12 +74,12 @@ pub fn compact(url: &StoreUrl, identity: Option<&Identity>) -> Result<u64> {
     Ok(freed)
 }
 
-/// Result of fencing a store: no earlier owner can commit to it any more.
+/// Result of [`fence`]: no previous owner can commit to the store any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fenced {
-    /// The new owner epoch.
+    /// New owner epoch.
     pub epoch: u64,
-    /// The newest checkpoint, which cannot change any more; 0 if there is none.
+    /// Number of the newest checkpoint, which cannot change any more; 0 if there is none.
     pub newest: u64,
 }
 
@@ -88,7 +87,7 @@ pub struct Fenced {
 /// does this before it reads. An unused store is assigned to the first guest that is booted ([`Guest::Booted`]).
 ///
 /// # Errors
-/// As [`Writer::open`].
+/// Errors of [`Writer::open`].
 pub fn fence(
     url: &StoreUrl,
     vm: &Vm,
@@ -99,10 +98,10 @@ pub fn fence(
     fence_over(&SpareConnections::default(), url, vm, owner, only_if, identity)
 }
 
-/// As [`fence`], over an existing connection to the server, if `spare` has one.
+/// Fences a store like [`fence`], over an open connection from `spare` if there is one.
 ///
 /// # Errors
-/// As [`fence`].
+/// Errors of [`fence`].
 pub fn fence_over(
     spare: &SpareConnections,
     url: &StoreUrl,

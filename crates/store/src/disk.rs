@@ -1,4 +1,5 @@
-//! File operations of the store, in one small layer, so that a test can record, lose, tear or fail every single step.
+//! File operations of the store, behind two traits, so that a test can record, lose, tear or fail every single
+//! operation.
 //!
 //! Names are relative to the store's directory (`log/000000000042`).
 
@@ -11,74 +12,74 @@ use std::sync::Arc;
 
 /// An open file.
 pub trait DiskFile: Debug + Send + Sync {
-    /// Reads from `offset` until `buffer` is full or the file ends; returns the number of bytes.
+    /// Reads from `offset` until `buffer` is full or the file ends. Returns the number of bytes read.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of `pread(2)`.
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
     /// Writes all of `bytes` at `offset`.
     ///
     /// # Errors
-    /// The system's; then any part of it may have been written.
+    /// Errors of `pwrite(2)`. Any part of `bytes` may have been written then.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Starts to write these bytes to the disk. A hint.
+    /// Starts to write these bytes to the disk. This is only a hint.
     fn start_writeback(&self, offset: u64, len: u64);
     /// Waits until content and length are durable.
     ///
     /// # Errors
-    /// The system's; then it is not known what is durable.
+    /// Errors of `fdatasync(2)`. Which content is durable is unknown then.
     fn sync(&self) -> io::Result<()>;
     /// Shortens the file to `len` bytes.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of `ftruncate(2)`.
     fn truncate(&self, len: u64) -> io::Result<()>;
     /// Returns the length in bytes.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of `fstat(2)`.
     fn length(&self) -> io::Result<u64>;
 }
 
-/// A directory with files.
+/// A directory of files.
 pub trait Disk: Debug + Send + Sync {
-    /// Name for messages.
+    /// Returns the directory's name for messages.
     fn name(&self) -> &str;
-    /// Creates the directory `name`, or the store's own if `name` is empty. It is no error if the directory exists.
+    /// Creates the directory `name`, or the store's directory if `name` is empty. An existing directory is no error.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of `mkdir(2)` other than `EEXIST`.
     fn create_directory(&self, name: &str) -> io::Result<()>;
     /// Returns names and lengths of the files in directory `name`.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of reading the directory.
     fn list(&self, name: &str) -> io::Result<Vec<(String, u64)>>;
     /// Creates a new file for reading and writing.
     ///
     /// # Errors
-    /// `AlreadyExists`, and the system's.
+    /// `AlreadyExists`; other errors of `open(2)`.
     fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>>;
     /// Opens a file for reading.
     ///
     /// # Errors
-    /// `NotFound`, and the system's.
+    /// `NotFound`; other errors of `open(2)`.
     fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>>;
-    /// Gives the file `from` the additional name `to`, if that is free.
+    /// Gives the file `from` the additional name `to` if no file has that name yet.
     ///
     /// # Errors
-    /// `AlreadyExists`, and the system's.
+    /// `AlreadyExists`; other errors of `link(2)`.
     fn link(&self, from: &str, to: &str) -> io::Result<()>;
     /// Removes the name `name`.
     ///
     /// # Errors
-    /// `NotFound`, and the system's.
+    /// `NotFound`; other errors of `unlink(2)`.
     fn remove(&self, name: &str) -> io::Result<()>;
-    /// Waits until added and removed names in directory `name` are durable; for the empty name also the store's
-    /// directory itself.
+    /// Waits until added and removed names in the directory `name` are durable. If `name` is empty, waits also until
+    /// the name of the store's directory is durable in its parent.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of opening or syncing the directory.
     fn sync_directory(&self, name: &str) -> io::Result<()>;
 }
 
@@ -90,13 +91,13 @@ pub struct LocalDisk {
 }
 
 impl LocalDisk {
-    /// The directory `root`, which need not exist yet.
+    /// Returns the directory `root`, which need not exist yet.
     #[must_use]
     pub fn new(root: &Path) -> Self {
         Self { root: root.to_owned(), name: root.display().to_string() }
     }
 
-    /// As [`LocalDisk::new`], with another name for messages.
+    /// Returns the directory `root`, with `name` as its name in messages.
     #[must_use]
     pub fn named(root: &Path, name: &str) -> Self {
         Self { root: root.to_owned(), name: name.to_owned() }
@@ -132,7 +133,7 @@ impl DiskFile for LocalFile {
     }
 
     fn start_writeback(&self, offset: u64, len: u64) {
-        // If the file system does not support this, the sync does the work.
+        // A file system without support is no error: the sync writes the bytes.
         let _ = rekindle_kernel::file::start_writeback(&self.0, offset, len);
     }
 
@@ -155,7 +156,7 @@ impl Disk for LocalDisk {
     }
 
     fn create_directory(&self, name: &str) -> io::Result<()> {
-        // Private, because a store contains the guest's memory.
+        // Mode 0700, because a store contains the guest's memory.
         DirBuilder::new().recursive(true).mode(0o700).create(self.path(name))
     }
 
@@ -196,7 +197,7 @@ impl Disk for LocalDisk {
         if name.is_empty() {
             let parent = fs::canonicalize(&self.root)?.parent().map(Path::to_owned);
             if let Some(parent) = parent {
-                // A process can use a directory without permission to read its parent.
+                // A process may use a directory without permission to read its parent.
                 match File::open(&parent).and_then(|parent| parent.sync_all()) {
                     Err(e) if e.kind() != io::ErrorKind::PermissionDenied => return Err(e),
                     _ => {}

@@ -6,11 +6,11 @@ use std::fmt;
 use std::io;
 use uuid::Uuid;
 
-/// An error of a store. `store` is its directory or URL.
+/// An error of a store. The field `store` is the store's directory or URL.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// There is no superblock.
+    /// The directory has no superblock.
     #[error(
         "{store}: not a store of Rekindle; check the path, and that its file system is mounted; to create a store there: rekindle store \
          init {store}"
@@ -19,34 +19,33 @@ pub enum StoreError {
     /// The store was created, but no VM has used it yet.
     #[error("{store}: a new store, without a VM yet; fill it: rekindle protect NAME --store {store}")]
     Unused { store: String },
-    /// A store to be created exists.
+    /// The store to be created already exists.
     #[error("{store}: there is a store already{}; nothing was changed", OfVm(vm))]
     Exists {
         store: String,
-        /// Its VM, if it has one.
+        /// VM of the existing store, if it has one.
         vm: Option<Vm>,
     },
-    /// The path is a file, or below a file.
+    /// The path is a file, or a component of the path is a file.
     #[error("{store}: not a directory; a store is a directory, or tls://HOST:PORT/NAME")]
     NotADirectory { store: String },
-    /// The directory or the superblock may not be read.
+    /// Permission to read the directory or the superblock is missing.
     #[error(
         "{store}: permission denied; a store can be read only by the user that created it, since it holds guests' memory: run this as \
          that user (usually root)"
     )]
     Denied {
         store: String,
-        /// What the system reported.
         #[source]
         source: io::Error,
     },
-    /// The directory contains something else.
+    /// The directory for a new store contains other files.
     #[error(
         "{store}: no store can be created here, since it contains `{found}`; name an empty directory, or one that does not exist"
     )]
     NotEmpty {
         store: String,
-        /// One of its contents.
+        /// Name of one of these files.
         found: String,
     },
     /// The store was written by a newer Rekindle.
@@ -55,16 +54,14 @@ pub enum StoreError {
         store: String,
         file: String,
         found: u32,
-        /// The newest known one.
+        /// Newest version that this Rekindle knows.
         known: u32,
     },
     /// The store belongs to another VM.
     #[error("{store}: holds VM {} ({}), not {}; check the path and the VM", found.name, found.uuid, ExpectedVm(expected, name))]
     OtherVm {
         store: String,
-        /// VM of the store.
         found: Vm,
-        /// VM that was expected.
         expected: Uuid,
         /// Name of the expected VM, if it is known.
         name: Option<String>,
@@ -77,7 +74,7 @@ pub enum StoreError {
         store: String,
         file: String,
         structure: Structure,
-        /// Offset in the file.
+        /// Offset in the file, in bytes.
         at: u64,
         what: String,
     },
@@ -86,7 +83,7 @@ pub enum StoreError {
     Missing {
         store: String,
         file: String,
-        /// Why it is required.
+        /// Why the file is required.
         needed: String,
     },
     /// No checkpoint was ever committed.
@@ -94,22 +91,21 @@ pub enum StoreError {
         "{store}: no checkpoint has been committed yet; protect the VM first: rekindle protect {vm} --store {store}"
     )]
     Empty { store: String, vm: String },
-    /// The checkpoint is not kept.
+    /// The store does not keep the requested checkpoint.
     #[error("{store}: there is no checkpoint {asked}; available: {}", Numbers(have))]
     NoSuchCheckpoint {
         store: String,
-        /// The requested checkpoint.
         asked: u64,
-        /// All checkpoints that are kept.
+        /// Numbers of all checkpoints that the store keeps.
         have: Vec<u64>,
     },
-    /// Another owner has taken over.
+    /// Another owner has claimed the store.
     #[error("{store}: owner epoch {mine} is over: epoch {epoch} belongs to {owner}; this owner cannot commit any more")]
     Superseded {
         store: String,
-        /// Epoch of the owner that gets this error.
+        /// Epoch of the process that gets this error.
         mine: u64,
-        /// Current epoch.
+        /// Epoch of the newest owner.
         epoch: u64,
         owner: Owner,
     },
@@ -121,7 +117,6 @@ pub enum StoreError {
     NoSpace {
         store: String,
         file: String,
-        /// The operation.
         doing: &'static str,
         #[source]
         source: io::Error,
@@ -130,9 +125,8 @@ pub enum StoreError {
     #[error("{}: {doing} failed", FilePath(store, file))]
     Io {
         store: String,
-        /// Empty for the directory itself.
+        /// Empty if the error is about the store's directory.
         file: String,
-        /// The operation.
         doing: &'static str,
         #[source]
         source: io::Error,
@@ -140,44 +134,43 @@ pub enum StoreError {
     /// A page is damaged.
     #[error(transparent)]
     Page(#[from] Box<BadPage>),
-    /// The checkpoint does not have this page or block.
+    /// The checkpoint does not have this page or this block.
     #[error("{store}: checkpoint {checkpoint} has no page {page} in block {block}")]
     NoSuchPage {
         store: String,
         checkpoint: u64,
-        /// Name of the block, or its number in the table.
+        /// Name of the block, or its position in the block table.
         block: String,
         page: u64,
     },
-    /// The block table is impossible for a VM.
+    /// The block table is not valid for a VM.
     #[error("{store}: the RAM block table cannot be stored: {what}")]
     Blocks { store: String, what: String },
-    /// Something does not fit into a log entry.
+    /// A value is too large for a log entry.
     #[error("{store}: {what} has {len} bytes; at most {max} can be stored")]
     TooLarge { store: String, what: &'static str, len: u64, max: u64 },
-    /// An earlier error of the writer left the newest log entry unknown.
+    /// An earlier failure of the writer prevents the operation, e.g. it is unknown whether the newest log entry was
+    /// written.
     #[error("{store}: closed after an earlier failure ({why}); open it again to continue from what is committed")]
     Closed {
         store: String,
-        /// That failure.
+        /// Description of the earlier failure.
         why: String,
     },
     /// The connection to the server of the store failed.
     #[error("{store}: {doing} failed")]
     Connection {
         store: String,
-        /// What was under way.
         doing: &'static str,
         #[source]
         source: crate::remote::ConnectionError,
     },
-    /// The server reports an error.
+    /// The server has rejected or failed a request.
     #[error("{store}: the server reports: {text}")]
     Refused {
         store: String,
-        /// Kind of the error on the server, e.g. `no-space`.
+        /// Kind of the error on the server, e.g. `no-space` ([`StoreError::kind`]).
         kind: String,
-        /// Message of the server.
         text: String,
     },
 }
@@ -193,16 +186,15 @@ pub struct BadPage {
     /// Number of the page in its block.
     pub page: u64,
     pub file: String,
-    /// Offset in the file.
+    /// Offset in the file, in bytes.
     pub at: u64,
     pub what: String,
 }
 
-/// Result of the store.
 pub type Result<T> = std::result::Result<T, StoreError>;
 
 impl StoreError {
-    /// Stable name of the kind, for programs.
+    /// Returns the kind of the error for programs. The names are stable.
     #[must_use]
     pub fn kind(&self) -> &str {
         match self {
@@ -231,7 +223,7 @@ impl StoreError {
         }
     }
 
-    /// Returns whether the error may disappear without a change of the store.
+    /// Returns whether the error may disappear while the store stays unchanged, so that a retry may succeed.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         matches!(
@@ -244,15 +236,15 @@ impl StoreError {
         )
     }
 
-    /// Returns whether there is no store, or an unused one: no VM can have a checkpoint there.
+    /// Returns whether the store is missing or unused, so that no VM can have a checkpoint in it.
     #[must_use]
     pub fn is_no_store(&self) -> bool {
         matches!(self, Self::NotAStore { .. } | Self::Unused { .. })
     }
 
-    /// Returns the owner that runs the guest now, or has shut it down, if a guest that began with epoch `run` must be
-    /// stopped because of that. `None` for all other reasons: for example, an administrator or another protector of
-    /// the same guest may own the store.
+    /// Returns the new owner if the guest that began in epoch `run` must be stopped, because the new owner runs that
+    /// guest now or has shut it down. Returns `None` for every other error, and also if the new owner leaves the guest
+    /// alone, e.g. an administrator or another protector of the same guest.
     #[must_use]
     pub fn guest_is_over(&self, run: u64) -> Option<&Owner> {
         match self {
@@ -261,7 +253,7 @@ impl StoreError {
         }
     }
 
-    /// Converts the system's error for an operation on a file of a store.
+    /// Converts an error of the operating system for an operation on a file of a store.
     pub(crate) fn io(store: &str, file: &str, doing: &'static str, source: io::Error) -> Self {
         let (store, file) = (store.to_owned(), file.to_owned());
         match source.kind() {
@@ -270,7 +262,7 @@ impl StoreError {
         }
     }
 
-    /// Converts the flaw of a structure in a file.
+    /// Converts a flaw of a structure in a file.
     pub(crate) fn flaw(store: &str, file: &str, flaw: Flaw) -> Self {
         let (store, file) = (store.to_owned(), file.to_owned());
         match flaw {
@@ -279,13 +271,13 @@ impl StoreError {
         }
     }
 
-    /// Returns whether a file was not found.
+    /// Returns whether the error is that a file was not found.
     pub(crate) fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
     }
 }
 
-/// A file of a store, or its directory where `file` is empty.
+/// Formats the path of a file of a store, or of the store's directory if `file` is empty.
 struct FilePath<'a>(&'a str, &'a str);
 
 impl fmt::Display for FilePath<'_> {

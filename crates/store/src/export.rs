@@ -10,33 +10,32 @@ use rekindle_qemu::stream::{self, RamSection, StreamError};
 use serde_json::{Value, json};
 use std::io::{self, Read, Write};
 
-/// Why an export or import failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
-    /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The device state in the store is no stream.
+    /// The stored device state is not a valid stream.
     #[error("the device state of checkpoint {number} cannot be exported")]
     Devices {
         number: u64,
         #[source]
         source: StreamError,
     },
-    /// The output failed.
+    /// Writing the output failed.
     #[error("the stream cannot be written")]
     Write(#[source] io::Error),
-    /// The input is not a known stream.
+    /// The input is not a migration stream that [`import`] can read.
     #[error(transparent)]
     Incoming(#[from] IncomingError),
 }
 
-/// Writes a checkpoint as a migration stream: all pages of all RAM blocks, then the device state. `machine` is
-/// required for a QEMU that was not started with `-global migration.send-configuration=off`. `progress` gets the
-/// bytes of RAM that are done, and the total. Returns the number of bytes written.
+/// Writes a checkpoint as a migration stream: all pages of all RAM blocks, then the device state. `machine` is required
+/// if the destination QEMU was started without `-global migration.send-configuration=off`. `progress` gets the bytes of
+/// RAM done and in total. Returns the number of bytes written.
 ///
 /// # Errors
-/// [`ExportError::Store`], which names a damaged page: the incomplete stream is then rejected by QEMU.
+/// [`ExportError::Store`] if the store cannot be read; a damaged page is named. [`ExportError::Devices`];
+/// [`ExportError::Write`]. QEMU rejects the incomplete stream that is left.
 pub fn export(
     image: &Image,
     out: &mut dyn Write,
@@ -86,7 +85,8 @@ pub fn export(
 /// of pages that were read.
 ///
 /// # Errors
-/// [`ExportError::Incoming`] when the input is not such a stream; the store is then unchanged.
+/// [`ExportError::Incoming`] if the input is not a known stream; the store is unchanged then. [`ExportError::Store`] if
+/// the checkpoint cannot be committed.
 pub fn import(
     writer: &mut Writer,
     from: impl Read,

@@ -1,5 +1,5 @@
-//! All parsers, by name, for fuzzing: the targets in `fuzz/`, and the test below, which does the same on every build
-//! with a fixed budget.
+//! All parsers by name, for the fuzz targets in `fuzz/`. The test below runs each parser on mutated inputs with a fixed
+//! budget on every build.
 
 use crate::format::base::{Base, Header, decode_part};
 use crate::format::entry::{Entry, Section};
@@ -14,10 +14,9 @@ use rekindle_pages::PAGE_SIZE;
 use rekindle_qemu::incoming::Incoming;
 use uuid::Uuid;
 
-/// Runs a parser with any bytes.
+/// Runs one parser on any bytes. It must not panic.
 pub type Target = fn(&[u8]);
 
-/// All parsers.
 pub const TARGETS: &[(&str, Target)] = &[
     ("superblock", |bytes| drop(Superblock::decode(bytes))),
     ("segment-header", |bytes| {
@@ -75,7 +74,7 @@ mod tests {
     use rekindle_pages::{BlockId, PageNo};
     use rekindle_qemu::stream::{HEADER, RamSection};
 
-    /// Returns a valid input for a parser, which is then mutated.
+    /// Returns a valid input for a parser. The test mutates it.
     fn seed(name: &str) -> Vec<u8> {
         let block = Block { id: "ram".into(), used: 8192, max: 8192, page_size: 4096 };
         let stored = StoredBlock { number: 0, block, cuts: vec![Cut { number: 1, pages: 1 }] };

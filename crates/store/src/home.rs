@@ -10,7 +10,7 @@ use std::io;
 use std::sync::Arc;
 use uuid::Uuid;
 
-/// A store whose superblock was read.
+/// A store directory whose superblock was read.
 #[derive(Debug, Clone)]
 pub(crate) struct Home {
     pub disk: Arc<dyn Disk>,
@@ -20,7 +20,7 @@ pub(crate) struct Home {
 }
 
 impl Home {
-    /// Opens the store in `disk`; with `expected`, only if it belongs to that VM.
+    /// Opens the store in `disk`; with `expected`, only if the store belongs to that VM.
     ///
     /// # Errors
     /// [`StoreError::NotAStore`], [`StoreError::Unused`], [`StoreError::OtherVm`], [`StoreError::Damaged`],
@@ -54,7 +54,7 @@ impl Home {
     /// creation was interrupted.
     ///
     /// # Errors
-    /// [`StoreError::Exists`], and then nothing was changed; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`].
+    /// [`StoreError::Exists`] (the existing store is unchanged); [`StoreError::NotEmpty`]; [`StoreError::NoSpace`].
     pub fn init(disk: &Arc<dyn Disk>) -> Result<()> {
         let store = disk.name().to_owned();
         match Self::open(disk.clone(), None) {
@@ -64,7 +64,7 @@ impl Home {
             Err(e) => return Err(e),
         }
         create_directories(disk)?;
-        // Empty: only its name matters.
+        // The file is empty: only its name matters.
         let file = match disk.create(names::UNUSED) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(StoreError::Exists { store, vm: None }),
             other => other.map_err(|e| StoreError::io(&store, names::UNUSED, "creating the file", e))?,
@@ -73,12 +73,13 @@ impl Home {
         disk.sync_directory("").map_err(|e| StoreError::io(&store, "", "making the store durable", e))
     }
 
-    /// Opens the store in `disk` for `vm`, and assigns it to that VM if it was unused. Creates a missing store only
-    /// with `create`: the path may be mistyped, or its file system not mounted. Completes a store whose creation was
-    /// interrupted; two processes that create it concurrently get the same store.
+    /// Opens the store in `disk` for `vm`. An unused store is assigned to `vm`. A missing store is created only with
+    /// `create`, because the path may be mistyped or its file system not mounted. Completes a store whose creation was
+    /// interrupted. Two processes that create the store concurrently get the same store.
     ///
     /// # Errors
-    /// As [`Home::open`]; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`], and then only empty directories are left.
+    /// Errors of [`Home::open`]; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`], which leaves only empty
+    /// directories.
     pub fn open_for(disk: Arc<dyn Disk>, vm: &Vm, create: bool) -> Result<Self> {
         let name_it = |e| match e {
             StoreError::OtherVm { store, found, expected, .. } => {
@@ -97,7 +98,8 @@ impl Home {
         let new = format!("{}00000000-{}", names::NEW, Uuid::new_v4().simple());
         let written = write_new(&disk, &new, &block.encode()).and_then(|()| {
             match disk.link(&new, names::SUPERBLOCK) {
-                // Another process was first, and may have removed our file: its superblock is valid.
+                // Another process has linked its superblock first, and may have removed our file. Its superblock is
+                // valid.
                 Err(e) if matches!(e.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::NotFound) => Ok(()),
                 other => other.map_err(|e| StoreError::io(&store, names::SUPERBLOCK, "linking the superblock", e)),
             }
@@ -105,12 +107,12 @@ impl Home {
         let _ = disk.remove(&new);
         written?;
         disk.sync_directory("").map_err(|e| StoreError::io(&store, "", "making the superblock durable", e))?;
-        // Without effect if it stays, since there is a superblock.
+        // If the file cannot be removed, it has no effect: the superblock takes precedence.
         let _ = disk.remove(names::UNUSED);
         Self::open(disk, Some(vm.uuid)).map_err(name_it)
     }
 
-    /// Name of the store, for messages.
+    /// Returns the name of the store for messages.
     pub fn name(&self) -> &str {
         self.disk.name()
     }
@@ -119,12 +121,12 @@ impl Home {
         Digester::new(self.id)
     }
 
-    /// Converts the system's error for `doing` something with file `name`.
+    /// Converts the operating system's error for `doing` something with the file `name`.
     pub fn failed<'a>(&'a self, name: &'a str, doing: &'static str) -> impl FnOnce(io::Error) -> StoreError + 'a {
         move |e| StoreError::io(self.name(), name, doing, e)
     }
 
-    /// Reads `len` bytes at `at` from the file `name`, or fewer at its end.
+    /// Reads `len` bytes at offset `at` of the file `name`, or fewer at the end of the file.
     pub fn read_at(&self, file: &Arc<dyn DiskFile>, name: &str, at: u64, len: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; len];
         let found = file.read_at(&mut bytes, at).map_err(self.failed(name, "reading"))?;
@@ -133,7 +135,7 @@ impl Home {
     }
 }
 
-/// Creates the directories of a store and makes them durable. Fails if the directory contains anything else.
+/// Creates the directories of a store and makes them durable. Fails if the directory contains any other file.
 fn create_directories(disk: &Arc<dyn Disk>) -> Result<()> {
     let failed = |doing| move |e: io::Error| StoreError::io(disk.name(), "", doing, e);
     disk.create_directory("").map_err(|e| match e.kind() {

@@ -15,9 +15,9 @@ use crate::types::{Block, CheckpointInfo};
 use rekindle_pages::{BlockId, DirtySet, Page, PageId, PageNo};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Limit of bytes of a combined read.
+/// Limit of a combined read, in bytes.
 const READ: u64 = 1 << 20;
-/// Unneeded bytes that are read to combine two reads.
+/// Limit of unneeded bytes between two pages whose reads are combined.
 const GAP: u64 = 16 << 10;
 
 /// A checkpoint of a store in a directory.
@@ -27,17 +27,17 @@ pub struct LocalImage {
     entry: Entry,
     table: Table,
     files: Files,
-    /// `None` until the first page is read, if it was opened lazily.
+    /// `None` until the first page is read, if the image was opened lazily.
     index: RwLock<Option<Arc<Index>>>,
 }
 
-/// Reads the block table of an entry.
+/// Reads the block table of a checkpoint from its log entry.
 pub(crate) fn table(home: &Home, entry: &Entry) -> Result<Table> {
     let bytes = log::section(home, entry, Section::Checkpoint)?;
     Table::decode(&bytes).map_err(|flaw| StoreError::flaw(home.name(), &names::entry(entry.slot), flaw))
 }
 
-/// Describes a checkpoint, given its entry and block table.
+/// Describes a checkpoint from its log entry and block table.
 pub(crate) fn describe(entry: &Entry, table: &Table) -> CheckpointInfo {
     CheckpointInfo {
         number: table.number,
@@ -50,8 +50,8 @@ pub(crate) fn describe(entry: &Entry, table: &Table) -> CheckpointInfo {
     }
 }
 
-/// Finds the newest manifest, and the entry of checkpoint `at` or the newest. A damaged entry at the end of the log is
-/// skipped only if an older checkpoint is requested by number; then the damage is returned too.
+/// Finds the newest manifest, and the log entry of checkpoint `at` or of the newest checkpoint. A damaged entry at the
+/// end of the log is skipped only if `at` is an older checkpoint; the damage is then returned as the third value.
 pub(crate) fn select(home: &Home, at: Option<u64>) -> Result<(Manifest, Entry, Option<StoreError>)> {
     let (tail_entry, manifest, passed) = match log::tail(home) {
         Ok(tail) => match tail.state {
@@ -80,7 +80,7 @@ pub(crate) fn select(home: &Home, at: Option<u64>) -> Result<(Manifest, Entry, O
     Ok((manifest, entry, passed))
 }
 
-/// Reads the log entry of a kept checkpoint.
+/// Reads the log entry of a checkpoint that the manifest keeps.
 pub(crate) fn kept_entry(home: &Home, manifest: &Manifest, kept: crate::format::manifest::Kept) -> Result<Entry> {
     let entry = log::read(home, kept.slot).map_err(|e| match e {
         e if e.is_not_found() => {
@@ -97,8 +97,8 @@ pub(crate) fn kept_entry(home: &Home, manifest: &Manifest, kept: crate::format::
     Ok(entry)
 }
 
-/// Returns whether an error is only about a checkpoint or file that the newest manifest does not list any more. A
-/// process that reads a store while its owner writes can find that something was replaced since it started.
+/// Returns whether an error is only about a checkpoint or file that the newest manifest does not list any more. While a
+/// process reads a store, the owner of the store may replace files.
 pub(crate) fn is_replaced(home: &Home, e: &StoreError) -> bool {
     let newest = || Some(log::tail(home).ok()?.state?.1);
     match e {
@@ -126,8 +126,8 @@ fn older_manifest(home: &Home, at: u64) -> Option<Manifest> {
 }
 
 impl LocalImage {
-    /// Opens checkpoint `at` of a store, or the newest, without building the index of its pages. The first read of a
-    /// page builds it, and reports damage.
+    /// Opens checkpoint `at` of a store, or the newest, without building the index of pages. The first read of a page
+    /// builds the index, and reports damage to it.
     pub(crate) fn open_lazily(home: Home, at: Option<u64>) -> Result<Self> {
         let (_, entry, passed) = select(&home, at)?;
         let table = table(&home, &entry)?;
@@ -149,9 +149,9 @@ impl LocalImage {
             let table = table(&home, &entry)?;
             let files = Files::default();
             match (Index::build(&home, &files, &manifest, &table, true), passed) {
-                // A writer may have replaced the manifest and removed a file that the old one lists.
+                // A writer may have replaced the manifest and removed a file that the old manifest lists.
                 (Err(StoreError::Missing { .. }), None) if tries < 3 => {}
-                // The older manifest lists what the damaged entry has replaced.
+                // The older manifest lists a file that was removed after the damaged entry replaced the manifest.
                 (Err(StoreError::Missing { .. }), Some(damage)) => return Err(damage),
                 (Err(e), _) => return Err(e),
                 (Ok(index), passed) => {
@@ -172,19 +172,18 @@ impl LocalImage {
         &self.table
     }
 
-    /// Returns whether a base index was used.
+    /// Returns whether the index uses a base index.
     #[must_use]
     pub fn has_base(&self) -> bool {
         self.index().is_ok_and(|index| index.has_base())
     }
 
-    /// Describes the checkpoint.
     #[must_use]
     pub fn info(&self) -> CheckpointInfo {
         describe(&self.entry, &self.table)
     }
 
-    /// Reads a section of its log entry.
+    /// Reads a section of the checkpoint's log entry.
     pub(crate) fn section(&self, section: Section) -> Result<Vec<u8>> {
         log::section(&self.home, &self.entry, section)
     }
@@ -194,7 +193,7 @@ impl LocalImage {
         found.map_or_else(|| self.renew(None, true), Ok)
     }
 
-    /// Rebuilds the index after something in it turned out to be damaged or missing; `seen` is the index that was used.
+    /// Rebuilds the index after damaged or missing data was found through it. `seen` is the index that was used.
     fn renew(&self, seen: Option<&Arc<Index>>, with_base: bool) -> Result<Arc<Index>> {
         let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(now) = index.as_ref().filter(|now| seen.is_none_or(|seen| !Arc::ptr_eq(now, seen))) {
@@ -210,7 +209,7 @@ impl LocalImage {
         Ok(built)
     }
 
-    /// Runs `work` with the index, and once more with a new index if it turns out to be outdated or damaged.
+    /// Calls `work` with the index. Calls it again with a new index if the first index is outdated or damaged.
     pub(crate) fn with_index<T>(&self, mut work: impl FnMut(&Index) -> Result<T>) -> Result<T> {
         let index = self.index()?;
         let error = match work(&index) {
@@ -222,7 +221,7 @@ impl LocalImage {
             }
             other => return other,
         };
-        // The writer has moved pages and removed the old segment, or the file is really missing.
+        // Either the writer has moved pages and removed the old segment, or the file is really missing.
         match self.renew(Some(&index), true) {
             Ok(renewed) => work(&renewed),
             Err(e @ StoreError::NoSuchCheckpoint { .. }) => Err(e),
@@ -257,7 +256,7 @@ impl LocalImage {
         }))
     }
 
-    /// Finds pages in the index, in the given order.
+    /// Looks up pages in the index, in the given order.
     pub(crate) fn spots(&self, index: &Index, pages: &[PageId]) -> Result<Vec<IndexEntry>> {
         let spot = |&(block, page): &PageId| {
             if page.0 >= self.block(block)?.pages() {
@@ -268,8 +267,7 @@ impl LocalImage {
         pages.iter().map(spot).collect()
     }
 
-    /// Reads the stored bytes of pages, each with its digest, in the given order. Combines reads that are close
-    /// together.
+    /// Reads the stored bytes and the digest of each page, in the given order. Combines reads that are close together.
     pub(crate) fn read_stored(&self, pages: &[PageId]) -> Result<Vec<(u64, Vec<u8>)>> {
         self.with_index(|index| {
             let spots = self.spots(index, pages)?;
@@ -318,11 +316,11 @@ impl LocalImage {
         })
     }
 
-    /// Reads one page, with one read of exactly its stored bytes, and checks its digest.
+    /// Reads one page with one read of exactly its stored bytes, and checks its digest.
     ///
     /// # Errors
-    /// [`StoreError::Page`] if it is damaged; [`StoreError::NoSuchPage`]; [`StoreError::NoSuchCheckpoint`] if the
-    /// checkpoint is not kept any more.
+    /// [`StoreError::Page`] if the page is damaged; [`StoreError::NoSuchPage`]; [`StoreError::NoSuchCheckpoint`] if the
+    /// store does not keep the checkpoint any more.
     pub fn read_page(&self, id: PageId, content: &mut Page) -> Result<()> {
         self.with_index(|index| {
             let spot = self.spots(index, &[id])?.first().copied().unwrap_or_default();
@@ -347,18 +345,18 @@ impl LocalImage {
     /// Returns the digests of pages, in the given order.
     ///
     /// # Errors
-    /// As [`LocalImage::read_page`].
+    /// Errors of [`LocalImage::read_page`].
     pub fn digests(&self, pages: &[PageId]) -> Result<Vec<u64>> {
         self.with_index(|index| Ok(self.spots(index, pages)?.iter().map(|spot| spot.digest).collect()))
     }
 
-    /// Reads many pages of any blocks; passes them to `take` in the given order.
+    /// Reads pages of any blocks, and passes them to `take` in the given order.
     ///
     /// # Errors
-    /// As [`LocalImage::read_page`]; the pages before the failed one were passed.
+    /// Errors of [`LocalImage::read_page`]. The pages before the failed page were passed to `take`.
     pub fn read_many(&self, pages: &[PageId], mut take: impl FnMut(PageId, &Page)) -> Result<()> {
         let mut content = [0; rekindle_pages::PAGE_SIZE];
-        // Few enough that little memory is used.
+        // Few pages at a time, to use little memory.
         for some in pages.chunks(512) {
             for (id, (digest, stored)) in some.iter().zip(self.read_stored(some)?) {
                 unpack(self.home.digester(), &stored, digest, &mut content).or_else(|what| {
@@ -372,10 +370,11 @@ impl LocalImage {
         Ok(())
     }
 
-    /// Iterates over the pages that are not zero, the most recently written first: the working set comes first.
+    /// Iterates over the nonzero pages, the most recently written first, because these are likely the guest's working
+    /// set.
     ///
     /// # Errors
-    /// If it was opened lazily and the index cannot be built.
+    /// Errors of building the index, if the image was opened lazily.
     pub fn hot(&self) -> Result<Hot<'_>> {
         let index = self.index()?;
         let seen = (0..index.blocks()).map(|_| DirtySet::default()).collect();
@@ -383,7 +382,7 @@ impl LocalImage {
     }
 }
 
-/// Pages of an image, the most recently written first.
+/// Nonzero pages of an image, the most recently written first.
 #[derive(Debug)]
 pub struct Hot<'a> {
     image: &'a LocalImage,
@@ -395,14 +394,14 @@ pub struct Hot<'a> {
 }
 
 impl Hot<'_> {
-    /// Loads the pages of the next frame into `ready`, in reverse, so that popping returns them as they were written.
+    /// Loads the pages of the next frame into `ready`, in reverse, because `pop` takes pages from the end.
     fn load(&mut self, frame: crate::index::Recent) {
         let Some(extent) = self.index.segments.get(frame.segment).copied() else { return };
         let home = &self.image.home;
         let Ok(file) = self.image.files.get(home, extent) else { return };
         let Ok(bytes) = home.read_at(&file, "", frame.at, DIRECTORY_ROOM) else { return };
-        // This is only an order: an unreadable frame's pages come with the rest, and reading such a page returns the
-        // error.
+        // A frame affects only the order. The pages of an unreadable frame come with the rest; reading such a page
+        // returns the error.
         let Ok(directory) = Directory::decode(&bytes, frame.at) else { return };
         let position = |number| self.image.table.blocks.iter().position(|stored| stored.number == number).map(BlockId);
         let pages: Vec<_> = directory
@@ -413,11 +412,11 @@ impl Hot<'_> {
         self.ready.extend(pages.into_iter().rev());
     }
 
-    /// Returns whether a page is not zero and was not returned before.
+    /// Returns whether a page is nonzero and was not returned before.
     fn wanted(&mut self, (block, page): PageId) -> bool {
         self.index.pages(block).is_some_and(|pages| page.0 < pages)
             && self.seen.get_mut(block.0).is_some_and(|seen| seen.insert(page))
-            // A page that cannot be found is returned, so that reading it returns the error.
+            // A page whose lookup fails is returned, so that reading it returns the error.
             && self.index.find(&self.image.home, (block, page)).map_or(true, |spot| spot.place.len() != 0)
     }
 }

@@ -1,7 +1,7 @@
 //! Index of all pages of a checkpoint.
 //!
-//! It combines a base index with the directories of frames that were written later. Without a usable base index, the
-//! directories alone give the same result.
+//! The index combines a base index with the directories of frames that were written later. If no base index is usable,
+//! it is built from all directories, with the same result.
 
 use crate::error::{Result, StoreError};
 use crate::format::base::{self, Base, IndexEntry, Location};
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
-/// Segments whose directories are read concurrently.
+/// Number of segments whose directories are read concurrently.
 const READERS: usize = 4;
 
 /// A base index on the disk, loaded part by part.
@@ -26,33 +26,34 @@ struct LoadedBase {
     name: String,
     file: Arc<dyn crate::disk::DiskFile>,
     base: Base,
-    /// For each position in its segment table, the position in the manifest, if the segment still exists.
+    /// Maps each position in the base index's segment table to the position in the manifest; `None` if the segment does
+    /// not exist any more.
     segments: Vec<Option<usize>>,
     parts: Vec<OnceLock<Box<[IndexEntry]>>>,
 }
 
-/// A record that is newer than the base index.
+/// A record of a page that is newer than the base index.
 #[derive(Debug, Clone, Copy)]
 struct OverlayRecord {
     place: Location,
     digest: u64,
-    /// The checkpoint that it was written in.
+    /// Checkpoint in which the page was written.
     number: u64,
     page: u32,
-    /// Position of its block.
+    /// Position of the page's block.
     block: u32,
 }
 
-/// Records that are newer than the base index, sorted by part of a block. The valid ones of a part are determined
-/// when a page of it is looked up.
+/// Records that are newer than the base index, sorted by part of a block. Which of a part's records are valid is
+/// determined when a page of the part is first looked up.
 #[derive(Debug, Default)]
 struct Overlay {
     records: Vec<OverlayRecord>,
-    /// Positions in `records`, sorted by part, and within a part in the order of reading.
+    /// Positions in `records`, sorted by part, and within a part in the order in which they were read.
     order: Vec<u32>,
-    /// Start of each part in `order`, and the end.
+    /// Start of each part in `order`; the last value is the end.
     starts: Vec<u32>,
-    /// For each page of a part the position in `records` plus one, or 0.
+    /// For each page of a part: position in `records` plus one, or 0.
     parts: Vec<OnceLock<Box<[u32]>>>,
 }
 
@@ -106,7 +107,8 @@ impl Overlay {
         for position in records {
             let Some(record) = self.records.get(*position as usize) else { continue };
             let Some(best) = pages.get_mut(record.page as usize % base::PART_PAGES as usize) else { continue };
-            // Of two records of one checkpoint the later one is valid. Segments come in the order of their numbers.
+            // If a checkpoint has two records of a page, the later record is valid. Segments are read in the order of
+            // their numbers.
             let before = best.checked_sub(1).and_then(|before| self.records.get(before as usize));
             if before.is_none_or(|before| record.number >= before.number) {
                 *best = position + 1;
@@ -120,13 +122,13 @@ impl Overlay {
 struct IndexBlock {
     stored: StoredBlock,
     pages: u64,
-    /// Its first part, counted over all blocks.
+    /// Number of the block's first part, counted over all blocks.
     first_part: usize,
-    /// First part and pages in the base.
+    /// In the base index: the block's first part and its number of pages.
     base: Option<(usize, u64)>,
 }
 
-/// A frame that is newer than the base index, for the order in which pages are fetched.
+/// A frame that is newer than the base index. It determines the order in which pages are fetched.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Recent {
     pub number: u64,
@@ -138,11 +140,11 @@ pub(crate) struct Recent {
 #[derive(Debug)]
 pub(crate) struct Index {
     pub number: u64,
-    /// The segments that places refer to, by position.
+    /// Segments by position. A [`Location`] refers to these positions.
     pub segments: Vec<Extent>,
-    /// Frames that were written since the base index, newest first.
+    /// Frames written since the base index, newest first.
     pub recent: Vec<Recent>,
-    /// Pages in directories that the base index does not cover.
+    /// Number of records in directories that the base index does not cover.
     pub uncovered: u64,
     blocks: Vec<IndexBlock>,
     overlay: Overlay,
@@ -156,8 +158,8 @@ struct SegmentOverlay {
     records: Vec<OverlayRecord>,
 }
 
-/// Runs `read` for each segment, several concurrently: each frame gives the offset of the next one, so each is a
-/// separate read.
+/// Calls `read` for each segment, several concurrently. Within a segment reads are sequential, since each frame gives
+/// the offset of the next frame.
 fn each_segment(
     segments: &[Extent],
     read: impl Fn(usize, Extent) -> Result<SegmentOverlay> + Sync,
@@ -186,11 +188,11 @@ fn each_segment(
 }
 
 impl Index {
-    /// Builds the index of the checkpoint of `table`, in the segments of `manifest`. Without `with_base`, from the
+    /// Builds the index of the checkpoint of `table` from the segments of `manifest`. Without `with_base`, uses the
     /// directories alone.
     ///
     /// # Errors
-    /// When a segment is missing or its directories are damaged.
+    /// [`StoreError::Missing`] for a segment; [`StoreError::Damaged`] for its header or directories.
     pub fn build(home: &Home, files: &Files, manifest: &Manifest, table: &Table, with_base: bool) -> Result<Self> {
         let base = if with_base { find_base(home, manifest, table.number) } else { None };
         let segments = manifest.segments.clone();
@@ -223,7 +225,7 @@ impl Index {
                 return Ok(covering);
             }
             let file = files.get(home, extent)?;
-            // Adjacent records are mostly of one block.
+            // Adjacent records usually belong to the same block.
             let mut last = (u16::MAX, None);
             frames(home, extent, &file, begin.next_multiple_of(crate::format::ALIGNMENT), |at, directory| {
                 if directory.header.kind == Kind::Pages {
@@ -262,25 +264,24 @@ impl Index {
         Ok(Self { number: table.number, segments, recent, uncovered, blocks, overlay, base })
     }
 
-    /// Returns whether a base index is used.
+    /// Returns whether the index uses a base index.
     pub fn has_base(&self) -> bool {
         self.base.is_some()
     }
 
-    /// Number of pages of a block.
+    /// Returns the number of pages of a block.
     pub fn pages(&self, block: BlockId) -> Option<u64> {
         self.blocks.get(block.0).map(|block| block.pages)
     }
 
-    /// Number of blocks.
     pub fn blocks(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Finds a page. A page that was never stored, or is outside of the block, gives the default, which means zero.
+    /// Looks up a page. A page that was never stored, or is outside of its block, gives the default, which means zero.
     ///
     /// # Errors
-    /// When a part of the base index is damaged: then build the index without it.
+    /// [`StoreError::Damaged`] if a part of the base index is damaged. The caller can then build the index without it.
     pub fn find(&self, home: &Home, (block, PageNo(page)): PageId) -> Result<IndexEntry> {
         let Some(block) = self.blocks.get(block.0) else { return Ok(IndexEntry::default()) };
         if page >= block.pages {
@@ -297,7 +298,7 @@ impl Index {
         let Some((first, pages)) = block.base.filter(covers) else { return Ok(over_spot) };
         let part = base.part(home, first, page / base::PART_PAGES, pages)?;
         let spot = part.get((page % base::PART_PAGES) as usize).copied().unwrap_or_default();
-        // The page was moved since: the same page with the same digest has the same content.
+        // A compaction has moved the page since: an equal digest and length mean the same content.
         let moved = |over: &&OverlayRecord| over.digest == spot.digest && over.place.len() == spot.place.len();
         if spot.place.is_stored() && over.filter(moved).is_some() {
             return Ok(over_spot);
@@ -327,7 +328,7 @@ impl LoadedBase {
         if let Some(loaded) = slot.get() {
             return Ok(loaded);
         }
-        // All parts have full length, except the last one of each block.
+        // All parts are full, except the last part of each block.
         let before: u64 = self.offset_of(number);
         let in_part = (pages - part * base::PART_PAGES).min(base::PART_PAGES);
         let bytes = home.read_at(&self.file, &self.name, before, in_part as usize * base::ENTRY_LEN)?;
@@ -335,7 +336,7 @@ impl LoadedBase {
         Ok(slot.get_or_init(|| spots))
     }
 
-    /// Returns the offset of part `number`: the parts follow one another without gaps.
+    /// Returns the offset of part `number`. The parts follow one another without gaps.
     fn offset_of(&self, number: usize) -> u64 {
         let mut at = base::HEADER_LEN;
         let mut first = 0;
@@ -351,7 +352,7 @@ impl LoadedBase {
     }
 }
 
-/// Finds the newest base index that is usable for checkpoint `number`. Skips a damaged one with a warning.
+/// Finds the newest base index that is usable for checkpoint `number`. Skips a damaged base index with a warning.
 fn find_base(home: &Home, manifest: &Manifest, number: u64) -> Option<LoadedBase> {
     let mut bases: Vec<_> = home
         .disk
@@ -402,7 +403,7 @@ fn load(home: &Home, manifest: &Manifest, number: u64, name: &str, len: u64) -> 
     Ok(Some(LoadedBase { name: name.to_owned(), file, base, segments, parts }))
 }
 
-/// Checks that all base indices of the store can be read completely; returns the errors of those that cannot.
+/// Checks that all base indices of the store can be read completely. Returns the error of each damaged base index.
 pub(crate) fn check_bases(home: &Home, manifest: &Manifest) -> Result<Vec<StoreError>> {
     let mut flaws = Vec::new();
     let listed = home.disk.list(names::INDEX).map_err(home.failed(names::INDEX, "listing the directory"))?;
@@ -419,13 +420,13 @@ pub(crate) fn check_bases(home: &Home, manifest: &Manifest) -> Result<Vec<StoreE
             }
             Ok(())
         });
-        // The owner removes base indices that it has replaced.
+        // The owner may have removed a replaced base index meanwhile.
         flaws.extend(checked.err().filter(|e| !e.is_not_found()));
     }
     Ok(flaws)
 }
 
-/// Checks the header of a segment and all directories in it.
+/// Checks the header of a segment and all its directories. Returns the number of pages.
 pub(crate) fn check_segment(home: &Home, extent: Extent) -> Result<u64> {
     let mut pages = 0;
     let file = open_checked(home, extent)?;

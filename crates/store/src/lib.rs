@@ -1,5 +1,5 @@
-//! Stores of VM checkpoints, written as a whole and read back page by page (HydraVM, HPL-2011-24, sections III-A and
-//! IV).
+//! Stores of VM checkpoints. A checkpoint is written as a whole and read back page by page (HydraVM, HPL-2011-24,
+//! sections III-A and IV).
 //!
 //! | module | purpose |
 //! |---|---|

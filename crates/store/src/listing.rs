@@ -1,4 +1,4 @@
-//! Contents of a store.
+//! Lists the contents of a store.
 
 use crate::error::{Result, StoreError};
 use crate::format::manifest::{Kept, Manifest};
@@ -9,40 +9,38 @@ use crate::log;
 use crate::types::{CheckpointInfo, Owner, Vm};
 use serde::{Deserialize, Serialize};
 
-/// Contents of a store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Listing {
     pub vm: Vm,
-    /// Time of its creation, in microseconds since 1970.
+    /// Time when the store was created, in microseconds since 1970.
     pub created_us: u64,
     pub epoch: u64,
-    /// The owner; `None` before the first.
+    /// `None` before the first claim.
     pub owner: Option<Owner>,
-    /// The checkpoints that are kept, oldest first.
+    /// Kept checkpoints, oldest first.
     pub checkpoints: Vec<ListedCheckpoint>,
-    /// Bytes on the disk.
+    /// Bytes that the store uses on the disk.
     pub disk: u64,
     /// Bytes of RAM at the newest checkpoint.
     pub ram: u64,
 }
 
-/// A checkpoint that is kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListedCheckpoint {
     pub number: u64,
     /// `None` if the checkpoint is damaged.
     pub info: Option<CheckpointInfo>,
-    /// Error of a damaged checkpoint.
+    /// Error message of a damaged checkpoint.
     pub error: Option<String>,
 }
 
 impl Listing {
-    /// The newest checkpoint, unless the guest was booted or cleanly shut down since: then its earlier state must not
-    /// be restored.
+    /// Returns the newest checkpoint, or `None` if the guest was booted or cleanly shut down since: its earlier state
+    /// must not be restored.
     #[must_use]
     pub fn restorable(&self) -> Option<u64> {
         let boot = self.owner.as_ref().map_or(0, |owner| owner.boot);
-        // The epoch of a damaged checkpoint is unknown; a restore of it returns the error.
+        // The epoch of a damaged checkpoint is unknown. An attempt to restore it returns the error.
         let is_current = |listed: &&ListedCheckpoint| listed.info.as_ref().is_none_or(|info| info.epoch >= boot);
         self.checkpoints.last().filter(is_current).map(|listed| listed.number)
     }
@@ -53,7 +51,6 @@ fn inspect(home: &Home, manifest: &Manifest, kept: Kept) -> Result<CheckpointInf
     Ok(describe(&entry, &table(home, &entry)?))
 }
 
-/// Lists the contents of a store.
 pub(crate) fn list(home: &Home) -> Result<Listing> {
     let mut tries = 0;
     let (tail, inspected) = loop {
@@ -62,7 +59,7 @@ pub(crate) fn list(home: &Home) -> Result<Listing> {
         let manifest = tail.state.take().map(|(_, manifest)| manifest).unwrap_or_default();
         let inspected: Vec<_> =
             manifest.kept.iter().map(|kept| (kept.number, inspect(home, &manifest, *kept))).collect();
-        // If the owner has removed a checkpoint since, start again.
+        // If the owner has removed a checkpoint meanwhile, start again.
         let is_old = |result: &Result<_>| result.as_ref().is_err_and(|e| is_replaced(home, e));
         if tries == log::TRIES || !inspected.iter().any(|(_, result)| is_old(result)) {
             break (tail, inspected);
@@ -77,7 +74,7 @@ pub(crate) fn list(home: &Home) -> Result<Listing> {
     for directory in ["", names::LOG, names::SEGMENTS, names::INDEX] {
         let files = home.disk.list(directory).map_err(home.failed(directory, "listing the directory"))?;
         let subdirectory = |name: &str| [names::LOG, names::SEGMENTS, names::INDEX].contains(&name);
-        // The last entry of the log has two names.
+        // The second name of the last log entry must not be counted.
         let counts = |name: &str| !subdirectory(name) && names::parse_last(name).is_none();
         disk += files.iter().filter(|(name, _)| counts(name)).map(|(_, len)| len.next_multiple_of(4096)).sum::<u64>();
     }

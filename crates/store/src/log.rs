@@ -1,7 +1,8 @@
-//! The log: numbered entries, each of which appears atomically, or not at all if another process was first.
+//! The log: numbered entries. An entry appears atomically, or not at all if another process took its number first.
 //!
-//! A new entry is written under another name, synced, and then linked to its number. The link is the commit, and also
-//! the check of the owner epoch: a superseded owner finds the claim of the next owner under its number.
+//! A new entry is written under a temporary name, synced, and then linked to its number. The link is the commit, and
+//! also checks the owner epoch: for a superseded owner the link fails, because the claim of the next owner has the
+//! number.
 
 use crate::error::{Result, StoreError};
 use crate::format::Flaw;
@@ -15,36 +16,35 @@ use std::io;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
-/// Attempts to read something that other processes change meanwhile.
+/// Limit of attempts to read or claim a store that other processes change concurrently.
 pub(crate) const TRIES: usize = 100;
 
 /// The end of the log.
 #[derive(Debug)]
 pub(crate) struct Tail {
-    /// Number of the newest entry; 0 if there is none.
+    /// Number of the newest entry; 0 if the log is empty.
     pub top: u64,
-    /// The owner epoch; 0 before the first claim.
+    /// Owner epoch; 0 before the first claim.
     pub epoch: u64,
-    /// Number of the entry by which the owner claimed the store.
+    /// Number of the entry by which the current owner claimed the store.
     pub claim: u64,
-    /// The newest entry with a manifest, and the manifest.
+    /// Newest entry with a manifest, and that manifest.
     pub state: Option<(Entry, Manifest)>,
 }
 
-/// The owner of a store.
+/// The ownership of a store in one epoch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claim {
-    /// Its epoch.
     pub epoch: u64,
     pub owner: Owner,
-    /// Number of its log entry.
+    /// Number of the claim's log entry.
     pub(crate) slot: u64,
 }
 
-/// Why an entry is not in the log.
+/// Failure of appending an entry to the log.
 #[derive(Debug)]
 pub(crate) enum NotAppended {
-    /// Another entry has its number.
+    /// Another entry has the number.
     Taken,
     /// The entry is certainly not in the log.
     Failed(StoreError),
@@ -52,7 +52,7 @@ pub(crate) enum NotAppended {
     Uncertain(StoreError),
 }
 
-/// Returns the numbers of all entries, ascending, and the number of the newest entry by its second name, if it has one.
+/// Returns the numbers of all entries, ascending, and the number in the newest entry's second name, if there is one.
 pub(crate) fn slots(home: &Home) -> Result<(Vec<u64>, Option<u64>)> {
     let listed = home.disk.list(names::LOG).map_err(home.failed(names::LOG, "listing the directory"))?;
     let mut slots: Vec<_> = listed.iter().filter_map(|(name, _)| names::parse_entry(name)).collect();
@@ -60,7 +60,7 @@ pub(crate) fn slots(home: &Home) -> Result<(Vec<u64>, Option<u64>)> {
     Ok((slots, listed.iter().filter_map(|(name, _)| names::parse_last(name)).max()))
 }
 
-/// Reads the entry `slot`.
+/// Reads the log entry with number `slot`.
 pub(crate) fn read(home: &Home, slot: u64) -> Result<Entry> {
     let name = names::entry(slot);
     let bytes = read_whole(&home.disk, &name, entry::LONGEST)?;
@@ -72,7 +72,7 @@ pub(crate) fn section(home: &Home, entry: &Entry, section: Section) -> Result<Ve
     entry.section(section).map_err(|flaw| StoreError::flaw(home.name(), &names::entry(entry.slot), flaw))
 }
 
-/// Decodes the manifest of an entry, and fills in the entry's own checksum.
+/// Decodes the manifest of an entry, and fills in the checksum of the entry's own footer.
 pub(crate) fn manifest(home: &Home, entry: &Entry) -> Result<Manifest> {
     let bytes = section(home, entry, Section::Manifest)?;
     let mut manifest =
@@ -83,7 +83,7 @@ pub(crate) fn manifest(home: &Home, entry: &Entry) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// Reads the claim in entry `slot`.
+/// Reads the claim in the log entry with number `slot`.
 pub(crate) fn claim_in(home: &Home, slot: u64) -> Result<Claim> {
     let entry = read(home, slot)?;
     let bytes = section(home, &entry, Section::Claim)?;
@@ -94,7 +94,6 @@ pub(crate) fn claim_in(home: &Home, slot: u64) -> Result<Claim> {
     Ok(Claim { epoch: entry.epoch, owner, slot })
 }
 
-/// Reads the end of the log.
 pub(crate) fn tail(home: &Home) -> Result<Tail> {
     let mut tries = 0;
     'again: loop {
@@ -108,12 +107,12 @@ pub(crate) fn tail(home: &Home) -> Result<Tail> {
                 if tries < 3 {
                     continue 'again;
                 }
-                // Claims are never removed, and neither is the newest manifest before them.
+                // Claims are never removed. The newest manifest before each claim is not removed either.
                 let needed = "the newest entries of the log have no gap".to_owned();
                 return Err(StoreError::Missing { store: home.name().into(), file: names::entry(slot), needed });
             }
             let entry = match read(home, slot) {
-                // The owner removes entries that a newer entry has replaced.
+                // The owner may have removed an entry that a newer entry replaces.
                 Err(e) if e.is_not_found() && tries < TRIES => continue 'again,
                 other => other?,
             };
@@ -134,7 +133,8 @@ pub(crate) fn tail(home: &Home) -> Result<Tail> {
     }
 }
 
-/// Returns the entry with the newest manifest at the time of `claim`, or 0; for old claims, the preceding entry.
+/// Returns the number of the entry with the newest manifest at the time of `claim`, or 0. A claim of an older Rekindle
+/// does not record it; then the number of the preceding entry is returned.
 fn before(home: &Home, claim: &Entry) -> Result<u64> {
     if claim.section_len(Section::Before) == 0 {
         return Ok(claim.slot - 1);
@@ -160,7 +160,7 @@ pub(crate) fn append(
     let began = Instant::now();
     let linked = write_new(&home.disk, &new, content).map_err(NotAppended::Failed).and_then(|()| {
         home.disk.link(&new, &name).or_else(|e| match read_whole(&home.disk, &name, entry::LONGEST) {
-            // The entry is ours: the file server's answer to the link was lost.
+            // The entry is ours: the link succeeded, but the file server's answer was lost.
             Ok(found) if found == content => Ok(()),
             Ok(_) => Err(NotAppended::Taken),
             Err(other) if other.is_not_found() && e.kind() != io::ErrorKind::AlreadyExists => {
@@ -175,20 +175,20 @@ pub(crate) fn append(
     });
     *waited += began.elapsed();
     if done.is_ok() {
-        // A second name, so that the loss of the entry is noticed. It need not be durable.
+        // A second name, so that a reader notices if the entry is lost. The name need not be durable.
         let _ = home.disk.link(&new, &names::last(slot));
         let _ = home.disk.remove(&names::last(slot.saturating_sub(1)));
     }
-    // The temporary name is not needed in any case.
+    // The temporary name is not needed, whether the link succeeded or failed.
     let _ = home.disk.remove(&new);
     done
 }
 
-/// Becomes the owner of the store: no earlier owner can commit any more. With `only_if`, only if that condition holds.
+/// Becomes the owner of the store: no previous owner can commit any more. With `only_if`, only if that condition holds.
 ///
 /// # Errors
-/// [`StoreError::Superseded`] if it does not; damage and the system's errors, after which the previous owner is still
-/// the owner.
+/// [`StoreError::Superseded`] if the condition does not hold; damage; [`StoreError::Io`]. The previous owner is still
+/// the owner then, unless the error occurred while the claim was linked or made durable: the claim may be in the log.
 pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Claim, Tail)> {
     for _ in 0..TRIES {
         let tail = tail(home)?;
@@ -201,7 +201,7 @@ pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Resu
         if let Some(mine) = over {
             return Err(superseded(home, mine, tail.claim));
         }
-        // The entries found must be durable before a claim that builds on them.
+        // The existing entries must be durable before a claim that builds on them.
         home.disk.sync_directory(names::LOG).map_err(home.failed(names::LOG, "making the log durable"))?;
         let (epoch, slot) = (tail.epoch + 1, tail.top + 1);
         let text = serde_json::to_vec(&owner).map_err(|e| StoreError::io(home.name(), "", "claiming", e.into()))?;
@@ -215,8 +215,8 @@ pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Resu
             Err(NotAppended::Taken) => continue,
             Err(NotAppended::Failed(e) | NotAppended::Uncertain(e)) => return Err(e),
         }
-        // The client of a file server may have listed an old state of the directory. It is current now, since we
-        // changed it.
+        // The client of a file server may have listed an old state of the directory. Our change of the directory has
+        // refreshed it.
         if follows(home, epoch, slot)? {
             return Ok((Claim { epoch, owner, slot }, tail));
         }
@@ -227,9 +227,9 @@ pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Resu
     Err(StoreError::io(home.name(), "", "claiming", e))
 }
 
-/// Returns whether a new claim has a correct number: all entries after it are of later owners, which have seen it. A
-/// claim among entries of its own or an earlier epoch has taken the number of a removed entry. A correct claim must
-/// stay, because the previous owner must always find its next number taken.
+/// Returns whether a new claim has a correct number: all entries after it are of later owners, which have seen the
+/// claim. If an entry after it is of the claim's own epoch or an earlier one, the claim has taken the number of a
+/// removed entry. A correct claim must stay, because the previous owner must always find its next number taken.
 fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
     let (slots, _) = slots(home)?;
     if slots.binary_search(&slot).is_err() {
@@ -239,7 +239,7 @@ fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
         match read(home, later) {
             Ok(entry) if entry.epoch > epoch => {}
             Ok(_) => return Ok(false),
-            // Its owner has removed it.
+            // The entry's owner has removed it meanwhile.
             Err(e) if e.is_not_found() => {}
             Err(e) => return Err(e),
         }
@@ -247,7 +247,7 @@ fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
     Ok(true)
 }
 
-/// Epochs in which the guest of the current owner began.
+/// Epochs in which the guest of the current owner began to run and was booted ([`Owner::run`], [`Owner::boot`]).
 #[derive(Debug, Clone, Copy, Default)]
 struct GuestEpochs {
     run: u64,
@@ -262,7 +262,7 @@ fn guest_epochs(home: &Home, tail: &Tail) -> Result<GuestEpochs> {
     Ok(GuestEpochs { run, boot })
 }
 
-/// Completes `owner` for the log, with the epochs of its guest.
+/// Returns `owner` with the epochs of its guest filled in for the log.
 fn follow(home: &Home, owner: &Owner, tail: &Tail) -> Result<Owner> {
     let now = tail.epoch + 1;
     let GuestEpochs { run, boot } = match owner.guest {
@@ -273,9 +273,9 @@ fn follow(home: &Home, owner: &Owner, tail: &Tail) -> Result<Owner> {
     Ok(Owner { run, boot, ..owner.clone() })
 }
 
-/// Returns the error for an owner whose epoch `mine` is over, because of the entry `slot` of another owner.
+/// Returns the error for an owner of epoch `mine` that was superseded by entry `slot` of another owner.
 pub(crate) fn superseded(home: &Home, mine: u64, slot: u64) -> StoreError {
-    // There may be even newer owners.
+    // Later owners may have claimed the store since.
     let newest = tail(home).map_or(slot, |tail| tail.claim.max(slot));
     match claim_in(home, newest) {
         Ok(Claim { epoch, owner, .. }) => StoreError::Superseded { store: home.name().into(), mine, epoch, owner },

@@ -1,4 +1,4 @@
-//! Reads a checkpoint, in a directory or on a server.
+//! Reads a checkpoint from a directory or a server.
 
 use crate::disk::{Disk, LocalDisk};
 use crate::error::{Result, StoreError};
@@ -17,20 +17,20 @@ use uuid::Uuid;
 /// Selects the checkpoint to open.
 #[derive(Debug, Clone, Default)]
 pub struct ReadOptions {
-    /// Number of the checkpoint; the newest if `None`.
+    /// Number of the checkpoint; `None` for the newest.
     pub at: Option<u64>,
-    /// The VM of the store; any if `None`.
+    /// Required VM of the store; `None` for any VM.
     pub vm: Option<Uuid>,
-    /// Certificates for a server.
+    /// Certificates for a store on a server.
     pub identity: Option<Identity>,
-    /// Build the index of pages when the first page is read. Building it takes longer the larger the guest is, and some
-    /// callers need only the description of the checkpoint.
+    /// Build the index of pages only when the first page is read. Building takes longer the larger the guest is, and
+    /// some callers need only the description of the checkpoint.
     pub lazy: bool,
-    /// Existing connections to a server.
+    /// Open connections that can be used for a store on a server.
     pub spare: SpareConnections,
 }
 
-/// One checkpoint, opened for reading. Several threads can read it concurrently.
+/// A checkpoint that was opened for reading. Several threads can read it concurrently.
 #[derive(Debug)]
 pub struct Image {
     source: Source,
@@ -47,12 +47,14 @@ enum Source {
 impl Image {
     /// Opens a checkpoint of a store.
     ///
-    /// It stays readable while the owner writes, as long as it is kept; [`crate::Writer::hold`] keeps it. With
-    /// [`ReadOptions::lazy`] damage to the index is reported when the first page is read.
+    /// The image stays readable while the owner writes, as long as the store keeps the checkpoint;
+    /// [`crate::Writer::hold`] ensures that. With [`ReadOptions::lazy`], damage to the index is reported when the first
+    /// page is read.
     ///
     /// # Errors
     /// [`StoreError::NotAStore`], [`StoreError::OtherVm`], [`StoreError::Empty`], [`StoreError::NoSuchCheckpoint`],
-    /// damage by name; for one on a server also [`StoreError::Connection`] and [`StoreError::Refused`].
+    /// [`StoreError::Missing`], [`StoreError::Damaged`]; for a store on a server also [`StoreError::Connection`] and
+    /// [`StoreError::Refused`].
     pub fn open(url: &StoreUrl, which: &ReadOptions) -> Result<Self> {
         match url {
             StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), which),
@@ -63,10 +65,10 @@ impl Image {
         }
     }
 
-    /// As [`Image::open`], for a store in `disk`.
+    /// Opens a checkpoint of the store in `disk`, like [`Image::open`].
     ///
     /// # Errors
-    /// As [`Image::open`].
+    /// Errors of [`Image::open`] for a store in a directory.
     pub fn on_disk(disk: Arc<dyn Disk>, which: &ReadOptions) -> Result<Self> {
         let home = Home::open(disk, which.vm)?;
         let vm = home.vm.clone();
@@ -81,13 +83,13 @@ impl Image {
         &self.vm
     }
 
-    /// The checkpoint, with its RAM block table.
+    /// Describes the checkpoint, including its RAM block table.
     #[must_use]
     pub fn info(&self) -> &CheckpointInfo {
         &self.info
     }
 
-    /// Finds a block of the table by QEMU's name of it.
+    /// Finds a block by QEMU's name for it, and returns its position in the block table.
     #[must_use]
     pub fn block(&self, name: &str) -> Option<BlockId> {
         self.info.blocks.iter().position(|block| block.id == name).map(BlockId)
@@ -109,7 +111,7 @@ impl Image {
         })
     }
 
-    /// Name of the store, for messages.
+    /// Returns the name of the store for messages.
     fn name(&self) -> &str {
         match &self.source {
             Source::Local(local) => local.home().name(),
@@ -117,18 +119,18 @@ impl Image {
         }
     }
 
-    /// Reads how to rebuild the VM, as it was committed.
+    /// Reads the stored definition: how to rebuild the VM.
     ///
     /// # Errors
-    /// When it is damaged.
+    /// [`StoreError::Damaged`]; errors of reading it from the server.
     pub fn definition(&self) -> Result<Value> {
         self.json(Section::Definition)
     }
 
-    /// Reads the protector's notes.
+    /// Reads the notes that the protector has stored.
     ///
     /// # Errors
-    /// When it is damaged.
+    /// [`StoreError::Damaged`]; errors of reading them from the server.
     pub fn metadata(&self) -> Result<Value> {
         self.json(Section::Metadata)
     }
@@ -136,22 +138,22 @@ impl Image {
     /// Reads the device state.
     ///
     /// # Errors
-    /// When it is damaged.
+    /// [`StoreError::Damaged`]; errors of reading it from the server.
     pub fn devices(&self) -> Result<Vec<u8>> {
         self.section(Section::Devices)
     }
 
-    /// Returns the pages whose content differs from the given one. Compares digests, so no page is read.
+    /// Returns the pages whose stored content differs from the given content. Compares digests, so no page is read.
     ///
     /// # Errors
-    /// As for [`Image::read_page`].
+    /// Errors of [`Image::read_page`].
     pub fn unlike(&self, given: &[(PageId, &Page)]) -> Result<Vec<PageId>> {
         let ids: Vec<PageId> = given.iter().map(|(id, _)| *id).collect();
         let (digester, digests) = match &self.source {
             Source::Local(image) => (image.home().digester(), image.digests(&ids)?),
             Source::Remote(remote) => (remote.digester(), remote.digests(&ids)?),
         };
-        // Most of them are the same page of zeroes.
+        // Callers often pass the same page of zeroes many times, so its digest is reused.
         let mut before: Option<(&Page, u64)> = None;
         let mut unlike = Vec::new();
         for ((id, content), stored) in given.iter().zip(digests) {
@@ -169,8 +171,8 @@ impl Image {
     /// Reads one page. A page that was never stored is zero.
     ///
     /// # Errors
-    /// [`StoreError::Page`] if it is damaged; then `content` must not be used. [`StoreError::NoSuchPage`].
-    /// [`StoreError::NoSuchCheckpoint`] if the checkpoint is not kept any more.
+    /// [`StoreError::Page`] if the page is damaged; `content` must not be used then. [`StoreError::NoSuchPage`].
+    /// [`StoreError::NoSuchCheckpoint`] if the store does not keep the checkpoint any more.
     pub fn read_page(&self, page: PageId, content: &mut Page) -> Result<()> {
         match &self.source {
             Source::Local(local) => local.read_page(page, content),
@@ -178,10 +180,10 @@ impl Image {
         }
     }
 
-    /// Reads many pages; passes them to `take` in the given order.
+    /// Reads pages of any blocks, and passes them to `take` in the given order.
     ///
     /// # Errors
-    /// As [`Image::read_page`]; the pages before the failed one were passed.
+    /// Errors of [`Image::read_page`]. The pages before the failed page were passed to `take`.
     pub fn read_many(&self, pages: &[PageId], take: impl FnMut(PageId, &Page)) -> Result<()> {
         match &self.source {
             Source::Local(local) => local.read_many(pages, take),
@@ -192,7 +194,7 @@ impl Image {
     /// Reads consecutive pages.
     ///
     /// # Errors
-    /// As [`Image::read_many`].
+    /// Errors of [`Image::read_many`].
     pub fn read_pages(&self, block: BlockId, pages: Range<PageNo>, mut take: impl FnMut(PageNo, &Page)) -> Result<()> {
         const TOGETHER: u64 = 4096;
         let (mut first, last) = (pages.start.0, pages.end.0);
@@ -205,8 +207,7 @@ impl Image {
         Ok(())
     }
 
-    /// Iterates over the pages that are not zero, the most recently written first: the guest's working set, then the
-    /// rest.
+    /// Iterates over the nonzero pages, the most recently written first: the guest's working set, then the rest.
     pub fn hot(&self) -> HotPages<'_> {
         match &self.source {
             Source::Local(local) => match local.hot() {
@@ -218,12 +219,12 @@ impl Image {
     }
 }
 
-/// Pages of a checkpoint, the most recently written first.
+/// Nonzero pages of a checkpoint, the most recently written first.
 #[derive(Debug)]
 pub enum HotPages<'a> {
     Local(Box<Hot<'a>>),
     Remote(crate::remote::RemoteHot<'a>),
-    /// The order cannot be determined: returns the error once.
+    /// The order cannot be determined. The iterator returns the error once.
     Unknown(Option<Box<StoreError>>),
 }
 

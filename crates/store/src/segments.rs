@@ -1,4 +1,4 @@
-//! Reads segments: keeps files open, and decodes the directories of frames.
+//! Reads segments: keeps their files open, and decodes the directories of frames.
 
 use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
@@ -11,20 +11,20 @@ use crate::home::Home;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Limit of open files: a process may have 1024 by default.
+/// Limit of open files. By default a process may have 1024.
 const MAX_OPEN: usize = 256;
 
-/// Bytes of a frame that are read first: enough for the directory of 512 pages.
+/// Bytes that are read first of a frame: enough for a directory of 512 pages.
 const USUAL: usize = FRAME_HEADER_LEN + 512 * RECORD_LEN;
 
-/// Open segments, for reading.
+/// Segments that are open for reading, by epoch and number.
 #[derive(Debug, Default)]
 pub(crate) struct Files {
     open: Mutex<HashMap<(u64, u64), Arc<dyn DiskFile>>>,
 }
 
 impl Files {
-    /// Returns an open segment whose header was checked.
+    /// Returns an open segment whose header has been checked.
     ///
     /// # Errors
     /// [`StoreError::Missing`], [`StoreError::Damaged`].
@@ -62,7 +62,7 @@ pub(crate) fn open_checked(home: &Home, extent: Extent) -> Result<Arc<dyn DiskFi
 /// Passes each frame in the committed part of a segment, from byte `from`, to `take`.
 ///
 /// # Errors
-/// Damage, and errors of `take`.
+/// [`StoreError::Damaged`]; errors of reading the segment; errors of `take`.
 pub(crate) fn frames(
     home: &Home,
     extent: Extent,
@@ -75,7 +75,7 @@ pub(crate) fn frames(
     let mut at = from.max(HEADER_LEN);
     let mut buffer = vec![0; DIRECTORY_ROOM];
     while at < extent.len {
-        // Most directories are short.
+        // Most directories fit into the first read.
         let front = buffer.get_mut(..USUAL).unwrap_or_default();
         let mut found = file.read_at(front, at).map_err(home.failed(&name, "reading"))?;
         let header = FrameHeader::decode(front.get(..found).unwrap_or_default(), at).map_err(flawed)?;

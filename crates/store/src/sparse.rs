@@ -1,10 +1,10 @@
-//! Tables with a value for every page of a block. Only parts with values use memory, so a large block without pages
-//! costs nothing.
+//! Tables with a value for every page of a block. Only parts with values use memory, so that a large block without
+//! pages costs nothing.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Pages of a part.
+/// Number of pages of a part.
 const PART: usize = 4096;
 
 fn split(page: u64) -> (usize, usize) {
@@ -15,12 +15,12 @@ fn parts(pages: u64) -> usize {
     pages.div_ceil(PART as u64) as usize
 }
 
-/// Returns the number of pages of a part: the last one is shorter.
+/// Returns the number of pages of a part. The last part may be shorter.
 fn part_len(pages: u64, part: usize) -> usize {
     pages.saturating_sub((part * PART) as u64).min(PART as u64) as usize
 }
 
-/// A value for every page; the default until one is set.
+/// A table with a value for every page. Each value is the default until it is set.
 #[derive(Debug, Clone)]
 pub(crate) struct Sparse<T> {
     pages: u64,
@@ -49,13 +49,13 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
         }
     }
 
-    /// Returns the value of a page; the default beyond the end.
+    /// Returns the value of a page; the default for a page beyond the end.
     pub fn get(&self, page: u64) -> T {
         let (part, within) = split(page);
         self.parts.get(part).and_then(|part| part.as_ref()?.get(within)).copied().unwrap_or_default()
     }
 
-    /// Returns a page's value for changing; `None` beyond the end.
+    /// Returns the value of a page for changing; `None` beyond the end.
     pub fn get_mut(&mut self, page: u64) -> Option<&mut T> {
         if page >= self.pages {
             return None;
@@ -66,7 +66,7 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
         part.get_or_insert_with(|| vec![T::default(); len].into_boxed_slice()).get_mut(within)
     }
 
-    /// Iterates over pages from `from` on whose value is not the default.
+    /// Iterates over the pages from `from` on whose value is not the default.
     pub fn set_from(&self, from: u64) -> impl Iterator<Item = (u64, T)> + '_ {
         let (first, within) = split(from);
         self.parts.iter().enumerate().skip(first).flat_map(move |(number, part)| {
@@ -79,7 +79,7 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
     }
 }
 
-/// The digests of a block's pages: set by the thread that commits, read by the thread that sends pages.
+/// Digests of a block's pages. The thread that commits sets them, and the thread that sends pages reads them.
 #[derive(Debug)]
 pub(crate) struct Digests {
     pages: u64,
@@ -87,12 +87,12 @@ pub(crate) struct Digests {
 }
 
 impl Digests {
-    /// Digests of `pages` pages, all 0.
+    /// Returns a table of `pages` digests, all 0.
     pub fn new(pages: u64) -> Self {
         Self { pages, parts: (0..parts(pages)).map(|_| OnceLock::new()).collect() }
     }
 
-    /// Returns a copy for `pages` pages.
+    /// Returns a copy with `pages` pages.
     pub fn resized(&self, pages: u64) -> Self {
         let new = Self::new(pages);
         for (number, (old, new)) in self.parts.iter().zip(&new.parts).enumerate() {
@@ -109,14 +109,13 @@ impl Digests {
         self.parts.iter().all(|part| part.get().is_none())
     }
 
-    /// Returns the digest of a page; 0 beyond the end.
+    /// Returns the digest of a page; 0 for a page beyond the end.
     pub fn get(&self, page: u64) -> u64 {
         let (part, within) = split(page);
         let value = self.parts.get(part).and_then(|part| part.get()?.get(within));
         value.map_or(0, |value| value.load(Ordering::Relaxed))
     }
 
-    /// Sets the digest of a page.
     pub fn set(&self, page: u64, digest: u64) {
         let (part, within) = split(page);
         let len = part_len(self.pages, part);
@@ -142,7 +141,7 @@ mod tests {
         fn tables_agree_with_maps(sets in proptest::collection::vec((0u64..20_000, 1u64..100), 0..60), from in 0u64..20_000) {
             let mut sparse = Sparse::<u64>::new(10_000);
             let digests = Digests::new(10_000);
-            // Before the end grows, and in the part that grows.
+            // One page before the old end of the table, and one in the part that grows.
             for page in [9_000, 9_999] {
                 *sparse.get_mut(page).unwrap() = 7;
                 digests.set(page, 7);

@@ -6,48 +6,47 @@ use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use uuid::Uuid;
 
-/// The VM of a store.
+/// The VM to which a store belongs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vm {
-    /// Unique among all VMs.
     pub uuid: Uuid,
-    /// Name for people.
+    /// Name for users.
     pub name: String,
 }
 
-/// One RAM block at a checkpoint.
+/// A RAM block as it was at a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Block {
     /// QEMU's name of the block, as `info ramblock` shows it.
     pub id: String,
-    /// Bytes in use.
+    /// Bytes in use, which are stored.
     pub used: u64,
-    /// Bytes to which it may grow.
+    /// Bytes to which the block may grow.
     pub max: u64,
     /// Page size of the backing memory (4 KiB, or the huge page size). The store's own pages always have [`PAGE_SIZE`].
     pub page_size: u64,
 }
 
 impl Block {
-    /// Number of pages of [`PAGE_SIZE`].
+    /// Returns the number of pages of [`PAGE_SIZE`].
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.used.div_ceil(PAGE_SIZE as u64)
     }
 }
 
-/// What happens to the guest when its store gets a new owner.
+/// Effect on the guest when its store gets a new owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Guest {
-    /// Nothing: it continues to run where it is.
+    /// The guest continues to run unchanged.
     #[default]
     Same,
-    /// It was booted: earlier checkpoints are of another run of the guest.
+    /// The guest was booted: earlier checkpoints belong to another run of the guest.
     Booted,
-    /// It resumes from a checkpoint.
+    /// The guest resumes from a checkpoint.
     Restored,
-    /// It was cleanly shut down: no checkpoint may be restored.
+    /// The guest was cleanly shut down: no checkpoint may be restored.
     Ended,
 }
 
@@ -55,37 +54,39 @@ pub enum Guest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum OnlyIf {
-    /// This is still the owner epoch.
+    /// The owner epoch still has this value.
     Epoch(u64),
-    /// The guest is still the one that began with this epoch, even if the store had other owners since.
+    /// The guest is still the one that began in epoch `run`, even if the store has had other owners since.
     Run { run: u64 },
 }
 
-/// The owner of a store: only its commits are valid.
+/// The owner of a store. Only commits of the newest owner are valid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
-    /// Name of its host.
+    /// Name of the owner's host.
     pub host: String,
-    /// Process ID on that host.
+    /// Process ID on the owner's host.
     pub pid: u32,
-    /// Name of the operation, e.g. `protect web`.
+    /// Operation as shown to users, e.g. `protect web`.
     pub operation: String,
-    /// Start of the ownership, in microseconds since 1970 by the owner's clock.
+    /// Time when the ownership began, in microseconds since 1970 by the owner's clock.
     pub since_us: u64,
-    /// What it has done with the guest.
+    /// Effect of the owner's operation on the guest.
     #[serde(default)]
     pub guest: Guest,
-    /// Epoch in which the guest began to run on its host, or was shut down. A host that runs the guest of an earlier
-    /// epoch must stop it. Filled in by the store; 0 if unknown, because an older Rekindle has claimed the store.
+    /// Epoch in which the guest began to run on its host, or was shut down. A host that runs the guest since an earlier
+    /// epoch must stop the guest. The store fills this in; 0 if unknown, because an older Rekindle has claimed the
+    /// store.
     #[serde(default)]
     pub run: u64,
-    /// Epoch in which the guest was booted, or shut down: checkpoints of an earlier epoch are not of it. As `run`.
+    /// Epoch in which the guest was booted or shut down. Checkpoints of earlier epochs belong to an earlier boot. The
+    /// store fills this in; 0 if unknown.
     #[serde(default)]
     pub boot: u64,
 }
 
 impl Owner {
-    /// This process, which does `operation` from now on, and does not change the guest.
+    /// Returns an owner for this process and `operation`, with the guest unchanged ([`Guest::Same`]).
     #[must_use]
     pub fn here(operation: &str) -> Self {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -93,7 +94,6 @@ impl Owner {
         Self { host, pid, operation, since_us, guest: Guest::Same, run: 0, boot: 0 }
     }
 
-    /// Sets what the owner has done with the guest.
     #[must_use]
     pub fn with(self, guest: Guest) -> Self {
         Self { guest, ..self }
@@ -107,14 +107,14 @@ impl fmt::Display for Owner {
     }
 }
 
-/// Numbers of pages of a checkpoint.
+/// Numbers of pages in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Pages {
-    /// Stored with their content.
+    /// Pages stored with content.
     pub stored: u64,
-    /// Recorded as zero.
+    /// Pages recorded as zero.
     pub zero: u64,
-    /// Sent by the caller, but unchanged and not stored.
+    /// Pages that the caller has added but that were unchanged, so that they were not stored.
     pub unchanged: u64,
     /// Bytes of the stored pages after compression.
     pub compressed: u64,
@@ -123,17 +123,17 @@ pub struct Pages {
 /// A committed checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointInfo {
-    /// The first of a store is 1, and there is no gap.
+    /// Number of the checkpoint. The first checkpoint of a store has number 1; numbers have no gaps.
     pub number: u64,
-    /// Epoch of the owner that committed it.
+    /// Epoch of the owner that committed the checkpoint.
     pub epoch: u64,
-    /// Time of the commit, in microseconds since 1970 by that owner's clock.
+    /// Time of the commit, in microseconds since 1970 by the owner's clock.
     pub time_us: u64,
     pub blocks: Vec<Block>,
     pub pages: Pages,
-    /// Total bytes written for it.
+    /// Total bytes written for the checkpoint.
     pub bytes: u64,
-    /// Bytes of its device state.
+    /// Bytes of the device state.
     pub devices: u64,
 }
 
@@ -143,7 +143,7 @@ pub struct Committed {
     /// Number of the checkpoint.
     pub number: u64,
     pub pages: Pages,
-    /// Total bytes written.
+    /// Total bytes written for the checkpoint.
     pub bytes: u64,
     /// Time spent writing.
     pub writing: Duration,
@@ -156,7 +156,7 @@ pub fn now_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
-/// Formats a time for people: `2025-03-01 12:30:05.123 UTC`.
+/// Formats a time for users: `2025-03-01 12:30:05.123 UTC`.
 #[must_use]
 pub fn utc(us: u64) -> String {
     let (seconds, ms) = (us / 1_000_000, us / 1000 % 1000);

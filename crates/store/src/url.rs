@@ -15,13 +15,13 @@ pub enum StoreUrl {
     Remote(Remote),
 }
 
-/// A store on a server.
+/// Address of a store on a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remote {
-    /// Name or address of the server, an IPv6 address without its brackets.
+    /// Host name or IP address of the server; an IPv6 address without its brackets.
     pub host: String,
     pub port: u16,
-    /// Name of the store there.
+    /// Name of the store on the server.
     pub name: ImageName,
 }
 
@@ -30,38 +30,36 @@ pub struct Remote {
 #[serde(into = "String", try_from = "String")]
 pub struct ImageName(String);
 
-/// Why a text is not the address of a store.
+/// Fault of a text that is not a valid address of a store.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
-    /// The text is empty.
     #[error("empty; write a directory, or tls://HOST:PORT/NAME")]
     Empty,
-    /// A directory of another host, in the notation of `scp` and NFS.
+    /// The text is a path on another host, in the notation of `scp` and NFS.
     #[error(
         "`{text}` is taken for a directory of host {host}, which cannot be opened directly: mount it and write the path of the mount, or run \
          `rekindle store serve` on {host} and write tls://{host}:PORT/NAME; for a directory here of that name write ./{text}"
     )]
     OfHost {
         text: String,
-        /// The part before the colon, without a user.
+        /// The part before the colon, without the user name.
         host: String,
     },
-    /// Another scheme.
+    /// The scheme is neither `tls` nor `file`.
     #[error("`{scheme}://` is not known; write a directory, file:///DIRECTORY, or tls://HOST:PORT/NAME")]
     Scheme {
         /// The part before `://`.
         scheme: String,
     },
-    /// A file URL with a host, or without a full path.
+    /// The file URL has a host, or no absolute path.
     #[error("`{url}` does not name a directory from / on; write file:///DIRECTORY with three slashes")]
     File { url: String },
-    /// The URL has escapes, which are not supported.
+    /// The file URL has percent-encoded characters, which are not supported.
     #[error("`{url}` has a `%`; write the path as it is, without file://")]
     Escaped { url: String },
-    /// Not `HOST:PORT/NAME`.
+    /// The text after `tls://` is not `HOST:PORT/NAME`.
     #[error("`{url}` is not tls://HOST:PORT/NAME: {what}")]
     Remote { url: String, what: &'static str },
-    /// The name of the store is invalid.
     #[error(
         "`{name}` cannot be the name of a store on a server; use 1 to 64 of a-z, 0-9, `.`, `_` and `-`, beginning with a letter or digit"
     )]
@@ -109,7 +107,7 @@ impl FromStr for StoreUrl {
             "file" if rest.starts_with('/') => Ok(Self::Directory(PathBuf::from(rest))),
             "file" => Err(UrlError::File { url: text.into() }),
             "tls" => remote(text, rest).map(Self::Remote),
-            // A relative path may contain anything.
+            // A relative path may contain `://`.
             _ if scheme.contains(['/', '.']) => Ok(Self::Directory(PathBuf::from(text))),
             _ => Err(UrlError::Scheme { scheme: scheme.into() }),
         }

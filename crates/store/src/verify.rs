@@ -1,4 +1,4 @@
-//! Verification: checks every byte of a store that is in use.
+//! Verifies every byte of a store that is in use.
 
 use crate::error::{Result, StoreError};
 use crate::format::entry::Section;
@@ -16,26 +16,25 @@ use std::collections::HashSet;
 /// Result of a verification.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Verified {
-    /// Checkpoints that were checked.
     pub checkpoints: u64,
-    /// Stored pages that were checked; a page that several checkpoints share counts once.
+    /// Number of stored pages that were checked. A page that several checkpoints share counts once.
     pub pages: u64,
-    /// Stored bytes of these pages.
+    /// Stored bytes of the checked pages.
     pub bytes: u64,
-    /// Messages about damage.
+    /// Messages about damage that cannot be repaired, and about checkpoints that could not be checked.
     pub bad: Vec<String>,
-    /// Messages about damage that can be repaired: base indices.
+    /// Messages about damage that can be repaired: damaged base indices.
     pub warnings: Vec<String>,
 }
 
 impl Verified {
-    /// Returns whether there is no damage, except for warnings.
+    /// Returns whether there is no damage other than [`Verified::warnings`].
     #[must_use]
     pub fn is_good(&self) -> bool {
         self.bad.is_empty()
     }
 
-    /// Returns the value of a successful check of the store `home`; records the error of a failed one.
+    /// Returns the value of a successful check. Records the error of a failed check, unless a file was only replaced.
     fn note<T>(&mut self, home: &Home, result: Result<T>) -> Option<T> {
         match result {
             Ok(found) => Some(found),
@@ -58,7 +57,7 @@ impl Verified {
 /// the bytes of pages that were read, and an estimate of the total.
 ///
 /// # Errors
-/// Only when nothing can be checked: [`StoreError::NotAStore`], or a damaged superblock.
+/// Errors after which nothing can be checked: [`StoreError::NotAStore`], or a damaged superblock.
 pub(crate) fn verify(home: &Home, mut progress: impl FnMut(u64, u64)) -> Result<Verified> {
     let mut verified = Verified::default();
     for (slot, claim) in claims(home, &mut verified) {
@@ -80,7 +79,8 @@ pub(crate) fn verify(home: &Home, mut progress: impl FnMut(u64, u64)) -> Result<
     }
     let mut seen = HashSet::new();
     for number in manifest.numbers() {
-        // The owner may remove the checkpoint, or move its pages to other segments: then its current state is checked.
+        // The owner may remove the checkpoint or move its pages to other segments. The check is then repeated on the
+        // current state.
         let mut tries = 0;
         loop {
             tries += 1;
@@ -118,13 +118,13 @@ fn checkpoint(
     }
     table(home, &entry)?;
     let image = LocalImage::open(home.clone(), Some(number))?;
-    // The base index must agree with the directories.
+    // The base index must agree with the directories of the segments.
     let plain = Index::build(home, &Files::default(), &manifest, image.table(), false)?;
     pages(&image, &plain, seen, verified, progress);
     Ok(())
 }
 
-/// Lists the numbers of all log entries, and whether each is a claim.
+/// Lists the numbers of all log entries; the second value is whether the entry is a claim.
 fn claims(home: &Home, verified: &mut Verified) -> Vec<(u64, bool)> {
     let Some((slots, _)) = verified.note(home, log::slots(home)) else { return Vec::new() };
     let is_claim = |slot| log::read(home, slot).is_ok_and(|entry| entry.kind == crate::format::entry::Kind::Claim);
@@ -167,7 +167,7 @@ fn pages(
             }
         }
     }
-    // In the order of their places on the disk.
+    // Pages are read in the order of their places on the disk.
     to_read.sort_unstable();
     let mut content = [0; PAGE_SIZE];
     for some in to_read.chunks(1024) {
@@ -182,7 +182,7 @@ fn pages(
                     }
                 }
             }
-            // One by one, to find the damaged ones.
+            // Each page is read alone, to find the damaged ones.
             Err(_) => {
                 for id in ids {
                     verified.pages += 1;

@@ -1,14 +1,15 @@
-//! Writes checkpoints.
+//! Writes checkpoints as the owner of a store.
 //!
 //! ```text
-//! caller               packers (threads)      the store's own thread
-//! digest, drop what    compress in place      append, commit, compact
-//! is unchanged ------> -------------------->  (or send to a server)
+//! caller                packers (threads)      the store's own thread
+//! digest, drop          compress in place      append, commit, compact
+//! unchanged pages ----> -------------------->  (or send to a server)
 //! ```
 //!
-//! From the guest's memory to the disk, a page stays in one buffer: that of its frame, with space for the frame's
-//! directory before the first page. The caller digests each page, which takes about 200 ns and avoids storing
-//! unchanged pages. All other work is done by other threads. Frames keep their order, whichever packer is done first.
+//! From the guest's memory to the disk, a page stays in the buffer of one frame, which has space for the frame's
+//! directory before the first page. The caller's thread computes the digest of each page. This takes about 200 ns and
+//! avoids storing unchanged pages. Other threads do all other work. Frames are written in the order in which they were
+//! filled, regardless of which packer is done first.
 
 use crate::disk::{Disk, LocalDisk};
 use crate::engine::{self, Engine, Frame, Request, Settings, StartedBlock, State};
@@ -26,7 +27,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-/// Limit of pages in a frame: with header and directory it fits into a huge page.
+/// Limit of pages in a frame. With its header and directory, the frame fits into a huge page.
 const FRAME_PAGES: usize = 507;
 /// Bytes before the first page of a frame that is being built: space for the longest directory.
 const HEAD: usize = FRAME_HEADER_LEN + FRAME_RECORDS * RECORD_LEN;
@@ -39,24 +40,24 @@ pub struct Options {
     pub vm: Vm,
     /// Number of checkpoints to keep, at least 1.
     pub keep: u32,
-    /// The owner's operation, as shown to users: `protect web`.
+    /// Operation as shown to users, e.g. `protect web`.
     pub operation: String,
-    /// What happens to the guest.
+    /// Effect of the operation on the guest.
     pub guest: Guest,
     /// Become the owner only if this condition holds. The store must exist.
     pub only_if: Option<OnlyIf>,
-    /// Threads that compress; 0: depends on this machine.
+    /// Number of threads that compress; with 0, it depends on the number of processors.
     pub packers: usize,
-    /// Certificates for a server.
+    /// Certificates for a store on a server.
     pub identity: Option<Identity>,
-    /// Bytes of a segment; 0: depends on the guest's size.
+    /// Bytes of a segment; with 0, the length depends on the guest's RAM.
     pub segment: u64,
-    /// Create a missing store. Never with `only_if`.
+    /// Create a missing store. Has no effect with `only_if`.
     pub create: bool,
 }
 
 impl Options {
-    /// Default options for `vm`: keep 10 checkpoints, in an existing store.
+    /// Returns the default options for `vm`: keep 10 checkpoints, do not create a missing store.
     #[must_use]
     pub fn new(vm: Vm, operation: &str) -> Self {
         let operation = operation.to_owned();
@@ -65,10 +66,10 @@ impl Options {
     }
 }
 
-/// A frame that is being built: its pages follow [`HEAD`], one after another.
+/// A frame that is being built. Its pages follow the first [`HEAD`] bytes without gaps.
 #[derive(Debug)]
 struct FrameBuilder {
-    /// `len` is 0 for pages of zeroes, which have no content in the frame.
+    /// A record's `len` is 0 for a page of zeroes, which has no content in the frame.
     records: Vec<Record>,
     frame: Frame,
 }
@@ -80,14 +81,14 @@ impl FrameBuilder {
         Self { records: Vec::with_capacity(FRAME_RECORDS), frame }
     }
 
-    /// Number of pages that still fit.
+    /// Returns the number of pages that still fit.
     fn room(&self) -> usize {
         let pages = self.frame.bytes.len().saturating_sub(HEAD) / PAGE_SIZE;
         FRAME_PAGES.saturating_sub(pages).min(FRAME_RECORDS.saturating_sub(self.records.len()))
     }
 }
 
-/// Job of a packer: pack the frame and send it.
+/// Job of a packer: pack the frame, then send it.
 type Job = (FrameBuilder, Sender<Frame>);
 
 /// State of a store that was opened for writing.
@@ -99,9 +100,9 @@ pub(crate) struct Opened {
     pub epoch: u64,
 }
 
-/// The owner of a store, writing checkpoints into it.
+/// The owner of a store, which writes checkpoints into it.
 ///
-/// Dropping it ends its threads; what was committed stays.
+/// Dropping the writer ends its threads. Committed checkpoints stay.
 #[derive(Debug)]
 pub struct Writer {
     store: String,
@@ -110,23 +111,23 @@ pub struct Writer {
     epoch: u64,
     requests: Option<Sender<Request>>,
     jobs: Option<Sender<Job>>,
-    /// Channel of free buffers; the sender returns a buffer to it.
+    /// Channel of free buffers. The store's thread returns a buffer after writing its frame.
     frames: (Sender<Frame>, Receiver<Frame>),
     threads: Vec<JoinHandle<()>>,
     raw: Option<FrameBuilder>,
-    /// With the pages that were sent for the open checkpoint.
+    /// The blocks of the open checkpoint, each with the pages that were sent for it.
     blocks: Vec<(StartedBlock, DirtySet)>,
     unchanged: u64,
 }
 
 impl Writer {
-    /// Opens a store and becomes its owner: no earlier owner can commit any more.
+    /// Opens a store and becomes its owner: no previous owner can commit any more.
     ///
     /// # Errors
-    /// [`StoreError::NotAStore`] without [`Options::create`]; [`StoreError::OtherVm`], [`StoreError::NotEmpty`],
-    /// damage; [`StoreError::Superseded`] with
-    /// [`Options::only_if`]; [`StoreError::Connection`] and [`StoreError::Refused`] for one on a server. The earlier
-    /// owner then still is the owner.
+    /// [`StoreError::NotAStore`] without [`Options::create`]; [`StoreError::OtherVm`], [`StoreError::NotEmpty`];
+    /// [`StoreError::Superseded`] with [`Options::only_if`]. The previous owner is still the owner then. After any
+    /// other error the store may have been claimed already: damage; [`StoreError::Io`]; for a store on a server also
+    /// [`StoreError::Connection`] and [`StoreError::Refused`].
     pub fn open(url: &StoreUrl, options: &Options) -> Result<Self> {
         match url {
             StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), options),
@@ -138,10 +139,10 @@ impl Writer {
         }
     }
 
-    /// As [`Writer::open`], for a store in `disk`.
+    /// Opens the store in `disk`, like [`Writer::open`].
     ///
     /// # Errors
-    /// As [`Writer::open`].
+    /// Errors of [`Writer::open`] for a store in a directory.
     pub fn on_disk(disk: Arc<dyn Disk>, options: &Options) -> Result<Self> {
         let settings = Settings { keep: options.keep.max(1), segment: options.segment, create: options.create };
         let owner = Owner::here(&options.operation).with(options.guest);
@@ -158,7 +159,7 @@ impl Writer {
     ) -> Result<Self> {
         let failed = |e: io::Error| StoreError::io(&store, "", "starting a thread", e);
         let packers = match options.packers {
-            // More than two would take processor time that the guest needs.
+            // More than two threads would take processor time that the guest needs.
             0 => thread::available_parallelism().map_or(1, |cores| cores.get().min(2)),
             set => set.min(16),
         };
@@ -173,7 +174,7 @@ impl Writer {
             let packer = thread::Builder::new().name("store packer".into()).spawn(move || pack_all(&todo));
             threads.push(packer.map_err(failed)?);
         }
-        // In addition to those being packed, one is filled, one is written, and one is spare.
+        // In addition to a frame for each packer: one is being filled, one is being written, and one is spare.
         for _ in 0..packers + 3 {
             let _ = frames.0.send(Frame::default());
         }
@@ -194,26 +195,26 @@ impl Writer {
         })
     }
 
-    /// Returns the owner epoch. For a store on a server it grows with each new connection.
+    /// Returns the owner epoch. For a store on a server, each new connection increases it.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Epoch(reply)).and_then(|()| self.answer(&answer)).unwrap_or(self.epoch)
     }
 
-    /// Number of the next checkpoint.
+    /// Returns the number that the next checkpoint gets.
     #[must_use]
     pub fn next_number(&self) -> u64 {
         self.next
     }
 
-    /// Sets how many checkpoints are kept from the next commit on.
+    /// Sets how many checkpoints the store keeps from the next commit on.
     pub fn keep(&mut self, keep: u32) {
         let _ = self.ask(Request::Keep(keep));
     }
 
-    /// Keeps checkpoint `number` and all later ones regardless of their age, because it is being read. `None`
-    /// releases it. Until then the store may exceed its size limit.
+    /// Keeps checkpoint `number` regardless of its age, because a process reads it. `None` releases it. Pages that
+    /// later checkpoints replace stay on the disk meanwhile, so the store may exceed its size limit.
     pub fn hold(&mut self, number: Option<u64>) {
         let _ = self.ask(Request::Hold(number));
     }
@@ -221,13 +222,13 @@ impl Writer {
     /// Begins a checkpoint of a VM that has these RAM blocks.
     ///
     /// # Errors
-    /// [`StoreError::Superseded`]; [`StoreError::Blocks`]; for a store on a server also [`StoreError::Connection`],
-    /// if it cannot be reached again.
+    /// [`StoreError::Superseded`]; [`StoreError::Blocks`]; for a store on a server also [`StoreError::Connection`] if
+    /// reconnecting fails.
     pub fn begin(&mut self, blocks: &[Block]) -> Result<Checkpoint<'_>> {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Begin(blocks.to_vec(), reply))?;
         let started = self.answer(&answer)??;
-        // The sets are reused, to keep their memory.
+        // Reuses the allocated memory of the previous checkpoint's sets.
         let mut sets = std::mem::take(&mut self.blocks).into_iter().map(|(_, set)| set);
         let with_set = |started| {
             let mut set = sets.next().unwrap_or_default();
@@ -240,20 +241,20 @@ impl Writer {
         Ok(Checkpoint { writer: self, open: true })
     }
 
-    /// Frees all space that can be freed; returns the number of bytes.
+    /// Frees all space that can be freed. Returns the number of bytes.
     ///
     /// # Errors
-    /// The system's; the store is then unchanged.
+    /// [`StoreError::Superseded`]; errors of reading and writing segments. Committed checkpoints stay unchanged.
     pub fn compact(&mut self) -> Result<u64> {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Compact(reply))?;
         self.answer(&answer)?
     }
 
-    /// Finishes background work and writes a base index, so that opening is fast.
+    /// Finishes background work and writes a base index, so that opening the store is fast.
     ///
     /// # Errors
-    /// The system's; committed checkpoints stay.
+    /// [`StoreError::Superseded`]; errors of reading and writing segments. Committed checkpoints stay unchanged.
     pub fn settle(&mut self) -> Result<()> {
         let (reply, answer) = mpsc::channel();
         self.ask(Request::Settle(reply))?;
@@ -274,14 +275,14 @@ impl Writer {
 
     /// Sends the frame that is being built to a packer, and a receiver for the packed frame to the store's thread.
     fn flush(&mut self) -> Result<()> {
-        // An empty frame stays for the next checkpoint.
+        // An empty frame is kept for the next checkpoint.
         let Some(raw) = self.raw.take_if(|raw| !raw.records.is_empty()) else { return Ok(()) };
         let (packed, coming) = mpsc::channel();
         self.jobs.as_ref().and_then(|jobs| jobs.send((raw, packed)).ok()).ok_or_else(|| self.ended())?;
         self.ask(Request::Frame(coming, self.frames.0.clone()))
     }
 
-    /// Takes a frame with space for at least one page.
+    /// Returns a frame with space for at least one page.
     fn room(&mut self) -> Result<FrameBuilder> {
         if self.raw.as_ref().is_some_and(|raw| raw.room() == 0) {
             self.flush()?;
@@ -296,7 +297,7 @@ impl Writer {
     fn record(&mut self, block: BlockId, page: PageNo, content: &Page) -> Option<Record> {
         let digest = self.digester.digest(content);
         let (started, sent) = self.blocks.get_mut(block.0)?;
-        // A page that was sent already may have had other content then.
+        // A page that was sent already may have had other content at that time.
         if started.digests.get(page.0) == digest && !sent.contains(page) {
             self.unchanged += 1;
             return None;
@@ -309,7 +310,7 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        // Without senders, the threads end after the last request.
+        // The threads end after the last request, when all senders are dropped.
         self.requests = None;
         self.jobs = None;
         for thread in self.threads.drain(..) {
@@ -320,7 +321,7 @@ impl Drop for Writer {
     }
 }
 
-/// An open checkpoint. If it is dropped, it is aborted and leaves no trace.
+/// An open checkpoint. Dropping it aborts the checkpoint, and the store keeps no trace of it.
 #[derive(Debug)]
 pub struct Checkpoint<'a> {
     writer: &'a mut Writer,
@@ -328,17 +329,17 @@ pub struct Checkpoint<'a> {
 }
 
 impl Checkpoint<'_> {
-    /// The number that it gets when it is committed.
+    /// Returns the number that the checkpoint gets when it is committed.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.writer.next
     }
 
-    /// Adds pages of a block, given by its position in the table of [`Writer::begin`]. If a page is added twice, the
-    /// last content is stored. Pages that have not changed since the previous checkpoint are dropped. A page that was
-    /// never added to any checkpoint is zero.
+    /// Adds pages of a block, which is given by its position in the table of [`Writer::begin`]. If a page is added
+    /// twice, the last content is stored. A page that has not changed since the previous checkpoint is not stored
+    /// again. A page that was never added to any checkpoint is zero.
     ///
-    /// Returns when the contents are copied. The commit returns errors of storing them.
+    /// Returns after the contents are copied. Errors of storing them are returned by [`Checkpoint::commit`].
     ///
     /// # Errors
     /// [`StoreError::NoSuchPage`] for a page that the block does not have; [`StoreError::Closed`].
@@ -357,11 +358,11 @@ impl Checkpoint<'_> {
         Ok(())
     }
 
-    /// As [`Checkpoint::pages`], for the pages in `runs` (offsets). `read` is called with some of the runs and a
-    /// buffer of their size, which it must fill. This saves a copy of each page.
+    /// Adds the pages in `runs`, like [`Checkpoint::pages`]. `read` is called with some of the runs and a buffer of
+    /// their size, which it must fill. This saves a copy of each page.
     ///
     /// # Errors
-    /// As [`Checkpoint::pages`], and those of `read`.
+    /// Errors of [`Checkpoint::pages`] and of `read`.
     pub fn read<E: From<StoreError>>(
         &mut self,
         block: BlockId,
@@ -416,7 +417,7 @@ impl Checkpoint<'_> {
         bytes.truncate(to);
     }
 
-    /// Checks that there is such a block, with page `page`.
+    /// Checks that `block` exists, and with `page`, that the block has this page.
     fn check(&self, block: BlockId, page: Option<PageNo>) -> Result<()> {
         let found = self.writer.blocks.get(block.0);
         if found.is_some_and(|(started, _)| page.is_none_or(|page| page.0 < started.pages)) {
@@ -431,16 +432,18 @@ impl Checkpoint<'_> {
         })
     }
 
-    /// Commits the checkpoint. `definition` describes how to rebuild the VM, `metadata` has notes of the protector;
-    /// the store does not interpret them. `devices` is the device state.
+    /// Commits the checkpoint. `definition` describes how to rebuild the VM; `metadata` has notes of the protector. The
+    /// store does not interpret these two. `devices` is the device state.
     ///
-    /// On success: the checkpoint is durable.
-    /// On failure: it is not committed, and the next one can begin.
+    /// On success, the checkpoint is durable.
+    /// On failure, the checkpoint is not committed, and the next one can begin. There are two exceptions, in which it
+    /// is unknown whether the checkpoint is committed: the connection to a server is lost during the commit, or an
+    /// error occurs while the log entry is linked or made durable. After the latter, every later call
+    /// fails with [`StoreError::Closed`].
     ///
     /// # Errors
-    /// [`StoreError::Superseded`] if there is another owner now; [`StoreError::NoSpace`]; [`StoreError::TooLarge`]; the
-    /// system's. After [`StoreError::Closed`], or if the connection to a server is lost during the commit, the
-    /// checkpoint may be committed.
+    /// [`StoreError::Superseded`] if there is a newer owner; [`StoreError::NoSpace`]; [`StoreError::TooLarge`];
+    /// [`StoreError::Io`]; [`StoreError::Closed`]; for a store on a server also [`StoreError::Connection`].
     pub fn commit(mut self, definition: &Value, metadata: &Value, devices: &[u8]) -> Result<Committed> {
         self.writer.flush()?;
         let json = |value: &Value| {
@@ -488,7 +491,7 @@ fn pack(packer: &mut Packer, raw: FrameBuilder) -> Frame {
     let (mut from, mut to) = (HEAD, HEAD);
     for record in records.iter_mut().filter(|record| record.len != 0) {
         let Some(page) = bytes.get(from..).and_then(|rest| rest.first_chunk::<PAGE_SIZE>()) else { break };
-        // Never longer than the page, so that it ends before the next page.
+        // The stored bytes are never longer than the page, so they end before the next page.
         match packer.pack(page) {
             Some(stored) => {
                 record.len = stored.len() as u16;

@@ -1,5 +1,5 @@
-//! Export and import against the real thing: what the store exports a stock QEMU loads, page by page the same, and what
-//! QEMU saves the store takes in.
+//! Export and import with QEMU: a stock QEMU loads an exported stream with all pages unchanged, and the store imports a
+//! stream that QEMU has saved.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -22,7 +22,7 @@ use uuid::Uuid;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A QEMU without a disk: its firmware runs, finds nothing to boot, and waits.
+/// A QEMU without a disk. Its firmware runs, finds no boot device, and waits.
 struct Guest {
     child: Child,
     qmp: Qmp,
@@ -58,7 +58,7 @@ impl Guest {
         Self { child, qmp }
     }
 
-    /// All of its RAM blocks with their content.
+    /// Returns all RAM blocks with their content.
     fn memory(&mut self) -> Vec<(RamBlock, Vec<u8>)> {
         let process = Process::of(self.child.id()).unwrap();
         let blocks = ramblock::list(&mut self.qmp).unwrap();
@@ -70,7 +70,7 @@ impl Guest {
         blocks.into_iter().map(read).collect()
     }
 
-    /// Load a stream, and wait until it is loaded.
+    /// Loads a stream, and waits until it is loaded.
     fn load(&mut self, stream: &Path) {
         self.qmp
             .execute::<Value>("migrate-incoming", json!({"uri": format!("exec:cat {}", stream.display())}))
@@ -113,7 +113,7 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name);
     let mut guest = Guest::start(directory.path(), "first", &OFF);
-    // Until the firmware has done something.
+    // Waits until the firmware has written to RAM.
     let deadline = Instant::now() + PATIENCE;
     loop {
         let filled = guest.memory().iter().find(|(block, _)| block.id == "pc.ram").map_or(0, |(_, content)| {
@@ -159,14 +159,14 @@ fn a_stock_qemu_loads_what_is_exported_and_what_it_saves_is_imported() {
     second.wait("query-status", "running");
     drop(second);
 
-    // For a QEMU with default options.
+    // A stream for a QEMU with default options.
     let named = path("named");
     export(&image, &mut File::create(&named).unwrap(), Some("pc-q35-7.2"), &mut |_, _| {}).unwrap();
     let mut third = Guest::start(directory.path(), "third", &["-S", "-incoming", "defer"]);
     third.load(&named);
     assert_same("exported with the machine's name", &mut third, &memory);
 
-    // What that QEMU saves by itself, with all that is usual.
+    // A stream that this QEMU saves itself with default options.
     let saved = path("saved");
     third.qmp.execute::<Value>("migrate", json!({"uri": format!("exec:cat > {}", saved.display())})).unwrap();
     third.wait("query-migrate", "completed");

@@ -1,11 +1,11 @@
-//! Numbered messages on one open connection; each must come back exactly.
+//! Numbered messages on one connection. The service must return each message unchanged.
 
 use crate::failure::{Broken, Failure};
 use crate::wire::{Io, Wire, closed_early};
 
 use super::Answer;
 
-/// The sender of one connection's messages. They are lines, so that servers that echo lines will do, all of one length.
+/// The messages of one connection. All are lines of the same length, so that services that echo lines work, too.
 #[derive(Debug)]
 pub(super) struct Echo {
     id: usize,
@@ -17,7 +17,8 @@ impl Echo {
         Self { id, number: 0 }
     }
 
-    /// The next message; its number continues over a new connection, so that no old answer can pass for a new one.
+    /// Returns the next message. The numbers continue over a new connection, so that an old answer cannot match a new
+    /// message.
     fn next(&mut self) -> String {
         self.number += 1;
         format!("rekindle-probe {:04x} {:016x}\n", self.id, self.number)
@@ -36,7 +37,7 @@ impl Echo {
             let bytes = &buffer[..received];
             if !message.as_bytes()[echoed..].starts_with(bytes) {
                 let text = format!("{:?} is no echo of {:?}", String::from_utf8_lossy(bytes), &message[echoed..]);
-                // What follows cannot be assigned to a request any more.
+                // Later bytes cannot be assigned to a request any more.
                 return Ok(Answer { keep: false, wrong: Some(Failure::WrongContent(text)) });
             }
             echoed += received;

@@ -1,4 +1,4 @@
-//! HTTP/1.1 `GET` on a connection kept alive.
+//! HTTP/1.1 `GET` on a persistent connection.
 
 use crate::failure::{Broken, Failure};
 use crate::target::Target;
@@ -7,7 +7,7 @@ use crate::wire::{Io, Wire, closed_early};
 use super::Answer;
 use super::response::Response;
 
-/// Sends one and the same request, and reads each answer whole.
+/// Sends the same request repeatedly, and reads each whole answer.
 #[derive(Debug)]
 pub(super) struct Http {
     request: Vec<u8>,
@@ -33,7 +33,7 @@ impl Http {
             let ended = if received == 0 { response.end() } else { response.push(&self.buffer[..received]) };
             match ended {
                 Ok(true) => break,
-                // The end of the stream, and the answer is not whole.
+                // The stream ended before the answer was complete.
                 Ok(false) if received == 0 => return Err(closed_early()),
                 Ok(false) => {}
                 Err(malformed) => {

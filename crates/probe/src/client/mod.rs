@@ -1,4 +1,4 @@
-//! One client: a connection, if one is open, and the protocol spoken on it.
+//! A client: its connection, if one is open, and the protocol on it.
 
 mod echo;
 mod http;
@@ -11,15 +11,15 @@ use crate::wire::{Dialer, Idle, Io, Observer, Wire};
 use echo::Echo;
 use http::Http;
 
-/// What came of a request, on a connection that was not lost.
+/// Result of a request whose connection was not lost.
 struct Answer {
-    /// Whether the connection can take another request.
+    /// The connection can be used for another request.
     keep: bool,
-    /// What was wrong with the answer, if anything.
+    /// Why the answer is wrong; `None` for a good answer.
     wrong: Option<Failure>,
 }
 
-/// Asks a target, one request at a time.
+/// Sends requests to a target, one at a time.
 #[derive(Debug)]
 pub(crate) struct Client {
     dialer: Dialer,
@@ -35,7 +35,7 @@ enum Protocol {
 }
 
 impl Client {
-    /// A client of `target`, not connected yet. `id` distinguishes its messages from those of other clients.
+    /// Returns a client of `target` without a connection. `id` distinguishes its messages from those of other clients.
     pub(crate) fn new(target: &Target, dialer: Dialer, id: usize) -> Self {
         let protocol = match target.scheme() {
             Scheme::Http => Protocol::Http(Http::new(target)),
@@ -45,11 +45,11 @@ impl Client {
         Self { dialer, wire: None, protocol }
     }
 
-    /// Sends one request and reads the whole answer, on the open connection or else on a new one.
+    /// Sends one request and reads the whole answer, on the open connection or on a new one.
     ///
-    /// The connection stays open for the next request only if this one left it in order. One that the other side ended
-    /// is reported to the observer, also if that happened since the last request: that costs a new connection, but
-    /// fails nothing.
+    /// The connection stays open for the next request only if the answer was complete and allows it. If the peer has
+    /// ended the connection, the observer is notified. If that happened before this request was sent, a new connection
+    /// is opened, and the request does not fail.
     pub(crate) fn exchange(&mut self, io: &Io<'_>) -> Result<(), Broken> {
         let mut wire = self.open(io)?;
         let result = match &mut self.protocol {
@@ -91,7 +91,7 @@ impl Client {
         self.dialer.dial(io)
     }
 
-    /// Closes the connection; one that the other side has already ended counts as lost.
+    /// Closes the connection. If the peer has already ended it, it counts as lost.
     pub(crate) fn close(&mut self, observer: &dyn Observer) {
         if self.wire.take().is_some_and(|wire| wire.idle() == Idle::Ended) {
             observer.lost();

@@ -1,12 +1,12 @@
-//! One HTTP/1.1 response, read piece by piece as it comes; the body is counted off and dropped (RFC 9112, section 6.3).
+//! An HTTP/1.1 response, parsed in pieces as they are received. The body is only counted (RFC 9112, section 6.3).
 
 use httparse::{EMPTY_HEADER, Header, Status, parse_chunk_size};
 
-/// The most that a response's head, or one line in a chunked body, may take.
+/// Limit of bytes in a response's head, or in a line of a chunked body.
 const MAX_HEAD: usize = 64 << 10;
 const MAX_HEADERS: usize = 128;
 
-/// Bytes that are no HTTP/1 response to a `GET`.
+/// Why bytes are not an HTTP/1 response to a `GET`.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Malformed {
     #[error("not an HTTP/1 response ({0})")]
@@ -23,11 +23,11 @@ pub(super) enum Malformed {
     Surplus(usize),
 }
 
-/// A response that is coming in.
+/// A response that is being received.
 #[derive(Debug, Default)]
 pub(super) struct Response {
     stage: Stage,
-    /// The head, or a line in a chunked body, while it is not whole.
+    /// The incomplete head, or the incomplete line of a chunked body.
     partial: Vec<u8>,
     status: u16,
     keep_alive: bool,
@@ -37,7 +37,7 @@ pub(super) struct Response {
 enum Stage {
     #[default]
     Head,
-    /// So many bytes are left.
+    /// Number of bytes that are left.
     Sized(u64),
     UntilClose,
     ChunkSize,
@@ -48,17 +48,17 @@ enum Stage {
 }
 
 impl Response {
-    /// The status code; 0 before the head is whole.
+    /// Returns the status code; 0 before the head is complete.
     pub(super) fn status(&self) -> u16 {
         self.status
     }
 
-    /// Whether the connection stays open after this response.
+    /// Returns whether the connection stays open after this response.
     pub(super) fn keep_alive(&self) -> bool {
         self.keep_alive
     }
 
-    /// Takes in what was received. Returns whether the response is now whole.
+    /// Adds received bytes. Returns whether the response is complete.
     pub(super) fn push(&mut self, mut bytes: &[u8]) -> Result<bool, Malformed> {
         loop {
             match self.stage {
@@ -69,7 +69,7 @@ impl Response {
                 Stage::Head => {
                     self.keep_partial(bytes)?;
                     let mut end = 0;
-                    // A server may send any number of interim responses before the real one.
+                    // A server may send any number of interim responses before the final response.
                     while self.stage == Stage::Head {
                         let Some((length, stage)) = self.parse_head(end)? else {
                             self.partial.drain(..end);
@@ -80,7 +80,7 @@ impl Response {
                     }
                     let rest = self.partial.split_off(end);
                     self.partial.clear();
-                    // Not a head any more.
+                    // The rest belongs to the body.
                     return self.push(&rest);
                 }
                 Stage::Sized(left) => {
@@ -104,7 +104,7 @@ impl Response {
         }
     }
 
-    /// Takes in the end of the stream. Returns whether the response is whole.
+    /// Ends the stream. Returns whether the response is complete.
     pub(super) fn end(&mut self) -> Result<bool, Malformed> {
         if self.stage == Stage::UntilClose {
             self.stage = Stage::Whole;
@@ -118,7 +118,8 @@ impl Response {
         if open { Ok(()) } else { Err(Malformed::HeadTooLong) }
     }
 
-    /// Parses the head that begins at `from` in `partial`, if it is whole: its length, and what follows it.
+    /// Parses the head that begins at `from` in `partial`. Returns its length and the next stage; `None` if it is
+    /// incomplete.
     fn parse_head(&mut self, from: usize) -> Result<Option<(usize, Stage)>, Malformed> {
         let unread = self.partial.get(from..).unwrap_or_default();
         let mut headers = [EMPTY_HEADER; MAX_HEADERS];
@@ -131,7 +132,7 @@ impl Response {
         let status = head.code.unwrap_or(0);
         let stage = match status {
             101 => return Err(Malformed::Upgrade),
-            // An interim response: the real one follows.
+            // This is an interim response. The final response follows.
             100..=199 => Stage::Head,
             204 | 304 => Stage::Whole,
             _ => body_of(head.headers)?,
@@ -145,7 +146,7 @@ impl Response {
         Ok(Some((length, stage)))
     }
 
-    /// What follows the line in `partial`.
+    /// Returns the stage that follows the line in `partial`.
     fn after_line(&self) -> Result<Stage, Malformed> {
         let line = self.partial.as_slice();
         match self.stage {
@@ -162,7 +163,7 @@ impl Response {
     }
 }
 
-/// Drops up to `left` bytes from the front; returns how many of `left` are still to come.
+/// Drops up to `left` bytes from the front. Returns how many of `left` are still to be received.
 fn drop_front(bytes: &mut &[u8], left: u64) -> u64 {
     let taken = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len());
     *bytes = &bytes[taken..];
@@ -194,7 +195,7 @@ fn body_of(headers: &[Header<'_>]) -> Result<Stage, Malformed> {
     })
 }
 
-/// The members of a header's comma-separated list, over all its lines.
+/// Iterates over the members of a header's comma-separated list, over all its lines.
 fn values<'h>(headers: &'h [Header<'h>], name: &str) -> impl Iterator<Item = &'h str> {
     headers
         .iter()
@@ -213,7 +214,7 @@ mod tests {
 
     use super::*;
 
-    /// Status, and whether the connection is kept, of a response that must be whole at its last byte and not before.
+    /// Returns status and `keep_alive` of a response that must be complete at its last byte and not before.
     fn whole(text: &str) -> (u16, bool) {
         let mut response = Response::default();
         let (last, front) = text.as_bytes().split_last().unwrap();

@@ -1,4 +1,4 @@
-//! `echo://`: numbered messages that must come back.
+//! `echo://`: numbered messages that the service must return.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -59,7 +59,7 @@ fn an_echo_too_many_is_wrong_content() {
 
 #[test]
 fn a_reset_is_counted_and_probing_continues() {
-    // Closing with bytes unread sends a reset.
+    // Closing with unread bytes sends a reset.
     let server = Server::start(|mut stream, number| {
         let mut message = [0; 37];
         if number == 0 {

@@ -56,7 +56,7 @@ fn a_silence_is_a_gap_of_at_least_its_length() {
     assert_eq!((report.failed.total(), report.connections_opened, report.connections_lost), (0, 1, 0));
     assert!(report.longest_gap_us >= 80_000, "{}", report.longest_gap_us);
     assert!(report.skipped >= 70, "{}", report.skipped);
-    // On a busy machine the start can be a silence as long.
+    // On a busy machine, the first answer can take as long as the gap.
     let started = report.started_unix_ns;
     let gap = report.gaps.iter().find(|gap| gap.length_us >= 80_000 && gap.start_unix_ns > started).unwrap();
     assert!(gap.start_unix_ns + gap.length_us * 1000 <= started + (report.elapsed_us + 1) * 1000);
@@ -129,7 +129,8 @@ fn a_close_between_requests_is_a_lost_connection() {
         let _ = closes.lock().unwrap().send(());
         Ok(())
     });
-    // With an endless pace the one lost connection is only found at the stop.
+    // The first request is sent immediately and the next one long after the stop, so the lost connection is only found
+    // at the stop.
     let probe = Probe::start(&idle.target("http"), Options { every: PATIENT, ..Options::default() }).unwrap();
     closed.recv().unwrap();
     let report = stop_once(probe, |seen| seen.answered == 1);

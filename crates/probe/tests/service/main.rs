@@ -1,4 +1,4 @@
-//! A probe against services in this process that answer, fall silent, hang up and lie.
+//! Probes services in this process that answer, fall silent, close connections or give wrong answers.
 
 #[cfg(test)]
 mod echo;

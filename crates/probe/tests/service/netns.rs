@@ -1,4 +1,4 @@
-//! Probing from inside a network namespace; needs root.
+//! Probing from inside a network namespace. These tests need root.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, TcpListener};
@@ -12,7 +12,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::server::{Server, brisk, ok, stop_once};
 
-/// A network namespace with nothing but its loopback interface.
+/// A network namespace that has only the loopback interface.
 struct Namespace(String);
 
 impl Namespace {
@@ -45,7 +45,7 @@ fn a_service_inside_a_namespace_is_reached_from_inside_only() {
         TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()
     });
     let listener = listening.join().unwrap();
-    // The listener outside of the namespace occupies this port and does not answer.
+    // A listener outside of the namespace occupies the same port and does not answer.
     let outside = TcpListener::bind(listener.local_addr().unwrap());
     let inside = Server::http_on(listener, |_| Some(ok("hello")));
     let target = inside.target("http");

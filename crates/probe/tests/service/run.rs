@@ -1,4 +1,4 @@
-//! The run itself: its start, its length, its live events.
+//! Start, duration and live events of a run.
 
 use std::sync::mpsc;
 use std::thread;
@@ -41,7 +41,7 @@ fn stopping_interrupts_a_request_without_failing_it() {
     let report = stop_once(Probe::start(&server.target("http"), options).unwrap(), |seen| {
         seen.connections_opened == 1 && seen.gaps_total == 1
     });
-    // Not a bound on speed: without an interruption it would be the ten minutes.
+    // This does not assert a speed: without the interruption, the run would take ten minutes.
     assert!(began.elapsed() < Duration::from_secs(500));
     assert_eq!((report.sent, report.in_flight, report.failed.total()), (1, 1, 0));
     assert_eq!((report.gaps_total, report.gaps[0].length_us), (1, report.elapsed_us));
@@ -60,7 +60,7 @@ fn events_agree_with_the_report() {
         let _ = sink.send(event);
     })
     .unwrap();
-    // An interval is reported as soon as it has ended, and not only at the stop.
+    // An interval is reported when it has ended, not only at the stop.
     let mut reported = Vec::new();
     while !reported.iter().any(|event| matches!(event, Event::Interval(_))) {
         reported.push(events.recv().unwrap());
@@ -89,7 +89,7 @@ fn dropping_a_probe_ends_its_threads() {
         let _ = sink.send(event);
     });
     drop(probe.unwrap());
-    // The sink is gone: its thread has ended, and the others before it.
+    // The sink has been dropped, so its thread and all other threads have ended.
     assert!(events.iter().count() >= 1);
 }
 

@@ -1,4 +1,4 @@
-//! Servers for the tests, and waiting for what a probe is to see of them.
+//! Servers for the tests, and functions that wait until a probe has seen their behaviour.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -16,7 +16,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves each connection, numbered from 0, by `handler`; it is closed when that returns.
+    /// Serves each connection, numbered from 0, with `handler`. The connection is closed when `handler` returns.
     pub fn start(handler: impl Fn(TcpStream, usize) -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self::on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap(), handler)
     }
@@ -35,14 +35,15 @@ impl Server {
                 }
                 let (Ok(stream), handler) = (stream, Arc::clone(&handler)) else { continue };
                 let _ = stream.set_nodelay(true);
-                // The probe may hang up at any time.
+                // The probe may close the connection at any time.
                 thread::spawn(move || handler(stream, number));
             }
         });
         Self { address, stopping }
     }
 
-    /// Serves HTTP: the bytes of each answer by the number of the request on its connection; none to hang up.
+    /// Serves HTTP. `answer` gets the number of the request on its connection, and returns the response, or `None` to
+    /// close the connection.
     pub fn http(answer: impl Fn(usize) -> Option<Vec<u8>> + Send + Sync + 'static) -> Self {
         Self::http_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap(), answer)
     }
@@ -61,7 +62,7 @@ impl Server {
         })
     }
 
-    /// Echoes what `change` makes of each piece received.
+    /// Echoes each received piece after `change` has modified it.
     pub fn echo(change: impl Fn(usize, &mut Vec<u8>) + Send + Sync + 'static) -> Self {
         Self::start(move |mut stream, _| {
             let mut buffer = [0; 4096];
@@ -86,12 +87,13 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stopping.store(true, Ordering::SeqCst);
-        // Wakes the thread out of its accept, for it to end; one in another network namespace is left behind.
+        // Wakes the thread from `accept`, so that it ends. A thread in another network namespace is not reached and
+        // stays.
         let _ = TcpStream::connect(self.address);
     }
 }
 
-/// Reads the head of a request; nothing at the end of the stream.
+/// Reads the head of a request; `None` at the end of the stream.
 pub fn read_request(requests: &mut impl BufRead) -> io::Result<Option<String>> {
     let mut head = String::new();
     while !head.ends_with("\r\n\r\n") {
@@ -102,12 +104,12 @@ pub fn read_request(requests: &mut impl BufRead) -> io::Result<Option<String>> {
     Ok(Some(head))
 }
 
-/// A good answer with a body.
+/// Returns a good response with a body.
 pub fn ok(body: &str) -> Vec<u8> {
     format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}", body.len()).into_bytes()
 }
 
-/// A millisecond's pace; silences of 20 ms are gaps.
+/// Returns options with a request every millisecond, and silences of 20 ms as gaps.
 pub fn brisk() -> Options {
     Options {
         every: Duration::from_millis(1),
@@ -117,7 +119,7 @@ pub fn brisk() -> Options {
     }
 }
 
-/// Waits until the probe has seen something, stops it, and checks that its books balance.
+/// Waits until `seen` holds for the report, stops the probe, and checks that the report's totals agree.
 pub fn stop_once(probe: Probe, seen: impl Fn(&Report) -> bool) -> Report {
     until(|| seen(&probe.snapshot()), || format!("{:#?}", probe.snapshot()));
     let report = probe.stop();
@@ -125,7 +127,7 @@ pub fn stop_once(probe: Probe, seen: impl Fn(&Report) -> bool) -> Report {
     report
 }
 
-/// Waits for a condition, with a deadline.
+/// Waits until a condition holds. Panics after a deadline with the text of `instead`.
 pub fn until(condition: impl Fn() -> bool, instead: impl Fn() -> String) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !condition() {

@@ -1,4 +1,4 @@
-//! `tcp://`: connecting alone, and what can come of it.
+//! `tcp://`: connecting without sending, and its possible outcomes.
 
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -9,7 +9,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, lis
 
 use crate::server::{Server, brisk, stop_once, until};
 
-/// A port that is taken, but on which no process listens.
+/// Returns a port that is taken but on which no process listens.
 fn deaf_port() -> (OwnedFd, u16) {
     let fd = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
     bind(&fd, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
@@ -28,7 +28,7 @@ fn every_request_is_a_connection() {
 
 #[test]
 fn an_ipv6_address_in_brackets_is_reached() {
-    // Not every machine that runs the tests has IPv6.
+    // Some machines that run the tests have no IPv6.
     let Ok(listener) = TcpListener::bind("[::1]:0") else { return };
     let server = Server::on(listener, |_, _| Ok(()));
     let target = server.target("tcp");
@@ -39,7 +39,7 @@ fn an_ipv6_address_in_brackets_is_reached() {
 #[test]
 fn a_name_is_resolved() {
     let server = Server::start(|_, _| Ok(()));
-    // Where it also means ::1, which refuses, the other address is tried.
+    // If `localhost` also resolves to `::1`, where the connection is refused, the other address is tried.
     let target: Target = format!("tcp://localhost:{}", server.target("tcp").port()).parse().unwrap();
     check(&target, Duration::from_secs(60), None).unwrap();
     let unknown = check(&"tcp://no-such-host.invalid:1".parse().unwrap(), Duration::from_secs(60), None);
@@ -60,13 +60,13 @@ fn refusals_are_counted_until_a_server_listens() {
     let report = stop_once(probe, |seen| seen.answered >= 10);
     assert_eq!(report.failed.total(), report.failed.refused);
     assert_eq!(report.connections_lost, 0);
-    // 1 + 2 + 4 ms of backoff, at the least, went by before the fifth refusal.
+    // At least 1 + 2 + 4 ms of backoff passed before the fifth refusal.
     assert!(report.longest_gap_us >= 7_000);
 }
 
 #[test]
 fn an_unanswered_syn_is_sent_anew_and_fails_nothing() {
-    // With its queue full a listener leaves SYNs unanswered.
+    // If its queue is full, a listener leaves SYNs unanswered.
     let (fd, port) = deaf_port();
     listen(&fd, 0).unwrap();
     let listener = TcpListener::from(fd);

@@ -1,4 +1,4 @@
-//! Throws bytes at every parser of the store; the first one chooses which.
+//! Passes any bytes to the parsers of the store. The first byte selects the parser.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Appends pages of the open checkpoint to segments, and starts writing them to the disk.
+//! Appends pages of the open checkpoint to segments, and starts to write them to the disk.
 
 use super::pool::{Role, Segment};
 use super::{Engine, Flight, MAX_DIRTY, Pending, SEGMENT_MAX, SEGMENT_MIN};
@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 impl Engine {
-    /// Appends a frame to the open checkpoint: [`FRAME_HEADER_LEN`] free bytes, the directory of `count` pages, their
-    /// content. The commit returns any error.
+    /// Appends a frame to the open checkpoint. The frame consists of [`FRAME_HEADER_LEN`] free bytes, the directory of
+    /// `count` pages, and their content. [`Engine::commit`] returns any error.
     pub fn append(&mut self, frame: &mut [u8], count: usize) {
         let began = Instant::now();
         let Some(mut flight) = self.flight.take() else { return };
@@ -86,7 +86,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns the segment to which the next `len` bytes are appended.
+    /// Returns the position of the segment to which the next `len` bytes are appended.
     fn place_for(&mut self, flight: &mut Flight, len: u64) -> Result<usize> {
         let most = self.segment_len_of(flight);
         if let Some(position) = self.active
@@ -98,7 +98,8 @@ impl Engine {
             return Ok(position);
         }
         self.active = None;
-        // Syncs early, so that the commit of a large checkpoint is short and the kernel's page cache stays small.
+        // Syncs early, so that the commit of a large checkpoint is short and few unsynced pages use the kernel's page
+        // cache.
         let dirty: Vec<_> =
             flight.touched.iter().copied().filter(|p| self.pool.get(*p).is_some_and(|s| s.dirty)).collect();
         for position in dirty.iter().take((dirty.len() + 1).saturating_sub(MAX_DIRTY)) {
@@ -122,7 +123,7 @@ impl Engine {
         }
     }
 
-    /// Creates a new segment, which no manifest lists yet.
+    /// Creates a new segment, which no manifest lists yet. Returns its position.
     pub(super) fn make_segment(&mut self, role: Role) -> Result<usize> {
         let extent = Extent { epoch: self.claim.epoch, number: self.next_segment, len: 0 };
         let name = names::segment(extent.epoch, extent.number);
@@ -142,7 +143,7 @@ impl Engine {
         added
     }
 
-    /// Makes what was written to a segment durable. Closes a segment to which nothing more is appended.
+    /// Makes the written part of a segment durable. Closes the file if nothing more is appended to the segment.
     pub(super) fn sync_segment(&mut self, position: usize, waited: &mut Duration) -> Result<()> {
         let active = self.active == Some(position);
         let Some(segment) = self.pool.get_mut(position) else { return Ok(()) };
@@ -150,13 +151,13 @@ impl Engine {
         let synced = segment.file.as_ref().map_or(Ok(()), |file| file.sync());
         *waited += began.elapsed();
         if let Err(e) = synced {
-            // After a failed sync the kernel may drop the data, and report success for the next sync.
+            // After a failed sync, the kernel may drop the data and report success for the next sync.
             segment.sound = false;
             let name = names::segment(segment.extent.epoch, segment.extent.number);
             return Err(StoreError::io(self.home.disk.name(), &name, "making pages durable", e));
         }
         segment.dirty = false;
-        // A segment with earlier content stays open, so that it can be shortened to that content.
+        // A segment with committed content stays open, so that an abort can truncate it to that content.
         if !active && segment.extent.len == 0 {
             segment.file = None;
         }

@@ -1,7 +1,7 @@
-//! Writes the base index, one piece at a time, while checkpoints are taken.
+//! Writes the base index in pieces while checkpoints are taken.
 //!
-//! It is not of one moment: an entry may be newer than the checkpoint at which the writing began. That does no harm,
-//! because a reader applies the directories of all later checkpoints on top.
+//! A base index is not of one moment: an entry may be newer than the checkpoint at which writing the index began. This
+//! does no harm, because a reader applies the directories of all later checkpoints on top.
 
 use super::Engine;
 use crate::disk::DiskFile;
@@ -14,34 +14,34 @@ use std::io;
 use std::sync::Arc;
 use uuid::Uuid;
 
-/// Parts written in one piece.
+/// Number of parts in a piece.
 const PIECE: u64 = 16;
 
-/// A base index being written.
+/// A base index that is being written.
 #[derive(Debug)]
 pub(super) struct BaseInProgress {
     name: String,
     file: Arc<dyn DiskFile>,
-    /// Newest checkpoint when it began.
+    /// Newest checkpoint when writing began.
     from: u64,
-    /// Bytes of each segment that counted when it began, by epoch and number.
+    /// Committed bytes of each segment when writing began, by epoch and number.
     covered: HashMap<(u64, u64), u64>,
-    /// The blocks with their pages.
+    /// Number and page count of each block.
     blocks: Vec<(u16, u64)>,
-    /// Block and part to write next.
+    /// Position of the block, and number of the part, to write next.
     at: (usize, u64),
     end: u64,
     sums: Vec<u64>,
 }
 
 impl Engine {
-    /// Returns whether a new base index is due: a quarter of the pages was stored since the last one.
+    /// Returns whether a new base index is due: the pages stored since the last one are a quarter of all pages or more.
     pub(super) fn wants_base(&self) -> bool {
         let pages: u64 = self.blocks.iter().map(|state| state.block.pages()).sum();
         !self.background_failed && !self.kept.is_empty() && self.since_base > 0 && self.since_base * 4 >= pages
     }
 
-    /// Begins to write a base index.
+    /// Begins to write a base index, unless one is being written.
     pub(super) fn start_base(&mut self) -> Result<()> {
         if self.basing.is_some() {
             return Ok(());
@@ -63,7 +63,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Writes a piece of the base index; returns whether more is left. On failure the base index is discarded.
+    /// Writes a piece of the base index. Returns whether more is left. An error discards the base index.
     pub(super) fn step_base(&mut self) -> Result<bool> {
         let Some(mut basing) = self.basing.take() else { return Ok(false) };
         match self.write_piece(&mut basing) {
@@ -98,7 +98,7 @@ impl Engine {
                 continue;
             }
             let range = part * PART_PAGES..(part * PART_PAGES + PART_PAGES).min(pages);
-            // A block that was removed meanwhile is in no checkpoint for which this index can be used.
+            // No checkpoint for which this index can be used has a block that was removed meanwhile.
             let state = self.blocks.iter().find(|state| state.number == number);
             let spots = range.map(|page| {
                 state.map_or(IndexEntry::default(), |state| IndexEntry {
@@ -138,7 +138,7 @@ impl Engine {
         basing.file.write_at(&header, 0).map_err(failed("writing a base index"))?;
         basing.file.sync().map_err(failed("making a base index durable"))?;
         let name = names::base(self.state, self.claim.epoch);
-        // A base index of the same state is equivalent.
+        // An existing base index of the same log entry is equivalent.
         match self.home.disk.link(&basing.name, &name) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(failed("linking a base index")(e)),
             _ => {}
@@ -148,7 +148,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Removes all base indices except two: the newest, and the newest that is usable for the oldest checkpoint.
+    /// Removes all base indices except two: the newest, and the newest that is usable for the oldest kept checkpoint.
     fn remove_old_bases(&self) {
         let listed = self.home.disk.list(names::INDEX).unwrap_or_default();
         let mut bases: Vec<_> = listed.iter().filter_map(|(name, _)| names::parse_base(name)).collect();
@@ -162,7 +162,7 @@ impl Engine {
         };
         let mut newest = true;
         let mut enough = false;
-        // Never those of a later owner.
+        // A base index of a later owner is never removed.
         for (slot, epoch) in bases.into_iter().rev().filter(|(_, epoch)| *epoch <= self.claim.epoch) {
             let to = usable_from(slot, epoch);
             let stays = to.is_some_and(|_| newest || !enough);

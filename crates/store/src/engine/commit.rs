@@ -1,4 +1,4 @@
-//! The commit: makes the pages on the disk a committed checkpoint.
+//! Commits the open checkpoint.
 
 use super::pool::{Role, cost};
 use super::{Engine, Flight, Pending};
@@ -14,29 +14,30 @@ use std::time::{Duration, Instant};
 /// The contents of a checkpoint other than pages.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct State {
-    /// How to rebuild the VM: JSON.
+    /// JSON that describes how to rebuild the VM.
     pub definition: Vec<u8>,
-    /// Notes of the protector: JSON.
+    /// JSON with notes of the protector.
     pub metadata: Vec<u8>,
     pub devices: Vec<u8>,
 }
 
-/// Changes that a log entry makes.
+/// Changes that the log entry of a commit makes.
 struct Plan {
     kept: Vec<Kept>,
-    /// Log entries that are not needed any more.
+    /// Numbers of log entries that are not needed any more.
     dropped: Vec<u64>,
-    /// Segments that nothing needs any more.
+    /// Positions of segments that no kept checkpoint needs any more.
     dead: Vec<usize>,
     segments: Vec<Extent>,
 }
 
 impl Engine {
-    /// Commits the open checkpoint. `unchanged` pages were checked and not sent.
+    /// Commits the open checkpoint. `unchanged` is the number of pages that were not sent because they had not changed.
     ///
-    /// On success: the checkpoint is durable.
-    /// On failure: the checkpoint is not committed, and the store is unchanged; after [`StoreError::Closed`] it may be
-    /// committed.
+    /// On success, the checkpoint is durable.
+    /// On failure, the checkpoint is not committed, and the store is unchanged. There is one exception: after an error
+    /// while the log entry is linked or made durable, it is unknown whether the checkpoint is committed, and every
+    /// later call fails with [`StoreError::Closed`].
     pub fn commit(&mut self, state: &State, unchanged: u64) -> Result<Committed> {
         self.check_sound()?;
         let Some(mut flight) = self.flight.take() else {
@@ -111,7 +112,7 @@ impl Engine {
         Ok(Committed { number, pages: flight.pages, bytes, writing, syncing })
     }
 
-    /// Returns the block table of the open checkpoint, which gets number `number`.
+    /// Returns the block table of the open checkpoint, whose number will be `number`.
     fn stored_blocks(&self, flight: &Flight, number: u64) -> Vec<StoredBlock> {
         let stored = |(own, block): &(u16, Block)| {
             let state = self.blocks.iter().find(|state| state.number == *own);
@@ -144,7 +145,8 @@ impl Engine {
         synced.map_err(self.home.failed(names::SEGMENTS, "making new segments durable"))
     }
 
-    /// Plans what is kept, dropped and unused once checkpoint `number` is log entry `slot`.
+    /// Plans which checkpoints are kept, and which entries and segments are dropped, once checkpoint `number` is log
+    /// entry `slot`.
     fn plan(&self, flight: &Flight, number: u64, slot: u64) -> Plan {
         let mut kept = self.kept.clone();
         kept.push(Kept { number, slot, footer: 0 });
@@ -192,14 +194,15 @@ impl Engine {
         Plan { kept, dropped, dead, segments }
     }
 
-    /// Returns the manifest with these checkpoints and segments.
+    /// Returns a manifest with these checkpoints and segments.
     pub(super) fn manifest(&self, kept: Vec<Kept>, mut segments: Vec<Extent>) -> Manifest {
         segments.sort_unstable_by_key(|extent| extent.number);
         let next_block = self.blocks.iter().map(|state| state.number + 1).max().unwrap_or(0).max(self.next_block);
         Manifest { claim: self.claim.slot, next_block, next_segment: self.next_segment, kept, segments }
     }
 
-    /// Finds the blocks of which the open checkpoint has fewer pages, or none; with the number of pages left.
+    /// Iterates over the blocks that have fewer pages in the open checkpoint, or were removed, with the number of pages
+    /// left.
     fn shortened<'a>(&'a self, flight: &'a Flight) -> impl Iterator<Item = (&'a super::BlockState, u64)> {
         self.blocks.iter().filter_map(|state| {
             let now = flight.table.iter().find(|(number, _)| *number == state.number);
@@ -228,7 +231,7 @@ impl Engine {
         }
     }
 
-    /// Makes the pages of the committed checkpoint the newest.
+    /// Updates the state in memory after the commit: the pages of the committed checkpoint become the newest.
     fn apply(&mut self, flight: &mut Flight, number: u64) {
         for position in &flight.touched {
             let active = self.active == Some(*position);
@@ -296,18 +299,18 @@ impl Engine {
         }
         self.retired.extend(entries.iter().map(|slot| names::entry(*slot)));
         if !entries.is_empty() {
-            // Read from the directories instead of counted, so that errors cannot accumulate.
+            // The sizes are read from the directories instead of counted, so that errors cannot accumulate.
             self.log_and_index_bytes = self.measure_log_and_index();
         }
     }
 }
 
-/// Drops all but the last content of a page that was sent more than once.
+/// Drops all but the last content of each page that was sent more than once.
 fn drop_earlier(flight: &mut Flight) {
     if !flight.duplicates {
         return;
     }
-    // Stable, so that the last sent is the last of its page.
+    // The sort is stable, so that the content that was sent last comes last.
     flight.pending.sort_by_key(|pending| (pending.block, pending.page));
     let mut last: Vec<Pending> = Vec::with_capacity(flight.pending.len());
     for pending in flight.pending.drain(..) {

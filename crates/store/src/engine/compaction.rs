@@ -1,8 +1,8 @@
 //! Compaction: copies the needed records of segments that are mostly garbage into a new segment, and removes the old
-//! ones.
+//! segments.
 //!
-//! It copies one frame at a time, so that an open checkpoint need not wait. Nothing changes until a log entry is
-//! written.
+//! Each step copies one frame, so that an open checkpoint need not wait long. The store is unchanged until the
+//! compaction's log entry is written.
 
 use super::pool::{Role, cost};
 use super::{Engine, Flight};
@@ -17,7 +17,7 @@ use crate::format::segment::{
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-/// Bytes of pages after which a frame is written.
+/// Bytes of pages after which a frame of copied records is written.
 const FRAME_BYTES: usize = 1 << 20;
 
 /// A record that was copied.
@@ -29,11 +29,11 @@ struct Moved {
     new: Location,
 }
 
-/// A compaction in progress.
+/// A compaction in progress. Its victims are the segments that are removed at its end.
 #[derive(Debug)]
 pub(super) struct Compaction {
     victims: Vec<usize>,
-    /// Index of the current victim, and the offset in it.
+    /// Index of the current victim, and the offset of the next frame in it.
     at: (usize, u64),
     /// Records that only older checkpoints need.
     needed: HashSet<Location>,
@@ -48,7 +48,7 @@ pub(super) struct Compaction {
 }
 
 impl Compaction {
-    /// A commit has replaced these, and older checkpoints need them.
+    /// Adds places that a commit has replaced but older checkpoints still need.
     pub fn also_needed(&mut self, places: &[Location]) {
         let victims = &self.victims;
         self.needed.extend(places.iter().filter(|place| victims.contains(&place.segment())));
@@ -60,7 +60,8 @@ impl Compaction {
 }
 
 impl Engine {
-    /// Chooses segments to compact, with `need_space` also those with little garbage. Returns whether there are any.
+    /// Chooses segments to compact; with `need_space`, also segments with little garbage. Returns whether there are
+    /// any.
     pub(super) fn start_compaction(&mut self, need_space: bool) -> bool {
         if self.compaction.is_some() {
             return true;
@@ -112,9 +113,9 @@ impl Engine {
         true
     }
 
-    /// Does a piece of the compaction; returns whether more is left.
+    /// Does one step of the compaction. Returns whether more is left.
     ///
-    /// On failure the compaction is discarded, and the store is unchanged.
+    /// On failure, the compaction is discarded and the store is unchanged.
     pub(super) fn step_compaction(&mut self) -> Result<bool> {
         let Some(mut compaction) = self.compaction.take() else { return Ok(false) };
         let done = self.copy_frame(&mut compaction).and_then(|more| {
@@ -148,7 +149,7 @@ impl Engine {
         self.release();
     }
 
-    /// Copies the needed records of the next frame. `false`: all frames are done.
+    /// Copies the needed records of the next frame. Returns `false` if all frames are done.
     fn copy_frame(&mut self, compaction: &mut Compaction) -> Result<bool> {
         let (victim, at) = compaction.at;
         let Some(position) = compaction.victims.get(victim).copied() else {
@@ -180,7 +181,7 @@ impl Engine {
         let (header, found, data_at, data) = match read {
             Ok(read) => read,
             Err(e) => {
-                // The segment is kept, so that nothing more is lost.
+                // The damaged segment is kept, so that no more data is lost.
                 if let Some(segment) = self.pool.get_mut(position) {
                     segment.damaged = true;
                 }
@@ -214,7 +215,6 @@ impl Engine {
         Ok(true)
     }
 
-    /// Writes the frame that is being built.
     fn write_frame(&mut self, compaction: &mut Compaction) -> Result<()> {
         if compaction.waiting.is_empty() {
             return Ok(());
@@ -255,7 +255,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Commits the compaction when all is copied, and removes the victims.
+    /// Commits the compaction after all frames are copied, and removes the victims.
     fn finish_compaction(&mut self, compaction: &mut Compaction) -> Result<()> {
         if let Some(out) = compaction.out {
             self.sync_segment(out, &mut compaction.waited)?;
@@ -275,7 +275,7 @@ impl Engine {
             .collect();
         let slot = self.slot + 1;
         let mut manifest = self.manifest(self.kept.clone(), segments);
-        // Without the new blocks of an open checkpoint.
+        // The manifest must not count the new blocks of an open checkpoint.
         manifest.next_block = self.next_block;
         let manifest = manifest.encode();
         let sections = [(Section::Manifest, manifest.as_slice())];
@@ -302,7 +302,7 @@ impl Engine {
                     *place = moved.new.0;
                     live += cost(moved.new.len());
                 }
-                // The page was replaced since, or only older checkpoints need this content.
+                // The page was replaced meanwhile, or only older checkpoints need this content.
                 _ => {
                     elsewhere.insert(moved.old, moved.new);
                 }
@@ -331,12 +331,12 @@ impl Engine {
         }
     }
 
-    /// Compacts until `more` bytes fit into the limit of the store's size, or until nothing is left to compact.
+    /// Compacts until `more` bytes fit into the limit of the store's size, or until no segment is left to compact.
     pub(super) fn make_room(&mut self, flight: &Flight, more: u64) -> Result<()> {
         let pages: u64 = flight.table.iter().map(|(_, block)| block.pages()).sum();
         let ram = pages * rekindle_pages::PAGE_SIZE as u64;
         let bound = 2 * ram + self.pool.history(self.oldest());
-        // Includes space for the compaction's own copy, a base index and a log entry.
+        // Space for the output of the compaction itself, a base index and a log entry.
         let log_and_index_bytes = ram / 128;
         let required = |engine: &Self| engine.used() + more + engine.segment_len_of(flight) + log_and_index_bytes;
         let mut before = u64::MAX;
@@ -349,7 +349,7 @@ impl Engine {
                 match self.step_compaction() {
                     Ok(true) => {}
                     Ok(false) => break,
-                    // A damaged segment is kept; the checkpoint is written all the same.
+                    // A damaged segment is kept. The checkpoint is written nevertheless.
                     Err(e @ (StoreError::Damaged { .. } | StoreError::Missing { .. }))
                         if self.check_owner().is_ok() =>
                     {
@@ -366,11 +366,11 @@ impl Engine {
 
     /// Returns whether there is enough garbage for a compaction in the background.
     pub(super) fn wants_compaction(&self) -> bool {
-        // More than three quarters of the limit, which is twice the RAM.
+        // The limit is twice the RAM; background compaction starts at three quarters of it.
         !self.background_failed && self.used() > self.pool.history(self.oldest()) + self.ram() / 2 * 3
     }
 
-    /// Compacts until hardly any garbage is left; returns the bytes that were freed.
+    /// Compacts until hardly any garbage is left. Returns the number of bytes that were freed.
     pub fn compact(&mut self) -> Result<u64> {
         self.abort();
         self.check_owner()?;

@@ -1,7 +1,8 @@
-//! The writer of a store in a directory, owned by one thread.
+//! The writer of a store in a directory. One thread owns it.
 //!
-//! [`Engine::begin`], then [`Engine::append`] for frames of pages, then [`Engine::commit`] or [`Engine::abort`]. In
-//! between, [`Engine::work`] does a small piece of background work: compaction, or writing the base index.
+//! A checkpoint is [`Engine::begin`], then [`Engine::append`] for each frame of pages, then [`Engine::commit`] or
+//! [`Engine::abort`]. Between these calls, [`Engine::work`] does a small piece of background work: compaction, or
+//! writing the base index.
 
 mod append;
 mod basing;
@@ -28,24 +29,23 @@ use std::time::Duration;
 pub(crate) use commit::State;
 pub(crate) use run::{Frame, Request, StartedBlock, run};
 
-/// Limit of a segment's bytes; its last frame may exceed it.
+/// Limit of a segment's bytes. The last frame of a segment may exceed it.
 const SEGMENT_MAX: u64 = 32 << 20;
 const SEGMENT_MIN: u64 = 256 << 10;
-/// Limit of segments with unsynced pages, which the kernel keeps in memory.
+/// Limit of segments with unsynced pages, because the kernel keeps these pages in memory.
 const MAX_DIRTY: usize = 4;
 
-/// Configuration of a writer.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
-    /// Checkpoints to keep.
+    /// Number of checkpoints to keep.
     pub keep: u32,
-    /// Bytes of a segment; 0: depends on the guest's size.
+    /// Bytes of a segment; with 0, the length depends on the guest's RAM.
     pub segment: u64,
-    /// Create the store if there is none.
+    /// Create a missing store.
     pub create: bool,
 }
 
-/// A stored RAM block.
+/// A RAM block and the state of its stored pages.
 #[derive(Debug)]
 struct BlockState {
     number: u16,
@@ -58,7 +58,7 @@ struct BlockState {
 }
 
 impl BlockState {
-    /// Notes that checkpoint `number` has only `left` pages, and clears the others.
+    /// Records that the block has only `left` pages from checkpoint `number` on, and clears the others.
     fn cut(&mut self, number: u64, left: u64) {
         let beyond: Vec<u64> = self.places.set_from(left).map(|(page, _)| page).collect();
         for page in beyond {
@@ -94,11 +94,11 @@ struct Flight {
     bytes: u64,
     writing: Duration,
     syncing: Duration,
-    /// Segments that it has written to.
+    /// Positions of the segments to which the checkpoint has written.
     touched: Vec<usize>,
-    /// It has created a segment whose name is not durable yet.
+    /// The checkpoint has created a segment whose name is not durable yet.
     made: bool,
-    /// Why it cannot be committed.
+    /// Error because of which the checkpoint cannot be committed.
     failed: Option<StoreError>,
 }
 
@@ -108,9 +108,9 @@ pub(crate) struct Engine {
     home: Home,
     settings: Settings,
     claim: Claim,
-    /// The last log entry that was written or found.
+    /// Number of the last log entry that was written or found.
     slot: u64,
-    /// The newest entry with a manifest; 0 if there is none.
+    /// Number of the newest log entry with a manifest; 0 if there is none.
     state: u64,
     pool: Pool,
     files: Files,
@@ -118,11 +118,11 @@ pub(crate) struct Engine {
     next_block: u16,
     next_segment: u64,
     kept: Vec<Kept>,
-    /// A checkpoint that is kept regardless of its age.
+    /// Number of a checkpoint that is kept regardless of its age.
     held: Option<u64>,
     history: History,
     flight: Option<Flight>,
-    /// Segment to which pages are appended.
+    /// Position of the segment to which pages are appended.
     active: Option<usize>,
     compaction: Option<compaction::Compaction>,
     basing: Option<basing::BaseInProgress>,
@@ -132,9 +132,9 @@ pub(crate) struct Engine {
     since_base: u64,
     /// Bytes of the log and the base indices.
     log_and_index_bytes: u64,
-    /// Names of files to be removed.
+    /// Names of files that are to be removed.
     retired: Vec<String>,
-    /// Why the engine cannot write any more.
+    /// Why the engine cannot write any more: it is unknown whether the newest log entry was written.
     broken: Option<String>,
 }
 
@@ -143,7 +143,6 @@ impl Engine {
         &self.claim
     }
 
-    /// Number of the newest log entry.
     #[cfg(test)]
     pub fn slot(&self) -> u64 {
         self.slot
@@ -157,7 +156,7 @@ impl Engine {
         self.home.digester()
     }
 
-    /// Makes the commit of the open checkpoint fail.
+    /// Makes the commit of the open checkpoint fail with the message `why`.
     pub fn fail(&mut self, why: &str) {
         if let Some(flight) = &mut self.flight {
             let error = StoreError::Closed { store: self.home.name().into(), why: why.into() };
@@ -165,12 +164,12 @@ impl Engine {
         }
     }
 
-    /// Name of the store, for messages.
+    /// Returns the name of the store for messages.
     pub fn name(&self) -> &str {
         self.home.name()
     }
 
-    /// Number of the newest checkpoint; 0 if there is none.
+    /// Returns the number of the newest checkpoint; 0 if there is none.
     pub fn newest(&self) -> u64 {
         self.kept.last().map_or(0, |kept| kept.number)
     }
@@ -179,7 +178,7 @@ impl Engine {
         self.kept.first().map_or(0, |kept| kept.number)
     }
 
-    /// Bytes of RAM, of the open checkpoint if there is one.
+    /// Returns the bytes of RAM at the open checkpoint, or at the newest if none is open.
     fn ram(&self) -> u64 {
         let pages: u64 = match &self.flight {
             Some(flight) => flight.table.iter().map(|(_, block)| block.pages()).sum(),
@@ -195,12 +194,12 @@ impl Engine {
         }
     }
 
-    /// Bytes on the disk.
+    /// Returns the bytes that the store uses on the disk.
     fn used(&self) -> u64 {
         self.pool.bytes() + self.log_and_index_bytes
     }
 
-    /// Begins a checkpoint with these blocks. Aborts an open one.
+    /// Begins a checkpoint with these blocks. Aborts an open checkpoint.
     pub fn begin(&mut self, blocks: Vec<Block>) -> Result<Vec<StartedBlock>> {
         self.abort();
         self.check_owner()?;
@@ -238,13 +237,14 @@ impl Engine {
         Ok(started)
     }
 
-    /// Fails after an error that left the newest log entry unknown.
+    /// Fails if an earlier error left it unknown whether the newest log entry was written.
     fn check_sound(&self) -> Result<()> {
         let closed = |why: &String| StoreError::Closed { store: self.home.name().into(), why: why.clone() };
         self.broken.as_ref().map_or(Ok(()), |why| Err(closed(why)))
     }
 
-    /// Checks that this is still the owner and can write. This only saves work: a commit is safe without it.
+    /// Checks that this process is still the owner and can write. The check only saves work: a commit is safe without
+    /// it.
     fn check_owner(&self) -> Result<()> {
         self.check_sound()?;
         match self.home.disk.open(&names::entry(self.slot + 1)) {
@@ -253,7 +253,7 @@ impl Engine {
         }
     }
 
-    /// Replaces an error that is a consequence of another owner's take-over with [`StoreError::Superseded`].
+    /// Replaces an error that a new owner has caused with [`StoreError::Superseded`].
     fn explain(&self, error: StoreError) -> StoreError {
         match error {
             e @ (StoreError::Missing { .. } | StoreError::Io { .. }) => match self.check_owner() {
@@ -264,7 +264,7 @@ impl Engine {
         }
     }
 
-    /// Discards the open checkpoint. It leaves no trace.
+    /// Discards the open checkpoint. The store keeps no trace of it.
     pub fn abort(&mut self) {
         if let Some(flight) = self.flight.take() {
             self.roll_back(flight);
@@ -286,7 +286,7 @@ impl Engine {
             }
             segment.end = committed;
             segment.dirty = false;
-            // Frees space; if it fails, the bytes are overwritten later.
+            // Truncating only frees space. If it fails, later frames overwrite the bytes.
             if let Some(Err(e)) = segment.file.as_ref().map(|file| file.truncate(committed)) {
                 tracing::debug!("cannot truncate a segment: {e}");
             }
@@ -311,12 +311,12 @@ impl Engine {
         }
     }
 
-    /// Sets how many checkpoints are kept from the next commit on.
+    /// Sets how many checkpoints the store keeps from the next commit on.
     pub fn keep(&mut self, keep: u32) {
         self.settings.keep = keep.max(1);
     }
 
-    /// Keeps checkpoint `number` regardless of its age; `None` releases it.
+    /// Keeps checkpoint `number` regardless of its age. `None` releases it.
     pub fn hold(&mut self, number: Option<u64>) {
         self.held = number;
     }

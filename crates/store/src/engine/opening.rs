@@ -1,4 +1,4 @@
-//! Opens a store for writing, from the state that its log records.
+//! Opens a store for writing from the state that the log records.
 
 use super::pool::{History, Pool, Segment, cost};
 use super::{BlockState, Engine, Settings};
@@ -16,8 +16,8 @@ use rekindle_pages::{BlockId, PageNo};
 use std::sync::Arc;
 
 impl Engine {
-    /// Opens the store in `disk`, and becomes its owner. With `only_if`, only if that condition holds; nothing is
-    /// created.
+    /// Opens the store in `disk` and becomes its owner. With `only_if`, becomes the owner only if that condition holds,
+    /// and creates nothing.
     pub fn open(
         disk: Arc<dyn Disk>,
         vm: &Vm,
@@ -27,7 +27,7 @@ impl Engine {
     ) -> Result<Self> {
         let home = match only_if {
             None => Home::open_for(disk, vm, settings.create)?,
-            // A condition cannot hold for a missing store. Its file system may not be mounted.
+            // A condition cannot hold for a missing store. If a store is missing, its file system may not be mounted.
             Some(_) => Home::open(disk, Some(vm.uuid))?,
         };
         let (claim, tail) = log::claim(&home, owner, only_if)?;
@@ -109,7 +109,7 @@ impl Engine {
         }
         let newest = manifest.newest().map_or(0, |kept| kept.number);
         if manifest.oldest().is_some_and(|oldest| oldest < newest) {
-            // Records that are not the newest may be needed by an older checkpoint.
+            // An older checkpoint may need records that are not the newest of their page.
             self.pool.iter_mut().for_each(|segment| segment.unknown_until = newest);
         }
         self.kept.clone_from(&manifest.kept);
@@ -119,7 +119,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Removes files that an earlier owner has left. Nothing depends on this.
+    /// Removes files that a previous owner has left. Nothing depends on their removal.
     fn clean(&self, manifest: &Manifest) {
         let disk = &self.home.disk;
         let mine = self.claim.epoch;
@@ -145,7 +145,7 @@ impl Engine {
                 let entry = (directory == names::LOG).then(|| names::parse_entry(&name)).flatten();
                 let replaced = entry.is_some_and(|slot| {
                     let needed = slot >= self.state || manifest.kept.iter().any(|kept| kept.slot == slot);
-                    // Claims are short; they are never removed.
+                    // Claims are short entries. They are never removed.
                     !needed
                         && (len > 1024 || slot > manifest.claim)
                         && log::read(&self.home, slot).is_ok_and(|entry| entry.kind != entry::Kind::Claim)

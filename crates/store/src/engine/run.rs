@@ -1,4 +1,4 @@
-//! The thread that owns an engine: serves requests in order, and does background work in between.
+//! The thread that owns an engine. It serves requests in order, and does background work between requests.
 
 use super::Engine;
 use super::commit::State;
@@ -9,7 +9,7 @@ use rekindle_kernel::large::Large;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 
-/// A block of an open checkpoint.
+/// A RAM block of an open checkpoint.
 #[derive(Debug, Clone)]
 pub(crate) struct StartedBlock {
     /// The block number in the store's records.
@@ -19,12 +19,12 @@ pub(crate) struct StartedBlock {
     pub digests: Arc<Digests>,
 }
 
-/// A frame of pages: free bytes for its header, the directory, the content.
+/// A frame of pages: free bytes for the header, the directory, the content.
 #[derive(Debug, Default)]
 pub(crate) struct Frame {
-    /// Buffer whose last part is the frame.
+    /// The buffer. The frame is its last part.
     pub bytes: Large,
-    /// Start of the frame in the buffer.
+    /// Offset of the frame in the buffer.
     pub start: usize,
     /// Number of pages.
     pub count: usize,
@@ -36,27 +36,27 @@ impl Frame {
     }
 }
 
-/// A request to the thread, with the sender for its answer.
+/// A request to the thread, with the sender for the answer.
 #[derive(Debug)]
 pub(crate) enum Request {
     Begin(Vec<Block>, Sender<Result<Vec<StartedBlock>>>),
-    /// Append a frame, once it is packed. It is sent back for reuse.
+    /// Appends a frame once it is packed, then sends the buffer back for reuse.
     Frame(Receiver<Frame>, Sender<Frame>),
-    /// With the number of unchanged pages.
+    /// Commits the checkpoint, given the number of unchanged pages.
     Commit(Box<State>, u64, Sender<Result<Committed>>),
     Abort,
-    /// See [`Engine::keep`].
+    /// Sets how many checkpoints are kept ([`Engine::keep`]).
     Keep(u32),
-    /// See [`Engine::hold`].
+    /// Holds a checkpoint, or releases it ([`Engine::hold`]).
     Hold(Option<u64>),
     Compact(Sender<Result<u64>>),
-    /// See [`Engine::settle`].
+    /// Finishes background work and writes a base index ([`Engine::settle`]).
     Settle(Sender<Result<()>>),
     Epoch(Sender<u64>),
 }
 
 impl Engine {
-    /// Does a small piece of background work; returns whether there is more.
+    /// Does a small piece of background work. Returns whether there is more.
     pub fn work(&mut self) -> bool {
         if self.broken.is_some() {
             return false;
@@ -71,7 +71,7 @@ impl Engine {
             Ok(false)
         };
         done.unwrap_or_else(|e| {
-            // Nothing is lost.
+            // No data is lost: background work changes nothing until it is complete.
             tracing::warn!("background work on the store failed and is tried again after the next checkpoint: {e}");
             self.background_failed = true;
             self.stop_compaction();
@@ -110,7 +110,7 @@ pub(crate) fn run(mut engine: Engine, requests: &Receiver<Request>) {
                 }
             }
         };
-        // The answer is dropped if its receiver has ended.
+        // A failed send is ignored: the caller has stopped waiting.
         match request {
             Request::Begin(blocks, reply) => drop(reply.send(engine.begin(blocks))),
             Request::Frame(frame, back) => match frame.recv() {

@@ -8,14 +8,14 @@ use uuid::Uuid;
 const MAGIC: &[u8; 8] = b"RKBASEIX";
 /// Bytes before the first part.
 pub const HEADER_LEN: u64 = ALIGNMENT;
-/// Pages of a part.
+/// Number of pages in a part.
 pub const PART_PAGES: u64 = 4096;
-/// Bytes of a page: place and digest.
+/// Bytes of an entry: place and digest of a page.
 pub const ENTRY_LEN: usize = 16;
-/// Most bytes of a trailer.
+/// Limit of a trailer's bytes.
 const TRAILER_LONGEST: u64 = 256 << 20;
 
-/// Place of a stored page: 24 bits of segment, 27 of offset, 13 of length; 0 for a page that was never stored.
+/// Place of a stored page: 24 bits of segment position, 27 of offset, 13 of length; 0 for a page that was never stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Location(pub u64);
 
@@ -24,39 +24,39 @@ impl Location {
     /// Number of segments that a place can refer to.
     pub const SEGMENTS: usize = 1 << 24;
 
-    /// The place of `len` bytes at `offset` of the segment at position `segment` of a table.
+    /// Returns the place of `len` bytes at `offset` of the segment at position `segment` of a table.
     #[must_use]
     pub fn new(segment: usize, offset: u64, len: u16) -> Self {
         debug_assert!(segment < Self::SEGMENTS && offset < super::segment::LONGEST && len <= 4096);
         Self((segment as u64) << 40 | offset << 13 | u64::from(len))
     }
 
-    /// Returns whether the page was stored, if only as zero.
+    /// Returns whether the page was ever stored. A page that was stored as zero counts too.
     #[must_use]
     pub fn is_stored(self) -> bool {
         self.0 != 0
     }
 
-    /// Position of the segment in its table.
+    /// Returns the position of the segment in its table.
     #[must_use]
     pub fn segment(self) -> usize {
         (self.0 >> 40) as usize
     }
 
-    /// Offset in the segment.
+    /// Returns the offset in the segment.
     #[must_use]
     pub fn offset(self) -> u64 {
         self.0 >> 13 & 0x7ff_ffff
     }
 
-    /// Stored bytes; 0 for a page of zeroes.
+    /// Returns the number of stored bytes; 0 for a page of zeroes.
     #[must_use]
     pub fn len(self) -> u16 {
         (self.0 & 0x1fff) as u16
     }
 }
 
-/// A page in the index.
+/// Index entry of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct IndexEntry {
     pub place: Location,
@@ -66,26 +66,26 @@ pub struct IndexEntry {
 /// Contents of a base index other than its parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Base {
-    /// Newest checkpoint when the writing began: later ones are not covered.
+    /// Newest checkpoint when writing began. The index does not cover later checkpoints.
     pub from: u64,
-    /// Newest checkpoint when it ended: the index is good for this one and later ones.
+    /// Newest checkpoint when writing ended. The index is usable for this checkpoint and later ones.
     pub to: u64,
-    /// The blocks by number, with their pages, in the order of the parts.
+    /// Number and page count of each block, in the order of the parts.
     pub blocks: Vec<(u16, u64)>,
-    /// The segments that places refer to, by position; `len` bytes of each are covered.
+    /// Segments by position, to which a [`Location`] refers. The index covers the first `len` bytes of each.
     pub segments: Vec<Extent>,
     /// Checksum of each part.
     pub sums: Vec<u64>,
 }
 
-/// Parts of a block with `pages` pages.
+/// Returns the number of parts of a block with `pages` pages.
 #[must_use]
 pub fn parts(pages: u64) -> u64 {
     pages.div_ceil(PART_PAGES)
 }
 
 impl Base {
-    /// Header and trailer as bytes: the trailer goes behind the parts, at `trailer_at`.
+    /// Encodes header and trailer. The trailer's place in the file is `trailer_at`, after the parts.
     #[must_use]
     pub fn encode(&self, id: Uuid, trailer_at: u64) -> (Vec<u8>, Vec<u8>) {
         let mut trailer = Vec::new();
@@ -121,7 +121,7 @@ impl Base {
     /// Decodes the header from the first bytes of a file.
     ///
     /// # Errors
-    /// When they are damaged, newer, or of another store.
+    /// The header is damaged, of a newer version, or of another store.
     pub fn decode_header(bytes: &[u8], id: Uuid) -> Result<Header, Flaw> {
         let bad = |at, what| Flaw::bad(Structure::BaseHeader, at, what);
         let mut reader = Reader::new(bytes);
@@ -160,7 +160,7 @@ impl Base {
     /// Decodes a base index, given its header and the bytes of its trailer.
     ///
     /// # Errors
-    /// When the trailer is damaged.
+    /// The trailer is damaged.
     pub fn decode(header: &Header, trailer: &[u8]) -> Result<Self, Flaw> {
         let bad = |what| Flaw::bad(Structure::BaseTrailer, header.trailer_at, what);
         if trailer.len() as u64 != header.trailer_len || checksum(trailer) != header.trailer_sum {
@@ -192,9 +192,9 @@ impl Base {
 /// Header of a base index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// As [`Base::from`].
+    /// Newest checkpoint when writing began ([`Base::from`]).
     pub from: u64,
-    /// As [`Base::to`].
+    /// Newest checkpoint when writing ended ([`Base::to`]).
     pub to: u64,
     /// Offset of the trailer.
     pub trailer_at: u64,
@@ -202,7 +202,7 @@ pub struct Header {
     pub trailer_sum: u64,
 }
 
-/// A part as bytes, and its checksum.
+/// Appends the encoded part to `out`, and returns the part's checksum.
 pub fn encode_part(spots: impl Iterator<Item = IndexEntry>, out: &mut Vec<u8>) -> u64 {
     let begin = out.len();
     for spot in spots {
@@ -212,10 +212,10 @@ pub fn encode_part(spots: impl Iterator<Item = IndexEntry>, out: &mut Vec<u8>) -
     checksum(out.get(begin..).unwrap_or_default())
 }
 
-/// A part from bytes.
+/// Decodes a part. `at` is the part's offset in the file, for errors.
 ///
 /// # Errors
-/// When they do not have the checksum `sum`.
+/// The bytes do not have the checksum `sum`.
 pub fn decode_part(bytes: &[u8], sum: u64, at: u64) -> Result<Box<[IndexEntry]>, Flaw> {
     if checksum(bytes) != sum {
         return Err(Flaw::bad(Structure::BasePart, at, "its checksum is wrong"));

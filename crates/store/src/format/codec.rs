@@ -1,32 +1,31 @@
-//! Little-endian numbers to and from bytes, without a panic on any input.
+//! Encodes and decodes little-endian numbers. No input causes a panic.
 
-/// Reads values from the front of some bytes; `None` if too few are left.
+/// Reads values from the front of a byte slice. Each method returns `None` if too few bytes are left.
 #[derive(Debug, Clone, Copy)]
 pub struct Reader<'a> {
     bytes: &'a [u8],
 }
 
 impl<'a> Reader<'a> {
-    /// From the beginning of `bytes`.
     #[must_use]
     pub fn new(bytes: &'a [u8]) -> Self {
         Self { bytes }
     }
 
-    /// The bytes that are left.
+    /// Returns the bytes that are left.
     #[must_use]
     pub fn rest(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// The next `count` bytes.
+    /// Returns the next `count` bytes.
     pub fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
         let (taken, rest) = self.bytes.split_at_checked(count)?;
         self.bytes = rest;
         Some(taken)
     }
 
-    /// The next `N` bytes.
+    /// Returns the next `N` bytes.
     pub fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
         let (taken, rest) = self.bytes.split_first_chunk::<N>()?;
         self.bytes = rest;
@@ -49,33 +48,33 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// A text, with its length in two bytes before it.
+    /// Returns the next text, whose length precedes it in two bytes.
     pub fn text(&mut self) -> Option<&'a str> {
         let len = self.u16()?;
         std::str::from_utf8(self.bytes(len.into())?).ok()
     }
 
-    /// A count of items of at least `least` bytes each; `None` if there are not enough bytes for them.
+    /// Returns the next count of items of at least `least` bytes each; `None` if fewer bytes are left than that.
     pub fn count(&mut self, least: usize) -> Option<usize> {
         let count = self.u32()? as usize;
         (count.checked_mul(least)? <= self.bytes.len()).then_some(count)
     }
 }
 
-/// Returns the beginning of a text, of at most `most` bytes.
+/// Returns the longest beginning of a text that has at most `most` bytes.
 #[must_use]
 pub fn shortened(text: &str, most: usize) -> &str {
     let end = (0..=text.len().min(most)).rev().find(|&end| text.is_char_boundary(end));
     text.get(..end.unwrap_or(0)).unwrap_or_default()
 }
 
-/// Appends values that [`Reader`] reads.
+/// Appends values in the encoding of [`Reader`].
 pub trait Writer {
     fn put_u8(&mut self, value: u8);
     fn put_u16(&mut self, value: u16);
     fn put_u32(&mut self, value: u32);
     fn put_u64(&mut self, value: u64);
-    /// A text, shortened to 65535 bytes.
+    /// Appends a text, shortened to 65535 bytes.
     fn put_text(&mut self, text: &str);
 }
 

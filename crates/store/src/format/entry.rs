@@ -1,4 +1,4 @@
-//! Log entries: a header, sections with a checksum each, a footer.
+//! Log entries: a header, sections that have a checksum each, and a footer.
 
 use super::codec::{Reader, Writer};
 use super::{Flaw, Structure, VERSION, checksum};
@@ -11,17 +11,17 @@ const HEADER_LEN: usize = 64;
 const ROW_LEN: usize = 32;
 const FOOTER_LEN: usize = 24;
 const SECTIONS: u16 = 16;
-/// Most bytes of an entry, and of a section of it once it is decompressed.
+/// Limit of bytes of an entry, and of a decompressed section.
 pub const LONGEST: u64 = 128 << 20;
 
-/// Kind of an entry.
+/// Kind of a log entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// The store gets a new owner.
+    /// A new owner claims the store.
     Claim,
-    /// A checkpoint is committed.
+    /// The owner commits a checkpoint.
     Checkpoint,
-    /// A compaction has moved pages.
+    /// The owner commits a compaction, which has moved pages.
     Compaction,
 }
 
@@ -38,19 +38,19 @@ impl Kind {
 /// Kind of a section.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Section {
-    /// The owner of the store, as JSON.
+    /// JSON with the owner of the store.
     Claim,
     /// The list of all valid checkpoints and segments.
     Manifest,
-    /// Number, time, RAM block table.
+    /// Number, time and RAM block table of a checkpoint.
     Checkpoint,
-    /// How to rebuild the VM, as JSON.
+    /// JSON that describes how to rebuild the VM.
     Definition,
-    /// Notes of the protector, as JSON.
+    /// JSON with notes of the protector.
     Metadata,
     /// The device state.
     Devices,
-    /// The number of the newest entry with a manifest when the store was claimed, or 0.
+    /// Number of the newest entry with a manifest when the store was claimed; 0 if there was none.
     Before,
 }
 
@@ -67,7 +67,7 @@ impl Section {
         }
     }
 
-    /// The structure that errors about it name.
+    /// Returns the structure that errors about the section name.
     #[must_use]
     pub fn structure(self) -> Structure {
         match self {
@@ -90,28 +90,28 @@ struct Row {
     sum: u64,
 }
 
-/// A log entry with a valid header and footer. A section is checked when it is read.
+/// A log entry with a valid header and footer. Each section is checked only when it is read.
 #[derive(Debug, Clone)]
 pub struct Entry {
     bytes: Vec<u8>,
     rows: Vec<Row>,
-    /// What it is.
     pub kind: Kind,
-    /// The epoch of its owner.
+    /// Epoch of the entry's owner.
     pub epoch: u64,
-    /// Its number in the log.
+    /// Number of the entry in the log.
     pub slot: u64,
-    /// The checksum in its footer, which covers those of all that is in it.
+    /// Checksum in the footer. It covers the checksums of all other parts of the entry.
     pub footer: u64,
 }
 
-/// An entry as bytes, and the checksum in its footer.
+/// Returns the encoded entry, and the checksum in its footer.
 #[must_use]
 pub fn encode(id: Uuid, kind: Kind, epoch: u64, slot: u64, sections: &[(Section, &[u8])]) -> (Vec<u8>, u64) {
     let mut table = Vec::with_capacity(sections.len() * ROW_LEN);
     let mut content = Vec::new();
     for (section, raw) in sections {
-        // Half of a device state is zeroes. A section that does not shrink is stored as it is; then both lengths agree.
+        // Half of a device state is zeroes. A section that does not shrink is stored uncompressed; both lengths are
+        // equal then.
         let packed = Some(compress(raw)).filter(|packed| packed.len() < raw.len());
         let stored = packed.as_deref().unwrap_or(raw);
         table.put_u32(section.code());
@@ -146,10 +146,10 @@ pub fn encode(id: Uuid, kind: Kind, epoch: u64, slot: u64, sections: &[(Section,
 
 #[expect(clippy::len_without_is_empty, reason = "none is empty")]
 impl Entry {
-    /// From the bytes of a file.
+    /// Decodes the content of a log file.
     ///
     /// # Errors
-    /// When header, table or footer are damaged, newer, or of another store or number.
+    /// Header, section table or footer are damaged, of a newer version, or of another store or entry.
     pub fn decode(bytes: Vec<u8>, id: Uuid, slot: u64) -> Result<Self, Flaw> {
         let head = |at: usize, what| Flaw::bad(Structure::EntryHeader, at as u64, what);
         let tail = |what| Flaw::bad(Structure::EntryFooter, bytes.len().saturating_sub(FOOTER_LEN) as u64, what);
@@ -218,22 +218,22 @@ impl Entry {
         Ok(Self { kind, epoch, slot, footer, rows, bytes })
     }
 
-    /// The bytes of the whole file.
+    /// Returns the bytes of the whole file.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.bytes.len() as u64
     }
 
-    /// Bytes of a section before compression; 0 if there is none.
+    /// Returns the bytes of a section before compression; 0 if the entry has no such section.
     #[must_use]
     pub fn section_len(&self, section: Section) -> u64 {
         self.rows.iter().find(|row| row.code == section.code()).map_or(0, |row| row.raw.into())
     }
 
-    /// The content of a section.
+    /// Returns the decompressed content of a section.
     ///
     /// # Errors
-    /// When it is damaged or not there.
+    /// The section is damaged or missing.
     pub fn section(&self, section: Section) -> Result<Vec<u8>, Flaw> {
         let row = self.rows.iter().find(|row| row.code == section.code());
         let row = row.ok_or(Flaw::bad(section.structure(), HEADER_LEN as u64, "the entry has none"))?;
@@ -246,7 +246,7 @@ impl Entry {
         if row.stored == row.raw {
             return Ok(stored.to_vec());
         }
-        // LZ4 expands data at most 255 times; a larger stated length is rejected before memory is allocated.
+        // LZ4 expands data at most 255 times. A larger stated length is rejected before memory is allocated.
         if u64::from(row.raw) > u64::from(row.stored) * 256 {
             return Err(bad("its length makes no sense"));
         }

@@ -1,26 +1,25 @@
-//! The manifest, which lists all valid checkpoints and segments, and the block table of a checkpoint.
+//! The manifest (a list of all valid checkpoints and segments) and the block table of a checkpoint.
 
 use super::codec::{Reader, Writer};
 use super::segment;
 use super::{Flaw, Structure};
 use crate::types::{Block, Pages};
 
-/// A checkpoint that is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kept {
     pub number: u64,
-    /// Number of its log entry.
+    /// Number of the checkpoint's log entry.
     pub slot: u64,
-    /// The checksum in that entry's footer; unknown, and 0, for the entry that this manifest itself is in.
+    /// Checksum in that entry's footer; 0 (unknown) for the entry that contains this manifest.
     pub footer: u64,
 }
 
 /// The committed part of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// The epoch that wrote it.
+    /// Owner epoch in which the segment was written.
     pub epoch: u64,
-    /// Number that no other segment of the store has or had.
+    /// Number of the segment, which no other segment of the store has or had.
     pub number: u64,
     /// Committed bytes.
     pub len: u64,
@@ -29,20 +28,19 @@ pub struct Extent {
 /// List of all valid checkpoints and segments.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Manifest {
-    /// The log entry by which the owner claimed the store.
+    /// Number of the log entry by which the owner claimed the store.
     pub claim: u64,
-    /// The number that the next block gets.
+    /// Number for the next new block.
     pub next_block: u16,
-    /// The number that the next segment gets at least.
+    /// Lowest number that the next segment may get.
     pub next_segment: u64,
-    /// The checkpoints, ascending.
+    /// Kept checkpoints, ascending.
     pub kept: Vec<Kept>,
-    /// The segments, ascending by number.
+    /// Segments, ascending by number.
     pub segments: Vec<Extent>,
 }
 
 impl Manifest {
-    /// As bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(32 + 24 * (self.kept.len() + self.segments.len()));
@@ -64,10 +62,10 @@ impl Manifest {
         out
     }
 
-    /// From bytes.
+    /// Decodes a manifest.
     ///
     /// # Errors
-    /// When they make no sense.
+    /// The bytes are not a valid manifest.
     pub fn decode(bytes: &[u8]) -> Result<Self, Flaw> {
         let bad = |what| Flaw::bad(Structure::Manifest, 0, what);
         let mut reader = Reader::new(bytes);
@@ -100,42 +98,42 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Number of the oldest checkpoint that is kept.
+    /// Returns the number of the oldest kept checkpoint.
     #[must_use]
     pub fn oldest(&self) -> Option<u64> {
         self.kept.first().map(|kept| kept.number)
     }
 
-    /// The newest checkpoint.
+    /// Returns the newest checkpoint.
     #[must_use]
     pub fn newest(&self) -> Option<Kept> {
         self.kept.last().copied()
     }
 
-    /// Numbers of the checkpoints.
+    /// Returns the numbers of all kept checkpoints, ascending.
     #[must_use]
     pub fn numbers(&self) -> Vec<u64> {
         self.kept.iter().map(|kept| kept.number).collect()
     }
 }
 
-/// A block was shortened: earlier records of the removed pages are void.
+/// A checkpoint at which a block was shortened. Earlier records of the removed pages are void.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
-    /// The checkpoint at which it was shortened.
+    /// Number of the checkpoint.
     pub number: u64,
-    /// Number of pages that were left.
+    /// Number of pages that the block still had.
     pub pages: u64,
 }
 
 /// A stored RAM block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredBlock {
-    /// The block number in the store's records.
+    /// Number that identifies the block in the store's records.
     pub number: u16,
     pub block: Block,
-    /// When it was shortened, the latest last. Each one leaves more pages than the previous one, which is otherwise
-    /// removed.
+    /// Checkpoints at which the block was shortened, the latest last. Each leaves more pages than the previous one: a
+    /// later cut to fewer or equally many pages replaces it.
     pub cuts: Vec<Cut>,
 }
 
@@ -146,27 +144,26 @@ impl StoredBlock {
         self.cuts.iter().any(|cut| page >= cut.pages && number < cut.number)
     }
 
-    /// Notes that checkpoint `number` has only `pages` pages.
+    /// Records that the block has only `pages` pages from checkpoint `number` on.
     pub fn cut(&mut self, number: u64, pages: u64) {
         self.cuts.retain(|cut| cut.pages < pages);
         self.cuts.push(Cut { number, pages });
     }
 }
 
-/// Block table and figures of a checkpoint.
+/// Block table and page counts of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
     pub number: u64,
     /// Time of the commit, in microseconds since 1970.
     pub time_us: u64,
     pub pages: Pages,
-    /// Bytes of segments written for it.
+    /// Bytes written to segments for the checkpoint.
     pub bytes: u64,
     pub blocks: Vec<StoredBlock>,
 }
 
 impl Table {
-    /// As bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
@@ -190,10 +187,10 @@ impl Table {
         out
     }
 
-    /// From bytes.
+    /// Decodes a block table.
     ///
     /// # Errors
-    /// When they make no sense.
+    /// The bytes are not a valid block table.
     pub fn decode(bytes: &[u8]) -> Result<Self, Flaw> {
         let bad = |what| Flaw::bad(Structure::Checkpoint, 0, what);
         let mut reader = Reader::new(bytes);
@@ -226,13 +223,13 @@ impl Table {
     }
 }
 
-/// Limit of a VM's RAM: the writer needs 16 bytes of memory per page.
+/// Limit of a VM's RAM in bytes, because the writer needs 16 bytes of memory per page.
 pub const MOST_RAM: u64 = 1 << 44;
 
-/// Checks that these can be the RAM blocks of a VM.
+/// Checks that these blocks can be the RAM blocks of a VM.
 ///
 /// # Errors
-/// What is wrong.
+/// A text that describes what is wrong.
 pub fn check_blocks<'a>(blocks: impl Iterator<Item = &'a Block>) -> Result<(), &'static str> {
     let mut names = Vec::new();
     let mut total = 0u64;

@@ -1,7 +1,7 @@
 //! Formats of a store's files, byte by byte; `docs/store-format.md` explains them.
 //!
-//! All functions here are pure. No input causes a panic, or an allocation larger than the input, except where a limit
-//! is stated.
+//! All functions of this module are pure. No input causes a panic, or an allocation larger than the input, except where
+//! a limit is stated.
 
 pub mod base;
 pub mod codec;
@@ -14,10 +14,11 @@ pub mod superblock;
 
 use std::fmt;
 
-/// Version of the format that is written, and the newest that is read.
+/// Version of the format that this Rekindle writes, and the newest that it reads.
 pub const VERSION: u32 = 1;
 
-/// A crash during a write does not damage adjacent data that begins at another multiple of this.
+/// Alignment of data that one crash must not damage together: an interrupted write does not damage adjacent data that
+/// begins at another multiple of this size.
 pub const ALIGNMENT: u64 = 4096;
 
 /// A part of a store's files.
@@ -27,7 +28,7 @@ pub enum Structure {
     Superblock,
     /// Beginning of a segment.
     SegmentHeader,
-    /// Header and directory of a frame: which pages it holds.
+    /// Header and directory of a frame. The directory lists the frame's pages.
     FrameDirectory,
     /// Beginning of a log entry: header and section table.
     EntryHeader,
@@ -39,9 +40,9 @@ pub enum Structure {
     Manifest,
     /// Number, time and RAM block table of a checkpoint.
     Checkpoint,
-    /// How to rebuild the VM.
+    /// JSON that describes how to rebuild the VM.
     Definition,
-    /// Notes of the protector.
+    /// JSON with notes of the protector.
     Metadata,
     /// The device state.
     Devices,
@@ -74,19 +75,19 @@ impl fmt::Display for Structure {
     }
 }
 
-/// What is wrong with some bytes.
+/// Defect of bytes that cannot be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flaw {
-    /// They are of a newer version.
+    /// The bytes are of a newer version.
     Newer {
         found: u32,
-        /// The newest known one.
+        /// Newest version that this Rekindle knows.
         known: u32,
     },
-    /// They are damaged.
+    /// The bytes are damaged.
     Bad {
         structure: Structure,
-        /// Offset in the file.
+        /// Offset in the file, in bytes.
         at: u64,
         what: &'static str,
     },
@@ -103,7 +104,6 @@ impl Flaw {
     }
 }
 
-/// Returns the checksum of a structure.
 #[must_use]
 pub(crate) fn checksum(bytes: &[u8]) -> u64 {
     xxhash_rust::xxh3::xxh3_64(bytes)

@@ -1,38 +1,37 @@
-//! Names of the files of a store.
+//! Names of a store's files.
 
-/// The superblock.
 pub const SUPERBLOCK: &str = "rekindle-store";
-/// Exists instead of the superblock in a store without a VM.
+/// File in place of the superblock in a store that no VM has used.
 pub const UNUSED: &str = "rekindle-store-unused";
-/// The directory of log entries.
+/// Directory of log entries.
 pub const LOG: &str = "log";
-/// The directory of segments.
+/// Directory of segments.
 pub const SEGMENTS: &str = "segments";
-/// The directory of base indices.
+/// Directory of base indices.
 pub const INDEX: &str = "index";
-/// Prefix of files that are being written.
+/// Prefix of the names of files that are being written.
 pub const NEW: &str = "new-";
 
-/// The log entry `slot`.
+/// Returns the name of the log entry with number `slot`.
 #[must_use]
 pub fn entry(slot: u64) -> String {
     format!("{LOG}/{slot:012}")
 }
 
-/// The number of the log entry in the file `name` of the directory [`LOG`].
+/// Returns the number of the log entry in the file `name` of the directory [`LOG`].
 #[must_use]
 pub fn parse_entry(name: &str) -> Option<u64> {
     let slot = name.parse().ok()?;
     (format!("{slot:012}") == name).then_some(slot)
 }
 
-/// The segment `number` of epoch `epoch`.
+/// Returns the name of the segment `number` of epoch `epoch`.
 #[must_use]
 pub fn segment(epoch: u64, number: u64) -> String {
     format!("{SEGMENTS}/{epoch:08}-{number:016}")
 }
 
-/// Epoch and number of the segment in the file `name` of the directory [`SEGMENTS`].
+/// Returns epoch and number of the segment in the file `name` of the directory [`SEGMENTS`].
 #[must_use]
 pub fn parse_segment(name: &str) -> Option<(u64, u64)> {
     let (epoch, number) = name.split_once('-')?;
@@ -40,13 +39,13 @@ pub fn parse_segment(name: &str) -> Option<(u64, u64)> {
     (segment(epoch, number).strip_prefix(SEGMENTS)?.strip_prefix('/')? == name).then_some((epoch, number))
 }
 
-/// The base index that epoch `epoch` wrote as of log entry `slot`.
+/// Returns the name of the base index that the owner of epoch `epoch` wrote after log entry `slot`.
 #[must_use]
 pub fn base(slot: u64, epoch: u64) -> String {
     format!("{INDEX}/{slot:012}-{epoch:08}")
 }
 
-/// Log entry and epoch of the base index in the file `name` of the directory [`INDEX`].
+/// Returns log entry and epoch of the base index in the file `name` of the directory [`INDEX`].
 #[must_use]
 pub fn parse_base(name: &str) -> Option<(u64, u64)> {
     let (slot, epoch) = name.split_once('-')?;
@@ -54,25 +53,25 @@ pub fn parse_base(name: &str) -> Option<(u64, u64)> {
     (base(slot, epoch).strip_prefix(INDEX)?.strip_prefix('/')? == name).then_some((slot, epoch))
 }
 
-/// The second name of the newest log entry, so that it is missed if the first one is gone.
+/// Returns the second name of the newest log entry, by which a reader notices that the first name is missing.
 #[must_use]
 pub fn last(slot: u64) -> String {
     format!("{LOG}/last-{slot:012}")
 }
 
-/// The number of the log entry whose second name is the file `name` of the directory [`LOG`].
+/// Returns the number of the log entry whose second name is the file `name` of the directory [`LOG`].
 #[must_use]
 pub fn parse_last(name: &str) -> Option<u64> {
     parse_entry(name.strip_prefix("last-")?)
 }
 
-/// A file of directory `directory` that is being written by epoch `epoch`.
+/// Returns the name of a file in `directory` that the owner of epoch `epoch` is writing.
 #[must_use]
 pub fn new(directory: &str, epoch: u64, what: &str) -> String {
     format!("{directory}/{NEW}{epoch:08}-{what}")
 }
 
-/// The epoch that writes the file `name`.
+/// Returns the epoch of the owner that is writing the file `name`.
 #[must_use]
 pub fn parse_new(name: &str) -> Option<u64> {
     name.strip_prefix(NEW)?.split('-').next()?.parse().ok()

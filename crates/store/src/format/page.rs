@@ -1,4 +1,4 @@
-//! Digest and compression of a page.
+//! Digests and compression of pages.
 
 use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into};
 use rekindle_pages::{PAGE_SIZE, Page};
@@ -8,35 +8,36 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const ZERO: Page = [0; PAGE_SIZE];
 
-/// Digests of the pages of one store.
+/// Computes the digests of the pages of one store.
 #[derive(Debug, Clone, Copy)]
 pub struct Digester {
     seed: u64,
 }
 
 impl Digester {
-    /// The digester of the store `id`.
+    /// Returns the digester of the store `id`. The ID seeds the hash.
     #[must_use]
     pub fn new(id: Uuid) -> Self {
         let (high, low) = id.as_u64_pair();
         Self { seed: high ^ low }
     }
 
-    /// Returns the digest of a page: 0 for a page of zeroes, and for no other.
+    /// Returns the digest of a page. It is 0 for a page of zeroes, and for no other page.
     #[must_use]
     pub fn digest(self, page: &Page) -> u64 {
         if *page == ZERO { 0 } else { xxh3_64_with_seed(page, self.seed).max(1) }
     }
 }
 
-/// Distance of the bytes that are sampled before a page is compressed. Not a multiple of a word's length, so that all
-/// bytes of words are sampled.
+/// Distance in bytes between samples of a page before compression. It is not a multiple of a word's length, so that the
+/// samples include every byte position of a word.
 const STEP: usize = 7;
-/// 586 random bytes have about 230 different values, and hardly ever fewer than this; machine code has about 150.
+/// A page with fewer different values among its samples is compressed. 586 random bytes have about 230 different
+/// values, and hardly ever fewer than this; machine code has about 150.
 const DIFFERENT: u32 = 210;
 
-/// Returns whether a page appears to be compressed, encrypted or random. To try compression takes ten times as long.
-/// If this is wrong, the page only uses more space.
+/// Returns whether a page appears to be compressed, encrypted or random. An attempt to compress takes ten times as long
+/// as this check. If the result is wrong, the page only uses more space.
 fn is_probably_random(page: &Page) -> bool {
     let mut seen = [0u64; 4];
     for byte in page.iter().step_by(STEP) {
@@ -47,7 +48,7 @@ fn is_probably_random(page: &Page) -> bool {
     seen.iter().map(|word| word.count_ones()).sum::<u32>() >= DIFFERENT
 }
 
-/// Compresses pages, and reuses its working memory.
+/// Compresses pages. The working memory is reused.
 pub struct Packer {
     table: CompressTable,
     buffer: Vec<u8>,
@@ -67,7 +68,7 @@ impl Default for Packer {
 }
 
 impl Packer {
-    /// Compresses the page; `None` if that does not make it shorter, so that it is stored as it is.
+    /// Compresses a page. Returns `None` if that does not shorten it; the page is then stored uncompressed.
     pub fn pack(&mut self, page: &Page) -> Option<&[u8]> {
         if is_probably_random(page) {
             return None;
@@ -80,10 +81,10 @@ impl Packer {
 /// Decompresses a page from its stored bytes and checks its digest.
 ///
 /// # Errors
-/// What is wrong with the page; its content must not be used then.
+/// A text that describes what is wrong. The content of `page` must not be used then.
 pub fn unpack(digester: Digester, stored: &[u8], digest: u64, page: &mut Page) -> Result<(), &'static str> {
     match stored.len() {
-        // Only a page of zeroes has digest 0.
+        // Only a page of zeroes has the digest 0.
         0 => {
             *page = ZERO;
             return if digest == 0 { Ok(()) } else { Err("nothing is stored of it, and it is not zero") };
@@ -152,7 +153,7 @@ mod tests {
             prop_assert!(back == page);
             let bit = flip as usize % (stored.len() * 8);
             stored[bit / 8] ^= 1 << (bit % 8);
-            // Different bytes may decompress to the same page; then the page is correct.
+            // Different bytes may decompress to the same page. The page is correct then.
             if unpack(digester, &stored, digest, &mut back).is_ok() {
                 prop_assert!(back == page);
             }

@@ -13,20 +13,20 @@ const FRAME_MAGIC: &[u8; 4] = b"RKFR";
 pub const HEADER_LEN: u64 = ALIGNMENT;
 /// Bytes of a frame before its directory.
 pub const FRAME_HEADER_LEN: usize = 64;
-/// Bytes of a page in the directory.
+/// Bytes of a page's record in the directory.
 pub const RECORD_LEN: usize = 16;
-/// Bytes of a page's checkpoint number, in frames of moved pages.
+/// Bytes of a page's checkpoint number, which only frames of moved pages have.
 pub const NUMBER_LEN: usize = 8;
-/// Most pages of a frame.
+/// Limit of pages in a frame.
 pub const FRAME_RECORDS: usize = 1024;
-/// Most bytes of a frame's data.
+/// Limit of the bytes of a frame's data.
 pub const FRAME_DATA: usize = 4 << 20;
-/// One read of this length holds the header and directory of any frame.
+/// Bytes that include the header and directory of any frame.
 pub const DIRECTORY_ROOM: usize = FRAME_HEADER_LEN + FRAME_RECORDS * (RECORD_LEN + NUMBER_LEN);
-/// Longest segment: places have 27 bits for an offset.
+/// Limit of a segment's bytes: a place has 27 bits for the offset.
 pub const LONGEST: u64 = 1 << 27;
 
-/// The first 4096 bytes of a segment.
+/// Returns the first 4096 bytes of a segment.
 #[must_use]
 pub fn encode_header(id: Uuid, epoch: u64, number: u64) -> Vec<u8> {
     let mut out = Vec::with_capacity(HEADER_LEN as usize);
@@ -42,10 +42,10 @@ pub fn encode_header(id: Uuid, epoch: u64, number: u64) -> Vec<u8> {
     out
 }
 
-/// Checks the first bytes of a segment.
+/// Checks the header in the first bytes of a segment.
 ///
 /// # Errors
-/// When they are damaged, of a newer version, or of another segment.
+/// The header is damaged, of a newer version, or of another segment.
 pub fn check_header(bytes: &[u8], id: Uuid, epoch: u64, number: u64) -> Result<(), Flaw> {
     let bad = |at, what| Flaw::bad(Structure::SegmentHeader, at, what);
     let mut reader = Reader::new(bytes);
@@ -70,21 +70,20 @@ pub fn check_header(bytes: &[u8], id: Uuid, epoch: u64, number: u64) -> Result<(
     Ok(())
 }
 
-/// One page in a directory.
+/// A page's record in a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Record {
     /// Digest of the page before compression.
     pub digest: u64,
     /// Number of the page in its block.
     pub page: u32,
-    /// Stored bytes: 0 for a page of zeroes, 4096 for one that is not compressed.
+    /// Stored bytes: 0 for a page of zeroes, 4096 for an uncompressed page.
     pub len: u16,
-    /// Number of the block.
+    /// Number of the block that contains the page.
     pub block: u16,
 }
 
 impl Record {
-    /// As bytes.
     #[must_use]
     pub fn encode(self) -> [u8; RECORD_LEN] {
         let mut out = [0; RECORD_LEN];
@@ -96,7 +95,7 @@ impl Record {
         out
     }
 
-    /// From bytes. Any bytes give a record.
+    /// Decodes a record. Any bytes are a valid record.
     #[must_use]
     pub fn decode(bytes: [u8; RECORD_LEN]) -> Self {
         let value = u128::from_le_bytes(bytes);
@@ -112,52 +111,52 @@ impl Record {
 /// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Pages of one checkpoint.
+    /// Pages that were written in one checkpoint.
     Pages,
-    /// Pages that a compaction has copied, of several.
+    /// Pages of several checkpoints, which a compaction has copied.
     Moved,
 }
 
-/// The beginning of a frame.
+/// Header of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {
     pub kind: Kind,
-    /// How many pages it has.
+    /// Number of pages in the frame.
     pub count: u32,
-    /// Bytes of their content.
+    /// Bytes of the pages' content.
     pub data_len: u32,
-    /// The checkpoint that they belong to; of moved ones the newest at that time.
+    /// Checkpoint of the pages; for moved pages, the newest checkpoint at the time of the compaction.
     pub number: u64,
 }
 
 #[expect(clippy::len_without_is_empty, reason = "none is empty")]
 impl FrameHeader {
-    /// Bytes of the directory.
+    /// Returns the bytes of the directory.
     #[must_use]
     pub fn directory_len(&self) -> usize {
         let each = RECORD_LEN + if self.kind == Kind::Moved { NUMBER_LEN } else { 0 };
         self.count as usize * each
     }
 
-    /// Bytes before the content.
+    /// Returns the offset of the content in the frame.
     #[must_use]
     pub fn data_offset(&self) -> usize {
         FRAME_HEADER_LEN + self.directory_len()
     }
 
-    /// Bytes of the whole frame.
+    /// Returns the bytes of the whole frame.
     #[must_use]
     pub fn len(&self) -> u64 {
         (self.data_offset() + self.data_len as usize) as u64
     }
 
-    /// Offset of the next frame if this one begins at `at`.
+    /// Returns the offset of the next frame if this frame begins at `at`.
     #[must_use]
     pub fn next(&self, at: u64) -> u64 {
         (at + self.len()).next_multiple_of(ALIGNMENT)
     }
 
-    /// Writes the header into the first bytes of `frame`, which has its directory already.
+    /// Writes the header into the first bytes of `frame`, which must contain the directory already.
     pub fn seal(&self, frame: &mut [u8]) {
         let mut out = Vec::with_capacity(FRAME_HEADER_LEN);
         out.extend_from_slice(FRAME_MAGIC);
@@ -173,10 +172,11 @@ impl FrameHeader {
         frame.iter_mut().zip(out).for_each(|(to, from)| *to = from);
     }
 
-    /// Decodes the header of the frame at byte `at` of its file from its first bytes. The directory is not checked.
+    /// Decodes the header of a frame from the frame's first bytes. `at` is the frame's offset in the file, for errors.
+    /// The directory is not checked.
     ///
     /// # Errors
-    /// When it makes no sense.
+    /// The bytes are not a valid header.
     pub fn decode(bytes: &[u8], at: u64) -> Result<Self, Flaw> {
         let bad = |what| Flaw::bad(Structure::FrameDirectory, at, what);
         let mut reader = Reader::new(bytes);
@@ -205,31 +205,32 @@ fn two_part_checksum(header: &[u8], directory: &[u8]) -> u64 {
     sum.digest()
 }
 
-/// Header and directory of a frame, checked.
+/// Header and directory of a frame, whose checksum was checked.
 #[derive(Debug, Clone, Copy)]
 pub struct Directory<'a> {
     pub header: FrameHeader,
     records: &'a [u8],
     numbers: &'a [u8],
-    /// Offset in its file.
+    /// Offset of the frame in the file.
     at: u64,
 }
 
-/// One page as a directory has it.
+/// A page that a directory lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Found {
     pub record: Record,
-    /// The checkpoint that it was written in.
+    /// Checkpoint in which the page was written.
     pub number: u64,
-    /// Offset of its content in the file; for a page of zeroes, the offset of its record.
+    /// Offset of the content in the file; for a page of zeroes, the offset of the record.
     pub offset: u64,
 }
 
 impl<'a> Directory<'a> {
-    /// From the bytes at byte `at` of a file, which must hold all of it: [`DIRECTORY_ROOM`] suffice.
+    /// Decodes a directory from the bytes at offset `at` of a file. The bytes must include the whole directory:
+    /// [`DIRECTORY_ROOM`] bytes suffice.
     ///
     /// # Errors
-    /// When it is damaged.
+    /// The directory is damaged.
     pub fn decode(bytes: &'a [u8], at: u64) -> Result<Self, Flaw> {
         let bad = |what| Flaw::bad(Structure::FrameDirectory, at, what);
         let header = FrameHeader::decode(bytes, at)?;
@@ -255,7 +256,7 @@ impl<'a> Directory<'a> {
         Ok(Self { header, records, numbers, at })
     }
 
-    /// The pages, in the order in which they are stored.
+    /// Iterates over the pages in the order in which they are stored.
     pub fn pages(&self) -> impl Iterator<Item = Found> + use<'a> {
         let (at, header) = (self.at, self.header);
         let mut data = at + header.data_offset() as u64;

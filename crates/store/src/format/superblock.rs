@@ -6,21 +6,20 @@ use crate::types::Vm;
 use uuid::Uuid;
 
 const MAGIC: &[u8; 16] = b"REKINDLE STORE\n\0";
-/// Bytes of the file.
+/// Bytes of the superblock's file.
 pub const LEN: usize = 4096;
 
-/// The content of `rekindle-store`.
+/// Content of the file `rekindle-store`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
-    /// Unique among all stores.
+    /// Unique ID of the store.
     pub id: Uuid,
     pub vm: Vm,
-    /// Time of its creation, in microseconds since 1970.
+    /// Time when the store was created, in microseconds since 1970.
     pub created_us: u64,
 }
 
 impl Superblock {
-    /// As bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(LEN);
@@ -30,7 +29,7 @@ impl Superblock {
         out.extend_from_slice(self.id.as_bytes());
         out.extend_from_slice(self.vm.uuid.as_bytes());
         out.put_u64(self.created_us);
-        // Names of VMs have at most 63 characters; QEMU's may be longer.
+        // Names of VMs have at most 63 characters, but a name that QEMU reports may be longer.
         out.put_text(shortened(&self.vm.name, 1024));
         out.resize(LEN - 8, 0);
         let sum = checksum(&out);
@@ -38,10 +37,10 @@ impl Superblock {
         out
     }
 
-    /// From bytes.
+    /// Decodes a superblock.
     ///
     /// # Errors
-    /// When they are damaged or of a newer version.
+    /// The superblock is damaged or of a newer version.
     pub fn decode(bytes: &[u8]) -> Result<Self, Flaw> {
         let bad = |at, what| Flaw::bad(Structure::Superblock, at, what);
         let short = || bad(bytes.len() as u64, "it is cut short");

@@ -1,4 +1,4 @@
-//! A connection: frames of a type and a payload, with limits of size and time.
+//! A connection that carries frames of a type and a payload, with limits of size and time.
 //!
 //! ```text
 //! length of the payload (4) | type (1) | payload
@@ -21,70 +21,70 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long the other side may send or receive nothing within a frame.
+/// How long the peer may neither send nor receive within a frame.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// Time limit for connecting, including the handshake.
 const CONNECT: Duration = Duration::from_secs(10);
 /// Bytes of a frame per second that must be transferred after [`PATIENCE`]: 1 Mbit/s. A slower connection is useless
-/// for checkpoints. So 4 MiB of pages may take a minute, and the largest frame 18 minutes.
+/// for checkpoints. With this limit, 4 MiB of pages may take a minute, and the largest frame 18 minutes.
 const SLOWEST: u64 = 128 << 10;
-/// How long a server may report that it still works on a checkpoint, while its disk writes. A guest may be stopped
-/// meanwhile.
+/// How long a server may report that it is still working on a checkpoint, e.g. while its disk is slow. A guest may be
+/// stopped meanwhile.
 const WORK: Duration = Duration::from_secs(3600);
-/// The same for work on a whole store (verify, compact): 8 TB at 100 MB/s.
+/// How long a server may report that it is still working on a whole store (verify, compact): enough for 8 TB at 100
+/// MB/s.
 const LONG_WORK: Duration = Duration::from_secs(24 * 3600);
 
-/// Why a connection failed.
+/// Cause of a failed connection.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectionError {
-    /// A certificate or key file is unusable.
+    /// A certificate or key file cannot be used.
     #[error("{what} {}: {why}", path.display())]
     File {
         path: PathBuf,
-        /// Expected content.
+        /// Content that the file should have.
         what: &'static str,
         why: String,
     },
-    /// No certificate was configured.
+    /// A server was named, but no certificate was configured.
     #[error("a server requires a certificate: give --cert, --key and --ca")]
     NoIdentity,
-    /// The server's name is invalid.
+    /// The server's name is not valid.
     #[error("`{host}` is neither a name nor an address of a server")]
     Host { host: String },
-    /// The server cannot be reached.
+    /// Connecting to the server failed.
     #[error("{address} cannot be reached; is `rekindle store serve` running there?")]
     Connect {
         address: String,
         #[source]
         source: io::Error,
     },
-    /// One of the certificates is unsuitable.
+    /// A certificate of the client or the server was rejected.
     #[error("{why}; {remedy}")]
     Certificate {
         why: String,
-        /// What to do.
+        /// Action that fixes the cause.
         remedy: &'static str,
     },
-    /// Nothing was transferred for too long.
+    /// The peer has neither sent nor received anything for too long.
     #[error("the other side has neither sent nor received anything for {} s", after.as_secs())]
     Silent {
-        /// How long was waited.
+        /// Limit that was exceeded.
         after: Duration,
     },
-    /// The other side is too slow.
+    /// The peer is too slow for a whole frame or operation.
     #[error("the other side is too slow: it has not finished within {} s", after.as_secs())]
     Slow {
-        /// How long it had.
+        /// Limit that was exceeded.
         after: Duration,
     },
-    /// The other side has closed the connection.
+    /// The peer has closed the connection.
     #[error("the other side has closed the connection")]
     Closed,
-    /// A system call failed.
     #[error("the connection failed")]
     Io(#[source] io::Error),
-    /// The other side has sent something invalid.
+    /// The peer has violated the protocol.
     #[error("{what}")]
     Protocol { what: String },
 }
@@ -112,15 +112,15 @@ impl ConnectionError {
     }
 }
 
-/// A TCP connection with two limits for each operation: the longest silence of the other side, and a deadline for the
-/// whole operation, which transferred bytes do not extend.
+/// A TCP connection with two limits for each operation: the longest silence of the peer, and a deadline for the whole
+/// operation. The deadline does not move when bytes are transferred.
 struct TimedStream {
     tcp: TcpStream,
     silence: Duration,
-    /// Time limit of the whole operation, and its deadline.
+    /// Time limit of the whole operation. `deadline` is the time at which it ends.
     whole: Duration,
     deadline: Instant,
-    /// Bytes were transferred since the start of the operation.
+    /// Bytes have been transferred since the start of the operation.
     moved: bool,
 }
 
@@ -130,17 +130,17 @@ impl TimedStream {
         Ok(Self { tcp, silence: CONNECT, whole: CONNECT, deadline: Instant::now() + CONNECT, moved: false })
     }
 
-    /// Starts an operation in which the other side may be silent for `silence`, and which may take `whole`.
+    /// Starts an operation in which the peer may be silent for `silence`, and which may take `whole`.
     fn begin(&mut self, silence: Duration, whole: Duration) {
         (self.silence, self.whole, self.deadline) = (silence, whole, Instant::now() + whole);
         self.moved = false;
     }
 
-    /// Does `io` once the connection is ready for `events`.
+    /// Calls `io` until it returns anything but `WouldBlock`, and waits for `events` in between.
     fn timed(&mut self, events: PollFlags, mut io: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
         let silent_at = Instant::now() + self.silence;
         loop {
-            // Before the poll, since data is usually available.
+            // Tries `io` before polling, since data is usually available.
             let now = Instant::now();
             if now >= self.deadline {
                 return Err(self.late(silent_at));
@@ -191,7 +191,7 @@ impl Write for TimedStream {
 /// A TLS connection of a client or a server.
 trait Stream: Read + Write + Send {
     fn timed(&mut self) -> &mut TimedStream;
-    /// Sends the end of the TLS connection.
+    /// Closes the TLS connection, so that the peer can distinguish the end from a failure.
     fn close(&mut self);
 }
 
@@ -217,21 +217,21 @@ impl Stream for StreamOwned<ServerConnection, TimedStream> {
     }
 }
 
-/// One end of a connection.
+/// One end of a connection between a client and a server.
 pub(crate) struct Connection {
     stream: Box<dyn Stream>,
-    /// How long the other side may wait before it begins a frame.
+    /// How long the peer may wait before it begins a frame.
     patience: Duration,
-    /// How long it may be silent within a frame.
+    /// How long the peer may be silent within a frame.
     within: Duration,
-    /// Bytes per second that must be transferred after that.
+    /// Bytes per second that must be transferred after `within`.
     slowest: u64,
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // So that the other side can distinguish an end from a failure. Short, because the peer may not receive any
-        // more.
+        // Closing lets the peer distinguish an end from a failure. The time limit is short, because the peer may not
+        // receive any more.
         let a_moment = Duration::from_millis(100);
         self.stream.timed().begin(a_moment, a_moment);
         self.stream.close();
@@ -245,7 +245,7 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
-    /// Connects to a server.
+    /// Connects to a server, including the TLS handshake.
     pub fn connect(server: &Remote, identity: Option<&Identity>) -> std::result::Result<Self, ConnectionError> {
         let config = identity.ok_or(ConnectionError::NoIdentity)?.client()?;
         let host = server.host.clone();
@@ -270,7 +270,7 @@ impl Connection {
         Ok(Self { stream: Box::new(stream), patience: PATIENCE, within: PATIENCE, slowest: SLOWEST })
     }
 
-    /// Accepts a client, with `patience` for its greeting and within each frame.
+    /// Accepts a client. `patience` limits the silence before its greeting and within each frame.
     pub fn accept(
         tcp: TcpStream,
         config: Arc<ServerConfig>,
@@ -286,7 +286,7 @@ impl Connection {
         Ok(Self { stream: Box::new(stream), patience, within: patience, slowest: SLOWEST })
     }
 
-    /// Sets how long the other side may wait before it begins a frame.
+    /// Sets how long the peer may wait before it begins a frame.
     pub fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;
     }
@@ -297,19 +297,19 @@ impl Connection {
         (self.within, self.slowest) = (within, slowest);
     }
 
-    /// Returns the time limit of a frame of `len` bytes.
+    /// Returns the time limit for a frame of `len` bytes.
     fn whole(&self, len: usize) -> Duration {
         self.within + Duration::from_secs(len as u64 / self.slowest.max(1))
     }
 
-    /// Sends a frame with its payload in parts.
+    /// Sends a frame. Its payload is the concatenation of `parts`.
     pub fn send(&mut self, kind: Kind, parts: &[&[u8]]) -> std::result::Result<(), ConnectionError> {
         let len: usize = parts.iter().map(|part| part.len()).sum();
         let short = u32::try_from(len).ok().filter(|len| *len as usize <= kind.limit());
         let len = short.ok_or_else(|| ConnectionError::protocol(format!("{len} bytes are too many for {kind:?}")))?;
         let mut front = len.to_le_bytes().to_vec();
         front.push(kind.code());
-        // A short frame is sent in one TLS record.
+        // Sends a short frame in one TLS record.
         let mut rest = parts;
         if len < 8192 {
             parts.iter().for_each(|part| front.extend_from_slice(part));
@@ -324,21 +324,19 @@ impl Connection {
         sent.map_err(ConnectionError::of)
     }
 
-    /// Sends raw bytes.
     #[cfg(test)]
     pub fn send_raw(&mut self, bytes: &[u8]) -> std::result::Result<(), ConnectionError> {
         self.stream.timed().begin(PATIENCE, PATIENCE);
         self.stream.write_all(bytes).and_then(|()| self.stream.flush()).map_err(ConnectionError::of)
     }
 
-    /// Receives raw bytes.
     #[cfg(test)]
     pub fn receive_raw(&mut self, bytes: &mut [u8]) -> std::result::Result<usize, ConnectionError> {
         self.stream.timed().begin(PATIENCE, PATIENCE);
         self.stream.read(bytes).map_err(ConnectionError::of)
     }
 
-    /// Sends only the beginning of a frame.
+    /// Sends only the header of a frame.
     #[cfg(test)]
     pub fn send_length(&mut self, len: u32, code: u8) -> std::result::Result<(), ConnectionError> {
         self.send_raw(&[&len.to_le_bytes()[..], &[code]].concat())
@@ -350,12 +348,13 @@ impl Connection {
         self.send(kind, &[&text])
     }
 
-    /// Receives the next frame. `None` if the connection was closed between two frames.
+    /// Receives the next frame. Returns `None` if the peer has closed the connection between two frames.
     pub fn receive(&mut self) -> std::result::Result<Option<(Kind, Vec<u8>)>, ConnectionError> {
         self.receive_within(Duration::ZERO)
     }
 
-    /// As [`Connection::receive`], from a server that may report for `work` that it is still working.
+    /// Receives the next frame from a server that may report for up to `work` that it is still working
+    /// ([`Kind::Busy`]).
     pub fn receive_within(&mut self, work: Duration) -> std::result::Result<Option<(Kind, Vec<u8>)>, ConnectionError> {
         let worked = Instant::now() + work;
         loop {
@@ -384,7 +383,7 @@ impl Connection {
                 let text = format!("a frame {kind:?} of {len} bytes, more than the {} it may have", kind.limit());
                 return Err(ConnectionError::protocol(text));
             }
-            // The buffer grows with the data, so that a stated length alone uses no memory.
+            // The buffer grows with the received data, so that a large stated length alone uses no memory.
             let mut payload = Vec::new();
             let whole = self.whole(len);
             self.stream.timed().begin(self.within, whole);
@@ -402,7 +401,7 @@ impl Connection {
         }
     }
 
-    /// Sends a request, and waits for an answer of type `expected`.
+    /// Sends a request and waits for an answer of type `expected`.
     pub fn ask(&mut self, store: &str, kind: Kind, parts: &[&[u8]], expected: Kind) -> Result<Vec<u8>> {
         let failed = |source| StoreError::Connection { store: store.to_owned(), doing: kind.doing(), source };
         self.send(kind, parts).map_err(failed)?;
@@ -427,7 +426,7 @@ impl Connection {
         }
     }
 
-    /// As [`Connection::ask`], with request and answer in JSON.
+    /// Sends a request in JSON and waits for an answer of type `expected` in JSON.
     pub fn ask_json<T: DeserializeOwned>(
         &mut self,
         store: &str,

@@ -1,4 +1,4 @@
-//! Certificates of this side and of the trusted authority, and messages about unsuitable ones.
+//! Certificates of a client or server and of its trusted authority, and messages about unsuitable certificates.
 
 use super::connection::ConnectionError;
 use rustls::crypto::ring;
@@ -11,13 +11,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Files with this side's certificate, its key, and the authority whose certificates it accepts; all PEM.
+/// PEM files with the local certificate, its key, and the authority that must have signed the peer's certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Certificate of this side, with intermediate certificates.
+    /// Local certificate, with intermediate certificates.
     pub cert: PathBuf,
     pub key: PathBuf,
-    /// Authority of the other side.
+    /// Certificate of the authority that signs the peer's certificate.
     pub ca: PathBuf,
 }
 
@@ -53,10 +53,10 @@ impl Identity {
         ConnectionError::File { path: self.cert.clone(), what: "certificate", why: format!("with its key: {e}") }
     }
 
-    /// TLS configuration of a client.
+    /// Returns the TLS configuration of a client.
     ///
     /// # Errors
-    /// [`ConnectionError::File`].
+    /// [`ConnectionError::File`] if a file cannot be used.
     pub(crate) fn client(&self) -> Result<Arc<ClientConfig>, ConnectionError> {
         let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_protocol_versions(&[&TLS13])
@@ -68,10 +68,10 @@ impl Identity {
         Ok(Arc::new(config))
     }
 
-    /// TLS configuration of a server. Clients must present a certificate.
+    /// Returns the TLS configuration of a server. Clients must present a certificate.
     ///
     /// # Errors
-    /// [`ConnectionError::File`].
+    /// [`ConnectionError::File`] if a file cannot be used.
     pub(crate) fn server(&self) -> Result<Arc<ServerConfig>, ConnectionError> {
         let provider = Arc::new(ring::default_provider());
         let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(self.roots()?), provider.clone())
@@ -92,7 +92,7 @@ impl Identity {
     }
 }
 
-/// Explains an error of the TLS layer and its remedy; `None` if it is another error.
+/// Converts an error of the TLS layer to one that names the cause and the remedy; `None` for any other error.
 pub(crate) fn explain(e: &io::Error) -> Option<ConnectionError> {
     let tls = e.get_ref()?.downcast_ref::<rustls::Error>()?;
     let certificate = |why: String, remedy: &'static str| Some(ConnectionError::Certificate { why, remedy });

@@ -1,4 +1,4 @@
-//! Reads a checkpoint on a server, with read-ahead and several requests in flight. Every page is checked by this side.
+//! Reads a checkpoint from a server, with read-ahead and several requests in flight. The client checks every page.
 
 use super::connection::{Connection, ConnectionError};
 use super::identity::Identity;
@@ -15,13 +15,13 @@ use rekindle_pages::{PAGE_SIZE, Page, PageId, PageNo};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Pages per single read: the neighbours of a page are likely to be read next (HydraVM, figure 5).
+/// Number of pages in a read of a single page: the neighbours of a page are likely to be read next (HydraVM, figure 5).
 const AHEAD: u64 = 32;
 /// Limit of cached pages that were read ahead.
 const MAX_AHEAD: usize = 4096;
-/// Requests in flight.
+/// Number of requests in flight.
 const WINDOW: usize = 4;
-/// Pages per request.
+/// Number of pages in a request.
 const TOGETHER: usize = 256;
 
 /// A checkpoint on a server.
@@ -45,7 +45,7 @@ struct Inner {
 }
 
 impl RemoteImage {
-    /// Opens a checkpoint.
+    /// Connects to the server and opens a checkpoint.
     pub fn open(server: &Remote, which: &ReadOptions) -> Result<(Self, Vm, CheckpointInfo)> {
         let purpose = Purpose::Read { vm: which.vm, at: which.at, lazy: which.lazy };
         let (connection, welcome) = greet_over(&which.spare, server, which.identity.as_ref(), &purpose)?;
@@ -59,7 +59,7 @@ impl RemoteImage {
             server: server.clone(),
             store,
             identity: which.identity.clone(),
-            // A new connection must open the same checkpoint.
+            // A later connection must open the same checkpoint.
             purpose: Purpose::Read { vm: Some(welcome.vm.uuid), at: Some(info.number), lazy: which.lazy },
             digester: Digester::new(welcome.id),
             vm: welcome.vm.name.clone(),
@@ -81,7 +81,7 @@ impl RemoteImage {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `work` with the connection, and once more with a new one if that fails.
+    /// Calls `work` with the connection. If an existing connection fails, calls it again with a new one.
     fn with_connection<T>(&self, inner: &mut Inner, mut work: impl FnMut(&mut Connection) -> Result<T>) -> Result<T> {
         let mut fresh = false;
         loop {
@@ -104,7 +104,7 @@ impl RemoteImage {
         }
     }
 
-    /// Reads a section of its log entry.
+    /// Reads a section of the checkpoint's log entry.
     pub fn section(&self, section: Section) -> Result<Vec<u8>> {
         let code = match section {
             Section::Devices => 0,
@@ -145,7 +145,7 @@ impl RemoteImage {
         })
     }
 
-    /// Reads one page, and with it the following ones.
+    /// Reads one page. Caches the pages that follow it.
     pub fn read_page(&self, id: PageId, content: &mut Page) -> Result<()> {
         let (block, PageNo(page)) = id;
         let mut inner = self.inner();
@@ -154,7 +154,7 @@ impl RemoteImage {
             return self.unpack(id, &found, content);
         }
         let pages = self.info.blocks.get(block.0).map_or(0, |block| block.pages());
-        // A page that does not exist is requested too, so that the error is the same as for a directory.
+        // A page that does not exist is also requested, so that the error is the same as for a store in a directory.
         let end = (page + AHEAD).min(pages).max(page.saturating_add(1));
         let ids: Vec<PageId> = (page..end).map(|page| (block, PageNo(page))).collect();
         let request = encode_ids(&ids);
@@ -196,13 +196,13 @@ impl RemoteImage {
         Ok(digests)
     }
 
-    /// Reads many pages, with several requests in flight.
+    /// Reads pages of any blocks, with several requests in flight.
     pub fn read_many(&self, pages: &[PageId], mut take: impl FnMut(PageId, &Page)) -> Result<()> {
         let mut content = [0; PAGE_SIZE];
         let mut done = 0;
         let mut inner = self.inner();
         self.with_connection(&mut inner, |connection| {
-            // A new connection continues where the broken one was.
+            // After a reconnect, continues with the page after the last one that was passed to `take`.
             let rest = pages.get(done..).unwrap_or_default();
             let mut requests = rest.chunks(TOGETHER);
             let mut in_flight = VecDeque::new();
@@ -226,7 +226,8 @@ impl RemoteImage {
                     Ok(())
                 });
                 if let Err(e) = taken {
-                    // Receive the answers to the other requests, so that they are not mistaken for those to later ones.
+                    // Receives the answers to the other requests, so that they are not mistaken for answers to later
+                    // requests.
                     let on_connection = matches!(e, StoreError::Connection { .. });
                     for _ in in_flight.iter().filter(|_| !on_connection) {
                         let _ = connection.answer(&self.store, Kind::Read.doing(), Kind::Stored);
@@ -237,13 +238,13 @@ impl RemoteImage {
         })
     }
 
-    /// Iterates over the pages that are not zero, the most recently written first.
+    /// Iterates over the nonzero pages, the most recently written first.
     pub fn hot(&self) -> RemoteHot<'_> {
         RemoteHot { image: self, given: 0, ready: Vec::new().into_iter(), end: false }
     }
 }
 
-/// Pages of a checkpoint on a server, the most recently written first.
+/// Nonzero pages of a checkpoint on a server, the most recently written first.
 #[derive(Debug)]
 pub struct RemoteHot<'a> {
     image: &'a RemoteImage,

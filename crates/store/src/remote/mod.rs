@@ -1,4 +1,4 @@
-//! Stores on a server: `tls://HOST:PORT/NAME`, and the server.
+//! Stores on a server (`tls://HOST:PORT/NAME`): the client and the server.
 //!
 //! | module | purpose |
 //! |---|---|
@@ -35,12 +35,12 @@ pub(crate) use image::RemoteImage;
 pub(crate) use session::WriteSession;
 pub use spare::SpareConnections;
 
-/// Connects and greets the server for a purpose.
+/// Connects to the server and sends a greeting with `purpose`.
 fn greet(server: &Remote, identity: Option<&Identity>, purpose: &Purpose) -> Result<(Connection, Welcome)> {
     greet_over(&SpareConnections::default(), server, identity, purpose)
 }
 
-/// As [`greet`], over a spare connection if there is one.
+/// Sends a greeting like [`greet`], over a spare connection if there is one.
 fn greet_over(
     spare: &SpareConnections,
     server: &Remote,

@@ -1,4 +1,4 @@
-//! Messages of client and server. `docs/store-format.md` has the sequence.
+//! Messages between client and server. `docs/store-format.md` has their sequence.
 
 use crate::error::StoreError;
 use crate::format::codec::{Reader, Writer};
@@ -8,9 +8,8 @@ use rekindle_pages::{BlockId, PageId, PageNo};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// Version of the protocol.
 pub(crate) const VERSION: u32 = 3;
-/// Limit of pages per request.
+/// Limit of pages in a request.
 pub(crate) const PAGES: usize = 1024;
 
 macro_rules! kinds {
@@ -31,12 +30,12 @@ macro_rules! kinds {
                 match code { $($code => Some(Self::$name),)* _ => None }
             }
 
-            /// Limit of its payload in bytes.
+            /// Returns the limit of the payload in bytes.
             pub fn limit(self) -> usize {
                 match self { $(Self::$name => $limit,)* }
             }
 
-            /// The operation, for error messages.
+            /// Returns the name of the operation for error messages.
             pub fn doing(self) -> &'static str {
                 match self { $(Self::$name => $doing,)* }
             }
@@ -50,57 +49,53 @@ const SOME_PAGES: usize = (4 << 20) + (64 << 10);
 const STATE: usize = 128 << 20;
 
 kinds! {
-    /// Client: greeting with the purpose of the connection. JSON.
+    /// From client: greeting with the purpose of the connection. JSON.
     Hello = 1, CONTROL, "greeting";
-    /// Begin a checkpoint. JSON.
+    /// Begin a checkpoint with these RAM blocks. JSON.
     Begin = 2, TABLE, "beginning a checkpoint";
-    /// Pages of the checkpoint: number, directory, content. No answer.
+    /// Pages of the open checkpoint: number, directory, content. The server sends no answer.
     Pages = 3, SOME_PAGES, "sending pages";
-    /// Commit the checkpoint.
+    /// Commit the open checkpoint.
     Commit = 4, STATE, "committing a checkpoint";
-    /// Abort the checkpoint.
     Abort = 5, 0, "aborting a checkpoint";
-    /// Read pages.
     Read = 6, CONTROL, "reading pages";
-    /// The most recently written pages, from a position on.
+    /// Return the next most recently written pages from a position in their order on.
     Hot = 7, CONTROL, "requesting the order of pages";
-    /// A section of a checkpoint.
+    /// Return a section of a checkpoint.
     Section = 8, CONTROL, "reading a checkpoint";
-    /// List the contents of the store.
     List = 9, CONTROL, "listing";
-    /// Check every byte of the store.
     Verify = 10, CONTROL, "verifying";
-    /// Free space.
+    /// Free all space that can be freed.
     Compact = 11, CONTROL, "compacting";
-    /// Finish background work.
+    /// Finish background work and write a base index.
     Settle = 12, CONTROL, "finishing";
-    /// Number of checkpoints to keep, and the one to hold. JSON.
+    /// Set the number of checkpoints to keep and the checkpoint to hold. JSON.
     Keep = 13, CONTROL, "setting the checkpoints to keep";
-    /// Digests: for a writer, of pages of a block; for a reader, of any pages.
+    /// Return digests: for a writer, of consecutive pages of a block; for a reader, of any pages.
     Digests = 14, CONTROL, "requesting digests";
-    /// Server: answer to the greeting. JSON.
+    /// From server: answer to the greeting. JSON.
     Welcome = 65, TABLE, "greeting";
-    /// The request failed. JSON.
+    /// Error because of which the request failed. JSON.
     Failure = 66, CONTROL, "failing";
-    /// Numbers of the blocks. JSON.
+    /// Numbers of the blocks of the checkpoint that has started. JSON.
     BlockNumbers = 67, TABLE, "beginning a checkpoint";
     /// The checkpoint is committed. JSON.
     Committed = 68, CONTROL, "committing a checkpoint";
     Done = 69, CONTROL, "answering";
-    /// Stored pages.
+    /// Stored bytes of pages.
     Stored = 70, SOME_PAGES, "reading pages";
-    /// A part of an order of pages.
+    /// The next pages in the order of the most recently written pages.
     Order = 71, CONTROL, "requesting the order of pages";
     Bytes = 72, STATE, "reading";
-    /// JSON.
+    /// Contents of a store. JSON.
     Listing = 73, TABLE, "listing";
-    /// JSON.
+    /// Result of a verification. JSON.
     Verified = 74, STATE, "verifying";
-    /// Still at work; the answer follows.
+    /// The server is still working on the request. The answer follows.
     Busy = 75, 0, "working";
 }
 
-/// Greeting of a client.
+/// First message of a client.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub version: u32,
@@ -112,21 +107,21 @@ pub(crate) struct Hello {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Purpose {
-    /// Write, as this owner; with `create`, create a missing store.
+    /// Write checkpoints as `owner`. With `create`, create a missing store.
     Write { vm: Vm, owner: Owner, only_if: Option<OnlyIf>, keep: u32, segment: u64, create: bool },
-    /// Create a store without a VM.
+    /// Create a store that no VM uses yet.
     Init,
-    /// Read a checkpoint; with `lazy`, build the index when the first page is read.
+    /// Read a checkpoint. With `lazy`, build the index only when the first page is read.
     Read {
         vm: Option<Uuid>,
         at: Option<u64>,
         #[serde(default, rename = "unlooked")]
         lazy: bool,
     },
-    /// List and verify.
+    /// List or verify a store.
     #[serde(rename = "look")]
     Inspect,
-    /// Only become the owner.
+    /// Become the owner without writing checkpoints.
     Fence {
         vm: Vm,
         owner: Owner,
@@ -135,40 +130,39 @@ pub(crate) enum Purpose {
     },
 }
 
-/// Answer to a greeting.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Welcome {
-    /// ID of the store.
+    /// ID of the store, which seeds the digests of pages.
     pub id: Uuid,
     pub vm: Vm,
     pub epoch: u64,
-    /// The newest checkpoint; 0 if there is none.
+    /// Number of the newest checkpoint; 0 if there is none.
     pub newest: u64,
-    /// The checkpoint that was opened for reading.
+    /// Description of the checkpoint that was opened for reading.
     pub info: Option<CheckpointInfo>,
 }
 
-/// The blocks of a checkpoint.
+/// The RAM blocks of a checkpoint that is to begin.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct BlockTable {
     pub blocks: Vec<Block>,
 }
 
-/// Their numbers.
+/// The numbers of a [`BlockTable`]'s blocks in the store's records, in the same order.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct BlockNumbers {
     pub numbers: Vec<u16>,
 }
 
-/// Which checkpoints are kept.
+/// Which checkpoints the store keeps.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Retention {
     pub keep: Option<u32>,
-    /// Checkpoint to hold; `Some(None)` releases it.
+    /// Checkpoint to hold. `Some(None)` releases the held checkpoint; `None` changes nothing.
     pub hold: Option<Option<u64>>,
 }
 
-/// An error.
+/// An error that the server reports.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Failure {
     pub kind: String,
@@ -181,7 +175,7 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// Converts an error, with its cause.
+    /// Converts an error and its cause.
     pub fn of(error: &StoreError) -> Self {
         let mut text = error.to_string();
         if let Some(cause) = std::error::Error::source(error) {
@@ -202,12 +196,12 @@ impl Failure {
         Self { kind: error.kind().to_owned(), text, superseded, no_such, vm }
     }
 
-    /// An error of the protocol.
+    /// Returns a protocol error.
     pub fn protocol(text: &str) -> Self {
         Self { kind: "protocol".into(), text: text.to_owned(), superseded: None, no_such: None, vm: None }
     }
 
-    /// Converts it to an error of this side.
+    /// Converts the failure to an error of the client for the store at the URL `store`.
     pub fn into_error(self, store: &str) -> StoreError {
         let store = store.to_owned();
         if let Some((mine, epoch, owner)) = self.superseded {
@@ -216,7 +210,7 @@ impl Failure {
         if let Some((asked, have)) = self.no_such {
             return StoreError::NoSuchCheckpoint { store, asked, have };
         }
-        // The messages of these errors need the whole URL.
+        // The messages of these errors name the whole URL, which the server does not know.
         match self.kind.as_str() {
             "not-a-store" => StoreError::NotAStore { store },
             "unused" => StoreError::Unused { store },
@@ -226,7 +220,7 @@ impl Failure {
     }
 }
 
-/// Encodes a list of pages: count, then block and number of each.
+/// Encodes a list of pages: the count, then the block and page number of each.
 pub(crate) fn encode_ids(ids: &[PageId]) -> Vec<u8> {
     let mut out = Vec::with_capacity(4 + 12 * ids.len());
     out.put_u32(ids.len() as u32);
@@ -237,7 +231,7 @@ pub(crate) fn encode_ids(ids: &[PageId]) -> Vec<u8> {
     out
 }
 
-/// Decodes a list of pages; `None` if it is invalid or too long.
+/// Decodes a list of pages; `None` if the list is invalid or too long.
 pub(crate) fn decode_ids(bytes: &[u8]) -> Option<Vec<PageId>> {
     let mut reader = Reader::new(bytes);
     let count = reader.count(12).filter(|count| *count <= PAGES)?;
@@ -246,7 +240,7 @@ pub(crate) fn decode_ids(bytes: &[u8]) -> Option<Vec<PageId>> {
     reader.rest().is_empty().then_some(ids)
 }
 
-/// Encodes stored pages: count, digest and length of each, then their contents.
+/// Encodes stored pages: the count, the digest and length of each, then their contents.
 pub(crate) fn encode_stored(pages: &[(u64, Vec<u8>)]) -> Vec<u8> {
     let mut out = Vec::new();
     out.put_u32(pages.len() as u32);
@@ -258,7 +252,7 @@ pub(crate) fn encode_stored(pages: &[(u64, Vec<u8>)]) -> Vec<u8> {
     out
 }
 
-/// Decodes stored pages; `None` if they are invalid.
+/// Decodes stored pages; `None` if the bytes are invalid.
 pub(crate) fn decode_stored(bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
     let mut reader = Reader::new(bytes);
     let count = reader.count(10).filter(|count| *count <= PAGES)?;

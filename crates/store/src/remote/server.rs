@@ -1,4 +1,4 @@
-//! The server: many stores in one directory, a thread for each client.
+//! The server: serves many stores in one directory, with a thread for each client.
 
 use super::connection::{Connection, ConnectionError, PATIENCE};
 use super::identity::Identity;
@@ -17,37 +17,36 @@ use std::time::Duration;
 /// Limit of concurrent clients.
 const CLIENTS: usize = 256;
 
-/// Why a server cannot start or continue.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// Its certificates are unusable.
+    /// The certificates of the server cannot be used.
     #[error(transparent)]
     Identity(#[from] ConnectionError),
-    /// The address cannot be listened on.
+    /// Listening on the address failed.
     #[error("cannot listen on {address}; name a free one: --listen ADDRESS:PORT")]
     Listen {
         address: String,
         #[source]
         source: io::Error,
     },
-    /// The directory cannot be used.
+    /// Creating the directory failed.
     #[error("cannot create the directory {} for stores", path.display())]
     Directory {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// A system call failed.
+    /// Accepting a connection failed.
     #[error("cannot accept clients")]
     Accept(#[source] io::Error),
 }
 
-/// How long a client may be silent.
+/// Time limits for the silence of a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// Within a greeting, a request, or a checkpoint.
+    /// Time limit for silence within a greeting, a request, or an open checkpoint.
     pub within: Duration,
-    /// Between requests and checkpoints.
+    /// Time limit for silence between requests or checkpoints.
     pub idle: Duration,
 }
 
@@ -72,12 +71,12 @@ struct Shared {
     clients: Mutex<HashMap<u64, TcpStream>>,
 }
 
-/// Ends a server.
+/// Handle that stops a server.
 #[derive(Debug, Clone)]
 pub struct Stop(Arc<Shared>);
 
 impl Stop {
-    /// Stops the server: it accepts no more clients, and disconnects the existing ones. Open checkpoints are aborted.
+    /// Stops the server: it accepts no more clients and disconnects the existing clients. Open checkpoints are aborted.
     pub fn stop(&self) {
         self.0.stop.store(true, Ordering::SeqCst);
         for client in self.0.clients.lock().unwrap_or_else(PoisonError::into_inner).values() {
@@ -90,7 +89,7 @@ impl Server {
     /// Listens on `address`, for stores in `directory`, which is created if it is missing.
     ///
     /// # Errors
-    /// [`ServeError`].
+    /// [`ServeError::Identity`], [`ServeError::Directory`], [`ServeError::Listen`].
     pub fn bind(address: &str, directory: &Path, identity: &Identity) -> Result<Self, ServeError> {
         let config = identity.server()?;
         std::fs::create_dir_all(directory)
@@ -107,16 +106,15 @@ impl Server {
         })
     }
 
-    /// Sets the timeouts.
     #[must_use]
     pub fn with_patience(self, patience: Timeouts) -> Self {
         Self { patience, ..self }
     }
 
-    /// Returns the address on which it listens.
+    /// Returns the address on which the server listens.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of `getsockname(2)`.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }
@@ -148,7 +146,7 @@ impl Server {
                 let (tcp, from) = match server.listener.accept() {
                     Ok(accepted) => accepted,
                     Err(e) => {
-                        // The client has disconnected already, or too many files are open.
+                        // Either the client has disconnected already, or too many files are open.
                         tracing::debug!("cannot accept a client: {e}");
                         continue;
                     }
@@ -159,7 +157,7 @@ impl Server {
                     tracing::warn!("{from}: cannot start a thread for this client: {e}");
                 }
             };
-            // The scope waits for the remaining clients.
+            // The thread scope waits for the remaining clients.
             server.stopper().stop();
             served
         })
@@ -180,7 +178,7 @@ impl Server {
             tracing::warn!("{from}: client rejected: {e}");
             return;
         }
-        // The server may have been stopped since the client connected.
+        // The server may have been stopped since it accepted the client.
         if !self.shared.stop.load(Ordering::SeqCst) {
             let accepted = Connection::accept(tcp, self.config.clone(), self.patience.within);
             match accepted.and_then(|connection| serve(connection, &self.directory, self.patience)) {

@@ -1,4 +1,4 @@
-//! The server's side of a connection.
+//! Serves a client's requests over one connection.
 
 use super::connection::{Connection, ConnectionError};
 use super::protocol::{
@@ -25,12 +25,12 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::Duration;
 
-/// Interval of reports to a client that its request is still being worked on.
+/// Interval of the reports to a client that the server is still working on its request.
 const BUSY: Duration = Duration::from_secs(5);
-/// Limit of frames that wait for the disk.
+/// Limit of frames that are queued for writing.
 const WAITING: usize = 4;
 
-/// Why a connection ended.
+/// Result of serving: the error because of which the connection ended, if any.
 type ServeResult = std::result::Result<(), ConnectionError>;
 
 /// Serves a client until it disconnects.
@@ -94,7 +94,7 @@ fn fail(connection: &mut Connection, e: &StoreError) -> ServeResult {
     connection.send_json(Kind::Failure, &failure)
 }
 
-/// Sends a protocol error to the client, and ends the connection.
+/// Sends a protocol error to the client and ends the connection.
 fn refuse(connection: &mut Connection, text: &str) -> ServeResult {
     connection.send_json(Kind::Failure, &Failure::protocol(text))?;
     Err(ConnectionError::protocol(text))
@@ -105,8 +105,8 @@ fn fence(disk: Arc<LocalDisk>, vm: &Vm, owner: &Owner, only_if: Option<OnlyIf>) 
     Ok(Welcome { id: home.id, vm: home.vm, epoch, newest, info: None })
 }
 
-/// Waits for the result of another thread, and reports to the client meanwhile that work is in progress. `None` if the
-/// thread has ended.
+/// Waits for the result of another thread, and regularly reports to the client that the work is in progress. Returns
+/// `None` if the thread has ended.
 fn wait<T>(connection: &mut Connection, answer: &Receiver<T>) -> std::result::Result<Option<T>, ConnectionError> {
     loop {
         match answer.recv_timeout(BUSY) {
@@ -126,7 +126,7 @@ fn parse<T: DeserializeOwned>(payload: &[u8]) -> std::result::Result<T, Connecti
 struct WriteServer<'a> {
     connection: &'a mut Connection,
     requests: Sender<Request>,
-    /// Returns frames that were written.
+    /// Channel through which the engine returns frames after writing them.
     back: (Sender<Frame>, Receiver<Frame>),
     waiting: usize,
     started: Vec<StartedBlock>,
@@ -138,7 +138,7 @@ fn write(connection: &mut Connection, engine: Engine, vm: Vm, patience: Timeouts
     let welcome = Welcome { id: engine.id(), vm, epoch: engine.owner().epoch, newest: engine.newest(), info: None };
     connection.send_json(Kind::Welcome, &welcome)?;
     let (requests, asked) = mpsc::channel();
-    // When the session drops its sender, the thread aborts an open checkpoint and ends.
+    // When the connection ends, the sender is dropped. The engine's thread then aborts an open checkpoint and ends.
     thread::scope(|scope| {
         let run = thread::Builder::new().name("store".into()).spawn_scoped(scope, move || engine::run(engine, &asked));
         run.map_err(ConnectionError::Io)?;
@@ -223,7 +223,7 @@ impl WriteServer<'_> {
         if !self.in_hand {
             return refuse(self.connection, "pages without a checkpoint");
         }
-        // Waits for the disk if too many frames are queued.
+        // If too many frames are queued, waits until the engine returns one.
         let mut frame = if self.waiting < WAITING {
             self.waiting += 1;
             Frame::default()

@@ -1,8 +1,8 @@
-//! Writes a store on a server: sends the requests that a local engine would serve over a connection.
+//! Writes to a store on a server: sends the requests that a local engine would serve over a connection.
 //!
 //! Pages are sent without waiting for an answer; the commit returns any error. If the connection fails, the open
-//! checkpoint is lost. The next one connects again, and claims the store on condition that the owner epoch has not
-//! changed.
+//! checkpoint is lost. For the next checkpoint, the session connects again and claims the store on the condition that
+//! the owner epoch has not changed.
 
 use super::connection::{Connection, ConnectionError};
 use super::greet;
@@ -20,10 +20,10 @@ use crate::writer::{Opened, Options};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
-/// Digests per request.
+/// Number of digests in a request.
 const DIGESTS: u64 = 8000;
 
-/// A block whose digests this side has.
+/// A block whose digests the client has.
 #[derive(Debug)]
 struct KnownBlock {
     id: String,
@@ -44,14 +44,14 @@ pub(crate) struct WriteSession {
     epoch: u64,
     newest: u64,
     known: Vec<KnownBlock>,
-    /// Block number, page and digest of all pages sent for the open checkpoint; `None` without one.
+    /// Block number, page number and digest of each page that was sent for the open checkpoint; `None` if none is open.
     sent: Option<Vec<(u16, u32, u64)>>,
     lost: Option<StoreError>,
     kept: Retention,
 }
 
 impl WriteSession {
-    /// Connects and becomes the owner.
+    /// Connects to the server and becomes the owner of the store.
     pub fn open(server: &Remote, options: &Options) -> Result<Self> {
         let owner = Owner::here(&options.operation).with(options.guest);
         let Options { vm, only_if, keep, segment, create, .. } = options.clone();
@@ -74,7 +74,7 @@ impl WriteSession {
         })
     }
 
-    /// State of the opened store.
+    /// Returns the state of the store when it was opened.
     pub fn opened(&self) -> Opened {
         Opened { digester: Digester::new(self.id), newest: self.newest, epoch: self.epoch }
     }
@@ -113,13 +113,13 @@ impl WriteSession {
         }
     }
 
-    /// Returns the connection, a new one if it failed.
+    /// Returns the connection. Connects again if the previous connection failed.
     fn connected(&mut self) -> Result<&mut Connection> {
         if self.connection.is_none() {
             if let Purpose::Write { owner, only_if, keep, create, .. } = &mut self.purpose {
                 // A store that has disappeared must not be created again.
                 *create = false;
-                // The change of the guest is already recorded.
+                // The first claim has recorded the change of the guest already.
                 owner.guest = Guest::Same;
                 *only_if = Some(OnlyIf::Epoch(self.epoch));
                 *keep = self.kept.keep.unwrap_or(*keep);
@@ -127,7 +127,7 @@ impl WriteSession {
             let (mut connection, welcome) = greet(&self.server, self.identity.as_ref(), &self.purpose)?;
             self.epoch = welcome.epoch;
             self.newest = welcome.newest;
-            // A commit whose answer was lost may be valid, so the known digests may be outdated.
+            // A commit whose answer was lost may be valid. The known digests may therefore be outdated.
             self.known.clear();
             if self.kept.hold.is_some() {
                 connection.ask_json::<()>(&self.store, Kind::Keep, &self.kept, Kind::Done)?;
@@ -144,7 +144,8 @@ impl WriteSession {
         }
     }
 
-    /// Runs `work` with the connection, and once more with a new one if an existing connection turns out to be broken.
+    /// Calls `work` with the connection. If an existing connection turns out to be broken, calls it again with a new
+    /// one.
     fn with_connection<T>(&mut self, mut work: impl FnMut(&mut Connection, &str) -> Result<T>) -> Result<T> {
         let store = self.store.clone();
         let was_there = self.connection.is_some();
@@ -179,7 +180,7 @@ impl WriteSession {
         Ok(found)
     }
 
-    /// Returns a block with its digests, and requests missing digests from the server.
+    /// Returns a block and its digests. Requests missing digests from the server.
     fn block(&mut self, block: &Block, number: u16) -> Result<StartedBlock> {
         let pages = block.pages();
         let known = self.known.iter_mut().find(|known| known.number == number && known.id == block.id);
@@ -202,7 +203,7 @@ impl WriteSession {
             let answer = self.connected()?.ask(&store, Kind::Digests, &[&wanted], Kind::Bytes)?;
             let mut reader = Reader::new(&answer);
             for page in first..first + count {
-                // A block that was never stored has no digests: all its pages are zero.
+                // A block that was never stored has no digests on the server: all its pages are zero.
                 digests.set(page, reader.u64().unwrap_or(0));
             }
             if answer.is_empty() {
@@ -299,7 +300,7 @@ impl WriteSession {
         if let Some(connection) = &mut self.connection
             && connection.ask_json::<()>(&self.store, Kind::Keep, &self.kept, Kind::Done).is_err()
         {
-            // It is sent again over the next connection.
+            // The setting is sent again over the next connection.
             self.connection = None;
         }
     }

@@ -1,5 +1,5 @@
-//! Connections that are opened before they are needed: a handshake takes a millisecond, for which a stopped guest
-//! would wait.
+//! Connections that are opened before they are needed. A handshake takes a millisecond, during which a guest may be
+//! stopped.
 
 use super::connection::Connection;
 use super::identity::Identity;
@@ -8,10 +8,10 @@ use crate::url::{Remote, StoreUrl};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum age of a connection for use: a server waits 30 s for the greeting.
+/// Maximum age at which a connection may be used. A server waits 30 s for the greeting.
 const FRESH: Duration = Duration::from_secs(10);
 
-/// Open connections to servers, without a greeting yet. Each is used once.
+/// Open connections to servers, before their greeting. Each connection is used once.
 #[derive(Debug, Clone, Default)]
 pub struct SpareConnections(Arc<Mutex<Vec<SpareConnection>>>);
 
@@ -27,10 +27,10 @@ impl SpareConnections {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens `count` connections. A store in a directory needs none.
+    /// Opens `count` connections to the server of `url`. A store in a directory needs none.
     ///
     /// # Errors
-    /// [`StoreError::Connection`].
+    /// [`StoreError::Connection`] if connecting fails.
     pub fn make(&self, url: &StoreUrl, identity: Option<&Identity>, count: usize) -> Result<()> {
         let StoreUrl::Remote(server) = url else { return Ok(()) };
         for _ in 0..count {
@@ -45,7 +45,7 @@ impl SpareConnections {
         Ok(())
     }
 
-    /// Takes a connection to `server`.
+    /// Removes a connection to `server` that is fresh enough, and returns it.
     pub(super) fn take(&self, server: &Remote) -> Option<Connection> {
         let mut made = self.made();
         made.retain(|made| made.at.elapsed() < FRESH);

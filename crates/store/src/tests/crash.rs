@@ -1,5 +1,5 @@
-//! Killed, or the power gone, after every step there is: with everything that was not synced kept, lost, or torn, in
-//! every legal way that there is or, where those are too many, in many of them.
+//! Simulates a crash of the process or a power failure after every step. Unsynced writes are kept, lost or torn, in
+//! every possible combination, or in a sample of the combinations where there are too many.
 
 use super::disk::{Fate, MemoryDisk, Op};
 use super::model::{Change, Expected, Model, check_image, image, open};
@@ -9,14 +9,14 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{TestRng, TestRunner};
 use std::collections::BTreeMap;
 
-/// What was true after a step.
+/// The expected state after a step.
 #[derive(Debug, Clone)]
 struct Mark {
     step: usize,
     model: Model,
 }
 
-/// All that should ever have been committed, and when.
+/// The recorded steps of a run, and all checkpoints that were committed in it.
 struct Story {
     ops: Vec<Op>,
     marks: Vec<Mark>,
@@ -29,7 +29,7 @@ fn change(n: u64) -> Change {
     Change { blocks: vec![("ram", ram), ("bios", 3)], pages }
 }
 
-/// A life with everything in it: creation, checkpoints, compactions, base indices, another owner.
+/// Runs a store through creation, checkpoints, compactions, base indices and a new owner, and records the steps.
 fn story(keep: u32) -> Story {
     let disk = MemoryDisk::default();
     let mut model = Model { keep, ..Model::default() };
@@ -38,7 +38,7 @@ fn story(keep: u32) -> Story {
     let mut engine = open(&disk, keep).unwrap();
     let mut compactions = 0;
     for n in 0..9 {
-        // Before the commit begins nothing of it may be there, after it all must.
+        // A crash before this commit must leave no trace of it; a crash after it must keep all of it.
         model.commit(&mut engine, &change(n)).unwrap();
         all.insert(model.newest(), model.checkpoints[&model.newest()].clone());
         marks.push(Mark { step: disk.steps(), model: model.clone() });
@@ -65,7 +65,7 @@ fn story(keep: u32) -> Story {
 }
 
 impl Story {
-    /// After a crash when `count` steps were done: what must be there, and what may be.
+    /// Checks a store after a crash at step `count`: every checkpoint committed before must exist, the next may exist.
     fn check(&self, count: usize, fate: &BTreeMap<usize, Fate>, continues: bool, what: &str) {
         let disk = MemoryDisk::after_crash(&self.ops, count, fate);
         let before = self.marks.iter().rev().find(|mark| mark.step <= count).unwrap();
@@ -83,7 +83,7 @@ impl Story {
         };
         let most = next.map_or(least, |mark| mark.model.newest());
         assert!((least..=most).contains(&found), "{}: {found}, not {least} or {most}", context());
-        // The next owner continues from there.
+        // The next owner continues from the found checkpoint.
         let mut engine = open(&disk, before.model.keep).unwrap_or_else(|e| panic!("{}: {e}", context()));
         assert_eq!(engine.newest(), found, "{}", context());
         let mut model = if found == least { before.model.clone() } else { next.unwrap().model.clone() };
@@ -97,7 +97,7 @@ impl Story {
         }
         engine.compact().unwrap_or_else(|e| panic!("{}: {e}", context()));
         model.check(&disk);
-        // And it leaves no unused files.
+        // The owner leaves no unused files.
         drop(engine);
         drop(open(&disk, before.model.keep).unwrap());
         let left: Vec<_> = disk.names().into_iter().filter(|name| name.contains("new-")).collect();
@@ -118,7 +118,7 @@ fn killed_at_every_step() {
         let story = story(keep);
         for count in 0..=story.ops.len() {
             story.check(count, &BTreeMap::new(), true, "killed");
-            // In the middle of a write.
+            // A crash in the middle of a write.
             if let Some(Op::Write(..)) = story.ops.get(count) {
                 for sectors in [1, 0x5555_5555_5555_5555] {
                     story.check(count + 1, &BTreeMap::from([(count, Fate::Torn(sectors))]), false, "killed in a write");

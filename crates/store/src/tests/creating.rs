@@ -1,4 +1,4 @@
-//! A store is created only on request: not for a mistyped path, or on a file system that is not mounted.
+//! A store is created only on request, never for a mistyped path or on a file system that is not mounted.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, image, vm};
@@ -62,8 +62,8 @@ fn a_new_store_belongs_to_the_first_vm_that_uses_it() {
     model.check(&disk);
 }
 
-/// As [`a_new_store_belongs_to_the_first_vm_that_uses_it`], when the one that had it first was killed before it had
-/// tidied up.
+/// Like [`a_new_store_belongs_to_the_first_vm_that_uses_it`], but the first VM's process was killed before it removed
+/// the file of the unused store.
 #[test]
 fn what_is_left_of_an_unused_store_gives_it_to_no_other_vm() {
     let disk = MemoryDisk::default();

@@ -1,4 +1,4 @@
-//! Flipped bits and missing files: reported or repaired, but never wrong content.
+//! Flipped bits and missing files are reported or repaired. They never give wrong content.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, check_image, content, image, open};
@@ -14,7 +14,7 @@ fn change(n: u64) -> Change {
     Change { blocks: vec![("ram", 30), ("bios", 3)], pages }
 }
 
-/// A store with three checkpoints, moved pages and a base index.
+/// Returns a store with three checkpoints, moved pages and a base index, and its model.
 fn store() -> (MemoryDisk, Model) {
     let disk = MemoryDisk::default();
     let mut model = Model { keep: 3, ..Model::default() };
@@ -35,7 +35,8 @@ fn store() -> (MemoryDisk, Model) {
     (disk.copy(), model)
 }
 
-/// Read all that there is: every page is as it should be, or its checkpoint or itself fails. The errors.
+/// Reads everything in a store. Asserts that each page is correct, or that it or its checkpoint fails. Returns the
+/// errors.
 fn read_all(disk: &MemoryDisk, model: &Model) -> Vec<StoreError> {
     let mut errors = Vec::new();
     let newest = image(disk, None);
@@ -74,7 +75,7 @@ fn a_flipped_bit_anywhere_is_named_or_does_no_harm() {
     let mut seen = BTreeSet::new();
     for name in disk.names() {
         let len = disk.content(&name).len();
-        // All of the beginning, where the structures are, and some of the rest.
+        // All of the beginning, where the structures are, and samples of the rest.
         let bytes = (0..len.min(400)).chain((400..len).step_by(61)).chain(len.saturating_sub(30)..len);
         for byte in bytes {
             let bad = disk.copy();
@@ -88,7 +89,7 @@ fn a_flipped_bit_anywhere_is_named_or_does_no_harm() {
                     other => panic!("byte {byte} of {name}: {other}"),
                 }
             }
-            // The writer either continues with valid data, or reports the damage.
+            // The writer either continues with valid data or reports the damage.
             if byte % 7 == 0
                 && let Err(e) = open(&bad, 3)
             {
@@ -153,7 +154,7 @@ fn a_file_that_is_gone_is_named() {
             for e in &errors {
                 assert!(matches!(e, StoreError::Missing { file, .. } if *file == name), "{name}: {e}");
             }
-            // All but claims and what only the owner needs.
+            // A missing file must be reported, except for claims and files that only the owner needs.
             let entry = name.strip_prefix("log/").and_then(names::parse_entry);
             let claim = entry.is_some_and(|slot| crate::log::claim_in(&home(&disk), slot).is_ok());
             assert!(claim || !errors.is_empty(), "{name} is not missed");
@@ -168,7 +169,7 @@ fn home(disk: &MemoryDisk) -> Home {
 #[test]
 fn what_cannot_be_opened_is_named() {
     let (disk, _) = store();
-    // A newer version, with a checksum that is right.
+    // A newer version with a correct checksum.
     let newer = disk.copy();
     newer.change(names::SUPERBLOCK, |block| {
         block[16] = 2;
@@ -177,13 +178,13 @@ fn what_cannot_be_opened_is_named() {
     });
     let e = image(&newer, None).unwrap_err();
     assert!(matches!(e, StoreError::Newer { found: 2, known: 1, .. }), "{e}");
-    // Another VM.
+    // A store of another VM.
     let e = Home::open(Arc::new(disk.copy()), Some(uuid::Uuid::from_u128(1))).unwrap_err();
     assert!(matches!(&e, StoreError::OtherVm { found, .. } if found.name == "web"), "{e}");
-    // A checkpoint that is not there.
+    // A checkpoint that the store does not keep.
     let e = image(&disk, Some(1)).unwrap_err();
     assert!(e.to_string().contains("available: 5, 6, 7"), "{e}");
-    // Something else.
+    // A directory that is not a store.
     let other = MemoryDisk::default();
     assert!(matches!(image(&other, None).unwrap_err(), StoreError::NotAStore { .. }));
     drop(crate::disk::Disk::create(&other, "holiday.jpg").unwrap());

@@ -1,12 +1,12 @@
-//! A disk in memory. It records what is done, can make of that every state that a crash may leave, and can refuse to
-//! work.
+//! A disk in memory. It records each operation, can construct every state that a crash may leave, and can fail
+//! operations.
 
 use crate::disk::{Disk, DiskFile};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A step.
+/// A recorded operation that changes the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Op {
     Mkdir(String),
@@ -19,34 +19,34 @@ pub enum Op {
     SyncDirectory(String),
 }
 
-/// What becomes of a step that no sync has made durable.
+/// The effect of a crash on a step that no sync has made durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
     Kept,
     Lost,
-    /// Of a write: only the 512-byte sectors whose bit is set, going round.
+    /// A write of which only the 512-byte sectors are kept whose bit is set; the bits repeat.
     Torn(u64),
 }
 
-/// What the disk refuses from some step on.
+/// Configuration of failing steps.
 #[derive(Debug, Clone, Copy)]
 pub struct Refusal {
-    /// Steps that still work.
+    /// Number of steps that still succeed.
     pub after: usize,
     pub error: rustix::io::Errno,
-    /// Whether a refused write is written half.
+    /// A failing write still writes half of its bytes.
     pub half: bool,
-    /// How many are refused; then all is well again.
+    /// Number of steps that fail. Later steps succeed again.
     pub count: usize,
 }
 
-/// Something that happens just before a step: another process is faster.
+/// Work of another process that is done just before a step.
 pub type Meanwhile = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct Hook(Option<(Moment, usize, Meanwhile)>);
 
-/// What is counted until the interruption.
+/// The kind of operation that is counted until the interruption.
 #[derive(Clone, Copy, PartialEq)]
 enum Moment {
     Step,
@@ -69,7 +69,7 @@ struct State {
     most: u64,
 }
 
-/// A disk in memory. Clones are the same disk.
+/// A disk in memory. Clones share the content.
 #[derive(Debug, Default, Clone)]
 pub struct MemoryDisk(Arc<Mutex<State>>, Arc<Mutex<Hook>>);
 
@@ -93,7 +93,7 @@ impl MemoryDisk {
         self.0.lock().unwrap()
     }
 
-    /// Steps taken so far.
+    /// Returns the steps that were recorded so far.
     pub fn ops(&self) -> Vec<Op> {
         self.state().ops.clone()
     }
@@ -102,7 +102,7 @@ impl MemoryDisk {
         self.state().ops.len()
     }
 
-    /// Refuse steps from now on.
+    /// Makes steps fail from now on.
     pub fn refuse(&self, refusal: Refusal) {
         self.state().refusal = Some(refusal);
     }
@@ -111,17 +111,17 @@ impl MemoryDisk {
         self.state().refusal = None;
     }
 
-    /// Whether something was refused.
+    /// Returns whether a step has failed.
     pub fn has_refused(&self) -> bool {
         self.state().refusal.is_some_and(|refusal| refusal.after == 0)
     }
 
-    /// The same disk, through a handle that can be interrupted.
+    /// Returns a handle to the same disk that can be interrupted separately.
     pub fn handle(&self) -> Self {
         Self(self.0.clone(), Arc::default())
     }
 
-    /// Before the `after`-th step from now on that is made through this handle, `meanwhile` happens.
+    /// Runs `meanwhile` before the `after`-th step through this handle from now on.
     pub fn interrupt(&self, after: usize, meanwhile: Meanwhile) {
         self.1.lock().unwrap().0 = Some((Moment::Step, after, meanwhile));
     }
@@ -131,12 +131,12 @@ impl MemoryDisk {
         self.1.lock().unwrap().0 = Some((Moment::Read, after, meanwhile));
     }
 
-    /// The most bytes that all files with a name together ever had.
+    /// Returns the maximum over time of the total length of all files that have a name.
     pub fn most(&self) -> u64 {
         self.state().most
     }
 
-    /// The same content, apart from this one, with nothing recorded.
+    /// Returns an independent disk with the same content and without recorded steps.
     pub fn copy(&self) -> Self {
         let mut state = self.state().clone();
         state.ops.clear();
@@ -144,7 +144,7 @@ impl MemoryDisk {
         Self(Arc::new(Mutex::new(state)), Arc::default())
     }
 
-    /// Change a file behind the store's back.
+    /// Changes a file without recording a step.
     pub fn change(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
         let mut state = self.state();
         let file = state.names[name];
@@ -155,7 +155,6 @@ impl MemoryDisk {
         assert!(self.state().names.remove(name).is_some(), "{name}");
     }
 
-    /// Names of all files.
     pub fn names(&self) -> Vec<String> {
         self.state().names.keys().cloned().collect()
     }
@@ -165,7 +164,7 @@ impl MemoryDisk {
         state.files[state.names[name]].clone()
     }
 
-    /// Which of the first `count` steps are not durable when the power goes then.
+    /// Returns which of the first `count` steps are not durable if the power fails after them.
     pub fn volatile(ops: &[Op], count: usize) -> Vec<usize> {
         let (mut files, mut directories) = (BTreeSet::new(), BTreeSet::new());
         let mut volatile = Vec::new();
@@ -192,13 +191,13 @@ impl MemoryDisk {
         volatile
     }
 
-    /// What is there after the power went when `count` of `ops` were done, starting from an empty disk, with `fate` for
-    /// each step that was not durable.
+    /// Returns the state of an empty disk after the first `count` of `ops` and a power failure. `fate` has the effect
+    /// on each step that was not durable.
     pub fn after_crash(ops: &[Op], count: usize, fate: &BTreeMap<usize, Fate>) -> Self {
         let mut state = State::default();
         for (n, op) in ops[..count].iter().enumerate() {
             let fate = fate.get(&n).copied().unwrap_or(Fate::Kept);
-            // A file exists, without a name, whether its name is kept or not.
+            // A file exists, possibly without a name, even if its name is lost.
             if let Op::Create(_, file) = op {
                 state.files.resize(state.files.len().max(file + 1), Vec::new());
             }
@@ -228,7 +227,7 @@ impl MemoryDisk {
         Self(Arc::new(Mutex::new(state)), Arc::default())
     }
 
-    /// Let happen what is to happen now.
+    /// Runs the work that is due at this operation.
     fn meet(&self, moment: Moment) {
         let mut hook = self.1.lock().unwrap();
         match &mut hook.0 {
@@ -246,7 +245,7 @@ impl MemoryDisk {
 
     fn step(&self, op: Op) -> io::Result<MutexGuard<'_, State>> {
         self.meet(Moment::Step);
-        // Another process may have been faster.
+        // Another process may have taken the name just before.
         if let Op::Create(name, _) | Op::Link(name, _) = &op
             && self.state().names.contains_key(name)
         {

@@ -1,4 +1,4 @@
-//! Owners: the older one is rejected, wherever it was when the newer one came.
+//! Owners: the previous owner is rejected at any step at which the new owner may claim the store.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, open, open_as, owner_of, send};
@@ -18,7 +18,8 @@ fn refused(result: Result<impl std::fmt::Debug>, mine: u64, epoch: u64) {
     assert!(text.contains("restore web") && text.contains(&format!("process {}", std::process::id())), "{text}");
 }
 
-/// A store with five checkpoints, the handle through which its owner, of epoch 1, sees it, and that owner.
+/// Returns a store with five checkpoints, the handle through which its owner of epoch 1 uses it, that owner, and the
+/// model.
 fn started(keep: u32) -> (MemoryDisk, MemoryDisk, Engine, Model) {
     let disk = MemoryDisk::default();
     let slow = disk.handle();
@@ -34,7 +35,7 @@ fn started(keep: u32) -> (MemoryDisk, MemoryDisk, Engine, Model) {
 #[test]
 fn the_older_owner_is_refused_at_its_next_checkpoint_and_ever_after() {
     let (disk, _, mut old, mut model) = started(2);
-    // Its checkpoint is all but committed when the other one comes.
+    // The new owner claims the store just before the previous owner commits its checkpoint.
     let blocks = model.after(&change(5)).blocks.into_iter().map(|(block, _)| block).collect();
     let blocks = old.begin(blocks).unwrap();
     send(&mut old, &[(blocks[0].number, 3, 8)]);
@@ -60,11 +61,11 @@ fn a_claim_for_an_epoch_that_is_over_is_rejected() {
     assert_eq!(open_as(&disk, 2, "protect web", Some(3)).unwrap().owner().epoch, 4);
 }
 
-/// What the new owner sees, once it has come.
+/// The new owner and its model, once it has claimed the store.
 type Seen = Arc<Mutex<Option<(Engine, Model)>>>;
 
-/// Another owner takes over, and works, before the `after`-th step that is made through `slow`. The old one, with
-/// what it has committed, may meanwhile be about to commit `also`.
+/// Makes a new owner claim the store and commit checkpoints before the `after`-th step through `slow`. `old` is the
+/// model of the previous owner, which may be about to commit `also` at that step.
 fn take_over(disk: &MemoryDisk, slow: &MemoryDisk, old: Model, also: Change, after: usize) -> Seen {
     let seen = Seen::default();
     let (plain, there) = (disk.clone(), seen.clone());
@@ -72,7 +73,7 @@ fn take_over(disk: &MemoryDisk, slow: &MemoryDisk, old: Model, also: Change, aft
         let mut model = old;
         let mut new = open_as(&plain, model.keep, "restore web", None).unwrap();
         if new.newest() > model.newest() {
-            // The old one's checkpoint has come first, and counts.
+            // The previous owner has committed its checkpoint before the claim, so the checkpoint is valid.
             assert_eq!(new.newest(), model.newest() + 1);
             let expected = model.after(&also);
             model.checkpoints.insert(new.newest(), expected);
@@ -108,7 +109,7 @@ fn an_owner_that_stalls_anywhere_in_a_commit_spoils_nothing() {
                 break;
             };
             match stalled {
-                // The new owner found what the old one was reported as committed.
+                // The new owner found the checkpoint whose commit was reported to the previous owner.
                 Ok(_) => assert!(after_it.newest() == model.newest() + 4),
                 Err(e) => assert_eq!(owner_of(&e), Some((1, 2, "restore web")), "before step {after}: {e}"),
             }

@@ -1,4 +1,4 @@
-//! A disk that is full, or fails, at every step; and how much of it is used.
+//! A disk that is full or fails at every step, and the disk space that a store uses.
 
 use super::disk::{MemoryDisk, Op, Refusal};
 use super::model::{Change, Model, open};
@@ -11,7 +11,7 @@ fn change(n: u64) -> Change {
     Change { blocks: vec![("ram", 30), ("bios", 3)], pages }
 }
 
-/// From each step of three checkpoints and a compaction on, `count` steps fail with `error`.
+/// For each step of three checkpoints and a compaction: lets `count` steps from it on fail with `error`.
 fn walk(error: Errno, half: bool, count: usize) {
     for keep in [1, 2] {
         for after in 0.. {
@@ -38,14 +38,14 @@ fn walk(error: Errno, half: bool, count: usize) {
             }
             let all_passed = !disk.has_refused();
             disk.relent();
-            // All committed checkpoints are there, and the writer continues, at the latest after it is opened again.
+            // All committed checkpoints exist. The writer continues, at the latest after the store is opened again.
             match model.commit(&mut engine, &change(5)) {
                 Ok(_) => {}
                 Err(StoreError::Closed { why, .. }) => {
                     assert!(why.contains("log"), "{why}");
                     drop(engine);
                     engine = open(&disk, keep).unwrap();
-                    // Its last entry may count.
+                    // The last entry may have been written.
                     if engine.newest() > model.newest() {
                         continue;
                     }
@@ -121,13 +121,13 @@ fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
             .unwrap();
     let mut model = Model { keep: 1, ..Model::default() };
     let blocks = vec![("ram", PAGES)];
-    // All of it is incompressible.
+    // All pages are incompressible.
     let fill = (0..PAGES).map(|page| (0, page, page * 2 + 1)).collect();
     model.commit(&mut engine, &Change { blocks: blocks.clone(), pages: fill }).unwrap();
     let mut state = 1u64;
     let mut moved = 0;
     for round in 0..24u64 {
-        // From a few pages up to nearly all.
+        // Rewrites between a few pages and nearly all pages.
         let count = [40, 400, 1200, 3600][round as usize % 4];
         let pages = (0..count)
             .map(|_| {

@@ -1,4 +1,5 @@
-//! The host of a guest: hosts boot, restore, protect and shut down one VM, compared with a model of what they may do.
+//! The host of a guest: hosts boot, restore, protect and shut down one VM. A model determines which operation may
+//! succeed.
 
 use super::disk::{MemoryDisk, Refusal};
 use super::model::{Change, Model, vm};
@@ -17,20 +18,20 @@ fn shared(disk: &MemoryDisk) -> Arc<dyn Disk> {
     Arc::new(disk.clone())
 }
 
-/// A store for the first guest that is booted.
+/// Returns an unused store.
 fn new_store() -> MemoryDisk {
     let disk = MemoryDisk::default();
     Home::init(&shared(&disk)).unwrap();
     disk
 }
 
-/// What a restore, a boot or the end of a guest do. Gives the epoch.
+/// Claims the store like a restore, a boot or a shutdown. Returns the new epoch.
 fn begin(disk: &MemoryDisk, operation: &str, guest: Guest, only_if: Option<OnlyIf>) -> Result<u64> {
     let owner = Owner::here(operation).with(guest);
     fence_in(shared(disk), &vm(), &owner, only_if).map(|(_, fenced)| fenced.epoch)
 }
 
-/// What a protector of a guest does that began with epoch `run`; without one, of a guest of which nothing is known.
+/// Opens the store like a protector of the guest that began in epoch `run`; without `run`, of an unknown guest.
 fn protect(disk: &MemoryDisk, run: Option<u64>) -> Result<Engine> {
     let guest = if run.is_some() { Guest::Same } else { Guest::Booted };
     let only_if = run.map(|run| OnlyIf::Run { run });
@@ -46,7 +47,7 @@ fn change(n: u64) -> Change {
     Change { blocks: vec![("ram", 20)], pages: vec![(0, n % 20, n + 1), (0, (n * 7) % 20, n + 2)] }
 }
 
-/// What one host does.
+/// Operation of a host.
 #[derive(Debug, Clone, Copy)]
 enum Step {
     Boot,
@@ -57,23 +58,23 @@ enum Step {
     End,
 }
 
-/// A host: with which epoch its guest began, its protector.
+/// A host: the epoch in which its guest began, and the guest's protector.
 #[derive(Debug, Default)]
 struct Host {
     run: Option<u64>,
     protector: Option<Engine>,
 }
 
-/// What must be true, determined without the store.
+/// Expected state, determined without the store.
 #[derive(Debug, Default)]
 struct Truth {
-    /// Claims so far.
+    /// Number of claims so far.
     epoch: u64,
-    /// The host whose guest it is.
+    /// Host that may run the guest.
     holder: Option<usize>,
-    /// The host whose protector is the owner.
+    /// Host whose protector is the owner.
     owner: Option<usize>,
-    /// The checkpoints that are of the guest as it was last.
+    /// Number of checkpoints since the guest was last booted or shut down.
     current: u64,
     model: Model,
 }
@@ -90,7 +91,7 @@ fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
     proptest::collection::vec((0usize..3, step), 1..60)
 }
 
-/// Asserts that `e` requires a host with a guest of epoch `run` to end it, unless that host is the holder.
+/// Asserts that `e` requires a host to stop a guest of epoch `run`, unless `holds`: the host may still run the guest.
 fn check_error(e: &StoreError, run: u64, holds: bool) {
     assert!(matches!(e, StoreError::Superseded { .. }), "{e}");
     assert_eq!(e.guest_is_over(run).is_none(), holds, "run {run}: {e}");
@@ -150,7 +151,7 @@ fn play(steps: Vec<(usize, Step)>) {
                 if truth.epoch == 0 {
                     continue;
                 }
-                // An administrator's: no guest is ended by it.
+                // An administrator claims the store. No guest must be stopped because of that.
                 let settings = Settings { keep: 3, segment: 48 << 10, create: false };
                 let engine = Engine::open(shared(&disk), &vm(), &Owner::here("store compact"), None, settings);
                 engine.unwrap().compact().unwrap();
@@ -193,7 +194,7 @@ proptest! {
     }
 }
 
-/// Host B begins a restore before the `after`-th step of what host A does with the guest that began with epoch 1.
+/// Runs `work` on host A, whose guest began in epoch 1. Before the `after`-th step of it, host B begins a restore.
 fn overtaken<T>(after: usize, work: impl FnOnce(&MemoryDisk) -> Result<T>) -> Option<(MemoryDisk, Result<T>)> {
     let disk = new_store();
     begin(&disk, "start web", Guest::Booted, None).unwrap();
@@ -220,7 +221,7 @@ fn a_protector_that_is_overtaken_anywhere_commits_nothing_and_learns_it() {
             break;
         };
         match opened {
-            // It was first: its next step fails.
+            // Host A opened the store before host B claimed it: the next operation of host A fails.
             Ok(mut engine) => check_error(&engine.begin(vec![]).unwrap_err(), 1, false),
             Err(e) => check_error(&e, 1, false),
         }
@@ -258,7 +259,7 @@ fn the_end_of_a_guest_counts_only_where_it_ran_last() {
             break;
         };
         let owner = listing(&disk).owner.unwrap();
-        // The last one owns it. The store alone does not report that the restored guest had ended.
+        // The last process to claim is the owner. The store cannot report that the restored guest had ended.
         assert_eq!((owner.guest, owner.run), (Guest::Restored, listing(&disk).epoch), "before step {after}");
         match ended {
             Ok(epoch) => assert_eq!((owner.boot, listing(&disk).restorable()), (epoch, None)),
@@ -312,7 +313,7 @@ fn a_guest_that_is_known_never_makes_a_store() {
 #[test]
 fn a_store_of_an_older_rekindle_ends_no_guest() {
     let disk = new_store();
-    // It did not record what happens to the guest.
+    // The owner did not record its effect on the guest.
     let mut engine = super::model::open(&disk, 3).unwrap();
     let mut model = Model { keep: 3, ..Model::default() };
     model.commit(&mut engine, &change(0)).unwrap();

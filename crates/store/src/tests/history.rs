@@ -1,4 +1,4 @@
-//! Random histories against the model: checkpoints, aborts, `keep`, compaction, base indices, reopening.
+//! Random histories compared with the model: checkpoints, aborts, `keep`, `hold`, compaction, base indices, reopening.
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, check_image, lazy, open};
@@ -15,7 +15,7 @@ enum Step {
     Compact,
     Reopen,
     Keep(u32),
-    /// The oldest one, or none.
+    /// Holds the oldest checkpoint if true; else holds none.
     Hold(bool),
 }
 
@@ -60,7 +60,7 @@ fn run(keep: u32, steps: Vec<Step>) {
                 engine.tidy();
             }
             Step::Abort(change) => {
-                // As a commit, up to just before it.
+                // Does everything of a commit except the last call.
                 let blocks = model.after(&change).blocks.into_iter().map(|(block, _)| block).collect();
                 let started = engine.begin(blocks).unwrap();
                 let pages: Vec<_> =
@@ -102,7 +102,7 @@ proptest! {
     }
 }
 
-/// An image opened lazily, while the owner commits, moves pages and removes the old segments.
+/// The owner commits, moves pages and removes the old segments while the image is open.
 #[test]
 fn a_lazily_opened_image_is_read_correctly_or_reported_as_removed() {
     let disk = MemoryDisk::default();

@@ -1,4 +1,4 @@
-//! A process that inspects a store while its owner writes finds no damage, neither for removed files nor for moved
+//! A process that inspects a store while the owner writes reports no damage, neither for removed files nor for moved
 //! pages.
 
 use super::disk::MemoryDisk;
@@ -14,8 +14,8 @@ fn change(n: u64) -> Change {
     Change { blocks: vec![("ram", 20)], pages }
 }
 
-/// A store that keeps `keep` checkpoints, through a handle before whose `after`-th read the owner replaces all of
-/// them and compacts. Returns a flag that is set when that has happened.
+/// Returns a store that keeps `keep` checkpoints, and a flag. Before the `after`-th read of the store, its owner
+/// replaces all checkpoints and compacts, and the flag is set.
 fn at_work(keep: u32, after: usize) -> (Home, Arc<AtomicBool>) {
     let disk = MemoryDisk::default();
     let mut model = Model { keep, ..Model::default() };

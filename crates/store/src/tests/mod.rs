@@ -1,4 +1,4 @@
-//! Tests of the store as a whole, over a disk in memory that records, loses, tears and refuses every step.
+//! Tests of the whole store on a disk in memory, which records, loses, tears or fails each step.
 
 mod crash;
 mod creating;

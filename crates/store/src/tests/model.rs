@@ -1,4 +1,4 @@
-//! What a store should hold, in the simplest form there is, and a driver that does the same to both.
+//! A simple model of a store's content, and a driver that applies the same changes to the store and the model.
 
 use super::disk::MemoryDisk;
 use crate::engine::{Engine, Settings, State};
@@ -13,17 +13,15 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use uuid::Uuid;
 
-/// The VM of all tests.
 pub fn vm() -> Vm {
     Vm { uuid: Uuid::from_u128(0xabc), name: "web".into() }
 }
 
-/// A block of `pages` pages.
 pub fn block(id: &str, pages: u64) -> Block {
     Block { id: id.into(), used: pages * PAGE_SIZE as u64, max: pages * 2 * PAGE_SIZE as u64, page_size: 4096 }
 }
 
-/// A page: zero for 0, easy to compress for even ones, impossible for odd ones.
+/// Returns a page: zero for kind 0, compressible for even kinds, incompressible for odd kinds.
 pub fn content(kind: u64) -> Page {
     static MADE: [OnceLock<Page>; 64] = [const { OnceLock::new() }; 64];
     match MADE.get(kind as usize) {
@@ -46,23 +44,23 @@ fn make(kind: u64) -> Page {
     })
 }
 
-/// One checkpoint as it should be: the blocks with the kinds of their pages, and the device state.
+/// Expected content of a checkpoint: the blocks with the kinds of their pages, and the device state.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Expected {
     pub blocks: Vec<(Block, BTreeMap<u64, u64>)>,
     pub devices: Vec<u8>,
 }
 
-/// A step of a history: which blocks there are, and pages that get a content.
+/// A step of a history: the blocks after it, and the pages that it writes.
 #[derive(Debug, Clone, Default)]
 pub struct Change {
-    /// Blocks, by name and pages.
+    /// Name and number of pages of each block.
     pub blocks: Vec<(&'static str, u64)>,
     /// Position of the block, page, kind of content.
     pub pages: Vec<(usize, u64, u64)>,
 }
 
-/// A writer together with what it should have written.
+/// The checkpoints that a writer should have written.
 #[derive(Debug, Clone, Default)]
 pub struct Model {
     pub checkpoints: BTreeMap<u64, Expected>,
@@ -91,16 +89,15 @@ pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
     LocalImage::open(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
 
-/// Opens an image lazily.
 pub fn lazy(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
     LocalImage::open_lazily(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
 
-/// Send pages to an engine, some to a frame.
+/// Sends pages to an engine in several frames.
 pub fn send(engine: &mut Engine, pages: &[(u16, u64, u64)]) {
     let digester = engine.digester();
     let mut packer = Packer::default();
-    // Small frames find more; large ones waste less.
+    // Small frames find more errors; large frames waste less time.
     for some in pages.chunks(if pages.len() > 100 { 256 } else { 5 }) {
         let mut frame = vec![0; FRAME_HEADER_LEN + 16 * some.len()];
         for (n, (block, page, kind)) in some.iter().enumerate() {
@@ -120,7 +117,7 @@ impl Model {
         self.checkpoints.keys().next_back().copied().unwrap_or(0)
     }
 
-    /// What would be there after `change`.
+    /// Returns the checkpoint expected after `change`.
     pub fn after(&self, change: &Change) -> Expected {
         let before = self.checkpoints.values().next_back();
         let mut expected = Expected { devices: vec![(self.newest() + 1) as u8; 3000], ..Expected::default() };
@@ -138,7 +135,7 @@ impl Model {
         expected
     }
 
-    /// Do `change` to the engine as its next checkpoint.
+    /// Commits `change` with the engine as the next checkpoint, and records it in the model.
     pub fn commit(&mut self, engine: &mut Engine, change: &Change) -> Result<Committed> {
         let expected = self.after(change);
         let blocks: Vec<Block> = expected.blocks.iter().map(|(block, _)| block.clone()).collect();
@@ -158,7 +155,7 @@ impl Model {
         Ok(committed)
     }
 
-    /// Compare all kept checkpoints with what they should be.
+    /// Compares all kept checkpoints with the model.
     pub fn check(&self, disk: &MemoryDisk) {
         if self.checkpoints.is_empty() {
             assert!(matches!(image(disk, None), Err(StoreError::Empty { .. })));
@@ -175,7 +172,7 @@ impl Model {
     }
 }
 
-/// Compare an image with what it should be.
+/// Compares an image with the expected checkpoint.
 pub fn check_image(image: &LocalImage, number: u64, expected: &Expected) {
     let info = image.info();
     assert_eq!(info.number, number);

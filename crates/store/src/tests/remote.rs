@@ -1,4 +1,4 @@
-//! Stores on a server: the same as in a directory, and what may happen to a connection.
+//! Stores on a server: same behaviour as in a directory, and failures of the connection.
 
 use super::model::{block, content, vm};
 use crate::admin;
@@ -28,7 +28,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// An authority of our own, with what it signs.
+/// A certificate authority, which signs the certificates of a test.
 struct Authority {
     directory: TempDir,
     issuer: Issuer<'static, KeyPair>,
@@ -49,7 +49,7 @@ impl Authority {
         self.directory.path().join("ca.pem")
     }
 
-    /// A certificate for `name`, good until `year`.
+    /// Returns a certificate for `name` that is valid until `year`.
     fn sign(&self, name: &str, year: i32) -> Identity {
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         params.not_after = date_time_ymd(year, 1, 1);
@@ -61,7 +61,7 @@ impl Authority {
     }
 }
 
-/// A server that runs until it is dropped.
+/// A server that is stopped on drop.
 struct Running {
     address: SocketAddr,
     stop: Stop,
@@ -86,7 +86,7 @@ impl Drop for Running {
     }
 }
 
-/// Passes bytes on to a server until so many have gone to it, and then cuts the connection; again and again.
+/// A proxy that forwards bytes to a server, and closes the connection after a number of bytes.
 struct Cutter {
     address: SocketAddr,
     left: Arc<AtomicI64>,
@@ -98,7 +98,7 @@ impl Cutter {
         let address = listener.local_addr().unwrap();
         let left = Arc::new(AtomicI64::new(i64::MAX));
         let shared = left.clone();
-        // Ends with the test.
+        // This thread ends with the process.
         thread::spawn(move || {
             for client in listener.incoming() {
                 let (Ok(client), Ok(server)) = (client, TcpStream::connect(to)) else { continue };
@@ -139,7 +139,7 @@ fn which(identity: &Identity) -> ReadOptions {
 }
 
 const PAGES: u64 = 600;
-/// The first block.
+/// Position of the first block.
 const RAM: BlockId = BlockId(0);
 
 fn pages(round: u64) -> Vec<(u64, Page)> {
@@ -156,7 +156,7 @@ fn commit(writer: &mut Writer, round: u64) -> crate::Result<crate::types::Commit
     checkpoint.commit(&json!({"name": "web"}), &json!({"round": round}), &devices)
 }
 
-/// What is in it now, page by page.
+/// Returns the expected content after `rounds` commits, page by page.
 fn expected(rounds: u64) -> Vec<Page> {
     let mut all = vec![[0; PAGE_SIZE]; PAGES as usize];
     for round in 0..rounds {
@@ -198,11 +198,11 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
         assert_eq!(writer.next_number(), round + 1);
         commit(&mut writer, round).unwrap();
     }
-    // What has not changed is not sent: the server would not know.
+    // Unchanged pages are not sent, so the client must report their number to the server.
     let again = commit(&mut writer, 3).unwrap();
     assert_eq!((again.pages.stored, again.pages.zero), (0, 0));
     assert_eq!(again.pages.unchanged, pages(3).len() as u64);
-    // Also not by a writer that comes later.
+    // A later writer does not send them either.
     drop(writer);
     let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
     let again = commit(&mut writer, 3).unwrap();
@@ -245,7 +245,7 @@ fn a_store_on_a_server_is_as_one_in_a_directory() {
     assert_eq!(listing.checkpoints.len(), 3);
     let verified = admin::verified(&there, Some(&client), &mut |_, _| {}).unwrap();
     assert!(verified.is_good() && verified.checkpoints == 3 && verified.pages > 500, "{verified:?}");
-    // The error of the previous owner names the new one.
+    // The error that the previous owner gets names the new owner.
     let fenced = admin::fence(&there, &vm(), &Owner::here("restore web"), None, Some(&client)).unwrap();
     assert_eq!(fenced, admin::Fenced { epoch: 3, newest: 7 });
     let e = commit(&mut writer, 5).unwrap_err();
@@ -302,7 +302,8 @@ fn a_connection_that_fails_anywhere_costs_only_the_open_checkpoint() {
             }
             Err(e @ StoreError::Connection { .. }) => {
                 lost += 1;
-                // What counts is what was committed; or all of it, when only the answer was lost.
+                // The newest checkpoint is the last committed one, or the next one if only the answer to its commit was
+                // lost.
                 let image = Image::open(&url(running.address, "web"), &which(&client)).unwrap();
                 assert!((committed..=committed + 1).contains(&image.info().number), "{e}");
                 committed = image.info().number;
@@ -310,14 +311,14 @@ fn a_connection_that_fails_anywhere_costs_only_the_open_checkpoint() {
             }
             Err(e) => panic!("cut after {cut}: {e}"),
         }
-        // And it continues, as the same owner with a new epoch.
+        // The writer continues as the same owner with a new epoch.
         let done = commit(&mut writer, committed).unwrap_or_else(|e| panic!("after the cut at {cut}: {e}"));
         committed += 1;
         assert_eq!(done.number, committed);
         assert!(writer.epoch() > epoch || whole);
     }
     assert!(lost > 3, "{lost} of them were cut");
-    // Reading continues over a new connection too.
+    // Reading continues over a new connection as well.
     let image = Image::open(&there, &which(&client)).unwrap();
     for cut in [0, 700, 2_000, 5_000] {
         cutter.left.store(cut, Ordering::SeqCst);
@@ -328,7 +329,7 @@ fn a_connection_that_fails_anywhere_costs_only_the_open_checkpoint() {
         assert!(failed > 0 || cut > 0);
         check(&image, committed);
     }
-    // It does not continue if there was another owner meanwhile.
+    // The writer does not continue if the store had another owner meanwhile.
     cutter.left.store(0, Ordering::SeqCst);
     assert!(matches!(commit(&mut writer, 9), Err(StoreError::Connection { .. })));
     cutter.left.store(i64::MAX, Ordering::SeqCst);
@@ -348,7 +349,7 @@ fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
     let begin = |operation: &str, guest, only_if| {
         admin::fence(&there, &vm(), &Owner::here(operation).with(guest), only_if, Some(&client))
     };
-    // A guest that is booted gets a store that was created for it, and creates none itself.
+    // A boot uses a store that was created before, and does not create a store itself.
     assert_eq!(begin("start web", Guest::Booted, None).unwrap_err().kind(), "not-a-store");
     admin::init(&there, Some(&client)).unwrap();
     assert_eq!(begin("start web", Guest::Booted, None).unwrap().epoch, 1);
@@ -357,7 +358,7 @@ fn a_guest_that_begins_elsewhere_ends_the_one_before_through_a_server_too() {
     commit(&mut writer, 0).unwrap();
     let restorable = || admin::listing(&there, Some(&client)).unwrap().restorable();
     assert_eq!(restorable(), Some(1));
-    // A connection that is made anew makes no new guest of it.
+    // The claim of a new connection records no new boot of the guest.
     cutter.left.store(0, Ordering::SeqCst);
     assert!(matches!(commit(&mut writer, 1), Err(StoreError::Connection { .. })));
     cutter.left.store(i64::MAX, Ordering::SeqCst);
@@ -383,7 +384,8 @@ fn a_spare_connection_is_used_once_and_for_its_server_only() {
     let running = Running::new(directory.path(), &server, Timeouts::default());
     let there = url(running.address, "web");
     commit(&mut Writer::open(&there, &options(&client, "protect web")).unwrap(), 0).unwrap();
-    // A connection requires a certificate.
+    // Opening a new connection requires a certificate, so that success without one means that a spare connection was
+    // used.
     let spare = SpareConnections::default();
     let open =
         |spare: &SpareConnections| Image::open(&there, &ReadOptions { spare: spare.clone(), ..ReadOptions::default() });
@@ -397,7 +399,7 @@ fn a_spare_connection_is_used_once_and_for_its_server_only() {
     assert!(refused(fence(&url(other.address, "web")).unwrap_err()), "it leads elsewhere");
     assert_eq!(fence(&there).unwrap().epoch, 2);
     assert!(refused(open(&spare).unwrap_err()), "there were two");
-    // One whose server has gone is no connection.
+    // A spare connection to a server that has stopped is not usable.
     spare.make(&there, Some(&client), 1).unwrap();
     drop(running);
     assert!(matches!(open(&spare).unwrap_err(), StoreError::Connection { .. }));
@@ -421,7 +423,7 @@ fn errors_about_unsuitable_certificates_name_the_remedy() {
     assert_eq!(listed.kind(), "not-a-store", "{listed}");
     for (identity, words) in [
         (None, ["--cert", "--key"]),
-        // Signed by another authority.
+        // The client's certificate is signed by another authority.
         (
             Some(Identity { ca: ours.ca(), ..theirs.sign("client", 2100) }),
             ["does not know the authority", "--client-ca"],
@@ -441,7 +443,7 @@ fn errors_about_unsuitable_certificates_name_the_remedy() {
         let text = message(&url(running.address, "web"), Some(client.clone()));
         assert!(text.contains(words), "{text}");
     }
-    // Another program listens there, or none.
+    // Another program listens on the port, or none.
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = other.local_addr().unwrap();
     let chatter = thread::spawn(move || other.accept().unwrap().0.write_all(b"220 mail ready\r\n").unwrap());
@@ -450,7 +452,7 @@ fn errors_about_unsuitable_certificates_name_the_remedy() {
     chatter.join().unwrap();
     let text = message(&url(address, "web"), Some(client));
     assert!(text.contains("rekindle store serve"), "{text}");
-    // And the server lives.
+    // The server still accepts connections.
     assert!(TcpStream::connect(running.address).is_ok());
     let e =
         Server::bind("127.0.0.1:0", directory.path(), &Identity { key: "/nowhere.key".into(), ..good }).unwrap_err();
@@ -465,11 +467,11 @@ fn a_silent_client_is_dropped() {
     let soon = Duration::from_millis(100);
     let running = Running::new(directory.path(), &server, Timeouts { within: soon, idle: soon });
     let there = url(running.address, "web");
-    // One that does not even greet.
+    // A client that sends no greeting is disconnected.
     let mut mute = TcpStream::connect(running.address).unwrap();
     mute.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     while !matches!(mute.read(&mut [0; 100]), Ok(0) | Err(_)) {}
-    // A writer is dropped with its checkpoint; at the next one it is there again.
+    // A silent writer is disconnected and its checkpoint aborted. It reconnects for the next checkpoint.
     let mut writer = Writer::open(&there, &options(&client, "protect web")).unwrap();
     commit(&mut writer, 0).unwrap();
     let epoch = writer.epoch();
@@ -489,7 +491,7 @@ fn a_silent_client_is_dropped() {
     assert_eq!(Image::open(&there, &which(&client)).unwrap().info().number, 2);
 }
 
-/// A connection to a server, greeted for `purpose`.
+/// Returns a connection to a server, after a greeting with `purpose` if there is one.
 fn raw(address: SocketAddr, client: &Identity, purpose: Option<Purpose>) -> Connection {
     let StoreUrl::Remote(remote) = url(address, "web") else { panic!("not a server") };
     let mut connection = Connection::connect(&remote, Some(client)).unwrap();
@@ -500,7 +502,7 @@ fn raw(address: SocketAddr, client: &Identity, purpose: Option<Purpose>) -> Conn
     connection
 }
 
-/// Both ends of a connection: a server's, which has `within` for each thing, and a client's.
+/// Returns both ends of a connection: the server's, which has the time limit `within`, and the client's.
 fn ends(within: Duration) -> (Connection, Connection) {
     let authority = Authority::new("ours");
     let (server, client) = (authority.sign("127.0.0.1", 2100), authority.sign("client", 2100));
@@ -512,7 +514,7 @@ fn ends(within: Duration) -> (Connection, Connection) {
     (accepted.join().unwrap(), client)
 }
 
-/// Does `step` each millisecond until it fails. One that never fails ends after 10 s.
+/// Calls `step` every millisecond until it fails, for at most 10 s. Returns whether it has failed.
 fn repeat(mut step: impl FnMut() -> bool + Send + 'static) -> JoinHandle<bool> {
     thread::spawn(move || {
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -561,7 +563,7 @@ fn a_handshake_that_comes_byte_by_byte_is_dropped() {
     let patience = Timeouts { within: SOON, idle: SOON };
     let running = Running::new(directory.path(), &authority.sign("127.0.0.1", 2100), patience);
     let mut client = TcpStream::connect(running.address).unwrap();
-    // The head of a record of 16 KiB.
+    // The header of a TLS record of 16 KiB.
     client.write_all(&[22, 3, 1, 0x40, 0]).unwrap();
     assert!(repeat(move || client.write_all(&[0]).is_ok()).join().unwrap(), "the server still listens to it");
 }
@@ -572,7 +574,7 @@ fn a_peer_that_works_without_end_is_disconnected() {
         let (server, client) = ends(SOON);
         let (mut busy, mut connection) = if server_works { (server, client) } else { (client, server) };
         let work = repeat(move || busy.send(Kind::Busy, &[]).is_ok());
-        // A client has nothing to work on.
+        // A client must not report that it is working.
         let e = if server_works { connection.receive_within(SOON) } else { connection.receive() }.unwrap_err();
         assert!(matches!(e, ConnectionError::Slow { .. }), "{e}");
         drop(connection);
@@ -622,7 +624,7 @@ fn no_message_of_a_client_harms_the_server_or_the_store() {
             }
         }
     }
-    // Lengths beyond the limit.
+    // Frames with a length beyond the limit are rejected.
     for kind in Kind::ALL {
         let mut connection = raw(running.address, &client, Some(Purpose::Inspect));
         let text = connection.send_length(u32::MAX, kind.code()).and_then(|()| connection.receive());
@@ -630,7 +632,7 @@ fn no_message_of_a_client_harms_the_server_or_the_store() {
     }
     check(&Image::open(&there, &which(&client)).unwrap(), 1);
     assert!(admin::verified(&there, Some(&client), &mut |_, _| {}).unwrap().is_good());
-    // Another protocol is refused by its number.
+    // A greeting with another protocol version is rejected.
     let StoreUrl::Remote(remote) = there else { panic!("not a server") };
     let mut connection = Connection::connect(&remote, Some(&client)).unwrap();
     let hello = crate::remote::protocol::Hello { version: VERSION + 1, name: remote.name, purpose: Purpose::Inspect };

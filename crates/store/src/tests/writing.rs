@@ -1,4 +1,4 @@
-//! What a writer is given page by page, and what it reads itself: the store has the same.
+//! Pages that the caller passes one by one, and pages that the writer reads itself, give the same store.
 
 use super::disk::MemoryDisk;
 use super::model::{block, content, image, vm};
@@ -22,7 +22,7 @@ fn numbers(runs: &PageRuns) -> impl Iterator<Item = u64> + '_ {
     runs.numbers().map(|page| page.0)
 }
 
-/// The runs of these pages: first and end.
+/// Returns the runs of pages, given the first page and the end of each.
 fn runs(pages: &[(u64, u64)]) -> PageRuns {
     pages.iter().map(|&(first, end)| PageNo(first).offset()..PageNo(end).offset()).collect()
 }
