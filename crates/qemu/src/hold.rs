@@ -1,6 +1,6 @@
 //! A guest's network output, held inside QEMU until it is released: *output commit* (Remus; Cully et al., NSDI 2008).
 //!
-//! Each network card has three of QEMU's own packet filters:
+//! For each network card there are three of QEMU's own packet filters:
 //!
 //! ```text
 //! guest ──> now ──> held ──> gate ──> tap or user network
@@ -43,7 +43,7 @@ pub struct Hold {
 }
 
 impl Hold {
-    /// Starts to hold what the guest sends on `nets`. Frames that are held already stay held.
+    /// Starts to hold the guest's output on `nets`. Frames that are held already stay held.
     ///
     /// # Errors
     /// When QEMU rejects a filter: a card is served by the kernel (vhost), or has several queues. No filter is then
@@ -83,7 +83,7 @@ impl Hold {
         Ok((!nets.is_empty()).then_some(Self { nets }))
     }
 
-    /// Marks what the guest has sent until now for the next [`Hold::release`]. The guest must be stopped.
+    /// Marks the guest's output until now for the next [`Hold::release`]. The guest must be stopped.
     ///
     /// # Errors
     /// When QEMU does not answer; the frames are then released one release later.
@@ -91,7 +91,7 @@ impl Hold {
         self.nets.iter().try_for_each(|net| empty(qmp, "now", net))
     }
 
-    /// Releases what the guest had sent until the last [`Hold::cut`].
+    /// Releases the guest's output until the last [`Hold::cut`].
     ///
     /// # Errors
     /// When QEMU does not answer; the frames are then still held, or released.

@@ -16,7 +16,7 @@
 //! - [`adopt`]: a running QEMU that Rekindle did not start;
 //! - [`guest`]: stopping and resuming the guest;
 //! - [`hold`]: the guest's network output, held until it is released;
-//! - [`userfaultfd`]: a userfaultfd, made here and handed to a QEMU of another user;
+//! - [`userfaultfd`]: the userfaultfd device, handed to a QEMU of another user;
 //! - [`ramblock`]: where QEMU's RAM blocks are;
 //! - [`rings`]: where the rings of the virtio devices are;
 //! - [`stopped`]: proof that the guest is stopped;

@@ -122,7 +122,7 @@ impl Virsh {
             return Err(VirshError(format!("{VIRSH} has not answered a command before this one; try again")));
         }
         self.count += 1;
-        // virsh prints this line after the reply: it shows that there is none.
+        // virsh prints this line after the reply. If it arrives first, there is no reply.
         let end = format!("rekindle-{}.", self.count);
         let line =
             format!("qemu-monitor-command --domain {} --cmd {}\necho {end}\n", quoted(&self.domain), quoted(command));

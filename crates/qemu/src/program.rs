@@ -24,7 +24,7 @@ const LOADER_VALUED: &[&str] = &[
     "--preload",
     "--argv0",
 ];
-/// Bytes of a program that are searched at once.
+/// Bytes of a program that are searched at a time.
 const CHUNK: usize = 1 << 20;
 
 /// The program that a process runs.

@@ -1,5 +1,5 @@
-//! Reasons why a guest cannot be protected: a process other than QEMU or the hardware writes its memory, unseen by
-//! QEMU's page tables; or its memory or a device cannot be read at all.
+//! Reasons why a guest cannot be protected: another process, the host's kernel or hardware writes its memory, unseen
+//! by QEMU's page tables; or its memory or a device cannot be read at all.
 
 use super::AdoptError;
 use crate::qmp::{Qmp, QmpError};
@@ -67,7 +67,7 @@ pub(super) fn gives_back(kind: &str) -> bool {
 
 /// Lists all devices of a QEMU's machine, and all objects.
 pub(super) fn devices(qmp: &mut Qmp) -> Result<Vec<Object>, QmpError> {
-    /// Limit of the depth; no machine nests its devices as deeply.
+    /// Depth limit. No machine nests its devices that deep.
     const DEEPEST: usize = 6;
     let mut found = Vec::new();
     let mut next: Vec<_> =
@@ -142,8 +142,7 @@ fn blockers(migration: &Value) -> Vec<Obstacle> {
     reasons.iter().filter_map(obstacle).collect()
 }
 
-/// Parses lines such as `net0: index=0,type=vhost-user,chardev=c`, also those below their card, which begin with ` \
-/// `.
+/// Parses lines such as `net0: index=0,type=vhost-user,chardev=c`. A line below its card begins with ` \ `.
 fn networks(text: &str) -> Vec<Obstacle> {
     text.lines()
         .filter_map(|line| {

@@ -26,8 +26,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Version of the file's format.
 const FORMAT: u32 = 2;
-/// A file that changed within this time may change again without a new time stamp: some file systems have clocks of 2
-/// s.
+/// A file that changed within this time may change again without a new time stamp: the clocks of some file systems
+/// are as coarse as 2 s.
 const FRESH_NS: i128 = 2_000_000_000;
 
 /// The content of the cache file of one binary.

@@ -6,7 +6,8 @@
 //! out or replaced by Rekindle's own. Each memory backend becomes a file in Rekindle's RAM directory with the same
 //! id, because the id is the name of the RAM block in the device state.
 //!
-//! [`of`] reports what cannot be carried over when the guest is attached, not when it is restored.
+//! [`of`] reports devices and options that cannot be carried over. It does so when the guest is attached, not when it
+//! is restored.
 
 mod paths;
 mod rewrite;

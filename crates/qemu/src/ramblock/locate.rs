@@ -136,7 +136,7 @@ const WORDS_BEFORE: usize = 8;
 const NAME_WITHIN: usize = 128;
 /// Longest name of a block, as in QEMU.
 const NAME: usize = 256;
-/// Bytes that are read at once.
+/// Bytes that are read at a time.
 const CHUNK: u64 = 1 << 20;
 /// Overlap of two pieces in bytes, so that a record at the border is seen whole.
 const OVERLAP: u64 = 1024;
