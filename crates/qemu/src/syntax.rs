@@ -18,7 +18,7 @@ pub struct Syntax {
     pub thread_names: bool,
 }
 
-/// Returns the syntax of the oldest supported QEMU.
+/// Defaults to the syntax of the oldest supported QEMU.
 impl Default for Syntax {
     fn default() -> Self {
         Self { reconnect_ms: false, monitor_objects: false, thread_names: true }

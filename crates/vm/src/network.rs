@@ -265,8 +265,8 @@ pub fn replace_stand_ins(injector: Injector, hardware: &Hardware, stand_ins: &[S
     stand_ins.iter().try_for_each(StandIn::wake)
 }
 
-/// Starts to capture the frames that the host sends to the taps of a VM. Closing a capture takes the kernel some 10
-/// ms.
+/// Starts to capture the frames that the host sends to the taps of a VM. The kernel takes some 10 ms to close a
+/// capture.
 ///
 /// # Errors
 /// [`NetworkError::Tap`].

@@ -245,15 +245,15 @@ fn seen_by_guest(qmp: &mut Qmp) -> Result<BTreeSet<u64>, LocateError> {
     Ok(bases)
 }
 
-/// Returns the address in QEMU of a guest address, from a reply such as `Host virtual address for 0x1000 (pc.ram) is
-/// 0x7f0000001000`. `None` if there is no memory at it.
+/// Returns the address in QEMU of a guest address; `None` if there is no memory at it. A reply is for example
+/// `Host virtual address for 0x1000 (pc.ram) is 0x7f0000001000`.
 pub(crate) fn host_address(qmp: &mut Qmp, address: u64) -> Result<Option<u64>, QmpError> {
     let text = qmp.human(&format!("gpa2hva {address:#x}"))?;
     Ok(text.trim().rsplit_once(" is 0x").and_then(|(_, host)| u64::from_str_radix(host, 16).ok()))
 }
 
-/// Parses guest address and offset in the block from `0000000000100000-000000000fffffff (prio 0, ram): ram
-/// @0000000000100000`.
+/// Parses the guest address and the offset in the block from a line such as
+/// `0000000000100000-000000000fffffff (prio 0, ram): ram @0000000000100000`.
 fn piece(line: &str) -> Option<(u64, u64)> {
     let (range, rest) = line.trim().split_once(" (prio ")?;
     let (start, _) = range.split_once('-')?;
