@@ -1,8 +1,8 @@
 //! The command line of a VM's hardware.
 //!
-//! The same [`Hardware`] must give the same guest-visible machine in every QEMU, or device state does not fit: so the
-//! machine type is a versioned one, each device has a fixed PCI slot, and nothing comes from a configuration file or
-//! a default of the binary.
+//! The same [`Hardware`] must give the same guest-visible machine in every QEMU; otherwise the device state does not
+//! fit. Therefore the machine type is versioned, each device has a fixed PCI slot, and nothing comes from a
+//! configuration file or from a default of the binary.
 
 use crate::foreign::Foreign;
 use crate::options::Options;
@@ -14,11 +14,11 @@ use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
-/// Ports of a new VM's agent bus: the first one is for a console, the second the agent's, and two are left, since a
-/// guest must never find another number.
+/// Ports of a new VM's agent bus. The first is reserved for a console, the second is the agent's, and two are spare,
+/// because the number that a guest sees must never change.
 pub const AGENT_PORTS: u32 = 4;
 
-/// What the guest finds the port as by which it announces phases of its boot.
+/// The port's name in the guest. The guest announces phases of its boot through this port.
 pub const PHASE_PORT: &str = "org.rekindle.phase.0";
 
 /// First PCI slots (of bus 0) by kind of device. Slot 0 is the host bridge, 0x1f the south bridge.
@@ -28,22 +28,22 @@ const SLOT_SERIAL: u8 = 0x03;
 const SLOT_DISK: u8 = 0x04;
 const SLOT_NET: u8 = 0x10;
 const SLOT_PANIC: u8 = 0x18;
-/// Devices of a kind that fit between one first slot and the next.
+/// Number of devices of a kind that fit between two first slots.
 const SLOTS_DISK: usize = (SLOT_NET - SLOT_DISK) as usize;
 const SLOTS_NET: usize = (SLOT_PANIC - SLOT_NET) as usize;
 
-/// Descriptor numbers at which a QEMU finds its taps: high enough never to be given to anything else before.
+/// First descriptor number for the taps of a QEMU: so high that it is not in use for anything else.
 const FIRST_TAP_FD: RawFd = 40;
-/// Where the real taps wait in a QEMU that was started with stand-ins; see [`Tap::waiting_fd`].
+/// First descriptor number for the real taps of a QEMU that was started with stand-ins; see [`Tap::waiting_fd`].
 const FIRST_WAITING_FD: RawFd = 60;
 
 /// Everything of a VM that its guest can see.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hardware {
-    /// Name, also in the process list.
+    /// VM name, also shown in the process list.
     pub name: String,
-    /// The identity of this VM, which its guest sees too (SMBIOS). None for one that was started by a version without
-    /// it.
+    /// Identity of the VM, which the guest also sees (SMBIOS). None for a VM that was started by a Rekindle without
+    /// this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<Uuid>,
     /// Versioned machine type.
@@ -54,39 +54,39 @@ pub struct Hardware {
     pub accel: String,
     /// Number of virtual CPUs.
     pub vcpus: u32,
-    /// RAM.
+    /// RAM file and size.
     pub ram: Ram,
-    /// A kernel to boot without boot loader.
+    /// Kernel to boot without a boot loader.
     pub boot: Option<Boot>,
     /// Disks in the order of their slots.
     pub disks: Vec<Disk>,
     /// Network cards in the order of their slots.
     pub nets: Vec<Net>,
-    /// A VGA card.
+    /// Whether there is a VGA card.
     pub vga: bool,
-    /// A port for the guest agent.
+    /// Whether there is a port for the guest agent.
     pub agent: bool,
-    /// A source of randomness.
+    /// Whether there is a virtio source of randomness.
     pub rng: bool,
-    /// The VM generation ID (UAPI.14) that a device shows the guest. A changed one means that the guest was set back
-    /// to an earlier moment or was cloned: so it stays the same over every reboot. None: there is no such device.
+    /// VM generation ID (UAPI.14) that a device shows to the guest. A changed ID means that the guest was set back to
+    /// an earlier moment or was cloned; therefore it stays the same over every reboot. None: there is no such device.
     #[serde(default)]
     pub vm_generation: Option<Uuid>,
-    /// Ports that the agent's bus has room for. Each is two queues, which cost time with each save and load:
-    /// [`AGENT_PORTS`] are enough. None: QEMU's 31, as a VM of an older Rekindle has them; a guest must never find
-    /// another number.
+    /// Number of ports on the agent's bus. Each port has two queues, which cost time with each save and load:
+    /// [`AGENT_PORTS`] are enough. None: QEMU's 31, as in a VM of an older Rekindle; the number that a guest sees
+    /// must never change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent_ports: Option<u32>,
-    /// A port by which the guest announces phases of its boot, on the agent's bus.
+    /// Whether there is a port, on the agent's bus, through which the guest announces phases of its boot.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub phase: bool,
-    /// A device by which the guest's kernel reports its panic.
+    /// Whether there is a device through which the guest's kernel reports a panic.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub panic: bool,
-    /// Whatever else the owner gives to QEMU.
+    /// Further arguments for QEMU from the VM's definition.
     pub extra: Vec<String>,
-    /// The command line of a QEMU that Rekindle did not start: the machine is built from it instead of all this. Here
-    /// are then its memory, networks, accelerator, name and identity only.
+    /// The command line of a QEMU that Rekindle did not start. If present, the machine is built from it; of the other
+    /// fields, only memory, networks, accelerator, name and identity are then used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub foreign: Option<Foreign>,
 }
@@ -94,59 +94,58 @@ pub struct Hardware {
 /// The guest's RAM: a file that is mapped shared, so that it outlives QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ram {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Whether QEMU shall populate it at the start.
+    /// Whether QEMU populates the file when it starts.
     pub prealloc: bool,
 }
 
 /// Direct kernel boot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Boot {
-    /// The kernel.
+    /// Kernel image.
     pub kernel: PathBuf,
-    /// Its initial RAM disk.
+    /// Initial RAM disk.
     pub initrd: Option<PathBuf>,
-    /// Its command line.
+    /// Kernel command line.
     pub append: String,
 }
 
-/// A disk, served by QEMU itself or by a server of Rekindle's.
+/// A disk, served by QEMU itself or by one of Rekindle's disk servers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
-    /// Id of the device.
+    /// Id of the QEMU device.
     pub id: String,
     /// Image or block device.
     pub path: PathBuf,
     /// QEMU's format driver.
     pub format: String,
-    /// Whether the guest may not write.
+    /// Whether the guest is not allowed to write.
     pub readonly: bool,
-    /// QEMU's name of the cache mode.
+    /// QEMU's name of the cache mode, e.g. `none`.
     pub cache: String,
-    /// Serial number the guest sees.
+    /// Serial number that the guest sees.
     pub serial: Option<String>,
-    /// Rekindle's server has it, and QEMU reaches that at [`Directory::disk`] (vhost-user).
+    /// Whether a disk server serves it (vhost-user); its socket is [`Directory::disk`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub server: bool,
-    /// The directory of its redo log, which its server makes; none: next to the image.
+    /// Directory of the redo log, which the disk server makes. None: next to the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redo: Option<PathBuf>,
-    /// How long its server keeps what the guest before had cached, in ms.
+    /// How long the disk server keeps the retained cache of the guest's previous boot, in ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attic_keep_ms: Option<u64>,
-    /// Bytes per second that it is held to.
+    /// Rate limit in bytes per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bps: Option<u64>,
-    /// Requests per second that it is held to.
+    /// Rate limit in requests per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iops: Option<u32>,
 }
 
-/// Queues of a disk that a server has, for a guest with as many processors: one for each, up to what is worth its
-/// memory.
+/// Returns the number of queues of a served disk: one for each virtual CPU, but at most 8, because each costs memory.
 #[must_use]
 pub fn disk_queues(vcpus: u32) -> u16 {
     vcpus.clamp(1, 8) as u16
@@ -155,15 +154,15 @@ pub fn disk_queues(vcpus: u32) -> u16 {
 /// A network card.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Net {
-    /// Id of the device.
+    /// Id of the network in QEMU.
     pub id: String,
     /// MAC address.
     pub mac: String,
-    /// What it is connected to.
+    /// The other end of the card's network.
     pub backend: NetBackend,
 }
 
-/// What a network card is connected to.
+/// The other end of a card's network.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NetBackend {
     /// QEMU's own user-mode network, with forwarded ports in QEMU's notation (`tcp:127.0.0.1:2222-:22`).
@@ -172,92 +171,94 @@ pub enum NetBackend {
     Tap(Tap),
 }
 
-/// A tap interface, and at which descriptors a QEMU of this VM has it.
+/// A tap interface. The functions return the descriptor numbers at which a QEMU has it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tap {
     /// Interface name.
     pub ifname: String,
-    /// Network namespace it lives in.
+    /// Network namespace that contains the interface.
     pub netns: Option<String>,
 }
 
 impl Tap {
-    /// The descriptor at which the QEMU uses the tap of its `index`-th network card.
+    /// Returns the descriptor number that QEMU uses for the tap of its `index`-th network card.
     #[must_use]
     pub fn fd(index: usize) -> RawFd {
         FIRST_TAP_FD + index as RawFd
     }
 
-    /// The descriptor at which a QEMU that takes over keeps the real tap until its guest is stopped elsewhere. Until
-    /// then it has a stand-in at [`Tap::fd`]: QEMU reads a tap as soon as it has it and would swallow a packet.
+    /// Returns the descriptor number at which a destination QEMU keeps the real tap until its guest is stopped in the
+    /// source. Until then it has a stand-in at [`Tap::fd`]: QEMU reads a tap from the moment it has it, and would
+    /// swallow a packet.
     #[must_use]
     pub fn waiting_fd(index: usize) -> RawFd {
         FIRST_WAITING_FD + index as RawFd
     }
 }
 
-/// Sockets and files of one QEMU process, in a directory of its own.
+/// The directory of one QEMU process, with its sockets and files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Directory(pub PathBuf);
 
 impl Directory {
-    /// QMP, for operations.
+    /// QMP socket for operations.
     #[must_use]
     pub fn qmp(&self) -> PathBuf {
         self.0.join("qmp.sock")
     }
-    /// QMP, for a watcher that runs during an operation.
+    /// QMP socket for a watcher that runs during an operation.
     #[must_use]
     pub fn watch(&self) -> PathBuf {
         self.0.join("watch.sock")
     }
-    /// QMP, for the loop that takes checkpoints.
+    /// QMP socket for the protector.
     #[must_use]
     pub fn protect(&self) -> PathBuf {
         self.0.join("protect.sock")
     }
-    /// A second one for that loop: a command that is staged keeps its connection busy.
+    /// Second QMP socket for the protector: a staged command keeps its connection busy.
     #[must_use]
     pub fn save(&self) -> PathBuf {
         self.0.join("save.sock")
     }
-    /// QMP, for the process that waits for the guest's reboot or panic. Only where a disk has a server: without,
-    /// nothing is done about it.
+    /// QMP socket for the process that waits for the guest's reboot or panic. Exists only if a disk is served:
+    /// otherwise nothing is done about a reboot or panic.
     #[must_use]
     pub fn events(&self) -> PathBuf {
         self.0.join("events.sock")
     }
-    /// The guest's serial console.
+    /// Socket of the guest's serial console.
     #[must_use]
     pub fn console(&self) -> PathBuf {
         self.0.join("console.sock")
     }
-    /// The guest agent's port.
+    /// Socket of the guest agent's port.
     #[must_use]
     pub fn agent(&self) -> PathBuf {
         self.0.join("agent.sock")
     }
-    /// The port by which the guest announces phases of its boot.
+    /// Socket of the port through which the guest announces phases of its boot.
     #[must_use]
     pub fn phase(&self) -> PathBuf {
         self.0.join("phase.sock")
     }
-    /// Where the server of disk `id` listens for QEMUs. It outlives them, so it is in the folder above.
+    /// Socket of disk `id`'s server. The server outlives each QEMU, so the socket is in the parent directory.
     #[must_use]
     pub fn disk(&self, id: &str) -> PathBuf {
         self.0.parent().unwrap_or(Path::new("")).join(format!("disk-{id}.sock"))
     }
-    /// Where QEMU writes its number.
+    /// File to which QEMU writes its process number.
     #[must_use]
     pub fn pid(&self) -> PathBuf {
         self.0.join("qemu.pid")
     }
-    /// Locked by QEMU from before its program starts until it has ended: by this it is found.
+    /// Lock file. QEMU holds its lock from before the program starts until it has ended: the holder of the lock is
+    /// the QEMU.
     #[must_use]
     pub fn lock(&self) -> PathBuf {
         self.0.join("qemu.lock")
     }
-    /// QEMU's messages.
+    /// File with QEMU's messages.
     #[must_use]
     pub fn log(&self) -> PathBuf {
         self.0.join("qemu.log")
@@ -269,14 +270,14 @@ impl Directory {
 pub enum Start {
     /// Boot the guest.
     Boot,
-    /// As [`Start::Boot`], but paused until `cont`.
+    /// Boot the guest, but only after `cont`.
     Paused,
-    /// Wait for a state that is handed over, and stay paused then. Ports are not forwarded yet: the QEMU before still
-    /// holds them.
+    /// Wait for an incoming state, and stay paused afterwards. Ports are not forwarded yet: the source QEMU still holds
+    /// them.
     Incoming,
 }
 
-/// Doubles the commas, as QEMU's `key=value` options want it.
+/// Doubles the commas, as QEMU's `key=value` options require.
 fn escaped(text: &str) -> String {
     text.replace(',', ",,")
 }
@@ -286,10 +287,10 @@ fn escaped_path(path: &Path) -> String {
 }
 
 impl Hardware {
-    /// How many disks and network cards fit.
+    /// Checks that all disks and network cards have a PCI slot.
     ///
     /// # Errors
-    /// A text that names what is too many.
+    /// A text that states the number of devices and the limit.
     pub fn check_slots(&self) -> Result<(), String> {
         let fits = |what: &str, have: usize, limit: usize| {
             if have > limit { Err(format!("{have} {what}, but a VM has room for {limit}")) } else { Ok(()) }
@@ -298,8 +299,8 @@ impl Hardware {
         fits("network cards", self.nets.len(), SLOTS_NET)
     }
 
-    /// The arguments for a QEMU of this `syntax` with this hardware, with its sockets in `directory` and the guest's
-    /// console logged to `console_log`.
+    /// Returns the arguments for a QEMU of this `syntax` with this hardware. Its sockets are in `directory`, and the
+    /// guest's console is logged to `console_log`.
     #[must_use]
     pub fn arguments(&self, directory: &Directory, console_log: &Path, start: Start, syntax: Syntax) -> Vec<String> {
         if let Some(foreign) = &self.foreign {
@@ -312,7 +313,7 @@ impl Hardware {
         }
         line.flag("-nodefaults").flag("-no-user-config").add("-display", "none").add("-msg", "timestamp=on");
         line.add("-pidfile", directory.pid().to_string_lossy());
-        // `suppress-vmdesc` and `send-configuration=off`: so that the state without RAM is a valid incoming stream.
+        // `suppress-vmdesc` and `send-configuration=off` make the state without RAM a valid incoming stream.
         line.add("-machine", format!("{},memory-backend=ram,suppress-vmdesc=on", self.machine));
         line.add("-global", "migration.send-configuration=off");
         line.add("-accel", if self.accel == "tcg" { "tcg,thread=multi" } else { &self.accel });
@@ -402,7 +403,7 @@ impl Hardware {
         }
     }
 
-    /// The RAM blocks that are files in the RAM directory, which are loaded on demand: their names.
+    /// Returns the names of the RAM blocks that are files in the RAM directory. These are loaded on demand.
     #[must_use]
     pub fn ram_ids(&self) -> Vec<String> {
         match &self.foreign {
@@ -411,7 +412,7 @@ impl Hardware {
         }
     }
 
-    /// Their files, with their bytes.
+    /// Returns the files of [`Hardware::ram_ids`], each with its size in bytes.
     #[must_use]
     pub fn ram_files(&self) -> Vec<(PathBuf, u64)> {
         match &self.foreign {
@@ -420,7 +421,7 @@ impl Hardware {
         }
     }
 
-    /// The forwarded ports, as `(network id, rule)`.
+    /// Returns the forwarded ports, as `(network id, rule)`.
     pub fn forwards(&self) -> impl Iterator<Item = (&str, &str)> {
         self.nets.iter().flat_map(|net| match &net.backend {
             NetBackend::User(rules) => rules.iter().map(|rule| (net.id.as_str(), rule.as_str())).collect::<Vec<_>>(),
@@ -428,7 +429,7 @@ impl Hardware {
         })
     }
 
-    /// The taps with the index that [`Tap::fd`] takes.
+    /// Returns the taps, each with its `index` for [`Tap::fd`].
     pub fn taps(&self) -> impl Iterator<Item = (usize, &Tap)> {
         self.nets.iter().enumerate().filter_map(|(index, net)| match &net.backend {
             NetBackend::Tap(tap) => Some((index, tap)),
@@ -436,7 +437,7 @@ impl Hardware {
         })
     }
 
-    /// The device types that the command line names, those among the owner's own arguments too.
+    /// Returns the device types that the command line names, including those in [`Hardware::extra`].
     #[must_use]
     pub fn device_types(&self) -> Vec<String> {
         let nowhere = Directory(PathBuf::new());
@@ -477,11 +478,11 @@ impl Line {
         };
         let id = &disk.id;
         let cache = json!({"direct": direct, "no-flush": no_flush});
-        // The file beneath gets its lock from QEMU's own image locking, which passes from one QEMU to the next.
+        // The image file is locked by QEMU's own image locking, which passes from one QEMU to the next.
         let file = json!({"driver": "file", "node-name": format!("{id}-file"), "filename": disk.path, "cache": cache,
             "read-only": disk.readonly, "auto-read-only": false, "discard": "unmap",
-            // The QEMU before was on this host too: what the host has cached of the image is right, and dropping it
-            // (for which QEMU also syncs the file) would take longer than all the rest.
+            // The previous QEMU was on this host too: the host's cache of the image is valid. Dropping it (for which
+            // QEMU also syncs the file) would take longer than all the other steps.
             "drop-cache": false});
         let format = json!({"driver": disk.format, "node-name": format!("{id}-format"), "file": format!("{id}-file"),
             "cache": cache, "read-only": disk.readonly, "discard": "unmap"});
@@ -490,7 +491,7 @@ impl Line {
         let mut drive = format!("{id}-format");
         if disk.bps.is_some() || disk.iops.is_some() {
             let group = format!("{id}-limits");
-            // 0 is no limit.
+            // 0 means no limit.
             let limits = json!({"bps-total": disk.bps.unwrap_or(0), "iops-total": disk.iops.unwrap_or(0)});
             self.add("-object", json!({"qom-type": "throttle-group", "id": group, "limits": limits}).to_string());
             let limited = format!("{id}-limited");
@@ -509,7 +510,7 @@ impl Line {
 
     fn served_disk(&mut self, slot: u8, disk: &Disk, directory: &Directory, vcpus: u32, syntax: Syntax) {
         let (id, socket) = (&disk.id, escaped_path(&directory.disk(&disk.id)));
-        // QEMU connects again to the server that comes after one that was killed.
+        // QEMU reconnects when a server that was killed is started again.
         self.add("-chardev", format!("socket,id={id}-server,path={socket},{}", syntax.reconnect()));
         let device = json!({"driver": "vhost-user-blk-pci", "id": id, "chardev": format!("{id}-server"),
             "num-queues": disk_queues(vcpus)});

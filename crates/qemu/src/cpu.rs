@@ -1,23 +1,23 @@
-//! What a guest sees of its processors.
+//! The CPU features that a guest sees.
 //!
-//! The device state does not hold it: a guest that continues in another QEMU would have features that it has never
-//! seen or, worse, be without some that it uses.
+//! The device state does not hold them: a guest that continues in another QEMU could get features that it has never
+//! seen or, worse, lose features that it uses.
 
 use crate::qmp::{Qmp, QmpError};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Feature words by name of the CPUID leaf and register.
+/// Feature words, by the name of the CPUID leaf and register.
 pub type Features = BTreeMap<String, u64>;
 
-/// Bits that only mean that there is more than one core: QEMU 7.2 sets them in what the guest reads, 10.0 already in
-/// its feature words. The guest sees the same.
+/// Bits that only mean that there is more than one core. QEMU 7.2 sets them in what the guest reads, and QEMU 10.0
+/// already in its feature words. The guest sees the same.
 const TOPOLOGY: &[(&str, u64)] = &[("CPUID 0x1 EDX", 1 << 28), ("CPUID 0x80000001 ECX", 1 << 1)];
 
-/// The guest's feature words. Empty where the processors are of another kind than x86.
+/// Returns the guest's feature words. Empty if the CPUs are not x86.
 ///
 /// # Errors
-/// When a QEMU does not answer.
+/// When QEMU does not answer or returns an error.
 pub fn features(qmp: &mut Qmp) -> Result<Features, QmpError> {
     let cpus: Vec<Value> = qmp.execute("query-cpus-fast", ())?;
     let Some(path) = cpus.first().and_then(|cpu| cpu.get("qom-path")).and_then(Value::as_str) else {
@@ -35,8 +35,8 @@ pub fn features(qmp: &mut Qmp) -> Result<Features, QmpError> {
     Ok(named.collect())
 }
 
-/// The words of `before` that are not the same: name, before, now. One that is missing counts as zero. What only a
-/// newer QEMU knows of is ignored: an older one never showed it to the guest.
+/// Returns the words of `before` that differ in `now`: name, before, now. A missing word counts as zero. Words that
+/// only `now` has are ignored: they come from a newer QEMU, and an older one never showed them to the guest.
 #[must_use]
 pub fn differences(before: &Features, now: &Features) -> Vec<(String, u64, u64)> {
     let value = |words: &Features, name: &str| words.get(name).copied().unwrap_or(0);

@@ -1,8 +1,8 @@
-//! The device state of a stopped guest, without its RAM, into memory of ours.
+//! The device state of a stopped guest, without its RAM, saved into memory of this process.
 //!
-//! `xen-save-devices-state` takes a file name. `/dev/fdset/N` is one: a descriptor that QEMU was handed over its
-//! monitor. So nothing has to be at a path that QEMU may open (another user, a chroot, a mount namespace), and
-//! nothing of the guest is on a disk.
+//! `xen-save-devices-state` takes a file name. `/dev/fdset/N` is a valid one: a descriptor that QEMU received over
+//! its monitor. Therefore no path has to be accessible to QEMU (another user, a chroot, a mount namespace), and
+//! nothing of the guest is written to a disk.
 
 use crate::incoming::MOST_DEVICES;
 use crate::qmp::{Qmp, QmpError};
@@ -17,7 +17,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Why there is no device state.
+/// Why a device state could not be saved.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceStateError {
     /// QEMU does not have the command.
@@ -25,41 +25,42 @@ pub enum DeviceStateError {
         "QEMU {version} has no `{SAVE_DEVICES}`: it is built for another architecture than x86, or with Xen left out"
     )]
     NoCommand {
-        /// Its version.
+        /// QEMU's version.
         version: String,
     },
-    /// QEMU refuses.
+    /// QEMU returns an error or does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Memory of ours fails.
+    /// The memory file cannot be made or read.
     #[error("cannot take the device state into memory")]
     Memory(#[source] io::Error),
-    /// What QEMU wrote is no device state.
+    /// QEMU's output is not a valid device state.
     #[error(transparent)]
     Stream(#[from] StreamError),
 }
 
-/// A place for the device state of one QEMU, to be used again and again.
+/// A memory file for the device state of one QEMU, used for many saves.
 #[derive(Debug)]
 pub struct DeviceState {
-    /// What QEMU writes to: it gets duplicates, which share our position.
+    /// Descriptor that QEMU writes to. QEMU gets duplicates of it, which share our file position.
     writer: OwnedFd,
     memory: File,
     set: u64,
 }
 
-/// How the descriptors are known among others that QEMU was handed.
+/// Marks our descriptors among those that QEMU received from others.
 const OPAQUE: &str = "rekindle-devices";
-/// Where our numbers of sets begin: far from those that QEMU and libvirt choose by themselves. One for each process;
-/// QEMU wants 31 bits.
+/// First number of our descriptor sets, far from those that QEMU and libvirt choose. The process number is added, so
+/// each process has one set. QEMU requires 31 bits.
 const FIRST_SET: u64 = 0x7265_0000;
 
-/// Takes back what [`DeviceState::open`] handed to QEMU, here or in a process of ours that has ended; `all`: in any.
+/// Removes the descriptor sets that [`DeviceState::open`] handed to QEMU in this process or in one that has ended;
+/// with `all` in any process.
 ///
-/// QEMU drops it by itself only when no client is connected to any of its monitors.
+/// QEMU removes them by itself only when no client is connected to any of its monitors.
 ///
 /// # Errors
-/// When QEMU does not answer.
+/// When QEMU does not answer or returns an error.
 pub fn sweep(qmp: &mut Qmp, all: bool) -> Result<(), QmpError> {
     #[derive(Deserialize)]
     struct Descriptor {
@@ -78,7 +79,7 @@ pub fn sweep(qmp: &mut Qmp, all: bool) -> Result<(), QmpError> {
         let left = owner.is_none_or(|pid| pid == std::process::id() || Process::of(pid).is_err());
         if ours && (all || left) {
             match qmp.execute::<Value>("remove-fd", json!({"fdset-id": set.fdset_id})) {
-                // Gone in between.
+                // QEMU removed it in the meantime.
                 Err(QmpError::Refused { .. }) => {}
                 other => drop(other?),
             }
@@ -88,10 +89,10 @@ pub fn sweep(qmp: &mut Qmp, all: bool) -> Result<(), QmpError> {
 }
 
 impl DeviceState {
-    /// Hands QEMU the place. It has it until [`sweep`].
+    /// Makes the memory file and hands it to QEMU, which keeps it until [`sweep`].
     ///
     /// # Errors
-    /// [`DeviceStateError`].
+    /// [`DeviceStateError`]; also when QEMU has no command for it.
     pub fn open(qmp: &mut Qmp) -> Result<Self, DeviceStateError> {
         #[derive(Deserialize)]
         struct Command {
@@ -108,7 +109,7 @@ impl DeviceState {
         }
         let failed = |e: rustix::io::Errno| DeviceStateError::Memory(e.into());
         let memory = memfd_create("rekindle-devices", MemfdFlags::CLOEXEC).map_err(failed)?;
-        // QEMU wants a descriptor of exactly the kind that it opens: one that can only be written.
+        // QEMU requires a descriptor of exactly the access mode that it opens: write-only.
         let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
         let writer = open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
         sweep(qmp, false)?;
@@ -117,24 +118,25 @@ impl DeviceState {
         Ok(Self { writer, memory: memory.into(), set: fdset_id })
     }
 
-    /// Sends ahead what can be sent of the command, on a connection that has nothing else to do until
+    /// Sends the first part of the command ahead, on a connection that is used for nothing else until
     /// [`DeviceState::begin`].
     ///
     /// # Errors
-    /// When QEMU has gone.
+    /// When QEMU has closed the connection.
     pub fn stage(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
         qmp.stage(SAVE_DEVICES, self.arguments())
     }
 
-    /// `live: false`: the disks stay active.
+    /// `live: false` keeps the disks active.
     fn arguments(&self) -> Value {
         json!({"filename": format!("/dev/fdset/{}", self.set), "live": false})
     }
 
-    /// Begins to save with the guest stopped; the command was staged if `staged`. Other work can be done meanwhile.
+    /// Starts to save; the guest must be stopped. `staged` means that the command was staged. The caller can do other
+    /// work until [`DeviceState::wait`].
     ///
     /// # Errors
-    /// When QEMU has gone.
+    /// When QEMU has closed the connection, or the memory file cannot be rewound.
     pub fn begin(&self, qmp: &mut Qmp, staged: bool) -> Result<(), DeviceStateError> {
         seek(&self.writer, SeekFrom::Start(0)).map_err(|e| DeviceStateError::Memory(e.into()))?;
         if staged {
@@ -145,18 +147,18 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Waits until QEMU has saved. What it wrote is then for [`DeviceState::take`].
+    /// Waits until QEMU has saved the state, which [`DeviceState::take`] then returns.
     ///
     /// # Errors
-    /// [`DeviceStateError::Qmp`] when it failed.
+    /// [`DeviceStateError::Qmp`] when QEMU could not save.
     pub fn wait(&self, qmp: &mut Qmp) -> Result<(), DeviceStateError> {
         Ok(qmp.reply::<Value>(SAVE_DEVICES).map(drop)?)
     }
 
-    /// The state that was saved, checked to be whole: a stream for `-incoming`.
+    /// Returns the saved state after checking that it is complete: a stream for `-incoming`.
     ///
     /// # Errors
-    /// [`DeviceStateError::Stream`] when it is not.
+    /// [`DeviceStateError::Stream`] when it is incomplete, and [`DeviceStateError::Memory`] when it is too large.
     pub fn take(&self) -> Result<Vec<u8>, DeviceStateError> {
         let length = self.memory.metadata().map_err(DeviceStateError::Memory)?.len();
         if length > MOST_DEVICES {

@@ -5,9 +5,9 @@ use serde_json::Value;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to stop or resume a guest. It takes a millisecond, and longer if the guest's disks are slow.
+/// Limit for stopping or resuming a guest. It usually takes a millisecond, and longer if the guest's disks are slow.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long QEMU may take to cancel a save whose reader has closed.
+/// Limit for QEMU to cancel a save whose reader has closed the pipe.
 const REJECTED_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -23,17 +23,17 @@ pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
     Ok(status.get("status").and_then(Value::as_str).unwrap_or("unknown").to_owned())
 }
 
-/// Stops the guest. Returns the time of its `STOP` in µs since 1970.
+/// Stops the guest. Returns the time of the `STOP` event in µs since 1970.
 ///
 /// # Errors
-/// If QEMU rejects it or does not answer.
+/// If QEMU rejects the command or does not answer.
 pub fn stop(qmp: &mut Qmp) -> Result<u64, QmpError> {
     qmp.drop_events();
     qmp.execute::<Value>(STOP, ())?;
     wait_stopped(qmp)
 }
 
-/// Sends ahead what can be sent of the command that stops the guest, for [`stop_staged`].
+/// Sends the first part of the stop command ahead, for [`stop_staged`].
 ///
 /// # Errors
 /// If QEMU has ended.
@@ -41,10 +41,10 @@ pub fn stage_stop(qmp: &mut Qmp) -> Result<(), QmpError> {
     qmp.stage(STOP, ())
 }
 
-/// Stops the guest by the staged command. Returns the time of its `STOP` in µs since 1970.
+/// Stops the guest by the staged command. Returns the time of the `STOP` event in µs since 1970.
 ///
 /// # Errors
-/// If QEMU rejects it or does not answer.
+/// If QEMU rejects the command or does not answer.
 pub fn stop_staged(qmp: &mut Qmp) -> Result<u64, QmpError> {
     qmp.drop_events();
     qmp.fire(STOP)?;
@@ -52,20 +52,20 @@ pub fn stop_staged(qmp: &mut Qmp) -> Result<u64, QmpError> {
     wait_stopped(qmp)
 }
 
-/// Resumes the guest. Returns the time of its `RESUME` in µs since 1970.
+/// Resumes the guest. Returns the time of the `RESUME` event in µs since 1970.
 ///
 /// # Errors
-/// If QEMU rejects it or does not answer.
+/// If QEMU rejects the command or does not answer.
 pub fn resume(qmp: &mut Qmp) -> Result<u64, QmpError> {
     qmp.drop_events();
     qmp.execute::<Value>(RESUME, ())?;
     wait_resumed(qmp, ANSWER_TIMEOUT)
 }
 
-/// As [`resume`], for a QEMU whose save was broken off: it rejects the command until it has cancelled the save.
+/// Resumes the guest of a QEMU whose save was aborted: QEMU rejects the command until it has cancelled the save.
 ///
 /// # Errors
-/// If QEMU rejects it for a second, or does not answer.
+/// If QEMU rejects the command for a second, or does not answer.
 pub fn resume_after_save(qmp: &mut Qmp) -> Result<u64, QmpError> {
     let deadline = Instant::now() + REJECTED_TIMEOUT;
     loop {
@@ -76,7 +76,7 @@ pub fn resume_after_save(qmp: &mut Qmp) -> Result<u64, QmpError> {
     }
 }
 
-/// Sends ahead what can be sent of the command that resumes the guest, for [`resume_staged`].
+/// Sends the first part of the resume command ahead, for [`resume_staged`].
 ///
 /// # Errors
 /// If QEMU has ended.
@@ -84,11 +84,11 @@ pub fn stage_resume(qmp: &mut Qmp) -> Result<(), QmpError> {
     qmp.stage(RESUME, ())
 }
 
-/// Resumes the guest by the staged command, at the end of a load if one is in progress. Returns the time of its
-/// `RESUME` in µs since 1970.
+/// Resumes the guest by the staged command. During a load it resumes when the load ends. Returns the time of the
+/// `RESUME` event in µs since 1970.
 ///
 /// # Errors
-/// If QEMU rejects it, or does not resume the guest within `timeout`.
+/// If QEMU rejects the command, or does not resume the guest within `timeout`.
 pub fn resume_staged(qmp: &mut Qmp, timeout: Duration) -> Result<u64, QmpError> {
     qmp.fire(RESUME)?;
     qmp.reply::<Value>(RESUME)?;

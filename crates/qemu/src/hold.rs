@@ -1,31 +1,31 @@
-//! What a guest sends, held inside QEMU until it is let out: *output commit* (Remus; Cully et al., NSDI 2008).
+//! A guest's network output, held inside QEMU until it is released: *output commit* (Remus; Cully et al., NSDI 2008).
 //!
-//! By QEMU's own packet filters, three for each network card:
+//! For each network card there are three of QEMU's own packet filters:
 //!
 //! ```text
 //! guest ──> now ──> held ──> gate ──> tap or user network
-//!           what it has sent   off: frames pass
-//!           since its last     on:  they are dropped
-//!           stop
+//!           sent since the     off: frames pass
+//!           last stop          on:  frames are dropped
 //! ```
 //!
-//! *cut*, with the guest stopped: `now` is emptied into `held`. *release*, once what the guest was then is safe: the
-//! gate opens, `held` is emptied, the gate closes. What the guest sends meanwhile is in `now`, and stays.
+//! *cut*, while the guest is stopped: the frames of `now` move to `held`. *release*, once the guest's state at that
+//! cut is safe: the gate opens, `held` is emptied, the gate closes. Frames that the guest sends in the meantime are
+//! in `now` and stay there.
 //!
-//! `now` and `held` are `filter-buffer`s, which QEMU made for checkpoints, and which cannot wait for ever: 71 minutes
-//! of the guest's time after they were last emptied they release all frames by themselves. Therefore the gate: a
-//! `filter-redirector` to nowhere. If no process opens it, frames are lost then, as a network loses them, and not
-//! sent. Each holds 10000 frames at most, and drops what comes after. They belong to QEMU: they survive the process
-//! that created them, and end with QEMU.
+//! `now` and `held` are `filter-buffer`s, which QEMU made for checkpoints. They cannot hold frames without limit: 71
+//! minutes of guest time after they were last emptied, they release all frames by themselves. This is why the gate
+//! exists, a `filter-redirector` to a null device. If no process opens the gate, these frames are lost, as in a
+//! network, instead of sent. Each buffer holds at most 10000 frames and drops later ones. The filters belong to QEMU:
+//! they survive the process that created them, and end with QEMU.
 
 use crate::qmp::{Qmp, QmpError};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// The longest time that a `filter-buffer` can be given, in µs.
+/// Longest interval of a `filter-buffer`, in µs.
 const LONGEST: u32 = u32::MAX;
 
-/// The filters of one card, in the order in which they are made: a frame that the guest sends meets the last one first.
+/// The filters of one card, in the order in which they are created: a frame from the guest passes the last one first.
 const KINDS: [&str; 3] = ["gate", "held", "now"];
 
 fn id(kind: &str, net: &str) -> String {
@@ -36,25 +36,25 @@ fn place(net: &str) -> String {
     id("nowhere", net)
 }
 
-/// What a guest sends on its cards, held.
+/// The network cards whose output is held.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hold {
     nets: Vec<String>,
 }
 
 impl Hold {
-    /// Holds what the guest sends on `nets` from here on. Frames that are held already stay held.
+    /// Starts to hold the guest's output on `nets`. Frames that are held already stay held.
     ///
     /// # Errors
-    /// When QEMU refuses: a card is served by the kernel (vhost), or has several queues. Then it holds nothing more
-    /// than before.
+    /// When QEMU rejects a filter: a card is served by the kernel (vhost), or has several queues. No filter is then
+    /// left on that card.
     pub fn begin<'n>(qmp: &mut Qmp, nets: impl IntoIterator<Item = &'n str>) -> Result<Self, QmpError> {
         let there = objects(qmp)?;
         let mut hold = Self { nets: Vec::new() };
         for net in nets {
             let whole = KINDS.iter().all(|kind| there.contains(&id(kind, net)));
             if !whole {
-                // One that was being made or taken away when its maker died has been no promise.
+                // The process that created or removed these filters has died: they held nothing reliably.
                 remove(qmp, net)?;
                 if let Err(e) = make(qmp, net) {
                     remove(qmp, net)?;
@@ -67,15 +67,15 @@ impl Hold {
         Ok(hold)
     }
 
-    /// The cards.
+    /// Returns the ids of the held networks.
     pub fn nets(&self) -> impl Iterator<Item = &str> {
         self.nets.iter().map(String::as_str)
     }
 
-    /// What is held in this QEMU, if anything.
+    /// Returns the held networks of this QEMU, if there are any.
     ///
     /// # Errors
-    /// When QEMU does not answer.
+    /// When QEMU does not answer or returns an error.
     pub fn found(qmp: &mut Qmp) -> Result<Option<Self>, QmpError> {
         let begins = id("gate", "");
         let nets: Vec<_> =
@@ -83,18 +83,18 @@ impl Hold {
         Ok((!nets.is_empty()).then_some(Self { nets }))
     }
 
-    /// The guest is stopped: what it has sent until now goes with the next [`Hold::release`].
+    /// Marks the guest's output until now for the next [`Hold::release`]. The guest must be stopped.
     ///
     /// # Errors
-    /// When QEMU does not answer; then it goes with the one after.
+    /// When QEMU does not answer; the frames are then released one release later.
     pub fn cut(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
         self.nets.iter().try_for_each(|net| empty(qmp, "now", net))
     }
 
-    /// Lets out what the guest had sent until the last [`Hold::cut`].
+    /// Releases the guest's output until the last [`Hold::cut`].
     ///
     /// # Errors
-    /// When QEMU does not answer; then it is held still, or out.
+    /// When QEMU does not answer; the frames are then still held, or released.
     pub fn release(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
         self.nets.iter().try_for_each(|net| {
             set(qmp, "gate", net, false)?;
@@ -104,10 +104,10 @@ impl Hold {
         })
     }
 
-    /// Lets out all, and holds nothing more.
+    /// Releases all frames and stops holding.
     ///
     /// # Errors
-    /// When QEMU does not answer; it can be done again.
+    /// When QEMU does not answer; the caller can try again with a new [`Hold::found`].
     pub fn end(self, qmp: &mut Qmp) -> Result<(), QmpError> {
         self.nets.iter().try_for_each(|net| {
             set(qmp, "gate", net, false)?;
@@ -116,7 +116,7 @@ impl Hold {
     }
 }
 
-/// The names of the objects that were made at run time.
+/// Returns the names of the objects that were created at run time.
 fn objects(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     #[derive(Deserialize)]
     struct Object {
@@ -136,13 +136,13 @@ fn make(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
         }
         qmp.execute::<Value>("object-add", all).map(drop)
     };
-    // Open, until there is something before it that holds.
+    // The gate starts open, until there is a buffer in front of it.
     object("gate", json!({"qom-type": "filter-redirector", "outdev": place(net), "status": "off"}))?;
     object("held", json!({"qom-type": "filter-buffer", "interval": LONGEST}))?;
     object("now", json!({"qom-type": "filter-buffer", "interval": LONGEST}))
 }
 
-/// Takes away what there is of a card's filters. A buffer that goes is emptied.
+/// Removes the filters of a card that exist. QEMU releases the frames of a buffer that is removed.
 fn remove(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
     for kind in KINDS.iter().rev() {
         absent_is_fine(qmp.execute("object-del", json!({"id": id(kind, net)})))?;
@@ -163,7 +163,7 @@ fn set(qmp: &mut Qmp, kind: &str, net: &str, on: bool) -> Result<(), QmpError> {
     qmp.execute::<Value>("qom-set", json!({"path": path, "property": "status", "value": value})).map(drop)
 }
 
-/// A buffer that is switched off passes on what it holds.
+/// Empties a buffer: QEMU releases its frames when it is switched off.
 fn empty(qmp: &mut Qmp, kind: &str, net: &str) -> Result<(), QmpError> {
     let off = set(qmp, kind, net, false);
     set(qmp, kind, net, true)?;

@@ -1,12 +1,12 @@
-//! Reading a whole migration stream as it comes: RAM blocks, pages, then the devices.
+//! Reads a whole migration stream while it arrives: RAM blocks, pages, then the devices.
 //!
 //! ```text
 //! "QEVM" version=3 | [configuration: machine] | ram START, PART..., END | devices ... EOF
 //! ```
 //!
-//! That is what QEMU writes to a file with nothing but its usual capabilities (and `suppress-vmdesc`), and what
-//! [`crate::stream`] writes. Anything else is an error that names it. Nothing is kept in memory but one page and, at
-//! the end, the devices.
+//! QEMU writes this format to a file if no capability is set other than its usual ones (and with `suppress-vmdesc`),
+//! and [`crate::stream`] writes it too. Anything else is an error that names it. Only one page is kept in memory and,
+//! at the end, the devices.
 
 use crate::stream::{END_OF_STREAM, HEADER, RAM_VERSION, StreamError};
 use crate::stream::{FLAG_CONTINUE, FLAG_EOS, FLAG_MEM_SIZE, FLAG_PAGE, FLAG_ZERO, FLAGS};
@@ -14,60 +14,60 @@ use crate::stream::{SECTION_CONFIGURATION, SECTION_END, SECTION_FOOTER, SECTION_
 use rekindle_pages::{PAGE_SIZE, Page};
 use std::io::{self, Read};
 
-/// Most RAM blocks of a stream.
+/// Limit of RAM blocks in a stream.
 const MOST_BLOCKS: usize = 4096;
-/// Most bytes of device state.
+/// Limit of the device state, in bytes.
 pub(crate) const MOST_DEVICES: u64 = 64 << 20;
 
 /// Why a stream cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum IncomingError {
-    /// It ends, or it is something else.
+    /// The stream is cut short, or it is not a QEMU stream.
     #[error(transparent)]
     Stream(#[from] StreamError),
-    /// What it comes from fails.
+    /// Reading from the source failed.
     #[error("the stream cannot be read")]
     Read(#[source] io::Error),
-    /// It is of a kind that is not known here.
+    /// The stream has a section, version or flag that this reader does not support.
     #[error(
         "the stream has {what} at byte {at}, which is not known here; save it with `migrate` to a file, no capability set"
     )]
     Unknown {
-        /// What.
+        /// The unsupported part.
         what: String,
-        /// Where.
+        /// Position in the stream, in bytes.
         at: u64,
     },
-    /// More than fits.
+    /// The device state exceeds the limit.
     #[error("the stream has more than {} MiB of device state", MOST_DEVICES >> 20)]
     TooLong,
 }
 
-/// A page of a stream: position of its block, its number there, its content.
+/// A page of a stream: index of its block, page number in the block, content.
 pub type IncomingPage<'a> = (usize, u64, &'a Page);
 
-/// A stream being read.
+/// A stream while it is read.
 #[derive(Debug)]
 pub struct Incoming<R> {
     reader: R,
     at: u64,
     blocks: Vec<(String, u64)>,
     machine: Option<String>,
-    /// The block that the last page was of.
+    /// Index of the last page's block.
     current: usize,
-    /// Whether the section in hand is the last one of RAM.
+    /// Whether the current section is the last one of RAM.
     last: bool,
-    /// A word that was read to find out what follows.
+    /// A word that was read ahead.
     ahead: Option<u64>,
     done: bool,
     page: Page,
 }
 
 impl<R: Read> Incoming<R> {
-    /// Reads the beginning: what blocks there are.
+    /// Reads the stream up to the end of the block table.
     ///
     /// # Errors
-    /// [`IncomingError`] when it is no such stream.
+    /// [`IncomingError`] when it is not such a stream.
     pub fn open(reader: R) -> Result<Self, IncomingError> {
         let mut incoming = Self {
             reader,
@@ -109,23 +109,22 @@ impl<R: Read> Incoming<R> {
         Ok(incoming)
     }
 
-    /// The blocks with their bytes in use.
+    /// Returns the RAM blocks: name, and bytes in use.
     #[must_use]
     pub fn blocks(&self) -> &[(String, u64)] {
         &self.blocks
     }
 
-    /// The machine type, if the stream contains it.
+    /// Returns the machine type, if the stream contains it.
     #[must_use]
     pub fn machine(&self) -> Option<&str> {
         self.machine.as_deref()
     }
 
-    /// The next page: position of its block, its number there, its content. `None` after the last one. One that comes
-    /// again takes the place of the one before.
+    /// Returns the next page, or `None` after the last one. A page that comes again replaces the earlier one.
     ///
     /// # Errors
-    /// [`IncomingError`] when it is cut short, or holds what is not known here.
+    /// [`IncomingError`] when the stream is cut short, or has an unsupported part.
     pub fn next_page(&mut self) -> Result<Option<IncomingPage<'_>>, IncomingError> {
         while !self.done {
             let word = match self.ahead.take() {
@@ -159,10 +158,11 @@ impl<R: Read> Incoming<R> {
         Ok(None)
     }
 
-    /// The devices, once all pages were read: a stream of its own, as `xen-save-devices-state` writes it.
+    /// Returns the devices after all pages were read, as a stream of their own such as `xen-save-devices-state`
+    /// writes.
     ///
     /// # Errors
-    /// [`IncomingError`] when it is cut short.
+    /// [`IncomingError`] when the stream is cut short, or the device state is too large.
     pub fn devices(mut self) -> Result<Vec<u8>, IncomingError> {
         while self.next_page()?.is_some() {}
         let mut devices = HEADER.to_vec();
@@ -178,7 +178,7 @@ impl<R: Read> Incoming<R> {
         Ok(devices)
     }
 
-    /// The block table: with `x-ignore-shared` each block has its address behind its length.
+    /// Reads the block table. With `x-ignore-shared` each block's length is followed by its address.
     fn table(&mut self) -> Result<(), IncomingError> {
         let word = u64::from_be_bytes(self.array()?);
         if word & FLAGS != FLAG_MEM_SIZE {
@@ -205,7 +205,8 @@ impl<R: Read> Incoming<R> {
             }
             self.blocks.push((name, used));
         }
-        // With a single block it is only seen here: what follows has flags, an address of a page has none.
+        // With a single block the address is detected only now: the word after the table has flags, an address of a
+        // page has none.
         let word = u64::from_be_bytes(self.array()?);
         if self.blocks.len() == 1 && word & FLAGS == 0 {
             return Ok(());
@@ -297,7 +298,7 @@ mod tests {
         out
     }
 
-    /// Blocks, pages, devices.
+    /// Blocks, pages, device state.
     type Whole = (Vec<(String, u64)>, Pages, Vec<u8>);
 
     fn read(bytes: &[u8]) -> Result<Whole, IncomingError> {

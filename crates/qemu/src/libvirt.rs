@@ -1,13 +1,14 @@
 //! QMP through libvirt.
 //!
-//! libvirt holds the monitor of its QEMUs, which serves one client. `virsh qemu-monitor-command` passes commands on.
-//! One `virsh` is kept open and fed through its standard input, since starting one takes tens of milliseconds; behind
-//! a pair of sockets a thread makes a monitor of it that [`Qmp`] can speak to. A command that hands a descriptor over
-//! needs a `virsh` of its own, which inherits it (`--pass-fds`, libvirt 8.2).
+//! libvirt holds the monitor of its QEMUs, and a monitor serves one client. `virsh qemu-monitor-command` passes
+//! commands on. One `virsh` is kept open and gets its commands through standard input, because starting a `virsh`
+//! takes tens of milliseconds. A thread at the other end of a socket pair presents it as a monitor, so that [`Qmp`]
+//! can use it. A command that hands over a descriptor needs another `virsh`, which inherits the descriptor
+//! (`--pass-fds`, libvirt 8.2).
 //!
-//! Events do not come this way. Only two are needed, and the thread creates them: `STOP` with the time at which
-//! `stop` was sent, `RESUME` with that at which `cont` was answered. So a pause that is measured here is never too
-//! short.
+//! Events do not arrive this way. Only two are needed, and the thread creates them: `STOP` with the time at which
+//! `stop` was sent, and `RESUME` with the time at which `cont` was answered. Therefore a measured pause is never
+//! shorter than the actual one.
 
 use crate::qmp::{Qmp, QmpError};
 use command_fds::{CommandFdExt, FdMapping};
@@ -24,18 +25,18 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// The program.
+/// Name of the program, looked up in `PATH`.
 const VIRSH: &str = "virsh";
-/// How long libvirt may take for a command. It waits 30 s by itself for another one to end.
+/// Limit for a command. libvirt itself waits up to 30 s for another command to end.
 const PATIENCE: Duration = Duration::from_secs(40);
-/// Bytes that it may print for a command.
+/// Limit of the output for a command, in bytes.
 const LONGEST: usize = 16 << 20;
-/// Bytes of what it complains about that are of interest.
+/// Limit of the kept error output, in bytes.
 const COMPLAINT: usize = 1 << 16;
-/// The number at which a `virsh` inherits a descriptor.
+/// Number of the descriptor that a `virsh` inherits.
 const FD: i32 = 9;
 
-/// Speaks QMP to the QEMU of a libvirt domain.
+/// Connects to the QEMU of a libvirt domain.
 ///
 /// # Errors
 /// [`QmpError::Libvirt`] with virsh's message.
@@ -60,24 +61,24 @@ impl From<io::Error> for VirshError {
     }
 }
 
-/// A `virsh` that takes commands.
+/// A `virsh` process that reads commands from its standard input.
 struct Virsh {
     domain: String,
     uri: Option<String>,
     child: Child,
     input: ChildStdin,
     output: ChildStdout,
-    /// What it wrote, from the beginning of a line, as far as it has not been read.
+    /// Output that was not processed yet, from the beginning of a line.
     unread: Vec<u8>,
-    /// Commands so far.
+    /// Number of commands so far.
     count: u64,
-    /// What it prints next may belong to a command that timed out.
+    /// Whether the next output may belong to a command that timed out.
     spoilt: bool,
 }
 
 impl Drop for Virsh {
     fn drop(&mut self) {
-        // Killed, it writes no history.
+        // A killed `virsh` does not write a history file.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -85,7 +86,7 @@ impl Drop for Virsh {
 
 fn virsh(uri: Option<&str>) -> Command {
     let mut command = Command::new(VIRSH);
-    // Its line editor is to be as plain as can be, and to leave the history of the user alone.
+    // Make virsh's line editor as plain as possible, and leave the user's history alone.
     command
         .env("LC_ALL", "C.UTF-8")
         .env("TERM", "dumb")
@@ -98,7 +99,7 @@ fn virsh(uri: Option<&str>) -> Command {
     command
 }
 
-/// As virsh's own shell wants it.
+/// Quotes a word for virsh's own shell.
 fn quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
@@ -115,13 +116,13 @@ impl Virsh {
         Ok(Self { domain, uri, child, input, output, unread: Vec::new(), count: 0, spoilt: false })
     }
 
-    /// QEMU's reply to a command, one line of JSON.
+    /// Returns QEMU's reply to a command, one line of JSON.
     fn execute(&mut self, command: &str) -> Result<String, VirshError> {
         if self.spoilt {
             return Err(VirshError(format!("{VIRSH} has not answered a command before this one; try again")));
         }
         self.count += 1;
-        // Comes behind the reply, so that it is known when there is none.
+        // virsh prints this line after the reply. If it arrives first, there is no reply.
         let end = format!("rekindle-{}.", self.count);
         let line =
             format!("qemu-monitor-command --domain {} --cmd {}\necho {end}\n", quoted(&self.domain), quoted(command));
@@ -132,7 +133,7 @@ impl Virsh {
         loop {
             while let Some(at) = self.unread.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = self.unread.drain(..=at).collect();
-                // Its prompts, with the commands that its line editor repeats, come in between.
+                // Other lines are prompts, with the commands that virsh's line editor repeats.
                 if line.starts_with(b"{") {
                     return Ok(String::from_utf8_lossy(&line).trim_end().to_owned());
                 }
@@ -150,7 +151,7 @@ impl Virsh {
             let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
             let polled = poll(&mut [PollFd::new(&self.output, PollFlags::IN)], Some(&limit));
             match polled {
-                // It may always print something more.
+                // virsh may print without end: check the deadline also after output.
                 Ok(_) if left.is_zero() => {
                     self.spoilt = true;
                     return Err(VirshError(format!("{VIRSH} has not answered for {} s", PATIENCE.as_secs())));
@@ -168,12 +169,12 @@ impl Virsh {
         }
     }
 
-    /// What it has written to its standard error.
+    /// Returns virsh's error output, if there is any.
     fn complaint(&mut self) -> Option<VirshError> {
         words(&waiting_in(self.child.stderr.as_mut()?, COMPLAINT))
     }
 
-    /// The same with a descriptor.
+    /// Returns QEMU's reply to a command that hands over a descriptor.
     fn execute_with_fd(&self, command: &str, fd: OwnedFd) -> Result<String, VirshError> {
         let mut one = virsh(self.uri.as_deref());
         one.args(["qemu-monitor-command", "--pass-fds", &FD.to_string()]);
@@ -188,7 +189,7 @@ impl Virsh {
         Err(words(&output.err).unwrap_or(VirshError(format!("{VIRSH} ended with {}", output.status))))
     }
 
-    /// Be the monitor at the other end of `socket`, until that is closed.
+    /// Answers as the monitor at the other end of `socket`, until that is closed.
     fn serve(mut self, socket: &UnixStream, version: &Value) {
         let mut out = socket;
         let greeting = json!({"QMP": {"version": version, "capabilities": []}});
@@ -205,14 +206,13 @@ impl Virsh {
         }
     }
 
-    /// What a monitor writes for a command.
+    /// Returns the lines that a monitor would write for a command.
     fn answer(&mut self, command: &Value, fd: Option<OwnedFd>) -> Vec<String> {
         let name = command.get("execute").and_then(Value::as_str).unwrap_or_default();
         if name == "qmp_capabilities" {
             return vec![json!({"return": {}}).to_string()];
         }
-        // Without this check we would not notice that another client of libvirt has resumed the guest while we kept
-        // it stopped.
+        // This check detects that another client of libvirt has resumed the guest while we kept it stopped.
         if name == "cont" && self.execute(r#"{"execute":"query-status"}"#).is_ok_and(|status| runs(&status)) {
             let why = "the guest runs already: another client of libvirt has resumed it while it was kept stopped";
             return vec![json!({"error": {"class": "libvirt", "desc": why}}).to_string()];
@@ -243,13 +243,13 @@ impl Virsh {
     }
 }
 
-/// Whether a guest runs, by QEMU's reply.
+/// Returns whether the guest runs, according to QEMU's reply.
 fn runs(status: &str) -> bool {
     let status: Option<Value> = serde_json::from_str(status).ok();
     status.and_then(|status| status.pointer("/return/running")?.as_bool()) == Some(true)
 }
 
-/// The lines of its error output, without `error: `.
+/// Joins the lines of an error output, without `error: `.
 fn words(text: &[u8]) -> Option<VirshError> {
     let text = String::from_utf8_lossy(text);
     let lines: Vec<_> = text.lines().map(|line| line.trim_start_matches("error: ").trim()).collect();
@@ -257,7 +257,7 @@ fn words(text: &[u8]) -> Option<VirshError> {
     (!text.is_empty()).then_some(VirshError(text))
 }
 
-/// Commands out of a socket, each from its first brace to its last, with the descriptor that came with it.
+/// Commands read from a socket, each from its first brace to its last, with the descriptor that arrived with it.
 struct Commands<'a> {
     socket: &'a UnixStream,
     unread: Vec<u8>,

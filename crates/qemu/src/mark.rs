@@ -1,4 +1,4 @@
-//! What a file was when a QEMU read it, so that a later change is noticed.
+//! The identity of a file at the moment when a QEMU read it, so that a later change is noticed.
 
 use serde::{Deserialize, Serialize};
 use std::fs::{self, Metadata};
@@ -6,10 +6,10 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// One file at one moment. Another file under its name, and a change to this one, give another mark.
+/// Identity of a file at one moment. A change to the file, or another file of the same name, gives another mark.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Mark {
-    /// Its name.
+    /// Path of the file.
     pub path: PathBuf,
     device: u64,
     inode: u64,
@@ -20,10 +20,10 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// The file at `path` as it is now; a symbolic link is followed.
+    /// Returns the mark of the file at `path`; a symbolic link is followed.
     ///
     /// # Errors
-    /// When it does not exist, or may not be read.
+    /// Errors of `stat(2)`: the file does not exist, or its directory may not be searched.
     pub fn of(path: &Path) -> io::Result<Self> {
         let found: Metadata = fs::metadata(path)?;
         let ns = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
@@ -37,20 +37,20 @@ impl Mark {
         })
     }
 
-    /// Whether the file is what it was then.
+    /// Returns whether the file is unchanged since the mark was made.
     #[must_use]
     pub fn holds(&self) -> bool {
         Self::of(&self.path).is_ok_and(|now| now == *self)
     }
 
-    /// Whether both are marks of one file, under whatever name.
+    /// Returns whether both marks are of the same file, under any name.
     #[must_use]
     pub fn is_file_of(&self, other: &Self) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
 
-    /// When it was changed last, in nanoseconds since 1970. A second change within the clock tick of the file system
-    /// leaves the mark as it is: so what is younger than that is not to be relied on.
+    /// Returns the time of the file's last change, in ns since 1970. A second change within one clock tick of the
+    /// file system leaves the mark unchanged: do not rely on a mark that is younger than that.
     #[must_use]
     pub fn changed_ns(&self) -> i128 {
         self.changed_ns

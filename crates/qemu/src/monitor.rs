@@ -7,20 +7,20 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The monitor of a QEMU that Rekindle did not start.
+/// The monitor of a QEMU that Rekindle did not start: how to reach it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Monitor {
-    /// Over a QMP socket of its own. It serves one client at a time.
+    /// A QMP socket. It serves one client at a time.
     Socket {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
     },
-    /// Through libvirt, which holds its monitor.
+    /// Through libvirt, which holds the monitor.
     Libvirt {
         /// The domain's name, number or UUID.
         domain: String,
-        /// libvirt's connection URI; none: as `virsh` chooses.
+        /// libvirt's connection URI. None: `virsh` chooses.
         connect: Option<String>,
     },
 }
@@ -36,10 +36,11 @@ impl std::fmt::Display for Monitor {
 }
 
 impl Monitor {
-    /// Connects to it.
+    /// Connects to the monitor.
     ///
     /// # Errors
-    /// [`QmpError::NoGreeting`] after `timeout` when another client holds the socket; [`QmpError::Libvirt`].
+    /// [`QmpError::NoGreeting`] after `timeout` when another client holds the socket; [`QmpError::Libvirt`] when
+    /// `virsh` fails.
     pub fn connect(&self, timeout: Duration) -> Result<Qmp, QmpError> {
         match self {
             Self::Socket { path } => Qmp::connect(path, timeout),
@@ -47,7 +48,7 @@ impl Monitor {
         }
     }
 
-    /// Finds out about the QEMU behind it. The guest is not touched.
+    /// Inspects the QEMU that the monitor belongs to. The guest is not touched.
     ///
     /// # Errors
     /// [`AdoptError`]; also when the process cannot be identified for certain.

@@ -1,36 +1,36 @@
 //! The values of QEMU's command line options: `type,key=value,...` and JSON.
 //!
-//! Parsed so that a value can be read and changed, and written so that QEMU reads the same. In `key=value` form a
-//! comma in a value is doubled; the first item may be without a key (`-device VGA`); the option's implied key is
-//! then written out here. A later item without `=` is a switch (`server`, `nowait`), and kept as it is.
+//! Values are parsed so that they can be read and changed, and written so that QEMU reads the same. In `key=value`
+//! form a comma in a value is doubled. The first item may have no key (`-device VGA`); the implied key is then added
+//! when the value is written. A later item without `=` is a switch (`server`, `nowait`) and is kept as it is.
 
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// One option's value.
+/// The value of one option.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Options {
-    /// `key=value,...`, in order. No value: a switch.
+    /// `key=value,...`, in order. An item without a value is a switch.
     Pairs(Vec<(String, Option<String>)>),
     /// A JSON object.
     Json(Map<String, Value>),
 }
 
-/// Why a value is none that QEMU would take.
+/// Why QEMU would reject a value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is no value of a QEMU option: {why}")]
 pub struct OptionsError {
-    /// The value.
+    /// The rejected value.
     pub text: String,
-    /// What is wrong.
+    /// The reason.
     pub why: String,
 }
 
 impl Options {
-    /// Reads a value. `implied`: the key of a first item that has none; empty where the option has none in mind.
+    /// Parses a value. `implied` is the key of a first item that has none; empty if the option has no implied key.
     ///
     /// # Errors
-    /// It begins as JSON and is no JSON object; an item has no key.
+    /// The value begins as JSON but is not a JSON object, or an item has no key.
     pub fn parse(text: &str, implied: &str) -> Result<Self, OptionsError> {
         let failed = |why: String| OptionsError { text: text.into(), why };
         if text.starts_with('{') {
@@ -62,8 +62,8 @@ impl Options {
         Ok(Self::Pairs(pairs))
     }
 
-    /// The text of a key; of several with one name, the last, as in QEMU. A switch is `on`. Of JSON, what is no list
-    /// and no object.
+    /// Returns the text of a key. If the key occurs several times, the last one counts, as in QEMU. A switch is `on`.
+    /// In JSON, lists and objects have no text.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<String> {
         match self {
@@ -80,7 +80,7 @@ impl Options {
         }
     }
 
-    /// Gives a key this text, in the place where it was, or at the end.
+    /// Sets the text of a key, at its present position or at the end.
     pub fn set(&mut self, key: &str, text: &str) {
         match self {
             Self::Pairs(pairs) => {
@@ -98,7 +98,7 @@ impl Options {
         }
     }
 
-    /// Takes away every key for which `which` is true.
+    /// Removes each key for which `which` is true.
     pub fn remove(&mut self, which: impl Fn(&str) -> bool) {
         match self {
             Self::Pairs(pairs) => pairs.retain(|(name, _)| !which(name)),
@@ -106,7 +106,7 @@ impl Options {
         }
     }
 
-    /// All keys, in order.
+    /// Returns all keys, in order.
     #[must_use]
     pub fn keys(&self) -> Vec<&str> {
         match self {
@@ -116,7 +116,7 @@ impl Options {
     }
 }
 
-/// A value up to its comma, and what is behind it.
+/// Splits off a value up to its comma. Returns the value and the rest.
 fn value(text: &str) -> (String, &str) {
     let mut value = String::new();
     let mut rest = text;
@@ -151,8 +151,8 @@ impl fmt::Display for Options {
     }
 }
 
-/// Bytes of a size as QEMU writes it: a number and one of `b`, `k`, `m`, `g`, `t`; without a letter in units of
-/// `default`.
+/// Parses a size as QEMU writes it, into bytes: a number and one of `b`, `k`, `m`, `g`, `t`. Without a letter the
+/// unit is `default`.
 #[must_use]
 pub fn size(text: &str, default: u64) -> Option<u64> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());

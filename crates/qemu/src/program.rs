@@ -1,7 +1,7 @@
 //! Which program a process runs, whether that is a QEMU, and how to start another one like it.
 //!
 //! `/proc/PID/exe` alone does not show it: a QEMU with its own C library is often started by that library's dynamic
-//! loader (`ld.so --library-path DIR QEMU ARGUMENTS`), and the loader is then what the kernel calls the program.
+//! loader (`ld.so --library-path DIR QEMU ARGUMENTS`). The kernel then reports the loader as the program.
 
 use crate::qmp::Version;
 use memchr::memmem;
@@ -12,7 +12,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// What the kernel appends to the name of a file that was removed or replaced.
+/// Suffix that the kernel appends to the name of a file that was removed or replaced.
 const DELETED: &str = " (deleted)";
 /// Options of glibc's dynamic loader that take a value.
 const LOADER_VALUED: &[&str] = &[
@@ -30,18 +30,19 @@ const CHUNK: usize = 1 << 20;
 /// The program that a process runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
-    /// Its file, and the loader's if that was started with it. Either may have been removed or replaced since.
+    /// The program's file, and the loader's file if a loader started it. Either may have been removed or replaced
+    /// since.
     pub files: Vec<PathBuf>,
-    /// What to execute to start it once more: the script that started the loader, as far as the loader was given its
-    /// name (`--argv0`), else the program's file.
+    /// The file to execute to start the program again: the script that started the loader, if the loader knows its
+    /// name (`--argv0`), otherwise the program's file.
     pub start: PathBuf,
-    /// Its arguments, without those of a loader.
+    /// Arguments of the program, without those of a loader.
     pub arguments: Vec<String>,
     process: Process,
 }
 
 impl Program {
-    /// Finds out which program `process` runs.
+    /// Determines which program `process` runs.
     ///
     /// # Errors
     /// `PermissionDenied` for the process of another user; `NotFound` if it has ended.
@@ -67,11 +68,11 @@ impl Program {
         Ok(Self { start: executed.clone(), files: vec![executed], arguments, process })
     }
 
-    /// Whether it is a QEMU of `version`, which the process has given for its own: the program contains the text that
-    /// it prints for `-version`. Its name proves nothing.
+    /// Returns whether the program is a QEMU of `version`, which the process reported: the program must contain the
+    /// text that it prints for `-version`. Its name proves nothing.
     ///
     /// # Errors
-    /// When the program cannot be read.
+    /// When the program's file cannot be read.
     pub fn is_qemu(&self, version: &Version) -> io::Result<bool> {
         let text = format!("QEMU emulator version {version}");
         for (index, file) in self.files.iter().rev().enumerate() {
@@ -82,14 +83,14 @@ impl Program {
         Ok(false)
     }
 
-    /// Opens a file that the process runs, even if another one has its name by now.
+    /// Opens a file that the process runs, even if another file has its name now.
     fn open(&self, file: &Path, is_executed: bool) -> io::Result<File> {
         if is_executed {
             return File::open(format!("/proc/{}/exe", self.process.pid));
         }
         for mapping in maps::of(self.process)? {
             if mapping.executable && without_mark(Path::new(&mapping.name)) == file {
-                // Only root may open a mapping's file by the mapping.
+                // Only root may open a file through its mapping.
                 if let Ok(Some(opened)) = mapping.open(self.process) {
                     return Ok(opened);
                 }
@@ -101,7 +102,7 @@ impl Program {
     }
 }
 
-/// A command line that may be that of a loader.
+/// A command line in the form of a loader's.
 struct Loaded {
     program: PathBuf,
     argv0: Option<PathBuf>,
@@ -127,11 +128,11 @@ impl Loaded {
         }
     }
 
-    /// Its program, if that is one of the files that are mapped as code.
+    /// Returns the loaded program's file, if it is one of the files that are mapped as code.
     fn among(&self, names: &[PathBuf], process: Process) -> Option<PathBuf> {
         let link = |name: &str| fs::read_link(format!("/proc/{}/{name}", process.pid)).ok();
-        // As the process names files: it may have another root. A file that was removed since has only the name it
-        // was given.
+        // File names as the process sees them: it may have another root. A removed file has only the name on the
+        // command line.
         let named: PathBuf = link("cwd").unwrap_or_default().join(&self.program).components().collect();
         let inside = named.strip_prefix("/").unwrap_or(&named);
         let found = fs::canonicalize(Path::new(&format!("/proc/{}/root", process.pid)).join(inside));
@@ -152,10 +153,10 @@ fn is_executable(path: &Path) -> bool {
     path.is_absolute() && fs::metadata(path).is_ok_and(may_run)
 }
 
-/// Whether `text` is somewhere in a file.
+/// Returns whether the file contains `text`.
 fn contains(mut file: File, text: &[u8]) -> io::Result<bool> {
     let finder = memmem::Finder::new(text);
-    // The end of one part is kept before the next, since the text may lie across.
+    // Keep the end of each part: the text may extend across two parts.
     let mut buffer = Vec::with_capacity(CHUNK + text.len());
     loop {
         let kept = buffer.len().saturating_sub(text.len());

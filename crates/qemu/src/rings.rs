@@ -1,4 +1,4 @@
-//! Where the rings of a guest's virtio devices are: memory that QEMU itself reads when it loads them.
+//! Where the rings of a guest's virtio devices are. QEMU itself reads this memory when it loads the devices.
 
 use crate::qmp::{Qmp, QmpError};
 use crate::ramblock::host_address;
@@ -7,16 +7,17 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Queues that a virtio device of QEMU can have.
+/// Largest number of queues of a virtio device in QEMU.
 const MOST_QUEUES: u64 = 1024;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// The rings of all virtio devices, as whole pages at addresses in QEMU. A device that the guest does not use has none.
+/// Returns the rings of all virtio devices, as whole pages at addresses in QEMU. A device that the guest does not use
+/// has no rings.
 ///
-/// The answer is as of now: a guest that resets a device may put its rings elsewhere.
+/// The result describes the present: a guest that resets a device may move its rings.
 ///
 /// # Errors
-/// [`QmpError::Refused`] by a QEMU that does not report it (`x-query-virtio`, QEMU 7.2); when QEMU does not answer.
+/// [`QmpError::Refused`] if QEMU does not have `x-query-virtio` (QEMU 7.2); other errors when QEMU does not answer.
 pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
     let devices: Vec<Value> = qmp.execute("x-query-virtio", ())?;
     let mut pages = BTreeSet::new();
@@ -25,7 +26,7 @@ pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
         for queue in 0..MOST_QUEUES {
             let asked = json!({ "path": path, "queue": queue });
             let reply: Value = match qmp.execute("x-query-virtio-queue-status", asked) {
-                // It has no queue of this number, or is not started.
+                // The device has no queue of this number, or is not started.
                 Err(QmpError::Refused { .. }) => break,
                 other => other?,
             };
@@ -40,8 +41,8 @@ pub fn of(qmp: &mut Qmp) -> Result<Vec<Range<u64>>, QmpError> {
     Ok(found)
 }
 
-/// Descriptors, available and used ring of a split queue in guest memory (virtio 1.2, 2.7). What a packed one has is
-/// not more.
+/// Returns the descriptor table, available ring and used ring of a split queue in guest memory (virtio 1.2, 2.7). A
+/// packed queue is not larger.
 fn parts(queue: &Value) -> Vec<Range<u64>> {
     let number = |key: &str| queue.get(key).and_then(Value::as_u64).unwrap_or(0);
     let entries = number("vring-num").min(1 << 15);
@@ -50,8 +51,8 @@ fn parts(queue: &Value) -> Vec<Range<u64>> {
     parts.into_iter().filter(|part| part.start != 0).collect()
 }
 
-/// Where some pages of the guest, in order, are in QEMU. Those between two that lie as far from one another in QEMU
-/// as in the guest are taken to lie between them.
+/// Finds the addresses in QEMU of sorted pages of the guest. If two pages are as far apart in QEMU as in the guest,
+/// the pages between them are assumed to lie between them in QEMU too.
 fn addresses(qmp: &mut Qmp, pages: &[u64], found: &mut Vec<Range<u64>>) -> Result<(), QmpError> {
     let (Some(first), Some(last)) = (pages.first(), pages.last()) else { return Ok(()) };
     let (Some(from), Some(to)) = (host_address(qmp, *first)?, host_address(qmp, *last)?) else {

@@ -1,14 +1,14 @@
 //! QEMU's migration stream, as far as Rekindle writes and checks it.
 //!
-//! `xen-save-devices-state` gives a stream that holds every device and no RAM block at all:
+//! `xen-save-devices-state` writes a stream that holds every device and no RAM block:
 //!
 //! ```text
 //! "QEVM" version=3 | section (FULL) per device ... | EOF
 //! ```
 //!
-//! A guest that resumes with it alone would find its firmware, ACPI tables and video memory empty. So the blocks that
-//! are not shared (all but the main RAM) are put in front as QEMU's own `ram` section, in the form it writes itself
-//! with the capability `x-ignore-shared`:
+//! A guest that resumes with that stream alone would find its firmware, ACPI tables and video memory empty. Therefore
+//! the blocks that are not shared (all except the main RAM) are put in front, as QEMU's own `ram` section in the form
+//! that QEMU writes with the capability `x-ignore-shared`:
 //!
 //! ```text
 //! "QEVM" version=3
@@ -17,14 +17,14 @@
 //! the devices ...
 //! ```
 //!
-//! All numbers are big-endian (`docs/devel/migration/main.rst` and `migration/{savevm,ram}.c` of QEMU). The address is
-//! only used for shared blocks, of which we list none. Since QEMU reads a stream as it comes, the `ram` section
-//! can be sent while the guest still runs, with later versions of pages following before its end.
+//! All numbers are big-endian (`docs/devel/migration/main.rst` and `migration/{savevm,ram}.c` of QEMU). The address
+//! is only used for shared blocks, of which we list none. QEMU reads a stream while it arrives. Therefore the `ram`
+//! section can be sent while the guest still runs, and later versions of its pages before the section ends.
 
 use rekindle_pages::{PAGE_SIZE, Page};
 use std::collections::BTreeMap;
 
-/// Magic and version: how every stream starts.
+/// Magic and version, with which every stream starts.
 pub const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
 
 pub(crate) const SECTION_START: u8 = 1;
@@ -32,10 +32,10 @@ pub(crate) const SECTION_PART: u8 = 2;
 pub(crate) const SECTION_END: u8 = 3;
 pub(crate) const SECTION_CONFIGURATION: u8 = 7;
 pub(crate) const SECTION_FOOTER: u8 = 0x7e;
-/// Section type that ends a stream: its last byte.
+/// Section type that ends a stream, as its last byte.
 pub const END_OF_STREAM: u8 = 0;
 pub(crate) const RAM_VERSION: u32 = 4;
-/// QEMU numbers its sections upwards from 0; ours only has to differ from them.
+/// Section number of our `ram` section. QEMU numbers its sections upwards from 0; ours only has to differ.
 const RAM_SECTION_ID: u32 = 0x7fff_0001;
 
 pub(crate) const FLAG_ZERO: u64 = 0x02;
@@ -48,29 +48,29 @@ pub(crate) const FLAGS: u64 = 0xfff;
 /// Why a stream cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StreamError {
-    /// Not a stream at all.
+    /// The input is not a QEMU stream of version 3.
     #[error("the device state does not start as a QEMU stream of version 3")]
     Header,
-    /// Cut short.
+    /// The stream has no end mark.
     #[error("the device state is cut short: it has {len} bytes and no end mark")]
     CutShort {
-        /// Bytes that are there.
+        /// Length of the stream in bytes.
         len: usize,
     },
-    /// The RAM section is not as QEMU writes it.
+    /// The RAM section is not in the form that QEMU writes.
     #[error("the RAM section of the stream is odd at byte {at}: {what}")]
     Ram {
-        /// Where.
+        /// Position in the stream, in bytes.
         at: usize,
-        /// What.
+        /// The unexpected part.
         what: &'static str,
     },
 }
 
-/// Checks that `stream` is whole, and returns what follows the header.
+/// Checks that `stream` is complete, and returns the part after the header.
 ///
 /// # Errors
-/// [`StreamError::Header`] and [`StreamError::CutShort`].
+/// [`StreamError::Header`] if it is not a QEMU stream, and [`StreamError::CutShort`] if it has no end mark.
 pub fn check(stream: &[u8]) -> Result<&[u8], StreamError> {
     let body = stream.strip_prefix(&HEADER).ok_or(StreamError::Header)?;
     match body.last() {
@@ -79,11 +79,11 @@ pub fn check(stream: &[u8]) -> Result<&[u8], StreamError> {
     }
 }
 
-/// The guest's address of its VM generation ID, as the section of the device `vmgenid` has it; `None` if there is no
-/// such device, or the firmware has not given it a place yet.
+/// Returns the guest's address of its VM generation ID, from the section of the device `vmgenid`. `None` if there is
+/// no such device, or if the firmware has not assigned an address yet.
 #[must_use]
 pub fn generation_address(devices: &[u8]) -> Option<u64> {
-    // Name with its length, instance and version; then the address, and the section's end.
+    // Name with its length, instance, version; then follow the address and the section's end.
     const START: &[u8] = b"\x07vmgenid\0\0\0\0\0\0\0\x01";
     let mut found = devices.windows(START.len() + 9).filter_map(|section| {
         let (address, rest) = section.strip_prefix(START)?.split_first_chunk::<8>()?;
@@ -92,8 +92,8 @@ pub fn generation_address(devices: &[u8]) -> Option<u64> {
     found.next().filter(|address| *address != 0)
 }
 
-/// The configuration section, which a QEMU expects behind the header unless it was started with
-/// `-global migration.send-configuration=off`: the machine type, e.g. `pc-q35-10.0`.
+/// Writes the configuration section: the machine type, e.g. `pc-q35-10.0`. QEMU expects it after the header unless it
+/// was started with `-global migration.send-configuration=off`.
 pub fn configuration(out: &mut Vec<u8>, machine: &str) {
     let machine = machine.as_bytes().get(..machine.len().min(255)).unwrap_or_default();
     out.push(SECTION_CONFIGURATION);
@@ -101,20 +101,20 @@ pub fn configuration(out: &mut Vec<u8>, machine: &str) {
     out.extend(machine);
 }
 
-/// Writes the `ram` section that carries the blocks which are not shared.
+/// Writer of the `ram` section with the blocks that are not shared.
 #[derive(Debug, Default)]
 pub struct RamSection {
-    /// The block that the last page belonged to: a page of the same block does not repeat its name.
+    /// The last page's block: a page of the same block does not repeat its name.
     last: Option<String>,
 }
 
 impl RamSection {
-    /// The start of the section: which blocks follow, `(name, bytes in use)`. For a QEMU with `x-ignore-shared`.
+    /// Writes the start of the section, with the blocks `(name, bytes in use)`. For a QEMU with `x-ignore-shared`.
     pub fn start<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone) -> Self {
         Self::begin(out, blocks, true)
     }
 
-    /// The start of the section for a QEMU without capabilities: all of its blocks must be among `blocks`.
+    /// Writes the start of the section for a QEMU without capabilities: `blocks` must list all of its blocks.
     pub fn start_plain<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone) -> Self {
         Self::begin(out, blocks, false)
     }
@@ -141,9 +141,9 @@ impl RamSection {
         Self { last: None }
     }
 
-    /// One page of `block`, at byte `offset` of it. A later one for the same place wins.
+    /// Writes one page of `block` at byte `offset`. A later version of the same page replaces an earlier one.
     pub fn page(&mut self, out: &mut Vec<u8>, block: &str, offset: u64, content: &Page) {
-        // A page of zeroes is a flag and the byte it is filled with.
+        // A page of zeroes is written as a flag and its fill byte.
         let zero = content.iter().all(|&b| b == 0);
         let kind = if zero { FLAG_ZERO } else { FLAG_PAGE };
         let same = self.last.as_deref() == Some(block);
@@ -160,7 +160,7 @@ impl RamSection {
         }
     }
 
-    /// The end of the section.
+    /// Writes the end of the section.
     pub fn end(self, out: &mut Vec<u8>) {
         out.extend(FLAG_EOS.to_be_bytes());
         put_footer(out);
@@ -168,7 +168,7 @@ impl RamSection {
 }
 
 fn put_name(out: &mut Vec<u8>, name: &str) {
-    // QEMU keeps block names in 256 bytes with the length in one.
+    // QEMU stores block names in 256 bytes, and their length in one byte.
     let name = name.as_bytes().get(..name.len().min(255)).unwrap_or_default();
     out.push(name.len() as u8);
     out.extend(name);
@@ -179,15 +179,14 @@ fn put_footer(out: &mut Vec<u8>) {
     out.extend(RAM_SECTION_ID.to_be_bytes());
 }
 
-/// RAM blocks by name: bytes in use, and the pages that are not zero by byte offset.
+/// RAM blocks by name: bytes in use, and the non-zero pages by byte offset.
 pub type Blocks = BTreeMap<String, (u64, BTreeMap<u64, Vec<u8>>)>;
 
-/// The blocks in the `ram` section at the start of a stream: for each its bytes in use and its pages that are not
-/// zero, by offset. Reads what [`RamSection`] writes, and what QEMU writes with `x-ignore-shared` (and without a
-/// configuration section).
+/// Returns the blocks in the `ram` section at the start of a stream. Reads what [`RamSection`] writes, and what QEMU
+/// writes with `x-ignore-shared` (and without a configuration section).
 ///
 /// # Errors
-/// [`StreamError`] where the stream is something else.
+/// [`StreamError`] if the stream has another form or is cut short.
 pub fn ram_blocks(stream: &[u8]) -> Result<Blocks, StreamError> {
     let mut reader = Reader { stream, at: 0 };
     if reader.bytes(HEADER.len())? != HEADER {

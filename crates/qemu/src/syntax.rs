@@ -1,25 +1,24 @@
-//! Options that QEMU's versions want written in different ways. The binary is asked which of them it knows.
+//! Options whose spelling differs between QEMU's versions. The binary is queried for the ones that it accepts.
 
 use crate::qmp::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-/// Milliseconds until QEMU connects again to a disk server that has ended.
+/// Milliseconds until QEMU reconnects to a disk server that has ended.
 const RECONNECT_MS: u32 = 100;
 
-/// Which ways of writing an option a QEMU knows.
+/// The spelling of options that a QEMU accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Syntax {
-    /// `-chardev socket` takes `reconnect-ms`. Others take `reconnect`, in seconds, which QEMU 11 does not know any
-    /// more.
+    /// `-chardev socket` takes `reconnect-ms`. Otherwise it takes `reconnect`, in seconds, which QEMU 11 has removed.
     pub reconnect_ms: bool,
-    /// Monitors are objects of the type `monitor-qmp`. Others take `-mon`, which is deprecated since QEMU 11.
+    /// Monitors are objects of the type `monitor-qmp`. Otherwise `-mon` is used, which is deprecated since QEMU 11.
     pub monitor_objects: bool,
-    /// `-name` takes `debug-threads`. It is deprecated since QEMU 11, where threads always have names.
+    /// `-name` takes `debug-threads`, which is deprecated since QEMU 11, where threads always have names.
     pub thread_names: bool,
 }
 
-/// The syntax of the oldest QEMU that is supported.
+/// Defaults to the syntax of the oldest supported QEMU.
 impl Default for Syntax {
     fn default() -> Self {
         Self { reconnect_ms: false, monitor_objects: false, thread_names: true }
@@ -31,7 +30,7 @@ struct Named {
     name: String,
 }
 
-/// An entry of QEMU's description of its own protocol.
+/// An entry of QEMU's description of its protocol.
 #[derive(Deserialize)]
 struct Entity {
     #[serde(rename = "meta-type")]
@@ -40,7 +39,7 @@ struct Entity {
     members: Vec<Member>,
 }
 
-/// Members of an object have names, those of an alternate have none.
+/// A member of an object has a name; a member of an alternate has none.
 #[derive(Deserialize)]
 struct Member {
     #[serde(default)]
@@ -59,14 +58,14 @@ struct CommandLineOption {
 }
 
 impl Syntax {
-    /// Asks a QEMU.
+    /// Queries the syntax of a QEMU.
     ///
     /// # Errors
-    /// When it does not answer.
+    /// When QEMU does not answer or returns an error.
     pub fn ask(qmp: &mut Qmp) -> Result<Self, QmpError> {
         let schema: Vec<Entity> = qmp.execute("query-qmp-schema", ())?;
-        // Names of types are not part of the description: the options of a socket are known by a member that only
-        // they have.
+        // The description does not contain the names of types: the options of a socket are recognized by a member
+        // that only they have.
         let is_socket = |entity: &&Entity| entity.kind == "object" && entity.has("telnet");
         let reconnect_ms = schema.iter().filter(is_socket).any(|socket| socket.has("reconnect-ms"));
         let monitors: Vec<Named> = qmp.execute("qom-list-types", json!({"implements": "monitor-qmp"}))?;
@@ -78,13 +77,13 @@ impl Syntax {
         })
     }
 
-    /// The parameter of `-chardev socket` for a client that connects again when its server has ended.
+    /// Returns the parameter of `-chardev socket` with which QEMU reconnects when its server has ended.
     #[must_use]
     pub(crate) fn reconnect(self) -> String {
         if self.reconnect_ms { format!("reconnect-ms={RECONNECT_MS}") } else { "reconnect=1".into() }
     }
 
-    /// The option that puts a QMP monitor on the character device `chardev`, with its value.
+    /// Returns the option, and its value, that puts a QMP monitor on the character device `chardev`.
     #[must_use]
     pub(crate) fn monitor(self, chardev: &str) -> (&'static str, String) {
         if self.monitor_objects {
@@ -94,7 +93,7 @@ impl Syntax {
         }
     }
 
-    /// The value of `-name` for a guest, whose name must be escaped already.
+    /// Returns the value of `-name` for a guest. The guest's name must be escaped already.
     #[must_use]
     pub(crate) fn name(self, guest: &str) -> String {
         format!("guest={guest}{}", if self.thread_names { ",debug-threads=on" } else { "" })

@@ -1,7 +1,7 @@
-//! A stream out of one QEMU and into another.
+//! A state moved out of one QEMU and into another.
 //!
-//! Both ends are pipes with this process in the middle: it sees every byte, so that it can keep the stream as well,
-//! and it never waits for a QEMU that does not move.
+//! Both QEMUs are connected by pipes to this process, which sees every byte. Therefore it can also keep the stream,
+//! and it never waits without limit for a QEMU that does not read or write.
 
 use crate::command::Directory;
 use crate::qmp::{Qmp, QmpError};
@@ -18,30 +18,30 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to read the next part of a state, or to write all of its device state.
+/// Limit for QEMU to read the next part of a state, or to write all of its device state.
 pub const PATIENCE: Duration = Duration::from_secs(30);
-/// Bytes that a state may have: devices, and RAM that is not shared, as that of graphics cards.
+/// Limit of a state in bytes: devices, and RAM that is not shared, such as video memory.
 const MOST_STATE: u64 = 1 << 30;
-/// Bytes that fit into a pipe: several times a device state.
+/// Capacity of a pipe in bytes: several times a device state.
 const PIPE: usize = 1 << 20;
-/// The command that saves devices without RAM. Built into QEMU for x86 also without Xen.
+/// The command that saves devices without RAM. QEMU for x86 has it, even without Xen.
 pub const SAVE_DEVICES: &str = "xen-save-devices-state";
-/// Name by which a QEMU knows the descriptor that it is given.
+/// Name under which QEMU knows a descriptor that it was handed.
 const FD_NAME: &str = "rekindle";
 
-/// Why a stream did not get through.
+/// Why a state could not be transferred.
 #[derive(Debug, thiserror::Error)]
 pub enum TransferError {
-    /// QEMU refused something.
+    /// QEMU returned an error or did not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// The pipe failed; a broken one means that the QEMU at its other end has ended or cancelled.
+    /// The pipe failed. A broken pipe means that the QEMU at its other end has ended or cancelled.
     #[error("the pipe to QEMU failed")]
     Pipe(#[source] io::Error),
-    /// The QEMU at the other end does not move.
+    /// The QEMU at the other end neither reads nor writes.
     #[error("QEMU has not read or written the guest's state within {} s", PATIENCE.as_secs())]
     Stuck,
-    /// It is longer than any state is.
+    /// The state exceeds the limit.
     #[error("QEMU has sent more than {} MiB as the state of its devices", MOST_STATE >> 20)]
     TooLong,
     /// QEMU reports that the transfer failed.
@@ -49,25 +49,25 @@ pub enum TransferError {
     Failed {
         /// `save` or `load`.
         what: &'static str,
-        /// QEMU's words.
+        /// QEMU's error text.
         reason: String,
     },
 }
 
-/// Migration capabilities to switch, with what they shall be.
+/// Migration capabilities, each with its new value.
 pub type Capabilities<'a> = &'a [(&'a str, bool)];
 
 /// Sets migration capabilities.
 ///
 /// # Errors
-/// When QEMU does not know one.
+/// When QEMU does not know a capability.
 pub fn set_capabilities(qmp: &mut Qmp, capabilities: Capabilities<'_>) -> Result<(), QmpError> {
     let list: Vec<_> = capabilities.iter().map(|(name, on)| json!({"capability": name, "state": on})).collect();
     qmp.execute::<Value>("migrate-set-capabilities", json!({"capabilities": list})).map(drop)
 }
 
-/// Has QEMU write all of its state to `file`, which must be open for writing only, or read it from one that is open
-/// for reading only. QEMU since 9.0 has a transport for files, and since 11.0 the one for descriptors rejects files.
+/// Makes QEMU write its whole state to `file`, which must be open write-only, or read it from a `file` that is open
+/// read-only. QEMU since 9.0 has a transport for files; since 11.0 its transport for descriptors rejects files.
 fn through_file(qmp: &mut Qmp, command: &str, file: &File) -> Result<(), QmpError> {
     #[derive(Deserialize)]
     struct Added {
@@ -75,61 +75,60 @@ fn through_file(qmp: &mut Qmp, command: &str, file: &File) -> Result<(), QmpErro
         set: u64,
     }
     let capabilities: Vec<Value> = qmp.execute("query-migrate-capabilities", ())?;
-    // A capability of the transport for files alone.
+    // Only a QEMU with the transport for files has this capability.
     if !capabilities.iter().any(|one| one["capability"] == "mapped-ram") {
         qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), file.as_fd())?;
         return qmp.execute::<Value>(command, json!({ "uri": format!("fd:{FD_NAME}") })).map(drop);
     }
     let Added { set } = qmp.execute_with_fd("add-fd", json!({}), file.as_fd())?;
     let started = qmp.execute::<Value>(command, json!({ "uri": format!("file:/dev/fdset/{set}") }));
-    // QEMU has opened it by now, or has failed to.
+    // QEMU has opened the file by now, or has failed to.
     qmp.execute::<Value>("remove-fd", json!({ "fdset-id": set }))?;
     started.map(drop)
 }
 
-/// Saves all of a stopped guest, RAM and devices, to `file`, which must be open for writing only, and waits until
-/// that is done.
+/// Saves a stopped guest, RAM and devices, to `file`, which must be open write-only, and waits until it is saved.
 ///
 /// # Errors
-/// [`TransferError`].
+/// [`TransferError`]; also when the save takes longer than `timeout`.
 pub fn save_to_file(qmp: &mut Qmp, file: &File, timeout: Duration) -> Result<(), TransferError> {
     set_capabilities(qmp, &[("events", true), ("x-ignore-shared", false)])?;
-    // The guest is stopped: no bandwidth has to be left for it.
+    // The guest is stopped: it needs no bandwidth.
     qmp.execute::<Value>("migrate-set-parameters", json!({ "max-bandwidth": i64::MAX }))?;
     qmp.drop_events();
     through_file(qmp, "migrate", file)?;
     wait_saved(qmp, timeout)
 }
 
-/// Begins to load what [`save_to_file`] has saved into a QEMU that was started with `-incoming defer`;
-/// [`wait_loaded`] waits for the end.
+/// Starts to load a state of [`save_to_file`] into a QEMU that was started with `-incoming defer`. [`wait_loaded`]
+/// waits for the end.
 ///
 /// # Errors
-/// [`TransferError`].
+/// [`TransferError::Qmp`] when QEMU rejects the file.
 pub fn begin_load_from_file(qmp: &mut Qmp, file: &File) -> Result<(), TransferError> {
     set_capabilities(qmp, &[("events", true)])?;
     Ok(through_file(qmp, "migrate-incoming", file)?)
 }
 
-/// The way into a QEMU that was started with `-incoming defer`.
+/// The pipe into a QEMU that was started with `-incoming defer`.
 #[derive(Debug)]
 pub struct Feed {
     pipe: PipeWriter,
 }
 
 impl Feed {
-    /// Lets the QEMU read its state from a pipe. `capabilities`: those that it has not been given yet.
+    /// Makes the QEMU read its state from a pipe. `capabilities` are those that were not set yet.
     ///
-    /// On success: it reads, and takes what is written as it comes.
+    /// On success: QEMU reads each part when it is written.
     ///
     /// # Errors
-    /// [`TransferError::Qmp`].
+    /// [`TransferError::Qmp`] when QEMU rejects the pipe, [`TransferError::Pipe`] when it cannot be made.
     pub fn open(qmp: &mut Qmp, capabilities: Capabilities<'_>) -> Result<Self, TransferError> {
         if !capabilities.is_empty() {
             set_capabilities(qmp, capabilities)?;
         }
         let (reader, writer) = pipe().map_err(TransferError::Pipe)?;
-        // A smaller pipe is only slower.
+        // Failure is harmless: a smaller pipe is only slower.
         let _ = fcntl_setpipe_size(&writer, PIPE);
         ioctl_fionbio(&writer, true).map_err(|e| TransferError::Pipe(e.into()))?;
         qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), reader.as_fd())?;
@@ -140,7 +139,7 @@ impl Feed {
     /// Writes a part of the stream.
     ///
     /// # Errors
-    /// [`TransferError::Pipe`] when the QEMU has gone; [`TransferError::Stuck`].
+    /// [`TransferError::Pipe`] when the QEMU has ended; [`TransferError::Stuck`] when it does not read.
     pub fn write(&mut self, mut part: &[u8]) -> Result<(), TransferError> {
         while !part.is_empty() {
             match self.pipe.write(part) {
@@ -154,7 +153,7 @@ impl Feed {
     }
 }
 
-/// Waits until a descriptor is ready.
+/// Waits until a descriptor is ready, at most [`PATIENCE`].
 fn wait(fd: impl AsFd, flags: PollFlags) -> Result<(), TransferError> {
     let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
     match poll(&mut [PollFd::new(&fd, flags)], Some(&limit)) {
@@ -167,7 +166,7 @@ fn wait(fd: impl AsFd, flags: PollFlags) -> Result<(), TransferError> {
 /// Waits until an incoming state is loaded. The QEMU must have the capability `events`.
 ///
 /// # Errors
-/// [`TransferError::Failed`] with QEMU's words; [`QmpError::Closed`] when it ended, as it does on a bad state.
+/// [`TransferError::Failed`] with QEMU's text; [`QmpError::Closed`] when it ended, as it does on a bad state.
 pub fn wait_loaded(qmp: &mut Qmp, timeout: Duration) -> Result<(), TransferError> {
     wait_migration(qmp, "load", timeout)
 }
@@ -175,7 +174,7 @@ pub fn wait_loaded(qmp: &mut Qmp, timeout: Duration) -> Result<(), TransferError
 /// Waits until an outgoing state is written. The QEMU must have the capability `events`.
 ///
 /// # Errors
-/// [`TransferError::Failed`] with QEMU's words.
+/// [`TransferError::Failed`] with QEMU's text.
 pub fn wait_saved(qmp: &mut Qmp, timeout: Duration) -> Result<(), TransferError> {
     wait_migration(qmp, "save", timeout)
 }
@@ -195,28 +194,28 @@ fn wait_migration(qmp: &mut Qmp, what: &'static str, timeout: Duration) -> Resul
     Err(TransferError::Failed { what, reason })
 }
 
-/// The way out of a QEMU for its device state.
+/// The pipe out of a QEMU for its device state.
 #[derive(Debug)]
 pub enum Tap {
-    /// `xen-save-devices-state`: devices only.
+    /// `xen-save-devices-state`: only devices.
     Devices(Fifo),
     /// `migrate` with `x-ignore-shared`: devices, and the RAM blocks that are not shared.
     Migration(PipeReader),
 }
 
-/// A pipe with a name: the command takes a file name, and QEMU would truncate a descriptor that it was handed, which
-/// a pipe does not allow.
+/// A named pipe. The command takes a file name, and QEMU truncates a descriptor that it was handed, which a pipe does
+/// not allow.
 #[derive(Debug)]
 pub struct Fifo {
     path: PathBuf,
     reader: PipeReader,
-    /// Held so that the reader sees no end before QEMU has opened it.
+    /// Kept open so that the reader sees no end before QEMU has opened the pipe.
     _writer: OwnedFd,
 }
 
 impl Fifo {
     fn make(path: PathBuf) -> io::Result<Self> {
-        // One from an interrupted attempt may still be there.
+        // A pipe of an interrupted attempt may still exist.
         let _ = fs::remove_file(&path);
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
         let reader = open(&path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?;
@@ -233,7 +232,7 @@ impl Drop for Fifo {
 }
 
 impl Tap {
-    /// Prepares to save by `xen-save-devices-state`.
+    /// Prepares to save with `xen-save-devices-state`.
     ///
     /// # Errors
     /// When no pipe can be made in the QEMU's directory.
@@ -241,13 +240,13 @@ impl Tap {
         Fifo::make(directory.0.join("state.fifo")).map(Self::Devices).map_err(TransferError::Pipe)
     }
 
-    /// Prepares to save by `migrate` with `x-ignore-shared`.
+    /// Prepares to save with `migrate` and `x-ignore-shared`.
     ///
     /// # Errors
-    /// When the QEMU refuses the descriptor or the capability.
+    /// When QEMU rejects the descriptor or the capability.
     pub fn migration(qmp: &mut Qmp) -> Result<Self, TransferError> {
         set_capabilities(qmp, &[("events", true), ("x-ignore-shared", true)])?;
-        // No limit: the guest is stopped meanwhile.
+        // No limit: the guest will be stopped.
         qmp.execute::<Value>("migrate-set-parameters", json!({ "max-bandwidth": i64::MAX }))?;
         let (reader, writer) = pipe().map_err(TransferError::Pipe)?;
         let _ = fcntl_setpipe_size(&writer, PIPE);
@@ -256,10 +255,10 @@ impl Tap {
         Ok(Self::Migration(reader))
     }
 
-    /// Sends ahead what can be sent of the command to save, on a connection that has nothing else to do.
+    /// Sends the first part of the save command ahead, on a connection that is used for nothing else.
     ///
     /// # Errors
-    /// When QEMU has gone.
+    /// When QEMU has closed the connection.
     pub fn stage(&self, qmp: &mut Qmp) -> Result<(), TransferError> {
         if let Self::Devices(fifo) = self {
             qmp.stage(SAVE_DEVICES, json!({"filename": fifo.path}))?;
@@ -267,15 +266,15 @@ impl Tap {
         Ok(())
     }
 
-    /// Begins to save; the command was staged if `staged`. Between this and [`Tap::drain`] QEMU computes; other work
-    /// can be done.
+    /// Starts to save. `staged` means that the command was staged. The caller can do other work between this and
+    /// [`Tap::drain`].
     ///
     /// # Errors
-    /// When QEMU has gone, or refuses.
+    /// When QEMU has closed the connection, or rejects the command.
     pub fn begin(&self, qmp: &mut Qmp, staged: bool) -> Result<(), TransferError> {
         match self {
-            // `live` is true by default: if the guest was stopped before, QEMU also unlocks its disk images, so
-            // that another QEMU can lock them.
+            // `live` is true by default: if the guest was stopped before, QEMU also unlocks its disk images, so that
+            // another QEMU can lock them.
             Self::Devices(_) if staged => qmp.fire(SAVE_DEVICES)?,
             Self::Devices(fifo) => qmp.send(SAVE_DEVICES, json!({"filename": fifo.path}), &[])?,
             Self::Migration(_) => {
@@ -286,10 +285,10 @@ impl Tap {
         Ok(())
     }
 
-    /// Takes the state as it comes, giving each part to `take`, until QEMU reports that it is complete.
+    /// Reads the state while it arrives and passes each part to `take`, until QEMU reports that it is complete.
     ///
     /// # Errors
-    /// When QEMU has gone or failed, or `take` did.
+    /// When QEMU has ended or fails, the state exceeds the limit, or `take` returns an error.
     pub fn drain(
         mut self,
         qmp: &mut Qmp,
@@ -304,7 +303,7 @@ impl Tap {
         let deadline = Instant::now() + PATIENCE;
         match &mut self {
             Self::Devices(Fifo { reader: pipe, .. }) => {
-                // The reply is the end mark: what was written before it is in the pipe.
+                // The reply is the end mark: all that QEMU wrote before it is in the pipe.
                 loop {
                     let replied = qmp.try_reply::<Value>(SAVE_DEVICES)?.is_some();
                     while let Some(part) = read_some(pipe, &mut buffer)? {
@@ -343,7 +342,7 @@ impl Tap {
     }
 }
 
-/// What is in the pipe: `None` nothing now, empty at its end.
+/// Returns the next part from the pipe: `None` if there is nothing now, empty at the end.
 fn read_some<'a>(pipe: &mut PipeReader, buffer: &'a mut [u8]) -> Result<Option<&'a [u8]>, TransferError> {
     loop {
         match pipe.read(buffer) {

@@ -1,7 +1,8 @@
 //! `/dev/userfaultfd` for a QEMU of another user.
 //!
-//! Only root may make a userfaultfd, unless `vm.unprivileged_userfaultfd` is set; but a process that has the device
-//! open may make one with it. So a QEMU that is not root's is handed a descriptor, for as long as it takes.
+//! Only root may make a userfaultfd, unless `vm.unprivileged_userfaultfd` is set. But a process that has the device
+//! open may make one with it. Therefore a QEMU of another user is handed a descriptor of the device for as long as it
+//! needs it.
 
 use crate::qmp::{Qmp, QmpError};
 use rekindle_kernel::process::Process;
@@ -10,14 +11,14 @@ use rustix::fd::{AsFd, RawFd};
 use serde_json::{Value, json};
 use std::fs::{self, OpenOptions};
 
-/// Name by which QEMU knows the descriptor.
+/// Name under which QEMU knows the descriptor.
 const FD_NAME: &str = "rekindle-userfaultfd";
 
-/// Hands QEMU the device if it needs it, and we have it: its number there. None: it makes one by itself, or fails
-/// with an error.
+/// Hands QEMU a descriptor of the device if QEMU needs it and this process can open it. Returns its number in QEMU.
+/// None: QEMU makes a userfaultfd by itself, or fails with an error.
 ///
 /// # Errors
-/// When QEMU does not answer.
+/// When QEMU does not answer or rejects the descriptor.
 pub fn hand(qmp: &mut Qmp, process: Process) -> Result<Option<RawFd>, QmpError> {
     let status = fs::read_to_string(format!("/proc/{}/status", process.pid)).unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().nth(1));
@@ -38,7 +39,7 @@ pub fn hand(qmp: &mut Qmp, process: Process) -> Result<Option<RawFd>, QmpError> 
     Ok(device_in(process).ok().flatten())
 }
 
-/// Makes QEMU close what [`hand`] gave it. One that it does not have is no error.
+/// Makes QEMU close the descriptor of [`hand`]. It is no error if QEMU does not have it.
 ///
 /// # Errors
 /// When QEMU does not answer.

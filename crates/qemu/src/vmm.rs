@@ -1,4 +1,4 @@
-//! A running QEMU: started or found again, and ended.
+//! A running QEMU: starting it, finding it again, ending it.
 
 use crate::adopt::{AdoptError, Adopted, adopt};
 use crate::command::Directory;
@@ -19,7 +19,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a QEMU may take from its start to its greeting. It takes 0.1 s; preallocation of RAM can take seconds.
+/// Limit from a QEMU's start to its greeting. It usually takes 0.1 s; preallocation of RAM can take seconds.
 pub const START: Duration = Duration::from_secs(60);
 
 /// Why a QEMU could not be started or reached.
@@ -28,29 +28,29 @@ pub enum VmmError {
     /// The binary cannot be run.
     #[error("cannot start {}", path.display())]
     Spawn {
-        /// The binary.
+        /// Path of the binary.
         path: PathBuf,
-        /// Why.
+        /// The error of starting it.
         #[source]
         source: io::Error,
     },
-    /// It ended before it greeted.
+    /// QEMU ended before it greeted.
     #[error("{} ended while starting; its output:\n{}", path.display(), indented(log))]
     Ended {
-        /// The binary.
+        /// Path of the binary.
         path: PathBuf,
-        /// The end of its log.
+        /// The end of QEMU's log.
         log: String,
     },
-    /// It runs but does not greet.
+    /// QEMU runs but does not greet.
     #[error("{} has not opened its QMP socket within {} s", path.display(), after.as_secs())]
     Silent {
-        /// The binary.
+        /// Path of the binary.
         path: PathBuf,
-        /// How long was waited.
+        /// The time limit.
         after: Duration,
     },
-    /// It does not speak QMP as it should.
+    /// QEMU's answers are not as QMP specifies, or it does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
 }
@@ -72,36 +72,37 @@ fn indented(log: &str) -> String {
     if lines.is_empty() { "    (nothing)".into() } else { lines.join("\n") }
 }
 
-/// QEMU's last messages: the end of its log, at most `lines` lines. A guest can make it write as much as the log may
-/// have.
+/// Returns QEMU's last messages: the end of its log, at most `lines` lines. A guest can make QEMU write a log of any
+/// length.
 #[must_use]
 pub fn log_tail(directory: &Directory, lines: usize) -> String {
     last_lines(&directory.log(), lines)
 }
 
-/// One QEMU process, as it is written down.
+/// One QEMU process, as recorded in files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vmm {
-    /// Its binary.
+    /// Path of the binary.
     pub binary: PathBuf,
-    /// Its process number.
+    /// Process number.
     pub pid: u32,
-    /// Its start time, as in [`Process::started`].
+    /// Start time of the process, as in [`Process::started`].
     pub started: u64,
-    /// Its sockets and log.
+    /// The directory with the QEMU's sockets and log.
     pub directory: PathBuf,
-    /// Its monitor, if Rekindle did not start it: it has none of the sockets then.
+    /// The QEMU's monitor if Rekindle did not start it; then `directory` has none of the sockets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub monitor: Option<Monitor>,
 }
 
 impl Vmm {
-    /// Starts a QEMU in `directory`, which must exist and be its own. `fds` are put at the given numbers.
+    /// Starts a QEMU in `directory`, which must exist and belong to this QEMU alone. `fds` get the given numbers in
+    /// QEMU.
     ///
-    /// On success: the process runs, in a session of its own; it need not have opened its sockets yet.
+    /// On success: the process runs in a session of its own. Its sockets may not exist yet.
     ///
     /// # Errors
-    /// [`VmmError::Spawn`].
+    /// [`VmmError::Spawn`] when the binary cannot be run, or `directory` not be written.
     pub fn spawn(
         binary: &Path,
         arguments: &[String],
@@ -131,7 +132,7 @@ impl Vmm {
     /// Waits until the QEMU greets on its QMP socket, at most for `timeout`.
     ///
     /// # Errors
-    /// [`VmmError::Ended`] with its output, when it ends instead; [`VmmError::Silent`].
+    /// [`VmmError::Ended`] with QEMU's output, when it ends instead; [`VmmError::Silent`] when `timeout` has passed.
     pub fn connect(&self, timeout: Duration) -> Result<Qmp, VmmError> {
         if let Some(monitor) = &self.monitor {
             return Ok(monitor.connect(timeout)?);
@@ -155,10 +156,11 @@ impl Vmm {
         }
     }
 
-    /// A connection to query it during an operation. A QEMU that Rekindle did not start may have one socket only.
+    /// Opens a connection for queries during an operation. A QEMU that Rekindle did not start may have only one
+    /// socket.
     ///
     /// # Errors
-    /// [`QmpError::NoGreeting`] when another client holds it.
+    /// [`QmpError::NoGreeting`] when another client holds that socket.
     pub fn watch(&self, timeout: Duration) -> Result<Qmp, QmpError> {
         match &self.monitor {
             Some(monitor) => monitor.connect(timeout),
@@ -166,10 +168,10 @@ impl Vmm {
         }
     }
 
-    /// The connection for the protector, with what is to be known of it.
+    /// Opens the protector's connection and inspects the QEMU.
     ///
     /// # Errors
-    /// [`AdoptError`].
+    /// [`AdoptError`], also when the process cannot be identified for certain.
     pub fn adopt(&self, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
         match &self.monitor {
             Some(monitor) => monitor.adopt(timeout),
@@ -177,10 +179,10 @@ impl Vmm {
         }
     }
 
-    /// A second connection for the protector, if it has one.
+    /// Opens the protector's second connection, if the QEMU has a socket for it.
     ///
     /// # Errors
-    /// [`QmpError`].
+    /// [`QmpError`], as for [`Qmp::connect`].
     pub fn save(&self, timeout: Duration) -> Result<Option<Qmp>, QmpError> {
         match &self.monitor {
             Some(_) => Ok(None),
@@ -188,29 +190,29 @@ impl Vmm {
         }
     }
 
-    /// Its process.
+    /// Returns the process number and start time.
     #[must_use]
     pub fn process(&self) -> Process {
         Process { pid: self.pid, started: self.started }
     }
 
-    /// Its sockets and files.
+    /// Returns the paths of the QEMU's sockets and files.
     #[must_use]
     pub fn directory(&self) -> Directory {
         Directory(self.directory.clone())
     }
 
-    /// Whether it still runs.
+    /// Returns whether the QEMU still runs.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         self.process().is_alive()
     }
 
-    /// If it has ended, wait until it has also released its taps, its images and its RAM: its last thread may still be
-    /// ending when its first one has ended. One that runs is not waited for.
+    /// If the QEMU has ended, waits until it has also released its taps, images and RAM: its last thread may end
+    /// later than its first one. Returns immediately if the QEMU runs.
     ///
     /// # Errors
-    /// When it cannot be watched, or still holds them 10 s later (a thread stuck in the kernel).
+    /// When it cannot be watched, or still holds them after 10 s (a thread stuck in the kernel).
     pub fn wait_released(&self) -> io::Result<()> {
         if self.is_alive() || self.process().wait_end(Duration::from_secs(10))? {
             return Ok(());
@@ -218,10 +220,10 @@ impl Vmm {
         Err(io::Error::other(format!("QEMU (process {}) has ended, but a thread of it does not end", self.pid)))
     }
 
-    /// Kills it and waits until it is gone, so that its RAM mapping, its locks and its taps are free.
+    /// Kills the QEMU and waits until it has ended, so that its RAM mapping, its locks and its taps are free.
     ///
     /// # Errors
-    /// When it may not be killed, or has not ended 10 s later (a process stuck in the kernel).
+    /// When it may not be killed, or has not ended after 10 s (a process stuck in the kernel).
     pub fn kill(&self) -> io::Result<()> {
         let process = self.process();
         process.kill()?;

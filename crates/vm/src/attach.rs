@@ -1,8 +1,8 @@
 //! VMs whose QEMU Rekindle did not start: attach and detach.
 //!
-//! Attaching writes a run directory and nothing else: neither QEMU nor its guest is changed. A protector
-//! changes QEMU (a userfaultfd, protected pages, a set of descriptors), and detaching removes what is left of that,
-//! also if the protector was killed.
+//! Attaching only writes a run directory: neither QEMU nor its guest is changed. A protector changes QEMU (a
+//! userfaultfd, protected pages, a set of descriptors). Detaching removes what is left of these changes, even if the
+//! protector was killed.
 
 use crate::cleanup::clean_up;
 use crate::definition::{
@@ -36,71 +36,71 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use uuid::Uuid;
 
-/// How long a QEMU may take to greet.
+/// Limit for a QEMU's greeting.
 const GREETING: Duration = Duration::from_secs(5);
 /// How long to wait for the end of a checkpoint.
 const PAUSE: Duration = Duration::from_secs(30);
 
-/// Why a QEMU was not attached to, or not detached.
+/// Why a QEMU could not be attached or detached.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// The VM.
+    /// The VM is unknown, busy, or its files cannot be used.
     #[error(transparent)]
     Life(#[from] LifeError),
-    /// Its QEMU.
+    /// The QEMU cannot be found or inspected.
     #[error(transparent)]
     Adopt(#[from] AdoptError),
-    /// Its QEMU rejects a command.
+    /// QEMU rejects a command or does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Another VM is this QEMU.
+    /// The QEMU belongs to another VM.
     #[error("process {pid} is VM {other} already: {}", if *.attached {
         format!("rekindle detach {other} releases it")
     } else {
         "Rekindle has started it itself, and it needs no attaching".to_owned()
     })]
     Same {
-        /// The process.
+        /// QEMU's process number.
         pid: u32,
         /// The other VM.
         other: String,
-        /// Whether that is attached.
+        /// Whether the other VM is an attached one.
         attached: bool,
     },
-    /// It cannot be protected, or not be restored.
+    /// The guest cannot be protected, or could not be restored.
     #[error("process {pid} cannot be attached to:\n{}", listed(.obstacles))]
     Obstacles {
-        /// The process.
+        /// QEMU's process number.
         pid: u32,
-        /// What prevents it.
+        /// The reasons.
         obstacles: Vec<Obstacle>,
     },
-    /// No call can be made in it.
+    /// No system call can be injected into QEMU.
     #[error(transparent)]
     Inject(#[from] InjectError),
-    /// Its memory cannot be tracked.
+    /// The guest's memory cannot be tracked.
     #[error(transparent)]
     Right(#[from] RemoteError),
-    /// It was not attached to.
+    /// Rekindle started the VM.
     #[error("VM {name} was started by Rekindle, and not attached to: rekindle stop {name}")]
     NotAttached {
-        /// Its name.
+        /// Name of the VM.
         name: String,
     },
-    /// A protector takes checkpoints of it.
+    /// A protector takes checkpoints of the VM.
     #[error("{} takes checkpoints of VM {name}: end it first", .by.map_or("a process".to_owned(), |pid| format!("process {pid}")))]
     Protected {
-        /// Its name.
+        /// Name of the VM.
         name: String,
-        /// The process.
+        /// The protector's process number, if it is known.
         by: Option<u32>,
     },
-    /// Its run directory.
+    /// A file of the run directory cannot be used.
     #[error("{}", path.display())]
     File {
-        /// The file.
+        /// Path of the file or directory.
         path: PathBuf,
-        /// Why.
+        /// The error of opening, locking or writing it.
         #[source]
         source: io::Error,
     },
@@ -110,15 +110,15 @@ fn listed(obstacles: &[Obstacle]) -> String {
     obstacles.iter().map(|one| format!("  - {}: {}", one.what, one.why)).collect::<Vec<_>>().join("\n")
 }
 
-/// Held by the protector of an attached VM: its monitor serves one client, and the changes in its QEMU belong to one
-/// protector.
+/// Lock of an attached VM's protector. There is only one protector at a time: the monitor serves one client, and the
+/// changes in QEMU belong to one protector.
 #[derive(Debug)]
 pub struct Protection {
     _file: File,
 }
 
 impl Protection {
-    /// Takes it.
+    /// Takes the lock without waiting.
     ///
     /// # Errors
     /// [`AttachError::Protected`] when another protector holds it.
@@ -140,18 +140,18 @@ impl Protection {
     }
 }
 
-/// Attaches to the QEMU behind `monitor` as VM `name`.
+/// Attaches the QEMU that `monitor` belongs to, as VM `name`.
 ///
-/// *Needs:* the right to trace it (root, or its user with `kernel.yama.ptrace_scope=0`); nothing that cannot be
-/// protected or restored. *On success:* it has a run directory; neither QEMU nor its guest was changed. *On failure:*
-/// nothing is left.
+/// *Needs:* the right to trace QEMU (root, or QEMU's user with `kernel.yama.ptrace_scope=0`); a guest that can be
+/// protected and restored. *On success:* the VM has a run directory; neither QEMU nor its guest was changed. *On
+/// failure:* a new run directory is removed again.
 ///
 /// # Errors
-/// [`AttachError`].
+/// [`AttachError`]; it lists every obstacle.
 pub fn attach(host: &Host, name: &Name, monitor: Monitor) -> Result<State, AttachError> {
     let rundir = RunDir::new(&host.root, name.as_str());
     let failed = |source| AttachError::File { path: rundir.path().to_owned(), source };
-    // Another attach may be making a VM of the same QEMU under another name.
+    // Another process may attach the same QEMU under another name: lock the root directory.
     let all_vms = File::open(&host.root).map_err(failed)?;
     flock(&all_vms, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
     let was_there = rundir.exists();
@@ -176,7 +176,7 @@ fn make(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<S
                 clean_up(host, rundir, &before)?;
                 host.create_run_dir(rundir).map_err(failed)?;
             }
-            // A VM of Rekindle's own: it may be wanted once more.
+            // A VM that Rekindle started: the user may want to run it again.
             None => return Err(LifeError::NameTaken { name: name.to_string() }.into()),
         }
     }
@@ -207,7 +207,7 @@ fn make(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<S
     Ok(state)
 }
 
-/// Checks that the rights suffice: a userfaultfd is opened in QEMU and closed again.
+/// Checks that our rights suffice: opens a userfaultfd in QEMU and closes it again.
 fn prove(adopted: &Adopted, qmp: &mut Qmp) -> Result<(), AttachError> {
     let injector = Injector::new(adopted.process())?;
     let device = userfaultfd::hand(qmp, adopted.process())?;
@@ -322,14 +322,14 @@ fn state(
     }
 }
 
-/// By what a store knows a guest that has no UUID: the same each time this process is attached to.
+/// Returns the UUID by which a store identifies a guest without a UUID: the same each time the process is attached.
 fn own_uuid(adopted: &Adopted) -> Uuid {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let life = format!("{} {} {}", boot.trim(), adopted.pid, adopted.started);
     Uuid::from_u128(xxhash_rust::xxh3::xxh3_128(life.as_bytes()))
 }
 
-/// Describes the program that started it, as far as that is visible.
+/// Describes the program that started QEMU, as far as that is visible.
 fn starter(adopted: &Adopted, monitor: &Monitor) -> String {
     if let Monitor::Libvirt { .. } = monitor {
         return monitor.to_string();
@@ -343,22 +343,23 @@ fn starter(adopted: &Adopted, monitor: &Monitor) -> String {
     }
 }
 
-/// The state of a QEMU when it was detached.
+/// QEMU's state when it was detached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Detached {
-    /// It continues to run.
+    /// QEMU continues to run.
     Running,
-    /// It had ended.
+    /// QEMU had ended.
     Ended,
 }
 
 /// Detaches an attached VM and removes what a protector has left in its QEMU.
 ///
-/// *Needs:* no protector at work on it. *On success:* nothing of Rekindle is left in QEMU, and no run directory; the
-/// guest continues to run. *On failure:* the error names what could not be removed; the same command continues.
+/// *Needs:* no running protector. *On success:* nothing of Rekindle is left in QEMU, the run directory is removed,
+/// and the guest continues to run. *On failure:* the error names what could not be removed; the same command can be
+/// repeated.
 ///
 /// # Errors
-/// [`AttachError`].
+/// [`AttachError`]; also [`AttachError::NotAttached`] for a VM that Rekindle started.
 pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
     let (held, _left_behind) = Held::take_anyhow(host, name, "detach")?;
     if held.state.attached.is_none() {
@@ -369,7 +370,7 @@ pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
     if let Some(vmm) = alive {
         let _run_state = RunState::acquire(&held.rundir, PAUSE).map_err(LifeError::from)?;
         match release(vmm, &held.rundir.paused()) {
-            // It ended meanwhile.
+            // QEMU ended in the meantime.
             Err(_) if !vmm.is_alive() => {}
             other => other?,
         }
@@ -381,7 +382,7 @@ pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
 }
 
 fn release(vmm: &Vmm, mark: &Path) -> Result<(), AttachError> {
-    // First resume threads that wait to write.
+    // First resume the threads that are blocked in a write to a protected page.
     tracker::close_leftovers(Injector::new(Process { pid: vmm.pid, started: vmm.started })?)?;
     let mut qmp = vmm.connect(GREETING).map_err(|e| match e {
         VmmError::Qmp(e) => AttachError::Qmp(e),

@@ -1,4 +1,4 @@
-//! Removing all that Rekindle keeps of a VM.
+//! Removal of everything that Rekindle keeps of a VM.
 
 use crate::disks;
 use crate::error::LifeError;
@@ -14,11 +14,11 @@ use rekindle_memory::directory::RamDirectory;
 use std::fs;
 use std::io;
 
-/// Removes all that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. What is already gone is
-/// not an error, so that it can be repeated after an interruption.
+/// Removes everything that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. Missing parts are
+/// no error, so that it can be repeated after an interruption.
 ///
 /// # Errors
-/// What cannot be removed.
+/// [`LifeError`], for the first process, tap or file that cannot be removed.
 pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     qemu::end_all(rundir, state)?;
@@ -29,7 +29,7 @@ pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeE
             RamDirectory::at(directory)?.remove(&ram::name(&path))?;
         }
     }
-    // Its disks' servers have gone, so no candidate of it is to be used any more.
+    // The disk servers have ended and no longer record writes: the VM's candidates can never be used again.
     match fs::remove_dir_all(phases::directory(host, rundir, &state.definition)) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
         _ => {}

@@ -1,8 +1,7 @@
-//! The servers of a VM's disks: a process for each disk (`rekindle disk serve`) that outlives the QEMUs which come
-//! and go.
+//! The servers of a VM's disks. Each disk has one process (`rekindle disk serve`), which outlives the VM's QEMUs.
 //!
-//! One that has died is restarted by `rekindle watch` ([`crate::helpers`]), or by the next operation on the VM; QEMU
-//! connects to it again. What it knew of the guest's cache is lost then.
+//! A server that has died is restarted by `rekindle watch` ([`crate::helpers`]), or by the next operation on the VM.
+//! QEMU then reconnects to it. The server's knowledge of the guest's cache is lost.
 
 mod kept;
 mod served;
@@ -36,90 +35,90 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a server may take to open its image and listen.
+/// Limit for a server to open its image and listen.
 const START: Duration = Duration::from_secs(30);
-/// How long one that was asked to end, or killed, may take for what it has under way.
+/// Limit for a server that was asked to end, or killed, to finish its requests.
 const END: Duration = Duration::from_secs(10);
 
-/// How long another process may take to start or end servers of the same VM.
+/// Limit for another process to start or end servers of the same VM.
 const BUSY: Duration = Duration::from_secs(60);
 
-/// How long one may take to merge a log: as long as it is, and its guest has ended.
+/// Limit for a server to merge a redo log. It is generous: a log may be long, and the guest has ended.
 const MERGE: Duration = Duration::from_secs(600);
 
-/// Why a disk has no server.
+/// Why the server of a disk could not be started, used or ended.
 #[derive(Debug, thiserror::Error)]
 pub enum DisksError {
-    /// It does not start.
+    /// The server does not start.
     #[error("disk {id}: the server of {} does not start; its log ends with:\n{log}", image.display())]
     Start {
-        /// The disk.
+        /// Id of the disk.
         id: String,
-        /// Its image.
+        /// Path of the disk's image.
         image: PathBuf,
-        /// The end of its log.
+        /// The end of the server's log.
         log: String,
     },
-    /// It does not end.
+    /// The server was killed but does not end.
     #[error("disk {id}: its server (process {pid}) was killed but does not end")]
     Stuck {
-        /// The disk.
+        /// Id of the disk.
         id: String,
-        /// The process.
+        /// The server's process number.
         pid: u32,
     },
-    /// A server runs and does not answer. A second one of the same disk is never started.
+    /// A server runs but does not answer. A second server of the same disk is never started.
     #[error(
         "disk {id}: its server (process {pid}) runs and does not answer; if it is stopped, resume it: kill -CONT {pid}; if it hangs, \
          kill it: kill -KILL {pid}, and run this command again"
     )]
     Silent {
-        /// The disk.
+        /// Id of the disk.
         id: String,
-        /// The process.
+        /// The server's process number.
         pid: u32,
     },
-    /// Its server does not take it.
+    /// The server rejects a command or does not answer it.
     #[error("disk {id}")]
     Refused {
-        /// The disk.
+        /// Id of the disk.
         id: String,
-        /// Why.
+        /// The server's answer, or the error of the connection.
         #[source]
         source: ControlError,
     },
-    /// Its redo log cannot be read or merged.
+    /// The redo log cannot be read or merged.
     #[error("disk {id}")]
     Redo {
-        /// The disk.
+        /// Id of the disk.
         id: String,
-        /// Why.
+        /// The error of reading or merging.
         #[source]
         source: MergeError,
     },
-    /// The run directory.
+    /// The lock of the servers, or the run directory, cannot be used.
     #[error("run directory {}", path.display())]
     RunDir {
-        /// The directory.
+        /// Path of the run directory.
         path: PathBuf,
-        /// Why.
+        /// The error of locking or reading.
         #[source]
         source: io::Error,
     },
-    /// The system refuses.
+    /// A system call failed.
     #[error("disk {id}: {doing}")]
     Io {
-        /// The disk.
+        /// Id of the disk.
         id: String,
-        /// What was done.
+        /// The failed action.
         doing: &'static str,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
 }
 
-/// The socket of a server for commands of ours.
+/// Returns the control socket of a disk's server.
 #[must_use]
 pub fn control(rundir: &RunDir, id: &str) -> PathBuf {
     rundir.file(&format!("disk-{id}.control"))
@@ -133,18 +132,19 @@ fn log_name(id: &str) -> String {
     format!("disk-{id}.log")
 }
 
-/// Locked by the disk's server from before its program starts until it has ended: by this it is found.
+/// Lock file. The disk's server holds its lock from before the program starts until it has ended: the holder of the
+/// lock is the server.
 fn lock(rundir: &RunDir, id: &str) -> PathBuf {
     rundir.file(&format!("disk-{id}.lock"))
 }
 
-/// The process that serves a disk of this VM, whether it answers or not.
+/// Returns the processes that serve a disk of this VM, whether they answer or not.
 ///
 /// # Errors
-/// When the disk is served by a process that cannot be seen.
+/// When the lock of the disk is held by a process that cannot be seen.
 pub fn servers(rundir: &RunDir, id: &str) -> io::Result<Vec<Process>> {
     let mut found = lockfile::holders(&lock(rundir, id))?;
-    // One that an earlier version of Rekindle has started holds no lock, but listens.
+    // A server that an earlier version of Rekindle has started holds no lock, but it listens.
     if let Some(process) = server(rundir, id)
         && !found.contains(&process)
     {
@@ -153,7 +153,7 @@ pub fn servers(rundir: &RunDir, id: &str) -> io::Result<Vec<Process>> {
     Ok(found)
 }
 
-/// Rejects a disk whose server runs and does not answer. One that is just ending is waited for.
+/// Rejects a disk whose server runs and does not answer. A server that is ending is waited for.
 fn refuse_silent(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
     let failed = |source| DisksError::Io { id: disk.id.clone(), doing: "finding its server", source };
     for server in servers(rundir, &disk.id).map_err(failed)? {
@@ -164,7 +164,7 @@ fn refuse_silent(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
     Ok(())
 }
 
-/// The process that serves a disk, if one does: the peer of its control socket.
+/// Returns the process that serves a disk, if there is one: the peer of its control socket.
 #[must_use]
 pub fn server(rundir: &RunDir, id: &str) -> Option<Process> {
     let stream = UnixStream::connect(control(rundir, id)).ok()?;
@@ -176,24 +176,25 @@ fn answers(rundir: &RunDir, id: &str) -> bool {
     Control::connect(&control(rundir, id)).and_then(|mut control| control.status()).is_ok()
 }
 
-/// The epochs that disks are wanted at, by their ids; the others are wanted as they are.
+/// The epochs at which disks are required, by the disks' ids. The newest version of all other disks is used.
 pub type Epochs = BTreeMap<String, EpochId>;
 
-/// Starts a server for each disk that is to have one and has none.
+/// Starts a server for each disk that requires one and has none.
 ///
-/// *On success:* a QEMU can connect to each of them; gives how many were started.
+/// *On success:* a QEMU can connect to each server. Returns the number of started servers.
 ///
 /// # Errors
-/// [`DisksError`]; those that were started run on, until [`end`].
+/// [`DisksError`]; servers that were started continue to run until [`end`].
 pub fn start(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> {
     start_with(rundir, hardware, &Begin::Newest)
 }
 
 /// As [`start`], with the disks of a checkpoint whose memory is still being loaded: the servers wait for missing
-/// pages until [`filled`]. None of the disks may have a server.
+/// pages until [`filled`]. No disk may have a server yet.
 ///
 /// # Errors
-/// [`DisksError`]; no server starts for a disk that is newer than its epoch, or another one, and the error names it.
+/// [`DisksError`]; no server starts for a disk that is newer than its epoch, or is another disk, and the error names
+/// the disk.
 pub fn start_at(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<usize, DisksError> {
     start_with(rundir, hardware, &Begin::At(epochs))
 }
@@ -201,12 +202,12 @@ pub fn start_at(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result
 /// As [`start`], for a QEMU that waits for a checkpoint: the images are checked, but not locked until [`have`].
 ///
 /// # Errors
-/// [`DisksError`].
+/// [`DisksError`], as for [`start`].
 pub fn start_waiting(rundir: &RunDir, hardware: &Hardware) -> Result<usize, DisksError> {
     start_with(rundir, hardware, &Begin::Waiting)
 }
 
-/// Describes what prevents a restore with the servers that wait.
+/// Describes what prevents a restore with the waiting servers.
 #[must_use]
 pub fn against_waiting(rundir: &RunDir, hardware: &Hardware) -> Option<String> {
     served(hardware).find_map(|disk| {
@@ -219,13 +220,13 @@ pub fn against_waiting(rundir: &RunDir, hardware: &Hardware) -> Option<String> {
     })
 }
 
-/// Makes servers that wait serve the disks of a checkpoint, whose memory is still being loaded.
+/// Makes the waiting servers serve the disks of a checkpoint whose memory is still being loaded.
 ///
-/// *On success:* the images are locked; queues may run.
-/// *On failure:* all wait as before. One that had its disk already was ended, and another one waits in its place.
+/// *On success:* the images are locked; queues may run. *On failure:* all servers wait as before. A server that had
+/// opened its disk already was replaced by a new one that waits.
 ///
 /// # Errors
-/// [`DisksError`]: another process has an image open, it is newer than the checkpoint, or another one.
+/// [`DisksError`]: another process has an image open, an image is newer than the checkpoint, or it is another disk.
 pub fn have(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
     let had = served(hardware).try_for_each(|disk| {
         let ask = Ask::Have { at: epochs.get(&disk.id).copied(), filling: true };
@@ -239,8 +240,8 @@ pub fn have(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(),
     had
 }
 
-/// Undoes [`have`] when a restore fails: servers that have their disks already are replaced by ones that wait, and
-/// the images are unlocked.
+/// Undoes [`have`] when a restore fails: servers that have opened their disks are replaced by waiting ones, and the
+/// images are unlocked.
 pub fn wait_again(rundir: &RunDir, hardware: &Hardware) {
     let waits = |disk: &Disk| {
         let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
@@ -255,27 +256,27 @@ pub fn wait_again(rundir: &RunDir, hardware: &Hardware) {
     }
 }
 
-/// The disk that a server starts with.
+/// The version of the disk that a server starts with.
 enum Begin<'a> {
-    /// The newest disk.
+    /// The newest version.
     Newest,
-    /// Those of a checkpoint.
+    /// The versions of a checkpoint.
     At(&'a Epochs),
-    /// None yet: [`have`] names them.
+    /// None yet: [`have`] supplies the epochs.
     Waiting,
 }
 
-/// Restarts the servers that have died of a VM whose QEMU uses its disks, as [`start`] does. Nothing is started for a
-/// VM that ends or moves.
+/// Restarts the servers that have died, if a QEMU uses the VM's disks. Nothing is started for a VM that ends or
+/// moves.
 ///
-/// *On success:* a QEMU can connect to each of them; gives how many were started.
+/// *On success:* a QEMU can connect to each server. Returns the number of started servers.
 ///
 /// # Errors
-/// [`DisksError`].
+/// [`DisksError`], as for [`start`].
 pub fn restart(rundir: &RunDir) -> Result<usize, DisksError> {
     let failed = |source| DisksError::RunDir { path: rundir.path().to_owned(), source };
     let Some(_lock) = Servers::acquire(rundir, BUSY).map_err(failed)? else { return Ok(0) };
-    // Checked with the lock held: a process that ends the servers has ended QEMU, or noted the move, before that.
+    // Check this with the lock held: a process that ends the servers has ended QEMU, or recorded the move, before.
     match served_now(rundir).map_err(failed)? {
         Some(hardware) => start_locked(rundir, &hardware, &Begin::Newest),
         None => Ok(0),
@@ -292,7 +293,7 @@ fn start_with(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Result
 }
 
 fn start_locked(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Result<usize, DisksError> {
-    // One that has died while a restore fills waits too.
+    // A server that died while a restore fills must wait for missing pages too.
     let filling = matches!(begin, Begin::At(_)) || rundir.fill().exists();
     let mut started = Vec::new();
     for disk in served(hardware).filter(|disk| !answers(rundir, &disk.id)) {
@@ -306,7 +307,8 @@ fn start_locked(rundir: &RunDir, hardware: &Hardware, begin: &Begin<'_>) -> Resu
                 }
             }
             Begin::Newest => {
-                // Its guest may not have written since it resumed: then the log still has later epochs of another run.
+                // The guest may not have written since it resumed: then the log still has later epochs of another
+                // run.
                 if let Some(Since { at: EpochId { disk, epoch }, first }) = since::read(rundir, disk)? {
                     command.arg(format!("--epoch={epoch}")).arg(format!("--disk-id={disk}"));
                     command.arg(format!("--since={first}"));
@@ -332,7 +334,7 @@ fn command(rundir: &RunDir, disk: &Disk, vcpus: u32) -> Result<Command, DisksErr
     let mut command = Command::new(binary);
     command.args(["disk", "serve"]).arg(&disk.path);
     command.arg(format!("--control={}", control(rundir, &disk.id).display()));
-    // The path at which every QEMU of the VM connects.
+    // Every QEMU of the VM connects to this path.
     command.arg("--socket").arg(rundir.vmm(1).disk(&disk.id)).arg(format!("--queues={}", disk_queues(vcpus)));
     if disk.readonly {
         command.arg("--readonly");
@@ -385,12 +387,12 @@ fn wait(rundir: &RunDir, disk: &Disk, mut child: Child) -> Result<(), DisksError
     Ok(())
 }
 
-/// Ends the servers of a VM whose QEMUs have ended. Those that are gone already are no error.
+/// Ends the servers of a VM whose QEMUs have ended. A missing server is no error.
 ///
 /// *On success:* no server has the images open.
 ///
 /// # Errors
-/// [`DisksError`].
+/// [`DisksError`]; the remaining servers can be ended by another call.
 pub fn end(rundir: &RunDir, hardware: &Hardware) -> Result<(), DisksError> {
     let failed = |source| DisksError::RunDir { path: rundir.path().to_owned(), source };
     let _lock = Servers::acquire(rundir, BUSY).map_err(failed)?;
@@ -423,14 +425,14 @@ fn end_one(id: &str, server: Process, asked: bool) -> Result<(), DisksError> {
     }
 }
 
-/// Where the redo log of a disk is, if it has one.
+/// Returns the directory of a disk's redo log, which may not exist.
 fn redo(disk: &Disk) -> PathBuf {
     disk.redo.clone().unwrap_or_else(|| offline::default_directory(&disk.path))
 }
 
-/// Describes what prevents giving a VM its disks at `epochs`: a damaged redo log, or one that QEMU itself would not
-/// see. Damage to later epochs prevents nothing. With `choose` also one whose log a failure has left, since there are
-/// two disks then, and the user must choose.
+/// Describes what prevents giving a VM its disks at `epochs`: a damaged redo log, or a redo log that QEMU would not
+/// see because the disk has no server. Damage to later epochs prevents nothing. With `choose` it also reports each
+/// redo log that a failure has left: there are then two versions of the disk, and the user must choose.
 #[must_use]
 pub fn left_behind(hardware: &Hardware, epochs: &Epochs, choose: bool) -> Vec<String> {
     let problem = |disk: &Disk| {
@@ -454,13 +456,13 @@ pub fn left_behind(hardware: &Hardware, epochs: &Epochs, choose: bool) -> Vec<St
     hardware.disks.iter().filter_map(problem).collect()
 }
 
-/// Describes which images are not those of a guest whose disks have these identities. They may be in use.
+/// Describes which images are not the guest's, by the identities in `epochs`. The images may be in use.
 #[must_use]
 pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
     let problem = |disk: &Disk| {
         let at = epochs.get(&disk.id)?;
         let image = disk.path.display();
-        // Only the identity matters; the segments may be in use.
+        // Only the identity is checked; the segments may be in use.
         match offline::inspect_log(&disk.path, &redo(disk), 0, None) {
             Ok(Some(left)) if left.disk == at.disk => None,
             Ok(Some(_)) => Some(format!("disk {}: {image} is another disk here than the guest's", disk.id)),
@@ -473,10 +475,11 @@ pub fn others(hardware: &Hardware, epochs: &Epochs) -> Vec<String> {
     served(hardware).filter_map(problem).collect()
 }
 
-/// Merges what is left of the redo logs of a VM's disks, none of which has a server: each is the newest disk then.
+/// Merges the remaining redo logs of a VM's disks, none of which may have a server. Afterwards each image is the
+/// newest version of its disk.
 ///
 /// # Errors
-/// [`DisksError::Redo`]; that log can be merged again.
+/// [`DisksError::Redo`]; the merge can be repeated.
 pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
     let has_log = |disk: &&Disk| !disk.readonly && redo(disk).exists();
     served(hardware).filter(has_log).try_for_each(|disk| {
@@ -485,8 +488,8 @@ pub fn merge_left(hardware: &Hardware) -> Result<(), DisksError> {
     })
 }
 
-/// Merges the redo logs of a VM whose guest has shut down: its newest disks count. A log that cannot be merged is
-/// kept, and a warning logged.
+/// Merges the redo logs of a VM whose guest has shut down: the newest version of its disks is kept. A log that cannot
+/// be merged is left as it is, with a warning.
 pub fn end_epochs(rundir: &RunDir, hardware: &Hardware) {
     for disk in served(hardware).filter(|disk| !disk.readonly) {
         let ended = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.end_epochs(MERGE));
@@ -497,8 +500,8 @@ pub fn end_epochs(rundir: &RunDir, hardware: &Hardware) {
     }
 }
 
-/// Notifies the servers that a restore has loaded all of the guest's memory: they no longer check for missing pages.
-/// One that does not get this is only slower.
+/// Notifies the servers that a restore has loaded all of the guest's memory, so that they no longer check for missing
+/// pages. A server that does not get the message is only slower.
 pub fn filled(rundir: &RunDir) {
     let entries = fs::read_dir(rundir.path()).into_iter().flatten().flatten();
     let of_server = |name: &std::ffi::OsStr| {

@@ -13,28 +13,28 @@ use std::path::Path;
 use std::process::Command;
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// Entries of the ring that is tried.
+/// Entries of the test ring.
 const SERVER_RING: u32 = 8;
 
 /// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was checked.
+    /// Name of the check.
     pub what: String,
-    /// Whether it is as it should be.
+    /// Severity of the finding.
     pub level: Level,
     /// What was found.
     pub found: String,
-    /// What to do about it; empty if nothing.
+    /// What to do about it; empty if nothing is to be done.
     #[serde(rename = "mend")]
     pub hint: String,
 }
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
-    /// As it should be.
+    /// No problem.
     Good,
     /// Something is slower or not possible.
     Limited,
@@ -106,8 +106,7 @@ fn memory() -> Finding {
     }
 }
 
-/// Disk servers read and write by `io_uring`: create a ring as they do, since limits of this process may be other
-/// than theirs.
+/// Disk servers use `io_uring`: create a ring as they do, because the limits of this process may differ from theirs.
 fn disk_servers() -> Finding {
     const WHAT: &str = "io_uring";
     const ELSE: &str = "disks need `server = false` until then";
@@ -120,7 +119,7 @@ fn disk_servers() -> Finding {
     finding(WHAT, Level::Limited, found, format!("{hint}; {ELSE}"))
 }
 
-/// Why it is refused, and what to do.
+/// Returns why the kernel rejects a ring, and a hint.
 fn io_uring_refused(error: &io::Error, disabled: Option<&str>) -> (String, &'static str) {
     match (disabled, Errno::from_io_error(error)) {
         (Some("2"), _) => ("kernel.io_uring_disabled is 2".into(), "sysctl kernel.io_uring_disabled=0"),
@@ -161,7 +160,7 @@ fn ip() -> Finding {
     }
 }
 
-/// Reading a QEMU's memory and taking its taps is a matter of ptrace rights.
+/// Rights to trace a process are required to read QEMU's memory and to duplicate its taps.
 fn tracing_rights() -> Finding {
     let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_else(|_| "0".into());
     let root = rustix::process::geteuid().is_root();

@@ -1,4 +1,4 @@
-//! Why something could not be done with a VM.
+//! Errors of operations on a VM.
 
 use crate::disks::DisksError;
 use crate::journal::{Kind, Step};
@@ -11,102 +11,102 @@ use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::vmm::VmmError;
 use std::io;
 
-/// Why something could not be done with a VM.
+/// Why an operation on a VM failed.
 #[derive(Debug, thiserror::Error)]
 pub enum LifeError {
-    /// There is no such VM.
+    /// There is no VM of this name.
     #[error("there is no VM {name}; `rekindle ls` lists them")]
     Unknown {
-        /// Its name.
+        /// Name of the VM.
         name: String,
     },
-    /// It runs already.
+    /// The VM runs already.
     #[error("VM {name} runs already (QEMU process {pid}); stop it first: rekindle stop {name}")]
     Running {
-        /// Its name.
+        /// Name of the VM.
         name: String,
-        /// The QEMU.
+        /// QEMU's process number.
         pid: u32,
     },
-    /// A VM of that name was there, and may be wanted again.
+    /// A VM of this name exists already, and the user may want to run it again.
     #[error(
         "there is a VM {name} already, whose QEMU has ended; choose another name, or remove that VM: rekindle stop {name}"
     )]
     NameTaken {
-        /// Its name.
+        /// Name of the VM.
         name: String,
     },
-    /// Its QEMU waits for a checkpoint.
+    /// The VM's QEMU waits for a checkpoint.
     #[error(transparent)]
     Prepared(#[from] PreparedError),
-    /// Its QEMU has ended.
+    /// The VM's QEMU has ended.
     #[error("VM {name} does not run: its QEMU has ended; its log ends with:\n{log}\nstart it again: rekindle run FILE")]
     Ended {
-        /// Its name.
+        /// Name of the VM.
         name: String,
-        /// The end of the log.
+        /// The end of QEMU's log.
         log: String,
     },
     /// An operation was interrupted.
     #[error("VM {name}: `rekindle {kind}` was interrupted {step}; finish or undo it first: rekindle recover {name}")]
     NeedsRecovery {
-        /// Its name.
+        /// Name of the VM.
         name: String,
-        /// What it was.
+        /// The interrupted operation.
         kind: Kind,
-        /// How far it got.
+        /// The last step in the journal.
         step: Step,
     },
-    /// Rekindle has not started its QEMU.
+    /// Rekindle did not start the VM's QEMU.
     #[error(
         "VM {name} was attached to, and not started by Rekindle ({starter}): use the program that started it for {what}; \
          rekindle detach {name} releases it"
     )]
     Attached {
-        /// Its name.
+        /// Name of the VM.
         name: String,
-        /// The program that started it.
+        /// Description of the program that started QEMU.
         starter: String,
-        /// What was requested.
+        /// The rejected action.
         what: &'static str,
     },
-    /// It was restored from one that Rekindle had not started.
+    /// The VM was restored from a VM that Rekindle had not started.
     #[error(
         "VM {name} has the hardware of one that Rekindle had not started, whose command line it does not know well enough to give \
          the guest to another QEMU; to upgrade its QEMU: rekindle protect {name} --store DIR --create-store --count 1, rekindle \
          stop {name}, rekindle restore {name} --store DIR --qemu PATH"
     )]
     Foreign {
-        /// Its name.
+        /// Name of the VM.
         name: String,
     },
-    /// The definition asks for what this host or this QEMU does not have.
+    /// The definition requires something that this host or this QEMU does not have.
     #[error("VM {name} cannot run here:\n{}", list(.problems))]
     Unfit {
-        /// Its name.
+        /// Name of the VM.
         name: String,
-        /// What is missing.
+        /// The missing features or the problems.
         problems: Vec<String>,
     },
-    /// A process of it was killed, and does not end: it may still run, or wait in the kernel.
+    /// A process of the VM was killed but does not end: it may still run, or wait in the kernel.
     #[error(
         "VM {name}: {what} (process {pid}) was killed and does not end: it may hang in the kernel, on a disk or a share that is away"
     )]
     Stuck {
-        /// Its name.
+        /// Name of the VM.
         name: String,
-        /// Which program.
+        /// Name of the program.
         what: &'static str,
-        /// Which process.
+        /// Process number.
         pid: u32,
     },
-    /// Another operation runs.
+    /// Another operation runs on the VM.
     #[error(transparent)]
     Lock(#[from] LockError),
-    /// The QEMU binary is not usable.
+    /// The QEMU binary cannot be used.
     #[error(transparent)]
     Binary(#[from] BinaryError),
-    /// The RAM is unavailable.
+    /// The RAM directory cannot be used, or there is not enough memory.
     #[error(transparent)]
     Ram(#[from] RamError),
     /// The network cannot be set up.
@@ -115,18 +115,18 @@ pub enum LifeError {
     /// A disk cannot be served.
     #[error(transparent)]
     Disks(#[from] DisksError),
-    /// QEMU does not start.
+    /// QEMU does not start or does not answer.
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// QEMU rejects a command.
+    /// QEMU rejects a command or does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// The run directory fails.
+    /// A file of the run directory cannot be used.
     #[error("run directory of VM {name}")]
     RunDir {
-        /// Its name.
+        /// Name of the VM.
         name: String,
-        /// Why.
+        /// The error of reading or writing it.
         #[source]
         source: io::Error,
     },

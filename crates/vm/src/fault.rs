@@ -1,17 +1,18 @@
-//! Numbered points at which a test can make something die.
+//! Fault points: named points at which a test can kill or stop a process.
 //!
-//! `REKINDLE_FAULT=POINT:ACTION` in the environment, e.g. `REKINDLE_FAULT=warm.suspend.stopped:kill-old`. A test walks
-//! through [`POINTS`], so a new point is tested automatically. Without the variable a point costs one
-//! check of a flag.
+//! `REKINDLE_FAULT=POINT:ACTION` in the environment selects a point, e.g.
+//! `REKINDLE_FAULT=warm.suspend.stopped:kill-old`. A test runs through all of [`POINTS`], so that a new point is
+//! tested automatically. Without the variable a point costs one check of a flag.
 
 use rekindle_qemu::vmm::Vmm;
 use std::env;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Every point, in the order in which a warm reboot, then a saved and a cold one, a guest's by kexec, with its cache
-/// and by a phase, the preparation of a restore, a restore, a protector and a pager while it fills, a protector that
-/// holds what its guest sends, a move, and the suspend and resume of a host pass them.
+/// Every fault point, grouped by operation and in the order in which the operation passes them: a warm, a saved and a
+/// cold reboot; reboots of a guest by kexec, with its cache and by a phase; the preparation of a restore; a restore;
+/// a protector and a pager during a fill; a protector that holds its guest's output; a move; the suspend and resume
+/// of a host.
 pub const POINTS: &[&str] = &[
     "warm.prepare.journalled",
     "warm.prepare.spawned",
@@ -109,9 +110,9 @@ enum Action {
     Kill,
     /// Stop this process, as a terminal's Ctrl-Z does.
     Stop,
-    /// Kill the QEMU that ran the guest.
+    /// Kill the QEMU that ran the guest before the operation.
     KillOld,
-    /// Kill the QEMU that shall run it.
+    /// Kill the QEMU that will run the guest.
     KillNew,
 }
 
@@ -133,7 +134,7 @@ fn wanted() -> Option<&'static (String, Action)> {
         .as_ref()
 }
 
-/// Passes the point `name`. The QEMUs are those of the operation in hand.
+/// Passes the fault point `name`. `old` and `new` are the source and destination QEMU of the operation.
 pub fn point(name: &'static str, old: Option<&Vmm>, new: Option<&Vmm>) {
     debug_assert!(POINTS.contains(&name), "fault point {name} is not listed");
     let Some((_, action)) = wanted().filter(|(point, _)| point == name) else { return };

@@ -1,4 +1,4 @@
-//! A definition made into what QEMU is given, with everything pinned that a binary could otherwise choose.
+//! The hardware of a definition, with everything pinned that a QEMU binary could otherwise choose.
 
 use crate::definition::{Accel, Bytes, Definition, NetBackend, OnCrash, Span, TapPlace};
 use rekindle_qemu::binary::{Binary, BinaryError};
@@ -8,15 +8,15 @@ use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
-/// Whether a KVM that runs stock kernels is there: the module of the CPU's vendor is loaded and `/dev/kvm` opens. A
-/// bare `/dev/kvm` proves nothing: there are paravirtual ones that open and cannot run a stock kernel.
+/// Returns whether KVM can run stock kernels: the module of the CPU's vendor is loaded and `/dev/kvm` opens.
+/// `/dev/kvm` alone proves nothing: there are paravirtual ones that open and cannot run a stock kernel.
 #[must_use]
 pub fn has_kvm() -> bool {
     let module = ["kvm_intel", "kvm_amd"].iter().any(|name| Path::new("/sys/module").join(name).exists());
     module && OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
 }
 
-/// The module that makes KVM of a processor, by `/proc/cpuinfo`.
+/// Returns the module that provides KVM on a processor, given its `/proc/cpuinfo`.
 #[must_use]
 pub fn kvm_module(cpuinfo: &str) -> Option<&'static str> {
     let flags = cpuinfo.lines().find(|line| line.starts_with("flags"))?;
@@ -24,10 +24,10 @@ pub fn kvm_module(cpuinfo: &str) -> Option<&'static str> {
     [("svm", "kvm_amd"), ("vmx", "kvm_intel")].into_iter().find(|(flag, _)| has(flag)).map(|(_, module)| module)
 }
 
-/// The accelerator for a definition on this host.
+/// Returns the accelerator for a definition on this host.
 ///
 /// # Errors
-/// A text that names what is missing when KVM is configured and unavailable.
+/// A text that states what is missing, when KVM is configured and unavailable.
 pub fn accelerator(accel: Accel) -> Result<&'static str, String> {
     match accel {
         Accel::Tcg => Ok("tcg"),
@@ -39,10 +39,10 @@ pub fn accelerator(accel: Accel) -> Result<&'static str, String> {
     }
 }
 
-/// A VM generation ID that no VM has had: 128 random bits (UAPI.14: not a UUID of version 4).
+/// Returns a new VM generation ID: 128 random bits (UAPI.14: not a UUID of version 4).
 ///
 /// # Errors
-/// A text: the kernel gives no random bytes.
+/// A text, when the kernel returns no random bytes.
 pub fn new_generation() -> Result<Uuid, String> {
     let mut bytes = [0; 16];
     match getrandom(&mut bytes, GetRandomFlags::empty()) {
@@ -52,10 +52,10 @@ pub fn new_generation() -> Result<Uuid, String> {
     }
 }
 
-/// The hardware of a definition in the hands of `binary`, with its RAM in the file `ram`.
+/// Returns the hardware of a definition for `binary`, with its RAM in the file `ram`.
 ///
 /// # Errors
-/// A text: no such accelerator, too many devices, no random bytes.
+/// A text: the accelerator is unavailable, there are too many devices, or no random bytes.
 pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Hardware, String> {
     let accel = accelerator(definition.accel)?;
     let nets = definition.nets.iter().map(|net| command::Net {
@@ -116,7 +116,7 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
     Ok(hardware)
 }
 
-/// Lists what of `hardware` the QEMU `binary` does not support.
+/// Lists the parts of `hardware` that the QEMU `binary` does not support.
 #[must_use]
 pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
     let mut missing = Vec::new();
@@ -129,7 +129,7 @@ pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
         missing.push(format!("{} does not know the CPU model {model}", qemu()));
     }
     for device in hardware.device_types() {
-        // QEMU's own short forms, e.g. `virtio-net`, are aliases of the PCI ones and not listed as types.
+        // QEMU's own short forms, e.g. `virtio-net`, are aliases of the PCI devices and not listed as types.
         let known = binary.devices.contains(&device) || binary.devices.contains(&format!("{device}-pci"));
         if !known {
             missing.push(format!("{} has no device {device}", qemu()));
@@ -138,18 +138,19 @@ pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
     missing
 }
 
-/// The same QEMU; if its cached answers do not support `hardware`, with the answers that it gives now.
+/// Returns `binary`. If its cached answers do not support `hardware`, the QEMU is queried again first.
 ///
 /// # Errors
-/// [`BinaryError`], when it does not answer.
+/// [`BinaryError`], when the QEMU cannot be queried.
 pub fn relied_on(hardware: &Hardware, binary: Binary, kept_in: &Path) -> Result<Binary, BinaryError> {
     if missing(hardware, &binary).is_empty() { Ok(binary) } else { binary.asked_again(kept_in) }
 }
 
-/// Where the redo log of a disk is, in a folder that VMs may share.
+/// Returns the redo log directory of a disk, in a folder that VMs may share.
 ///
-/// A VM's name may have dots and dashes, a disk's id dashes only: so a dot between them distinguishes `a` with disk
-/// `b-c` from `a-b` with disk `c`. Earlier versions put a dash there; a log that one has left is used where it is.
+/// A VM's name may have dots and dashes, but a disk's id only dashes. Therefore a dot between them distinguishes VM
+/// `a` with disk `b-c` from VM `a-b` with disk `c`. Earlier versions put a dash between them; such a log is used
+/// where it is.
 fn redo_folder(folder: &Path, name: &str, id: &str) -> PathBuf {
     let old = folder.join(format!("{name}-{id}.redo"));
     let new = folder.join(format!("{name}.{id}.redo"));

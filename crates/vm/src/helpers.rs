@@ -1,13 +1,14 @@
-//! The processes that serve a VM apart from its QEMU, and which of them are missing.
+//! The processes that serve a VM in addition to its QEMU, and which of them are missing.
 //!
 //! | helper | without it | restarted by |
 //! |---|---|---|
 //! | the server of a disk | the guest waits for that disk | `rekindle watch` |
-//! | the pager of a restore | the guest waits for each page that has not come yet | `rekindle watch` |
+//! | the pager of a restore | the guest waits for each page that is not loaded yet | `rekindle watch` |
 //! | the process that saves phases | no phase of the guest's boot is saved | `rekindle watch` |
 //! | `rekindle watch` | nothing restarts the others, and logs are not rotated | the next `rekindle recover`, `reboot` or `restore` |
 //!
-//! Each has a lock file or a socket in the run directory that names its process: nothing is found by its arguments.
+//! Each helper has a lock file or a socket in the run directory, through which its process is found. No process is
+//! identified by its arguments.
 
 use crate::disks;
 use crate::rundir::{RunDir, write_json};
@@ -21,7 +22,7 @@ use std::fmt;
 use std::fs;
 use std::io;
 
-/// A process that serves a VM.
+/// A process that serves a VM in addition to its QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Helper {
     /// The server of the disk with this id.
@@ -30,12 +31,12 @@ pub enum Helper {
     Pager,
     /// The process that saves phases of the guest's boot.
     Phases,
-    /// The process that restarts the others.
+    /// The process that restarts the other helpers.
     Watch,
 }
 
 impl Helper {
-    /// Its name in [`Record`] and in `show --json`.
+    /// Returns the helper's name in [`Record`] and in `show --json`.
     #[must_use]
     pub fn key(&self) -> String {
         match self {
@@ -46,7 +47,7 @@ impl Helper {
         }
     }
 
-    /// Its process, if it runs.
+    /// Returns the helper's process, if it runs.
     #[must_use]
     pub fn process(&self, rundir: &RunDir) -> Option<Process> {
         let lock = match self {
@@ -71,24 +72,25 @@ impl fmt::Display for Helper {
     }
 }
 
-/// What `rekindle watch` has done about one helper: an entry of `helpers.json`.
+/// The restarts of one helper by `rekindle watch`: an entry of `helpers.json`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restarts {
-    /// How often it was restarted.
+    /// Number of restarts.
     pub count: u64,
-    /// When it was restarted last, in µs since 1970.
+    /// Time of the last restart, in µs since 1970.
     pub last_host_us: Option<u64>,
-    /// From its death, or from when it was found missing, until it served again the last time, in µs.
+    /// Duration of the last outage in µs: from the helper's death, or from when it was found missing, until it served
+    /// again.
     pub last_took_us: Option<u64>,
-    /// It is not restarted any more: why.
+    /// Why the helper is not restarted any more.
     #[serde(default, rename = "given_up", skip_serializing_if = "Option::is_none")]
     pub abandoned: Option<String>,
 }
 
-/// `helpers.json`: what `rekindle watch` has done, by [`Helper::key`].
+/// `helpers.json`: the restarts of each helper, by [`Helper::key`].
 pub type Record = BTreeMap<String, Restarts>;
 
-/// The record of a VM; empty where there is none, or one that cannot be read.
+/// Returns the record of a VM; empty if there is none, or if it cannot be read.
 #[must_use]
 pub fn record(rundir: &RunDir) -> Record {
     let text = fs::read(rundir.helpers()).unwrap_or_default();
@@ -98,12 +100,12 @@ pub fn record(rundir: &RunDir) -> Record {
 /// Writes the record of a VM.
 ///
 /// # Errors
-/// When it cannot be written; the old one stays.
+/// As for [`write_json`].
 pub fn write_record(rundir: &RunDir, record: &Record) -> io::Result<()> {
     write_json(&rundir.helpers(), record)
 }
 
-/// The helpers that a VM needs now.
+/// Returns the helpers that a VM needs now.
 ///
 /// # Errors
 /// When the run directory cannot be read.
@@ -127,19 +129,19 @@ pub fn needed(rundir: &RunDir) -> io::Result<Vec<Helper>> {
     Ok(needed)
 }
 
-/// A helper that a VM needs, for a listing.
+/// A helper that a VM needs, as shown in a listing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Running {
-    /// Its [`Helper::key`].
+    /// The helper's name, as of [`Helper::key`].
     pub helper: String,
-    /// Its process; none if it is missing.
+    /// Process number; none if the helper is missing.
     pub pid: Option<u32>,
-    /// What was done when it died.
+    /// The helper's restarts.
     #[serde(flatten)]
     pub restarts: Restarts,
 }
 
-/// The helpers that a VM needs now, with what has become of them.
+/// Returns the helpers that a VM needs now, with their processes and restarts.
 ///
 /// # Errors
 /// When the run directory cannot be read.
@@ -153,7 +155,7 @@ pub fn list(rundir: &RunDir) -> io::Result<Vec<Running>> {
     Ok(needed(rundir)?.into_iter().map(running).collect())
 }
 
-/// Describes which helpers of a VM are missing; none if all run.
+/// Describes which helpers of a VM are missing; returns `None` if all run.
 ///
 /// # Errors
 /// When the run directory cannot be read.
@@ -162,7 +164,7 @@ pub fn degraded(rundir: &RunDir) -> io::Result<Option<String>> {
     if missing.is_empty() {
         return Ok(None);
     }
-    // One that has just ended because it is not needed any more is not missing.
+    // A helper that has just ended because it is no longer needed is not missing.
     let still = needed(rundir)?;
     let missing: Vec<_> = missing.into_iter().filter(|helper| still.contains(helper)).collect();
     Ok((!missing.is_empty()).then(|| describe(&missing, &record(rundir), rundir.name())))

@@ -1,10 +1,10 @@
-//! Where this user keeps VMs on this host.
+//! The directories of this user's VMs on this host.
 //!
 //! Root's run directories are under `/run/rekindle`, another user's under `$XDG_RUNTIME_DIR/rekindle`;
-//! `REKINDLE_RUN_DIR` names another place. Logs are in `/var/log/rekindle`, another user's in
-//! `$XDG_STATE_HOME/rekindle/log`; where `REKINDLE_RUN_DIR` names another place than those, below that;
-//! `REKINDLE_LOG_DIR` names another place. `/etc/rekindle/host.toml` (or the file that `REKINDLE_HOST_CONFIG` names)
-//! sizes Rekindle's own tmpfs for guest RAM, or names another place.
+//! `REKINDLE_RUN_DIR` overrides both. Logs are in `/var/log/rekindle`, another user's in
+//! `$XDG_STATE_HOME/rekindle/log`. If `REKINDLE_RUN_DIR` names another directory than the default, logs are below
+//! that. `REKINDLE_LOG_DIR` overrides all of these. `/etc/rekindle/host.toml` (or the file that
+//! `REKINDLE_HOST_CONFIG` names) sets the size of Rekindle's own tmpfs for guest RAM, or names another directory.
 
 use crate::definition::{Bytes, Definition};
 use crate::logs;
@@ -17,30 +17,30 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// Why this host cannot be used as it is set up.
+/// Why this host's configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// No place for run directories.
+    /// There is no directory for run directories.
     #[error(
         "no place for run directories: XDG_RUNTIME_DIR is not set; log in through PAM (loginctl enable-linger USER), \
          or set REKINDLE_RUN_DIR to a directory on a tmpfs"
     )]
     NoRunDir,
-    /// The place cannot be used.
+    /// A directory cannot be used.
     #[error("run directory {}", path.display())]
     RunDir {
-        /// The place.
+        /// Path of the directory.
         path: PathBuf,
-        /// Why.
+        /// The error of making or checking it.
         #[source]
         source: io::Error,
     },
-    /// The host's configuration is wrong.
+    /// The host's configuration is not valid.
     #[error("{}: {message}", path.display())]
     Config {
-        /// The file.
+        /// Path of the configuration file.
         path: PathBuf,
-        /// What is wrong.
+        /// The mistake.
         message: String,
     },
 }
@@ -57,19 +57,19 @@ struct Config {
     log_limit: Option<Bytes>,
 }
 
-/// Where this user keeps VMs on this host.
+/// The directories of this user's VMs on this host.
 #[derive(Debug, Clone)]
 pub struct Host {
-    /// Under which each VM has a run directory of its name.
+    /// Parent of the run directories. Each VM's has the VM's name.
     pub root: PathBuf,
-    /// Where a `saved` reboot writes RAM unless the definition names another directory.
+    /// Directory into which a `saved` reboot writes RAM, unless the definition names another one.
     pub save_dir: PathBuf,
-    /// What is known of guests that were suspended for a reboot of the host: on a disk, so that those whose RAM is
-    /// lost are known too.
+    /// Directory of the records of guests that were suspended for a reboot of the host. It is on a disk, so that
+    /// guests whose RAM is lost are known too.
     pub suspend_dir: PathBuf,
-    /// Under which each VM has a directory of its name for its logs.
+    /// Parent of the log directories. Each VM's has the VM's name.
     pub log_dir: PathBuf,
-    /// Bytes that one log may have before it is rotated.
+    /// Length in bytes above which a log is rotated.
     pub log_limit: u64,
     ram: RamPlace,
 }
@@ -82,10 +82,10 @@ enum RamPlace {
 }
 
 impl Host {
-    /// This host for the calling user.
+    /// Determines the directories for the calling user.
     ///
     /// # Errors
-    /// [`HostError`].
+    /// [`HostError`]; also when a directory belongs to another user.
     pub fn open() -> Result<Self, HostError> {
         let root_user = rustix::process::geteuid().is_root();
         let config_path = env::var_os("REKINDLE_HOST_CONFIG").map_or("/etc/rekindle/host.toml".into(), PathBuf::from);
@@ -134,7 +134,7 @@ impl Host {
         Ok(Self { root, save_dir, suspend_dir, log_dir, log_limit, ram })
     }
 
-    /// One whose run directories are in `root`.
+    /// Returns a host for tests, with everything in `root`.
     #[cfg(test)]
     pub(crate) fn at(root: &Path) -> Self {
         let directory = |name: &str| root.join(name);
@@ -148,19 +148,19 @@ impl Host {
         }
     }
 
-    /// Makes the run directory of a VM, and links its logs. One that exists is no error.
+    /// Makes the run directory of a VM, and links its logs. It is no error if the directory exists.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// Errors of `mkdir(2)`.
     pub fn create_run_dir(&self, rundir: &RunDir) -> io::Result<()> {
         rundir.create()?;
         rundir.link_logs(&self.log_dir)
     }
 
-    /// The RAM directory of a VM: the one its definition names, or this host's.
+    /// Returns the RAM directory of a VM: the one that its definition names, or this host's.
     ///
     /// # Errors
-    /// [`RamError`].
+    /// [`RamError`], when the directory cannot be made or used.
     pub fn ram_directory(&self, definition: &Definition) -> Result<RamDirectory, RamError> {
         if let Some(dir) = &definition.ram.dir {
             return RamDirectory::at(dir);
@@ -175,7 +175,7 @@ impl Host {
         }
     }
 
-    /// The directory for guest RAM that `ram_dir` names, if it does.
+    /// Returns the directory that `ram_dir` in `host.toml` names, if it names one.
     #[must_use]
     pub fn named_ram_directory(&self) -> Option<&Path> {
         match &self.ram {
@@ -184,13 +184,13 @@ impl Host {
         }
     }
 
-    /// Where the answers of QEMU binaries are kept.
+    /// Returns the directory of the cached answers of QEMU binaries.
     #[must_use]
     pub fn binaries(&self) -> PathBuf {
         self.root.join(crate::rundir::BINARIES)
     }
 
-    /// Takes Rekindle's own tmpfs away if no guest's RAM is in it any more. Best effort: in use is no error.
+    /// Unmounts Rekindle's own tmpfs if it has no guest's RAM any more. It is no error if it is in use.
     pub fn release_ram(&self) {
         if let RamPlace::OwnTmpfs { path, .. } = &self.ram {
             RamDirectory::release_own_tmpfs(path);
@@ -198,7 +198,7 @@ impl Host {
     }
 }
 
-/// Three quarters of the machine's RAM: what is left is for the host and the QEMUs themselves.
+/// Returns three quarters of the machine's RAM: the rest is for the host and the QEMUs themselves.
 fn default_ram_size() -> u64 {
     let info = rustix::system::sysinfo();
     (info.totalram as u64 * u64::from(info.mem_unit)) / 4 * 3
@@ -211,7 +211,7 @@ fn user_state_dir(fallback: &Path) -> PathBuf {
         .map_or_else(|| fallback.to_owned(), |dir| dir.join("rekindle"))
 }
 
-/// A directory that only this user enters, made with its parents where it is missing.
+/// Makes a directory that only this user may enter, with missing parents.
 ///
 /// # Errors
 /// When it cannot be made, or belongs to another user.

@@ -1,8 +1,8 @@
-//! The operation in hand.
+//! The journal of an operation on a VM.
 //!
-//! `operation.json` is there from before an operation's first step until after its last; each step is written and
-//! synced before it is taken. If one exists while the lock is free, the operation's process died; the file names
-//! the step and the QEMUs that take part.
+//! `operation.json` exists from before an operation's first step until after its last. Each step is written and
+//! synced before it is taken. If the file exists while the lock is free, the operation's process has died; the file
+//! names the step and the QEMUs that take part.
 
 use crate::rundir::{RunDir, sync_directory, write_json};
 use rekindle_qemu::vmm::Vmm;
@@ -12,7 +12,7 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// What an operation is.
+/// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
@@ -22,7 +22,7 @@ pub enum Kind {
     Prepare,
     /// `rekindle restore`.
     Restore,
-    /// `rekindle move`, on the host that has the guest.
+    /// `rekindle move`, on the source host.
     Move,
     /// `rekindle stop`.
     Stop,
@@ -36,15 +36,15 @@ pub enum Kind {
     OsCold,
     /// `rekindle reboot os --how warm-cache`.
     OsWarmCache,
-    /// `rekindle reboot os --how kexec`: there is one QEMU all the time.
+    /// `rekindle reboot os --how kexec`: the guest stays in the same QEMU.
     OsKexec,
     /// `rekindle reboot os --how phase`.
     OsPhase,
-    /// `rekindle host suspend`, and `resume`, with the RAM left in place.
+    /// `rekindle host suspend --how warm`, and its `resume`: the RAM stays in place.
     HostWarm,
-    /// The same with the RAM on disk.
+    /// `rekindle host suspend --how saved`, and its `resume`: the RAM is on disk.
     HostSaved,
-    /// The same with the guest shut down, and booted.
+    /// `rekindle host suspend --how cold`, and its `resume`: the guest is shut down and booted.
     HostCold,
 }
 
@@ -70,7 +70,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// How far an operation has got. The meaning of each for recovery is in `docs/run-directory.md`.
+/// The step that an operation has reached. `docs/run-directory.md` describes what each means for recovery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Step {
@@ -78,15 +78,15 @@ pub enum Step {
     Prepare,
     /// The guest is being stopped and its state saved.
     Suspend,
-    /// Its state is saved, whole, in the files that the journal names; no QEMU runs it.
+    /// The guest's state is saved, complete, in the files that the journal names; no QEMU runs it.
     Saved,
-    /// The decision: from here on only the new QEMU may run the guest.
+    /// The decision: from now on only the destination QEMU may run the guest.
     Resume,
-    /// The new QEMU runs the guest.
+    /// The destination QEMU runs the guest.
     Settle,
 }
 
-/// As the end of "it was interrupted ...".
+/// Written as the end of "was interrupted ...".
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
@@ -99,64 +99,64 @@ impl fmt::Display for Step {
     }
 }
 
-/// A file that holds a saved state, with what it must hold.
+/// A file with a saved state, and what identifies its content.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedState {
-    /// The file: a stream for `-incoming`.
+    /// Path of the file: a stream for `-incoming`.
     pub path: PathBuf,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub bytes: u64,
-    /// Its XXH3 digest.
+    /// XXH3 digest of the content.
     pub digest: u64,
-    /// Whether the stream was written with `x-ignore-shared`, so that it needs the RAM file, too.
+    /// Whether the stream was written with `x-ignore-shared`, so that it also requires the RAM file.
     pub without_ram: bool,
 }
 
-/// `operation.json`.
+/// The content of `operation.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Operation {
-    /// What it is.
+    /// The kind of the operation.
     pub kind: Kind,
-    /// How far it has got.
+    /// The step that the operation has reached.
     pub step: Step,
-    /// The process that does it.
+    /// Process number of the operation.
     pub pid: u32,
-    /// The QEMU that ran the guest before.
+    /// The source QEMU.
     pub from: Option<Vmm>,
-    /// The generation of the QEMU that shall run it.
+    /// Generation of the destination QEMU.
     pub generation: u32,
-    /// The QEMU that shall run it, once it was started.
+    /// The destination QEMU, after it was started.
     pub to: Option<Vmm>,
     /// The saved state, from [`Step::Saved`] on.
     pub saved: Option<SavedState>,
-    /// Whether the guest runs, or was paused by its owner and has to stay so.
+    /// Whether the guest ran before the operation. If false, its owner had paused it, and it must stay paused.
     pub running: bool,
-    /// The guest's memory is lost, and it is being booted from its disks.
+    /// Whether the guest's memory is lost, so that it is booted from its disks.
     pub lost: bool,
-    /// The modification times of the writable disk images just before a new QEMU was resumed whose RAM came from a
-    /// disk: while they are the same, the saved state and the disks belong together. `None` if that is unknown.
+    /// Modification times of the writable disk images just before a destination QEMU was resumed whose RAM came from
+    /// a disk. While they are unchanged, the saved state and the disks belong together. `None` if unknown.
     pub disks_at_resume: Option<Vec<(PathBuf, i128)>>,
-    /// The RAM file's modification time just before the new QEMU was resumed, in ns since 1970: while it is the same
-    /// the guest has not run in the new one.
+    /// Modification time of the RAM file just before the destination QEMU was resumed, in ns since 1970. While it is
+    /// unchanged, the guest has not run in the destination.
     pub untouched_since_ns: Option<i128>,
-    /// By kexec: the number of the boot that is to end, as the guest's kernel reports it.
+    /// For kexec: the boot ID of the boot that will end, as the guest's kernel reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<String>,
 }
 
-/// The journal of one VM's operation, removed by [`Journal::close`] only.
+/// The journal of one VM's operation. Only [`Journal::close`] removes it.
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
-    /// Its current content.
+    /// The current content.
     pub operation: Operation,
 }
 
 impl Journal {
-    /// Opens a journal: the first entry is on disk when this returns.
+    /// Opens a journal. When this returns, the first entry is on disk.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// When `operation.json` cannot be written or synced.
     pub fn open(rundir: &RunDir, kind: Kind, from: Option<Vmm>, generation: u32) -> io::Result<Self> {
         Self::open_for(rundir, kind, from, generation, true)
     }
@@ -164,7 +164,7 @@ impl Journal {
     /// As [`Journal::open`], for a guest that may be paused.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// When `operation.json` cannot be written or synced.
     pub fn open_for(
         rundir: &RunDir,
         kind: Kind,
@@ -191,10 +191,10 @@ impl Journal {
         Ok(journal)
     }
 
-    /// The journal that an operation left behind, if there is one.
+    /// Returns the journal that an interrupted operation has left, if there is one.
     ///
     /// # Errors
-    /// When it is there but cannot be read.
+    /// When the file exists but cannot be read.
     pub fn left_behind(rundir: &RunDir) -> io::Result<Option<Self>> {
         let path = path(rundir);
         match fs::read(&path) {
@@ -208,24 +208,24 @@ impl Journal {
         }
     }
 
-    /// Writes that `step` is about to be taken.
+    /// Records that `step` is about to be taken.
     ///
     /// # Errors
-    /// When it cannot be written: then the step must not be taken.
+    /// When the journal cannot be written: then the step must not be taken.
     pub fn advance(&mut self, step: Step) -> io::Result<()> {
         self.operation.step = step;
         self.write()
     }
 
-    /// Writes [`Journal::operation`].
+    /// Writes [`Journal::operation`] to the file.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// When the file cannot be written or synced.
     pub fn write(&self) -> io::Result<()> {
         write_json(&self.path, &self.operation)
     }
 
-    /// The operation is over, done or undone.
+    /// Removes the journal: the operation is finished or undone.
     ///
     /// # Errors
     /// When the journal cannot be removed.

@@ -1,29 +1,29 @@
 //! A virtual machine as its owner defines it, and what Rekindle keeps about it while it runs.
 //!
-//! | module | what it is for |
+//! | module | purpose |
 //! |---|---|
 //! | [`definition`] | the TOML file |
-//! | [`host`] | where this user keeps VMs on this host |
-//! | [`rundir`] | the run directory of one VM: paths, listing, writing files so that a crash leaves old or new |
+//! | [`host`] | the directories of this user's VMs on this host |
+//! | [`rundir`] | the run directory of one VM: paths, listing, writing files so that a crash leaves the old or the new content |
 //! | [`lock`] | one operation at a time, and which process holds the lock |
-//! | [`journal`] | the operation in hand, so that a crash can be finished or undone |
-//! | [`state`] | what runs |
-//! | [`timeline`] | what happened when |
-//! | [`samples`] | what host and guests have left, over time |
-//! | [`fault`] | numbered points at which a test can make Rekindle or a QEMU die |
-//! | [`disks`] | the servers of its disks |
-//! | [`helpers`] | the processes that serve it apart from its QEMU, and which of them are missing |
-//! | [`phases`] | whether its disks are still what the guest of a phase knew |
-//! | [`logs`] | its logs, which are bounded |
+//! | [`journal`] | the journal of an operation, so that it can be finished or undone after a crash |
+//! | [`state`] | the definition, hardware and QEMU of a VM |
+//! | [`timeline`] | the steps of operations, with their times |
+//! | [`samples`] | free resources of host and guests over time |
+//! | [`fault`] | fault points, at which a test can kill Rekindle or a QEMU |
+//! | [`disks`] | the servers of a VM's disks |
+//! | [`helpers`] | the processes that serve a VM in addition to its QEMU, and which of them are missing |
+//! | [`phases`] | checks whether a VM's disks are unchanged since a boot snapshot |
+//! | [`logs`] | a VM's logs, which are bounded |
 //! | [`network`] | taps, namespaces, bridges |
-//! | [`hardware`] | a definition made into what QEMU is given, pinned |
-//! | [`place`] | what a VM has before it has a QEMU |
-//! | [`ram`] | its RAM, for a new boot |
+//! | [`hardware`] | the hardware of a definition, pinned |
+//! | [`place`] | everything that a VM has before it has a QEMU |
+//! | [`ram`] | a VM's RAM, for a new boot |
 //! | [`life`] | start, status, stop |
-//! | [`cleanup`] | removing all that is kept of a VM |
-//! | [`qemu`] | its QEMU processes, and what they report of the guest |
-//! | [`error`] | why something could not be done with a VM |
-//! | [`names`] | the names of its files outside the run directory |
+//! | [`cleanup`] | removal of everything that is kept of a VM |
+//! | [`qemu`] | a VM's QEMU processes, and the meaning of the guest's run states |
+//! | [`error`] | errors of operations on a VM |
+//! | [`names`] | names of a VM's files outside the run directory |
 //! | [`shutdown`] | shutting a guest down, or powering it off |
 //! | [`attach`] | VMs whose QEMU Rekindle did not start |
 //! | [`doctor`] | checks of this host, with hints |

@@ -1,4 +1,4 @@
-//! The life of a VM outside a reboot: start, status, shutdown.
+//! The life of a VM outside a reboot: status, locking for an operation, stop.
 
 use crate::cleanup::clean_up;
 use crate::disks;
@@ -18,11 +18,11 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long an operation waits while a phase is saved: all of the guest's memory that is in use is written.
+/// How long an operation waits while a phase is saved: all of the guest's used memory is written.
 const SAVED: Duration = Duration::from_secs(120);
 /// How long to wait for the lock holder to name its operation.
 const NAMED: Duration = Duration::from_secs(1);
-/// Time between two attempts to take the lock.
+/// Interval between two attempts to take the lock.
 const RETRY: Duration = Duration::from_millis(5);
 
 /// The state of a VM.
@@ -31,22 +31,22 @@ const RETRY: Duration = Duration::from_millis(5);
 pub enum Status {
     /// The guest runs.
     Running,
-    /// QEMU runs, the guest does not; QEMU's own word for why.
+    /// QEMU runs but the guest does not; QEMU's name of the run state.
     Stopped(String),
     /// QEMU waits with empty RAM for a checkpoint.
     Prepared,
-    /// QEMU runs, and a process that serves its guest is missing: which, and what becomes of it.
+    /// QEMU runs, but a helper is missing. The text names it and whether it is being restarted.
     Degraded(String),
-    /// QEMU does not answer on its second socket.
+    /// QEMU does not answer on its second QMP socket.
     Silent,
-    /// A protector has its only monitor: the guest runs but for the pauses of checkpoints, unless its owner has
-    /// stopped it.
+    /// A protector uses the QEMU's only monitor, so its run state is not known. The guest runs except for the pauses
+    /// of checkpoints, unless its owner has stopped it.
     Protected,
     /// QEMU has ended.
     Ended,
-    /// An operation is at work that has neither QEMU running the guest at this moment.
+    /// An operation runs, and at this moment no QEMU is recorded as running the guest. The text names the operation.
     Busy(String),
-    /// It was suspended for a reboot of the host, and waits to be resumed.
+    /// The VM was suspended for a reboot of the host, and waits to be resumed.
     Suspended,
     /// An operation was interrupted.
     NeedsRecovery,
@@ -69,13 +69,13 @@ impl std::fmt::Display for Status {
     }
 }
 
-/// Returns the state of a VM, without disturbing an operation on it.
+/// Returns the status of a VM, without disturbing an operation on it.
 ///
 /// # Errors
-/// When its run directory cannot be read.
+/// When the run directory cannot be read.
 pub fn status(rundir: &RunDir) -> io::Result<Status> {
     loop {
-        // The journal first: an operation that ends in between removes its journal before it releases the lock.
+        // Read the journal first: an operation that ends in between removes its journal before it releases the lock.
         let left_behind = Journal::left_behind(rundir)?.is_some();
         if left_behind
             && lock::holder(rundir).is_none()
@@ -92,7 +92,7 @@ pub fn status(rundir: &RunDir) -> io::Result<Status> {
         }
         let recorded = state.and_then(|state| state.vmm);
         let status = observe(rundir, recorded.as_ref());
-        // A QEMU that has ended may be the previous one, if an operation ended meanwhile.
+        // A QEMU that has ended may be the previous one, if an operation ended in the meantime.
         let gone = matches!(status, Status::Ended | Status::Silent);
         if !gone || State::read(rundir)?.and_then(|state| state.vmm) == recorded {
             return with_helpers(rundir, status);
@@ -100,7 +100,7 @@ pub fn status(rundir: &RunDir) -> io::Result<Status> {
     }
 }
 
-/// A QEMU that does not answer may wait for what a missing process should supply.
+/// Adds missing helpers to a status. A QEMU that does not answer may wait for data from a missing helper.
 fn with_helpers(rundir: &RunDir, status: Status) -> io::Result<Status> {
     Ok(match status {
         Status::Running => helpers::degraded(rundir)?.map_or(Status::Running, Status::Degraded),
@@ -114,7 +114,7 @@ fn with_helpers(rundir: &RunDir, status: Status) -> io::Result<Status> {
 
 fn observe(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
     let Some(vmm) = recorded.filter(|vmm| vmm.is_alive()) else {
-        // Between the end of an old QEMU and the record of the new one there is none.
+        // There is no recorded QEMU between the end of the old one and the record of the new one.
         return lock::holder(rundir).map_or(Status::Ended, Status::Busy);
     };
     if vmm.monitor.is_some() && lock::protector(rundir).is_some() {
@@ -131,9 +131,9 @@ fn observe(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
 /// A VM that is locked for an operation.
 #[derive(Debug)]
 pub struct Held {
-    /// Its run directory.
+    /// Run directory of the VM.
     pub rundir: RunDir,
-    /// Its state file.
+    /// Content of the state file when the lock was taken.
     pub state: State,
     _lock: Lock,
 }
@@ -142,7 +142,7 @@ impl Held {
     /// Locks VM `name` for `operation` and reads its state.
     ///
     /// # Errors
-    /// No such VM; busy; an operation was interrupted.
+    /// [`LifeError::Unknown`]; [`LifeError::Lock`] when the VM is busy; [`LifeError::NeedsRecovery`].
     pub fn take(host: &Host, name: &str, operation: &str) -> Result<Self, LifeError> {
         let (held, left_behind) = Self::take_anyhow(host, name, operation)?;
         match left_behind {
@@ -153,8 +153,8 @@ impl Held {
         }
     }
 
-    /// As [`Held::take`], but waits while a phase of the guest's boot is being saved, which no user has requested at
-    /// that moment.
+    /// As [`Held::take`], but waits while a phase of the guest's boot is being saved: no user has requested that at
+    /// this moment.
     ///
     /// # Errors
     /// As for [`Held::take`]; [`LockError::Late`] when that takes too long.
@@ -171,7 +171,7 @@ impl Held {
             };
             let patience = match theirs.as_deref() {
                 Some(phases::SAVING) => saved,
-                // The holder has not named its operation yet.
+                // The lock holder has not named its operation yet.
                 None => NAMED,
                 Some(_) => return Err(LockError::Held { name, holder, operation: theirs }.into()),
             };
@@ -182,11 +182,11 @@ impl Held {
         }
     }
 
-    /// As [`Held::take`], with the journal that an operation left behind. A QEMU that is just ending has ended wholly
-    /// then.
+    /// As [`Held::take`], but returns the journal of an interrupted operation instead of an error. If a QEMU of the
+    /// VM was ending, it has ended completely when this returns.
     ///
     /// # Errors
-    /// No such VM; busy.
+    /// [`LifeError::Unknown`]; [`LifeError::Lock`] when the VM is busy.
     pub fn take_anyhow(host: &Host, name: &str, operation: &str) -> Result<(Self, Option<Journal>), LifeError> {
         let rundir = RunDir::new(&host.root, name);
         let unknown = || LifeError::Unknown { name: name.into() };
@@ -205,7 +205,7 @@ impl Held {
         Ok((Self { rundir, state, _lock: lock }, journal))
     }
 
-    /// Rejects `what` for a VM that Rekindle did not start.
+    /// Rejects the action `what` for a VM that Rekindle did not start.
     ///
     /// # Errors
     /// [`LifeError::Attached`].
@@ -218,10 +218,10 @@ impl Held {
         }
     }
 
-    /// The QEMU that runs the guest, alive.
+    /// Returns the QEMU that runs the guest, if it is alive.
     ///
     /// # Errors
-    /// [`LifeError::Ended`] with the end of its log; [`LifeError::Prepared`].
+    /// [`LifeError::Ended`] with the end of QEMU's log; [`LifeError::Prepared`].
     pub fn vmm(&self) -> Result<&Vmm, LifeError> {
         self.state.refuse_prepared()?;
         let directory = self.rundir.vmm(self.state.generation);
@@ -230,22 +230,23 @@ impl Held {
     }
 }
 
-/// Shuts a VM down and removes all that Rekindle keeps of it. `patience` zero: powers it off immediately.
+/// Shuts a VM down and removes everything that Rekindle keeps of it. If `patience` is zero, the VM is powered off
+/// immediately.
 ///
-/// *Needs:* no other operation on the VM. *On success:* nothing of it is left but its disks.
-/// *On failure:* the error names what could not be removed; the same command continues.
+/// *Needs:* no other operation on the VM. *On success:* only the VM's disks are left. *On failure:* the error names
+/// what could not be removed; the same command can be repeated.
 ///
 /// # Errors
-/// [`LifeError`].
+/// [`LifeError`]; also [`LifeError::Attached`] for a running VM that Rekindle did not start.
 pub fn stop(host: &Host, name: &str, patience: Option<Duration>) -> Result<Ended, LifeError> {
     stop_with(host, name, patience, |_, _| true)
 }
 
-/// As [`stop`]. `may_merge` is asked once the guest has shut itself down in order: else the redo logs of its disks
-/// stay as they are.
+/// As [`stop`]. `may_merge` is called after a clean shutdown of the guest. If it returns false, or the shutdown was
+/// not clean, the redo logs of the VM's disks stay as they are.
 ///
 /// # Errors
-/// [`LifeError`].
+/// As for [`stop`].
 pub fn stop_with(
     host: &Host,
     name: &str,
@@ -267,7 +268,8 @@ pub fn stop_with(
         None => Ended::Before,
     };
     drop(journal);
-    // After a clean shutdown the newest disks count. Otherwise the last checkpoint's may be wanted.
+    // After a clean shutdown the newest version of the disks counts. Otherwise that of the last checkpoint may be
+    // wanted.
     is_clean |= matches!(ended, Ended::ByAgent | Ended::ByAcpi);
     if is_clean && may_merge(&held.rundir, &held.state) {
         disks::end_epochs(&held.rundir, &held.state.hardware);
@@ -276,12 +278,12 @@ pub fn stop_with(
     Ok(ended)
 }
 
-/// What there is to stop.
+/// The object that [`stop`] would stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stoppable {
-    /// A guest, in this QEMU.
+    /// A guest; the process number is its QEMU's.
     Guest(u32),
-    /// A QEMU that waits for a checkpoint.
+    /// A QEMU that waits for a checkpoint, by its process number.
     Prepared(u32),
     /// Files of a VM whose QEMU has ended.
     Files,
@@ -301,7 +303,7 @@ pub fn stoppable(host: &Host, name: &str) -> Result<Stoppable, LifeError> {
 }
 
 fn take_to_stop(host: &Host, name: &str) -> Result<Held, LifeError> {
-    // An operation that was interrupted does not matter any more: all its QEMUs are ended.
+    // An interrupted operation no longer matters: all of its QEMUs are ended.
     let (held, _left_behind) = Held::take_anyhow(host, name, "stop")?;
     if held.vmm().is_ok() {
         held.refuse_attached("shutting it down")?;
@@ -329,7 +331,7 @@ mod tests {
         thread::scope(|scope| {
             let next = scope.spawn(|| Held::take_once_saved(&host, "web", "reboot os").map(drop));
             drop(lock);
-            // The lock is free; the next error is that there is no VM.
+            // The lock is free, so the next error is that there is no VM.
             assert!(matches!(next.join().unwrap(), Err(LifeError::Unknown { .. })));
         });
     }

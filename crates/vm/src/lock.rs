@@ -1,4 +1,4 @@
-//! One operation on a VM at a time, and which process it is.
+//! Locks of a VM: one operation at a time, and which process runs it.
 
 use crate::rundir::RunDir;
 use rekindle_kernel::file::flock_holder;
@@ -15,32 +15,32 @@ use std::time::{Duration, Instant};
 /// Why the lock of a VM could not be taken.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Another process holds it.
+    /// Another process holds the lock.
     #[error("VM {name} is busy: {holder}; wait for it to end, or end it")]
     Held {
-        /// The VM.
+        /// Name of the VM.
         name: String,
-        /// A description of that process.
+        /// Description of the process that holds the lock.
         holder: String,
-        /// Its operation, if it has written that.
+        /// The holder's operation, if the lock file names it already.
         operation: Option<String>,
     },
-    /// Another process holds it, and did not release it in time.
+    /// Another process holds the lock and did not release it in time.
     #[error("VM {name} is busy: {holder}, and was not done within {} s; wait for it to end, or end it", patience.as_secs())]
     Late {
-        /// The VM.
+        /// Name of the VM.
         name: String,
-        /// A description of that process.
+        /// Description of the process that holds the lock.
         holder: String,
-        /// How long it was waited for.
+        /// The time limit.
         patience: Duration,
     },
     /// The lock file cannot be used.
     #[error("lock file {}", path.display())]
     File {
-        /// The file.
+        /// Path of the lock file.
         path: PathBuf,
-        /// Why.
+        /// The error of opening, locking or writing it.
         #[source]
         source: io::Error,
     },
@@ -53,27 +53,27 @@ struct Holder {
     operation: String,
 }
 
-/// Returns the operation that runs on the VM, without taking the lock, so that no operation is disturbed.
+/// Returns the operation that runs on the VM. Does not take the lock, so that no operation is disturbed.
 #[must_use]
 pub fn holder(rundir: &RunDir) -> Option<String> {
     let holder: Holder = serde_json::from_slice(&std::fs::read(rundir.file("lock")).ok()?).ok()?;
     Process { pid: holder.pid, started: holder.started }.is_alive().then_some(holder.operation)
 }
 
-/// The process that is at work on the VM, if that is not this one.
+/// Returns the process that runs an operation on the VM, unless it is this process.
 #[must_use]
 pub fn other(rundir: &RunDir) -> Option<Process> {
     let found = flock_holder(&rundir.file("lock")).ok().flatten().and_then(|pid| Process::of(pid).ok());
     found.filter(|found| Process::current().ok().as_ref() != Some(found))
 }
 
-/// Returns the process that takes checkpoints of a VM.
+/// Returns the process that takes checkpoints of an attached VM.
 #[must_use]
 pub fn protector(rundir: &RunDir) -> Option<Process> {
     flock_holder(&rundir.protection_lock()).ok().flatten().and_then(|pid| Process::of(pid).ok())
 }
 
-/// Whether it is this very process that works on a VM.
+/// Returns whether this process runs the operation on a VM.
 #[must_use]
 pub fn is_ours(rundir: &RunDir) -> bool {
     let holder = std::fs::read(rundir.file("lock")).ok().and_then(|text| serde_json::from_slice::<Holder>(&text).ok());
@@ -81,7 +81,7 @@ pub fn is_ours(rundir: &RunDir) -> bool {
     holder.is_some_and(|Holder { pid, started, .. }| me == Some(Process { pid, started }))
 }
 
-/// Held until dropped, or until the process ends: the kernel releases it then.
+/// The lock of a VM. Held until dropped, or until the process ends: the kernel then releases it.
 #[derive(Debug)]
 pub struct Lock {
     file: File,
@@ -89,16 +89,16 @@ pub struct Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // So that a process that lives on does not look like one that works on the VM.
+        // Remove the holder's name: this process may live on without an operation on the VM.
         let _ = self.file.set_len(0);
     }
 }
 
 impl Lock {
-    /// Locks the VM of `rundir` for `operation`. The run directory must exist.
+    /// Locks the VM of `rundir` for `operation`, without waiting. The run directory must exist.
     ///
     /// # Errors
-    /// [`LockError::Held`] immediately, with the holder.
+    /// [`LockError::Held`] with the holder; [`LockError::File`].
     pub fn acquire(rundir: &RunDir, operation: &str) -> Result<Self, LockError> {
         let path = rundir.file("lock");
         let failed = |source: io::Error| LockError::File { path: path.clone(), source };
@@ -119,7 +119,7 @@ impl Lock {
                 }
                 Err(e) => return Err(failed(e.into())),
             }
-            // The run directory may have been removed and recreated between the open and the lock: then the lock is
+            // The run directory may have been removed and recreated between the open and the lock. Then the lock is
             // on a file that no other process sees.
             if is_at(&file, &path).map_err(failed)? {
                 let Process { pid, started } = Process::current().map_err(failed)?;
@@ -132,27 +132,27 @@ impl Lock {
     }
 }
 
-/// Whether an open file is the one that is at `path` now.
+/// Returns whether an open file is the one that `path` leads to now.
 ///
 /// # Errors
-/// The system's, of the open file.
+/// Errors of `fstat(2)` on the open file.
 pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let ours = file.metadata()?;
     Ok(std::fs::metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (ours.dev(), ours.ino())))
 }
 
-/// Held while servers of a VM's disks are started or ended, by an operation or by `rekindle watch`: so that a disk
-/// never gets two, and that none is started after the VM's end has ended them.
+/// Lock of the servers of a VM's disks. It is held while servers are started or ended, by an operation or by
+/// `rekindle watch`, so that a disk never gets two servers, and so that no server is started after the VM's end.
 #[derive(Debug)]
 pub struct Servers {
     _file: File,
 }
 
 impl Servers {
-    /// Waits for it, at most for `patience`. None where the VM has no run directory.
+    /// Waits for the lock, at most for `patience`. `None` if the VM has no run directory.
     ///
     /// # Errors
-    /// The system's; that it is held for so long.
+    /// [`io::ErrorKind::TimedOut`] after `patience`; errors of `open(2)` and `flock(2)`.
     pub fn acquire(rundir: &RunDir, patience: Duration) -> io::Result<Option<Self>> {
         let path = rundir.file("servers.lock");
         let deadline = Instant::now() + patience;
@@ -163,7 +163,7 @@ impl Servers {
                 other => other?,
             };
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                // The run directory may have been removed and recreated since it was opened.
+                // The run directory may have been removed and recreated after the file was opened.
                 Ok(()) if is_at(&file, &path)? => return Ok(Some(Self { _file: file })),
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) if Instant::now() < deadline => {
@@ -179,22 +179,22 @@ impl Servers {
     }
 }
 
-/// Held by a process that stops or resumes a guest, for as long as another one's `cont` or `stop` in between would do
-/// harm.
+/// Lock of a guest's run state. A process that stops or resumes a guest holds it for as long as another process's
+/// `cont` or `stop` would do harm.
 ///
-/// The operations on a VM exclude one another by [`Lock`]; a protector is no operation, runs
-/// concurrently, and pauses the guest for milliseconds at a time. Two QEMUs would run one guest if it resumed the old
-/// one that a reboot has stopped.
+/// Operations on a VM exclude one another by [`Lock`]. But a protector is no operation: it runs concurrently, and
+/// pauses the guest for milliseconds at a time. If it resumed the source QEMU that a reboot has stopped, two QEMUs
+/// would run the same guest.
 #[derive(Debug)]
 pub struct RunState {
     _file: File,
 }
 
 impl RunState {
-    /// Waits for it, at most for `patience`.
+    /// Waits for the lock, at most for `patience`.
     ///
     /// # Errors
-    /// [`LockError::Held`] when another process holds it for so long.
+    /// [`LockError::Held`] when another process still holds it after `patience`; [`LockError::File`].
     pub fn acquire(rundir: &RunDir, patience: Duration) -> Result<Self, LockError> {
         let path = rundir.file("run-state.lock");
         let failed = |source: io::Error| LockError::File { path: path.clone(), source };
@@ -217,7 +217,7 @@ impl RunState {
     }
 }
 
-/// Describes the holder, and its operation if that has been written.
+/// Returns a description of the lock's holder, and its operation if the lock file names it already.
 fn describe(file: &mut File) -> (String, Option<String>) {
     let mut text = String::new();
     let _ = file.read_to_string(&mut text);

@@ -1,10 +1,10 @@
-//! The logs of a VM: bounded, since a guest can write some of them without end. [`crate::rundir`] links them.
+//! The logs of a VM. They are bounded, because a guest can write to some of them without end. [`crate::rundir`] links
+//! them.
 //!
-//! Each log is written by its own process, QEMU's console log by QEMU, and every one of them appends (`O_APPEND`).
-//! Nothing stands between a writer and its file, so nothing can block a guest. `rekindle watch` checks the lengths a
-//! few times a second ([`bound`]). A log that is too long is copied to `.1` and truncated: its writer continues at
-//! the beginning of the same file. What is written between the end of the copy and the truncation, some microseconds,
-//! is lost.
+//! Each log is written by its own process (the console log by QEMU), always by appending (`O_APPEND`). There is
+//! nothing between a writer and its file that could block a guest. `rekindle watch` checks the lengths a few times a
+//! second ([`bound`]). A log that is too long is copied to `.1` and truncated; its writer continues at the beginning
+//! of the same file. Output between the end of the copy and the truncation, some microseconds, is lost.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -12,15 +12,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Bytes of one log, unless the host's configuration sets another limit. With its older parts a log may have three
-/// times as many.
+/// Default limit of one log in bytes. With its older parts a log may have three times as many.
 pub const LIMIT: u64 = 8 << 20;
-/// The smallest limit that makes sense.
+/// Smallest limit that a configuration may set, in bytes.
 pub const SMALLEST: u64 = 4 << 10;
-/// Older parts that are kept of each log.
+/// Number of older parts that are kept of each log.
 const KEPT: u32 = 2;
 
-/// Removes a log with its older parts.
+/// Removes a log and its older parts.
 pub(crate) fn remove(log: &Path) {
     for path in (1..=KEPT).map(|n| part(log, n)).chain([log.to_owned()]) {
         let _ = fs::remove_file(path);
@@ -41,7 +40,7 @@ fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
     fs::read_dir(directory)?.map(|entry| entry.map(|entry| entry.path())).collect()
 }
 
-/// Makes each log of a directory an older part.
+/// Renames each log of a directory to its newest older part.
 pub(crate) fn set_aside(directory: &Path) -> io::Result<()> {
     listed(directory)?.iter().filter(|path| is_log(path)).try_for_each(|log| {
         shift(log)?;
@@ -49,10 +48,10 @@ pub(crate) fn set_aside(directory: &Path) -> io::Result<()> {
     })
 }
 
-/// Starts a log again: its content becomes an older part. Its writer has ended.
+/// Starts a log again: its content becomes the newest older part. The log's writer must have ended.
 ///
 /// # Errors
-/// The system's. One that is not there is no error.
+/// Errors of `rename(2)`. A missing log is no error.
 pub fn begin_anew(log: &Path) -> io::Result<()> {
     match fs::canonicalize(log) {
         Ok(log) => {
@@ -64,7 +63,7 @@ pub fn begin_anew(log: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes room for another older part.
+/// Renames the older parts of a log, so that the name of the newest one is free.
 fn shift(log: &Path) -> io::Result<()> {
     for n in (1..KEPT).rev() {
         match fs::rename(part(log, n), part(log, n + 1)) {
@@ -75,7 +74,8 @@ fn shift(log: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Rotates each log of these directories that is longer than `limit`. Returns those that cannot be bounded, and why.
+/// Rotates each log of these directories that is longer than `limit`. Returns the logs that could not be rotated,
+/// with the errors.
 pub(crate) fn bound(directories: &[&Path], limit: u64) -> Vec<(PathBuf, io::Error)> {
     let logs = directories.iter().flat_map(|directory| listed(directory).unwrap_or_default());
     let is_long = |path: &PathBuf| is_log(path) && fs::metadata(path).is_ok_and(|found| found.len() > limit);
@@ -92,12 +92,12 @@ pub(crate) fn bound(directories: &[&Path], limit: u64) -> Vec<(PathBuf, io::Erro
 fn rotate(log: &Path, limit: u64) -> io::Result<()> {
     let log = fs::canonicalize(log)?;
     let mut file = OpenOptions::new().read(true).write(true).open(&log)?;
-    // It may have been reached by another name before.
+    // The log may have been rotated under another name already.
     if file.metadata()?.len() <= limit {
         return Ok(());
     }
     let copied = shift(&log).and_then(|()| copy(&mut file, &part(&log, 1), limit));
-    // Bounded comes first: a file system that is full has no room for a copy.
+    // Truncate it even if the copy failed: a full file system has no room for a copy.
     file.set_len(0)?;
     copied.inspect_err(|_| drop(fs::remove_file(part(&log, 1))))
 }
@@ -106,28 +106,29 @@ fn copy(from: &mut File, to: &Path, limit: u64) -> io::Result<()> {
     let mut to = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(to)?;
     let length = from.metadata()?.len();
     from.seek(SeekFrom::Start(length.saturating_sub(limit)))?;
-    // A writer may be as fast as the copy.
+    // A writer may be as fast as the copy: limit what is copied.
     io::copy(&mut from.take(2 * limit), &mut to).map(drop)
 }
 
-/// Bounds how often something is reported that a guest can cause without end.
+/// A limit on reports of an event that a guest can cause without end.
 #[derive(Debug)]
 pub struct Throttle {
     most: u32,
     every: Duration,
-    /// When the current period began, and how many were reported in it.
+    /// Start of the current period, and the number of reports in it.
     period: Option<(Instant, u32)>,
     left_out: u64,
 }
 
 impl Throttle {
-    /// Reports at most `most` times in `every`.
+    /// Makes a limit of `most` reports in `every`.
     #[must_use]
     pub fn new(most: u32, every: Duration) -> Self {
         Self { most, every, period: None, left_out: 0 }
     }
 
-    /// Whether to report what happens at `now`: then how many were left out since the last report.
+    /// Returns whether to report an event at `now`: if so, the number of events that were left out since the last
+    /// report.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         let reported = match &mut self.period {
             Some((began, reported)) if now.saturating_duration_since(*began) < self.every => reported,
@@ -174,7 +175,7 @@ mod tests {
         assert!(rundir.file("console.log").symlink_metadata().unwrap().is_symlink());
         assert_eq!(fs::read_to_string(log.join("console.log")).unwrap(), "first");
         assert_eq!(fs::read_to_string(log.join("qemu-1.log")).unwrap(), "qemu");
-        // A second time nothing happens to them.
+        // Linking again does not change the logs.
         rundir.link_logs(&root.path().join("log")).unwrap();
         assert_eq!(fs::read_to_string(rundir.console_log()).unwrap(), "first");
         rundir.remove().unwrap();
@@ -255,7 +256,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = made(root.path());
         appending(&rundir.console_log()).write_all(&[b'x'; 6000]).unwrap();
-        // In the way of its older part.
+        // Directories in place of the older parts.
         fs::create_dir_all(root.path().join("log/web/console.log.1/in-the-way")).unwrap();
         fs::create_dir_all(root.path().join("log/web/console.log.2/in-the-way")).unwrap();
         assert_eq!(rundir.bound_logs(SMALLEST).len(), 1);

@@ -6,15 +6,15 @@ use crate::rundir::RunDir;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-/// A name for a VM's files outside its run directory. Two users of one such place, or one with two run roots, may both
-/// have a VM `web`: so the name identifies the run directory.
+/// Returns a name for a VM's files outside its run directory. It identifies the run directory: two users, or one user
+/// with two run directories, may both have a VM `web` and use the same place.
 #[must_use]
 pub fn unique_name(rundir: &RunDir) -> String {
     let digest = xxhash_rust::xxh3::xxh3_64(rundir.path().as_os_str().as_bytes());
     format!("{}-{:08x}", rundir.name(), digest as u32)
 }
 
-/// Where a saved reboot of a VM writes the guest's RAM.
+/// Returns the file to which a saved reboot of a VM writes the guest's RAM.
 #[must_use]
 pub fn saved_path(host: &Host, rundir: &RunDir, definition: &Definition) -> PathBuf {
     let directory = definition.save_dir.as_ref().unwrap_or(&host.save_dir);

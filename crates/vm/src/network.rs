@@ -1,7 +1,8 @@
 //! Taps, namespaces, bridges.
 //!
-//! What takes one system call is done with it; the rest with `ip` (iproute2). A namespace that Rekindle made is
-//! marked by a file under the run root and removed with the last VM that uses it; one that was there before stays.
+//! Single system calls are made directly; for everything else `ip` (iproute2) is run. A namespace that Rekindle made
+//! is marked by a file in the root of the run directories, and removed with the last VM that uses it. A namespace
+//! that existed before stays.
 
 use crate::definition::{Definition, NetBackend, TapPlace};
 use crate::host::Host;
@@ -27,45 +28,45 @@ use std::time::{Duration, Instant};
 /// Why a network cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum NetworkError {
-    /// Taps are for root.
+    /// A tap requires root.
     #[error("network {id}: a tap needs root (CAP_NET_ADMIN); run as root, or use `kind = \"user\"`")]
     NeedsRoot {
-        /// The network.
+        /// Id of the network.
         id: String,
     },
-    /// A bridge that is none.
+    /// The interface is missing or is not a bridge.
     #[error("network {id}: `bridge = \"{bridge}\"`: {}", no_bridge(bridge, *exists))]
     NoBridge {
-        /// The network.
+        /// Id of the network.
         id: String,
-        /// What it names.
+        /// Name in the definition.
         bridge: String,
-        /// Whether there is an interface of that name.
+        /// Whether an interface of this name exists.
         exists: bool,
     },
-    /// `ip` failed.
+    /// The command `ip` failed.
     #[error("`ip {command}` failed: {message}")]
     Ip {
-        /// Its arguments.
+        /// Arguments of `ip`.
         command: String,
-        /// Its error message.
+        /// Error output of `ip`.
         message: String,
     },
-    /// A tap cannot be opened.
+    /// A tap cannot be opened, duplicated or removed.
     #[error("cannot open tap {ifname}; if another VM or program uses it, name another `ifname`")]
     Tap {
-        /// The interface.
+        /// Name of the interface.
         ifname: String,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// A tap cannot be connected.
+    /// A tap cannot be connected to its bridge or namespace.
     #[error("cannot connect tap {ifname}; check whether its bridge or namespace still exists: ip link, ip netns")]
     Connect {
-        /// The interface.
+        /// Name of the interface.
         ifname: String,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
@@ -94,7 +95,7 @@ fn ip(arguments: &[&str]) -> Result<String, NetworkError> {
     Err(NetworkError::Ip { command, message: String::from_utf8_lossy(&output.stderr).trim().to_owned() })
 }
 
-/// Does something with an interface in the namespace of the tap.
+/// Runs `work` on an interface in the tap's namespace.
 fn in_namespace<T: Send + 'static>(
     tap: &Tap,
     ifname: &str,
@@ -108,13 +109,14 @@ fn in_namespace<T: Send + 'static>(
     }
 }
 
-/// Sends the frames once more that a stopped QEMU may have taken out of its tap: QEMU takes one after its guest has
-/// stopped, which would be lost, and a TCP client would wait 200 ms before it sends it again.
+/// Sends again the frames that a stopped QEMU may have read from its tap. QEMU reads one frame after its guest has
+/// stopped. Without this the frame would be lost, and a TCP client would wait 200 ms before it sends it again.
 ///
-/// Which one it took cannot be seen. The first after the stop is sent again, and those shortly before it, which a
-/// busy QEMU may not have read yet; one that did arrive arrives twice, as frames may. `true` if there was one.
+/// It is not known which frame QEMU read. The first frame after the stop is sent again, and those shortly before it,
+/// which a busy QEMU may not have read yet. A frame that had arrived arrives twice, as frames may. Returns whether
+/// there was a frame after the stop.
 pub fn send_again(capture: &Capture, stopped_host_us: u64) -> bool {
-    /// How far QEMU's main loop may lag behind.
+    /// Longest delay of QEMU's main loop, in µs.
     const LAG_US: u64 = 2_000;
     let frames = capture.frames().unwrap_or_else(|e| {
         tracing::debug!("{e}");
@@ -130,10 +132,10 @@ pub fn send_again(capture: &Capture, stopped_host_us: u64) -> bool {
     !after.is_empty()
 }
 
-/// Checks whether the networks of a definition are possible, before anything is made.
+/// Checks that the networks of a definition are possible. Nothing is changed.
 ///
 /// # Errors
-/// [`NetworkError::NeedsRoot`], [`NetworkError::NoBridge`]; `ip` cannot be run.
+/// [`NetworkError::NeedsRoot`], [`NetworkError::NoBridge`]; [`NetworkError::Ip`] when `ip` cannot be run.
 pub fn check(definition: &Definition) -> Result<(), NetworkError> {
     for net in &definition.nets {
         let NetBackend::Tap { place, .. } = &net.backend else { continue };
@@ -142,7 +144,7 @@ pub fn check(definition: &Definition) -> Result<(), NetworkError> {
         }
         if let TapPlace::Bridge { bridge } = place {
             let exists = has_interface(bridge);
-            // Nothing is printed of an interface that is of another type.
+            // `ip` prints nothing for an interface of another type.
             if exists && !ip(&["-o", "link", "show", "dev", bridge, "type", "bridge"])?.is_empty() {
                 continue;
             }
@@ -152,16 +154,17 @@ pub fn check(definition: &Definition) -> Result<(), NetworkError> {
     Ok(())
 }
 
-/// Whether this network namespace has an interface of that name.
+/// Returns whether this network namespace has an interface of that name.
 fn has_interface(name: &str) -> bool {
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::DGRAM, None);
     socket.is_ok_and(|socket| name_to_index(&socket, name).is_ok())
 }
 
-/// Waits until the bridges of a definition are there: after a boot of the host they may come a moment later.
+/// Waits until the bridges of a definition exist: after a boot of the host they may appear later than Rekindle
+/// starts.
 ///
 /// # Errors
-/// [`NetworkError::NoBridge`].
+/// [`NetworkError::NoBridge`] after `patience`.
 pub fn wait_for_bridges(definition: &Definition, patience: Duration) -> Result<(), NetworkError> {
     let deadline = Instant::now() + patience;
     for net in &definition.nets {
@@ -176,12 +179,12 @@ pub fn wait_for_bridges(definition: &Definition, patience: Duration) -> Result<(
     Ok(())
 }
 
-/// Makes and connects the taps of a VM whose definition [`check`] has found good.
+/// Makes and connects the taps of a VM whose definition has passed [`check`].
 ///
-/// On success: the taps' descriptors at the numbers that its command line names.
+/// On success: the taps, at the descriptor numbers of the command line.
 ///
 /// # Errors
-/// [`NetworkError`]; taps that were made are for [`remove`].
+/// [`NetworkError`]; taps that were made must be removed with [`remove`].
 pub fn create(host: &Host, state: &State) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
     let mut fds = Vec::new();
     for (index, (net, card)) in state.definition.nets.iter().zip(&state.hardware.nets).enumerate() {
@@ -206,7 +209,7 @@ fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
     match place {
         TapPlace::Bridge { bridge } => match link::join(ifname, bridge) {
             Ok(()) => link::up(ifname).map_err(failed),
-            // It is in this bridge already, or leaves another one for it.
+            // The tap is in this bridge already, or must be moved from another one.
             Err(e) if e.kind() == io::ErrorKind::ResourceBusy => {
                 ip(&["link", "set", ifname, "master", bridge, "up"]).map(drop)
             }
@@ -222,26 +225,26 @@ fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
     }
 }
 
-/// The taps of a VM as a QEMU that takes over is to get them.
+/// The taps of a VM, as a destination QEMU gets them.
 #[derive(Debug)]
 pub struct Duplicates {
-    /// Stand-ins to use at first, and the real ones to wait, at the numbers that its command line names.
+    /// Stand-ins, at the numbers where QEMU uses its taps, and the real taps, at the numbers where they wait.
     pub fds: Vec<(OwnedFd, RawFd)>,
-    /// The stand-ins once more. To be held until the guest runs: an interface is removed with its last descriptor, and
-    /// the kernel takes some 15 ms for that.
+    /// The stand-ins, to be kept until the guest runs: an interface is removed with its last descriptor, and the
+    /// kernel takes some 15 ms for that.
     pub stand_ins: Vec<StandIn>,
 }
 
-/// Duplicates the taps of a VM out of the QEMU that uses them now.
+/// Duplicates the taps of a VM from the QEMU that uses them now.
 ///
 /// # Errors
-/// [`NetworkError::Tap`].
+/// [`NetworkError::Tap`], also without the right to trace that QEMU.
 pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, NetworkError> {
     let mut duplicates = Duplicates { fds: Vec::new(), stand_ins: Vec::new() };
     for (index, tap) in hardware.taps() {
         let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
         let real = descriptor::take(from, Tap::fd(index)).map_err(failed)?;
-        // Several VMs may do this at the same time: the name must be this process's and this tap's own.
+        // Several VMs may do this concurrently: the name must be unique for this process and this tap.
         let digest = xxhash_rust::xxh3::xxh3_64(tap.ifname.as_bytes()) as u32;
         let name = format!("rk{:x}{digest:06x}", std::process::id() & 0xff_ffff);
         let stand_in = in_namespace(tap, name.get(..15).unwrap_or(&name), StandIn::open)?;
@@ -252,17 +255,18 @@ pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, Netwo
     Ok(duplicates)
 }
 
-/// Gives the destination QEMU, once the source is stopped or gone, the real taps in the place of `stand_ins`.
+/// Replaces the stand-ins of the destination QEMU by the real taps. The source must be stopped or ended.
 ///
 /// # Errors
-/// When the QEMU cannot be traced, or does not notice: it has some of them then.
+/// When the QEMU cannot be traced, or does not notice the change. It may then have some of the real taps.
 pub fn replace_stand_ins(injector: Injector, hardware: &Hardware, stand_ins: &[StandIn]) -> io::Result<()> {
     let taps: Vec<_> = hardware.taps().map(|(n, _)| (Tap::waiting_fd(n), Tap::fd(n))).collect();
     descriptor::replace(injector, &taps)?;
     stand_ins.iter().try_for_each(StandIn::wake)
 }
 
-/// What the host sends into the taps of a VM from now on. Closing one takes the kernel some 10 ms.
+/// Starts to capture the frames that the host sends to the taps of a VM. The kernel takes some 10 ms to close a
+/// capture.
 ///
 /// # Errors
 /// [`NetworkError::Tap`].
@@ -270,16 +274,16 @@ pub fn captures(hardware: &Hardware) -> Result<Vec<Capture>, NetworkError> {
     hardware.taps().map(|(_, tap)| in_namespace(tap, &tap.ifname, Capture::open)).collect()
 }
 
-/// The taps of a VM whose QEMU has ended, opened again.
+/// Opens the taps of a VM whose QEMU has ended.
 ///
 /// # Errors
-/// [`NetworkError::Tap`].
+/// [`NetworkError::Tap`], when a tap is missing or in use.
 pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
     hardware.taps().map(|(index, tap)| Ok((in_namespace(tap, &tap.ifname, tap::open)?, Tap::fd(index)))).collect()
 }
 
-/// Forwards the ports of a QEMU that was started to take a guest over, once it has it: a port can be held only once.
-/// One that is unavailable only causes a warning.
+/// Forwards the ports of a destination QEMU after it got the guest: only one QEMU can hold a port. A port that is
+/// unavailable only causes a warning.
 pub fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
     for (id, rule) in hardware.forwards() {
         match qmp.human(&format!("hostfwd_add {id} {rule}")) {
@@ -290,10 +294,10 @@ pub fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
     }
 }
 
-/// Removes the taps of a VM, and namespaces of Rekindle's that no VM uses any more. What is gone already is no error.
+/// Removes the taps of a VM, and namespaces that Rekindle made and no VM uses any more. A missing tap is no error.
 ///
 /// # Errors
-/// [`NetworkError::Tap`] when a tap is in use.
+/// [`NetworkError::Tap`] when a tap is in use; [`NetworkError::Ip`] when a namespace cannot be removed.
 pub fn remove(host: &Host, hardware: &Hardware) -> Result<(), NetworkError> {
     for (_, tap) in hardware.taps() {
         let gone = tap.netns.as_ref().is_some_and(|namespace| !netns::path(namespace).exists());
@@ -320,7 +324,7 @@ fn make_namespace(host: &Host, namespace: &str) -> Result<(), NetworkError> {
     fs::create_dir_all(marker.parent().unwrap_or(&host.root)).map_err(failed)?;
     fs::write(&marker, "").map_err(failed)?;
     match ip(&["netns", "add", namespace]) {
-        // Another VM of the same namespace was faster.
+        // Another VM with the same namespace made it in the meantime.
         Err(_) if netns::path(namespace).exists() => {}
         other => drop(other?),
     }

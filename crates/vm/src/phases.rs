@@ -1,7 +1,7 @@
-//! The disks of a VM whose boot's phases are kept: whether they are still what the guest of a phase knew.
+//! Checks whether the disks of a VM are unchanged since a boot snapshot (phase).
 //!
-//! A disk that has a server is watched by it ([`rekindle_disk::ledger`]); of one that is only read, the file is the
-//! same as long as it has not been written.
+//! A served disk is watched by its server ([`rekindle_disk::ledger`]). A disk that is only read is unchanged as long
+//! as its file has not been written.
 
 use crate::definition::Definition;
 use crate::disks;
@@ -17,63 +17,63 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// A file of the run directory that exists while the guest is expected to become healthy.
+/// File in the run directory. It exists while the guest is expected to become healthy.
 const EXPECTED: &str = "phase.expected";
-/// The operation of the process that saves a phase, as [`crate::lock::holder`] returns it.
+/// Operation of the process that saves a phase, as [`crate::lock::holder`] returns it.
 pub const SAVING: &str = "saving a phase";
 
-/// One disk at the moment of a candidate.
+/// One disk at the moment of a boot snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskThen {
-    /// Its id.
+    /// Id of the disk.
     pub id: String,
-    /// How it is known again.
+    /// The record with which a later change is detected.
     #[serde(flatten)]
     pub known: Known,
 }
 
-/// How a disk is known again.
+/// The record with which a later change of a disk is detected.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Known {
-    /// By its server.
+    /// A moment in the ledger of the disk's server.
     Moment(Moment),
-    /// As a file that is not written.
+    /// The identity of a file that is not written.
     File(Mark),
 }
 
-/// Why nothing is known of a disk.
+/// Why a disk cannot be part of a boot snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum PhaseError {
-    /// Its server.
+    /// The disk's server returns an error or does not answer.
     #[error("disk {id}")]
     Server {
-        /// The disk.
+        /// Id of the disk.
         id: String,
-        /// Why.
+        /// The server's answer, or the error of the connection.
         #[source]
         source: ControlError,
     },
-    /// Its image.
+    /// The disk's image cannot be inspected.
     #[error("disk {id}: {}", path.display())]
     Image {
-        /// The disk.
+        /// Id of the disk.
         id: String,
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Why.
+        /// The error of `stat(2)`.
         #[source]
         source: io::Error,
     },
-    /// Its writes are not recorded.
+    /// No process records the disk's writes.
     #[error("disk {id}: its writes are not recorded; let Rekindle serve it, or make it a raw image that is `readonly`")]
     Unwatched {
-        /// The disk.
+        /// Id of the disk.
         id: String,
     },
 }
 
-/// Where the candidates of a VM are: next to what a saved reboot writes.
+/// Returns the directory of a VM's candidates. It is next to the files of saved reboots.
 #[must_use]
 pub fn directory(host: &Host, rundir: &RunDir, definition: &Definition) -> PathBuf {
     let directory = definition.save_dir.as_ref().unwrap_or(&host.save_dir);
@@ -85,9 +85,10 @@ fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &Ask) -> 
     asked.map_err(|source| PhaseError::Server { id: id.into(), source })
 }
 
-/// A guest is about to boot: its disks' servers note what it touches. One that does not get this has no candidates.
+/// Notifies the disk servers that a guest is about to boot, so that they record which blocks it touches. Without this
+/// message a boot has no candidates.
 ///
-/// *Needs:* that no QEMU is connected.
+/// *Needs:* no QEMU is connected to the servers.
 pub fn begin(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
     expect_healthy(rundir, definition);
     for disk in disks::served(hardware).filter(|_| hardware.phase) {
@@ -97,9 +98,9 @@ pub fn begin(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
     }
 }
 
-/// Requests that a phase is saved, once, when the guest that boots now is healthy. Done at each boot, and when a
-/// guest continues from an earlier phase; not for one that has been up for long, which has more in its memory than
-/// its boot has put there.
+/// Requests that a phase is saved, once, when the guest that boots now is healthy. Called at each boot, and when a
+/// guest continues from an earlier phase. It is not called for a guest that has been up for a long time, whose memory
+/// holds more than its boot has put into it.
 pub fn expect_healthy(rundir: &RunDir, definition: &Definition) {
     if definition.phase.healthy.is_some()
         && let Err(e) = fs::write(rundir.file(EXPECTED), b"")
@@ -108,17 +109,17 @@ pub fn expect_healthy(rundir: &RunDir, definition: &Definition) {
     }
 }
 
-/// Returns whether that was requested, and withdraws the request, so that after a kill no process waits for a guest
-/// of unknown age.
+/// Returns whether a phase was requested, and withdraws the request, so that after a kill no process waits for a
+/// guest of unknown age.
 #[must_use]
 pub fn take_expected(rundir: &RunDir) -> bool {
     fs::remove_file(rundir.file(EXPECTED)).is_ok()
 }
 
-/// The guest is stopped: its disks as they are now.
+/// Records the disks of a stopped guest as they are now.
 ///
 /// # Errors
-/// [`PhaseError`].
+/// [`PhaseError`], for the first disk whose writes are not recorded or whose server fails.
 pub fn mark(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<DiskThen>, PhaseError> {
     let marked = hardware.disks.iter().map(|disk| {
         let id = disk.id.clone();
@@ -135,7 +136,7 @@ pub fn mark(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<DiskThen>, Phase
     marked.collect()
 }
 
-/// Describes why a guest of that moment may not continue with the disks as they are; none if it may.
+/// Describes why a guest of the moment `then` may not continue with the present disks; `None` if it may.
 #[must_use]
 pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<String> {
     let named = |disks: &mut dyn Iterator<Item = &String>| {
@@ -160,13 +161,13 @@ pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<
     })
 }
 
-/// Notifies the servers that the next guest is one of that moment, whose memory is loaded while it runs, if that is
-/// possible. Otherwise returns why not.
+/// Notifies the disk servers that the next guest continues from the moment `then`, and that its memory is loaded
+/// while it runs.
 ///
-/// *Needs:* that no QEMU is connected.
+/// *Needs:* no QEMU is connected to the servers.
 ///
 /// # Errors
-/// The reason.
+/// The reason why the guest may not continue with the present disks.
 pub fn continue_from(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Result<(), String> {
     if let Some(why) = check(rundir, hardware, then) {
         return Err(why);

@@ -1,7 +1,7 @@
-//! A VM's place on this host: run directory, lock, network, RAM file; everything that a VM has before it has a QEMU.
+//! A VM's slot on this host: run directory, lock, network, RAM file; everything that a VM has before it has a QEMU.
 //!
-//! `rekindle run` boots a guest in it, `rekindle restore` resumes one in it from a checkpoint. First there is a
-//! [`Site`]: the VM is locked, and nothing of it runs. With a [`Plan`], the result of all checks, it becomes a
+//! `rekindle run` boots a guest in it, and `rekindle restore` resumes a guest in it from a checkpoint. First there is
+//! a [`Site`]: the VM is locked, and it has no running guest. With a [`Plan`], the result of all checks, it becomes a
 //! [`VmSlot`].
 
 use crate::cleanup::clean_up;
@@ -26,34 +26,34 @@ use rekindle_qemu::vmm::Vmm;
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
-/// The locked name of a VM that does not run; a QEMU may wait there for a checkpoint.
+/// The locked name of a VM that does not run. A QEMU may wait in it for a checkpoint.
 #[derive(Debug)]
 pub struct Site<'a> {
     host: &'a Host,
-    /// Its run directory.
+    /// Run directory of the VM.
     pub rundir: RunDir,
     state: Option<State>,
-    /// What waited here and has ended by itself.
+    /// A prepared QEMU that has ended by itself.
     lost: Option<Prepared>,
     lock: Lock,
 }
 
-/// A VM that is possible on this host.
+/// A VM that has passed all checks on this host.
 #[derive(Debug)]
 pub struct Plan {
-    /// The future content of its state file.
+    /// The future content of the state file.
     pub state: State,
-    /// Its QEMU.
+    /// The QEMU binary of the VM.
     binary: Binary,
     ram: RamDirectory,
 }
 
 impl Plan {
-    /// Whether there is room for the guest's RAM now. Nothing is promised: that is done by [`VmSlot::make`] and
-    /// [`VmSlot::claim`].
+    /// Checks that there is room for the guest's RAM now. Nothing is reserved: [`VmSlot::make`] and [`VmSlot::claim`]
+    /// do that.
     ///
     /// # Errors
-    /// [`LifeError::Ram`].
+    /// [`LifeError::Ram`] when there is not enough room.
     pub fn check_room(&self) -> Result<(), LifeError> {
         let bytes = self.state.hardware.ram_files().iter().map(|(_, bytes)| bytes).sum();
         Ok(self.ram.check_room(bytes)?)
@@ -61,11 +61,10 @@ impl Plan {
 }
 
 impl<'a> Site<'a> {
-    /// Takes the name of a VM, for `operation`. What an earlier VM of the name has left, whose QEMU has ended, is
-    /// removed.
+    /// Locks the name of a VM for `operation`. Removes the remains of an earlier VM of the name whose QEMU has ended.
     ///
     /// # Errors
-    /// [`LifeError`]: it runs, is being worked on, or needs recovery.
+    /// [`LifeError`]: the VM runs, is busy, or needs recovery.
     pub fn take(host: &'a Host, name: &str, operation: &str) -> Result<Self, LifeError> {
         let name = name.to_owned();
         let failed = |source| LifeError::RunDir { name: name.clone(), source };
@@ -92,7 +91,7 @@ impl<'a> Site<'a> {
             if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
                 return Err(LifeError::Running { name, pid: vmm.pid });
             }
-            // It ended by itself: its RAM is worth nothing without a QEMU.
+            // The QEMU has ended by itself: RAM without a QEMU is worthless.
             if !waits.is_some_and(Vmm::is_alive) {
                 let lost = state.prepared.clone();
                 site.clear()?;
@@ -102,22 +101,22 @@ impl<'a> Site<'a> {
         Ok(site)
     }
 
-    /// The record of the QEMU that waits here, if one does.
+    /// Returns the record of the QEMU that waits for a checkpoint, if there is one.
     #[must_use]
     pub fn prepared(&self) -> Option<(&State, &Prepared)> {
         self.state.as_ref().and_then(|state| Some((state, state.prepared.as_ref()?)))
     }
 
-    /// The QEMU that waited here until it ended by itself. The options given when it was prepared still apply.
+    /// Returns the prepared QEMU that had ended by itself. The options given when it was prepared still apply.
     #[must_use]
     pub fn lost(&self) -> Option<&Prepared> {
         self.lost.as_ref()
     }
 
-    /// Ends what waits here.
+    /// Ends a waiting QEMU and removes the remains of the VM.
     ///
     /// # Errors
-    /// What cannot be removed.
+    /// [`LifeError`], for the first process, tap or file that cannot be removed.
     pub fn clear(&mut self) -> Result<(), LifeError> {
         if let Some(state) = &self.state {
             clean_up(self.host, &self.rundir, state)?;
@@ -128,7 +127,7 @@ impl<'a> Site<'a> {
         Ok(())
     }
 
-    /// Leaves it as it was found.
+    /// Releases the lock. Removes the run directory if the VM had no state.
     pub fn leave(self) {
         if self.state.is_none() {
             let _ = self.rundir.remove();
@@ -136,12 +135,12 @@ impl<'a> Site<'a> {
         }
     }
 
-    /// Plans the VM of `definition` on this host. `fit` may refuse the hardware that the definition came to, or
-    /// change what a guest that exists already needs otherwise. `epochs`: those of the checkpoint to restore; the
-    /// other disks are wanted as they are. Nothing is made.
+    /// Plans the VM of `definition` on this host. Nothing is made. `fit` may reject the resulting hardware, or change
+    /// it for a guest that exists already. `epochs` are those of the checkpoint to restore; the newest version of all
+    /// other disks is used.
     ///
     /// # Errors
-    /// [`LifeError`]: the definition asks for what this host or this QEMU does not have.
+    /// [`LifeError`]: the definition requires something that this host or this QEMU does not have.
     pub fn plan(
         &self,
         definition: Definition,
@@ -152,10 +151,10 @@ impl<'a> Site<'a> {
         plan(self.host, &self.rundir, definition, qemu, epochs, fit)
     }
 
-    /// Uses the site for what was planned, in the place of whatever waits there.
+    /// Uses the site for the planned VM, in place of a QEMU that waits in it.
     ///
     /// # Errors
-    /// [`LifeError::RunDir`]; then nothing is left behind.
+    /// [`LifeError::RunDir`]; nothing is then left behind.
     pub fn place(mut self, plan: Plan) -> Result<VmSlot<'a>, LifeError> {
         self.clear()?;
         if let Err(source) = plan.state.write(&self.rundir) {
@@ -166,7 +165,7 @@ impl<'a> Site<'a> {
         Ok(self.place_of(plan))
     }
 
-    /// As [`Site::place`], for a guest that is to run in the QEMU that waits there.
+    /// As [`Site::place`], for a guest that will run in the QEMU that waits in the site.
     #[must_use]
     pub fn place_of(self, plan: Plan) -> VmSlot<'a> {
         let Plan { state, binary, ram } = plan;
@@ -178,37 +177,35 @@ impl<'a> Site<'a> {
 #[derive(Debug)]
 pub struct VmSlot<'a> {
     host: &'a Host,
-    /// Its run directory.
+    /// Run directory of the VM.
     pub rundir: RunDir,
-    /// The content of its state file.
+    /// Content of the state file.
     pub state: State,
-    /// The QEMU that it is to have.
+    /// The QEMU binary that the VM will use.
     pub binary: Binary,
     ram: RamDirectory,
-    /// Of a checkpoint that is to be restored.
+    /// Disk epochs of a checkpoint that will be restored.
     epochs: Option<Epochs>,
     _lock: Lock,
 }
 
-/// What a QEMU is started with in a place.
+/// The resources with which a QEMU is started in a slot.
 #[derive(Debug)]
 pub struct Made {
-    /// The operation's journal.
+    /// Journal of the operation.
     pub journal: Journal,
-    /// Taps, at the numbers that the command line names.
+    /// Taps, at the descriptor numbers of the command line.
     pub fds: Vec<(OwnedFd, RawFd)>,
 }
 
 impl<'a> VmSlot<'a> {
-    /// Takes the place of the VM of `definition`, for `operation`.
+    /// Takes a slot for the VM of `definition`, for `operation`. `fit` may reject the resulting hardware.
     ///
-    /// On success: nothing exists but the run directory with the lock and `state.json`.
+    /// On success: only the run directory with the lock and `state.json` exists.
     ///
     /// # Errors
-    /// [`LifeError`]: it runs, is prepared for a restore, or is being worked on; the definition asks for what this
-    /// host or this QEMU does not have. Nothing is left behind.
-    ///
-    /// `fit` may refuse the hardware that the definition came to.
+    /// [`LifeError`]: the VM runs, is prepared for a restore, or is busy; or the definition requires something that
+    /// this host or this QEMU does not have. Nothing is left behind.
     pub fn take(
         host: &'a Host,
         definition: Definition,
@@ -229,16 +226,16 @@ impl<'a> VmSlot<'a> {
         }
     }
 
-    /// Sets the epochs of its disks: those of a checkpoint whose memory is loaded while the guest runs.
+    /// Sets the disk epochs of a checkpoint whose memory will be loaded while the guest runs.
     #[must_use]
     pub fn at_epochs(self, epochs: Epochs) -> Self {
         Self { epochs: Some(epochs), ..self }
     }
 
-    /// Makes the network and the RAM file, and starts the servers of disks, under a journal of `kind`.
+    /// Makes the network and the RAM file, and starts the disk servers, under a journal of `kind`.
     ///
     /// # Errors
-    /// [`LifeError`]; what was made is for [`VmSlot::undo`].
+    /// [`LifeError`]; the caller must remove what was made with [`VmSlot::undo`].
     pub fn make(&self, kind: Kind) -> Result<Made, LifeError> {
         self.make_with(kind, RamDirectory::create, || match &self.epochs {
             Some(epochs) => disks::start_at(&self.rundir, &self.state.hardware, epochs),
@@ -246,11 +243,11 @@ impl<'a> VmSlot<'a> {
         })
     }
 
-    /// The same for a QEMU that only waits, whose RAM is not promised to it: see [`RamDirectory::create_waiting`].
-    /// Its RAM files have other names than in the state file.
+    /// As [`VmSlot::make`], for a QEMU that waits for a checkpoint. No RAM is reserved for it: see
+    /// [`RamDirectory::create_waiting`]. The returned hardware has other RAM file names than the state file.
     ///
     /// # Errors
-    /// As [`VmSlot::make`].
+    /// As for [`VmSlot::make`].
     pub fn make_waiting(&self) -> Result<(Made, Hardware), LifeError> {
         let made = self.make_with(Kind::Prepare, RamDirectory::create_waiting, || {
             disks::start_waiting(&self.rundir, &self.state.hardware)
@@ -273,17 +270,17 @@ impl<'a> VmSlot<'a> {
             create(&self.ram, &ram::name(&path), bytes)?;
         }
         serve()?;
-        // A guest that is restored knows its disks already.
+        // A restored guest knows its disks already.
         if kind == Kind::Run {
             phases::begin(&self.rundir, &self.state.hardware, &self.state.definition);
         }
         Ok(Made { journal, fds })
     }
 
-    /// Promises the RAM to the QEMU that waits here, and opens the journal of its restore.
+    /// Reserves the RAM for the QEMU that waits in this slot, and opens the journal of its restore.
     ///
     /// # Errors
-    /// [`LifeError::Ram`], and then it waits on as it was; [`LifeError::RunDir`].
+    /// [`LifeError::Ram`], in which case the QEMU waits as before; [`LifeError::RunDir`].
     pub fn claim(&self, waits: &Vmm) -> Result<Journal, LifeError> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         for (path, bytes) in self.state.hardware.ram_files() {
@@ -296,10 +293,10 @@ impl<'a> VmSlot<'a> {
         Ok(journal)
     }
 
-    /// Records the QEMU that waits here for a checkpoint, and ends the operation.
+    /// Records the QEMU that waits for a checkpoint in this slot, and ends the operation.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// [`LifeError::RunDir`], when the state or the journal cannot be written.
     pub fn settle_prepared(&self, journal: Journal, prepared: Prepared, version: Version) -> Result<State, LifeError> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         let state = State { prepared: Some(prepared), version: Some(version), ..self.state.clone() };
@@ -308,10 +305,10 @@ impl<'a> VmSlot<'a> {
         Ok(state)
     }
 
-    /// Records the QEMU that runs the guest in this place, and ends the operation.
+    /// Records the QEMU that runs the guest in this slot, and ends the operation.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// [`LifeError::RunDir`], when the state or the journal cannot be written.
     pub fn settle(&self, journal: Journal, vmm: Vmm, version: Version) -> Result<State, LifeError> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         let state = State { vmm: Some(vmm), version: Some(version), ..self.state.clone() };
@@ -320,14 +317,14 @@ impl<'a> VmSlot<'a> {
         Ok(state)
     }
 
-    /// The QEMU that may run the guest of a restore: it was sent `cont`, and has not ended.
+    /// Returns the QEMU that may run the guest of a restore: it was sent `cont`, and has not ended.
     #[must_use]
     pub fn may_run(&self) -> Option<Vmm> {
         let left = Journal::left_behind(&self.rundir).ok().flatten().map(|journal| journal.operation);
         left.filter(|operation| operation.step >= Step::Resume).and_then(|operation| operation.to).filter(Vmm::is_alive)
     }
 
-    /// Takes everything away again, QEMUs that were started here too.
+    /// Removes everything that was made, including QEMUs that were started in this slot.
     pub fn undo(self) {
         if let Err(e) = clean_up(self.host, &self.rundir, &self.state) {
             tracing::warn!("after a failed start: {e}");
@@ -335,7 +332,7 @@ impl<'a> VmSlot<'a> {
     }
 }
 
-/// Everything that can be refused, before anything is made.
+/// Runs all checks that can reject a VM, before anything is made.
 fn plan(
     host: &Host,
     rundir: &RunDir,

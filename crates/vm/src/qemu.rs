@@ -1,4 +1,4 @@
-//! The processes of a VM's QEMUs, and what a guest's run state means.
+//! The processes of a VM's QEMUs, and the meaning of a guest's run states.
 
 use crate::error::LifeError;
 use crate::rundir::RunDir;
@@ -9,24 +9,24 @@ use rekindle_qemu::command::Directory;
 use std::io;
 use std::time::Duration;
 
-/// QEMU's run states of a guest that has ended by itself: it need not be shut down.
+/// QEMU's run states of a guest that has ended by itself and does not have to be shut down.
 pub const SHUT_DOWN: &[&str] = &[OFF, PANICKED];
-/// The run state of a guest that has powered itself off, or has reset itself without a reset in place.
+/// Run state of a guest that has powered itself off, or has reset itself while QEMU does not reset in place.
 pub const OFF: &str = "shutdown";
-/// The run state of a guest whose kernel has panicked.
+/// Run state of a guest whose kernel has panicked.
 pub const PANICKED: &str = "guest-panicked";
 
-/// How long a process may take to end.
+/// Limit for a killed process to end.
 const END: Duration = Duration::from_secs(10);
 
-/// The QEMU that was started in `directory`, whether it was recorded or not, with its children. A process that only
-/// names the directory, or has a file of it open, is not among them.
+/// Returns the processes of the QEMU that was started in `directory`, including its children, whether it was recorded
+/// or not. A process that only names the directory, or has a file of it open, is not among them.
 ///
 /// # Errors
 /// When the lock of the directory is held by a process that cannot be seen.
 pub fn processes_of(directory: &Directory) -> io::Result<Vec<Process>> {
     let mut found = lockfile::holders(&directory.lock())?;
-    // One that an earlier version of Rekindle has started holds QEMU's own lock only.
+    // A QEMU that an earlier version of Rekindle has started holds only QEMU's own lock.
     if let Some(process) = lockfile::owner(&directory.pid())?
         && !found.contains(&process)
     {

@@ -1,4 +1,4 @@
-//! The RAM of a VM for a new boot: emptied, in addition to the retained cache, or that of a QEMU that waits.
+//! The RAM of a VM for a new boot: emptied, or separate from the retained cache, or taken from a QEMU that waits.
 
 use crate::disks::{self, Kept};
 use crate::fault;
@@ -9,10 +9,10 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Gives a VM whose QEMUs have ended RAM for a new start in the place of what it has: see [`RamDirectory::renew`].
+/// Replaces the RAM of a VM whose QEMUs have ended by empty RAM: see [`RamDirectory::renew`].
 ///
 /// # Errors
-/// [`RamError`].
+/// [`RamError`], when there is not enough memory or a file cannot be made.
 pub fn renew(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
     forget_fill(rundir);
     let _ = disks::release_memory(rundir, hardware, false);
@@ -20,11 +20,11 @@ pub fn renew(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
     hardware.ram_files().into_iter().try_for_each(|(path, bytes)| ram.renew(&name(&path), bytes).map(drop))
 }
 
-/// As [`renew`], but its disks' servers retain their cache in the previous RAM, which is freed as the guest uses the
-/// new one. Returns what is retained: nothing if there is no room for both.
+/// As [`renew`], but the disk servers keep their retained cache in the previous RAM, which is freed while the guest
+/// uses the new RAM. Returns what is retained; `None` if there is no room for both.
 ///
 /// # Errors
-/// [`RamError`].
+/// [`RamError`], as for [`renew`].
 pub fn renew_keeping_cache(rundir: &RunDir, hardware: &Hardware) -> Result<Option<Kept>, RamError> {
     forget_fill(rundir);
     if let Some(kept) = disks::release_memory(rundir, hardware, true) {
@@ -41,7 +41,7 @@ pub fn renew_keeping_cache(rundir: &RunDir, hardware: &Hardware) -> Result<Optio
     renew(rundir, hardware).map(|()| None)
 }
 
-/// Ends the fill of the previous RAM by a restore.
+/// Ends the fill of the previous RAM, if a restore had not completed it.
 fn forget_fill(rundir: &RunDir) {
     match fs::remove_file(rundir.fill()) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -54,17 +54,17 @@ fn directory(hardware: &Hardware) -> Result<RamDirectory, RamError> {
     RamDirectory::at(hardware.ram.path.parent().unwrap_or(Path::new("/")))
 }
 
-/// The name under which [`RamDirectory`] knows a RAM file.
+/// Returns the name by which [`RamDirectory`] knows a RAM file.
 #[must_use]
 pub fn name(path: &Path) -> String {
     path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Makes RAM for a QEMU that is to wait while another one runs the guest: nothing is promised to it. Returns the
-/// machine that has it.
+/// Makes RAM for a QEMU that will wait while another QEMU runs the guest. No RAM is reserved for it. Returns the
+/// hardware with the new RAM file names.
 ///
 /// # Errors
-/// [`RamError`].
+/// [`RamError`], when a file cannot be made.
 pub fn waiting(hardware: &Hardware) -> Result<Hardware, RamError> {
     forget_waiting(hardware)?;
     let ram = directory(hardware)?;
@@ -76,27 +76,27 @@ pub fn waiting(hardware: &Hardware) -> Result<Hardware, RamError> {
     Ok(waits)
 }
 
-/// Whether there is room for all of it in addition to everything that is promised now.
+/// Returns whether there is room for all of the VM's RAM in addition to everything that is reserved now.
 #[must_use]
 pub fn has_room(hardware: &Hardware) -> bool {
     let bytes = hardware.ram_files().iter().map(|(_, bytes)| bytes).sum();
     directory(hardware).is_ok_and(|ram| ram.check_room(bytes).is_ok())
 }
 
-/// Nothing has come of that. What is gone already is no error.
+/// Removes the RAM of [`waiting`]. Missing files are no error.
 ///
 /// # Errors
-/// [`RamError`].
+/// [`RamError`], when a file cannot be removed.
 pub fn forget_waiting(hardware: &Hardware) -> Result<(), RamError> {
     let Ok(ram) = directory(hardware) else { return Ok(()) };
     hardware.ram_files().into_iter().try_for_each(|(path, _)| ram.remove_waiting(&name(&path)))
 }
 
-/// Gives a VM whose previous QEMU has ended the RAM that waits, in place of its own: see [`RamDirectory::replace`].
-/// Returns what can be freed later.
+/// Replaces the RAM of a VM whose previous QEMU has ended by the RAM of [`waiting`]: see [`RamDirectory::replace`].
+/// Returns the previous RAM, which can be freed later.
 ///
 /// # Errors
-/// [`RamError`].
+/// [`RamError`], when there is not enough memory or a file cannot be renamed.
 pub fn replace(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<PreviousRam>, RamError> {
     forget_fill(rundir);
     let _ = disks::release_memory(rundir, hardware, false);

@@ -2,10 +2,10 @@
 //!
 //! ```text
 //! /run/rekindle/NAME/
-//!   lock            held by the operation in hand; names it
-//!   state.json      what runs            (docs/run-directory.md)
-//!   operation.json  the operation in hand
-//!   timeline.jsonl  what happened when
+//!   lock            held by the running operation; names it
+//!   state.json      definition, hardware, QEMU (docs/run-directory.md)
+//!   operation.json  journal of the running operation
+//!   timeline.jsonl  steps of operations, with their times
 //!   logs            -> /var/log/rekindle/NAME ([`crate::logs`])
 //!   console.log     -> logs/console.log: the guest's serial console, over all QEMUs
 //!   vmm-1/          sockets and log of the first QEMU, vmm-2/ of the next, ...
@@ -22,10 +22,10 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Name of the folder, adjacent to the run directories, in which answers of QEMU binaries are kept.
+/// Name of the directory, adjacent to the run directories, with the cached answers of QEMU binaries.
 pub const BINARIES: &str = ".binaries";
 
-/// The run directory of one VM.
+/// The run directory of one VM. It need not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunDir {
     path: PathBuf,
@@ -33,13 +33,13 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// The run directory of VM `name` under `root`; it need not exist.
+    /// Returns the run directory of VM `name` under `root`. Nothing is created.
     #[must_use]
     pub fn new(root: &Path, name: &str) -> Self {
         Self { path: root.join(name), name: name.to_owned() }
     }
 
-    /// Names of the VMs that have a run directory under `root`.
+    /// Returns the names of the VMs that have a run directory under `root`, sorted.
     ///
     /// # Errors
     /// When `root` cannot be read.
@@ -58,8 +58,8 @@ impl RunDir {
         Ok(names)
     }
 
-    /// What the QEMU at `path` knows, from the answers kept for all VMs of this host, or asked now: see
-    /// [`Binary::known`].
+    /// Returns the features of the QEMU at `path`, from the answers cached for all VMs of this host, or queried now:
+    /// see [`Binary::known`].
     ///
     /// # Errors
     /// As [`Binary::known`].
@@ -67,113 +67,115 @@ impl RunDir {
         Binary::known(path, &self.path.with_file_name(BINARIES))
     }
 
-    /// The VM's name.
+    /// Returns the VM's name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where it is.
+    /// Returns the path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether it exists.
+    /// Returns whether the directory exists.
     #[must_use]
     pub fn exists(&self) -> bool {
         self.path.is_dir()
     }
 
-    /// Makes it, private to this user. One that exists is no error.
+    /// Makes the directory, private to this user. It is no error if it exists.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// Errors of `mkdir(2)`.
     pub fn create(&self) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.path)
     }
 
-    /// Removes it with all that is in it. The logs stay where they are.
+    /// Removes the directory with its content. The logs stay where they are.
     ///
     /// # Errors
-    /// When something in it cannot be removed.
+    /// When the directory cannot be renamed, or a file in it not be removed.
     pub fn remove(&self) -> io::Result<()> {
         let absent_is_fine = |done: io::Result<()>| match done {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             _ => Ok(()),
         };
-        // Renamed first: a half-removed directory would look like a VM with an unknown operation.
+        // Rename the directory first: a half-removed one would look like a VM with an unknown operation.
         let aside = self.path.with_file_name(format!(".{}.removed", self.name));
         absent_is_fine(fs::remove_dir_all(&aside))?;
         absent_is_fine(fs::rename(&self.path, &aside))?;
         absent_is_fine(fs::remove_dir_all(&aside))
     }
 
-    /// A file of the run directory.
+    /// Returns the path of a file in the run directory.
     #[must_use]
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 
-    /// Exists while a checkpoint keeps the guest stopped: if it exists and no process is in that pause, the guest is
-    /// to be resumed.
+    /// Returns the file that exists while a checkpoint keeps the guest stopped. If it exists and no process is in
+    /// that pause, the guest must be resumed.
     #[must_use]
     pub fn paused(&self) -> PathBuf {
         self.file("paused")
     }
 
-    /// Locked by the process that waits for the guest to reboot itself, to boot it.
+    /// Returns the lock file of `rekindle watch`, which restarts helpers and reboots a guest that has reset itself or
+    /// panicked.
     #[must_use]
     pub fn watch_lock(&self) -> PathBuf {
         self.file("watch.lock")
     }
 
-    /// Locked by the process that takes checkpoints of an attached VM.
+    /// Returns the lock file of the process that takes checkpoints of an attached VM.
     #[must_use]
     pub fn protection_lock(&self) -> PathBuf {
         self.file("protection.lock")
     }
 
-    /// Locked by the pager, and by a restore until the pager has started.
+    /// Returns the lock file of the pager. A restore holds it until the pager has started.
     #[must_use]
     pub fn pager_lock(&self) -> PathBuf {
         self.file("pager.lock")
     }
 
-    /// Locked by the process that saves phases of the guest's boot.
+    /// Returns the lock file of the process that saves phases of the guest's boot.
     #[must_use]
     pub fn phases_lock(&self) -> PathBuf {
         self.file("phases.lock")
     }
 
-    /// What `rekindle watch` has done about helpers that died.
+    /// Returns the record of helpers that `rekindle watch` has restarted.
     #[must_use]
     pub fn helpers(&self) -> PathBuf {
         self.file("helpers.json")
     }
 
-    /// What a restore leaves to its pager until all of the guest's memory is loaded.
+    /// Returns the file with the remaining work of a restore's pager. It exists until all of the guest's memory is
+    /// loaded.
     #[must_use]
     pub fn fill(&self) -> PathBuf {
         self.file("fill.json")
     }
 
-    /// The log of the guest's serial console, by the path that does not depend on the run directory.
+    /// Returns the log of the guest's serial console, by its path in the log directory.
     #[must_use]
     pub fn console_log(&self) -> PathBuf {
         self.logs().join("console.log")
     }
 
-    /// The directory of the `generation`-th QEMU.
+    /// Returns the directory of the `generation`-th QEMU.
     #[must_use]
     pub fn vmm(&self, generation: u32) -> Directory {
         Directory(self.file(&format!("vmm-{generation}")))
     }
 
-    /// Makes the directory of the `generation`-th QEMU, empty: what an earlier attempt left there is removed.
+    /// Makes the directory of the `generation`-th QEMU. Removes the remains of an earlier attempt.
     ///
     /// # Errors
-    /// When it cannot be made, or a QEMU runs in it.
+    /// When the directory cannot be made, or a QEMU runs in it.
     pub fn create_vmm(&self, generation: u32) -> io::Result<Directory> {
         let directory = self.vmm(generation);
         if let Some(process) = lockfile::holders(&directory.lock())?.first() {
@@ -190,10 +192,11 @@ impl RunDir {
     }
 }
 
-/// Replaces the file at `path` by `content` as JSON: after a crash there is the old content or the new, never a part.
+/// Replaces the file at `path` by `content` as JSON: after a crash the file has the old or the new content, never a
+/// part.
 ///
 /// # Errors
-/// When it cannot be written; the old content stays.
+/// Errors of writing, syncing and renaming; the old content stays unless only the last sync failed.
 pub fn write_json(path: &Path, content: &impl Serialize) -> io::Result<()> {
     let mut text = serde_json::to_vec_pretty(content)?;
     text.push(b'\n');
@@ -203,7 +206,7 @@ pub fn write_json(path: &Path, content: &impl Serialize) -> io::Result<()> {
 /// Replaces the file at `path` by `content`, as [`write_json`] does.
 ///
 /// # Errors
-/// When it cannot be written; the old content stays.
+/// Errors of writing, syncing and renaming; the old content stays unless only the last sync failed.
 pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let temporary = path.with_extension("new");
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
@@ -215,10 +218,10 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     sync_directory(path.parent().unwrap_or(Path::new("/")))
 }
 
-/// Makes a rename or removal in `directory` last.
+/// Makes a rename or removal in `directory` durable.
 ///
 /// # Errors
-/// When the directory cannot be synced.
+/// Errors of `open(2)` and `fdatasync(2)` of the directory.
 pub fn sync_directory(directory: &Path) -> io::Result<()> {
     File::open(directory)?.sync_data()
 }
@@ -232,7 +235,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("state.json");
         write_json(&path, &1).unwrap();
-        // A directory with the name of the temporary file.
+        // A directory in place of the temporary file.
         fs::create_dir(path.with_extension("new")).unwrap();
         assert!(write_json(&path, &2).is_err());
         assert_eq!(fs::read_to_string(&path).unwrap(), "1\n");

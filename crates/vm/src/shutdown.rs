@@ -1,5 +1,5 @@
-//! Shutting a guest down: through its agent, else by the power button, else by powering it off; or, on request, by
-//! freezing its file systems before powering it off.
+//! Ending a guest: through its agent, otherwise by the ACPI power button, otherwise by powering it off. On request
+//! its file systems are frozen, and it is powered off.
 
 use crate::disks;
 use crate::error::LifeError;
@@ -16,47 +16,47 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// How long an operation in hand may continue after its QEMU was killed.
+/// Limit for a running operation to end after its QEMU was killed.
 const BUSY: Duration = Duration::from_secs(10);
-/// Time between two attempts to take the lock.
+/// Interval between two attempts to take the lock.
 const RETRY: Duration = Duration::from_millis(50);
-/// How long a process may take to end.
+/// Limit for a killed process to end.
 const END: Duration = Duration::from_secs(10);
-/// How long an agent may take to answer at all.
+/// Limit for an agent to answer.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// How to end a guest.
+/// The way to end a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum End {
-    /// It shuts itself down: its services stop cleanly, its file systems are unmounted.
+    /// The guest shuts itself down: services stop cleanly, file systems are unmounted.
     #[default]
     Shutdown,
-    /// Its agent writes its file systems out and freezes them, and it is powered off: whatever programs have written
-    /// to files is there, but they are not asked to end.
+    /// The agent flushes and freezes the guest's file systems, and the guest is powered off. All that programs have
+    /// written to files is on the disks, but the programs are not asked to end.
     Freeze,
 }
 
-/// How a guest ended.
+/// The way in which a guest ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Ended {
-    /// It shut itself down, asked through the guest agent.
+    /// The guest shut itself down after a request through the agent.
     ByAgent,
-    /// It shut itself down, asked through the ACPI power button.
+    /// The guest shut itself down after a press of the ACPI power button.
     ByAcpi,
-    /// Its agent had frozen its file systems, as was wanted, and it was powered off.
+    /// The guest's file systems were frozen, as requested, and it was powered off.
     Frozen,
-    /// It did not, and was powered off.
+    /// The guest did not shut down, or no time was given, and it was powered off.
     PoweredOff,
-    /// It had ended before: it rebooted itself, panicked or powered itself off.
+    /// The guest had ended before: it rebooted itself, panicked or powered itself off; or its QEMU had ended.
     Before,
-    /// None ran: a QEMU waited for a checkpoint.
+    /// There was no guest: a QEMU waited for a checkpoint.
     Prepared,
 }
 
 impl Ended {
-    /// What was done, as a step of an operation.
+    /// Returns the description of the way, as a step of an operation.
     #[must_use]
     pub fn step(self) -> &'static str {
         match self {
@@ -69,9 +69,9 @@ impl Ended {
     }
 }
 
-/// Ends a guest in the given way. One whose file systems cannot be frozen is shut down.
+/// Ends a guest in the given way. A guest whose file systems cannot be frozen is shut down.
 ///
-/// On success: its QEMU has ended.
+/// On success: the guest's QEMU has ended.
 ///
 /// # Errors
 /// As for [`shut_down`].
@@ -92,25 +92,25 @@ pub fn end(vmm: &Vmm, how: End, patience: Duration) -> Result<Ended, LifeError> 
     shut_down(vmm, patience)
 }
 
-/// Shuts a guest down: through its agent; by the ACPI power button where no agent answers, or where the guest has not
-/// obeyed it in half of `patience`; after `patience` by powering it off, as a reset does. `patience` zero:
-/// immediately.
+/// Shuts a guest down: through its agent; by the ACPI power button if no agent answers, or if the guest has not ended
+/// in half of `patience`; by powering it off, as a reset does, after `patience`. If `patience` is zero, it is powered
+/// off immediately.
 ///
-/// On success: its QEMU has ended. [`Ended`] is the method that worked.
+/// On success: the guest's QEMU has ended. The returned [`Ended`] is the way that worked.
 ///
 /// # Errors
-/// When QEMU can neither be talked to nor killed.
+/// When QEMU neither accepts `quit` nor can be killed.
 pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
     let process = vmm.process();
     let gone = |patience| process.wait_end(patience).unwrap_or(false);
     let mut ended = Ended::PoweredOff;
     if patience.is_zero() {
-        // Nothing is asked, not even QEMU.
+        // Power off without any query.
     } else if is_shut_down(vmm) {
         ended = Ended::Before;
     } else {
         let deadline = Instant::now() + patience;
-        // If no program has the agent's port open, there is no answer to wait for.
+        // If no program in the guest has opened the agent's port, there is no answer to wait for.
         let listens = vmm.connect(vmm::START).is_ok_and(|mut qmp| agent::listens(&mut qmp).unwrap_or(true));
         let asked = listens && agent::shut_down(&vmm.directory().agent(), ANSWER.min(patience)).is_ok();
         if asked && gone(patience / 2) {
@@ -124,7 +124,7 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
     power_off(vmm).map(|()| ended)
 }
 
-/// Powers it off. `quit` closes images cleanly; a QEMU that does not obey is killed.
+/// Powers a guest off. `quit` closes images cleanly; a QEMU that does not end is killed.
 fn power_off(vmm: &Vmm) -> Result<(), LifeError> {
     if let Ok(mut qmp) = Qmp::connect(&vmm.directory().qmp(), Duration::from_secs(5)) {
         let _ = qmp.execute::<Value>("quit", ());
@@ -135,47 +135,47 @@ fn power_off(vmm: &Vmm) -> Result<(), LifeError> {
     Ok(())
 }
 
-/// Whether its guest has ended by itself.
+/// Returns whether the guest has ended by itself.
 fn has_ended(vmm: &Vmm) -> bool {
     let state = vmm.connect(vmm::START).map(|mut qmp| run_state(&mut qmp));
     matches!(state, Ok(Ok(state)) if SHUT_DOWN.contains(&state.as_str()))
 }
 
-/// Whether its guest has shut itself down, and its QEMU has stayed.
+/// Returns whether the guest has shut itself down while its QEMU still runs.
 pub(crate) fn has_shut_down(vmm: &Vmm) -> bool {
     vmm.connect(vmm::START).is_ok_and(|mut qmp| run_state(&mut qmp).is_ok_and(|state| state == OFF))
 }
 
-/// Whether its guest has ended by itself; if not, sets its QEMU to end with the guest, whatever was set before.
+/// Returns whether the guest has ended by itself. If not, makes QEMU end with the guest, whatever its action was
+/// before.
 fn is_shut_down(vmm: &Vmm) -> bool {
     let Ok(mut qmp) = vmm.connect(vmm::START) else { return false };
     if run_state(&mut qmp).is_ok_and(|state| SHUT_DOWN.contains(&state.as_str())) {
         return true;
     }
-    // A QEMU without this command ends with its guest anyway.
+    // A QEMU without this command ends with its guest by default.
     let _ = qmp.execute::<Value>("set-action", json!({"shutdown": "poweroff"}));
     false
 }
 
-/// Ends every QEMU of a VM immediately, and the servers of its disks, even during another operation. The run
-/// directory stays, and so do the redo logs of its disks: nothing of them is merged. If there is no VM, nothing is
-/// done.
+/// Ends every QEMU of a VM and the servers of its disks immediately, even during another operation. The run directory
+/// stays, and so do the redo logs of the disks: nothing of them is merged. If there is no VM, nothing is done.
 ///
 /// # Errors
-/// [`LifeError`]: what could not be ended, or an operation that does not end.
+/// [`LifeError`], for a process or an operation that does not end.
 pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     let deadline = Instant::now() + BUSY;
     while let Some(state) = State::read(rundir).map_err(failed)? {
         let (lock, alone) = match Lock::acquire(rundir, "ending it") {
-            // The operation in hand is our own, and ends by this.
+            // The running operation is our own: this call is its end.
             Err(LockError::Held { .. }) if lock::is_ours(rundir) => (None, true),
             Err(LockError::Held { .. }) if Instant::now() < deadline => (None, false),
             other => (Some(other?), true),
         };
-        // Under an operation in hand too: it may not begin anything new once this has the lock.
+        // Also during another operation: it must not start anything new after we have the lock.
         end_all(rundir, &state)?;
-        // One that Rekindle did not start has nothing of the run directory among its arguments.
+        // The QEMU of an attached VM does not hold the lock of a directory in the run directory.
         if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
             vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
         }
@@ -189,11 +189,11 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
     Ok(())
 }
 
-/// Ends the process that works on a VM, if that is another one: it may be stopped, or wait for ever. Its operation is
-/// interrupted, as by any kill.
+/// Kills the process that runs an operation on a VM, unless it is this process: it may be stopped, or wait without
+/// end. The operation is then interrupted, as by any kill.
 ///
 /// # Errors
-/// [`LifeError`]: it does not end.
+/// [`LifeError::Stuck`] when the process does not end.
 pub fn end_operation(rundir: &RunDir) -> Result<(), LifeError> {
     let Some(process) = lock::other(rundir) else { return Ok(()) };
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };

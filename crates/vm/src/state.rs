@@ -1,4 +1,4 @@
-//! What runs: `state.json`.
+//! The state of a VM: `state.json`.
 
 use crate::definition::Definition;
 use crate::rundir::{RunDir, write_json};
@@ -12,31 +12,31 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// The newest format that this Rekindle reads. It writes an older one where that is enough, so that older versions
-/// understand it.
+/// The newest format that this Rekindle reads. It writes an older format if that is sufficient, so that older
+/// versions can read it.
 pub const FORMAT: u32 = 6;
 
-/// `state.json`.
+/// The content of `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
-    /// The format of this file.
+    /// Format of this file.
     pub format: u32,
-    /// The definition as it was when the VM was started, every default filled in.
+    /// The definition when the VM was started, with every default filled in.
     pub definition: Definition,
-    /// The machine that the guest sees: what stays the same over every QEMU.
+    /// The machine that the guest sees, which stays the same over every QEMU.
     pub hardware: Hardware,
-    /// Counts the QEMUs of this VM, from 1.
+    /// Number of the current QEMU of this VM, from 1.
     pub generation: u32,
-    /// The QEMU that runs the guest; none while the VM is being started.
+    /// The QEMU that runs the guest. None while the VM is being started.
     pub vmm: Option<Vmm>,
-    /// Its version.
+    /// The QEMU's version.
     pub version: Option<Version>,
-    /// The binary before the last upgrade: where `--rollback` goes.
+    /// The QEMU binary before the last upgrade, for `--rollback`.
     pub previous: Option<PathBuf>,
-    /// Of a VM that Rekindle has not started. Format 2.
+    /// The origin of a VM that Rekindle did not start. Since format 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attached: Option<Attached>,
-    /// A QEMU that waits for a checkpoint; then none runs the guest.
+    /// A QEMU that waits for a checkpoint. If present, no QEMU runs the guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prepared: Option<Prepared>,
 }
@@ -44,13 +44,13 @@ pub struct State {
 /// The origin of a VM that Rekindle did not start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attached {
-    /// The user that its QEMU runs as.
+    /// The user that the QEMU runs as.
     pub uid: u32,
-    /// The program that started it, as far as that is visible.
+    /// Description of the program that started the QEMU, as far as that is visible.
     pub starter: String,
 }
 
-/// The format in which a VM with this hardware is written down.
+/// Returns the oldest format in which a VM with this hardware can be recorded.
 #[must_use]
 pub fn format_of(hardware: &Hardware) -> u32 {
     match hardware {
@@ -63,39 +63,40 @@ pub fn format_of(hardware: &Hardware) -> u32 {
     }
 }
 
-/// A QEMU that waits with empty RAM, so that a restore is a load and a resume.
+/// A QEMU that waits with empty RAM, so that a restore only has to load and resume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prepared {
-    /// The QEMU.
+    /// The waiting QEMU.
     pub vmm: Vmm,
-    /// Its RAM blocks.
+    /// RAM blocks of that QEMU.
     pub blocks: Vec<RamBlock>,
-    /// What it has read or opened: its binary, kernel, images. It is of use only while they are the same.
+    /// The files that the QEMU has read or opened: binary, kernel, images. It can be used only while they are
+    /// unchanged.
     pub files: Vec<Mark>,
-    /// The definition to build the VM from, if one was given when it was prepared.
+    /// The definition from which to build the VM, if one was given when it was prepared.
     pub given: Option<Definition>,
-    /// The QEMU to use, if one was given.
+    /// The QEMU binary to use, if one was given.
     pub qemu: Option<PathBuf>,
 }
 
-/// A VM has no guest: its QEMU waits for a checkpoint.
+/// A VM that has no guest because its QEMU waits for a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "VM {name} does not run: it is prepared for a restore (QEMU process {pid} waits); continue with `rekindle restore {name} \
      --store URL`, or remove it: rekindle stop {name}"
 )]
 pub struct PreparedError {
-    /// The VM.
+    /// Name of the VM.
     pub name: String,
-    /// The QEMU that waits.
+    /// Process number of the waiting QEMU.
     pub pid: u32,
 }
 
 impl Prepared {
-    /// What prevents using it.
+    /// Checks that the waiting QEMU can still be used.
     ///
     /// # Errors
-    /// A text: it has ended, or a file is not what it has read.
+    /// A text: the QEMU has ended, or a file has changed since the QEMU read it.
     pub fn check(&self) -> Result<(), String> {
         if !self.vmm.is_alive() {
             return Err(format!("QEMU process {} has ended", self.vmm.pid));
@@ -108,10 +109,10 @@ impl Prepared {
 }
 
 impl State {
-    /// The state of the VM, if there is one.
+    /// Reads the state of the VM, if there is one.
     ///
     /// # Errors
-    /// When it is there but cannot be read, or was written by a newer Rekindle.
+    /// When the file exists but cannot be read, or was written by a newer Rekindle.
     pub fn read(rundir: &RunDir) -> io::Result<Option<Self>> {
         let path = path(rundir);
         let text = match fs::read(&path) {
@@ -132,7 +133,7 @@ impl State {
         serde_json::from_slice(&text).map(Some).map_err(odd)
     }
 
-    /// Whether there is a guest to do something with, or only a QEMU that waits for one.
+    /// Rejects a VM that has no guest because its QEMU waits for a checkpoint.
     ///
     /// # Errors
     /// [`PreparedError`].
@@ -143,10 +144,10 @@ impl State {
         }
     }
 
-    /// Writes it.
+    /// Writes the state file.
     ///
     /// # Errors
-    /// When it cannot be written; the old one stays.
+    /// As for [`write_json`].
     pub fn write(&self, rundir: &RunDir) -> io::Result<()> {
         write_json(&path(rundir), self)
     }

@@ -1,7 +1,7 @@
-//! What happened when: `timeline.jsonl`, one object a line.
+//! The timeline of a VM: `timeline.jsonl`, one step of an operation a line.
 //!
-//! A span is written when it ends. Times are host clock and monotonic nanoseconds; a mark that QEMU itself stamped
-//! (`STOP`, `RESUME`) carries QEMU's time.
+//! A step is recorded when it ends. Each step has the time of the host clock in microseconds and of the monotonic
+//! clock in nanoseconds.
 
 use crate::rundir::RunDir;
 use rustix::time::{ClockId, clock_gettime};
@@ -11,7 +11,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The phases that every technique has.
+/// The phases of every technique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
@@ -19,11 +19,11 @@ pub enum Phase {
     Prepare,
     /// The guest is stopped and its state saved.
     Suspend,
-    /// What is to be renewed is renewed.
+    /// The replaced part, e.g. QEMU, is renewed.
     Renew,
     /// The guest is resumed.
     Resume,
-    /// What is no longer needed goes.
+    /// Files and processes that are no longer needed are removed.
     Settle,
 }
 
@@ -39,39 +39,40 @@ impl std::fmt::Display for Phase {
     }
 }
 
-/// One line: a step that took some time.
+/// One line of the timeline: a step with its duration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// The VM.
+    /// Name of the VM.
     pub vm: String,
     /// The operation, e.g. `reboot vmm --how warm`.
     pub operation: String,
-    /// Which of its phases.
+    /// Phase of the operation.
     pub phase: Phase,
-    /// Which of the phase's steps.
+    /// Step of the phase.
     pub step: String,
-    /// When it began: host clock, microseconds since 1970.
+    /// Start of the step: host clock, microseconds since 1970.
     pub start_host_us: u64,
-    /// When it began: monotonic clock, nanoseconds.
+    /// Start of the step: monotonic clock, nanoseconds.
     pub start_mono_ns: u64,
-    /// How long it took, in microseconds.
+    /// Duration in microseconds.
     pub us: u64,
 }
 
-/// Host clock, microseconds since 1970.
+/// Returns the host clock, in microseconds since 1970.
 #[must_use]
 pub fn host_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| u64::try_from(d.as_micros()).unwrap_or(u64::MAX))
 }
 
-/// Monotonic clock, nanoseconds.
+/// Returns the monotonic clock, in nanoseconds.
 #[must_use]
 pub fn mono_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Collects the steps of one operation in memory, so that writing them costs no time while the guest is stopped.
+/// A collector of the steps of one operation. It keeps them in memory, so that writing them costs no time while the
+/// guest is stopped.
 #[derive(Debug)]
 pub struct Recorder {
     vm: String,
@@ -82,20 +83,20 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Begins with the phase `prepare`.
+    /// Starts the first step, in the phase `prepare`.
     #[must_use]
     pub fn new(vm: &str, operation: &str) -> Self {
         let started = (host_us(), mono_ns());
         Self { vm: vm.into(), operation: operation.into(), entries: Vec::new(), phase: Phase::Prepare, started }
     }
 
-    /// The next steps belong to `phase`, and the next one begins now.
+    /// Starts `phase` and its first step.
     pub fn phase(&mut self, phase: Phase) {
         self.phase = phase;
         self.started = (host_us(), mono_ns());
     }
 
-    /// What began with the last call ends here and was `step`; the next one begins.
+    /// Ends the current step, names it `step`, and starts the next one.
     pub fn step(&mut self, step: &str) {
         let now = (host_us(), mono_ns());
         self.entries.push(Entry {
@@ -110,13 +111,13 @@ impl Recorder {
         self.started = now;
     }
 
-    /// The steps so far.
+    /// Returns the steps so far.
     #[must_use]
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// Appends the steps to the VM's timeline. The operation is not undone because its timeline cannot be written.
+    /// Appends the steps to the VM's timeline. A failure is only logged: it is no reason to undo the operation.
     pub fn write(&self, rundir: &RunDir) {
         if let Err(e) = append(rundir, &self.entries) {
             tracing::warn!("{}: {e}", rundir.file(FILE).display());
@@ -125,13 +126,13 @@ impl Recorder {
 }
 
 const FILE: &str = "timeline.jsonl";
-/// Bytes of it, above which the next operation begins a new one. One older one is kept, as `timeline.jsonl.1`.
+/// Length in bytes above which the next operation starts a new file. One older file is kept, as `timeline.jsonl.1`.
 const LONGEST: u64 = 1 << 20;
 
 /// Appends steps to the timeline of a VM.
 ///
 /// # Errors
-/// When it cannot be written.
+/// When the file cannot be rotated or written.
 pub fn append(rundir: &RunDir, entries: &[Entry]) -> io::Result<()> {
     let mut text = Vec::new();
     for entry in entries {
@@ -139,17 +140,17 @@ pub fn append(rundir: &RunDir, entries: &[Entry]) -> io::Result<()> {
         text.push(b'\n');
     }
     let path = rundir.file(FILE);
-    // A guest that reboots itself all the time has it written without end.
+    // A guest that reboots itself again and again extends the timeline without end.
     if fs::metadata(&path).is_ok_and(|found| found.len() > LONGEST) {
         fs::rename(&path, path.with_extension("jsonl.1"))?;
     }
     OpenOptions::new().create(true).append(true).mode(0o600).open(path)?.write_all(&text)
 }
 
-/// The timeline of a VM, oldest first. A last line that a crash cut short is left out.
+/// Returns the timeline of a VM, oldest step first. An incomplete last line, left by a crash, is left out.
 ///
 /// # Errors
-/// When the file is there but cannot be read.
+/// When the file exists but cannot be read.
 pub fn read(rundir: &RunDir) -> io::Result<Vec<Entry>> {
     match fs::read_to_string(rundir.file(FILE)) {
         Ok(text) => Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()),

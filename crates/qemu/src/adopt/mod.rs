@@ -1,9 +1,9 @@
 //! A QEMU that Rekindle did not start: which process it is, what it runs, and what prevents protecting it.
 //!
-//! All that is known of it at first is a QMP socket. The kernel reports which process listens there; if that is no
-//! QEMU (a manager such as libvirt makes the socket and passes it on), the QEMU is the one that holds the listening
-//! socket. That it is the very one that answers is proved by its virtual CPUs: QMP names their threads, and they are
-//! that process's.
+//! At first only a QMP socket is known. The kernel reports which process listens on it. If that process is no QEMU (a
+//! manager such as libvirt makes the socket and passes it on), the QEMU is the process that holds the listening
+//! socket. That this process is the one that answers is proved by its virtual CPUs: QMP reports their thread numbers,
+//! and they must be threads of the process.
 
 mod obstacle;
 mod peer;
@@ -21,21 +21,21 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What stands for the socket where a manager passes commands on.
+/// Shown in place of the socket path if a manager passes commands on.
 const MANAGED: &str = "its manager's monitor";
 
 /// Why a QEMU cannot be adopted.
 #[derive(Debug, thiserror::Error)]
 pub enum AdoptError {
-    /// It does not answer.
+    /// QEMU does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Its process cannot be found.
+    /// The QEMU process cannot be found.
     #[error("cannot find which process serves {}: {why}", socket.display())]
     Unknown {
-        /// The socket.
+        /// The QMP socket.
         socket: PathBuf,
-        /// What was seen.
+        /// What was found instead.
         why: String,
     },
     /// The process that was found is not the one that answers.
@@ -44,17 +44,17 @@ pub enum AdoptError {
          another PID namespace?", socket.display()
     )]
     Other {
-        /// The process.
+        /// The process that listens.
         pid: u32,
-        /// The socket.
+        /// The QMP socket.
         socket: PathBuf,
     },
-    /// `/proc` does not show it.
+    /// `/proc` does not show the process.
     #[error("cannot inspect process {pid}: run as root")]
     Process {
-        /// The process.
+        /// Process number.
         pid: u32,
-        /// Why.
+        /// The error of reading `/proc`.
         #[source]
         source: io::Error,
     },
@@ -63,31 +63,31 @@ pub enum AdoptError {
 /// A memory backend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Backend {
-    /// Its id.
+    /// Id of the backend object.
     pub id: Option<String>,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Other processes can map it. QEMU before 6.1 does not report this.
+    /// Whether other processes can map it. QEMU before 6.1 does not report this.
     #[serde(default)]
     pub share: Option<bool>,
 }
 
-/// What is known of a running QEMU.
+/// A running QEMU that Rekindle did not start, as found at its socket and in `/proc`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Adopted {
     /// Process number.
     pub pid: u32,
-    /// Its start time, as in [`Process::started`].
+    /// Start time of the process, as in [`Process::started`].
     pub started: u64,
-    /// What starts another one like it.
+    /// The path that starts another QEMU of the same binary.
     pub binary: PathBuf,
-    /// Its arguments.
+    /// Arguments, without the program's name.
     pub arguments: Vec<String>,
-    /// The user it runs as.
+    /// The user that the process runs as.
     pub uid: u32,
-    /// Its version.
+    /// QEMU's version.
     pub version: Version,
-    /// The guest's name, if it was given one.
+    /// The guest's name, if it has one.
     pub name: Option<String>,
     /// The guest's UUID.
     pub uuid: String,
@@ -97,37 +97,37 @@ pub struct Adopted {
     pub machine: String,
     /// Memory backends.
     pub backends: Vec<Backend>,
-    /// It has a device through which the guest gives memory back (balloon, virtio-mem).
+    /// Whether the guest can return memory to the host (balloon, virtio-mem).
     pub gives_back: bool,
-    /// What prevents protecting it, each with the reason. Empty: nothing.
+    /// The reasons that prevent protecting the guest. Empty: it can be protected.
     pub obstacles: Vec<Obstacle>,
 }
 
 impl Adopted {
-    /// Its process.
+    /// The QEMU's process number and start time, which together identify it.
     #[must_use]
     pub fn process(&self) -> Process {
         Process { pid: self.pid, started: self.started }
     }
 }
 
-/// Finds out about the QEMU whose QMP socket is `socket`. The guest is not touched.
+/// Inspects the QEMU whose QMP socket is `socket`. The guest is not touched.
 ///
-/// On success: what is known of it, and the connection.
+/// On success: the description of the QEMU, and the connection.
 ///
 /// # Errors
-/// [`AdoptError`]; also when the process cannot be identified for certain.
+/// [`AdoptError`], also when the process cannot be identified for certain.
 pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
     adopt_over(Qmp::connect(socket, timeout)?, Some(socket))
 }
 
-/// The same over a connection that is there. Without a socket (a manager passes commands on) the process is found by
-/// the threads of its virtual CPUs.
+/// Inspects the QEMU at the other end of an open connection. Without a socket (a manager passes commands on), the
+/// process is found by the threads of its virtual CPUs.
 ///
 /// # Errors
-/// As for [`adopt`].
+/// [`AdoptError`], as for [`adopt`].
 pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp), AdoptError> {
-    // Ask the kernel which process listens before sending anything to one that may not be a QEMU.
+    // Ask the kernel which process listens before sending anything to a process that may not be a QEMU.
     let listens = socket.map(|socket| peer::process(&qmp, socket)).transpose()?;
     let threads = cpu_threads(&mut qmp)?;
     let process = listens.map_or_else(|| peer::of_threads(&threads, qmp.version()), Ok)?;
@@ -153,7 +153,7 @@ pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp),
     let nil = uuid.bytes().all(|byte| byte == b'0' || byte == b'-');
     let same = |word: &String| word.eq_ignore_ascii_case(&uuid);
     if socket == Path::new(MANAGED) && !nil && !arguments.iter().any(same) {
-        // The threads' numbers were those of another PID namespace, and mean other threads here.
+        // The thread numbers are of another PID namespace and mean other threads in ours.
         return Err(AdoptError::Other { pid: process.pid, socket: socket.to_owned() });
     }
     let machine: String = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
@@ -179,7 +179,7 @@ pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp),
     Ok((adopted, qmp))
 }
 
-/// The threads of the virtual CPUs, as QEMU numbers them.
+/// Returns the thread numbers of the virtual CPUs, as QEMU reports them.
 fn cpu_threads(qmp: &mut Qmp) -> Result<BTreeSet<u32>, QmpError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "kebab-case")]
@@ -190,7 +190,7 @@ fn cpu_threads(qmp: &mut Qmp) -> Result<BTreeSet<u32>, QmpError> {
     Ok(cpus.into_iter().map(|cpu| cpu.thread_id).collect())
 }
 
-/// Whether `process` has all these threads, by their numbers in its own PID namespace.
+/// Returns whether `process` has all these threads, by their numbers in its own PID namespace.
 fn has_threads(process: Process, wanted: &BTreeSet<u32>) -> io::Result<bool> {
     let mut own = BTreeSet::new();
     for entry in fs::read_dir(format!("/proc/{}/task", process.pid))? {
@@ -208,7 +208,7 @@ fn accelerator(qmp: &mut Qmp) -> Result<String, QmpError> {
             let enabled = all.get("enabled").and_then(Value::as_str).unwrap_or_default();
             return Ok(if ["kvm", "tcg"].contains(&enabled) { enabled } else { "other" }.into());
         }
-        // A QEMU before 10.2.
+        // QEMU before 10.2 does not have the command.
         Err(QmpError::Refused { .. }) => {}
         Err(e) => return Err(e),
     }
@@ -216,7 +216,7 @@ fn accelerator(qmp: &mut Qmp) -> Result<String, QmpError> {
     if kvm.get("enabled").and_then(Value::as_bool) == Some(true) {
         return Ok("kvm".into());
     }
-    // Under another accelerator it returns an error.
+    // Under any accelerator other than TCG, `info jit` returns an error.
     let text = qmp.human("info jit")?;
     Ok(if text.contains("only available") || text.contains("unknown command") { "other" } else { "tcg" }.into())
 }

@@ -1,5 +1,5 @@
-//! What makes a guest unprotectable: a process besides QEMU writes its memory, where QEMU's page tables do not show
-//! it, or its memory or a device cannot be read at all.
+//! Reasons why a guest cannot be protected: another process, the host's kernel or hardware writes its memory, unseen
+//! by QEMU's page tables; or its memory or a device cannot be read at all.
 
 use super::AdoptError;
 use crate::qmp::{Qmp, QmpError};
@@ -11,18 +11,18 @@ use std::fs;
 /// Something that prevents protecting a guest.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Obstacle {
-    /// What it is, as QEMU or the kernel names it.
+    /// The device, file or network, as QEMU or the kernel names it.
     pub what: String,
-    /// Why it prevents that.
+    /// Why it prevents protecting the guest.
     pub why: String,
 }
 
 /// A device or object of a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Object {
-    /// Its path.
+    /// QOM path.
     pub path: String,
-    /// Its type.
+    /// QOM type.
     pub kind: String,
 }
 
@@ -32,7 +32,7 @@ const KERNEL: &str = "the host's kernel writes the guest's memory, unseen by QEM
 const HARDWARE: &str = "hardware writes the guest's memory past the processor, and its state cannot be read";
 const SECRET: &str = "the guest's memory is encrypted with a key that is not available outside the guest";
 
-/// By the beginnings of types.
+/// Types with one of these prefixes are obstacles.
 const TYPES: [(&str, &str); 11] = [
     ("vfio-", HARDWARE),
     ("vhost-user-", FOREIGN),
@@ -47,7 +47,7 @@ const TYPES: [(&str, &str); 11] = [
     ("usb-host", "the state of a host device that is passed through cannot be read"),
 ];
 
-/// By what the process has open.
+/// Open files with one of these prefixes are obstacles.
 const FILES: [(&str, &str); 6] = [
     ("/dev/vfio/", HARDWARE),
     ("/dev/iommu", HARDWARE),
@@ -57,17 +57,17 @@ const FILES: [(&str, &str); 6] = [
     ("/dev/vhost-vsock", KERNEL),
 ];
 
-/// By the kind of a network as `info network` names it.
+/// Networks of these kinds, as `info network` prints them, are obstacles.
 const NETWORKS: [(&str, &str); 2] = [("vhost-user", FOREIGN), ("vhost-vdpa", HARDWARE)];
 
-/// Whether a guest gives memory back through a device of this type.
+/// Returns whether a guest can return memory to the host through a device of this type.
 pub(super) fn gives_back(kind: &str) -> bool {
     ["virtio-balloon", "virtio-mem"].iter().any(|device| kind.starts_with(device))
 }
 
-/// Everything that a QEMU's machine is made of, and its objects.
+/// Lists all devices of a QEMU's machine, and all objects.
 pub(super) fn devices(qmp: &mut Qmp) -> Result<Vec<Object>, QmpError> {
-    /// Deeper than any machine nests its devices.
+    /// Depth limit. No machine nests its devices that deep.
     const DEEPEST: usize = 6;
     let mut found = Vec::new();
     let mut next: Vec<_> =
@@ -84,7 +84,7 @@ pub(super) fn devices(qmp: &mut Qmp) -> Result<Vec<Object>, QmpError> {
     Ok(found)
 }
 
-/// Types with many children, none of which is a device.
+/// Returns whether this is a type with many children, none of which is a device.
 fn is_leaf(kind: &str) -> bool {
     kind.contains("memory-region") || kind == "irq"
 }
@@ -97,7 +97,7 @@ fn children(qmp: &mut Qmp, path: &str) -> Result<Vec<(String, String)>, QmpError
         kind: String,
     }
     let properties = match qmp.execute::<Vec<Property>>("qom-list", json!({"path": path})) {
-        // A device was just unplugged.
+        // The device was unplugged after it was listed.
         Err(QmpError::Refused { .. }) => return Ok(Vec::new()),
         other => other?,
     };
@@ -108,7 +108,7 @@ fn children(qmp: &mut Qmp, path: &str) -> Result<Vec<(String, String)>, QmpError
     Ok(properties.into_iter().filter_map(child).collect())
 }
 
-/// Lists all obstacles, each once.
+/// Lists all obstacles, without duplicates.
 pub(super) fn all(qmp: &mut Qmp, process: Process, devices: &[Object]) -> Result<Vec<Obstacle>, AdoptError> {
     let mut found: Vec<_> = devices
         .iter()
@@ -132,7 +132,7 @@ pub(super) fn all(qmp: &mut Qmp, process: Process, devices: &[Object]) -> Result
     Ok(found)
 }
 
-/// What QEMU itself cannot save: it reports no error when it saves devices alone.
+/// Returns what QEMU itself cannot save. QEMU reports these only here, and no error when it saves devices alone.
 fn blockers(migration: &Value) -> Vec<Obstacle> {
     let reasons = migration.get("blocked-reasons").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     let obstacle = |reason: &Value| {
@@ -142,7 +142,7 @@ fn blockers(migration: &Value) -> Vec<Obstacle> {
     reasons.iter().filter_map(obstacle).collect()
 }
 
-/// Lines such as `net0: index=0,type=vhost-user,chardev=c`, also below their card, with ` \ ` before.
+/// Parses lines such as `net0: index=0,type=vhost-user,chardev=c`. A line below its card begins with ` \ `.
 fn networks(text: &str) -> Vec<Obstacle> {
     text.lines()
         .filter_map(|line| {

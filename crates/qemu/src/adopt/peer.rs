@@ -10,10 +10,10 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// The QEMU at the other end of `qmp`, which is connected to `socket`.
+/// Returns the QEMU at the other end of `qmp`, which is connected to `socket`.
 pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
     let unknown = |why: String| AdoptError::Unknown { socket: socket.to_owned(), why };
-    // The process that made the socket listen.
+    // The peer is the process that made the socket listen.
     let peer =
         socket_peercred(qmp).map_err(|e| unknown(format!("the kernel does not report which process listens: {e}")))?;
     let peer = u32::try_from(peer.pid.as_raw_nonzero().get()).ok().and_then(|pid| Process::of(pid).ok());
@@ -23,7 +23,7 @@ pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
             return Ok(peer);
         }
     }
-    // Another process made it and passed it on: find the receiver.
+    // Another process made the socket and passed it on: find the receiver.
     let inode = listening_inode(socket).ok_or_else(|| unknown("its listener is not in /proc/net/unix".into()))?;
     let mut holders = holders(inode).into_iter().filter(|&process| is_qemu(process, qmp.version()));
     match (holders.next(), holders.next()) {
@@ -38,7 +38,7 @@ pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
     }
 }
 
-/// The QEMU of `version` that has these threads.
+/// Returns the QEMU of `version` that has these threads.
 pub(super) fn of_threads(threads: &BTreeSet<u32>, version: &Version) -> Result<Process, AdoptError> {
     let unknown = |why: String| AdoptError::Unknown { socket: MANAGED.into(), why };
     let thread = threads.first().ok_or_else(|| unknown("it names no virtual CPUs".into()))?;
@@ -54,7 +54,7 @@ pub(super) fn of_threads(threads: &BTreeSet<u32>, version: &Version) -> Result<P
     })
 }
 
-/// Fails without the right to inspect a process.
+/// Fails if we may not inspect the process.
 fn may_inspect(process: Process) -> Result<(), AdoptError> {
     match fs::read_link(format!("/proc/{}/exe", process.pid)) {
         Err(source) if source.kind() == io::ErrorKind::PermissionDenied => {
@@ -64,7 +64,8 @@ fn may_inspect(process: Process) -> Result<(), AdoptError> {
     }
 }
 
-/// By what its program is, not by its name or what it calls itself: the same QEMU as what answers.
+/// Returns whether the process runs the QEMU that answers. Decided by its program's content, not by its name or
+/// arguments.
 fn is_qemu(process: Process, version: &Version) -> bool {
     let is_qemu = Program::of(process).and_then(|program| program.is_qemu(version));
     is_qemu.unwrap_or_else(|e| {
@@ -73,7 +74,7 @@ fn is_qemu(process: Process, version: &Version) -> bool {
     }) && process.is_alive()
 }
 
-/// `Num RefCount Protocol Flags Type St Inode Path`; flag 0x10000: it listens.
+/// Lines are `Num RefCount Protocol Flags Type St Inode Path`; flag 0x10000 marks a listening socket.
 fn listening_inode(socket: &Path) -> Option<u64> {
     const LISTENS: u64 = 0x1_0000;
     let text = fs::read_to_string("/proc/net/unix").ok()?;

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time between two checks whether a program has ended: the agent cannot notify us.
+/// Interval between two checks whether a program has ended: the agent sends no notification.
 const POLL: Duration = Duration::from_millis(20);
 
 /// Why a program was not run in the guest.
@@ -18,7 +18,7 @@ pub enum ExecError {
     /// No agent answers.
     #[error("no agent answers in the guest; install and start qemu-guest-agent there")]
     NoAgent(#[source] io::Error),
-    /// It runs no programs.
+    /// The agent's commands for running programs are switched off.
     #[error(
         "the guest's agent does not run programs ({command} is switched off); allow that: take it off the list of blocked \
          commands in the guest (/etc/sysconfig/qemu-ga, or --block-rpcs, --blacklist of qemu-ga)"
@@ -27,12 +27,12 @@ pub enum ExecError {
         /// The missing command.
         command: &'static str,
     },
-    /// It fails.
+    /// The agent reports an error, does not answer, or the program runs for too long.
     #[error("running {program} in the guest")]
     Failed {
-        /// What was to be run.
+        /// The program that was to be run.
         program: String,
-        /// Why.
+        /// The agent's error, or a timeout.
         #[source]
         source: io::Error,
     },
@@ -41,20 +41,20 @@ pub enum ExecError {
 /// A program that has ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ran {
-    /// Its exit status; none if a signal has ended it.
+    /// Exit status; none if a signal has ended the program.
     pub status: Option<i64>,
-    /// What it wrote, as text.
+    /// Standard output, as text.
     pub out: String,
-    /// What it wrote to standard error.
+    /// Standard error, as text.
     pub err: String,
 }
 
-/// Runs `program` in the guest whose agent is behind the socket at `path`, and waits until it ends.
+/// Runs `program` in the guest through the agent's socket `path`, and waits until it ends.
 ///
-/// *On failure:* it may have run.
+/// *On failure:* the program may have run.
 ///
 /// # Errors
-/// [`ExecError`]; also when it has not ended within `timeout`.
+/// [`ExecError`], also when the program has not ended within `timeout`.
 pub fn run(path: &Path, program: &str, arguments: &[&str], timeout: Duration) -> Result<Ran, ExecError> {
     let mut agent = Agent::connect(path, timeout).map_err(ExecError::NoAgent)?;
     let failed = |source| ExecError::Failed { program: program.into(), source };
@@ -79,10 +79,10 @@ pub fn run(path: &Path, program: &str, arguments: &[&str], timeout: Duration) ->
     }
 }
 
-/// The number that the guest's kernel has given to this boot of it.
+/// Returns the boot ID of the guest's kernel, which is new with each boot.
 ///
 /// # Errors
-/// [`ExecError`].
+/// [`ExecError`], also when the guest has no such file.
 pub fn boot_id(path: &Path, timeout: Duration) -> Result<String, ExecError> {
     const FILE: &str = "/proc/sys/kernel/random/boot_id";
     let ran = run(path, "/bin/cat", &[FILE], timeout)?;

@@ -1,4 +1,4 @@
-//! Freezing a guest's file systems: what was written is on its disks, and they stay as they are until they are thawed.
+//! Freezing a guest's file systems: all writes are on the guest's disks, and the disks do not change until the thaw.
 
 use super::{Agent, has};
 use serde_json::json;
@@ -16,7 +16,7 @@ pub enum FreezeError {
     /// No agent answers.
     #[error("no agent answers in the guest; install and start qemu-guest-agent there")]
     NoAgent(#[source] io::Error),
-    /// It does not freeze.
+    /// The agent's command for freezing or thawing is switched off.
     #[error(
         "the guest's agent does not freeze file systems ({command} is switched off); allow that: take it off the list of blocked \
          commands in the guest (/etc/sysconfig/qemu-ga, or --block-rpcs, --blacklist of qemu-ga)"
@@ -25,10 +25,10 @@ pub enum FreezeError {
         /// The missing command.
         command: &'static str,
     },
-    /// They are frozen already, by a program that relies on it.
+    /// The file systems are frozen already, by a program that relies on that.
     #[error("the guest's file systems are frozen already, for a backup perhaps; wait for its end")]
     Frozen,
-    /// It fails. What it had frozen is thawed.
+    /// The agent failed to freeze. File systems that it had frozen are thawed again.
     #[error("the guest's file systems cannot be frozen")]
     Failed(#[source] io::Error),
 }
@@ -36,12 +36,12 @@ pub enum FreezeError {
 /// Checks whether [`freeze`] is possible now. Nothing is changed.
 ///
 /// # Errors
-/// [`FreezeError`].
+/// [`FreezeError`], as [`freeze`] would return it.
 pub fn can_freeze(path: &Path, timeout: Duration) -> Result<(), FreezeError> {
     ready(path, timeout).map(drop)
 }
 
-/// An agent that can.
+/// Connects to an agent that can freeze, and checks that nothing is frozen.
 fn ready(path: &Path, timeout: Duration) -> Result<Agent, FreezeError> {
     let mut agent = Agent::connect(path, timeout).map_err(FreezeError::NoAgent)?;
     if is_frozen(&mut agent).map_err(FreezeError::Failed)? {
@@ -54,19 +54,19 @@ fn ready(path: &Path, timeout: Duration) -> Result<Agent, FreezeError> {
     }
 }
 
-/// Flushes and freezes all file systems of the guest that are on disks, through the agent behind the socket at
-/// `path`. Returns how many.
+/// Flushes and freezes all of the guest's file systems that are on disks, through the agent's socket `path`. Returns
+/// the number of file systems.
 ///
-/// *On success:* what programs have written to their files is on the disks, and nothing is written there any more;
-/// journals are clean. A file system that knows no freezing (VFAT) is left out by the agent.
-/// *On failure:* the guest is as it was.
+/// *On success:* all that programs have written to files is on the disks, nothing is written to them any more, and
+/// journals are clean. The agent leaves out file systems that cannot be frozen (VFAT). *On failure:* the guest is
+/// unchanged.
 ///
 /// # Errors
-/// [`FreezeError`].
+/// [`FreezeError`]; also when file systems are frozen already.
 pub fn freeze(path: &Path, timeout: Duration) -> Result<u64, FreezeError> {
     let asked = ready(path, timeout)?.ask(FREEZE, json!({}));
     asked.map(|count| count.as_u64().unwrap_or(0)).map_err(|e| {
-        // It may have done some, or be about it.
+        // The agent may have frozen some file systems, or may still be freezing.
         if let Err(e) = thaw(path, timeout) {
             tracing::warn!("what the guest's agent has frozen cannot be thawed: {e}");
         }
@@ -74,15 +74,15 @@ pub fn freeze(path: &Path, timeout: Duration) -> Result<u64, FreezeError> {
     })
 }
 
-/// Thaws what is frozen, through the agent behind the socket at `path`.
+/// Thaws all frozen file systems, through the agent's socket `path`.
 ///
 /// # Errors
-/// When no agent answers within `timeout`, or the agent refuses.
+/// When no agent answers within `timeout`, or the agent returns an error.
 pub fn thaw(path: &Path, timeout: Duration) -> io::Result<()> {
     thaw_all(&mut Agent::connect(path, timeout)?)
 }
 
-/// The same, asked through a connection that is there.
+/// Thaws all frozen file systems over an open connection.
 pub(super) fn thaw_all(agent: &mut Agent) -> io::Result<()> {
     if is_frozen(agent)? { agent.ask(THAW, json!({})).map(drop) } else { Ok(()) }
 }

@@ -1,7 +1,7 @@
-//! The QEMU guest agent: JSON lines like QMP, but to a program inside the guest, which may be absent, slow, stale or
-//! hostile.
+//! The QEMU guest agent. The protocol is JSON lines as in QMP, but the peer is a program inside the guest, which may
+//! be missing, slow, stale or hostile.
 //!
-//! A connection has one deadline for everything that is asked over it, and an answer has a limit of bytes.
+//! A connection has one deadline for all requests together, and the size of an answer is limited.
 
 mod exec;
 mod freeze;
@@ -18,30 +18,31 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Bytes that an answer may have: what a program that was run has written is in it, which is short.
+/// Limit of an answer in bytes. The largest answers hold the output of a program that was run, which is short.
 const LONGEST: usize = 4 << 20;
 
-/// Asks the agent behind the socket at `path` to shut the guest down.
+/// Asks the agent at the socket `path` to shut the guest down.
 ///
-/// On success: an agent answered and was asked; that the guest obeys is for the caller to see.
+/// On success: an agent received the request. The caller must check that the guest obeys.
 ///
 /// # Errors
 /// When no agent answers within `timeout`.
 pub fn shut_down(path: &Path, timeout: Duration) -> io::Result<()> {
     let mut agent = Agent::connect(path, timeout)?;
-    // The program that froze the file systems was killed: a guest that cannot write them does not shut down.
+    // The program that froze the file systems may have been killed: a guest that cannot write to them does not shut
+    // down.
     if let Err(e) = freeze::thaw_all(&mut agent) {
         tracing::debug!("whether the guest's file systems are frozen is not known: {e}");
     }
-    // A successful shutdown is not answered.
+    // The agent does not answer a successful shutdown.
     agent.send("guest-shutdown", json!({"mode": "powerdown"}))
 }
 
-/// Asks the agent behind the socket at `path` to set the guest's clock to this host's: a guest that resumes from a
+/// Asks the agent at the socket `path` to set the guest's clock to this host's. A guest that resumes from a
 /// checkpoint has the time of the checkpoint.
 ///
 /// # Errors
-/// When no agent answers within `timeout`, or the agent refuses.
+/// When no agent answers within `timeout`, or the agent returns an error.
 pub fn set_time(path: &Path, timeout: Duration) -> io::Result<()> {
     let mut agent = Agent::connect(path, timeout)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_err(io::Error::other)?;
@@ -49,7 +50,7 @@ pub fn set_time(path: &Path, timeout: Duration) -> io::Result<()> {
     agent.ask("guest-set-time", json!({ "time": ns })).map(drop)
 }
 
-/// Whether a program in the guest has opened the agent's port. After a load QEMU reports it with a delay.
+/// Returns whether a program in the guest has opened the agent's port. After a load QEMU reports it with a delay.
 ///
 /// # Errors
 /// When QEMU does not answer.
@@ -57,7 +58,7 @@ pub fn listens(qmp: &mut Qmp) -> Result<bool, QmpError> {
     is_open(qmp, "agent")
 }
 
-/// The same of another port, by the id of its chardev.
+/// Returns whether a program in the guest has opened the port of this chardev id.
 ///
 /// # Errors
 /// When QEMU does not answer.
@@ -67,8 +68,8 @@ pub fn is_open(qmp: &mut Qmp, chardev: &str) -> Result<bool, QmpError> {
     Ok(found.and_then(|port| port.get("frontend-open")).and_then(Value::as_bool).unwrap_or(false))
 }
 
-/// Whether an agent has a command and it is not switched off, as its `guest-info` lists. One that does not list its
-/// commands is assumed to have it.
+/// Returns whether the agent has a command that is not switched off, according to its `guest-info`. An agent that
+/// does not list its commands is assumed to have it.
 fn has(info: &Value, command: &str) -> bool {
     let Some(commands) = info.get("supported_commands").and_then(Value::as_array) else { return true };
     let found = commands.iter().find(|known| known.get("name").and_then(Value::as_str) == Some(command));
@@ -82,15 +83,15 @@ struct Agent {
 }
 
 impl Agent {
-    /// Connects and makes sure that an agent listens: what an earlier client left unread is skipped by a number that
-    /// only this answer has.
+    /// Connects and checks that an agent listens. Answers that an earlier client left unread are skipped: the answer
+    /// to this request has a unique number.
     fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
         let deadline = Instant::now() + timeout;
         let stream = connect_within(path, timeout)?;
         let mut agent = Self { lines: Lines::new(stream, LONGEST), deadline };
-        // The agent drops what it has half read when it sees this byte, which no JSON has.
+        // The agent discards a half-read request when it receives this byte, which no JSON has.
         agent.write(&[0xff])?;
-        // An answer to an earlier connection of ours must not be taken for the one to this.
+        // An answer to one of our earlier connections must not be taken for an answer to this one.
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let id = u64::from(std::process::id()) << 24 | (COUNT.fetch_add(1, Ordering::Relaxed) & 0xff_ffff);
         agent.send("guest-sync", json!({ "id": id }))?;
@@ -116,13 +117,13 @@ impl Agent {
         Ok(())
     }
 
-    /// The time until the deadline.
+    /// Returns the time until the deadline; `TimedOut` if there is none left.
     fn left(&self) -> io::Result<Duration> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
     }
 
-    /// Asks, and returns what is returned.
+    /// Sends a command and returns the agent's return value.
     fn ask(&mut self, command: &str, arguments: Value) -> io::Result<Value> {
         self.send(command, arguments)?;
         let mut answer = self.answer()?;
@@ -135,9 +136,9 @@ impl Agent {
         }
     }
 
-    /// The next line; null if it is none of JSON.
+    /// Returns the next line; null if the line is not JSON.
     fn answer(&mut self) -> io::Result<Value> {
-        // There may always be one more line.
+        // An agent may send lines without end: check the deadline before each.
         self.left()?;
         let line = self.lines.next_by(self.deadline)?;
         Ok(serde_json::from_slice::<Value>(&line).unwrap_or_default())
@@ -151,8 +152,8 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::thread;
 
-    /// An agent that answers, in one connection after the other, commands in order, after the first of each, which is
-    /// `guest-sync`. Gives with what it was asked.
+    /// A fake agent that serves one connection after the other. In each it answers `guest-sync`, then these commands
+    /// in this order. Returns the arguments of the commands.
     pub(super) fn agent(path: &Path, connections: Vec<Vec<(&'static str, Value)>>) -> thread::JoinHandle<Vec<Value>> {
         let listener = UnixListener::bind(path).unwrap();
         thread::spawn(move || {
@@ -227,7 +228,7 @@ mod tests {
         }
     }
 
-    /// An agent that sends `what`, again and again, until the connection is closed.
+    /// A fake agent that sends `what` again and again until the connection is closed.
     fn flood(path: &Path, what: &'static [u8], pause: Duration) -> thread::JoinHandle<()> {
         let listener = UnixListener::bind(path).unwrap();
         thread::spawn(move || {

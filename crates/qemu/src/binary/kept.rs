@@ -1,13 +1,13 @@
-//! Answers of a QEMU binary, kept: to start it only to ask takes as long as a whole restore may take.
+//! Cached answers of a QEMU binary: starting a QEMU only to query it can take as long as a whole restore.
 //!
-//! One file for each binary. What the answers depend on is written with them: the program and each library and module
-//! that the QEMU which answered had mapped, the directories of these (a module may come), and the variables that choose
-//! among libraries and modules. Only while all of that is as it was are they used. Everything odd means that the QEMU
-//! is asked again: a file that cannot be read or has another checksum, a program that is only a script before another
-//! one, a change so fresh that another one might not show.
+//! Each binary has one file. The file also records everything that the answers depend on: the program, each library
+//! and module that the queried QEMU had mapped, the directories of these (a module may be added), and the variables
+//! that select libraries and modules. The answers are used only while all of that is unchanged. In every doubtful
+//! case the QEMU is queried again: the file cannot be read or has another checksum, the program is a script that
+//! starts another program, or a change is so fresh that a later one might not show.
 //!
-//! Still, an answer that *refuses* something is never taken from here: a caller that finds something missing asks the
-//! QEMU itself ([`Binary::asked_again`]). An answer that wrongly allows something makes QEMU fail to start.
+//! A cached answer is never the reason to *reject* something: a caller that finds a feature missing queries the QEMU
+//! itself ([`Binary::asked_again`]). A cached answer that wrongly allows something makes QEMU fail to start.
 
 use super::{Binary, BinaryError};
 use crate::mark::Mark;
@@ -24,31 +24,32 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The format of the file.
+/// Version of the file's format.
 const FORMAT: u32 = 2;
-/// What has changed within this time may change again without showing: file systems have clocks as coarse as 2 s.
+/// A file that changed within this time may change again without a new time stamp: the clocks of some file systems
+/// are as coarse as 2 s.
 const FRESH_NS: i128 = 2_000_000_000;
 
-/// What is kept of one binary.
+/// The content of the cache file of one binary.
 #[derive(Debug, Serialize, Deserialize)]
 struct Kept {
     format: u32,
-    /// The Rekindle that asked: another one may ask for more.
+    /// Version of the Rekindle that queried: another version may query more.
     asked_by: String,
     circumstances: Circumstances,
     binary: Binary,
 }
 
-/// What the answers depend on.
+/// Everything that the answers depend on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Circumstances {
-    /// Variables that choose libraries and modules, sorted.
+    /// Variables that select libraries and modules, sorted.
     variables: Vec<(String, String)>,
-    /// The program first.
+    /// The program is the first entry.
     files: Vec<Mark>,
 }
 
-/// The variables that may make another QEMU of the same program.
+/// Returns the variables with which the same program may behave as another QEMU.
 fn variables() -> Vec<(String, String)> {
     let text = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
     let all = env::vars_os().map(|(name, value)| (text(name), text(value)));
@@ -57,7 +58,7 @@ fn variables() -> Vec<(String, String)> {
     some
 }
 
-/// The file that `path` starts: as a shell would find it, if it is a name without a slash.
+/// Returns the file that `path` starts: a name without a slash is looked up in `PATH`, as by a shell.
 fn resolved(path: &Path) -> Option<PathBuf> {
     if path.components().count() != 1 || path.is_absolute() {
         return std::path::absolute(path).ok();
@@ -69,7 +70,7 @@ fn resolved(path: &Path) -> Option<PathBuf> {
     env::split_paths(&env::var_os("PATH")?).map(|directory| directory.join(path)).find(runs)
 }
 
-/// What a QEMU that was asked has shown of itself.
+/// A query, and the files that the queried QEMU depended on.
 pub(super) struct Asked {
     program: Option<Mark>,
     began_ns: i128,
@@ -77,20 +78,20 @@ pub(super) struct Asked {
 }
 
 impl Asked {
-    /// Before `path` is started.
+    /// Records the program before `path` is started.
     pub(super) fn before(path: &Path) -> Self {
         let program = resolved(path).and_then(|path| Mark::of(&path).ok());
         Self { program, began_ns: now_ns(), circumstances: None }
     }
 
-    /// After it has answered, while it still runs.
+    /// Records the mapped files after the QEMU has answered, while it still runs.
     pub(super) fn answered(&mut self, process: io::Result<Process>) {
         self.circumstances = process.ok().and_then(|process| self.circumstances_of(process));
     }
 
     fn circumstances_of(&self, process: Process) -> Option<Circumstances> {
         let program = self.program.clone()?;
-        // A script before the real one: what it would do another time is unknown.
+        // A script that starts the real program: it may start another one the next time.
         let runs = Mark::of(Path::new(&format!("/proc/{}/exe", process.pid))).ok()?;
         if !runs.is_file_of(&program) {
             return None;
@@ -115,10 +116,11 @@ fn now_ns() -> i128 {
 }
 
 impl Binary {
-    /// What the QEMU at `path` knows, as it was kept in `directory` or, if that may not be so any more, asked and kept.
+    /// Returns the features of the QEMU at `path`: the answers cached in `directory` if they are still valid;
+    /// otherwise it queries the QEMU and caches the answers.
     ///
     /// # Errors
-    /// As [`Binary::probe`]. That it cannot be kept is no error.
+    /// As [`Binary::probe`]. A failure to write the cache is only logged.
     pub fn known(path: &Path, directory: &Path) -> Result<Self, BinaryError> {
         match read(path, directory) {
             Some(binary) => Ok(binary),
@@ -126,7 +128,7 @@ impl Binary {
         }
     }
 
-    /// The same asked of the QEMU itself, if these are kept answers: before something is refused because of them.
+    /// Queries the QEMU again if these are cached answers: call this before something is rejected because of them.
     ///
     /// # Errors
     /// As [`Binary::probe`].
@@ -150,12 +152,12 @@ fn version() -> String {
     env!("CARGO_PKG_VERSION").to_owned()
 }
 
-/// Where the answers of the binary that is called `path` are.
+/// Returns the cache file of the binary that is called `path`.
 fn file(path: &Path, directory: &Path) -> PathBuf {
     directory.join(format!("{:016x}.json", xxh3_64(path.as_os_str().as_bytes())))
 }
 
-/// What is kept of `path`, if all that it depends on is as it was.
+/// Returns the cached answers of `path`, if nothing that they depend on has changed.
 fn read(path: &Path, directory: &Path) -> Option<Binary> {
     let text = fs::read(file(path, directory)).ok()?;
     let (sum, json) = text.split_at_checked(17)?;
@@ -173,7 +175,7 @@ fn read(path: &Path, directory: &Path) -> Option<Binary> {
     is_as_it_was.then_some(Binary { kept: true, ..kept.binary })
 }
 
-/// Keeps it: a concurrent reader finds the previous file or this one, complete.
+/// Writes the cache file atomically: a concurrent reader finds the previous file or the new one, complete.
 fn write(path: &Path, directory: &Path, kept: &Kept) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
     let json = serde_json::to_vec(kept)?;
@@ -184,7 +186,7 @@ fn write(path: &Path, directory: &Path, kept: &Kept) -> io::Result<()> {
         out.write_all(format!("{:016x}\n", xxh3_64(&json)).as_bytes())?;
         out.write_all(&json)
     });
-    // Not synced: half a file has another checksum.
+    // Not synced: after a crash an incomplete file has another checksum.
     let done = written.and_then(|()| fs::rename(&new, &file));
     if done.is_err() {
         let _ = fs::remove_file(&new);
@@ -212,7 +214,7 @@ mod tests {
         }
     }
 
-    /// A place with a program and a library, and the answers kept.
+    /// A directory with a program, a library, and the cached answers.
     struct Scratch {
         directory: tempfile::TempDir,
     }
@@ -330,7 +332,7 @@ mod tests {
         asked.answered(Ok(me));
         assert!(asked.circumstances.is_none());
         let exe = env::current_exe().unwrap();
-        // As if the test's own program had been there for long.
+        // As if the test's own program had not changed for a long time.
         let mut asked = Asked { began_ns: i128::MAX, ..Asked::before(&exe) };
         asked.answered(Ok(me));
         let found = asked.circumstances.unwrap();

@@ -1,4 +1,4 @@
-//! What a QEMU binary can do: asked from the binary itself, before anything depends on it.
+//! The features of a QEMU binary: queried from the binary itself, before anything depends on them.
 
 mod kept;
 
@@ -19,32 +19,32 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// How long a binary may take to greet. It takes 0.1 s; a loaded machine gets a hundred times that.
+/// Limit for the greeting. It usually takes 0.1 s; a loaded machine gets a hundred times that.
 const GREETING: Duration = Duration::from_secs(10);
 
-/// Bytes of what it has written on its standard error that are kept.
+/// Limit of the kept standard error output, in bytes.
 const OUTPUT: usize = 1 << 16;
 
 /// Why a binary cannot be used as a QEMU.
 #[derive(Debug, thiserror::Error)]
 pub enum BinaryError {
-    /// It is not there, or not to be run.
+    /// The binary is missing or not executable.
     #[error("cannot run {}: give the path of a qemu-system-x86_64 that exists and may be executed", path.display())]
     Run {
-        /// The binary.
+        /// Path as the caller gave it.
         path: PathBuf,
-        /// Why.
+        /// The error of starting it.
         #[source]
         source: io::Error,
     },
-    /// It ran, but it is no QEMU, or one that cannot even start an empty machine.
+    /// The program ran, but it is not a QEMU, or a QEMU that cannot even start an empty machine.
     #[error("{} does not behave like a QEMU system emulator{}", path.display(), first_line(output))]
     NotQemu {
-        /// The binary.
+        /// Path as the caller gave it.
         path: PathBuf,
-        /// What it wrote on its standard error.
+        /// Standard error output.
         output: String,
-        /// How it failed.
+        /// The first failure of QMP.
         #[source]
         source: QmpError,
     },
@@ -57,16 +57,16 @@ fn first_line(output: &str) -> String {
     }
 }
 
-/// A QEMU binary and what it knows.
+/// A QEMU binary and its features.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Binary {
-    /// Where it is.
+    /// Path as the caller gave it.
     pub path: PathBuf,
-    /// Its version.
+    /// QEMU's version.
     pub version: Version,
-    /// Machine types, aliases among them.
+    /// Machine types, including aliases.
     pub machines: BTreeSet<String>,
-    /// Alias to the machine type that it stands for, e.g. `q35` to `pc-q35-10.0`.
+    /// Pairs of an alias and its machine type, e.g. `q35` and `pc-q35-10.0`.
     pub aliases: Vec<(String, String)>,
     /// CPU models.
     pub cpus: BTreeSet<String>,
@@ -74,9 +74,9 @@ pub struct Binary {
     pub devices: BTreeSet<String>,
     /// QMP commands.
     pub commands: BTreeSet<String>,
-    /// How its options are written.
+    /// Spelling of the options.
     pub syntax: Syntax,
-    /// These are answers from before: see [`Binary::known`].
+    /// Whether the answers come from the cache: see [`Binary::known`].
     #[serde(skip)]
     pub kept: bool,
 }
@@ -88,7 +88,7 @@ struct Named {
 }
 
 impl Binary {
-    /// Starts the QEMU at `path` with an empty machine, asks it what it knows, and ends it.
+    /// Starts the QEMU at `path` with an empty machine, queries its features, and ends it.
     ///
     /// A name without a slash is looked up in `PATH`. Takes about 0.1 s.
     ///
@@ -111,7 +111,7 @@ impl Binary {
             .stdout(Stdio::from(OwnedFd::from(theirs_too)))
             .stderr(Stdio::piped());
         let child = die_with_starter(&mut command).spawn().map_err(run)?;
-        // Or else our copies of its end would hide that it has gone.
+        // Close our copies of the QEMU's end of the socket: they would hide that the QEMU has ended.
         drop(command);
         let answers = Qmp::over(ours, GREETING).and_then(|qmp| Self::ask(path, qmp));
         asked.answered(Process::of(child.id()));
@@ -134,20 +134,21 @@ impl Binary {
         Ok(Self { path: path.to_owned(), version, machines, aliases, cpus, devices, commands, syntax, kept: false })
     }
 
-    /// The versioned machine type that `machine` stands for here: itself, unless it is an alias.
+    /// Returns the versioned machine type that `machine` stands for in this QEMU: `machine` itself, unless it is an
+    /// alias.
     #[must_use]
     pub fn pinned_machine<'a>(&'a self, machine: &'a str) -> &'a str {
         self.aliases.iter().find(|(alias, _)| alias == machine).map_or(machine, |(_, name)| name)
     }
 
-    /// Whether this QEMU can write its device state without RAM in one command.
+    /// Returns whether this QEMU can write its device state without RAM in one command.
     #[must_use]
     pub fn saves_device_state(&self) -> bool {
         self.commands.contains("xen-save-devices-state")
     }
 }
 
-/// Ends the child and returns what it wrote to standard error.
+/// Ends the child and returns its standard error output.
 fn end(mut child: Child) -> String {
     if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
         let _ = kill_process(pid, Signal::KILL);
@@ -155,7 +156,7 @@ fn end(mut child: Child) -> String {
     if let Err(e) = child.wait() {
         tracing::debug!("cannot reap the probed binary: {e}");
     }
-    // What it started itself may still have the other end open.
+    // A process that the child started may still have the other end of the pipe open.
     let output = child.stderr.take().map(|mut pipe| waiting_in(&mut pipe, OUTPUT)).unwrap_or_default();
     String::from_utf8_lossy(&output).into_owned()
 }

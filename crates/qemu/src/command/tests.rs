@@ -158,7 +158,7 @@ fn a_served_disk_is_reached_at_one_socket_by_every_qemu_of_the_vm() {
     }
     assert!(line("vmm-1").contains("events.sock") && !text(Start::Boot).contains("events.sock"));
     assert!(served.device_types().contains(&"vhost-user-blk-pci".to_owned()));
-    // A record of a disk that QEMU serves has no field for servers, as written by earlier versions.
+    // As earlier versions wrote it: the record of a disk that QEMU serves has no field for servers.
     assert!(!serde_json::to_string(&hardware()).unwrap().contains("server"));
     assert_eq!(disk_queues(0), 1);
     assert_eq!(disk_queues(64), 8);

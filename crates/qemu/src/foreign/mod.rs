@@ -1,12 +1,13 @@
-//! A machine that was started with another program's command line, so that it can be built again elsewhere.
+//! The machine of a QEMU that Rekindle did not start, described so that another QEMU can build it again.
 //!
-//! A guest that is restored must see the machine that it knows. Of a QEMU that Rekindle has started, [`Hardware`]
-//! describes it. Of another, its command line does: what the guest can see of it is kept word for word, with the
-//! machine type pinned to the versioned one; what is about the process (monitors, sockets, users, windows) is left
-//! out or becomes Rekindle's own; and each memory backend becomes a file in Rekindle's RAM directory, with the same
-//! id, since the id is the name of the RAM block in the device state.
+//! A restored guest must see the machine that it knows. For a QEMU that Rekindle started, [`Hardware`] describes the
+//! machine. For any other, its command line does. Arguments that the guest can see are kept word for word, with the
+//! machine type pinned to the versioned one. Arguments about the process (monitors, sockets, users, windows) are left
+//! out or replaced by Rekindle's own. Each memory backend becomes a file in Rekindle's RAM directory with the same
+//! id, because the id is the name of the RAM block in the device state.
 //!
-//! What cannot be carried over is named by [`of`], when the guest is attached, and not when it is to be restored.
+//! [`of`] reports devices and options that cannot be carried over. It does so when the guest is attached, not when it
+//! is restored.
 
 mod paths;
 mod rewrite;
@@ -25,23 +26,25 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
-/// A reason, for people.
+/// A reason, as shown to the user.
 type Why = &'static str;
 
-/// A machine that was started with another program's command line.
+/// The machine of a QEMU that Rekindle did not start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Foreign {
-    /// What is kept of the command line, rewritten where it has to be.
+    /// The kept arguments, rewritten where necessary.
     pub words: Vec<String>,
-    /// Its memory. The first is the file that [`crate::command::Ram`] names, the others are in the same directory.
+    /// Memory backends. The first one's file is the one that [`crate::command::Ram`] names; the other files are in
+    /// the same directory.
     pub backends: Vec<RamBackend>,
-    /// Its networks, in the order of [`Hardware::nets`].
+    /// Networks, in the order of [`Hardware::nets`].
     pub networks: Vec<Network>,
-    /// The character device that becomes Rekindle's console.
+    /// Id of the character device that becomes Rekindle's console.
     pub console: Option<String>,
-    /// The one that becomes the guest agent's port.
+    /// Id of the character device that becomes the guest agent's port.
     pub agent: Option<String>,
-    /// What the guest sees of its processors: `-cpu max` and `-cpu host` mean something else in another QEMU or host.
+    /// CPU features that the guest sees: `-cpu max` and `-cpu host` mean something else in another QEMU or on another
+    /// host.
     #[serde(default)]
     pub cpu: Features,
 }
@@ -49,60 +52,60 @@ pub struct Foreign {
 /// A memory backend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamBackend {
-    /// Its id, which is also the name of its RAM block.
+    /// Id of the backend, which is also the name of its RAM block.
     pub id: String,
-    /// Bytes.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
 /// A network of the guest's, `-netdev`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Network {
-    /// Its id.
+    /// Id of the network.
     pub id: String,
-    /// What it was: `user`, `tap`, ...
+    /// Type of the network: `user`, `tap`, ...
     pub kind: String,
-    /// Of one of kind `user`, its options but for forwarded ports: the guest knows its addresses.
+    /// Options of a network of type `user`, without the forwarded ports: the guest knows the addresses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub options: Option<String>,
-    /// The card talks to its network with headers that only a tap knows, so that it needs a tap again.
+    /// Whether the network must be a tap again: the card sends frames with headers that only a tap understands.
     pub needs_tap: bool,
-    /// The card's address from the command line; empty where QEMU chose it.
+    /// MAC address on the command line; empty if QEMU chose it.
     pub mac: String,
     /// Forwarded ports in QEMU's notation.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub forwards: Vec<String>,
 }
 
-/// A machine with the VM generation ID that its guest has now, or all that cannot be carried over.
+/// A machine and the guest's current VM generation ID, or everything that cannot be carried over.
 pub type Found = Result<(Foreign, Option<Uuid>), Vec<Obstacle>>;
 
-/// What is known of a QEMU in addition to its command line.
+/// Properties of a QEMU that its command line does not show.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts {
     /// Versioned machine type.
     pub machine: String,
-    /// Its memory backends with their sizes.
+    /// Memory backends with their sizes.
     pub backends: Vec<RamBackend>,
-    /// The one that is the machine's main memory; none where NUMA nodes name theirs.
+    /// Id of the backend of the machine's main memory. None if NUMA nodes name their backends.
     pub main: Option<String>,
-    /// Ids of its devices now.
+    /// Ids of the current devices.
     pub devices: BTreeSet<String>,
-    /// Disks as they are now: path of the device, name of its block node.
+    /// Current disks: path of the device, name of its block node.
     pub disks: Vec<(String, String)>,
-    /// Where its relative paths begin.
+    /// Working directory, to which relative paths refer.
     pub cwd: PathBuf,
 }
 
-/// Finds out what machine `adopted` is, from its command line and from QMP. The inner error names all that
+/// Determines the machine of `adopted` from its command line and from QMP. The inner error lists everything that
 /// cannot be carried over.
 ///
 /// # Errors
-/// When it does not answer.
+/// When QEMU does not answer or returns an error.
 pub fn of(adopted: &Adopted, qmp: &mut Qmp) -> Result<Found, QmpError> {
     let facts = facts(adopted, qmp)?;
     let mut problems = Vec::new();
-    // The device state names RAM blocks; a restored QEMU names them by their backends.
+    // The device state names RAM blocks; a restored QEMU names them after their backends.
     let blocks = ramblock::list(qmp)?;
     for RamBackend { id, bytes } in &facts.backends {
         if !blocks.iter().any(|block| block.id == *id && block.used == *bytes) {
@@ -129,10 +132,11 @@ pub fn of(adopted: &Adopted, qmp: &mut Qmp) -> Result<Found, QmpError> {
     }
 }
 
-/// What is to be known of `adopted` in addition to its command line. When it changes, devices or disks were changed.
+/// Returns properties of `adopted` that its command line does not show. If they change, devices or disks have
+/// changed.
 ///
 /// # Errors
-/// When it does not answer.
+/// When QEMU does not answer or returns an error.
 pub fn facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<Facts, QmpError> {
     #[derive(Deserialize)]
     struct Property {
@@ -167,12 +171,12 @@ pub fn facts(adopted: &Adopted, qmp: &mut Qmp) -> Result<Facts, QmpError> {
 }
 
 impl Foreign {
-    /// The names of its RAM blocks that are memory backends: what is loaded on demand.
+    /// Returns the names of the RAM blocks that are memory backends. These are loaded on demand.
     pub fn ram_ids(&self) -> impl Iterator<Item = &str> {
         self.backends.iter().map(|backend| backend.id.as_str())
     }
 
-    /// The file of each backend, when `main` is that of the first, with its bytes.
+    /// Returns the file of each backend with its size in bytes; `main` is the first backend's file.
     pub fn ram_files<'a>(&'a self, main: &'a Path) -> impl Iterator<Item = (PathBuf, u64)> + 'a {
         self.backends.iter().enumerate().map(move |(index, backend)| {
             let kind = main.extension().unwrap_or_default().to_string_lossy();
@@ -181,7 +185,7 @@ impl Foreign {
         })
     }
 
-    /// The arguments for a QEMU with this machine, as [`Hardware::arguments`].
+    /// Returns the arguments for a QEMU with this machine, as [`Hardware::arguments`].
     pub(crate) fn arguments(
         &self,
         hardware: &Hardware,
@@ -249,7 +253,7 @@ impl Foreign {
     }
 }
 
-/// A user network with forwarded ports, in the form in which it is written.
+/// Adds forwarded ports to the options of a user network, as JSON if the options are JSON.
 fn with_forwards(network: String, rules: &[String]) -> String {
     match Options::parse(&network, "type") {
         Ok(Options::Json(mut map)) if !rules.is_empty() => {
@@ -261,7 +265,7 @@ fn with_forwards(network: String, rules: &[String]) -> String {
     }
 }
 
-/// A VM generation ID device with another ID.
+/// Returns the options of a VM generation ID device with the ID `guid`; `None` for another device.
 fn with_generation(device: &str, guid: Uuid) -> Option<String> {
     let mut options = Options::parse(device, "driver").ok()?;
     (options.get("driver")? == "vmgenid").then(|| {

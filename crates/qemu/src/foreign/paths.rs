@@ -1,4 +1,5 @@
-//! Files that a command line names by relative paths: a QEMU that is started elsewhere must find the same ones.
+//! Relative paths on a command line, made absolute: a QEMU that is started in another directory must find the same
+//! files.
 
 use super::words::Word;
 use crate::options::Options;
@@ -8,7 +9,7 @@ use std::path::Path;
 /// Options whose value is a file.
 const FILES: &[&str] =
     &["kernel", "shim", "initrd", "dtb", "hda", "hdb", "hdc", "hdd", "cdrom", "fda", "fdb", "pflash", "mtdblock", "sd"];
-/// Options in whose value one of these keys is a file.
+/// Options in whose value one of these keys names a file. The third field is the option's implied key.
 const KEYS: &[(&str, &[&str], &str)] = &[
     ("drive", &["file", "file.filename"], "file"),
     ("blockdev", &["filename", "file.filename"], "driver"),
@@ -16,10 +17,10 @@ const KEYS: &[(&str, &[&str], &str)] = &[
     ("fw_cfg", &["file"], "name"),
 ];
 
-/// The value of a kept option with its paths made absolute, from `cwd`.
+/// Returns the value of a kept option, with its relative paths made absolute from `cwd`.
 ///
 /// # Errors
-/// The path of a file that is not there: QEMU has changed its directory since (`-daemonize`).
+/// The path of a missing file: QEMU has changed its working directory since it started (`-daemonize`).
 pub(super) fn absolute(word: &Word<'_>, cwd: &Path) -> Result<Option<String>, String> {
     let Some(value) = word.value else { return Ok(None) };
     if FILES.contains(&word.option) {
@@ -27,7 +28,7 @@ pub(super) fn absolute(word: &Word<'_>, cwd: &Path) -> Result<Option<String>, St
     }
     let keys = KEYS.iter().find(|(option, _, _)| *option == word.option);
     let Some((_, keys, implied)) = keys else { return Ok(Some(value.into())) };
-    // What cannot be read is for QEMU to complain about.
+    // QEMU reports values that cannot be parsed.
     let Ok(mut options) = Options::parse(value, implied) else { return Ok(Some(value.into())) };
     let mut changed = false;
     if let Options::Json(map) = &mut options {
@@ -44,7 +45,7 @@ pub(super) fn absolute(word: &Word<'_>, cwd: &Path) -> Result<Option<String>, St
     Ok(Some(if changed { options.to_string() } else { value.into() }))
 }
 
-/// Block nodes are named by their own options, or one within another.
+/// Makes the file names absolute in the options of a block node, including nested nodes.
 fn nested(map: &mut Map<String, Value>, cwd: &Path) -> Result<bool, String> {
     let mut changed = false;
     for (key, value) in map.iter_mut() {
@@ -62,7 +63,7 @@ fn nested(map: &mut Map<String, Value>, cwd: &Path) -> Result<bool, String> {
 }
 
 fn one(path: &str, cwd: &Path) -> Result<String, String> {
-    // A protocol (`nbd:...`, `json:...`) is no path.
+    // A protocol prefix (`nbd:...`, `json:...`) means that this is no path.
     let is_protocol = path.split(['/', '\\']).next().is_some_and(|first| first.contains(':'));
     if path.is_empty() || path.starts_with('/') || is_protocol {
         return Ok(path.into());

@@ -1,4 +1,4 @@
-//! A command line rewritten so that the same machine can be built again by Rekindle. No QEMU is asked here.
+//! Rewrites a command line so that Rekindle can build the same machine again. This module does not query QEMU.
 
 use super::paths::absolute;
 use super::words::{Fate, Word, split};
@@ -9,8 +9,8 @@ use crate::options::Options;
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// Devices that cannot be built again, by the beginnings of their types. (What QEMU itself cannot save it names:
-/// those are among the obstacles of [`crate::adopt`].)
+/// Devices that cannot be built again, by type prefix. (QEMU itself reports what it cannot save: see the obstacles of
+/// [`crate::adopt`].)
 const DEVICES: &[(&str, Why)] = &[
     ("qxl", "it needs a SPICE server, which the restored guest does not have: use virtio-vga or VGA"),
     ("virtio-gpu-gl", "QEMU cannot save what is in the host's graphics driver"),
@@ -24,7 +24,7 @@ const DEVICES: &[(&str, Why)] = &[
     ("ccid-card-passthru", "its state is at its other end"),
 ];
 
-/// Objects that cannot be made again.
+/// Objects that cannot be built again, by type prefix.
 const OBJECTS: &[(&str, Why)] = &[
     ("filter-", "it is a part of another program's pipeline: start it without"),
     ("colo-compare", "it is a part of another program's pipeline: start it without"),
@@ -37,13 +37,13 @@ const OBJECTS: &[(&str, Why)] = &[
     ("tdx-guest", "the guest's memory is encrypted with a key that is not available outside the guest"),
 ];
 
-/// Objects that are about this process or about windows.
+/// Objects that concern the process or its windows. They are left out.
 const OBJECTS_OF_THE_PROCESS: &[&str] = &["tls-c", "authz-", "thread-context", "input-", "secret", "monitor-"];
 
-/// Networks whose cards have headers on their frames that only a tap knows.
+/// Networks whose cards send frames with headers that only a tap understands.
 const WITH_HEADERS: &[&str] = &["tap", "bridge"];
 
-/// What is being put together.
+/// The command line as far as it is rewritten.
 #[derive(Default)]
 struct Line {
     words: Vec<String>,
@@ -62,10 +62,10 @@ struct Line {
     nographic: bool,
 }
 
-/// Rewrites `arguments`, those of a QEMU of which also `facts` are known.
+/// Rewrites the `arguments` of a QEMU, using its `facts`.
 ///
 /// # Errors
-/// Everything that cannot be carried over.
+/// All options, devices and disks that cannot be carried over.
 pub(super) fn rewrite(arguments: &[String], facts: &Facts) -> Result<Foreign, Vec<Obstacle>> {
     let words = split(arguments).map_err(|option| {
         let why = "Rekindle does not know this option of QEMU, or its value is missing; start it without".into();
@@ -150,14 +150,14 @@ impl Line {
                 self.keep(word.option, Some(&options.to_string()));
             }
             "nographic" => self.nographic = true,
-            // Not known by QEMU since 9.0; it takes the other form since long before.
+            // QEMU 9.0 removed this option; all supported versions accept the machine property.
             "no-acpi" => self.machine.push(("acpi".into(), Some("off".into()))),
             "no-hpet" => self.machine.push(("hpet".into(), Some("off".into()))),
             other => self.refuse(format!("-{other}"), "Rekindle has no rule for it"),
         }
     }
 
-    /// A serial port with a character device of Rekindle's own.
+    /// Adds a serial port with a character device of Rekindle's own.
     fn own_console(&mut self) {
         self.has_serial = true;
         self.console = Some("rekindle-console".into());
@@ -200,7 +200,7 @@ impl Line {
         } else if kind.starts_with("secret") {
             self.secrets.insert(id);
         } else if OBJECTS_OF_THE_PROCESS.iter().any(|start| kind.starts_with(start)) {
-            // Left out.
+            // These objects are left out.
         } else if kind == "rng-egd" {
             options.remove(|key| key != "id" && key != "qom-type");
             options.set("qom-type", "rng-random");
@@ -235,7 +235,7 @@ impl Line {
         self.networks.push(network);
     }
 
-    /// The short forms describe network and card in one.
+    /// Handles the short options, which describe a network and its card together.
     fn nic(&mut self, word: &Word<'_>) {
         let Some(options) = self.options(word, "type") else { return };
         let kind = options.get("type").unwrap_or_default();
@@ -268,7 +268,8 @@ impl Line {
         }
         let agent = self.devices.iter().find(|device| device.get("name").as_deref() == Some("org.qemu.guest_agent.0"));
         let agent = agent.and_then(|device| device.get("chardev"));
-        // What was behind the others is not there any more; the guest finds them as if no client were connected.
+        // The other ends of all other character devices are gone: the guest finds them as if no client were
+        // connected.
         let own = [&self.console, &agent].map(|id| id.clone().unwrap_or_default());
         for id in std::mem::take(&mut self.chardevs).into_iter().filter(|id| !own.contains(id)) {
             self.keep("chardev", Some(&format!("null,id={}", id.replace(',', ",,"))));
@@ -300,7 +301,8 @@ impl Line {
         self.keep("machine", Some(&pinned.to_string()));
     }
 
-    /// Each backend of the command line, and the one that QEMU made of `-m`: nothing else, and nothing less.
+    /// Keeps each backend of the command line and the one that QEMU made for `-m`. Rejects additional and missing
+    /// backends.
     fn finish_memory(&mut self, facts: &Facts) {
         if facts.backends.is_empty() {
             self.refuse(
@@ -329,7 +331,7 @@ impl Line {
         }
     }
 
-    /// What the command line names is there, and nothing else.
+    /// Rejects a machine whose devices are not exactly those of its command line.
     fn check_devices(&mut self, facts: &Facts) {
         let named: BTreeSet<String> = self.devices.iter().filter_map(|device| device.get("id")).collect();
         for id in facts.devices.difference(&named) {
@@ -348,7 +350,7 @@ impl Line {
         }
     }
 
-    /// A disk that shows another image than the command line: a snapshot was taken, or the medium was changed.
+    /// Rejects a disk whose image is not that of the command line: a snapshot was taken, or the medium was changed.
     fn check_disks(&mut self, facts: &Facts) {
         let mut changed = Vec::new();
         for device in &self.devices {
@@ -373,7 +375,7 @@ impl Line {
         }
     }
 
-    /// Kept words that need something which is left out.
+    /// Rejects kept arguments that need something which is left out.
     fn check_references(&mut self) {
         let words = self.words.clone();
         for secret in std::mem::take(&mut self.secrets) {
@@ -390,7 +392,7 @@ impl Line {
     }
 }
 
-/// Forwarded ports of a user network, in either form.
+/// Returns the forwarded ports of a user network, from `key=value` options or JSON.
 fn forwards(options: &Options) -> Vec<String> {
     match options {
         Options::Pairs(pairs) => {

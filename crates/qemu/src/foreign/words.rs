@@ -1,17 +1,17 @@
-//! A QEMU command line as options with their values, and what becomes of each when the VM is built again.
+//! Splits a QEMU command line into options, and decides for each how it is carried over.
 
 use super::Why;
 
-/// What becomes of an option.
+/// How an option is carried over when the machine is built again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
-    /// It stays as it is: the guest sees it, or its devices are made of it.
+    /// Unchanged: the guest sees it, or its devices depend on it.
     Keep,
-    /// It is left out: it is about the process, not about the guest, or Rekindle sets it itself.
+    /// Left out: it concerns the process, not the guest, or Rekindle sets it itself.
     Drop,
-    /// It is rewritten by its own rule.
+    /// Rewritten by the option's own rule.
     Rewrite,
-    /// It cannot be carried over.
+    /// Not possible, for this reason.
     Refuse(Why),
 }
 
@@ -38,7 +38,7 @@ const VALUED: &[(&[&str], Fate)] = {
     ]
 };
 
-/// Options without one.
+/// Options without a value.
 const SWITCHES: &[(&[&str], Fate)] = {
     use Fate::{Drop, Keep, Refuse, Rewrite};
     &[
@@ -52,14 +52,14 @@ const SWITCHES: &[(&[&str], Fate)] = {
     ]
 };
 
-/// One option.
+/// One option of a command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Word<'a> {
-    /// Its name without dashes; `hda` for a disk that was named without any.
+    /// Name without dashes; `hda` for a disk that was given without an option.
     pub option: &'a str,
-    /// Its value.
+    /// The option's value; none for a switch.
     pub value: Option<&'a str>,
-    /// What becomes of it.
+    /// How the option is carried over.
     pub fate: Fate,
 }
 
@@ -67,10 +67,11 @@ fn find(table: &'static [(&'static [&'static str], Fate)], option: &str) -> Opti
     table.iter().find(|(names, _)| names.contains(&option)).map(|(_, fate)| *fate)
 }
 
-/// Takes a command line apart, without the program's name.
+/// Splits a command line, without the program's name.
 ///
 /// # Errors
-/// The option that is not known, or has no value: whether the next word is its value is then unknown.
+/// The first option that is unknown or has no value. After an unknown option it is not known whether the next word is
+/// its value.
 pub(super) fn split(arguments: &[String]) -> Result<Vec<Word<'_>>, String> {
     let mut words = Vec::new();
     let mut rest = arguments.iter();

@@ -1,4 +1,4 @@
-//! Processes that a loader has started, and programs that only look like a QEMU.
+//! Processes that a loader has started, and programs that only resemble a QEMU.
 
 use super::*;
 use std::io::Write;
@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A process that is killed at the end.
+/// A process that is killed on drop.
 struct Running(Child);
 
 impl Running {
@@ -40,7 +40,7 @@ fn version(major: u32) -> Version {
     Version { major, minor: 1, micro: 3 }
 }
 
-/// A copy of `cat`, with `text` at its end, where an ELF program may have anything.
+/// Makes a copy of `cat` with `text` at its end, where an ELF file may contain anything.
 fn cat(path: &Path, text: &str) {
     let cat = fs::canonicalize("/bin/cat").unwrap();
     fs::copy(cat, path).unwrap();
@@ -51,7 +51,7 @@ fn cat(path: &Path, text: &str) {
 fn a_program_is_a_qemu_by_what_it_holds_and_not_by_its_name() {
     let directory = tempfile::tempdir().unwrap();
     let (renamed, named) = (directory.path().join("renamed"), directory.path().join("qemu-system-x86_64"));
-    // Across the border of two parts that are read.
+    // The text extends across two parts.
     let bytes = fs::metadata(fs::canonicalize("/bin/cat").unwrap()).unwrap().len() as usize;
     let filler = " ".repeat(CHUNK - bytes - 5);
     cat(&renamed, &format!("{filler}QEMU emulator version 11.1.3 (Debian)"));
@@ -59,7 +59,7 @@ fn a_program_is_a_qemu_by_what_it_holds_and_not_by_its_name() {
     let (_one, program) = Running::start(&mut Command::new(&renamed), |program| program.files == [renamed.clone()]);
     assert!(program.is_qemu(&version(11)).unwrap());
     assert!(!program.is_qemu(&version(10)).unwrap(), "the program is of another version than what answers");
-    // Another file has its name by now, as after an upgrade of the package.
+    // Another file gets the program's name, as after an upgrade of the package.
     fs::remove_file(&renamed).unwrap();
     fs::write(&renamed, "").unwrap();
     let again = Program::of(program.process).unwrap();
@@ -87,14 +87,14 @@ fn a_program_under_a_loader_is_found_with_its_own_arguments_and_the_script_that_
     assert_eq!(program.arguments, ["-", "-u", "-"]);
     assert!(program.is_qemu(&version(11)).unwrap() && !program.is_qemu(&version(10)).unwrap());
 
-    // By a relative path, and without the script's name: another one cannot be started in the same way.
+    // Without the script's name: the program's file is the only one to start again. The path is relative.
     let mut command = Command::new(LOADER);
     command.args(["--inhibit-cache", "./program", "-u"]).current_dir(&directory);
     let (_two, program) = Running::start(&mut command, is_there);
     assert_eq!((program.start.clone(), program.arguments.clone()), (file.clone(), vec!["-u".to_owned()]));
     assert!(program.is_qemu(&version(11)).unwrap());
 
-    // One that was removed since.
+    // The program's file was removed.
     fs::remove_file(&file).unwrap();
     let again = Program::of(program.process).unwrap();
     assert_eq!(again.files, files);
@@ -108,7 +108,7 @@ fn a_program_that_is_started_as_usual_is_not_taken_for_a_loader() {
     assert!(Loaded::of(&words("qemu")).is_none());
     assert!(Loaded::of(&words("ld.so --library-path")).is_none());
     let cat = fs::canonicalize("/bin/cat").unwrap();
-    // Just after the exec its command line may still be empty.
+    // Just after the exec the process's command line may still be empty.
     let is_there = |program: &Program| program.files == [cat.clone()] && !program.arguments.is_empty();
     // The first word is a file, which is mapped, and yet the program is the one that was executed.
     let (_one, program) = Running::start(Command::new(&cat).args([cat.to_str().unwrap(), "-"]), is_there);

@@ -4,19 +4,19 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::VecDeque;
 
-/// Events of one name that are kept: the newest.
+/// Limit of kept events of one name; older ones are dropped.
 const OF_A_NAME: usize = 64;
-/// Events that are kept: the newest.
+/// Limit of kept events; older ones are dropped.
 const MOST: usize = 1024;
-/// Bytes, as they came, of the events that are kept.
+/// Limit of the kept events in bytes of JSON.
 const MOST_BYTES: usize = 1 << 20;
 
 /// An event that QEMU has sent.
 #[derive(Debug, Clone)]
 pub struct Event {
-    /// Its name, e.g. `STOP`.
+    /// Name, e.g. `STOP`.
     pub name: String,
-    /// What came with it.
+    /// Data of the event; null if there is none.
     pub data: Value,
     /// QEMU's time of the event: microseconds of the host's clock since 1970.
     pub host_us: u64,
@@ -34,12 +34,12 @@ impl Timestamp {
     }
 }
 
-/// The events that are kept, the oldest first, each with its bytes as it came.
+/// The kept events, oldest first, each with the length of its JSON in bytes.
 #[derive(Debug, Default)]
 pub(super) struct Events(VecDeque<(usize, Event)>);
 
 impl Events {
-    /// Keeps one more. A guest can cause some kinds as often as it likes: they do not push out the others.
+    /// Keeps an event. A guest can cause some kinds as often as it likes: they must not displace the others.
     pub(super) fn keep(&mut self, bytes: usize, event: Event) {
         tracing::trace!(event.name, %event.data, "QMP event");
         let same = |(_, kept): &(usize, Event)| kept.name == event.name;

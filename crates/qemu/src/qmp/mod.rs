@@ -1,12 +1,13 @@
 //! A thin QMP client (QEMU Machine Protocol, JSON lines over a Unix socket).
 //!
-//! One client at a time talks on a QMP socket: QEMU lets a second one connect but does not greet it before the first
-//! has gone, hence the time-out on the greeting. Commands are answered in order; events come in between and are kept
-//! until the caller asks for them.
+//! A QMP socket serves one client at a time. QEMU accepts a second connection but does not greet it before the first
+//! has ended; therefore the greeting has a time-out. Commands are answered in order. Events that arrive in between
+//! are kept until the caller asks for them.
 //!
-//! A QEMU that a guest has taken over may send anything: an answer has a limit of bytes and one deadline, whatever
-//! comes before it, and of each kind of event only the newest are kept. A late answer does not mean that the QEMU is
-//! gone; it may only be busy: when the answer arrives, it is not taken for that to the next command.
+//! A QEMU that its guest has compromised may send anything. Therefore the size of an answer is limited, each answer
+//! has one deadline regardless of what arrives before it, and only the newest events of each kind are kept. A late
+//! answer does not mean that QEMU has ended; it may only be busy. When such an answer arrives, it is not taken for
+//! the answer to the next command.
 
 mod events;
 
@@ -29,43 +30,43 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to answer an ordinary command. QEMU answers within milliseconds; while it writes a
-/// snapshot or waits for a disk it may be silent for seconds.
+/// Default time limit for an answer. QEMU answers within milliseconds; while it writes a snapshot or waits for a
+/// disk, it may take seconds.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Bytes that an answer or an event may have. The longest is that to `query-qmp-schema`, of 250 kB.
+/// Limit of an answer or an event, in bytes. The longest is the answer to `query-qmp-schema`, of 250 kB.
 const LONGEST: usize = 16 << 20;
-/// Messages that one read handles at most: a QEMU may always have one more.
+/// Limit of messages in one call: a QEMU may send them without end.
 const PER_READ: usize = 1024;
 
-/// What can go wrong on a QMP socket.
+/// Errors of a QMP connection.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// No process listens there.
+    /// No process listens on the socket.
     #[error("cannot connect to the QMP socket {}", path.display())]
     Connect {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Why.
+        /// The error of `connect(2)`.
         #[source]
         source: io::Error,
     },
-    /// Connected, but no greeting came.
+    /// Connected, but no greeting arrived.
     #[error(
         "the QMP socket {} gave no greeting within {} ms; another client holds it (QMP serves one at a time), or QEMU hangs",
         path.display(),
         after.as_millis()
     )]
     NoGreeting {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// How long was waited.
+        /// The time limit.
         after: Duration,
     },
     /// QEMU ended, or closed the connection.
     #[error("QEMU closed its QMP socket while `{during}` was under way")]
     Closed {
-        /// The command that was waited for.
+        /// The command that waited for an answer.
         during: String,
     },
     /// No answer in time.
@@ -73,49 +74,49 @@ pub enum QmpError {
     Timeout {
         /// The command or event that was waited for.
         during: String,
-        /// How long was waited.
+        /// The time limit.
         after: Duration,
     },
     /// QEMU answered with an error.
     #[error("QEMU refused `{command}`: {description}")]
     Refused {
-        /// The command.
+        /// The rejected command.
         command: String,
         /// QEMU's error class.
         class: String,
-        /// QEMU's words.
+        /// QEMU's error text.
         description: String,
     },
-    /// It sends more than an answer may have.
+    /// QEMU sent more than the limit of an answer.
     #[error("QEMU sent more than {} MiB instead of an answer to `{during}`", LONGEST >> 20)]
     TooLong {
-        /// The command that was waited for.
+        /// The command that waited for an answer.
         during: String,
     },
-    /// The answer was not what QMP promises.
+    /// The answer was not as QMP specifies.
     #[error("QEMU answered `{during}` with something unexpected: {text}")]
     Protocol {
-        /// The command that was waited for.
+        /// The command that waited for an answer.
         during: String,
-        /// What came.
+        /// The beginning of the message.
         text: String,
     },
-    /// libvirt does not pass commands on.
+    /// libvirt did not pass the command on.
     #[error(
         "cannot access libvirt domain {domain}: {message}; is libvirtd running? For another connection: --connect URI"
     )]
     Libvirt {
-        /// The domain.
+        /// Name, number or UUID of the domain.
         domain: String,
-        /// virsh's words.
+        /// virsh's error text.
         message: String,
     },
     /// The socket failed.
     #[error("QMP socket error during `{during}`")]
     Io {
-        /// The command that was waited for.
+        /// The command that waited for an answer.
         during: String,
-        /// Why.
+        /// The socket's error.
         #[source]
         source: io::Error,
     },
@@ -129,10 +130,10 @@ impl QmpError {
     }
 }
 
-/// QEMU's version as it states it.
+/// QEMU's version, as QEMU reports it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Version {
-    /// First number.
+    /// First number: 10 in 10.0.2.
     pub major: u32,
     /// Second number.
     pub minor: u32,
@@ -185,19 +186,19 @@ struct GreetingVersion {
     qemu: Version,
 }
 
-/// A connection to a QEMU, past the greeting.
+/// A connection to a QEMU that has greeted.
 #[derive(Debug)]
 pub struct Qmp {
     lines: Lines<UnixStream>,
     events: Events,
-    /// Answers that timed out, and may still arrive.
+    /// Number of answers that timed out and may still arrive.
     overdue: usize,
     version: Version,
     timeout: Duration,
 }
 
-/// Connects to the socket at `path`; [`io::ErrorKind::WouldBlock`] when the listener does not accept it within the
-/// time.
+/// Connects to the socket at `path`. Returns [`io::ErrorKind::WouldBlock`] if the listener does not accept within
+/// `timeout`.
 pub(crate) fn connect_within(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     set_socket_timeout(&socket, Timeout::Send, Some(timeout.max(Duration::from_millis(1))))?;
@@ -209,14 +210,14 @@ pub(crate) fn connect_within(path: &Path, timeout: Duration) -> io::Result<UnixS
 impl Qmp {
     /// Connects to the QMP socket at `path`.
     ///
-    /// On success: past the greeting, ready for commands.
+    /// On success: QEMU has greeted and accepts commands.
     ///
     /// # Errors
     /// [`QmpError::Connect`] immediately when no process listens; [`QmpError::NoGreeting`] after `timeout` when
     /// another client holds the socket.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         let stream = match connect_within(path, timeout) {
-            // A frozen QEMU accepts no connection from its queue, which is short.
+            // A frozen QEMU accepts no connections, and its queue is short.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 return Err(QmpError::NoGreeting { path: path.to_owned(), after: timeout });
             }
@@ -228,13 +229,13 @@ impl Qmp {
         })
     }
 
-    /// Speaks QMP over a socket whose other end is a QEMU's monitor.
+    /// Starts QMP on a socket whose other end is a QEMU's monitor.
     ///
     /// # Errors
     /// As for [`Qmp::connect`].
     pub fn over(stream: UnixStream, timeout: Duration) -> Result<Self, QmpError> {
         let during = "greeting";
-        // Of one that reads nothing, the buffer of the socket fills up.
+        // A peer that does not read lets the socket's buffer fill up: limit the time of a send.
         set_socket_timeout(&stream, Timeout::Send, Some(DEFAULT_TIMEOUT))
             .map_err(|e| QmpError::Io { during: during.into(), source: e.into() })?;
         let mut qmp = Self {
@@ -255,22 +256,22 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// The version that QEMU greeted with.
+    /// Returns the version from QEMU's greeting.
     #[must_use]
     pub fn version(&self) -> &Version {
         &self.version
     }
 
-    /// Runs `command` and returns what it returns.
+    /// Runs `command` and returns its result.
     ///
     /// # Errors
-    /// [`QmpError::Refused`] with QEMU's words; [`QmpError::Timeout`]; [`QmpError::Closed`] when QEMU has ended.
+    /// [`QmpError::Refused`] with QEMU's text; [`QmpError::Timeout`]; [`QmpError::Closed`] when QEMU has ended.
     pub fn execute<T: DeserializeOwned>(&mut self, command: &str, arguments: impl Serialize) -> Result<T, QmpError> {
         self.send(command, arguments, &[])?;
         self.reply(command)
     }
 
-    /// Runs `command`, handing it descriptors (for `getfd` and `add-fd`).
+    /// Runs `command` and hands over a descriptor (for `getfd` and `add-fd`).
     ///
     /// # Errors
     /// As for [`Qmp::execute`].
@@ -284,7 +285,7 @@ impl Qmp {
         self.reply(command)
     }
 
-    /// Runs a command of the human monitor and returns its text.
+    /// Runs a command of the human monitor and returns its output.
     ///
     /// # Errors
     /// As for [`Qmp::execute`]. The human monitor reports its own errors as text.
@@ -301,10 +302,10 @@ impl Qmp {
         self.write(command, &text(command, arguments)?, fds)
     }
 
-    /// Sends all of a command but the brace that closes it; [`Qmp::fire`] sends that.
+    /// Sends all of a command except its closing brace, which [`Qmp::fire`] sends.
     ///
     /// QEMU reads its monitor byte by byte, at some 5 µs each: a command of a hundred bytes takes half a millisecond
-    /// to arrive. Staged, it takes the time of one byte. Dropped without being fired it has no effect.
+    /// to arrive. A staged command takes the time of one byte. A staged command that is never fired has no effect.
     ///
     /// # Errors
     /// [`QmpError::Io`] when the socket fails.
@@ -314,7 +315,7 @@ impl Qmp {
         self.write(command, most, &[])
     }
 
-    /// Sends the last byte of the command that was staged.
+    /// Sends the last byte of the staged command.
     ///
     /// # Errors
     /// [`QmpError::Io`] when the socket fails.
@@ -341,7 +342,7 @@ impl Qmp {
         Ok(())
     }
 
-    /// Waits for the reply to the command that was sent.
+    /// Waits for the reply to the last command.
     ///
     /// # Errors
     /// As for [`Qmp::execute`].
@@ -365,7 +366,7 @@ impl Qmp {
         }
     }
 
-    /// The reply to the command that was sent, if it has come.
+    /// Returns the reply to the last command, if it has arrived.
     ///
     /// # Errors
     /// As for [`Qmp::execute`].
@@ -379,7 +380,7 @@ impl Qmp {
         Ok(None)
     }
 
-    /// Keeps an event; turns a reply into its value or error, unless it is a late one.
+    /// Keeps an event. Turns a reply into its value or error, unless the reply is a late one.
     fn settle<T: DeserializeOwned>(
         &mut self,
         command: &str,
@@ -410,10 +411,10 @@ impl Qmp {
         self.events.keep(bytes, Event { name, data, host_us: timestamp.host_us() });
     }
 
-    /// Takes the first kept or coming event for which `wanted` gives a value; earlier ones are dropped.
+    /// Returns the first value that `wanted` gives for an event, kept or new. Events before it are dropped.
     ///
     /// # Errors
-    /// [`QmpError::Timeout`] naming `what` when it does not come within `timeout`.
+    /// [`QmpError::Timeout`] naming `what` when no such event arrives within `timeout`.
     pub fn wait_event<T>(
         &mut self,
         what: &str,
@@ -436,22 +437,22 @@ impl Qmp {
                 (_, Message::Error { .. } | Message::Return { .. }) if self.overdue > 0 => self.overdue -= 1,
                 _ => return Err(QmpError::Protocol { during: what.into(), text: "a reply to no command".into() }),
             }
-            // There may always be one more event.
+            // QEMU may send events without end: check the deadline after each.
             is_late = Instant::now() > deadline;
         }
     }
 
-    /// The events kept so far, the oldest first. Those that have not been read yet come with the next reply.
+    /// Returns the events kept so far, oldest first. Unread ones are added when the next reply is read.
     pub fn kept_events(&self) -> impl Iterator<Item = &Event> {
         self.events.iter()
     }
 
-    /// Forgets the events kept so far.
+    /// Drops the events kept so far.
     pub fn drop_events(&mut self) {
         self.events.clear();
     }
 
-    /// The next message, with its bytes.
+    /// Returns the next message and its length in bytes.
     fn message(&mut self, during: &str, deadline: Instant, timeout: Duration) -> Result<(usize, Message), QmpError> {
         let late = || QmpError::Timeout { during: during.into(), after: timeout };
         match self.lines.next_by(deadline) {
@@ -483,7 +484,7 @@ fn failed(during: &str, e: LineError) -> QmpError {
     }
 }
 
-/// A command as JSON, ending with its closing brace: QEMU needs no line end.
+/// Returns a command as JSON, ending with its closing brace: QEMU needs no line end.
 fn text(command: &str, arguments: impl Serialize) -> Result<Vec<u8>, QmpError> {
     let bad = |e: serde_json::Error| QmpError::Io { during: command.into(), source: e.into() };
     let arguments = serde_json::to_value(arguments).map_err(bad)?;

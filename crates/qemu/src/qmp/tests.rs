@@ -1,4 +1,4 @@
-//! The client against a monitor made up for the purpose.
+//! The client against a simulated monitor.
 
 use super::*;
 use std::io::Write;
@@ -7,13 +7,13 @@ use std::thread;
 const GREETING: &str =
     r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}, "package": "x"}, "capabilities": ["oob"]}}"#;
 
-/// A monitor that answers each command it gets with the next of `answers`.
+/// Simulates a monitor that answers each command with the next of `answers`.
 fn monitor(answers: &'static [&'static str]) -> Result<Qmp, QmpError> {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || {
         let mut out = theirs.try_clone().unwrap();
         writeln!(out, "{GREETING}").unwrap();
-        // As QEMU's parser, this takes a command at its closing brace, without a line end.
+        // Like QEMU's parser, this one takes a command at its closing brace, without a line end.
         let mut commands = serde_json::Deserializer::from_reader(theirs).into_iter::<Value>();
         commands.next().unwrap().unwrap();
         writeln!(out, r#"{{"return": {{}}}}"#).unwrap();
@@ -21,7 +21,7 @@ fn monitor(answers: &'static [&'static str]) -> Result<Qmp, QmpError> {
             if commands.next().is_none() {
                 return;
             }
-            // In two writes: a line may come in pieces.
+            // Two writes: a line may arrive in pieces.
             let (a, b) = answer.split_at(answer.len() / 2);
             out.write_all(a.as_bytes()).unwrap();
             writeln!(out, "{b}").unwrap();
@@ -101,7 +101,7 @@ fn a_listener_that_does_not_accept_is_not_waited_for() {
     assert!(matches!(e, QmpError::NoGreeting { after, .. } if after == within), "{e}");
 }
 
-/// A QEMU that greets, takes the capabilities, and continues with `then`, given its end and the number of the command.
+/// Simulates a QEMU that greets, accepts `qmp_capabilities`, and then runs `then` with its end of the socket.
 fn qemu(then: impl FnOnce(UnixStream) + Send + 'static) -> Qmp {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || {
@@ -121,7 +121,7 @@ const CAUSED: &str = r#"{"timestamp": {"seconds": 18446744073709551615, "microse
 
 #[test]
 fn events_without_an_end_are_no_answer_and_take_no_memory() {
-    // Several writers, so that the socket is never empty. A write as small as this one is not torn.
+    // Several writers keep the socket from becoming empty. A write as small as this one is not torn.
     let mut qmp = qemu(|out| {
         let event = format!("{CAUSED}\n");
         thread::scope(|scope| {

@@ -1,11 +1,13 @@
 //! Finds the RAM blocks of a QEMU that does not report their addresses (7.2).
 //!
-//! QEMU keeps a record of each block, `struct RAMBlock`, which holds what `info ramblock` prints: the block's offset,
-//! used and total bytes side by side, soon after them its name, and a little before them its address in QEMU. A
-//! record is found in QEMU's heap by those three numbers and the name. *Which* of the words before them is the
-//! address is not assumed: it is the one word that in all the records is an address at which as much is mapped as the
-//! block is long, and that agrees with `gpa2hva` for every piece of RAM that the guest can see. Where there is not
-//! exactly one such word, or a block has no record or two different ones, nothing is guessed: it is an error.
+//! QEMU has a record of each block, `struct RAMBlock`. It holds the numbers that `info ramblock` prints: the block's
+//! offset, used and total bytes, next to each other. Soon after them follows the block's name, and a little before
+//! them is its address in QEMU. A record is found in QEMU's heap by those three numbers and the name.
+//!
+//! *Which* of the words before them is the address is not assumed. It is the one word that meets two conditions: in
+//! every record it is an address at which the whole length of the block is mapped, and it agrees with `gpa2hva` for
+//! every piece of RAM that the guest can see. If there is not exactly one such word, or if a block has no record or
+//! two different ones, the result is an error, never a guess.
 
 use super::{RamBlock, list};
 use crate::qmp::{Qmp, QmpError};
@@ -19,55 +21,55 @@ use std::io;
 /// Why the RAM blocks of a QEMU were not found.
 #[derive(Debug, thiserror::Error)]
 pub enum LocateError {
-    /// QEMU does not answer as it should.
+    /// QEMU does not answer, or returns an error.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Its memory cannot be read.
+    /// QEMU's memory cannot be read.
     #[error("cannot search process {pid} for QEMU's RAM blocks: run as root")]
     Memory {
-        /// QEMU.
+        /// QEMU's process number.
         pid: u32,
-        /// Why.
+        /// The error of reading `/proc` or the memory.
         #[source]
         source: io::Error,
     },
-    /// A block has no record.
+    /// No record of a block was found.
     #[error(
         "this QEMU does not report where its RAM block {id} is, and it was not found; use a newer QEMU (10 reports it)"
     )]
     NotFound {
-        /// The block.
+        /// Name of the block.
         id: String,
     },
-    /// The records do not show for certain which word is the address.
+    /// The records do not show with certainty which word is the address.
     #[error(
         "this QEMU does not report where its RAM blocks are, and {candidates} places are possible where there must be one; \
          use a newer QEMU (10 reports them)"
     )]
     Uncertain {
-        /// How many words could be the address.
+        /// Number of words that could be the address.
         candidates: usize,
     },
-    /// At an address there is not as much mapped as there should be.
+    /// An address was found, but the block's whole length is not mapped at it.
     #[error(
         "RAM block {id} should be {bytes} bytes at {address:#x} of process {pid}, but that is not all mapped there"
     )]
     Unmapped {
-        /// The block.
+        /// Name of the block.
         id: String,
-        /// Its length.
+        /// Length of the block in bytes.
         bytes: u64,
-        /// Its address.
+        /// Address in QEMU.
         address: u64,
-        /// QEMU.
+        /// QEMU's process number.
         pid: u32,
     },
 }
 
-/// The RAM blocks of a QEMU, each with its address.
+/// Returns the RAM blocks of a QEMU, each with its address.
 ///
 /// # Errors
-/// [`LocateError`]; a block that cannot be found for certain is never left out.
+/// [`LocateError`]; a block that cannot be found with certainty is never left out.
 pub fn locate(qmp: &mut Qmp, process: Process) -> Result<Vec<RamBlock>, LocateError> {
     /// A guest's firmware resizes blocks (ACPI tables) a few times while it boots, and QEMU's heap changes.
     const ATTEMPTS: usize = 5;
@@ -75,7 +77,7 @@ pub fn locate(qmp: &mut Qmp, process: Process) -> Result<Vec<RamBlock>, LocateEr
     loop {
         let blocks = list(qmp)?;
         let found = with_addresses(qmp, process, blocks.clone());
-        // What is found by numbers that have changed meanwhile may be wrong, and what is not found may be there.
+        // If the numbers changed in the meantime, a found block may be wrong and a missing one may exist.
         let is_sound = list(qmp)? == blocks;
         match found {
             Ok(blocks) if is_sound => return Ok(blocks),
@@ -101,7 +103,7 @@ fn with_addresses(qmp: &mut Qmp, process: Process, mut blocks: Vec<RamBlock>) ->
                 possible.push(addresses);
             }
         }
-        // Without a piece that the guest sees nothing proves which word it is.
+        // If the guest sees no piece of RAM, nothing proves which word is the address.
         match (possible.as_slice(), seen.is_empty()) {
             ([addresses], false) => {
                 for (block, address) in blocks.iter_mut().zip(addresses) {
@@ -128,15 +130,15 @@ fn is_mapped(maps: &[Mapping], address: u64, bytes: u64) -> bool {
         && parts.is_some_and(|parts| parts.iter().all(|map| map.readable))
 }
 
-/// Words to check before the three numbers.
+/// Number of words before the three numbers that are checked.
 const WORDS_BEFORE: usize = 8;
-/// Bytes after the beginning of the three numbers within which the name begins.
+/// The name begins within this many bytes after the beginning of the three numbers.
 const NAME_WITHIN: usize = 128;
-/// Longest name, as in QEMU.
+/// Longest name of a block, as in QEMU.
 const NAME: usize = 256;
-/// Pieces in which memory is read.
+/// Bytes that are read at a time.
 const CHUNK: u64 = 1 << 20;
-/// How far two pieces overlap, so that a record on the border is seen whole.
+/// Overlap of two pieces in bytes, so that a record at the border is seen whole.
 const OVERLAP: u64 = 1024;
 /// Mappings larger than this hold no records: they are RAM blocks, or the code cache.
 const LARGEST: u64 = 256 << 20;
@@ -145,7 +147,7 @@ const _: () = assert!(8 * WORDS_BEFORE + NAME_WITHIN + NAME < OVERLAP as usize);
 /// The words before the three numbers of a record.
 type Before = [u64; WORDS_BEFORE];
 
-/// For each block, the records found.
+/// Returns the records found for each block.
 fn records(process: Process, maps: &[Mapping], blocks: &[RamBlock]) -> io::Result<Vec<BTreeSet<Before>>> {
     let mut found = vec![BTreeSet::new(); blocks.len()];
     let private = |map: &&Mapping| map.readable && map.writable && !map.executable && !map.shared && map.inode == 0;
@@ -155,7 +157,7 @@ fn records(process: Process, maps: &[Mapping], blocks: &[RamBlock]) -> io::Resul
         if length > LARGEST && map.name != "[heap]" {
             continue;
         }
-        // The heap has them all, unless QEMU allocates in another way.
+        // The heap has all records, unless QEMU uses another allocator.
         if map.name != "[heap]" && found.iter().all(|records| !records.is_empty()) {
             break;
         }
@@ -166,7 +168,7 @@ fn records(process: Process, maps: &[Mapping], blocks: &[RamBlock]) -> io::Resul
             let chunk = buffer.get_mut(..some as usize).unwrap_or_default();
             match memory::read(process, at, chunk) {
                 Ok(()) => {}
-                // A part was given back meanwhile: a heap shrinks and grows.
+                // QEMU released a part in the meantime: a heap shrinks and grows.
                 Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
                     for (page, address) in chunk.chunks_mut(PAGE_SIZE).zip((at..).step_by(PAGE_SIZE)) {
                         if memory::read(process, address, page).is_err() {
@@ -206,7 +208,7 @@ fn in_chunk(chunk: &[u8], blocks: &[RamBlock], found: &mut [BTreeSet<Before>]) {
     }
 }
 
-/// The word of each block's record, if in all of them it can be the address.
+/// Returns the `word` of each block's record, if it can be the address in all of them.
 fn addresses(
     records: &[BTreeSet<Before>],
     blocks: &[RamBlock],
@@ -224,32 +226,34 @@ fn addresses(
             _ => return Ok(None),
         }
     }
-    // Two blocks are never in the same place.
+    // Two blocks never have the same address.
     let different: BTreeSet<_> = addresses.iter().collect();
     Ok((different.len() == addresses.len()).then_some(addresses))
 }
 
-/// Where in QEMU the pieces of RAM begin that the guest can see: `info mtree -f` for the pieces, `gpa2hva` for each.
+/// Returns the addresses in QEMU of the blocks that the guest can see: `info mtree -f` lists their pieces, and
+/// `gpa2hva` gives the address of each.
 fn seen_by_guest(qmp: &mut Qmp) -> Result<BTreeSet<u64>, LocateError> {
     let text = qmp.human("info mtree -f")?;
     let pieces: BTreeSet<_> = text.lines().filter_map(piece).collect();
     let mut bases = BTreeSet::new();
     for (address, offset) in pieces {
-        // None where the guest has changed its memory map meanwhile.
+        // `None` if the guest has changed its memory map in the meantime.
         let host = host_address(qmp, address)?;
         bases.extend(host.and_then(|host| host.checked_sub(offset)));
     }
     Ok(bases)
 }
 
-/// Where an address of the guest is in QEMU: `Host virtual address for 0x1000 (pc.ram) is 0x7f0000001000`. `None`
-/// where there is no memory.
+/// Returns the address in QEMU of a guest address; `None` if there is no memory at it. A reply is for example
+/// `Host virtual address for 0x1000 (pc.ram) is 0x7f0000001000`.
 pub(crate) fn host_address(qmp: &mut Qmp, address: u64) -> Result<Option<u64>, QmpError> {
     let text = qmp.human(&format!("gpa2hva {address:#x}"))?;
     Ok(text.trim().rsplit_once(" is 0x").and_then(|(_, host)| u64::from_str_radix(host, 16).ok()))
 }
 
-/// Guest address and offset in the block: `0000000000100000-000000000fffffff (prio 0, ram): ram @0000000000100000`.
+/// Parses the guest address and the offset in the block from a line such as
+/// `0000000000100000-000000000fffffff (prio 0, ram): ram @0000000000100000`.
 fn piece(line: &str) -> Option<(u64, u64)> {
     let (range, rest) = line.trim().split_once(" (prio ")?;
     let (start, _) = range.split_once('-')?;

@@ -1,8 +1,8 @@
 //! The RAM blocks of a running QEMU.
 //!
-//! A guest's memory is more than its RAM: firmware, option ROMs, ACPI tables and video memory are RAM blocks too,
-//! and a guest may have changed any of them. `info ramblock` lists them all; since QEMU 8 or so with the address at
-//! which each is mapped in QEMU (`HVA`), before that without: then [`locate()`] finds them.
+//! A guest's memory is more than its RAM. Firmware, option ROMs, ACPI tables and video memory are RAM blocks too, and
+//! a guest may have changed any of them. `info ramblock` lists all of them. Since about QEMU 8 it also prints the
+//! address at which each is mapped in QEMU (`HVA`); for older versions [`locate()`] finds the addresses.
 
 mod locate;
 
@@ -18,38 +18,39 @@ pub const MAIN_RAM: &str = "ram";
 /// One RAM block.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamBlock {
-    /// QEMU's name for it, the same in every QEMU with the same hardware.
+    /// QEMU's name for the block, the same in every QEMU with the same hardware.
     pub id: String,
-    /// Bytes in use. Firmware tables are resizable: they may use less than their block holds.
+    /// Bytes in use. Firmware tables are resizable: they may use less than the block's size.
     pub used: u64,
-    /// Bytes that are mapped: what it may grow to.
+    /// Bytes that are mapped, up to which the block may grow.
     pub total: u64,
-    /// Bytes of a page in the host: 4 KiB, or more with hugetlbfs.
+    /// Page size in the host, in bytes: 4 KiB, or more with hugetlbfs.
     pub page_size: u64,
-    /// Where it is in QEMU's space of all RAM blocks.
+    /// Offset in QEMU's address space of all RAM blocks.
     pub offset: u64,
-    /// Address in the QEMU process, if this QEMU reports it.
+    /// Address in the QEMU process, if known.
     pub address: Option<u64>,
 }
 
-/// Asks a QEMU for its RAM blocks.
+/// Queries the RAM blocks of a QEMU.
 ///
 /// # Errors
-/// When QEMU does not answer, or with something that is not its block table.
+/// When QEMU does not answer, or prints something other than its block table.
 pub fn list(qmp: &mut Qmp) -> Result<Vec<RamBlock>, QmpError> {
     let text = qmp.human("info ramblock")?;
     parse(&text)
         .ok_or_else(|| QmpError::Protocol { during: "info ramblock".into(), text: text.chars().take(200).collect() })
 }
 
-/// The table has a header line; a row is: name, page size and its unit, offset, used, total [, address, access].
+/// Parses the table. After a header line, a row is: name, page size and its unit, offset, used, total [, address,
+/// access].
 fn parse(text: &str) -> Option<Vec<RamBlock>> {
     let hex = |word: &str| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok();
     let mut lines = text.lines();
     lines.next().filter(|header| header.trim_start().starts_with("Block Name"))?;
     let mut blocks = Vec::new();
     for line in lines.filter(|line| !line.trim().is_empty()) {
-        // From the right: a name may hold blanks.
+        // Parse from the right: a name may contain blanks.
         let mut words: Vec<&str> = line.split_whitespace().collect();
         if matches!(words.last(), Some(&("rw" | "ro"))) {
             words.pop();

@@ -1,5 +1,5 @@
 //! The addresses in a `[[net]]`: of an interface ([`Mac`]), of the host ([`HostAddress`]), of a forwarded port
-//! ([`Forward`]). Crates for Ethernet addresses accept further spellings, so [`Mac`] is read here.
+//! ([`Forward`]). Crates for Ethernet addresses accept further spellings, so [`Mac`] has its own parser.
 
 use std::fmt;
 use std::net::Ipv4Addr;
@@ -9,23 +9,23 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// An Ethernet address of one station.
+/// The Ethernet address of one interface: neither zero nor a group address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Mac([u8; 6]);
 
-/// An address and the length of its network's prefix: `10.77.0.1/24`.
+/// An address and the prefix length of its network: `10.77.0.1/24`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct HostAddress(IpNet);
 
-/// A port of the host that leads to one of the guest: `ADDRESS:PORT:GUEST_PORT`, with `/udp` behind it for UDP.
+/// A port of the host that leads to a port of the guest: `ADDRESS:PORT:GUEST_PORT`, with the suffix `/udp` for UDP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Forward {
     /// TCP or UDP.
     pub protocol: Protocol,
-    /// Address of the host to listen on; `0.0.0.0` is all of them.
+    /// Address of the host to listen on; `0.0.0.0` means all addresses.
     pub host: Ipv4Addr,
     /// Port of the host.
     pub port: u16,
@@ -33,64 +33,65 @@ pub struct Forward {
     pub guest_port: u16,
 }
 
-/// What a [`Forward`] carries.
+/// Transport protocol of a [`Forward`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Protocol {
-    /// Streams.
+    /// TCP.
     Tcp,
-    /// Datagrams.
+    /// UDP.
     Udp,
 }
 
-/// Why a text is not the address it should be.
+/// Why a text is not a valid address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
-    /// Not six bytes.
+    /// The text does not have six bytes.
     #[error("not an Ethernet address; write six pairs of hexadecimal digits, for example 52:54:00:12:34:56")]
     Mac,
-    /// A multicast address or zero: no station has it.
+    /// A multicast address or zero: no interface has it.
     #[error("a group or null address, which no single interface can have; write one like 52:54:00:12:34:56")]
     MacGroup,
-    /// No prefix, or no address in front of it.
+    /// The prefix length or the address is missing.
     #[error("not an address with a prefix length; write for example 10.77.0.1/24")]
     HostAddress,
-    /// An address that no host has.
+    /// An address that a host cannot have.
     #[error("the {what}, not an address for the host; write the host's own, for example {hint}")]
     NotAHost {
-        /// What it is instead.
+        /// What the address is instead.
         what: &'static str,
-        /// One that would do.
+        /// An address that would be valid.
         hint: String,
     },
-    /// Not `ADDRESS:PORT:GUEST_PORT`.
+    /// The text does not have the form `ADDRESS:PORT:GUEST_PORT`.
     #[error("not a forward; write HOST_ADDRESS:HOST_PORT:GUEST_PORT, for example {hint}")]
     Forward {
         /// The text corrected as far as it can be understood, or an example.
         hint: String,
     },
-    /// QEMU's user-mode network forwards only IPv4.
+    /// An IPv6 address: QEMU's user-mode network forwards only IPv4.
     #[error("only IPv4 addresses can be forwarded; write for example 127.0.0.1:2222:22")]
     ForwardIpv6,
-    /// Not 1 to 65535.
+    /// A port that is not a number from 1 to 65535.
     #[error("`{0}` is not a port; write a number from 1 to 65535")]
     Port(String),
 }
 
 impl Mac {
-    /// The address of net `id` of VM `name`: QEMU's prefix 52:54:00, which is locally administered, and 24 bits of a
-    /// hash of both. Always the same for the same names, on every host and in every release of Rekindle.
+    /// Returns the address of net `id` of VM `name`: QEMU's prefix 52:54:00, which is locally administered, and 24
+    /// bits of a hash of both names. The same names always give the same address, on every host and in every release
+    /// of Rekindle.
     pub fn derived(name: &str, id: &str) -> Self {
         let [a, b, c, ..] = digest(name, id);
         Self([0x52, 0x54, 0x00, a, b, c])
     }
 
-    /// Its bytes in the order of the wire.
+    /// Returns the bytes in the order of the wire.
     pub const fn octets(self) -> [u8; 6] {
         self.0
     }
 }
 
-/// XXH3 is fixed by its specification, which the derived addresses need: they must never change between releases.
+/// Hashes both names with XXH3. Its specification is fixed: derived addresses must never change between releases.
 pub(super) fn digest(name: &str, id: &str) -> [u8; 8] {
     xxh3_64(format!("{name}\0{id}").as_bytes()).to_be_bytes()
 }
@@ -119,7 +120,7 @@ impl FromStr for HostAddress {
     fn from_str(text: &str) -> Result<Self, AddressError> {
         let net = text.parse().ok().filter(|net: &IpNet| net.prefix_len() > 0).ok_or(AddressError::HostAddress)?;
         let (address, first) = (net.addr(), net.hosts().find(|host| *host != net.network()));
-        // In a network of one or two addresses each is a host's.
+        // In a network of one or two addresses, each of them is a host's.
         let is_large = net.max_prefix_len() - net.prefix_len() > 1;
         let (what, hint) = if address.is_multicast() {
             ("address of a group", None)
@@ -136,12 +137,12 @@ impl FromStr for HostAddress {
 }
 
 impl Forward {
-    /// As the value of QEMU's `hostfwd`: `tcp:127.0.0.1:2222-:22`.
+    /// Returns the value of QEMU's `hostfwd`: `tcp:127.0.0.1:2222-:22`.
     pub fn hostfwd(&self) -> String {
         format!("{}:{}:{}-:{}", self.protocol.as_str(), self.host, self.port, self.guest_port)
     }
 
-    /// Whether both would listen on one port of the host.
+    /// Returns whether both would listen on the same port of the host.
     pub fn collides_with(&self, other: &Self) -> bool {
         self.protocol == other.protocol
             && self.port == other.port
@@ -150,7 +151,7 @@ impl Forward {
 }
 
 impl Protocol {
-    /// `tcp` or `udp`.
+    /// Returns `tcp` or `udp`.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
@@ -167,7 +168,7 @@ impl FromStr for Forward {
     }
 }
 
-/// `None` if the shape or the address is wrong, so that a hint is needed.
+/// Parses a forward. Returns `None` if its form or its address is wrong, so that a hint is needed.
 fn read_forward(text: &str) -> Result<Option<Forward>, AddressError> {
     let (body, protocol) = match text.split_once('/') {
         None => (text, Protocol::Tcp),
@@ -187,7 +188,8 @@ fn read_forward(text: &str) -> Result<Option<Forward>, AddressError> {
     Ok(Some(Forward { protocol, host, port: number(port)?, guest_port: number(guest_port)? }))
 }
 
-/// Other programs write `2222:22` or `tcp:127.0.0.1:2222-:22` (or `tcp::2222-:22`): answer those with our spelling.
+/// Returns the hint for a wrong forward. Other programs write `2222:22` or `tcp:127.0.0.1:2222-:22` (or
+/// `tcp::2222-:22`): the hint has our spelling of it.
 fn corrected_forward(text: &str) -> String {
     let (body, udp) = match text.split_once(':') {
         Some(("tcp", rest)) => (rest, ""),
@@ -233,7 +235,7 @@ mod tests {
 
     #[test]
     fn derived_addresses_never_change() {
-        // Guests know their interface by this address: a change here is a broken network after an upgrade.
+        // Guests know their interface by this address: a change of it breaks their network after an upgrade.
         assert_eq!(Mac::derived("web", "net0").to_string(), "52:54:00:3f:74:0d");
         assert_ne!(Mac::derived("web", "net0"), Mac::derived("web", "net1"));
         assert_ne!(Mac::derived("ab", "c"), Mac::derived("a", "bc"));

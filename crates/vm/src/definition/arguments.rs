@@ -1,10 +1,10 @@
-//! `qemu_args`: what may not be passed to QEMU since Rekindle sets it itself, and what cannot be carried to another
-//! VMM.
+//! `qemu_args`: arguments that are rejected because Rekindle sets them itself, and arguments that prevent carrying a
+//! guest to another QEMU.
 
 use super::Definition;
 use super::document::{Found, Section, quoted};
 
-/// Options that Rekindle sets itself or that would take the VM out of its hands, with what to do instead.
+/// Options that Rekindle sets itself, or that would take control of the VM away from it, each with a hint.
 const REFUSED: &[(&[&str], &str)] = &[
     (&["m"], "use the key `memory`"),
     (&["mem-path"], "use the key `dir` under [ram]"),
@@ -30,7 +30,7 @@ const REFUSED: &[(&[&str], &str)] = &[
     (&["add-fd"], "name a path: a file descriptor is not open any more when QEMU is started again"),
 ];
 
-/// Notes every argument that may not be there.
+/// Reports each argument that is not allowed.
 pub(super) fn check(section: &Section<'_>, arguments: &[Found<&str>]) {
     let refuse =
         |argument: &Found<&str>, why: &str| section.invalid("qemu_args", quoted(argument.value), argument.at, why);
@@ -71,13 +71,13 @@ pub(super) fn check(section: &Section<'_>, arguments: &[Found<&str>]) {
     }
 }
 
-/// Without its dashes, of which QEMU takes one or two; `None` for a value.
+/// Returns the option's name without its one or two dashes; `None` for a value.
 fn option(argument: &str) -> Option<&str> {
     let option = argument.strip_prefix('-')?;
     Some(option.strip_prefix('-').unwrap_or(option))
 }
 
-/// Device models that cannot be carried, by the start of their name. The first that fits counts.
+/// Device models that cannot be carried, by name prefix. The first match counts.
 const UNCARRIABLE_DEVICES: &[(&str, &str)] = &[
     ("vfio-", "the state of a passed-through host device is in the device, where a new QEMU cannot get it"),
     ("vhost-user-", "its state is in a foreign process, which serves one QEMU only and writes guest RAM unseen"),
@@ -99,7 +99,7 @@ const UNCARRIABLE_DEVICES: &[(&str, &str)] = &[
     ("amd-iommu", "QEMU cannot save its state; use intel-iommu or virtio-iommu"),
 ];
 
-/// Objects, TPMs and memory encryption, by option and the start of the value.
+/// Objects, TPMs and memory encryption that cannot be carried, by option and prefix of the value.
 const UNCARRIABLE_OPTIONS: &[(&str, &str, &str)] = &[
     ("object", "sev-", "the guest's RAM is encrypted with a key that no new VMM is given"),
     ("object", "tdx-guest", "the guest's RAM is encrypted with a key that no new VMM is given"),
@@ -115,10 +115,10 @@ const UNCARRIABLE_OPTIONS: &[(&str, &str, &str)] = &[
     ("virtfs", "", "QEMU cannot save the files that a guest has open on it"),
 ];
 
-/// What in the VM's `qemu_args` cannot be carried to another VMM, each with the reason. Such a VM runs, but can only be
-/// rebooted cold. Empty: nothing prevents it.
+/// Lists the `qemu_args` of a VM that cannot be carried to another QEMU, each with the reason. Such a VM runs, but
+/// can only be rebooted cold. Empty: nothing prevents carrying it.
 ///
-/// Devices of the definition's own keys can all be carried over, and are not checked.
+/// Devices of the definition's own keys can all be carried, and are not checked.
 pub fn uncarriable(definition: &Definition) -> Vec<String> {
     let mut found = Vec::new();
     for pair in definition.qemu_args.windows(2) {
@@ -139,7 +139,8 @@ pub fn uncarriable(definition: &Definition) -> Vec<String> {
     found
 }
 
-/// What a value speaks of: the text before its first comma, or the `driver`, `qom-type` or `type` of a JSON value.
+/// Returns the driver or type that a value names: the text before its first comma, or the `driver`, `qom-type` or
+/// `type` of a JSON value.
 fn driver(value: &str) -> String {
     if let Some(json) = json(value) {
         let named = ["driver", "qom-type", "type"].iter().find_map(|key| json.get(key)?.as_str());

@@ -1,12 +1,12 @@
-//! A TOML text that is read key by key, which records every mistake with its position and continues after it.
+//! A TOML text that is read key by key. Every mistake is recorded with its position, and reading continues after it.
 //!
-//! Serde's derive cannot do this. With `toml::Spanned` it keeps positions, but it ends at the first mistake, and toml's
-//! errors are texts without the key, the value as written or the choices that a hint needs. A deserializer of our own
-//! below the derive, which notes mistakes and continues, was tried: with its structs it had over 200 lines more than
-//! this walk through the parsed tree.
+//! Serde's derive cannot do this. With `toml::Spanned` it keeps positions, but it stops at the first mistake, and
+//! toml's errors are texts without the key, the value as written or the choices that a hint needs. We tried a
+//! deserializer of our own below the derive that records mistakes and continues: with its structs it had over 200
+//! lines more than this walk through the parsed tree.
 //!
-//! What [`Section`] hands out is `None` both for a key that is absent and for one that is wrong: the mistake is noted,
-//! and the reader carries on with the default, so that one run shows them all.
+//! The getters of [`Section`] return `None` both for a missing key and for a wrong one: the mistake is recorded, and
+//! the reader continues with the default. Therefore one run reports all mistakes.
 
 use std::cell::RefCell;
 use std::fmt::Display;
@@ -23,25 +23,25 @@ use super::hints::{hint, keys_of, nearest};
 pub(super) struct Document<'d> {
     text: &'d str,
     file: &'d str,
-    /// Absolute; what relative paths start from.
+    /// Absolute directory to which relative paths refer.
     base: PathBuf,
     problems: RefCell<Vec<(usize, Problem)>>,
 }
 
-/// A value and the byte offset where it stands.
+/// A value and its byte offset in the text.
 #[derive(Clone, Copy)]
 pub(super) struct Found<T> {
     pub value: T,
     pub at: usize,
 }
 
-/// One table: the top level, `[boot]`, one of the `[[disk]]`s.
+/// One table: the top level, `[boot]`, or one `[[disk]]`.
 pub(super) struct Section<'d> {
     document: &'d Document<'d>,
-    /// Its name in [`SECTIONS`]; empty for the top level.
+    /// Name in [`SECTIONS`]; empty for the top level.
     name: &'static str,
     table: Option<&'d DeTable<'d>>,
-    /// Where it starts.
+    /// Byte offset at which the table starts.
     pub at: usize,
 }
 
@@ -51,7 +51,8 @@ impl<'d> Document<'d> {
         Self { text, file, base, problems: RefCell::default() }
     }
 
-    /// The TOML tree, or every error of syntax: with one of those, the rest of the tree is unreliable.
+    /// Parses the text. After any syntax error the rest of the tree is unreliable: then all syntax errors are
+    /// recorded.
     pub fn tree(&self) -> Option<Spanned<DeTable<'d>>> {
         let (tree, errors) = DeTable::parse_recoverable(self.text);
         for error in &errors {
@@ -72,14 +73,14 @@ impl<'d> Document<'d> {
         self.problems.borrow().is_empty()
     }
 
-    /// The path as it is meant: from the definition's folder, without `.` parts. Links are left alone, since they may
-    /// be meant to change.
+    /// Returns the path relative to the definition's folder, without `.` parts. Links are not resolved, since their
+    /// targets may be meant to change.
     pub fn resolve(&self, path: &str) -> PathBuf {
         let joined = self.base.join(path);
         std::path::absolute(&joined).unwrap_or(joined)
     }
 
-    /// Line and column, both from 1, the column in characters.
+    /// Returns line and column, both counted from 1, the column in characters.
     pub fn position(&self, at: usize) -> (usize, usize) {
         let before = self.text.get(..at).unwrap_or(self.text);
         let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
@@ -102,7 +103,7 @@ impl<'d> Section<'d> {
         Self::new(document, "", Some(tree.get_ref()), 0)
     }
 
-    /// Notes unknown keys immediately, so that the getters need not.
+    /// Records unknown keys, so that the getters do not have to check for them.
     fn new(document: &'d Document<'d>, name: &'static str, table: Option<&'d DeTable<'d>>, at: usize) -> Self {
         let section = Self { document, name, table, at };
         for key in table.into_iter().flat_map(|table| table.keys()) {
@@ -118,12 +119,12 @@ impl<'d> Section<'d> {
         keys_of(self.name)
     }
 
-    /// Whether it has no key at all.
+    /// Returns whether the table has no key at all.
     pub fn is_empty(&self) -> bool {
         self.table.is_none_or(|table| table.is_empty())
     }
 
-    /// Whether `key` is absent, or an array with nothing in it.
+    /// Returns whether `key` is absent, or an empty array.
     pub fn is_missing(&self, key: &'static str) -> bool {
         self.value(key).is_none_or(|value| value.get_ref().as_array().is_some_and(|array| array.is_empty()))
     }
@@ -132,7 +133,7 @@ impl<'d> Section<'d> {
         self.name
     }
 
-    /// A key with its section, as messages write it.
+    /// Returns a key with its section, as in messages.
     pub fn path(&self, key: &str) -> String {
         if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) }
     }
@@ -141,20 +142,20 @@ impl<'d> Section<'d> {
         self.document
     }
 
-    /// Notes that a value cannot be: `why` ends with what to do.
+    /// Records an invalid value; `why` ends with what to do.
     pub fn invalid(&self, key: &str, value: impl Display, at: usize, why: impl Display) {
         let (key, value, why) = (self.path(key), value.to_string(), why.to_string());
         self.document.note(at, Problem::Invalid { key, value, why });
     }
 
-    /// The same for a string as the file has it.
+    /// Records that the string value of a key is invalid.
     pub fn reject(&self, key: &'static str, why: impl Display) {
         if let Some(value) = self.value(key) {
             self.invalid(key, quoted(value.get_ref().as_str().unwrap_or_default()), value.span().start, why);
         }
     }
 
-    /// Notes that a key must be there.
+    /// Records that a required key is missing.
     pub fn missing(&self, key: &str, hint: &str) {
         self.document.note(self.at, Problem::Missing { key: self.path(key), hint: hint.to_owned() });
     }
@@ -170,12 +171,12 @@ impl<'d> Section<'d> {
         self.table?.get(key)
     }
 
-    /// Where `key` stands, whatever its value.
+    /// Returns the byte offset of a key's value, whether it is valid or not.
     pub fn at(&self, key: &'static str) -> Option<usize> {
         self.value(key).map(|value| value.span().start)
     }
 
-    /// A text without control characters.
+    /// Reads a text without control characters.
     pub fn text(&self, key: &'static str) -> Option<Found<&'d str>> {
         let value = self.value(key)?;
         let Some(text) = value.get_ref().as_str() else {
@@ -194,7 +195,7 @@ impl<'d> Section<'d> {
         Some(Found { value: text, at })
     }
 
-    /// A text of which something else is made.
+    /// Reads a text and parses it.
     pub fn parsed<T: FromStr<Err: Display>>(&self, key: &'static str) -> Option<Found<T>> {
         let text = self.text(key)?;
         match text.value.parse() {
@@ -206,7 +207,7 @@ impl<'d> Section<'d> {
         }
     }
 
-    /// A text that `check` accepts.
+    /// Reads a text that `check` accepts.
     pub fn checked<E: Display>(
         &self,
         key: &'static str,
@@ -222,7 +223,7 @@ impl<'d> Section<'d> {
         }
     }
 
-    /// A quantity with its unit. A bare number gets the unit's explanation, not that of quotes.
+    /// Reads a quantity with its unit. The hint for a bare number explains the unit, not the missing quotes.
     pub fn quantity<T: FromStr<Err: Display>>(&self, key: &'static str) -> Option<Found<T>> {
         let value = self.value(key)?;
         if value.get_ref().is_str() {
@@ -237,7 +238,7 @@ impl<'d> Section<'d> {
         None
     }
 
-    /// One out of `choices`.
+    /// Reads one out of `choices`.
     pub fn choice<T: Copy>(&self, key: &'static str, choices: &[(&str, T)]) -> Option<Found<T>> {
         let known: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
         let value = self.value(key)?;
@@ -262,7 +263,7 @@ impl<'d> Section<'d> {
         }
     }
 
-    /// `true` or `false`; `false` where the key is absent, unless `default` is given.
+    /// Reads `true` or `false`; returns `default` if the key is absent or wrong.
     pub fn flag(&self, key: &'static str, default: bool) -> bool {
         let Some(value) = self.value(key) else { return default };
         if let Some(flag) = value.get_ref().as_bool() {
@@ -277,7 +278,7 @@ impl<'d> Section<'d> {
         default
     }
 
-    /// A whole number from `least` to `most`.
+    /// Reads a whole number from `least` to `most`.
     pub fn number<T>(&self, key: &'static str, least: T, most: T) -> Option<Found<T>>
     where
         T: Copy + Display + PartialOrd + FromStr + TryFrom<i64>,
@@ -302,7 +303,7 @@ impl<'d> Section<'d> {
         }
     }
 
-    /// An array of strings.
+    /// Reads an array of strings.
     pub fn texts(&self, key: &'static str) -> Vec<Found<&'d str>> {
         let Some(value) = self.value(key) else { return Vec::new() };
         let Some(array) = value.get_ref().as_array() else {
@@ -326,7 +327,7 @@ impl<'d> Section<'d> {
         texts
     }
 
-    /// The table `[name]`; an empty one where it is absent.
+    /// Returns the table `[name]`; an empty one if it is absent.
     pub fn section(&self, name: &'static str) -> Section<'d> {
         let Some(value) = self.value(name) else { return Section::new(self.document, name, None, self.at) };
         if value.get_ref().as_table().is_none() {
@@ -341,7 +342,7 @@ impl<'d> Section<'d> {
         Section::new(self.document, name, value.get_ref().as_table(), value.span().start)
     }
 
-    /// The tables `[[name]]`.
+    /// Returns the tables `[[name]]`.
     pub fn sections(&self, name: &'static str) -> Vec<Section<'d>> {
         let Some(value) = self.value(name) else { return Vec::new() };
         let hint = match value.get_ref() {
@@ -358,7 +359,7 @@ impl<'d> Section<'d> {
     }
 }
 
-/// A text in quotes, in one line whatever is in it.
+/// Returns a text in quotes, always in one line.
 pub(super) fn quoted(text: &str) -> String {
     format!("{text:?}")
 }
@@ -379,7 +380,7 @@ fn kind(value: &DeValue<'_>) -> &'static str {
     }
 }
 
-/// A number, a date or a truth as the file writes it.
+/// Returns a number, date or boolean as the file has it.
 fn scalar(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::Integer(number) => match number.radix() {

@@ -1,117 +1,117 @@
-//! What can be wrong with a definition: one [`DefinitionError`] per mistake, all of a file's in [`DefinitionErrors`].
+//! The mistakes in a definition: one [`DefinitionError`] for each, and all of a file in [`DefinitionErrors`].
 
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-/// Every mistake that was found in one definition, in the order of the file. Never empty.
+/// All mistakes that were found in one definition, in the order of the file. Never empty.
 ///
-/// `Display` writes a line for each, as compilers do: `web.toml:3:1: unknown key `memmory`; did you mean `memory`?`
+/// `Display` writes one line for each, as compilers do: `web.toml:3:1: unknown key `memmory`; did you mean `memory`?`
 #[derive(Debug)]
 pub struct DefinitionErrors {
     pub(super) file: String,
     pub(super) errors: Vec<DefinitionError>,
 }
 
-/// One mistake and where it stands.
+/// One mistake and its position.
 #[derive(Debug)]
 pub struct DefinitionError {
     /// Line, from 1; 0 if the file could not be read at all.
     pub line: usize,
     /// Column in characters, from 1; 0 if the file could not be read at all.
     pub column: usize,
-    /// What is wrong.
+    /// The kind of mistake.
     pub problem: Problem,
 }
 
-/// What is wrong. Keys are written with their section: `memory`, `boot.kernel`, `disk.path`.
+/// A kind of mistake. Keys are written with their section: `memory`, `boot.kernel`, `disk.path`.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Problem {
-    /// The file is not there, or is no text.
+    /// The file is missing or not readable as text.
     #[error("cannot read the definition")]
     Unreadable(#[source] io::Error),
-    /// XML.
+    /// The file is XML.
     #[error("{0}")]
     Xml(String),
-    /// Not TOML.
+    /// The file is not TOML.
     #[error("not valid TOML: {0}")]
     Syntax(String),
     /// A key that this section does not have.
     #[error("unknown key `{key}`; {hint}")]
     UnknownKey {
-        /// With its section.
+        /// The key with its section.
         key: String,
-        /// The nearest known one, or the section that has it, or all that there are.
+        /// The nearest known key, the section that has the key, or all keys of the section.
         hint: String,
     },
-    /// A key that must be there is not.
+    /// A required key is missing.
     #[error("`{key}` is missing; {hint}")]
     Missing {
-        /// With its section.
+        /// The key with its section.
         key: String,
-        /// What to write.
+        /// An example of the key.
         hint: String,
     },
-    /// A number where a text belongs, and so on.
+    /// A value of the wrong TOML type, such as a number in place of a text.
     #[error("`{key}` is {found}, but must be {wanted}; write {hint}")]
     WrongType {
-        /// With its section.
+        /// The key with its section.
         key: String,
-        /// The kind of value that stands there.
+        /// The type of the value.
         found: String,
-        /// The kind that belongs there.
+        /// The required type.
         wanted: &'static str,
-        /// The line that is right.
+        /// An example of the right value.
         hint: String,
     },
-    /// A value that cannot be.
+    /// A value that is not possible.
     #[error("`{key} = {value}`: {why}")]
     Invalid {
-        /// With its section.
+        /// The key with its section.
         key: String,
-        /// As TOML writes it.
+        /// The value as TOML writes it.
         value: String,
-        /// The reason and, behind a semicolon, what to do.
+        /// The reason and, after a semicolon, what to do.
         why: String,
     },
     /// A file that cannot be used.
     #[error("`{key} = {value}`: cannot open {path}")]
     File {
-        /// With its section.
+        /// The key with its section.
         key: String,
-        /// As TOML writes it.
+        /// The value as TOML writes it.
         value: String,
         /// The value as an absolute path.
         path: PathBuf,
-        /// The kernel's reason.
+        /// The error of `open(2)` or `stat(2)`.
         #[source]
         source: io::Error,
     },
-    /// The same thing twice.
+    /// A value that must be unique occurs twice.
     #[error("`{key} = {value}` is already taken in line {line}; {hint}")]
     Duplicate {
-        /// With its section.
+        /// The key with its section.
         key: String,
-        /// As TOML writes it.
+        /// The value as TOML writes it.
         value: String,
-        /// Where it stands first.
+        /// Line of the first occurrence.
         line: usize,
         /// What to do.
         hint: &'static str,
     },
-    /// Keys that do not go together.
+    /// Keys that exclude or require each other.
     #[error("{0}")]
     Conflict(String),
 }
 
 impl DefinitionErrors {
-    /// The file's name as given, or what stood for it.
+    /// Returns the file's name as the caller gave it.
     pub fn file(&self) -> &str {
         &self.file
     }
 
-    /// The mistakes, in the order of the file.
+    /// Returns the mistakes, in the order of the file.
     pub fn iter(&self) -> std::slice::Iter<'_, DefinitionError> {
         self.errors.iter()
     }
@@ -129,7 +129,8 @@ impl fmt::Display for DefinitionErrors {
 
 impl std::error::Error for DefinitionErrors {}
 
-/// `LINE:COLUMN: problem: cause`. The cause stands here, and is not a `source`, since a list has many.
+/// Writes `LINE:COLUMN: problem: cause`. The cause is part of the text, not a `source`, because a list of mistakes
+/// has many.
 impl fmt::Display for DefinitionError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.line > 0 {

@@ -1,4 +1,4 @@
-//! What a definition names on the host must be there and be of the right kind.
+//! Checks of the files and folders that a definition names: they must exist and be of the right kind.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -9,25 +9,25 @@ use super::Bytes;
 use super::document::{Found, Section, quoted};
 use super::error::Problem;
 
-/// The first bytes of a qcow2 image.
+/// First bytes of a qcow2 image.
 const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
 
 /// `HUGETLBFS_MAGIC` of `linux/magic.h`.
 const HUGETLBFS_MAGIC: rustix::fs::FsWord = 0x9584_58f6;
 
-/// What a path must lead to.
+/// The required kind of a path.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wanted {
-    /// A regular file that can be read.
+    /// A readable regular file.
     File,
-    /// A regular file or a block device that can be read.
+    /// A readable regular file or block device.
     Disk,
-    /// A folder.
+    /// A directory.
     Folder,
 }
 
-/// The path under `key`, made absolute. What is wrong with it is noted; the path comes back all the same, so that it
-/// can be compared with others.
+/// Returns the absolute path under `key`. Mistakes are recorded. A wrong path is returned too, so that it can be
+/// compared with others.
 pub(super) fn path(section: &Section<'_>, key: &'static str, wanted: Wanted) -> Option<Found<PathBuf>> {
     let text = section.text(key)?;
     if text.value.is_empty() {
@@ -83,7 +83,7 @@ fn check(path: &Path, wanted: Wanted) -> Result<(), Unfit> {
     if wanted == Wanted::Folder { Ok(()) } else { File::open(path).map(drop).map_err(Unfit::Io) }
 }
 
-/// Whether the image begins as qcow2 does; `None` if it cannot be read, which [`path`] has noted then.
+/// Returns whether the image begins as qcow2 does; `None` if it cannot be read, which [`path`] has recorded.
 pub(super) fn is_qcow2(path: &Path) -> Option<bool> {
     let kind = fs::metadata(path).ok()?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
@@ -94,7 +94,7 @@ pub(super) fn is_qcow2(path: &Path) -> Option<bool> {
     Some(start == QCOW2_MAGIC)
 }
 
-/// The page size of the hugetlbfs that `dir` is on, if it is on one.
+/// Returns the page size of `dir`'s hugetlbfs; `None` if it is on another file system.
 pub(super) fn huge_page(dir: &Path) -> Option<Bytes> {
     let fs = rustix::fs::statfs(dir).ok().filter(|fs| fs.f_type == HUGETLBFS_MAGIC)?;
     u64::try_from(fs.f_bsize).ok().map(Bytes::new)

@@ -1,13 +1,13 @@
-//! The nearest known key or value to one that is unknown.
+//! Hints for unknown keys and values: the nearest known one.
 
 use super::keys::SECTIONS;
 
-/// Every key of a section.
+/// Returns every key of a section.
 pub(super) fn keys_of(section: &str) -> &'static [&'static str] {
     SECTIONS.iter().find(|(name, _)| *name == section).map_or(&[], |(_, keys)| keys)
 }
 
-/// Where an unknown key belongs, or what it should have been.
+/// Returns a hint for an unknown key: the section that it belongs to, or the nearest known key.
 pub(super) fn hint(section: &str, key: &str) -> String {
     let place = |name: &str| match name {
         "" => "at the top, above the first [section]".to_owned(),
@@ -30,8 +30,8 @@ pub(super) fn hint(section: &str, key: &str) -> String {
     format!("known here: {}", here.join(", "))
 }
 
-/// The candidates that are likely meant: those at the least distance, if that is small for the word's length. A word
-/// that is the start of another counts as one step away from it, so that `mem` finds `memory`.
+/// Returns the likely intended candidates: those at the smallest distance, if that is small for the word's length. A
+/// word that is a prefix of another counts as one step away from it, so that `mem` finds `memory`.
 pub(super) fn nearest<'c>(word: &str, candidates: &[&'c str]) -> Vec<&'c str> {
     let lower = word.to_ascii_lowercase();
     let distance = |candidate: &str| {

@@ -1,6 +1,6 @@
-//! Which keys a definition may have.
+//! The keys that a definition may have.
 
-/// Every key by its section: what the readers below may ask for, and what hints at unknown keys are taken from.
+/// Every key, by section. The getters may only read these keys, and hints at unknown keys are chosen from them.
 pub(super) const SECTIONS: &[(&str, &[&str])] = &[
     (
         "",

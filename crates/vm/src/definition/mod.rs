@@ -1,25 +1,26 @@
 //! A VM as its owner defines it: one TOML file, read into a complete [`Definition`].
 //!
-//! Only `name` and something to boot (a kernel or a disk) must be written. Whatever is left out is filled in when the
-//! file is read, so a `Definition` has no hidden defaults: [`Definition::to_toml`] writes out a complete file, and what
-//! it writes reads back as the same definition. Relative paths are made absolute on reading, from the file's own
-//! folder.
+//! Only `name` and something to boot (a kernel or a disk) are required. All other keys get their defaults when the
+//! file is read, so a `Definition` has no hidden defaults: [`Definition::to_toml`] writes a complete file, and
+//! reading that file gives the same definition. Relative paths refer to the file's own folder and are made absolute
+//! on reading.
 //!
-//! | file | what it is for |
+//! | file | purpose |
 //! |---|---|
 //! | `document` | walks the TOML tree and collects every mistake with its line and column |
-//! | `parse` | which keys there are, their defaults, and which go together |
-//! | `files` | kernels, disks and folders that must be there |
-//! | `arguments` | `qemu_args`: what may not be passed, and what cannot be carried to another VMM |
+//! | `parse` | the keys, their defaults, and which keys exclude or require each other |
+//! | `files` | checks of kernels, disks and folders |
+//! | `arguments` | `qemu_args`: arguments that are rejected, and arguments that prevent carrying a guest to another QEMU |
 //! | `hints` | the nearest known key to an unknown one |
 //! | `units`, `names`, `network`, `addresses`, `probe` | the values |
-//! | `error` | what can be wrong |
+//! | `error` | the mistakes |
 //!
-//! A `Definition` also goes into `state.json` by serde. There it is not checked against the host again, and a key that
-//! is added here later needs `#[serde(default)]`, so that a VM which an older Rekindle started is still understood.
+//! A `Definition` is also part of `state.json`, through serde. It is not checked against the host again when that is
+//! read. A new key needs `#[serde(default)]`, so that the state of a VM that an older Rekindle started can still be
+//! read.
 
-/// Conversions for `#[serde(into = "String", try_from = "String")]`: the text that `Display` writes and `FromStr`
-/// reads.
+/// Implements the conversions for `#[serde(into = "String", try_from = "String")]`: `Display` writes the text and
+/// `FromStr` reads it.
 macro_rules! serde_as_text {
     ($($type:ty),+) => {$(
         impl From<$type> for String {
@@ -66,50 +67,50 @@ pub(crate) use self::parse::memory_flaw;
 pub use self::probe::{Probe, ProbeError, ProbeKind};
 pub use self::units::{Bytes, Span, UnitError};
 
-/// The CPU model that `cpu = "auto"` means under TCG: a named one, so that it is the same in every QEMU.
+/// The CPU model of `cpu = "auto"` under TCG: a named model, so that it is the same in every QEMU.
 pub const TCG_CPU: &str = "qemu64";
-/// The CPU model that `cpu = "auto"` means under KVM.
+/// The CPU model of `cpu = "auto"` under KVM.
 pub const KVM_CPU: &str = "host";
 
-/// One VM, complete. See `docs/vm-definition.md` for every key.
+/// The complete definition of one VM. `docs/vm-definition.md` describes every key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Definition {
-    /// What the VM is called; also its run directory.
+    /// Name of the VM, also of its run directory.
     pub name: Name,
-    /// Guest RAM: at least 1 MiB and a multiple of it, and of the page size where [`Ram::dir`] is a hugetlbfs.
+    /// Guest RAM: at least 1 MiB and a multiple of it; if [`Ram::dir`] is on hugetlbfs, also of its page size.
     pub memory: Bytes,
     /// Virtual CPUs, at least 1.
     pub vcpus: u8,
-    /// How guest code is run.
+    /// Accelerator.
     pub accel: Accel,
-    /// QEMU's machine type; an alias such as `q35` is pinned to what it stands for when the VM first starts.
+    /// QEMU's machine type. An alias such as `q35` is pinned to its versioned type when the VM first starts.
     pub machine: String,
     /// QEMU's CPU model with its features, or `auto`: see [`Definition::cpu_model`].
     pub cpu: String,
     /// The QEMU binary: a bare name to look up in `PATH`, or an absolute path.
     pub qemu: PathBuf,
-    /// How to ask whether the service in the guest is well.
+    /// Health check of the service in the guest.
     pub probe: Option<Probe>,
-    /// How long a guest may take to shut down by itself before it is powered off.
+    /// Time for the guest to shut down by itself before it is powered off.
     pub shutdown_timeout: Span,
-    /// What is done when the guest reboots itself.
+    /// Action when the guest reboots itself.
     #[serde(default)]
     pub on_reboot: OnReboot,
-    /// What is done when its kernel panics.
+    /// Action when the guest's kernel panics.
     #[serde(default)]
     pub on_crash: OnCrash,
-    /// The folder into which a `saved` reboot writes the guest's RAM; `None` leaves it to Rekindle.
+    /// Directory into which a `saved` reboot writes the guest's RAM. `None`: the host's default.
     pub save_dir: Option<PathBuf>,
-    /// Further arguments for QEMU, passed on as they are.
+    /// Further arguments for QEMU, passed unchanged.
     pub qemu_args: Vec<String>,
-    /// Where guest RAM is kept.
+    /// Location of guest RAM.
     pub ram: Ram,
-    /// The kernel that QEMU loads; `None`: the firmware boots the first disk.
+    /// Kernel that QEMU loads. `None`: the firmware boots the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
-    /// Devices that are there or not.
+    /// Optional devices.
     pub devices: Devices,
-    /// Phases of its boot that are kept.
+    /// Phases of the guest's boot that are saved.
     #[serde(default, skip_serializing_if = "Phase::is_empty")]
     pub phase: Phase,
     /// The disks, in the order in which the guest sees them.
@@ -120,91 +121,91 @@ pub struct Definition {
     pub nets: Vec<Net>,
 }
 
-/// How guest code is run.
+/// Accelerator that runs guest code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accel {
-    /// KVM where `kvm_intel` or `kvm_amd` is loaded, else TCG.
+    /// KVM if `kvm_intel` or `kvm_amd` is loaded and `/dev/kvm` opens, otherwise TCG.
     Auto,
-    /// By the CPU.
+    /// Hardware virtualization by the CPU.
     Kvm,
-    /// By translation.
+    /// Translation by QEMU.
     Tcg,
 }
 
-/// What is done when the guest reboots itself.
+/// Action when the guest reboots itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnReboot {
-    /// QEMU resets it in place.
+    /// QEMU resets the guest in place.
     #[default]
     Reset,
-    /// It is booted in a new QEMU, and finds what it had cached of its disk.
+    /// The guest is booted in a new QEMU, with its disk cache of the previous boot retained.
     WarmCache,
-    /// It continues from the latest usable phase of an earlier boot, or is booted.
+    /// The guest continues from the latest usable phase of an earlier boot; if there is none, it is booted.
     Phase,
 }
 
-/// What is done when the guest's kernel panics.
+/// Action when the guest's kernel panics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnCrash {
-    /// Nothing: it stays as it is, or resets itself.
+    /// None: the guest stays as it is, or resets itself.
     #[default]
     Leave,
-    /// It is booted in a new QEMU, and finds what it had cached of its disk.
+    /// The guest is booted in a new QEMU, with its disk cache of the previous boot retained.
     WarmCache,
-    /// It continues from the latest usable phase of an earlier boot, or is booted.
+    /// The guest continues from the latest usable phase of an earlier boot; if there is none, it is booted.
     Phase,
 }
 
-/// `[ram]`: where guest RAM is kept.
+/// `[ram]`: location of guest RAM.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Ram {
-    /// A folder on tmpfs, hugetlbfs or fsdax; `None`: Rekindle's own tmpfs.
+    /// A directory on tmpfs, hugetlbfs or fsdax. `None`: the host's RAM directory, see [`crate::host`].
     pub dir: Option<PathBuf>,
-    /// Claim all of it when the VM starts.
+    /// Whether all RAM is allocated when the VM starts.
     pub prealloc: bool,
 }
 
 /// `[boot]`: the kernel that QEMU loads.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Boot {
-    /// A Linux kernel (`bzImage`), absolute.
+    /// Absolute path of a Linux kernel (`bzImage`).
     pub kernel: PathBuf,
-    /// Its initial RAM disk, absolute.
+    /// Absolute path of the initial RAM disk.
     pub initrd: Option<PathBuf>,
-    /// Its command line.
+    /// Kernel command line.
     pub append: String,
 }
 
-/// `[devices]`: what is there besides disks and nets.
+/// `[devices]`: devices other than disks and nets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Devices {
-    /// A standard VGA card, with its video memory.
+    /// Standard VGA card, with its video memory.
     pub vga: bool,
-    /// The virtio-serial port `org.qemu.guest_agent.0`.
+    /// Virtio-serial port `org.qemu.guest_agent.0`.
     pub agent: bool,
-    /// virtio-rng, fed by the host.
+    /// virtio-rng, with the host's random numbers.
     pub rng: bool,
-    /// The VM generation ID device.
+    /// VM generation ID device.
     #[serde(default)]
     pub vmgenid: bool,
 }
 
-/// `[phase]`: snapshots of phases of the guest's boot, from which it can be rebooted.
+/// `[phase]`: boot snapshots, from which the guest can be rebooted.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Phase {
-    /// The phases, as the guest calls them, the earliest first.
+    /// Names of the phases, as the guest announces them, the earliest first.
     pub save: Vec<String>,
-    /// The one of them that the guest does not announce: it is reached when its `probe` first answers or, without
-    /// one, its agent.
+    /// The one of these phases that the guest does not announce. It is reached when the VM's `probe` first succeeds
+    /// or, without a probe, when the agent first answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub healthy: Option<String>,
 }
 
 impl Phase {
-    /// Whether none is kept.
+    /// Returns whether no phase is saved.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.save.is_empty()
@@ -214,44 +215,45 @@ impl Phase {
 /// One `[[disk]]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
-    /// Unique among the VM's disks; part of QEMU's ids. Default `disk0`, `disk1`, ... by position.
+    /// Unique among the VM's disks, and part of QEMU's ids. Default `disk0`, `disk1`, ... by position.
     pub id: String,
-    /// A file or a block device, absolute.
+    /// Absolute path of a file or a block device.
     pub path: PathBuf,
-    /// How the image is written.
+    /// Format of the image.
     pub format: DiskFormat,
-    /// The guest may not write.
+    /// Whether the guest is not allowed to write.
     pub readonly: bool,
-    /// What the host caches.
+    /// Use of the host's page cache.
     pub cache: DiskCache,
-    /// The serial number that the guest sees, at most 20 characters.
+    /// Serial number that the guest sees, at most 20 characters.
     pub serial: Option<String>,
-    /// Rekindle's own server has it, which knows after a reboot what the guest had cached; else QEMU itself. A
-    /// definition without this key gives every disk a server that can have one; a state without it was written by a
-    /// version that had none.
+    /// Whether Rekindle's disk server serves the disk, instead of QEMU. After a reboot the server knows what the
+    /// guest had cached. A definition without this key gives a server to every disk that can have one; a state
+    /// without it was written by a version without disk servers.
     #[serde(default)]
     pub server: bool,
-    /// The folder in which a server makes the disk's redo log; none: next to the image.
+    /// Directory in which the disk server makes the redo log. None: next to the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redo: Option<PathBuf>,
-    /// How long a server keeps what the guest before had cached of it; none: until the guest needs the room.
+    /// How long the disk server keeps the retained cache of the previous boot. None: until the guest needs the
+    /// memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attic_keep: Option<Span>,
-    /// Bytes per second, read and written, that it is held to.
+    /// Rate limit in bytes per second, reads and writes together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bps: Option<Bytes>,
-    /// Requests per second that it is held to.
+    /// Rate limit in requests per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iops: Option<u32>,
 }
 
-/// How an image is written.
+/// Format of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
-    /// The disk's bytes as they are.
+    /// The disk's bytes without a header.
     Raw,
-    /// QEMU's own format.
+    /// QEMU's own format, with a header and tables.
     Qcow2,
 }
 
@@ -272,7 +274,7 @@ pub enum DiskCache {
 }
 
 impl Definition {
-    /// Whether a guest that reboots itself or panics is stopped there, for `rekindle watch` to reboot it.
+    /// Returns whether a guest that reboots itself or panics stays stopped, so that `rekindle watch` reboots it.
     #[must_use]
     pub fn watches_guest(&self) -> bool {
         self.on_reboot != OnReboot::Reset || self.on_crash != OnCrash::Leave
@@ -282,7 +284,7 @@ impl Definition {
     ///
     /// # Errors
     ///
-    /// Everything that is wrong with it, in the order of the file; or that it cannot be read.
+    /// All mistakes in the order of the file, or that the file cannot be read.
     pub fn load(path: impl AsRef<Path>) -> Result<Self, DefinitionErrors> {
         let path = path.as_ref();
         let file = path.display().to_string();
@@ -295,25 +297,26 @@ impl Definition {
         }
     }
 
-    /// Reads and checks `text`. Relative paths in it start from `base_dir`; messages call it `file_name`.
+    /// Parses and checks `text`. Relative paths refer to `base_dir`; messages use `file_name`.
     ///
     /// # Errors
     ///
-    /// Everything that is wrong with it, in the order of the text.
+    /// All mistakes, in the order of the text.
     pub fn parse(text: &str, base_dir: impl AsRef<Path>, file_name: &str) -> Result<Self, DefinitionErrors> {
         parse::parse(text, base_dir.as_ref(), file_name)
     }
 
-    /// The complete definition as TOML. [`Definition::parse`] reads it back as the same.
+    /// Returns the complete definition as TOML. [`Definition::parse`] of it gives the same definition.
     ///
     /// # Errors
     ///
-    /// A path that is not UTF-8, which a definition that was read from TOML has only if its folder's name is not.
+    /// A path is not UTF-8. If the definition was read from TOML, this happens only if its folder's name is not
+    /// UTF-8.
     pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
         toml::to_string(self)
     }
 
-    /// QEMU's CPU model, with `auto` resolved for KVM or TCG.
+    /// Returns QEMU's CPU model, with `auto` resolved for KVM or TCG.
     pub fn cpu_model(&self, kvm: bool) -> &str {
         match self.cpu.as_str() {
             "auto" if kvm => KVM_CPU,
@@ -330,7 +333,7 @@ impl Default for Devices {
 }
 
 impl DiskFormat {
-    /// QEMU's name for it.
+    /// Returns QEMU's name of the format.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -340,7 +343,7 @@ impl DiskFormat {
 }
 
 impl DiskCache {
-    /// QEMU's name for it.
+    /// Returns QEMU's name of the cache mode.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Writeback => "writeback",

@@ -1,12 +1,13 @@
-//! What things are called: a VM ([`Name`]), the disks and nets in it, and the host's interfaces and namespaces.
+//! Names of VMs ([`Name`]), of their disks and nets, and of the host's interfaces and namespaces.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A VM's name. It is the name of its run directory and the stem of its interfaces, so it never holds a `/`, never
-/// starts with a dot or a dash, and has at most [`Name::MAX`] characters of `a-z`, `0-9`, `.`, `_` and `-`.
+/// A VM's name. It is also the name of its run directory and the beginning of its interface names. Therefore it never
+/// contains a `/`, never starts with a dot or a dash, and has at most [`Name::MAX`] characters out of `a-z`, `0-9`,
+/// `.`, `_` and `-`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Name(String);
@@ -14,25 +15,25 @@ pub struct Name(String);
 /// Why a text cannot be a name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NameError {
-    /// Nothing at all.
+    /// The text is empty.
     #[error("empty; write 1 to {max} characters out of a-z, 0-9, `.`, `_` and `-`", max = Name::MAX)]
     Empty,
-    /// More characters than a socket's path in the run directory has room for.
+    /// More characters than fit into the path of a socket in the run directory.
     #[error("{length} characters long; shorten it to at most {max}", max = Name::MAX)]
     TooLong {
-        /// Its length in characters.
+        /// Length in characters.
         length: usize,
     },
-    /// A dot, a dash or an underscore at the start: hidden as a file, or taken for an option.
+    /// A dot, a dash or an underscore at the start: the name would be a hidden file, or be taken for an option.
     #[error("starts with `{first}`; start it with a-z or 0-9")]
     BadStart {
-        /// Its first character.
+        /// The first character.
         first: char,
     },
-    /// A character outside the set.
+    /// A character that is not allowed.
     #[error("`{bad}` is not allowed in a name; use only a-z, 0-9, `.`, `_` and `-`")]
     BadCharacter {
-        /// The first one that is not allowed.
+        /// The first character that is not allowed.
         bad: char,
     },
 }
@@ -41,7 +42,7 @@ impl Name {
     /// The largest number of characters.
     pub const MAX: usize = 63;
 
-    /// As text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -78,7 +79,7 @@ impl AsRef<str> for Name {
 
 serde_as_text!(Name);
 
-/// The id of a disk or a net: part of QEMU's ids and of interface names.
+/// Checks the id of a disk or a net, which is part of QEMU's ids and of interface names.
 pub(super) fn check_id(id: &str) -> Result<(), &'static str> {
     let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || ['_', '-'].contains(&c);
     if id.starts_with(|c: char| c.is_ascii_lowercase()) && id.chars().all(allowed) && id.len() <= 31 {
@@ -88,7 +89,7 @@ pub(super) fn check_id(id: &str) -> Result<(), &'static str> {
     }
 }
 
-/// The name of an interface or a bridge, as the kernel takes it.
+/// Checks the name of an interface or a bridge by the kernel's rules.
 pub(super) fn check_interface(name: &str) -> Result<(), &'static str> {
     if plain(name) && name.len() <= 15 {
         Ok(())
@@ -97,7 +98,7 @@ pub(super) fn check_interface(name: &str) -> Result<(), &'static str> {
     }
 }
 
-/// The name of a network namespace, as `ip netns` takes it.
+/// Checks the name of a network namespace by the rules of `ip netns`.
 pub(super) fn check_netns(name: &str) -> Result<(), &'static str> {
     if name.contains('/') {
         Err("not a namespace's name; write the name that `ip netns list` shows, not a path")
@@ -108,7 +109,7 @@ pub(super) fn check_netns(name: &str) -> Result<(), &'static str> {
     }
 }
 
-/// The serial number that a virtio disk shows its guest.
+/// Checks the serial number that a virtio disk shows to its guest.
 pub(super) fn check_serial(serial: &str) -> Result<(), &'static str> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || ['.', '_', '-'].contains(&c);
     if (1..=20).contains(&serial.len()) && serial.chars().all(allowed) {

@@ -1,4 +1,4 @@
-//! A VM's network interfaces: QEMU's own user-mode network, or a tap that is put into a bridge or a network namespace.
+//! A VM's network interfaces: QEMU's own user-mode network, or a tap in a bridge or a network namespace.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,57 +7,59 @@ use super::addresses::{Forward, HostAddress, Mac, digest};
 /// One `[[net]]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Net {
-    /// Unique among the VM's nets; part of QEMU's ids. Default `net0`, `net1`, ... by position.
+    /// Unique among the VM's nets, and part of QEMU's ids. Default `net0`, `net1`, ... by position.
     pub id: String,
-    /// The guest's hardware address. Default [`Mac::derived`], so that it is the same at every start and on every host.
+    /// MAC address of the guest's card. Default [`Mac::derived`], so that it is the same at every start and on every
+    /// host.
     pub mac: Mac,
-    /// What it is connected to.
+    /// The network on the host's side.
     #[serde(flatten)]
     pub backend: NetBackend,
 }
 
-/// What a [`Net`] is connected to: the key `kind` and those that go with it.
+/// The host's side of a [`Net`]: the key `kind` and the keys that belong to it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum NetBackend {
-    /// QEMU's own network: no rights needed. The guest can reach out; in comes only what is forwarded.
+    /// QEMU's own network, which needs no rights. The guest can open connections to the outside; only forwarded ports
+    /// are reachable from the outside.
     User {
         /// Ports of the host that lead to the guest.
         #[serde(default)]
         forward: Vec<Forward>,
     },
-    /// A tap interface, held open by Rekindle, so that the guest's TCP connections outlive a QEMU.
+    /// A tap interface, kept open by Rekindle, so that the guest's TCP connections outlive a QEMU.
     Tap {
-        /// The tap's name on the host. Default [`derived_ifname`].
+        /// Name of the tap on the host. Default [`derived_ifname`].
         ifname: String,
-        /// Where the tap is put.
+        /// Where the tap is connected.
         #[serde(flatten)]
         place: TapPlace,
     },
 }
 
-/// Where a tap is put: the key `bridge`, or `netns` with `address`.
+/// Where a tap is connected: the key `bridge`, or `netns` with `address`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum TapPlace {
-    /// Into a bridge of the host.
+    /// A bridge of the host.
     Bridge {
-        /// Its name.
+        /// Name of the bridge.
         bridge: String,
     },
-    /// Into a network namespace, which Rekindle makes if it is not there.
+    /// A network namespace, which Rekindle makes if it does not exist.
     Netns {
-        /// Its name, as `ip netns` shows it.
+        /// Name of the namespace, as `ip netns` shows it.
         netns: String,
-        /// The host's own address on the tap; `None` puts none on it.
+        /// The host's own address on the tap. `None`: the tap gets no address.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         address: Option<HostAddress>,
     },
 }
 
-/// The default name of a tap: `NAME-ID` where that fits an interface's 15 characters, else the first 8 of the VM's name
-/// and a hash of both. An id with a dash also gets the hash, so that VM `a` with net `b-c` and VM `a-b` with net `c` do
-/// not claim one tap.
+/// Returns the default name of a tap: `NAME-ID` if that fits the 15 characters of an interface name, otherwise the
+/// first 8 characters of the VM's name and a hash of both. An id with a dash also gets the hash, so that VM `a` with
+/// net `b-c` and VM `a-b` with net `c` do not claim the same tap.
 pub fn derived_ifname(name: &str, id: &str) -> String {
     let plain = format!("{name}-{id}");
     if plain.len() <= 15 && !id.contains('-') {

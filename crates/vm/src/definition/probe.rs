@@ -1,7 +1,7 @@
-//! Where to ask whether the service in a guest is well: `http://10.77.0.2/`, `tcp://10.77.0.2:22`,
+//! The address of the health check of a guest's service: `http://10.77.0.2/`, `tcp://10.77.0.2:22`,
 //! `echo://10.77.0.2:7`.
 //!
-//! This is only the address. Asking is another crate's work.
+//! This module only has the address. Another crate runs the check.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
@@ -9,14 +9,14 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// What counts as well.
+/// The condition under which the service is healthy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ProbeKind {
     /// `GET` is answered with a status below 400.
     Http,
     /// A connection is accepted.
     Tcp,
-    /// One long connection gives back the bytes that it was sent.
+    /// One long connection returns the bytes that it was sent.
     Echo,
 }
 
@@ -24,55 +24,55 @@ pub enum ProbeKind {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Probe {
-    /// What to do there.
+    /// The check to run.
     pub kind: ProbeKind,
     /// A host name or an address; an IPv6 address without its brackets.
     pub host: String,
     /// The TCP port.
     pub port: u16,
-    /// Path and query for [`ProbeKind::Http`], with the leading `/`; else empty.
+    /// Path and query for [`ProbeKind::Http`], with the leading `/`; otherwise empty.
     pub path: String,
 }
 
 /// Why a text is not a probe.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProbeError {
-    /// Another scheme, or none.
+    /// The scheme is missing or unknown.
     #[error("not a probe; write http://HOST[:PORT]/PATH, tcp://HOST:PORT or echo://HOST:PORT")]
     BadScheme,
-    /// TLS: a probe that goes through a certificate measures more than the guest.
+    /// The scheme is `https`: a probe with a certificate measures more than the guest.
     #[error("https is not supported; probe the plain port with http://, or only the connection with tcp://")]
     Https,
-    /// Nothing between `//` and the port, or something that no host is called.
+    /// The host is missing, or is not a valid name or address.
     #[error("`{host}` is not a host; write a host name, an IPv4 address or [IPv6 address]")]
     BadHost {
-        /// What stands there.
+        /// The text in place of the host.
         host: String,
     },
-    /// `tcp` and `echo` have no usual port.
+    /// The port is missing: `tcp` and `echo` have no default.
     #[error("no port; write {hint}")]
     NoPort {
-        /// The same with a port.
+        /// The probe with an example of a port.
         hint: String,
     },
-    /// Not 1 to 65535.
+    /// The port is not a number from 1 to 65535.
     #[error("`{port}` is not a port; write a number from 1 to 65535")]
     BadPort {
-        /// What stands there.
+        /// The text in place of the port.
         port: String,
     },
-    /// A path behind a `tcp` or `echo` probe.
+    /// A `tcp` or `echo` probe has a path.
     #[error("{scheme} has no path; write {hint}")]
     PathNotAllowed {
         /// `tcp` or `echo`.
         scheme: &'static str,
-        /// The same without the path.
+        /// The probe without the path.
         hint: String,
     },
 }
 
 impl ProbeKind {
-    /// The scheme in front of `://`.
+    /// Returns the scheme, the part before `://`.
     pub const fn scheme(self) -> &'static str {
         match self {
             Self::Http => "http",
@@ -117,7 +117,7 @@ impl FromStr for Probe {
     }
 }
 
-/// Host and port, if there is one.
+/// Splits an authority into the host and the port, if it has one.
 fn split_authority(authority: &str) -> Result<(String, Option<&str>), ProbeError> {
     let bad = || ProbeError::BadHost { host: authority.into() };
     if let Some(rest) = authority.strip_prefix('[') {

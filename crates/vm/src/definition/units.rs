@@ -1,10 +1,10 @@
 //! Quantities with their unit: [`Bytes`] (`512M`) and [`Span`] (`250ms`).
 //!
-//! A quantity is one whole number and one unit, with nothing between. That is narrower than most parsers allow, on
-//! purpose: `1.5G`, `512MB` or a bare `512` each mean different things in different programs, so they are refused with
-//! the spelling that means what their author most likely wanted. `Display` writes the largest unit that is exact, and
-//! what it writes can be read back. Crates that parse sizes or durations accept those texts, some with another meaning
-//! (`512M` as 512 million), and do not report which part is wrong.
+//! A quantity is one whole number and one unit, with nothing between. This is narrower than most parsers, on purpose:
+//! `1.5G`, `512MB` or a bare `512` mean different things in different programs. Such a text is rejected with a hint
+//! that has the most likely intended spelling. `Display` writes the largest unit that is exact, and its text can be
+//! read back. Crates that parse sizes or durations accept these texts, some with another meaning (`512M` as 512
+//! million), and do not report which part is wrong.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,20 +12,20 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// A unit, how many of the smallest it is, and what other programs call it, in lower case.
+/// A unit, its size in the smallest unit, and other programs' names of it in lower case.
 struct Unit {
     name: &'static str,
     scale: u64,
     foreign: &'static [&'static str],
 }
 
-/// What differs between sizes and durations.
+/// The difference between sizes and durations.
 struct Units {
     what: &'static str,
     examples: &'static str,
-    /// The largest first.
+    /// Units, the largest first.
     all: &'static [Unit],
-    /// The one that was most likely meant by a number without one.
+    /// The most likely unit of a number without one.
     usual: &'static str,
 }
 
@@ -62,37 +62,37 @@ pub enum UnitError {
     NoUnit {
         /// The number as written.
         number: String,
-        /// One or more spellings that are right.
+        /// One or more valid spellings.
         hint: String,
     },
-    /// A unit that Rekindle does not use, or uses with other capitals.
+    /// A unit that Rekindle does not use, or spells with other capitals.
     #[error("unknown unit `{unit}`; write {hint}")]
     UnknownUnit {
         /// The unit as written.
         unit: String,
-        /// One or more spellings that are right.
+        /// One or more valid spellings.
         hint: String,
     },
     /// A fraction; only whole numbers are exact.
     #[error("not a whole number; write {hint}")]
     Fraction {
-        /// One or more spellings that are right.
+        /// One or more valid spellings.
         hint: String,
     },
-    /// No number in front, or something behind the unit.
+    /// The number is missing, or something follows the unit.
     #[error("not a {what}; write a whole number and a unit, for example {hint}")]
     Malformed {
         /// "size" or "duration".
         what: &'static str,
-        /// One or more spellings that are right.
+        /// One or more valid spellings.
         hint: &'static str,
     },
-    /// More than 64 bits of bytes or milliseconds.
+    /// More bytes or milliseconds than fit into 64 bits.
     #[error("too large")]
     TooLarge,
 }
 
-/// A number of bytes. `Display` and serde use the largest exact binary unit: `512M`, `4096K` becomes `4M`.
+/// A number of bytes. `Display` and serde use the largest exact binary unit: `512M`, and `4M` for `4096K`.
 ///
 /// ```
 /// use rekindle_vm::definition::Bytes;
@@ -104,44 +104,45 @@ pub enum UnitError {
 pub struct Bytes(u64);
 
 impl Bytes {
-    /// This many bytes.
+    /// Makes a size from bytes.
     pub const fn new(bytes: u64) -> Self {
         Self(bytes)
     }
 
-    /// This many MiB.
+    /// Makes a size from MiB.
     pub const fn from_mib(mib: u32) -> Self {
         Self((mib as u64) << 20)
     }
 
-    /// The number of bytes.
+    /// Returns the number of bytes.
     pub const fn as_u64(self) -> u64 {
         self.0
     }
 }
 
-/// A length of time in whole milliseconds. `Display` and serde use the largest exact unit: `250ms`, `60s` becomes `1m`.
+/// A length of time in whole milliseconds. `Display` and serde use the largest exact unit: `250ms`, and `1m` for
+/// `60s`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Span(u64);
 
 impl Span {
-    /// This many milliseconds.
+    /// Makes a span from milliseconds.
     pub const fn from_millis(millis: u64) -> Self {
         Self(millis)
     }
 
-    /// This many seconds.
+    /// Makes a span from seconds.
     pub const fn from_secs(secs: u32) -> Self {
         Self(secs as u64 * 1000)
     }
 
-    /// The number of milliseconds.
+    /// Returns the number of milliseconds.
     pub const fn as_millis(self) -> u64 {
         self.0
     }
 
-    /// As the standard library's type.
+    /// Returns the span as the standard library's type.
     pub const fn as_duration(self) -> Duration {
         Duration::from_millis(self.0)
     }
@@ -184,7 +185,7 @@ impl fmt::Display for Span {
 serde_as_text!(Bytes, Span);
 
 impl Units {
-    /// The quantity in the smallest unit.
+    /// Parses a quantity and returns it in the smallest unit.
     fn read(&self, text: &str) -> Result<u64, UnitError> {
         let (number, rest) = split_digits(text);
         if let Some(fraction) = rest.strip_prefix('.').filter(|_| !number.is_empty()) {
@@ -211,14 +212,14 @@ impl Units {
         number.parse::<u64>().ok().and_then(|n| n.checked_mul(unit.scale)).ok_or(UnitError::TooLarge)
     }
 
-    /// The unit that other programs, or other capitals, mean.
+    /// Returns the unit that other programs, or other capitals, call by this name.
     fn meant(&self, unit: &str) -> Option<&Unit> {
         let unit = unit.trim().to_ascii_lowercase();
         self.all.iter().find(|ours| ours.foreign.contains(&unit.as_str()))
     }
 
-    /// What to write for a number without a unit: itself with the usual unit; and if it is large and round, as memory
-    /// in bytes is, the number in the unit that suits.
+    /// Returns what to write for a number without a unit: the number with the usual unit. A large size is taken for
+    /// bytes and written in the largest exact unit.
     fn suggest(&self, number: &str) -> String {
         let is_bytes = self.all.iter().any(|unit| unit.name == "B");
         match number.parse::<u64>() {
@@ -227,7 +228,7 @@ impl Units {
         }
     }
 
-    /// `1.5` `G` as a whole number of a smaller unit, if there is one that is exact.
+    /// Returns `1.5` `G` as a whole number of a smaller unit, if that is exact.
     fn whole(&self, whole: &str, fraction: &str, unit: &str) -> Option<String> {
         let tens = 10u64.checked_pow(u32::try_from(fraction.len()).ok()?)?;
         let digits: u64 = format!("{whole}{fraction}").parse().ok()?;
@@ -235,7 +236,7 @@ impl Units {
         scaled.is_multiple_of(tens).then(|| format!("\"{}\"", self.write(scaled / tens)))
     }
 
-    /// In the largest unit that is exact.
+    /// Writes a value in the largest exact unit.
     fn write(&self, value: u64) -> String {
         let exact = self.all.iter().find(|unit| value != 0 && value.is_multiple_of(unit.scale));
         exact.or(self.all.last()).map_or_else(String::new, |unit| format!("{}{}", value / unit.scale, unit.name))

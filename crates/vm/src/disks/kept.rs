@@ -1,9 +1,9 @@
 //! The retained caches of a VM's disks: memory of a guest that has ended, kept for its next boot.
 //!
-//! All disks of a VM have their blocks in one memory, and each server knows only its own. So there are two steps:
-//! each lists the frames that it needs, and when all have, each gets the lists of the others. From then on a frame is
-//! freed when no server needs it. If this is killed in between, nothing has been freed yet, and both steps are
-//! repeated.
+//! All disks of a VM have their blocks in the same memory, but each server knows only its own. Therefore there are
+//! two steps. First each server lists the frames that it needs. When all have done this, each gets the lists of the
+//! others. From then on a frame is freed when no server needs it. If this process is killed between the steps,
+//! nothing has been freed yet, and both steps are repeated.
 
 use super::{control, served};
 use crate::fault;
@@ -16,16 +16,16 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How long a server may take to see that its QEMU has gone.
+/// Limit for a server to notice that its QEMU has ended.
 const GONE: Duration = Duration::from_secs(10);
 
-/// What of a guest that has ended is kept for the next one.
+/// The retained cache of a guest that has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kept {
-    /// Bytes of its disks that the guest had in its memory. Which of them are still what is on the disk is found out
-    /// when they are wanted.
+    /// Size in bytes of the disk blocks that the guest had in its memory. Whether a block is still the same on the
+    /// disk is checked only when it is read.
     pub bytes: u64,
-    /// The same of each disk of which there is anything.
+    /// Size in bytes, for each disk that has a retained cache.
     pub disks: BTreeMap<String, u64>,
 }
 
@@ -35,7 +35,7 @@ struct Idle<'a> {
     control: Control,
 }
 
-/// One that keeps something.
+/// A server that retains blocks.
 struct Keeping<'a> {
     idle: Idle<'a>,
     claim: PathBuf,
@@ -43,7 +43,7 @@ struct Keeping<'a> {
 }
 
 /// Makes the servers release the memory of a guest that has ended. With `keep` they retain the part that is a cache
-/// of their disks; returns what that is, if there is anything.
+/// of their disks. Returns its size, if it is not empty.
 #[must_use]
 pub fn release_memory(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Option<Kept> {
     let mut servers = Vec::new();
@@ -51,7 +51,7 @@ pub fn release_memory(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Optio
         let connected = Control::connect(&control(rundir, &disk.id));
         match connected.and_then(|mut control| control.wait_gone(GONE).map(|_| control)) {
             Ok(control) => servers.push(Idle { disk, control }),
-            // It is started again, and has nothing then.
+            // This server will be restarted, and has no cache then.
             Err(e) => tracing::warn!("what the guest had of disk {} is lost: {e}", disk.id),
         }
     }
@@ -74,8 +74,8 @@ pub fn release_memory(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Optio
     (bytes > 0).then_some(Kept { bytes, disks })
 }
 
-/// The guest is about to start another kernel in its memory. Makes the servers serve what the previous kernel had
-/// cached, as long as it is in place; returns what that is now, if there is anything.
+/// Makes the servers serve the blocks that the guest's present kernel has cached, as long as they are in place.
+/// Called before the guest starts another kernel in the same memory. Returns their size, if there are any.
 #[must_use]
 pub fn reuse(rundir: &RunDir, hardware: &Hardware) -> Option<Kept> {
     let asked = served(hardware).filter_map(|disk| {
@@ -93,8 +93,8 @@ pub fn reuse(rundir: &RunDir, hardware: &Hardware) -> Option<Kept> {
     (bytes > 0).then_some(Kept { bytes, disks })
 }
 
-/// Returns the servers whose caches are in the memory that has most of them; the others drop theirs. A server whose
-/// queues did not run in the guest's last boot has memory of an earlier one.
+/// Returns the servers whose caches are in the memory that has most of them; the other servers drop theirs. A server
+/// whose queues did not run in the guest's last boot has memory of an earlier boot.
 fn of_one_memory(kept: Vec<Keeping<'_>>) -> Vec<Keeping<'_>> {
     let mut memories: BTreeMap<Option<u64>, (u64, Vec<Keeping<'_>>)> = BTreeMap::new();
     for mut keeping in kept {
@@ -116,7 +116,7 @@ impl<'a> Idle<'a> {
         }
     }
 
-    /// Keeps what it has. `is_claimed`: others have some in the same memory.
+    /// Makes the server retain its blocks. `is_claimed` means that other servers have blocks in the same memory.
     fn keep(mut self, rundir: &RunDir, is_claimed: bool) -> Option<Keeping<'a>> {
         let claim = rundir.file(&format!("disk-{}.claim", self.disk.id));
         match self.control.ask::<u64>(&Ask::Keep { claim: is_claimed.then(|| claim.clone()) }) {
@@ -135,13 +135,13 @@ impl<'a> Idle<'a> {
 }
 
 impl Keeping<'_> {
-    /// Gives it the lists of what the others need.
+    /// Gives the server the lists of frames that the others need.
     fn share(mut self, claims: &[PathBuf]) -> Option<Self> {
         let others = claims.iter().filter(|claim| **claim != self.claim).cloned().collect();
         match self.idle.control.ask::<()>(&Ask::Share { claims: others }) {
             Ok(()) => Some(self),
             Err(e) => {
-                // The others see that it needs nothing.
+                // The other servers see that this one needs no frame.
                 tracing::warn!("what the guest had of disk {} is not kept: {e}", self.idle.disk.id);
                 self.idle.drop();
                 None

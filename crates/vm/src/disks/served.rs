@@ -7,13 +7,13 @@ use rekindle_qemu::command::{Disk, Hardware};
 use rekindle_qemu::vmm::Vmm;
 use std::io;
 
-/// The disks that have a server.
+/// Returns the disks that have a server.
 pub fn served(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
     hardware.disks.iter().filter(|disk| disk.server)
 }
 
-/// The hardware whose disks need servers now: there is a QEMU that uses them. None while an operation keeps them from
-/// being served.
+/// Returns the hardware whose disks need servers now, because a QEMU uses them. None while an operation prevents
+/// serving them.
 ///
 /// # Errors
 /// When the run directory cannot be read.
@@ -22,12 +22,12 @@ pub fn served_now(rundir: &RunDir) -> io::Result<Option<Hardware>> {
     let left = Journal::left_behind(rundir)?.map(|journal| journal.operation);
     let mut qemus = vec![state.vmm.clone()];
     if let Some(operation) = left {
-        // A move has ended the servers of a stopped guest, and the other host may have its disks by now.
+        // A move has ended the servers of a stopped guest, and the destination host may have its disks by now.
         if operation.kind == Kind::Move && operation.step >= Step::Suspend {
             return Ok(None);
         }
         qemus.push(operation.from);
-        // One that waits for a checkpoint has servers that wait, too: the restore starts them.
+        // The servers of a QEMU that waits for a checkpoint wait as well: the restore starts them.
         qemus.push(operation.to.filter(|_| !matches!(operation.kind, Kind::Restore | Kind::Prepare)));
     }
     Ok(qemus.iter().flatten().any(Vmm::is_alive).then_some(state.hardware))

@@ -1,4 +1,4 @@
-//! The epochs of its disks from which a restored guest resumed, for servers that replace those of the restore.
+//! The disk epochs from which a restored guest resumed, for servers that replace those of the restore.
 //!
 //! Epochs newer than the checkpoint are discarded when the guest writes for the first time (`docs/disk-epochs.md`). A
 //! server that starts before that must not take them for the guest's.
@@ -13,13 +13,13 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-/// Where the guest of a checkpoint resumed: an argument of a server that replaces another one.
+/// The point at which the guest of a checkpoint resumed: an argument of a replacement server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Since {
-    /// The checkpoint's disk.
+    /// Disk and epoch of the checkpoint.
     #[serde(flatten)]
     pub at: EpochId,
-    /// What the guest writes is of this epoch, and later ones.
+    /// First epoch of the resumed guest's own writes.
     pub first: u64,
 }
 
@@ -27,7 +27,7 @@ fn path(rundir: &RunDir, disk: &Disk) -> PathBuf {
     rundir.file(&format!("disk-{}.since", disk.id))
 }
 
-/// Reads it for a disk whose guest has resumed from a checkpoint.
+/// Reads the record of a disk. `None` if its guest has not resumed from a checkpoint.
 pub(super) fn read(rundir: &RunDir, disk: &Disk) -> Result<Option<Since>, DisksError> {
     let failed =
         |source| DisksError::Io { id: disk.id.clone(), doing: "reading since which epoch its guest runs", source };
@@ -37,7 +37,7 @@ pub(super) fn read(rundir: &RunDir, disk: &Disk) -> Result<Option<Since>, DisksE
     }
 }
 
-/// Records it, before the guest runs.
+/// Records the epochs. Must be called before the guest runs.
 pub(super) fn note(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
     served(hardware).filter_map(|disk| Some((disk, epochs.get(&disk.id)?))).try_for_each(|(disk, at)| {
         let refused = |source| DisksError::Refused { id: disk.id.clone(), source };

@@ -90,7 +90,7 @@ fn damage_to_a_later_epoch_does_not_prevent_a_restore_of_an_older_checkpoint() {
     let segment = offline::default_directory(&image).join(segment_name(2));
     OpenOptions::new().write(true).open(&segment).unwrap().write_all_at(&[0xff], PAGE + 20).unwrap();
     assert_eq!(left_behind(&hardware, &at(1), false), Vec::<String>::new());
-    // The newest disk, and the newer checkpoint.
+    // For the newest version, and for the newer checkpoint.
     for epochs in [Epochs::new(), at(2)] {
         let problems = left_behind(&hardware, &epochs, false);
         assert!(problems.len() == 1 && problems[0].contains("2.log"), "{problems:?}");

@@ -1,4 +1,4 @@
-//! The links from a run directory to the logs of its VM, which are elsewhere and outlive it.
+//! Links from a run directory to the VM's logs, which are in another directory and outlive it.
 //!
 //! ```text
 //! /run/rekindle/NAME/logs  ->  /var/log/rekindle/NAME/
@@ -13,20 +13,20 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, symlink};
 use std::path::{Path, PathBuf};
 
-/// The link to the directory of the logs, in the run directory.
+/// Name of the link, in the run directory, to the log directory.
 const DIRECTORY: &str = "logs";
-/// Logs of earlier QEMUs that are kept.
+/// Number of QEMUs whose logs are kept.
 const QEMUS: u32 = 3;
-/// What a guest can make a process write is in one of these, whatever the VM has.
+/// Logs that are always linked. A guest can make their writers write without end.
 const USUAL: [&str; 5] = ["console.log", "pager.log", "phases.log", "protect.log", "watch.log"];
 
 impl RunDir {
-    /// Links the logs of a VM, whose run directory exists, to its directory below `root`. What an earlier VM of its
-    /// name has left there becomes the older parts. Where that is not possible the logs are in the run directory,
-    /// bounded all the same.
+    /// Links the logs of a VM to its directory below `root`. The run directory must exist. Logs of an earlier VM of
+    /// the name become older parts. If the directory cannot be made, the logs are in the run directory, and are
+    /// bounded as well.
     ///
     /// # Errors
-    /// When nothing can be made in the run directory.
+    /// Errors of `mkdir(2)` in the run directory.
     pub fn link_logs(&self, root: &Path) -> io::Result<()> {
         let link = self.file(DIRECTORY);
         if link.symlink_metadata().is_ok() {
@@ -52,24 +52,24 @@ impl RunDir {
         Ok(())
     }
 
-    /// Where the logs of the VM are.
+    /// Returns the directory of the VM's logs.
     #[must_use]
     pub fn logs(&self) -> PathBuf {
         let link = self.file(DIRECTORY);
         fs::read_link(&link).unwrap_or_else(|_| if link.exists() { link } else { self.path().to_owned() })
     }
 
-    /// Links the log `name` of the run directory to the directory of the logs.
+    /// Links the log `name` of the run directory to the log directory.
     pub(crate) fn link_log(&self, name: &str) {
         self.link(&self.file(name), &Path::new(DIRECTORY).join(name));
     }
 
-    /// Links the log of the `generation`-th QEMU. Those of the last few QEMUs stay.
+    /// Links the log of the `generation`-th QEMU, and removes the log of the QEMU [`QEMUS`] generations before.
     pub(super) fn link_qemu_log(&self, generation: u32) {
         let name = |generation: u32| format!("qemu-{generation}.log");
-        // The user may have removed it to free space.
+        // The user may have removed the directory to free space.
         let _ = DirBuilder::new().recursive(true).mode(0o700).create(self.logs());
-        // What a VM of the same name had left.
+        // Remove the log of an earlier VM of the same name.
         logs::remove(&self.file(DIRECTORY).join(name(generation)));
         if let Some(old) = generation.checked_sub(QEMUS) {
             logs::remove(&self.file(DIRECTORY).join(name(old)));
@@ -78,7 +78,7 @@ impl RunDir {
     }
 
     fn link(&self, at: &Path, to: &Path) {
-        // One that an older Rekindle has made has its logs in the run directory.
+        // A run directory that an older Rekindle has made contains its logs.
         if !self.file(DIRECTORY).exists() {
             return;
         }
@@ -90,7 +90,8 @@ impl RunDir {
         }
     }
 
-    /// Rotates each log of the VM that is longer than `limit`. Returns those that cannot be bounded, and why.
+    /// Rotates each log of the VM that is longer than `limit`. Returns the logs that could not be rotated, with the
+    /// errors.
     pub fn bound_logs(&self, limit: u64) -> Vec<(PathBuf, io::Error)> {
         logs::bound(&[self.path(), &self.file(DIRECTORY)], limit)
     }

@@ -1,4 +1,4 @@
-//! The file that samples are appended to: whole lines, whatever happens.
+//! The file to which samples are appended. It always ends with a complete line.
 
 use super::Sample;
 use rustix::fs::{FlockOperation, flock};
@@ -7,27 +7,27 @@ use std::io::{self, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Why nothing more can be appended.
+/// Why the sample file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SampleFileError {
-    /// Another process does.
+    /// Another process writes to the file.
     #[error("{path}: another `rekindle monitor` writes to it; give this one a file of its own")]
     Taken {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The system refuses.
+    /// A system call failed.
     #[error("{path}")]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
 }
 
-/// See [the module](self).
+/// A file of samples, one JSON object a line, locked for this writer.
 #[derive(Debug)]
 pub struct SampleFile {
     path: PathBuf,
@@ -36,10 +36,10 @@ pub struct SampleFile {
 }
 
 impl SampleFile {
-    /// Opens it, or makes it. A piece of a line at its end, of a writer that was killed, is taken off.
+    /// Opens the file, or makes it. An incomplete line at its end, left by a writer that was killed, is removed.
     ///
     /// # Errors
-    /// [`SampleFileError`].
+    /// [`SampleFileError`], also when another process writes to the file.
     pub fn open(path: &Path) -> Result<Self, SampleFileError> {
         let failed = |source| SampleFileError::Io { path: path.into(), source };
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(failed)?;
@@ -52,13 +52,13 @@ impl SampleFile {
         Ok(Self { path: path.into(), file, length })
     }
 
-    /// Appends samples, and makes that last: all of them, or none.
+    /// Appends samples and syncs the file: all of them are written, or none.
     ///
     /// # Errors
-    /// [`SampleFileError`].
+    /// [`SampleFileError::Io`], for example when the disk is full.
     pub fn append(&mut self, samples: &[Sample]) -> Result<(), SampleFileError> {
         self.try_append(samples).map_err(|source| {
-            // A full disk: what came of it is taken back, so that the last line is a whole one.
+            // The disk may be full: remove what was written, so that the file ends with a complete line.
             let _ = self.file.set_len(self.length);
             SampleFileError::Io { path: self.path.clone(), source }
         })
@@ -78,7 +78,7 @@ impl SampleFile {
     }
 }
 
-/// Where its last whole line ends.
+/// Returns the offset of the end of the last complete line.
 fn whole(file: &File) -> io::Result<u64> {
     let mut end = file.metadata()?.len();
     let mut piece = [0; 4096];

@@ -1,4 +1,4 @@
-//! What a host and its guests have left, over time: `docs/aging-samples.md`.
+//! Samples of the free resources of a host and its guests, over time: `docs/aging-samples.md`.
 
 mod file;
 
@@ -17,29 +17,29 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The form of a sample.
+/// Version of the samples' format.
 pub const FORMAT: u32 = 1;
-/// So long a guest's agent may take.
+/// Limit for a guest's agent to answer.
 const AGENT: Duration = Duration::from_secs(3);
 const BOOT: &str = "sys/kernel/random/boot_id";
 const FILES: &str = "sys/fs/file-nr";
 const MEMORY: &str = "meminfo";
-/// The prefix of values from inside a guest.
+/// Prefix of the names of values from inside a guest.
 const INSIDE: &str = "guest_";
 
-/// Values by their names, which have the units.
+/// Values by name; a name includes the unit.
 pub type Metrics = BTreeMap<String, Number>;
 
-/// One sample of a host, of a guest's QEMU or from inside a guest.
+/// One sample of a host, of a guest's QEMU, or from inside a guest.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Sample {
     format: u32,
     host: String,
     guest: Option<String>,
     unix_s: Number,
-    /// Changes with each new start of what is sampled.
+    /// Identifies the start of the sampled system: it changes with each boot or new process.
     pub boot: String,
-    /// What was found.
+    /// The sampled values.
     #[serde(flatten)]
     pub metrics: Metrics,
 }
@@ -48,41 +48,41 @@ pub struct Sample {
 #[derive(Debug)]
 pub struct Sampler {
     host: String,
-    /// The host's boot.
+    /// Boot ID of the host.
     boot: String,
 }
 
 impl Sampler {
-    /// Of this host.
+    /// Makes a sampler for this host.
     ///
     /// # Errors
-    /// `/proc` is not as expected.
+    /// Errors of reading `/proc`.
     pub fn new() -> io::Result<Self> {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         Ok(Self { host, boot: read(BOOT)?.trim().into() })
     }
 
-    /// At the host.
+    /// Takes a sample of the host.
     ///
     /// # Errors
-    /// `/proc` is not as expected.
+    /// Errors of reading `/proc`; [`io::ErrorKind::InvalidData`] if a value is missing.
     pub fn host(&self) -> io::Result<Sample> {
         let mut metrics = memory(&read(MEMORY)?)?;
         metrics.extend(files(&read(FILES)?)?);
         Ok(self.sample(None, self.boot.clone(), metrics))
     }
 
-    /// At a VM: its QEMU, and, where an agent answers and nothing is at work on the VM, inside it. Nothing of what
-    /// does not run.
+    /// Takes samples of a VM: of its QEMU, and from inside the guest if an agent answers and no operation runs on the
+    /// VM. Returns no samples if the QEMU does not run.
     ///
     /// # Errors
-    /// The VM's state cannot be read.
+    /// When the VM's state cannot be read.
     pub fn vm(&self, rundir: &RunDir) -> io::Result<Vec<Sample>> {
         let state = State::read(rundir).map_err(io::Error::other)?;
         let Some((state, vmm)) = state.and_then(|state| state.vmm.clone().map(|vmm| (state, vmm))) else {
             return Ok(Vec::new());
         };
-        // It may end at any moment.
+        // The QEMU may end at any moment.
         let Ok(metrics) = qemu(&vmm) else { return Ok(Vec::new()) };
         let name = rundir.name();
         let mut samples = vec![self.sample(Some(name), format!("{}/{}", self.boot, vmm.pid), metrics)];
@@ -124,7 +124,7 @@ fn qemu(vmm: &Vmm) -> io::Result<Metrics> {
     Ok(metrics)
 }
 
-/// What the agent behind `socket` reads in its guest: the guest's boot, and the same as of a host.
+/// Returns the guest's boot ID and the same values as of a host, read inside the guest through the agent's `socket`.
 fn inside(socket: &Path) -> io::Result<(String, Metrics)> {
     let paths = [BOOT, FILES, MEMORY].map(|name| format!("/proc/{name}"));
     let ran = agent::run(socket, "/bin/cat", &paths.each_ref().map(String::as_str), AGENT).map_err(io::Error::other)?;
@@ -141,7 +141,7 @@ fn parse(text: &str) -> io::Result<(String, Metrics)> {
     Ok((boot.trim().into(), found.into_iter().map(named).collect()))
 }
 
-/// Of `/proc/meminfo`. What is free has the caches in it.
+/// Parses `/proc/meminfo`. Free memory includes the caches.
 fn memory(text: &str) -> io::Result<Metrics> {
     let kib = |name| kib(text, name).ok_or_else(|| missing(name));
     let mut metrics = Metrics::new();
@@ -156,7 +156,7 @@ fn memory(text: &str) -> io::Result<Metrics> {
     Ok(metrics)
 }
 
-/// Of `/proc/sys/fs/file-nr`.
+/// Parses `/proc/sys/fs/file-nr`.
 fn files(text: &str) -> io::Result<Metrics> {
     let numbers: Vec<u64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     let &[opened, free, most] = numbers.as_slice() else { return Err(missing(FILES)) };

@@ -1,4 +1,4 @@
-//! Command lines as people and libvirt write them, and what becomes of them.
+//! Command lines as users and libvirt write them, and their rewritten form.
 
 use super::*;
 use crate::command::{Directory, Hardware, Net, NetBackend, Ram, Start};

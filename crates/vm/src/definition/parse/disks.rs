@@ -1,4 +1,4 @@
-//! The `[[disk]]`s.
+//! The `[[disk]]` sections.
 
 use std::path::{Path, PathBuf};
 
@@ -19,10 +19,10 @@ const CACHES: &[(&str, DiskCache)] = &[
     ("unsafe", DiskCache::Unsafe),
 ];
 
-/// A slower disk than this does not answer a guest within its own patience.
+/// Smallest rate limit: with a slower disk, requests of the guest's kernel time out.
 const LEAST_BPS: u64 = 64 << 10;
 
-/// Every disk, in order.
+/// Reads every disk, in order.
 pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
     let mut ids = Taken::new("give each disk its own id");
     let mut writers: Vec<(PathBuf, bool, usize)> = Vec::new();
@@ -55,7 +55,7 @@ pub(super) fn read(top: &Section<'_>) -> Vec<Disk> {
             path: path.map(|found| found.value).unwrap_or_default(),
             format: format.unwrap_or(DiskFormat::Raw),
             readonly,
-            // What a server knows of its guest's cache is worth more than a second copy in the host's.
+            // The server's knowledge of the guest's cache is worth more than a second copy in the host's cache.
             cache: cache.unwrap_or(if server { DiskCache::None } else { DiskCache::Writeback }),
             serial: section.checked("serial", check_serial).map(|found| found.value.to_owned()),
             server,
@@ -101,7 +101,7 @@ fn bytes_per_second(section: &Section<'_>) -> Option<Bytes> {
     Some(bps.value)
 }
 
-/// Whether a server of Rekindle's can have it.
+/// Returns whether one of Rekindle's disk servers can serve such a disk.
 fn can_be_served(format: Option<DiskFormat>, cache: Option<DiskCache>) -> bool {
     format != Some(DiskFormat::Qcow2) && cache.is_none_or(served_with)
 }
@@ -110,7 +110,7 @@ fn served_with(cache: DiskCache) -> bool {
     matches!(cache, DiskCache::None | DiskCache::Writeback)
 }
 
-/// Notes what a server of Rekindle's cannot serve, though the owner wants it to.
+/// Records why a disk server cannot serve a disk, although the user wants it.
 fn fits_server(section: &Section<'_>, format: Option<DiskFormat>, cache: Option<DiskCache>) {
     let at = section.at("server").unwrap_or(section.at);
     if format == Some(DiskFormat::Qcow2) {
@@ -128,8 +128,8 @@ fn fits_server(section: &Section<'_>, format: Option<DiskFormat>, cache: Option<
     }
 }
 
-/// By its extension. The content may only contradict, never decide: a guest could write a qcow2 header onto its raw
-/// disk, and make the next QEMU read a file of the host's that the header names.
+/// Determines the format by the file name's extension. The content may only contradict it, never decide: a guest
+/// could write a qcow2 header to its raw disk, and make the next QEMU read a file of the host that the header names.
 fn guess_format(section: &Section<'_>, path: &Path) -> Option<DiskFormat> {
     let named = path.extension().is_some_and(|extension| extension == "qcow2");
     let is = files::is_qcow2(path)?;

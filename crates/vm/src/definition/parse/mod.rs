@@ -1,4 +1,4 @@
-//! From TOML to a [`Definition`]: which keys there are, what they are if left out, and which go together.
+//! From TOML to a [`Definition`]: the keys, their defaults, and which keys exclude or require each other.
 
 mod disks;
 mod nets;
@@ -17,10 +17,10 @@ use super::{
     Accel, Boot, Bytes, Definition, DefinitionErrors, Devices, Name, OnCrash, OnReboot, Phase, Ram, Span, arguments,
 };
 
-/// Why nothing can be kept over a reboot.
+/// Hint if no cache can be retained over a reboot.
 const NO_CACHE: &str = "no disk has a server, which knows what the guest has cached; let a [[disk]] have one (a raw image, without `server = false`), or \
      leave this out";
-/// Why it cannot continue from a phase.
+/// Hint if there is no phase to continue from.
 const NO_PHASE: &str =
     "no phase of its boot is kept; name those that its guest announces under [phase], or leave this out";
 const ON_REBOOT: [(&str, OnReboot); 3] =
@@ -42,7 +42,7 @@ pub(super) fn parse(text: &str, base: &Path, file: &str) -> Result<Definition, D
     }
 }
 
-/// What to do with a file that is XML, most likely a domain of libvirt's.
+/// Returns advice for a file that is XML, most likely a libvirt domain.
 fn xml(text: &str) -> Option<String> {
     let text = text.trim_start_matches('\u{feff}').trim_start();
     if !text.starts_with('<') {
@@ -61,7 +61,8 @@ fn xml(text: &str) -> Option<String> {
     ))
 }
 
-/// `None` only where even a placeholder cannot be given; mistakes are noted in the document either way.
+/// Reads the definition. Mistakes are recorded in the document. `None` only if the name, which has no placeholder, is
+/// missing or wrong.
 fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) -> Option<Definition> {
     let top = Section::top(document, tree);
     let name = name(&top);
@@ -125,7 +126,7 @@ fn definition<'d>(document: &'d Document<'d>, tree: &'d Spanned<DeTable<'d>>) ->
     })
 }
 
-/// What is done when a guest ends by itself: `warm` where a disk has a server, else `plain`, unless it is given.
+/// Returns the action when a guest ends by itself. The default is `warm` if a disk has a server, otherwise `plain`.
 fn after_end<T: Copy + PartialEq>(
     top: &Section<'_>,
     key: &'static str,
@@ -151,7 +152,7 @@ fn name(top: &Section<'_>) -> Option<Name> {
     top.parsed("name").map(|found| found.value)
 }
 
-/// A text that is not empty and has no blanks; `default` if it is absent or wrong.
+/// Reads a text that is not empty and has no blanks; returns `default` if it is absent or wrong.
 fn word(top: &Section<'_>, key: &'static str, default: &str) -> String {
     let check = |text: &str| match text {
         "" => Err(format!("empty; leave the key out for {}", quoted(default))),
@@ -161,7 +162,7 @@ fn word(top: &Section<'_>, key: &'static str, default: &str) -> String {
     top.checked(key, check).map_or(default, |found| found.value).to_owned()
 }
 
-/// A bare name stays one, to be looked up in `PATH` at each start; a path must be there.
+/// Reads the binary: a bare name is kept, to be looked up in `PATH` at each start; a path must exist.
 fn qemu(top: &Section<'_>) -> PathBuf {
     let named = top.text("qemu").map_or("qemu-system-x86_64", |found| found.value);
     if named.contains('/') || named.is_empty() {
@@ -187,7 +188,7 @@ fn memory(top: &Section<'_>, ram: &Ram) -> Bytes {
     memory.value
 }
 
-/// What is wrong with so much memory, if it is on huge pages of that size in `place`.
+/// Returns why this amount of memory is not possible; `huge` is the page size if `place` is on hugetlbfs.
 pub(crate) fn memory_flaw(memory: Bytes, huge: Option<Bytes>, place: &str) -> Option<String> {
     let unit = huge.map_or(1 << 20, |huge| huge.as_u64().max(1 << 20));
     let bytes = memory.as_u64();
@@ -236,7 +237,7 @@ fn devices(top: &Section<'_>) -> Devices {
     }
 }
 
-/// The section's id, or its name and place in the list.
+/// Returns the section's id, or its default by position.
 fn id(section: &Section<'_>, index: usize, taken: &mut Taken) -> String {
     let given = section.checked("id", check_id);
     let at = given.map_or(section.at, |found| found.at);
@@ -245,7 +246,7 @@ fn id(section: &Section<'_>, index: usize, taken: &mut Taken) -> String {
     id
 }
 
-/// Values that must differ, with where each stands.
+/// Values that must be unique, each with its byte offset.
 struct Taken {
     seen: Vec<(String, usize)>,
     hint: &'static str,
@@ -256,7 +257,7 @@ impl Taken {
         Self { seen: Vec::new(), hint }
     }
 
-    /// Notes a value that is there already.
+    /// Claims a value, and records a mistake if it is taken already.
     fn claim(&mut self, section: &Section<'_>, key: &'static str, value: String, at: usize) {
         if let Some((_, first)) = self.seen.iter().find(|(seen, _)| *seen == value) {
             let (line, _) = section.document().position(*first);

@@ -1,4 +1,4 @@
-//! The `[[net]]`s.
+//! The `[[net]]` sections.
 
 use super::super::document::{Section, quoted};
 use super::super::error::Problem;
@@ -6,7 +6,7 @@ use super::super::names::{check_interface, check_netns};
 use super::super::{Forward, HostAddress, Mac, Net, NetBackend, TapPlace, derived_ifname};
 use super::{Taken, id};
 
-/// Every net, in order. `stem` is the VM's name, from which addresses and interface names are derived.
+/// Reads every net, in order. `stem` is the VM's name, from which addresses and interface names are derived.
 pub(super) fn read(top: &Section<'_>, stem: &str) -> Vec<Net> {
     let mut ids = Taken::new("give each net its own id");
     let mut macs = Taken::new("give each net its own address, or leave `mac` out");
@@ -32,7 +32,7 @@ pub(super) fn read(top: &Section<'_>, stem: &str) -> Vec<Net> {
     top.sections("net").into_iter().enumerate().map(&mut net).collect()
 }
 
-/// Notes the keys that belong to the other kind.
+/// Returns whether the net is a tap, and records keys that belong to the other kind.
 fn is_tap(section: &Section<'_>) -> bool {
     if section.at("kind").is_none() {
         section.missing("kind", "write kind = \"user\" (no rights needed) or kind = \"tap\" (with bridge or netns)");

@@ -1,14 +1,14 @@
-//! `[phase]`.
+//! The `[phase]` section.
 
 use super::super::document::Section;
 use super::super::names::check_id;
 use super::super::{Disk, DiskFormat, Phase};
 use super::Taken;
 
-/// Candidates that are worth their room.
+/// Limit of phases: each candidate takes space on a disk.
 const MOST: usize = 8;
 
-/// `agent`: whether the VM has a port for one.
+/// Reads the section. `agent` means that the VM has a port for the guest agent.
 pub(super) fn read(top: &Section<'_>, disks: &[Disk], agent: bool) -> Phase {
     let section = top.section("phase");
     if top.at("phase").is_none() {
@@ -55,7 +55,7 @@ pub(super) fn read(top: &Section<'_>, disks: &[Disk], agent: bool) -> Phase {
     }
 }
 
-/// Whether a change of the disk is detected: its server records writes, or it is a file that is only read.
+/// Returns whether a change of the disk is detected: its server records writes, or it is a file that is only read.
 fn is_watched(disk: &Disk) -> bool {
     disk.server || (disk.readonly && disk.format == DiskFormat::Raw)
 }

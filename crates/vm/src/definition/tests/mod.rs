@@ -1,5 +1,4 @@
-//! A definition as a whole: what a file becomes, every message that a wrong one gets, and that what is written reads
-//! back.
+//! Whole definitions: the result of a file, the message for each mistake, and reading back what was written.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,7 +8,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// A folder with everything that a definition may name.
+/// Makes a folder with every file that a definition may name.
 fn folder() -> TempDir {
     let dir = TempDir::new().unwrap();
     for file in ["bzImage", "initrd.img", "disk.img", "data.img", "debian.raw"] {
@@ -28,14 +27,14 @@ fn parse(dir: &TempDir, text: &str) -> Definition {
     Definition::parse(text, dir.path(), "web.toml").unwrap_or_else(|errors| panic!("{errors}"))
 }
 
-/// Every message, with the folder as `DIR`.
+/// Returns every message, with the folder's path replaced by `DIR`.
 fn errors_in(dir: &TempDir, text: &str) -> Vec<String> {
     let errors = Definition::parse(text, dir.path(), "web.toml").unwrap_err();
     let folder = dir.path().display().to_string();
     errors.to_string().lines().map(|line| line.replace(&folder, "DIR")).collect()
 }
 
-/// The messages for a definition that is right but for `text`.
+/// Returns the messages for a definition that is valid except for `text`.
 fn errors(text: &str) -> Vec<String> {
     let boots = ["[boot]", "[[disk]]", "[disk]", "disk ="].iter().any(|part| text.contains(part));
     let boot = if boots { "" } else { "\n[boot]\nkernel = \"bzImage\"" };
@@ -114,10 +113,10 @@ fn a_disk_with_a_server_is_not_cached_by_the_host_unless_it_is_given() {
     assert_eq!((whole.on_reboot, whole.on_crash), (OnReboot::WarmCache, OnCrash::WarmCache));
     let cached = disk("cache = \"writeback\"\n");
     assert_eq!((cached.server, cached.cache), (true, DiskCache::Writeback));
-    // What only QEMU can do is QEMU's without a word.
+    // A disk that only QEMU can serve is served by QEMU, without a message.
     assert_eq!((disk("cache = \"unsafe\"\n").server, disk("server = false\n").server), (false, false));
     assert_eq!(disk("server = false\n").cache, DiskCache::Writeback);
-    // A state of a Rekindle that had no servers.
+    // As an older Rekindle without disk servers wrote its state.
     let mut json = serde_json::to_value(disk("")).unwrap();
     json.as_object_mut().unwrap().remove("server").unwrap();
     assert!(!serde_json::from_value::<Disk>(json).unwrap().server);
@@ -216,7 +215,7 @@ fn every_error_of_syntax_is_reported() {
     assert!(found[1].starts_with("web.toml:3:"), "{found:#?}");
 }
 
-/// `messages.txt` holds texts and what they are answered with; to recreate it, delete all but the texts.
+/// `messages.txt` has texts, each with its messages; to recreate it, delete all except the texts.
 #[test]
 fn every_message_names_key_value_and_hint() {
     let cases = include_str!("messages.txt").split("\n\n").filter(|case| !case.starts_with('#'));
