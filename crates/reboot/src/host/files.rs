@@ -1,4 +1,4 @@
-//! Reads the files from which QEMUs are started ahead, while the host boots.
+//! Reads ahead, while the host boots, the files from which QEMUs are started.
 //!
 //! After a boot none of these files is cached, and QEMU's program and libraries are tens of megabytes. A suspend
 //! records which files the QEMUs have mapped; the next kernel reads them before the guests are resumed. A file that is

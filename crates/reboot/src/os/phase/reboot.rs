@@ -1,6 +1,7 @@
 //! The reboot by phase. A destination QEMU is loaded from the latest usable candidate while the previous guest still
 //! runs; then the previous guest is ended and the new one resumes. If there is no candidate, or it cannot be loaded,
-//! the guest is booted instead. In both cases the previous guest has ended before, so nothing is lost.
+//! the guest is booted instead. By then the previous guest has been shut down cleanly, so nothing is lost in either
+//! case.
 
 use super::candidates::{chain, choose};
 use super::successor::{self, ResumedGuest, Succession};
