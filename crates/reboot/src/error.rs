@@ -1,4 +1,4 @@
-//! Why a guest or its QEMU was not rebooted or recovered, and what that means for the guest.
+//! Errors of rebooting or recovering a guest or its QEMU, and their consequence for the guest.
 
 use rekindle_handover::{GuestStatus, HandoverError};
 use rekindle_memory::directory::RamError;
@@ -25,7 +25,7 @@ impl std::fmt::Display for Problem {
     }
 }
 
-/// Why a reboot or a recovery failed.
+/// An error of a reboot or a recovery.
 #[derive(Debug, thiserror::Error)]
 pub enum RebootError {
     /// The preflight found problems. Nothing was stopped.

@@ -4,7 +4,7 @@ use crate::error::{Problem, RebootError};
 use std::io;
 use std::path::PathBuf;
 
-/// Why a host could not be rebooted, or its guests not be suspended or resumed. Unless a variant states otherwise, all
+/// An error of rebooting the host, or of suspending or resuming its guests. Unless a variant states otherwise, all
 /// guests run as before.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {

@@ -272,8 +272,7 @@ impl SavedGuest {
         &self.replacement.source_qemu
     }
 
-    /// Returns the directory of the RAM if the guest is to find its RAM there again; `None` for other methods than
-    /// warm.
+    /// Returns the directory of the guest's RAM if the RAM stays in place (method warm); `None` with other methods.
     pub(super) fn ram_directory(&self) -> Option<&Path> {
         self.entry.state.hardware.ram.path.parent().filter(|_| self.entry.how == RebootMethod::Warm)
     }

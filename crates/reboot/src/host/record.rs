@@ -81,7 +81,7 @@ pub struct SuspendedGuest {
     pub disks: Option<Vec<(PathBuf, i128)>>,
     /// When the guest was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
-    /// Why the guest was shut down although another method was requested.
+    /// Reason why the guest was shut down although another method was requested.
     pub fell_back: Option<String>,
     /// Set before a QEMU resumes the guest: from then on no other QEMU may get its state.
     pub struck: bool,
@@ -143,7 +143,7 @@ impl SuspendRecord {
     /// the returned record is dropped.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if the record cannot be locked or read.
     pub fn lock(directory: &Path) -> Result<Self, HostError> {
         let path = directory.join(LOCK);
         let failed = |source| HostError::Record { path: path.clone(), source };
@@ -157,7 +157,7 @@ impl SuspendRecord {
     /// Returns the names of all suspended VMs.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if a file of the record cannot be read.
     pub fn names(&self) -> Result<Vec<String>, HostError> {
         let mut names = self.files()?;
         let mut failed = None;
@@ -182,7 +182,7 @@ impl SuspendRecord {
     /// Returns the entry of VM `name`. `None` if the VM is not suspended.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if the entry cannot be read.
     pub fn entry(&self, name: &str) -> Result<Option<SuspendedGuest>, HostError> {
         let Some(head) = &self.head else { return Ok(None) };
         Ok(self.read_entry(name)?.filter(|entry| entry.token == head.token))
@@ -238,7 +238,7 @@ impl SuspendRecord {
     /// Writes an entry, which counts only after [`SuspendRecord::commit`] of its token.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if the file cannot be written.
     pub fn write_entry(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
         let path = self.file(&entry.state.hardware.name);
         let folder = self.directory.join(GUESTS);
@@ -271,7 +271,7 @@ impl SuspendRecord {
     /// Removes the entry of VM `name` and its files next to the RAM. A missing entry is not an error.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if a file cannot be removed.
     pub fn remove_entry(&self, name: &str) -> Result<(), HostError> {
         let failed = |source| HostError::Record { path: self.file(name), source };
         let entry = self.read_entry(name)?;

@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 const BRIDGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long `/dev/kvm` may take to appear after its module was loaded.
 const KVM_TIMEOUT: Duration = Duration::from_secs(10);
-/// Reason for the loss of a guest that may have run already.
+/// Reported reason for the loss of a guest's memory if the guest may have run already.
 const STRUCK_REASON: &str = "the host went down just as the guest was resumed";
 
 /// Result of resuming a guest.

@@ -33,7 +33,7 @@ pub struct SuspendReport {
     pub how: RebootMethod,
     /// When the guest was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
-    /// Why the guest was shut down although another method was requested.
+    /// Reason why the guest was shut down although another method was requested.
     pub fell_back: Option<String>,
 }
 

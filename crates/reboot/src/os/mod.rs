@@ -3,7 +3,7 @@
 //! | how | what the guest has in its memory afterwards |
 //! |---|---|
 //! | [`OsRebootMethod::Cold`] | nothing |
-//! | [`OsRebootMethod::WarmCache`] | nothing; but its cached disk blocks are served from memory if they match the disk |
+//! | [`OsRebootMethod::WarmCache`] | nothing; but cached disk blocks are served from memory if they match the disk |
 //! | [`OsRebootMethod::Kexec`] | nothing; its kernel has started another one, without firmware and boot loader |
 //! | [`OsRebootMethod::Phase`] | its state at a phase of an earlier boot |
 //!

@@ -44,7 +44,8 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct PreparedHandover {
     replacement: Replacement,
     handover: Handover,
-    /// Closed only when the guest runs again, in either QEMU: the kernel takes many milliseconds to close a capture.
+    /// Dropped only when the guest runs again, in either QEMU: the kernel takes many milliseconds to close the
+    /// captures.
     taps: TapTakeover,
     parts: HandoverParts,
 }
@@ -93,8 +94,8 @@ impl PreparedHandover {
         taps.discard_captured();
         let destination_qemu = parts.destination.vmm.clone();
         let boost = boost_priority(&replacement.source_qemu, &destination_qemu);
-        // Both connections to the source end with this call: QEMU serves one client at a time, and a return to the
-        // source connects again.
+        // This call ends both connections to the source: QEMU serves one client at a time, and returning the guest to
+        // the source opens another connection.
         let transferred = transfer_guest(&mut replacement, &mut handover, &taps, parts);
         drop(boost);
         match transferred {
@@ -115,7 +116,7 @@ pub(crate) struct CompletedHandover {
     replacement: Replacement,
     handover: Handover,
     running: Destination<Running<SharedRam>>,
-    /// Captures that have no frame yet: the source QEMU may still receive the first one.
+    /// Keeps the captures that have no frame yet: the source QEMU may still receive the first one.
     taps: TapTakeover,
     times: StopTimes,
     /// Captures that have sent their frames. Closing one takes the kernel many milliseconds, in which the next guest

@@ -148,7 +148,7 @@ fn a_new_binary_that_will_not_do_is_refused_and_the_guest_runs_on() {
     assert_rejected(talker, &["talker does not behave like a QEMU"]);
     let broken = write_script(&lab, "broken", "#!/bin/sh\necho 'libfoo.so: cannot open' >&2\nexit 127\n");
     assert_rejected(broken, &["broken", "libfoo.so: cannot open"]);
-    // The machine type is pinned to one that 7.2 does not have yet.
+    // The machine type is pinned to a version that QEMU 7.2 does not have yet.
     assert_rejected(qemu_old().into(), &["machine type pc-q35-10.0", "7.2"]);
     assert_eq!(guest.boot_id(), boot);
     assert_ticks_once(&guest.file("console.log"));

@@ -423,7 +423,7 @@ fn a_guest_that_reboots_itself_is_running_for_each_monitor_action() {
     web.wait_checkpoints(1);
     let boot = web.guest.boot_id();
     web.guest.send("reboot");
-    // No monitor action may report it as stopped until the new boot answers.
+    // No monitor action may report the guest as stopped until the new boot answers.
     wait_for("the new boot to answer", DEADLINE, || {
         web.ocf("monitor", &["--within", "60s"]).ok();
         web.guest.try_ask("boot_id").is_ok_and(|id| !id.is_empty() && id.trim() != boot).then_some(())

@@ -76,7 +76,7 @@ impl Device {
     }
 
     /// Removes the content from byte `at` on, so that reading it is an error. With `capacity_updated`, the device
-    /// becomes shorter, so that writing there is an error too.
+    /// becomes shorter, so that writing to the removed part is an error, too.
     pub fn truncate(&mut self, at: u64, capacity_updated: bool) {
         let file = OpenOptions::new().read(true).write(true).open(&self.backing).unwrap();
         let mut rest = vec![0; (file.metadata().unwrap().len() - at) as usize];

@@ -40,7 +40,7 @@ enum Outcome {
     /// The QEMU died after Rekindle's last check, so exit status 0 is possible; then `ls` and `recover` report the
     /// loss.
     LostLate,
-    /// Rekindle was killed, and `recover` removes what the restore has left: it can be repeated.
+    /// Rekindle was killed, and `recover` removes the remains of the restore, which can then be repeated.
     Removed,
     /// Cold: `recover` boots the guest, whose memory was to be dropped.
     Booted,
@@ -251,7 +251,7 @@ fn start_anew(guest: &Guest<'_>) {
     guest.wait_ready();
 }
 
-/// One death at one point.
+/// The death of one process at one fault point.
 struct Case<'a> {
     guest: &'a Guest<'a>,
     how: &'a str,
@@ -453,7 +453,7 @@ fn recover_can_itself_be_killed() {
     }
 }
 
-/// Both QEMUs die after the state was saved: a new QEMU loads it from the file.
+/// Both QEMUs die after the state was saved: a new QEMU loads the state from the file.
 #[test]
 fn both_qemus_die_after_the_state_was_saved() {
     let lab = Lab::new();

@@ -13,7 +13,7 @@ enum Outcome {
     Back,
     /// Like `Back`, but `rekindle stop` must remove the remains on the destination host.
     BackAfterCleanup,
-    /// Rekindle was killed; `recover` on the source host resumes the guest there.
+    /// Rekindle was killed; `recover` on the source host resumes the guest on this host.
     RecoveredOnSource,
     /// Rekindle was killed; `recover` on the source host finds that the guest runs on the destination host.
     RecoveredOnDestination,

@@ -9,7 +9,7 @@
 //! | [`saver`] | the process that waits for phases and has candidates saved |
 //! | `save` | saving one candidate |
 //! | `reboot` | the reboot |
-//! | `successor` | the destination QEMU, which is loaded while the previous guest still runs |
+//! | `successor` | the destination QEMU, which is prepared while the previous guest still runs |
 //!
 //! A candidate may be used as long as none of the blocks that its guest had read or written has been written since:
 //! `docs/os-reboot.md` has the argument.

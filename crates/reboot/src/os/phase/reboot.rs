@@ -1,6 +1,7 @@
-//! The reboot by phase. A destination QEMU is loaded from the latest usable candidate while the previous guest still
+//! The reboot by phase. A destination QEMU is prepared with the latest usable candidate while the previous guest still
 //! runs; then the previous guest is ended and the new one resumes. If there is no candidate, or it cannot be loaded,
 //! the guest is booted instead. By then the previous guest has been shut down cleanly, so nothing is lost in either
+//! case.
 //! case.
 
 use super::candidates::{chain, choose};

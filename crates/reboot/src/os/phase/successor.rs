@@ -1,4 +1,4 @@
-//! The successor: a destination QEMU that loads the state of a candidate while the source QEMU still runs the previous
+//! The successor: a destination QEMU that is prepared with a candidate while the source QEMU still runs the previous
 //! guest, and then replaces the source.
 //!
 //! ```text
@@ -218,7 +218,7 @@ fn replace_source(
         shutdown_time = started.elapsed();
         handover.recorder.phase(Phase::Renew);
     }
-    // If the previous guest's memory was still being loaded, its pager ends now.
+    // The pager of the previous guest may still load its memory, which is not needed any more: wait until it has ended.
     pager::wait_ended(&rundir, PAGER_TIMEOUT).map_err(|e| candidate_failed(RestoreError::Fill(e)))?;
     let previous_ram = ram::replace(&rundir, &hardware)?;
     handover.pass("phase.renew.replaced");
