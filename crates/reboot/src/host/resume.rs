@@ -78,7 +78,7 @@ pub struct ResumeReport {
 /// *On failure:* the record cannot be read. Nothing was changed.
 ///
 /// # Errors
-/// [`HostError::Record`].
+/// [`HostError::Record`] if the record cannot be read.
 pub fn resume(host: &Host) -> Result<Vec<ResumeReport>, HostError> {
     if SuspendRecord::read(&host.suspend_dir)?.head.is_none() {
         return Ok(Vec::new());

@@ -2,7 +2,6 @@
 //! runs; then the previous guest is ended and the new one resumes. If there is no candidate, or it cannot be loaded,
 //! the guest is booted instead. By then the previous guest has been shut down cleanly, so nothing is lost in either
 //! case.
-//! case.
 
 use super::candidates::{chain, choose};
 use super::successor::{self, ResumedGuest, Succession};
