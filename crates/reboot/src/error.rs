@@ -1,4 +1,4 @@
-//! Why a guest or its QEMU was not rebooted or recovered, and what that means for the guest.
+//! Errors of rebooting or recovering a guest or its QEMU, and their consequence for the guest.
 
 use rekindle_handover::{GuestStatus, HandoverError};
 use rekindle_memory::directory::RamError;
@@ -25,7 +25,7 @@ impl std::fmt::Display for Problem {
     }
 }
 
-/// Why a QEMU could not be replaced.
+/// An error of a reboot or a recovery.
 #[derive(Debug, thiserror::Error)]
 pub enum RebootError {
     /// The preflight found problems. Nothing was stopped.
@@ -34,11 +34,11 @@ pub enum RebootError {
     /// A problem prevents a reboot of the guest.
     #[error("{name} was not rebooted: {problem}")]
     Prevented { name: String, problem: Problem },
-    /// A guest that was asked to start another kernel did not, as far as the host can see.
+    /// The guest got the request to start another kernel, but the host does not see that kernel run.
     #[error("{name}: {what}")]
     Kexec {
         name: String,
-        /// What happened, and what to do.
+        /// Text that states the problem and the remedy.
         what: String,
     },
     /// The boot snapshot cannot be loaded.
@@ -50,7 +50,7 @@ pub enum RebootError {
     /// An interrupted move to another host cannot be settled.
     #[error(transparent)]
     Move(MoveError),
-    /// A rollback without a previous binary.
+    /// A rollback was requested, but the VM has run no other QEMU binary.
     #[error("cannot roll back VM {name}: it has run no other QEMU binary")]
     NoRollback { name: String },
     /// The destination QEMU died while it waited to resume the guest of a boot snapshot.
@@ -117,7 +117,7 @@ fn bulleted(problems: &[Problem]) -> String {
 /// A failed reboot, and the state of the guest after it.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", match (guest, &**error) {
-    // No guest ran before the reboot.
+    // With these errors, no guest ran before the reboot.
     (
         GuestStatus::Unchanged,
         RebootError::Handover(HandoverError::Life(

@@ -1,5 +1,5 @@
-//! An interrupted operation: how its recovery may end, and whether the QEMUs answer on which it depends. A QEMU that
-//! does not answer may still run its guest: it is killed only if the user asks for that (`--force`).
+//! The parts that all recoveries share: their results, and the check that the QEMUs answer. A QEMU that does not answer
+//! may still run its guest, so it is killed only with `--force`.
 
 use crate::error::RebootError;
 use rekindle_handover::{Handover, HandoverError};
@@ -21,7 +21,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// What `recover` did.
+/// Result of `recover`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recovered {
@@ -44,7 +44,7 @@ pub enum Recovered {
     Prepared,
     /// A move was undone: the guest runs on this host.
     MovedBack,
-    /// A move was finished: the guest runs on the other host, and nothing of it remains here.
+    /// A move was finished: the guest runs on the destination host, and nothing of it remains on this host.
     MovedAway,
     /// The VM was removed: a stop was finished, or a start was undone.
     Removed,
@@ -72,12 +72,12 @@ impl fmt::Display for Recovered {
 /// How long to wait on one of the two monitor sockets before trying the other.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What `recover` does about a QEMU that runs and does not answer.
+/// How `recover` treats a QEMU that runs and does not answer.
 #[derive(Debug, Clone, Copy)]
 pub struct SilentQemuPolicy {
     /// How long to wait for an answer.
     pub wait: Duration,
-    /// Kill the QEMU after that time. If unset, the recovery fails and changes nothing.
+    /// `true`: kill the QEMU after [`wait`](Self::wait). `false`: the recovery fails and changes nothing.
     pub force: bool,
 }
 
@@ -91,7 +91,8 @@ impl Default for SilentQemuPolicy {
 ///
 /// *On success:* each of these QEMUs answers, has ended, or was killed because of [`SilentQemuPolicy::force`].
 pub(crate) fn require_answers(held: &Held, operation: &Operation, policy: SilentQemuPolicy) -> Result<(), RebootError> {
-    // A QEMU that has not run a guest, or whose VM is to be removed, is ended without an answer.
+    // Recovery ends the QEMUs of these operations without asking them: they have run no guest, or the VM is to be
+    // removed.
     if matches!(operation.kind, Kind::Stop | Kind::Run | Kind::Prepare) {
         return Ok(());
     }
@@ -109,7 +110,7 @@ pub(crate) fn require_answers(held: &Held, operation: &Operation, policy: Silent
     Ok(())
 }
 
-/// Returns the QEMU that the operation started, recorded or not.
+/// Returns the live QEMU that the operation started, also if the journal does not name it yet.
 fn destination(held: &Held, operation: &Operation) -> Result<Option<Vmm>, RebootError> {
     match operation.to.clone().filter(Vmm::is_alive) {
         Some(recorded) => Ok(Some(recorded)),
@@ -145,7 +146,7 @@ pub(crate) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -
         }
         let left = deadline.saturating_duration_since(Instant::now());
         let turn = left.min(SOCKET_TIMEOUT).max(Duration::from_millis(1));
-        // QEMU serves one client per socket, and another client may be connected to one of them.
+        // QEMU serves one client per socket, and another client may occupy one of the two sockets.
         if vmm.connect(turn).is_ok_and(|mut qmp| answers(&mut qmp))
             || vmm.watch(turn).is_ok_and(|mut qmp| answers(&mut qmp))
         {
@@ -173,19 +174,19 @@ pub(crate) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -
     Ok(false)
 }
 
-/// Continues an interrupted operation. Its timeline is not recorded.
+/// Returns the hand-over of an interrupted operation, for its recovery. The timeline of a recovery is not recorded.
 pub(crate) fn continue_interrupted(held: &Held, journal: Journal) -> Handover {
     let recorder = Recorder::new(held.rundir.name(), "recover");
     Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder }
 }
 
-/// Resumes a guest that an interrupted checkpoint left stopped.
+/// Resumes a guest that an interrupted checkpoint or suspend left stopped.
 pub(crate) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let mark = held.rundir.paused();
     if !mark.exists() {
         return Ok(Recovered::Nothing);
     }
-    // Its threads may still have raised priority.
+    // QEMU's threads may still have raised priority.
     let _ = sched::normal(vmm.process());
     let mut qmp = vmm.connect(vmm::START)?;
     if run_state(&mut qmp)? == "paused" {

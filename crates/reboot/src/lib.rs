@@ -1,15 +1,15 @@
-//! Every reboot technique. All have the same phases: prepare, suspend, renew, resume, settle.
+//! The reboot techniques. All have the same phases: prepare, suspend, renew, resume, settle.
 //!
 //! [`vmm`] replaces the QEMU process under a running guest (RootHammer's warm-VM reboot, TDSC 2010, sections 3 and 4.2,
-//! applied to the VMM process instead of the whole host). The two conventional methods, saved and cold, are there for
-//! comparison.
+//! applied to the VMM process instead of the whole host). The two conventional methods, saved and cold, are implemented
+//! for comparison.
 //!
 //! [`os`] reboots the guest's system. With a warm cache, disk blocks that the previous guest had cached are served from
 //! its RAM (CacheMind, ICDCS 2010).
 //!
 //! [`host`] reboots the host under its guests (RootHammer, sections 3 and 4, with its kernel).
 //!
-//! [`recover`] finishes or undoes what was interrupted.
+//! [`recover`] finishes or undoes interrupted operations.
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 

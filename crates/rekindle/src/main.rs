@@ -1,6 +1,6 @@
-//! The command line of Rekindle. Thin: each command is a file under `commands` that calls the crate which does it.
+//! The command line of Rekindle. Each command is a file under `commands`, which calls the crate that does the work.
 //!
-//! Exit status: 0 done; 1 failed and the guest is as it was; 2 wrong usage; 3 failed and the guest needs `recover`.
+//! Exit status: 0 done; 1 failed and the guest is unchanged; 2 wrong usage; 3 failed and the guest needs `recover`.
 
 mod cli;
 mod commands;

@@ -1,4 +1,4 @@
-//! What commands print: text or JSON.
+//! Output of the commands: text or JSON.
 
 use rekindle_handover::GuestStatus;
 use rekindle_protect::moving::MoveError;
@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::io::{self, IsTerminal, Write};
 
-/// Where results go.
+/// Printer of results and errors.
 #[derive(Debug)]
 pub struct Output {
     json: bool,
@@ -22,7 +22,7 @@ impl Output {
         Self { json }
     }
 
-    /// Whether to print JSON.
+    /// Returns whether results are printed as JSON.
     pub fn json(&self) -> bool {
         self.json
     }
@@ -60,7 +60,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     let mut cause = error.source();
     while let Some(error) = cause {
         let more = error.to_string();
-        // Transparent layers repeat what is below them.
+        // A transparent error repeats the text of its cause.
         if !text.ends_with(&more) {
             text += &format!("\n  because: {more}");
         }
@@ -69,7 +69,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Returns what a program needs to act on an error: its `kind`, and the values that belong to it.
+/// Returns the machine-readable fields of an error: its `kind`, and the values that belong to it.
 fn details(error: &anyhow::Error) -> Map<String, Value> {
     let protect = match error.downcast_ref::<MoveError>() {
         Some(MoveError::Protect(e)) => Some(e),
@@ -127,7 +127,7 @@ pub fn status_left(left: GuestStatus) -> u8 {
     }
 }
 
-/// The command line is wrong.
+/// Error for a wrong command line. The exit status is 2.
 #[derive(Debug)]
 pub struct Usage(pub String);
 

@@ -1,11 +1,13 @@
-//! Digests of a guest's RAM that add little to the time for which it is stopped.
+//! Digests of a guest's RAM, taken so that they add little to the guest-stopped time.
 //!
-//! All pages are digested while the guest runs, then repeatedly those that it has written since, until few are left;
-//! these are digested while it is stopped. Written pages are found through the page tables: by soft-dirty bits if the
-//! RAM is a file with DAX, as on a host that is rebooted under its guests, else by a userfaultfd's write protection. If
-//! neither works (a disk server writes through a mapping of its own; the kernel has no support) or `rekindle protect`
-//! uses it, everything is digested with the guest stopped. A page that was missed nevertheless has another digest
-//! later, and its guest counts as lost: an error on the safe side.
+//! All pages are digested while the guest runs. Then the pages that the guest has written since are digested,
+//! repeatedly, until few are left; these are digested while it is stopped. Written pages are found through the page
+//! tables: by soft-dirty bits if the RAM is a file with DAX, as on a host that is rebooted under its guests, otherwise
+//! by a userfaultfd's write protection.
+//!
+//! Everything is digested with the guest stopped if neither can be used: the kernel has no support, a disk server
+//! writes through a mapping of its own, or `rekindle protect` tracks writes already. A written page that is
+//! nevertheless missed has a wrong digest, and its guest counts as lost: an error on the safe side.
 
 use crate::error::RebootError;
 use rekindle_kernel::inject::Injector;
@@ -25,22 +27,22 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// At most this many bytes may remain for the stopped guest: about 10 ms of work.
+/// At most this many bytes may remain to be digested while the guest is stopped: about 10 ms of work.
 const MAX_REMAINING: u64 = 16 << 20;
-/// How many rounds to try to get there.
+/// How many rounds may be used to reach [`MAX_REMAINING`].
 const MAX_ROUNDS: usize = 4;
 
-/// Digests of a running guest's pages, with a record of what it has written since.
+/// Digests of a running guest's pages, and a record of the pages that the guest has written since.
 pub(super) struct EarlyDigests {
     record: WriteTracker,
     path: PathBuf,
     pages: Vec<u64>,
 }
 
-/// Records which pages were written since the last collection.
+/// A record of the pages that were written since the last collection.
 enum WriteTracker {
     SoftDirty(SoftDirty),
-    /// With the index of the main RAM among the tracked blocks.
+    /// The index is that of the main RAM among the tracked blocks.
     Protected(Box<Asynchronous>, usize),
 }
 
@@ -52,13 +54,13 @@ struct ChangedPages {
 }
 
 impl EarlyDigests {
-    /// Digests the RAM of a running guest, which is stopped for milliseconds a few times. The caller holds its run
-    /// state.
+    /// Digests the RAM of a running guest, which is stopped a few times for milliseconds each. The caller holds the
+    /// guest's run state.
     ///
-    /// `None`: tracking is not possible here; the log states why, and the guest is unchanged.
+    /// Returns `None` if writes to this guest's RAM cannot be tracked. The guest is then unchanged.
     ///
     /// # Errors
-    /// If the guest cannot be stopped or resumed.
+    /// [`RebootError`] if the guest cannot be stopped or resumed, or if its RAM file cannot be read.
     pub(super) fn begin(
         vmm: &Vmm,
         qmp: &mut Qmp,
@@ -115,7 +117,7 @@ impl EarlyDigests {
         digest::update_file_pages(&self.path, &mut self.pages, &changed.written).map_err(|e| e.to_string())
     }
 
-    /// Ends tracking and leaves no trace in QEMU: the guest resumes there.
+    /// Ends tracking and leaves no trace in QEMU, in which the guest resumes.
     pub(super) fn discard(self) {
         self.record.end(&self.path);
     }
@@ -137,7 +139,7 @@ impl WriteTracker {
         Ok(Self::Protected(Box::new(tracker), index))
     }
 
-    /// Returns what was written since the last call. The guest must be stopped.
+    /// Returns the pages that were written since the last call. The guest must be stopped.
     fn collect(&mut self, qmp: &mut Qmp) -> Result<ChangedPages, String> {
         let mut stopped = Stopped::check(qmp).map_err(|e| e.to_string())?;
         match self {
@@ -162,8 +164,8 @@ impl WriteTracker {
     }
 }
 
-/// Runs `work` with the guest stopped. For a running guest, the file `mark` exists meanwhile, so that `recover` resumes
-/// the guest if this process dies.
+/// Runs `work` with the guest stopped. If the guest was running, the file `mark` exists during `work`, so that
+/// `recover` resumes the guest if this process dies. `mark`: `None` for a guest that is stopped already.
 fn with_guest_stopped<T>(
     vmm: &Vmm,
     qmp: &mut Qmp,

@@ -1,11 +1,11 @@
-//! Errors of reboots of the host, and of suspending and resuming its guests.
+//! Errors of rebooting the host, and of suspending and resuming its guests.
 
 use crate::error::{Problem, RebootError};
 use std::io;
 use std::path::PathBuf;
 
-/// Why a host could not be rebooted, or guests could not be suspended. Unless a variant states otherwise, all guests
-/// run as before.
+/// An error of rebooting the host, or of suspending or resuming its guests. Unless a variant states otherwise, all
+/// guests run as before.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
     /// The preflight found problems. Nothing was stopped.
@@ -28,10 +28,10 @@ pub enum HostError {
         #[source]
         source: io::Error,
     },
-    /// All guests are suspended, but QEMUs that should have ended have not.
+    /// All guests are suspended, but not all of their QEMUs have ended.
     #[error("all guests are suspended, but not all of their QEMUs have ended:\n{}", failures(.0))]
     Ending(Vec<(String, RebootError)>),
-    /// There is no kernel to boot.
+    /// No kernel to boot was found.
     #[error("{0}")]
     Kernel(String),
     #[error("cannot load the next kernel; all guests run as before")]
@@ -40,7 +40,7 @@ pub enum HostError {
     #[error("`{command}`: {output}")]
     Command {
         command: String,
-        /// What it printed to stderr.
+        /// Standard error of the command.
         output: String,
     },
     #[error("{}", path.display())]

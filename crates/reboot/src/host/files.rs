@@ -1,8 +1,8 @@
-//! The files that QEMUs are started from, read ahead while the host boots.
+//! Reads ahead, while the host boots, the files from which QEMUs are started.
 //!
-//! After a boot none of them is cached, and a QEMU's program and libraries are tens of megabytes. A suspend records
-//! which files the QEMUs have mapped; the next kernel reads these first. A file that is missing or has changed does no
-//! harm.
+//! After a boot none of these files is cached, and QEMU's program and libraries are tens of megabytes. A suspend
+//! records which files the QEMUs have mapped; the next kernel reads them before the guests are resumed. A file that is
+//! missing or has changed is harmless.
 
 use rekindle_kernel::maps;
 use rekindle_qemu::vmm::Vmm;
@@ -11,14 +11,14 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// Returns the program of a running QEMU, and its libraries.
+/// Returns the paths of a running QEMU's program and libraries.
 pub(super) fn mapped(vmm: &Vmm) -> Vec<PathBuf> {
     let maps = maps::of(vmm.process()).unwrap_or_else(|e| {
         tracing::debug!("process {}: cannot read its mappings: {e}", vmm.pid);
         Vec::new()
     });
     let code = maps.iter().filter(|map| !map.shared).map(|map| Path::new(&map.name));
-    // A set, since each file is mapped in several pieces.
+    // A set, because each file is mapped in several pieces.
     let files: BTreeSet<_> = code.filter(|path| path.is_absolute() && path.is_file()).map(Path::to_owned).collect();
     files.into_iter().collect()
 }

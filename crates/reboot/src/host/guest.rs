@@ -1,4 +1,4 @@
-//! One guest's part of a suspend: prepared, saved with its QEMU still there, then ended or resumed.
+//! One guest's part of a suspend: it is prepared, then saved while its QEMU still exists, then ended or resumed.
 
 use super::RebootMethod;
 use super::digests::EarlyDigests;
@@ -33,10 +33,10 @@ use rekindle_vm::{disks, ram};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-/// Upper limit of what is written next to a guest's RAM besides digests: its state, with video memory.
+/// Upper limit of the bytes written next to a guest's RAM besides digests: the device state, with video memory.
 const MAX_STREAM_BYTES: u64 = 64 << 20;
 
-/// Returns name and kind of the operation that suspends by this method.
+/// Returns the name and kind of the operation that suspends a guest by this method.
 pub(super) fn operation(how: RebootMethod) -> (String, Kind) {
     let kind = match how {
         RebootMethod::Warm => Kind::HostWarm,
@@ -50,7 +50,7 @@ pub(super) fn operation(how: RebootMethod) -> (String, Kind) {
 pub(super) struct PreparedSuspend {
     replacement: Replacement,
     handover: Handover,
-    /// `None` for a guest that is shut down: QEMU serves one client at a time.
+    /// `None` if the guest is to be shut down: QEMU serves one client at a time, and the shutdown connects itself.
     qmp: Option<Qmp>,
     cpu: cpu::Features,
     early: Option<EarlyDigests>,
@@ -121,10 +121,10 @@ impl PreparedSuspend {
         self.replacement.options.how
     }
 
-    /// Stops the guest and saves it; its QEMU stays, stopped. A guest with method cold is shut down instead, and its
-    /// QEMU has ended.
+    /// Stops the guest and saves it; its QEMU stays, with the guest stopped. With method cold, the guest is shut down
+    /// instead, and its QEMU has ended.
     ///
-    /// *On failure:* the guest is resumed, if its QEMU lives.
+    /// *On failure:* the guest is resumed if its QEMU lives.
     pub(super) fn save(
         mut self,
         host: &Host,
@@ -133,13 +133,13 @@ impl PreparedSuspend {
     ) -> Result<SavedGuest, RebootError> {
         let result = self.save_state(host);
         let Self { replacement, mut handover, qmp, cpu, early, files } = self;
-        // QEMU serves one client at a time, and a return to the source connects again.
+        // QEMU serves one client at a time, and returning the guest to the source opens another connection.
         drop(qmp);
         let (saved, pages, stop_us) = match result {
             Ok(state) => state,
             Err(error) => {
                 discard_digests(early);
-                // A guest that was to be shut down, and has ended, is not lost.
+                // A guest that was to be shut down and has ended is not lost.
                 let is_shut_down = replacement.options.how == RebootMethod::Cold && !replacement.source_qemu.is_alive();
                 return Err(if is_shut_down { error } else { handover.abandon(error).1 });
             }
@@ -175,7 +175,8 @@ impl PreparedSuspend {
         }
     }
 
-    /// Saves the guest. Returns its state and the digests of its RAM, if there are any, and when it was stopped.
+    /// Saves the guest. Returns its saved state and the digests of its RAM, if there are any, and the time of its stop
+    /// in µs since 1970.
     fn save_state(&mut self, host: &Host) -> Result<(Option<SavedState>, Option<FileDigest>, u64), RebootError> {
         self.replacement.hold_run_state()?;
         self.handover.advance(Step::Suspend)?;
@@ -191,7 +192,7 @@ impl PreparedSuspend {
             self.handover.recorder.step("shut down");
             return Ok((None, None, host_us()));
         }
-        // Dropped at the end of this function: a return to the source connects again.
+        // Dropped at the end of this function, because returning the guest to the source opens another connection.
         let mut qmp = self.qmp.take().map_or_else(|| source_qemu.connect(vmm::START), Ok)?;
         if self.how() == RebootMethod::Saved {
             let stopped_host_us = self.stop(&mut qmp)?;
@@ -216,7 +217,8 @@ impl PreparedSuspend {
         Ok((Some(saved), Some(digest_file), stopped_host_us))
     }
 
-    /// Stops the guest and syncs its disk images, which must never be older than its memory.
+    /// Stops the guest and syncs its disk images, which must never be older than its memory. Returns the time of the
+    /// stop, in µs since 1970.
     fn stop(&mut self, qmp: &mut Qmp) -> Result<u64, RebootError> {
         let stopped = stop(qmp, self.replacement.running)?;
         self.handover.recorder.step("stop");
@@ -254,7 +256,7 @@ fn discard_digests(early: Option<EarlyDigests>) {
     }
 }
 
-/// A guest whose state is saved, and whose QEMU is still there.
+/// A guest whose state is saved, and whose QEMU still exists.
 pub(super) struct SavedGuest {
     replacement: Replacement,
     handover: Handover,
@@ -270,7 +272,7 @@ impl SavedGuest {
         &self.replacement.source_qemu
     }
 
-    /// Returns the directory of the RAM if the guest is to find it again.
+    /// Returns the directory of the guest's RAM if the RAM stays in place (method warm); `None` with other methods.
     pub(super) fn ram_directory(&self) -> Option<&Path> {
         self.entry.state.hardware.ram.path.parent().filter(|_| self.entry.how == RebootMethod::Warm)
     }
@@ -301,14 +303,14 @@ impl SavedGuest {
         }
     }
 
-    /// Ends the QEMU and the disk servers after the record was committed.
+    /// Ends the QEMU and the disk servers. The record must be committed.
     pub(super) fn end(self) -> Result<(), RebootError> {
         let hardware = &self.replacement.held.state.hardware;
         let named = |source| RebootError::File { path: self.replacement.held.rundir.path().to_owned(), source };
         self.replacement.source_qemu.kill().map_err(named)?;
         disks::end(&self.replacement.held.rundir, hardware).map_err(LifeError::from)?;
         if self.entry.how == RebootMethod::Saved {
-            // The saved state is on a disk; the RAM is not needed any more.
+            // The saved state on disk contains the RAM, so the RAM files are not needed any more.
             let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
             for (path, _) in hardware.ram_files() {
                 RamDirectory::at(directory)?.remove(&ram::name(&path))?;

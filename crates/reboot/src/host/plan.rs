@@ -1,7 +1,7 @@
 //! `rekindle reboot host`: the method for each VM, the kernel to boot, and the shutdown.
 //!
-//! The plan is written to a file for the unit that suspends the guests at the end of the shutdown. Everything can be
-//! undone until systemd has received the request to shut down.
+//! The plan is written to a file for the systemd unit that suspends the guests at the end of the shutdown. Everything
+//! can be undone until systemd has received the request to shut down.
 
 use super::guest::preflight;
 use super::setup::{self, reserve};
@@ -21,22 +21,22 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What to do with VMs that cannot be carried over by the requested method.
+/// How to treat VMs that cannot be carried over by the requested method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OthersPolicy {
     /// Do not reboot the host.
     Refuse,
-    /// Save their RAM to disk.
+    /// Save these VMs' RAM to disk.
     Saved,
-    /// Shut them down, and boot them after the reboot.
+    /// Shut these VMs down, and boot them after the reboot.
     Cold,
 }
 
 /// An installed kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstalledKernel {
-    /// Its version: the name of its folder of modules.
+    /// The kernel's version, which is the name of its folder of modules.
     pub version: String,
     pub image: PathBuf,
     pub initrd: Option<PathBuf>,
@@ -48,9 +48,9 @@ pub struct HostRebootPlan {
     /// Unique ID of this plan.
     pub token: String,
     pub how: RebootMethod,
-    /// Each running VM, with its method.
+    /// Every running VM, with its method.
     pub vms: Vec<(String, RebootMethod)>,
-    /// The kernel that is entered by kexec. `None`: an ordinary reboot.
+    /// The kernel that is entered by kexec. `None`: the host reboots through its firmware.
     pub kernel: Option<InstalledKernel>,
 }
 
@@ -61,7 +61,7 @@ fn path(host: &Host) -> PathBuf {
 /// Reads the plan of a reboot in progress.
 ///
 /// # Errors
-/// [`HostError::File`].
+/// [`HostError::File`] if the plan exists and cannot be read or parsed.
 pub fn read(host: &Host) -> Result<Option<HostRebootPlan>, HostError> {
     let path = path(host);
     let failed = |source| HostError::File { path: path.clone(), source };
@@ -95,7 +95,7 @@ pub fn make(host: &Host, how: RebootMethod, others: OthersPolicy) -> Result<Host
     Ok(HostRebootPlan { token: new_token(), how, vms, kernel })
 }
 
-/// Returns the method for one VM; `None` if it does not run.
+/// Returns the method for one VM. `None` if the VM does not run.
 fn method_for(
     host: &Host,
     name: &str,
@@ -161,7 +161,7 @@ fn problems_of(error: RebootError) -> Vec<Problem> {
     }
 }
 
-/// Returns why RAM at `path` would not survive the reboot.
+/// Returns the reason why RAM at `path` would not survive the reboot, or `None` if it would.
 fn why_not_preserved(path: &Path) -> Option<String> {
     let text = match reserve::holds(path) {
         Ok(true) => return None,
@@ -174,10 +174,10 @@ fn why_not_preserved(path: &Path) -> Option<String> {
     ))
 }
 
-/// Returns the newest kernel installed under `root`, with its initial RAM disk.
+/// Returns the newest kernel under `root` whose modules are installed, with its initial RAM disk if there is one.
 ///
 /// # Errors
-/// [`HostError::Kernel`].
+/// [`HostError::Kernel`] if there is no such kernel.
 pub fn newest(root: &Path) -> Result<InstalledKernel, HostError> {
     let boot = root.join("boot");
     let files = fs::read_dir(&boot).map_err(|source| HostError::File { path: boot.clone(), source })?;
@@ -195,7 +195,7 @@ pub fn newest(root: &Path) -> Result<InstalledKernel, HostError> {
     Ok(InstalledKernel { image: boot.join(format!("vmlinuz-{version}")), initrd, version })
 }
 
-/// Converts a version for comparison: numbers compare by value.
+/// Converts a version for comparison, so that numbers in it compare by value.
 fn numbers(version: &str) -> Vec<(u64, String)> {
     let mut parts = Vec::new();
     let mut rest = version;
@@ -211,7 +211,7 @@ fn numbers(version: &str) -> Vec<(u64, String)> {
     parts
 }
 
-/// Returns the command line for the next kernel: the current one, without what the boot loader added, plus the token.
+/// Returns the next kernel's command line: the current one without the boot loader's parameters, plus the token.
 fn next_command_line(now: &str, token: &str) -> String {
     let stays = |word: &&str| !["BOOT_IMAGE=", "initrd=", PARAMETER].iter().any(|start| word.starts_with(start));
     let words = now.split_whitespace().filter(stays);
@@ -221,9 +221,6 @@ fn next_command_line(now: &str, token: &str) -> String {
 /// Loads the kernel, writes the plan, and makes systemd shut the host down.
 ///
 /// *On success:* the shutdown has started. *On failure:* all guests run as before.
-///
-/// # Errors
-/// [`HostError`].
 pub fn carry_out(host: &Host, plan: &HostRebootPlan) -> Result<(), HostError> {
     setup::check_units()?;
     let started = begin(host, plan);
@@ -248,8 +245,8 @@ fn begin(host: &Host, plan: &HostRebootPlan) -> Result<(), HostError> {
     run("systemctl", &["--no-block", if plan.kernel.is_some() { "kexec" } else { "reboot" }])
 }
 
-/// Moves the guests to a scope of their own, which systemd leaves alone until the end of the shutdown. Otherwise it
-/// would end them with the session that they were started from, before it stops the services.
+/// Moves the guests to a systemd scope of their own, which systemd leaves alone until the end of the shutdown.
+/// Otherwise systemd would end the guests with the session that started them, before it stops the services.
 fn keep_over_shutdown(host: &Host, plan: &HostRebootPlan) -> Result<(), HostError> {
     let mut pids = Vec::new();
     for (name, _) in &plan.vms {
@@ -280,7 +277,7 @@ fn keep_over_shutdown(host: &Host, plan: &HostRebootPlan) -> Result<(), HostErro
 /// Plans a manual suspend: all running VMs, with the same method, whether or not their RAM would survive a reboot.
 ///
 /// # Errors
-/// [`HostError::File`].
+/// [`HostError::File`] if the VMs cannot be listed.
 pub fn for_manual_suspend(host: &Host, how: RebootMethod) -> Result<HostRebootPlan, HostError> {
     let names = RunDir::list(&host.root).map_err(|source| HostError::File { path: host.root.clone(), source })?;
     let runs = |name: &String| {

@@ -32,12 +32,12 @@ use std::path::{Path, PathBuf};
 
 /// The format of these files.
 ///
-/// 1: guests as `NAME.json` next to `host.json`. Such files are still read.
+/// Format 1 had guests as `NAME.json` next to `host.json`; such files are still read.
 const FORMAT: u32 = 2;
 const HOST: &str = "host.json";
 const GUESTS: &str = "guests";
 const LOCK: &str = "lock";
-/// Next to the RAM.
+/// Name of the directory next to the RAM.
 const STATE_DIR: &str = ".suspended";
 
 /// Data common to all guests of one suspend.
@@ -46,55 +46,55 @@ pub struct RecordHeader {
     pub format: u32,
     /// Unique ID of this suspend.
     pub token: String,
-    /// Boot ID of the kernel under which it happened.
+    /// Boot ID of the kernel under which the guests were suspended.
     pub boot_id: String,
-    /// When it was committed: host clock, microseconds since 1970.
+    /// When the record was committed: host clock, microseconds since 1970.
     pub committed_us: u64,
 }
 
-/// A file with its expected length and digest.
+/// A file, with the length and digest that it must have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileDigest {
     pub path: PathBuf,
-    /// Its length in bytes.
+    /// Length of the file in bytes.
     pub bytes: u64,
-    /// Its XXH3 digest.
+    /// XXH3 digest of the file's content.
     pub digest: u64,
 }
 
 /// One suspended guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SuspendedGuest {
-    /// Must equal that of the [`RecordHeader`].
+    /// Must equal the token of the [`RecordHeader`]; otherwise the entry does not count.
     pub token: String,
     pub how: RebootMethod,
     pub state: State,
-    /// `false` if its owner had paused it: then it stays paused.
+    /// `false` if the VM's owner had paused the guest: it stays paused.
     pub running: bool,
-    /// Its device state; `None` if it was shut down.
+    /// The saved state; `None` if the guest was shut down.
     pub saved: Option<SavedState>,
-    /// Digests of the pages of its RAM.
+    /// Digests of the pages of the guest's RAM.
     pub pages: Option<FileDigest>,
-    /// Processor features that it saw.
+    /// Processor features that the guest saw.
     pub cpu: Features,
-    /// Modification times of its disk images; `None` if they do not show writes.
+    /// Modification times of the guest's disk images; `None` if they do not show writes.
     pub disks: Option<Vec<(PathBuf, i128)>>,
-    /// When it was stopped: host clock, microseconds since 1970.
+    /// When the guest was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
-    /// Why it was shut down although another method was requested.
+    /// Reason why the guest was shut down although another method was requested.
     pub fell_back: Option<String>,
-    /// Set before a QEMU resumes it: no other QEMU may get its state.
+    /// Set before a QEMU resumes the guest: from then on no other QEMU may get its state.
     pub struck: bool,
-    /// The steps of its suspend.
+    /// Steps of the guest's suspend.
     pub steps: Vec<StepEntry>,
-    /// Files that its QEMU is started from, to be read ahead.
+    /// Files from which the guest's QEMU is started, to be read ahead.
     #[serde(default)]
     pub files: Vec<PathBuf>,
 }
 
 impl SuspendedGuest {
-    /// Entry of a guest that could neither be suspended nor shut down, and ends with the host, so that it is booted
-    /// later.
+    /// Returns the entry of a guest that could neither be suspended nor shut down. The guest ends with the host and is
+    /// booted later.
     #[must_use]
     pub fn not_suspended(token: &str, state: State, why: String) -> Self {
         Self {
@@ -115,13 +115,13 @@ impl SuspendedGuest {
     }
 }
 
-/// The record of a host.
+/// A host's record of suspended guests.
 #[derive(Debug)]
 pub struct SuspendRecord {
     directory: PathBuf,
-    /// Held by the process that suspends or resumes, one at a time.
+    /// Lock of the record: one process at a time suspends or resumes guests.
     lock: Option<File>,
-    /// Validates the entries; `None`: no guest is suspended.
+    /// Header that validates the entries. `None`: no guest is suspended.
     pub head: Option<RecordHeader>,
 }
 
@@ -129,7 +129,7 @@ impl SuspendRecord {
     /// Reads the record in `directory`, which need not exist.
     ///
     /// # Errors
-    /// [`HostError::Record`]: it exists and cannot be parsed.
+    /// [`HostError::Record`] if the record exists and cannot be read or parsed.
     pub fn read(directory: &Path) -> Result<Self, HostError> {
         let head: Option<RecordHeader> = read_json(&directory.join(HOST))?;
         if let Some(RecordHeader { format, .. }) = head.as_ref().filter(|head| head.format > FORMAT) {
@@ -139,10 +139,11 @@ impl SuspendRecord {
         Ok(Self { directory: directory.to_owned(), lock: None, head })
     }
 
-    /// Reads the record once no other process suspends or resumes guests, and excludes them until this is dropped.
+    /// Waits until no other process suspends or resumes guests, then reads the record. Excludes such processes until
+    /// the returned record is dropped.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if the record cannot be locked or read.
     pub fn lock(directory: &Path) -> Result<Self, HostError> {
         let path = directory.join(LOCK);
         let failed = |source| HostError::Record { path: path.clone(), source };
@@ -153,10 +154,10 @@ impl SuspendRecord {
         Ok(Self { lock: Some(lock), ..Self::read(directory)? })
     }
 
-    /// Returns the names of suspended VMs.
+    /// Returns the names of all suspended VMs.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if a file of the record cannot be read.
     pub fn names(&self) -> Result<Vec<String>, HostError> {
         let mut names = self.files()?;
         let mut failed = None;
@@ -178,10 +179,10 @@ impl SuspendRecord {
         Ok(names)
     }
 
-    /// Returns the entry of VM `name`, if it is suspended.
+    /// Returns the entry of VM `name`. `None` if the VM is not suspended.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if the entry cannot be read.
     pub fn entry(&self, name: &str) -> Result<Option<SuspendedGuest>, HostError> {
         let Some(head) = &self.head else { return Ok(None) };
         Ok(self.read_entry(name)?.filter(|entry| entry.token == head.token))
@@ -198,13 +199,14 @@ impl SuspendRecord {
         self.directory.join(GUESTS).join(format!("{name}.json"))
     }
 
-    /// Returns the path of a guest's file in format 1, which had none for a VM named `host`.
+    /// Returns the path of a guest's file in format 1. `None` for a VM named `host`, which had no file of its own.
     fn format_1_file(&self, name: &str) -> Option<PathBuf> {
         let file = format!("{name}.json");
         (file != HOST).then(|| self.directory.join(file))
     }
 
-    /// Removes the files of VM `name`: the newer one last, since it is the one that counts.
+    /// Removes the files of VM `name`. The file of the newer format is removed last, because it is the file that
+    /// counts.
     fn remove_files(&self, name: &str) -> io::Result<()> {
         if let Some(old) = self.format_1_file(name) {
             remove(&old)?;
@@ -212,11 +214,11 @@ impl SuspendRecord {
         remove(&self.file(name))
     }
 
-    /// Starts a new record, which counts only after [`SuspendRecord::commit`]. Removes what an earlier, uncommitted one
-    /// has left.
+    /// Starts a new record, which counts only after [`SuspendRecord::commit`]. Removes the remains of an earlier,
+    /// uncommitted record.
     ///
     /// # Errors
-    /// [`HostError::StillSuspended`], [`HostError::Record`].
+    /// [`HostError::StillSuspended`] if guests are suspended, [`HostError::Record`] if the record cannot be accessed.
     pub fn begin(directory: &Path) -> Result<Self, HostError> {
         let mut record = Self::lock(directory)?;
         let names = record.names()?;
@@ -233,10 +235,10 @@ impl SuspendRecord {
         Ok(record)
     }
 
-    /// Writes an entry.
+    /// Writes an entry, which counts only after [`SuspendRecord::commit`] of its token.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if the file cannot be written.
     pub fn write_entry(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
         let path = self.file(&entry.state.hardware.name);
         let folder = self.directory.join(GUESTS);
@@ -249,7 +251,7 @@ impl SuspendRecord {
     /// Validates all entries with this token.
     ///
     /// # Errors
-    /// [`HostError::Record`]: no entry counts.
+    /// [`HostError::Record`] if the header cannot be written: then no entry counts.
     pub fn commit(&mut self, token: String, boot_id: String, committed_us: u64) -> Result<(), HostError> {
         let head = RecordHeader { format: FORMAT, token, boot_id, committed_us };
         let path = self.directory.join(HOST);
@@ -258,10 +260,10 @@ impl SuspendRecord {
         Ok(())
     }
 
-    /// Marks `entry` so that no other process resumes it: the caller is about to.
+    /// Marks `entry` so that no other process resumes the guest. The caller is about to resume it.
     ///
     /// # Errors
-    /// [`HostError::Record`]: the entry is unchanged.
+    /// [`HostError::Record`] if the entry cannot be written: then it is unchanged.
     pub fn mark_struck(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
         self.write_entry(&SuspendedGuest { struck: true, ..entry.clone() })
     }
@@ -269,7 +271,7 @@ impl SuspendRecord {
     /// Removes the entry of VM `name` and its files next to the RAM. A missing entry is not an error.
     ///
     /// # Errors
-    /// [`HostError::Record`].
+    /// [`HostError::Record`] if a file cannot be removed.
     pub fn remove_entry(&self, name: &str) -> Result<(), HostError> {
         let failed = |source| HostError::Record { path: self.file(name), source };
         let entry = self.read_entry(name)?;
@@ -286,7 +288,7 @@ impl SuspendRecord {
             }
             if self.files()?.is_empty() {
                 remove(&self.directory.join(HOST)).map_err(failed)?;
-                // If another guest's file is just being written, the folder stays.
+                // The folder stays if another guest's file is just being written.
                 let _ = fs::remove_dir(&folder);
             }
             self.remove_if_empty(&state_directory(&entry.state));
@@ -294,7 +296,7 @@ impl SuspendRecord {
         Ok(())
     }
 
-    /// Removes what an interrupted suspend has left next to the RAM of a VM that is not suspended.
+    /// Removes the files that an interrupted suspend has left next to the RAM of a VM that is not suspended.
     pub(super) fn remove_leftovers(&self, rundir: &RunDir, state: &State) {
         let directory = state_directory(state);
         for path in state_files(&directory, rundir) {
@@ -303,8 +305,8 @@ impl SuspendRecord {
         self.remove_if_empty(&directory);
     }
 
-    /// Removes the directory next to the RAM if it holds no guest's files, unless another process is about to write
-    /// there.
+    /// Removes the directory next to the RAM if it holds no guest's files. The directory stays if another process is
+    /// about to write to it.
     fn remove_if_empty(&self, directory: &Path) {
         let others = fs::read_dir(directory).map(|all| all.flatten().any(|file| file.file_name() != "token"));
         if others.unwrap_or(true) {
@@ -321,28 +323,28 @@ impl SuspendRecord {
     }
 }
 
-/// Returns the directory next to the RAM of a VM that holds suspended state.
+/// Returns the directory, next to a VM's RAM, that holds the state of suspended guests.
 pub(super) fn state_directory(state: &State) -> PathBuf {
     state.hardware.ram.path.parent().unwrap_or(Path::new("/")).join(STATE_DIR)
 }
 
-/// Creates that directory and writes the record's token to it.
+/// Creates the [`state_directory`] of a VM and writes the record's token to it.
 ///
 /// # Errors
-/// Errors of the operating system.
+/// Errors of creating the directory and of writing the file.
 pub(super) fn write_token(state: &State, token: &str) -> io::Result<()> {
     let directory = state_directory(state);
     DirBuilder::new().recursive(true).mode(0o700).create(&directory)?;
     rekindle_vm::rundir::write_atomically(&directory.join("token"), token.as_bytes())
 }
 
-/// Returns the files of a VM in that directory: its state, and the digests of its pages.
+/// Returns the paths of a VM's files in its [`state_directory`]: the saved state, and the digests of the RAM's pages.
 pub(super) fn state_files(directory: &Path, rundir: &RunDir) -> [PathBuf; 2] {
     let stem = unique_name(rundir);
     ["stream", "pages"].map(|kind| directory.join(format!("{stem}.{kind}")))
 }
 
-/// Returns the token in that directory, if there is one.
+/// Returns the token in a VM's [`state_directory`], if there is one.
 pub(super) fn read_token(state: &State) -> Option<String> {
     fs::read_to_string(state_directory(state).join("token")).ok()
 }
@@ -394,7 +396,7 @@ mod tests {
         assert!(record.names().is_err(), "an invalid entry is an error, and not skipped");
         fs::remove_file(path.join("web.json")).unwrap();
         assert_eq!(SuspendRecord::read(&path).unwrap().head.unwrap().token, "new");
-        // It has no entries: a new record may be started once this one is dropped.
+        // The record has no entries, so a new one may be started once this one is dropped.
         drop(record);
         assert!(SuspendRecord::begin(&path).unwrap().head.is_none());
         assert!(!path.join(HOST).exists());
@@ -402,7 +404,7 @@ mod tests {
         assert!(SuspendRecord::read(&path).unwrap_err().to_string().contains("host.json"));
     }
 
-    /// VM names that are also names of files of the record, or of other parts of Rekindle.
+    /// VM names that are also names of files of the record, or of other components of Rekindle.
     const AMBIGUOUS_NAMES: [&str; 16] = [
         "host",
         "lock",
@@ -431,7 +433,7 @@ mod tests {
         for name in AMBIGUOUS_NAMES {
             name.parse::<rekindle_vm::definition::Name>().unwrap();
             write_json(&record.file(name), &format!("this is {name}")).unwrap();
-            // As if its temporary file had been left behind.
+            // Simulates a temporary file that was left behind.
             fs::write(record.file(name).with_extension("new"), "left").unwrap();
         }
         record.commit("newer".into(), "boot".into(), 8).unwrap();
@@ -461,7 +463,7 @@ mod tests {
         assert_eq!(record.files().unwrap(), ["web"]);
         assert!(record.entry("web").is_err(), "it is read");
         assert!(record.entry("host").unwrap().is_none(), "that is the head");
-        // The newer file is the one that counts.
+        // The file of the newer format counts.
         fs::create_dir(directory.path().join(GUESTS)).unwrap();
         fs::write(record.file("web"), "null").unwrap();
         assert_eq!(record.files().unwrap(), ["web"]);

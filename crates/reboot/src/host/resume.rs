@@ -41,20 +41,20 @@ use std::time::{Duration, Instant};
 const BRIDGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long `/dev/kvm` may take to appear after its module was loaded.
 const KVM_TIMEOUT: Duration = Duration::from_secs(10);
-/// Why a guest is lost that may have run already.
+/// Reported reason for the loss of a guest's memory if the guest may have run already.
 const STRUCK_REASON: &str = "the host went down just as the guest was resumed";
 
-/// What became of a guest.
+/// Result of resuming a guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]
 pub enum ResumeOutcome {
-    /// It was resumed, with its memory.
+    /// The guest was resumed, with its memory.
     Resumed,
-    /// It had been shut down, and was booted.
+    /// The guest had been shut down, and was booted.
     Booted,
-    /// Its memory is lost, and it was booted from its disks.
+    /// The guest's memory is lost, and it was booted from its disks.
     Lost { why: String },
-    /// It is still suspended, or needs `rekindle recover`.
+    /// The guest is still suspended, or needs `rekindle recover`.
     Failed { error: String },
 }
 
@@ -65,20 +65,20 @@ pub struct ResumeReport {
     pub how: RebootMethod,
     #[serde(flatten)]
     pub outcome: ResumeOutcome,
-    /// When it was stopped: host clock, microseconds since 1970.
+    /// When the guest was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
-    /// When it was resumed, if it was.
+    /// When the guest was resumed or booted: host clock, microseconds since 1970. `None` if it was not.
     pub resume_us: Option<u64>,
 }
 
 /// Resumes all suspended guests.
 ///
 /// *Needs:* the resources of the VMs: their disks, the bridges of their taps.
-/// *On success:* every guest was processed; the result for each is returned.
+/// *On success:* every guest was processed; its report states the outcome.
 /// *On failure:* the record cannot be read. Nothing was changed.
 ///
 /// # Errors
-/// [`HostError::Record`].
+/// [`HostError::Record`] if the record cannot be read.
 pub fn resume(host: &Host) -> Result<Vec<ResumeReport>, HostError> {
     if SuspendRecord::read(&host.suspend_dir)?.head.is_none() {
         return Ok(Vec::new());
@@ -123,24 +123,18 @@ fn wait_for_kvm() {
 }
 
 /// Returns whether VM `name` is suspended.
-///
-/// # Errors
-/// [`HostError`].
 pub fn is_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
     Ok(SuspendRecord::read(&host.suspend_dir)?.entry(name)?.is_some())
 }
 
-/// Discards the memory and the record of VM `name` if it is suspended, in this boot or an earlier one. Returns `true`
-/// if it was.
-///
-/// # Errors
-/// [`HostError`].
+/// Discards the memory and the record's entry of VM `name` if the VM was suspended, in this boot or an earlier one.
+/// Returns whether it was.
 pub fn drop_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
     let record = SuspendRecord::read(&host.suspend_dir)?;
     let Some(entry) = record.entry(name)? else { return Ok(false) };
     let directory = entry.state.hardware.ram.path.parent().map(std::path::Path::to_owned).unwrap_or_default();
     record.remove_entry(name)?;
-    // If the RAM itself is gone there is nothing to remove.
+    // Without the RAM's directory, no RAM file is left to remove.
     if let Ok(directory) = RamDirectory::at(&directory) {
         for (path, _) in entry.state.hardware.ram_files() {
             let removed = directory.remove(&ram::name(&path));
@@ -164,12 +158,12 @@ fn resume_one(
     let failed = |source| RebootError::File { path: rundir.path().to_owned(), source };
     host.create_run_dir(&rundir).map_err(failed)?;
     if State::read(&rundir).map_err(failed)?.is_none() {
-        // A process of another boot does not run in this one, whatever its PID.
+        // The recorded QEMU belongs to another boot, so it does not run, even if a process has its PID.
         let qemu = entry.state.vmm.as_ref().map_or(&entry.state.definition.qemu, |vmm| &vmm.binary).clone();
         let mut state = State { vmm: None, ..entry.state.clone() };
         state.definition.qemu = qemu;
         state.write(&rundir).map_err(failed)?;
-        // The timeline of its suspend was lost with the run directory of that boot.
+        // The timeline of the suspend was lost with the run directory of the previous boot.
         if let Err(e) = timeline::append(&rundir, &steps(record, entry)) {
             tracing::debug!("{name}: {e}");
         }
@@ -179,13 +173,13 @@ fn resume_one(
         return Err(LifeError::Running { name: name.clone(), pid: vmm.pid }.into());
     }
     let journal = match left {
-        // An earlier resume was interrupted just as it resumed the guest: only its journal shows whether the guest
-        // runs.
+        // An earlier resume was interrupted when it resumed the guest: only the journal of that resume shows whether
+        // the guest runs.
         Some(journal) if entry.struck => {
             let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
             let recovered = recover(host, &held, journal)?;
             let why = matches!(recovered, Recovered::Booted).then(|| STRUCK_REASON.to_owned());
-            // Files next to the RAM may only be removed by the holder of the record.
+            // Only the process that holds the record may remove files next to the RAM.
             record.remove_leftovers(&rundir, &entry.state);
             drop((run_state, held));
             start_watch(&rundir)?;
@@ -224,8 +218,8 @@ fn start_watch(rundir: &RunDir) -> Result<(), RebootError> {
     Ok(())
 }
 
-/// Returns the steps of a guest's suspend, plus the step common to all guests: from its save until the record was
-/// committed.
+/// Returns the steps of a guest's suspend, and a last step that is common to all guests: from the guest's save to the
+/// commit of the record.
 fn steps(record: &SuspendRecord, entry: &SuspendedGuest) -> Vec<timeline::Entry> {
     let mut steps = entry.steps.clone();
     if let (Some(last), Some(head)) = (entry.steps.last(), &record.head) {
@@ -242,9 +236,6 @@ fn steps(record: &SuspendRecord, entry: &SuspendedGuest) -> Vec<timeline::Entry>
 }
 
 /// Finishes or undoes an interrupted suspend or resume of one VM.
-///
-/// # Errors
-/// [`RebootError`].
 pub(crate) fn recover(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     let name = held.rundir.name();
     let unread = |error: HostError| RebootError::Record { name: name.into(), why: error.to_string() };
@@ -254,7 +245,7 @@ pub(crate) fn recover(host: &Host, held: &Held, journal: Journal) -> Result<Reco
         Some(entry) if journal.operation.step <= Step::Saved => {
             let handover = continue_interrupted(held, journal);
             if handover.live_source().is_some() && entry.how != RebootMethod::Cold {
-                // From here on it is not suspended, and its source QEMU may run it.
+                // From here on the guest is not suspended, and its source QEMU may run it.
                 record.mark_struck(&entry).map_err(unread)?;
                 handover.return_to_source()?;
                 Recovered::Undone
@@ -274,7 +265,7 @@ pub(crate) fn recover(host: &Host, held: &Held, journal: Journal) -> Result<Reco
     Ok(recovered)
 }
 
-/// Resumes the guest of an entry, or boots it if its memory is lost.
+/// Resumes the guest of an entry. Boots it if it was shut down or its memory is lost.
 fn resume_entry(
     host: &Host,
     record: &SuspendRecord,
@@ -289,8 +280,8 @@ fn resume_entry(
     missing_disks(entry)?;
     network::wait_for_bridges(&entry.state.definition, BRIDGE_TIMEOUT)?;
     handover.recorder.step("wait for its bridges");
-    // Opened once: a tap has one user at a time, and another thread that is just starting a QEMU keeps copies of open
-    // descriptors for a moment.
+    // Open each tap only once: a tap has one user at a time, and a thread that is just starting another QEMU holds
+    // copies of open descriptors for a moment.
     let taps = network::create(host, &entry.state)?;
     fault::point("host.resume.placed", None, None);
     handover.recorder.step("make its place");
@@ -298,7 +289,7 @@ fn resume_entry(
     let loss = loss_reason(entry, trust);
     handover.recorder.step("check its memory");
     if loss.is_some() || entry.how == RebootMethod::Cold {
-        // It is booted in any case: if this is interrupted, the next attempt boots it too.
+        // The guest is booted in any case: if this attempt is interrupted, the next one boots it too.
         record.mark_struck(entry).map_err(unwritten)?;
         fault::point("host.resume.struck", None, None);
         let recovered = match &loss {
@@ -315,7 +306,7 @@ fn resume_entry(
     Ok((Recovered::FromState, None, resumed_host_us))
 }
 
-/// Resumes the guest of an entry from its saved state. Returns when it resumed, in µs since 1970.
+/// Resumes the guest of an entry from its saved state. Returns the time of the resume, in µs since 1970.
 fn resume_saved(
     record: &SuspendRecord,
     mut handover: Handover,
@@ -358,19 +349,19 @@ fn resume_loaded<R: Ram>(
     handover.pass("host.resume.struck");
     let running = loaded.commit(&mut handover, "resume")?;
     handover.pass("host.resume.resumed");
-    // First: the saved state is removed with the entry, and a recovery must not need it any more.
+    // Confirm before the entry is removed: the saved state is removed with it, so a recovery must not need it any more.
     running.confirm(&mut handover)?;
     record.remove_entry(&name).map_err(unwritten)?;
     handover.pass("host.resume.recorded");
     let mut settled = running.settle(handover, "record")?;
     settled.recorder.write(&rundir);
-    // Network switches may have forgotten its port, and its clock has stood still since the suspend.
+    // Network switches may have forgotten the guest's port, and its clock has stood still since the suspend.
     announce(&mut settled.qmp, &name);
     set_clock(&mut settled.qmp, &settled.vmm, settled.state.hardware.agent);
     Ok(settled.resumed_host_us)
 }
 
-/// Returns an error if a disk is missing, so that the guest stays suspended: the disk may appear later.
+/// Rejects a guest with a missing disk, so that it stays suspended: the disk may appear later.
 fn missing_disks(entry: &SuspendedGuest) -> Result<(), RebootError> {
     for disk in &entry.state.hardware.disks {
         std::fs::metadata(&disk.path).map_err(|e| {
@@ -383,7 +374,7 @@ fn missing_disks(entry: &SuspendedGuest) -> Result<(), RebootError> {
     Ok(())
 }
 
-/// Returns why the memory of a guest is lost, if it is.
+/// Returns the reason why the memory of a guest is lost, or `None` if it is not.
 fn loss_reason(entry: &SuspendedGuest, trust: Trust) -> Option<String> {
     if entry.how == RebootMethod::Cold {
         return None;
@@ -400,8 +391,8 @@ fn loss_reason(entry: &SuspendedGuest, trust: Trust) -> Option<String> {
     }
 }
 
-/// Returns an error if the guest would miss processor features. Additional features do no harm: the guest has never
-/// checked for them.
+/// Rejects a QEMU in which the guest would miss processor features. Additional features are harmless: the guest has
+/// never checked for them.
 fn compare_cpu(name: &str, entry: &SuspendedGuest, qmp: &mut Qmp) -> Result<(), RebootError> {
     let now = cpu::features(qmp)?;
     let differences = cpu::differences(&entry.cpu, &now);

@@ -1,6 +1,7 @@
-//! Whether a guest's RAM is unchanged since the guest was suspended.
+//! Checks that a guest's RAM is unchanged since the guest was suspended.
 //!
-//! Changed RAM must never be run. RAM is trusted for one of three reasons only; `docs/host-reboot.md` has the argument.
+//! A guest must never run with changed RAM. RAM is trusted for one of three reasons only; `docs/host-reboot.md` has the
+//! argument.
 
 use super::record::{FileDigest, RecordHeader, SuspendedGuest, read_token};
 use rekindle_memory::digest;
@@ -24,22 +25,22 @@ pub(super) fn command_line() -> io::Result<String> {
     fs::read_to_string("/proc/cmdline")
 }
 
-/// Why RAM may be trusted.
+/// Reason why RAM may be trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Trust {
-    /// It was suspended under this kernel.
+    /// The guest was suspended under this kernel.
     SameBoot,
     /// This kernel was entered by the kexec that the record was made for.
     Kexec,
-    /// Only if its digests match.
+    /// None of the other reasons applies: the RAM may be trusted only if its digests match.
     Digests,
 }
 
 impl Trust {
-    /// Returns how far this host's RAM may be trusted for a record.
+    /// Returns the reason for which this host's RAM may be trusted for a record.
     ///
     /// # Errors
-    /// If `/proc` cannot be read.
+    /// Errors of reading the boot ID and the command line in `/proc`.
     pub(super) fn of(head: &RecordHeader) -> io::Result<Self> {
         Ok(Self::judge(head, &boot_id()?, &command_line()?))
     }
@@ -59,7 +60,7 @@ impl Trust {
 /// Checks that the RAM of `entry` is unchanged.
 ///
 /// # Errors
-/// A text that states what is wrong with it.
+/// A text that names the difference.
 pub(super) fn check(entry: &SuspendedGuest, trust: Trust) -> Result<(), String> {
     let ram = &entry.state.hardware.ram;
     let named = |e: io::Error| format!("{}: {e}", ram.path.display());
@@ -83,10 +84,10 @@ pub(super) fn check(entry: &SuspendedGuest, trust: Trust) -> Result<(), String> 
     }
 }
 
-/// Writes digests of pages, durably.
+/// Writes digests of pages durably. Returns the length and digest of the file.
 ///
 /// # Errors
-/// Errors of the operating system.
+/// Errors of writing the file.
 pub(super) fn write_pages(path: &Path, pages: &[u64]) -> io::Result<FileDigest> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend(pages.iter().flat_map(|page| page.to_le_bytes()));

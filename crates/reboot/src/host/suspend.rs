@@ -17,38 +17,35 @@ use std::fs::File;
 use std::path::Path;
 use std::thread;
 
-/// What to do if a guest cannot be suspended.
+/// Action if a guest cannot be suspended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fallback {
     /// Suspend no guest.
     None,
-    /// Shut it down, and boot it later: a shutdown of the host that is in progress cannot be cancelled.
+    /// Shut the guest down, and boot it later: a shutdown of the host that is in progress cannot be cancelled.
     Cold,
 }
 
-/// A suspended guest, as it is reported.
+/// Report on one suspended guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SuspendReport {
     pub name: String,
     pub how: RebootMethod,
-    /// When it was stopped: host clock, microseconds since 1970.
+    /// When the guest was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
-    /// Why it was shut down although another method was requested.
+    /// Reason why the guest was shut down although another method was requested.
     pub fell_back: Option<String>,
 }
 
-/// Suspends the guests of `wanted`, each by its method, under `token`.
+/// Suspends the guests named in `wanted`, each by its method, in a record with this `token`.
 ///
 /// *Needs:* the VMs run; no other operation holds them; no guest is still suspended.
-/// *On success:* their QEMUs have ended, and [`super::resume()`] resumes them, also in another boot of the host.
-/// *On failure:* all guests continue to run, except for [`HostError::Ending`]: then they are suspended. With
+/// *On success:* the guests' QEMUs have ended, and [`super::resume()`] resumes the guests, also in another boot.
+/// *On failure:* all guests continue to run, except with [`HostError::Ending`]: then they are suspended. With
 /// [`Fallback::Cold`] only errors of the record are returned.
 ///
-/// No guest is stopped before all are prepared. Guests to be shut down go first, then those to be saved, and last those
-/// whose RAM stays in place, since they take least time.
-///
-/// # Errors
-/// [`HostError`].
+/// No guest is stopped before all are prepared. Guests to be shut down are processed first, then those to be saved, and
+/// last those whose RAM stays in place, because they take the least time.
 pub fn suspend(
     host: &Host,
     wanted: &[(String, RebootMethod)],
@@ -82,7 +79,7 @@ pub fn suspend(
     // Write pending data now, so that syncing takes less time while guests are stopped.
     rustix::fs::sync();
 
-    // Before all of them write there concurrently.
+    // Write the tokens before the guests write to these directories concurrently.
     let warm_guests: Vec<_> = prepared
         .iter()
         .filter(|(one, _)| one.how() == RebootMethod::Warm)
@@ -154,13 +151,13 @@ pub fn suspend(
     if left.is_empty() { Ok(entry_with_steps) } else { Err(HostError::Ending(left)) }
 }
 
-/// A VM, and why it cannot be suspended, if so.
+/// Name of a VM, and the error that prevents its suspend, if there is one.
 pub type CheckResult = (String, Result<(), RebootError>);
 
 /// Checks whether [`suspend`] is possible, VM by VM. Changes nothing.
 ///
 /// # Errors
-/// [`HostError::StillSuspended`], [`HostError::Record`].
+/// [`HostError::StillSuspended`] if guests are suspended, [`HostError::Record`] if the record cannot be read.
 pub fn check(host: &Host, wanted: &[(String, RebootMethod)]) -> Result<Vec<CheckResult>, HostError> {
     let still = SuspendRecord::read(&host.suspend_dir)?.names()?;
     if !still.is_empty() {
@@ -170,10 +167,10 @@ pub fn check(host: &Host, wanted: &[(String, RebootMethod)]) -> Result<Vec<Check
     Ok(wanted.iter().map(|(name, how)| (name.clone(), one(name, *how))).collect())
 }
 
-/// Ends what remains of a suspend under `token`, if it was committed. Returns whether it was.
+/// If a suspend under `token` was committed, ends the QEMUs that remain of it. Returns whether it was committed.
 ///
 /// # Errors
-/// [`HostError::Record`], [`HostError::Ending`].
+/// [`HostError::Record`] if the record cannot be read, [`HostError::Ending`] if a QEMU does not end.
 pub(crate) fn end_committed_suspend(host: &Host, token: &str) -> Result<bool, HostError> {
     let record = SuspendRecord::lock(&host.suspend_dir)?;
     if record.head.as_ref().is_none_or(|head| head.token != token) {
@@ -181,7 +178,7 @@ pub(crate) fn end_committed_suspend(host: &Host, token: &str) -> Result<bool, Ho
     }
     let listed = record.names()?;
     let entries: Vec<_> = listed.iter().filter_map(|name| record.entry(name).transpose()).collect::<Result<_, _>>()?;
-    // No guest was resumed since: only another boot, or a process that holds the record, does that.
+    // No guest was resumed since then: only another boot, or a process that holds the record, resumes guests.
     let ended = in_parallel_owned(entries, |entry| (entry.state.hardware.name.clone(), end_remaining(host, &entry)));
     let failures: Vec<_> = ended.into_iter().filter_map(|(name, ended)| Some((name, ended.err()?))).collect();
     if failures.is_empty() { Ok(true) } else { Err(HostError::Ending(failures)) }
@@ -241,7 +238,7 @@ pub(super) fn in_parallel<'a, T: Sync, R: Send>(all: &'a [T], work: impl Fn(&'a 
     in_parallel_owned(all.iter().collect(), work)
 }
 
-/// As [`in_parallel`], but passes each item by value.
+/// Runs `work` on all items in parallel as [`in_parallel`] does, but passes each item by value.
 pub(super) fn in_parallel_owned<T: Send, R: Send>(all: Vec<T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     let work = &work;
     thread::scope(|scope| {

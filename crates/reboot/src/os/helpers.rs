@@ -1,8 +1,8 @@
 //! Restarts the processes that serve a VM ([`rekindle_vm::helpers`]) when they die.
 //!
 //! Part of `rekindle watch`. A pidfd of each helper reports its death within a millisecond; new helpers are found by
-//! polling a few times a second. Helpers are started by the functions, and under the locks, that `rekindle recover`
-//! uses.
+//! polling a few times a second. The supervisor starts helpers with the same functions, and under the same locks, as
+//! `rekindle recover`.
 
 mod backoff;
 
@@ -25,17 +25,17 @@ use std::time::{Duration, Instant};
 
 /// Interval between searches for new helpers.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// How long a helper that was never seen may be missing: it may be about to start.
+/// How long a helper that was never seen may be missing: another process may be about to start it.
 const START_GRACE: Duration = Duration::from_secs(1);
-/// How long a started helper may take until it serves.
+/// How long a started helper may take until it serves the VM.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// State of one helper.
 struct HelperState {
-    /// Its process, the time since when it is known, and a pidfd that reports its death.
+    /// The helper's process, the time since when it is known, and a pidfd that reports its death.
     process: Option<(Process, Instant, OwnedFd)>,
     backoff: Backoff,
-    /// Since when it is missing, and when to restart it; never if it is abandoned.
+    /// The time since when the helper is missing, and the time of its next restart: `None` if the helper is abandoned.
     missing: Option<(Instant, Option<Instant>)>,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct HelperSupervisor<'a> {
 impl<'a> HelperSupervisor<'a> {
     pub(super) fn new(rundir: &'a RunDir, log_limit: u64) -> Self {
         let mut record = helpers::record(rundir);
-        // A new process has not abandoned any helper.
+        // Abandonments are those of a previous supervisor: a new one tries all helpers again.
         record.values_mut().for_each(|restarts| restarts.abandoned = None);
         Self { rundir, log_limit, rotation_failure_reported: false, known: BTreeMap::new(), record }
     }
@@ -72,7 +72,7 @@ impl<'a> HelperSupervisor<'a> {
         if let Some((log, e)) = failed.first()
             && !std::mem::replace(&mut self.rotation_failure_reported, true)
         {
-            // The failed log may be this process's own, so report once.
+            // The log that cannot be rotated may be this process's own, so report the failure only once.
             tracing::warn!("cannot rotate {}: {e}", log.display());
         }
     }
@@ -105,7 +105,7 @@ impl<'a> HelperSupervisor<'a> {
         Ok(())
     }
 
-    /// Clears the mark of an abandoned helper that runs again, whichever process started it.
+    /// Clears the mark of an abandoned helper that runs again, whichever process has started it.
     fn clear_abandoned(&mut self, helper: &Helper) {
         if let Some(restarts) = self.record.get_mut(&helper.key())
             && restarts.abandoned.take().is_some()
@@ -130,7 +130,8 @@ impl<'a> HelperSupervisor<'a> {
         }
     }
 
-    /// Records what to do about a helper that is missing since `since`; `why`: the reason why it could not be started.
+    /// Decides when to restart a helper that is missing since `since`, and records the decision. `why`: the reason why
+    /// its last start failed.
     fn decide(
         &mut self,
         helper: &Helper,
@@ -211,7 +212,7 @@ impl<'a> HelperSupervisor<'a> {
     }
 }
 
-/// Starts a helper and waits until it serves. `None` if it is not needed any more.
+/// Starts a helper and waits until it serves the VM. `None` if it is not needed any more.
 fn start(rundir: &RunDir, helper: &Helper) -> Result<Option<Process>, String> {
     let started = match helper {
         Helper::Disk(_) => disks::restart(rundir).map(drop).map_err(|e| chain(&e)),
@@ -239,7 +240,7 @@ fn start(rundir: &RunDir, helper: &Helper) -> Result<Option<Process>, String> {
     }
 }
 
-/// Returns an error with its causes, in one line.
+/// Formats an error and all its causes in one line.
 pub(super) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

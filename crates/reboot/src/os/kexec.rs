@@ -1,9 +1,9 @@
-//! Kexec: the guest's kernel is replaced by its default one, without firmware and boot loader (section 3.1 of the
+//! Kexec: the guest's kernel starts the guest's default kernel, without firmware and boot loader (section 3.1 of the
 //! evaluation).
 //!
-//! The guest does all of it, on request through its agent: its own `kexec` loads the kernel while everything runs, then
-//! its systemd shuts down cleanly and enters the kernel. QEMU sees no reset and stays; the proof that another kernel
-//! runs is its boot ID. `docs/os-reboot.md` has the sequence.
+//! The guest does all of this itself, requested through its agent: its own `kexec` program loads the kernel while
+//! everything runs, then its systemd shuts down cleanly and enters the kernel. QEMU sees no reset and stays. The boot
+//! ID proves that another kernel runs. `docs/os-reboot.md` has the sequence.
 
 use super::OsRebootReport;
 use crate::error::{Failure, Problem, RebootError};
@@ -24,28 +24,28 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Script that finds and loads the kernel, run in the guest.
+/// Script, run in the guest, that finds and loads the kernel.
 const LOAD_SCRIPT: &str = include_str!("kexec.sh");
-/// How long the script may take: it reads kernel and RAM disk, from a disk that may be slow.
+/// How long [`LOAD_SCRIPT`] may take: it reads kernel and RAM disk from a disk that may be slow.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long an agent may take for a short command.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long the new kernel may take from the end of the previous one until its agent answers.
+/// How long the new kernel may take, from the end of the previous kernel until the new one's agent answers.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 /// A guest whose agent answers for this long, in the same boot, has ignored the request to shut down.
 const IGNORED_AFTER: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The kernel to load. Paths are paths in the guest.
+/// The kernel to load. All paths are paths in the guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KexecRequest {
     /// `None`: the guest's default kernel.
     pub kernel: Option<String>,
-    /// Its initial RAM disk; `none` for no RAM disk. `None`: the one that belongs to the kernel.
+    /// Initial RAM disk; `none`: no RAM disk. `None`: the RAM disk that belongs to the kernel.
     pub initrd: Option<String>,
 }
 
-/// The kernel that was loaded. Paths are paths in the guest.
+/// The kernel that was loaded. All paths are paths in the guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadedKernel {
     pub kernel: PathBuf,
@@ -55,8 +55,8 @@ pub struct LoadedKernel {
 /// Reboots the guest of VM `name` by kexec.
 ///
 /// *Needs:* qemu-guest-agent that may run programs, systemd and `kexec` in the guest; no other operation on the VM.
-/// *On success:* another kernel runs, and its agent answers. QEMU is the same.
-/// *On failure:* as [`Failure::guest`] states.
+/// *On success:* another kernel runs, and its agent answers. QEMU is still the same process.
+/// *On failure:* [`Failure::guest`] states whether the guest runs.
 pub(super) fn reboot(host: &Host, name: &str, request: &KexecRequest) -> Result<OsRebootReport, Failure> {
     let mut recorder = Recorder::new(name, "reboot os --how kexec");
     let unchanged = |error: RebootError| Failure { guest: GuestStatus::Unchanged, error: Box::new(error) };
@@ -67,14 +67,14 @@ pub(super) fn reboot(host: &Host, name: &str, request: &KexecRequest) -> Result<
     prepared.execute(&held, journal, recorder)
 }
 
-/// Checks whether the guest of VM `name` could be asked to reboot by kexec. Loads nothing.
+/// Checks that the guest of VM `name` can be asked to reboot by kexec. Loads nothing.
 pub(super) fn check(host: &Host, name: &str, operation: &str) -> Result<(), Failure> {
     let unchanged = |error: RebootError| Failure { guest: GuestStatus::Unchanged, error: Box::new(error) };
     let held = Held::take_once_saved(host, name, operation).map_err(|e| unchanged(e.into()))?;
     check_guest(&held).map(drop).map_err(unchanged)
 }
 
-/// A guest that runs, with the next kernel loaded.
+/// A running guest with the next kernel loaded.
 struct PreparedKexec {
     vmm: Vmm,
     qmp: Qmp,
@@ -87,7 +87,7 @@ fn prevented(held: &Held, why: impl Into<String>) -> RebootError {
     RebootError::Prevented { name: held.rundir.name().into(), problem: Problem(why.into()) }
 }
 
-/// Converts an agent's error, with another method as the remedy.
+/// Converts an agent's error, and adds another method as the remedy.
 fn agent_unable(held: &Held, error: &ExecError) -> RebootError {
     let cause = std::error::Error::source(error).map(|cause| format!(" ({cause})")).unwrap_or_default();
     prevented(held, format!("{error}{cause}; or use --how cold"))
@@ -188,7 +188,7 @@ impl PreparedKexec {
                 journal.close().map_err(|e| needs_recovery(failed(e)))?;
                 return Err(Failure { guest: GuestStatus::Unchanged, error: Box::new(prevented(held, why)) });
             }
-            // It may have shut down before it could answer.
+            // The guest may have shut down before its agent could answer.
             Ok(_) | Err(_) => {}
         }
         let patience = held.state.definition.shutdown_timeout.as_duration();
@@ -221,7 +221,7 @@ impl PreparedKexec {
             to: side,
             memory: None,
         };
-        // A reset clears memory, and firmware uses it: what is left in the cache is not worth a report.
+        // A reset clears memory, and firmware uses memory: the remains of the cache are not worth a report.
         let kept = kept.filter(|_| kexec.is_some());
         Ok(OsRebootReport { report, kept, ended: None, kexec, phase: None })
     }
@@ -234,7 +234,7 @@ impl PreparedKexec {
                 return Ok(outcome);
             }
             if Instant::now() > down {
-                // A guest may end its agent last, or not at all: its boot ID decides.
+                // A guest may end its agent last, or not at all. From here on, its boot ID decides.
                 break;
             }
             thread::sleep(POLL_INTERVAL);
@@ -264,17 +264,17 @@ impl PreparedKexec {
     }
 }
 
-/// What a guest did that was to start another kernel.
+/// What the guest did after the request to start another kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum KexecOutcome {
     /// Another kernel runs.
     Kexec,
     Reset,
-    /// It has powered itself off, panicked, or requested a reset that QEMU is configured not to do.
+    /// The guest has powered itself off, panicked, or requested a reset that QEMU is configured not to do.
     Stopped,
 }
 
-/// Why the outcome of a kexec is a failure or unknown.
+/// Reason why a kexec has failed or its outcome is unknown.
 #[derive(Debug, thiserror::Error)]
 enum KexecFailure {
     #[error("its agent does not answer")]
@@ -304,11 +304,11 @@ fn is_other_boot(vmm: &Vmm, qmp: &mut Qmp, boot: &str) -> Result<Option<bool>, Q
     Ok(agent::boot_id(&vmm.directory().agent(), ANSWER_TIMEOUT).ok().map(|now| now != boot))
 }
 
-/// Returns whether the guest runs another kernel, after Rekindle was killed. `None`: it has ended, or does not answer
-/// and is to be booted because of `force`.
+/// Returns, after Rekindle was killed during a kexec, whether the guest runs another kernel. `None`: the guest has
+/// ended, or it does not answer and is to be booted because of `force`.
 ///
 /// # Errors
-/// [`RebootError::Kexec`] if its agent does not answer: the guest may run.
+/// [`RebootError::Kexec`] if the guest's agent does not answer: the guest may run.
 pub(crate) fn recover(held: &Held, journal: &Journal, force: bool) -> Result<Option<bool>, RebootError> {
     let Ok(vmm) = held.vmm() else { return Ok(None) };
     let mut qmp = match vmm.connect(vmm::START) {
@@ -319,7 +319,7 @@ pub(crate) fn recover(held: &Held, journal: &Journal, force: bool) -> Result<Opt
         return Ok(Some(false));
     }
     let boot = journal.operation.boot.clone().unwrap_or_default();
-    // It may not have started to shut down: a moment later another boot answers, or the port is closed.
+    // The guest may not have started to shut down yet: a moment later another boot may answer, or the port is closed.
     let settled = held.state.definition.shutdown_timeout.as_duration();
     let (began, mut same_since) = (Instant::now(), None);
     while began.elapsed() < settled + BOOT_TIMEOUT {

@@ -3,12 +3,12 @@
 //! | how | what the guest has in its memory afterwards |
 //! |---|---|
 //! | [`OsRebootMethod::Cold`] | nothing |
-//! | [`OsRebootMethod::WarmCache`] | nothing; but disk blocks that it had cached are served from the retained cache, if they match the disk |
+//! | [`OsRebootMethod::WarmCache`] | nothing; but cached disk blocks are served from memory if they match the disk |
 //! | [`OsRebootMethod::Kexec`] | nothing; its kernel has started another one, without firmware and boot loader |
 //! | [`OsRebootMethod::Phase`] | its state at a phase of an earlier boot |
 //!
-//! The first two shut the guest down and boot it in a new QEMU. `docs/disk.md` has the argument for the second,
-//! `docs/os-reboot.md` for the others.
+//! The first two methods shut the guest down and boot it in a new QEMU. `docs/disk.md` has the argument for a warm
+//! cache, `docs/os-reboot.md` for kexec and phases.
 
 mod helpers;
 mod kexec;
@@ -35,24 +35,25 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::time::Duration;
 
-/// How long QEMU, or an agent, may take to answer.
+/// How long QEMU or an agent may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How a guest's operating system is rebooted.
+/// Method by which a guest's operating system is rebooted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OsRebootMethod {
-    /// Shut down and booted.
+    /// The guest is shut down and booted.
     Cold,
-    /// Shut down and booted, while its disk servers retain what it had cached (CacheMind, section 3).
+    /// The guest is shut down and booted, while its disk servers retain the blocks that it had cached (CacheMind,
+    /// section 3).
     WarmCache,
-    /// Its kernel starts another one by kexec.
+    /// The guest's kernel starts another kernel by kexec.
     Kexec,
-    /// Shut down; the next guest continues from a phase of an earlier boot.
+    /// The guest is shut down; the next guest continues from a phase of an earlier boot.
     Phase,
 }
 
-/// Returns the method that retains most for VM `name`, as far as its state shows.
+/// Returns the default method of VM `name`: with a warm cache if its disks have a server, otherwise cold.
 #[must_use]
 pub fn default_method(host: &Host, name: &str) -> OsRebootMethod {
     match State::read(&RunDir::new(&host.root, name)) {
@@ -61,33 +62,33 @@ pub fn default_method(host: &Host, name: &str) -> OsRebootMethod {
     }
 }
 
-/// Result of a reboot.
+/// Result of [`reboot`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct OsRebootReport {
-    /// Its downtime lasts from the end of the previous QEMU to the first instruction of the firmware; by kexec, from
-    /// the request to the answer of the new system's agent.
+    /// Guest-stopped time lasts from the end of the previous QEMU to the first instruction of the firmware; by kexec,
+    /// from the request to the answer of the new system's agent.
     #[serde(flatten)]
     pub report: RebootReport,
-    /// What the retained cache holds.
+    /// Content of the retained cache.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kept: Option<Kept>,
-    /// How the previous guest ended, if not by kexec.
+    /// How the previous guest ended. `None` by kexec.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ended: Option<Ended>,
     /// The kernel that was started by kexec.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kexec: Option<LoadedKernel>,
-    /// The boot snapshot that it continues from.
+    /// The boot snapshot from which the guest continues.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub phase: Option<phase::PhaseOutcome>,
 }
 
-/// What [`reboot`] is to do.
+/// Request to [`reboot`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OsRebootRequest {
     pub how: OsRebootMethod,
     pub kexec: KexecRequest,
-    /// The only phase that [`OsRebootMethod::Phase`] may continue from. `None`: the latest usable one.
+    /// The only phase from which [`OsRebootMethod::Phase`] may continue. `None`: the latest usable phase.
     pub candidate: Option<String>,
     /// How the previous guest is ended. With kexec it always shuts itself down.
     pub end: End,
@@ -98,10 +99,7 @@ pub struct OsRebootRequest {
 /// *Needs:* the VM runs; no other operation holds it; for [`OsRebootMethod::WarmCache`] a disk with a server; for
 /// [`OsRebootMethod::Kexec`] an agent that may run programs, and kexec-tools in the guest.
 /// *On success:* the guest boots; by kexec its agent answers again.
-/// *On failure:* as [`Failure::guest`] states.
-///
-/// # Errors
-/// [`Failure`].
+/// *On failure:* [`Failure::guest`] states whether the guest runs.
 pub fn reboot(host: &Host, name: &str, request: &OsRebootRequest) -> Result<OsRebootReport, Failure> {
     match request.how {
         OsRebootMethod::Cold => {
@@ -117,10 +115,10 @@ pub fn reboot(host: &Host, name: &str, request: &OsRebootRequest) -> Result<OsRe
     }
 }
 
-/// Checks whether [`reboot`] is possible. Changes nothing; checks inside the guest, as for kexec, are not made.
+/// Checks that [`reboot`] is possible. Changes nothing. Checks inside the guest, as for kexec, are not made.
 ///
 /// # Errors
-/// [`Failure`], with the guest unchanged.
+/// [`Failure`] with the reason. The guest is unchanged.
 pub fn check(host: &Host, name: &str, request: &OsRebootRequest) -> Result<(), Failure> {
     let operation = "reboot os --dry-run";
     let freeze = |state: &State| why_no_freeze(state, request.end);
@@ -140,8 +138,8 @@ pub fn check(host: &Host, name: &str, request: &OsRebootRequest) -> Result<(), F
     }
 }
 
-/// Ends the guest and boots it, with a warm or a cold cache. Does nothing if `prevents` returns a problem once the VM
-/// is locked.
+/// Ends the guest and boots it, with a warm or a cold cache. If `prevents` returns a problem for the locked VM, fails
+/// and changes nothing.
 fn shut_down_and_boot(
     host: &Host,
     name: &str,
@@ -163,7 +161,7 @@ fn shut_down_and_boot(
     })
 }
 
-/// Returns why no cache could be retained.
+/// Returns the reason why no cache can be retained, or `None` if it can.
 fn why_no_cache(hardware: &Hardware) -> Option<Problem> {
     if !hardware.disks.iter().any(|disk| disk.server) {
         let why = "none of its disks has a server, which records what the guest has cached; set `server = true` for a \
@@ -179,14 +177,14 @@ fn why_no_cache(hardware: &Hardware) -> Option<Problem> {
     })
 }
 
-/// Returns the directory of the guest's RAM if it is in huge pages.
+/// Returns the directory of the guest's RAM if the RAM is in huge pages.
 fn huge_pages(hardware: &Hardware) -> Option<&Path> {
     let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
     matches!(huge_page_size(directory), Ok(Some(_))).then_some(directory)
 }
 
-/// Returns why the guest's file systems could not be frozen, if that is requested. A guest that has already ended needs
-/// no freezing.
+/// Returns the reason why the guest's file systems cannot be frozen, if `end` requires that. A guest that has already
+/// ended needs no freezing.
 fn why_no_freeze(state: &State, end: End) -> Option<Problem> {
     let vmm = state.vmm.as_ref().filter(|_| end == End::Freeze)?;
     let otherwise = |why: String| Some(Problem(format!("{why}; or omit --end freeze")));

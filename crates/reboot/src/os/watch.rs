@@ -1,10 +1,10 @@
 //! `rekindle watch`: one process for each VM that Rekindle has started. It restarts the processes that serve the VM
 //! ([`super::helpers`]), and reboots a guest that reboots itself or panics: with a warm cache, or from a phase.
 //!
-//! QEMU would reset the guest in place, and discard its cache. So QEMU is configured to stop there (`set-action`), and
-//! this process does what `rekindle reboot os --how warm-cache | phase` does. It serves every QEMU that the VM gets,
-//! and ends with the VM. If it has died, a guest that reboots itself stays stopped: `rekindle recover` boots it, and
-//! starts another watch process.
+//! By default, QEMU resets a guest that reboots itself in place, which discards its cache. So QEMU is configured to
+//! stop instead (`set-action`), and this process does the work of `rekindle reboot os --how warm-cache | phase`. It
+//! serves every QEMU that the VM gets, and ends with the VM. If it has died, a guest that reboots itself stays stopped
+//! until `rekindle recover` boots it and starts another watch process.
 
 use super::helpers::{HelperSupervisor, chain};
 use super::{OsRebootMethod, default_method, phase, shut_down_and_boot};
@@ -37,12 +37,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long to wait for an event at a time.
+/// Timeout of one wait for an event.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// How long another operation on the VM may delay a reboot.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(600);
-/// A guest that panics this soon after it continued from a phase may have inherited the cause: it is booted.
+/// A guest that panics within this time after it continued from a phase is booted: it may have inherited the cause.
 const SUSPECT_PERIOD: Duration = Duration::from_secs(60);
 /// Interval between attempts to notify an unreachable store.
 const STORE_RETRY_INTERVAL: Duration = Duration::from_secs(1);
@@ -51,7 +51,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a VM may be without a QEMU while it is replaced.
 const REPLACEMENT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a guest did by itself.
+/// Event that a guest has caused by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum GuestEvent {
     Rebooted,
@@ -59,15 +59,15 @@ enum GuestEvent {
     Panicked,
 }
 
-/// Starts the process for a VM that Rekindle has started, unless it runs, and waits until it has started.
+/// Starts the watch process of a VM that Rekindle has started, unless it runs, and waits until it has started.
 ///
 /// # Errors
-/// Errors of the operating system, or that the process has ended instead.
+/// Errors of starting the process, or an error that states how the process has ended.
 pub fn start(rundir: &RunDir, state: &State) -> io::Result<()> {
     if state.attached.is_none() { spawn(rundir, "watch", &Helper::Watch) } else { Ok(()) }
 }
 
-/// Starts `rekindle NAME VM`, which is that helper of the VM, and waits until it holds its lock. Does nothing if the
+/// Starts `rekindle NAME VM`, the process of the VM's `helper`, and waits until it holds its lock. Does nothing if the
 /// helper runs.
 pub(super) fn spawn(rundir: &RunDir, name: &str, helper: &Helper) -> io::Result<()> {
     if helper.process(rundir).is_some() {
@@ -80,13 +80,13 @@ pub(super) fn spawn(rundir: &RunDir, name: &str, helper: &Helper) -> io::Result<
     if let Some(root) = rundir.path().parent() {
         command.env("REKINDLE_RUN_DIR", root);
     }
-    // A fault injected into this process is not meant for the processes that it starts.
+    // An injected fault is meant for this process only, not for the processes that it starts.
     let mut child = detach(command.env_remove("REKINDLE_FAULT")).stdin(Stdio::null()).spawn()?;
     let deadline = Instant::now() + START_TIMEOUT;
     while helper.process(rundir).is_none() && child.try_wait()?.is_none() && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(1));
     }
-    // It ends without an error if another instance was faster, or if the VM is gone.
+    // The process ends without an error if another instance was faster, or if the VM does not exist any more.
     let failed = child.try_wait()?.filter(|status| !status.success());
     disown(child);
     match failed {
@@ -95,7 +95,7 @@ pub(super) fn spawn(rundir: &RunDir, name: &str, helper: &Helper) -> io::Result<
     }
 }
 
-/// Why a helper stopped waiting.
+/// Error that ends the watch process or the saver of phases.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
     #[error("cannot read the run directory of VM {name}")]
@@ -107,9 +107,6 @@ pub enum WatchError {
 }
 
 /// Serves a VM until it is removed, or until its QEMU has ended and is not replaced.
-///
-/// # Errors
-/// [`WatchError`].
 pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
@@ -138,7 +135,7 @@ fn reboot_guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), WatchE
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
     let mut resumed_from_phase: Option<Instant> = None;
     loop {
-        // The name may belong to another VM by now, which has its own watch process.
+        // The name may belong to another VM by now. That VM has its own watch process.
         let is_ours = is_at(lock, &rundir.watch_lock()).map_err(failed)?;
         let Some((vmm, definition)) = current_qemu(rundir).map_err(failed)?.filter(|_| is_ours) else { return Ok(()) };
         if !definition.watches_guest() {
@@ -157,7 +154,7 @@ fn reboot_guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), WatchE
                 let how = if is_suspect { default_method(host, name) } else { how(host, name, &definition, what) };
                 match reboot_ended_guest(host, name, &vmm, how) {
                     Ok(()) => resumed_from_phase = (how == OsRebootMethod::Phase).then(Instant::now),
-                    // Continue: its helpers are still needed, and it may be booted by hand.
+                    // Continue: the VM's helpers are still needed, and the user may boot the guest.
                     Err(e) => {
                         tracing::error!("{name}: cannot reboot the guest: {}; run: rekindle recover {name}", chain(&e));
                     }
@@ -168,20 +165,20 @@ fn reboot_guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), WatchE
                 thread::sleep(POLL_INTERVAL);
             }
         }
-        // The QEMU is ending or being replaced.
+        // QEMU is ending or being replaced.
         while vmm.is_alive() && is_shut_down(&vmm) {
             thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// Returns whether the QEMU's guest has shut down.
+/// Returns whether the guest of this QEMU has shut down.
 fn is_shut_down(vmm: &Vmm) -> bool {
     let state = Qmp::connect(&vmm.directory().events(), ANSWER_TIMEOUT).and_then(|mut qmp| run_state(&mut qmp));
     state.is_ok_and(|state| SHUT_DOWN.contains(&state.as_str()))
 }
 
-/// Takes the lock that admits one instance at a time. `None` if another process has it.
+/// Takes the lock that ensures a single instance. `None` if another process holds it.
 pub(super) fn lock_file(path: &Path) -> io::Result<Option<File>> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -191,7 +188,7 @@ pub(super) fn lock_file(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Returns the VM's QEMU and its definition; `None` if it has no QEMU any more.
+/// Returns the VM's QEMU and definition. `None` if the VM has no QEMU any more.
 pub(super) fn current_qemu(rundir: &RunDir) -> io::Result<Option<(Vmm, Definition)>> {
     let mut deadline = Instant::now() + REPLACEMENT_TIMEOUT;
     loop {
@@ -222,12 +219,12 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Gu
         actions.insert("panic".into(), "pause".into());
     }
     qmp.execute::<Value>("set-action", actions)?;
-    // Earlier events had QEMU's default action: the guest was reset in place, or its QEMU ended.
+    // Earlier events had QEMU's default action: the guest was reset in place, or QEMU ended.
     let wanted = |event: &Event| match event.name.as_str() {
         "SHUTDOWN" => match event.data.get("reason").and_then(Value::as_str) {
             Some("guest-reset") => Some(GuestEvent::Rebooted),
             Some("guest-shutdown") => Some(GuestEvent::PoweredOff),
-            // Caused by `rekindle` itself.
+            // `rekindle` itself has caused the shutdown.
             _ => None,
         },
         "GUEST_PANICKED" => Some(GuestEvent::Panicked),
@@ -248,12 +245,12 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Gu
     Ok(Some(event))
 }
 
-/// Reports to the store that a protected guest has shut down cleanly, so that it is not set back to its last
-/// checkpoint. As long as the store is unreachable, QEMU stays, stopped, which shows that the guest has shut down;
-/// until another operation ends it.
+/// Reports to the store that a protected guest has shut down cleanly, so that it is not rolled back to its last
+/// checkpoint. While the store is unreachable, the stopped QEMU stays, which shows that the guest has shut down, until
+/// another operation ends it.
 fn report_end(rundir: &RunDir, vmm: &Vmm) {
     let mut reported = false;
-    // An operation that holds the VM has requested the shutdown, or handles it.
+    // An operation that holds the VM's lock has requested the shutdown, or handles it.
     while vmm.is_alive() && lock::holder(rundir).is_none() {
         let result = match (OwnerRecord::read(rundir), State::read(rundir)) {
             (Ok(Some(owned)), Ok(Some(state))) => owned.report_shutdown(rundir, &state),
@@ -263,7 +260,7 @@ fn report_end(rundir: &RunDir, vmm: &Vmm) {
         };
         match result {
             Ok(()) => return,
-            // Another host has the guest: its end here does not concern the store.
+            // Another host owns the guest, so the end of this QEMU does not concern the store.
             Err(e)
                 if e.is::<OwnedElsewhere>()
                     || e.downcast_ref::<StoreError>().is_some_and(|e| e.kind() == "superseded") =>
@@ -281,7 +278,7 @@ fn report_end(rundir: &RunDir, vmm: &Vmm) {
     }
 }
 
-/// Returns how to reboot the guest after this event. If nothing can be retained it is booted anyway.
+/// Returns the method by which the guest is rebooted after this event.
 fn how(host: &Host, name: &str, definition: &Definition, what: GuestEvent) -> OsRebootMethod {
     let by_phase = match what {
         GuestEvent::Panicked => definition.on_crash == OnCrash::Phase,
@@ -290,7 +287,8 @@ fn how(host: &Host, name: &str, definition: &Definition, what: GuestEvent) -> Os
     if by_phase { OsRebootMethod::Phase } else { default_method(host, name) }
 }
 
-/// Reboots the ended guest after other operations on the VM; not if one of them has booted it.
+/// Reboots the ended guest once no other operation holds the VM. Does nothing if such an operation has booted or
+/// stopped the VM already.
 fn reboot_ended_guest(host: &Host, name: &str, ended: &Vmm, how: OsRebootMethod) -> Result<(), Failure> {
     let is_another = |state: &State| {
         let other = state.vmm.as_ref() != Some(ended);

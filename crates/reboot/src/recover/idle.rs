@@ -1,5 +1,5 @@
-//! A VM that has no interrupted operation: its guest may have been left stopped, its disk servers or its QEMU may have
-//! ended.
+//! Recovery of a VM without an interrupted operation: an interrupted checkpoint may have left the guest stopped, and
+//! disk servers or QEMU may have ended.
 
 use crate::error::RebootError;
 use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, end_pause, wait_for_answer};
@@ -25,13 +25,13 @@ pub(super) fn recover_idle(host: &Host, held: &Held, policy: SilentQemuPolicy) -
         if guest_has_ended(vmm, policy.wait) {
             return boot_ended(held, vmm);
         }
-        // It may have been about to end when it was queried.
+        // QEMU may have been about to end when it was queried.
         vmm.wait_released().map_err(|source| RebootError::File { path: held.rundir.path().to_owned(), source })?;
     }
     match held.vmm() {
         Ok(vmm) => {
             forget_saved(host, held);
-            // Start disk servers first: the guest waits for its disks, and QEMU may not answer before.
+            // Start the disk servers first: the guest waits for its disks, and QEMU may not answer until they serve.
             let served = disks::start(&held.rundir, &held.state.hardware).map_err(LifeError::from)?;
             // The protector may use the only monitor of an adopted QEMU.
             if held.state.attached.is_none() && !wait_for_answer(held.rundir.name(), vmm, policy)? {
@@ -48,7 +48,7 @@ pub(super) fn recover_idle(host: &Host, held: &Held, policy: SilentQemuPolicy) -
             Ok(Recovered::Nothing)
         }
         Err(LifeError::Prepared { .. }) => Ok(Recovered::Nothing),
-        // A start that was interrupted before it began, or a QEMU that waited for a restore and ended.
+        // A start was interrupted before it opened its journal, or a QEMU that waited for a restore has ended.
         Err(_) if held.state.vmm.is_none() => {
             clean_up(host, &held.rundir, &held.state)?;
             Ok(Recovered::Removed)
@@ -62,8 +62,8 @@ fn boot_lost(held: &Held) -> Result<Recovered, RebootError> {
     boot_after_loss(continue_interrupted(held, open_journal(held, Kind::VmmCold)?), None)
 }
 
-/// Returns whether a guest has rebooted itself, powered off or panicked, and QEMU has stopped there as configured. The
-/// process that would have booted it has died.
+/// Returns whether QEMU has stopped, as configured, because its guest rebooted itself, powered off or panicked. If so,
+/// the `rekindle watch` that would have handled this has died.
 fn guest_has_ended(vmm: &Vmm, wait: Duration) -> bool {
     let state = vmm.connect(wait).map_err(RebootError::from).and_then(|mut qmp| Ok(run_state(&mut qmp)?));
     state.is_ok_and(|state| SHUT_DOWN.contains(&state.as_str()))
@@ -81,8 +81,8 @@ fn open_journal(held: &Held, kind: Kind) -> Result<Journal, RebootError> {
     opened.map_err(|source| RebootError::File { path: held.rundir.file("operation.json"), source })
 }
 
-/// Removes a saved state that is not needed because the guest runs, also one that an interrupted operation or recovery
-/// left without naming it in a journal.
+/// Removes the VM's saved state, which is not needed while the guest runs. The file is found by its path: an
+/// interrupted operation or recovery can leave a saved state that no journal names.
 pub(super) fn forget_saved(host: &Host, held: &Held) {
     let _ = fs::remove_file(saved_path(host, &held.rundir, &held.state.definition));
 }

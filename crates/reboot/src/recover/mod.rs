@@ -1,11 +1,11 @@
-//! Finishes or undoes an interrupted operation. Each operation recovers itself; this decides which one that is.
+//! Finishes or undoes an interrupted operation. Each operation has its own recovery; this module chooses it.
 //!
 //! The live processes and the files decide, in this order:
 //!
 //! 1. The destination QEMU runs the guest: the operation is finished.
 //! 2. The source QEMU lives and the guest has not run in the destination: it resumes in the source.
-//! 3. The saved state is complete and the guest has not run since: a new QEMU is started from it.
-//! 4. Otherwise the guest's memory is lost: that is reported, and the guest is booted from its disks.
+//! 3. The saved state is complete and the guest has not run since: a new QEMU is started from the saved state.
+//! 4. Otherwise the guest's memory is lost: the loss is reported, and the guest is booted from its disks.
 
 mod idle;
 
@@ -42,7 +42,7 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
     let Some(journal) = journal else { return idle::recover_idle(host, &held, policy) };
     require_answers(&held, &journal.operation, policy)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
-        // An interrupted hand-over has left its threads at raised priority: harmless, but not meant to last.
+        // An interrupted hand-over may have left QEMU's threads at raised priority.
         let _ = sched::normal(vmm.process());
     }
     let recovered = match journal.operation.kind {
@@ -62,7 +62,7 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
         }
         Kind::HostWarm | Kind::HostSaved | Kind::HostCold => return host::recover(host, &held, journal),
         Kind::OsKexec => recover_kexec(&held, journal, policy),
-        // A guest that was not yet resumed from a boot snapshot is booted instead.
+        // `OsPhase`: a guest that was not resumed from its boot snapshot yet is booted instead.
         Kind::VmmCold | Kind::OsCold | Kind::OsWarmCache | Kind::OsPhase => {
             recover_cold(continue_interrupted(&held, journal))
         }
@@ -72,7 +72,7 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
     Ok(recovered)
 }
 
-/// Finishes a start if its QEMU was recorded, else undoes it.
+/// Finishes a start if its QEMU was recorded; otherwise undoes the start.
 fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     if held.vmm().is_ok() {
         let path = held.rundir.file("operation.json");
@@ -83,8 +83,8 @@ fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, 
     Ok(Recovered::Removed)
 }
 
-/// Settles a move by the owner of the store. If the guest's QEMU died before the other host was notified, the memory is
-/// lost.
+/// Settles a move: the store's owner decides which host has the guest. If the source QEMU died before the destination
+/// host was notified, the memory is lost.
 fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
     if journal.operation.step < Step::Resume && !journal.operation.from.as_ref().is_some_and(Vmm::is_alive) {
         return crate::vmm::recover::boot_after_loss(continue_interrupted(held, journal), None);
@@ -95,7 +95,7 @@ fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered,
     })
 }
 
-/// Recovers a kexec: the guest has started the other kernel, or runs as before, or is booted.
+/// Recovers a kexec: determines whether the guest runs the other kernel or the previous one. If neither, boots it.
 fn recover_kexec(held: &Held, mut journal: Journal, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
     let path = held.rundir.file("operation.json");
     let failed = |source| RebootError::File { path: path.clone(), source };
@@ -112,15 +112,15 @@ fn recover_kexec(held: &Held, mut journal: Journal, policy: SilentQemuPolicy) ->
     }
 }
 
-/// Finishes or undoes an interrupted suspend of the VMs `names` under `token`, so that it can be repeated: at the end
-/// of a shutdown no other process can do this.
+/// Finishes or undoes an interrupted suspend of the VMs `names` under `token`, so that the suspend can be repeated. At
+/// the end of a shutdown no other process can do this.
 ///
-/// *On success:* `true`: the suspend had been committed, and the remaining QEMUs have ended. `false`: it had not, and
-/// the guests run; guests that could not be recovered are logged.
+/// *On success:* `true`: the suspend had been committed, and the remaining QEMUs have ended. `false`: the suspend had
+/// not been committed, and the guests run; guests that could not be recovered are logged.
 /// *On failure:* nothing was changed, or only some of the QEMUs have ended.
 ///
 /// # Errors
-/// [`HostError::Record`], [`HostError::Ending`].
+/// [`HostError::Record`] if the record cannot be read, [`HostError::Ending`] if a QEMU does not end.
 pub fn recover_suspend(host: &Host, names: &[String], token: &str) -> Result<bool, HostError> {
     if host::end_committed_suspend(host, token)? {
         return Ok(true);

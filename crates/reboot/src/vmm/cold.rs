@@ -13,12 +13,12 @@ use rekindle_vm::timeline::{Phase, host_us};
 /// When and how a guest ended.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shutdown {
-    /// In µs since 1970.
+    /// When the guest ended, in µs since 1970.
     pub(crate) host_us: u64,
     pub(crate) ended: Ended,
 }
 
-/// Shuts the guest down and boots it.
+/// Ends the guest as `end` states and boots it in a new QEMU.
 pub(crate) fn reboot(mut replacement: Replacement, kind: Kind, end: End) -> Result<ColdReboot, Failure> {
     let handover = replacement.begin_handover(kind);
     let mut handover = handover.map_err(|error| Failure::new(GuestStatus::Unchanged, error))?;
@@ -27,7 +27,7 @@ pub(crate) fn reboot(mut replacement: Replacement, kind: Kind, end: End) -> Resu
     rebooted.map_err(|error| Failure::new(GuestStatus::NeedsRecovery, error))
 }
 
-/// Ends the guest.
+/// Journals the suspend, then ends the guest as `end` states.
 pub(crate) fn shut_down(
     replacement: &mut Replacement,
     handover: &mut Handover,
@@ -45,7 +45,7 @@ pub(crate) fn shut_down(
     Ok(shutdown)
 }
 
-/// Boots the guest that was shut down.
+/// Boots the guest again. Retains the previous guest's cache only for [`Kind::OsWarmCache`].
 pub(crate) fn boot_again(
     replacement: &Replacement,
     handover: Handover,

@@ -6,7 +6,7 @@
 //! | [`RebootMethod::Saved`] | stopped while its RAM is written to disk and read back |
 //! | [`RebootMethod::Cold`] | shut down and booted |
 //!
-//! `docs/vmm-restart.md` has the sequence and the argument for it; `docs/run-directory.md` lists what is journalled at
+//! `docs/vmm-restart.md` has the sequence and the argument for it; `docs/run-directory.md` lists the journal entries of
 //! each step.
 
 pub(crate) mod cold;
@@ -42,7 +42,7 @@ use std::sync::{Barrier, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// How a QEMU is replaced.
+/// Method by which a QEMU is replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RebootMethod {
@@ -64,11 +64,11 @@ impl std::fmt::Display for RebootMethod {
     }
 }
 
-/// What replaces the QEMU of a VM, and how.
+/// Options of a replacement of a VM's QEMU.
 #[derive(Debug, Clone)]
 pub struct ReplaceOptions {
     pub how: RebootMethod,
-    /// The QEMU binary of the destination. `None`: the one that runs now.
+    /// QEMU binary of the destination. `None`: the source's binary.
     pub qemu: Option<PathBuf>,
     /// Use the binary that ran before the last upgrade.
     pub rollback: bool,
@@ -88,8 +88,8 @@ pub struct QemuInfo {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RebootReport {
     pub name: String,
-    /// Guest-stopped time in microseconds of the host's clock: from the `STOP` of the source QEMU (cold: from its end)
-    /// to the `RESUME` of the destination QEMU.
+    /// Guest-stopped time in microseconds of the host's clock: from the `STOP` of the source QEMU (cold: from the end
+    /// of the source QEMU) to the `RESUME` of the destination QEMU.
     pub stopped_us: u64,
     /// When the guest stopped: microseconds since 1970.
     pub stop_host_us: u64,
@@ -98,7 +98,7 @@ pub struct RebootReport {
     pub steps: Vec<Entry>,
     pub from: QemuInfo,
     pub to: QemuInfo,
-    /// With [`ReplaceOptions::verify_memory`]: how many bytes are in pages that differ.
+    /// `None` without [`ReplaceOptions::verify_memory`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<MemoryComparison>,
 }
@@ -110,12 +110,12 @@ pub type VmOutcome = (String, Result<RebootReport, Failure>);
 
 /// Replaces the QEMUs of `names`, in parallel.
 ///
-/// *Needs:* the VMs run; no other operation holds them; the new binary passes the preflight (see [`Problem`]).
+/// *Needs:* the VMs run; no other operation holds them; the new binary passes the preflight.
 /// *On success:* each guest runs in its destination QEMU; the source QEMU has ended.
-/// *On failure:* per VM, as [`Failure::guest`] states. The other VMs continue.
+/// *On failure:* [`Failure::guest`] states the guest's status for each VM. The other VMs continue.
 ///
-/// No guest is stopped before all destinations are prepared, so that guest-stopped time contains no preparation. As
-/// many guests are handed over at a time as there are processors.
+/// No guest is stopped before all destinations are prepared, so that guest-stopped time contains no preparation. With
+/// [`RebootMethod::Warm`], as many guests are handed over at a time as there are processors.
 #[must_use]
 pub fn reboot(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmOutcome> {
     let batch = Batch { barrier: Barrier::new(names.len()), gate: HandoverGate::new(), binaries: Mutex::default() };
@@ -141,7 +141,7 @@ pub fn reboot(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<Vm
     })
 }
 
-/// What a reboot would do to one VM.
+/// The source QEMU of one VM, and the binary that would replace it.
 #[derive(Debug, Clone)]
 pub struct ReplacementPlan {
     pub from: QemuInfo,
@@ -149,7 +149,8 @@ pub struct ReplacementPlan {
     pub version: Version,
 }
 
-/// Returns what [`reboot`] would do to each of `names`, or what prevents it. Changes nothing.
+/// Returns, for each of `names`, the replacement that [`reboot`] would do or the error that prevents it. Changes
+/// nothing.
 #[must_use]
 pub fn plan(
     host: &Host,
@@ -171,18 +172,18 @@ pub fn plan(
     names.iter().map(|name| (name.clone(), reboot_one(name))).collect()
 }
 
-/// State shared by the VMs of one reboot.
+/// State shared by all VMs of one call of [`reboot`].
 struct Batch {
-    /// No guest is stopped before all destinations are prepared.
+    /// Delays every stop of a guest until all destinations are prepared.
     barrier: Barrier,
     gate: HandoverGate,
-    /// Results of probing binaries, each probed once.
+    /// Probed binaries by path. Each binary is probed once.
     binaries: Mutex<HashMap<PathBuf, Binary>>,
 }
 
 impl Batch {
     fn probe(&self, host: &Host, path: &Path) -> Result<Binary, BinaryError> {
-        // The lock is held during the probe: other threads would probe the same binary.
+        // Hold the lock during the probe: otherwise other threads would probe the same binary.
         let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(binary) = binaries.get(path) {
             return Ok(binary.clone());
@@ -193,8 +194,8 @@ impl Batch {
     }
 }
 
-/// Lets as many hand-overs run at a time as there are processors. A hand-over is pure computation: with more at a time,
-/// each guest would be stopped for longer and none would finish sooner.
+/// Limits concurrent hand-overs to the number of processors. A hand-over is pure computation: with more at a time, each
+/// guest would be stopped for longer and no hand-over would finish sooner.
 struct HandoverGate {
     free: Mutex<usize>,
     freed: Condvar,
@@ -218,7 +219,7 @@ impl HandoverGate {
     }
 }
 
-/// Reboots one VM. Waits at the barrier as often as all other VMs do, also after a failure.
+/// Reboots one VM. Waits at the barrier as often as all other VMs do, also after a failure: the others wait for it.
 fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) -> Result<RebootReport, Failure> {
     let operation = format!("reboot vmm --how {}", options.how);
     let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))
@@ -227,13 +228,13 @@ fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) 
         RebootMethod::Warm => {
             let prepared = replacement.and_then(warm::PreparedHandover::new);
             batch.barrier.wait();
-            // Guests that already run again must not delay this one. Without the privilege to raise its priority, they
-            // do.
+            // Guests that already run again must not delay this hand-over. Without the privilege to raise its priority,
+            // they do; the hand-over then takes longer.
             let mut boost = PriorityBoost::default();
             let _ = boost.this_thread();
             let completed = prepared.and_then(|prepared| batch.gate.pass(|| prepared.hand_over()));
             drop(boost);
-            // Ending a source QEMU takes processor time that guests which are still stopped need more.
+            // Ending a source QEMU takes processor time, which guests that are still stopped need more.
             batch.barrier.wait();
             completed?.settle()
         }
@@ -251,14 +252,14 @@ fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) 
 /// Result of shutting a guest down and booting it.
 pub(crate) struct ColdReboot {
     pub(crate) report: RebootReport,
-    /// The retained cache, if there is one.
+    /// `None` if no cache was retained.
     pub(crate) retained: Option<Kept>,
     /// How the previous guest ended.
     pub(crate) ended: Ended,
 }
 
-/// Ends the guest of VM `name` as `end` states and boots it, as an operation of `kind`. Does nothing if `prevents`
-/// returns a problem.
+/// Ends the guest of VM `name` as `end` states and boots it, as an operation of `kind`. If `prevents` returns a
+/// problem, fails and changes nothing.
 pub(crate) fn reboot_cold(
     host: &Host,
     name: &str,
@@ -285,7 +286,7 @@ pub(crate) fn begin_cold_reboot(
     replacement.map_err(|error| Failure::new(GuestStatus::Unchanged, error))
 }
 
-/// A replacement of a QEMU that has passed the preflight.
+/// A replacement of a QEMU that has passed the preflight. The VM is locked.
 pub(crate) struct Replacement {
     pub(crate) host: Host,
     pub(crate) held: Held,
@@ -293,12 +294,12 @@ pub(crate) struct Replacement {
     pub(crate) binary: Binary,
     pub(crate) options: ReplaceOptions,
     pub(crate) recorder: Recorder,
-    /// `false` if the owner of the VM paused the guest, which then stays paused.
+    /// `false` if the VM's owner has paused the guest: it stays paused.
     pub(crate) running: bool,
     run_state: Option<lock::RunState>,
 }
 
-/// How long to wait for a checkpoint that holds the guest's run state.
+/// How long to wait for a checkpoint that holds the run-state lock.
 pub(crate) const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Replacement {
@@ -335,7 +336,8 @@ impl Replacement {
         Ok(())
     }
 
-    /// Journals the operation. From here on, its steps are recorded in the hand-over.
+    /// Journals the operation. The returned hand-over has the recorder of this replacement and records all further
+    /// steps.
     pub(crate) fn begin_handover(&mut self, kind: Kind) -> Result<Handover, RebootError> {
         let rundir = self.held.rundir.clone();
         let source = Some(self.source_qemu.clone());
@@ -345,7 +347,7 @@ impl Replacement {
         Ok(Handover { rundir, state: self.held.state.clone(), journal, recorder })
     }
 
-    /// Returns where the destination QEMU runs.
+    /// Returns the environment of the destination QEMU: the VM's own run directory.
     pub(crate) fn environment(&self) -> OwnRunDir<'_> {
         OwnRunDir { rundir: &self.held.rundir, hardware: &self.held.state.hardware, binary: &self.binary }
     }
@@ -392,7 +394,7 @@ pub(crate) fn begin(
     Ok(replacement)
 }
 
-/// Stops the guest in this QEMU, unless its owner has paused it. Returns when it was stopped, in µs since 1970.
+/// Stops the guest if it is `running`. Returns the time of the stop, in µs since 1970; of this call if it is not.
 pub(crate) fn stop(qmp: &mut Qmp, running: bool) -> Result<u64, QmpError> {
     if running { guest::stop(qmp) } else { Ok(rekindle_vm::timeline::host_us()) }
 }

@@ -1,4 +1,4 @@
-//! The preflight of a hand-over: problems found before anything is stopped.
+//! The preflight of a hand-over: finds problems before anything is stopped.
 
 use super::{RUN_STATE_TIMEOUT, RebootMethod, Replacement};
 use crate::error::{Problem, RebootError};
@@ -18,8 +18,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
-/// QEMU run states in which a guest can be handed over, and whether the guest runs in them. All others are error
-/// states, or states in transition.
+/// QEMU run states in which a guest can be handed over, with `true` if the guest runs in that state. All other states
+/// are errors or transitions.
 const TRANSFERABLE_STATES: &[(&str, bool)] = &[("running", true), ("paused", false)];
 
 /// Runs all checks that need only the source QEMU, while the guest runs. Returns `false` if the owner of the VM has
@@ -42,8 +42,8 @@ pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
     }
     if replacement.options.how != RebootMethod::Cold {
         problems.extend(uncarriable(&state.definition).into_iter().map(Problem));
-        // A guest that its owner paused stays paused. So wait for a checkpoint that has stopped the guest, and undo a
-        // pause that an interrupted checkpoint left behind: neither is the owner's.
+        // A guest that the VM's owner has paused stays paused. Other pauses must not count as the owner's: wait for a
+        // checkpoint that has stopped the guest, and end the pause of an interrupted checkpoint.
         let quiet = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         end_pause(&replacement.held, &replacement.source_qemu)?;
         let mut qmp = replacement.source_qemu.connect(Duration::from_secs(10))?;
@@ -100,7 +100,8 @@ fn ram_file(path: &Path, bytes: u64) -> Option<Problem> {
     }
 }
 
-/// QEMU opens the kernel and the RAM disk at its start, also when it loads a guest that booted long ago.
+/// Returns a problem for each missing boot file. QEMU opens the kernel and the RAM disk whenever it starts, also to
+/// load a guest that has already booted.
 fn boot_files(replacement: &Replacement) -> Vec<Problem> {
     let Some(boot) = &replacement.held.state.hardware.boot else { return Vec::new() };
     let files = [Some(&boot.kernel), boot.initrd.as_ref()];
@@ -110,9 +111,9 @@ fn boot_files(replacement: &Replacement) -> Vec<Problem> {
         .collect()
 }
 
-/// Checks that saving has room. It reads every page of the guest's RAM, and on a tmpfs reading a page that was never
-/// touched allocates it: without room, the source QEMU is killed. On hugetlbfs all pages were reserved when the file
-/// was created.
+/// Checks that the file system of the guest's RAM has room for a save. A save reads every page of the RAM, and on tmpfs
+/// reading a page that was never touched allocates it: without room, the source QEMU is killed. On hugetlbfs all pages
+/// were reserved when the file was created.
 fn room_to_read(path: &Path) -> Option<Problem> {
     let missing = std::fs::metadata(path).ok().map(|file| file.len().saturating_sub(file.blocks() * 512))?;
     let directory = path.parent().unwrap_or(Path::new("/"));
@@ -131,7 +132,7 @@ fn room_to_read(path: &Path) -> Option<Problem> {
     })
 }
 
-/// Checks the free disk space: a saved guest takes at most the size of its RAM.
+/// Checks that the disk has room for the saved state. A saved guest takes at most the size of its RAM.
 fn room_to_save(replacement: &Replacement) -> Option<Problem> {
     let path = super::saved::path(replacement);
     let directory = path.parent().unwrap_or(Path::new("/"));
@@ -155,13 +156,13 @@ fn room_to_save(replacement: &Replacement) -> Option<Problem> {
     }
 }
 
-/// Compares the processor features that the guest sees in the source QEMU and in the waiting destination QEMU.
+/// Compares the processor features that the guest sees in the source QEMU with those in the waiting destination.
 ///
-/// They are not part of the device state: the guest would continue with features that it does not know or, worse,
-/// without some that it uses.
+/// Processor features are not part of the device state: the guest would continue with features that it does not know
+/// or, worse, without features that it uses.
 ///
 /// # Errors
-/// If a QEMU does not answer.
+/// [`QmpError`] if a QEMU does not answer.
 pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Problem>, QmpError> {
     let (source, destination) = (cpu::features(source)?, cpu::features(destination)?);
     let problem = |(word, value, now): (String, u64, u64)| {
@@ -173,8 +174,8 @@ pub(crate) fn compare_cpus(source: &mut Qmp, destination: &mut Qmp) -> Result<Ve
     Ok(cpu::differences(&source, &destination).into_iter().map(problem).collect())
 }
 
-/// Compares the RAM blocks of the source QEMU with those of the waiting destination. Only the size of the main RAM,
-/// which both map, must be the same: QEMU resizes other blocks that can be resized.
+/// Compares the RAM blocks of the source QEMU with those of the waiting destination: both must have the same blocks.
+/// Only the main RAM, which both QEMUs map, must have the same size: QEMU resizes other blocks that can be resized.
 pub(crate) fn compare_blocks(source: &[RamBlock], destination: &[RamBlock]) -> Vec<Problem> {
     let is_missing = |blocks: &[RamBlock], id: &str| !blocks.iter().any(|block| block.id == id);
     let removed = source

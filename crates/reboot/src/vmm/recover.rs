@@ -1,4 +1,4 @@
-//! Recovery of a replacement of a QEMU, and of every other operation that boots a guest again.
+//! Recovery of replacements of a QEMU, and of all other operations that boot a guest again.
 
 use super::{saved, warm};
 use crate::error::RebootError;
@@ -18,7 +18,7 @@ use std::time::Duration;
 
 /// Recovers a warm or saved reboot.
 pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootError> {
-    // The decision for the destination QEMU was journalled: check whether it runs the guest.
+    // The decision for the destination QEMU was journalled, so it may run the guest.
     if handover.journal.operation.step >= Step::Resume
         && let Some((vmm, qmp)) = running_destination(&handover)?
     {
@@ -38,11 +38,11 @@ pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootEr
     }
 }
 
-/// Starts a QEMU from the saved state and resumes the guest.
+/// Loads the saved state into a new QEMU and resumes the guest.
 fn resume_from(mut handover: Handover, saved: &SavedState) -> Result<Recovered, RebootError> {
     let hardware = handover.state.hardware.clone();
-    // The guest has not run, and another QEMU is to load it: if this is interrupted, the next recovery must not take
-    // that QEMU for one that may run the guest.
+    // The guest has not run, and another QEMU is to load it. If this recovery is interrupted, the next one must not
+    // assume that the new QEMU may run the guest.
     handover.advance(Step::Saved)?;
     if saved.without_ram {
         let loaded = with_either_binary(&mut handover, |handover, binary| {
@@ -57,7 +57,8 @@ fn resume_from(mut handover: Handover, saved: &SavedState) -> Result<Recovered, 
     }
 }
 
-/// Loads with the binary of the destination and, if that fails, with the one of the source, which has run this guest.
+/// Calls `load` with the destination's binary. If that QEMU fails, retries with the source's binary, which has run this
+/// guest.
 fn with_either_binary<T>(
     handover: &mut Handover,
     load: impl Fn(&mut Handover, &Binary) -> Result<T, HandoverError>,
@@ -76,7 +77,7 @@ fn with_either_binary<T>(
     }
 }
 
-/// Recovers a cold reboot, or a boot after a loss of memory.
+/// Recovers a cold reboot, a reboot by phase, or a boot after the loss of the guest's memory.
 pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError> {
     let is_lost = handover.journal.operation.lost;
     if handover.journal.operation.step >= Step::Resume
@@ -91,7 +92,7 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
     }
     if let Some(source_qemu) = handover.live_source() {
         if handover.journal.operation.step == Step::Prepare {
-            // A successor QEMU may have waited, with RAM of its own.
+            // In a reboot by phase, a destination QEMU may have waited with RAM of its own.
             ram::forget_waiting(&handover.state.hardware)?;
             handover.discard_destination()?;
             let failed = handover.file_error("operation.json");
@@ -101,11 +102,11 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
         // The guest may already be shutting down.
         shut_down(source_qemu, handover.state.definition.shutdown_timeout.as_duration())?;
     }
-    // A guest that shut itself down has lost nothing.
+    // Nothing is lost: the guest has shut down.
     boot_after_shutdown(handover, None)
 }
 
-/// Returns the destination QEMU with a connection to it, if it runs.
+/// Returns the destination QEMU and a connection to it. `None` if that QEMU has ended.
 fn running_destination(handover: &Handover) -> Result<Option<(Vmm, Qmp)>, RebootError> {
     let Some(vmm) = of_generation(&handover.rundir, &handover.state, handover.journal.operation.generation)? else {
         return Ok(None);
@@ -118,7 +119,7 @@ fn running_destination(handover: &Handover) -> Result<Option<(Vmm, Qmp)>, Reboot
     }
 }
 
-/// Finishes with a destination QEMU that was found: resumes the guest in it if necessary.
+/// Finishes the operation with a destination QEMU that was found alive: resumes the guest in it if necessary.
 fn finish(
     handover: Handover,
     destination: Destination<Spawned>,
@@ -136,8 +137,8 @@ fn commit_and_settle<R: Ram>(
     Ok(recovered)
 }
 
-/// Boots a guest whose memory is lost, with `taps` or, without any, with its taps opened again. The loss is
-/// journalled first, so that a recovery that is interrupted here still reports it.
+/// Boots a guest whose memory is lost. If `taps` is `None`, opens the VM's taps again. The loss is journalled first, so
+/// that the next recovery reports it if this one is interrupted.
 pub(crate) fn boot_after_loss(mut handover: Handover, taps: Option<Taps>) -> Result<Recovered, RebootError> {
     if let Some(source_qemu) = handover.live_source() {
         source_qemu.kill().map_err(handover.file_error("qemu"))?;
@@ -151,7 +152,7 @@ pub(crate) fn boot_after_loss(mut handover: Handover, taps: Option<Taps>) -> Res
     boot_from_disks(handover, Recovered::Booted, taps)
 }
 
-/// Boots a guest that has ended, with `taps` or, without any, with its taps opened again.
+/// Boots a guest that has ended. If `taps` is `None`, opens the VM's taps again.
 pub(crate) fn boot_after_shutdown(handover: Handover, taps: Option<Taps>) -> Result<Recovered, RebootError> {
     boot_from_disks(handover, Recovered::Started, taps)
 }
@@ -159,7 +160,8 @@ pub(crate) fn boot_after_shutdown(handover: Handover, taps: Option<Taps>) -> Res
 fn boot_from_disks(handover: Handover, recovered: Recovered, taps: Option<Taps>) -> Result<Recovered, RebootError> {
     let last_binary = handover.state.vmm.as_ref().map_or(&handover.state.definition.qemu, |vmm| &vmm.binary);
     let binary = handover.rundir.binary(last_binary)?;
-    // However the guest ended: its disk servers compare each retained block with the disk before they serve it.
+    // Retain the cache however the guest ended: the disk servers compare each retained block with the disk before they
+    // serve it.
     boot(handover, &binary, PreviousCache::Retain, taps)?;
     Ok(recovered)
 }

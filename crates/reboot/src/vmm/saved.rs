@@ -19,7 +19,7 @@ use rekindle_vm::{disks, network, ram};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Path of this VM's saved state.
+/// Returns the path of this VM's saved state.
 pub(crate) fn path(replacement: &Replacement) -> PathBuf {
     saved_path(&replacement.host, &replacement.held.rundir, &replacement.held.state.definition)
 }
@@ -42,7 +42,7 @@ pub(crate) fn reboot(mut replacement: Replacement) -> Result<RebootReport, Failu
         .map_err(|error| Failure::new(GuestStatus::NeedsRecovery, error))
 }
 
-/// Stops the guest and writes its whole state to disk. The source QEMU stays.
+/// Stops the guest and writes its whole state to disk. The source QEMU stays, with the guest stopped.
 fn suspend(
     replacement: &mut Replacement,
     handover: &mut Handover,
@@ -65,7 +65,7 @@ fn suspend(
     Ok((stopped_host_us, saved))
 }
 
-/// Resumes the guest from the state on disk. The source QEMU is ended first, to free its RAM for the destination.
+/// Resumes the guest from the state on disk. Ends the source QEMU first, to free its RAM for the destination.
 fn resume(
     replacement: &Replacement,
     mut handover: Handover,
@@ -86,7 +86,7 @@ fn resume(
     Ok(replacement.report(&settled, stopped_host_us))
 }
 
-/// Starts a destination QEMU with new RAM and loads a state that holds all of the guest's RAM. No other QEMU may use
+/// Starts a destination QEMU with new RAM and loads a saved state that includes the guest's RAM. No other QEMU may use
 /// the RAM file.
 pub(crate) fn load<'a>(
     handover: &mut Handover,

@@ -6,18 +6,19 @@ use rekindle_pages::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Result of comparing a guest's whole memory before and after.
+/// Result of comparing a guest's whole memory before and after the hand-over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryComparison {
     /// Bytes of main RAM in pages that differ.
     pub ram_changed_bytes: u64,
-    /// Per other RAM block: whether it differs. Empty if a QEMU does not report where its blocks are.
+    /// For each RAM block except the main RAM: `true` if it differs. Empty if the blocks of a QEMU cannot be read.
     pub blocks_changed: BTreeMap<String, bool>,
-    /// Names of blocks that could not be compared.
+    /// Names of RAM blocks that could be read in one of the QEMUs only.
     pub not_compared: Vec<String>,
 }
 
-/// Digests of a stopped guest's memory.
+/// Digests of a stopped guest's memory: of each page of the RAM file, and of each other RAM block (`None` if the blocks
+/// could not be read).
 pub(crate) struct MemoryDigests {
     ram: Vec<u64>,
     blocks: Option<BTreeMap<String, u128>>,
@@ -29,7 +30,7 @@ impl MemoryDigests {
         Self { ram, blocks: carried.map(digest::carried) }
     }
 
-    /// Compares this with `later`.
+    /// Compares these digests with those taken `later`.
     pub(crate) fn compare(&self, later: &Self) -> MemoryComparison {
         let pages = self.ram.iter().zip(&later.ram).filter(|(before, after)| before != after).count();
         let missing = self.ram.len().abs_diff(later.ram.len());

@@ -1,9 +1,9 @@
 //! The VM generation ID in guest RAM.
 //!
 //! QEMU's `vmgenid` device writes the ID to guest RAM on every load (`vmgenid_post_load`), even if it is unchanged. In
-//! a marked RAM file ([`super::handover::mark_ram`]) this write would look like a guest that has run, and a load that
-//! fails after it would lose the guest's memory. So the page is made writable in the destination QEMU before the file
-//! is marked: QEMU's later write then does not change the file's modification time.
+//! a marked RAM file (`rekindle_handover`'s `mark_ram`) this write would look like a guest that has run, and a load
+//! that fails after it would lose the guest's memory. So the page is made writable in the destination QEMU before the
+//! file is marked: QEMU's later write then does not change the file's modification time.
 
 use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
@@ -13,21 +13,22 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// The generation ID of a guest, and how to reach it in the destination QEMU.
+/// A guest's VM generation ID, and access to the RAM into which the destination QEMU will write it.
 pub(crate) struct VmGenerationId {
-    /// In the byte order of guest memory.
+    /// The ID in the byte order of guest memory.
     bytes: [u8; 16],
     ram: File,
     process: Process,
-    /// Address at which the process has mapped the RAM.
+    /// Address in `process` at which the RAM file is mapped.
     mapped: u64,
 }
 
 impl VmGenerationId {
-    /// Prepares access to the ID of the guest that `process` is going to run. Returns `None` if the guest has none.
+    /// Prepares access to the ID of the guest that `process` is going to run. Returns `None` if the guest has no ID, or
+    /// if `process` has not mapped the RAM file.
     ///
     /// # Errors
-    /// If the process's mappings or the RAM file cannot be read.
+    /// Errors of reading the process's mappings and of opening the RAM file.
     pub(crate) fn new(hardware: &Hardware, process: Process) -> io::Result<Option<Self>> {
         let Some(id) = hardware.vm_generation else { return Ok(None) };
         let Some(mapped) = memory::mapping_of(process, &hardware.ram.path)? else { return Ok(None) };
@@ -35,8 +36,8 @@ impl VmGenerationId {
         Ok(Some(Self { bytes: id.to_bytes_le(), ram, process, mapped: mapped.start }))
     }
 
-    /// Writes the ID to the address that the device state `devices` names, if the same ID is there already. Changes
-    /// nothing but the process's page table.
+    /// Writes the ID to the address that the device state `devices` names, if the RAM already holds the same ID at that
+    /// address. Changes only the process's page table.
     ///
     /// The guest chooses the address, so it may be wrong. If the write fails, the RAM file may later appear modified,
     /// which is safe.

@@ -2,8 +2,8 @@
 //!
 //! While the source QEMU runs the guest, the destination is started, compared with it, and loaded with the guest memory
 //! that it cannot map (firmware, ACPI tables, video memory). Then the guest is stopped, the device state is streamed
-//! from the source through this process into the destination, and the guest resumes there. This is RootHammer's
-//! on-memory suspend and resume (section 4.2) for QEMU.
+//! from the source through this process into the destination, and the guest resumes in the destination. This is
+//! RootHammer's on-memory suspend and resume (section 4.2) for QEMU.
 
 use super::preflight::{compare_blocks, compare_cpus};
 use super::verify::MemoryDigests;
@@ -37,14 +37,15 @@ use rekindle_vm::timeline::Phase;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long the threads of an unresponsive destination may take to stop.
+/// How long the threads of an unresponsive destination QEMU may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A destination QEMU that waits for the guest, while the source still runs it.
 pub(crate) struct PreparedHandover {
     replacement: Replacement,
     handover: Handover,
-    /// Closed after the guest runs, also if that is in the source: the kernel takes many milliseconds for it.
+    /// Dropped only when the guest runs again, in either QEMU: the kernel takes many milliseconds to close the
+    /// captures.
     taps: TapTakeover,
     parts: HandoverParts,
 }
@@ -53,18 +54,18 @@ struct HandoverParts {
     source_qmp: Qmp,
     destination: Destination<Prepared<SharedRam>>,
     state: SourceState,
-    /// Receives a copy of everything that the destination is given.
+    /// File that receives a copy of everything that is sent to the destination.
     stream: StreamWriter,
-    /// Of the destination QEMU.
+    /// Injects system calls into the destination QEMU.
     injector: Injector,
     generation: Option<VmGenerationId>,
     resume: ResumeTime,
 }
 
-/// When the destination QEMU gets the command that resumes the guest.
+/// Moment at which the destination QEMU gets the command that resumes the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ResumeTime {
-    /// It is staged, and sent during the load.
+    /// The command is staged before the load and sent during it.
     DuringLoad,
     AfterLoad,
 }
@@ -72,7 +73,7 @@ enum ResumeTime {
 impl PreparedHandover {
     /// Starts the destination QEMU and prepares as much as possible while the source runs the guest.
     ///
-    /// *On failure:* the destination QEMU has ended and the source is untouched.
+    /// *On failure:* the destination QEMU has ended, and the guest runs in the source as before.
     pub(crate) fn new(mut replacement: Replacement) -> Result<Self, Failure> {
         let handover = replacement.begin_handover(Kind::VmmWarm);
         let mut handover = handover.map_err(|error| Failure::new(GuestStatus::Unchanged, error))?;
@@ -93,8 +94,8 @@ impl PreparedHandover {
         taps.discard_captured();
         let destination_qemu = parts.destination.vmm.clone();
         let boost = boost_priority(&replacement.source_qemu, &destination_qemu);
-        // Both connections to the source end with this call: QEMU serves one client at a time, and a return to the
-        // source connects again.
+        // This call ends both connections to the source: QEMU serves one client at a time, and returning the guest to
+        // the source opens another connection.
         let transferred = transfer_guest(&mut replacement, &mut handover, &taps, parts);
         drop(boost);
         match transferred {
@@ -110,15 +111,16 @@ impl PreparedHandover {
     }
 }
 
-/// A hand-over whose destination QEMU runs the guest; the source is still there, stopped.
+/// A hand-over whose destination QEMU runs the guest. The source QEMU still exists; the guest is stopped in it.
 pub(crate) struct CompletedHandover {
     replacement: Replacement,
     handover: Handover,
     running: Destination<Running<SharedRam>>,
-    /// Some of its captures may have no frame yet: the source QEMU may still receive the first one.
+    /// Keeps the captures that have no frame yet: the source QEMU may still receive the first one.
     taps: TapTakeover,
     times: StopTimes,
-    /// Closing one takes the kernel many milliseconds, in which the next guest could be handed over.
+    /// Captures that have sent their frames. Closing one takes the kernel many milliseconds, in which the next guest
+    /// could be handed over.
     _sent_captures: Vec<Capture>,
 }
 
@@ -140,7 +142,7 @@ impl CompletedHandover {
     }
 }
 
-/// Adds the end of the destination's log to its failure.
+/// Adds the end of the destination QEMU's log to an error of the hand-over.
 fn with_log(handover: &Handover, doing: &'static str, error: RebootError) -> RebootError {
     match error {
         RebootError::Handover(error) => {
@@ -151,7 +153,8 @@ fn with_log(handover: &Handover, doing: &'static str, error: RebootError) -> Reb
     }
 }
 
-/// Does everything that can be done while the source QEMU runs the guest.
+/// Prepares the hand-over as far as possible while the source QEMU runs the guest: starts the destination, compares it
+/// with the source, and loads the memory that it cannot map.
 fn prepare_destination(
     replacement: &Replacement,
     handover: &mut Handover,
@@ -176,7 +179,7 @@ fn prepare_destination(
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
     let mut state = SourceState::prepare(source_qemu, &mut source_qmp, source_blocks, &mut sink)?;
     state.stage()?;
-    // A memory comparison sends further commands to the destination before it resumes the guest.
+    // With a memory comparison, the destination gets further commands before the one that resumes the guest.
     let is_early = state.is_resumable_during_load() && replacement.running && !replacement.options.verify_memory;
     let resume = if is_early { ResumeTime::DuringLoad } else { ResumeTime::AfterLoad };
     if resume == ResumeTime::DuringLoad {
@@ -189,7 +192,8 @@ fn prepare_destination(
     let process = destination.vmm.process();
     let untraceable = |source| RebootError::File { path: format!("/proc/{}/maps", process.pid).into(), source };
     let injector = Injector::new(process).map_err(|e| untraceable(e.into()))?;
-    // QEMU has returned the freed pages of its heap to the kernel; each would cost a page fault during the load.
+    // QEMU has returned the freed pages of its heap to the kernel. Each of them would cost a page fault during the
+    // load.
     if let Err(e) = populate_heap(injector) {
         tracing::debug!("cannot populate the destination QEMU's heap in advance: {e}");
     }
@@ -233,7 +237,8 @@ fn transfer_guest(
     };
     // The source computes its state in the meantime.
     state.begin(&mut source_qmp)?;
-    // No QEMU runs the guest: the destination may have the taps. It is idle now, and is not during the load.
+    // No QEMU runs the guest, so the destination may get the taps. It gets them now, while it is idle; during the load
+    // it is busy.
     taps.give(&hardware, injector)?;
     handover.pass("warm.suspend.taps");
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
@@ -246,7 +251,7 @@ fn transfer_guest(
     }
     handover.recorder.step("save devices");
     handover.pass("warm.suspend.saved");
-    // While the destination loads, its state is made durable, in case both QEMUs die.
+    // While the destination loads, make the state durable, in case both QEMUs die.
     stream.write(&devices.bytes)?;
     let saved = stream.finish()?;
     handover.journal.operation.saved = Some(saved.clone());
@@ -255,7 +260,7 @@ fn transfer_guest(
     handover.pass("warm.suspend.written");
 
     let (loaded, memory) = match resume {
-        // The destination has everything, so the decision can be made while it still loads.
+        // The destination has received everything, so the decision can be made while it still loads.
         ResumeTime::DuringLoad => (loading.resume_when_loaded(), None),
         ResumeTime::AfterLoad => {
             let before = digests_before.map(|pages| (pages, small_blocks));
@@ -267,7 +272,7 @@ fn transfer_guest(
     Ok(TransferredGuest { running, times: StopTimes { stopped_host_us, memory } })
 }
 
-/// Stops the guest in the source QEMU. Returns when it was stopped, in µs since 1970.
+/// Stops the guest in the source QEMU. Returns the time of the stop, in µs since 1970.
 fn stop_guest(
     replacement: &mut Replacement,
     handover: &mut Handover,
@@ -292,7 +297,8 @@ fn digest_ram(handover: &mut Handover, ram: &Path) -> Result<Vec<u64>, RebootErr
     Ok(digests)
 }
 
-/// Waits for the load. With the digests of the RAM's pages and the small blocks from before it, compares the memory.
+/// Waits for the load. Compares the memory if `before` has the digests of the RAM's pages and the small blocks from
+/// before the load.
 fn wait_and_compare(
     handover: &mut Handover,
     loading: Loading<SharedRam>,
@@ -317,7 +323,8 @@ fn wait_and_compare(
     Ok((loaded, Some(memory)))
 }
 
-/// Starts a destination QEMU from a saved stream. The RAM file must be in place, and nothing else may run the guest.
+/// Starts a destination QEMU and loads a saved stream into it. The RAM file must be in place, and no other QEMU may run
+/// the guest.
 pub(crate) fn load(
     handover: &mut Handover,
     hardware: &Hardware,
@@ -334,15 +341,15 @@ pub(crate) fn load(
     destination.load_stream(handover, &stream, SharedRam { path: hardware.ram.path.clone() })
 }
 
-/// Handles a failure of the hand-over. Before the decision for the destination, and after it as long as the
-/// destination has not written to the guest's RAM, the guest has not run there, and resumes in the source.
+/// Handles a failure of the hand-over. Resumes the guest in the source if it cannot have run in the destination: before
+/// the decision for the destination, and after it if the destination has not written to the guest's RAM.
 fn fail(replacement: &Replacement, handover: Handover, destination_qemu: &Vmm, error: RebootError) -> Failure {
     let name = replacement.name();
     if handover.journal.operation.step >= Step::Resume {
         let log = log_tail(&destination_qemu.directory(), 10);
         let is_silent = matches!(&error, RebootError::Handover(error) if error.is_silence());
         if is_silent && destination_qemu.is_alive() {
-            // It may run the guest. Once its threads are stopped, the RAM file shows whether it has.
+            // The destination may run the guest. Once its threads are stopped, the RAM file shows whether it has.
             let process = destination_qemu.process();
             if !process.stop_fully(STOP_TIMEOUT).is_ok_and(|stopped| stopped && handover.has_not_run()) {
                 let _ = process.resume();

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
-/// Ctrl-]
+/// Ctrl-], which ends the console.
 const LEAVE: u8 = 0x1d;
 
 /// A terminal in raw mode. Restores the previous mode on drop.
@@ -62,7 +62,7 @@ pub fn console(arguments: &NameOnly) -> Result<ExitCode> {
     loop {
         match pass(&mut stream, &mut input)? {
             Ended::Left => return Ok(ExitCode::SUCCESS),
-            // Its QEMU was replaced, or has ended: retry for a while.
+            // The guest's QEMU was replaced, or has ended: retry for a while.
             Ended::Closed => {
                 let again = (0..100).find_map(|_| {
                     thread::sleep(Duration::from_millis(50));

@@ -86,7 +86,7 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints what `merge` would do.
+/// Prints how much redo log `merge` would merge into the image.
 fn would_merge(
     output: &Output,
     image: &Path,
@@ -183,7 +183,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         settings,
         waits: wait,
     };
-    // An interrupt ends the server as `rekindle disk end` does: after all requests are done.
+    // A signal ends the server as `rekindle disk end` does, after all requests are done.
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     let handle = signals.handle();
     let at = control.clone();

@@ -1,4 +1,4 @@
-//! Output of `--dry-run`: what would be done to each VM, and what prevents it.
+//! Output of `--dry-run`: the planned action for each VM, or the reason that prevents it.
 
 use crate::output::{Output, chain};
 use anyhow::Result;
@@ -6,10 +6,10 @@ use serde_json::json;
 use std::error::Error;
 use std::process::ExitCode;
 
-/// The name of a VM, and what would be done to it or why that is not possible.
+/// The name of a VM, and the planned action or the error that prevents it.
 pub type Planned<E> = (String, Result<String, E>);
 
-/// Prints what would be done. Exit status 1 if it is not possible for a VM.
+/// Prints the plans. Returns exit status 1 if an action is not possible for one of the VMs.
 pub fn print<E: Error + 'static>(output: &Output, vms: &[Planned<E>]) -> Result<ExitCode> {
     let (mut text, mut values) = (String::new(), Vec::new());
     for (name, planned) in vms {

@@ -102,7 +102,7 @@ fn mount(output: &Output) -> Result<ExitCode> {
 fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
     let host = Host::open()?;
     let (plan, fallback) = if arguments.planned {
-        // A shutdown without a plan of `rekindle reboot host`.
+        // Without a plan, this shutdown is not one of `rekindle reboot host`: there is nothing to do.
         let Some(plan) = plan::read(&host)? else { return Ok(ExitCode::SUCCESS) };
         let names: Vec<_> = plan.vms.iter().map(|(name, _)| name.clone()).collect();
         if recover_suspend(&host, &names, &plan.token)? {
@@ -131,7 +131,7 @@ fn suspend(output: &Output, arguments: &HostSuspend) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns a plan for the named VMs, or for all that run.
+/// Returns a suspend plan for the named VMs, or for all running ones.
 fn chosen(host: &Host, arguments: &HostSuspend) -> Result<HostRebootPlan> {
     if !arguments.all && arguments.names.is_empty() {
         return Err(Usage("name the VMs to suspend, or --all for all that run".into()).into());

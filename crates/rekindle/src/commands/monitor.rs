@@ -46,7 +46,7 @@ pub fn monitor(output: &Output, arguments: &Monitor) -> Result<ExitCode> {
         if arguments.count.is_some_and(|count| times >= count) {
             break;
         }
-        // Samples that are missed because one took too long are not repeated.
+        // If a sample takes too long, the samples missed meanwhile are skipped.
         due = (due + every).max(Instant::now());
         wait(due, &interrupted);
     }
@@ -77,7 +77,7 @@ fn sample_all(
             tracing::warn!("{name}: {e}");
             Vec::new()
         });
-        // A service that does not answer has no response time.
+        // A service that does not answer has no response time in the sample.
         let answer = services.get(name).and_then(|target| check(target, timeout, netns).ok());
         if let (Some(first), Some(took)) = (found.first_mut(), answer) {
             let ms = Number::from_f64((took.as_secs_f64() * 1e6).round() / 1e3);

@@ -1,4 +1,4 @@
-//! `rekindle move`, and its destination.
+//! `rekindle move`, and the command that it starts on the destination host.
 
 use super::dry_run;
 use super::interrupts;
@@ -61,7 +61,7 @@ pub(super) fn text(moved: &MoveReport) -> String {
     )
 }
 
-/// Makes a store's path absolute, so that it means the same on the other host.
+/// Makes a store's path absolute, so that it names the same directory on the destination host.
 fn absolute_store(store: &StoreUrl) -> Result<StoreUrl> {
     Ok(match store {
         StoreUrl::Directory(path) => {
@@ -74,7 +74,7 @@ fn absolute_store(store: &StoreUrl) -> Result<StoreUrl> {
 pub fn receive() -> Result<ExitCode> {
     let host = Host::open()?;
     let running = |name: &str| super::reboot::start_helpers(&host, name);
-    // Unbuffered: what is waited for is what the descriptor has.
+    // Use the descriptors unbuffered: a wait for input polls the descriptor, and must not miss bytes in a buffer.
     let from = File::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let to = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
     target::receive(&host, from, to, &running)?;

@@ -148,7 +148,8 @@ fn monitor(output: &Output, arguments: &OcfMonitor) -> Result<ExitCode> {
 
 fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     let file = definition(arguments);
-    // Not a usage error: the agent would report it as one of the whole cluster, but files are specific to a node.
+    // Not a usage error: the agent would report that as an error of the whole cluster, but files are specific to a
+    // node.
     let definition = Definition::load(&file)?;
     let path = |path: &PathBuf| path.display().to_string();
     let mut parameters = vec![("store", arguments.store.to_string())];

@@ -25,7 +25,7 @@ use std::time::Duration;
 struct VmmResult<'a> {
     how: vmm::RebootMethod,
     vms: Vec<VmResult<'a>>,
-    /// From the first guest's stop to the last guest's resume.
+    /// Time from the first guest's stop to the last guest's resume; `None` if no VM was rebooted.
     #[serde(skip_serializing_if = "Option::is_none")]
     first_stop_to_last_resume_us: Option<u64>,
 }
@@ -170,8 +170,8 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Starts the processes that watch a VM and save phases of its guest's boot, unless they run. A failure is only
-/// logged: the guest runs without them, too.
+/// Starts the processes that watch a VM and save phases of its guest's boot, unless they run. A failure is only logged,
+/// because the guest runs without them.
 pub fn start_helpers(host: &Host, name: &str) {
     let rundir = RunDir::new(&host.root, name);
     let state = match State::read(&rundir) {
@@ -199,7 +199,7 @@ pub fn watch(arguments: &NameOnly) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Shows that an operation runs. Its duration depends on guest and disk, so there is no progress to show.
+/// Shows a spinner while an operation runs. The duration depends on guest and disk, so no progress can be shown.
 fn spinner(output: &Output, message: String) -> ProgressBar {
     if output.json() || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();

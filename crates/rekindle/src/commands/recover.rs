@@ -17,14 +17,15 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
     let name = &arguments.name;
     let rundir = RunDir::new(&host.root, name.as_str());
     if let Some(owned) = OwnerRecord::read(&rundir)? {
-        // The interrupted operation may have ended the guest here after another host had become its owner.
+        // Another host may have become the owner before the interrupted operation ended the guest on this host.
         owned.may_run(&rundir)?;
     }
     let discarded = Journal::left_behind(&rundir)?.is_some_and(|left| {
         matches!(left.operation.kind, Kind::Restore | Kind::OsPhase) && left.operation.step < Step::Resume
     });
     if rundir.fill().exists() && !discarded {
-        // First: a QEMU that waits for a missing page answers no QMP command. A second pager finds the first, and ends.
+        // Start the pager first: a QEMU that waits for a missing page answers no QMP command. A second pager ends by
+        // itself.
         start_pager(&rundir)?;
     }
     let patience = SilentQemuPolicy { wait: arguments.wait.as_duration(), force: arguments.force };

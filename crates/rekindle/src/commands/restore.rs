@@ -66,8 +66,8 @@ pub fn pager(output: &Output, arguments: &Pager) -> Result<ExitCode> {
     };
     let rundir = known(&host, &name)?;
     let progress = if arguments.hand_over {
-        // The listener is the previous pager, which supplies pages until then. If it has ended, there is nothing to
-        // wait for.
+        // Notify the previous pager, which supplies pages until then. If it has ended, nothing waits for the
+        // notification.
         let ready = || {
             let _ = rustix::io::write(rustix::stdio::stdin(), &[0]);
         };

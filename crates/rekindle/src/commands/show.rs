@@ -32,7 +32,7 @@ pub fn list(output: &Output) -> Result<ExitCode> {
         let found = State::read(&rundir).and_then(|state| Ok((state, life::status(&rundir)?)));
         let (state, status) = match found {
             Ok((Some(state), status)) => (state, status),
-            // It is being created or removed.
+            // The VM is just being created or removed.
             Ok((None, _)) => continue,
             Err(e) => {
                 all.push(json!({"name": name, "error": e.to_string()}));
@@ -108,7 +108,7 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Describes a process that serves the VM.
+/// Formats the line about a process that serves the VM.
 fn helper_line(helper: &Running) -> String {
     let Running { helper, pid, restarts } = helper;
     let process = pid.map_or_else(|| "missing".to_owned(), |pid| format!("process {pid}"));
@@ -121,7 +121,7 @@ fn helper_line(helper: &Running) -> String {
     format!("# helper {helper}: {process}{restarted}{stopped}\n")
 }
 
-/// Describes a phase that is saved or will be.
+/// Formats the line about a phase that is or will be saved.
 fn line(candidate: &Candidate) -> String {
     let Candidate { name, taken_us, bytes, void } = candidate;
     let age = taken_us.map(|at| format!(", {} old", duration(timeline::host_us().saturating_sub(at))));
@@ -141,7 +141,7 @@ fn qemu(state: &State) -> Option<&Vmm> {
 pub fn description(host: &Host, state: &State) -> Result<Value> {
     let rundir = RunDir::new(&host.root, &state.hardware.name);
     let directory = rundir.vmm(state.generation);
-    // If the binary no longer exists, the syntax of its options does not matter.
+    // If the binary no longer exists, the syntax of its options does not matter: no QEMU can be started from it.
     let binary = qemu(state).map_or(&state.definition.qemu, |vmm| &vmm.binary);
     let syntax = rundir.binary(binary).map(|binary| binary.syntax).unwrap_or_default();
     Ok(json!({
@@ -177,7 +177,7 @@ const WIDTH: u64 = 48;
 /// Draws the last operation's steps as bars over time.
 fn draw(entries: &[Entry]) -> String {
     let Some(last) = entries.last() else { return "no operation has been done on this VM yet".into() };
-    // The last operation's steps follow one another without a gap.
+    // Find the last operation's first step: its steps follow one another without a gap.
     let mut from = entries.len() - 1;
     while let (Some(before), Some(now)) = (from.checked_sub(1).and_then(|n| entries.get(n)), entries.get(from)) {
         let end = before.start_mono_ns + before.us * 1000;

@@ -13,7 +13,7 @@ use rekindle_vm::shutdown::Ended;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// Returns what would be done to a VM.
+/// Describes the action of `stop` on a VM, for `--dry-run`.
 fn would(host: &Host, name: &str, now: bool) -> Result<String, LifeError> {
     match life::stoppable(host, name) {
         Ok(Stoppable::Guest(pid)) => {
@@ -74,7 +74,7 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
                 output.result(&serde_json::json!({"name": name, "ended": ended}), format!("{name}: {how}"))?;
             }
             Err(e) => {
-                // The other VMs are stopped nevertheless.
+                // Continue with the other VMs.
                 if let Some(earlier) = failed.replace(e) {
                     output.error(&earlier);
                 }

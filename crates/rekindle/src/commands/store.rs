@@ -24,7 +24,7 @@ use std::thread;
 use std::time::Duration;
 use uuid::Uuid;
 
-/// Returns the identity from the command line.
+/// Returns the TLS identity from the command line.
 pub(super) fn identity(tls: &Tls) -> Option<Identity> {
     let Tls { cert: Some(cert), key: Some(key), ca: Some(ca) } = tls else { return None };
     Some(Identity { cert: cert.clone(), key: key.clone(), ca: ca.clone() })
@@ -145,8 +145,8 @@ pub fn export(output: &Output, arguments: &StoreExport) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Writes a file that only its owner can read, and that appears only when it is complete. A pipe or a device is
-/// written to directly.
+/// Writes a file that only its owner can read. The file appears only when it is complete. A pipe or a device is written
+/// to directly.
 fn whole_file<T>(file: &Path, write: impl FnOnce(&mut dyn Write) -> Result<T>) -> Result<T> {
     if fs::metadata(file).is_ok_and(|there| !there.is_file()) {
         let mut out = OpenOptions::new().write(true).open(file).with_context(|| format!("{}", file.display()))?;
@@ -175,7 +175,7 @@ pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
     let vm = match (admin::listing(&to.store, identity.as_ref()), name) {
         (Ok(found), None) => found.vm,
         (Ok(found), Some(name)) => {
-            // The writer rejects another VM than the store's.
+            // The writer checks that this VM is the store's.
             Vm { uuid: uuid.unwrap_or(found.vm.uuid), name: name.to_string() }
         }
         (Err(e), Some(name)) if *create_store && e.is_no_store() || matches!(e, StoreError::Unused { .. }) => {
@@ -202,7 +202,7 @@ pub fn import(output: &Output, arguments: &StoreImport) -> Result<ExitCode> {
     });
     bar.finish_and_clear();
     let done = done?;
-    // Only makes the next start faster.
+    // Settling only makes the next start faster, so its failure is no error.
     if let Err(e) = writer.settle() {
         tracing::warn!("{e}");
     }
@@ -244,7 +244,7 @@ pub fn serve(output: &Output, arguments: &StoreServe) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Shows a progress bar with rate and time left on a terminal.
+/// Shows a progress bar with rate and remaining time, if standard error is a terminal.
 fn progress(output: &Output, what: &'static str) -> ProgressBar {
     if output.json() || !io::stderr().is_terminal() {
         return ProgressBar::hidden();

@@ -1,4 +1,4 @@
-//! Bad input: definitions, arguments, QEMU binaries, files, guests. The error names what is wrong, and the guest
+//! Bad input: definitions, arguments, QEMU binaries, files, guests. The error names the problem, and the guest
 //! continues to run, or does so after `rekindle recover`.
 
 use crate::common::{DEADLINE, Guest, Lab, Net, assert_ticks_once, qemu_new, qemu_old, wait_for};
@@ -65,7 +65,7 @@ fn a_command_line_that_makes_no_sense_has_exit_status_2_and_an_unknown_vm_1() {
     lab.assert_empty();
 }
 
-/// Writes an executable script, which a test uses as QEMU.
+/// Writes an executable script that a test uses as QEMU.
 fn write_script(lab: &Lab, name: &str, text: &str) -> PathBuf {
     let path = lab.path(name);
     fs::write(&path, text).unwrap();
@@ -73,8 +73,8 @@ fn write_script(lab: &Lab, name: &str, text: &str) -> PathBuf {
     path
 }
 
-/// Writes a wrapper of QEMU that runs `when_incoming` first if QEMU is started as a destination. It is part of a
-/// `case`.
+/// Writes a wrapper of QEMU that first runs the shell code `when_incoming` if QEMU is started as a destination. The
+/// code is part of a `case`.
 fn write_qemu_wrapper(lab: &Lab, name: &str, when_incoming: &str) -> PathBuf {
     let real = qemu_new().display();
     write_script(
@@ -84,7 +84,7 @@ fn write_qemu_wrapper(lab: &Lab, name: &str, when_incoming: &str) -> PathBuf {
     )
 }
 
-/// Writes a QEMU without a device that the state has: it fails in the middle of the load.
+/// Writes a wrapper that replaces a device which the state contains, so that the load fails in the middle.
 fn write_qemu_without_device(lab: &Lab, name: &str) -> PathBuf {
     let other = "set -- \"$@\" '{\"driver\": \"pvpanic-pci\"}';; *) set -- \"$@\" \"$word\";;";
     write_qemu_wrapper(lab, name, &format!("for word; do shift; case $word in *virtio-rng-pci*) {other} esac; done"))
@@ -112,8 +112,8 @@ for line in monitor.makefile():
         break
 "#;
 
-/// Writes a QEMU that is killed as soon as it runs the guest. A QEMU serves one client of a socket at a time: no other
-/// client uses this one in these tests.
+/// Writes a wrapper of a QEMU that is killed as soon as it runs the guest. A QEMU serves one client of a socket at a
+/// time: no other client uses this socket in these tests.
 fn write_qemu_killed_when_running(lab: &Lab, name: &str) -> PathBuf {
     let killer = write_script(lab, &format!("{name}.py"), KILLER);
     let find = "previous=; for word; do [ \"$previous\" = -pidfile ] && folder=${word%/*}; previous=$word; done";
@@ -148,7 +148,7 @@ fn a_new_binary_that_will_not_do_is_refused_and_the_guest_runs_on() {
     assert_rejected(talker, &["talker does not behave like a QEMU"]);
     let broken = write_script(&lab, "broken", "#!/bin/sh\necho 'libfoo.so: cannot open' >&2\nexit 127\n");
     assert_rejected(broken, &["broken", "libfoo.so: cannot open"]);
-    // The machine type is pinned to one that 7.2 does not have yet.
+    // The machine type is pinned to a version that QEMU 7.2 does not have yet.
     assert_rejected(qemu_old().into(), &["machine type pc-q35-10.0", "7.2"]);
     assert_eq!(guest.boot_id(), boot);
     assert_ticks_once(&guest.file("console.log"));
@@ -163,7 +163,7 @@ fn a_new_qemu_that_dies_before_the_guest_has_run_in_it_leaves_it_as_it_was() {
     let exits = write_qemu_wrapper(&lab, "crash-at-start", "echo 'boom at start' >&2; exit 1;;");
     let crashes = write_qemu_wrapper(&lab, "abort-at-start", "kill -SEGV $$;;");
     let fails_to_load = write_qemu_without_device(&lab, "crash-at-load");
-    // It has less memory than the guest.
+    // This QEMU has less memory than the guest.
     let smaller = "for word; do shift; set -- \"$@\" \"${word//134217728/125829120}\"; done\n\
                    for word; do shift; set -- \"$@\" \"${word//131072K/122880K}\"; done";
     let too_small = write_qemu_wrapper(&lab, "less-memory", smaller);
@@ -183,8 +183,8 @@ fn a_new_qemu_that_dies_before_the_guest_has_run_in_it_leaves_it_as_it_was() {
     assert_ticks_once(&guest.file("console.log"));
 }
 
-/// The load fails at its end, after the device that writes the VM generation ID into the guest's RAM, while Rekindle
-/// decides that the new QEMU may continue. Rekindle must not take it for a QEMU that has run the guest.
+/// The load fails at its end, after the load of the device that writes the VM generation ID into the guest's RAM, while
+/// Rekindle decides that the new QEMU may continue. Rekindle must detect that this QEMU has not run the guest.
 #[test]
 fn a_load_that_fails_late_does_not_cost_the_guest_its_memory() {
     let lab = Lab::new();
@@ -218,12 +218,13 @@ fn a_new_qemu_that_crashes_just_after_the_resume_is_reported_and_recovered_from(
             guest.verify();
             assert_eq!(guest.boot_id(), boot);
         }
-        // Exit status 0: the new QEMU died after Rekindle's last check.
+        // Exit status 0 is possible because the new QEMU may die after Rekindle's last check.
         Some(code @ (0 | 3)) => {
             if code == 3 {
                 reboot.prints(&["lost", "rekindle recover"]);
             }
-            // Rekindle may have found it dead before it ended the old QEMU, which then stays stopped and is of no use.
+            // Rekindle may have found the new QEMU dead before it ended the old one. Then the old one stays, stopped,
+            // and is of no use.
             let has_new = || guest.qemus().iter().any(|qemu| qemu.directory.ends_with("vmm-2"));
             wait_for("the new QEMU to be dead", DEADLINE, || (!has_new()).then_some(()));
             assert!(
@@ -249,7 +250,7 @@ fn a_new_qemu_that_crashes_just_after_the_resume_is_reported_and_recovered_from(
     failed.status(3).prints(&["failed to load the saved state", "rekindle recover"]);
     let recover = guest.rekindle(&["recover"]);
     if recover.code != Some(0) {
-        // `recover` fails as long as that binary does, and can be repeated.
+        // `recover` fails as long as that binary fails to load the state, and can be repeated.
         recover.status(1).prints(&["failed to load the saved state"]);
         fs::remove_file(&qemu).unwrap();
         std::os::unix::fs::symlink(qemu_new(), &qemu).unwrap();
@@ -289,14 +290,14 @@ fn a_state_that_is_truncated_or_missing_is_not_loaded_and_can_be_put_back() {
     }
     fs::remove_file(&state).unwrap();
     guest.rekindle(&["recover"]).status(1).prints(&["handover.stream", "No such file"]);
-    // When the state is back, the guest is recovered from it.
+    // Once the state file is back, the guest is recovered from it.
     fs::write(&state, &whole).unwrap();
     guest.rekindle(&["recover"]).ok().prints(&["with its memory"]);
     guest.verify();
     assert_eq!(guest.boot_id(), boot);
     guest.assert_sound();
 
-    // The same for a state that contains the RAM. `stop` drops that state and leaves nothing.
+    // A state that contains the RAM is damaged in the same way. `stop` drops that state and leaves nothing.
     let mut command = lab.command(["reboot", "vmm", &guest.name, "--how", "saved"]);
     command.env("REKINDLE_FAULT", "saved.renew.old-gone:kill");
     lab.finish(command);
@@ -361,8 +362,8 @@ fn a_ram_directory_that_is_full_or_missing_is_reported() {
     assert!(matches!(rejected.code, Some(1 | 2)), "{rejected}");
     rejected.prints(&["/nowhere"]);
 
-    // Another file fills the directory. A warm reboot needs no room. A saved one would read, and so allocate, all of
-    // the RAM file, and a QEMU that gets no page is killed.
+    // Another file fills the directory. A warm reboot needs no room. A saved one would read all of the RAM file and so
+    // allocate it; a QEMU that gets no page is killed.
     guest.touch("16M");
     let boot = guest.boot_id();
     let filler = lab.run_root().join(".ram/filler");

@@ -1,4 +1,4 @@
-//! `--dry-run` of every command that stops a guest: it shows what would be done and what prevents it, and changes
+//! `--dry-run` of every command that stops a guest: it prints the planned action and its obstacles, and changes
 //! nothing. A command that stops several guests needs their names, or `--all`.
 
 use crate::common::protector::store;
@@ -109,7 +109,7 @@ fn a_suspend_needs_names_or_all_and_stops_no_other_guest() {
     }
     lab.rekindle(["host", "suspend", "web"]).ok().prints(&["web: suspended"]);
     assert_eq!((web.status().as_str(), db.status().as_str()), ("suspended", "running"));
-    // A stop would drop its memory; the dry run does not.
+    // A stop would drop the suspended guest's memory; the dry run does not.
     lab.rekindle(["stop", "web", "--dry-run"]).ok().prints(&["web: would"]);
     lab.rekindle(["host", "suspend", "--all", "--dry-run"]).status(1).prints(&["still suspended: web"]);
     lab.rekindle(["host", "resume"]).ok().prints(&["web: resumed with its memory"]);

@@ -20,7 +20,7 @@ fn a_vm_is_started_shown_and_stopped_and_nothing_is_left() {
     guest.wait_ready();
     lab.rekindle(["ls"]).ok().prints(&["NAME", "web", "running", "128M", "pc-q35-10.0"]);
     let shown = guest.rekindle(&["show"]).ok();
-    // Every default is shown.
+    // `show` also prints the defaults.
     shown.prints(&[
         "web is running",
         "sockets: ",
@@ -56,7 +56,7 @@ fn a_vm_is_started_shown_and_stopped_and_nothing_is_left() {
     assert_eq!(fields[3], guest.only_qemu().process.pid.to_string(), "it has no session of its own");
     assert_eq!(lab.interfaces(), ["web-net0"]);
 
-    // Private to this user: the sockets control the guest, and the files hold its memory.
+    // These files are private to this user: the sockets control the guest, and the files hold its memory.
     for path in [guest.file(""), guest.file("vmm-1"), lab.run_root()] {
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o077, 0, "{}", path.display());
     }
@@ -64,7 +64,7 @@ fn a_vm_is_started_shown_and_stopped_and_nothing_is_left() {
     stopped.prints(&["web: shut down by ACPI"]);
     lab.assert_empty();
     guest.rekindle(&["stop"]).status(1).prints(&["there is no VM web"]);
-    // It can be started again immediately.
+    // The VM can be started again immediately.
     lab.rekindle(["run", definition.to_str().unwrap()]).ok();
     guest.rekindle(&["stop", "--now"]).ok().prints(&["powered off"]);
     lab.assert_empty();
@@ -159,7 +159,7 @@ fn run_and_stop_can_be_killed_at_any_moment() {
         }
         assert!(guest.qemus().is_empty(), "after {delay} ms: {}", lab.state_report());
     }
-    // What a killed `run` has left does not prevent the next one.
+    // The remains of a killed `run` do not prevent the next one.
     lab.rekindle(["run", definition.to_str().unwrap()]).ok();
     guest.rekindle(&["stop", "--now"]).ok();
     lab.assert_empty();
@@ -176,7 +176,7 @@ fn ls_and_show_never_block_or_fail_during_reboots() {
                 while !end.load(Ordering::Relaxed) {
                     lab.rekindle(["ls"]).ok();
                     let show = guest.rekindle(&["--json", "show"]).ok().json();
-                    // During a hand-over the guest may be stopped, but the status never asks for a recovery.
+                    // During a hand-over the guest may be stopped, but the status never requires a recovery.
                     assert_ne!(show["status"], "needs-recovery");
                     assert_ne!(show["status"], "ended");
                 }

@@ -1,4 +1,4 @@
-//! `rekindle monitor`: samples of the resources that a host and its guests have left.
+//! `rekindle monitor`: samples of the free resources of a host and its guests.
 
 use crate::common::{DEADLINE, Lab, wait_for};
 use rekindle_kernel::process::Process;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// The complete samples; the last line may still be being written.
+/// Returns the complete samples. The last line may still be incomplete, and is left out.
 fn samples(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap_or_default();
     let complete = text.rfind('\n').map_or("", |end| &text[..end]);

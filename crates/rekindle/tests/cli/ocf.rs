@@ -1,4 +1,4 @@
-//! `rekindle ocf`: the resource agent's actions, on one host that plays every node in turn.
+//! `rekindle ocf`: the resource agent's actions, on one host that acts as every node in turn.
 
 use crate::common::protector::{Protector, store};
 use crate::common::served::{image, section};
@@ -44,7 +44,7 @@ impl<'a> Resource<'a> {
         self.lab.command(first.iter().chain(self.settings).chain(arguments))
     }
 
-    /// The command without `--json`.
+    /// Returns the command without `--json`.
     fn plain(&self, action: &str, arguments: &[&str]) -> Command {
         let (definition, store) = (self.definition.to_str().unwrap(), self.store.to_str().unwrap());
         let first = ["ocf", action, "web", "--definition", definition, "--store", store];
@@ -55,8 +55,8 @@ impl<'a> Resource<'a> {
         self.lab.finish(self.command(action, arguments))
     }
 
-    /// As `ocf`, while QEMU does not answer: a failure does not print the lab's state, which asks QEMU. Returns exit
-    /// status and output.
+    /// Runs `ocf` while QEMU does not answer. A failure does not print the lab's state, which would query QEMU. Returns
+    /// exit status and output.
     fn ocf_without_state_report(&self, action: &str, arguments: &[&str]) -> (Option<i32>, String) {
         let output = self.command(action, arguments).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
@@ -97,7 +97,7 @@ impl<'a> Resource<'a> {
         last.unwrap_or(0)
     }
 
-    /// Waits for this many more checkpoints.
+    /// Waits for `count` more checkpoints.
     fn wait_checkpoints(&self, count: u64) {
         let target = self.newest() + count;
         wait_for("checkpoints", DEADLINE, || (self.newest() >= target).then_some(()));
@@ -123,7 +123,7 @@ fn a_guest_is_restored_after_a_crash_or_a_stop_and_booted_after_a_shutdown() {
     web.ocf("monitor", &["--deep"]).ok();
     web.wait_checkpoints(2);
 
-    // A crash: QEMU ends unexpectedly.
+    // QEMU ends unexpectedly, as in a crash.
     let tick = web.guest.tick();
     web.guest.only_qemu().process.kill().unwrap();
     wait_for("the monitor to report it as stopped", DEADLINE, || {
@@ -208,7 +208,7 @@ fn a_guest_with_a_served_disk_that_powers_itself_off_is_booted_and_not_restored(
     let web = Resource::of(&lab, lab.vm("web").memory("96M").section(&section(&image(&lab, "disk"), "")), &[]);
     web.start();
     web.wait_checkpoints(2);
-    // A reboot of the guest's OS is no shutdown: protection continues.
+    // A reboot of the guest's OS is not a shutdown: protection continues.
     let (boot, protector) = (web.guest.boot_id(), web.protector());
     web.guest.rekindle(&["reboot", "os", "--how", "cold"]).ok();
     web.guest.wait_ready();
@@ -236,7 +236,7 @@ fn a_monitor_action_resumes_a_guest_that_a_killed_protector_left_stopped() {
     web.start();
     web.wait_checkpoints(1);
     let first = web.protector();
-    // The state in a checkpoint's pause.
+    // Simulate a protector that is stopped in the pause of a checkpoint.
     web.freeze(first);
     fs::write(web.guest.file("paused"), []).unwrap();
     let path = web.guest.only_qemu().directory.join("watch.sock");
@@ -423,7 +423,7 @@ fn a_guest_that_reboots_itself_is_running_for_each_monitor_action() {
     web.wait_checkpoints(1);
     let boot = web.guest.boot_id();
     web.guest.send("reboot");
-    // No monitor action may report it as stopped until the new boot answers.
+    // No monitor action may report the guest as stopped until the new boot answers.
     wait_for("the new boot to answer", DEADLINE, || {
         web.ocf("monitor", &["--within", "60s"]).ok();
         web.guest.try_ask("boot_id").is_ok_and(|id| !id.is_empty() && id.trim() != boot).then_some(())

@@ -1,13 +1,13 @@
-//! A bridge on this host.
+//! A bridge on the test host.
 
 use super::lab::Lab;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A bridge that is connected to a lab's namespace; both are removed on drop. Only its own ports can reach it: the host
-/// has no address on it.
+/// A bridge that is connected to a lab's namespace; the bridge and the connection are removed on drop. Only the
+/// bridge's own ports can reach it: the host has no address on it.
 pub struct Bridge {
-    /// The name, which is unique on this host.
+    /// Name that is unique on this host.
     pub name: String,
     namespace: String,
 }

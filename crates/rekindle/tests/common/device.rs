@@ -1,4 +1,4 @@
-//! A block device that a test can break and repair: a loop device over a file in its own tmpfs.
+//! A block device that a test can break and repair: a loop device over a file in a tmpfs of its own.
 
 use super::Lab;
 use std::fs::{self, File, OpenOptions};
@@ -45,7 +45,7 @@ impl Tmpfs {
         while junk.write_all(&[0; 4096]).is_ok() {}
     }
 
-    /// Frees the space that [`Tmpfs::fill`] took.
+    /// Frees the space that [`Tmpfs::fill`] has taken.
     pub fn empty(&self) {
         fs::remove_file(self.junk()).unwrap();
     }
@@ -57,12 +57,12 @@ impl Drop for Tmpfs {
     }
 }
 
-/// A loop device whose end can be removed and restored.
+/// A loop device. A test can remove its end and restore it.
 pub struct Device {
     pub path: PathBuf,
     /// The file behind the device.
     pub backing: PathBuf,
-    /// The content that was removed, and its offset.
+    /// The removed content and its offset in bytes.
     removed: Option<(u64, Vec<u8>)>,
 }
 
@@ -76,7 +76,7 @@ impl Device {
     }
 
     /// Removes the content from byte `at` on, so that reading it is an error. With `capacity_updated`, the device
-    /// becomes shorter, so that writing there is an error too.
+    /// becomes shorter, so that writing to the removed part is an error, too.
     pub fn truncate(&mut self, at: u64, capacity_updated: bool) {
         let file = OpenOptions::new().read(true).write(true).open(&self.backing).unwrap();
         let mut rest = vec![0; (file.metadata().unwrap().len() - at) as usize];

@@ -1,4 +1,4 @@
-//! One guest: its own answers, and what `rekindle` reports about it.
+//! One guest of a test: its answers over the network, and Rekindle's reports about it.
 
 use super::lab::{CommandResult, Lab};
 use super::observe::{self, Qemu};
@@ -11,7 +11,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// A guest of a lab.
+/// A guest of a lab. It need not be running.
 pub struct Guest<'a> {
     pub lab: &'a Lab,
     /// The VM's name.
@@ -20,11 +20,11 @@ pub struct Guest<'a> {
     address: SocketAddr,
 }
 
-/// Connects within `patience`, although the host may find no answer to ARP meanwhile.
+/// Connects within `patience`. Retries if the host finds no answer to ARP.
 ///
-/// The host's kernel probes an address three times, a second apart, for all connections together. An earlier
-/// connection that still sends (its FIN, to a guest that was suspended) can have used up the probes, so that a new
-/// one fails within milliseconds.
+/// The host's kernel probes an address three times, a second apart, for all connections together. An earlier connection
+/// that still sends (its FIN, to a guest that was suspended) can have used up the probes, so that a new connection
+/// fails within milliseconds.
 fn connect_with_arp_failures(address: SocketAddr, patience: Duration) -> io::Result<TcpStream> {
     let end = Instant::now() + patience;
     loop {
@@ -45,12 +45,12 @@ impl<'a> Guest<'a> {
         self.address.ip().to_string()
     }
 
-    /// A file of its run directory.
+    /// Returns the path of a file in the VM's run directory.
     pub fn file(&self, name: &str) -> PathBuf {
         self.lab.run_root().join(&self.name).join(name)
     }
 
-    /// Connects to one of its ports within 2 s.
+    /// Connects to a port of the guest, within 2 s.
     pub fn connect(&self, port: u16) -> io::Result<TcpStream> {
         self.connect_within(port, Duration::from_secs(2))
     }
@@ -64,17 +64,17 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Sends a command and returns the reply.
+    /// Sends a command to the guest and returns the reply.
     pub fn try_ask(&self, command: &str) -> io::Result<String> {
         self.try_ask_at(self.address.port(), command)
     }
 
-    /// Sends a command to one of its ports and returns the reply.
+    /// Sends a command to a port of the guest and returns the reply.
     pub fn try_ask_at(&self, port: u16, command: &str) -> io::Result<String> {
         exchange(&self.connect(port)?, command, Duration::from_secs(60))
     }
 
-    /// Returns whether the guest answers. QEMU's user network accepts a connection before its guest can, and
+    /// Returns whether the guest answers within 2 s. QEMU's user network accepts a connection before its guest can, and
     /// retransmits a lost packet only after 6 to 48 s: another connection is faster.
     pub fn is_up(&self) -> bool {
         let soon = Duration::from_secs(2);
@@ -92,7 +92,7 @@ impl<'a> Guest<'a> {
     /// Sends a command to a running guest and returns what follows `ok` in the reply.
     #[track_caller]
     pub fn ask(&self, command: &str) -> String {
-        // A guest that runs on a busy machine may take a while.
+        // A guest may take long to reply on a busy machine.
         let stream = self.connect_within(self.address.port(), DEADLINE);
         let reply = stream.and_then(|stream| exchange(&stream, command, Duration::from_secs(60)));
         let reply =
@@ -176,7 +176,7 @@ impl<'a> Guest<'a> {
         observe::qemus(&self.lab.run_root().join(&self.name))
     }
 
-    /// Returns the VM's QEMU after asserting that it is the only one and runs the guest.
+    /// Returns the VM's QEMU. Asserts that it is the only one and runs the guest.
     #[track_caller]
     pub fn only_qemu(&self) -> Qemu {
         let mut all = self.qemus();
@@ -186,7 +186,7 @@ impl<'a> Guest<'a> {
         qemu
     }
 
-    /// Asserts that the VM is running with one QEMU, and that no operation has left anything.
+    /// Asserts that the VM runs in one QEMU, and that no operation has left files.
     #[track_caller]
     pub fn assert_sound(&self) {
         let qemu = self.only_qemu();

@@ -6,13 +6,13 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// Adds huge pages to the host's pool. Create them before the [`Lab`] whose guests use them, so that they are dropped
-/// after the lab.
+/// Adds huge pages to the host's pool. Create the returned value before the [`Lab`] whose guests use the pages, so that
+/// it is dropped after the lab.
 pub fn add_huge_pages(mib: u64) -> HugePages {
     HugePages::add((mib << 20).div_ceil(HUGE_PAGE_SIZE)).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Mounts a hugetlbfs, which the lab unmounts. `options` start with a comma, as `mount` takes them.
+/// Mounts a hugetlbfs, which the lab unmounts. `options` start with a comma and follow the first option of `mount -o`.
 pub fn mount_hugetlbfs(lab: &Lab, name: &str, options: &str) -> PathBuf {
     let path = lab.path(name);
     fs::create_dir(&path).expect("a directory");

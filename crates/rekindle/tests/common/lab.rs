@@ -1,4 +1,4 @@
-//! The environment of one test: run directory, RAM, network namespace. It is removed on drop, also after a panic.
+//! The environment of one test: run directory, RAM, network namespace. All are removed on drop, also after a panic.
 
 use super::vm::Vm;
 use super::{DEADLINE, observe};
@@ -16,23 +16,23 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Returns the major version of a QEMU.
+/// Returns the major version of a QEMU binary.
 pub fn major(qemu: &Path) -> u32 {
     static KNOWN: Mutex<BTreeMap<PathBuf, u32>> = Mutex::new(BTreeMap::new());
     let ask = || Binary::probe(qemu).expect("it is a QEMU").version.major;
     *KNOWN.lock().expect("nothing panics meanwhile").entry(qemu.to_owned()).or_insert_with(ask)
 }
 
-/// The environment of one test.
+/// Environment of one test.
 pub struct Lab {
     directory: tempfile::TempDir,
-    /// The network namespace for its taps.
+    /// Network namespace for the VMs' taps.
     pub namespace: String,
     subnets: AtomicU32,
 }
 
 impl Lab {
-    /// Creates a lab. Needs root: the tests run guests that are reached over taps.
+    /// Creates a lab. Needs root, because the tests reach guests over taps.
     pub fn new() -> Self {
         let root = rustix::process::geteuid().is_root();
         assert!(root, "the tests with guests need root, for taps and network namespaces; run: sudo make test");
@@ -64,27 +64,27 @@ impl Lab {
         self.path("saved")
     }
 
-    /// Returns the micro guest's kernel and RAM disk.
+    /// Returns the paths of the micro guest's kernel and RAM disk.
     pub fn image(&self) -> (PathBuf, PathBuf) {
         (tools::micro().join("vmlinuz"), tools::micro().join("initrd"))
     }
 
-    /// Returns kernel and RAM disk of the micro guest that can leak.
+    /// Returns the paths of kernel and RAM disk of the micro guest that can leak memory.
     pub fn leaky(&self) -> (PathBuf, PathBuf) {
         (tools::leaky().join("vmlinuz"), tools::leaky().join("initrd"))
     }
 
-    /// Returns kernel, RAM disk, disk and second disk of the Debian guest.
+    /// Returns the paths of the Debian guest's kernel, RAM disk, first disk and second disk.
     pub fn debian(&self) -> [PathBuf; 4] {
         ["vmlinuz", "initrd", "disk.raw", "data.raw"].map(|name| tools::debian().join(name))
     }
 
-    /// Returns a number that is unique in this lab, from 1.
+    /// Returns a number that is unique in this lab, starting from 1.
     pub fn next_subnet(&self) -> u32 {
         self.subnets.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Begins the definition of a VM.
+    /// Returns a builder for the definition of a VM.
     pub fn vm(&self, name: &str) -> Vm<'_> {
         Vm::new(self, name)
     }
@@ -99,12 +99,12 @@ impl Lab {
         command
     }
 
-    /// Runs `rekindle` with these arguments; it may fail.
+    /// Runs `rekindle` with these arguments. The command may fail.
     pub fn rekindle<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> CommandResult {
         self.finish(self.command(arguments))
     }
 
-    /// Runs a command, which may fail but has to end before the deadline.
+    /// Runs a command, which may fail but must end before the deadline.
     pub fn finish(&self, mut command: Command) -> CommandResult {
         let what = format!("{command:?}");
         let child = command.spawn().unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -149,7 +149,7 @@ impl Lab {
         done
     }
 
-    /// Describes the state of all VMs, for a failed assertion's message.
+    /// Describes the state of all VMs, for the message of a failed assertion.
     pub fn state_report(&self) -> String {
         let mut text = String::new();
         let tail = |path: &Path, lines: usize| {
@@ -185,7 +185,7 @@ impl Lab {
         names.map(|name| name.trim_end().to_owned()).filter(|name| name != "lo").collect()
     }
 
-    /// Asserts that nothing is left of any VM: no QEMU, no RAM, no mount, no namespace, no run directory.
+    /// Asserts that no VM has left anything: no QEMU, no RAM, no mount, no namespace, no run directory.
     pub fn assert_empty(&self) {
         let left: Vec<_> = observe::qemus(&self.run_root()).iter().map(|qemu| qemu.process.pid).collect();
         assert!(left.is_empty(), "QEMUs are left: {left:?}\n{}", self.state_report());
@@ -200,7 +200,7 @@ impl Lab {
 
     /// Kills remaining processes and removes remaining mounts and the namespace.
     fn clean_up(&self) {
-        // Only processes whose arguments contain this test's directory.
+        // Kill only processes whose arguments contain this test's directory.
         let mark = self.directory.path().to_string_lossy().into_owned();
         for process in observe::with_argument_containing(&mark).unwrap_or_default() {
             let _ = process.kill();
@@ -234,13 +234,13 @@ impl Drop for Lab {
     }
 }
 
-/// Returns what is left in a run root, except the cache about QEMU binaries and the logs, which stay.
+/// Returns the entries that are left in a run root, except the cache about QEMU binaries and the logs, which stay.
 pub fn left_in(root: &Path) -> Vec<PathBuf> {
     let stays = |path: &PathBuf| [".netns", ".binaries", ".log"].iter().any(|name| path.ends_with(name));
     entries(root).into_iter().filter(|path| !stays(path)).collect()
 }
 
-/// Returns the sorted paths in a directory; none if it does not exist.
+/// Returns the paths in a directory, sorted. Returns none if the directory does not exist.
 pub fn entries(directory: &Path) -> Vec<PathBuf> {
     let read = fs::read_dir(directory).into_iter().flatten();
     let mut paths: Vec<_> = read.filter_map(|entry| Some(entry.ok()?.path())).collect();
@@ -248,10 +248,10 @@ pub fn entries(directory: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// The output and exit status of a command that has ended.
+/// Output and exit status of a command that has ended.
 pub struct CommandResult {
     what: String,
-    /// The exit status; `None` if a signal ended the command.
+    /// Exit status; `None` if a signal ended the command.
     pub code: Option<i32>,
     pub stdout: String,
     pub stderr: String,

@@ -1,5 +1,5 @@
-//! What the tests with real guests share: a [`Lab`] with its own run directory and network namespace, [`Guest`]s in
-//! it, and observers of their QEMUs.
+//! Code that the tests with real guests share: a [`Lab`] with its own run directory and network namespace, [`Guest`]s
+//! in it, and observers of their QEMUs.
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
@@ -27,7 +27,7 @@ pub use {
 
 use std::net::{Ipv4Addr, SocketAddr};
 
-/// Returns the first guest that was defined in a lab, reached over its tap.
+/// Returns the first guest defined in a lab, reached over its tap.
 pub fn first_guest<'a>(lab: &'a Lab, name: &str) -> Guest<'a> {
     Guest::new(lab, name, Some(lab.namespace.clone()), SocketAddr::from((Ipv4Addr::new(10, 79, 1, 2), 7000)))
 }

@@ -1,4 +1,4 @@
-//! Observes QEMUs without Rekindle's records: processes, their run states over time, and the guests' consoles.
+//! Observes QEMUs without Rekindle's records: processes, their run states over time, and consoles of guests.
 
 use rekindle_kernel::process::Process;
 use rekindle_qemu::qmp::{Qmp, QmpError};
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone)]
 pub struct Qemu {
     pub process: Process,
-    /// The directory of its sockets.
+    /// Directory of QEMU's sockets.
     pub directory: PathBuf,
 }
 
@@ -42,7 +42,7 @@ impl Qemu {
         }
     }
 
-    /// Returns the distinct (nice, policy) pairs of its threads, normally those of the test process.
+    /// Returns the distinct (nice, policy) pairs of QEMU's threads, normally those of the test process.
     pub fn scheduling(&self) -> Vec<(i32, u32)> {
         scheduling(self.process.pid)
     }
@@ -69,8 +69,8 @@ pub fn qemus(root: &Path) -> Vec<Qemu> {
     qemus_among(root, processes())
 }
 
-/// Finds all processes whose command line contains `text`. The path of a test's directory is unique, so it is safe to
-/// use here.
+/// Finds all processes whose command line contains `text`. The path of a test's directory is safe to use as `text`,
+/// because it is unique.
 pub fn with_argument_containing(text: &str) -> std::io::Result<Vec<Process>> {
     let matches = |pid: &u32| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -86,7 +86,7 @@ fn processes() -> BTreeSet<u32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Finds the QEMUs of [`qemus`] among these processes.
+/// Finds the QEMUs below `root`, as [`qemus`] does, among the processes `pids`.
 fn qemus_among(root: &Path, pids: impl IntoIterator<Item = u32>) -> Vec<Qemu> {
     let mut found = Vec::new();
     for pid in pids {
@@ -126,8 +126,7 @@ impl Watch {
         let has_seen = Arc::new(AtomicBool::new(false));
         let (ended, seeing) = (Arc::clone(&end), Arc::clone(&has_seen));
         let roots: Vec<_> = roots.iter().map(|root| root.to_path_buf()).collect();
-        // Other programs are skipped, which saves most of the time. Unlike Rekindle's processes, they never become a
-        // QEMU.
+        // Skip other programs, which saves most of the time. Unlike Rekindle's processes, they never become a QEMU.
         let is_unrelated = |pid: &u32| {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             !["rekindle", "qemu"].iter().any(|word| line.windows(word.len()).any(|part| part == word.as_bytes()))
@@ -135,10 +134,10 @@ impl Watch {
         let mut others: BTreeSet<u32> = processes().into_iter().filter(is_unrelated).collect();
         let thread = thread::spawn(move || {
             let (mut rounds, mut seen) = (0, Vec::new());
-            // Checks once even if it is stopped immediately.
+            // Check at least once, even if the thread is stopped immediately.
             loop {
                 let all = processes();
-                // A process ID that is free can be a QEMU's in the next round.
+                // Forget IDs of ended processes: a QEMU can have such an ID in the next round.
                 others.retain(|pid| all.contains(pid));
                 rounds += 1;
                 let of = |root: &PathBuf| qemus_among(root, all.difference(&others).copied());
@@ -153,7 +152,7 @@ impl Watch {
         Self { end, seen: has_seen, thread: Some(thread) }
     }
 
-    /// Waits until it has seen two QEMUs run one guest, or `patience` is over.
+    /// Waits until the thread has seen two QEMUs run one guest, or `patience` is over.
     pub fn wait_seen(&self, patience: Duration) {
         let deadline = Instant::now() + patience;
         while !self.seen.load(Ordering::Relaxed) && Instant::now() < deadline {
@@ -177,10 +176,10 @@ impl Drop for Watch {
     }
 }
 
-/// Describes two QEMUs of one VM that run at the same moment, if there are such.
+/// Describes two QEMUs of one VM that run at the same moment. `None` if no such QEMUs are found.
 ///
-/// The QEMUs are queried one after the other, and the guest may move from one to another in between. But a QEMU that
-/// ran both before and after another one was seen running, ran at the same time.
+/// The QEMUs are queried one after the other, and the guest may move from one to another in between. So a QEMU counts
+/// only if it ran both before and after another one was seen running: then both ran at the same time.
 fn two_running(qemus: Vec<Qemu>) -> Option<String> {
     let mut by_vm: BTreeMap<OsString, Vec<Qemu>> = BTreeMap::new();
     for qemu in qemus {
@@ -193,7 +192,8 @@ fn two_running(qemus: Vec<Qemu>) -> Option<String> {
     })
 }
 
-/// Asserts that the guest printed each tick once: a guest that ran in two QEMUs, or was rolled back, prints one twice.
+/// Asserts that the guest printed each tick once. A guest that ran in two QEMUs, or was rolled back, prints a tick
+/// twice.
 #[track_caller]
 pub fn assert_ticks_once(console: &Path) {
     let text = fs::read(console).unwrap_or_default();
@@ -203,7 +203,7 @@ pub fn assert_ticks_once(console: &Path) {
         if line.ends_with("rekindle-micro ready") {
             seen.clear();
         }
-        // "tick N UPTIME": the time distinguishes a whole line from two that were mixed.
+        // The lines are "tick N UPTIME": the time distinguishes a whole line from two mixed ones.
         let words: Vec<_> = line.split(' ').collect();
         if let ["tick", number, time] = words.as_slice()
             && let (Ok(number), Ok(_)) = (number.parse::<u64>(), time.parse::<f64>())

@@ -1,4 +1,4 @@
-//! A protector that runs during a test, and operations on the guest that it protects.
+//! A protector that runs during a test, and operations on the protected guest.
 
 use super::guest::Guest;
 use super::lab::Lab;
@@ -11,10 +11,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// A `rekindle protect` that runs during the test.
+/// A running `rekindle protect`.
 pub struct Protector {
     pub child: Child,
-    /// The events that it prints.
+    /// Standard output, with a JSON event on each line.
     pub lines: BufReader<ChildStdout>,
 }
 
@@ -24,7 +24,7 @@ impl Protector {
         Self::start_with(guest, lab, store, arguments, &[])
     }
 
-    /// Starts it with additional environment variables.
+    /// Starts `rekindle protect` as [`Self::start`] does, with additional environment variables.
     pub fn start_with(
         guest: &Guest<'_>,
         lab: &Lab,
@@ -40,7 +40,7 @@ impl Protector {
         Self { child, lines }
     }
 
-    /// Waits for the next event of this kind. Skips others, and prints them except checkpoints.
+    /// Waits for the next event of this kind. Skips other events, and prints them except checkpoints.
     #[track_caller]
     pub fn wait(&mut self, event: &str) -> Value {
         loop {
@@ -56,7 +56,7 @@ impl Protector {
         }
     }
 
-    /// Waits for a checkpoint that contains what the guest has done until now.
+    /// Waits for a checkpoint that contains all changes that the guest has made until now.
     #[track_caller]
     pub fn next_checkpoint(&mut self) -> Value {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_micros() as u64;
@@ -68,24 +68,24 @@ impl Protector {
         }
     }
 
-    /// Returns its peak resident memory, in bytes.
+    /// Returns the protector's peak resident memory, in bytes.
     pub fn most_memory(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the protector runs");
         line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
     }
 
-    /// Waits until it has been killed.
+    /// Waits until the protector has been killed.
     pub fn wait_killed(mut self) {
         let _ = std::io::copy(&mut self.lines, &mut std::io::sink());
         assert!(!self.child.wait().unwrap().success(), "the protector ended successfully, but should have been killed");
     }
 
-    /// Stops it with SIGTERM, so that it does not leave the guest stopped.
+    /// Stops the protector with SIGTERM, so that it does not leave the guest stopped.
     pub fn end(mut self) {
         let pid = rustix::process::Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-        // A full pipe would block it.
+        // A full pipe would block the protector.
         let _ = std::io::copy(&mut self.lines, &mut std::io::sink());
         assert!(self.child.wait().unwrap().success());
     }
@@ -103,7 +103,7 @@ impl Drop for Protector {
     }
 }
 
-/// Returns a store of the lab, created if it does not exist.
+/// Returns a store of the lab. Creates it if it does not exist.
 pub fn store(lab: &Lab, name: &str) -> PathBuf {
     let path = lab.path(&format!("store-{name}"));
     if !path.exists() {
@@ -114,7 +114,7 @@ pub fn store(lab: &Lab, name: &str) -> PathBuf {
 
 /// Simulates a crash of the guest's host: kills QEMU and removes the VM's run directory.
 pub fn crash(guest: &Guest<'_>) {
-    // Does not check the run state: a checkpoint may be stopping the guest.
+    // Do not check the run state: a checkpoint may have stopped the guest.
     let [qemu] = guest.qemus().try_into().expect("one QEMU");
     qemu.process.kill().unwrap();
     assert!(qemu.process.wait_end(Duration::from_secs(10)).unwrap());
@@ -127,7 +127,7 @@ pub fn restore(guest: &Guest<'_>, store: &Path, arguments: &[&str]) -> Value {
     restore_with(guest, store, arguments, &[])
 }
 
-/// Runs it with additional environment variables, which its pager inherits.
+/// Runs `rekindle restore` as [`restore`] does, with additional environment variables, which its pager inherits.
 #[track_caller]
 pub fn restore_with(guest: &Guest<'_>, store: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Value {
     let all = ["--json", "restore"].iter().chain(arguments).copied();

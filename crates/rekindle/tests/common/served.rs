@@ -1,4 +1,4 @@
-//! Disks that Rekindle's disk server serves.
+//! Disks served by Rekindle's disk server.
 
 use super::{Guest, Lab};
 use rekindle_disk::control::Control;
@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 pub const BLOCK: u64 = 4096;
-/// The size of the disk, in blocks.
+/// Size of the disk, in blocks.
 pub const BLOCKS: u64 = 4096;
-/// The number of blocks that the guest reads: they fit into its memory.
+/// Number of blocks that the guest reads: they fit into its memory.
 pub const READ: u64 = 2048;
 
 /// Creates an image whose blocks are all different.
@@ -31,7 +31,7 @@ pub fn section(image: &Path, more: &str) -> String {
     format!("[[disk]]\npath = {image:?}\nserver = true\n{more}")
 }
 
-/// Computes what the guest replies to `read`.
+/// Computes the guest's expected reply to `read`.
 pub fn digest(image: &Path, first: u64, count: u64) -> String {
     let mut content = vec![0; (count * BLOCK) as usize];
     File::open(image).unwrap().read_exact_at(&mut content, first * BLOCK).unwrap();
@@ -49,7 +49,7 @@ pub fn status(guest: &Guest<'_>) -> Status {
     Control::connect(&guest.file("disk-disk0.control")).unwrap().status().unwrap()
 }
 
-/// Finds the server of its first disk.
+/// Finds the server of the guest's first disk.
 pub fn server(guest: &Guest<'_>) -> Option<Process> {
     let mark = format!("--control={}", guest.file("disk-disk0.control").display());
     super::observe::with_argument_containing(&mark).unwrap().into_iter().find(Process::is_alive)
@@ -60,7 +60,7 @@ pub fn watcher(guest: &Guest<'_>) -> Option<Process> {
     watchers(guest).into_iter().next()
 }
 
-/// Finds all of them: one of a previous VM of the same name may be about to end.
+/// Finds all `rekindle watch` processes of a VM: the one of a previous VM of the same name may be about to end.
 fn watchers(guest: &Guest<'_>) -> Vec<Process> {
     let mut found = super::observe::with_argument_containing("watch").unwrap();
     found.retain(|process| {
@@ -73,7 +73,7 @@ fn watchers(guest: &Guest<'_>) -> Vec<Process> {
     found
 }
 
-/// Kills the process that restarts the VM's helpers: none is restarted until `recover`.
+/// Kills the VM's `rekindle watch`, so that no helper is restarted until `recover`.
 pub fn kill_watcher(guest: &Guest<'_>) {
     for watcher in watchers(guest) {
         watcher.kill().unwrap();

@@ -9,7 +9,8 @@ use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
-/// Skips the kernel's tests of its ciphers, which take an eighth of a micro guest's boot (processor time).
+/// Kernel parameter that skips the kernel's tests of its ciphers, which take an eighth of the processor time of a micro
+/// guest's boot.
 const NO_CIPHER_TESTS: &str = "cryptomgr.notests";
 
 /// The network of a VM.
@@ -17,7 +18,7 @@ const NO_CIPHER_TESTS: &str = "cryptomgr.notests";
 pub enum Net {
     /// A tap in the lab's namespace.
     Tap,
-    /// QEMU's own network, with this port of the host forwarded to the guest's command service.
+    /// QEMU's own network. This port of the host is forwarded to the guest's command service.
     User(u16),
     /// No network.
     None,
@@ -60,19 +61,20 @@ impl<'a> Vm<'a> {
         self
     }
 
-    /// Uses the Debian guest with a read-only disk: changes stay in its memory, and many VMs can share the disk.
+    /// Uses the Debian guest with a read-only disk: changes stay in the guest's memory, and many VMs can share the
+    /// disk.
     pub fn debian(self) -> Self {
         let [_, _, disk, _] = self.lab.debian();
         self.debian_of("root=/dev/vda ro rekindle.overlay=50%", &format!("path = {disk:?}\nreadonly = true\n"))
     }
 
-    /// Uses the Debian guest with this kernel command line and disk.
+    /// Uses the Debian guest with the kernel command line `append` and the disk section `disk`.
     pub fn debian_of(mut self, append: &str, disk: &str) -> Self {
         self.debian = true;
         self.memory("512M").append(append).section(&format!("[[disk]]\n{disk}"))
     }
 
-    /// Uses the micro guest that can leak its kernel's memory.
+    /// Uses the micro guest whose kernel can leak memory.
     pub fn leaky(mut self) -> Self {
         self.leaky = true;
         self
@@ -84,13 +86,13 @@ impl<'a> Vm<'a> {
         self
     }
 
-    /// Adds a line above the sections.
+    /// Adds a line to the definition, above the sections.
     pub fn key(mut self, line: &str) -> Self {
         self.keys += &format!("{line}\n");
         self
     }
 
-    /// Adds a section.
+    /// Adds a section to the definition.
     pub fn section(mut self, text: &str) -> Self {
         self.sections += &format!("{text}\n");
         self

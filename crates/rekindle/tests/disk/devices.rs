@@ -1,4 +1,5 @@
-//! Block devices that fail during a guest's requests and recover: the device of the disk, and the one of its redo log.
+//! Block devices that fail during a guest's requests and recover: the device of the disk, and the device of its redo
+//! log.
 
 use crate::common::device::{Device, Tmpfs, run};
 use crate::common::guest::Guest;
@@ -9,7 +10,7 @@ use std::fs;
 use std::path::Path;
 use std::thread;
 
-/// The blocks that a truncated device keeps.
+/// Number of blocks that a truncated device keeps.
 const KEPT: u64 = BLOCKS / 2;
 
 /// Asserts that a command of the guest fails.
@@ -19,7 +20,7 @@ fn assert_fails(guest: &Guest<'_>, command: &str) {
     assert!(reply.starts_with("error"), "`{command}`: {reply}");
 }
 
-/// Sends a command as [`Guest::ask`] does, once the previous command has ended.
+/// Sends a command as [`Guest::ask`] does, but first waits for the end of the previous command.
 #[track_caller]
 fn ask(guest: &Guest<'_>, command: &str) -> String {
     let reply = wait_for("the guest to be free", DEADLINE, || {
@@ -50,19 +51,19 @@ fn a_failing_device_causes_errors_in_the_guest_only_for_the_failing_blocks() {
     let guest = lab.vm("fails").section(&section(&device.path, "")).boot(&[]);
     let (boot, served_by) = (guest.boot_id(), server(&guest));
     assert_content(&guest, &device);
-    // The second half can be neither read nor, because the tmpfs is full, written.
+    // The second half cannot be read. Because the tmpfs is full, it cannot be written either.
     device.truncate(KEPT * BLOCK, false);
     small.fill();
     ask(&guest, "drop-caches");
     assert_fails(&guest, "read vda 3000 16");
     assert_fails(&guest, "write vda 3000 16 1");
-    // One request across the boundary, of which a part could succeed.
+    // One request crosses the boundary, so a part of it could succeed.
     assert_fails(&guest, &format!("read vda {} 4", KEPT - 2));
     assert_eq!(read(&guest, 0, KEPT), digest(&device.backing, 0, KEPT), "the other blocks can be read");
     ask(&guest, "write vda 10 16 2");
     let status = status(&guest);
     assert!(status.active && status.under_way == 0, "{status:?}");
-    // The device works again.
+    // Repair the device.
     small.empty();
     device.repair();
     assert_content(&guest, &device);
@@ -138,7 +139,7 @@ fn a_failing_device_under_a_redo_log_fails_reads_and_is_merged_into_after_its_re
     guest.assert_sound();
 }
 
-/// A mounted ext4. It has no journal: that would abort at the first error.
+/// A mounted ext4 file system, unmounted on drop. It has no journal: a journal would abort at the first error.
 struct Mounted<'a>(&'a Path);
 
 impl Drop for Mounted<'_> {
@@ -178,8 +179,8 @@ fn a_failing_device_of_a_redo_log_causes_errors_in_the_guest_and_loses_no_write(
     protector.kill();
     ask(&guest, "write vda 300 64 3");
     let newest = ask(&guest, "read vda 300 64");
-    // A flush has failed, so it is unknown what part of the segment is durable. Only a merge, which reads all of it,
-    // fixes that.
+    // A flush has failed, so it is unknown which part of the segment is durable. Only a merge fixes that, because it
+    // reads the whole segment.
     lab.rekindle(["disk", "merge", guest.file("disk-disk0.control").to_str().unwrap()]).ok();
     assert_eq!((digest(&path, 0, 64), digest(&path, 300, 64)), (before, newest));
     guest.assert_sound();
@@ -201,7 +202,7 @@ fn a_guest_waits_while_its_redo_log_has_no_space_and_then_continues() {
         let why = wait_for("writes to wait", DEADLINE, || status(&guest).redo?.waiting);
         assert!(why.contains("no room"), "{why}");
         assert_eq!(digest(&path, 0, BLOCKS), before, "the checkpoint's disk is unchanged");
-        // Reads do not wait.
+        // Reads do not wait for the blocked write.
         assert!(status(&guest).active);
         small.resize(64);
         assert_eq!(writing.join().unwrap(), "3000");

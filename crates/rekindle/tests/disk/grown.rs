@@ -37,13 +37,13 @@ fn a_guest_sees_that_its_disk_has_grown_and_a_shorter_image_is_rejected() {
     let guest = lab.vm("grown").section(&section(&path, "")).boot(&["--qemu", old.to_str().unwrap()]);
     grow(&guest, &path, BLOCKS + 64);
     assert_eq!(read(&guest, BLOCKS, 64), digest(&path, BLOCKS, 64));
-    // With another QEMU, and with another server.
+    // The guest also sees a new size after a change of QEMU, and after one of the disk server.
     guest.warm(&["--qemu", qemu_new().to_str().unwrap()]);
     grow(&guest, &path, BLOCKS + 128);
     kill_server(&guest);
     guest.rekindle(&["recover"]).ok();
     grow(&guest, &path, BLOCKS + 192);
-    // A shorter image is an error that names it; the guest continues with the old size.
+    // A shorter image is rejected with an error that names it; the guest continues with the old size.
     set_length(&path, BLOCKS);
     resize(&guest).status(1).prints(&[
         path.to_str().unwrap(),

@@ -1,4 +1,4 @@
-//! Disks that Rekindle serves.
+//! Disks served by Rekindle's disk server.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

@@ -1,5 +1,5 @@
-//! `rekindle disk merge` and `serve`, without guests: a redo log that belongs to another image, and one with a damaged
-//! sealed epoch.
+//! `rekindle disk merge` and `serve` without guests: with a redo log that belongs to another image, and with a redo log
+//! whose sealed epoch is damaged.
 
 use crate::common::Lab;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
@@ -64,13 +64,13 @@ fn the_log_of_another_image_is_neither_merged_nor_served() {
         assert_eq!(content(&redo), before, "{arguments:?}");
     }
     lab.rekindle([&merge[..], &["--image-renamed-from", "c.raw"]].concat()).status(1);
-    // Another path of the same image is not another image.
+    // A link to the image is a path of the same image, so its redo log is accepted.
     let folder = lab.path("folder");
     fs::create_dir(&folder).unwrap();
     let link = folder.join("disk");
     std::os::unix::fs::symlink(&a, &link).unwrap();
     lab.rekindle(["disk", "merge", text(&link), "--redo", text(&redo), "--dry-run"]).ok();
-    // The image was really renamed.
+    // The image is renamed, as the option states.
     fs::rename(&a, &b).unwrap();
     lab.rekindle([&merge[..], &["--image-renamed-from", "a.raw"]].concat()).ok();
     assert_eq!(fs::read(&b).unwrap()[PAGE as usize..2 * PAGE as usize], [1; PAGE as usize]);

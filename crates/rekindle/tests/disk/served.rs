@@ -1,4 +1,4 @@
-//! Protected guests with disk servers: what a server writes into a guest's memory is in the checkpoints.
+//! Protected guests with disk servers: checkpoints include the disk server's writes to the guest's memory.
 
 use crate::common::protector::{Protector, crash, pager, restore, store, wait_filled};
 use crate::common::served::{BLOCK, READ, digest, image, kill_server, kill_watcher, read, section, server};
@@ -20,7 +20,7 @@ fn while_reading<T>(guest: &Guest<'_>, expected: &str, work: impl FnOnce() -> T)
             }
             times
         });
-        // Also after a panic: otherwise the reading thread would not end.
+        // Set the flag also after a panic: otherwise the reading thread would not end.
         let result = panic::catch_unwind(AssertUnwindSafe(work));
         done.store(true, Ordering::Relaxed);
         let result = result.unwrap_or_else(|why| panic::resume_unwind(why));
@@ -65,7 +65,7 @@ fn after_a_server_died_its_writes_are_unknown_and_all_memory_is_read_again() {
         protector.next_checkpoint();
         let killed = server(&guest).expect("a server");
         killed.kill().unwrap();
-        // The server is started again, and all memory is read again.
+        // The server is started again, and the next checkpoint reads all memory again.
         assert_eq!(protector.wait("attached")["incremental"], false);
         let compared = protector.wait("compared");
         assert_eq!(compared["wrong"], 0, "{compared}");
@@ -94,7 +94,7 @@ fn a_restored_guest_uses_its_disk_during_the_fill() {
     let guest = lab.vm("filling").memory("512M").section(&section(&path, "")).boot(&[]);
     let store = store(&lab, "filling");
     guest.touch("300M");
-    // These blocks are in the page cache; those that are read after the restore are not.
+    // These blocks are in the page cache; the blocks that are read after the restore are not.
     read(&guest, 0, 64);
     for round in 0..4u64 {
         let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms", "--count", "1"]);

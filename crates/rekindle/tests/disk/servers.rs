@@ -1,4 +1,4 @@
-//! Disks that Rekindle's server serves: across reboots of the guest, replacements of QEMU, and crashes of the server.
+//! Disk servers across reboots of the guest, replacements of QEMU, and crashes of the server.
 
 use crate::common::guest::Guest;
 use crate::common::served::{BLOCK, READ, digest, image, kill_server, read, section, server, status, watcher};
@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::fs::{self, File};
 use std::time::Duration;
 
-/// Returns what happened to the blocks of the retained cache, if there was one.
+/// Returns the counts of blocks of the retained cache, if there was one.
 fn cache_counts(guest: &Guest<'_>) -> Option<CacheCounts> {
     let status = status(guest);
     status.retained.map(|(_, counts)| counts).or(status.emptied)
@@ -36,7 +36,7 @@ fn a_rebooted_guest_is_served_from_its_retained_cache() {
     guest.ask("write vda 100 50 7");
     assert_ne!(digest(&path, 100, 50), before);
 
-    // The default if a disk has a server.
+    // A warm cache is the default if a disk has a server.
     let report = reboot_os(&guest, &[]);
     assert_eq!(report["how"], "warm-cache");
     let kept = report["kept"]["bytes"].as_u64().unwrap();
@@ -44,10 +44,10 @@ fn a_rebooted_guest_is_served_from_its_retained_cache() {
     assert_eq!(read(&guest, 0, READ), digest(&path, 0, READ));
     let counts = cache_counts(&guest).expect("a retained cache");
     assert!(counts.served > READ * 8 / 10, "{counts:?}");
-    // The guest has reused some of those pages.
+    // The guest has reused some of the cached pages.
     assert!(counts.refused < READ / 50, "{counts:?}");
 
-    // Again, and cold: all blocks are read from the disk, and the previous memory is discarded.
+    // After a cold reboot all blocks are read from the disk, and the previous memory is discarded.
     let report = reboot_os(&guest, &["--how", "cold"]);
     assert_eq!((report["how"].as_str(), &report["kept"]), (Some("cold"), &Value::Null));
     assert_eq!(cache_counts(&guest), None);
@@ -116,7 +116,7 @@ fn a_disk_follows_its_guest_from_qemu_to_qemu() {
         assert_eq!(status(&guest).connected, 1, "{how}");
         assert_eq!(server(&guest), Some(served_by), "{how}: the server was replaced");
     }
-    // The server keeps what it knows about the guest's cache when QEMU is replaced.
+    // The server keeps its knowledge of the guest's cache when QEMU is replaced.
     let known = status(&guest).mapped;
     guest.warm(&[]);
     assert_eq!(read(&guest, 3000, 16), digest(&path, 3000, 16));
@@ -148,9 +148,9 @@ fn a_server_that_died_is_restarted_and_nothing_is_lost() {
     guest.rekindle(&["recover"]).ok().prints(&["booted from its disks"]);
     guest.wait_ready();
     assert_eq!(read(&guest, 0, 256), digest(&path, 0, 256));
-    // Its memory still held what it had cached.
+    // The guest's previous memory still held the blocks that it had cached.
     assert!(cache_counts(&guest).is_some_and(|counts| counts.served > 100), "{:?}", cache_counts(&guest));
-    // A reboot that is killed after the cache is retained and before the guest boots.
+    // A reboot is killed after the cache was retained and before the guest boots.
     let mut command = guest.lab.command(["reboot", "os", &guest.name]);
     command.env("REKINDLE_FAULT", "cold.renew.memory:kill");
     assert_ne!(guest.lab.finish(command).code, Some(0));

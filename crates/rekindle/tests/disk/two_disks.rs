@@ -1,4 +1,5 @@
-//! A guest with two disk servers: both serve blocks from one retained cache, and neither serves the other's.
+//! A guest with two disk servers: both serve blocks from one retained cache, and neither serves blocks of the other's
+//! disk.
 
 use crate::common::guest::Guest;
 use crate::common::served::{BLOCK, BLOCKS, READ, digest, image, kill_watcher, section};
@@ -14,13 +15,13 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
-/// How many blocks the guest reads of each disk. It drops a disk's pages when it closes the disk, and reuses them for
-/// the next one, so it reads more of the first.
+/// Number of blocks that the guest reads of each disk. It drops a disk's pages when it closes the disk, and reuses them
+/// for the next one, so it reads more of the first.
 const READS: [u64; 2] = [BLOCKS, READ / 2];
 
 const DISKS: [&str; 2] = ["vda", "vdb"];
 
-/// Two images in which no two blocks are the same.
+/// Creates two images in which no two blocks are the same.
 fn images(lab: &Lab) -> [PathBuf; 2] {
     let [first, second] = ["first.raw", "second.raw"].map(|name| image(lab, name));
     let file = File::options().write(true).open(&second).unwrap();
@@ -57,7 +58,7 @@ fn reboot(guest: &Guest<'_>) -> Value {
     report
 }
 
-/// Bytes that the retained cache takes of the host: deleted RAM files that a server has open.
+/// Returns how many bytes of the host's memory the retained cache takes: deleted RAM files that a server has open.
 fn retained_bytes(guest: &Guest<'_>) -> u64 {
     let mut files = BTreeMap::new();
     for number in 0..2 {
@@ -74,7 +75,7 @@ fn retained_bytes(guest: &Guest<'_>) -> u64 {
     files.values().sum()
 }
 
-/// Bytes that the guest's present RAM takes of the host.
+/// Returns how many bytes of the host's memory the guest's current RAM takes.
 fn present_bytes(guest: &Guest<'_>) -> u64 {
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let path = shown["hardware"]["ram"]["path"].as_str().expect("where its RAM is").to_owned();
@@ -191,7 +192,7 @@ fn recover_completes_a_killed_reboot_with_both_caches() {
         let counts = [cache_counts(&guest, 0), cache_counts(&guest, 1)];
         assert!(counts[0].served > BLOCKS / 2 && counts[0].refused < READ, "{point}: {counts:?}");
         assert!(counts[1].served > READS[1] * 8 / 10 && counts[1].refused < READS[1] / 20, "{point}: {counts:?}");
-        // No third memory is left.
+        // Only two generations of memory exist: the current RAM and the retained cache.
         guest.touch("120M");
         wait_for("the retained cache to shrink", DEADLINE, || {
             (retained_bytes(&guest) + present_bytes(&guest) <= (256 << 20) * 105 / 100).then_some(())

@@ -1,9 +1,9 @@
-//! Every fault point of a reboot, with every death that it allows: `kill -9` of Rekindle, of the old QEMU, of the new
-//! QEMU.
+//! Every fault point of a reboot, with every death that is possible at it: `kill -9` of Rekindle, of the old QEMU, of
+//! the new QEMU.
 //!
 //! After each death the guarantees must hold. Either the guest runs, or it runs with its memory after `rekindle
-//! recover`, or the loss is unavoidable (the QEMU that died was the only one with the guest's state) and is reported
-//! as a loss. Two QEMUs never run one guest. [`TABLE`] has the required outcome of each point and death.
+//! recover`, or the loss is unavoidable (the QEMU that died was the only process with the guest's state) and is
+//! reported as a loss. Two QEMUs never run one guest. [`TABLE`] has the required outcome of each point and death.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -21,9 +21,9 @@ use std::time::Duration;
 /// The required outcome of a death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
-    /// No such process exists at this point, or another test has this point: not tried.
+    /// Not tried: no such process exists at this point, or another test covers the point.
     NotTried,
-    /// The reboot succeeds nevertheless; the memory is kept (warm, saved) or new (cold).
+    /// The reboot succeeds; the memory is kept (warm, saved) or new (cold).
     Success,
     /// Exit status 1: the guest continues in the old QEMU.
     AsItWas,
@@ -40,11 +40,11 @@ enum Outcome {
     /// The QEMU died after Rekindle's last check, so exit status 0 is possible; then `ls` and `recover` report the
     /// loss.
     LostLate,
-    /// Rekindle was killed, and `recover` removes what the restore has left: it can be repeated.
+    /// Rekindle was killed, and `recover` removes the remains of the restore, which can then be repeated.
     Removed,
     /// Cold: `recover` boots the guest, whose memory was to be dropped.
     Booted,
-    /// As [`Outcome::Booted`]; as with [`Outcome::LostLate`], exit status 0 is possible.
+    /// Like [`Outcome::Booted`], but exit status 0 is possible, as with [`Outcome::LostLate`].
     BootedLate,
 }
 
@@ -52,9 +52,9 @@ use Outcome::{
     AsItWas, Booted, BootedLate, Finished, FromState, Lost, LostLate, NotTried, Nothing, Removed, Success, Undone,
 };
 
-/// For each point: the outcome of killing Rekindle, the old QEMU, the new QEMU (as in [`ACTIONS`]).
+/// For each point: the outcomes of killing Rekindle, the old QEMU, the new QEMU (in the order of [`ACTIONS`]).
 const TABLE: &[(&str, [Outcome; 3])] = &[
-    // The old QEMU still runs the guest: its death is the guest's.
+    // The old QEMU still runs the guest: the death of this QEMU ends the guest.
     ("warm.prepare.journalled", [Undone, Lost, NotTried]),
     ("warm.prepare.spawned", [Undone, Lost, AsItWas]),
     ("warm.prepare.recorded", [Undone, Lost, AsItWas]),
@@ -65,7 +65,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     // From here on the state is complete outside the old QEMU.
     ("warm.suspend.saved", [Undone, Success, AsItWas]),
     ("warm.suspend.written", [Undone, Success, AsItWas]),
-    // From here on only the new QEMU may run the guest, unless it is certain that it has not run it.
+    // From here on only the new QEMU may run the guest, unless it is certain that the guest has not run in it.
     ("warm.resume.journalled", [Finished, Success, AsItWas]),
     ("warm.resume.resumed", [Finished, Success, Lost]),
     ("warm.settle.journalled", [Finished, Success, Lost]),
@@ -81,9 +81,9 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("saved.resume.journalled", [Finished, NotTried, FromState]),
     ("saved.resume.resumed", [Finished, NotTried, Lost]),
     ("saved.settle.recorded", [Nothing, NotTried, LostLate]),
-    // The guest may have been asked to shut down already; killing the old QEMU is one way of shutting down.
+    // The guest may have got the request to shut down already; killing the old QEMU is one way of shutting it down.
     ("cold.suspend.journalled", [Booted, Success, NotTried]),
-    // With an agent, so of the Debian guest only: `os::updates` passes it.
+    // This point needs a guest agent, which only the Debian guest has: `os::updates` covers it.
     ("cold.suspend.frozen", [NotTried; 3]),
     ("cold.suspend.off", [Booted, NotTried, NotTried]),
     ("cold.renew.memory", [Booted, NotTried, NotTried]),
@@ -92,22 +92,22 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("cold.resume.journalled", [Booted, NotTried, Booted]),
     ("cold.resume.resumed", [Booted, NotTried, BootedLate]),
     ("cold.settle.recorded", [Nothing, NotTried, BootedLate]),
-    // With an agent, so of the Debian guest only: `os::kexec` tries them.
+    // These points need a guest agent, which only the Debian guest has: `os::kexec` covers them.
     ("kexec.prepare.journalled", [NotTried; 3]),
     ("kexec.suspend.journalled", [NotTried; 3]),
     ("kexec.suspend.asked", [NotTried; 3]),
     ("kexec.settle.booted", [NotTried; 3]),
-    // Of a guest that is rebooted with its cache: `disk::two_disks` tries them.
+    // Points of a reboot with a warm cache: `disk::two_disks` covers them.
     ("cache.renew.kept", [NotTried; 3]),
     ("cache.renew.shared", [NotTried; 3]),
     ("cache.renew.memory", [NotTried; 3]),
-    // Of a guest with phases: `os::phase` tries them, and the points of a restore that it passes.
+    // Points of a reboot by phase: `os::phase` covers them, and the points of a restore that such a reboot passes.
     ("phase.prepare.chosen", [NotTried; 3]),
     ("phase.prepare.spawned", [NotTried; 3]),
     ("phase.prepare.ready", [NotTried; 3]),
     ("phase.renew.replaced", [NotTried; 3]),
     ("phase.renew.agreed", [NotTried; 3]),
-    // No guest runs yet that could be lost, and the checkpoint stays.
+    // No guest that could be lost runs yet, and the checkpoint stays.
     ("prepare.journalled", [Removed, NotTried, NotTried]),
     ("prepare.spawned", [Removed, NotTried, AsItWas]),
     ("prepare.recorded", [Nothing, NotTried, LostLate]),
@@ -121,7 +121,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("restore.resume.resumed", [Finished, NotTried, LostLate]),
     ("restore.settle.recorded", [Nothing, NotTried, LostLate]),
     ("restore.settle.handed-over", [Nothing, NotTried, LostLate]),
-    // No reboot passes these: `protect::filling` tries them.
+    // No reboot passes these points: `protect::filling` covers them.
     ("fill.checkpoint.collected", [NotTried; 3]),
     ("fill.handover.stopped", [NotTried; 3]),
     ("fill.handover.tracked", [NotTried; 3]),
@@ -129,9 +129,9 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("fill.handover.recorded", [NotTried; 3]),
     ("fill.end.locked", [NotTried; 3]),
     ("fill.end.closed", [NotTried; 3]),
-    // `protect::output` tries this one.
+    // `protect::output` covers this point.
     ("output.committed", [NotTried; 3]),
-    // `moving` tries these.
+    // `moving` covers these points.
     ("move.prepare.journalled", [NotTried; 3]),
     ("move.prepare.registered", [NotTried; 3]),
     ("move.prepare.prepared", [NotTried; 3]),
@@ -143,7 +143,7 @@ const TABLE: &[(&str, [Outcome; 3])] = &[
     ("move.resume.told", [NotTried; 3]),
     ("move.settle.running", [NotTried; 3]),
     ("move.settle.journalled", [NotTried; 3]),
-    // `host` tries these.
+    // `host` covers these points.
     ("host.suspend.ahead", [NotTried; 3]),
     ("host.suspend.journalled", [NotTried; 3]),
     ("host.suspend.stopped", [NotTried; 3]),
@@ -190,7 +190,7 @@ fn is_late(point: &str) -> bool {
     !point.contains(".prepare.") && !point.contains(".suspend.")
 }
 
-/// The faults that were tried, and the failures among them: one fault does not hide another.
+/// The number of tried faults, and the failures among them: one failure does not hide another.
 #[derive(Default)]
 struct Failures {
     tried: usize,
@@ -234,7 +234,7 @@ fn walk(name: &str, is_wanted: impl Fn(&str) -> bool) {
     failures.assert_none();
 }
 
-/// Boots the guest again after a failure, for the next fault.
+/// Boots the guest again after a failed test of a fault, for the next fault.
 fn start_anew(guest: &Guest<'_>) {
     let _ = guest.rekindle(&["recover"]);
     if guest.rekindle(&["stop", "--now"]).code != Some(0) {
@@ -251,7 +251,7 @@ fn start_anew(guest: &Guest<'_>) {
     guest.wait_ready();
 }
 
-/// One death at one point.
+/// The death of one process at one fault point.
 struct Case<'a> {
     guest: &'a Guest<'a>,
     how: &'a str,
@@ -327,7 +327,7 @@ impl<'a> Case<'a> {
         watch.end();
         guest.assert_sound();
         assert_ticks_once(&guest.file("console.log"));
-        // The VM is a usual VM again.
+        // The VM works as before the fault.
         guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
         let boot = guest.boot_id();
         guest.warm(&[]);
@@ -335,7 +335,7 @@ impl<'a> Case<'a> {
         guest.assert_sound();
     }
 
-    /// Asserts that the reboot has done what its way of rebooting promises.
+    /// Asserts that the reboot kept the memory (warm, saved) or booted the guest (cold).
     fn assert_rebooted(&self) {
         if self.how == "cold" {
             self.assert_booted();
@@ -345,8 +345,8 @@ impl<'a> Case<'a> {
         self.assert_in_new_qemu();
     }
 
-    /// Runs `recover` after a reboot that was killed or reports that `recover` is needed. Until then `ls` reports
-    /// that too, and other operations are rejected.
+    /// Runs `recover` after a reboot that was killed or reports that `recover` is needed. Until then `ls` reports the
+    /// same, and other operations are rejected.
     fn recover(&self, reboot: CommandResult) -> CommandResult {
         let guest = self.guest;
         if self.fault.ends_with(":kill") {
@@ -394,7 +394,7 @@ impl<'a> Case<'a> {
 }
 
 /// Another process, for example a protector, stops the guest while a destination is prepared. The failed preparation
-/// must not resume it: its pages may just be copied.
+/// must not resume the guest: the other process may just copy its pages.
 #[test]
 fn a_failed_preparation_leaves_a_stopped_guest_stopped() {
     let lab = Lab::new();
@@ -453,7 +453,7 @@ fn recover_can_itself_be_killed() {
     }
 }
 
-/// Both QEMUs die after the state was saved: a new QEMU loads it from the file.
+/// Both QEMUs die after the state was saved: a new QEMU loads the state from the file.
 #[test]
 fn both_qemus_die_after_the_state_was_saved() {
     let lab = Lab::new();

@@ -1,4 +1,4 @@
-//! Every fault point of a restore, and of preparing one. There is no guest yet that could be lost: after each death
+//! Every fault point of a restore, and of preparing a restore. No guest that could be lost runs yet: after each death
 //! either the checkpoint is unchanged and can be restored, or the guest runs with its memory.
 
 use super::Outcome::{self, AsItWas, Finished, LostLate, NotTried, Nothing, Removed};
@@ -11,7 +11,7 @@ use crate::common::{CommandResult, Guest, Lab, Watch};
 enum Destination {
     /// The restore starts it.
     New,
-    /// It was started before, with `--prepare`.
+    /// `rekindle restore --prepare` has started it before.
     Prepared,
 }
 
@@ -114,8 +114,8 @@ impl Case<'_> {
             }
             Nothing => {
                 assert_killed(&restore);
-                // QEMU itself may wait for a page that no pager supplies. The guest's helpers have not been restarted
-                // either.
+                // QEMU itself may wait for a page that no pager supplies, and the guest's helpers have not been
+                // restarted.
                 let status = guest.status();
                 let is_degraded = status.contains("degraded") && status.contains("rekindle recover");
                 assert!(is_degraded || ["running", "silent"].contains(&status.as_str()), "{status}: {restore}");

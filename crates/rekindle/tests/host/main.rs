@@ -1,7 +1,7 @@
-//! Guests are suspended out of their QEMUs and resumed into others, as around a reboot of the host.
+//! `rekindle host suspend` and `resume`: guests leave their QEMUs and resume in other ones, as in a reboot of the host.
 //!
-//! The host is not rebooted here. Instead, the test removes the run directory, which a reboot empties, and writes
-//! another boot's ID into the record of the suspended guests. `tests/hosts/test` reboots a whole emulated host.
+//! The test does not reboot the host. Instead, it removes the run directory, which a reboot empties, and writes another
+//! boot's ID into the record of the suspended guests. `tests/hosts/test` reboots a whole emulated host.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -15,7 +15,7 @@ use std::io::{Read, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// A line of a definition with which a guest runs, but cannot be moved to another QEMU.
+/// A line of a definition. A guest with it runs, but cannot be moved to another QEMU.
 const OBSTACLE: &str = "qemu_args = [\"-object\", \"memory-backend-ram,id=more,size=1M\"]";
 
 /// Returns a lab whose RAM directory and record are outside its run directory.
@@ -27,7 +27,7 @@ fn lab_with_persistent_ram() -> Lab {
     lab
 }
 
-/// Removes what a reboot of the host removes: the run directory and the taps.
+/// Removes the run directory and the taps, as a reboot of the host does.
 fn remove_what_a_boot_removes(lab: &Lab) {
     fs::remove_dir_all(lab.run_root()).unwrap();
     for interface in lab.interfaces() {
@@ -50,14 +50,14 @@ fn reboot_host(lab: &Lab) {
     record_another_boot(lab);
 }
 
-/// Returns the part of a report that is about one VM.
+/// Returns the part of a report about one VM.
 fn report_of(report: &Value, name: &str) -> Value {
     let vms = report.as_array().unwrap();
     let vm = vms.iter().find(|vm| vm["name"] == name);
     vm.unwrap_or_else(|| panic!("{name} is not in {report:#}")).clone()
 }
 
-/// Asserts that nothing is left of a suspend.
+/// Asserts that the suspend has left no files.
 fn assert_nothing_kept(lab: &Lab) {
     let mut record = common::lab::entries(&lab.path("suspended"));
     record.retain(|path| !path.ends_with("lock"));
@@ -65,7 +65,7 @@ fn assert_nothing_kept(lab: &Lab) {
     assert!(!lab.path("ram/.suspended").exists(), "left next to the RAM");
 }
 
-/// Writes the plan of a reboot of the host, in which all guests are suspended warm.
+/// Writes the plan of a reboot of the host in which all guests are suspended warm.
 fn write_plan(lab: &Lab, token: &str, guests: &[&Guest<'_>]) {
     let vms: Vec<_> = guests.iter().map(|guest| (&guest.name, "warm")).collect();
     let plan = serde_json::json!({"token": token, "how": "warm", "vms": vms, "kernel": null});
@@ -141,7 +141,7 @@ fn all_guests_resume_after_a_boot_with_their_memory_and_their_connections() {
             assert_ticks_once(&guest.file("console.log"));
         }
     }
-    // The VMs are usual VMs again.
+    // The VMs work as before the suspend.
     for guest in &guests {
         guest.warm(&[]);
         guest.verify();
@@ -159,7 +159,7 @@ fn memory_that_did_not_survive_is_never_run() {
         let is_of_vm = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(&format!("{name}-"));
         common::lab::entries(&lab.path("ram")).into_iter().find(is_of_vm).unwrap()
     };
-    // One bit is wrong.
+    // Flip one bit.
     let path = ram("damaged");
     let mut memory = fs::read(&path).unwrap();
     let last = memory.iter_mut().rfind(|byte| **byte != 0).unwrap();
@@ -279,7 +279,7 @@ fn a_suspended_guest_can_be_dropped() {
     guest.rekindle(&["stop"]).ok().prints(&["was dropped"]);
     assert_nothing_kept(&lab);
     assert_eq!(lab.rekindle(["--json", "host", "resume"]).ok().json(), Value::Array(Vec::new()));
-    // Also after a boot, before the guest is resumed.
+    // A stop after a boot of the host, before the guest is resumed, drops the guest's memory, too.
     lab.rekindle(["run", lab.path("dropped.toml").to_str().unwrap()]).ok();
     guest.wait_ready();
     lab.rekindle(["host", "suspend", "--all"]).ok();
@@ -323,11 +323,11 @@ fn a_vm_called_as_the_record_itself_is_resumed_with_its_memory() {
 /// The required outcome of a death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
-    /// No such process exists at this point: not tried.
+    /// Not tried: no such process exists at this point.
     NotTried,
     /// The operation succeeds nevertheless.
     Success,
-    /// Nothing was done yet, but the guest was stopped: `recover` resumes it.
+    /// The operation has changed nothing yet, but the guest was stopped: `recover` resumes it.
     Unpaused,
     /// `recover` undoes the suspend: the guest continues in its old QEMU.
     Undone,
@@ -341,7 +341,7 @@ enum Outcome {
 
 use Outcome::{Finished, FromState, Lost, NotTried, Success, Undone, Unpaused};
 
-/// For each point: the outcome of killing Rekindle, the old QEMU, the new QEMU.
+/// For each point: the outcomes of killing Rekindle, the old QEMU, the new QEMU.
 const TABLE: &[(&str, [Outcome; 3])] = &[
     ("host.suspend.ahead", [Unpaused, Lost, NotTried]),
     ("host.suspend.journalled", [Undone, Lost, NotTried]),
@@ -440,8 +440,8 @@ fn try_fault(guest: &Guest<'_>, fault: &str, outcome: Outcome) {
     assert_ticks_once(&guest.file("console.log"));
 }
 
-/// At the end of a shutdown only the same systemd unit, started again, can continue a suspend that was killed. No
-/// guest may be lost.
+/// At the end of a shutdown only the same systemd unit, started again, can continue a suspend that was killed. No guest
+/// may be lost.
 #[test]
 fn a_planned_suspend_that_was_killed_is_taken_up_by_the_next() {
     let lab = lab_with_persistent_ram();

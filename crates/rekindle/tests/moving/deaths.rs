@@ -1,6 +1,6 @@
 //! Every fault point of a move, on the source host and on the destination host. Whichever process dies, the guest
-//! continues on exactly one host, or its last checkpoint is complete and a message names the remedy; two QEMUs never
-//! run it.
+//! continues on exactly one host, or its last checkpoint is complete and a message names the remedy. Two QEMUs never
+//! run the guest.
 
 use super::{Pair, assert_cache_matches_disk, last, wait_empty, wait_filled};
 use crate::common::{CommandResult, DEADLINE, Guest, Lab, Watch, wait_for};
@@ -11,9 +11,9 @@ use std::thread;
 enum Outcome {
     /// Exit status 1: the guest continues on the source host without a recovery.
     Back,
-    /// As `Back`, after `rekindle stop` has removed what is left on the destination host.
+    /// Like `Back`, but `rekindle stop` must remove the remains on the destination host.
     BackAfterCleanup,
-    /// Rekindle was killed; `recover` on the source host resumes the guest there.
+    /// Rekindle was killed; `recover` on the source host resumes the guest on this host.
     RecoveredOnSource,
     /// Rekindle was killed; `recover` on the source host finds that the guest runs on the destination host.
     RecoveredOnDestination,
@@ -21,15 +21,15 @@ enum Outcome {
     RecoveredOnEither,
     /// The guest runs on the destination host, and there is nothing to recover.
     Moved,
-    /// The source QEMU died before the state was complete elsewhere: the memory is lost, and `recover` boots the guest.
+    /// The source QEMU died before its state was complete elsewhere: the memory is lost, and `recover` boots the guest.
     Booted,
     /// The destination host owned the guest and lost it: it has to be restored from its last checkpoint.
     OnlyInStore,
     /// `OnlyInStore` if the destination host owned the guest already, otherwise `BackAfterCleanup`: the load on the
     /// destination host and the commit on the source host are concurrent.
     BackOrOnlyInStore,
-    /// The destination host's Rekindle was killed when the guest might have run: `recover` on that host finds that it
-    /// does.
+    /// The destination host's Rekindle was killed when the guest might have run: `recover` on that host finds that the
+    /// guest runs.
     RecoveredByDestination,
 }
 
@@ -50,7 +50,7 @@ const SOURCE_FAULTS: &[(&str, &str, Outcome)] = &[
     // The whole state has been read.
     ("move.suspend.read", "kill-old", Moved),
     ("move.suspend.committed", "kill", RecoveredOnSource),
-    // From here on its state is complete outside of QEMU.
+    // From here on the guest's state is complete outside of QEMU.
     ("move.suspend.committed", "kill-old", Moved),
     ("move.suspend.let-go", "kill", RecoveredOnSource),
     ("move.suspend.let-go", "kill-old", Moved),
@@ -64,7 +64,7 @@ const SOURCE_FAULTS: &[(&str, &str, Outcome)] = &[
     ("move.settle.journalled", "kill", RecoveredOnDestination),
 ];
 
-/// The same for faults on the destination host.
+/// Fault point, action, and required result of faults on the destination host.
 const DESTINATION_FAULTS: &[(&str, &str, Outcome)] = &[
     ("prepare.journalled", "kill", BackAfterCleanup),
     ("prepare.spawned", "kill-new", Back),
@@ -78,7 +78,8 @@ const DESTINATION_FAULTS: &[(&str, &str, Outcome)] = &[
     ("restore.prepare.journalled", "kill-new", Moved),
     ("restore.renew.registered", "kill", BackOrOnlyInStore),
     ("restore.renew.registered", "kill-new", Back),
-    // From here on the guest may have run there: only `cont` shows that its QEMU has died.
+    // From here on the guest may have run on the destination host: only the failure of `cont` shows that its QEMU has
+    // died.
     ("restore.renew.loaded", "kill-new", OnlyInStore),
     ("restore.resume.journalled", "kill-new", OnlyInStore),
     ("restore.resume.resumed", "kill", RecoveredByDestination),

@@ -1,4 +1,4 @@
-//! `rekindle move` between two hosts that share a store and disk images. A host is a lab: it has its own run, RAM and
+//! `rekindle move` between two hosts that share a store and disk images. Each host is a lab with its own run, RAM and
 //! configuration directories and its own network namespace. A script in place of `ssh` runs the other host's Rekindle.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -17,7 +17,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Blocks at the start of the disk that the guest writes.
+/// Number of blocks, at the start of the disk, that the guest writes.
 const WRITTEN: u64 = 256;
 
 /// Two hosts, and a guest that is defined on both.
@@ -36,7 +36,7 @@ impl Pair {
         for lab in [&here, &there] {
             lab.vm(name).section(&section(&disk, "")).write();
             let script = lab.path("ssh");
-            // As `ssh` does: the first argument is the host, the others are a command for its shell.
+            // The script's arguments are those of `ssh`: first the host, then a command for its shell.
             let text = format!(
                 "#!/bin/sh\nshift\nREKINDLE_RUN_DIR={:?} REKINDLE_HOST_CONFIG={:?} REKINDLE_FAULT=$FAR_FAULT exec sh -c \"$*\"\n",
                 lab.run_root(),
@@ -56,7 +56,7 @@ impl Pair {
         self.here.rekindle(["store", "init", self.store.to_str().unwrap()]).ok();
     }
 
-    /// The guest as `lab` sees it.
+    /// Returns the guest as a VM of `lab`.
     fn guest<'a>(&self, lab: &'a Lab) -> Guest<'a> {
         common::first_guest(lab, self.name)
     }
@@ -69,7 +69,7 @@ impl Pair {
         guest
     }
 
-    /// The command `rekindle move` from one lab to another, not started.
+    /// Returns the command `rekindle move` from one lab to another, not started.
     fn command(&self, from: &Lab, to: &Lab, arguments: &[&str]) -> Command {
         let mut command = from.command(["--json", "move", self.name, "--to", "b", "--rekindle"]);
         command.arg(env!("CARGO_BIN_EXE_rekindle")).arg("--ssh").arg(to.path("ssh"));
@@ -85,20 +85,20 @@ impl Pair {
     }
 }
 
-/// The last line of a command's output, as JSON.
+/// Returns the last line of a command's output, as JSON.
 fn last(done: &CommandResult) -> Value {
     let line = done.stdout.lines().last().unwrap_or_else(|| panic!("no output: {done}"));
     serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {done}"))
 }
 
-/// Checks that the guest's page cache and its disk have the same content.
+/// Asserts that the guest's page cache and its disk have the same content.
 fn assert_cache_matches_disk(guest: &Guest<'_>) {
     let cached = read(guest, 0, WRITTEN);
     guest.ask("drop-caches");
     assert_eq!(read(guest, 0, WRITTEN), cached, "the guest's page cache differs from its disk");
 }
 
-/// Waits until processes that were signalled have ended; then nothing of the VM is left on the host.
+/// Waits until signalled processes have ended, and the VM has left nothing on the host.
 fn wait_empty(lab: &Lab) {
     wait_for("the VM to be removed", DEADLINE, || {
         let names = common::lab::entries(&lab.run_root());
@@ -186,7 +186,7 @@ fn a_guest_moves_to_another_host_and_back() {
     wait_for("the pager to end", DEADLINE, || pager(&guest).is_none().then_some(()));
     guest.verify();
     guest.assert_sound();
-    // It can be protected there.
+    // The guest can be protected on the other host.
     let mut protector = Protector::start(&guest, &pair.there, &pair.store, &["--every", "100ms"]);
     protector.next_checkpoint();
     protector.end();
@@ -244,7 +244,7 @@ fn what_the_other_host_cannot_run_is_reported_before_anything_stops() {
         guest.assert_sound();
         wait_empty(&pair.there);
     };
-    // Another memory size, no definition, and no QEMU.
+    // Rejected: another memory size, no definition, and no QEMU.
     let kept = pair.there.path("other.toml");
     let define_other = |memory: &str, disk: &Path| {
         fs::rename(pair.there.vm("stays").memory(memory).section(&section(disk, "")).write(), &kept).unwrap();
@@ -254,12 +254,12 @@ fn what_the_other_host_cannot_run_is_reported_before_anything_stops() {
     rejects(&["--definition", &path(&kept)], &["memory in bytes"]);
     rejects(&["--definition", "/nonexistent/vm.toml"], &["/nonexistent/vm.toml"]);
     rejects(&["--qemu", "/nonexistent/qemu"], &["/nonexistent/qemu"]);
-    // The disk image is missing, or is another one.
+    // Rejected: the disk image is missing, or is another one.
     define_other("128M", &pair.there.path("nowhere.raw"));
     rejects(&["--definition", &path(&kept)], &["nowhere.raw"]);
     define_other("128M", &image(&pair.there, "other.raw"));
     rejects(&["--definition", &path(&kept)], &["disk0", "another disk than the guest's"]);
-    // No room for its RAM.
+    // Rejected: no room for the guest's RAM.
     fs::write(pair.there.path(".host.toml"), "ram_size = \"64M\"\n").unwrap();
     rejects(&[], &["128"]);
     fs::remove_file(pair.there.path(".host.toml")).unwrap();
@@ -272,7 +272,7 @@ fn what_the_other_host_cannot_run_is_reported_before_anything_stops() {
     fs::write(pair.there.path("ssh"), hidden).unwrap();
     rejects(&[], &["not a store"]);
     fs::write(pair.there.path("ssh"), &script).unwrap();
-    // The other host has a VM of that name.
+    // Rejected: the other host has a VM of that name.
     let plain = pair.there.vm("stays").net(common::Net::None).write();
     pair.there.rekindle(["run", plain.to_str().unwrap()]).ok();
     let done = pair.run(&pair.here, &pair.there, &["--definition", &path(&plain)]);
@@ -361,7 +361,7 @@ fn after_a_connection_breaks_at_the_order_to_resume_the_store_decides_where_the_
     guest.verify();
     assert_cache_matches_disk(&guest);
     guest.assert_sound();
-    // After that it can be moved as usual.
+    // After the recovery the guest can be moved as usual.
     fs::write(pair.there.path("ssh"), &script).unwrap();
     pair.run(&pair.here, &pair.there, &[]).ok();
     wait_empty(&pair.here);

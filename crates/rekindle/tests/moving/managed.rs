@@ -17,8 +17,8 @@ struct Managed {
 }
 
 impl Managed {
-    /// Has no network: the definition has to be the same on both hosts, and the two labs cannot have the same tap at
-    /// the same time.
+    /// Defines a guest without a network: the definition must be the same on both hosts, and the two labs cannot have
+    /// the same tap at the same time.
     fn new() -> Self {
         let pair = Pair::new(NAME);
         for lab in [&pair.here, &pair.there] {
@@ -55,7 +55,7 @@ impl Managed {
     }
 }
 
-/// The first and the last tick that the guest has written to its console on a host.
+/// Returns the first and the last tick that the guest has written to its console on a host.
 fn ticks(lab: &Lab) -> Option<(u64, u64)> {
     let text = fs::read(lab.run_root().join(NAME).join("console.log")).ok()?;
     let text = String::from_utf8_lossy(&text);
@@ -67,7 +67,7 @@ fn ticks(lab: &Lab) -> Option<(u64, u64)> {
     Some((first, all.next_back().unwrap_or(first)))
 }
 
-/// The last tick on the console before the VM is removed by `act`.
+/// Returns the last tick on the console before `act` removes the VM.
 fn last_tick_during(lab: &Lab, act: impl FnOnce()) -> u64 {
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
@@ -100,7 +100,7 @@ fn a_guest_is_moved_while_it_runs_and_a_stop_takes_a_last_checkpoint() {
     });
     managed.ocf(here, "monitor", &[]).status(7);
     managed.ocf(here, "stop", &[]).ok();
-    // `migrate_from` does the same.
+    // A `monitor` on the destination is what `migrate_from` does.
     managed.ocf(there, "monitor", &[]).status(0);
     assert!(wait_ticks(there) > last, "the guest lost ticks in the move");
     managed.wait_checkpoints(2);

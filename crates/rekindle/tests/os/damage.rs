@@ -1,5 +1,5 @@
-//! A guest whose page cache was damaged before it was rebooted with a warm cache gets no damaged block. The whole
-//! experiment is `make bench TOPIC=faults` (docs/fault-experiment.md).
+//! A guest whose page cache is damaged before a reboot with a warm cache gets no damaged block. The whole experiment is
+//! `make bench TOPIC=faults` (docs/fault-experiment.md).
 
 use crate::common::guest::Guest;
 use crate::common::{DEADLINE, Lab, wait_for};
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 const BLOCK: usize = 4096;
 const BLOCKS: u64 = 2048;
 
-/// Returns the content of a block of the disk; all are different.
+/// Returns the content of block `n` of the disk. All blocks are different.
 fn block(n: u64) -> Vec<u8> {
     let mut block = vec![0; BLOCK];
     fastrand::Rng::with_seed(n).fill(&mut block);
@@ -30,7 +30,7 @@ fn image(lab: &Lab) -> PathBuf {
     path
 }
 
-/// Computes what the guest replies to `read` of the whole disk.
+/// Computes the guest's expected reply to `read` of the whole disk.
 fn digest(image: &Path) -> String {
     let content = fs::read(image).unwrap();
     assert_eq!(content.len() as u64, BLOCKS * BLOCK as u64);
@@ -81,7 +81,7 @@ fn damaged_frames_of_the_page_cache_are_not_given_to_the_next_guest() {
     let whole = digest(&path);
     let read = format!("read vda 0 {BLOCKS}");
     let mut rng = fastrand::Rng::with_seed(5);
-    // Rebooted by a command, and because it has panicked.
+    // First reboot by a command, then because the guest has panicked.
     for panics in [false, true] {
         assert_eq!(guest.ask(&read), whole);
         let boot = guest.boot_id();
@@ -98,7 +98,7 @@ fn damaged_frames_of_the_page_cache_are_not_given_to_the_next_guest() {
             guest.wait_ready();
         }
         assert_ne!(guest.boot_id(), boot, "it was booted");
-        // Every block is right. It comes from the retained cache if that matches the disk.
+        // Every block is right. A block comes from the retained cache if it matches the disk.
         assert_eq!(guest.ask(&read), whole, "panics: {panics}");
         let counts = cache_counts(&guest);
         assert!(counts.refused >= damaged, "{damaged} were damaged: {counts:?}");

@@ -1,4 +1,4 @@
-//! A phase that a health check detects, without a signal from the guest; and guests that reboot themselves or panic and
+//! A phase that a health check detects without a signal from the guest; and guests that reboot themselves or panic and
 //! resume from a phase.
 
 use crate::common::served::{digest, image, read, section};
@@ -16,7 +16,7 @@ fn wait_saved(guest: &Guest<'_>, name: &str) {
     });
 }
 
-/// Reboots the guest to a phase, once no phase is being saved. Returns the phase that was used.
+/// Waits until no phase is being saved, then reboots the guest by phase. Returns the `phase` of the report.
 #[track_caller]
 fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> Value {
     let report = wait_for("the VM to be free", DEADLINE, || {
@@ -98,11 +98,11 @@ fn a_guest_that_reboots_itself_or_panics_resumes_from_a_phase() {
     // A guest that panics again soon is booted: the reason may be in the phase.
     end_guest(&guest, "panic");
     assert_ne!(guest.boot_id(), boot);
-    // That was another boot, but no block that the phase has read was written: it may still be used.
+    // The guest was booted, but no block that the phase has read was written: the phase may still be used.
     wait_saved(&guest, "services");
     end_guest(&guest, "reboot");
     assert_eq!(guest.boot_id(), boot);
-    // If no phase may be used, the guest is booted.
+    // The guest is booted if no phase may be used.
     guest.ask("write vda 0 1 3");
     end_guest(&guest, "reboot");
     assert_ne!(guest.boot_id(), boot);

@@ -1,4 +1,4 @@
-//! `rekindle reboot os --how kexec`: the Debian guest's kernel starts another one, under the same QEMU.
+//! `rekindle reboot os --how kexec`: the Debian guest's kernel starts another kernel, in the same QEMU.
 
 use crate::common::{DEADLINE, Guest, Lab, wait_for};
 use rekindle_qemu::agent;
@@ -32,7 +32,7 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     guest.wait_ready();
     let after = guest.boot_id();
     assert_ne!(after, boot);
-    // The new kernel got blocks from the retained cache: what the previous kernel had read of the disk.
+    // The new kernel got blocks from the retained cache, which the previous kernel had read from the disk.
     assert!(report["kept"]["disks"]["disk0"].as_u64().unwrap() > 10 << 20, "{report}");
     let status = lab.rekindle(["--json", "disk", "status", "jumps"]).ok().json();
     assert!(status["attic"][1]["served"].as_u64().unwrap() > 0, "{status}");
@@ -65,7 +65,7 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     assert_eq!((guest.boot_id(), guest.status()), (after.clone(), "running".into()));
     sh(&guest, "mv /root/kexec /usr/sbin/");
 
-    // Killed before the guest got the command to reboot, and after it: `recover` finds out which.
+    // Rekindle is killed before the guest got the command to reboot, and after it: `recover` determines which.
     for (fault, printed, is_new_boot) in [
         ("kexec.prepare.journalled:kill", "undone", false),
         ("kexec.suspend.journalled:kill", "undone", false),
@@ -105,7 +105,7 @@ fn a_guest_without_an_agent_is_rejected_with_a_remedy() {
     kexec(&guest, &[]).status(1).prints(&["mute was not rebooted", "qemu-guest-agent", "--how cold"]);
     assert_eq!((guest.boot_id(), guest.status()), (boot, "running".into()));
     lab.rekindle(["reboot", "os", "mute", "--kernel", "/boot/x", "--how", "cold"]).status(2).prints(&["--how kexec"]);
-    // The same for a VM that has no agent port.
+    // A kexec of a VM without an agent port is rejected, too.
     let bare = lab.vm("bare").section("[devices]\nagent = false\n").boot(&[]);
     kexec(&bare, &[]).status(1).prints(&["agent = false"]);
     // A cold reboot by the power button; a guest that ignores the button is powered off.

@@ -1,4 +1,5 @@
-//! Memory that a guest's kernel has leaked is free after a reboot of each kind, and the leak's counters are right.
+//! Memory that a guest's kernel has leaked is free again after a reboot of each kind, and the leak's counters are
+//! right.
 
 use crate::common::served::{image, section};
 use crate::common::{DEADLINE, Guest, Lab, wait_for};
@@ -7,9 +8,9 @@ use std::collections::BTreeMap;
 
 const PORT: u16 = 7003;
 const MIB: i64 = 1 << 20;
-/// Bytes that the guest's kernel leaks.
+/// Memory that the guest's kernel leaks, in bytes.
 const LEAK: i64 = 32 * MIB;
-/// How much the kernel's other memory may differ from one boot to the next.
+/// How much the kernel's other memory may differ between two boots, in bytes.
 const TOLERANCE: i64 = MIB;
 
 fn command(guest: &Guest<'_>, line: &str) -> String {
@@ -23,12 +24,12 @@ fn get(guest: &Guest<'_>) -> BTreeMap<String, i64> {
     pairs.map(|(name, value)| (name.to_owned(), value.parse().unwrap())).collect()
 }
 
-/// Bytes of slab memory that the kernel cannot reclaim.
+/// Returns how many bytes of slab memory the kernel cannot reclaim.
 fn slab(guest: &Guest<'_>) -> i64 {
     get(guest)["SUnreclaim"] * 1024
 }
 
-/// Leaks memory and reboots the guest; checks that all of it is free again. Returns the report.
+/// Leaks memory and reboots the guest. Asserts that all of it is free again, and returns the report.
 #[track_caller]
 fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> Value {
     let (before, available) = (slab(guest), get(guest)["MemAvailable"] * 1024);

@@ -1,5 +1,5 @@
-//! `rekindle reboot os --how phase`: a guest resumes from a phase of an earlier boot, and never from one that has read
-//! disk blocks which were written since.
+//! `rekindle reboot os --how phase`: a guest resumes from a phase of an earlier boot, but never from a phase that has
+//! read disk blocks which were written since.
 
 use crate::common::huge::{add_huge_pages, mount_hugetlbfs};
 use crate::common::served::{digest, image, kill_server, read, section};
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 const PHASES: &str = "[phase]\nsave = [\"kernel\", \"services\"]\n";
 
-/// A phase in the output of `show`.
+/// Returns a phase from the output of `show`.
 fn phase(guest: &Guest<'_>, name: &str) -> Value {
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let phases = shown["phases"].as_array().unwrap();
@@ -70,7 +70,8 @@ fn a_guest_resumes_from_the_latest_phase_whose_blocks_were_not_written_since() {
     announce(&guest);
     guest.rekindle(&["show"]).ok().prints(&["# phase kernel: ", "# phase services: ", "may be used"]);
 
-    // Later changes of memory are not part of the phase; later writes to blocks that it has not read stay on the disk.
+    // Later changes of memory are not part of the phase. Later writes to blocks that the phase has not read stay on the
+    // disk.
     guest.touch("16M");
     guest.ask("write vda 1000 8 7");
     let before = generation(&guest);
@@ -101,8 +102,8 @@ fn a_guest_resumes_from_the_latest_phase_whose_blocks_were_not_written_since() {
     assert_eq!(read(&guest, 16, 64), digest(&path, 16, 64));
     assert_eq!(read(&guest, 1000, 8), digest(&path, 1000, 8));
 
-    // It continues to boot and saves a later phase again, which includes the blocks that were read before the earlier
-    // one.
+    // The guest continues to boot and saves a later phase again, which includes the blocks that were read before the
+    // earlier one.
     announce(&guest);
     assert_eq!(reboot_from(&guest).0.as_deref(), Some("services"));
     assert_eq!(read(&guest, 16, 64), digest(&path, 16, 64));
@@ -117,7 +118,7 @@ fn a_guest_resumes_from_the_latest_phase_whose_blocks_were_not_written_since() {
     assert_eq!(read(&guest, 0, 64), digest(&path, 0, 64));
     announce(&guest);
 
-    // Writes while another server, or none, had the disk are unknown.
+    // Writes are unknown from times at which another server, or none, had the disk.
     kill_server(&guest);
     guest.rekindle(&["recover"]).ok().prints(&["server"]);
     assert!(phase(&guest, "kernel")["void"].as_str().unwrap().contains("server was restarted since"));
@@ -188,7 +189,7 @@ fn unknown_phases_are_rejected_and_failures_to_save_one_do_no_harm() {
     let log = || fs::read_to_string(guest.file("phases.log")).unwrap_or_default();
     guest.ask("phase other");
     wait_for("the phase to be rejected", DEADLINE, || log().contains("does not name it").then_some(()));
-    // A file prevents the save.
+    // An existing file prevents the save.
     let saved: Vec<PathBuf> = crate::common::lab::entries(&lab.save_dir());
     let directory = saved.iter().find(|path| path.extension().is_some_and(|end| end == "phase")).unwrap();
     fs::write(directory.join("services.new"), b"in the way").unwrap();
@@ -283,11 +284,11 @@ fn after_every_fault_a_guest_runs() {
         );
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    // After all that, the VM works as any other.
+    // After all faults, the VM works as any other.
     wait_saved(&guest, "kernel");
     guest.warm(&[]);
     assert_eq!(reboot_from(&guest).0.as_deref(), Some("kernel"), "a VMM restart changes nothing");
-    // The process that saves phases has died: saved phases stay valid.
+    // If the process that saves phases has died, saved phases stay valid.
     let keeper = crate::common::with_argument_containing("phases").unwrap();
     let keeper = keeper.into_iter().find(|process| {
         let environment = fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
@@ -327,7 +328,7 @@ fn a_reboot_waits_for_a_phase_that_is_being_saved_and_for_nothing_else() {
     guest.wait_ready();
 }
 
-/// In huge pages, the new guest's memory would be that of the previous one.
+/// A VM with RAM in huge pages saves no phases: the new guest's memory would be that of the previous guest.
 #[test]
 fn a_guest_in_huge_pages_has_no_phases() {
     let _pages = add_huge_pages(264);

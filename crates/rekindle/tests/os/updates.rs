@@ -20,8 +20,8 @@ fn rounds() -> u64 {
     std::env::var("REKINDLE_TEST_ROUNDS").ok().map_or(3, |rounds| rounds.parse().expect("a number"))
 }
 
-/// Copies a file system into a partition. (Every firmware reads a disk's first block, which must not belong to the file
-/// system.)
+/// Copies a file system into a partition. Every firmware reads a disk's first block, which must not belong to the file
+/// system.
 fn partitioned(directory: &Path, disk: &Path) -> PathBuf {
     let copy = directory.join("partitioned.raw");
     let megabytes = fs::metadata(disk).unwrap().len() >> 20;
@@ -53,7 +53,7 @@ fn directory() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("updates-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Runs a shell command in the guest; it must succeed. Returns its output.
+/// Runs a shell command in the guest and returns its output. The command must succeed.
 #[track_caller]
 fn sh(guest: &Guest<'_>, command: &str) -> String {
     // The guest is stopped for a moment while a phase is saved.
@@ -95,7 +95,7 @@ fn reboot(guest: &Guest<'_>) -> Value {
     reboot_by(guest, "shutdown", "by-agent")
 }
 
-/// The same, with `--end`; the report must state how the guest ended.
+/// Reboots the guest by phase as [`reboot`] does, with `--end`. Asserts that the report states how the guest `ended`.
 #[track_caller]
 fn reboot_by(guest: &Guest<'_>, end: &str, ended: &str) -> Value {
     let report =
@@ -112,7 +112,7 @@ fn update(guest: &Guest<'_>, place: &str, round: u64) {
     sh(guest, "sync");
 }
 
-/// The same without `sync`.
+/// Creates, appends to and rewrites files as [`update`] does, without `sync`.
 fn write(guest: &Guest<'_>, place: &str, round: u64) {
     sh(
         guest,
@@ -181,7 +181,7 @@ fn a_guest_that_only_reads_its_root_resumes_from_the_late_phase_and_mounts_its_d
     let boot = guest.boot_id();
     for round in 1..=rounds() {
         update(&guest, "/srv/data", round);
-        // These are in its memory, and must not exist after the reboot.
+        // These files are in the guest's memory, and must not exist after the reboot.
         sh(&guest, "head -c 20000000 /dev/urandom >/run/leak; echo aged >/root/aged");
         let phase = reboot(&guest);
         assert_eq!(phase["candidate"], "services", "{phase}");
@@ -199,7 +199,7 @@ fn a_guest_that_only_reads_its_root_resumes_from_the_late_phase_and_mounts_its_d
     fsck(&data);
 }
 
-/// Frozen and powered off instead of shut down: only the freeze makes the guest write its data to disk.
+/// The guest is frozen and powered off instead of shut down: only the freeze makes it write its data to disk.
 #[test]
 fn data_written_before_a_freeze_survives_the_reboot() {
     let (lab, directory) = (Lab::new(), directory());
@@ -228,7 +228,7 @@ fn data_written_before_a_freeze_survives_the_reboot() {
     let all = ["reboot", "os", &guest.name, "--how", "cold", "--end", "freeze"];
     lab.rekindle(all).status(1).prints(&["frozen already", "runs as before"]);
     agent::thaw(&port, ANSWER).unwrap();
-    // The same with a cold reboot.
+    // A cold reboot with a freeze keeps the data, too.
     write(&guest, "/srv/data", rounds + 2);
     assert_eq!(lab.rekindle(["--json"].into_iter().chain(all)).ok().json()["ended"], "frozen");
     guest.wait_ready();

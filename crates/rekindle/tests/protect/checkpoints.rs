@@ -1,4 +1,4 @@
-//! `rekindle protect` and `rekindle restore` with real guests: a restore yields what was committed, whichever process
+//! `rekindle protect` and `rekindle restore` with real guests: a restore yields the committed state, whichever process
 //! dies when.
 
 use crate::common::protector::{Protector, crash, pager, restore, store, wait_filled};
@@ -42,7 +42,7 @@ fn a_restore_yields_what_was_committed_with_every_policy() {
         guest.verify();
         guest.assert_sound();
         assert_ticks_once(&guest.file("console.log"));
-        // It can be protected again, into the same store.
+        // The guest can be protected again, into the same store.
         let mut again = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "2"]);
         assert!(again.wait("checkpoint")["number"].as_u64() > restored["checkpoint"].as_u64());
         again.wait("checkpoint");
@@ -67,8 +67,8 @@ fn the_guests_memory_is_compared_with_the_store() {
         assert!(protector.child.wait().unwrap().success());
     }
     guest.ask("dirty 0");
-    // A change that the page tables do not show, here in the pause of the second checkpoint, is found, and its page is
-    // named.
+    // The comparison finds a change that the page tables do not show, here in the pause of the second checkpoint, and
+    // names its page.
     let (page, change) = untracked_change(&guest);
     let hook = format!("test $REKINDLE_CHECKPOINT != 2 || {change}");
     let arguments = ["--every", "50ms", "--policy", "basic", "--count", "2", "--compare", "--disk-hook", &hook];
@@ -79,7 +79,7 @@ fn the_guests_memory_is_compared_with_the_store() {
     assert_eq!(protector.child.wait().unwrap().code(), Some(1));
 }
 
-/// A page that the guest has touched, and a command that changes it in the guest's RAM file.
+/// Returns a page that the guest has touched, and a command that changes this page in the guest's RAM file.
 fn untracked_change(guest: &Guest<'_>) -> (u64, String) {
     use std::os::unix::fs::FileExt;
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
@@ -87,7 +87,7 @@ fn untracked_change(guest: &Guest<'_>) -> (u64, String) {
     let file = fs::File::open(path).unwrap();
     let mut content = [0; 4096];
     let pages = file.metadata().unwrap().len() / 4096;
-    // The last page with the agent's fill pattern: neither text nor zero, and not written again.
+    // Choose the last page with the agent's fill pattern: it is neither text nor zero, and is not written again.
     let page = (0..pages).rev().find(|page| {
         file.read_exact_at(&mut content, page * 4096).unwrap();
         content.chunks(8).filter(|word| word.iter().any(|byte| *byte > 127)).count() > 500
@@ -110,7 +110,7 @@ fn a_guest_survives_its_pager_and_reads_no_wrong_page() {
     for _ in 0..5 {
         crash(&guest);
         restore(&guest, &store, &[]);
-        // The fill may have finished already; then the next round tries again.
+        // The fill may have finished already. Then the next round tries again.
         kill_watcher(&guest);
         if let Some(pager) = pager(&guest) {
             pager.kill().unwrap();
@@ -122,7 +122,8 @@ fn a_guest_survives_its_pager_and_reads_no_wrong_page() {
             let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--count", "1"]);
             protector.wait("waiting");
             drop(protector);
-            // ... and a new QEMU does not get it. The failed reboot starts the VM's helpers again, and so the pager.
+            // ... and a new QEMU does not get such memory. The failed reboot starts the VM's helpers again, and so the
+            // pager.
             guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["still being loaded", "rekindle recover"]);
         }
         guest.rekindle(&["recover"]).ok();
@@ -137,7 +138,7 @@ fn a_guest_survives_its_pager_and_reads_no_wrong_page() {
     assert!(killed > 0, "each fill finished before its pager was killed");
 }
 
-/// The bound on a protector's memory: 64 MB, 16 bytes per page, and the pages of a checkpoint in flight.
+/// A protector's memory is bounded by 64 MB, plus 16 bytes per page, plus the pages of a checkpoint in flight.
 #[test]
 fn a_protector_keeps_no_second_copy_of_the_guest() {
     let lab = Lab::new();
@@ -149,7 +150,7 @@ fn a_protector_keeps_no_second_copy_of_the_guest() {
         let mut protector = Protector::start(&guest, &lab, &store, &["--every", "200ms", "--policy", policy]);
         let full = protector.wait("checkpoint");
         assert!(full["dirty_bytes"].as_u64().unwrap() > 384 << 20, "{full}");
-        // Pages in flight were copied and are not in the store yet; the rest of a full checkpoint is read in parts.
+        // Pages in flight were copied and are not in the store yet. The rest of a full checkpoint is read in parts.
         let in_flight = |checkpoint: &Value| {
             let pages = checkpoint["copied_for_writes"].as_u64().unwrap();
             checkpoint["copied_stopped_bytes"].as_u64().unwrap() + pages * 4096
@@ -205,7 +206,7 @@ fn store_commands_work_and_stock_qemu_loads_an_exported_checkpoint() {
     lab.rekindle(["store", "verify", path]).ok().prints(&["2 checkpoints", "all good"]);
     lab.rekindle(["store", "compact", path]).ok().prints(&["freed"]);
 
-    // The same command line with anonymous RAM, started without Rekindle.
+    // Start QEMU without Rekindle, with the same command line but anonymous RAM.
     let stream = lab.path("kept.stream");
     let file = stream.to_str().unwrap();
     lab.rekindle(["store", "export", path, "--output", file]).ok().prints(&["checkpoint 2"]);
@@ -256,14 +257,14 @@ fn certificates(directory: &Path) {
     }
 }
 
-/// `rekindle store serve`, killed on drop.
+/// A running `rekindle store serve`, killed on drop.
 struct Server {
     child: Child,
     address: String,
 }
 
 impl Server {
-    /// Listens on an address; with port 0, on any free port.
+    /// Starts the server on an address. Port 0 means any free port.
     fn start(lab: &Lab, tls: &Path, listen: &str) -> Self {
         let file = |name: &str| tls.join(name).to_str().unwrap().to_owned();
         let mut serve = lab.command(["store", "serve", "--listen", listen, "--dir", &file("stores")]);
@@ -284,7 +285,8 @@ impl Drop for Server {
     }
 }
 
-/// Certificates in a directory of the lab, and a client's arguments that name its own.
+/// Creates certificates in a directory of the lab. Returns the directory, and a client's arguments with its
+/// certificate.
 fn identity(lab: &Lab) -> (PathBuf, Vec<String>) {
     let tls = lab.path("tls");
     fs::create_dir(&tls).unwrap();
@@ -314,7 +316,7 @@ fn a_guest_blocks_while_its_store_is_unavailable() {
         crash(&guest);
         restore(&guest, &url, &identity);
         drop(server);
-        // The fill may have finished already; then the next round tries again.
+        // The fill may have finished already. Then the next round tries again.
         waited = guest.file("fill.json").exists();
         if waited {
             let log = guest.file("pager.log");
@@ -356,7 +358,7 @@ fn a_guest_is_restored_from_a_store_server_into_another_run_directory() {
     let mut protector = Protector::start(&guest, &lab, Path::new(&url), &protect);
     assert!(protector.child.wait().unwrap().success());
     crash(&guest);
-    // Another run directory, RAM directory and journal, as on another host.
+    // Restore with another run directory, RAM directory and journal, as on another host.
     let elsewhere = lab.path("elsewhere");
     fs::create_dir(&elsewhere).unwrap();
     let mut restore = lab.command(["--json", "restore", "far", "--store", &url].iter().chain(&identity));
@@ -423,7 +425,7 @@ fn a_guest_that_a_killed_protector_left_stopped_is_resumed() {
     guest.rekindle(&["recover"]).ok().prints(&["left the guest stopped", "it was resumed"]);
     assert_eq!(guest.status(), "running");
     guest.rekindle(&["recover"]).ok().prints(&["nothing to recover"]);
-    // A warm reboot keeps a pause that an operator requested, but not this one.
+    // A warm reboot keeps a pause that an operator requested, but ends that of an interrupted checkpoint.
     stop();
     guest.warm(&[]);
     assert_eq!(guest.status(), "running");

@@ -1,15 +1,15 @@
-//! `rekindle protect` killed at every write, sync and link of a commit, and at every scan of the guest's memory: the
-//! store holds the newest committed checkpoint or the previous one, and the guest continues to run.
+//! `rekindle protect` is killed at every write, sync and link of a commit, and at every scan of the guest's memory.
+//! Afterwards the store holds the newest committed checkpoint or the previous one, and the guest continues to run.
 //!
-//! strace(1) counts the calls and kills at the one that is named. What a power failure makes of unsynced writes is
-//! tested in the store crate, on a disk of its own.
+//! strace(1) counts the calls and kills the process at the named one. The store crate tests, on a disk of its own, the
+//! effect of a power failure on unsynced writes.
 
 use crate::common::{Guest, Lab, assert_ticks_once};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The calls at which the protector is killed, with the step between the tried call numbers. strace counts for each
-/// thread, and kills when the first of them reaches the number.
+/// System calls at which the protector is killed, each with the step between the tried call numbers. strace counts the
+/// calls of each thread, and kills when the first thread reaches the number.
 const CALLS: &[(&str, usize)] =
     &[("fsync", 1), ("linkat,link", 1), ("fdatasync", 1), ("unlinkat,unlink", 1), ("pwrite64", 1), ("ioctl", 7)];
 
@@ -24,7 +24,7 @@ impl Case<'_> {
         self.store.to_str().unwrap()
     }
 
-    /// Runs a protector until it has committed one checkpoint, or is killed as it begins call `number` of `calls`.
+    /// Runs a protector until it has committed one checkpoint, or is killed as it starts call `number` of `calls`.
     /// Returns whether it was killed.
     fn killed(&self, calls: &str, number: u32) -> bool {
         let inject = format!("inject={calls}:signal=KILL:when={number}");
@@ -45,7 +45,7 @@ impl Case<'_> {
         }
     }
 
-    /// Returns the number of the newest checkpoint, or 0.
+    /// Returns the number of the newest checkpoint; 0 if there is none.
     fn newest(&self) -> u64 {
         let listed = self.lab.rekindle(["--json", "store", "ls", self.store()]).ok().json();
         let all = listed["checkpoints"].as_array().unwrap_or_else(|| panic!("{listed}"));

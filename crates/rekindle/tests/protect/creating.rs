@@ -35,13 +35,13 @@ fn a_mistyped_path_and_another_host_get_no_store() {
     let error = lab.rekindle(["--json", "protect", "web", "--store", text(&wrong)]).status(1).json();
     assert_eq!((&error["kind"], &error["store"]), (&"not-a-store".into(), &text(&wrong).into()), "{error}");
 
-    // A path as scp and NFS write it.
+    // The path has the form that scp and NFS use.
     let mut command = lab.command(["protect", "web", "--store", "host2:/srv/x", "--create-store"]);
     command.current_dir(lab.path("."));
     lab.finish(command).status(2).prints(&["directory of host host2", "mount it", "tls://host2:PORT/NAME"]);
     assert!(!lab.path("host2:").exists());
 
-    // Created explicitly, in both ways.
+    // Both ways to create a store work.
     lab.rekindle(["protect", "web", "--store", text(&lab.path("one")), "--create-store", "--count", "1"]).ok();
     let two = lab.path("two");
     lab.rekindle(["store", "init", text(&two)]).ok().prints(&["rekindle protect"]);
@@ -67,7 +67,7 @@ fn a_missing_store_is_reported_and_replaced_only_with_an_explicit_option() {
     let abandon = ["--create-store", "--abandon-old-checkpoints"];
     protect(&abandon).status(1).prints(&["exists, with 2 checkpoints", "nothing was abandoned"]);
 
-    // Its file system is not mounted.
+    // The store's file system is not mounted.
     let away: PathBuf = lab.path("away");
     fs::rename(&store, &away).unwrap();
     let words = ["the store of VM web is gone", "owner since 20", "mounted?", &abandon.join(" ")];
@@ -86,12 +86,12 @@ fn a_missing_store_is_reported_and_replaced_only_with_an_explicit_option() {
         .prints(&words);
     protect(&["--abandon-old-checkpoints"]).status(1).prints(&words);
     assert!(!store.exists());
-    // It is mounted again: no checkpoint was abandoned.
+    // The file system is mounted again: no checkpoint was abandoned.
     fs::rename(&away, &store).unwrap();
     protect(&[]).ok();
     assert_eq!(lab.rekindle(["--json", "store", "ls", text(&store)]).ok().json()["checkpoints"][2]["number"], 3);
 
-    // It is lost.
+    // The store is lost.
     fs::rename(&store, &away).unwrap();
     lab.rekindle(["store", "init", text(&store)]).ok();
     protect(&[]).status(1).prints(&["the store of VM web is gone", "a new store without a VM"]);

@@ -8,7 +8,7 @@ use crate::common::{DEADLINE, Lab, wait_for};
 use rekindle_disk::engine::redo_log::RedoStatus;
 use std::path::{Path, PathBuf};
 
-/// The number of blocks that the guest writes.
+/// Number of blocks that the guest writes.
 const WRITTEN: u64 = 512;
 
 fn redo(image: &Path) -> PathBuf {
@@ -36,7 +36,7 @@ fn crash_host(guest: &Guest<'_>, protector: Protector) {
     protector.kill();
 }
 
-/// Asserts that the guest's page cache and its disk have the same content, and returns its digest.
+/// Asserts that the guest's page cache and its disk have the same content. Returns the digest of that content.
 fn assert_cache_matches_disk(guest: &Guest<'_>) -> String {
     // The restored guest may still be busy with a write of the checkpoint.
     let last = format!("write vda {WRITTEN} 1 1");
@@ -60,7 +60,7 @@ fn a_restored_guest_has_the_disk_that_matches_its_memory() {
         let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
         protector.next_checkpoint();
         for n in 0..40 {
-            // Overlapping writes, with checkpoints in between.
+            // Make overlapping writes, with checkpoints in between.
             guest.ask(&format!("write vda {} 32 {}", n * 37 % (WRITTEN - 32), round * 100 + n));
         }
         protector.next_checkpoint();
@@ -109,7 +109,7 @@ fn a_clean_stop_merges_the_redo_log_and_a_disk_with_a_log_is_not_given_to_qemu()
     guest.ask("write vda 5 20 9");
     let newest = read(&guest);
     assert_ne!(digest(&path), newest, "it is in the log");
-    // Once committed, it is merged into the image while the guest runs.
+    // Once a checkpoint is committed, its log is merged into the image while the guest runs.
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "100ms"]);
     protector.next_checkpoint();
     wait_for("the merge", DEADLINE, || (digest(&path) == newest).then_some(()));

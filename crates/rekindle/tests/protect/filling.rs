@@ -1,5 +1,5 @@
-//! Checkpoints during the fill of a restore: each is complete, whichever process dies meanwhile. Every page of some
-//! of them is compared with the guest's memory at the moment of the checkpoint.
+//! Checkpoints during the fill of a restore: each of them is complete, whichever process dies meanwhile. Some are
+//! compared, page by page, with the guest's memory at the moment of the checkpoint.
 
 use crate::common::protector::{Protector, crash, pager, restore, restore_with, store, wait_filled};
 use crate::common::served::kill_watcher;
@@ -21,8 +21,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Stops a pager for most of the time, so that its fill takes long; the pager is fast again on drop. On a busy
-/// machine the pager is stopped late, and then for longer.
+/// A thread that stops a pager for most of the time, so that its fill takes long. The pager is fast again on drop. On a
+/// busy machine the pager is stopped late, and then for longer.
 struct Slowdown {
     end: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -73,7 +73,7 @@ fn populated_runs(file: &File) -> Vec<Range<u64>> {
     runs
 }
 
-/// Copies a file with the same holes. `cp` turns pages of zeroes into holes, which here stand for missing pages.
+/// Copies a file with its holes. `cp` would turn pages of zeros into holes, which stand for missing pages in this test.
 fn copy_with_holes(source: &Path, copy: &Path) {
     let (source, copy) = (File::open(source).unwrap(), File::create(copy).unwrap());
     copy.set_len(source.metadata().unwrap().len()).unwrap();
@@ -122,15 +122,15 @@ struct ProtectedGuest<'a> {
     lab: &'a Lab,
     guest: Guest<'a>,
     store: PathBuf,
-    /// The shell command that makes the copies.
+    /// Shell command that copies the guest's memory.
     hook: String,
 }
 
 /// A checkpoint whose pages have been compared with a copy of the memory.
 struct ComparedCheckpoint {
-    /// The protector's event.
+    /// Event that the protector printed for the checkpoint.
     event: Value,
-    /// The number of pages that were missing in the guest's memory.
+    /// Number of pages that were missing in the guest's memory.
     missing: u64,
 }
 
@@ -139,7 +139,7 @@ impl ComparedCheckpoint {
         self.event["number"].as_u64().unwrap()
     }
 
-    /// Asserts that it contains only changed pages, and whether it was taken during the fill.
+    /// Asserts that the checkpoint contains only changed pages, and that it was taken during the fill if `is_filling`.
     #[track_caller]
     fn assert_incremental(&self, is_filling: bool) {
         assert_eq!(self.event["filling"], is_filling);
@@ -147,16 +147,16 @@ impl ComparedCheckpoint {
     }
 }
 
-/// A restore whose pager is slow.
+/// A restore with a slow pager.
 struct SlowRestore {
-    /// The number of the checkpoint that is restored.
+    /// Number of the restored checkpoint.
     checkpoint: u64,
     slowdown: Slowdown,
 }
 
 impl<'a> ProtectedGuest<'a> {
-    /// Boots a guest, fills `touched_mib` of its memory with a pattern, has it write there continuously, and takes two
-    /// checkpoints.
+    /// Boots a guest, fills `touched_mib` of its memory with a pattern, has it write to this memory continuously, and
+    /// takes two checkpoints.
     fn new(lab: &'a Lab, name: &str, memory: &str, touched_mib: u32) -> Self {
         let guest = lab.vm(name).memory(memory).boot(&[]);
         guest.touch(&format!("{touched_mib}M"));
@@ -164,7 +164,7 @@ impl<'a> ProtectedGuest<'a> {
         let store = store(lab, name);
         let (ram, copies) = (lab.run_root().join(".ram"), lab.path("copies"));
         fs::create_dir(&copies).unwrap();
-        // A checkpoint that fails is repeated under the same number, and so is its copy.
+        // A failed checkpoint is repeated under the same number, and so is its copy.
         let hook = format!(
             "cd {}; [ -e want ] || [ -e $REKINDLE_CHECKPOINT ] || exit 0
              export {COPY_SOURCE}=$(echo {}/{name}-*.ram) {COPY}=part
@@ -205,7 +205,7 @@ impl<'a> ProtectedGuest<'a> {
     }
 
     /// Requests a copy of the memory, waits for the checkpoint of that moment, and asserts that all pages are the same.
-    /// Pages that are missing in the memory must be as in checkpoint `restored`.
+    /// A page that is missing in the memory must be the one of checkpoint `restored`.
     #[track_caller]
     fn compare_next(&self, protector: &mut Protector, restored: u64) -> ComparedCheckpoint {
         let copies = self.lab.path("copies");
@@ -221,7 +221,7 @@ impl<'a> ProtectedGuest<'a> {
         }
     }
 
-    /// Counts the userfaultfds in QEMU.
+    /// Returns the number of userfaultfds in QEMU.
     fn userfaultfds(&self) -> usize {
         // The guest may be in the pause of a checkpoint.
         let qemus = self.guest.qemus();
@@ -235,8 +235,8 @@ fn image(store: &Path, number: u64) -> Image {
     Image::open(&url, &ReadOptions { at: Some(number), ..ReadOptions::default() }).unwrap()
 }
 
-/// Compares every page of the main RAM of checkpoint `number` with a copy of the memory at that moment. Returns how
-/// many pages are missing in the copy; they must be as in checkpoint `restored`.
+/// Asserts that every page of the main RAM of checkpoint `number` equals a copy of the memory at that moment. Returns
+/// the number of pages that are missing in the copy; they must equal those of checkpoint `restored`.
 #[track_caller]
 fn compare(store: &Path, copy: &Path, number: u64, restored: u64) -> u64 {
     let (checkpoint, restored_checkpoint) = (image(store, number), image(store, restored));
@@ -304,7 +304,7 @@ fn a_checkpoint_during_the_fill_is_whole_and_can_be_restored() {
             newest = checkpoint.number();
         }
         assert!(protected.is_filling(), "the pager was not slow enough");
-        // 64 MB, 16 bytes a page, and the pages of a checkpoint in flight.
+        // The bound is 64 MB, 16 bytes per page, and the pages of a checkpoint in flight.
         let bound = 64_000_000 + 16 * ((256 << 20) / PAGE_SIZE as u64) + most_dirty_bytes;
         assert!(protector.most_memory() < bound, "{} of {bound} bytes", protector.most_memory());
         eprintln!("{policy}: at most {} bytes of memory, {most_dirty_bytes} in flight", protector.most_memory());
@@ -343,18 +343,18 @@ fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
             kill_watcher(guest);
             pager.kill().unwrap();
             assert!(pager.wait_end(Duration::from_secs(10)).unwrap());
-            // Without a pager no checkpoint stops the guest: it may need a page meanwhile.
+            // Without a pager no checkpoint may stop the guest, because it may need a page meanwhile.
             let waiting = protector.wait("waiting");
             assert!(waiting["state"].as_str().unwrap().contains("rekindle recover"), "{waiting}");
             guest.rekindle(&["recover"]).ok();
             slowdown = protected.slow_down_pager();
-            // Also if the protector was about to stop the guest: it has started again by now, while pages are still
-            // missing.
+            // This holds also if the protector was about to stop the guest: the guest runs again by now, while pages
+            // are still missing.
             assert_eq!(protector.wait("checkpoint")["filling"], true);
         }
     }
     drop(slowdown);
-    // The protector replaces the pager's write record with its own: no page is lost, and none is read again.
+    // The protector replaces the pager's write record with its own. No page is lost, and no page is read again.
     protector.wait("filled");
     for _ in 0..3 {
         protected.compare_next(&mut protector, restored).assert_incremental(false);
@@ -371,8 +371,8 @@ fn pager_and_protector_die_during_the_fill_and_no_page_is_wrong() {
     guest.assert_sound();
 }
 
-/// Waits until a protector reports that it waits for `reason`. Before, it may report that the pager does not serve
-/// yet: the pager has just been started.
+/// Waits until a protector reports that it waits for `reason`. Before that, it may report that the pager, which has
+/// just been started, does not serve yet.
 #[track_caller]
 fn wait_for_waiting(protector: &mut Protector, reason: &str) {
     loop {
@@ -391,7 +391,7 @@ fn where_the_record_of_the_pager_cannot_be_used_protection_waits_until_it_has_en
     let protected = ProtectedGuest::new(&lab, "waits", "192M", 64);
     let guest = &protected.guest;
     let SlowRestore { checkpoint: restored, slowdown } = protected.crash_and_restore();
-    // Another store, and a policy that needs its own write record.
+    // Try another store, and a policy that needs its own write record.
     let mut elsewhere = Protector::start(guest, &lab, &store(&lab, "elsewhere"), &["--every", "100ms"]);
     wait_for_waiting(&mut elsewhere, "another store");
     drop(elsewhere);
@@ -402,7 +402,7 @@ fn where_the_record_of_the_pager_cannot_be_used_protection_waits_until_it_has_en
     protected.compare_next(&mut cow, restored);
     drop(cow);
     wait_filled(guest);
-    // A checkpoint that is not the newest: the missing pages are not those of the newest.
+    // Restore a checkpoint that is not the newest: its missing pages are not those of the newest.
     crash(guest);
     restore(guest, &protected.store, &["--at", &restored.to_string()]);
     let slowdown = protected.slow_down_pager();

@@ -1,5 +1,5 @@
-//! `rekindle protect --output-commit`: no client sees output that a fail-over undoes. A guest counts, and a client asks
-//! for the count.
+//! `rekindle protect --output-commit`: no client sees output that a fail-over undoes. The guest counts, and a client
+//! requests the count.
 
 use crate::common::protector::{Protector, crash, restore, store};
 use crate::common::{DEADLINE, Guest, Lab, wait_for};
@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-/// Asks the guest for its count repeatedly; after `answers` answers, does `work` while the client still asks.
-/// Returns the last count that the client has seen.
+/// Requests the guest's count repeatedly. After `answers` answers, does `work` while the client continues. Returns the
+/// last count that the client has seen.
 fn last_count_during(guest: &Guest<'_>, answers: u64, work: impl FnOnce()) -> u64 {
     let (end, received, last) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     thread::scope(|scope| {
@@ -30,7 +30,7 @@ fn last_count_during(guest: &Guest<'_>, answers: u64, work: impl FnOnce()) -> u6
     last.load(Ordering::SeqCst)
 }
 
-/// The guest's count, as a client with a timeout gets it.
+/// Returns the guest's count, as a client with a timeout gets it.
 fn count(guest: &Guest<'_>) -> io::Result<u64> {
     let stream = guest.connect(7000)?;
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
@@ -41,7 +41,7 @@ fn count(guest: &Guest<'_>) -> io::Result<u64> {
     number.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }
 
-/// The first count on the console after a restore.
+/// Returns the first count on the console after a restore.
 fn first_count(guest: &Guest<'_>) -> u64 {
     wait_for("the guest to count", DEADLINE, || {
         let text = fs::read(guest.file("console.log")).ok()?;
@@ -56,8 +56,8 @@ fn first_count(guest: &Guest<'_>) -> u64 {
     })
 }
 
-/// Kills the guest's host while a client asks for the count, and restores the guest. Returns the last count that the
-/// client has seen, and the first one after the restore.
+/// Simulates a crash of the guest's host while a client requests the count, and restores the guest. Returns the last
+/// count that the client has seen, and the first count after the restore.
 fn fail_over(guest: &Guest<'_>, store: &Path, protector: Protector, answers: u64, more: &[&str]) -> (u64, u64) {
     let last = last_count_during(guest, answers, || crash(guest));
     drop(protector);
@@ -115,7 +115,7 @@ fn held_output_is_released_only_by_a_protector_or_by_release() {
         let environment = [("REKINDLE_FAULT", fault)];
         Protector::start_with(&guest, &lab, &store, &commits, &environment)
     };
-    // Killed after a commit, with frames that are still held: the next checkpoint releases them.
+    // The protector is killed after a commit, with frames that are still held: the next checkpoint releases them.
     start("output.committed:kill").wait_killed();
     assert_silent();
     guest.rekindle(&["reboot", "vmm"]).status(1).prints(&["--output-commit", "rekindle release holds"]);
@@ -123,7 +123,7 @@ fn held_output_is_released_only_by_a_protector_or_by_release() {
     protector.next_checkpoint();
     guest.wait_ready();
     guest.rekindle(&["release"]).status(1).prints(&["takes checkpoints of VM holds"]);
-    // Ended by a signal: output stays held, and the summary states that.
+    // The protector is ended by a signal: output stays held, and the summary states that.
     let pid = rustix::process::Pid::from_raw(i32::try_from(protector.child.id()).unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     let mut output = String::new();
@@ -135,7 +135,7 @@ fn held_output_is_released_only_by_a_protector_or_by_release() {
     assert_eq!(guest.rekindle(&["--json", "release"]).ok().json()["released"], true);
     guest.wait_ready();
     assert_eq!(guest.rekindle(&["--json", "release"]).ok().json()["released"], false);
-    // A protector without `--output-commit` continues to hold output if it was held before: that was the operator's
+    // A protector without `--output-commit` continues to hold output that was held before: the hold was the operator's
     // decision.
     start("output.committed:kill").wait_killed();
     assert_silent();

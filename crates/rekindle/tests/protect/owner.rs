@@ -1,4 +1,5 @@
-//! Two hosts, one guest: it runs where it was restored last; on the previous host it is ended, and not booted again.
+//! One guest and two hosts: the guest runs on the host on which it was restored last. On the previous host it is ended,
+//! and not booted again.
 
 use crate::common::protector::{Protector, restore, store};
 use crate::common::{DEADLINE, Guest, Lab, Net, wait_for};
@@ -14,7 +15,7 @@ fn boot<'a>(lab: &'a Lab, name: &str) -> Guest<'a> {
     guest
 }
 
-/// The same VM on another host.
+/// Returns the VM of this name on another host.
 fn on_other_host<'a>(lab: &'a Lab, name: &str) -> Guest<'a> {
     lab.vm(name).net(Net::None).guest()
 }
@@ -44,7 +45,7 @@ fn a_guest_that_was_restored_elsewhere_is_ended_on_its_previous_host() {
     assert_eq!(status.code(), Some(1), "the protector did not report the other owner");
     assert!(here.qemus().is_empty(), "the guest still runs on its previous host\n{}", first.state_report());
     there.only_qemu();
-    // It is not booted again here, and a protector does not claim the store.
+    // The guest is not booted again on the first host, and a protector on it does not claim the store.
     here.rekindle(&["recover"]).status(1).prints(&["must not run here any more", "restore web", "rekindle stop web"]);
     let text = store.to_str().unwrap();
     first.rekindle(["protect", "web", "--store", text, "--count", "1"]).status(1);

@@ -1,5 +1,5 @@
 //! `rekindle restore --prepare` with real guests: a QEMU waits with empty RAM, into which the newest checkpoint is
-//! loaded later; or another QEMU is started, and the report states why.
+//! loaded later. If that QEMU cannot be used, another one is started, and the report states why.
 
 use crate::common::lab::{entries, left_in};
 use crate::common::protector::Protector;
@@ -39,7 +39,7 @@ impl<'a> Spare<'a> {
         found.map_or("absent".into(), |status| status.as_str().map_or(status.to_string(), str::to_owned))
     }
 
-    /// The only QEMU of this host.
+    /// Returns the only QEMU of this host.
     fn qemu(&self) -> observe::Qemu {
         let [qemu] = observe::qemus(&self.root).try_into().expect("one QEMU");
         qemu
@@ -74,13 +74,13 @@ fn checkpoint(guest: &Guest<'_>, store: &str) {
     guest.lab.rekindle(arguments).ok();
 }
 
-/// Simulates the death of the guest's host.
+/// Simulates a failure of the guest's host.
 fn crash(guest: &Guest<'_>) {
     guest.only_qemu().process.kill().unwrap();
     guest.rekindle(&["stop", "--now"]).ok();
 }
 
-/// All files of a store with their lengths.
+/// Returns all files of a store, with their lengths.
 fn listing(directory: &Path) -> Vec<(PathBuf, u64)> {
     let mut found = Vec::new();
     for path in entries(directory) {
@@ -111,7 +111,7 @@ fn a_prepared_restore_uses_the_newest_checkpoint() {
     let [ram] = ram.as_slice() else { panic!("{ram:?}") };
     assert!(ram.extension().is_some_and(|extension| extension == "waiting"), "{ram:?}");
     assert_eq!(fs::metadata(ram).unwrap().blocks(), 0, "the RAM of a prepared QEMU is not empty");
-    // A prepared QEMU is no guest, and no command treats it as one.
+    // A prepared QEMU runs no guest, and no command treats it as a guest.
     let definition = lab.path("ready.toml");
     let refused = ["prepared for a restore", "rekindle stop ready"];
     spare.rekindle(&["run", definition.to_str().unwrap()]).status(1).prints(&refused);
@@ -145,7 +145,7 @@ fn a_prepared_restore_uses_the_newest_checkpoint() {
     assert!(fs::metadata(&ram).unwrap().blocks() * 512 < 160 << 20, "{ram:?} is filled with zeroes");
     assert_eq!(spare.status("ready"), "running");
     assert_eq!(spare.json(&["show", "ready"])["prepared"], Value::Null);
-    // It is a VM like any other: its QEMU can be replaced, and it can be protected.
+    // The VM is like any other: its QEMU can be replaced, and its guest can be protected.
     spare.rekindle(&["reboot", "vmm", "ready"]).ok();
     assert_eq!(guest.boot_id(), boot);
     spare.rekindle(&["protect", "ready", "--store", &store, "--every", "50ms", "--count", "1"]).ok();
@@ -180,7 +180,7 @@ fn a_prepared_qemu_that_does_not_fit_any_more_is_replaced_and_the_report_states_
     };
     let end = || drop(spare.rekindle(&["stop", "moved", "--now"]).ok());
 
-    // Prepared twice: the second QEMU replaces the first.
+    // Prepare twice: the second QEMU replaces the first.
     let first = prepare(&[]);
     assert_ne!(prepare(&[]), first);
     let waits = spare.qemu();
@@ -201,8 +201,8 @@ fn a_prepared_qemu_that_does_not_fit_any_more_is_replaced_and_the_report_states_
     assert!(restored["unused"].as_str().unwrap().contains("disk.raw has changed"), "{restored}");
     assert_ne!(restored["pid"], pid);
     end();
-    // The restore names another definition than the preparation; a definition that the preparation named also applies
-    // to the restore.
+    // The restore names another definition than the preparation. Without a definition of its own, a restore uses that
+    // of the preparation.
     let other = lab.vm("moved").section(&section).net(Net::User(port));
     let definition = other.key("shutdown_timeout = \"7s\"").write();
     prepare(&[]);
@@ -356,7 +356,7 @@ fn a_restore_that_is_impossible_here_is_rejected_before_anything_starts() {
     rejects(&[lab.path("nowhere").to_str().unwrap()], &["nowhere"]);
     fs::write(lab.path("spare.toml"), "ram_size = \"100M\"\n").unwrap();
     rejects(&[&store], &["192 MiB requested", "requested"]);
-    // Also on the host where the guest runs.
+    // The same command on the host where the guest runs is rejected, too.
     lab.rekindle(["restore", "big", "--store", &store]).status(1).prints(&["runs already"]);
     guest.assert_sound();
     spare.rekindle(&["restore", "big", "--store", &store, "--prepare", "--eager"]).status(2).prints(&["--eager"]);
@@ -371,14 +371,14 @@ fn a_guest_with_a_served_disk_resumes_in_a_prepared_qemu_at_the_epoch_of_its_che
     let (spare, store) = (Spare::new(&lab), store(&lab));
     let mut protector = Protector::start(&guest, &lab, Path::new(&store), &["--create-store", "--every", "100ms"]);
     protector.next_checkpoint();
-    // The server that has the disk keeps it.
+    // The waiting disk server does not open the disk: the server that has it keeps it.
     spare.json(&["restore", "served", "--store", &store, "--prepare"]);
     let waits = spare.qemu();
     let status = || Control::connect(&spare.root.join("served/disk-disk0.control")).unwrap().status().unwrap();
     assert!(status().waits && !status().active);
     guest.ask("write vda 0 64 1");
     protector.next_checkpoint();
-    // While another server has the disk, a restore fails; the prepared QEMU still waits, and the protector still owns
+    // While another server has the disk, a restore fails. The prepared QEMU still waits, and the protector still owns
     // the store.
     let refused = spare.rekindle(&["restore", "served", "--store", &store]);
     refused.status(1).prints(&["disk0", "another program has it open"]);
@@ -403,8 +403,8 @@ fn a_guest_with_a_served_disk_resumes_in_a_prepared_qemu_at_the_epoch_of_its_che
     spare.wait_filled("served");
     guest.ask("write vda 64 64 3");
     guest.ask("drop-caches");
-    // Protected, stopped and prepared again; then the waiting disk server dies: another QEMU is started, and the report
-    // states why.
+    // The guest is protected, stopped and prepared again. Then the waiting disk server dies: another QEMU is started,
+    // and the report states why.
     spare.rekindle(&["protect", "served", "--store", &store, "--every", "50ms", "--count", "1"]).ok();
     let newest = guest.ask("read vda 0 2048");
     spare.rekindle(&["stop", "served", "--now"]).ok();

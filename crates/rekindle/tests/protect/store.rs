@@ -18,7 +18,7 @@ fn command<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Command {
     command
 }
 
-/// Runs `rekindle store`, which must end with `status`.
+/// Runs `rekindle store`, which must end with exit status `status`.
 fn store<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>, status: i32) -> Output {
     let output = command(arguments).output().unwrap();
     assert_eq!(output.status.code(), Some(status), "{output:?}");
@@ -33,7 +33,7 @@ fn json_of(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {output:?}"))
 }
 
-/// A store with three checkpoints of a VM.
+/// Creates a store with three checkpoints of a VM.
 fn sample(path: &Path) -> String {
     let vm = Vm { uuid: Uuid::from_u128(7), name: "web".into() };
     let url = StoreUrl::Directory(path.to_owned());
@@ -140,7 +140,7 @@ fn an_exported_checkpoint_can_be_imported() {
     assert_eq!(report["bytes"], fs::metadata(&file).unwrap().len());
     let piped = command(["export", &path, "--at", "2"]).stderr(Stdio::null()).output().unwrap();
     assert!(piped.stdout == fs::read(&file).unwrap(), "standard output differs from the file");
-    // Imported from standard input into a new store.
+    // Import from standard input into a new store.
     let other = directory.path().join("other").to_str().unwrap().to_owned();
     let mut import = command(["import", &other, "-", "--create-store", "--name", "copy"]);
     let done = import.stdin(fs::File::open(&file).unwrap()).output().unwrap();
@@ -148,7 +148,7 @@ fn an_exported_checkpoint_can_be_imported() {
     let again = directory.path().join("again");
     store(["export", &other, "--output", again.to_str().unwrap()], 0);
     assert!(fs::read(&again).unwrap() == fs::read(&file).unwrap(), "an imported checkpoint differs from the original");
-    // Imported into the store that it came from, it is a further checkpoint of the same VM.
+    // Imported into the store that it came from, the checkpoint is a further checkpoint of the same VM.
     let done = json_of(&store(["--json", "import", &path, name], 0));
     assert_eq!(done["number"], 4);
     // An export to a named pipe does not replace the pipe.

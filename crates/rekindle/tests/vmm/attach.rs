@@ -20,7 +20,7 @@ use std::time::Duration;
 
 /// A guest in a QEMU that Rekindle has not started.
 struct ForeignGuest<'a> {
-    /// The guest as Rekindle sees it after `rekindle attach`.
+    /// The guest as Rekindle's VM after `rekindle attach`.
     guest: Guest<'a>,
     qemu: ForeignQemu,
 }
@@ -39,7 +39,7 @@ impl<'a> ForeignGuest<'a> {
         Self { guest: lab.vm(name).net(Net::User(qemu.port())).guest(), qemu }
     }
 
-    /// Returns the path of its QMP socket.
+    /// Returns the path of QEMU's QMP socket.
     fn socket(&self) -> String {
         self.qemu.path("qmp").to_str().unwrap().to_owned()
     }
@@ -62,7 +62,8 @@ fn protect(lab: &Lab, name: &str, store: &Path, arguments: &[&str]) -> Vec<Value
     events.filter(|event| event["event"] == "checkpoint").collect()
 }
 
-/// Restores the guest in another run root, as on another host. Calls `check` with its run directory, then stops it.
+/// Restores the guest in another run root, as on another host. Calls `check` with the new run directory, then stops the
+/// guest.
 fn restore_on_another_host(lab: &Lab, name: &str, store: &Path, arguments: &[&str], check: impl FnOnce(&Path)) {
     let run_root = lab.path("elsewhere");
     let rekindle = |arguments: &[&str]| {
@@ -79,14 +80,14 @@ fn restore_on_another_host(lab: &Lab, name: &str, store: &Path, arguments: &[&st
     rekindle(&["stop", "--now", name]).ok();
 }
 
-/// Asserts that the guest was not booted since `boot`, and that its memory is intact.
+/// Asserts that the guest was not booted since boot `boot`, and that its memory is intact.
 fn assert_not_rebooted(guest: &Guest<'_>, boot: &str) {
     assert_eq!(guest.boot_id(), boot, "the guest was booted instead of resumed");
     guest.ask("dirty 0");
     guest.verify();
 }
 
-/// Protects a guest with each policy while it writes, kills it, and restores it from the checkpoints of each.
+/// Protects a guest with each policy while it writes, kills it, and restores it from the checkpoints of each policy.
 fn protect_kill_and_restore(binary: &Path, arguments: &[&str]) {
     let lab = Lab::without_root();
     let mut foreign = ForeignGuest::boot(&lab, "foreign", binary, arguments);
@@ -118,7 +119,7 @@ fn protect_kill_and_restore(binary: &Path, arguments: &[&str]) {
     let reasons = ["would see other processors", "does not know the machine type"];
     assert!(reasons.iter().any(|reason| refused.stderr.contains(reason)), "{refused}");
     lab.assert_empty();
-    // On this host too, under its own name: now it is a VM that Rekindle has started, and can be protected further.
+    // Restore on this host too, under the VM's own name: now Rekindle has started the VM, and can protect it further.
     lab.rekindle(["restore", "foreign", "--store", lab.path("cow").to_str().unwrap()]).ok();
     assert_not_rebooted(guest, &boot);
     assert!(guest.tick() + 10_000 > tick);
@@ -132,13 +133,13 @@ fn protect_kill_and_restore(binary: &Path, arguments: &[&str]) {
 
 #[test]
 fn a_guest_of_an_old_qemu_with_plain_memory_is_restored_elsewhere() {
-    // The usual way to start one by hand: memory by `-m`, machine by its alias, nothing prepared.
+    // This is the usual way to start a QEMU by hand: memory by `-m`, machine by its alias, nothing prepared.
     protect_kill_and_restore(qemu_old(), &["-machine", "q35,smm=off", "-m", "192M", "-device", "vmgenid,id=gen"]);
 }
 
 #[test]
 fn a_guest_of_a_qemu_under_a_loader_is_restored_elsewhere() {
-    // `/proc/PID/exe` is the loader.
+    // For this QEMU, `/proc/PID/exe` is the loader.
     protect_kill_and_restore(qemu_newest(), &["-machine", "q35", "-m", "192M", "-device", "vmgenid,id=gen"]);
 }
 
@@ -199,7 +200,7 @@ fn a_card_on_a_tap_gets_what_the_definition_has() {
 struct Protector(Child);
 
 impl Protector {
-    /// Starts one and waits until it has committed three checkpoints.
+    /// Starts a protector and waits until it has committed three checkpoints.
     fn start(lab: &Lab, name: &str, policy: &str) -> Self {
         let store = lab.path(&format!("store-{name}-{policy}"));
         let mut command =
@@ -244,7 +245,7 @@ fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
     for policy in ["precopy", "cow", "basic"] {
         attach(&lab, &foreign);
         let protector = Protector::start(&lab, "traced", policy);
-        // The protector holds QEMU's only monitor, and whatever is in QEMU is the protector's.
+        // The protector holds QEMU's only monitor, and any change in QEMU is the protector's.
         assert_eq!(guest.status(), "protected");
         guest.rekindle(&["detach"]).status(1).prints(&["takes checkpoints", &protector.0.id().to_string()]);
         let store = lab.path("second");
@@ -264,7 +265,7 @@ fn detaching_leaves_no_trace_also_of_a_protector_that_was_killed() {
         let tick = guest.tick();
         wait_for("the guest to tick", DEADLINE, || (guest.tick() > tick).then_some(()));
     }
-    // A protector that was not killed leaves none either.
+    // A protector that was not killed leaves no trace either.
     attach(&lab, &foreign);
     protect(&lab, "traced", &lab.path("store-traced-cow"), &["--policy", "cow", "--count", "2"]);
     assert_no_trace(foreign.qemu.process, &files);
@@ -309,7 +310,7 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     lab.rekindle(["detach", "none"]).status(1).prints(&["there is no VM none"]);
     lab.assert_empty();
 
-    // Devices that could not be restored are reported when attaching, not when it is too late.
+    // Devices that could not be restored are reported by `attach`, not only by the restore.
     let disk = lab.path("disk");
     fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
     let drive = format!("file={},format=raw,if=none,id=d", disk.display());
@@ -326,7 +327,7 @@ fn what_cannot_be_attached_to_is_named_and_leaves_nothing() {
     let other_client = foreign.qemu.qmp();
     attach_to("good", &foreign.socket()).status(1).prints(&["another client holds it"]);
     drop(other_client);
-    // Two attach it concurrently, under two names: one succeeds.
+    // Two commands attach the QEMU concurrently, under two names: one succeeds.
     let start = |name: &str| lab.command(["attach", name, "--qmp", &foreign.socket()]).spawn().unwrap();
     let results = [("one", start("one")), ("two", start("two"))].map(|(name, child)| lab.wait(child, name.into()));
     let successes = results.iter().filter(|result| result.code == Some(0)).count();
@@ -368,7 +369,7 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
     let mut foreign =
         ForeignGuest::boot_with(&lab, "caged", Options::new(qemu_new()).arguments(&arguments).user("nobody"));
     let files = foreign.open_files();
-    // A third user has no right to inspect this QEMU; the error suggests to run it as root.
+    // A third user has no right to inspect this QEMU; the error suggests running the command as root.
     let home = lab.path("home");
     fs::create_dir(&home).unwrap();
     let chmod = |path: &str, mode: u32| fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
@@ -472,7 +473,7 @@ fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
     let file = |name: &str| root.join(name).to_string_lossy().into_owned();
     let (kernel, initrd, console) = (file("vmlinuz"), file("initrd"), file("console"));
     let emulator = qemu_new().display().to_string();
-    // As virt-install would write it; the name is one that shells dislike.
+    // The domain is as virt-install would write it. Its name needs quoting in a shell.
     let xml = format!(
         "<domain type='qemu'><name>it's</name><memory unit='MiB'>192</memory><vcpu>2</vcpu>
          <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{kernel}</kernel><initrd>{initrd}</initrd>
@@ -506,7 +507,7 @@ fn a_guest_of_libvirt_is_protected_and_restored_without_it() {
         assert_no_trace(qemu, &files);
     }
     assert_eq!(libvirt.run_virsh(&["domstate", "it's"]), "running");
-    // Rekindle sees what libvirt's own tools do.
+    // Rekindle shows changes by libvirt's own tools.
     libvirt.run_virsh(&["suspend", "it's"]);
     lab.rekindle(["ls"]).ok().prints(&["stopped (paused)"]);
     libvirt.run_virsh(&["resume", "it's"]);

@@ -1,4 +1,4 @@
-//! Guests in a bridge that the administrator has created, and that Rekindle does not remove.
+//! Guests in a bridge that the administrator has created. Rekindle does not remove it.
 
 use crate::common::{Bridge, Lab, assert_ticks_once};
 use std::io::{Read, Write};
@@ -10,7 +10,7 @@ fn is_there(interface: &str) -> bool {
     Path::new("/sys/class/net").join(interface).exists()
 }
 
-/// Returns the host's stand-in taps, which exist only during a reboot.
+/// Returns the stand-in taps on the host, which exist only during a reboot.
 fn stand_ins() -> Vec<String> {
     let all =
         std::fs::read_dir("/sys/class/net").unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());

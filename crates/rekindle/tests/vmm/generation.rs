@@ -1,11 +1,11 @@
-//! The VM generation ID: a change informs the guest that it was rolled back or duplicated, so it must not change
-//! otherwise.
+//! The VM generation ID. A changed ID informs the guest that it was rolled back or duplicated, so the ID must not
+//! change for any other reason.
 
 use crate::common::{DEADLINE, Guest, Lab, Net, qemu_new, qemu_old, wait_for};
 use serde_json::Value;
 use std::fs;
 
-/// Returns where the firmware has put the ID into the guest's RAM. The first three fields are little-endian there.
+/// Returns the offsets at which the guest's RAM contains the ID. The first three fields are little-endian in RAM.
 fn in_ram(guest: &Guest<'_>, generation: &str) -> Vec<usize> {
     let hex: String = generation.chars().filter(|c| *c != '-').collect();
     let mut bytes: Vec<_> = (0..32).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect();
@@ -14,7 +14,7 @@ fn in_ram(guest: &Guest<'_>, generation: &str) -> Vec<usize> {
     }
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
     let ram = fs::read(shown["hardware"]["ram"]["path"].as_str().unwrap()).unwrap();
-    // In its own page, after a header of 40 bytes.
+    // The ID has a page of its own, after a header of 40 bytes.
     let offsets = (40..ram.len()).step_by(4096).filter(|at| ram[*at..].starts_with(&bytes));
     offsets.collect()
 }
@@ -64,7 +64,7 @@ fn the_generation_id_survives_every_reboot() {
     guest.reboot("cold", &[]).ok();
     guest.wait_ready();
     same("cold");
-    // Immediately: QEMU may not have released its resources yet.
+    // Recover immediately: QEMU may not have released its resources yet.
     guest.only_qemu().process.kill().unwrap();
     wait_for("QEMU to end", DEADLINE, || (guest.status() == "ended").then_some(()));
     guest.rekindle(&["recover"]).ok().prints(&["booted"]);

@@ -1,5 +1,5 @@
-//! Helpers of a VM that die: `rekindle watch` restarts them automatically, and those that cannot be restarted are
-//! shown.
+//! Helpers of a VM that die: `rekindle watch` restarts them automatically, and `show` reports helpers that cannot be
+//! restarted.
 
 use crate::common::protector::{Protector, crash, pager, restore, store, wait_filled};
 use crate::common::served::{READ, digest, image, read, section, server, status, watcher};
@@ -88,7 +88,7 @@ fn a_pager_that_is_killed_is_restarted_and_loads_every_page() {
             (found.is_some() || !guest.file("fill.json").exists()).then_some(found)
         });
         let Some(pager) = found else { break };
-        // Stopped first, so that it cannot finish before it is killed.
+        // Stop the pager first, so that it cannot finish before it is killed.
         pager.stop().unwrap();
         if guest.file("fill.json").exists() {
             kill(pager);
@@ -131,7 +131,7 @@ fn a_vm_whose_server_cannot_be_restarted_is_degraded() {
         .prints(&["# gone is degraded (the server of disk disk0 is missing", "# helper disk:disk0: missing"]);
     lab.rekindle(["ls"]).ok().prints(&["degraded"]);
     assert!(shown(&guest, "disk:disk0")["given_up"].as_str().unwrap().contains("8 times in a row"));
-    // The cause is removed.
+    // Remove the cause.
     fs::rename(&away, &path).unwrap();
     guest.rekindle(&["recover"]).ok().prints(&["a disk server had ended; it was started again"]);
     guest.ask("drop-caches");
@@ -154,7 +154,7 @@ fn without_rekindle_watch_the_vm_is_degraded_until_the_next_command() {
     assert!(status.contains("disk disk0 is missing") && status.contains("rekindle recover alone"), "{status}");
     guest.rekindle(&["recover"]).ok().prints(&["server"]);
     assert_eq!(guest.status(), "running");
-    // A warm reboot starts it as well.
+    // A warm reboot starts the watch process as well.
     kill(watcher(&guest).expect("a rekindle watch"));
     guest.warm(&[]);
     guest.assert_sound();

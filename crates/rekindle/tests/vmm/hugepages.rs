@@ -1,4 +1,4 @@
-//! Guests whose RAM is in huge pages: a pool of fixed size, whose pages are reserved before a QEMU starts.
+//! Guests with RAM in huge pages, which come from a pool of fixed size and are reserved before a QEMU starts.
 
 use crate::common::huge::{add_huge_pages, mount_hugetlbfs};
 use crate::common::{Guest, Lab, Net, Watch, assert_ticks_once};
@@ -54,8 +54,8 @@ fn a_guest_in_huge_pages_survives_every_kind_of_reboot() {
     kept();
     guest.warm(&[]);
     kept();
-    // Saving reads all of the RAM, of which the guest has touched only a part. The rest is reserved for it, so there is
-    // room although the mount has little free space.
+    // Saving reads all of the RAM, of which the guest has touched only a part. The rest is reserved for the guest, so
+    // there is room although the mount has little free space.
     let file = fs::metadata(&crate::common::lab::entries(&ram)[0]).unwrap();
     let (untouched, left) = ((file.len() >> 10) - file.blocks() / 2, left_kib(&ram));
     assert!(untouched > left && left == 8 << 10, "{untouched} KiB were not touched, {left} KiB are left");
@@ -97,7 +97,7 @@ fn missing_huge_pages_are_an_error_with_a_remedy_before_a_qemu_starts() {
     };
     let odd = vm(&lab, "odd", &ram).net(Net::None).memory("127M").write();
     refused(&odd, 2, &["`memory = \"127M\"`: not a multiple of 2M", "write \"126M\" or \"128M\""]);
-    // The same if the host configuration, not the definition, names the directory.
+    // The memory size is also rejected if the host configuration, not the definition, names the directory.
     fs::write(lab.path(".host.toml"), format!("ram_dir = {ram:?}\n")).unwrap();
     let directory = ram.display().to_string();
     let odd = lab.vm("odd").net(Net::None).memory("127M").write();

@@ -1,7 +1,7 @@
-//! Rekindle is killed at random moments of a reboot: the guest keeps its memory.
+//! Rekindle is killed at random moments of a reboot. The guest keeps its memory.
 //!
-//! `faults` kills at the named fault points; this test also kills between them. The seed is printed;
-//! `REKINDLE_TEST_SEED` repeats a run and `REKINDLE_TEST_ROUNDS` sets the number of kills.
+//! `faults` kills at the named fault points; this test also kills between them. The test prints its seed.
+//! `REKINDLE_TEST_SEED` repeats a run, and `REKINDLE_TEST_ROUNDS` sets the number of kills.
 
 use crate::common::{Guest, Lab, Watch, assert_ticks_once};
 use std::env;
@@ -14,7 +14,7 @@ fn from_environment(name: &str) -> Option<u64> {
     env::var(name).ok().map(|text| text.parse().unwrap_or_else(|e| panic!("{name}={text}: {e}")))
 }
 
-/// Starts `rekindle` and kills it after `delay`. Returns false if it had ended before.
+/// Starts `rekindle` and kills it after `delay`. Returns `false` if it had ended before.
 fn kill_after(lab: &Lab, delay: Duration, arguments: &[&str]) -> bool {
     let mut child = lab.command(arguments).spawn().unwrap();
     thread::sleep(delay);
@@ -22,7 +22,7 @@ fn kill_after(lab: &Lab, delay: Duration, arguments: &[&str]) -> bool {
     child.wait().unwrap().code().is_none()
 }
 
-/// Milliseconds that a reboot without a kill spends in preparation, and in all its phases.
+/// Returns the milliseconds that a reboot without a kill spends in preparation, and in all its phases.
 fn durations(guest: &Guest<'_>, arguments: &[&str]) -> (f64, f64) {
     let report = guest.warm(arguments);
     let steps = report["steps"].as_array().unwrap();
@@ -47,7 +47,7 @@ fn a_guest_keeps_its_memory_when_rekindle_is_killed_at_random_moments() {
     let mut kills = 0;
     for round in 0..rounds {
         let (arguments, (preparation, whole)) = &durations[random.usize(..durations.len())];
-        // Most of a reboot is preparation, which changes little: every other kill is aimed at the rest.
+        // Most of a reboot is preparation, which changes little: every other kill is aimed at the rest of the reboot.
         let from = if round % 2 == 0 { 0. } else { 0.9 * preparation };
         let delay = Duration::from_secs_f64((from + random.f64() * (1.1 * whole - from)) / 1000.);
         eprintln!("round {round}: {arguments:?}, after {delay:?}");

@@ -1,4 +1,4 @@
-//! Rekindle kills only processes of the VM, and those that do not answer only with `--force`.
+//! Rekindle kills only processes of the VM. It kills processes that do not answer only with `--force`.
 
 use crate::common::{DEADLINE, Lab, served, wait_for};
 use rekindle_kernel::process::Process;
@@ -14,7 +14,7 @@ fn signal(process: Process, signal: Signal) {
     kill_process(Pid::from_raw(i32::try_from(process.pid).unwrap()).unwrap(), signal).unwrap();
 }
 
-/// Processes that have a VM's files open or among their arguments, and do not belong to the VM.
+/// Processes that have a VM's files open or among their arguments, but do not belong to the VM. Killed on drop.
 struct Decoys(Vec<Child>);
 
 impl Decoys {
@@ -33,7 +33,7 @@ impl Decoys {
             foreign.args(["--reuid=65534", "--regid=65534", "--clear-groups", "tail", "-f", "--", "/dev/null"]);
             start(foreign.arg(&pid).arg(&control));
         }
-        // A backup program or an administrator may open these.
+        // A backup program or an administrator may open these files.
         let opened = ["vmm-1/qemu.lock", "vmm-1/qemu.pid", "disk-disk0.lock"].map(|file| directory.join(file));
         start(Command::new("tail").arg("-F").args(opened));
         Self(all)
@@ -75,8 +75,8 @@ fn processes_with_a_vms_files_among_their_arguments_are_neither_recorded_nor_kil
     guest.warm(&[]);
     decoys.assert_alive("a warm reboot");
     assert_not_recorded("a warm reboot");
-    // Each path through `recover`: the destination QEMU was started and not recorded, or got the command to resume the
-    // guest.
+    // Try each path through `recover`: the destination QEMU was started and not recorded, or got the command to resume
+    // the guest.
     for fault in ["warm.prepare.spawned:kill", "warm.resume.journalled:kill", "warm.resume.resumed:kill"] {
         let mut command = lab.command(["reboot", "vmm", "web"]);
         command.env("REKINDLE_FAULT", fault);

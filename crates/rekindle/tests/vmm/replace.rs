@@ -1,4 +1,4 @@
-//! `rekindle reboot vmm` with running guests: what they keep, and what the report contains.
+//! `rekindle reboot vmm` with running guests: the guests keep their memory and connections, and the report is complete.
 
 use crate::common::{DEADLINE, Guest, Lab, Net, Watch, assert_ticks_once, major, qemu_new, qemu_old, wait_for};
 use serde_json::Value;
@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-/// Checks a report with a memory comparison: all of the memory was compared, and nothing has changed.
+/// Asserts that a report with a memory comparison covers all of the memory and shows no change.
 #[track_caller]
 fn assert_unchanged(report: &Value, blocks: &[&str]) {
     assert_eq!(report["memory_changed_bytes"], 0, "{report:#}");
@@ -77,7 +77,7 @@ fn warm_keeps_memory_connections_console_and_video() {
     lab.assert_empty();
 }
 
-/// A running `rekindle console` with its input and output.
+/// A running `rekindle console`, with its input and output.
 struct Console {
     child: Child,
     lines: BufReader<std::process::ChildStdout>,
@@ -136,7 +136,7 @@ fn an_upgrade_to_a_new_qemu_can_be_rolled_back() {
         guest.verify();
         guest.assert_sound();
     }
-    // The old QEMU also saves its state to disk and loads it.
+    // The old QEMU also saves its guest's state to disk and loads it.
     guest.reboot("saved", &[]).ok();
     guest.verify();
     guest.reboot("saved", &["--qemu", new]).ok();
@@ -205,7 +205,7 @@ fn all_are_rebooted_together_and_one_that_fails_does_not_stop_the_others() {
         assert_eq!(&guest.boot_id(), boot);
         guest.assert_sound();
     }
-    // One of them cannot be handed over: it fails, and the others are rebooted.
+    // One of the VMs cannot be handed over: it fails, and the others are rebooted.
     let _ = started[1].only_qemu().process.kill();
     let mixed = lab.rekindle(["--json", "reboot", "vmm", "one", "two", "three"]).status(1).json();
     let outcomes: Vec<_> = mixed["vms"].as_array().unwrap().iter().map(|vm| vm["outcome"].clone()).collect();
@@ -273,7 +273,7 @@ fn twenty_reboots_in_a_row_lose_no_request() {
         let pid = rustix::process::Pid::from_child(&child);
         rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
         let seen = lab.wait(child, what.into()).ok().json();
-        // More answers than there were reboots.
+        // Require more answers than there were reboots.
         assert!(seen["answered"].as_u64().unwrap() > 20, "{what}: {seen:#}");
         let failed: u64 = seen["failed"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
         assert_eq!(failed, 0, "{what}: {}", seen["first_failure"]);

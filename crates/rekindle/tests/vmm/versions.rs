@@ -1,4 +1,4 @@
-//! Guests on every supported QEMU, and from each to each other.
+//! Guests on every supported QEMU, and moved from each of them to each other.
 
 use crate::common::protector::{Protector, crash, restore, store, wait_filled};
 use crate::common::served::{READ, digest, image, read, section, server, status};
@@ -7,12 +7,12 @@ use rekindle_qemu::program::Program;
 use serde_json::Value;
 use std::path::Path;
 
-/// A cycle of QEMUs that contains each ordered pair of different ones once.
+/// Returns a cycle of QEMUs that contains each ordered pair of different QEMUs once.
 fn all_pairs() -> [&'static Path; 6] {
     [qemu_new(), qemu_newest(), qemu_old(), qemu_newest(), qemu_new(), qemu_old()]
 }
 
-/// The newest QEMU's machine types include the oldest's.
+/// Boots a guest on `qemu`, with the oldest QEMU's machine type, which the newer QEMUs have, too.
 fn boot_on<'a>(lab: &'a Lab, name: &str, qemu: &Path, disk: &Path) -> Guest<'a> {
     let vm = lab.vm(name).key("machine = \"pc-q35-7.2\"").section("[devices]\nvga = true");
     vm.section(&section(disk, "")).boot(&["--qemu", qemu.to_str().unwrap()])

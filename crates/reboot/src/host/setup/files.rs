@@ -9,7 +9,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where the guests' RAM is.
+/// Mount point of the file system in the reserved RAM.
 const RAM_DIR: &str = "/var/lib/rekindle/ram";
 const UNITS: &[(&str, &str)] = &[
     (SUSPEND, include_str!("../../../../../packaging/systemd/rekindle-suspend.service")),
@@ -21,7 +21,7 @@ const NETWORK: &[&str] = &["systemd-udevd", "systemd-networkd", "NetworkManager"
 const CPU_WEIGHTS: &str = include_str!("../../../../../packaging/systemd/first.conf");
 /// Path by which the units call this program.
 const INSTALLED_PROGRAM: &str = "/usr/bin/rekindle";
-/// Tools that a shutdown and a boot call, with their packages.
+/// Tools that a shutdown and a boot call, each with the package that contains it.
 const TOOLS: &[(&str, &str)] = &[("kexec", "kexec-tools"), ("mkfs.ext4", "e2fsprogs"), ("e2fsck", "e2fsprogs")];
 /// Required kernel options.
 const OPTIONS: &[&str] = &["CONFIG_X86_PMEM_LEGACY", "CONFIG_FS_DAX", "CONFIG_KEXEC_FILE"];
@@ -30,7 +30,7 @@ const OPTIONS: &[&str] = &["CONFIG_X86_PMEM_LEGACY", "CONFIG_FS_DAX", "CONFIG_KE
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub enum SetupStep {
-    /// Nothing is left to do.
+    /// This part of the setup is done already.
     Done { what: String },
     /// Write a file.
     Write { path: PathBuf, content: String },
@@ -38,7 +38,7 @@ pub enum SetupStep {
     Run { command: Vec<String> },
     /// Mount the RAM, if it is reserved already.
     Mount,
-    /// The administrator has to do it.
+    /// A step that the administrator has to do.
     ByHand { what: String },
 }
 
@@ -53,7 +53,7 @@ pub struct SetupTarget {
 impl SetupTarget {
     ///
     /// # Errors
-    /// If the path of this program cannot be determined.
+    /// Errors of finding the path of this program.
     pub fn here() -> io::Result<Self> {
         let usual = Path::new(INSTALLED_PROGRAM);
         let me = std::env::current_exe()?;
@@ -66,10 +66,11 @@ impl SetupTarget {
     }
 }
 
-/// Returns the steps that reserve `bytes` of RAM, at `start` if given, and set the host up to use it. Changes nothing.
+/// Returns the steps that reserve `bytes` of RAM, at `start` if given, and set the host up to use that RAM. Changes
+/// nothing.
 ///
 /// # Errors
-/// [`HostError::Setup`] lists everything that cannot work or conflicts.
+/// [`HostError::Setup`] lists all missing requirements and conflicts.
 pub fn steps(target: &SetupTarget, bytes: u64, start: Option<u64>) -> Result<Vec<SetupStep>, HostError> {
     let mut against = missing(target);
     let mut steps = Vec::new();
@@ -120,14 +121,15 @@ fn command(words: &[&str]) -> SetupStep {
     SetupStep::Run { command: words.iter().map(ToString::to_string).collect() }
 }
 
-/// Returns the kernel modules that a resume needs, for the boot to load early: the reserved RAM's driver, KVM, taps.
+/// Returns the kernel modules that a resume needs, for the boot to load early: the driver of the reserved RAM, KVM,
+/// taps.
 fn modules(target: &SetupTarget) -> String {
     let cpuinfo = fs::read_to_string(target.path("/proc/cpuinfo")).unwrap_or_default();
     let all = ["nd_e820", "nd_pmem"].into_iter().chain(hardware::kvm_module(&cpuinfo)).chain(["tun"]);
     all.map(|module| format!("{module}\n")).collect()
 }
 
-/// Returns whether this host has this service.
+/// Returns whether the host has this systemd service.
 fn is_service(target: &SetupTarget, name: &str) -> bool {
     let places = ["/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"];
     places.iter().any(|folder| target.path(folder).join(format!("{name}.service")).exists())
@@ -140,7 +142,7 @@ fn write_step(path: PathBuf, content: String) -> SetupStep {
     }
 }
 
-/// Returns what is missing on this host.
+/// Returns the missing requirements of the host, as texts.
 fn missing(target: &SetupTarget) -> Vec<String> {
     let mut missing = Vec::new();
     if !target.path("/run/systemd/system").is_dir() {
@@ -206,7 +208,7 @@ fn parameter(target: &SetupTarget, bytes: u64, start: Option<u64>) -> Result<Vec
     Ok(steps)
 }
 
-/// Returns the step that puts guests' RAM on the file system in reserved RAM.
+/// Returns the step that configures the file system in the reserved RAM as the place of guests' RAM.
 fn host_toml(target: &SetupTarget) -> Result<SetupStep, String> {
     let path = target.path("/etc/rekindle/host.toml");
     let line = format!("ram_dir = \"{RAM_DIR}\"\n");
@@ -227,12 +229,9 @@ fn host_toml(target: &SetupTarget) -> Result<SetupStep, String> {
     }
 }
 
-/// Carries out the result of [`steps`]. Returns what was mounted, if RAM is reserved already.
+/// Carries out the result of [`steps`]. Returns the result of the mount if RAM is reserved already.
 ///
-/// *On failure:* completed steps stay, and the same command continues from there.
-///
-/// # Errors
-/// [`HostError`].
+/// *On failure:* completed steps stay; running the command again continues from there.
 pub fn carry_out(steps: &[SetupStep]) -> Result<Option<mount::MountOutcome>, HostError> {
     let mut mounted = None;
     for step in steps {
@@ -255,7 +254,7 @@ pub fn carry_out(steps: &[SetupStep]) -> Result<Option<mount::MountOutcome>, Hos
     Ok(mounted)
 }
 
-/// Mounts and starts everything now if this kernel was booted with the reserve; otherwise the next boot does.
+/// Mounts the RAM and starts the units if this kernel was booted with the reserve. Otherwise the next boot does.
 fn mount_now() -> Result<Option<mount::MountOutcome>, HostError> {
     let line = super::super::survived::command_line();
     let line = line.map_err(|source| HostError::File { path: "/proc/cmdline".into(), source })?;
@@ -268,7 +267,7 @@ fn mount_now() -> Result<Option<mount::MountOutcome>, HostError> {
     Ok(Some(mounted))
 }
 
-/// Writes a configuration file atomically, readable for all.
+/// Writes a configuration file atomically. Every user can read it.
 fn replace(path: &Path, content: &str) -> io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     rekindle_vm::rundir::write_atomically(path, content.as_bytes())?;

@@ -9,7 +9,7 @@ use std::path::Path;
 
 const INIT: &str = "rekindle host init --reserve SIZE --write";
 
-/// Returns all findings. A host that was never set up gets a single one, of level limited.
+/// Returns all findings. A host that was never set up gets a single finding, of level limited.
 #[must_use]
 pub fn findings() -> Vec<Finding> {
     let finding =

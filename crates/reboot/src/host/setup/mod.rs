@@ -1,7 +1,7 @@
 //! `rekindle host init`: sets a host up for reboots under its guests.
 //!
-//! Files that are already correct are not written, so it can be repeated at any time. Files of other owners are not
-//! changed: conflicts are reported.
+//! The setup can be repeated at any time: files that are already correct are not written. Files of other owners are not
+//! changed; conflicts are reported.
 
 mod files;
 mod findings;
@@ -21,7 +21,7 @@ pub(super) const RESUME: &str = "rekindle-resume.service";
 /// Checks that the units are active: without them no guest is suspended or resumed.
 ///
 /// # Errors
-/// [`HostError::Setup`].
+/// [`HostError::Setup`] if a unit is not active or not enabled.
 pub(super) fn check_units() -> Result<(), HostError> {
     for (verb, unit) in [("is-active", SUSPEND), ("is-enabled", RESUME)] {
         if let Err(e) = run("systemctl", &["--quiet", verb, unit]) {

@@ -1,8 +1,8 @@
 //! The file system in the reserved RAM: kept if it holds suspended guests, else created anew.
 //!
-//! After a power failure RAM may hold anything, also what resembles a file system. So it is trusted only if the record
-//! of suspended guests expects it: without a check in a kernel that was entered by kexec for that record, else only
-//! after a check by `e2fsck`.
+//! After a power failure RAM may hold anything, also data that resembles a file system. So the file system is trusted
+//! only if the record of suspended guests expects it: without a check in the same boot or in a kernel that was entered
+//! by kexec for that record, otherwise only after a check by `e2fsck`.
 
 use super::super::files::read_ahead;
 use super::super::plan::run;
@@ -26,22 +26,22 @@ const DRIVERS: &[&str] = &["nd_e820", "nd_pmem"];
 /// Label of the file system.
 const LABEL: &str = "rekindle-ram";
 
-/// What was mounted.
+/// Result of mounting the reserved RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MountOutcome {
-    /// It was mounted already.
+    /// The file system was mounted already.
     Before,
-    /// A file system with suspended guests.
+    /// The file system was mounted as it was: it holds suspended guests.
     Kept,
-    /// A new, empty file system.
+    /// A new, empty file system was created and mounted.
     New,
 }
 
 /// Mounts the reserved RAM at the RAM directory of this host. Needs root.
 ///
 /// # Errors
-/// [`HostError`]: no RAM is reserved, or the device or a tool is missing.
+/// [`HostError`] if no RAM is reserved, or if the device or a tool is missing.
 pub fn mount_ram(host: &Host) -> Result<MountOutcome, HostError> {
     let setup = |text: String| HostError::Setup(text);
     let at = host.named_ram_directory().ok_or_else(|| {
@@ -66,8 +66,8 @@ pub fn mount_ram(host: &Host) -> Result<MountOutcome, HostError> {
     let kept = if holds_guests(host, &device)? { Some(mount()) } else { None };
     let mounted = match kept {
         Some(Ok(())) => MountOutcome::Kept,
-        // With these two errors there is no file system. Any other cause may be fixable, and is no reason to discard
-        // guests.
+        // These two errors mean that the device has no file system. Any other cause may be fixable, and is no reason to
+        // discard guests.
         Some(Err(e)) if ![Errno::INVAL, Errno::UCLEAN].contains(&e) => return Err(failed(&device)(e.into())),
         lost => {
             if lost.is_some() {
@@ -84,7 +84,7 @@ pub fn mount_ram(host: &Host) -> Result<MountOutcome, HostError> {
     Ok(mounted)
 }
 
-/// Reads the files of the guests' QEMUs in the background while this waits for the device.
+/// Makes the kernel read the files of the guests' QEMUs in the background while this process waits for the device.
 fn read_ahead_for(host: &Host) -> Result<(), HostError> {
     let record = SuspendRecord::read(&host.suspend_dir)?;
     for name in record.names()? {
@@ -124,7 +124,7 @@ fn is_mounted(device: &Path, at: &Path) -> std::io::Result<bool> {
     Ok(fs::metadata(device)?.rdev() == fs::metadata(at)?.dev())
 }
 
-/// Returns whether it holds suspended guests, as far as can be determined before it is mounted.
+/// Returns whether the device holds suspended guests, as far as this can be determined before a mount.
 fn holds_guests(host: &Host, device: &Path) -> Result<bool, HostError> {
     let record = SuspendRecord::read(&host.suspend_dir)?;
     let Some(head) = &record.head else { return Ok(false) };
@@ -153,7 +153,7 @@ fn holds_guests(host: &Host, device: &Path) -> Result<bool, HostError> {
 
 fn make_file_system(device: &Path) -> Result<(), HostError> {
     let device = device.to_string_lossy();
-    // Few, large files, with extents in whole huge pages, so that QEMU can map them as such.
+    // For few, large files, with extents in whole huge pages, so that QEMU can map them as huge pages.
     let options = "lazy_itable_init=0,lazy_journal_init=0,nodiscard,stride=512,stripe_width=512";
     run(
         "mkfs.ext4",

@@ -8,13 +8,13 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Preferred alignment of a range: an entry of the kernel's own page table.
+/// Preferred alignment of a range: the size that one entry of the kernel's page table can map.
 const GOOD_ALIGNMENT: u64 = 1 << 30;
 /// Minimum alignment: Linux adds memory to its map in sections of this size.
 const MIN_ALIGNMENT: u64 = 128 << 20;
-/// Minimum left to the host, if all RAM is in the range that is reserved from.
+/// Minimum that is left to the host if all of its RAM is in the range from which RAM is reserved.
 const MIN_FOR_HOST: u64 = 1 << 30;
-/// Memory below this is needed by 32-bit devices, and by kernels at their start.
+/// Memory below this address is needed by 32-bit devices, and by kernels at their start.
 const FOUR_GIB: u64 = 4 << 30;
 
 /// A range of physical addresses that is reserved from the kernel.
@@ -25,7 +25,7 @@ pub struct Reserve {
 }
 
 impl std::fmt::Display for Reserve {
-    /// As the kernel's parameter.
+    /// Formats the range as the kernel's parameter.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "memmap={}M!{}M", self.bytes >> 20, self.start >> 20)
     }
@@ -45,7 +45,7 @@ impl Reserve {
     /// Chooses the range of `bytes`: at the end of the highest RAM, or at `start`.
     ///
     /// # Errors
-    /// A text that states why there is no such range.
+    /// A text that states why no such range exists.
     pub fn choose(ram: &[Range<u64>], bytes: u64, start: Option<u64>) -> Result<Self, String> {
         let wanted = |bytes: u64| format!("{} MiB", bytes >> 20);
         if bytes == 0 || !bytes.is_multiple_of(MIN_ALIGNMENT) {
@@ -113,7 +113,7 @@ fn parse_size(text: &str) -> Option<u64> {
 /// Returns the machine's RAM as reported by its firmware, independent of reservations.
 ///
 /// # Errors
-/// If this kernel does not report it (`CONFIG_FIRMWARE_MEMMAP`).
+/// Errors of reading `/sys/firmware/memmap`, which is missing without `CONFIG_FIRMWARE_MEMMAP`.
 pub fn firmware_ram(sys: &Path) -> io::Result<Vec<Range<u64>>> {
     let mut ram = Vec::new();
     for entry in fs::read_dir(sys.join("firmware/memmap"))? {
@@ -128,11 +128,11 @@ pub fn firmware_ram(sys: &Path) -> io::Result<Vec<Range<u64>>> {
     Ok(ram)
 }
 
-/// Returns the device that Linux has created for a reserve: a *legacy* persistent memory device at its address. Never a
-/// device that is really persistent, which may hold other data.
+/// Returns the device that Linux has created for a reserve: a *legacy* persistent memory device at its address. Never
+/// returns a device that is really persistent, which may hold other data.
 ///
 /// # Errors
-/// If `/sys` cannot be read.
+/// Errors of reading `/sys/block`.
 pub fn device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
     let entries = match fs::read_dir(sys.join("block")) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -157,7 +157,7 @@ pub fn device(sys: &Path, reserve: Reserve) -> io::Result<Option<PathBuf>> {
 /// Returns whether the file or directory at `path` is in this host's reserved memory, mapped directly (DAX).
 ///
 /// # Errors
-/// If it cannot be checked.
+/// Errors of reading `/proc` and `/sys`, and of inspecting `path`.
 pub fn holds(path: &Path) -> io::Result<bool> {
     let Some(reserve) = Reserve::of(&fs::read_to_string("/proc/cmdline")?) else { return Ok(false) };
     let Some(device) = device(Path::new("/sys"), reserve)? else { return Ok(false) };
@@ -169,7 +169,7 @@ pub fn holds(path: &Path) -> io::Result<bool> {
         let direct = statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS)?.stx_attributes;
         return Ok(direct.contains(StatxAttributes::DAX));
     }
-    // Directories do not have this attribute: check the mount options.
+    // Directories do not have this attribute, so check the mount options.
     let mounts = fs::read_to_string("/proc/self/mounts")?;
     Ok(mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>()).any(|words| match words.as_slice() {
         [from, _, _, options, ..] => {
@@ -203,7 +203,7 @@ mod tests {
         let ram = [low.clone(), 4 * GIB..8 * GIB - (100 << 20)];
         let choose = |bytes, start| Reserve::choose(&ram, bytes, start);
         assert_eq!(choose(GIB, None), Ok(Reserve { start: 6 * GIB, bytes: GIB }));
-        // Aligned to less than a GiB if whole GiB do not fit.
+        // The range is aligned to less than a GiB if whole GiB do not fit.
         let all = choose(4 * GIB - (128 << 20), None).unwrap();
         assert_eq!(all.start, 4 * GIB);
         assert_eq!(choose(GIB, Some(5 * GIB)), Ok(Reserve { start: 5 * GIB, bytes: GIB }));

@@ -1,32 +1,33 @@
-//! When a dead helper is restarted, and when it is abandoned.
+//! Decides when a dead helper is restarted, and when it is abandoned.
 
 use std::time::{Duration, Instant};
 
 /// A helper that has served this long has overcome the cause of its earlier deaths.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
-/// Delay before the second restart in a row. It doubles with each further one.
+/// Delay before the second restart in a row. The delay doubles with each further restart.
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const LONGEST_DELAY: Duration = Duration::from_secs(5);
 /// After this many deaths in a row, each sooner than [`STABLE_AFTER`], the helper is abandoned.
 pub const DEATH_LIMIT: u32 = 8;
 
-/// What to do about a death.
+/// Decision after the death of a helper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RestartDecision {
     RestartAt(Instant),
-    /// Do not restart it any more.
+    /// Do not restart the helper any more.
     Abandon,
 }
 
 /// Counts the deaths of one helper.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Backoff {
-    /// Deaths in a row.
+    /// Deaths in a row, each sooner than [`STABLE_AFTER`].
     deaths: u32,
 }
 
 impl Backoff {
-    /// Records that the helper died, or could not be started, at `now`, after it had served for `served`.
+    /// Records that the helper died at `now` after it had served for `served`, or could not be started. Returns the
+    /// decision.
     pub fn died(&mut self, now: Instant, served: Duration) -> RestartDecision {
         self.deaths = if served >= STABLE_AFTER { 1 } else { self.deaths + 1 };
         match self.deaths {

@@ -1,4 +1,4 @@
-//! The candidates of a VM: where they are, and whether they may be used.
+//! The candidates of a VM: where they are stored, and whether they may be used.
 
 use super::SkippedCandidate;
 use rekindle_protect::candidate::{self, StoredCandidate};
@@ -16,29 +16,29 @@ use std::io;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
-/// A candidate as it is listed.
+/// A phase and its candidate, as `show` lists them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Candidate {
     pub name: String,
-    /// When it was taken, in µs since 1970. `None`: there is no candidate.
+    /// When the candidate was taken, in µs since 1970. `None`: there is no candidate.
     pub taken_us: Option<u64>,
-    /// Size on disk.
+    /// Size on disk, in bytes.
     pub bytes: u64,
-    /// Why it is not usable. `None`: it is.
+    /// Reason why the candidate is not usable. `None`: it is usable.
     pub void: Option<String>,
 }
 
-/// Conditions under which a candidate stays usable, stored with it.
+/// Conditions under which a candidate stays usable. They are stored with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CandidateInfo {
-    /// Boot ID of the host: in another boot, file times may be those from before a crash.
+    /// Boot ID of the host. In another boot, file times may be those from before a crash.
     host: String,
-    /// Kernel and RAM disk that QEMU has loaded: a cold boot would load the current ones.
+    /// Kernel and RAM disk that QEMU has loaded. A cold boot would load the current files.
     files: Vec<Mark>,
     disks: Vec<DiskThen>,
 }
 
-/// Why these conditions cannot be determined.
+/// Reason why the conditions cannot be determined.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum InfoError {
     #[error(transparent)]
@@ -89,14 +89,15 @@ pub(super) struct UsableCandidate {
 
 /// A phase and its candidate.
 pub(super) struct CandidateCheck {
-    /// When its candidate was taken, in µs since 1970, if there is one.
+    /// When the candidate was taken, in µs since 1970. `None`: there is no candidate.
     taken_us: Option<u64>,
     bytes: u64,
-    /// The candidate if it is usable now, else why not. That may change at any moment as long as a QEMU of the VM runs.
+    /// The candidate if it is usable now, otherwise the reason why it is not. This may change at any moment while a
+    /// QEMU of the VM runs.
     pub(super) usable: Result<UsableCandidate, String>,
 }
 
-/// Checks the candidate of a phase.
+/// Finds the candidate of a phase and checks it.
 pub(super) fn find(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> CandidateCheck {
     let none = |why: String| CandidateCheck { taken_us: None, bytes: 0, usable: Err(why) };
     let path = path_of(host, rundir, state, phase);
@@ -132,15 +133,15 @@ fn judge(rundir: &RunDir, state: &State, found: &StoredCandidate) -> Result<Cand
     }
 }
 
-/// Reduces hardware to what a guest knows of its machine since boot. Its generation ID changes with each restore.
+/// Reduces hardware to the parts that a guest has known since its boot. The VM generation ID changes with each restore.
 fn comparable(hardware: &Hardware) -> Hardware {
     let mut comparable = Hardware { vm_generation: hardware.vm_generation.map(|_| Uuid::nil()), ..hardware.clone() };
     comparable.ram.path = PathBuf::new();
     comparable
 }
 
-/// Returns the latest phase with a usable candidate, and why later ones are not usable. `only`: consider this phase
-/// alone. `failed`: candidates that could not be loaded.
+/// Returns the candidate of the latest phase that has a usable one, and the reasons why those of later phases are not
+/// usable. `only`: consider this phase alone. `failed`: candidates that could not be loaded.
 pub(super) fn choose(
     host: &Host,
     rundir: &RunDir,
@@ -162,7 +163,7 @@ pub(super) fn choose(
     (None, skipped)
 }
 
-/// Lists all phases that a VM saves, the earliest first.
+/// Lists all phases that a VM saves, in the order of the boot.
 #[must_use]
 pub fn list(host: &Host, rundir: &RunDir, state: &State) -> Vec<Candidate> {
     let one = |name: &String| {
@@ -172,7 +173,7 @@ pub fn list(host: &Host, rundir: &RunDir, state: &State) -> Vec<Candidate> {
     state.definition.phase.save.iter().map(one).collect()
 }
 
-/// Returns an error with all its causes, in one line.
+/// Formats an error and all its causes in one line.
 pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -186,7 +187,7 @@ pub(super) fn chain(error: &dyn std::error::Error) -> String {
     text.replace('\n', " ")
 }
 
-/// Converts it to the JSON value that is stored.
+/// Converts the conditions to the JSON value that is stored with the candidate.
 pub(super) fn value(about: &CandidateInfo) -> Value {
     serde_json::to_value(about).unwrap_or(Value::Null)
 }

@@ -1,8 +1,8 @@
-//! A phase that no guest announces: the guest is in it when its service answers for the first time or, if it has no
-//! service to probe, its agent.
+//! A phase that the guest does not announce. The guest is in this phase when its service answers for the first time;
+//! without a service to probe, when its agent does.
 //!
-//! The guest is not notified and does not wait, so it is stopped in the middle of whatever it does. The rule of use is
-//! the same: the ledger always knows which disk blocks the guest has touched.
+//! The guest does not know about the save and does not wait for it, so it is stopped at an arbitrary moment. The rule
+//! of use is that of announced phases: the ledger always knows which disk blocks the guest has touched.
 
 use rekindle_probe::{Target, UrlError, check};
 use rekindle_qemu::agent;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How health is checked.
+/// Check by which a guest's health is detected.
 #[derive(Debug)]
 enum HealthCheck {
     Service {
@@ -31,7 +31,7 @@ pub(super) struct HealthyPhase {
 }
 
 impl HealthyPhase {
-    /// Reads the phase from a definition. `None` if it has no such phase.
+    /// Reads the healthy phase from a definition. `None` if the definition names none.
     pub(super) fn of(definition: &Definition) -> Result<Option<Self>, UrlError> {
         let Some(phase) = definition.phase.healthy.clone() else { return Ok(None) };
         let check_by = match &definition.probe {

@@ -1,15 +1,15 @@
 //! Phase-based reboot: the guest continues from a boot snapshot, taken at a phase of an earlier boot (section 3.2 of
 //! the evaluation). The snapshot of a phase is called its *candidate*.
 //!
-//! | module | what it is for |
+//! | module | purpose |
 //! |---|---|
-//! | [`candidates`] | the candidates of a VM: where they are, and whether they may be used |
+//! | [`candidates`] | the candidates of a VM: where they are stored, and whether they may be used |
 //! | `port` | the port through which a guest announces phases and gets answers |
 //! | `health` | the phase that is detected from outside |
 //! | [`saver`] | the process that waits for phases and has candidates saved |
 //! | `save` | saving one candidate |
 //! | `reboot` | the reboot |
-//! | `successor` | the QEMU that is loaded while the previous one still runs, and then replaces it |
+//! | `successor` | the destination QEMU, which is prepared while the previous guest still runs |
 //!
 //! A candidate may be used as long as none of the blocks that its guest had read or written has been written since:
 //! `docs/os-reboot.md` has the argument.
@@ -36,13 +36,14 @@ pub struct PhaseOutcome {
     pub candidate: Option<String>,
     /// Candidates of later phases that were not usable.
     pub skipped: Vec<SkippedCandidate>,
-    /// Whether the guest's clock was set, if an agent ran in it.
+    /// Whether the guest's clock was set. `None`: the guest was booted, or no agent runs in it.
     pub clock: Option<Clock>,
-    /// Time from the command to the running guest, in µs, without the shutdown of the previous guest.
+    /// Time from the command to the resume of the guest, in µs, without the shutdown of the previous guest.
     pub load_us: Option<u64>,
 }
 
-/// Returns why no candidate of such a machine is usable, whatever it holds.
+/// Returns the reason why no candidate of a machine with this hardware is usable, whatever the candidate holds. `None`:
+/// candidates are usable.
 fn why_unfit(hardware: &Hardware) -> Option<String> {
     super::huge_pages(hardware).map(|directory| {
         let directory = directory.display();

@@ -1,4 +1,4 @@
-//! The port through which a guest announces phases, line by line.
+//! The port through which a guest announces phases. Messages are lines:
 //!
 //! ```text
 //! guest    phase NAME          its boot has reached this phase; it waits
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 /// Longest line in bytes: a guest can send anything.
 const MAX_LINE: usize = 256;
-/// How long a guest may take to read an answer: its pages are loaded on demand.
+/// How long a guest may take to read an answer. Its pages are loaded on demand.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -31,14 +31,14 @@ pub(super) struct PhasePort {
 }
 
 impl PhasePort {
-    /// Connects. QEMU serves one connection at a time; a second one waits until the first is closed.
+    /// Connects to the port. QEMU serves one connection at a time; a second one waits until the first is closed.
     pub(super) fn connect(vmm: &Vmm) -> io::Result<Self> {
         let stream = UnixStream::connect(vmm.directory().phase())?;
         stream.set_write_timeout(Some(READ_TIMEOUT))?;
         Ok(Self { stream, input: Vec::new() })
     }
 
-    /// Returns the phase that the guest announces next, if it does so within `timeout`.
+    /// Waits up to `timeout` for the guest to announce a phase. Returns the phase, or `None` after the timeout.
     pub(super) fn next_phase(&mut self, timeout: Duration) -> io::Result<Option<String>> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -78,8 +78,8 @@ impl PhasePort {
     }
 }
 
-/// Waits until the guest has read its answer and closed the port: closing the connection earlier would discard the
-/// answer. Returns whether it has.
+/// Waits until the guest has read its answer and closed the port. Returns whether it has. Closing the connection
+/// earlier would discard the answer.
 pub(super) fn wait_read(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let deadline = Instant::now() + READ_TIMEOUT;
     while agent::is_open(qmp, "phase")? {

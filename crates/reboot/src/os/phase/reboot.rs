@@ -1,6 +1,7 @@
-//! The reboot: a destination QEMU is loaded from the latest usable candidate while the previous guest still runs; then
-//! that guest is ended and the new one resumes. If there is no candidate, or it cannot be loaded, the guest is booted
-//! instead: the previous one has been shut down cleanly by then, so nothing is lost either way.
+//! The reboot by phase. A destination QEMU is prepared with the latest usable candidate while the previous guest still
+//! runs; then the previous guest is ended and the new one resumes. If there is no candidate, or it cannot be loaded,
+//! the guest is booted instead. By then the previous guest has been shut down cleanly, so nothing is lost in either
+//! case.
 
 use super::candidates::{chain, choose};
 use super::successor::{self, ResumedGuest, Succession};
@@ -23,12 +24,12 @@ use std::time::Instant;
 
 const OPERATION: &str = "reboot os --how phase";
 
-/// Reboots the guest of VM `name` from a candidate; from `only`, if given. Does nothing if `other_reason` returns a
-/// problem once the VM is locked.
+/// Reboots the guest of VM `name` from a candidate; if `only` is given, from the candidate of that phase. If
+/// `other_reason` returns a problem for the locked VM, fails and changes nothing.
 ///
 /// *Needs:* a VM whose definition saves phases; no other operation on the VM; a usable candidate `only`, if given.
-/// *On success:* the guest continues from the candidate, or boots: [`PhaseOutcome`] states which.
-/// *On failure:* as [`Failure::guest`] states.
+/// *On success:* the guest continues from the candidate, or boots: [`PhaseOutcome::candidate`] states which.
+/// *On failure:* [`Failure::guest`] states whether the guest runs.
 pub(in crate::os) fn reboot(
     host: &Host,
     name: &str,
@@ -48,8 +49,8 @@ pub(in crate::os) fn reboot(
     attempt.run(handover)
 }
 
-/// Returns what prevents the reboot while the guest still runs. Writes until its end may still make a candidate
-/// unusable.
+/// Returns the problem that prevents the reboot, checked while the guest still runs. Writes of the guest until its end
+/// may still make a candidate unusable.
 pub(in crate::os) fn prevents(
     host: &Host,
     rundir: &rekindle_vm::rundir::RunDir,
@@ -91,7 +92,7 @@ struct Attempt {
     began: Instant,
     /// Set once the previous guest has ended.
     shutdown: Option<Shutdown>,
-    /// Candidates that could not be loaded after that.
+    /// Candidates that could not be loaded although the previous guest had ended.
     failed: Vec<SkippedCandidate>,
 }
 
@@ -122,7 +123,7 @@ impl Attempt {
                     tracing::warn!("cannot load candidate {}: {why}", candidate.name);
                     self.failed.push(SkippedCandidate { name: candidate.name, why });
                 }
-                // Perhaps there was no memory for two: try once more after the previous guest has ended.
+                // There may have been no memory for two guests: try once more after the previous guest has ended.
                 (None, None) => {
                     tracing::info!("cannot load candidate {} while the previous guest runs: {why}", candidate.name);
                     self.shut_down(&mut handover).map_err(needs_recovery)?;
@@ -155,7 +156,7 @@ impl Attempt {
     }
 
     /// Undoes a failed load: ends the destination QEMU and resets the journal. Returns `None` if `recover` must decide,
-    /// since the guest may run in the destination, or the previous guest did not end.
+    /// because the guest may run in the destination, or the previous guest has not ended.
     fn undo(&self, mut handover: Handover) -> Result<Option<Handover>, RebootError> {
         let can_continue = match handover.journal.operation.step {
             Step::Prepare => true,
@@ -166,7 +167,7 @@ impl Attempt {
             return Ok(None);
         }
         handover.discard_destination()?;
-        // The disk servers were notified that the guest's memory is being loaded.
+        // The disk servers were notified that the guest's memory is being loaded; end that state.
         disks::filled(&handover.rundir);
         ram::forget_waiting(&handover.state.hardware)?;
         handover.journal.operation.to = None;

@@ -21,7 +21,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long to wait for another operation on the VM, or for its memory to be loaded: the guest does not wait longer.
+/// How long to wait for another operation on the VM, or for its memory to be loaded. The guest does not wait longer.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -31,11 +31,11 @@ pub(super) enum SaveOutcome {
         stopped_us: u64,
         bytes: u64,
     },
-    /// A usable candidate exists already.
+    /// A usable candidate exists already, so none was taken.
     Existing,
 }
 
-/// Saves a candidate of `phase`, in which the guest of `vmm` is, unless a usable one exists.
+/// Saves a candidate of `phase`, unless a usable one exists. The guest of `vmm` must be in that phase.
 pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Result<SaveOutcome, String> {
     let held = lock_vm(host, rundir)?;
     let state = &held.state;
@@ -70,7 +70,7 @@ pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Resu
     let (path, new) = (directory.join(phase), directory.join(format!("{phase}.new")));
     let failed = |path: &Path, e: io::Error| format!("{}: {e}", path.display());
     DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(|e| failed(&directory, e))?;
-    // Left by a process that was killed.
+    // A process that was killed may have left this directory.
     remove(&new).map_err(|e| failed(&new, e))?;
     let target = Target::of(host, rundir.name()).map_err(|e| chain(&e))?;
     let about = || CandidateInfo::now(rundir, &state.hardware).map(|about| candidates::value(&about));
@@ -85,7 +85,7 @@ pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Resu
     Ok(SaveOutcome::Saved { stopped_us: taken.stopped_us, bytes: taken.bytes })
 }
 
-/// Returns an image that QEMU has open and that is not a `[[disk]]`. Disks without a server are only read.
+/// Returns an image that QEMU has open and can write and that is not a `[[disk]]`.
 fn untracked_image(vmm: &Vmm, hardware: &Hardware) -> Result<Option<String>, QmpError> {
     let mut qmp = Qmp::connect(&vmm.directory().qmp(), BUSY_TIMEOUT)?;
     let devices: Vec<Value> = qmp.execute("query-block", ())?;
@@ -94,7 +94,7 @@ fn untracked_image(vmm: &Vmm, hardware: &Hardware) -> Result<Option<String>, Qmp
     Ok(files.filter(|file| !is_known(file)).map(str::to_owned).next())
 }
 
-/// Locks the VM. The operation that started the guest may still hold it for a moment.
+/// Locks the VM. Waits, because the operation that started the guest may still hold the lock for a moment.
 fn lock_vm(host: &Host, rundir: &RunDir) -> Result<Held, String> {
     let deadline = Instant::now() + BUSY_TIMEOUT;
     loop {

@@ -1,8 +1,8 @@
 //! Waits until a VM's guest announces a phase of its boot, or is healthy, and has a candidate of that phase saved
 //! unless a usable one exists.
 //!
-//! Runs as a process of its own, `rekindle phases NAME`, started by `run`, `recover`, `restore` and every reboot of the
-//! guest. If it has died, the guest's boot waits a moment at each phase and continues; saved candidates remain.
+//! The saver is a process of its own, `rekindle phases NAME`, started by `run`, `recover`, `restore` and every reboot
+//! of the guest. If it has died, the guest's boot waits a moment at each phase and continues; saved candidates remain.
 
 use super::health::HealthyPhase;
 use super::port::PhasePort;
@@ -19,27 +19,24 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long to wait for an announcement at a time.
+/// Timeout of one wait for an announcement.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Interval between health checks.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
-/// At most this many reports of unsaved phases in this time.
+/// At most this many unsaved phases are logged in this time.
 const REPORT_LIMIT: (u32, Duration) = (10, Duration::from_secs(60));
 /// Interval between checks for the VM's next QEMU.
 const QEMU_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Starts the process if the VM's definition names phases. A second instance ends by itself.
+/// Starts the saver if the VM's definition names phases. If a saver runs already, the new one ends by itself.
 ///
 /// # Errors
-/// Errors of the operating system.
+/// Errors of starting the process.
 pub fn start(rundir: &RunDir, definition: &Definition) -> io::Result<()> {
     if definition.phase.is_empty() { Ok(()) } else { watch::spawn(rundir, "phases", &Helper::Phases) }
 }
 
 /// Serves a VM until it is removed, or until its QEMU has ended and is not replaced.
-///
-/// # Errors
-/// [`WatchError`].
 pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
     let rundir = RunDir::new(&host.root, name);
     let failed = |source| WatchError::RunDir { name: name.to_owned(), source };
@@ -54,13 +51,13 @@ pub fn run(host: &Host, name: &str) -> Result<(), WatchError> {
         if let Err(e) = serve_guest(host, &rundir, &vmm, health.as_ref(), (&mut expected, &mut throttle)) {
             tracing::debug!("QEMU (process {}): {e}", vmm.pid);
         }
-        // The QEMU is ending or being replaced, or another client has its port.
+        // QEMU is ending or being replaced, or another client has its port.
         thread::sleep(QEMU_INTERVAL);
     }
     Ok(())
 }
 
-/// Serves one QEMU's guest until that QEMU ends. `expected`: the guest's next healthy moment is to be saved.
+/// Serves the guest of one QEMU until that QEMU ends. `expected`: save the phase in which the guest is healthy next.
 fn serve_guest(
     host: &Host,
     rundir: &RunDir,
@@ -84,7 +81,7 @@ fn serve_guest(
     }
 }
 
-/// Ensures a candidate of a phase. Returns the answer for the guest.
+/// Saves a candidate of a phase unless a usable one exists. Returns the answer for the guest.
 fn save_phase(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str, throttle: &mut Throttle) -> String {
     match save(host, rundir, vmm, phase) {
         Ok(SaveOutcome::Saved { stopped_us, bytes }) => {
@@ -93,7 +90,7 @@ fn save_phase(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str, throttle: &m
         }
         Ok(SaveOutcome::Existing) => "kept".into(),
         Err(why) => {
-            // A guest may announce phases continuously.
+            // Limit the log: a guest may announce phases continuously.
             match throttle.admit(Instant::now()) {
                 Some(0) => tracing::warn!("phase {phase} was not saved: {why}"),
                 Some(left_out) => {

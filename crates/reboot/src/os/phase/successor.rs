@@ -1,5 +1,5 @@
-//! The successor: a destination QEMU that loads everything of a candidate that it needs to resume, while the source
-//! QEMU still runs the previous guest; and the moment at which it replaces the source.
+//! The successor: a destination QEMU that is prepared with a candidate while the source QEMU still runs the previous
+//! guest, and then replaces the source.
 //!
 //! ```text
 //! source QEMU       runs previous guest ───────────────> ends │
@@ -37,36 +37,36 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long the previous guest's pager may take to notice that the guest has ended.
+/// How long the previous guest's pager may take to detect that the guest has ended.
 const PAGER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Command for a guest that did not announce the phase itself.
+/// Command that the agent runs in a guest that did not announce the phase itself.
 const RESTORED_COMMAND: &str = "systemctl --no-block start rekindle-restored.target";
 
 /// A guest that was resumed from a candidate.
 pub(super) struct ResumedGuest {
     pub(super) settled: Settled<OnDemandRam>,
-    /// Whether its clock was set.
+    /// Whether the guest's clock was set.
     pub(super) clock: Clock,
-    /// From the command to the guest's resume, in µs, without the shutdown of the previous guest.
+    /// Time from the command to the guest's resume, in µs, without the shutdown of the previous guest.
     pub(super) load_us: u64,
-    /// Memory of the previous guest that is still to be freed.
+    /// RAM of the previous guest that is still to be freed.
     pub(super) previous_ram: Vec<PreviousRam>,
 }
 
-/// What is to be resumed, and what it replaces.
+/// A candidate that is to replace the running guest.
 pub(super) struct Succession<'a> {
     pub(super) candidate: &'a UsableCandidate,
     /// How the previous guest is to be ended.
     pub(super) end: End,
-    /// When the command started.
+    /// When the reboot command started.
     pub(super) began: Instant,
 }
 
 /// Loads the candidate into a destination QEMU, ends the previous guest unless `shutdown` shows that it has ended,
 /// and resumes the new guest.
 ///
-/// *On failure:* as the journal states: before [`Step::Suspend`](rekindle_vm::journal::Step::Suspend) the previous
-/// guest runs; before [`Step::Resume`](rekindle_vm::journal::Step::Resume) the new one has not run.
+/// *On failure:* the journal's step states the result: before [`Step::Suspend`](rekindle_vm::journal::Step::Suspend)
+/// the previous guest runs; before [`Step::Resume`](rekindle_vm::journal::Step::Resume) the new one has not run.
 pub(super) fn load(
     replacement: &mut Replacement,
     handover: &mut Handover,
@@ -93,7 +93,7 @@ pub(super) fn load(
     let mut port = None;
     let environment = OwnRunDir { rundir: &rundir, hardware: &waiting_hardware, binary: &replacement.binary.clone() };
     let prepared = candidate::prepare(&candidate.store, handover, environment, start_taps, |vmm| {
-        // Connect before the state is loaded: to the guest, the port has been open all the time.
+        // Connect before the state is loaded, because for the guest the port has been open all the time.
         let connect =
             || PhasePort::connect(vmm).map_err(|e| tracing::debug!("cannot connect to its port for phases: {e}")).ok();
         port = is_announced.then(connect).flatten();
@@ -120,7 +120,7 @@ fn candidate_failed(error: RestoreError) -> RebootError {
     RebootError::Candidate(Box::new(error))
 }
 
-/// Returns a new VM generation ID if the machine has one, so that the guest can detect that it was set back.
+/// Returns a new VM generation ID if the machine has one, so that the guest can detect that it was rolled back.
 fn next_generation(name: &str, hardware: &Hardware) -> Result<Option<Uuid>, RebootError> {
     let unfit = |problem| LifeError::Unfit { name: name.into(), problems: vec![problem] };
     Ok(match hardware.vm_generation {
@@ -133,26 +133,26 @@ fn next_generation(name: &str, hardware: &Hardware) -> Result<Option<Uuid>, Rebo
 pub(super) struct RunningSuccessor {
     running: Destination<Running<OnDemandRam>>,
     notification: Notification,
-    /// As [`ResumedGuest::load_us`].
+    /// Time as in [`ResumedGuest::load_us`].
     load_us: u64,
     previous_ram: Vec<PreviousRam>,
-    /// Their stand-ins are removed with them, for which the kernel takes many milliseconds.
+    /// Kept until the end: dropping them removes the stand-ins, for which the kernel takes many milliseconds.
     _taps: Option<TapTakeover>,
 }
 
-/// How the guest learns that it was set back.
+/// Way in which the guest is notified that it was rolled back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Notification {
-    /// It was sent through the port on which the guest has announced its phase.
+    /// The notification was sent through the port on which the guest has announced its phase.
     Sent,
-    /// That port cannot be used.
+    /// The guest has announced its phase, but the port cannot be used.
     NotSent,
     /// The guest has announced no phase: its agent notifies it.
     ByAgent,
 }
 
 impl RunningSuccessor {
-    /// Ends the operation: from here on, the destination is the VM's QEMU, and a pager process loads its memory.
+    /// Ends the operation: the destination becomes the VM's QEMU, and a pager process loads the guest's memory.
     pub(super) fn settle(self, handover: Handover) -> Result<ResumedGuest, RebootError> {
         let Self { mut running, notification, load_us, previous_ram, .. } = self;
         let rundir = handover.rundir.clone();
@@ -170,8 +170,8 @@ impl RunningSuccessor {
     }
 }
 
-/// Sets the guest's clock, unless the guest was notified and does so itself: an agent that sets it keeps a processor
-/// of the guest busy for a second (`hwclock --systohc`).
+/// Sets the guest's clock, unless the guest was notified and sets it itself: an agent that sets the clock keeps a
+/// processor of the guest busy for a second (`hwclock --systohc`).
 fn set_guest_clock(settled: &mut Settled<OnDemandRam>, notification: Notification) -> Clock {
     let Settled { vmm, qmp, state, recorder, .. } = settled;
     if notification == Notification::Sent && has_read(&state.hardware.name, vmm) {
@@ -183,16 +183,16 @@ fn set_guest_clock(settled: &mut Settled<OnDemandRam>, notification: Notificatio
     clock
 }
 
-/// What is left of the previous guest.
+/// The remains of the previous guest.
 struct ReplacedSource {
-    /// Its memory that is to be freed.
+    /// RAM of the previous guest that is to be freed.
     previous_ram: Vec<PreviousRam>,
-    /// How long its shutdown took.
+    /// Duration of the previous guest's shutdown.
     shutdown_time: Duration,
 }
 
-/// Ends the previous guest and gives its disks, taps and run directory to the destination. `state`: the VM with the
-/// new guest.
+/// Ends the previous guest and gives its disks, taps and run directory to the destination. `state`: the state of the VM
+/// with the new guest.
 fn replace_source(
     replacement: &mut Replacement,
     handover: &mut Handover,
@@ -210,24 +210,24 @@ fn replace_source(
     let mut shutdown_time = Duration::ZERO;
     if shutdown.is_none() {
         let started = Instant::now();
-        // The destination has time until the guest has shut down: it may load all memory now, and its guest need not
-        // wait for it later.
+        // The destination has time until the previous guest has shut down: it may load all memory now, so that its
+        // guest need not wait for pages later.
         ram.fill_in_background(ram::has_room(&hardware));
         *shutdown = Some(cold::shut_down(replacement, handover, succession.end)?);
         ram.fill_in_background(false);
         shutdown_time = started.elapsed();
         handover.recorder.phase(Phase::Renew);
     }
-    // If the previous guest's memory was still being loaded, that is pointless now.
+    // The pager of the previous guest may still load its memory, which is not needed any more: wait until it has ended.
     pager::wait_ended(&rundir, PAGER_TIMEOUT).map_err(|e| candidate_failed(RestoreError::Fill(e)))?;
     let previous_ram = ram::replace(&rundir, &hardware)?;
     handover.pass("phase.renew.replaced");
     disks::start(&rundir, &hardware).map_err(LifeError::from)?;
     handover.recorder.step("renew its memory");
-    // Checked again, now that no QEMU can write to the disks.
+    // Check again, now that no QEMU can write to the disks.
     phases::continue_from(&rundir, &hardware, candidate.info.disks())
         .map_err(|why| RebootError::Prevented { name: rundir.name().into(), problem: Problem(why) })?;
-    // Recorded before the guest can be notified.
+    // Record the state before the guest can be notified.
     state.write(&rundir).map_err(replacement.file_error("state.json"))?;
     if state.definition.phase.healthy.as_ref() != Some(&candidate.name) {
         phases::expect_healthy(&rundir, &state.definition);
@@ -243,7 +243,7 @@ fn replace_source(
     Ok(ReplacedSource { previous_ram, shutdown_time })
 }
 
-/// Returns an error if the destination QEMU has died while it waited.
+/// Rejects a destination QEMU that has died while it waited.
 fn check_alive(handover: &Handover) -> Result<(), RebootError> {
     match handover.destination().filter(|destination| !destination.is_alive()) {
         None => Ok(()),
@@ -254,7 +254,7 @@ fn check_alive(handover: &Handover) -> Result<(), RebootError> {
     }
 }
 
-/// Returns whether the guest has read the notification that it was set back.
+/// Returns whether the guest has read the notification that it was rolled back.
 fn has_read(name: &str, vmm: &Vmm) -> bool {
     match vmm.watch(ANSWER_TIMEOUT).and_then(|mut qmp| wait_read(&mut qmp)) {
         Ok(true) => return true,
@@ -264,7 +264,7 @@ fn has_read(name: &str, vmm: &Vmm) -> bool {
     false
 }
 
-/// Notifies, through its agent, a guest that did not announce the phase itself. Returns whether that succeeded.
+/// Notifies a guest that did not announce the phase itself, through its agent. Returns whether that succeeded.
 fn notify_agent(name: &str, vmm: &Vmm) -> bool {
     match agent::run(&vmm.directory().agent(), "/bin/sh", &["-c", RESTORED_COMMAND], ANSWER_TIMEOUT) {
         Ok(ran) if ran.status == Some(0) => return true,
