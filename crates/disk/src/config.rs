@@ -1,4 +1,4 @@
-//! What a disk reports to its guest: features and configuration space (virtio 1.2, 5.2.3 and 5.2.4).
+//! The features and the configuration space that a disk reports to its guest (virtio 1.2, 5.2.3 and 5.2.4).
 
 use crate::block::SECTOR;
 use crate::request::MOST_RANGES;

@@ -45,7 +45,7 @@ pub struct Inflight {
     region: MmapRegion,
     descriptors: u16,
     queues: u16,
-    /// Number of requests that each queue has taken, which gives their order.
+    /// Number of each queue's newest request, which gives the order of requests.
     counters: Vec<u64>,
 }
 

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Several front ends may be connected, as during a restart of the VMM. Only one of them has running queues. If
-//! another front end starts a queue meanwhile, it is rejected.
+//! another front end starts a queue meanwhile, the command is rejected.
 
 use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL};
 use crate::engine::command::{
@@ -41,7 +41,7 @@ struct Queue {
     runs: bool,
 }
 
-/// Whether a restore is still filling the guest's memory, and the process that has the memory.
+/// The fill state of a guest's memory, and the process that has the memory.
 #[derive(Debug)]
 pub struct FillState {
     pub is: Arc<AtomicBool>,

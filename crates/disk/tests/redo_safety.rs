@@ -278,7 +278,6 @@ fn run_program(program: &str, arguments: &[&str]) -> String {
 
 /// A block device whose writes end in its page cache, over a file system that can be filled so that a sync fails.
 struct LoopDevice {
-    /// Where the file system is mounted.
     mount_point: PathBuf,
     path: PathBuf,
 }

@@ -383,7 +383,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
-    /// Whatever a guest does, before and after any number of reboots: it reads the content of the disk.
+    /// A guest reads the content of the disk, before and after any number of reboots.
     #[test]
     fn a_guest_never_reads_anything_but_the_disks_content(steps in proptest::collection::vec(step(), 1..60)) {
         let disk = Disk::new(BLOCKS);

@@ -23,7 +23,7 @@ pub struct FrontendId(pub u32);
 #[error("{0}")]
 pub struct Refused(pub String);
 
-/// Where to send the result of a command.
+/// The sender for the result of a command.
 pub type Answer<T> = Sender<Result<T, Refused>>;
 
 /// A queue as its front end has set it up: its rings in the guest, and its position.

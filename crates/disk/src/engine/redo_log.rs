@@ -2,7 +2,7 @@
 //! that is free again.
 //!
 //! Epochs, seals and merges are in [`crate::redo`], whose keeper visits the engine between two of its steps
-//! ([`super::visit`]). The front end writes the entries. This module knows where, and does the log's own syncs and
+//! ([`super::visit`]). The front end writes the entries. This module decides where, and does the log's own syncs and
 //! holes.
 
 use super::catalog::{Change, DataLocation, DurabilityLost, EntryResult, PartId, SyncTarget, WriteTarget};
@@ -87,7 +87,7 @@ pub struct EngineLog<F = LocalFile> {
     keeper: KeeperCallback,
     /// Parts that wait for space.
     waiting: VecDeque<PartId>,
-    /// Why they wait.
+    /// Why these parts wait.
     why_waiting: Option<String>,
     /// Some waiting parts wait for free space, and not only for a segment.
     is_full: bool,

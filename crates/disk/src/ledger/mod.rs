@@ -154,7 +154,7 @@ impl Ledger {
         for mark in self.marks.iter_mut().filter(|mark| mark.overwritten.is_none()) {
             mark.overwritten = mark.touched.first_in(&blocks);
         }
-        // A guest knows what it has written.
+        // A guest knows the blocks that it has written.
         self.record_read(blocks);
     }
 

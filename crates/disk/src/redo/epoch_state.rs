@@ -35,7 +35,7 @@ pub struct EpochState {
     #[serde(default)]
     pub image: Option<String>,
     /// Sealed epochs whose segments have a seal record: first and last of each range. Some may be merged or
-    /// discarded. The oldest are missing if there is no space for them.
+    /// discarded. The oldest ranges are missing if there is no space for them.
     #[serde(default)]
     pub segments: Vec<(u64, u64)>,
 }

@@ -30,7 +30,7 @@ pub enum RedoError {
         path: PathBuf,
         name: String,
         epoch: u64,
-        /// What is damaged or missing, and where.
+        /// Description of the damaged or missing part, and its place.
         what: String,
     },
     /// The directory has files that no log created.

@@ -38,7 +38,7 @@ use uuid::Uuid;
 
 /// Smallest default limit of a log.
 const MIN_LIMIT: u64 = 4 << 30;
-/// How to open a disk's log.
+/// The options for opening a disk's log.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LogOptions {
     /// The log's directory; by default next to the image. Required for a block device.

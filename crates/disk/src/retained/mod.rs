@@ -28,7 +28,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Whether blocks are served unchecked (feature `unchecked-cache`): for the fault experiment, without the protection
+/// Whether blocks are served unchecked (feature `unchecked-attic`): for the fault experiment, without the protection
 /// from damage.
 pub const UNCHECKED: bool = cfg!(feature = "unchecked-attic");
 /// Frames that are released together: 1 MiB.
@@ -41,7 +41,7 @@ enum OtherUsers {
     Unknown,
     /// A guest runs in the memory: no frame is ever released.
     Guest,
-    /// These servers, and no other process.
+    /// These servers use the memory, and no other process.
     Known(Vec<FrameClaim>),
 }
 

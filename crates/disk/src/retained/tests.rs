@@ -216,7 +216,7 @@ impl TwoDisks {
     }
 
     fn maintain(&mut self, room: Option<usize>) {
-        // Each server sees only in the next round what the other has released.
+        // Each server sees only in the next round which frames the other server has released.
         for _ in 0..2 {
             self.caches.iter_mut().flatten().for_each(|cache| maintain(cache, room));
         }
@@ -312,7 +312,8 @@ fn two_caches_shrink_together_to_the_available_memory() {
 }
 
 proptest::proptest! {
-    /// Whatever the order: no disk loses a block because of the other, and frames that neither needs are released.
+    /// In any order of steps, no disk loses a block because of the other disk, and frames that neither disk needs are
+    /// released.
     #[test]
     fn no_cache_loses_a_block_because_of_another(steps in proptest::collection::vec((0..2usize, 0..4u8, 0..PAGES), 0..300)) {
         let mut two = two();

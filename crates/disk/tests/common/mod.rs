@@ -382,7 +382,7 @@ impl Guest {
         self.queues[usize::from(queue)].kick.write(1).unwrap();
     }
 
-    /// Number of requests in progress.
+    /// Returns the number of requests in progress.
     pub fn under_way(&self) -> usize {
         self.under_way.len()
     }

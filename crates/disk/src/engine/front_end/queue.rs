@@ -124,7 +124,7 @@ impl RunningQueue {
 
     pub fn receive_kick(&self) -> Result<(), RingError> {
         match read(&self.kick, &mut [0; 8]) {
-            // The front end has received the kick, or there was none.
+            // The kick was received: by this read, or before by the front end.
             Ok(8) | Err(Errno::AGAIN | Errno::INTR) => Ok(()),
             Ok(_) => Err(RingError::Kick(Errno::PIPE)),
             Err(e) => Err(RingError::Kick(e)),

@@ -164,7 +164,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Handles a kick by the guest.
+    /// Handles a kick: the guest has added requests to the queue.
     pub fn handle_kick(&mut self, session: FrontendId, number: u16) {
         let Some(queue) = self.queue(session, number).filter(|queue| queue.broken.is_none()) else { return };
         if let Err(e) = queue.receive_kick() {

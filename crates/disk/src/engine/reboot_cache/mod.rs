@@ -2,7 +2,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | this module | which frame of the running guest holds which block, and what is recorded of each request |
+//! | this module | which frame of the running guest holds which block, and the records of each request |
 //! | `digest_thread` | a thread that digests large pieces |
 //! | `retain` | the memory of a previous boot: from the guest's end until no block is left |
 //!

@@ -2,7 +2,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `plan` | divides a request into parts; serves what needs no disk, including the retained cache |
+//! | `plan` | divides a request into parts; serves data that needs no disk, for example from the retained cache |
 //! | `transfer` | reads and writes the parts, and answers the request |
 
 mod plan;
