@@ -94,7 +94,7 @@ pub struct Status {
     /// Identity of the memory that has the retained cache: the same number for all servers that use the memory.
     #[serde(default, rename = "attic_memory", skip_serializing_if = "Option::is_none")]
     pub retained_memory: Option<u64>,
-    /// Final counts of the last retained cache, if it is empty.
+    /// Final counts of the last retained cache, once it is empty.
     pub emptied: Option<CacheCounts>,
     /// Number of blocks that the guest has read or written since its boot; `None` if unknown.
     #[serde(default)]

@@ -70,7 +70,7 @@ struct WrittenEntry {
     live: u64,
 }
 
-/// An entry that later ones of the same epoch have overwritten.
+/// An entry that later entries of the same epoch have overwritten.
 #[derive(Debug, Clone, Copy)]
 struct OverwrittenEntry {
     sequence: u64,
@@ -105,7 +105,7 @@ pub struct Segment<F> {
     /// Number of completed entries. `synced`: number of them that are durable.
     written: u64,
     synced: u64,
-    /// Allocated entries whose write has not completed.
+    /// Number of allocated entries whose write has not completed.
     unfinished: u64,
     /// A sync has failed: it is unknown which entries are durable.
     has_failed_sync: bool,

@@ -2,8 +2,8 @@
 //!
 //! | task | when | frames |
 //! |---|---|---|
-//! | sweep | a new cache; another server has released its part; the cache is discarded | all that no server needs, from first to last |
-//! | shrink | cache and new memory exceed the guest's size | blocks from each part of the memory, since it is not known which will be read |
+//! | sweep | a new cache; a release by another server; the cache is discarded | all that no server needs, in order |
+//! | shrink | cache and new memory exceed the guest's size | blocks from each part, because later reads are unknown |
 //!
 //! Several servers share the excess in proportion to the number of their blocks.
 

@@ -3,7 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | `peer` | a front end's connection, its memory and its rings |
-//! | `steps` | the steps of a program: messages in any order, changes of rings and descriptors while the engine reads them |
+//! | `steps` | the steps of a program: messages in any order, changes of rings while the engine reads them |
 //!
 //! After each program the server must be as before: every queue has stopped when requested, every connection is
 //! closed, a well-behaved guest is served and finds its data on the disk, and no thread and no descriptor is left. A

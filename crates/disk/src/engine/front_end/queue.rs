@@ -58,7 +58,7 @@ pub(super) struct RunningQueue {
     unfinished: VecDeque<u16>,
     /// The queue is being stopped: no new requests are taken.
     pub is_stopping: bool,
-    /// Why no request is taken any more.
+    /// The reason why no request is taken any more.
     pub broken: Option<String>,
     /// The used ring has entries that the guest has not been notified of.
     has_unnotified: bool,
