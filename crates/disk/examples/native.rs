@@ -1,4 +1,4 @@
-//! A vhost-user disk client that is as fast as possible, without guest and emulation. Measures disk servers.
+//! A vhost-user disk client that is as fast as possible, without guest and emulation. It measures disk servers.
 //!
 //! ```text
 //! native SOCKET --what read|write --order random|in-order --bytes 4096 --depth 32 --span 1073741824 --requests 100000
@@ -7,9 +7,10 @@
 //!
 //! The front end is rust-vmm's (`vhost`), the driver a split ring with `VIRTIO_RING_F_EVENT_IDX`, as in Linux: device
 //! and client are notified only on request. Byte n of the disk is transferred to byte n of the data in the client's
-//! memory, as in a guest that caches all of it. Memory is touched beforehand, as in a running guest; with `--fresh`
-//! it is not, as after a reboot. With `--reuse` each request has a buffer that is used repeatedly, as in fio, and
-//! nothing else is touched. Prints one JSON object. With `--server` it includes the processor time of that process.
+//! memory, as in a guest that caches the whole disk. Memory is touched beforehand, as in a running guest; with
+//! `--fresh` it is not, as after a reboot. With `--reuse` each request has a buffer that is used repeatedly, as in
+//! fio, and no other memory is touched. Prints one JSON object. With `--server` the object includes the processor
+//! time of that process.
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -95,7 +96,7 @@ fn options() -> Result<Options> {
     Ok(options)
 }
 
-/// Processor time of all threads of a process in ns.
+/// Returns the processor time of all threads of a process in ns.
 fn used_ns(pid: u32) -> Result<u64> {
     let mut sum = 0;
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -111,7 +112,7 @@ struct Client {
     front: Frontend,
     kick: EventFd,
     call: EventFd,
-    /// Of `call`.
+    /// Waits for notifications on `call`.
     wait: Epoll,
     available: u16,
     used: u16,
@@ -191,7 +192,7 @@ impl Client {
         Ok(())
     }
 
-    /// Makes the requests since `before` visible to the device, and kicks it if it requires that.
+    /// Makes the requests since `before` visible to the device, and kicks the device if it requires that.
     fn show(&mut self, before: u16) -> Result<()> {
         if before == self.available {
             return Ok(());
@@ -205,7 +206,7 @@ impl Client {
         Ok(())
     }
 
-    /// Returns completed requests, waiting for at least one.
+    /// Takes the completed requests, waiting for at least one. Returns their number.
     fn take(&mut self) -> Result<u64> {
         let mut ended = 0;
         loop {
@@ -223,7 +224,7 @@ impl Client {
             if ended > 0 {
                 return Ok(ended);
             }
-            // Woken by the next one, which may have completed already.
+            // The next completion wakes this thread. It may have happened already.
             let event = GuestAddress(AVAILABLE + 4 + u64::from(ENTRIES) * 2);
             self.memory.store(self.used.to_le(), event, Ordering::SeqCst)?;
             fence(Ordering::SeqCst);

@@ -1,15 +1,15 @@
 //! Units of a disk.
 
-/// Bytes of a sector: what virtio counts in (virtio 1.2, 5.2.4).
+/// Bytes of a sector, the unit in which virtio counts (virtio 1.2, 5.2.4).
 pub const SECTOR: u64 = 512;
 
-/// Bytes of a block, the unit of the block map and the retained cache. A page of the guest, since its page cache
-/// consists of pages.
+/// Bytes of a block, the unit of the block map and the retained cache. A block is as long as a page of the guest,
+/// because the guest's page cache consists of pages.
 pub const BLOCK: usize = 4096;
 
 pub type Block = [u8; BLOCK];
 
-/// The blocks that lie completely in `bytes` bytes from byte `at` on, each with its offset from `at`.
+/// Returns the blocks that lie completely in `bytes` bytes from byte `at` on, each with its offset from `at`.
 pub fn whole(at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     let block = BLOCK as u64;
     let first = at.div_ceil(block);
@@ -17,7 +17,7 @@ pub fn whole(at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     (first..end.max(first)).map(move |number| (number, (number * block - at) as usize))
 }
 
-/// The blocks that overlap `bytes` bytes from byte `at` on.
+/// Returns the blocks that overlap `bytes` bytes from byte `at` on.
 #[must_use]
 pub fn touched(at: u64, bytes: u64) -> std::ops::Range<u64> {
     let block = BLOCK as u64;

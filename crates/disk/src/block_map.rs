@@ -1,15 +1,15 @@
 //! The block map: which frame of the guest's memory holds which block of the disk, and the block's digest.
 //!
-//! A block is in at most one frame and a frame holds at most one block: the one that was moved last. The digest is of
-//! the content on the *disk*, computed from the bytes that were moved. The guest may change the frame at any time:
-//! the digest shows whether the frame still holds the block when it is needed.
+//! A block is in at most one frame, and a frame holds at most one block: the block that was moved last. The digest is
+//! of the content on the *disk*, computed from the bytes that were moved. The guest may change the frame at any time.
+//! The digest shows whether the frame still holds the block when the block is needed.
 //!
 //! | | bytes |
 //! |---|---|
 //! | a record: block, digest | 20 for each frame; only used records take memory |
 //! | the table from blocks to frames | 5 for each slot, at least 7/16 of which are in use: at most 11.5 |
 //!
-//! So at most 32 bytes per cached block.
+//! So a cached block takes at most 32 bytes.
 
 use crate::digest::Digest;
 use hashbrown::HashTable;
@@ -18,33 +18,34 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Number of a page of the guest's memory: its address in pages.
+/// Number of a page of the guest's memory: its address divided by the page size.
 pub type Frame = u32;
 
 /// Larger block numbers are not recorded: 16 TiB.
 pub const MOST_BLOCKS: u64 = u32::MAX as u64 - 1;
 
-/// Block + 1 (0: none), and the digest. The record of an unused frame is zero, so that it takes no memory.
+/// A frame's record: block + 1 (0: no block), and the digest. The record of an unused frame is zero, so that it takes
+/// no memory.
 type Record = [u32; 5];
 
-/// See [the module](self).
+/// A map between the frames of one guest's memory and the blocks that they hold.
 #[derive(Debug)]
 pub struct BlockMap {
     records: Vec<Record>,
     frames: HashTable<Frame>,
-    /// Seed of the table: a guest cannot slow it down by its choice of blocks.
+    /// Seed of the hash table, so that a guest cannot slow the table down by its choice of blocks.
     seed: u64,
 }
 
 impl BlockMap {
-    /// An empty map for a guest whose memory has `frames` frames.
+    /// Creates an empty map for a guest whose memory has `frames` frames.
     #[must_use]
     pub fn new(frames: Frame) -> Self {
         let seed = RandomState::new().hash_one(0);
         Self { records: vec![[0; 5]; frames as usize], frames: HashTable::new(), seed }
     }
 
-    /// As [`Self::new`], or `None` if the host has no memory for it.
+    /// Creates a map like [`Self::new`], or returns `None` if the host has no memory for it.
     #[must_use]
     pub fn try_new(frames: Frame) -> Option<Self> {
         // Untouched memory is zero, and is allocated only when it is used.
@@ -86,7 +87,7 @@ impl BlockMap {
         }
         let (records, seed) = (&self.records, self.seed);
         let holds = |of: &Frame| records.get(*of as usize).map_or(0, |record| record[0]);
-        // The record of `frame` has `key` already, and it is not in the table: a match is the block's previous frame.
+        // The record of `frame` has `key` already, but the table does not: a match is the block's previous frame.
         match self.frames.entry(hash(key, seed), |of| holds(of) == key, |of| hash(holds(of), seed)) {
             Entry::Occupied(mut entry) => {
                 let other = std::mem::replace(entry.get_mut(), frame);
@@ -98,7 +99,7 @@ impl BlockMap {
         }
     }
 
-    /// Forgets a block: its content on the disk is not known any more.
+    /// Removes a block whose content on the disk is not known any more.
     pub fn changed(&mut self, block: u64) {
         self.take(block);
     }
@@ -113,8 +114,8 @@ impl BlockMap {
         Some((frame, joined([a, b, c, d])))
     }
 
-    /// Removes a range of blocks and calls `each` with their frames. Inspects each frame at most once, however long
-    /// the range.
+    /// Removes a range of blocks and calls `each` with their frames. Inspects each frame at most once, even if the
+    /// range is long.
     pub fn take_all(&mut self, blocks: Range<u64>, mut each: impl FnMut(Frame)) {
         let few = blocks.end.saturating_sub(blocks.start) <= u64::from(self.frames()) / 8;
         if self.is_empty() {
@@ -130,7 +131,7 @@ impl BlockMap {
         }
     }
 
-    /// Records that `frame` was overwritten by something else than a whole block.
+    /// Records that `frame` was overwritten with something other than a whole block.
     pub fn reused(&mut self, frame: Frame) {
         let Some(record) = self.records.get_mut(frame as usize) else { return };
         let held = std::mem::take(record)[0];
@@ -156,21 +157,22 @@ impl BlockMap {
         Some((*frame, joined([a, b, c, d])))
     }
 
-    /// All frames that hold a block, in order.
+    /// Returns all frames that hold a block, in order, each with its block.
     pub fn held(&self) -> impl Iterator<Item = (Frame, u64)> {
         let numbered = self.records.iter().zip(0..);
         numbered.filter_map(|(record, frame)| Some((frame, u64::from(record[0].checked_sub(1)?))))
     }
 
-    /// Bytes of memory in use.
+    /// Returns the bytes of memory in use.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.frames.len() * size_of::<Record>() + self.frames.allocation_size()
     }
 }
 
-/// Adjacent blocks are adjacent in the table, 16 of them in one cache line: requests are for several blocks.
-/// `hashbrown` takes the slot from the low bits, and distinguishes keys of one slot by the upper 7.
+/// Hashes a key so that adjacent blocks are adjacent in the table, 16 of them in one cache line, because requests are
+/// for several blocks. `hashbrown` takes the slot from the low bits, and distinguishes keys of one slot by the upper
+/// 7 bits.
 fn hash(key: u32, seed: u64) -> u64 {
     let (run, within) = (key >> 4, u64::from(key & 15));
     let of_run = xxh3_64_with_seed(&run.to_ne_bytes(), seed);

@@ -1,9 +1,9 @@
-//! The channel back to a front end: a socket that it passes (`VHOST_USER_SET_BACKEND_REQ_FD`), for the server's
-//! notifications.
+//! The channel to a front end: a socket that the front end passes (`VHOST_USER_SET_BACKEND_REQ_FD`), on which the
+//! server sends notifications.
 //!
 //! The only notification is that the disk has grown. The `vhost` crate takes the socket from the front end's message
-//! and has no function to send this notification. So the message is peeked first, which also yields a descriptor of
-//! the socket.
+//! and has no function to send this notification. Therefore the message is peeked first, which also yields a
+//! descriptor of the socket.
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
 use std::io::{self, IoSliceMut};
@@ -11,20 +11,17 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-/// Bytes of a message's header: request, flags, length of the rest.
+/// Bytes of a message's header: request, flags, length of the body.
 const HEADER: usize = 12;
 /// `VHOST_USER_SET_BACKEND_REQ_FD`.
 const SET_BACKEND_REQ_FD: u32 = 21;
 /// `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`.
 const CONFIG_CHANGE: u32 = 2;
-/// Version, in the flags of every message.
+/// Protocol version, which the flags of every message contain.
 const VERSION: u32 = 1;
 
-/// Waits for the next message of a front end and leaves it in the socket. Returns the channel, if the message passes
-/// one.
-///
-/// # Errors
-/// The system's.
+/// Waits for the next message of a front end and leaves it in the socket. Returns the channel if the message passes a
+/// channel.
 pub fn offered(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     let request = |header: &[u8; HEADER]| header.first_chunk().map(|bytes| u32::from_ne_bytes(*bytes));
     let mut header = [0; HEADER];
@@ -33,7 +30,7 @@ pub fn offered(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     {
         return Ok(None);
     }
-    // The message has arrived, so this does not wait.
+    // The message has arrived, so this call does not wait.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     peek(stream, &mut header, &mut ancillary)?;
@@ -54,10 +51,11 @@ fn peek(stream: &UnixStream, header: &mut [u8; HEADER], ancillary: &mut RecvAnci
     }
 }
 
-/// Notifies the front end that the configuration space has changed, so that it reads it again. Does not wait.
+/// Notifies the front end that the configuration space has changed, so that the front end reads it again. Does not
+/// wait.
 ///
 /// # Errors
-/// The system's; the front end has disconnected or does not read.
+/// Errors of `send(2)`, for example if the front end has disconnected or does not read.
 pub fn config_changed(channel: &OwnedFd) -> io::Result<()> {
     let message = [CONFIG_CHANGE, VERSION, 0].map(u32::to_ne_bytes).concat();
     send(channel, &message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
@@ -87,7 +85,7 @@ mod tests {
     fn a_channel_is_found_and_its_message_stays() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (channel, mut other) = UnixStream::pair().unwrap();
-        // Another message with a descriptor, then the one with the channel.
+        // Another message with a descriptor, then the message with the channel.
         put(&theirs, 5, Some(&channel));
         assert!(offered(&ours).unwrap().is_none());
         let mut header = [0; HEADER];
@@ -100,7 +98,7 @@ mod tests {
         config_changed(&found).unwrap();
         other.read_exact(&mut header).unwrap();
         assert_eq!(header, *[2u32, 1, 0].map(u32::to_ne_bytes).concat());
-        // A message without a descriptor, part of one, and none.
+        // A message without a descriptor, a partial message, and no message.
         put(&theirs, SET_BACKEND_REQ_FD, None);
         assert!(offered(&ours).unwrap().is_none());
         (&ours).read_exact(&mut header).unwrap();

@@ -1,4 +1,4 @@
-//! What a disk reports to its guest: features and configuration space (virtio 1.2, 5.2.3 and 5.2.4).
+//! The features and the configuration space that a disk reports to its guest (virtio 1.2, 5.2.3 and 5.2.4).
 
 use crate::block::SECTOR;
 use crate::request::MOST_RANGES;
@@ -7,7 +7,7 @@ use crate::request::MOST_RANGES;
 pub const BYTES: usize = 60;
 
 const SEGMENTS: u32 = 254;
-/// Most sectors of one range of a discard or a write of zeros: 1 GiB.
+/// Most sectors of one range of a discard or of a write of zeros: 1 GiB.
 pub const RANGE_SECTORS: u32 = 1 << 21;
 
 /// `VIRTIO_BLK_F_*`.
@@ -32,12 +32,12 @@ pub const LOG_ALL: u64 = 1 << 26;
 /// `VHOST_USER_F_PROTOCOL_FEATURES`.
 pub const PROTOCOL: u64 = 1 << 30;
 
-/// The properties that a guest sees.
+/// The properties of a disk that its guest sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskConfig {
     pub capacity: u64,
     pub readonly: bool,
-    /// Most queues.
+    /// Most queues that the guest may use.
     pub queues: u16,
 }
 
@@ -46,7 +46,7 @@ impl DiskConfig {
     pub fn features(&self) -> u64 {
         use feature::{BLK_SIZE, DISCARD, FLUSH, INDIRECT, MQ, READONLY, SEG_MAX, TOPOLOGY, VERSION_1, WRITE_ZEROES};
         let common = SEG_MAX | BLK_SIZE | FLUSH | TOPOLOGY | MQ | INDIRECT | EVENT_IDX | VERSION_1 | LOG_ALL | PROTOCOL;
-        // The same for a read-only disk: a guest that continues on it has negotiated them.
+        // A read-only disk offers these features, too: a guest that continues on it has negotiated them.
         common | DISCARD | WRITE_ZEROES | if self.readonly { READONLY } else { 0 }
     }
 
@@ -61,7 +61,8 @@ impl DiskConfig {
         put(0, &(self.capacity / SECTOR).to_le_bytes());
         put(12, &SEGMENTS.to_le_bytes());
         put(20, &(SECTOR as u32).to_le_bytes());
-        // Physical blocks of 2^3 sectors: the guest then prefers to write whole pages, which the block map can record.
+        // Physical blocks of 2^3 sectors: the guest then prefers to write whole pages, which the block map can
+        // record.
         put(24, &[3]);
         put(34, &self.queues.to_le_bytes());
         put(36, &RANGE_SECTORS.to_le_bytes());

@@ -27,7 +27,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Timeout of an answer. A server that is stopping waits for its disk.
+/// How long to wait for an answer. A server that is stopping waits for its disk.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Most bytes of a command.
 const LONGEST: u64 = 1 << 16;
@@ -46,27 +46,27 @@ pub enum Ask {
         /// Requests per second.
         iops: Option<u64>,
     },
-    /// Update the length of a grown image. Returns it.
+    /// Update the length of a grown image. Returns the length.
     Resize {},
     /// The guest has ended and its QEMU has disconnected: keep its memory as the next guest's retained cache. Returns
     /// the number of blocks.
     Keep {
-        /// For a VM with several disks, whose servers use the same memory: a new file to show them which frames this
-        /// one needs. No frame is released before `share`.
+        /// For a VM with several disks, whose servers use the same memory: path of a new file that shows the other
+        /// servers which frames this server needs. No frame is released before `share`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         claim: Option<PathBuf>,
     },
-    /// The guest is about to start another kernel in the same QEMU and memory (kexec): serve it what is cached, as
-    /// far as it is unchanged then. Returns the present number of blocks.
+    /// The guest is about to start another kernel in the same QEMU and memory (kexec): serve the cached blocks that
+    /// are still unchanged then. Returns the current number of blocks.
     Reuse {},
-    /// All servers keep their blocks: read the others' files, and release the frames that none of them needs.
+    /// All servers keep their blocks: read the other servers' files, and release the frames that no server needs.
     Share { claims: Vec<PathBuf> },
     /// Discard the retained cache. If no QEMU is connected, also release the previous guest's memory.
     Drop {},
-    /// Start recording the pages that are written of a connected QEMU's guest, or stop. Returns whether they were
-    /// recorded without interruption.
+    /// Start recording the pages that the server writes in the memory of a connected QEMU's guest, or stop. Returns
+    /// whether they were recorded without interruption.
     Note {
-        /// Process of the QEMU.
+        /// Process ID of the QEMU; `None` to stop.
         pid: Option<u32>,
     },
     /// Return and clear the recorded pages, by the QEMU's addresses. Rejected if the record is incomplete because
@@ -76,12 +76,12 @@ pub enum Ask {
     Filled {},
     /// A guest that has read and written nothing is about to boot. No QEMU is connected.
     PhaseBegin {},
-    /// Mark the blocks that the stopped guest has touched. Returns the moment.
+    /// Mark the blocks that the stopped guest has touched. Returns the [`Moment`].
     PhaseMark {},
-    /// Whether a guest of a moment may continue: returns null, or why not.
+    /// Check whether a guest of `moment` may continue. Returns null, or the reason why it may not.
     PhaseCheck { moment: Moment },
-    /// The next guest continues from that moment, and its memory is filled while it runs, until [`Ask::Filled`].
-    /// Returns null, or why it may not.
+    /// The next guest continues from `moment`, and its memory is filled while it runs, until [`Ask::Filled`]. Returns
+    /// null, or the reason why the guest may not continue.
     #[serde(rename = "phase-go-on")]
     PhaseResume { moment: Moment },
     /// Start a redo log. Returns the disk's identity and the current epoch.
@@ -96,17 +96,17 @@ pub enum Ask {
     EpochEnd {},
     /// Open the disk that the server has waited for.
     Have {
-        /// Open it as of this epoch; by default the newest.
+        /// The epoch to open; by default the newest disk.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         at: Option<EpochId>,
-        /// The guest's memory is still being filled, until `filled`: access to a missing page blocks.
+        /// A restore is still filling the guest's memory, until `filled`: access to a missing page blocks.
         filling: bool,
     },
     /// End the server.
     End {},
 }
 
-/// Carries out one command.
+/// Carries out one command and returns the answer.
 pub(crate) fn answer(disk: &ServedDisk, line: &str) -> Value {
     let engine = &disk.engine;
     let asked: Ask = match serde_json::from_str(line) {
@@ -160,7 +160,7 @@ fn value<T: Serialize>(answer: Result<T, Refused>) -> Result<Value, Refused> {
     answer.and_then(|value| serde_json::to_value(value).map_err(|e| Refused(e.to_string())))
 }
 
-/// Serves all commands of one connection.
+/// Serves the commands of one connection.
 pub(crate) fn serve(disk: &ServedDisk, stream: &UnixStream) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     loop {
@@ -175,7 +175,7 @@ pub(crate) fn serve(disk: &ServedDisk, stream: &UnixStream) -> io::Result<()> {
     }
 }
 
-/// Why a command failed.
+/// The reason why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
     #[error("{}: no disk server answers", path.display())]
@@ -188,7 +188,7 @@ pub enum ControlError {
     #[error("{}: {why}", path.display())]
     Refused {
         path: PathBuf,
-        /// The server's reason.
+        /// The reason that the server returned.
         why: String,
     },
 }
@@ -202,9 +202,6 @@ pub struct Control {
 
 impl Control {
     /// Connects to the control socket at `path`.
-    ///
-    /// # Errors
-    /// [`ControlError::Connect`].
     pub fn connect(path: &Path) -> Result<Self, ControlError> {
         let connected = UnixStream::connect(path).and_then(|stream| {
             stream.set_write_timeout(Some(PATIENCE))?;
@@ -215,9 +212,6 @@ impl Control {
     }
 
     /// Sends a command and waits for the answer.
-    ///
-    /// # Errors
-    /// [`ControlError`].
     pub fn ask<T: DeserializeOwned>(&mut self, ask: &Ask) -> Result<T, ControlError> {
         #[derive(Deserialize)]
         struct Answer {
@@ -241,9 +235,6 @@ impl Control {
         }
     }
 
-    ///
-    /// # Errors
-    /// [`ControlError`].
     pub fn status(&mut self) -> Result<Status, ControlError> {
         self.ask(&Ask::Status {})
     }
@@ -252,7 +243,7 @@ impl Control {
     /// waits for its guest may be connected. Returns the state of the server.
     ///
     /// # Errors
-    /// [`ControlError`], also after `patience`.
+    /// [`ControlError`], also if `patience` has passed.
     pub fn wait_gone(&mut self, patience: Duration) -> Result<Status, ControlError> {
         let deadline = Instant::now() + patience;
         loop {
@@ -270,7 +261,7 @@ impl Control {
     /// Merges and removes the disk's redo log, if it has one, and waits until that is done.
     ///
     /// # Errors
-    /// [`ControlError`], also after `patience`.
+    /// [`ControlError`], also if `patience` has passed.
     pub fn end_epochs(&mut self, patience: Duration) -> Result<(), ControlError> {
         let deadline = Instant::now() + patience;
         self.ask::<()>(&Ask::EpochEnd {})?;
@@ -290,7 +281,7 @@ impl Control {
     /// Returns and clears the recorded pages.
     ///
     /// # Errors
-    /// [`ControlError`]; any page may have been written then.
+    /// After a [`ControlError`], any page may have been written.
     pub fn collect(&mut self) -> Result<Vec<Span>, ControlError> {
         self.ask(&Ask::Collect {})
     }

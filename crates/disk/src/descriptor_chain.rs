@@ -1,6 +1,7 @@
 //! The descriptors of a chain (virtio 1.2, 2.7.5), which may have any content.
 //!
-//! A chain is given by its head alone: if a killed server had taken it, it is not in the available ring any more.
+//! A chain is identified by its head alone. When a server that was killed had taken a chain, the chain is no longer
+//! in the available ring.
 
 use crate::request::BufferSegment;
 
@@ -11,7 +12,7 @@ pub const DESCRIPTOR: usize = 16;
 /// Most descriptors of a chain.
 const MOST: usize = 1024;
 
-/// Why a chain cannot be followed.
+/// The reason why a chain cannot be followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ChainError {
     #[error("a descriptor is outside the guest's memory")]
@@ -20,7 +21,7 @@ pub enum ChainError {
     NoSuch(u16),
     #[error("it has more than {MOST} descriptors, or no end")]
     Endless,
-    /// An indirect descriptor that is nested, not the last one, or has an invalid length.
+    /// An indirect descriptor that is nested, is not the last one, or has an invalid length.
     #[error("it has an invalid indirect descriptor")]
     Indirect,
 }
@@ -28,9 +29,6 @@ pub enum ChainError {
 /// Returns the parts of memory that a chain names, in order.
 ///
 /// `read` copies bytes of the guest's memory. `table`: address of the queue's `size` descriptors.
-///
-/// # Errors
-/// [`ChainError`].
 pub fn walk(
     mut read: impl FnMut(u64, &mut [u8]) -> Option<()>,
     table: u64,

@@ -1,7 +1,7 @@
 //! Digests that distinguish the contents of blocks.
 //!
-//! 128 bits of XXH3 with a seed that only this process knows. A page that a fault has changed passes with a
-//! probability of 2^-128. To forge a page, a guest would have to know the seed, and would deceive only itself.
+//! A digest has 128 bits of XXH3 with a seed that only this process knows. A page that a fault has changed passes
+//! with a probability of 2^-128. To forge a page, a guest would have to know the seed, and would deceive only itself.
 
 use crate::block::Block;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -16,10 +16,10 @@ pub struct Digester {
 }
 
 impl Digester {
-    /// A digester with a random seed.
+    /// Creates a digester with a random seed.
     ///
     /// # Errors
-    /// The system has no random numbers.
+    /// If the system has no random numbers.
     pub fn new() -> io::Result<Self> {
         let mut seed = [0; 8];
         getrandom(&mut seed, GetRandomFlags::empty())?;

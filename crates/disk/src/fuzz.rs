@@ -1,5 +1,5 @@
-//! Parsing of a guest's request and of a redo log's segment from any bytes: the functions of the targets in `fuzz/`,
-//! and tests that run them on every build with a fixed budget.
+//! Functions that parse a guest's request, or a segment of a redo log, from any bytes. The targets in `fuzz/` call
+//! them, and tests call them on every build with a fixed budget.
 
 use crate::descriptor_chain::walk;
 use crate::redo::files::LogFile;
@@ -11,13 +11,14 @@ use std::sync::Arc;
 use uuid::Uuid;
 
 const DISK: Disk = Disk { capacity: 1 << 30, readonly: false };
-/// Descriptors of the queue.
+/// Number of descriptors of the queue.
 const SIZE: u16 = 32;
 
-/// Parses the request at descriptor 0 of a guest whose memory is `bytes`, with the descriptors at its start.
+/// Parses the request at descriptor 0 of a guest whose memory is `bytes`. The descriptors are at the start of the
+/// memory.
 ///
 /// # Panics
-/// The result exceeds the disk or is inconsistent: a bug.
+/// If the parsed request exceeds the disk or is inconsistent, which is a bug.
 pub fn request(bytes: &[u8]) {
     let read = |at: u64, into: &mut [u8]| {
         let at = usize::try_from(at).ok()?;
@@ -45,7 +46,7 @@ pub fn request(bytes: &[u8]) {
 /// Epoch of the segment.
 const EPOCH: u64 = 3;
 
-/// A segment in memory.
+/// The content of a segment, in memory.
 #[derive(Debug, Clone)]
 struct Bytes(Arc<Vec<u8>>);
 
@@ -76,10 +77,10 @@ impl LogFile for Bytes {
     }
 }
 
-/// Reads a segment with these bytes.
+/// Reads a segment that consists of these bytes.
 ///
 /// # Panics
-/// An entry exceeds the segment, overlaps another or is inconsistent: a bug.
+/// If an entry exceeds the segment, overlaps another entry or is inconsistent, which is a bug.
 pub fn segment(bytes: &[u8]) {
     let file = Bytes(Arc::new(bytes.to_vec()));
     let Ok(Some(SegmentContent { end, mut entries, .. })) = scan(&file, EPOCH, Uuid::nil()) else { return };
@@ -98,7 +99,7 @@ mod tests {
     use super::*;
     use crate::redo::format::{EntryHeader, EntryKind, SegmentHead, checksum, write_head, write_header};
 
-    /// A segment of three entries.
+    /// Returns a segment with three entries.
     fn log() -> Vec<u8> {
         let nonce = 77;
         let mut bytes = write_head(&SegmentHead { epoch: EPOCH, disk: Uuid::nil(), nonce }).to_vec();
@@ -131,7 +132,7 @@ mod tests {
         }
     }
 
-    /// A guest with a valid request: header at 1024, data at 2048, status at 1040.
+    /// Returns the memory of a guest with a valid request: header at 1024, data at 2048, status at 1040.
     fn seed(kind: u32, sector: u64) -> Vec<u8> {
         let descriptor = |address: u64, len: u32, flags: u16, next: u16| {
             [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
@@ -155,7 +156,7 @@ mod tests {
             for _ in 0..20_000 {
                 let mut bytes = seed(kind, random(1 << 22) as u64);
                 for _ in 0..random(8) {
-                    // Descriptors, header and the start of the data.
+                    // Changes a byte of the descriptors, the header or the start of the data.
                     let at = [random(96), 1024 + random(16), 2048 + random(64)][random(3)];
                     bytes[at] = [0, 1, 0x7f, 0x80, 0xff, random(256) as u8][random(6)];
                 }

@@ -1,8 +1,8 @@
 //! The image of a disk: a raw file or a block device.
 //!
-//! Opened with `O_DIRECT` if the file system can, so that the host does not cache what the guest caches. The image is
-//! locked as QEMU locks it (`OFD` locks at bytes 100 and 200, `locking=on`), so that two servers, or a server and a
-//! QEMU, exclude each other.
+//! The image is opened with `O_DIRECT` if the file system supports it, so that the host does not cache blocks that
+//! the guest caches. The image is locked as QEMU locks it (`OFD` locks at bytes 100 and 200, `locking=on`), so that
+//! two servers, or a server and a QEMU, exclude each other.
 
 use rekindle_kernel::file::{self, Lock};
 use rustix::fs::{Mode, OFlags};
@@ -23,7 +23,7 @@ pub struct OpenMode {
     pub direct: bool,
 }
 
-/// Why an image cannot be used.
+/// The reason why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     #[error("disk image {}: {doing}", path.display())]
@@ -34,11 +34,11 @@ pub enum ImageError {
         #[source]
         source: io::Error,
     },
-    /// Neither a regular file nor a block device.
+    /// The image is neither a regular file nor a block device.
     #[error("disk image {}: it is {what}, but only a raw file or a block device can be served", path.display())]
     Kind {
         path: PathBuf,
-        /// The kind of file.
+        /// The actual kind of file.
         what: &'static str,
     },
     #[error(
@@ -47,7 +47,7 @@ pub enum ImageError {
     )]
     InUse {
         path: PathBuf,
-        /// The other process's use of it.
+        /// How the other process uses the image.
         what: &'static str,
     },
     #[error("disk image {}: its length of {bytes} bytes is not a multiple of 512-byte sectors", path.display())]
@@ -66,17 +66,17 @@ pub struct Image {
     /// Length in bytes.
     pub bytes: u64,
     pub mode: OpenMode,
-    /// Alignment of offset, length and memory of each operation.
+    /// Alignment that each operation requires of its offset, length and memory.
     pub alignment: u32,
     pub is_device: bool,
     /// Whether written data can still be made durable.
     pub durability: Arc<Durability>,
 }
 
-/// Whether all syncs of an open file have succeeded.
+/// A flag that records whether all syncs of an open file have succeeded.
 ///
 /// The kernel reports a write-back error only once per open file, to the next sync, and drops the data. The guest's
-/// flushes, seals and merges share the open image. So after one failed sync all later ones fail, until the image is
+/// flushes, seals and merges share the open image. So after one failed sync all later syncs fail, until the image is
 /// opened again.
 #[derive(Debug, Default)]
 pub struct Durability(AtomicBool);
@@ -93,40 +93,34 @@ impl Durability {
     }
 }
 
-/// How long a killed server may still hold its image, until its I/O has ended.
+/// How long a killed server may hold its image: until its I/O has ended.
 const RELEASE: Duration = Duration::from_secs(3);
-/// Interval of attempts.
+/// Interval between attempts to lock the image.
 const AGAIN: Duration = Duration::from_millis(5);
 
 /// QEMU's permissions on an image: bit numbers, and offsets of the locked bytes after [`PERMITTED`] and [`UNSHARED`].
 const READ: u64 = 0;
 const WRITE: u64 = 1;
 const RESIZE: u64 = 3;
-/// Locked (shared) by a process that has the permission.
+/// First byte of the range that a process locks (shared) for its permissions.
 const PERMITTED: u64 = 100;
-/// Locked (shared) by a process that denies the permission to others.
+/// First byte of the range that a process locks (shared) for the permissions that it denies to others.
 const UNSHARED: u64 = 200;
 
 impl Image {
     /// Opens and locks the image at `path`.
     ///
-    /// *On success:* no other process that respects the locks can open it for writing.
-    ///
-    /// # Errors
-    /// [`ImageError`].
+    /// *On success:* no other process that respects the locks can open the image for writing.
     pub fn open(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
         Self::open_within(path, mode, RELEASE)
     }
 
-    /// Inspects the image at `path` without locking it. Its content may change at any time.
-    ///
-    /// # Errors
-    /// [`ImageError`].
+    /// Inspects the image at `path` without locking it. The image's content may change at any time.
     pub fn inspect(path: &Path) -> Result<Self, ImageError> {
         Self::unlocked(path, OpenMode { readonly: true, direct: false })
     }
 
-    /// As [`Image::open`], waiting up to `patience` for a process that is releasing it.
+    /// Opens an image like [`Image::open`], and waits up to `patience` for a process that is releasing it.
     fn open_within(path: &Path, mode: OpenMode, patience: Duration) -> Result<Self, ImageError> {
         let image = Self::unlocked(path, mode)?;
         let deadline = Instant::now() + patience;
@@ -148,7 +142,7 @@ impl Image {
         let open = |flags| rustix::fs::open(path, access | flags, Mode::empty()).map(File::from);
         let (file, direct) = match mode.direct.then(|| open(OFlags::DIRECT)) {
             Some(Ok(file)) => (file, true),
-            // Not supported, for example by tmpfs, which is in memory anyway.
+            // `O_DIRECT` is not supported, for example by tmpfs, which is in memory anyway.
             Some(Err(rustix::io::Errno::INVAL)) | None => {
                 (open(OFlags::empty()).map_err(|e| failed("opening it")(e.into()))?, false)
             }
@@ -173,10 +167,7 @@ impl Image {
         Ok(Self { path: path.to_owned(), file, bytes, mode, alignment, is_device, durability })
     }
 
-    /// Returns the present length. Fails if the image is shorter than `before`.
-    ///
-    /// # Errors
-    /// [`ImageError`].
+    /// Returns the current length. Fails if the image is shorter than `before`.
     pub fn measure(&self, before: u64) -> Result<u64, ImageError> {
         let failed = |source| ImageError::Io { path: self.path.clone(), doing: "asking its length", source };
         let bytes = match self.is_device {

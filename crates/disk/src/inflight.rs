@@ -1,9 +1,10 @@
 //! The record of requests in progress, in memory that outlives this process (vhost-user, *Inflight I/O tracking*,
 //! split rings).
 //!
-//! QEMU holds the memory and passes it to the next server after one was killed. Requests that were taken from the
-//! available ring and are not in the used ring are done again, in the order in which they were taken. A request that
-//! was done but not answered may be done twice, which has no effect, since its guest still waits for it.
+//! QEMU holds the memory, and passes it to the next server after a server was killed. Requests that were taken from
+//! the available ring and are not in the used ring are done again, in the order in which they were taken. A request
+//! that was done but not answered may be done twice. That has no effect, because its guest still waits for the
+//! answer.
 //!
 //! ```text
 //! queue  | features u64 | version u16 = 1 | descriptors u16 | last u16 | used index u16 |
@@ -30,25 +31,25 @@ const AT_USED: usize = 14;
 const AT_NEXT: usize = 6;
 const AT_COUNTER: usize = 8;
 
-/// Far more than any queue has in its lifetime.
+/// Far more requests than any queue has in its lifetime.
 const MOST_REQUESTS: u64 = u64::MAX / 2;
 
-/// Bytes of a file, rejecting one that cannot be mapped.
+/// Returns the length of a file in bytes.
 fn length(file: &File) -> io::Result<u64> {
     Ok(file.metadata()?.len())
 }
 
-/// The record of all queues.
+/// The record of the requests in progress of all queues.
 #[derive(Debug)]
 pub struct Inflight {
     region: MmapRegion,
     descriptors: u16,
     queues: u16,
-    /// Counts the requests, to keep their order.
+    /// Number of each queue's newest request, which gives the order of requests.
     counters: Vec<u64>,
 }
 
-/// Bytes of one queue.
+/// Returns the bytes that the record of one queue takes.
 fn queue_bytes(descriptors: u16) -> usize {
     (HEADER + usize::from(descriptors) * DESCRIPTOR).next_multiple_of(ALIGNMENT)
 }
@@ -57,7 +58,7 @@ impl Inflight {
     /// Creates an empty record, and the file for QEMU to hold.
     ///
     /// # Errors
-    /// The system's; `InvalidData` if there is no queue.
+    /// Errors of `memfd_create(2)` and `mmap(2)`; `InvalidData` if there is no queue.
     pub fn create(queues: u16, descriptors: u16) -> io::Result<(Self, File, u64)> {
         let bytes = (queue_bytes(descriptors) * usize::from(queues)) as u64;
         let file = File::from(memfd_create("rekindle-inflight", MemfdFlags::CLOEXEC)?);
@@ -66,10 +67,10 @@ impl Inflight {
         Ok((made, file, bytes))
     }
 
-    /// Opens the record of a previous server. QEMU passes it: it may have any content.
+    /// Opens the record of a previous server. The record may have any content, because QEMU passes it.
     ///
     /// # Errors
-    /// `InvalidData`: it was not created for these queues.
+    /// `InvalidData` if the record was not created for these queues.
     pub fn open(file: File, offset: u64, bytes: u64, queues: u16, descriptors: u16) -> io::Result<Self> {
         let invalid =
             |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("the requests under way: {what}"));
@@ -112,7 +113,8 @@ impl Inflight {
         self.base(queue) + HEADER + usize::from(head) * DESCRIPTOR
     }
 
-    /// All accesses are to memory, in this order: a killed process has completed the earlier ones.
+    /// Loads a value from the record. Loads and stores access the memory in program order: a killed process has
+    /// completed the earlier ones.
     fn load<T: AtomicAccess>(&self, at: usize) -> io::Result<T> {
         self.region.as_volatile_slice().load(at, Ordering::SeqCst).map_err(io::Error::other)
     }
@@ -125,10 +127,8 @@ impl Inflight {
         queue < self.queues && head < self.descriptors
     }
 
-    /// Records that the chain at descriptor `head` was taken from the available ring.
-    ///
-    /// # Errors
-    /// None in practice: a queue or descriptor out of range is ignored.
+    /// Records that the chain at descriptor `head` was taken from the available ring. Ignores a queue or descriptor
+    /// that is out of range.
     pub fn taken(&mut self, queue: u16, head: u16) -> io::Result<()> {
         if !self.knows(queue, head) {
             return Ok(());
@@ -140,10 +140,7 @@ impl Inflight {
         self.store(at, 1u8)
     }
 
-    /// Records that the chain is about to be put into the used ring.
-    ///
-    /// # Errors
-    /// As for [`Inflight::taken`].
+    /// Records that the chain at descriptor `head` is about to be put into the used ring.
     pub fn answering(&mut self, queue: u16, head: u16) -> io::Result<()> {
         if !self.knows(queue, head) {
             return Ok(());
@@ -153,10 +150,7 @@ impl Inflight {
         self.store(self.base(queue) + AT_LAST, head)
     }
 
-    /// Records that the chain is in the used ring, whose index is now `used`.
-    ///
-    /// # Errors
-    /// As for [`Inflight::taken`].
+    /// Records that the chain at descriptor `head` is in the used ring, whose index is now `used`.
     pub fn answered(&mut self, queue: u16, head: u16, used: u16) -> io::Result<()> {
         if !self.knows(queue, head) {
             return Ok(());
@@ -165,16 +159,13 @@ impl Inflight {
         self.store(self.base(queue) + AT_USED, used)
     }
 
-    /// Returns the requests to do again, in order, given the used ring's index in the guest's memory.
-    ///
-    /// # Errors
-    /// As for [`Inflight::taken`].
+    /// Returns the requests to do again, in order. `used`: the used ring's index in the guest's memory.
     pub fn unfinished(&mut self, queue: u16, used: u16) -> io::Result<Vec<u16>> {
         if queue >= self.queues {
             return Ok(Vec::new());
         }
         let base = self.base(queue);
-        // The previous server was killed between answering and recording that.
+        // The previous server was killed after it answered a request, and before it recorded the answer.
         if self.load::<u16>(base + AT_USED)? != used {
             let last: u16 = self.load(base + AT_LAST)?;
             if last < self.descriptors {
@@ -223,7 +214,7 @@ mod tests {
         assert!(Inflight::create(0, 8).is_err());
         let open = |offset, bytes| Inflight::open(file.try_clone().unwrap(), offset, bytes, 2, 8);
         assert!(open(0, bytes).is_ok());
-        // Longer than its file: an access would kill the process.
+        // The record is longer than its file: an access would kill the process.
         file.set_len(100).unwrap();
         assert!(open(0, bytes).is_err());
         file.set_len(bytes).unwrap();
@@ -241,7 +232,7 @@ mod tests {
         }
         inflight.answering(0, 5).unwrap();
         drop(inflight);
-        // Killed before the used ring was written, or after.
+        // The server was killed before it wrote the used ring, or after that.
         assert_eq!(again(&file, bytes).unfinished(0, 0).unwrap(), [5, 2]);
         assert_eq!(again(&file, bytes).unfinished(0, 1).unwrap(), [2]);
         assert_eq!(again(&file, bytes).unfinished(0, 1).unwrap(), [2]);

@@ -7,10 +7,10 @@
 //! | [`session`] | the vhost-user connection of a front end |
 //! | [`channel`] | notifications to a front end |
 //! | [`control`] | the protocol for management commands |
-//! | [`served_disk`] | the disk behind these commands, also before there is one |
+//! | [`served_disk`] | the disk that these commands refer to, or the disk that the server waits for |
 //! | [`engine`] | the thread that moves the data |
 //! | [`descriptor_chain`], [`request`] | parsing of a guest's requests, from descriptors with any content |
-//! | [`fuzz`] | fuzzing of the same |
+//! | [`fuzz`] | fuzzing of this parsing |
 //! | [`config`] | features and configuration space |
 //! | [`image`] | the raw file or block device |
 //! | [`memory`] | the guest's memory, mapped, and a record of the pages that are written through it |
@@ -21,7 +21,7 @@
 //! | [`block`], [`digest`], [`block_map`] | which frame holds which block, and its digest |
 //! | [`redo`] | the redo log of a protected VM's disk |
 //! | [`ledger`] | the blocks that a guest has read or written until a moment, and whether they were written since |
-//! | `background` | slow work that nothing waits for |
+//! | `background` | slow work that no thread waits for |
 //! | [`retained`] | the retained cache: the memory of the guest's previous boot |
 //!
 //! `docs/disk.md` explains why a guest never gets a block that differs from the disk.

@@ -1,8 +1,8 @@
 //! Rate limits of a disk: for fairness between VMs, and to reproduce the papers' disks.
 //!
-//! Bytes and operations have a leaky bucket each, as in QEMU's `throttle` group: it leaks at the rate, and a request
-//! waits while it holds more than a tenth of a second's worth. So the disk of another VMM can be limited in the same
-//! way.
+//! Bytes and operations each have a leaky bucket, as in QEMU's `throttle` group. A bucket leaks at the configured
+//! rate. A request waits while a bucket holds more than the rate allows in a tenth of a second. So the disk of
+//! another VMM can be limited in the same way.
 
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
@@ -12,9 +12,9 @@ const BURST: f64 = 0.1;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Limits {
-    /// Bytes per second, read and written.
+    /// Bytes per second, of reads and writes together.
     pub bps: Option<u64>,
-    /// Requests per second. A long one counts once.
+    /// Requests per second. A long request counts once.
     pub iops: Option<u64>,
 }
 
@@ -41,7 +41,7 @@ impl Bucket {
     }
 }
 
-/// Applies [`Limits`] to requests.
+/// A rate limiter that applies [`Limits`] to requests.
 #[derive(Debug)]
 pub struct Throttle {
     bytes: Option<Bucket>,
@@ -49,7 +49,7 @@ pub struct Throttle {
 }
 
 impl Throttle {
-    /// A throttle with empty buckets.
+    /// Creates a throttle with empty buckets.
     #[must_use]
     pub fn new(limits: Limits, now: Instant) -> Self {
         let bucket = |rate: Option<u64>| rate.map(|rate| Bucket::new(rate, now));
@@ -59,7 +59,7 @@ impl Throttle {
     /// Admits and counts a request of `bytes` bytes, if it may start now.
     ///
     /// # Errors
-    /// The time until the next attempt.
+    /// The time to wait until the next attempt.
     pub fn admit(&mut self, bytes: u64, now: Instant) -> Result<(), Duration> {
         let mut wait = 0.0f64;
         for bucket in [&mut self.bytes, &mut self.requests].into_iter().flatten() {
@@ -73,7 +73,7 @@ impl Throttle {
         Ok(())
     }
 
-    /// Counts a request of `bytes` bytes that does not wait. Later ones wait longer.
+    /// Counts a request of `bytes` bytes that does not wait. Later requests wait longer.
     pub fn charge(&mut self, bytes: u64) {
         if let Some(bucket) = &mut self.bytes {
             bucket.level += bytes as f64;
@@ -98,7 +98,7 @@ mod tests {
             let begin = Instant::now();
             let mut throttle = Throttle::new(Limits { bps: Some(bps), iops: Some(iops) }, begin);
             let (mut now, mut done) = (begin, 0u32);
-            // Enough work that the first burst does not count.
+            // There is enough work that the first burst does not matter.
             while now.duration_since(begin) < Duration::from_secs(20) && done < 20_000 {
                 match throttle.admit(bytes, now) {
                     Ok(()) => done += 1,
@@ -109,7 +109,7 @@ mod tests {
             let by_bytes = f64::from(done) * bytes as f64 / bps as f64;
             let by_requests = f64::from(done) / iops as f64;
             let longest = by_bytes.max(by_requests);
-            // The content of the buckets: a tenth of a second, and the last request.
+            // The buckets may hold a tenth of a second's work, and the last request.
             let slack = BURST + (bytes as f64 / bps as f64).max(1.0 / iops as f64) + 0.001;
             prop_assert!(time + slack >= longest, "too fast: {time} s for {longest} s of work");
             prop_assert!(time <= longest + 0.001, "too slow: {time} s for {longest} s of work");

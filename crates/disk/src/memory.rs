@@ -1,7 +1,7 @@
 //! A guest's memory as a front end passes it: mapped, with a record of the pages that are written through this mapping.
 //!
-//! These writes do not show in QEMU's page tables. So each written page is recorded twice: for QEMU during a
-//! migration, in the log that it passes (`VHOST_USER_SET_LOG_BASE`), and for a protector that requests it.
+//! QEMU's page tables do not show these writes. So each written page is recorded twice: for QEMU during a migration,
+//! in the log that QEMU passes (`VHOST_USER_SET_LOG_BASE`), and for a protector that requests it.
 
 use crate::background::run_in_background;
 use crate::block_map::Frame;
@@ -25,22 +25,23 @@ use vm_memory::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Most frames of holes in a guest's memory: 64 GiB, and three times its memory.
+/// Frames that a guest's memory may extend over in addition to four times its size: 64 GiB. A region beyond that is
+/// distant.
 const FAR: u64 = 1 << 24;
 
-/// The users of the record of written pages.
+/// The recipients of the record of written pages.
 #[derive(Debug, Default)]
 struct WriteTracking {
-    /// A protector does.
+    /// Whether a protector requests the record.
     wanted: AtomicBool,
     log: RwLock<Option<DirtyLog>>,
 }
 
-/// Pages of one region that were written.
+/// The pages of one region that were written.
 #[derive(Debug, Default)]
 struct RegionPages {
     written: Arc<WriteTracking>,
-    /// The guest's number of the first page.
+    /// Number of the region's first page in the guest.
     first: u64,
     /// One bit per page; empty until a protector requests it.
     bits: OnceLock<Box<[AtomicU64]>>,
@@ -62,7 +63,7 @@ impl DirtyLog {
     }
 }
 
-/// Records writes through a mapping of one region.
+/// A handle through which writes to the mapping of one region are recorded.
 #[derive(Debug, Clone, Default)]
 pub struct WriteMarks {
     region: Arc<RegionPages>,
@@ -81,7 +82,7 @@ impl WriteMarks {
         {
             for page in pages.clone().map(|page| page - self.region.first) {
                 if let Some(word) = words.get((page / 64) as usize) {
-                    // A reader of the mark sees what was written.
+                    // A reader that sees the mark also sees the written data.
                     word.fetch_or(1 << (page % 64), Ordering::Release);
                 }
             }
@@ -127,25 +128,25 @@ pub struct Region {
     pub file: File,
     /// Offset in the file.
     pub offset: u64,
-    /// Address in the front end.
+    /// First address in the front end.
     pub front: u64,
 }
 
-/// Written bytes, by the front end's addresses.
+/// A range of written bytes, in the front end's addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {
     pub address: u64,
     pub bytes: u64,
 }
 
-/// The memory of one guest.
+/// The mapped memory of one guest.
 #[derive(Debug)]
 pub struct Memory {
-    /// The part that is still being filled. Declared before the mapping, so that it is dropped first.
+    /// The pages that a restore has not filled yet. Declared before the mapping, so that it is dropped first.
     missing: Option<MissingPages>,
     pub map: GuestMemoryMmap<WriteMarks>,
     written: Arc<WriteTracking>,
-    /// Written pages of each region: its first address, bytes, address in the front end.
+    /// Written pages of each region, with its first address, its bytes, and its address in the front end.
     fronts: Vec<(Arc<RegionPages>, u64, u64, u64)>,
 }
 
@@ -153,7 +154,7 @@ impl Memory {
     /// Maps a guest's memory.
     ///
     /// # Errors
-    /// The system's; regions that overlap or exceed their files.
+    /// Errors of `mmap(2)`; an error if regions overlap or exceed their files.
     pub fn map(regions: Vec<Region>) -> io::Result<Self> {
         let written = Arc::<WriteTracking>::default();
         let (mut mapped, mut fronts) = (Vec::new(), Vec::new());
@@ -183,10 +184,10 @@ impl Memory {
     }
 
     /// Maps memory that a restore is still filling: access to a missing page blocks until the front end, process
-    /// `front`, has it.
+    /// `front`, has the page.
     ///
     /// # Errors
-    /// As [`Memory::map`]; userfaultfd is unavailable.
+    /// As for [`Memory::map`]; also if userfaultfd is unavailable.
     pub fn map_missing(regions: Vec<Region>, front: Process) -> io::Result<Self> {
         let mut memory = Self::map(regions)?;
         let place = |(_, start, bytes, theirs): &(_, u64, u64, u64)| {
@@ -198,18 +199,18 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Ends the filling: no page is missing any more.
+    /// Stops blocking accesses, because no page is missing any more.
     pub fn filled(&self) {
         self.missing.iter().for_each(MissingPages::filled);
     }
 
-    /// Number of pages up to the end of the guest's memory, holes included.
+    /// Returns the number of pages up to the end of the guest's memory, holes included.
     fn pages(&self) -> u64 {
         self.map.iter().map(|region| region.last_addr().raw_value() / PAGE_SIZE as u64 + 1).max().unwrap_or(0)
     }
 
-    /// Number of frames up to the end of the guest's memory, holes included. A distant region, as of a device, has
-    /// none, because the block map takes memory for each frame.
+    /// Returns the number of frames up to the end of the guest's memory, holes included. A distant region, such as a
+    /// device's, has no frames, because the block map takes memory for each frame.
     #[must_use]
     pub fn frames(&self) -> Frame {
         let bytes = self.map.iter().fold(0u64, |sum, region| sum.saturating_add(region.len()));
@@ -219,14 +220,14 @@ impl Memory {
         Frame::try_from(end).unwrap_or(Frame::MAX)
     }
 
-    /// Whether each frame is at the same place of the same file, as far as both have it, however the memory is
-    /// divided into regions.
+    /// Returns whether each frame that both memories have is at the same place of the same file. The division into
+    /// regions does not matter.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         self.frames() == other.frames() && self.places() == other.places()
     }
 
-    /// The files and their displacements in the guest: device, inode, address minus offset.
+    /// Returns the files and their displacements in the guest: device, inode, address minus offset.
     fn places(&self) -> BTreeSet<(u64, u64, u64)> {
         let place = |region: &GuestRegionMmap<WriteMarks>| {
             let file = region.file_offset()?;
@@ -237,7 +238,7 @@ impl Memory {
         self.map.iter().filter_map(place).collect()
     }
 
-    /// A hash of the files' identities: the same for every process that maps this memory.
+    /// Returns a hash of the files' identities, which is the same in every process that maps this memory.
     #[must_use]
     pub fn identity(&self) -> u64 {
         let places = self.places().into_iter();
@@ -246,20 +247,20 @@ impl Memory {
         xxh3_64(&bytes)
     }
 
-    /// Number of frames that the host has not allocated yet.
+    /// Returns the number of frames that the host has not allocated yet.
     #[must_use]
     pub fn room(&self) -> usize {
         let (long, taken) = sizes(self.map.iter().filter_map(|region| Some(region.file_offset()?.file())));
         (long.saturating_sub(taken) / PAGE_SIZE as u64) as usize
     }
 
-    /// Copies from the guest.
+    /// Copies bytes from the guest. Returns `None` if they are outside of its memory.
     #[must_use]
     pub fn read(&self, address: u64, into: &mut [u8]) -> Option<()> {
         self.map.read_slice(into, GuestAddress(address)).ok()
     }
 
-    /// Copies into the guest.
+    /// Copies bytes into the guest. Returns `None` if their place is outside of its memory.
     #[must_use]
     pub fn write(&self, address: u64, bytes: &[u8]) -> Option<()> {
         if bytes.len() >= PAGE_SIZE {
@@ -268,8 +269,8 @@ impl Memory {
         self.map.write_slice(bytes, GuestAddress(address)).ok()
     }
 
-    /// Reads a byte of each page before it is written. The first access to a page that exists in the file, but not in
-    /// this mapping, is a fault: a read fault maps 16 pages (`fault_around_bytes`), a write fault one.
+    /// Reads a byte of each page before the page is written. The first access to a page that exists in the file, but
+    /// not in this mapping, is a fault. A read fault maps 16 pages (`fault_around_bytes`), a write fault maps one.
     fn touch(&self, address: u64, bytes: usize) {
         let Ok(slice) = self.map.get_slice(GuestAddress(address), bytes) else { return };
         for at in (0..bytes).step_by(PAGE_SIZE) {
@@ -277,14 +278,14 @@ impl Memory {
         }
     }
 
-    /// Copies whole pages into the guest that the host may not have allocated yet. Through the file, which avoids a
-    /// fault and zeroing per page.
+    /// Copies whole pages into the guest that the host may not have allocated yet. Writes through the file, which
+    /// avoids a fault and zeroing per page.
     #[must_use]
     pub fn fill(&self, address: u64, bytes: &[u8]) -> Option<()> {
         let region = self.map.find_region(GuestAddress(address))?;
         let within = address - region.start_addr().raw_value();
         let fits = within.checked_add(bytes.len() as u64).is_some_and(|end| end <= region.len());
-        // A write past the mapping would not wait for a missing page, whose rest would be zero.
+        // A write that bypasses the mapping would not wait for a missing page, whose rest would be zero.
         let Some(file) = region.file_offset().filter(|_| fits && self.missing.is_none()) else {
             return self.write(address, bytes);
         };
@@ -304,11 +305,11 @@ impl Memory {
         MemoryFiles { parts: self.map.iter().filter_map(part).collect() }
     }
 
-    /// Unmaps memory without other users in the background: it takes 0.1 s or more per used GiB.
+    /// Unmaps memory that has no other users, in the background: unmapping takes 0.1 s or more per used GiB.
     pub fn unmap_in_background(memory: Arc<Self>) {
         let Some(memory) = Arc::into_inner(memory) else { return };
         run_in_background("unmap", memory, |memory| {
-            // With userfaultfd each unmapped page is reported to the pager: unmap all of it together.
+            // With userfaultfd each unmapped page is reported to the pager: unmap all of the memory together.
             if memory.missing.is_none()
                 && let Err(e) = memory.map.iter().try_for_each(|region| drop_pages(region))
             {
@@ -320,7 +321,7 @@ impl Memory {
     /// Sets the dirty log of a migrating QEMU.
     ///
     /// # Errors
-    /// The system's; the log is too short for the guest's memory.
+    /// Errors of `mmap(2)`; an error if the log is too short for the guest's memory, or longer than its file.
     pub fn log(&self, file: File, offset: u64, bytes: u64) -> io::Result<()> {
         let needed = self.pages().div_ceil(8);
         if bytes < needed {
@@ -348,8 +349,8 @@ impl Memory {
 
     /// Returns and clears the recorded pages.
     ///
-    /// May be called at any time: a page is recorded after its write, so a page that is read during a write is
-    /// reported again.
+    /// This function may be called at any time: a page is recorded after its write, so a page that is read during a
+    /// write is reported again.
     #[must_use]
     pub fn collect(&self) -> Vec<Span> {
         const PAGE: u64 = PAGE_SIZE as u64;
@@ -374,7 +375,8 @@ impl Memory {
     }
 }
 
-/// Rejects a part that exceeds its file, since access to its mapping would kill this process. Returns its bytes.
+/// Rejects a part that exceeds its file, because access to its mapping would kill this process. Returns the part's
+/// bytes.
 fn fits(what: &str, file: &File, offset: u64, bytes: u64) -> io::Result<usize> {
     let length = file.metadata()?.len();
     if offset.checked_add(bytes).is_none_or(|end| end > length) {
@@ -384,7 +386,7 @@ fn fits(what: &str, file: &File, offset: u64, bytes: u64) -> io::Result<usize> {
     usize::try_from(bytes).map_err(io::Error::other)
 }
 
-/// Total length of files, and their allocated bytes; each file counts once.
+/// Returns the total length of files, and their allocated bytes. Each file counts once.
 fn sizes<'a>(files: impl Iterator<Item = &'a File>) -> (u64, u64) {
     let sizes_by_file: BTreeMap<_, _> = files
         .filter_map(|file| file.metadata().ok())
@@ -393,7 +395,7 @@ fn sizes<'a>(files: impl Iterator<Item = &'a File>) -> (u64, u64) {
     sizes_by_file.values().fold((0, 0), |(long, taken), (of_long, of_taken)| (long + of_long, taken + of_taken))
 }
 
-/// The files of a guest's memory without a mapping: unmapped memory is released faster.
+/// The files of a guest's memory, without a mapping: unmapped memory is released faster.
 #[derive(Debug)]
 pub struct MemoryFiles {
     /// First address in the guest, bytes, offset, file.
@@ -401,12 +403,12 @@ pub struct MemoryFiles {
 }
 
 impl MemoryFiles {
-    /// The address ranges: first, bytes.
+    /// Returns the address ranges: first address, bytes.
     pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> {
         self.parts.iter().map(|(first, bytes, _)| (*first, *bytes))
     }
 
-    /// Number of frames that the host has allocated.
+    /// Returns the number of frames that the host has allocated.
     #[must_use]
     pub fn taken(&self) -> usize {
         let (_, taken) = sizes(self.parts.iter().map(|(_, _, file)| file.file()));
@@ -419,7 +421,7 @@ impl MemoryFiles {
         Some((file.file(), file.start() + (address - first)))
     }
 
-    /// Copies from the memory.
+    /// Copies bytes from the memory. Returns `None` if they are outside of it.
     #[must_use]
     pub fn read(&self, address: u64, into: &mut [u8]) -> Option<()> {
         let (file, at) = self.place(address, into.len() as u64)?;
@@ -427,14 +429,11 @@ impl MemoryFiles {
     }
 
     /// Releases a part to the host.
-    ///
-    /// # Errors
-    /// The system's.
     pub fn punch(&self, address: u64, bytes: u64) -> io::Result<()> {
         self.place(address, bytes).map_or(Ok(()), |(file, at)| punch_hole(file, at, bytes))
     }
 
-    /// Whether it shares a file with `memory`.
+    /// Returns whether `memory` uses one of these files.
     #[must_use]
     pub fn shares(&self, memory: &Memory) -> bool {
         let ours = self.parts.iter().filter_map(|(_, _, file)| file.file().metadata().ok());
@@ -463,7 +462,7 @@ mod tests {
         let part = Region { address: 0, bytes: 1 << 20, file: file.try_clone().unwrap(), offset: 0, front: 0 };
         let memory = Memory::map(vec![part]).unwrap();
         assert_eq!(memory.room(), 256 - 3);
-        // Starts inside a page that exists, and continues in two that do not.
+        // The write starts inside a page that exists, and continues in two pages that do not.
         memory.write(35 * PAGE_SIZE as u64 + 100, &[1; 2 * PAGE_SIZE]).unwrap();
         assert_eq!(memory.room(), 256 - 5);
         let mut expected = vec![0; 1 << 20];
@@ -519,7 +518,7 @@ mod tests {
         memory.read((1 << 20) + 4096, &mut found).unwrap();
         assert_eq!(found, [7; 4096]);
         assert_eq!(memory.collect(), [Span { address: 0x7000_0000_0000 + (1 << 20) + 4096, bytes: 4096 }]);
-        // Over the end of a region: done by `write`.
+        // A range over the end of a region: `fill` calls `write`.
         memory.fill((1 << 20) - 2048, &[8; 4096]).unwrap();
         memory.read((1 << 20) - 2048, &mut found).unwrap();
         assert_eq!(found, [8; 4096]);
@@ -549,7 +548,7 @@ mod tests {
         memory.note(true);
         memory.write(far + 4096, &[1]).unwrap();
         assert_eq!(memory.collect(), [Span { address: 0x7000_0000_0000 + far + 4096, bytes: 4096 }]);
-        // A log has a bit for each page up to there.
+        // A log has a bit for each page up to the end of the distant region.
         let log = tempfile::tempfile().unwrap();
         log.set_len(1 << 20).unwrap();
         assert!(memory.log(log, 0, 1 << 20).is_err());

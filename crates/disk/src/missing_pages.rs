@@ -1,9 +1,10 @@
 //! Memory of a guest that a restore is still filling (HydraVM, section IV-B): access to a missing page blocks until
 //! it is filled.
 //!
-//! In QEMU's mapping, the pager's userfaultfd handles missing pages. This process has its own mapping, in which they
-//! would read as zeros. So it has a userfaultfd of its own: a page that is missing here is read in QEMU, which blocks
-//! until the pager has filled it; then the page is in the file that both map.
+//! In QEMU's mapping, the pager's userfaultfd handles missing pages. This process has its own mapping, in which
+//! missing pages would read as zeros. Therefore it has its own userfaultfd: when a page is missing in this process, a
+//! thread reads the page from QEMU's memory, which blocks until the pager has filled it. Then the page is in the file
+//! that both processes map.
 //!
 //! ```text
 //! engine ── accesses a page ──> this thread ── reads it in QEMU ──> pager fills it
@@ -21,20 +22,20 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// Interval between two attempts to read a page.
+/// Interval between two attempts to read a page from QEMU.
 const AGAIN: Duration = Duration::from_millis(100);
 const PAGE: u64 = memory::PAGE_SIZE as u64;
 
-/// Memory that both processes map.
+/// Memory that this process and another process map.
 #[derive(Debug, Clone)]
 pub struct DoubleMapping {
-    /// Address in this process.
+    /// Addresses in this process.
     pub ours: Range<u64>,
-    /// Address in the other process.
+    /// First address in the other process.
     pub theirs: u64,
 }
 
-/// See [the module](self).
+/// The part of a guest's memory in which access to a missing page blocks, and the thread that supplies the pages.
 #[derive(Debug)]
 pub struct MissingPages {
     faults: Arc<Userfault>,
@@ -44,10 +45,11 @@ pub struct MissingPages {
 }
 
 impl MissingPages {
-    /// From here on, access to a missing page of `places` blocks until `front` has it.
+    /// Starts to block each access to a missing page of `places` until `front` has the page.
     ///
     /// # Errors
-    /// The system's, also if userfaultfd is unavailable. Access does not block then, so the memory must not be used.
+    /// Errors of `userfaultfd(2)`, also if it is unavailable. Access does not block then, so the memory must not be
+    /// used.
     pub fn begin(places: Vec<DoubleMapping>, front: Process) -> io::Result<Self> {
         let faults = Arc::new(Userfault::own(Features::empty()).map_err(io::Error::other)?);
         for place in &places {
@@ -65,7 +67,7 @@ impl MissingPages {
         Ok(Self { faults, places, end, thread: Some(thread) })
     }
 
-    /// Ends the blocking: no page is missing any more.
+    /// Stops blocking accesses, because no page is missing any more.
     pub fn filled(&self) {
         for place in &self.places {
             if let Err(e) = self.faults.unregister(place.ours.clone()) {
@@ -84,7 +86,7 @@ impl Drop for MissingPages {
     }
 }
 
-/// Supplies pages until `end`.
+/// Supplies missing pages until `end` is readable.
 fn supply_pages(
     faults: &Userfault,
     places: &[DoubleMapping],
@@ -112,7 +114,7 @@ fn supply_pages(
     }
 }
 
-/// Makes `front` fetch the page at `address`, which blocks there.
+/// Makes `front` fetch the page at `address`: reading the page blocks until the pager has filled it.
 fn read_in_front(front: Process, address: u64) {
     let mut is_reported = false;
     while let Err(e) = memory::read(front, address, &mut [0]) {
@@ -137,7 +139,7 @@ mod tests {
     use std::fs::File;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// Maps the pages of a file as QEMU would, with a "pager" that fills them with a delay.
+    /// Maps the pages of a file as QEMU would, and fills them with a delay as a pager would.
     fn with_pager(file: &File, work: impl FnOnce(u64)) -> u64 {
         const PAGES: u64 = 16;
         let theirs = mapped(file, PAGES * PAGE);
@@ -188,7 +190,7 @@ mod tests {
             let mut bytes = [0; 10];
             memory.read(3 * PAGE - 5, &mut bytes).unwrap();
             assert_eq!(bytes, [3, 3, 3, 3, 3, 4, 4, 4, 4, 4]);
-            // Writes of part of a page, also within a longer write: the rest of the page is what the pager filled.
+            // Writes of a part of a page, also within a longer write. The rest of the page keeps the pager's content.
             memory.write(7 * PAGE + 1, &[99]).unwrap();
             memory.fill(9 * PAGE + 8, &[98; 4]).unwrap();
             memory.read(7 * PAGE, &mut bytes).unwrap();

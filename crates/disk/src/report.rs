@@ -1,4 +1,4 @@
-//! Warnings that a guest or its QEMU can cause at any rate: only a few of each kind are logged per minute.
+//! Warnings that a guest or its QEMU can cause at any rate. Only a few of each kind are logged per minute.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 const BURST: u32 = 5;
 const WINDOW: Duration = Duration::from_secs(60);
 
-/// Limits warnings of one kind.
+/// A limit on the rate of one kind of warning.
 #[derive(Debug)]
 pub struct RateLimit(Mutex<WindowState>);
 
@@ -19,13 +19,14 @@ struct WindowState {
 }
 
 impl RateLimit {
-    /// A limit with nothing logged yet.
+    /// Creates a limit with nothing logged yet.
     #[must_use]
     pub const fn new() -> Self {
         Self(Mutex::new(WindowState { window: None, logged: 0, omitted: 0 }))
     }
 
-    /// Returns the number of warnings omitted since the last logged one, if the one at `now` is to be logged.
+    /// Decides whether to log the warning at `now`. Returns the number of warnings omitted since the last logged one,
+    /// or `None` to omit this warning, too.
     pub fn admit(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if state.window.is_none_or(|began| now.saturating_duration_since(began) >= WINDOW) {

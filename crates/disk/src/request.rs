@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The division into descriptors does not matter (2.7.4.2). Parsing accesses only the header and the ranges in the
-//! guest's memory; whether the data is in it shows when it is moved.
+//! guest's memory. Whether the data is in the guest's memory is checked when the data is moved.
 
 use crate::block::SECTOR;
 use crate::config::RANGE_SECTORS;
@@ -23,7 +23,7 @@ pub const IDENTITY: usize = 20;
 pub enum RequestStatus {
     Ok = 0,
     Failed = 1,
-    /// Not supported.
+    /// The operation is not supported.
     Unsupported = 2,
 }
 
@@ -31,7 +31,7 @@ pub enum RequestStatus {
 pub struct BufferSegment {
     pub address: u64,
     pub len: u64,
-    /// The device writes it instead of reading it.
+    /// The device writes the segment instead of reading it.
     pub writable: bool,
 }
 
@@ -42,7 +42,7 @@ pub struct Range {
 }
 
 impl Range {
-    /// A range of sectors, if it is within a disk of `capacity` bytes.
+    /// Returns a range of sectors, if it is within a disk of `capacity` bytes.
     fn of(sector: u64, bytes: u64, capacity: u64) -> Option<Self> {
         let at = sector.checked_mul(SECTOR)?;
         let end = at.checked_add(bytes)?;
@@ -50,7 +50,7 @@ impl Range {
     }
 }
 
-/// The operation.
+/// The operation of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
     Read(Range),
@@ -59,14 +59,14 @@ pub enum Kind {
     Flush,
     /// Return the serial number in `data`.
     Identity,
-    /// The content becomes undefined.
+    /// Make the content of these ranges undefined.
     Discard(Vec<Range>),
-    /// Zeros; `true`: space may be released.
+    /// Write zeros. `true`: the space may be released.
     Zeroes(Vec<(Range, bool)>),
 }
 
 impl Kind {
-    /// The parts of the disk that it accesses.
+    /// Returns the parts of the disk that the operation accesses.
     pub fn ranges(&self) -> impl Iterator<Item = Range> {
         let (one, discards, zeroes): (_, &[Range], &[(Range, bool)]) = match self {
             Self::Read(range) | Self::Write(range) => (Some(*range), &[], &[]),
@@ -80,7 +80,7 @@ impl Kind {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// The operation, or an immediate answer.
+    /// The operation, or the status to answer with immediately.
     pub what: Result<Kind, RequestStatus>,
     /// The data in the guest's memory.
     pub data: Vec<BufferSegment>,
@@ -101,10 +101,7 @@ pub struct Disk {
     pub readonly: bool,
 }
 
-/// Parses a chain. `read` copies bytes of the guest's memory, and returns `None` if they are outside it.
-///
-/// # Errors
-/// [`Unanswerable`].
+/// Parses a chain. `read` copies bytes of the guest's memory, and returns `None` if they are outside of it.
 pub fn parse(
     chain: impl Iterator<Item = BufferSegment>,
     mut read: impl FnMut(u64, &mut [u8]) -> Option<()>,
@@ -154,7 +151,7 @@ fn both([a, b, c, d]: [u8; 4], [e, f, g, h]: [u8; 4]) -> [u8; 8] {
     [a, b, c, d, e, f, g, h]
 }
 
-/// Removes the last writable byte, which is the status, and returns its address. The rest is data.
+/// Removes the last writable byte, which is the status, and returns its address. The remaining bytes are data.
 fn cut_last(writable: &mut Vec<BufferSegment>) -> Option<u64> {
     loop {
         let last = writable.last_mut()?;
@@ -174,7 +171,7 @@ fn total(segments: &[BufferSegment]) -> Option<u64> {
     (sum < u64::from(u32::MAX)).then_some(sum)
 }
 
-/// Removes the first bytes from segments.
+/// Moves the first bytes of the segments to `into`: copies them and removes them from the segments.
 fn gather(
     segments: &mut [BufferSegment],
     into: &mut [u8],
@@ -195,7 +192,7 @@ fn gather(
     rest.is_empty().then_some(())
 }
 
-/// The ranges of a discard (`allowed` flags: none) or of a write of zeros (1: unmap).
+/// Parses the ranges of a discard (`allowed` flags: none) or of a write of zeros (1: unmap).
 fn ranges(
     readable: &mut [BufferSegment],
     given: u64,
@@ -234,7 +231,7 @@ mod tests {
 
     const DISK: Disk = Disk { capacity: 1 << 20, readonly: false };
 
-    /// A guest whose memory starts with `bytes`.
+    /// Returns a `read` function for a guest whose memory starts with `bytes`.
     fn guest(bytes: &[u8]) -> impl FnMut(u64, &mut [u8]) -> Option<()> {
         |at, into| {
             let at = usize::try_from(at).ok()?;

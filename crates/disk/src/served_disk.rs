@@ -1,8 +1,8 @@
-//! The disk that control commands refer to: its engine, and the keeper of its log, once there is a disk.
+//! The disk that control commands refer to: its engine and, as soon as the disk is open, the keeper of its log.
 //!
-//! A server may start before it is known which epoch of the disk it serves: for a QEMU that waits for a checkpoint
-//! (`rekindle restore --prepare`), which only needs the disk's length. Such a server has inspected the image and
-//! released it, since a process on this or another host still writes it. No queue runs until a command names the
+//! A server may start before the epoch of the disk that it serves is known: for a QEMU that waits for a checkpoint
+//! (`rekindle restore --prepare`) and only needs the disk's length. Such a server has inspected the image and
+//! released it, because a process on this or another host still writes it. No queue runs until a command names the
 //! epoch. Then the server opens and locks the image as usual, or rejects the command and continues to wait.
 
 use crate::engine::Handle;
@@ -20,13 +20,13 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 pub struct PendingDisk {
     pub image: PathBuf,
     pub mode: OpenMode,
-    /// How to open its log.
+    /// How to open the disk's log.
     pub redo: LogOptions,
     /// Whether a restore is still filling the guest's memory.
     pub filling: Arc<AtomicBool>,
 }
 
-/// See [the module](self).
+/// The engine, with the keeper of the disk's log or the disk that the server waits for.
 #[derive(Debug)]
 pub struct ServedDisk {
     pub engine: Handle,
@@ -35,32 +35,33 @@ pub struct ServedDisk {
 }
 
 impl ServedDisk {
-    /// For a server that has its disk.
+    /// Creates the state of a server that has its disk.
     #[must_use]
     pub fn new(engine: Handle, keeper: Arc<Keeper>) -> Self {
         Self { engine, keeper: OnceLock::from(keeper), waiting: Mutex::new(None) }
     }
 
-    /// For a server that waits for its disk.
+    /// Creates the state of a server that waits for its disk.
     #[must_use]
     pub fn waiting(engine: Handle, waiting: PendingDisk) -> Self {
         Self { engine, keeper: OnceLock::new(), waiting: Mutex::new(Some(waiting)) }
     }
 
-    /// The keeper of the log.
+    /// Returns the keeper of the log.
     ///
     /// # Errors
-    /// [`Refused`]: there is no disk yet.
+    /// [`Refused`] while the server waits for its disk.
     pub fn keeper(&self) -> Result<&Arc<Keeper>, Refused> {
         self.keeper.get().ok_or_else(|| Refused("it waits for a restore, and has no disk yet".into()))
     }
 
-    /// Opens the disk as of an epoch, or the newest. `filling`: the guest's memory is still being filled.
+    /// Opens the disk as of epoch `at`; by default the newest disk. `filling`: a restore is still filling the guest's
+    /// memory.
     ///
     /// *On success:* queues may run. *On failure:* the server continues to wait, and the image is not locked.
     ///
     /// # Errors
-    /// [`Refused`]: another process has the image, the log is of another disk, or the disk is open already.
+    /// [`Refused`] if another process has the image, the log is of another disk, or the disk is open already.
     pub fn open(&self, at: Option<EpochId>, filling: bool) -> Result<(), Refused> {
         let mut waits = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = waits.as_ref().ok_or_else(|| Refused("it has its disk already".into()))?;
@@ -71,13 +72,13 @@ impl ServedDisk {
         let log = opened.engine_log.take();
         waiting.filling.store(filling, Ordering::Relaxed);
         self.engine.ask(|answer| Command::Open(Box::new((image, log)), answer))?;
-        // Set only here, while `waits` is locked.
+        // Set only in this function, while `waits` is locked.
         let _ = self.keeper.set(opened.start(&self.engine));
         *waits = None;
         Ok(())
     }
 
-    /// Releases image and log, for the server's end.
+    /// Releases image and log before the server ends.
     pub fn release(&self) {
         if let Some(keeper) = self.keeper.get() {
             keeper.release();

@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
-/// Why a disk cannot be served.
+/// The reason why a disk cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     #[error(transparent)]
@@ -52,11 +52,11 @@ pub struct Service {
     pub image: PathBuf,
     pub mode: OpenMode,
     pub socket: PathBuf,
-    /// The control socket.
+    /// Path of the control socket.
     pub control: PathBuf,
     pub redo: LogOptions,
     pub settings: Settings,
-    /// The epoch is named later; the image is not locked until then.
+    /// The server waits until a command names the epoch. The image is not locked until then.
     pub waits: bool,
 }
 
@@ -65,9 +65,6 @@ pub struct Service {
 /// *Needs:* no other process has the image open.
 /// *On success:* all writes that the guest has flushed are on the disk.
 /// *On failure:* nothing was served, the image is unchanged.
-///
-/// # Errors
-/// [`ServeError`].
 pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     let Service { image: path, mode, socket, control, redo, settings, waits } = service;
     if UNCHECKED {
@@ -76,7 +73,7 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
             path.display()
         );
     }
-    // Locked, unless it waits: of two servers only one gets as far as its sockets.
+    // The image is locked, unless the server waits: of two servers only one gets as far as its sockets.
     let image = if waits { Image::inspect(&path)? } else { Image::open(&path, mode)? };
     let filling = Arc::clone(&settings.filling);
     let shape = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
@@ -111,7 +108,7 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
     ended.map_err(failed)
 }
 
-/// Listens at `path`, for this user only, replacing the socket of a server that has ended.
+/// Listens at `path`, for this user only, and replaces the socket of a server that has ended.
 fn listen(path: &Path) -> Result<UnixListener, ServeError> {
     let failed = |source| ServeError::Socket { path: path.to_owned(), source };
     if UnixStream::connect(path).is_ok() {
@@ -184,7 +181,7 @@ fn serve_front(engine: Handle, session: FrontendId, shape: DiskConfig, filling: 
     let mut handler = BackendReqHandler::from_stream(stream, frontend);
     let why = loop {
         match ahead.as_ref().map(channel::offered) {
-            // Waits, so that a front end that passes many has at most one here.
+            // Waits for the answer, so that a front end that passes many channels has at most one in this process.
             Ok(Ok(Some(channel))) => {
                 drop(engine.ask(|answer| Command::Connection(session, ConnectionCommand::Channel(channel, answer))))
             }

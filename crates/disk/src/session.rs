@@ -5,8 +5,8 @@
 //! QEMU B ──── connects, asks, waits ───────┴─ its queues run ────────────────
 //! ```
 //!
-//! Several front ends may be connected, as during a restart of the VMM. Only one of them has running queues; another
-//! one that starts a queue meanwhile is rejected.
+//! Several front ends may be connected, as during a restart of the VMM. Only one of them has running queues. If
+//! another front end starts a queue meanwhile, the command is rejected.
 
 use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL};
 use crate::engine::command::{
@@ -41,7 +41,7 @@ struct Queue {
     runs: bool,
 }
 
-/// Whether a restore is still filling the guest's memory, and the process that has it.
+/// The fill state of a guest's memory, and the process that has the memory.
 #[derive(Debug)]
 pub struct FillState {
     pub is: Arc<AtomicBool>,
@@ -49,14 +49,14 @@ pub struct FillState {
     pub process: Option<u32>,
 }
 
-/// See [the module](self).
+/// The state of one front end's connection: features, memory and queues.
 #[derive(Debug)]
 pub struct Frontend {
     engine: Handle,
     session: FrontendId,
     shape: DiskConfig,
     features: u64,
-    /// The regions: address in the front end, bytes, address in the guest.
+    /// The memory regions: address in the front end, bytes, address in the guest.
     regions: Vec<(u64, u64, u64)>,
     memory: Option<Arc<Memory>>,
     queues: Vec<Queue>,
@@ -71,9 +71,10 @@ fn failed(e: io::Error) -> Error {
     Error::ReqHandlerError(e)
 }
 
-/// Rejects what is not an eventfd, and makes it non-blocking: the engine waits for nothing but the disk.
+/// Rejects a descriptor that is not an eventfd. Makes an eventfd non-blocking, because the engine waits for nothing
+/// but the disk.
 fn prepare_eventfd(file: &File) -> io::Result<()> {
-    // Without /proc it cannot be checked; being non-blocking must suffice.
+    // Without /proc the type cannot be checked; being non-blocking must suffice.
     if let Ok(name) = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
         && name.as_os_str() != "anon_inode:[eventfd]"
     {
@@ -105,7 +106,7 @@ impl Frontend {
         Ok(Arc::new(Memory::map_missing(regions, process)?))
     }
 
-    /// Translates an address of the front end to the guest's.
+    /// Translates an address of the front end to an address of the guest.
     fn in_guest(&self, address: u64) -> Result<u64> {
         let found = self.regions.iter().find_map(|(theirs, bytes, guest)| {
             let offset = address.checked_sub(*theirs).filter(|offset| offset < bytes)?;
@@ -135,7 +136,7 @@ impl Frontend {
         Ok(())
     }
 
-    /// Rejects memory for more requests than there can be, since all of it is read.
+    /// Rejects memory for more requests than there can be, because all of the memory is read.
     fn check_inflight(&self, about: &VhostUserInflight) -> Result<()> {
         let fits = about.num_queues <= self.shape.queues && about.queue_size <= MAX_QUEUE_ENTRIES;
         if fits { Ok(()) } else { Err(Error::InvalidParam) }
@@ -155,7 +156,7 @@ impl Frontend {
         Ok(())
     }
 
-    /// Stops a queue, and waits until none of its requests is in progress.
+    /// Stops a queue and waits until none of its requests is in progress.
     fn stop(&mut self, index: u32) -> Result<()> {
         if self.queue(index)?.runs {
             let next = self.ask_engine(|answer| ConnectionCommand::StopQueue(index as u16, answer))?;
@@ -318,7 +319,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         let (queues, size) = (wanted.num_queues, wanted.queue_size);
         self.check_inflight(wanted)?;
         let (inflight, file, bytes) = Inflight::create(queues, size).map_err(failed)?;
-        // The front end passes it to us, now and after a restart.
+        // The front end passes the file to this server now, and to the next server after a restart.
         drop(inflight);
         Ok((VhostUserInflight::new(bytes, 0, queues, size), file))
     }

@@ -93,11 +93,11 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_available_too() {
     check(&mut guest, &newest, "in the second epoch");
     assert_eq!(disk.block(0), content(0, 1), "the image is what it was when the log began");
     assert_eq!(disk.block(10), content(10, 0));
-    // The newest, after a restart.
+    // The newest disk, after a restart.
     drop(guest);
     let mut guest = restart(&mut disk, DiskVersion::Newest);
     check(&mut guest, &newest, "after a restart");
-    // The checkpoint's. Nothing is discarded until the guest writes.
+    // The checkpoint's disk. Nothing is discarded until the guest writes.
     drop(guest);
     let back = DiskVersion::Epoch { epoch: 1, disk: new_log.disk };
     let mut guest = restart(&mut disk, back);
@@ -242,7 +242,7 @@ fn a_full_log_holds_writes_and_loses_none() {
     disk.serve(|service| service.redo.limit = Some(256 << 10));
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
-    // More than fits, each block once: no space can be reclaimed.
+    // The writes exceed the limit, and are to different blocks: no space can be reclaimed.
     let blocks = 0..12u64;
     let mut versions = BTreeMap::new();
     write(&mut guest, &mut versions, 100..124, 1);
@@ -300,7 +300,7 @@ fn a_full_disk_under_the_log_fails_no_write_and_loses_none() {
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
     let mut versions = BTreeMap::new();
-    // 64 KiB per request, until one waits.
+    // Writes of 64 KiB each, until one waits.
     let mut ended = 0;
     let mut put = 0;
     for first in (0..BLOCKS * 4).step_by(16) {
@@ -346,7 +346,7 @@ fn the_space_of_overwritten_entries_is_used_again() {
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
     let mut versions = BTreeMap::new();
-    // Many times the limit, in one epoch and without a flush.
+    // Writes many times the limit, in one epoch and without a flush.
     for version in 1..60 {
         write(&mut guest, &mut versions, 0..16, version);
     }
@@ -389,7 +389,7 @@ fn a_full_log_without_a_protector_ends() {
     let at = mark(&disk, &mut guest);
     seal(&disk, at.epoch);
     drop(guest);
-    // Restored, and not protected.
+    // The guest is restored and not protected.
     disk.end();
     disk.serve(|service| {
         service.redo = redo(DiskVersion::Epoch { epoch: at.epoch, disk: new_log.disk });

@@ -26,7 +26,7 @@ fn after_any_actions_of_a_guest_and_its_qemu_the_server_serves_the_next_one() {
         }));
         if let Err(panic) = ended {
             println!("program {number} of REKINDLE_TEST_SEED={seed}: {program:?}");
-            // The server may hang, and ending it would wait.
+            // The server may hang, and ending it would wait for it.
             resume_unwind(panic);
         }
     }

@@ -47,7 +47,7 @@ fn no_request_is_lost_that_is_only_in_a_log() {
 fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
     let mut disk = Disk::new(BLOCKS);
     if with_log {
-        // Later servers have it.
+        // Later servers have the log, too.
         disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
     }
     disk.end();
@@ -61,7 +61,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
     let mut random = fastrand::Rng::with_seed(1);
     let mut again = 0;
     for round in 1..=rounds {
-        // Writes of long ranges, which take a while, with reads in between.
+        // Writes of long ranges, which take some time, with reads in between.
         let mut reads = Vec::new();
         for queue in [0, 1] {
             for n in 0..14u64 {

@@ -40,7 +40,7 @@ fn resume(disk: &Disk, moment: Moment) -> Option<StaleReason> {
     disk.control().ask(&Control::PhaseResume { moment }).unwrap()
 }
 
-/// In these tests the memory of a continued guest is complete.
+/// Reports that the memory of a continued guest is complete, as it always is in these tests.
 fn filled(disk: &Disk) {
     disk.control().ask::<()>(&Control::Filled {}).unwrap();
 }
@@ -62,7 +62,7 @@ fn a_moment_is_valid_until_a_touched_block_is_written() {
     guest.write(6, FIRST_FREE_FRAME, &content(6, 1));
     assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     assert_eq!(check(&disk, moment), None);
-    // With the present content, and only part of a block.
+    // The write has the current content, and covers only part of the block.
     guest.fill(FIRST_FREE_FRAME, &content(5, 0));
     let part = Ask { kind: 1, sector: 5 * 8 + 3, data: vec![(FIRST_FREE_FRAME * PAGE, 512, false)] };
     assert_eq!(guest.ask(&part), 0);
@@ -134,7 +134,7 @@ fn random_histories() {
     let mut moments: Vec<(Moment, BTreeMap<u64, u64>)> = Vec::new();
     let (mut went, mut refused) = (0, 0);
     for life in 0..60 {
-        // What the guest knows; `None`: the guest is older than the server.
+        // The blocks that the guest knows; `None`: the guest is older than the server.
         let mut known;
         let chosen = (!moments.is_empty() && life % 3 != 0).then(|| moments[random.usize(..moments.len())].clone());
         match chosen {

@@ -1,4 +1,5 @@
-//! What a redo log must never do: merge damaged data, ignore a failed sync, or delete another program's files.
+//! Errors that a redo log must never make: merging damaged data, ignoring a failed sync, or deleting another
+//! program's files.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -34,7 +35,7 @@ fn begin_log(disk: &Disk) -> Result<EpochId, String> {
     disk.control().ask(&Control::EpochBegin {}).map_err(|e| e.to_string())
 }
 
-/// Merges and removes the log, and waits for that.
+/// Merges and removes the log, and waits until that is done.
 fn end_log(disk: &Disk) {
     disk.control().end_epochs(DEADLINE).unwrap();
 }
@@ -79,7 +80,7 @@ fn serve_with_log_in(disk: &mut Disk, directory: &Path) {
     disk.serve(|service: &mut Service| service.redo.directory = Some(directory.to_owned()));
 }
 
-/// A file that another program has put where the log is to be.
+/// A file that another program has put into the directory of the log.
 struct ForeignFile {
     name: &'static str,
     create: fn(&Path),
@@ -114,7 +115,7 @@ fn a_directory_with_other_files_is_rejected_and_nothing_in_it_is_deleted() {
         }
         if path.is_dir() { fs::remove_dir(path).unwrap() } else { fs::remove_file(path).unwrap() }
     }
-    // A link to an empty directory is as good as the directory.
+    // A link to an empty directory is used like the directory.
     begin_log(&disk).unwrap();
     assert!(directory.join("state").exists());
     end_log(&disk);
@@ -172,7 +173,7 @@ fn a_directory_belongs_to_one_server_or_merge_at_a_time() {
     mark_and_seal(&owner, &mut guest);
     end_log(&owner);
     assert_eq!(owner.block(3), content(3, 1));
-    // It is free when the first log has ended.
+    // The directory is free when the first log has ended.
     other.serve(|service: &mut Service| service.redo.directory = Some(directory.clone()));
     begin_log(&other).unwrap();
 }
@@ -275,9 +276,8 @@ fn run_program(program: &str, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
-/// A block device whose writes end in its page cache, over a file system that can be filled: then one sync fails.
+/// A block device whose writes end in its page cache, over a file system that can be filled so that a sync fails.
 struct LoopDevice {
-    /// Where the file system is mounted.
     mount_point: PathBuf,
     path: PathBuf,
 }
@@ -326,7 +326,7 @@ fn serve_device(disk: &mut Disk, device: &LoopDevice) {
     });
 }
 
-/// Which sync receives the error.
+/// The sync that receives the error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FailingSync {
     Seal,

@@ -27,7 +27,8 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
     }
     first.kick(0);
     wait_for("requests to be taken", || (status().under_way > 4).then_some(()));
-    // Its connection breaks. Its requests are still done, and none of the next front end starts before.
+    // The first front end's connection breaks. Its requests are still done, and no request of the next front end
+    // starts before.
     let (about, memory) = first.inflight.take().unwrap();
     let mut second = Guest::connect(&disk.socket(), first.memory.try_clone().unwrap(), 1);
     second.continue_from(&first);
@@ -70,7 +71,7 @@ fn writes_that_wait_for_space_in_the_log_do_not_block_others_when_their_qemu_has
         let mut guest = Guest::start(&disk.socket());
         let mut block = 0;
         wait_for("a write to wait", || {
-            // Each to another block: overwritten space would be reclaimed.
+            // Each write is to another block: overwritten space would be reclaimed.
             while block < 256 && guest.under_way() < 8 {
                 guest.put(0, &Ask::write(block, FIRST_FREE_FRAME + block));
                 block += 1;

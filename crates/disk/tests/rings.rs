@@ -10,7 +10,7 @@ use std::fs::OpenOptions;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserInflight;
 
-/// A guest with two running queues. Both have served a request.
+/// Connects a guest with two running queues, both of which have served a request.
 fn guest(disk: &Disk) -> Guest {
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
     for queue in [0, 1] {
@@ -116,7 +116,7 @@ fn a_queue_of_long_requests_stops_after_a_few_of_them() {
     let under_way = || disk.control().status().unwrap().under_way;
     wait_for("requests to be taken", || (under_way() > 1).then_some(()));
     assert!(under_way() <= 6, "as many as have 128 MiB");
-    // They do not wait for the rate limit, which would take two minutes.
+    // The reads do not wait for the rate limit, which would take two minutes.
     let base = guest.stop(0) as u16;
     assert!((2..=7).contains(&base), "{base}");
     assert_eq!(guest.ended(0).len(), usize::from(base));

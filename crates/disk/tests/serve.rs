@@ -162,7 +162,7 @@ fn a_guest_learns_the_size_of_its_disk_and_that_it_has_grown() {
     assert_eq!(capacity(&mut guest), 128);
     let channel = guest.listen();
     guest.run(0, RingState::Empty);
-    // It may have grown since QEMU read it: before this server started, or between the two.
+    // The disk may have grown since QEMU read its length: before this server started, or between the two.
     let mut message = [0; 12];
     (&channel).read_exact(&mut message).unwrap();
     assert_eq!(guest.ask(&Ask::write(0, FIRST_FREE_FRAME)), 1);
@@ -192,7 +192,7 @@ fn of_two_servers_the_second_is_rejected_and_changes_nothing() {
     let mut guest = Guest::start(&disk.socket());
     let mut second = disk.service();
     assert!(matches!(serve(second.clone(), || ()), Err(ServeError::Image(ImageError::InUse { .. }))));
-    // Another image, with the same sockets.
+    // The second server has another image, with the same sockets.
     second.image = disk.directory.path().join("other.raw");
     std::fs::write(&second.image, [0; 4096]).unwrap();
     assert!(matches!(serve(second, || ()), Err(ServeError::Busy { .. })));
@@ -205,7 +205,7 @@ fn of_two_front_ends_only_one_has_running_queues() {
     let mut old = Guest::connect(&disk.socket(), common::memory(), 1);
     old.run(0, RingState::Empty);
     assert_eq!(old.read(1, FIRST_FREE_FRAME), content(1, 0));
-    // As in a restart of the VMM: the second has the same memory, and waits.
+    // As in a restart of the VMM: the second front end has the same memory, and waits.
     let mut new = Guest::connect(&disk.socket(), old.memory.try_clone().unwrap(), 1);
     assert!(new.try_run(0, RingState::Kept).is_err(), "the old one still runs");
     drop(new);
@@ -263,7 +263,7 @@ fn a_disk_keeps_its_rate_limit() {
         (0..count).for_each(|n| drop(guest.read(n, FIRST_FREE_FRAME)));
         began.elapsed()
     };
-    // At least that long: an upper limit would depend on the machine.
+    // Checks only the shortest time: a longest time would depend on the machine.
     assert!(took(&mut guest, 60).as_secs_f64() >= 39.0 / 200.0);
     disk.control().ask::<()>(&Control::Limit { bps: None, iops: None }).unwrap();
     assert!(took(&mut guest, 60) < DEADLINE);

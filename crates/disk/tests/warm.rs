@@ -1,5 +1,5 @@
-//! The retained cache: a rebooted guest finds the blocks that it had cached, and never anything else than the disk's
-//! content.
+//! The retained cache: a rebooted guest finds the blocks that it had cached, and never reads anything other than the
+//! disk's content.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -65,7 +65,7 @@ fn large_with_small() {
     let frame = |number: u64| FIRST_FREE_FRAME + number * LARGE;
     let small = FIRST_FREE_FRAME + 8 * LARGE;
     for round in 1..=6 {
-        // Alternately all are read, or every second one is written and the others are read.
+        // In odd rounds all pieces are read. In even rounds every second piece is written and the others are read.
         let is_written = |number: u64| round % 2 == 0 && number.is_multiple_of(2);
         for number in 0..8 {
             if is_written(number) {
@@ -73,7 +73,7 @@ fn large_with_small() {
             }
             guest.put(0, &large(u32::from(is_written(number)), number, frame(number)));
         }
-        // Into blocks that are being read.
+        // Small writes into blocks that are being read.
         for n in 0..16 {
             let block = (n % 4 * 2 + 1) * LARGE + round * 32 + n;
             guest.fill(small + n, &content(block, round));
@@ -111,7 +111,7 @@ fn large_with_small() {
     }
 }
 
-/// The guest starts another kernel, whose driver starts anew, in the same memory.
+/// Starts another kernel in the guest's memory, whose driver starts anew. Returns the number of cached blocks.
 fn jump(disk: &Disk, guest: &mut Guest) -> u64 {
     let blocks = disk.control().ask(&Control::Reuse {}).unwrap();
     guest.stop(0);
@@ -143,7 +143,7 @@ fn another_kernel_in_the_same_memory_uses_what_is_still_there() {
     assert_eq!(guest.read(5, FIRST_FREE_FRAME + 102), content(5, 8), "from the disk");
     assert_eq!(guest.read(6, FIRST_FREE_FRAME + 103), content(6, 8), "what it has written is not what lay there");
     assert_eq!(guest.read(70, FIRST_FREE_FRAME + 104), content(70, 1));
-    // Into a frame whose own block is read next.
+    // The block is read into a frame whose own block is read next.
     assert_eq!(guest.read(2, FIRST_FREE_FRAME + 3), content(2, 0));
     assert_eq!(guest.read(3, FIRST_FREE_FRAME + 105), content(3, 8), "overwritten meanwhile");
     let (left, became) = cache_status(&disk).unwrap();
@@ -151,17 +151,17 @@ fn another_kernel_in_the_same_memory_uses_what_is_still_there() {
     assert!(guest_blocks(&guest) >= before, "nothing of a guest's memory is given back");
     assert!(guest.frame(FIRST_FREE_FRAME + 60) == content(60, 0), "nor changed");
 
-    // Its own reads are recorded: the next reboot has those, and none of the previous kernel's.
+    // The new kernel's reads are recorded: the next reboot has these blocks, and none of the previous kernel's.
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 6);
     assert_eq!(guest.read(2, FIRST_FREE_FRAME), content(2, 0));
-    // Only the announced start is one; later resets of the driver are not.
+    // Only the announced start of the driver is the start of another kernel; later resets of the driver are not.
     guest.stop(0);
     guest.run(0, RingState::Empty);
     assert_eq!(guest.read(9, FIRST_FREE_FRAME + 9), content(9, 0));
 }
 
-/// Bytes of the host's memory that the guest's takes.
+/// Returns how much memory of the host the guest's memory takes, in units of 512 bytes.
 fn guest_blocks(guest: &Guest) -> u64 {
     guest.memory.metadata().unwrap().blocks()
 }
@@ -179,11 +179,11 @@ fn a_rebooted_guest_gets_cached_blocks_and_changed_ones_come_from_the_disk() {
         guest.read(block, FIRST_FREE_FRAME + block);
     }
     guest.write(70, FIRST_FREE_FRAME + 70, &content(70, 1));
-    // In its page cache and not on the disk: a page that it changed and did not write back.
+    // A page in the guest's page cache that the guest changed and did not write back.
     guest.fill(FIRST_FREE_FRAME + 5, &content(5, 9));
-    // Reused for something else.
+    // A frame that was reused for other content.
     guest.fill(FIRST_FREE_FRAME + 6, &[0; PAGE as usize]);
-    // A single changed bit.
+    // A page with a single changed bit.
     let mut damaged = content(7, 0);
     damaged[1000] ^= 4;
     guest.fill(FIRST_FREE_FRAME + 7, &damaged);
@@ -217,7 +217,7 @@ fn a_written_block_is_not_served_with_its_old_content() {
     let mut guest = Guest::start(&disk.socket());
     (0..32).for_each(|block| drop(guest.read(block, FIRST_FREE_FRAME + block)));
     let (mut guest, _) = reboot(&disk, guest);
-    // Whole, in part, zeroed, and by a failing write.
+    // Blocks are written whole, in part, zeroed, and by a failing write.
     guest.write(3, FIRST_FREE_FRAME, &content(3, 1));
     guest.fill(FIRST_FREE_FRAME, &[7; PAGE as usize]);
     assert_eq!(guest.ask(&Ask { kind: 1, sector: 4 * 8 + 2, data: vec![(FIRST_FREE_FRAME * PAGE, 512, false)] }), 0);
@@ -261,7 +261,7 @@ fn a_retained_cache_is_of_the_previous_guest_and_is_dropped_on_request() {
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 1);
     guest.read(2, FIRST_FREE_FRAME);
-    // Only the immediately previous guest's memory is used.
+    // Only the memory of the immediately previous guest is used.
     let (mut guest, kept) = reboot(&disk, guest);
     assert_eq!(kept, 1);
     behind(&disk, 1, &content(1, 8));
@@ -272,7 +272,7 @@ fn a_retained_cache_is_of_the_previous_guest_and_is_dropped_on_request() {
     assert_eq!(guest.read(2, FIRST_FREE_FRAME), content(2, 8));
 }
 
-/// A request in a guest's second queue, which is the other disk's.
+/// Reads a block through the guest's second queue, which is the other disk's.
 fn read_by(guest: &mut Guest, block: u64, frame: u64) -> Vec<u8> {
     guest.put(1, &Ask::read(block, frame));
     guest.kick(1);
@@ -281,7 +281,7 @@ fn read_by(guest: &mut Guest, block: u64, frame: u64) -> Vec<u8> {
     guest.frame(frame)
 }
 
-/// A guest with two disks.
+/// Starts a guest with two disks.
 fn both(disks: &[Disk; 2]) -> [Guest; 2] {
     let memory = common::memory();
     let mut guests = disks.each_ref().map(|disk| Guest::connect(&disk.socket(), memory.try_clone().unwrap(), 2));
@@ -304,7 +304,7 @@ fn two_disks_keep_their_blocks_in_one_memory_also_when_that_is_repeated() {
     drop((first, second));
     let claims = disks.each_ref().map(|disk| disk.directory.path().join("claim"));
     let before = frames();
-    // Repeated after a kill in between.
+    // The commands are repeated, as after a kill in between.
     for _ in 0..2 {
         for (disk, claim) in disks.iter().zip(&claims) {
             wait_for("the front end to have gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
@@ -383,7 +383,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
-    /// Whatever a guest does, before and after any number of reboots: it reads the content of the disk.
+    /// A guest reads the content of the disk, before and after any number of reboots.
     #[test]
     fn a_guest_never_reads_anything_but_the_disks_content(steps in proptest::collection::vec(step(), 1..60)) {
         let disk = Disk::new(BLOCKS);

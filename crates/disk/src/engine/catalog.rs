@@ -1,14 +1,14 @@
 //! The trait between the front end and the parts that know the disk's blocks.
 //!
 //! The front end moves bytes. It does not know where a block is, whether a write must wait for a checkpoint, or what
-//! a reboot needs to know later. It asks a [`BlockCatalog`], in this order for each request:
+//! must be recorded for a later reboot. It asks a [`BlockCatalog`], in this order for each request:
 //!
 //! ```text
 //! a request is taken    record_request
 //! a read                take_retained ─> record_served;   locate ─> disk_file ─ (I/O) ─> record_moved
 //! a change              forget_blocks; reserve ─> the image, or an entry ─ (I/O) ─> record_entry, record_moved
 //! a flush               sync_targets ─> file_to_sync ─ (I/O) ─> record_sync
-//! it fails              forget_moved
+//! a failure             forget_moved
 //! ```
 //!
 //! The trait is a type parameter of the front end, so that no call is dynamic.
@@ -27,7 +27,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A part of a request in progress.
+/// The identity of a part of a request in progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PartId {
     /// Number of the request.
@@ -36,24 +36,24 @@ pub struct PartId {
     pub part: u32,
 }
 
-/// Where data of the disk is.
+/// The location of data of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DataLocation {
-    /// At the same offset as on the disk.
+    /// In the image, at the same offset as on the disk.
     Image,
     /// In the segment of an epoch of the redo log.
     Segment { epoch: u64, offset: u64 },
-    /// Zeros, stored nowhere.
+    /// Nowhere: the data is zeros.
     Zeroes,
 }
 
-/// Where to read in a file.
+/// The position of data in a file.
 pub(super) struct FilePosition {
     pub file: Arc<File>,
     pub offset: u64,
 }
 
-/// What a flush makes durable.
+/// A file that a flush makes durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SyncTarget {
     Image,
@@ -64,7 +64,7 @@ pub(super) enum SyncTarget {
     },
 }
 
-/// Earlier writes cannot be made durable any more.
+/// The error that earlier writes cannot be made durable any more.
 #[derive(Debug)]
 pub(super) struct DurabilityLost;
 
@@ -77,7 +77,7 @@ pub(super) struct Change {
     pub kind: EntryKind,
 }
 
-/// Where a change is to be written.
+/// The place to write a change to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WriteTarget {
     Image,
@@ -87,16 +87,16 @@ pub(super) enum WriteTarget {
     Wait,
 }
 
-/// How the write of an entry ended.
+/// The result of writing an entry.
 pub(super) enum EntryResult<'a> {
     Written,
-    /// The front end tries it again later, in the same place.
+    /// The front end tries the write again later, in the same place.
     NoSpace {
         part: PartId,
         /// The error, if it was not a short write.
         error: Option<&'a io::Error>,
     },
-    /// It is not repeated.
+    /// The write is not repeated.
     Failed,
 }
 
@@ -109,102 +109,104 @@ pub(super) enum Direction {
 /// Adjacent blocks that were moved between the disk and the guest.
 pub(super) struct MovedBlocks {
     pub memory: Arc<Memory>,
-    /// The first block.
+    /// Number of the first block.
     pub first: u64,
-    /// The guest's frame of each block, if the block is in one frame.
+    /// The guest's frame of each block; `None` if the block is not in one frame.
     pub frames: Vec<Option<Frame>>,
     pub direction: Direction,
-    /// Their content on the disk has changed since, or may have.
+    /// The blocks' content on the disk has changed since, or may have changed.
     pub is_stale: bool,
 }
 
 impl MovedBlocks {
-    /// Whether it has a block of `range`.
+    /// Returns whether one of the blocks is in `range`.
     pub fn overlaps(&self, range: Range) -> bool {
         let blocks = crate::block::touched(range.at, range.bytes);
         self.first < blocks.end && blocks.start < self.first + self.frames.len() as u64
     }
 }
 
-/// Whether a guest's driver has just started.
+/// The state of a guest's driver when a queue starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DriverState {
-    /// Its first queue starts, without any answer yet.
+    /// The driver has just started: this is its first queue, and nothing was answered yet.
     Started,
-    /// It continues, with another QEMU or another queue.
+    /// The driver continues, with another QEMU or another queue.
     Continues,
 }
 
-/// See [the module](self).
+/// The parts of the engine that know the disk's blocks, as the front end sees them.
 pub(super) trait BlockCatalog {
-    /// Whether there is a disk: a server for a restore gets it later.
+    /// Returns whether the disk is open: a server for a restore gets its disk later.
     fn is_open(&self) -> bool;
 
-    /// What requests are checked against.
+    /// Returns the properties of the disk that requests are checked against.
     fn disk(&self) -> Disk;
 
-    /// The image, for messages.
+    /// Returns the path of the image, for messages.
     fn path(&self) -> &Path;
 
     // Where is this block?
 
-    /// Whether [`Self::take_retained`] may find blocks.
+    /// Returns whether [`Self::take_retained`] may find blocks.
     fn has_retained_blocks(&self) -> bool;
 
     /// Copies blocks from `first` on out of the retained cache, as many as fit into `into`. Returns the digest of
-    /// each block that was there and equals the disk's. All of them are removed from the retained cache.
+    /// each block that the cache had and that equals the disk's. Removes all of these blocks from the retained cache,
+    /// also those that differ from the disk's.
     fn take_retained(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>>;
 
-    /// Calls `piece` with each piece of a range, in order, and where its data is.
+    /// Calls `piece` with each piece of a range and the location of its data, in order.
     fn locate(&self, range: Range, piece: impl FnMut(Range, DataLocation));
 
-    /// The file of a location that byte `at` of the disk was found at earlier. What was merged since is in the image.
+    /// Returns the file and offset of byte `at` of the disk, which was found at `location` earlier. A byte that was
+    /// merged since is in the image.
     fn disk_file(&self, location: DataLocation, at: u64) -> FilePosition;
 
-    /// Calls `target` with all that a flush must sync.
+    /// Calls `target` with each target that a flush must sync.
     ///
     /// # Errors
-    /// A sync has failed before.
+    /// [`DurabilityLost`] if a sync has failed before.
     fn sync_targets(&self, target: impl FnMut(SyncTarget)) -> Result<(), DurabilityLost>;
 
-    /// `None`: there is nothing left to sync.
+    /// Returns the file to sync for a target. `None`: there is nothing left to sync.
     fn file_to_sync(&self, target: SyncTarget) -> Option<Arc<File>>;
 
     // May I write it?
 
-    /// Decides where a part writes a change. `entry`: that of an earlier attempt.
+    /// Decides where a part writes a change. `entry`: the entry of an earlier attempt.
     fn reserve(&mut self, part: PartId, change: Change, entry: Option<LogEntry>, limit: SpaceLimit) -> WriteTarget;
 
-    /// Writes the header of an entry with this data to `into`. `None`: the log has ended, which it does only when no
+    /// Writes the header of an entry with this data to `into`. `None`: the log has ended, which happens only while no
     /// entry is reserved.
     fn write_entry_header(&self, entry: &LogEntry, data: &[u8], into: &mut [u8]) -> Option<()>;
 
     fn entry_file(&self, entry: &LogEntry) -> Option<Arc<File>>;
 
-    /// Moves all parts that wait to `waiting`, for another attempt.
+    /// Moves all waiting parts to `waiting`, for another attempt.
     fn retry_waiting(&mut self, waiting: &mut VecDeque<PartId>);
 
-    /// As [`Self::retry_waiting`], if it is time for another attempt.
+    /// Does the same as [`Self::retry_waiting`], if it is time for another attempt.
     fn retry_due(&mut self, waiting: &mut VecDeque<PartId>);
 
     // What must be recorded?
 
-    /// A QEMU has mapped `memory`, whose queues do not run.
+    /// Notes that a QEMU whose queues do not run has mapped `memory`.
     fn note_mapped(&mut self, memory: &Memory);
 
-    /// Prepares to record the blocks of a guest in `memory`, of which a queue starts.
+    /// Prepares to record the blocks of a guest in `memory`. Called when one of its queues starts.
     fn begin_records(&mut self, memory: &Arc<Memory>, driver: DriverState, buffers: &mut BufferPool);
 
     /// Records which blocks a request reads or changes, before any of it is done.
     fn record_request(&mut self, kind: &Kind);
 
-    /// Whether moved blocks are recorded.
+    /// Returns whether moved blocks are recorded.
     fn records_moves(&self) -> bool;
 
     /// Forgets the content of blocks that are about to change.
     fn forget_blocks(&mut self, range: Range);
 
-    /// Forgets in which frames blocks are: their content on the disk is unknown.
+    /// Forgets in which frames blocks are, because their content on the disk is unknown.
     fn forget_moved(&mut self, range: Range);
 
     /// Records that a block with this digest was moved to a frame.
@@ -219,6 +221,6 @@ pub(super) trait BlockCatalog {
     /// Records the result of a sync. Returns an error also if another sync has received it.
     ///
     /// # Errors
-    /// What was written is not durable.
+    /// The error of the sync: the written data is not durable.
     fn record_sync(&mut self, target: SyncTarget, result: io::Result<usize>) -> io::Result<usize>;
 }

@@ -18,12 +18,12 @@ use std::sync::mpsc::Sender;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FrontendId(pub u32);
 
-/// Why a command is rejected.
+/// The reason why a command is rejected.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Refused(pub String);
 
-/// Where to send the result of a command.
+/// The sender for the result of a command.
 pub type Answer<T> = Sender<Result<T, Refused>>;
 
 /// A queue as its front end has set it up: its rings in the guest, and its position.
@@ -61,11 +61,12 @@ pub enum Notification {
     Error,
 }
 
-/// A broken queue, most likely by a fault of the guest's driver: it takes no request until the guest resets the disk.
+/// A queue that is broken, most likely by a fault of the guest's driver. It takes no request until the guest resets
+/// the disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Broken {
     pub queue: u16,
-    /// What is wrong with it.
+    /// Description of the fault.
     pub why: String,
 }
 
@@ -76,31 +77,31 @@ pub struct Status {
     pub bytes: u64,
     /// Number of connected front ends.
     pub connected: usize,
-    /// Number of those that have not started: QEMUs that wait for their guest's state.
+    /// Number of connected front ends that have not started: QEMUs that wait for their guest's state.
     #[serde(default)]
     pub waiting: usize,
-    /// Whether the queues of one of them run.
+    /// Whether the queues of a connected front end run.
     pub active: bool,
-    /// Requests in progress.
+    /// Number of requests in progress.
     pub under_way: usize,
-    /// Blocks in the block map.
+    /// Number of blocks in the block map.
     pub mapped: usize,
     /// Memory of the block map in bytes.
     pub map_bytes: usize,
-    /// Number of blocks in the retained cache, and the fate of the others.
+    /// Number of blocks in the retained cache, and the counts of its other blocks by their fate.
     #[serde(rename = "attic")]
     pub retained: Option<(usize, CacheCounts)>,
-    /// The memory that has the retained cache: the same number for all servers that use it.
+    /// Identity of the memory that has the retained cache: the same number for all servers that use the memory.
     #[serde(default, rename = "attic_memory", skip_serializing_if = "Option::is_none")]
     pub retained_memory: Option<u64>,
-    /// Final counts of the last retained cache, if it is empty.
+    /// Final counts of the last retained cache, once it is empty.
     pub emptied: Option<CacheCounts>,
-    /// Blocks that the guest has read or written since its boot; none if unknown.
+    /// Number of blocks that the guest has read or written since its boot; `None` if unknown.
     #[serde(default)]
     pub touched: Option<u64>,
     #[serde(default)]
     pub redo: Option<RedoStatus>,
-    /// It waits for a restore, and has no disk yet.
+    /// The server waits for a restore, and has no disk yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub waits: bool,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -113,13 +114,13 @@ pub struct Status {
 /// A command of a connected QEMU's session.
 #[derive(Debug)]
 pub enum ConnectionCommand {
-    /// It has connected; with its process, if the kernel reports it.
+    /// The QEMU has connected. `process`: its process ID, if the kernel reports it.
     Join { process: Option<u32> },
-    /// It has disconnected.
+    /// The QEMU has disconnected.
     Leave,
-    /// A socket for notifications to it.
+    /// A socket for notifications to the QEMU.
     Channel(OwnedFd, Answer<()>),
-    /// Its guest's memory.
+    /// The memory of the QEMU's guest.
     Memory(Arc<Memory>, Answer<()>),
     /// The record of requests in progress, in memory that QEMU holds.
     Inflight(Inflight, Answer<()>),
@@ -131,10 +132,10 @@ pub enum ConnectionCommand {
     StopQueue(u16, Answer<u16>),
 }
 
-/// Whether pages were recorded already when a record was requested.
+/// The state of the page record when a record is requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageRecord {
-    /// Without interruption.
+    /// Pages were recorded already, without interruption.
     Continues,
     New,
 }
@@ -142,7 +143,7 @@ pub enum PageRecord {
 /// A command about the record of the guest's pages that the server writes.
 #[derive(Debug)]
 pub enum PageCommand {
-    /// Start recording those of the guest of this process.
+    /// Start recording the pages of the guest of this process.
     Record { process: u32, answer: Answer<PageRecord> },
     /// Stop recording.
     End(Answer<()>),
@@ -150,14 +151,15 @@ pub enum PageCommand {
     Collect(Answer<Vec<Span>>),
 }
 
-/// A command about the cache over reboots.
+/// A command about the cache that the server keeps over reboots.
 #[derive(Debug)]
 pub enum CacheCommand {
     /// The guest has ended: its memory becomes the retained cache of the next one.
     ///
-    /// With a path: other disks' servers use the same memory, and find the frames that this one needs in that file.
+    /// With a path, the servers of other disks use the same memory. The file at that path shows them which frames
+    /// this server needs.
     Keep(Option<PathBuf>, Answer<usize>),
-    /// The guest is about to start another kernel in its memory, which is to use what is cached. Answered with the
+    /// The guest is about to start another kernel in its memory, which is to use the cached blocks. Answered with the
     /// number of blocks.
     Reuse(Answer<usize>),
     /// The files in which the other servers show which frames they need.
@@ -166,7 +168,7 @@ pub enum CacheCommand {
     Drop(Answer<()>),
 }
 
-/// See [the module](self).
+/// A command to the engine from another thread.
 #[derive(Debug)]
 pub enum Command {
     Connection(FrontendId, ConnectionCommand),

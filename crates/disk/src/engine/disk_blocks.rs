@@ -23,10 +23,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// See [the module](self).
+/// The image, the redo log and the cache of one disk.
 pub(super) struct DiskBlocks {
     image: Image,
-    /// Bytes of the disk.
+    /// Length of the disk in bytes.
     capacity: u64,
     /// The server has only inspected the image, and has no disk yet.
     is_awaited: bool,
@@ -40,7 +40,7 @@ impl DiskBlocks {
         Self { capacity: image.bytes, image, is_awaited: false, log, cache }
     }
 
-    /// For a server that only knows the length of its disk.
+    /// Creates the blocks of a server that only knows the length of its disk.
     pub fn awaited(image: Image, cache: RebootCache) -> Self {
         Self { capacity: image.bytes, image, is_awaited: true, log: None, cache }
     }
@@ -58,19 +58,19 @@ impl DiskBlocks {
         Ok(())
     }
 
-    /// Bytes of the disk.
+    /// Returns the length of the disk in bytes.
     pub fn capacity(&self) -> u64 {
         self.capacity
     }
 
-    /// Updates the length of the image. Returns the previous one.
+    /// Updates the length of the image. Returns the previous length.
     pub fn measure(&mut self) -> Result<u64, Refused> {
         let measured = self.image.measure(self.capacity).map_err(|e| Refused(e.to_string()))?;
         Ok(std::mem::replace(&mut self.capacity, measured))
     }
 
-    /// Length and times of the image. For a device, and for an image into which a log is merged, the times mean
-    /// nothing: only the lock prevents changes by others.
+    /// Returns the length and times of the image. For a device, and for an image into which a log is merged, the
+    /// times are 0 because they mean nothing: only the lock prevents changes by other processes.
     pub fn image_state(&self) -> ImageState {
         ImageState { capacity: self.capacity, stamp: self.image_stamp() }
     }
@@ -150,7 +150,7 @@ impl BlockCatalog for DiskBlocks {
     fn file_to_sync(&self, target: SyncTarget) -> Option<Arc<File>> {
         match target {
             SyncTarget::Image => Some(Arc::clone(&self.image.file)),
-            // `None`: merged since, and the image was synced.
+            // `None`: the segment was merged since, and the image was synced.
             SyncTarget::Segment { epoch, .. } => self.segment(epoch),
         }
     }

@@ -91,7 +91,7 @@ impl Engine {
         self.front_end.blocks.cache.keep(claim, &mut self.front_end.io.buffers)
     }
 
-    /// Discards all state of a previous guest. Work that a running guest would wait for is done in slices.
+    /// Discards all state of a previous guest. While a guest runs, which would wait for the work, does it in slices.
     fn drop_cache(&mut self) {
         let is_used = self.front_end.is_used();
         let cache = &mut self.front_end.blocks.cache;

@@ -13,7 +13,7 @@ use std::time::Duration;
 const RING_ENTRIES: u32 = 256;
 /// Entries of the ring that requests leave free for waiting for kicks.
 const RESERVED_ENTRIES: usize = 40;
-/// Most bytes in progress, except that one operation always may be.
+/// Most bytes in progress. A single operation may exceed this limit.
 const MAX_BYTES_IN_FLIGHT: usize = 64 << 20;
 /// Most bytes of unused buffers that are kept.
 const MAX_POOLED_BYTES: usize = 16 << 20;
@@ -52,11 +52,11 @@ impl Token {
     }
 }
 
-/// Unused buffers.
+/// A pool of unused buffers.
 #[derive(Default)]
 pub(super) struct BufferPool {
     unused: Vec<Buffer>,
-    /// Bytes of all of them.
+    /// Bytes of all unused buffers.
     bytes: usize,
 }
 
@@ -88,11 +88,11 @@ impl BufferPool {
     }
 }
 
-/// The ring has no free entry for the operation.
+/// The error that the ring has no free entry for the operation.
 #[derive(Debug)]
 pub(super) struct RingFull;
 
-/// See [the module](self).
+/// The ring, its unused buffers, and the bytes in progress.
 pub(super) struct DiskIo {
     ring: Ring,
     pub buffers: BufferPool,
@@ -106,21 +106,21 @@ impl DiskIo {
     /// Creates a ring, which belongs to the calling thread.
     ///
     /// # Errors
-    /// The system's: io_uring is unavailable.
+    /// If io_uring is unavailable.
     pub fn new() -> io::Result<Self> {
         let ring = Ring::new(RING_ENTRIES)?;
         Ok(Self { ring, buffers: BufferPool::default(), bytes_in_flight: 0, copied: 0 })
     }
 
-    /// Reports once that `descriptor` is readable.
+    /// Requests one completion with `token` when `descriptor` is readable.
     pub fn listen(&mut self, descriptor: &Arc<OwnedFd>, token: Token) {
-        // There are far fewer queues than the ring has entries, and requests leave some to them: `has_room`.
+        // There are far fewer queues than the ring has entries, and requests leave some entries to them: `has_room`.
         if self.ring.when_readable(descriptor, token.pack()).is_err() {
             tracing::error!("the io_uring ring has no space to wait for {token:?}");
         }
     }
 
-    /// Ends a [`Self::listen`].
+    /// Ends the wait that [`Self::listen`] has started.
     pub fn stop_listening(&mut self, token: Token) {
         self.ring.cancel(token.pack());
     }
@@ -129,19 +129,21 @@ impl DiskIo {
         self.ring.begin(file, operation, token.pack()).map_err(|_| RingFull)
     }
 
-    /// Whether an operation of a request that moves `bytes` may begin.
+    /// Returns whether an operation of a request that moves `bytes` bytes may begin.
     pub fn has_room(&self, bytes: usize) -> bool {
         let free_entries = (RING_ENTRIES as usize).saturating_sub(self.ring.under_way());
         let fits = bytes == 0 || self.bytes_in_flight == 0 || self.bytes_in_flight + bytes <= MAX_BYTES_IN_FLIGHT;
         free_entries > RESERVED_ENTRIES && fits
     }
 
-    /// Entries for work that nothing waits for: half of the ring is kept for requests, and for waiting for kicks.
+    /// Returns the number of entries for work that nothing waits for. Half of the ring is kept for requests, and for
+    /// waiting for kicks.
     pub fn spare_entries(&self) -> usize {
         (RING_ENTRIES as usize / 2).saturating_sub(self.ring.under_way())
     }
 
-    /// Whether more was copied since the last call, or since operations were submitted, than the disk should wait for.
+    /// Returns whether more than [`MAX_COPIED_BYTES`] were copied since the last call that returned true, or since
+    /// operations were submitted.
     pub fn take_copied_much(&mut self) -> bool {
         let has_copied_much = self.copied > MAX_COPIED_BYTES;
         if has_copied_much {
@@ -154,7 +156,7 @@ impl DiskIo {
         self.ring.submit()
     }
 
-    /// Submits operations and waits for a completion, at most `limit`.
+    /// Submits operations and waits for a completion, for at most `limit`.
     pub fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         self.ring.wait(limit)
     }

@@ -6,21 +6,20 @@ use crate::ledger::{Moment, StaleReason};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
-/// A request about the ledger.
+/// A command about the ledger.
 #[derive(Debug)]
 pub enum LedgerCommand {
-    /// A guest boots that has read and written nothing.
+    /// A guest that has read and written nothing boots.
     Begin(Sender<Result<(), Refused>>),
-    /// Mark this moment.
+    /// Mark the current moment.
     Mark(Sender<Result<Moment, Refused>>),
-    /// Whether a guest of a moment may continue.
+    /// Check whether a guest of a moment may continue.
     Check(Moment, Sender<Result<Option<StaleReason>, Refused>>),
-    /// The next guest continues from that moment, if it may. Its memory is filled while it runs.
+    /// Continue the next guest from that moment, if it may. Its memory is filled while it runs.
     Resume(Moment, Sender<Result<Option<StaleReason>, Refused>>),
 }
 
 impl Engine {
-    /// Answers a request.
     pub(super) fn carry_out_ledger_command(&mut self, command: LedgerCommand) {
         match command {
             LedgerCommand::Begin(answer) => {

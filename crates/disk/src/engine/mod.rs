@@ -7,18 +7,25 @@
 //!        │                 │   Engine    │ the loop: waits for a completion or a command, and lets each part work
 //!        │                 └──────┬──────┘
 //!  ┌─────┴────────────────────────┴──────┐
-//!  │ front_end::FrontEnd                 │ owns: connected QEMUs and their memory, queues, requests in progress and
-//! the  │ vhost-user: queues, descriptor      │ record of them that outlives the server, rate limit, the io_uring
-//! ring, buffers  │ chains, replay of a killed server's │  │ requests                            │
-//! └─────┬───────────────────────────────┘        │ catalog::BlockCatalog:  where is this block?   may I write it?
-//! what must be recorded?  ┌─────┴───────────────────────────────┐  │ disk_blocks::DiskBlocks             │ owns: the
-//! image, and the two parts below, of which neither knows the other  └─────┬─────────────────────────┬─────┘
-//! ┌─────┴──────────────────┐ ┌────┴─────────────────────┐  │ redo_log::EngineLog    │ │ reboot_cache::RebootCache│
-//! │ owns: where each block │ │ owns: the block map of   │  │ of a protected disk is │ │ the running guest, the   │
-//! │ in the log, writes     │ │ retained cache of the    │  │ that wait for space,   │ │ previous one, the ledger │
-//! │ space to reclaim       │ │ of touched blocks        │  └────────────────────────┘ └──────────────────────────┘
-//! epochs, seals, merges:     how blocks are kept, checked and    crate::redo                given back:
-//! crate::retained, crate::block_map, crate::ledger
+//!  │ front_end::FrontEnd                 │ owns: connected QEMUs and their memory, queues, requests in progress
+//!  │ vhost-user: queues, descriptor      │ and the record of them that outlives the server, rate limit,
+//!  │ chains, replay of a killed server's │ the io_uring ring, buffers
+//!  │ requests                            │
+//!  └─────┬───────────────────────────────┘
+//!        │ catalog::BlockCatalog:  where is this block?   may I write it?   what must be recorded?
+//!  ┌─────┴───────────────────────────────┐
+//!  │ disk_blocks::DiskBlocks             │ owns: the image, and the two parts below, which do not know each other
+//!  └─────┬─────────────────────────┬─────┘
+//!  ┌─────┴──────────────────┐ ┌────┴─────────────────────┐
+//!  │ redo_log::EngineLog    │ │ reboot_cache::RebootCache│
+//!  │ owns: where each block │ │ owns: the block map of   │
+//!  │ of a protected disk is │ │ the running guest, the   │
+//!  │ in the log, writes     │ │ retained cache of the    │
+//!  │ that wait for space,   │ │ previous one, the ledger │
+//!  │ space to reclaim       │ │ of touched blocks        │
+//!  └────────────────────────┘ └──────────────────────────┘
+//!    epochs, seals, merges:     how blocks are kept, checked and given back:
+//!    crate::redo                crate::retained, crate::block_map, crate::ledger
 //! ```
 //!
 //! | module | contents |
@@ -31,7 +38,7 @@
 //! | [`visit`] | functions of the redo log's keeper that run on this thread |
 //!
 //! All data passes through the engine's own buffers. So a digest is of the bytes that were moved, even if the guest
-//! changes its page meanwhile; a write has the content of one moment; and a guest cannot change what a device is
+//! changes its page meanwhile. A write has the content of one moment. A guest cannot change data that a device is
 //! still reading.
 //!
 //! ```text
@@ -80,7 +87,7 @@ pub struct Settings {
     pub limits: Limits,
     /// Maintain a block map, for a warm cache.
     pub map: bool,
-    /// Most queues of a guest.
+    /// Most queues that a guest may use.
     pub queues: u16,
     /// How long to keep a retained cache.
     pub retain_for: Option<Duration>,
@@ -91,13 +98,13 @@ pub struct Settings {
 /// The disk that an engine serves.
 #[derive(Debug)]
 pub enum EngineDisk {
-    /// With its redo log, if there is one.
+    /// The open image, with its redo log if there is one.
     Open(Image, Option<Box<EngineLog>>),
-    /// The image was only inspected, and no queue runs until [`Command::Open`].
+    /// An image that was only inspected. No queue runs until [`Command::Open`].
     Awaited(Image),
 }
 
-/// Sends commands to the engine.
+/// A handle through which threads send commands to the engine.
 #[derive(Debug, Clone)]
 pub struct Handle {
     commands: Sender<Command>,
@@ -125,7 +132,7 @@ impl Handle {
     }
 }
 
-/// See [the module](self).
+/// The state of the engine's thread.
 struct Engine {
     front_end: FrontEnd<DiskBlocks>,
     commands: Receiver<Command>,
@@ -138,7 +145,7 @@ struct Engine {
 /// Serves `disk` in a new thread until [`Command::End`].
 ///
 /// # Errors
-/// The system's: io_uring or random numbers are unavailable.
+/// If io_uring or random numbers are unavailable, or no thread can be started.
 pub fn start(disk: EngineDisk, settings: Settings) -> IoResult<(Handle, JoinHandle<IoResult<()>>)> {
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
     let (sender, commands) = channel();
@@ -183,7 +190,7 @@ impl Engine {
             self.front_end.io.wait(limit)?;
             for completion in self.front_end.io.completions() {
                 self.complete(completion);
-                // Moving data takes time: let the disk work meanwhile.
+                // Moving data takes time: submit operations, so that the disk works meanwhile.
                 if std::mem::take(&mut self.front_end.io.copied) > MAX_COPIED_BYTES {
                     self.front_end.notify();
                     self.front_end.take_requests();
@@ -195,7 +202,7 @@ impl Engine {
         }
     }
 
-    /// The longest time to wait for an event.
+    /// Returns the longest time to wait for an event.
     fn longest_wait(&mut self) -> Option<Duration> {
         let throttled = self.front_end.throttled_until().map(|until| until.saturating_duration_since(Instant::now()));
         let maintenance = self.front_end.blocks.cache.next_maintenance();

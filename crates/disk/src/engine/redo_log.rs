@@ -1,8 +1,9 @@
-//! The redo log in the engine: where each block of a protected disk is, which writes wait, and which space is free
-//! again.
+//! The redo log in the engine: the location of each block of a protected disk, the writes that wait, and the space
+//! that is free again.
 //!
-//! Epochs, seals and merges are in [`crate::redo`], whose keeper visits this part between two of the engine's steps
-//! ([`super::visit`]). The front end writes the entries; this part knows where, and does its own syncs and holes.
+//! Epochs, seals and merges are in [`crate::redo`], whose keeper visits the engine between two of its steps
+//! ([`super::visit`]). The front end writes the entries. This module decides where, and does the log's own syncs and
+//! holes.
 
 use super::catalog::{Change, DataLocation, DurabilityLost, EntryResult, PartId, SyncTarget, WriteTarget};
 use super::io::{DiskIo, Token};
@@ -37,14 +38,14 @@ struct PendingReclaim<F> {
     file: F,
     offset: u64,
     bytes: u64,
-    /// The first request that cannot read it.
+    /// Sequence number of the first request that cannot read the space.
     unread_from: u64,
 }
 
 /// Sequence numbers of requests.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RequestSequence {
-    /// The oldest request in progress; `None`: there is none.
+    /// Number of the oldest request in progress; `None`: there is none.
     pub oldest: Option<u64>,
     pub next: u64,
 }
@@ -52,7 +53,7 @@ pub(super) struct RequestSequence {
 /// The state of a redo log.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RedoStatus {
-    /// The disk's identity.
+    /// The identity of the disk.
     pub disk: Uuid,
     /// The current epoch.
     pub epoch: u64,
@@ -60,9 +61,9 @@ pub struct RedoStatus {
     pub sealed: u64,
     /// The image has all writes of epochs up to this.
     pub merged: u64,
-    /// Bytes in use.
+    /// Bytes of the log in use.
     pub bytes: u64,
-    /// Most bytes.
+    /// Most bytes of the log.
     pub limit: u64,
     /// Number of extents in memory.
     pub extents: usize,
@@ -86,21 +87,21 @@ pub struct EngineLog<F = LocalFile> {
     keeper: KeeperCallback,
     /// Parts that wait for space.
     waiting: VecDeque<PartId>,
-    /// Why they wait.
+    /// Why these parts wait.
     why_waiting: Option<String>,
-    /// Some of them wait for free space, and not only for a segment.
+    /// Some waiting parts wait for free space, and not only for a segment.
     is_full: bool,
     /// Time of the next attempt.
     retry_at: Option<Instant>,
     operations: Slab<LogOperation>,
-    /// A sync would allow to reclaim space.
+    /// A sync would make it possible to reclaim space.
     is_sync_wanted: bool,
     /// Entries may have become reclaimable.
     is_reclaim_wanted: bool,
     reclaims: Vec<PendingReclaim<F>>,
 }
 
-/// A callback that neither blocks nor visits the engine.
+/// A callback to the keeper, which neither blocks nor visits the engine.
 #[derive(Clone)]
 pub struct KeeperCallback(Arc<dyn Fn() + Send + Sync>);
 
@@ -122,7 +123,7 @@ impl std::fmt::Debug for KeeperCallback {
 }
 
 impl<F: Clone> EngineLog<F> {
-    /// `keeper` is called when a segment or free space is needed.
+    /// Creates the engine's part of a log. `keeper` is called when a segment or free space is needed.
     #[must_use]
     pub fn new(log: Log<F>, keeper: KeeperCallback, is_image_dirty: bool) -> Self {
         Self {
@@ -141,7 +142,7 @@ impl<F: Clone> EngineLog<F> {
         }
     }
 
-    /// The state as far as the engine knows it.
+    /// Returns the state of the log as far as the engine knows it.
     #[must_use]
     pub fn status(&self) -> RedoStatus {
         let (bytes, limit) = self.log.bytes();
@@ -159,7 +160,7 @@ impl<F: Clone> EngineLog<F> {
         }
     }
 
-    /// Whether writes wait for space.
+    /// Returns whether writes wait for space.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.is_full
@@ -196,13 +197,13 @@ impl<F: Clone> EngineLog<F> {
         self.retry_at.get_or_insert_with(|| Instant::now() + RETRY_INTERVAL);
     }
 
-    /// Moves all parts that wait to `waiting`, for another attempt.
+    /// Moves all waiting parts to `waiting`, for another attempt.
     pub(super) fn retry_waiting(&mut self, waiting: &mut VecDeque<PartId>) {
         self.retry_at = None;
         waiting.extend(self.take_waiting());
     }
 
-    /// Removes the parts that wait: the log has ended.
+    /// Removes the waiting parts, because the log has ended.
     pub(super) fn take_waiting(&mut self) -> impl Iterator<Item = PartId> {
         self.waiting.drain(..)
     }
@@ -211,7 +212,7 @@ impl<F: Clone> EngineLog<F> {
         self.retry_at.is_some_and(|retry_at| retry_at <= Instant::now())
     }
 
-    /// Calls `piece` with each piece of a range, in order, and where its data is.
+    /// Calls `piece` with each piece of a range and the location of its data, in order.
     pub(super) fn locate(&self, range: Range, mut piece: impl FnMut(Range, DataLocation)) {
         for (at, bytes, source) in self.log.look_up(range.at, range.bytes) {
             let location = match source {
@@ -295,8 +296,8 @@ impl EngineLog {
         self.is_sync_wanted || self.is_reclaim_wanted || !self.reclaims.is_empty()
     }
 
-    /// Starts what frees space in the log: syncs of segments with overwritten entries, and holes in place of entries
-    /// that no request in progress can be about to read.
+    /// Starts operations that free space in the log: syncs of segments with overwritten entries, and holes in place
+    /// of entries that no request in progress can be about to read.
     pub(super) fn reclaim_space(&mut self, io: &mut DiskIo, requests: RequestSequence) {
         if std::mem::take(&mut self.is_sync_wanted) {
             self.begin_sync(io);
@@ -354,7 +355,7 @@ impl EngineLog {
             warn_limited!("the redo log of {}: {e}", image.display());
         }
         if let Some(LogOperation::Sync { epoch, entries }) = self.operations.try_remove(number as usize) {
-            // Reported above; a flush of the guest fails too.
+            // The error is logged above; a flush of the guest fails, too.
             drop(self.record_sync(epoch, entries, result));
         }
     }

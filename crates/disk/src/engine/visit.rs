@@ -1,4 +1,4 @@
-//! Runs a function with the redo log on the engine's thread, between two of its steps.
+//! Functions that run with the redo log on the engine's thread, between two of the engine's steps.
 
 use super::command::{Command, Refused};
 use super::redo_log::EngineLog;
@@ -14,7 +14,7 @@ pub struct EngineView<'a, F = LocalFile> {
     pub ended: Option<EngineLog<F>>,
 }
 
-/// See [the module](self).
+/// A function to run with the engine's redo log.
 pub struct Visit(Box<dyn FnOnce(&mut EngineView<'_>) + Send>);
 
 impl std::fmt::Debug for Visit {
@@ -30,7 +30,7 @@ pub trait VisitEngine: Clone + Send + Sync + 'static {
     /// Runs `visit` on the engine's thread and returns its result.
     ///
     /// # Errors
-    /// That of `visit`, or the engine has ended.
+    /// The error of `visit`; [`Refused`] also if the engine has ended.
     fn visit<T: Send + 'static>(
         &self,
         visit: impl FnOnce(&mut EngineView<'_, Self::File>) -> Result<T, Refused> + Send + 'static,
@@ -54,7 +54,7 @@ impl Engine {
         let mut log = self.front_end.blocks.log.take();
         let mut view = EngineView { log: &mut log, is_running, ended: None };
         visit(&mut view);
-        // Writes that waited for it continue into the image.
+        // Writes that waited for the log continue into the image.
         if let Some(mut ended) = view.ended {
             self.front_end.requeue_parts(ended.take_waiting());
         }

@@ -7,11 +7,11 @@ use std::ops::Range;
 const PIECE_BLOCKS: u64 = 4096;
 const PIECE_WORDS: usize = (PIECE_BLOCKS / 64) as usize;
 
-/// See [the module](self).
+/// A sparse set of blocks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BlockSet(BTreeMap<u64, Box<[u64; PIECE_WORDS]>>);
 
-/// The words of a piece that contain blocks of a range, with their bits.
+/// Returns the words of a piece that contain blocks of a range, with the bits of these blocks.
 fn words(piece: u64, range: &Range<u64>) -> impl Iterator<Item = (usize, u64)> {
     let begin = range.start.max(piece * PIECE_BLOCKS) - piece * PIECE_BLOCKS;
     let end = range.end.min((piece + 1) * PIECE_BLOCKS) - piece * PIECE_BLOCKS;
@@ -34,7 +34,7 @@ impl BlockSet {
         }
     }
 
-    /// The first block of a range that is in the set.
+    /// Returns the first block of a range that is in the set.
     #[must_use]
     pub fn first_in(&self, range: &Range<u64>) -> Option<u64> {
         let pieces = self.0.range(range.start / PIECE_BLOCKS..range.end.div_ceil(PIECE_BLOCKS));

@@ -1,15 +1,14 @@
-//! The blocks that a guest has touched, that is read or written, until a moment, and whether any of them was written
-//! since.
+//! The blocks that a guest has touched (read or written) until a moment, and whether any of them was written since.
 //!
-//! For phase-based reboots: a guest's snapshot may be used again while the disk is, for all that the guest can know,
-//! as it was at the snapshot. A guest knows a block if it has read or written it. So the ledger records the *touched*
-//! blocks from the guest's boot on. A mark keeps those of its moment, and becomes stale with the first request that
-//! writes any of them, whatever the data and the result.
+//! For phase-based reboots: a guest's snapshot may be used again while the guest cannot notice that the disk differs
+//! from its state at the snapshot. A guest knows a block if it has read or written it. So the ledger records the
+//! *touched* blocks from the guest's boot on. A mark keeps the blocks that were touched until its moment. It becomes
+//! stale with the first request that writes any of them, whatever the data and the result.
 //!
 //! ```text
-//! boot ──── reads and writes ──── mark ──── reads and writes ──── check: stale if a block that was touched before
-//! the mark           touched blocks        keeps a copy                    was written after it, or if the image
-//! shows another change
+//! boot ──── reads and writes ──── mark ──── reads and writes ──── check: stale if a block that was touched
+//!           touched blocks        keeps a copy                    before the mark was written after it,
+//!                                 of them                         or if the image shows another change
 //! ```
 //!
 //! The ledger exists only in the server's memory, and a mark names its server. When a server ends or is killed, or
@@ -37,7 +36,7 @@ pub struct Moment {
     pub mark: u64,
 }
 
-/// Why a moment cannot be used.
+/// The reason why a moment cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(tag = "why", rename_all = "kebab-case")]
 pub enum StaleReason {
@@ -65,7 +64,7 @@ pub enum StaleReason {
     Foreign,
 }
 
-/// What shows that a process has changed an image: its length, and its times in ns since 1970.
+/// Evidence that a process has changed an image: the image's length, and its times in ns since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageStamp {
     pub bytes: u64,
@@ -78,7 +77,7 @@ pub struct ImageStamp {
 pub struct ImageState {
     /// Bytes of the disk.
     pub capacity: u64,
-    /// `None`: it cannot be read, so that a change by another process cannot be excluded.
+    /// `None`: the stamp cannot be read, so a change by another process cannot be excluded.
     pub stamp: Option<ImageStamp>,
 }
 
@@ -89,15 +88,15 @@ struct LedgerMark {
     /// The blocks that the guest had touched.
     touched: BlockSet,
     image: ImageState,
-    /// Number of the guest's writes until then.
+    /// Number of the guest's writes until the mark.
     writes: u64,
     /// The first of the touched blocks that was written since.
     overwritten: Option<u64>,
 }
 
 impl LedgerMark {
-    /// Checks that the guest of this mark cannot notice any difference between the disk then and now. `writes`:
-    /// number of the guest's writes until now.
+    /// Checks that the guest of this mark cannot notice any difference between the disk at the mark and the disk now.
+    /// `writes`: number of the guest's writes until now.
     fn check_unchanged(&self, image: &ImageState, writes: u64) -> Result<(), StaleReason> {
         if let Some(block) = self.overwritten {
             return Err(StaleReason::Written { block });
@@ -105,7 +104,8 @@ impl LedgerMark {
         if self.image.capacity != image.capacity {
             return Err(StaleReason::Resized { then: self.image.capacity, now: image.capacity });
         }
-        // A write of the guest changes the image's times, too. Until then, only another process can have changed them.
+        // A write of the guest changes the image's times, too. Until the guest writes, only another process can have
+        // changed them.
         let is_stamp_valid = self.writes == writes;
         let is_same_stamp = self.image.stamp.is_some() && self.image.stamp == image.stamp;
         if is_stamp_valid && !is_same_stamp {
@@ -115,14 +115,14 @@ impl LedgerMark {
     }
 }
 
-/// See [the module](self).
+/// The record of one disk's touched blocks, and its marks.
 #[derive(Debug)]
 pub struct Ledger {
     server: Uuid,
     /// The blocks that the guest has touched since its boot. `None`: unknown, because the guest is older than this
     /// server.
     touched: Option<BlockSet>,
-    /// By number, the oldest first.
+    /// Marks by number, the oldest first.
     marks: VecDeque<LedgerMark>,
     next_mark: u64,
     /// Number of the guest's writes.
@@ -154,11 +154,11 @@ impl Ledger {
         for mark in self.marks.iter_mut().filter(|mark| mark.overwritten.is_none()) {
             mark.overwritten = mark.touched.first_in(&blocks);
         }
-        // A guest knows what it has written.
+        // A guest knows the blocks that it has written.
         self.record_read(blocks);
     }
 
-    /// Number of touched blocks; `None` if unknown.
+    /// Returns the number of touched blocks; `None` if unknown.
     #[must_use]
     pub fn touched_count(&self) -> Option<u64> {
         self.touched.as_ref().map(BlockSet::len)
@@ -189,15 +189,16 @@ impl Ledger {
     /// Checks whether a guest of that moment may continue on the disk as it is now.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason why the guest may not continue.
     pub fn check(&self, moment: Moment, image: &ImageState) -> Result<(), StaleReason> {
         self.valid_mark(moment, image).map(drop)
     }
 
-    /// As [`Self::check`], and the next guest continues from that moment: it has touched the same blocks.
+    /// Checks the moment like [`Self::check`], and lets the next guest continue from it: that guest has touched the
+    /// same blocks.
     ///
     /// # Errors
-    /// Why not; nothing has changed then.
+    /// The reason why the guest may not continue. Nothing has changed then.
     pub fn resume(&mut self, moment: Moment, image: &ImageState) -> Result<(), StaleReason> {
         self.touched = Some(self.valid_mark(moment, image)?.touched.clone());
         Ok(())

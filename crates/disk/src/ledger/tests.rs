@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 const BLOCKS: u64 = 24;
 const CAPACITY: u64 = BLOCKS * 4096;
 
-/// A disk of `capacity` bytes whose image was last changed at `time`.
+/// Returns the state of a disk of `capacity` bytes whose image was last changed at `time`.
 const fn image(capacity: u64, time: i128) -> ImageState {
     ImageState { capacity, stamp: Some(ImageStamp { bytes: CAPACITY, modified_ns: time, changed_ns: time }) }
 }
@@ -149,7 +149,7 @@ fn each_reason_is_reported() {
     assert_eq!(ledger.check(Moment { server: Uuid::nil(), ..moment }, &IMAGE), Err(StaleReason::Server));
     ledger.record_write(0..3);
     ledger.record_write(5..9);
-    // The guest has changed it, so the stamp is no evidence.
+    // The guest has changed the image, so the stamp is no evidence.
     assert_eq!(ledger.check(moment, &image(CAPACITY, 2)), Ok(()));
     ledger.record_write(4..20);
     assert_eq!(ledger.check(moment, &IMAGE), Err(StaleReason::Written { block: 4 }));

@@ -7,7 +7,7 @@ use std::io;
 use uuid::Uuid;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Version of the state. Format 1 has neither `image` nor `segments`, and is still read.
+/// Version of the state. Format 1 has neither `image` nor `segments`, and can still be read.
 pub const FORMAT: u32 = 2;
 pub(super) const MAGIC: &[u8; 8] = b"RKREDOST";
 /// Bytes of a slot around the JSON text.
@@ -31,29 +31,29 @@ pub struct EpochState {
     pub merged: u64,
     /// Discarded epochs: first and last of each range.
     pub dead: Vec<(u64, u64)>,
-    /// File name of the image; none if an earlier version created the log.
+    /// File name of the image; `None` if an earlier version created the log.
     #[serde(default)]
     pub image: Option<String>,
     /// Sealed epochs whose segments have a seal record: first and last of each range. Some may be merged or
-    /// discarded. The oldest are missing if there is no space for them.
+    /// discarded. The oldest ranges are missing if there is no space for them.
     #[serde(default)]
     pub segments: Vec<(u64, u64)>,
 }
 
-/// The format alone, to report that of a newer version.
+/// The format field alone, to report the format of a newer version.
 #[derive(Deserialize)]
 struct Format {
     format: u32,
 }
 
 impl EpochState {
-    /// Whether an epoch is discarded.
+    /// Returns whether an epoch is discarded.
     #[must_use]
     pub fn is_dead(&self, epoch: u64) -> bool {
         self.dead.iter().any(|(first, last)| (*first..=*last).contains(&epoch))
     }
 
-    /// Sealed epochs that are neither merged nor discarded. Their segments must have a seal record.
+    /// Returns the sealed epochs that are neither merged nor discarded. Their segments must have a seal record.
     pub fn sealed_segments(&self) -> impl Iterator<Item = u64> {
         let needed = |epoch: &u64| *epoch > self.merged && *epoch <= self.sealed && !self.is_dead(*epoch);
         self.segments
@@ -73,8 +73,9 @@ impl EpochState {
         }
     }
 
-    /// Drops the ranges of `segments` that are merged or discarded, and the oldest others until the state fits into
-    /// its slot: the other fields must always be recorded. Returns the first and last epoch of those others.
+    /// Drops the ranges of `segments` that are merged or discarded. Then drops the oldest other ranges until the
+    /// state fits into its slot, because the other fields must always be recorded. Returns the first and last epoch
+    /// of these oldest ranges.
     pub fn fit_segments(&mut self) -> Option<(u64, u64)> {
         let (merged, dead) = (self.merged, &self.dead);
         let is_dead = |first, last| dead.iter().any(|(from, to)| *from <= first && last <= *to);
@@ -110,7 +111,7 @@ pub(super) fn write_slot(state: &EpochState, count: u64) -> io::Result<Buffer> {
     Ok(page)
 }
 
-/// The state in a slot and its count, if the slot is valid.
+/// Returns the state in a slot and its count, if the slot is valid.
 fn read_slot(page: &[u8]) -> Option<(u64, EpochState)> {
     let (count, json) = read_json(page)?;
     Some((count, serde_json::from_slice(json).ok()?))
@@ -128,10 +129,10 @@ fn read_json(page: &[u8]) -> Option<(u64, &[u8])> {
     Some((u64::from_le_bytes(*count), json))
 }
 
-/// The newest valid state in a state file.
+/// Returns the newest valid state in a state file, and its count.
 ///
 /// # Errors
-/// The format, if a newer version wrote the newest slot: the older state must not be used then.
+/// The format, if a newer version wrote the newest slot. The older state must not be used then.
 pub(crate) fn newest_slot(bytes: &[u8]) -> Result<Option<(u64, EpochState)>, u32> {
     let slots = || bytes.chunks(PAGE as usize);
     let formats = slots().filter_map(read_json).filter_map(|(_, json)| serde_json::from_slice::<Format>(json).ok());
@@ -163,7 +164,7 @@ pub(super) mod tests {
         assert_eq!(read_slot(&page[..4095]), None);
     }
 
-    /// A slot with JSON text of an earlier or later version.
+    /// Returns a slot with JSON text of an earlier or later version.
     pub(in crate::redo) fn slot(json: &str, count: u64) -> Vec<u8> {
         let mut page = vec![0; PAGE as usize];
         let content = [&MAGIC[..], &count.to_le_bytes(), &(json.len() as u32).to_le_bytes(), json.as_bytes()].concat();
@@ -181,7 +182,7 @@ pub(super) mod tests {
         let (count, state) = newest_slot(&slot(&old, 4)).unwrap().unwrap();
         assert_eq!((count, state.format, state.sealed, state.image.as_deref()), (4, 1, 3, None));
         assert_eq!(state.sealed_segments().count(), 0);
-        // Also where the other slot has a readable state: that one is older.
+        // The same result if the other slot has a readable state, because that state is older.
         let later = slot(r#"{"format":3,"more":true}"#, 5);
         assert_eq!(newest_slot(&[slot(&old, 4), later].concat()), Err(3));
     }

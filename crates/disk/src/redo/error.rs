@@ -30,10 +30,10 @@ pub enum RedoError {
         path: PathBuf,
         name: String,
         epoch: u64,
-        /// What is damaged or missing, and where.
+        /// Description of the damaged or missing part, and its place.
         what: String,
     },
-    /// The directory has other files.
+    /// The directory has files that no log created.
     #[error(
         "redo log {}{}: it has {name}, which is not a file of a redo log, so nothing in it was changed. Use an empty or a \
          new directory (--redo DIR, or `redo = \"FOLDER\"` in the [[disk]]), or move {name} elsewhere",
@@ -64,7 +64,7 @@ pub enum RedoError {
     /// A newer version wrote the log.
     #[error("redo log {}: it has format {found}, and this Rekindle supports up to {}; use a newer Rekindle", path.display(), super::epoch_state::FORMAT)]
     NewerFormat { path: PathBuf, found: u32 },
-    /// The log is of a longer disk.
+    /// The log is of a disk that is longer than the image.
     #[error("redo log {}: it has writes up to byte {end}, but the image is {bytes} bytes long, so it belongs to another image", path.display())]
     ImageTooShort { path: PathBuf, end: u64, bytes: u64 },
     /// The log is of an image with another name.
@@ -75,12 +75,12 @@ pub enum RedoError {
     )]
     OtherImage {
         path: PathBuf,
-        /// File name of the image that it belongs to.
+        /// File name of the image that the log belongs to.
         found: String,
-        /// File name of the image that it was opened for.
+        /// File name of the image that the log was opened for.
         image: String,
     },
-    /// An epoch is required of a disk that has no log.
+    /// An epoch is required, but the disk has no log.
     #[error(
         "redo log {}: there is none, so the disk is newer than the checkpoint (epoch {epoch} of disk {disk}): its log was \
          merged. Start the VM from the newest disk (rekindle run --newest-disk)", path.display()
@@ -127,14 +127,14 @@ fn leads_to(target: Option<&std::path::Path>) -> String {
 }
 
 impl RedoError {
-    /// For `map_err`: `doing` is the step that failed.
+    /// Returns a function for `map_err`. `doing` is the step that failed.
     pub(crate) fn io(path: &std::path::Path, doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Io { path, doing, source }
     }
 }
 
-/// An error with its causes, in one line.
+/// Returns an error with its causes, in one line.
 #[must_use]
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();

@@ -1,5 +1,5 @@
 //! All file operations of a log apart from the guest's requests, behind traits: a test can record, lose, tear or fail
-//! each one.
+//! each operation.
 
 use crate::image::Durability;
 use rekindle_kernel::file::{self, Lock};
@@ -17,90 +17,74 @@ use std::time::{Duration, Instant};
 
 /// How long to wait for I/O of a killed server to finish.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long to wait for a killed server to release the directory. It has no I/O in progress on that.
+/// How long to wait for a killed server to release the directory. A killed server has no I/O in progress on the
+/// directory.
 const CLAIM_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// An open file. Offsets, lengths and memory are aligned for `O_DIRECT`.
 pub trait LogFile: Clone + Debug + Send + Sync + 'static {
-    /// Reads from `offset` until `into` is full or the file ends; returns the number of bytes.
-    ///
-    /// # Errors
-    /// The system's.
+    /// Reads from `offset` until `into` is full or the file ends. Returns the number of bytes.
     fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize>;
     /// Writes all of `bytes` at `offset`.
     ///
     /// # Errors
-    /// The system's; any part of `bytes` may have been written.
+    /// Errors of `pwrite(2)`; any part of `bytes` may have been written.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
     /// Zeroes `len` bytes at `offset`. `hole`: their space may be released.
     ///
     /// # Errors
-    /// The system's; `Unsupported` if zeros have to be written instead.
+    /// Errors of `fallocate(2)`; `Unsupported` if zeros have to be written instead.
     fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()>;
-    /// Allocates space for the first `len` bytes. A hint.
+    /// Allocates space for the first `len` bytes, as a hint: a failure is ignored.
     fn reserve(&self, len: u64);
     /// Waits until content and length are durable.
     ///
     /// # Errors
-    /// The system's; what is durable is unknown then.
+    /// Errors of `fdatasync(2)`; it is then unknown which data is durable.
     fn sync(&self) -> io::Result<()>;
-    ///
-    /// # Errors
-    /// The system's.
     fn length(&self) -> io::Result<u64>;
 }
 
 /// The directory of a log.
 pub trait LogFiles: Debug + Send + Sync + 'static {
     type File: LogFile;
-    /// Exclusive access to the directory, until it is dropped.
+    /// Exclusive access to the directory, until the claim is dropped.
     type Claim: Debug + Send;
     fn path(&self) -> &Path;
-    /// Creates the directory, durably. An existing one is no error.
-    ///
-    /// # Errors
-    /// The system's.
+    /// Creates the directory durably. An existing directory is no error.
     fn make(&self) -> io::Result<()>;
     /// Locks the directory for this log; `None` if there is no directory.
     ///
     /// # Errors
-    /// `ResourceBusy` if another log of this or another process has locked it, and the system's.
+    /// `ResourceBusy` if another log of this or another process has locked the directory.
     fn claim(&self) -> io::Result<Option<Self::Claim>>;
-    /// The file names; none if there is no directory.
-    ///
-    /// # Errors
-    /// The system's.
+    /// Returns the file names; none if there is no directory.
     fn list(&self) -> io::Result<Vec<String>>;
     /// Creates a file and locks it for this process.
     ///
     /// # Errors
-    /// `AlreadyExists`, and the system's.
+    /// `AlreadyExists` if there is a file with this name.
     fn create(&self, name: &str) -> io::Result<Self::File>;
     /// Reads up to `most` bytes of a file, without locking it. `None`: it is not a regular file.
     ///
     /// # Errors
-    /// `NotFound`, and the system's.
+    /// `NotFound` if there is no such file.
     fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>>;
     /// Opens a file and locks it for this process, once no other process has I/O in progress on it. Does not follow
     /// symbolic links.
     ///
     /// # Errors
-    /// `NotFound`, `ResourceBusy`, `InvalidInput` if it is not a regular file, and the system's.
+    /// `NotFound` if there is no such file, `ResourceBusy` if another process has locked it, `InvalidInput` if it is
+    /// not a regular file.
     fn open(&self, name: &str) -> io::Result<Self::File>;
-    ///
-    /// # Errors
-    /// The system's.
     fn remove(&self, name: &str) -> io::Result<()>;
     /// Waits until created and removed names are durable.
-    ///
-    /// # Errors
-    /// The system's.
     fn sync(&self) -> io::Result<()>;
     /// Removes the empty directory. A symbolic link to it stays.
     ///
     /// # Errors
-    /// `DirectoryNotEmpty`, and the system's.
+    /// `DirectoryNotEmpty` if the directory has files.
     fn remove_all(&self) -> io::Result<()>;
 }
 
@@ -112,7 +96,7 @@ pub struct FileStart {
     pub length: u64,
 }
 
-/// A file with several users: after one failed sync, every sync by any of them fails.
+/// A file with several users. After one failed sync, every sync by any user fails.
 #[derive(Debug, Clone)]
 pub struct Synced<F> {
     file: F,
@@ -120,7 +104,7 @@ pub struct Synced<F> {
 }
 
 impl<F: LogFile> Synced<F> {
-    /// `durability` is shared by all users of the open file.
+    /// Wraps an open file. All users of the open file share `durability`.
     #[must_use]
     pub fn new(file: F, durability: Arc<Durability>) -> Self {
         Self { file, durability }
@@ -130,10 +114,7 @@ impl<F: LogFile> Synced<F> {
         &self.file
     }
 
-    /// Fails if an earlier sync failed.
-    ///
-    /// # Errors
-    /// The error of that sync.
+    /// Fails if a sync of the file has failed before.
     pub fn check(&self) -> io::Result<()> {
         if self.durability.is_broken() {
             let why = "a sync of the disk's image has failed before, so it is not known what of the image is durable. \
@@ -146,7 +127,7 @@ impl<F: LogFile> Synced<F> {
     /// Waits until content and length are durable.
     ///
     /// # Errors
-    /// The system's; every later sync fails, too.
+    /// The error of the sync. Every later sync fails, too.
     pub fn sync(&self) -> io::Result<()> {
         let synced = self.file.sync();
         if synced.is_err() {
@@ -189,7 +170,7 @@ impl LogFile for LocalFile {
     }
 
     fn reserve(&self, len: u64) {
-        // Not every file system can; space is then allocated by the writes.
+        // Not every file system supports this. The writes allocate the space then.
         let _ = fallocate(&self.0, FallocateFlags::empty(), 0, len);
     }
 
@@ -210,7 +191,8 @@ pub struct LocalFiles {
 }
 
 impl LocalFiles {
-    /// The directory at `path`, which need not exist. `direct`: bypass the host's page cache if the file system can.
+    /// Wraps the directory at `path`, which need not exist. `direct`: bypass the host's page cache if the file system
+    /// supports it.
     #[must_use]
     pub fn new(path: &Path, direct: bool) -> Self {
         Self { path: path.to_owned(), direct }
@@ -283,8 +265,8 @@ impl LogFiles for LocalFiles {
                 Err(rustix::io::Errno::WOULDBLOCK) => return Err(io::ErrorKind::ResourceBusy.into()),
                 Err(e) => return Err(e.into()),
             }
-            // A previous log may have removed the directory before the lock was taken, and another one created a new
-            // one.
+            // A previous log may have removed the directory before the lock was taken, and another log may have
+            // created a new directory.
             let ours = directory.metadata()?;
             if fs::metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
                 return Ok(Some(LocalClaim { _directory: directory }));
@@ -349,7 +331,7 @@ fn sync_parent(path: &Path) -> io::Result<()> {
 /// Reads `len` bytes at `offset`, neither of which need be aligned, into aligned memory.
 ///
 /// # Errors
-/// The system's; `UnexpectedEof`.
+/// `UnexpectedEof` if the file ends earlier.
 #[cfg(test)]
 pub fn read_any(file: &impl LogFile, offset: u64, len: usize) -> io::Result<(Buffer, usize)> {
     let skip = (offset % super::format::PAGE) as usize;

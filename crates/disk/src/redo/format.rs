@@ -4,7 +4,7 @@ use crate::block::SECTOR;
 use uuid::Uuid;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Bytes of a head and of a header. All offsets in a segment are multiples of it.
+/// Bytes of a segment's head and of an entry's header. All offsets in a segment are multiples of this number.
 pub const PAGE: u64 = 4096;
 const SIZE: usize = PAGE as usize;
 pub type Page = [u8; SIZE];
@@ -23,7 +23,7 @@ const OFFSET: u64 = 8;
 pub struct SegmentHead {
     pub epoch: u64,
     pub disk: Uuid,
-    /// Random number that all entries of this segment repeat: an entry with another one is stale.
+    /// Random number that all entries of this segment repeat: an entry with another number is stale.
     pub nonce: u128,
 }
 
@@ -34,14 +34,14 @@ pub enum EntryKind {
     Data,
     /// Zeros, with space allocated.
     Zeroes,
-    /// Zeros, without space.
+    /// Zeros, without allocated space.
     Hole,
 }
 
 /// The header of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EntryHeader {
-    /// Newer entries have a higher one.
+    /// Newer entries have a higher number.
     pub sequence: u64,
     /// First byte on the disk.
     pub at: u64,
@@ -52,14 +52,14 @@ pub struct EntryHeader {
 }
 
 impl EntryHeader {
-    /// Bytes of header and data in the segment.
+    /// Returns the bytes of header and data in the segment.
     #[must_use]
     pub fn length(&self) -> u64 {
         length(self.what, self.bytes)
     }
 }
 
-/// Bytes of header and data in the segment.
+/// Returns the bytes of header and data in the segment.
 #[must_use]
 pub fn length(what: EntryKind, bytes: u64) -> u64 {
     match what {
@@ -68,7 +68,7 @@ pub fn length(what: EntryKind, bytes: u64) -> u64 {
     }
 }
 
-/// Writes fields one after another, then a checksum of them.
+/// A writer of fields, one after another, and of their checksum.
 struct Writer {
     page: Page,
     at: usize,
@@ -95,7 +95,7 @@ impl Writer {
     }
 }
 
-/// Reads what [`Writer`] wrote.
+/// A reader of the fields that [`Writer`] wrote.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -121,7 +121,7 @@ impl<'a> Reader<'a> {
         self.take().map(u128::from_le_bytes)
     }
 
-    /// Whether the checksum of all bytes read so far follows them.
+    /// Returns whether the checksum of all bytes read so far follows them.
     fn is_sealed(&mut self) -> Option<bool> {
         let sum = xxh3_128(self.bytes.get(..self.at)?);
         Some(self.u128()? == sum)
@@ -147,7 +147,7 @@ pub fn read_head(bytes: &[u8]) -> Option<SegmentHead> {
     (reader.is_sealed()? && version == VERSION).then_some(SegmentHead { epoch, disk, nonce })
 }
 
-/// The header to write at byte `offset` of the segment with `nonce`.
+/// Returns the header to write at byte `offset` of the segment with `nonce`.
 #[must_use]
 pub fn write_header(header: &EntryHeader, nonce: u128, offset: u64) -> Page {
     let mut writer = Writer::new(ENTRY);
@@ -191,13 +191,13 @@ pub struct SealHeader {
 }
 
 impl SealHeader {
-    /// Bytes of the offsets; `None` for a number that fits into no file.
+    /// Returns the bytes of the offsets; `None` for a number that fits into no file.
     #[must_use]
     pub fn list_bytes(&self) -> Option<u64> {
         self.entries.checked_mul(OFFSET)
     }
 
-    /// The offsets, if `list` has their checksum.
+    /// Returns the offsets, if `list` has their checksum.
     #[must_use]
     pub fn read_list(&self, list: &[u8]) -> Option<Vec<u64>> {
         let list = list.get(..usize::try_from(self.list_bytes()?).ok()?)?;
@@ -206,13 +206,14 @@ impl SealHeader {
     }
 }
 
-/// Bytes that a seal record of so many entries takes in its segment.
+/// Returns the bytes that a seal record of this number of entries takes in its segment.
 #[must_use]
 pub fn seal_length(entries: u64) -> u64 {
     PAGE + entries.saturating_mul(OFFSET).checked_next_multiple_of(PAGE).unwrap_or(u64::MAX - PAGE)
 }
 
-/// The seal record at byte `offset` of the segment with `nonce`, for entries at `entries`: header and padded list.
+/// Returns the seal record to write at byte `offset` of the segment with `nonce`, for entries at the offsets
+/// `entries`: header and padded list.
 #[must_use]
 pub fn write_seal(entries: &[u64], nonce: u128, offset: u64) -> (Page, Vec<u8>) {
     let mut list: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();

@@ -1,4 +1,4 @@
-//! Where the newest content of each sector is: in which segment, or in the image.
+//! The place of the newest content of each sector: a segment or the image.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ impl Source {
         }
     }
 
-    /// The source of the content `bytes` bytes later.
+    /// Returns the source of the content `bytes` bytes later.
     #[must_use]
     pub fn skip(self, bytes: u64) -> Self {
         match self {
@@ -35,7 +35,7 @@ struct Extent {
     source: Source,
 }
 
-/// See [the module](self). Extents by their first byte; they do not overlap.
+/// The extents of the segments' newest content, by their first byte. Extents do not overlap.
 #[derive(Debug, Clone, Default)]
 pub struct Index(BTreeMap<u64, Extent>);
 
@@ -86,7 +86,8 @@ impl Index {
         put(&mut self.0, from, end);
     }
 
-    /// The pieces of `at..end`, in order and without gaps: first byte, bytes, and the source, `None` for the image.
+    /// Returns the pieces of `at..end`, in order and without gaps: first byte, bytes, and the source, which is `None`
+    /// for the image.
     #[must_use]
     pub fn look_up(&self, at: u64, end: u64) -> Vec<(u64, u64, Option<Source>)> {
         let mut pieces = Vec::new();
@@ -105,7 +106,7 @@ impl Index {
         pieces
     }
 
-    /// All extents, in disk order: first byte, bytes, the sequence number of their entry.
+    /// Returns all extents, in disk order: first byte, bytes, the sequence number of their entry.
     pub fn all(&self) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
         self.0.iter().map(|(at, extent)| (*at, extent.end - at, extent.sequence))
     }
@@ -177,7 +178,7 @@ mod tests {
                 prop_assert_eq!(*live, held as u64, "entry {}", n);
             }
             prop_assert_eq!(index.all().map(|(_, bytes, _)| bytes).sum::<u64>(), model.iter().flatten().count() as u64);
-            // Only what is merged is forgotten.
+            // Only merged content is forgotten.
             index.forget(0, LEN, 0);
             for (first, bytes, source) in index.look_up(0, LEN) {
                 for byte in first..first + bytes {

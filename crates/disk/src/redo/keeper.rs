@@ -6,9 +6,10 @@
 //! | `make_segments` | creates segments before they are needed |
 //! | [`merging::Merger`] | merges and ends logs. It alone has the [`MergeTarget`], so there is one merge at a time |
 //!
-//! The engine never waits for any of this: its state is visited between two of its steps. Locks: `current` is held
-//! while the directory changes and while a log begins or ends, so that directory, log and tasks always belong to one
-//! log. The engine may be visited under it. `tasks` is taken last, and nothing waits under it.
+//! The engine never waits for this work: the keeper visits the engine's state between two of its steps. Locks:
+//! `current` is held while the directory changes and while a log begins or ends, so that directory, log and tasks
+//! always belong to one log. The engine may be visited while `current` is held. `tasks` is taken last, and no thread
+//! waits while it holds `tasks`.
 
 mod merging;
 #[cfg(test)]
@@ -37,10 +38,10 @@ use uuid::Uuid;
 
 /// Smallest default limit of a log.
 const MIN_LIMIT: u64 = 4 << 30;
-/// How to open a disk's log.
+/// The options for opening a disk's log.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LogOptions {
-    /// Its directory; by default next to the image. Required for a block device.
+    /// The log's directory; by default next to the image. Required for a block device.
     pub directory: Option<PathBuf>,
     pub version: DiskVersion,
     /// Most bytes of the log; by default a quarter of the disk, at least 4 GiB.
@@ -64,15 +65,15 @@ struct CurrentLog<D: LogFiles> {
     next: u64,
 }
 
-/// A segment that a seal has synced.
+/// A segment that was synced for a seal.
 struct SyncedSegment {
     epoch: u64,
-    /// Number of its entries before the sync.
+    /// Number of entries that were written before the sync.
     written: u64,
     outcome: SyncOutcome,
 }
 
-/// Requests to the threads. All but `stop` and `is_protected` end with the current log.
+/// Requests to the keeper's threads. All but `stop` and `is_protected` end with the current log.
 #[derive(Debug, Default)]
 struct Tasks {
     /// The server ends.
@@ -84,7 +85,7 @@ struct Tasks {
     /// The newest epoch of a committed checkpoint.
     committed: u64,
     is_merge_wanted: bool,
-    /// The log is to end; false again once it has ended or failed to.
+    /// The log is to end. False again once the log has ended or could not be ended.
     is_end_wanted: bool,
     /// No write that the end of the log waits for is in progress.
     is_idle: bool,
@@ -92,10 +93,10 @@ struct Tasks {
     failed: Option<String>,
 }
 
-/// See [the module](self).
+/// The server's part for requests about epochs, and the state that its threads share.
 pub struct Keeper<D: LogFiles = LocalFiles, T: Threads = SystemThreads> {
     files: D,
-    /// For seals. `None` when the server ends.
+    /// The image, for seals. `None` when the server ends.
     image: T::Monitor<Option<Synced<D::File>>>,
     bytes: u64,
     limit: u64,
@@ -137,7 +138,7 @@ fn end_pending() -> Refused {
 /// Opens the log of an image, if it has one.
 ///
 /// # Errors
-/// [`RedoError`]; nothing has changed.
+/// After a [`RedoError`] nothing has changed.
 pub fn open(image: &Image, options: LogOptions) -> Result<OpenedLog, RedoError> {
     let has_directory = options.directory.is_some() || !image.is_device;
     let directory = options.directory.unwrap_or_else(|| default_directory(&image.path));
@@ -159,7 +160,7 @@ pub fn open(image: &Image, options: LogOptions) -> Result<OpenedLog, RedoError> 
 }
 
 impl<D: LogFiles + Clone, T: Threads> OpenedLog<D, T> {
-    /// `bytes`: length of the disk; `limit`: most bytes of its log.
+    /// Creates a keeper. `bytes`: length of the disk; `limit`: most bytes of its log.
     fn new(
         files: D,
         found: Option<(LogDirectory<D>, Log<D::File>)>,
@@ -203,7 +204,7 @@ impl<D: LogFiles + Clone, T: Threads> OpenedLog<D, T> {
 }
 
 impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
-    /// Ends the threads and releases image and log, for the server's end. A merge ends after its current step; the
+    /// Ends the threads and releases image and log before the server ends. A merge ends after its current step; the
     /// next server repeats it.
     pub fn release(&self) {
         self.tasks.with(|tasks| tasks.stop = true);
@@ -217,7 +218,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         KeeperCallback::new(move || tasks.with(|tasks| tasks.is_segment_wanted = true))
     }
 
-    /// Creates segments when they are needed.
+    /// Creates segments when they are needed, until the server ends.
     fn make_segments(&self, engine: &impl VisitEngine<File = D::File>) {
         let next = |tasks: &mut Tasks| {
             let is_wanted = std::mem::take(&mut tasks.is_segment_wanted);
@@ -248,7 +249,8 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         Ok(())
     }
 
-    /// Ends a full log that no protector commits, as after a restore: otherwise the guest's writes would wait forever.
+    /// Ends a full log that no protector commits, as after a restore. Otherwise the guest's writes would wait
+    /// indefinitely.
     fn make_room(&self, engine: &impl VisitEngine<File = D::File>, is_failing: bool) -> Result<(), Refused> {
         let is_full = |view: &mut EngineView<'_, D::File>| Ok(view.log.as_ref().is_some_and(EngineLog::is_full));
         if self.tasks.with(|tasks| tasks.is_protected) || !(is_failing || engine.visit(is_full)?) {
@@ -261,13 +263,10 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         Ok(())
     }
 
-    /// Starts a log for the writes of the guest. A disk that has one keeps it.
+    /// Starts a log for the writes of the guest. A disk that has a log keeps it.
     ///
-    /// *On success:* the log exists, durably; returns the disk's identity and the current epoch.
+    /// *On success:* the log exists durably; returns the disk's identity and the current epoch.
     /// *On failure:* the disk has its previous log, or none.
-    ///
-    /// # Errors
-    /// [`Refused`].
     pub fn begin(&self, engine: &impl VisitEngine<File = D::File>) -> Result<EpochId, Refused> {
         if self.is_readonly {
             return Err(Refused("the disk is served read-only, so it has no epochs".into()));
@@ -288,7 +287,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
             if is_new {
                 self.begin_log(current, engine)?;
             }
-            // Without space for a segment all writes would wait, so that the log must not begin.
+            // Without space for a segment all writes would wait, so the log must not begin.
             let first = Self::prepare(current, engine).and_then(|()| {
                 engine.visit(|view| {
                     let log = &view.log.as_ref().ok_or_else(no_log)?.log;
@@ -296,7 +295,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
                 })
             });
             if first.is_err() && is_new && !Self::end_empty(current, engine) {
-                // The guest has written to it already, and no protector commits that.
+                // The guest has already written to the log, and no protector commits these writes.
                 self.end();
             }
             first
@@ -315,7 +314,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         })
     }
 
-    /// Removes a log without writes. Returns whether it was one.
+    /// Removes the log if it has no writes. Returns whether it was removed.
     fn end_empty(current: &mut CurrentLog<D>, engine: &impl VisitEngine<File = D::File>) -> bool {
         let gone = engine.visit(|view| {
             view.ended = view.log.take_if(|engine_log| engine_log.log.is_empty());
@@ -331,13 +330,13 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         is_gone
     }
 
-    /// Ends the current epoch. Returns the epoch that the disk is now as of. Does no I/O if the previous epoch was
-    /// sealed.
+    /// Ends the current epoch. Returns the epoch whose content the disk now has. Does no I/O if the previous epoch
+    /// was sealed.
     ///
     /// *Needs:* the guest is stopped: no queue runs, no request is in progress.
     ///
     /// # Errors
-    /// [`Refused`]; the epoch continues.
+    /// After [`Refused`] the epoch continues.
     pub fn mark(&self, engine: &impl VisitEngine<File = D::File>) -> Result<EpochId, Refused> {
         let mark = || {
             engine.visit(|view| {
@@ -361,13 +360,13 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         mark()?.ok_or_else(|| Refused("the next epoch has no segment yet".into()))
     }
 
-    /// Makes everything up to an epoch durable.
+    /// Makes all writes up to an epoch durable.
     ///
     /// *Needs:* the epoch was marked.
-    /// *On success:* the disk of that epoch survives any crash, until a later one is committed.
+    /// *On success:* the disk of that epoch survives any crash, until a later epoch is committed.
     ///
     /// # Errors
-    /// [`Refused`]; a checkpoint with this epoch must not be committed.
+    /// After [`Refused`], a checkpoint with this epoch must not be committed.
     pub fn seal(&self, engine: &impl VisitEngine<File = D::File>, epoch: u64) -> Result<(), Refused> {
         let (disk, segments, is_image_dirty) = engine.visit(move |view| {
             let engine_log = view.log.as_ref().ok_or_else(no_log)?;
@@ -392,7 +391,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         let (is_all_synced, shared_image) = (failed.is_none(), image.clone());
         let is_durable = engine.visit(move |view| {
             let engine_log = view.log.as_mut().filter(|engine_log| engine_log.log.disk() == disk).ok_or_else(no_log)?;
-            // Every result is recorded, also after a failed one.
+            // Every result is recorded, also after a failed sync.
             let mut is_durable = true;
             for SyncedSegment { epoch, written, outcome } in synced {
                 is_durable &= engine_log.log.record_sync(epoch, written, outcome);
@@ -407,7 +406,7 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
             return Err(refused(&RedoError::io(self.files.path(), "making it durable")(e)));
         }
         self.current.with(|current| {
-            // The log may have ended since, and another one been created.
+            // The log may have ended since, and another log may have been created.
             let log_dir = current.log_dir.as_mut().filter(|log_dir| log_dir.state().disk == disk).ok_or_else(no_log)?;
             if log_dir.state().floor > epoch {
                 return Err(Refused(format!("epoch {epoch} is no longer available: later writes are being merged")));
@@ -423,11 +422,8 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         Ok(())
     }
 
-    /// Records that a checkpoint with this epoch is committed: the epoch may be merged, older ones are not needed.
-    /// Does not wait.
-    ///
-    /// # Errors
-    /// [`Refused`].
+    /// Records that a checkpoint with this epoch is committed: the epoch may be merged, and older epochs are not
+    /// needed. Does not wait.
     pub fn committed(&self, epoch: u64) -> Result<(), Refused> {
         self.current.with(|current| {
             let sealed = current.log_dir.as_ref().map(|log_dir| log_dir.state().sealed).ok_or_else(no_log)?;
@@ -442,8 +438,8 @@ impl<D: LogFiles + Clone, T: Threads> Keeper<D, T> {
         })
     }
 
-    /// Requests that the log is merged and removed, while the guest runs. Does not wait: the server's status has no
-    /// log when it is done.
+    /// Requests that the log is merged and removed while the guest runs. Does not wait: when that is done, the
+    /// server's status has no log.
     pub fn end(&self) {
         self.tasks.with(|tasks| {
             if !std::mem::replace(&mut tasks.is_end_wanted, true) {

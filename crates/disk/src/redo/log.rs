@@ -1,7 +1,7 @@
-//! The log in a server's memory: where the next write goes, and where each sector is.
+//! The log in a server's memory: the place of the next write, and the place of each sector.
 //!
-//! This module does no I/O. The caller allocates an entry, writes it and reports the result. So the same code serves
-//! the engine (`io_uring`, many writes at a time) and tests that lose, tear and reorder writes.
+//! This module does no I/O. The caller allocates an entry, writes it and reports the result. So the engine
+//! (`io_uring`, many writes at a time) and tests that lose, tear and reorder writes use the same code.
 
 use super::format::{EntryHeader, EntryKind, PAGE, Page, checksum, length, write_header};
 use super::index::{Index, Source};
@@ -18,9 +18,9 @@ const SWEEP_RECORDS: usize = 4096;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LogEntry {
     pub epoch: u64,
-    /// Offset of its header in the segment.
+    /// Offset of the entry's header in the segment.
     pub offset: u64,
-    /// Newer entries have a higher one.
+    /// Newer entries have a higher number.
     pub sequence: u64,
     /// First byte on the disk.
     pub at: u64,
@@ -29,7 +29,7 @@ pub struct LogEntry {
 }
 
 impl LogEntry {
-    /// Bytes in the segment.
+    /// Returns the entry's bytes in the segment.
     #[must_use]
     pub fn length(&self) -> u64 {
         length(self.what, self.bytes)
@@ -44,16 +44,16 @@ impl LogEntry {
     }
 }
 
-/// What a write does when the log has reached its limit.
+/// The effect of the log's limit on a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SpaceLimit {
-    /// It waits.
+    /// The write waits until the log is below its limit.
     Enforced,
-    /// It takes more space: the guest, or the server, cannot stop before it is done.
+    /// The write takes more space, because the guest or the server cannot stop before the write is done.
     MayBeExceeded,
 }
 
-/// Why no entry can be allocated yet.
+/// The reason why no entry can be allocated yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CannotAllocate {
     /// The segment of this epoch does not exist yet.
@@ -70,11 +70,11 @@ struct WrittenEntry {
     live: u64,
 }
 
-/// An entry that later ones of the same epoch have overwritten.
+/// An entry that later entries of the same epoch have overwritten.
 #[derive(Debug, Clone, Copy)]
 struct OverwrittenEntry {
     sequence: u64,
-    /// The space can be reclaimed when so many entries are durable.
+    /// The space can be reclaimed when this number of entries is durable.
     after_written: u64,
 }
 
@@ -98,24 +98,24 @@ pub struct Segment<F> {
     file: F,
     /// Offset of the next entry.
     tail: u64,
-    /// By sequence number.
+    /// Entries by sequence number.
     records: BTreeMap<u64, WrittenEntry>,
     /// Bytes in use.
     bytes: u64,
-    /// Completed entries, and how many of them are durable.
+    /// Number of completed entries. `synced`: number of them that are durable.
     written: u64,
     synced: u64,
-    /// Allocated entries whose write has not completed.
+    /// Number of allocated entries whose write has not completed.
     unfinished: u64,
-    /// A sync has failed: what is durable is unknown.
+    /// A sync has failed: it is unknown which entries are durable.
     has_failed_sync: bool,
     overwritten: Vec<OverwrittenEntry>,
-    /// It has a seal record, and the state lists its epoch.
+    /// The segment has a seal record, and the state lists the segment's epoch.
     is_sealed: bool,
 }
 
 impl<F> Segment<F> {
-    /// An empty segment.
+    /// Creates an empty segment.
     #[must_use]
     pub fn new(epoch: u64, nonce: u128, file: F) -> Self {
         Self {
@@ -152,15 +152,15 @@ pub struct Unsynced<F> {
 /// The entries to merge into the image.
 #[derive(Debug)]
 pub struct Batch<F> {
-    /// The last epoch.
+    /// The last epoch of the batch.
     pub upto: u64,
-    /// By epoch: the file, and the nonce of its entries.
+    /// The segments by epoch: the file, and the nonce of its entries.
     pub segments: BTreeMap<u64, (F, u128)>,
     entries: Vec<LogEntry>,
 }
 
 impl<F> Batch<F> {
-    /// The newest content of each sector, in disk order: first byte, bytes, the entry that has it.
+    /// Returns the newest content of each sector, in disk order: first byte, bytes, the entry that has it.
     #[must_use]
     pub fn resolve(&self) -> Vec<(u64, u64, LogEntry)> {
         let mut index = Index::default();
@@ -173,7 +173,7 @@ impl<F> Batch<F> {
     }
 }
 
-/// Called when no write is in progress.
+/// A callback for the moment when no write is in progress.
 struct WhenIdle(Box<dyn FnOnce() + Send>);
 
 impl std::fmt::Debug for WhenIdle {
@@ -182,13 +182,13 @@ impl std::fmt::Debug for WhenIdle {
     }
 }
 
-/// See [the module](self).
+/// A log's segments, and the index of their newest content.
 #[derive(Debug)]
 pub struct Log<F> {
     disk: Uuid,
     /// The epoch of new writes.
     epoch: u64,
-    /// The last ended epoch: nothing is written to it any more.
+    /// The last ended epoch, to which nothing is written any more.
     closed: u64,
     /// The image has all writes of epochs up to this.
     merged: u64,
@@ -201,7 +201,7 @@ pub struct Log<F> {
     limit: u64,
     /// Parts of the disk whose extents are still to be forgotten: their entries are in the image.
     retired: Vec<(u64, u64)>,
-    /// Called when no write into epochs up to this one is in progress.
+    /// The callback to call when no write into epochs up to this one is in progress.
     when_idle: Option<(u64, WhenIdle)>,
 }
 
@@ -210,7 +210,7 @@ fn is_busy<F>(segments: &BTreeMap<u64, Segment<F>>, upto: u64) -> bool {
 }
 
 impl<F: Clone> Log<F> {
-    /// A log without segments.
+    /// Creates a log without segments.
     #[must_use]
     pub fn new(disk: Uuid, epoch: u64, closed: u64, merged: u64, limit: u64) -> Self {
         let (segments, ready, index) = (BTreeMap::new(), BTreeMap::new(), Index::default());
@@ -223,31 +223,31 @@ impl<F: Clone> Log<F> {
         self.disk
     }
 
-    /// The epoch of new writes.
+    /// Returns the epoch of new writes.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
 
-    /// The image has all writes of epochs up to this.
+    /// Returns the last merged epoch: the image has all writes of epochs up to this.
     #[must_use]
     pub fn merged(&self) -> u64 {
         self.merged
     }
 
-    /// Bytes in use, and the limit.
+    /// Returns the bytes in use, and the limit.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
         (self.bytes, self.limit)
     }
 
-    /// Number of extents in memory.
+    /// Returns the number of extents in memory.
     #[must_use]
     pub fn extents(&self) -> usize {
         self.index.len()
     }
 
-    /// Whether all its writes are in the image.
+    /// Returns whether all writes of the log are in the image.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.segments.is_empty()
@@ -279,22 +279,19 @@ impl<F: Clone> Log<F> {
         }
     }
 
-    /// Epochs that need a segment: the current one, and the next, so that a mark need not wait.
+    /// Returns the epochs that need a segment: the current epoch, and the next one, so that a mark need not wait.
     #[must_use]
     pub fn missing_segments(&self) -> Vec<u64> {
         let next = [self.epoch, self.epoch + 1].into_iter();
         next.filter(|epoch| !self.segments.contains_key(epoch) && !self.ready.contains_key(epoch)).collect()
     }
 
-    /// Adds a new segment.
+    /// Adds a segment for an epoch without writes.
     pub fn add_ready(&mut self, segment: Segment<F>) {
         self.ready.insert(segment.epoch, segment);
     }
 
     /// Allocates an entry for a write of whole sectors.
-    ///
-    /// # Errors
-    /// [`CannotAllocate`].
     pub fn allocate(
         &mut self,
         at: u64,
@@ -320,7 +317,7 @@ impl<F: Clone> Log<F> {
         Ok(placed)
     }
 
-    /// The header of an allocated entry.
+    /// Returns the header of an allocated entry.
     #[must_use]
     pub fn header(&self, placed: &LogEntry, data: &[u8]) -> Page {
         let LogEntry { sequence, at, bytes, what, .. } = *placed;
@@ -367,7 +364,7 @@ impl<F: Clone> Log<F> {
         self.index.insert(placed.at, placed.at + placed.bytes, placed.sequence, placed.source(), loses);
     }
 
-    /// The pieces of a part of the disk: first byte, bytes, and the source, `None` for the image.
+    /// Returns the pieces of a part of the disk: first byte, bytes, and the source, which is `None` for the image.
     #[must_use]
     pub fn look_up(&self, at: u64, bytes: u64) -> Vec<(u64, u64, Option<Source>)> {
         let mut pieces = self.index.look_up(at, at + bytes);
@@ -377,9 +374,9 @@ impl<F: Clone> Log<F> {
         pieces
     }
 
-    /// Ends the current epoch: later writes are of the next one. Returns the epoch that the disk is now as of,
-    /// provided that no write is in progress; `None` if the next segment is missing. An epoch without writes is not
-    /// ended.
+    /// Ends the current epoch: later writes are of the next epoch. Returns the epoch whose content the disk now has,
+    /// provided that no write is in progress. Returns `None` if the next segment is missing. Does not end an epoch
+    /// without writes.
     pub fn mark(&mut self) -> Option<u64> {
         if self.segments.contains_key(&self.epoch) {
             if !self.ready.contains_key(&(self.epoch + 1)) {
@@ -391,13 +388,14 @@ impl<F: Clone> Log<F> {
         Some(self.closed)
     }
 
-    /// The last ended epoch.
+    /// Returns the last ended epoch.
     #[must_use]
     pub fn closed(&self) -> u64 {
         self.closed
     }
 
-    /// Segments up to `upto` with entries that are not known to be durable; `None` if a sync of one has failed.
+    /// Returns the segments up to `upto` with entries that are not known to be durable; `None` if a sync of one of
+    /// them has failed.
     #[must_use]
     pub fn unsynced(&self, upto: u64) -> Option<Vec<Unsynced<F>>> {
         let segments = || self.segments.range(..=upto).map(|(_, segment)| segment);
@@ -413,10 +411,10 @@ impl<F: Clone> Log<F> {
         Some(dirty.map(unsynced).collect())
     }
 
-    /// Records the result of a sync. Returns whether the first `written` entries are durable. They are not if another
-    /// sync of the segment failed: the kernel reports an error to one of them only.
+    /// Records the result of a sync. Returns whether the first `written` entries are durable. They are not durable if
+    /// another sync of the segment failed, because the kernel reports an error to one sync only.
     pub fn record_sync(&mut self, epoch: u64, written: u64, outcome: SyncOutcome) -> bool {
-        // A merged segment is in the image, which was synced.
+        // The content of a merged segment is in the image, which was synced.
         let Some(segment) = self.segments.get_mut(&epoch) else { return outcome == SyncOutcome::Synced };
         segment.has_failed_sync |= outcome == SyncOutcome::Failed;
         if !segment.has_failed_sync {
@@ -425,7 +423,7 @@ impl<F: Clone> Log<F> {
         !segment.has_failed_sync
     }
 
-    /// Segments with space that could be reclaimed if they were durable.
+    /// Returns the segments with space that could be reclaimed if they were durable.
     #[must_use]
     pub fn reclaimable(&self) -> Vec<Unsynced<F>> {
         let has = |epoch: u64| self.segments.get(&epoch).is_some_and(|segment| !segment.overwritten.is_empty());
@@ -433,8 +431,8 @@ impl<F: Clone> Log<F> {
         all.into_iter().filter(|unsynced| has(unsynced.epoch)).collect()
     }
 
-    /// Returns the space of entries that durable entries of the same epoch have overwritten: file, first byte, bytes.
-    /// Only when the log is over half its limit.
+    /// Reclaims the space of entries that durable entries of the same epoch have overwritten, but only when the log
+    /// is over half its limit. Returns the reclaimed parts: file, first byte, bytes.
     pub fn reclaim(&mut self) -> Vec<(F, u64, u64)> {
         let mut reclaimed = Vec::new();
         if self.bytes * 2 <= self.limit {
@@ -453,7 +451,7 @@ impl<F: Clone> Log<F> {
         reclaimed
     }
 
-    /// Bytes of the current epoch.
+    /// Returns the bytes of the current epoch.
     #[must_use]
     pub fn current_bytes(&self) -> u64 {
         self.segments.get(&self.epoch).map_or(0, |segment| segment.bytes)
@@ -474,7 +472,7 @@ impl<F: Clone> Log<F> {
         }
     }
 
-    /// The entries to merge up to an epoch; `None` if there are none. Only ended epochs are merged.
+    /// Returns the entries to merge up to an epoch; `None` if there are none. Only ended epochs are merged.
     #[must_use]
     pub fn batch(&self, upto: u64) -> Option<Batch<F>> {
         let busy = self.segments.values().find(|segment| segment.unfinished > 0).map(|segment| segment.epoch - 1);
@@ -488,7 +486,7 @@ impl<F: Clone> Log<F> {
         Some(Batch { upto, segments: files, entries: records.map(|record| record.placed).collect() })
     }
 
-    /// Records that everything up to an epoch is in the image.
+    /// Records that all writes up to an epoch are in the image.
     pub fn merged_to(&mut self, upto: u64) {
         self.merged = self.merged.max(upto);
         let later = self.segments.split_off(&(upto + 1));
@@ -500,7 +498,8 @@ impl<F: Clone> Log<F> {
         }
     }
 
-    /// Forgets some of the merged records; returns whether there are more. Not all in one call: a guest may be waiting.
+    /// Removes some merged extents from the index. Returns whether there are more. One call does not remove all of
+    /// them, because a guest may be waiting.
     pub fn sweep(&mut self) -> bool {
         let from = self.retired.len().saturating_sub(SWEEP_RECORDS);
         for (at, end) in self.retired.drain(from..) {

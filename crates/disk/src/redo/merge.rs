@@ -25,7 +25,7 @@ pub struct MergeTarget<F> {
 }
 
 impl<F: LogFile> MergeTarget<F> {
-    /// The caller creates only one for an open image.
+    /// Wraps the image. The caller creates only one target for an open image.
     #[must_use]
     pub fn new(image: Synced<F>) -> Self {
         Self { image }
@@ -37,7 +37,7 @@ pub trait SharedDirectory<D: LogFiles> {
     /// Calls `change` with exclusive access.
     ///
     /// # Errors
-    /// That of `change`; [`RedoError::Closed`] if the log has ended.
+    /// The error of `change`; [`RedoError::Closed`] if the log has ended.
     fn with_directory(
         &self,
         change: &mut dyn FnMut(&mut LogDirectory<D>) -> Result<(), RedoError>,
@@ -58,18 +58,18 @@ impl<D: LogFiles> SharedDirectory<D> for Mutex<Option<LogDirectory<D>>> {
 /// *Needs:* committed and sealed epochs; no other writer of the image.
 /// *On success:* the image is the disk of the last epoch, durably, and the state records that; the segments can be
 /// removed.
-/// *On failure:* the log is unchanged. If an entry is damaged, so are the image and the state: older epochs stay
-/// available. After another failure the image may be between two epochs, and the state prevents its use as an older
-/// one.
+/// *On failure:* the log is unchanged. If an entry is damaged, image and state are unchanged, too, and older epochs
+/// stay available. After another failure the image may be between two epochs, and the state prevents its use as an
+/// older epoch.
 ///
 /// Reads each entry twice: once before the first write, to find damage while the image is still that of the older
 /// epochs.
 ///
-/// Calls `pace` after each step; an error of it ends the merge.
+/// Calls `pace` after each step. An error of `pace` ends the merge.
 ///
 /// # Errors
-/// [`RedoError::Io`]: of the image, the log, or `pace`, or an entry with a wrong checksum, which is not written;
-/// [`RedoError::Closed`].
+/// [`RedoError::Io`] for an error of the image, the log or `pace`, and for an entry with a wrong checksum, which is
+/// not written; [`RedoError::Closed`] if the log has ended.
 pub fn merge<D: LogFiles>(
     log_dir: &impl SharedDirectory<D>,
     batch: &Batch<D::File>,
@@ -78,7 +78,7 @@ pub fn merge<D: LogFiles>(
 ) -> Result<(), RedoError> {
     let (upto, pieces) = (batch.upto, batch.resolve());
     let mut started = target.image.check().and_then(|()| verify(batch, &pieces, &mut pace));
-    // Before the first write: the older epochs become unavailable with it.
+    // Recorded before the first write, which makes the older epochs unavailable.
     log_dir.with_directory(&mut |log_dir| {
         let failed = RedoError::io(log_dir.files().path(), "merging it into the image");
         std::mem::replace(&mut started, Ok(())).map_err(failed)?;
@@ -134,14 +134,14 @@ fn copy<F: LogFile>(
     Ok(())
 }
 
-/// Reads entries and checks their checksums.
+/// A reader of entries that checks their checksums.
 struct EntryReader<'a, F> {
     batch: &'a Batch<F>,
     read: VecDeque<(u64, Buffer)>,
 }
 
 impl<F: LogFile> EntryReader<'_, F> {
-    /// Returns header and data as in the segment.
+    /// Returns the header and data of an entry as in the segment.
     fn get(&mut self, placed: &LogEntry) -> io::Result<&[u8]> {
         let position = match self.read.iter().position(|(sequence, _)| *sequence == placed.sequence) {
             Some(position) => position,
@@ -188,7 +188,7 @@ impl<F: LogFile> EntryReader<'_, F> {
 
 /// Writes bytes, which may be unaligned, from aligned memory.
 fn write(image: &impl LogFile, bytes: &[u8], at: u64) -> io::Result<()> {
-    // An entry's data is aligned, but a piece of it may not be.
+    // An entry's data is aligned, but a piece of the data may not be.
     if (bytes.as_ptr() as u64).is_multiple_of(PAGE) {
         return image.write_at(bytes, at);
     }

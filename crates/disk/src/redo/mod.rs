@@ -7,7 +7,7 @@
 //! | [`epoch_state`] | the durable state of the epochs |
 //! | [`state`] | the log's directory: records that state, creates and removes segments |
 //! | [`index`] | where each sector is |
-//! | [`log`] | allocates entries, ends epochs, tracks what is durable and what is to be merged |
+//! | [`log`] | allocates entries, ends epochs, tracks durable entries and entries to merge |
 //! | [`recover`] | opens a log |
 //! | [`merge`] | copies epochs into the image |
 //! | [`keeper`] | a server's requests about epochs, and its background work |

@@ -1,4 +1,4 @@
-//! The log of a disk that has no server: inspects and merges it.
+//! Inspection and merging of the log of a disk that has no server.
 
 use super::epoch_state::{EpochState, newest_slot};
 use super::error::RedoError;
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use uuid::Uuid;
 
-/// Default directory of an image's log. A block device has none.
+/// Returns the default directory of an image's log. A block device has no default directory.
 #[must_use]
 pub fn default_directory(image: &Path) -> PathBuf {
     let mut path = image.as_os_str().to_owned();
@@ -30,15 +30,15 @@ pub struct LogSummary {
     pub disk: Uuid,
     /// The newest epoch that a checkpoint can refer to.
     pub sealed: u64,
-    /// The oldest such epoch.
+    /// The oldest epoch that a checkpoint can refer to.
     pub floor: u64,
-    /// Writes in the inspected epochs that are not in the image.
+    /// Number of writes in the inspected epochs that are not in the image.
     pub writes: usize,
-    /// File name of the image; unknown if an earlier version created the log.
+    /// File name of the image; `None` if an earlier version created the log.
     pub image: Option<String>,
 }
 
-/// The file name by which a log identifies its image. Follows symbolic links, except for a block device.
+/// Returns the file name by which a log identifies its image. Follows symbolic links, except for a block device.
 #[must_use]
 pub fn image_name(image: &Path) -> Option<String> {
     let is_device = fs::metadata(image).is_ok_and(|found| found.file_type().is_block_device());
@@ -47,9 +47,9 @@ pub fn image_name(image: &Path) -> Option<String> {
     path.file_name().map(|name| name.to_string_lossy().into_owned())
 }
 
-/// Summarizes the log in a directory, even while a server uses it. `None`: no log. `upto`: only segments of epochs up
-/// to this are read and checked, as for the disk of that epoch; 0 for the state alone, `u64::MAX` for the newest
-/// disk.
+/// Summarizes the log in a directory, even while a server uses it. Returns `None` if there is no log. Reads and
+/// checks only segments of epochs up to `upto`, as for the disk of that epoch: 0 for the state alone, `u64::MAX` for
+/// the newest disk.
 ///
 /// # Errors
 /// [`RedoError`], also for a damaged log.
@@ -67,7 +67,7 @@ pub fn inspect(directory: &Path, upto: u64) -> Result<Option<LogSummary>, RedoEr
     }
 }
 
-/// As [`inspect`], for the log of an image. `renamed_from`: the previous file name of a renamed image.
+/// Summarizes the log of an image like [`inspect`]. `renamed_from`: the previous file name of a renamed image.
 ///
 /// # Errors
 /// [`RedoError`], also if the log belongs to another image.
@@ -87,7 +87,7 @@ pub fn inspect_log(
     }
 }
 
-/// Returns the count of the state that was read, and the summary.
+/// Inspects a directory once. Returns the count of the state that was read, and the summary.
 #[allow(clippy::type_complexity, reason = "only `inspect` calls it")]
 fn inspect_once(directory: &Path, upto: u64) -> Result<(u64, Result<Option<LogSummary>, RedoError>), RedoError> {
     let failed = |doing| RedoError::io(directory, doing);
@@ -116,7 +116,7 @@ fn inspect_once(directory: &Path, upto: u64) -> Result<(u64, Result<Option<LogSu
     let is_needed = |epoch: &u64| *epoch <= upto && *epoch > state.merged && !state.is_dead(*epoch);
     for epoch in epochs.into_iter().filter(is_needed) {
         let file = match File::open(directory.join(segment_name(epoch))) {
-            // Merged since the directory was read.
+            // The segment was merged since the directory was read.
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
             file => LocalFile(Arc::new(file.map_err(failed("opening a segment"))?)),
         };
@@ -147,9 +147,6 @@ pub enum MergeError {
 /// *Needs:* no other process has the image open.
 /// *On success:* the image is the newest disk; the disks of checkpoints are no longer available.
 /// *On failure:* the log still exists, and can be merged again.
-///
-/// # Errors
-/// [`MergeError`].
 pub fn merge_all(
     image: &Path,
     directory: &Path,

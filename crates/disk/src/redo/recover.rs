@@ -1,4 +1,4 @@
-//! Opens a log after a crash, after a server was killed, or to return to a checkpoint.
+//! Opening a log after a crash, after a server was killed, or to return to a checkpoint.
 
 use super::error::RedoError;
 use super::files::{LogFile, LogFiles};
@@ -12,16 +12,16 @@ use uuid::Uuid;
 
 const WINDOW: u64 = 4 << 20;
 
-/// Which version of the disk to open.
+/// The version of the disk to open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DiskVersion {
-    /// The newest, with all writes.
+    /// The newest disk, with all writes.
     #[default]
     Newest,
     /// The disk of a checkpoint.
     Epoch { epoch: u64, disk: Uuid },
-    /// The disk of a guest that resumed from a checkpoint and may not have written since. Epochs that it has not
-    /// discarded by a write are not its own. The newest disk, if none of them is left.
+    /// The disk of a guest that resumed from a checkpoint and may not have written since. Epochs that the guest has
+    /// not discarded by a write are not its own. The newest disk, if none of these epochs is left.
     Since {
         epoch: u64,
         disk: Uuid,
@@ -30,12 +30,12 @@ pub enum DiskVersion {
     },
 }
 
-/// Opens the log in `files` of a disk of `bytes` bytes; `None` if there is none.
+/// Opens the log in `files` of a disk of `bytes` bytes; `None` if there is no log.
 ///
-/// *On success:* all that was found is durable, in ended epochs. Nothing is discarded yet.
+/// *On success:* all writes that were found are durable, in ended epochs. Nothing is discarded yet.
 ///
 /// # Errors
-/// [`RedoError`]; nothing has changed.
+/// After a [`RedoError`] nothing has changed.
 #[allow(clippy::type_complexity, reason = "a log and where it is, or none")]
 pub fn open<D: LogFiles>(
     files: D,
@@ -100,7 +100,7 @@ pub fn open<D: LogFiles>(
         if let Some(end) = entries.iter().map(|entry| entry.at + entry.bytes).find(|end| *end > bytes) {
             return Err(RedoError::ImageTooShort { path, end, bytes });
         }
-        // A killed server may not have synced it.
+        // A killed server may not have synced the segment.
         file.sync().map_err(failed("making a segment durable"))?;
         if !entries.is_empty() {
             log.add_segment(Segment::new(epoch, nonce, file), end, entries, is_sealed);
@@ -109,14 +109,14 @@ pub fn open<D: LogFiles>(
     if (closed + 1..=newest).any(|epoch| !state.is_dead(epoch)) {
         log_dir.rewind(closed + 1, newest);
     }
-    // A server was killed while it removed these. They are not read.
+    // A server was killed while it removed these segments. They are not read.
     if let Err(e) = log_dir.remove_done() {
         tracing::warn!("{e}");
     }
     Ok(Some((log_dir, log)))
 }
 
-/// Reads a file in pieces that are longer than requested, and keeps the last one.
+/// A reader of a file, in pieces that are longer than requested. Keeps the last piece.
 struct Window<'a, F> {
     file: &'a F,
     buffer: Buffer,
@@ -141,7 +141,7 @@ impl<F: LogFile> Window<'_, F> {
 pub struct SegmentContent {
     /// The nonce of the segment.
     pub nonce: u128,
-    /// There is no valid entry at or after this offset.
+    /// Offset from which on there is no valid entry.
     pub end: u64,
     /// The entries, by sequence number.
     pub entries: Vec<LogEntry>,
@@ -149,10 +149,10 @@ pub struct SegmentContent {
     pub seal: Option<Vec<u64>>,
 }
 
-/// Returns the entries that the seal record of a sealed epoch lists, all of them.
+/// Returns the content of a sealed epoch's segment, with all the entries that its seal record lists, and no others.
 ///
 /// # Errors
-/// What is damaged or missing.
+/// A description of the damaged or missing part.
 pub fn sealed_content(found: Option<SegmentContent>) -> Result<SegmentContent, String> {
     let mut found = found.ok_or("its head, at byte 0, is damaged or missing")?;
     let Some(seal) = &found.seal else {
@@ -164,16 +164,13 @@ pub fn sealed_content(found: Option<SegmentContent>) -> Result<SegmentContent, S
         let (count, all) = (missing.by_ref().count(), seal.len());
         return Err(format!("the entry at byte {first} is damaged or missing ({count} of {all} entries are)"));
     }
-    // Other entries were overwritten within the epoch, or their write failed.
+    // The other entries were overwritten within the epoch, or their write failed.
     let listed: BTreeSet<u64> = seal.iter().copied().collect();
     found.entries.retain(|entry| listed.contains(&entry.offset));
     Ok(found)
 }
 
-/// Reads a segment. `None` if the head is invalid: then no entry of an unsealed segment was ever durable.
-///
-/// # Errors
-/// The system's.
+/// Reads a segment. Returns `None` if the head is invalid: then no entry of an unsealed segment was ever durable.
 pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<SegmentContent>> {
     let length = file.length()?;
     let buffer = Buffer::new(WINDOW.min(length).max(PAGE) as usize);

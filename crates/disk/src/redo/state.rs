@@ -13,26 +13,26 @@ use uuid::Uuid;
 
 /// File name of the state.
 const NAME: &str = "state";
-/// Bytes that a new segment reserves.
+/// Bytes that are reserved for a new segment.
 const RESERVED: u64 = 4 << 20;
 
-/// The epoch in the file name of a segment.
+/// Returns the epoch in the file name of a segment.
 #[must_use]
 pub fn segment_epoch(name: &str) -> Option<u64> {
     let epoch = name.strip_suffix(".log")?.parse().ok()?;
     (segment_name(epoch) == name).then_some(epoch)
 }
 
-/// The file name of an epoch's segment.
+/// Returns the file name of an epoch's segment.
 #[must_use]
 pub fn segment_name(epoch: u64) -> String {
     format!("{epoch}.log")
 }
 
-/// Whether name and content are those of a file that a log created, possibly incomplete after a crash.
+/// Returns whether name and content are those of a file that a log created. The file may be incomplete after a crash.
 fn is_ours(name: &str, FileStart { bytes, length }: &FileStart) -> bool {
     let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
-    // Nothing but zeros has been written to it.
+    // Only zeros have been written to the file.
     let is_empty = *length == bytes.len() as u64 && is_zero(bytes);
     if name == NAME {
         let is_slot = |slot: &[u8]| slot.starts_with(MAGIC) || is_zero(slot.get(..PAGE as usize - 16).unwrap_or(slot));
@@ -41,7 +41,7 @@ fn is_ours(name: &str, FileStart { bytes, length }: &FileStart) -> bool {
     segment_epoch(name).is_some() && (is_empty || bytes.get(..PAGE as usize).and_then(read_head).is_some())
 }
 
-/// Whether a log created the file with this name.
+/// Returns whether a log created the file with this name.
 fn recognise(files: &impl LogFiles, name: &str) -> io::Result<bool> {
     let Some(first) = files.peek(name, 2 * PAGE)? else { return Ok(false) };
     if is_ours(name, &first) {
@@ -52,7 +52,7 @@ fn recognise(files: &impl LogFiles, name: &str) -> io::Result<bool> {
     Ok(whole.is_some_and(|whole| is_ours(name, &whole)))
 }
 
-/// The error for a file that no log created.
+/// Returns the error for a file that no log created.
 fn foreign(files: &impl LogFiles, name: &str) -> RedoError {
     let path = files.path().to_owned();
     let target = std::fs::read_link(&path).ok();
@@ -83,9 +83,6 @@ impl<D: LogFiles> LogDirectory<D> {
     /// Creates the log of a disk of `bytes` bytes that has none. `image`: the file name of its image.
     ///
     /// *On failure:* there is no log. Files that no log created are unchanged; they may be the reason.
-    ///
-    /// # Errors
-    /// [`RedoError`].
     pub fn create(files: D, bytes: u64, image: Option<String>) -> Result<Self, RedoError> {
         let failed = |doing| RedoError::io(files.path(), doing);
         files.make().map_err(failed("making the directory"))?;
@@ -132,15 +129,12 @@ impl<D: LogFiles> LogDirectory<D> {
             }
             None => {}
         }
-        // The state last: segments without a state are a damaged log.
+        // The state is removed last: segments without a state are a damaged log.
         names.sort_unstable_by_key(|name| name == NAME);
         names.iter().try_for_each(|name| files.remove(name)).map_err(failed("removing what was left there"))
     }
 
     /// Opens the log in `files`, if there is one.
-    ///
-    /// # Errors
-    /// [`RedoError`].
     pub fn open(files: D) -> Result<Option<Self>, RedoError> {
         let failed = |doing| RedoError::io(files.path(), doing);
         let Some(claim) = claim(&files)? else { return Ok(None) };
@@ -172,10 +166,10 @@ impl<D: LogFiles> LogDirectory<D> {
         &self.files
     }
 
-    /// Changes the state, durably.
+    /// Changes the state durably.
     ///
     /// # Errors
-    /// [`RedoError::Io`]; the change may be on the disk all the same, so it must describe what is already true.
+    /// After [`RedoError::Io`] the change may still be on the disk, so it must describe a fact that is already true.
     pub fn record(&mut self, change: impl FnOnce(&mut EpochState)) -> Result<(), RedoError> {
         let mut state = self.state.clone();
         change(&mut state);
@@ -210,7 +204,8 @@ impl<D: LogFiles> LogDirectory<D> {
     /// version. `renamed_from`: the previous name of a renamed image.
     ///
     /// # Errors
-    /// [`RedoError::OtherImage`]; [`RedoError::Io`].
+    /// [`RedoError::OtherImage`] if the log belongs to another image; [`RedoError::Io`] if the new name cannot be
+    /// recorded.
     pub fn check_image(&mut self, image: &str, renamed_from: Option<&str>) -> Result<(), RedoError> {
         match self.state.image.as_deref() {
             Some(found) if found == image => Ok(()),
@@ -232,20 +227,17 @@ impl<D: LogFiles> LogDirectory<D> {
         self.rewound = Some((first, last));
     }
 
-    /// Whether there are epochs that the next segment discards.
+    /// Returns whether there are epochs that the next segment discards.
     #[must_use]
     pub fn is_rewound(&self) -> bool {
         self.rewound.is_some()
     }
 
-    /// Creates the segment of a new epoch, durably, after discarding the epochs of [`Self::rewind`].
-    ///
-    /// # Errors
-    /// [`RedoError::Io`].
+    /// Creates the segment of a new epoch durably, after discarding the epochs of [`Self::rewind`].
     pub fn prepare(&mut self, epoch: u64) -> Result<Segment<D::File>, RedoError> {
         if let Some((first, last)) = self.rewound {
             self.record(|state| {
-                // Earlier ranges within this one stay discarded.
+                // Earlier ranges within this range stay discarded.
                 state.dead.retain(|(from, to)| *from < first || *to > last);
                 state.dead.push((first, last));
             })?;
@@ -261,7 +253,7 @@ impl<D: LogFiles> LogDirectory<D> {
     fn make(&self, epoch: u64) -> io::Result<Segment<D::File>> {
         let name = segment_name(epoch);
         let file = match self.files.create(&name) {
-            // Left by a failed attempt that made nothing durable: unused.
+            // A failed attempt left the file and made nothing durable: the file is unused.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 self.remove_ours(&name)?;
                 self.files.create(&name)?
@@ -282,7 +274,7 @@ impl<D: LogFiles> LogDirectory<D> {
         Ok(Segment::new(epoch, head.nonce, file))
     }
 
-    /// Removes a segment, if the file is one.
+    /// Removes a file if a log created it. Fails otherwise.
     fn remove_ours(&self, name: &str) -> io::Result<()> {
         if recognise(&self.files, name)? {
             return self.files.remove(name);
@@ -294,7 +286,7 @@ impl<D: LogFiles> LogDirectory<D> {
     /// Removes merged and discarded segments.
     ///
     /// # Errors
-    /// [`RedoError::Io`]; the remaining ones are removed by the next call.
+    /// After [`RedoError::Io`], the next call removes the remaining segments.
     pub fn remove_done(&self) -> Result<(), RedoError> {
         let failed = |doing| RedoError::io(self.files.path(), doing);
         for name in self.files.list().map_err(failed("reading the directory"))? {
@@ -305,22 +297,18 @@ impl<D: LogFiles> LogDirectory<D> {
         Ok(())
     }
 
-    /// Records that the log is about to end: the image has all its writes, and may become newer than each of its
-    /// epochs. `next`: the current epoch; it and the one after it may have segments, which are empty.
-    ///
-    ///
-    /// # Errors
-    /// [`RedoError::Io`].
+    /// Records that the log is about to end: the image has all writes of the log, and may become newer than each of
+    /// its epochs. `next`: the current epoch. It and the epoch after it may have segments, which are empty.
     pub fn close(&mut self, next: u64) -> Result<(), RedoError> {
         let done = next + 1;
         self.record(|state| (state.floor, state.merged) = (state.floor.max(done), state.merged.max(done)))
     }
 
     /// Removes the log. All of it must be merged, and [`Self::close`] must have succeeded. Files that no log created
-    /// stay, and so does the directory then.
+    /// stay, and then the directory stays, too.
     ///
     /// # Errors
-    /// [`RedoError`]; a log without writes, or none, remains.
+    /// After a [`RedoError`], a log without writes remains, or none.
     pub fn destroy(self) -> Result<(), RedoError> {
         let failed = |doing| RedoError::io(self.files.path(), doing);
         let names = self.files.list().map_err(failed("reading the directory"))?;
@@ -335,7 +323,7 @@ impl<D: LogFiles> LogDirectory<D> {
             }
         }
         self.files.sync().map_err(failed("making its directory durable"))?;
-        // Without a state, a file with the name of a segment would be taken for a damaged log.
+        // Without a state, a file with the name of a segment would be mistaken for a damaged log.
         if !others.iter().any(|name| segment_epoch(name).is_some()) {
             self.files.remove(NAME).map_err(failed("removing its state"))?;
         }

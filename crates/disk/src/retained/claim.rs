@@ -1,9 +1,10 @@
 //! The frames of a previous guest's memory that a server needs: a bitmap that the servers of the VM's other disks can
 //! read.
 //!
-//! All disks of a VM have their blocks in the same memory, and each server knows only its own. So each publishes the
-//! frames that it needs, in a file that it keeps locked, and a frame is released to the host when no server needs it.
-//! A bit is set when the claim is created, cleared when the frame is not needed any more, and never set again.
+//! All disks of a VM have their blocks in the same memory, and each server knows only its own blocks. So each server
+//! publishes the frames that it needs, in a file that it keeps locked. A frame is released to the host when no server
+//! needs it. A bit is set when the claim is created, cleared when the frame is not needed any more, and never set
+//! again.
 //!
 //! ```text
 //! 0      magic
@@ -27,10 +28,10 @@ const MAGIC: [u8; 8] = *b"RKCLAIM1";
 /// Bytes before the bits.
 const HEAD: u64 = 4096;
 
-/// See [the module](self).
+/// The frames that one server needs.
 #[derive(Debug)]
 pub(super) struct FrameClaim {
-    /// The file, locked by its creator; none if no other server reads it.
+    /// The file, locked by the server that created it; `None` if no other server reads it.
     file: Option<File>,
     bits: MmapRegion,
     words: usize,
@@ -45,21 +46,18 @@ fn bytes(frames: u64) -> usize {
 }
 
 impl FrameClaim {
-    /// An empty claim on `frames` frames, invisible to other servers.
-    ///
-    /// # Errors
-    /// The system's.
+    /// Creates an empty claim on `frames` frames that is invisible to other servers.
     pub fn private(frames: Frame) -> io::Result<Self> {
         let bits = MmapRegion::new(bytes(frames.into())).map_err(io::Error::other)?;
         Ok(Self { file: None, bits, words: words(frames.into()) })
     }
 
-    /// An empty claim in a new file at `path`, about memory `identity`.
+    /// Creates an empty claim on the frames of memory `identity`, in a new file at `path`.
     ///
     /// *On success:* the file's lock shows that a server uses it.
     ///
     /// # Errors
-    /// The system's; also if there is no space for it.
+    /// Errors of the file operations, also if there is no space for the file.
     pub fn create(path: &Path, identity: u64, frames: Frame) -> io::Result<Self> {
         match fs::remove_file(path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
@@ -70,7 +68,7 @@ impl FrameClaim {
         if !file::lock_byte(&file, 0, Lock::Exclusive)? {
             return Err(io::ErrorKind::ResourceBusy.into());
         }
-        // A full disk is an error here, not a signal later.
+        // A full disk is an error of `fallocate`, not a signal at a later access.
         fallocate(&file, FallocateFlags::empty(), 0, long as u64)?;
         file.write_all_at(&identity.to_le_bytes(), 8)?;
         file.write_all_at(&u64::from(frames).to_le_bytes(), 16)?;
@@ -79,10 +77,10 @@ impl FrameClaim {
         Ok(Self { file: Some(file), bits, words: words(frames.into()) })
     }
 
-    /// Opens the claim of another server. `None`: it needs nothing of memory `identity`.
+    /// Opens the claim of another server. `None`: that server needs nothing of memory `identity`.
     ///
     /// # Errors
-    /// The system's; the file is not a claim.
+    /// Errors of the file operations; `InvalidData` if the file is not a claim.
     pub fn open_other(path: &Path, identity: u64) -> io::Result<Option<Self>> {
         let file = match OpenOptions::new().read(true).write(true).open(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -105,18 +103,18 @@ impl FrameClaim {
         Ok(Some(Self { file: Some(file), bits: bits.map_err(io::Error::other)?, words: words(frames) }))
     }
 
-    /// Whether other servers can read it.
+    /// Returns whether other servers can read the claim.
     pub fn is_shared(&self) -> bool {
         self.file.is_some()
     }
 
-    /// Whether its creator still needs any frame. Not for one's own claim.
+    /// Returns whether the server that created the claim still needs any frame. Not for a server's own claim.
     pub fn is_held(&self) -> bool {
         // If the lock cannot be checked, the frames stay allocated, which only costs memory.
         self.file.as_ref().is_some_and(|file| file::is_locked(file, 0).unwrap_or(true))
     }
 
-    /// Frames 64 * `word` and up, lowest bit first.
+    /// Returns the bits of frames 64 * `word` and up, lowest bit first.
     pub fn word(&self, word: usize) -> u64 {
         self.at_word(word, |bits| bits.load(Ordering::SeqCst))
     }
@@ -130,7 +128,8 @@ impl FrameClaim {
         self.at_word(frame as usize / 64, |bits| bits.fetch_or(bit(frame), Ordering::SeqCst));
     }
 
-    /// Of two servers that release a frame at the same time, at least one sees afterwards that the other has.
+    /// Releases a frame. If two servers release a frame at the same time, at least one sees afterwards that the other
+    /// has released it.
     pub fn release(&self, frame: Frame) {
         self.at_word(frame as usize / 64, |bits| bits.fetch_and(!bit(frame), Ordering::SeqCst));
     }
@@ -141,12 +140,12 @@ impl FrameClaim {
         }
     }
 
-    /// Number of frames that it needs.
+    /// Returns the number of needed frames.
     pub fn count(&self) -> usize {
         (0..self.words).map(|word| self.word(word).count_ones() as usize).sum()
     }
 
-    /// Frames after its end are not needed.
+    /// Applies `then` to a word. Frames after the end of the claim are not needed.
     fn at_word(&self, word: usize, then: impl FnOnce(&AtomicU64) -> u64) -> u64 {
         if word >= self.words {
             return 0;
@@ -183,7 +182,7 @@ mod tests {
         assert!(!seen.needs(64) && seen.is_held());
         own.release_all();
         assert_eq!(seen.count(), 0);
-        // Created again: the claim opened before has no holder.
+        // The file was created again: the claim opened before has no holder.
         let again = FrameClaim::create(&path, 7, 200).unwrap();
         drop(own);
         assert!(!seen.is_held());
@@ -198,7 +197,7 @@ mod tests {
         let path = directory.path().join("odd");
         fs::write(&path, [0; 8192]).unwrap();
         assert_eq!(FrameClaim::open_other(&path, 7).unwrap_err().kind(), io::ErrorKind::InvalidData);
-        // Shorter than its header states.
+        // The file is shorter than its header states.
         fs::write(&path, [&MAGIC[..], &7u64.to_le_bytes(), &(1u64 << 20).to_le_bytes()].concat()).unwrap();
         assert_eq!(FrameClaim::open_other(&path, 7).unwrap_err().kind(), io::ErrorKind::InvalidData);
         fs::write(&path, &MAGIC[..]).unwrap();

@@ -2,10 +2,10 @@
 //!
 //! | task | when | frames |
 //! |---|---|---|
-//! | sweep | a new cache; another server has released its part; the cache is discarded | all that no server needs, from first to last |
-//! | shrink | cache and new memory exceed the guest's size | blocks from each part of the memory, since it is not known which will be read |
+//! | sweep | a new cache; a release by another server; the cache is discarded | all that no server needs, in order |
+//! | shrink | cache and new memory exceed the guest's size | blocks from each part, because later reads are unknown |
 //!
-//! Several servers share the excess in proportion to their blocks.
+//! Several servers share the excess in proportion to the number of their blocks.
 
 use super::{OtherUsers, RetainedCache};
 use crate::block::BLOCK;
@@ -15,7 +15,7 @@ use crate::block_map::{BlockMap, Frame};
 const MAX_RELEASED: usize = 1024;
 /// Most frames that one slice inspects.
 const MAX_INSPECTED: Frame = 1 << 18;
-/// Adjacent frames that are dropped together: what was read together is adjacent, and will be read together.
+/// Adjacent frames that are dropped together: blocks that were read together are adjacent, and will be read together.
 const GROUP: Frame = 16;
 /// Most groups that one slice inspects.
 const MAX_GROUPS: usize = 1024;
@@ -23,7 +23,7 @@ const MAX_GROUPS: usize = 1024;
 /// Progress of sweep and shrink.
 #[derive(Debug)]
 pub(super) struct Maintenance {
-    /// The next frame to sweep; `None`: done.
+    /// The next frame to sweep; `None`: the sweep is complete.
     sweep: Option<Frame>,
     /// Number of blocks to drop.
     excess: usize,
@@ -42,7 +42,8 @@ impl Maintenance {
 }
 
 impl RetainedCache {
-    /// Updates what is to be released. `room`: frames that the new guest has not allocated yet, if there is one.
+    /// Updates the amount of memory to release. `room`: frames that the new guest has not allocated yet, if there is
+    /// one.
     pub fn update(&mut self, room: Option<usize>) {
         let OtherUsers::Known(others) = &mut self.others else { return };
         let before = others.len();
@@ -59,7 +60,7 @@ impl RetainedCache {
         self.maintenance.excess = (excess as u128 * own as u128).div_ceil((own + other) as u128) as usize;
     }
 
-    /// Works for one slice; returns whether there is more to do.
+    /// Works for one slice. Returns whether there is more to do.
     pub fn maintain(&mut self) -> bool {
         if matches!(self.others, OtherUsers::Unknown | OtherUsers::Guest) {
             return false;
@@ -85,7 +86,7 @@ impl RetainedCache {
         self.maintenance = Maintenance::new();
     }
 
-    /// Whether nothing is left to serve or to release.
+    /// Returns whether nothing is left to serve or to release.
     #[must_use]
     pub fn is_done(&self) -> bool {
         let is_tended = self.maintenance.sweep.is_none() || !matches!(self.others, OtherUsers::Known(_));
@@ -120,17 +121,18 @@ impl RetainedCache {
         }
     }
 
-    /// Number of frames from `at` on that no server needs, up to `most`.
+    /// Returns the number of adjacent frames from `at` on that no server needs, up to `most`.
     fn free_from(&self, at: Frame, end: Frame, most: usize) -> Frame {
         self.alike(at, end.min(at.saturating_add(Frame::try_from(most).unwrap_or(Frame::MAX))), |word| word)
     }
 
-    /// Number of frames from `at` on that a server needs.
+    /// Returns the number of adjacent frames from `at` on that a server needs.
     fn needed_from(&self, at: Frame, end: Frame) -> Frame {
         self.alike(at, end, |word| !word)
     }
 
-    /// Number of frames from `at` on whose bit is clear in `of` applied to the words of all claims.
+    /// Returns the number of adjacent frames from `at` on whose bits are clear after `of` is applied to the words of
+    /// all claims.
     fn alike(&self, at: Frame, end: Frame, of: impl Fn(u64) -> u64) -> Frame {
         let mut frame = at;
         while frame < end {
@@ -164,7 +166,7 @@ impl RetainedCache {
                 self.counts.dropped += 1;
                 (self.maintenance.excess, dropped) = (self.maintenance.excess - 1, dropped + 1);
             }
-            // The rest of the group is inspected again.
+            // A group that is not dropped completely is inspected again by the next call.
             if self.maintenance.excess > 0 {
                 self.maintenance.next += 1;
             }
@@ -173,14 +175,14 @@ impl RetainedCache {
     }
 }
 
-/// The frames of a range of addresses.
+/// Returns the frames of a range of addresses.
 fn frames((first, bytes): (u64, u64)) -> (Frame, Frame) {
     let first = first / BLOCK as u64;
     (first as Frame, (first + bytes / BLOCK as u64) as Frame)
 }
 
-/// A step width that visits each of `count` places once, and soon reaches each part of them: near the golden ratio,
-/// coprime to `count`.
+/// Returns a step width that visits each of `count` places once, and soon reaches each part of them: near the golden
+/// ratio, coprime to `count`.
 fn spread(count: u64) -> u64 {
     let divides_both = |mut a: u64, mut b: u64| {
         while b != 0 {

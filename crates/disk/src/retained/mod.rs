@@ -1,15 +1,16 @@
 //! The retained cache: the RAM of the guest's previous boot, as a cache of its disk (CacheMind, section 3.1).
 //!
-//! A block is served only if the frame that last held it still has the digest of the disk's content. What the guest
-//! changed, reused or damaged before it ended has another digest (section 3.2, without protecting any page). The
-//! frame of a served block is released to the host, so that retained cache and new memory together are no larger than
-//! the guest.
+//! A block is served only if the frame that last held it still has the digest of the disk's content. A frame that the
+//! guest changed, reused or damaged before it ended has another digest (section 3.2, without protecting any page).
+//! The frame of a served block is released to the host, so that retained cache and new memory together are no larger
+//! than the guest.
 //!
 //! A VM with several disks has a retained cache in each of their servers, all in the same memory. A frame is released
-//! when no server needs it (`claim`). Nothing else is shared; what is served depends only on the digest.
+//! when no server needs it (`claim`). The servers share nothing else. Whether a block is served depends only on its
+//! digest.
 //!
-//! A guest that starts another kernel by kexec stays in its memory, so that no frame of it may be released. What the
-//! previous kernel cached is there until the new one uses the frames, and is served in the same way
+//! A guest that starts another kernel by kexec stays in its memory, so no frame of the memory may be released. The
+//! blocks that the previous kernel cached stay until the new kernel uses their frames, and are served in the same way
 //! ([`RetainedCache::in_running_guest`]).
 
 mod claim;
@@ -27,7 +28,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Whether blocks are served unchecked (feature `unchecked-cache`): for the fault experiment, without the protection
+/// Whether blocks are served unchecked (feature `unchecked-attic`): for the fault experiment, without the protection
 /// from damage.
 pub const UNCHECKED: bool = cfg!(feature = "unchecked-attic");
 /// Frames that are released together: 1 MiB.
@@ -36,15 +37,15 @@ const RELEASE_BATCH: usize = 256;
 /// The other users of the memory.
 #[derive(Debug)]
 enum OtherUsers {
-    /// Not known yet: no frame is released.
+    /// The other users are not known yet: no frame is released.
     Unknown,
-    /// A guest runs in it: no frame is ever released.
+    /// A guest runs in the memory: no frame is ever released.
     Guest,
-    /// These servers, and no other process.
+    /// These servers use the memory, and no other process.
     Known(Vec<FrameClaim>),
 }
 
-/// See [the module](self).
+/// The retained cache of one disk: its blocks, and the memory that holds them.
 #[derive(Debug)]
 pub struct RetainedCache {
     files: MemoryFiles,
@@ -52,7 +53,7 @@ pub struct RetainedCache {
     identity: u64,
     map: BlockMap,
     digester: Digester,
-    /// The frames of the map.
+    /// The claim on the frames of the map.
     own: FrameClaim,
     others: OtherUsers,
     /// Frames that are not needed any more and not released yet.
@@ -75,11 +76,12 @@ pub struct CacheCounts {
 }
 
 impl RetainedCache {
-    /// The cache of a guest that has ended, from its memory and block map. `claim`: the file that shows the servers
-    /// of the VM's other disks which frames this one needs; no frame is released until [`RetainedCache::share`].
+    /// Creates the cache of a guest that has ended, from its memory and block map. `claim`: the file that shows the
+    /// servers of the VM's other disks which frames this server needs; no frame is released until
+    /// [`RetainedCache::share`].
     ///
     /// # Errors
-    /// The system's.
+    /// If the claim cannot be created.
     pub fn new(memory: &Memory, map: BlockMap, digester: Digester, claim: Option<&Path>) -> io::Result<Self> {
         let (files, identity) = (memory.files(), memory.identity());
         let own = match claim {
@@ -92,20 +94,17 @@ impl RetainedCache {
         Ok(Self { files, identity, map, digester, own, others, done, maintenance, is_discarded, counts })
     }
 
-    /// The cache of a guest that continues in its memory with another kernel.
-    ///
-    /// # Errors
-    /// The system's.
+    /// Creates the cache of a guest that continues in its memory with another kernel.
     pub fn in_running_guest(memory: &Memory, map: BlockMap, digester: Digester) -> io::Result<Self> {
         let mut cache = Self::new(memory, map, digester, None)?;
         cache.others = OtherUsers::Guest;
         Ok(cache)
     }
 
-    /// Shows other servers at `path` which frames are needed, unless it does already.
+    /// Publishes at `path` which frames this server needs, unless it does so already.
     ///
     /// # Errors
-    /// The system's.
+    /// If the claim cannot be created.
     pub fn publish(&mut self, path: &Path) -> io::Result<()> {
         if !self.own.is_shared() {
             let own = FrameClaim::create(path, self.identity, self.map.frames())?;
@@ -119,7 +118,7 @@ impl RetainedCache {
     /// released from now on.
     ///
     /// # Errors
-    /// The system's; nothing has changed.
+    /// If a file cannot be opened or is not a claim. Nothing has changed then.
     pub fn share(&mut self, paths: &[PathBuf]) -> io::Result<()> {
         let others = paths.iter().map(|path| FrameClaim::open_other(path, self.identity));
         let others = others.collect::<io::Result<Vec<_>>>()?;
@@ -128,25 +127,25 @@ impl RetainedCache {
         Ok(())
     }
 
-    /// Whether it waits for [`RetainedCache::share`].
+    /// Returns whether the cache waits for [`RetainedCache::share`].
     #[must_use]
     pub fn is_unshared(&self) -> bool {
         matches!(self.others, OtherUsers::Unknown)
     }
 
-    /// Whether a guest runs in its memory.
+    /// Returns whether a guest runs in the cache's memory.
     #[must_use]
     pub fn is_in_running_guest(&self) -> bool {
         matches!(self.others, OtherUsers::Guest)
     }
 
-    /// [`Memory::identity`] of its memory.
+    /// Returns the [`Memory::identity`] of the cache's memory.
     #[must_use]
     pub fn identity(&self) -> u64 {
         self.identity
     }
 
-    /// Number of blocks that it may have.
+    /// Returns the number of blocks that the cache may have.
     #[must_use]
     pub fn len(&self) -> usize {
         self.map.len()
@@ -157,7 +156,7 @@ impl RetainedCache {
         self.map.is_empty()
     }
 
-    /// Whether it serves nothing any more.
+    /// Returns whether the cache serves nothing any more.
     #[must_use]
     pub fn is_discarded(&self) -> bool {
         self.is_discarded
@@ -168,8 +167,8 @@ impl RetainedCache {
         self.counts
     }
 
-    /// Takes the blocks from `first` on, as many as fit into `into`. Returns each block's digest, if it matches the
-    /// disk. Matching or not, the blocks are removed from the cache.
+    /// Takes the blocks from `first` on, as many as fit into `into`. Returns the digest of each block that matches
+    /// the disk. Removes all of these blocks from the cache, matching or not.
     pub fn take(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>> {
         let blocks = into.as_chunks_mut::<BLOCK>().0;
         let known: Vec<_> = (first..).zip(blocks.iter()).map(|(block, _)| self.map.take(block)).collect();
@@ -239,8 +238,8 @@ impl RetainedCache {
         if self.is_in_running_guest() {
             return;
         }
-        // Release all claims first, then check the other servers': of two servers at least one sees that neither
-        // needs the frame.
+        // Release all claims first, then check the claims of the other servers: of two servers, at least one sees
+        // that neither needs the frame.
         done.iter().for_each(|frame| self.own.release(*frame));
         done.retain(|frame| self.needed(*frame as usize / 64) >> (frame % 64) & 1 == 0);
         done.sort_unstable();
@@ -252,7 +251,7 @@ impl RetainedCache {
         }
     }
 
-    /// Frames 64 * `word` and up that any server needs, one bit each.
+    /// Returns the frames 64 * `word` and up that any server needs, one bit each.
     fn needed(&self, word: usize) -> u64 {
         let others = match &self.others {
             OtherUsers::Unknown | OtherUsers::Guest => &[][..],
@@ -266,7 +265,7 @@ impl RetainedCache {
         self.done.clear();
     }
 
-    /// Whether it is in a file of `memory`.
+    /// Returns whether the cache is in a file of `memory`.
     #[must_use]
     pub fn is_in(&self, memory: &Memory) -> bool {
         self.files.shares(memory)

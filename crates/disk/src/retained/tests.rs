@@ -9,14 +9,14 @@ use std::sync::Arc;
 
 const PAGES: u64 = 256;
 
-/// A file like a guest's memory, whose blocks are its pages.
+/// Creates a file like a guest's memory, whose blocks are its pages.
 fn memory_file(frames: u64) -> File {
     let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
     file.set_len(frames * BLOCK as u64).unwrap();
     file
 }
 
-/// The cache of a guest with PAGES frames, of which each fourth holds a block: 1000 + its number.
+/// Returns the cache of a guest with PAGES frames, of which every fourth holds a block: 1000 + its number.
 fn previous() -> (RetainedCache, Arc<Memory>, File) {
     let file = memory_file(PAGES);
     let region =
@@ -186,7 +186,8 @@ struct TwoDisks {
 
 const BOTH: u64 = 8;
 
-/// The first disk has each fourth frame; the second has the next one, and each eighth after the first has had it.
+/// Returns two disks. The first disk has every fourth frame. The second disk has the frame after each of them, and
+/// every eighth frame that the first disk had before.
 fn two() -> TwoDisks {
     let directory = tempfile::tempdir().unwrap();
     let claims = ["a", "b"].map(|name| directory.path().join(name));
@@ -215,13 +216,13 @@ impl TwoDisks {
     }
 
     fn maintain(&mut self, room: Option<usize>) {
-        // Each server sees only in the next round what the other has released.
+        // Each server sees only in the next round which frames the other server has released.
         for _ in 0..2 {
             self.caches.iter_mut().flatten().for_each(|cache| maintain(cache, room));
         }
     }
 
-    /// Number of frames in which either has a block.
+    /// Returns the number of frames in which either disk has a block.
     fn needed(&self) -> u64 {
         let all = self.caches.iter().flatten().flat_map(|cache| cache.map.held().map(|(frame, _)| frame));
         all.collect::<std::collections::BTreeSet<_>>().len() as u64
@@ -249,7 +250,7 @@ fn a_frame_that_two_disks_claim_is_served_to_the_right_one_and_kept_until_both_r
     two.share();
     two.maintain(None);
     assert_eq!((there(&two.file), two.needed()), (128, 128), "half of it holds a block of either disk");
-    // The first disk's content there has another digest; the frame stays for the second.
+    // The first disk's block in this frame has another digest; the frame stays for the second disk.
     let mut block = [0; BLOCK];
     assert_eq!(two.of(0).take(1000, &mut block)[0].is_some(), UNCHECKED);
     two.of(0).changed(1008..1009);
@@ -260,7 +261,7 @@ fn a_frame_that_two_disks_claim_is_served_to_the_right_one_and_kept_until_both_r
     two.of(1).changed(0..1);
     two.maintain(None);
     assert_eq!((there(&two.file), two.needed()), (126, 126));
-    // The other order: the second releases first.
+    // In the other order: the second disk releases first.
     assert!(two.of(1).take(16, &mut block)[0].is_some());
     two.maintain(None);
     assert_eq!(there(&two.file), 126, "the first has not taken it yet");
@@ -297,7 +298,7 @@ fn two_caches_shrink_together_to_the_available_memory() {
         let mut two = two();
         two.share();
         two.maintain(None);
-        // A frame that both need is free when both have released it, which takes several rounds.
+        // A frame that both disks need is free when both have released it, which takes several rounds.
         for _ in 0..10 {
             two.maintain(Some(room));
         }
@@ -311,7 +312,8 @@ fn two_caches_shrink_together_to_the_available_memory() {
 }
 
 proptest::proptest! {
-    /// Whatever the order: no disk loses a block because of the other, and frames that neither needs are released.
+    /// In any order of steps, no disk loses a block because of the other disk, and frames that neither disk needs are
+    /// released.
     #[test]
     fn no_cache_loses_a_block_because_of_another(steps in proptest::collection::vec((0..2usize, 0..4u8, 0..PAGES), 0..300)) {
         let mut two = two();

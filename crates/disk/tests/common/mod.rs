@@ -36,7 +36,7 @@ pub const GUEST_FRAMES: u64 = 4096;
 /// The first frame after rings and headers.
 pub const FIRST_FREE_FRAME: u64 = 256;
 
-/// The rings of a queue that starts.
+/// The state of the rings of a queue that starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RingState {
     /// As the guest's driver makes them when it starts.
@@ -78,7 +78,7 @@ pub fn service(directory: &Path, image: &Path) -> Service {
 }
 
 impl Disk {
-    /// A disk of so many blocks, each with its number as content.
+    /// Creates a disk of `blocks` blocks, each with its number as content.
     pub fn new(blocks: u64) -> Self {
         Self::with(blocks, |_| {})
     }
@@ -117,7 +117,7 @@ impl Disk {
         Control::connect(&self.service().control).unwrap()
     }
 
-    /// Content of a block on the disk.
+    /// Returns the content of a block on the disk.
     pub fn block(&self, block: u64) -> Vec<u8> {
         let mut bytes = vec![0; PAGE as usize];
         File::open(&self.image).unwrap().read_exact_at(&mut bytes, block * PAGE).unwrap();
@@ -140,7 +140,7 @@ impl Drop for Disk {
     }
 }
 
-/// Content of a block after `version` writes.
+/// Returns the content of a block after `version` writes.
 pub fn content(block: u64, version: u64) -> Vec<u8> {
     let words = (0..PAGE / 8).map(|n| (block << 32 | version << 16 | n).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     words.flat_map(u64::to_le_bytes).collect()
@@ -198,14 +198,14 @@ impl Ask {
 }
 
 impl Guest {
-    /// A guest that has just started: fresh memory, connected, running queues.
+    /// Starts a guest with fresh memory and running queues.
     pub fn start(socket: &Path) -> Self {
         let mut guest = Self::connect(socket, memory(), 1);
         guest.run(0, RingState::Empty);
         guest
     }
 
-    /// Connected, with only features and memory set up.
+    /// Connects a guest, of which only features and memory are set up.
     pub fn connect(socket: &Path, memory: File, queues: u16) -> Self {
         let front = wait_for("the server", || Frontend::connect(socket, queues.into()).ok());
         let queue = || Queue {
@@ -247,7 +247,7 @@ impl Guest {
         self.front.set_mem_table(&[region]).unwrap();
     }
 
-    /// Passes a channel for the server's notifications; returns the other end.
+    /// Passes a channel for the server's notifications. Returns the other end.
     pub fn listen(&mut self) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -339,7 +339,7 @@ impl Guest {
         let (descriptors, available, _) = Self::rings(number);
         let queue = &mut self.queues[usize::from(number)];
         let slot = queue.free.pop().expect("room in the queue");
-        // Four descriptors for each; header and status are after the rings.
+        // Each request has four descriptors. Headers and statuses are after the rings.
         let head = slot * 4;
         let header = 64 * PAGE + (u64::from(number) * u64::from(QUEUE_ENTRIES) + u64::from(slot)) * 64;
         let status = header + 32;
@@ -382,12 +382,12 @@ impl Guest {
         self.queues[usize::from(queue)].kick.write(1).unwrap();
     }
 
-    /// Number of requests in progress.
+    /// Returns the number of requests in progress.
     pub fn under_way(&self) -> usize {
         self.under_way.len()
     }
 
-    /// Requests that have completed since the last call: head, bytes written, status.
+    /// Returns the requests that have completed since the last call: head, bytes written, status.
     pub fn ended(&mut self, number: u16) -> Vec<(u16, u32, u8)> {
         let (_, _, used) = Self::rings(number);
         let queue = &mut self.queues[usize::from(number)];
@@ -422,7 +422,7 @@ impl Guest {
         self.queues[usize::from(queue)].call.read().is_ok()
     }
 
-    /// Whether the server has reported a broken ring since the last call.
+    /// Returns whether the server has reported a broken ring since the last call.
     pub fn is_failed(&self, queue: u16) -> bool {
         self.queues[usize::from(queue)].error.read().is_ok()
     }

@@ -3,12 +3,11 @@
 //! | module | contents |
 //! |---|---|
 //! | `peer` | a front end's connection, its memory and its rings |
-//! | `steps` | the steps of a program: messages in any order, changes of rings and descriptors while the engine reads them |
+//! | `steps` | the steps of a program: messages in any order, changes of rings while the engine reads them |
 //!
 //! After each program the server must be as before: every queue has stopped when requested, every connection is
 //! closed, a well-behaved guest is served and finds its data on the disk, and no thread and no descriptor is left. A
-//! wait longer than [`DEADLINE`] is a hang.
-//! [`World::check_growth`] checks the memory.
+//! wait longer than [`DEADLINE`] is a hang. [`World::check_growth`] checks the memory.
 //!
 //! Shared by the test `hostile_peers`, which runs a fixed number of programs on each build, and the target `engine`
 //! in `fuzz/`.
@@ -35,7 +34,7 @@ use std::sync::mpsc::channel;
 use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
-/// Longer than any step takes, even on a busy machine.
+/// A time that is longer than any step takes, even on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 /// Bytes of a disk.
 const CAPACITY: u64 = 64 << 20;
@@ -86,7 +85,7 @@ struct Disk {
     image: PathBuf,
     has_log: bool,
     control: Control,
-    /// Data of well-behaved guests.
+    /// Number of well-behaved guests so far, which determines the content of their blocks.
     rounds: u64,
 }
 
@@ -101,7 +100,7 @@ pub struct World {
 }
 
 impl World {
-    /// Two servers, one of them with a redo log. `directory` has their files.
+    /// Starts two servers, one of them with a redo log. `directory` has their files.
     pub fn start(directory: &Path) -> Self {
         let root = tempfile::Builder::new().prefix("hostile-").tempdir_in(directory).unwrap();
         let disks = [false, true].map(|has_log| Disk::start(&root.path().join(format!("log-{has_log}")), has_log));
@@ -121,7 +120,7 @@ impl World {
     /// Runs a program, and checks that the server is as before.
     ///
     /// # Panics
-    /// It is not: a defect.
+    /// If the server is not as before, which is a defect.
     pub fn run(&mut self, program: &[u8]) {
         let mut input = Input(program);
         let number = usize::from(input.u8()) % self.disks.len();
@@ -160,7 +159,7 @@ impl World {
     /// Checks that the process needs no more memory than after its first programs. Called after each one.
     ///
     /// # Panics
-    /// It does.
+    /// If the process needs more memory.
     pub fn check_growth(&mut self) {
         self.programs += 1;
         if self.programs == 200 {
@@ -253,12 +252,12 @@ fn wait_for<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Number of entries in a directory of this process.
+/// Returns the number of entries in a directory of this process in `/proc`.
 fn entries(of: &str) -> usize {
     fs::read_dir(format!("/proc/self/{of}")).unwrap().count()
 }
 
-/// Bytes of private memory of this process.
+/// Returns the bytes of private memory of this process.
 fn resident() -> u64 {
     let text = fs::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();

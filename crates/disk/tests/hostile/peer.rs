@@ -1,4 +1,4 @@
-//! A front end: it can speak vhost-user as QEMU does, and its rings can have any content.
+//! A front end that uses vhost-user like QEMU, and whose rings can have any content.
 
 use super::{DEADLINE, wait_for};
 use rustix::event::{EventfdFlags, eventfd};
@@ -57,16 +57,16 @@ pub mod ask {
     pub const SET_CONFIG: u32 = 25;
     pub const GET_INFLIGHT_FD: u32 = 31;
     pub const SET_INFLIGHT_FD: u32 = 32;
-    /// Above the last one.
+    /// A number above the last request.
     pub const END: u32 = 46;
 }
 
 const VERSION: u32 = 1;
 
-/// See [the module](self).
+/// The connection, the memory and the rings of one front end.
 pub struct Peer {
     stream: UnixStream,
-    /// A malformed message was sent: the server cannot parse what follows.
+    /// A malformed message was sent: the server cannot parse later messages.
     pub is_confused: bool,
     pub memory: File,
     kicks: Vec<OwnedFd>,
@@ -76,23 +76,23 @@ pub struct Peer {
     pub sizes: [u16; QUEUES as usize],
 }
 
-/// Addresses of a queue's rings: descriptors, available, used.
+/// Returns the addresses of a queue's rings: descriptors, available, used.
 pub fn rings(queue: u16) -> (u64, u64, u64) {
     let at = 0x1_0000 + u64::from(queue) * 0x1_0000;
     (at, at + 0x8000, at + 0xc000)
 }
 
-/// The bytes of numbers in a message.
+/// Returns the bytes of numbers in a message.
 pub fn message<const N: usize>(numbers: [u64; N]) -> Vec<u8> {
     numbers.into_iter().flat_map(u64::to_ne_bytes).collect()
 }
 
-/// A queue's number and another number.
+/// Returns the bytes of a queue's number and another number.
 pub fn state(queue: u32, number: u32) -> Vec<u8> {
     [queue, number].into_iter().flat_map(u32::to_ne_bytes).collect()
 }
 
-/// The guest's memory as a table of one region.
+/// Returns the guest's memory as a table of one region.
 pub fn table(address: u64, bytes: u64, front: u64, offset: u64) -> Vec<u8> {
     [state(1, 0), message([address, bytes, front, offset])].concat()
 }
@@ -110,7 +110,7 @@ impl Peer {
         Self { stream, is_confused: false, memory, kicks, calls, inflight: None, available, sizes }
     }
 
-    /// Sends a message. `false`: the connection is closed.
+    /// Sends a message. Returns `false` if the connection is closed.
     pub fn send(&mut self, request: u32, flags: u32, len: u32, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> bool {
         let header: Vec<u8> = [request, flags, len].into_iter().flat_map(u32::to_ne_bytes).collect();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(40))];
@@ -133,7 +133,7 @@ impl Peer {
         self.send(request, VERSION, body.len() as u32, body, descriptors)
     }
 
-    /// Sends a message and waits for the answer to it. `None`: the connection is closed.
+    /// Sends a message and waits for the answer. `None`: the connection is closed.
     pub fn ask(&mut self, request: u32, body: &[u8]) -> Option<(Vec<u8>, Option<OwnedFd>)> {
         if !self.send_valid(request, body, &[]) {
             return None;
@@ -172,7 +172,7 @@ impl Peer {
         Some((number(0), body, descriptor))
     }
 
-    /// Negotiates features and passes the memory. `false`: the connection is closed.
+    /// Negotiates features and passes the memory. Returns `false` if the connection is closed.
     pub fn introduce(&mut self, features: u64, tracks: bool) -> bool {
         let Some((offered, _)) = self.ask(ask::GET_FEATURES, &[]) else { return false };
         let offered = u64::from_ne_bytes(offered[..8].try_into().unwrap());
@@ -192,7 +192,7 @@ impl Peer {
         is_open
     }
 
-    /// Passes the memory of requests in progress. `false`: the connection is closed.
+    /// Passes the memory of requests in progress. Returns `false` if the connection is closed.
     pub fn track(&mut self) -> bool {
         let Some((about, file)) = self.inflight.take() else { return true };
         let is_open = self.send_valid(ask::SET_INFLIGHT_FD, &about, &[file.as_fd()]);

@@ -13,9 +13,9 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread::yield_now;
 
-/// Most steps of a program: it finds a defect soon or never.
+/// Most steps of a program. A program finds a defect soon or never.
 const MOST_STEPS: usize = 150;
-/// Changes of a storm.
+/// Number of changes in a storm.
 const STORM: u16 = 600;
 
 /// Runs a program, with at most two front ends at a time.
@@ -48,7 +48,7 @@ pub fn run(input: &mut Input<'_>, socket: &Path, control: &mut Control) {
             _ => yield_now(),
         }
     }
-    // Whatever they have done, they can stop their queues.
+    // The front ends can stop their queues after any program.
     for peer in peers.iter_mut().flatten() {
         let _ = (0..QUEUES).try_for_each(|queue| peer.stop_queue(queue).map(drop));
     }
@@ -87,7 +87,7 @@ fn descriptor(input: &mut Input<'_>, peer: &Peer) -> OwnedFd {
         0 => File::open("/dev/zero").unwrap().into(),
         1 => std::io::pipe().unwrap().1.into(),
         2 => UnixStream::pair().unwrap().0.into(),
-        // Full: a write would wait.
+        // The eventfd is full: a write would wait.
         3 => {
             let full = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
             rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
@@ -171,7 +171,7 @@ fn send_any(peer: &mut Peer, input: &mut Input<'_>) {
     peer.send(request, flags, len, &body, &borrowed);
 }
 
-/// A valid request.
+/// Adds a valid request.
 fn put(peer: &mut Peer, input: &mut Input<'_>) {
     let queue = input.u16() % QUEUES;
     let kind = input.pick(&[0, 1, 4, 8, 11, 13, 1, 0, 99]);
@@ -199,7 +199,7 @@ fn put(peer: &mut Peer, input: &mut Input<'_>) {
     }
 }
 
-/// An index of a ring, or its flags.
+/// Changes an index of a ring, or its flags.
 fn set_index(peer: &mut Peer, input: &mut Input<'_>) {
     let queue = input.u16() % QUEUES;
     let (_, available, used) = rings(queue);
@@ -249,7 +249,7 @@ fn scribble(peer: &mut Peer, input: &mut Input<'_>) {
     peer.write(at, &input.bytes::<8>());
 }
 
-/// A chain in a table of its own.
+/// Adds a chain with an indirect table.
 fn indirect(peer: &mut Peer, input: &mut Input<'_>) {
     let queue = input.u16() % QUEUES;
     let (table, count) = (DATA + 0x8000, u16::from(input.u8() % 12));
@@ -294,7 +294,7 @@ fn change_inflight(peer: &mut Peer, input: &mut Input<'_>) {
     let Some((_, file)) = &peer.inflight else { return };
     let file = File::from(file.try_clone().unwrap());
     let queue = input.u16() % QUEUES;
-    // A queue's part of it has 16 bytes, and 16 for each descriptor.
+    // A queue's part of the record has 16 bytes, and 16 bytes for each descriptor.
     let begin = u64::from(queue) * (16 + 1024 * 16_u64).next_multiple_of(64);
     let at = begin + if input.one_in(2) { u64::from(input.u8() % 16) } else { 16 + u64::from(input.u16() % 4096) };
     let _ = file.write_all_at(&[input.pick(&[0, 1, 2, 0xff])], at);
@@ -316,7 +316,7 @@ fn ask_server(control: &mut Control, input: &mut Input<'_>) {
         10 => Ask::PhaseMark {},
         _ => Ask::Note { pid: None },
     };
-    // It may be rejected. That it is answered is checked: a control connection has a timeout.
+    // The server may reject the command, but must answer: a control connection has a timeout.
     match control.ask::<Value>(&ask) {
         Ok(_) | Err(rekindle_disk::control::ControlError::Refused { .. }) => {}
         Err(e) => panic!("{ask:?}: {e}"),

@@ -14,21 +14,21 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// See [the module](self).
+/// A connected QEMU: its process, its memory and its queues.
 #[derive(Default)]
 pub(super) struct Connection {
     pub process: Option<u32>,
     pub memory: Option<Arc<Memory>>,
     pub queues: BTreeMap<u16, RunningQueue>,
     pub inflight: Option<Inflight>,
-    /// A socket for notifications.
+    /// The socket for notifications to the QEMU.
     channel: Option<OwnedFd>,
-    /// The disk may have grown while its queues did not run: QEMU does not listen then.
+    /// The disk may have grown while the QEMU's queues did not run, when QEMU does not listen.
     pub is_growth_unreported: bool,
 }
 
 impl Connection {
-    /// Whether no queue of it has run and it has passed no memory, as a QEMU that waits for its guest's state.
+    /// Returns whether the QEMU has passed no memory and started no queue, as while it waits for its guest's state.
     pub fn is_waiting(&self) -> bool {
         self.memory.is_none() && self.queues.is_empty()
     }
@@ -72,8 +72,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.connections.insert(session, Connection { process, is_growth_unreported: true, ..Connection::default() });
     }
 
-    /// Removes a QEMU. Its requests in progress still complete, even those that wait because the log is full, without
-    /// notification.
+    /// Removes a QEMU. Its requests in progress still complete, without notification. This includes requests that
+    /// wait because the log is full.
     fn leave(&mut self, session: FrontendId) {
         let connection = self.connections.remove(&session);
         for number in connection.iter().flat_map(|connection| connection.queues.keys()) {
@@ -132,7 +132,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
             match which {
                 Notification::Call => {
                     queue.call = descriptor;
-                    // Earlier answers could not be notified.
+                    // The guest could not be notified of earlier answers.
                     queue.interrupt();
                 }
                 Notification::Error => queue.error = descriptor,

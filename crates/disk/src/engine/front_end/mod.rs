@@ -8,7 +8,7 @@
 //! | `written_pages` | pages of the guest's memory that the server writes |
 //! | `request` | one request, from the available to the used ring |
 //!
-//! "Front end" in the vhost-user protocol is the QEMU. Each connected one is a [`Connection`] here.
+//! "Front end" in the vhost-user protocol is the QEMU. Each connected QEMU is a [`Connection`] in this module.
 
 mod connection;
 mod queue;
@@ -35,13 +35,13 @@ use written_pages::WrittenPages;
 struct StoppingQueue {
     session: FrontendId,
     queue: u16,
-    /// Where to send the answer once none of its requests is in progress.
+    /// Receives the queue's position once none of its requests is in progress.
     answer: Sender<Result<u16, Refused>>,
 }
 
-/// See [the module](self).
+/// The connected QEMUs, their queues and their requests in progress.
 pub(super) struct FrontEnd<B> {
-    /// The redo log and the cache.
+    /// The block catalog: image, redo log and cache.
     pub blocks: B,
     pub io: DiskIo,
     /// Serial number that the guest sees.
@@ -60,15 +60,15 @@ pub(super) struct FrontEnd<B> {
     /// Parts that wait for space in the ring, or for the rate limit.
     waiting: VecDeque<PartId>,
     throttle: Throttle,
-    /// When the first part that waits for the rate limit may start.
+    /// Time at which the first part that waits for the rate limit may start.
     throttled_until: Option<Instant>,
     /// A request has completed, so that another one may be taken from its queue.
     has_room: bool,
     /// A queue may have more requests than one turn takes.
     has_more: bool,
-    /// Answers that guests have not been notified of.
+    /// Number of answers that guests have not been notified of.
     unnotified: usize,
-    /// The server ends: no request is taken any more.
+    /// The server is ending: no request is taken any more.
     is_ending: bool,
 }
 
@@ -95,21 +95,21 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Does all that needs no completion.
+    /// Does all work that needs no completion.
     pub fn work(&mut self) {
-        // Not at a request's completion: a request that needs no disk completes when it begins.
+        // Not done when a request completes: a request that needs no disk completes when it begins.
         if std::mem::take(&mut self.has_room) | std::mem::take(&mut self.has_more) {
             self.take_requests();
         }
         self.start_waiting_parts();
     }
 
-    /// When the first part that waits for the rate limit may start.
+    /// Returns the time at which the first part that waits for the rate limit may start.
     pub fn throttled_until(&self) -> Option<Instant> {
         self.throttled_until
     }
 
-    /// Whether a queue may have requests that the last turn did not take.
+    /// Returns whether a queue may have requests that the last turn did not take.
     pub fn has_more(&self) -> bool {
         self.has_more
     }
@@ -118,7 +118,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.throttle = Throttle::new(limits, Instant::now());
     }
 
-    /// Takes no more requests. Those in progress complete, also those that wait because the log is full.
+    /// Stops taking requests. Requests in progress complete, also those that wait because the log is full.
     pub fn end(&mut self) {
         self.is_ending = true;
         self.retry_waiting_parts();
@@ -133,12 +133,12 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.blocks.retry_waiting(&mut self.waiting);
     }
 
-    /// Starts these parts again, which have waited for a redo log that has ended.
+    /// Queues parts again that have waited for a redo log that has ended.
     pub fn requeue_parts(&mut self, parts: impl IntoIterator<Item = PartId>) {
         self.waiting.extend(parts);
     }
 
-    /// Sequence number of the oldest request in progress.
+    /// Returns the sequence number of the oldest request in progress.
     pub fn oldest_sequence(&self) -> Option<u64> {
         self.requests.iter().map(|(_, active)| active.sequence).min()
     }
@@ -147,26 +147,25 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.next_sequence
     }
 
-    /// Whether the guest's queues run, or requests are in progress.
+    /// Returns whether the guest's queues run, or requests are in progress.
     pub fn is_running(&self) -> bool {
         let has_queues =
             self.active.and_then(|active| self.connections.get(&active)).is_some_and(Connection::has_queues);
         has_queues || !self.requests.is_empty()
     }
 
-    /// Whether a guest uses the disk or may continue with it: a stopped guest has memory here. A QEMU that has
-    /// connected and waits for its guest has none.
+    /// Returns whether a guest uses the disk or may continue with it. The QEMU of a stopped guest has passed its
+    /// memory to this server. A QEMU that has connected and waits for its guest has not.
     pub fn is_used(&self) -> bool {
         !self.requests.is_empty() || !self.connections.values().all(Connection::is_waiting)
     }
 
-    /// # Errors
-    /// A guest uses the disk or may continue with it.
+    /// Rejects a command while a guest uses the disk or may continue with it.
     pub fn check_unused(&self) -> Result<(), Refused> {
         if self.is_used() { Err(Refused("a QEMU is still connected".into())) } else { Ok(()) }
     }
 
-    /// The memories of all connected QEMUs.
+    /// Returns the memories of all connected QEMUs.
     pub fn memories(&self) -> impl Iterator<Item = &Arc<Memory>> {
         self.connections.values().filter_map(|connection| connection.memory.as_ref())
     }
@@ -179,7 +178,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Whether the queues of a connected QEMU have been started.
+    /// Returns whether the queues of a connected QEMU have been started.
     pub fn is_active(&self) -> bool {
         self.active.is_some()
     }
@@ -191,10 +190,10 @@ impl<B: BlockCatalog> FrontEnd<B> {
 }
 
 pub(super) struct FrontEndCounts {
-    /// Connected QEMUs.
+    /// Number of connected QEMUs.
     pub connected: usize,
-    /// Those of them that wait for their guest's state.
+    /// Number of connected QEMUs that wait for their guest's state.
     pub waiting: usize,
-    /// Requests in progress.
+    /// Number of requests in progress.
     pub requests: usize,
 }

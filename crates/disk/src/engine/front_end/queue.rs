@@ -1,9 +1,9 @@
 //! A running queue: takes requests from its rings and checks them.
 //!
-//! The guest can write anything into its rings at any time. What no correct driver does is a [`RingError`]: the queue
-//! is *broken*, takes no more requests, and its front end is notified once. Requests in progress complete, the queue
-//! can be stopped like any other, and works again when it is restarted, which a driver does after it resets its
-//! device.
+//! The guest can write anything into its rings at any time. Content that no correct driver writes is a [`RingError`].
+//! The queue is then *broken*: it takes no more requests, and its front end is notified once. Requests in progress
+//! complete, and the queue can be stopped like any other. It works again when it is restarted, which a driver does
+//! after it resets its device.
 
 use crate::engine::command::QueueDescriptors;
 use crate::inflight::Inflight;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use virtio_queue::{Error, Queue, QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
 
-/// What is wrong with the rings of a queue.
+/// The fault in the rings of a queue.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RingError {
     #[error("its available ring's index {index} is more than its {size} entries ahead of {next}")]
@@ -31,7 +31,7 @@ pub(super) enum RingError {
     Kick(Errno),
 }
 
-/// What to do next with a queue.
+/// The next step with a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum QueueStep {
     /// Serve a new request, whose first descriptor is `head`.
@@ -47,25 +47,25 @@ pub(super) enum QueueStep {
     WaitForKick,
 }
 
-/// See [the module](self).
+/// A queue that runs: its rings, its descriptors and its state.
 pub(super) struct RunningQueue {
     pub rings: Queue,
     pub kick: Arc<OwnedFd>,
     pub call: Option<File>,
     /// Written when the queue breaks.
     pub error: Option<File>,
-    /// Heads of requests that a previous server has taken, and not completed.
+    /// Heads of requests that a previous server has taken and not completed.
     unfinished: VecDeque<u16>,
-    /// No new requests are taken.
+    /// The queue is being stopped: no new requests are taken.
     pub is_stopping: bool,
-    /// Why no request is taken any more.
+    /// The reason why no request is taken any more.
     pub broken: Option<String>,
     /// The used ring has entries that the guest has not been notified of.
     has_unnotified: bool,
 }
 
 impl RunningQueue {
-    /// `unfinished`: the heads of requests to do again, first.
+    /// Creates a queue. `unfinished`: heads of the requests to do again before new ones.
     pub fn new(rings: Queue, descriptors: QueueDescriptors, unfinished: Vec<u16>) -> Self {
         let QueueDescriptors { kick, call, error } = descriptors;
         Self {
@@ -124,15 +124,15 @@ impl RunningQueue {
 
     pub fn receive_kick(&self) -> Result<(), RingError> {
         match read(&self.kick, &mut [0; 8]) {
-            // The front end has received it.
+            // The kick was received: by this read, or before by the front end.
             Ok(8) | Err(Errno::AGAIN | Errno::INTR) => Ok(()),
             Ok(_) => Err(RingError::Kick(Errno::PIPE)),
             Err(e) => Err(RingError::Kick(e)),
         }
     }
 
-    /// Puts a chain into the used ring. [`Self::notify`] notifies the guest. The inner result: whether that is in the
-    /// record of requests in progress.
+    /// Puts a chain into the used ring. [`Self::notify`] notifies the guest. The inner result: whether the answer is
+    /// in the record of requests in progress.
     pub fn answer(
         &mut self,
         memory: &Memory,
@@ -157,7 +157,7 @@ impl RunningQueue {
         }
     }
 
-    /// Notifies the guest in any case. A driver that finds nothing new in the used ring ignores it.
+    /// Notifies the guest in any case. A driver that finds nothing new in the used ring ignores the notification.
     pub fn interrupt(&self) {
         self.call.iter().for_each(signal);
     }
@@ -172,7 +172,7 @@ impl RunningQueue {
         is_first
     }
 
-    /// Whether requests of a previous server are still to be done.
+    /// Returns whether requests of a previous server are still to be done.
     pub fn has_unfinished(&self) -> bool {
         self.broken.is_none() && !self.unfinished.is_empty()
     }

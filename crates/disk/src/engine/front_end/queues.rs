@@ -21,9 +21,9 @@ pub const MAX_QUEUE_ENTRIES: u16 = 1024;
 const MAX_REQUESTS: usize = 1024;
 /// No request is taken while those in progress have this many bytes: stopping a queue waits for them.
 const MAX_REQUESTED_BYTES: u64 = 128 << 20;
-/// Most requests to take from a queue in one turn. A long one counts as several.
+/// Most requests to take from a queue in one turn. A long request counts as several.
 const MAX_TAKEN_PER_TURN: u64 = 256;
-/// Most answers before the guest is notified, while the engine has more of them.
+/// Most answers before the guest is notified, while the engine has more answers.
 const MAX_UNNOTIFIED: usize = 32;
 
 /// Address and size of a queue's table of descriptors.
@@ -32,7 +32,7 @@ pub(super) struct DescriptorTable {
     pub size: u16,
 }
 
-/// A queue with these rings. Not where it continues in them.
+/// Creates a queue with these rings. Does not set the position at which the queue continues in them.
 fn new_queue(rings: &Rings, memory: &Memory) -> Result<Queue, String> {
     let mut queue = Queue::new(MAX_QUEUE_ENTRIES).map_err(|e| e.to_string())?;
     let addresses = queue
@@ -53,8 +53,8 @@ fn new_queue(rings: &Rings, memory: &Memory) -> Result<Queue, String> {
 }
 
 impl Connection {
-    /// Adds a queue, which continues where a previous server or QEMU has left it. Returns whether its driver has just
-    /// started.
+    /// Adds a queue, which continues where a previous server or QEMU has left it. Returns whether the guest's driver
+    /// has just started.
     fn add_queue(
         &mut self,
         number: u16,
@@ -69,7 +69,7 @@ impl Connection {
             None => Vec::new(),
         };
         queue.set_next_used(used);
-        // Requests taken before are done again; the ring continues after them.
+        // Requests that were taken before are done again; the ring continues after them.
         let is_replayed = !unfinished.is_empty();
         queue.set_next_avail(if is_replayed { used.wrapping_add(unfinished.len() as u16) } else { rings.next });
         let queue = RunningQueue::new(queue, descriptors, unfinished);
@@ -85,7 +85,6 @@ impl Connection {
 }
 
 impl<B: BlockCatalog> FrontEnd<B> {
-    /// Starts a queue.
     pub(super) fn start_queue(
         &mut self,
         session: FrontendId,
@@ -123,9 +122,9 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.connections.get(&session)?.queues.get(&number)
     }
 
-    /// Stops taking requests from a queue. Answered when none of its requests is in progress:
-    /// [`Self::answer_stopped`]. Requests that a previous server or front end had taken are done first: the next QEMU
-    /// may have another record of requests in progress, without them.
+    /// Stops taking requests from a queue. [`Self::answer_stopped`] answers when none of its requests is in progress.
+    /// Requests that a previous server or front end had taken are done first: the next QEMU may have another record
+    /// of requests in progress, without them.
     pub(super) fn stop_queue(&mut self, session: FrontendId, number: u16, answer: Sender<Result<u16, Refused>>) {
         let queue = self.connections.get_mut(&session).and_then(|connection| connection.queues.get_mut(&number));
         match queue {
@@ -140,7 +139,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Whether requests of a queue are in progress, or are still to be repeated.
+    /// Returns whether requests of a queue are in progress or are still to be repeated.
     fn has_requests(&self, session: FrontendId, number: u16) -> bool {
         self.queue(session, number).is_some_and(RunningQueue::has_unfinished)
             || self.requests.iter().any(|(_, active)| active.session == session && active.queue == number)
@@ -165,7 +164,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Handles a kick by the guest.
+    /// Handles a kick: the guest has added requests to the queue.
     pub fn handle_kick(&mut self, session: FrontendId, number: u16) {
         let Some(queue) = self.queue(session, number).filter(|queue| queue.broken.is_none()) else { return };
         if let Err(e) = queue.receive_kick() {
@@ -175,7 +174,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.take_from(session, number);
     }
 
-    /// Takes requests from all queues: there is space for some again.
+    /// Takes requests from all queues, because there is space for some again.
     pub fn take_requests(&mut self) {
         let Some(session) = self.active else { return };
         let numbers: Vec<u16> =
@@ -183,7 +182,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         numbers.into_iter().for_each(|number| self.take_from(session, number));
     }
 
-    /// Takes requests from a queue's available ring, as far as there is space.
+    /// Takes requests from a queue's available ring while there is space.
     fn take_from(&mut self, session: FrontendId, number: u16) {
         // Requests of a previous front end may still write the disk: no new request may overtake them.
         if self.is_ending || self.requests.iter().any(|(_, active)| active.session != session) {
@@ -213,7 +212,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.has_more = true;
     }
 
-    /// Handles an error of a queue's rings: it takes no more requests.
+    /// Handles an error of a queue's rings: the queue takes no more requests.
     fn break_queue(&mut self, session: FrontendId, number: u16, error: &RingError) {
         let queue = self.connections.get_mut(&session).and_then(|connection| connection.queues.get_mut(&number));
         if queue.is_some_and(|queue| queue.break_off(error)) {
@@ -254,8 +253,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Notifies guests of all answers. One notification is for many answers: each wakes a processor of the guest, and
-    /// costs both sides more than a small request.
+    /// Notifies guests of all answers. One notification covers many answers: each notification wakes a processor of
+    /// the guest, and costs both sides more than a small request.
     pub fn notify(&mut self) {
         if std::mem::take(&mut self.unnotified) == 0 {
             return;

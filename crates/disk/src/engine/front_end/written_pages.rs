@@ -1,14 +1,14 @@
 //! The pages of a guest's memory that the server writes, recorded for a protector: QEMU's page tables do not show them.
 //!
-//! A record is of one QEMU, from start to end. It ends with the QEMU's connection or this process; a later request
-//! for it fails, since any page may have been written by then.
+//! A record is of one QEMU, from start to end. The record ends with the QEMU's connection or with this process. A
+//! later request for the record fails, because any page may have been written by then.
 
 use super::FrontEnd;
 use crate::engine::command::{FrontendId, PageRecord, Refused};
 use crate::memory::{Memory, Span};
 use std::sync::Arc;
 
-/// See [the module](self).
+/// The record of the pages that the server writes in one QEMU's guest.
 #[derive(Debug)]
 pub(super) struct WrittenPages {
     pub session: FrontendId,
@@ -21,7 +21,7 @@ impl WrittenPages {
     pub fn remap(&mut self, previous: Option<Arc<Memory>>, memory: &Memory) {
         let pages = &mut self.of_previous_mappings;
         pages.extend(previous.iter().flat_map(|memory| memory.collect()));
-        // However often the memory is mapped anew, the pages are no more than the guest has.
+        // The guest has a limited number of pages, however often its memory is mapped anew.
         pages.sort_unstable_by_key(|span| span.address);
         pages.dedup_by(|next, span| {
             let end = span.address.saturating_add(span.bytes);
@@ -36,7 +36,7 @@ impl WrittenPages {
 }
 
 impl<B> FrontEnd<B> {
-    /// Records the pages of the guest of `process` from now on.
+    /// Starts to record the pages of the guest of `process`. Returns whether they were recorded already.
     pub fn record_pages(&mut self, process: u32) -> Result<PageRecord, Refused> {
         let found = self.connections.iter().find(|(_, connection)| connection.process == Some(process));
         let (&session, connection) =
@@ -48,7 +48,7 @@ impl<B> FrontEnd<B> {
         self.end_page_record();
         if let Some(memory) = memory {
             memory.note(true);
-            // Left by an earlier record.
+            // Discard the pages of an earlier record.
             drop(memory.collect());
         }
         self.written_pages = Some(WrittenPages { session, of_previous_mappings: Vec::new() });

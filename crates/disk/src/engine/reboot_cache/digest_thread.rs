@@ -1,8 +1,8 @@
 //! A second thread that digests large pieces, while the engine's thread answers the guest and takes the next request.
 //! One thread for both reaches about 3 GB/s, and some disks are faster.
 //!
-//! It gets the buffer, which is not changed any more, and nothing else of the engine; [`super::RebootCache`] records
-//! the digests.
+//! The thread gets the buffer, which does not change any more, and nothing else of the engine. [`super::RebootCache`]
+//! records the digests.
 
 use crate::block::BLOCK;
 use crate::digest::{Digest, Digester};
@@ -15,14 +15,14 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-/// Smallest piece in bytes that is worth the transfer.
+/// Smallest piece, in bytes, that is worth passing to the thread.
 pub(super) const LARGE: usize = 128 << 10;
-/// Most pieces in its queue.
+/// Most pieces in the thread's queue.
 const MAX_QUEUED_PIECES: usize = 4;
 
 /// Adjacent blocks to digest: `bytes` of the buffer.
 pub(super) struct Piece {
-    /// Number of its moved blocks.
+    /// Index of the piece's moved blocks in `RebootCache::pending`.
     pub pending: usize,
     pub buffer: Buffer,
     pub bytes: Range<usize>,
@@ -44,16 +44,16 @@ impl Piece {
     }
 }
 
-/// The digests of whole blocks.
+/// Returns the digests of whole blocks.
 pub(super) fn digests(digester: Digester, bytes: &[u8]) -> impl Iterator<Item = Digest> {
     bytes.as_chunks::<BLOCK>().0.iter().map(move |block| digester.of(block))
 }
 
-/// See [the module](self). The thread ends when this is dropped.
+/// A handle to the thread, which ends when the handle is dropped.
 pub(super) struct DigestThread {
     pieces: Sender<Piece>,
     digested: Receiver<DigestedPiece>,
-    /// Pieces that have not been returned.
+    /// Number of pieces that the thread has not returned.
     outstanding: usize,
 }
 
@@ -61,7 +61,7 @@ impl DigestThread {
     /// Starts the thread. It writes to `wake` when a piece is done.
     ///
     /// # Errors
-    /// The system's: no thread can be started.
+    /// If no thread can be started.
     pub fn start(wake: Arc<OwnedFd>) -> io::Result<Self> {
         let (pieces, work) = channel::<Piece>();
         let (results, digested) = channel();
@@ -76,7 +76,7 @@ impl DigestThread {
         Ok(Self { pieces, digested, outstanding: 0 })
     }
 
-    /// Whether it has space for another piece.
+    /// Returns whether the thread has space for another piece.
     pub fn is_free(&self) -> bool {
         self.outstanding < MAX_QUEUED_PIECES
     }
@@ -91,14 +91,14 @@ impl DigestThread {
         Ok(())
     }
 
-    /// A piece that is done, if there is one.
+    /// Returns a digested piece, if there is one.
     pub fn take_back(&mut self) -> Option<DigestedPiece> {
         let piece = self.digested.try_recv().ok()?;
         self.outstanding -= 1;
         Some(piece)
     }
 
-    /// Waits for a piece. `None`: there is none, or the thread has ended.
+    /// Waits for a digested piece. `None`: the thread has no piece, or has ended.
     pub fn wait_back(&mut self) -> Option<DigestedPiece> {
         if self.outstanding == 0 {
             return None;

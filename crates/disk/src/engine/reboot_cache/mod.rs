@@ -1,8 +1,8 @@
-//! What the server knows of a guest's memory and keeps over the guest's reboots (CacheMind).
+//! The server's knowledge of a guest's memory, which it keeps over the guest's reboots (CacheMind).
 //!
 //! | module | contents |
 //! |---|---|
-//! | here | which frame of the running guest holds which block, and what is recorded of each request |
+//! | this module | which frame of the running guest holds which block, and the records of each request |
 //! | `digest_thread` | a thread that digests large pieces |
 //! | `retain` | the memory of a previous boot: from the guest's end until no block is left |
 //!
@@ -12,9 +12,8 @@
 //! | [`RetainedCache`] | from `keep` or a kexec until all its blocks are served, overwritten or dropped |
 //! | [`Ledger`] | as long as the server |
 //!
-//! Moved blocks are recorded when their digest is known: those of small pieces immediately, those of large ones after
-//! another thread has digested them and the guest has its answer. Blocks that change on the disk in between are not
-//! recorded.
+//! Moved blocks are recorded when their digest is known. Small pieces are digested immediately, large pieces by
+//! another thread after the guest has its answer. Blocks that change on the disk in between are not recorded.
 
 mod digest_thread;
 mod retain;
@@ -38,13 +37,13 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The block map of a guest, and the memory that it is about.
+/// The block map of a guest, and the memory that the map describes.
 struct GuestMap {
     blocks: BlockMap,
     memory: Arc<Memory>,
 }
 
-/// See [the module](self).
+/// The block map, the retained cache and the ledger of one disk.
 pub(super) struct RebootCache {
     digester: Digester,
     digest_thread: DigestThread,
@@ -57,15 +56,15 @@ pub(super) struct RebootCache {
     state: RetainedState,
     /// How long to keep a retained cache.
     retain_for: Option<Duration>,
-    /// What the guest has read or written, for phase-based reboots.
+    /// The blocks that the guest has read or written, for phase-based reboots.
     pub ledger: Ledger,
 }
 
 impl RebootCache {
-    /// An empty cache. Writes to `wake` when [`Self::record_digested`] has work.
+    /// Creates an empty cache. The cache writes to `wake` when [`Self::record_digested`] has work.
     ///
     /// # Errors
-    /// The system's: no random numbers, or no thread can be started.
+    /// If there are no random numbers, or no thread can be started.
     pub fn new(settings: &Settings, wake: Arc<OwnedFd>) -> io::Result<Self> {
         Ok(Self {
             digester: Digester::new()?,
@@ -80,17 +79,17 @@ impl RebootCache {
         })
     }
 
-    /// Whether moved blocks are recorded.
+    /// Returns whether moved blocks are recorded.
     pub fn records_moves(&self) -> bool {
         self.map.is_some()
     }
 
-    /// Number of blocks in the block map.
+    /// Returns the number of blocks in the block map.
     pub fn mapped_blocks(&self) -> usize {
         self.map.as_ref().map_or(0, |map| map.blocks.len())
     }
 
-    /// Memory of the block map in bytes.
+    /// Returns the memory of the block map in bytes.
     pub fn map_bytes(&self) -> usize {
         self.map.as_ref().map_or(0, |map| map.blocks.bytes())
     }
@@ -142,7 +141,7 @@ impl RebootCache {
             let pending = self.pending.insert(moved);
             return match self.digest_thread.give(Piece { pending, buffer, bytes, digester: self.digester }) {
                 Ok(()) => None,
-                // The thread has ended: digest on this one.
+                // The digest thread has ended: digest the piece on this thread.
                 Err(piece) => Some(self.record_piece(piece.digest())),
             };
         }
@@ -165,22 +164,22 @@ impl RebootCache {
         for (block, (frame, digest)) in (moved.first..).zip(moved.frames.iter().zip(digests)) {
             match frame {
                 Some(frame) if is_known => map.blocks.moved(block, *frame, digest),
-                // A written block that is in no frame.
+                // A written block that is in no frame: its content in the block map is outdated.
                 _ if moved.direction == Direction::GuestToDisk => map.blocks.changed(block),
                 _ => {}
             }
         }
     }
 
-    /// Records what has been digested.
+    /// Records the pieces that have been digested.
     pub fn record_digested(&mut self, buffers: &mut BufferPool) {
         while let Some(piece) = self.digest_thread.take_back() {
             buffers.put_back(Some(self.record_piece(piece)));
         }
     }
 
-    /// Waits until everything is recorded, before the map is taken or its memory changes. Takes a few milliseconds at
-    /// most.
+    /// Waits until all moved blocks are recorded. Called before the map is taken or its memory changes. Takes a few
+    /// milliseconds at most.
     pub fn record_all(&mut self, buffers: &mut BufferPool) {
         while !self.pending.is_empty()
             && let Some(piece) = self.digest_thread.wait_back()

@@ -16,18 +16,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Interval of updating the retained cache.
+/// Interval between updates of the retained cache.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Progress of the retained cache.
+/// The progress of the retained cache from its creation to its end.
 pub(super) struct RetainedState {
     /// The next start of the guest's driver turns the block map into a retained cache in the same memory.
     is_reuse_announced: bool,
-    /// When the retained cache was created.
+    /// Time at which the retained cache was created.
     since: Instant,
-    /// When it was last updated.
+    /// Time of the last update.
     updated: Instant,
-    /// Its memory is to be released between requests.
+    /// The cache's memory is to be released between requests.
     is_releasing: bool,
     /// Final counts of the last retained cache, after it became empty.
     final_counts: Option<CacheCounts>,
@@ -45,37 +45,37 @@ impl RebootCache {
         self.retained.is_some()
     }
 
-    /// Copies blocks from `first` on out of the retained cache. See [`RetainedCache::take`].
+    /// Copies blocks from `first` on out of the retained cache, like [`RetainedCache::take`].
     pub fn take_retained(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>> {
         self.retained.as_mut().map_or(Vec::new(), |retained| retained.take(first, into))
     }
 
-    /// The retained cache, unless it serves nothing any more.
+    /// Returns the retained cache, unless it serves nothing any more.
     pub fn retained(&self) -> Option<&RetainedCache> {
         self.retained.as_ref().filter(|retained| !retained.is_discarded())
     }
 
-    /// Final counts of the last retained cache, if it has become empty.
+    /// Returns the final counts of the last retained cache, if it has become empty.
     pub fn final_counts(&self) -> Option<CacheCounts> {
         self.state.final_counts
     }
 
     /// Drops the retained cache if a QEMU has mapped memory in which no frame may be released.
     pub fn note_mapped(&mut self, memory: &Memory) {
-        // Releasing a frame would take it from that guest.
+        // Releasing a frame would take it from the guest in that memory.
         if let Some(retained) =
             self.retained.take_if(|retained| retained.is_in(memory) != retained.is_in_running_guest())
         {
             warn_limited!("the retained cache is dropped: its memory is in use again, or its guest has disconnected");
             retained.detach();
         }
-        // Without the other claims, releasing a frame could take it from another disk.
+        // Without the other servers' claims, releasing a frame could take it from another disk.
         if self.retained.take_if(|retained| retained.is_unshared()).is_some() {
             warn_limited!("the retained cache is dropped: it is not known which frames the VM's other disks need");
         }
     }
 
-    /// Prepares to record the blocks of a guest in `memory`, of which a queue starts.
+    /// Prepares to record the blocks of a guest in `memory`. Called when one of its queues starts.
     pub fn begin_records(&mut self, memory: &Arc<Memory>, driver: DriverState, buffers: &mut BufferPool) {
         if driver == DriverState::Started && std::mem::take(&mut self.state.is_reuse_announced) {
             self.begin_reuse(buffers);
@@ -85,14 +85,14 @@ impl RebootCache {
         }
     }
 
-    /// Turns the block map into a retained cache in the same memory: the guest has started another kernel there. What
-    /// the previous kernel cached is there until the new one uses the frames.
+    /// Turns the block map into a retained cache in the same memory, in which the guest has started another kernel.
+    /// The blocks that the previous kernel cached stay in memory until the new kernel uses the frames.
     fn begin_reuse(&mut self, buffers: &mut BufferPool) {
         self.record_all(buffers);
         let Some(GuestMap { blocks, memory }) = self.map.take() else { return };
         match RetainedCache::in_running_guest(&memory, blocks, self.digester) {
             Ok(retained) => {
-                // Of two previous kernels the older one's blocks are less useful.
+                // Of two previous kernels, the blocks of the older one are less useful.
                 if let Some(previous) = self.retained.replace(retained) {
                     run_in_background("retained", previous, drop);
                 }
@@ -102,8 +102,8 @@ impl RebootCache {
         }
     }
 
-    /// Prepares the block map for a guest's memory. It is kept if the memory is the same: after a VMM restart, or if
-    /// the table divides the memory differently, as firmware and kernel do.
+    /// Prepares the block map for a guest's memory. The map is kept if the memory is the same: after a VMM restart,
+    /// or if the memory table divides the memory differently, as firmware and kernel do.
     fn prepare_map(&mut self, memory: &Arc<Memory>, buffers: &mut BufferPool) {
         self.record_all(buffers);
         match &mut self.map {
@@ -120,16 +120,16 @@ impl RebootCache {
         }
     }
 
-    /// The guest is about to start another kernel in its memory. Returns the number of its blocks.
+    /// Announces that the guest is about to start another kernel in its memory. Returns the number of the guest's
+    /// blocks.
     pub fn announce_reuse(&mut self, buffers: &mut BufferPool) -> usize {
         self.state.is_reuse_announced = true;
         self.record_all(buffers);
         self.mapped_blocks()
     }
 
-    /// Turns the memory of the ended guest into the retained cache of the next one. Returns the number of its blocks.
-    /// `claim`: see
-    /// [`RetainedCache::new`].
+    /// Turns the memory of the ended guest into the retained cache of the next guest. Returns the number of blocks in
+    /// the cache. `claim`: see [`RetainedCache::new`].
     pub fn keep(&mut self, claim: Option<&Path>, buffers: &mut BufferPool) -> Result<usize, Refused> {
         let failed = |e: io::Error| {
             let file = claim.map_or(String::new(), |path| format!("{}: ", path.display()));
@@ -137,14 +137,15 @@ impl RebootCache {
         };
         self.record_all(buffers);
         let Some(GuestMap { blocks, memory }) = self.map.take() else {
-            // Repeated by a process that finishes an interrupted operation: the disk was not used since.
+            // The command is repeated by a process that finishes an interrupted operation: the disk was not used
+            // since.
             let Some(retained) = self.retained.as_mut().filter(|retained| !retained.is_discarded()) else {
                 return Ok(0);
             };
             claim.map_or(Ok(()), |path| retained.publish(path)).map_err(failed)?;
             return Ok(retained.len());
         };
-        // The previous cache first: the new one's claim may have the same file.
+        // The previous cache is dropped first: the new cache's claim may have the same file.
         self.retained = None;
         (self.state.final_counts, self.state.since) = (None, Instant::now());
         self.state.is_reuse_announced = false;
@@ -165,7 +166,8 @@ impl RebootCache {
         retained.share(claims).map_err(|e| Refused(format!("cannot read which memory the VM's other disks need: {e}")))
     }
 
-    /// Discards the retained cache while a guest runs, in slices: it would wait for more.
+    /// Discards the retained cache while a guest runs. Its memory is released in slices, because the guest would wait
+    /// for more.
     pub fn discard(&mut self) {
         (self.state.final_counts, self.state.is_reuse_announced) = (None, false);
         self.retained.iter_mut().for_each(RetainedCache::discard);
@@ -202,7 +204,7 @@ impl RebootCache {
         }
     }
 
-    /// The longest time until the next [`Self::maintain`].
+    /// Returns the longest time until the next [`Self::maintain`].
     pub fn next_maintenance(&self) -> Option<Duration> {
         let interval = if self.state.is_releasing { Duration::ZERO } else { UPDATE_INTERVAL };
         self.retained.as_ref().map(|_| interval)

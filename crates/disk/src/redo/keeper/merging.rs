@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// A log with fewer bytes in its current epoch is merged completely while the guest's writes wait.
 const SHORT_LOG: u64 = 8 << 20;
-/// How often to merge first, to reach that size.
+/// How often to merge first, to make the log that short.
 const ROUNDS: u32 = 16;
 /// How long a merge works before it pauses.
 const WORK_TIME: Duration = Duration::from_millis(20);
@@ -24,7 +24,7 @@ enum Task {
     End,
 }
 
-/// See [the module](self).
+/// The thread that merges epochs and ends logs.
 pub(super) struct Merger<D: LogFiles, E, T: Threads> {
     keeper: Arc<Keeper<D, T>>,
     engine: E,
@@ -55,7 +55,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
                     if let Some(why) = &failed {
                         tracing::warn!("cannot merge the redo log: {why}");
                     }
-                    // A caller that waits for the end of the log must not mistake this for its result.
+                    // A caller that waits for the end of the log must not mistake this failure for its result.
                     self.keeper.tasks.with(|tasks| {
                         if !tasks.is_end_wanted {
                             tasks.failed = failed;
@@ -119,7 +119,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
         Ok(())
     }
 
-    /// Merges everything and removes the log. On success also completes the task.
+    /// Merges all epochs and removes the log. On success also completes the task.
     fn end_log(&mut self) -> Result<(), Refused> {
         let has_log = |current: &mut CurrentLog<D>| {
             if current.log_dir.is_none() {
@@ -131,7 +131,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
             return Ok(());
         }
         for round in 0.. {
-            // Without space for another segment the guest waits a little longer.
+            // If there is no space for another segment, the guest waits a little longer.
             let prepared = self.keeper.current.with(|current| Keeper::<D, T>::prepare(current, &self.engine));
             let is_last = prepared.is_err() || round >= ROUNDS;
             let (is_short, upto) = self.engine.visit(move |view| {
@@ -158,7 +158,7 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
         self.remove_log()
     }
 
-    /// Removes the log, which is merged completely: later writes go to the image.
+    /// Removes the log, which is merged completely. Later writes go to the image.
     fn remove_log(&self) -> Result<(), Refused> {
         let Self { keeper, engine, .. } = self;
         keeper.current.with(|current| {
@@ -176,12 +176,12 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
                 tracing::warn!("{}", chain(&e));
             }
             current.next = current.next.max(next);
-            // The commits were of this log. Another one may begin once `current` is unlocked.
+            // The commits were of this log. Another log may begin once `current` is unlocked.
             keeper.tasks.with(|tasks| {
                 (tasks.committed, tasks.is_merge_wanted) = (0, false);
                 (tasks.failed, tasks.is_end_wanted) = (None, false);
             });
-            // Last: callers that wait for the end check whether the engine has a log.
+            // Must be last: callers that wait for the end check whether the engine has a log.
             engine.visit(|view| {
                 view.ended = view.log.take();
                 Ok(())

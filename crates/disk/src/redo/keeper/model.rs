@@ -1,9 +1,8 @@
 //! The keeper under a model checker. Its threads and those of a guest, a protector and an operator run one at a time,
-//! in an order that
-//! [`shuttle`] chooses. Another thread may continue at every lock, wait and file operation.
+//! in an order that [`shuttle`] chooses. Another thread may continue at every lock, wait and file operation.
 //!
 //! The keeper, the log, its directory and merging are the code that a server runs. The engine is a replacement that
-//! uses a log as the real one does: it allocates an entry, writes it, reports the result; and a planned request may
+//! uses a log like the real engine: it allocates an entry, writes it, and reports the result. A planned request may
 //! start after the log has changed. Files are in memory.
 //!
 //! `REKINDLE_MODEL_ROUNDS` sets how many interleavings are explored, `REKINDLE_TEST_SEED` which ones
@@ -46,10 +45,10 @@ const GROWN: u64 = 6;
 const REQUESTS: u32 = 6;
 const CHECKPOINTS: u32 = 3;
 const COMMANDS: u32 = 3;
-/// A log that is full after some writes, and one that never is.
+/// The limit of a log that is full after some writes, and of a log that is never full.
 const LIMITS: [u64; 2] = [PAGE + 5 * 2 * PAGE, 1 << 30];
 
-/// Threads of the checker.
+/// The threads of the model checker.
 #[derive(Debug)]
 struct ModelThreads;
 
@@ -108,10 +107,10 @@ struct ModelEngineState {
     engine_log: Option<EngineLog<StepFile>>,
     image: StepFile,
     sectors: u64,
-    /// The guest's queue is being stopped; it is stopped.
+    /// The guest's queue is being stopped. `is_stopped`: it is stopped.
     is_stopping: bool,
     is_stopped: bool,
-    /// Requests in progress.
+    /// Number of requests in progress.
     pending: usize,
     has_ended: bool,
 }
@@ -165,7 +164,7 @@ impl ModelEngine {
         self.0.wait(|state| (!state.is_stopping && !state.is_stopped).then(|| state.pending += 1));
     }
 
-    /// Writes a sector as the guest, until the answer.
+    /// Writes a sector as the guest, and waits for the answer.
     fn write(&self, sector: u64, value: u64) {
         self.admit();
         let (mut asked, data) = (None, sector_of(value));
@@ -182,7 +181,7 @@ impl ModelEngine {
                     entry[PAGE as usize..][..data.len()].copy_from_slice(&data);
                     Some(Ok((placed, engine_log.log.file(placed.epoch).unwrap(), entry)))
                 }
-                // The real engine retries; that does not change what it gets.
+                // The real engine retries, which does not change the result.
                 Err(wait) if asked == Some(wait) => None,
                 Err(wait) => {
                     asked = Some(wait);
@@ -241,7 +240,7 @@ impl ModelEngine {
 
 type ModelKeeper = Keeper<StepFiles, ModelThreads>;
 
-/// Runs one of two threads of the guest, with every other sector. Returns the final content of its sectors.
+/// Runs one of two threads of the guest, which uses every second sector. Returns the final content of its sectors.
 fn guest(engine: &ModelEngine, number: u64) -> Vec<(u64, u64)> {
     let mut now: Vec<(u64, u64)> = (number..GROWN).step_by(2).map(|sector| (sector, 1000 + sector)).collect();
     for request in 0..REQUESTS {
@@ -292,7 +291,7 @@ fn end(keeper: &ModelKeeper) {
     keeper.end();
     let failed = keeper.tasks.wait(|tasks: &mut Tasks| (!tasks.is_end_wanted).then(|| tasks.failed.clone()));
     assert_eq!(failed, None);
-    // The directory and the engine's log are removed by then.
+    // The directory and the engine's log have been removed before.
     keeper.current.with(|current| assert!(current.log_dir.is_none()));
 }
 
@@ -376,7 +375,7 @@ fn run_server(mergers: u32) {
     keeper.release();
     drop(engine.0.with(|state| state.engine_log.take()));
     if is_restarted {
-        // The next server repeats what was interrupted.
+        // The next server repeats the interrupted merge.
         *files.watch.merging.lock().unwrap() = None;
         let mut opened = open(&files, DiskVersion::Newest, limit);
         let engine = ModelEngine::new(files.image(None), opened.engine_log.take());
@@ -436,7 +435,7 @@ fn a_begin_without_space_removes_no_existing_log() {
         || {
             let files = StepFiles::new(image(), true);
             let disk = leave_log(&files);
-            // Restored at an older epoch, without a write yet: the newer epoch is still available.
+            // The disk is opened at an older epoch, and not written yet: the newer epoch is still available.
             let mut opened = open(&files, DiskVersion::Epoch { epoch: 0, disk }, LIMITS[1]);
             let engine = ModelEngine::new(files.image(None), opened.engine_log.take());
             let keeper = opened.start(&engine);

@@ -5,24 +5,24 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// A value that one thread at a time uses, and whose changes threads wait for.
+/// A value that one thread at a time uses. Threads can wait for changes of the value.
 pub trait Monitor<T>: Send + Sync + 'static {
     fn new(value: T) -> Self;
     /// Calls `run` with exclusive access, then wakes all waiting threads.
     fn with<R>(&self, run: impl FnOnce(&mut T) -> R) -> R;
-    /// Waits until `until` returns something.
+    /// Waits until `until` returns a value, and returns that value.
     fn wait<R>(&self, until: impl FnMut(&mut T) -> Option<R>) -> R;
-    /// As [`Self::wait`], but stops after `patience`.
+    /// Waits like [`Self::wait`], but stops after `patience`.
     fn wait_timeout<R>(&self, patience: Duration, until: impl FnMut(&mut T) -> Option<R>) -> Option<R>;
 }
 
-/// Implementation of threads and monitors.
+/// An implementation of threads and monitors.
 pub trait Threads: Debug + Send + Sync + 'static {
     type Monitor<T: Send + 'static>: Monitor<T>;
     type Thread: Send + 'static;
     fn spawn(run: impl FnOnce() + Send + 'static) -> Self::Thread;
     fn join(thread: Self::Thread);
-    /// The time since `since`.
+    /// Returns the time since `since`.
     fn elapsed(since: Instant) -> Duration;
 }
 
@@ -30,7 +30,7 @@ pub trait Threads: Debug + Send + Sync + 'static {
 #[derive(Debug)]
 pub struct SystemThreads;
 
-/// See [`Monitor`].
+/// A [`Monitor`] for the system's threads.
 #[derive(Debug)]
 pub struct SystemMonitor<T> {
     value: Mutex<T>,
@@ -87,7 +87,7 @@ impl Threads for SystemThreads {
     }
 
     fn join(thread: JoinHandle<()>) {
-        // The panic has been reported by the thread itself.
+        // The thread itself has reported the panic.
         let _ = thread.join();
     }
 

@@ -1,7 +1,7 @@
 //! Sealing ended epochs: their segments become durable, each with a seal record.
 //!
-//! A seal record follows the last entry of a segment and lists the entries. Without it, a damaged entry would be
-//! taken for one whose write was interrupted. The steps, which the keeper takes:
+//! A seal record follows the last entry of a segment and lists the entries. Without the record, a damaged entry would
+//! be mistaken for an entry whose write was interrupted. The keeper takes these steps:
 //!
 //! ```text
 //! Log::segments_to_seal ──> SegmentToSeal::make_durable ──> the state names the epochs ──> Log::mark_sealed
@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 
-/// Why epochs cannot be sealed.
+/// The reason why epochs cannot be sealed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CannotSeal {
     /// The epoch may still be written to.
@@ -31,11 +31,12 @@ pub enum CannotSeal {
     Busy,
 }
 
-/// Whether a durable segment has a seal record.
+/// The presence of a seal record in a durable segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SealRecord {
     Written,
-    /// It could not be written. The state must not name the epoch, so that a partially written record is ignored.
+    /// The record could not be written. The state must not name the epoch, so that a partially written record is
+    /// ignored.
     Missing,
 }
 
@@ -54,14 +55,14 @@ pub struct SegmentToSeal<F> {
 }
 
 impl<F: LogFile> SegmentToSeal<F> {
-    /// Writes the seal record, and waits until entries and record are durable. `directory` is that of the log, for
-    /// messages.
+    /// Writes the seal record, and waits until entries and record are durable. `directory` is the log's directory,
+    /// for messages.
     ///
     /// A record that cannot be written, as on a full file system, is no error: without the seal nothing could be
-    /// merged, so that no space would become free. A repeated call writes the same bytes.
+    /// merged, and no space would become free. A repeated call writes the same bytes.
     ///
     /// # Errors
-    /// Those of the sync; what is durable is unknown then.
+    /// Errors of the sync. It is then unknown which data is durable.
     pub fn make_durable(&self, directory: &Path) -> io::Result<SealRecord> {
         let written = self.write_record();
         self.file.sync()?;
@@ -91,7 +92,7 @@ impl<F: LogFile> SegmentToSeal<F> {
 
 impl<F: Clone> Segment<F> {
     fn to_seal(&self) -> SegmentToSeal<F> {
-        // Other entries of the list have overwritten these, and their space may be reclaimed at any time.
+        // Other entries have overwritten these entries, whose space may be reclaimed at any time.
         let overwritten: BTreeSet<u64> = self.overwritten.iter().map(|entry| entry.sequence).collect();
         let remaining = self.records.iter().filter(|(sequence, _)| !overwritten.contains(sequence));
         SegmentToSeal {
@@ -106,10 +107,7 @@ impl<F: Clone> Segment<F> {
 }
 
 impl<F: Clone> Log<F> {
-    /// The segments up to epoch `upto` that have no seal record yet.
-    ///
-    /// # Errors
-    /// [`CannotSeal`].
+    /// Returns the segments up to epoch `upto` that have no seal record yet.
     pub fn segments_to_seal(&self, upto: u64) -> Result<Vec<SegmentToSeal<F>>, CannotSeal> {
         if upto > self.closed {
             return Err(CannotSeal::NotEnded { closed: self.closed });

@@ -1,5 +1,5 @@
-//! Kills and power losses at every step of many histories. The newest disk has every flushed write, and each sealed
-//! epoch can be opened with its content until a newer one is committed.
+//! Kills and power losses at every step of many histories. The newest disk has every flushed write. Each sealed epoch
+//! can be opened with its content until a newer epoch is committed.
 
 use super::files::{CrashDisk, Fate, Step};
 use super::model::{BYTES, Content, Guarantee, ProtectedDisk, content, image, initial};
@@ -41,12 +41,12 @@ fn action() -> impl Strategy<Value = Action> {
     ]
 }
 
-/// The steps of a history, what must be true after each action, and the disk of each epoch of each log.
+/// The steps of a history, the guarantees after each action, and the disk of each epoch of each log.
 struct History {
     ops: Vec<Step>,
     marks: Vec<(usize, Guarantee)>,
     epochs: BTreeMap<(Uuid, u64), Content>,
-    /// The step at which each was marked.
+    /// The step at which each epoch was marked.
     marked: BTreeMap<u64, usize>,
 }
 
@@ -160,7 +160,7 @@ impl History {
         }
     }
 
-    /// Lets the next server write, flush and reopen what was found.
+    /// Lets the next server write, flush and reopen the disk that was found.
     fn continue_with(&self, disk: &CrashDisk, count: usize, newest: &[u64], context: &dyn Fn() -> String) {
         let (log_dir, log) = open(disk.clone(), BYTES, DiskVersion::Newest, 1 << 30).unwrap().unwrap();
         let uuid = log_dir.state().disk;
@@ -257,8 +257,8 @@ fn power_lost_at_any_step_with_any_mixture_of_lost_steps() {
     }
 }
 
-/// The file system gets full, with room for so many pages of the seal record, which has two: one epoch is sealed,
-/// committed and merged.
+/// Returns a history in which the file system becomes full. The seal record has two pages, and there is space for
+/// `room` of them. One epoch is sealed, committed and merged.
 fn history_of_full_disk(room: usize) -> History {
     let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
     let before = Guarantee { sealed: BTreeSet::new(), ..model.guarantee.clone() };

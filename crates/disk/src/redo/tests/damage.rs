@@ -1,4 +1,4 @@
-//! Logs that are damaged, full, of another disk, or not writable.
+//! Logs that are damaged or full, belong to another disk, or cannot be written.
 
 use super::files::CrashDisk;
 use super::model::{BYTES, ProtectedDisk, content, image};
@@ -11,7 +11,7 @@ use uuid::Uuid;
 
 const LIMIT: u64 = 1 << 30;
 
-/// Two epochs, of which the first is sealed, and a flushed write.
+/// Returns a disk with two epochs, of which the first is sealed, and a flushed write.
 fn model() -> ProtectedDisk {
     let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
     model.prepare().unwrap();
@@ -94,7 +94,7 @@ fn a_damaged_entry_hides_no_other_entry() {
     }
     model.end_writes();
     let before = content(&model.disk, model.log.as_ref());
-    // Header and data of the second one: 4096 for the head, 8192 an entry.
+    // Header and data of the second entry: the head has 4096 bytes, an entry 8192.
     for at in [4096 + 8192 + 20, 4096 + 8192 + 4096 + 7] {
         let disk = model.disk.clone();
         disk.change("1.log", |bytes| bytes[at] ^= 0x40);
@@ -119,7 +119,7 @@ fn a_damaged_entry_hides_no_other_entry() {
 
 #[test]
 fn a_damaged_entry_is_not_merged_and_its_segment_is_kept() {
-    // Header and data of the entry of epoch 1: 4096 for the head.
+    // Header and data of the entry of epoch 1: the head has 4096 bytes.
     for at in [4096 + 20, 4096 + 4096 + 7] {
         let mut model = model();
         let epoch = model.mark();
@@ -183,7 +183,7 @@ fn a_merge_that_fails_at_any_step_is_repeated() {
             model.disk.fail_after(after, error);
             let merged = model.commit(epoch);
             model.disk.stop_failing();
-            // Reads are right, merged or not.
+            // Reads return the right content, whether merged or not.
             model.check();
             if model.durability.is_broken() {
                 // The kernel reports a write error once: only a new server may trust the image again.
@@ -211,8 +211,8 @@ fn a_merge_that_fails_at_any_step_is_repeated() {
 
 #[test]
 fn a_failed_seal_or_segment_changes_nothing() {
-    // Write of the seal record, sync, write of the state, sync; then the next segment. After a failed step, all fail
-    // or only that one.
+    // The steps: write of the seal record, sync, write of the state, sync; then the next segment. Either all steps
+    // from the failing one on fail, or only that step.
     for (after, is_once, error) in (0..6).flat_map(|after| {
         [false, true]
             .into_iter()
@@ -249,7 +249,7 @@ fn overwritten_space_is_reclaimed_and_the_limit_is_kept() {
     model.log = Some(crate::redo::log::Log::new(uuid, 1, 0, 0, 256 << 10));
     model.prepare().unwrap();
     for _ in 0..400 {
-        // Ten times the limit, always to the same blocks.
+        // Writes ten times the limit, always to the same blocks.
         model.write(0, 8, EntryKind::Data);
         model.end_writes();
         model.flush();

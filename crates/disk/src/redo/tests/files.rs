@@ -25,7 +25,7 @@ pub enum Step {
 pub enum Fate {
     Kept,
     Lost,
-    /// Of a write: only the 512-byte sectors whose bit is set, modulo 64.
+    /// Only the 512-byte sectors of a write whose bit is set, modulo 64, are written.
     Torn(u64),
 }
 
@@ -33,24 +33,24 @@ pub enum Fate {
 struct DiskState {
     is_made: bool,
     names: BTreeMap<String, usize>,
-    /// The first is the image.
+    /// The contents of the files, of which the first is the image.
     files: Vec<Vec<u8>>,
     ops: Vec<Step>,
-    /// Number of steps until all fail, and the error.
+    /// Number of steps until all steps fail, and the error.
     refusal: Option<(usize, i32)>,
-    /// Only the first one fails.
+    /// Only the first of the failing steps fails.
     is_refused_once: bool,
-    /// Pages of all files together that the file system has room for.
+    /// Most pages of all files together for which the file system has space.
     capacity: Option<usize>,
 }
 
 impl DiskState {
-    /// Pages of the files in the directory.
+    /// Returns the number of pages of the files in the directory.
     fn pages(&self) -> usize {
         self.names.values().map(|file| self.files[*file].len().div_ceil(4096)).sum()
     }
 
-    /// How many of `bytes` at `offset` there is room for.
+    /// Returns how many of `bytes` bytes at `offset` there is space for.
     fn room(&self, file: usize, offset: u64, bytes: usize) -> usize {
         let Some(capacity) = self.capacity.filter(|_| file != 0) else { return bytes };
         let pages = self.files[file].len().div_ceil(4096) + capacity.saturating_sub(self.pages());
@@ -58,7 +58,7 @@ impl DiskState {
     }
 }
 
-/// See [the module](self). Clones share the same disk.
+/// A directory and an image in memory. Clones share the same disk.
 #[derive(Debug, Default, Clone)]
 pub struct CrashDisk(Arc<Mutex<DiskState>>);
 
@@ -74,7 +74,7 @@ fn write_into(file: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
 }
 
 impl CrashDisk {
-    /// A disk with an image and an empty directory.
+    /// Creates a disk with an image and an empty directory.
     pub fn new(image: Vec<u8>) -> Self {
         Self(Arc::new(Mutex::new(DiskState { files: vec![image], ..DiskState::default() })))
     }
@@ -110,7 +110,7 @@ impl CrashDisk {
         self.state().refusal = None;
     }
 
-    /// Leaves room for so many pages more in the log's files.
+    /// Leaves space for `pages` more pages in the log's files.
     pub fn leave_room(&self, pages: usize) {
         let mut state = self.state();
         state.capacity = Some(state.pages() + pages);
@@ -126,7 +126,7 @@ impl CrashDisk {
         self.state().names.keys().cloned().collect()
     }
 
-    /// Which of the first `count` steps are lost if the power fails then.
+    /// Returns which of the first `count` steps are lost if the power fails after them.
     pub fn volatile(ops: &[Step], count: usize) -> Vec<usize> {
         let (mut files, mut directory) = (BTreeSet::new(), false);
         let mut volatile = Vec::new();
@@ -156,7 +156,8 @@ impl CrashDisk {
         volatile
     }
 
-    /// The disk after a power failure when `count` of `ops` were done, with `fate` for each step that was not durable.
+    /// Returns the disk after a power failure when `count` of `ops` were done, with `fate` for each step that was not
+    /// durable.
     pub fn after_crash(image: &[u8], ops: &[Step], count: usize, fate: &BTreeMap<usize, Fate>) -> Self {
         let mut state = DiskState { files: vec![image.to_vec()], ..DiskState::default() };
         for (n, op) in ops[..count].iter().enumerate() {
@@ -227,7 +228,7 @@ impl LogFile for CrashFile {
     }
 
     fn zero(&self, offset: u64, len: u64, hole: bool) -> io::Result<()> {
-        // As on a file system that supports only holes.
+        // Fails as on a file system that supports only holes.
         if !hole {
             return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
         }

@@ -1,5 +1,5 @@
-//! A guest, its log, and what must be true of its disk. The steps are those of the engine and the keeper, on a disk
-//! in memory.
+//! A guest, its log, and the guarantees for its disk. The steps are those of the engine and the keeper, on a disk in
+//! memory.
 
 use super::files::{CrashDisk, CrashFile};
 use crate::image::Durability;
@@ -24,7 +24,7 @@ pub const SECTORS: u64 = 40;
 pub const BYTES: u64 = SECTORS * 512;
 const LIMIT: u64 = 1 << 30;
 
-/// Content of a disk: the number that fills each sector.
+/// The content of a disk: the number that fills each sector.
 pub type Content = Vec<u64>;
 
 pub fn initial() -> Content {
@@ -39,7 +39,7 @@ fn bytes(content: &[u64]) -> Vec<u8> {
     content.iter().flat_map(|value| value.to_le_bytes().repeat(64)).collect()
 }
 
-/// The content of a disk, through its log if it has one. Fails on a torn sector.
+/// Returns the content of a disk, through its log if it has one. Fails on a torn sector.
 pub fn content(disk: &CrashDisk, log: Option<&Log<CrashFile>>) -> Content {
     let mut all = vec![0xee; BYTES as usize];
     let pieces = log.map_or(vec![(0, BYTES, None)], |log| log.look_up(0, BYTES));
@@ -63,12 +63,12 @@ pub fn content(disk: &CrashDisk, log: Option<&Log<CrashFile>>) -> Content {
     sectors.collect()
 }
 
-/// What must be true after a power failure.
+/// The guarantees after a power failure.
 #[derive(Debug, Clone, Default)]
 pub struct Guarantee {
     /// The allowed values of each sector of the newest disk.
     pub newest: Vec<BTreeSet<u64>>,
-    /// Epochs that must be available. No other one is.
+    /// Epochs that must be available. No other epoch may be.
     pub sealed: BTreeSet<u64>,
 }
 
@@ -79,7 +79,7 @@ struct PendingWrite {
     values: Vec<u64>,
 }
 
-/// See [the module](self).
+/// A disk with its log, its writes in progress and its expected content.
 pub struct ProtectedDisk {
     pub disk: CrashDisk,
     pub log_dir: Mutex<Option<LogDirectory<CrashDisk>>>,
@@ -100,7 +100,7 @@ pub struct ProtectedDisk {
 }
 
 impl ProtectedDisk {
-    /// A disk with a new log.
+    /// Creates a disk with a new log.
     pub fn begin(disk: CrashDisk) -> Self {
         let log_dir = LogDirectory::create(disk.clone(), BYTES, None).unwrap();
         let uuid = log_dir.state().disk;
@@ -173,7 +173,7 @@ impl ProtectedDisk {
         self.try_end_write(which).unwrap();
     }
 
-    /// As [`Self::end_write`]. A write that fails stays in progress, as the engine retries it.
+    /// Completes a write like [`Self::end_write`]. A write that fails stays in progress, as the engine retries it.
     pub fn try_end_write(&mut self, which: usize) -> io::Result<()> {
         if self.pending.is_empty() {
             return Ok(());
@@ -228,7 +228,7 @@ impl ProtectedDisk {
         self.prepare().unwrap();
         let epoch = self.log().mark().unwrap();
         let now: Content = self.now.iter().map(|(_, value)| *value).collect();
-        // An epoch has one content.
+        // Each epoch has only one content.
         assert_eq!(*self.epochs.entry(epoch).or_insert_with(|| now.clone()), now, "epoch {epoch}");
         epoch
     }
@@ -257,7 +257,7 @@ impl ProtectedDisk {
         Ok(())
     }
 
-    /// The image, for merges.
+    /// Returns the image as the target of merges.
     fn target(&self) -> MergeTarget<CrashFile> {
         MergeTarget::new(Synced::new(self.disk.image(), Arc::clone(&self.durability)))
     }
@@ -273,7 +273,7 @@ impl ProtectedDisk {
         self.log_dir.lock().unwrap().as_ref().unwrap().remove_done()
     }
 
-    /// Merges everything and ends the log.
+    /// Merges all epochs and ends the log.
     pub fn end(&mut self) {
         self.end_writes();
         self.log().close();
@@ -316,7 +316,7 @@ impl ProtectedDisk {
         self.check();
     }
 
-    /// Checks that reads return what was written.
+    /// Checks that reads return the written content.
     pub fn check(&self) {
         let now: Content = self.now.iter().map(|(_, value)| *value).collect();
         assert_eq!(content(&self.disk, self.log.as_ref()), now);

@@ -12,8 +12,8 @@ use crate::redo::state::LogDirectory;
 
 const LIMIT: u64 = 1 << 30;
 
-/// Three epochs, of which the first and the second are sealed. Two writes each; in the first epoch one overwrites the
-/// other.
+/// Returns a disk with three epochs, of which the first and the second are sealed. Each epoch has two writes; in the
+/// first epoch one overwrites the other.
 fn model() -> ProtectedDisk {
     let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
     for _ in 0..2 {
@@ -61,7 +61,7 @@ fn a_flipped_bit_in_a_sealed_epoch_is_an_error_and_not_older_data() {
     for epoch in [1, 2] {
         let name = format!("{epoch}.log");
         let model = model();
-        // Head; header and data of the second entry; header of the last one, which has no data; the seal record.
+        // Head; header and data of the second entry; header of the last entry, which has no data; the seal record.
         for at in [20, 3 * page + 20, 4 * page + 7, 7 * page + 20, 8 * page + 20, 9 * page + 7] {
             model.disk.change(&name, |bytes| bytes[at] ^= 0x40);
             check_rejected(&model, epoch, &format!("{name}: byte {at}"));
@@ -152,7 +152,8 @@ fn overwritten_entries_of_a_sealed_epoch_may_be_reclaimed() {
     assert_eq!(content(&model.disk, model.log.as_ref()), before);
 }
 
-/// A log of version 1: epoch 1 is sealed, without a seal record, and the state has neither segments nor an image.
+/// Returns a log of version 1: epoch 1 is sealed without a seal record, and the state has neither segments nor an
+/// image.
 fn log_of_format_1() -> ProtectedDisk {
     let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
     model.prepare().unwrap();
@@ -174,7 +175,7 @@ fn a_log_of_format_1_is_read_and_the_next_seal_covers_its_segments() {
     let mut model = log_of_format_1();
     model.reopen(DiskVersion::Epoch { epoch: 1, disk: model.uuid });
     model.reopen(DiskVersion::Newest);
-    // As in version 1: a damaged entry is taken for a torn one.
+    // As in version 1, a damaged entry is mistaken for a torn one.
     model.disk.change("1.log", |bytes| bytes[PAGE as usize + 20] ^= 1);
     opened(&model, DiskVersion::Newest).unwrap();
     model.disk.change("1.log", |bytes| bytes[PAGE as usize + 20] ^= 1);
@@ -203,7 +204,7 @@ fn an_earlier_version_finds_no_older_state_of_a_changed_log() {
 
 #[test]
 fn a_failed_change_of_format_is_repeated_for_both_slots() {
-    // Write and sync of one slot, then of the other one.
+    // The failing steps: write and sync of one slot, then of the other slot.
     for after in 0..4 {
         let model = log_of_format_1();
         let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();

@@ -2,7 +2,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `plan` | divides a request into parts; serves what needs no disk, including the retained cache |
+//! | `plan` | divides a request into parts; serves data that needs no disk, for example from the retained cache |
 //! | `transfer` | reads and writes the parts, and answers the request |
 
 mod plan;
@@ -27,11 +27,11 @@ enum Work {
     Sync(SyncTarget),
     /// Release the space; the content is undefined then.
     Discard,
-    /// Zeros, as a hole or as allocated space.
+    /// Write zeros, as a hole or as allocated space.
     Zero {
         hole: bool,
     },
-    /// Zeros, written: the file system supports neither.
+    /// Write zeros as data, because the file system supports neither.
     ZeroByWriting,
 }
 
@@ -40,7 +40,7 @@ impl Work {
         matches!(self, Self::Read(_) | Self::Write | Self::ZeroByWriting)
     }
 
-    /// How the redo log records this change.
+    /// Returns how the redo log records this change.
     fn entry_kind(self) -> EntryKind {
         match self {
             Self::Discard | Self::Zero { hole: true } => EntryKind::Hole,
@@ -49,7 +49,7 @@ impl Work {
         }
     }
 
-    /// For messages.
+    /// Returns the name of the operation, for messages.
     fn name(self) -> &'static str {
         match self {
             Self::Read(_) => "Read",
@@ -70,18 +70,18 @@ struct Part {
     bytes: u64,
     /// Offset in the request's data.
     offset: u64,
-    /// Where a change is written in the redo log, once that is reserved.
+    /// The reserved entry of the redo log in which a change is written.
     entry: Option<LogEntry>,
 }
 
-/// See [the module](self).
+/// A request in progress.
 pub(super) struct ActiveRequest {
     pub session: FrontendId,
     pub queue: u16,
-    /// The first descriptor.
+    /// The first descriptor of the request's chain.
     head: u16,
     memory: Arc<Memory>,
-    /// Newer requests have a higher one.
+    /// Newer requests have a higher number.
     pub sequence: u64,
     request: Request,
     parts: Vec<Part>,
@@ -90,19 +90,21 @@ pub(super) struct ActiveRequest {
     /// Number of parts that have not completed.
     unfinished_parts: usize,
     status: RequestStatus,
-    /// Admitted by the rate limit.
+    /// The rate limit has admitted the request.
     is_admitted: bool,
-    /// Another request in progress has blocks in common, and one of them writes: the resulting content is unknown.
+    /// Another request in progress has blocks in common with this one, and one of them writes: the resulting content
+    /// is unknown.
     is_stale: bool,
 }
 
 impl ActiveRequest {
-    /// The parts of the disk that it accesses.
+    /// Returns the parts of the disk that the request accesses.
     fn ranges(&self) -> impl Iterator<Item = Range> {
         self.request.what.as_ref().ok().into_iter().flat_map(Kind::ranges)
     }
 
-    /// Whether it has a block of `range`. Checks the request's ranges: a long one has many more parts.
+    /// Returns whether the request has a block of `range`. Checks the request's ranges, because a long request has
+    /// many more parts.
     fn overlaps(&self, range: Range) -> bool {
         let other = touched(range.at, range.bytes);
         let mut own = self.ranges().map(|range| touched(range.at, range.bytes));
@@ -113,7 +115,7 @@ impl ActiveRequest {
         matches!(self.request.what, Ok(Kind::Write(_) | Kind::Discard(_) | Kind::Zeroes(_)))
     }
 
-    /// Moves the data of part `number` between `bytes` and the guest. `None`: it is outside the guest's memory.
+    /// Moves the data of part `number` between `bytes` and the guest. `None`: the data is outside the guest's memory.
     fn copy(&self, number: u32, bytes: &mut [u8]) -> Option<()> {
         let part = self.parts.get(number as usize)?;
         let (data, len) = (&self.request.data, bytes.len());
@@ -126,14 +128,15 @@ impl ActiveRequest {
         }
     }
 
-    /// Copies blocks of the retained cache to the guest, from `offset` of its data on. `None`: it is outside the
-    /// guest's memory.
+    /// Copies blocks of the retained cache to the guest, from `offset` of the request's data on. `None`: the place is
+    /// outside the guest's memory.
     fn fill(&self, offset: u64, bytes: &[u8]) -> Option<()> {
         let fill = |piece: Piece| self.memory.fill(piece.address, bytes.get(piece.range())?);
         for_each_piece(&self.request.data, offset, bytes.len(), fill)
     }
 
-    /// The frames of its blocks, starting at `offset` of the data; none for a block that is not in one page.
+    /// Returns the frames of the request's blocks, starting at `offset` of the data; `None` for a block that is not
+    /// in one page.
     fn frames(&self, offset: u64) -> impl Iterator<Item = Option<Frame>> {
         let (mut segment_start, mut segments) = (0, self.request.data.iter().peekable());
         (offset..).step_by(BLOCK).map(move |offset| {
@@ -148,7 +151,8 @@ impl ActiveRequest {
         })
     }
 
-    /// The whole blocks that part `number` moves, and the offset of the first in its data. `None`: there are none.
+    /// Returns the whole blocks that part `number` moves, and the offset of the first one in the part's data. `None`:
+    /// the part moves no whole block.
     fn moved_blocks(&self, number: u32) -> Option<(MovedBlocks, usize)> {
         let part = self.parts.get(number as usize)?;
         let direction = match part.work {
@@ -175,14 +179,14 @@ struct Piece {
 }
 
 impl Piece {
-    /// The bytes of the buffer.
+    /// Returns the position of the piece in the buffer.
     fn range(self) -> std::ops::Range<usize> {
         self.position..self.position + self.len
     }
 }
 
-/// Divides `bytes` bytes of the data that `segments` describe, starting at `offset`, into contiguous pieces. `None`:
-/// the segments are shorter, or `each` has returned that.
+/// Divides `bytes` bytes of the data that `segments` describe, starting at `offset`, into contiguous pieces, and
+/// calls `each` with each piece. `None`: the segments are shorter, or `each` has returned `None`.
 fn for_each_piece(
     segments: &[BufferSegment],
     offset: u64,
@@ -205,7 +209,7 @@ fn for_each_piece(
     (position == bytes).then_some(())
 }
 
-/// Divides a range into parts of at most [`CHUNK`] bytes. `offset`: that of the range in the request's data.
+/// Divides a range into parts of at most [`CHUNK`] bytes. `offset`: offset of the range in the request's data.
 fn divide(work: Work, range: Range, offset: u64) -> impl Iterator<Item = Part> {
     (0..range.bytes).step_by(CHUNK).map(move |start| Part {
         work: match work {

@@ -27,7 +27,7 @@ struct ServedBlock {
 }
 
 impl<B: BlockCatalog> FrontEnd<B> {
-    /// Begins the request whose first descriptor is `head`. Returns its cost in short requests.
+    /// Begins the request whose first descriptor is `head`. Returns the request's cost, in short requests.
     pub(in crate::engine::front_end) fn begin_request(
         &mut self,
         session: FrontendId,
@@ -36,7 +36,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         memory: &Arc<Memory>,
     ) -> u64 {
         let Some(request) = self.parse_request(session, queue, head, memory) else {
-            // There is no status byte to write; the guest gets its descriptors back.
+            // The chain has no status byte to write; the guest gets its descriptors back.
             self.answer_chain(session, queue, head, 0);
             return 1;
         };
@@ -63,7 +63,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.start_planned(number)
     }
 
-    /// Queues the parts of a planned request, or answers it if it has none. Returns its cost.
+    /// Queues the parts of a planned request, or answers a request that has no parts. Returns the request's cost.
     fn start_planned(&mut self, number: u32) -> u64 {
         let Some(active) = self.requests.get_mut(number as usize) else { return 1 };
         let cost = active.ranges().map(|range| 1 + range.bytes / BYTES_PER_COST).sum::<u64>().max(1);
@@ -79,7 +79,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         cost
     }
 
-    /// `None`: the chain of descriptors is invalid, and cannot even be answered with an error.
+    /// Parses a request. `None`: the chain of descriptors is invalid, and cannot even be answered with an error.
     fn parse_request(&self, session: FrontendId, queue: u16, head: u16, memory: &Memory) -> Option<Request> {
         let table = self.descriptor_table(session, queue)?;
         let read = |at: u64, into: &mut [u8]| memory.read(at, into);
@@ -92,7 +92,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Determines the parts of a request, and does what needs no disk.
+    /// Determines the parts of a request, and does the work that needs no disk.
     fn plan(&mut self, number: u32) {
         let Some(active) = self.requests.get(number as usize) else { return };
         let planned = match &active.request.what {
@@ -162,7 +162,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Serves blocks of the retained cache, and plans to read the others.
+    /// Serves blocks of the retained cache, and plans to read the other blocks.
     fn plan_read(&mut self, number: u32, range: Range) {
         let is_being_written = self.blocks.records_moves()
             && self.requests.iter().any(|(other_number, other)| {
@@ -184,7 +184,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Adds the parts that read these bytes of a range from where they are.
+    /// Adds the parts that read these bytes of a range from their location.
     fn plan_disk_read(&self, range: Range, offsets: std::ops::Range<u64>, parts: &mut Vec<Part>) {
         if !offsets.is_empty() {
             let wanted = Range { at: range.at + offsets.start, bytes: offsets.end - offsets.start };
@@ -194,7 +194,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Copies blocks of the retained cache to the guest.
+    /// Copies blocks of the retained cache to the guest. Returns the copied blocks.
     fn serve_retained(&mut self, number: u32, range: Range) -> Vec<ServedBlock> {
         let mut served = Vec::new();
         let first = whole(range.at, range.bytes).next().filter(|_| self.blocks.has_retained_blocks());
@@ -224,12 +224,12 @@ struct RetainedBlocks<'a> {
     /// Offset of the first block in the request's data.
     offset: u64,
     bytes: &'a [u8],
-    /// Of each block; `None`: the cache does not have it.
+    /// The digest of each block; `None`: the cache does not have the block.
     digests: &'a [Option<Digest>],
 }
 
 impl RetainedBlocks<'_> {
-    /// Copies the blocks that were found to the guest, adjacent ones together, and adds them to `served`.
+    /// Copies the blocks that the cache had to the guest, adjacent blocks together, and adds them to `served`.
     fn copy_to_guest(
         &self,
         active: &ActiveRequest,
@@ -253,7 +253,7 @@ impl RetainedBlocks<'_> {
     }
 }
 
-/// Parts that change whole ranges without data.
+/// Returns the parts that change whole ranges without data.
 fn plan_changes(changes: impl Iterator<Item = (Work, Range)>) -> Vec<Part> {
     let part = |(work, range): (Work, Range)| Part { work, at: range.at, bytes: range.bytes, offset: 0, entry: None };
     changes.filter(|(_, range)| range.bytes > 0).map(part).collect()

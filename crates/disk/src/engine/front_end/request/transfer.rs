@@ -20,22 +20,22 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Whether an operation is repeated without any change.
+/// Returns whether an operation with this error is repeated unchanged.
 fn is_interrupted(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
 }
 
-/// Whether an error means that there is no space.
+/// Returns whether an error means that there is no space.
 fn is_out_of_space(error: &io::Error) -> bool {
-    // A limit of the process or a quota has the effect of a full disk, and can be lifted like it.
+    // A limit of the process or a quota has the same effect as a full disk, and can be lifted, too.
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG))
 }
 
-/// What the result of an operation means for its part.
+/// The meaning of an operation's result for its part.
 enum PartOutcome {
-    /// A read has its data in the buffer; anything else is complete.
+    /// A read has its data in the buffer. Any other operation is complete.
     Moved,
-    /// It need not be done: a discard that the file system does not support.
+    /// The operation need not be done: a discard that the file system does not support.
     Skipped,
     Interrupted,
     /// The file system cannot zero a range.
@@ -55,7 +55,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Starts waiting parts, as far as there is space and the rate limit allows.
+    /// Starts waiting parts while there is space and the rate limit allows it.
     pub(in crate::engine) fn start_waiting_parts(&mut self) {
         self.throttled_until = None;
         self.blocks.retry_due(&mut self.waiting);
@@ -70,16 +70,16 @@ impl<B: BlockCatalog> FrontEnd<B> {
             }
             self.waiting.pop_front();
             self.start_part(id, &part);
-            // Copying takes time: let the disk work meanwhile.
+            // Copying takes time: submit operations, so that the disk works meanwhile.
             if part.work == Work::Write && self.io.take_copied_much() {
-                // If that fails, the next wait reports it.
+                // If submitting fails, the next wait reports the error.
                 let _ = self.io.submit();
             }
         }
     }
 
-    /// Asks the rate limit about the request of a part. Returns whether the part may start; if not, it may at
-    /// `throttled_until`.
+    /// Asks the rate limit about the request of a part. Returns whether the part may start. If not, the part may
+    /// start at `throttled_until`.
     fn admit(&mut self, id: PartId, part: &Part) -> bool {
         let Some(active) = self.requests.get_mut(id.request as usize) else { return true };
         if active.is_admitted || !part.work.moves_data() {
@@ -137,10 +137,10 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Whether a write must wait when the redo log has reached its limit.
+    /// Decides whether a write must wait when the redo log has reached its limit.
     fn space_limit(&self, id: PartId) -> SpaceLimit {
         // The requests of a QEMU that stops its guest, or has disconnected, need not wait for a checkpoint; later
-        // ones wait for them.
+        // requests wait for them.
         let session = self.requests.get(id.request as usize).map(|active| active.session);
         let is_connected = session.is_some_and(|session| self.connections.contains_key(&session));
         let must_complete = !self.stopping.is_empty() || !is_connected || self.is_ending;
@@ -174,7 +174,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.begin_operation(id, &image, operation);
     }
 
-    /// Writes an entry of the redo log: a header, and the data if it has any.
+    /// Writes an entry of the redo log: a header, and the data if the entry has data.
     fn write_entry(&mut self, id: PartId, part: &Part, entry: &LogEntry) {
         let mut buffer = self.io.buffers.take(entry.length() as usize);
         let (header, after_header) = buffer.split_at_mut(PAGE as usize);
@@ -197,7 +197,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
         let operation = Operation::Write { at: entry.offset, len: entry.length() as usize, buffer };
         if self.io.begin(&file, operation, Token::Part(id)).is_err() {
-            // There is space: it was checked before.
+            // There is space in the ring: it was checked before.
             self.fail_entry(id, entry);
         }
     }
@@ -209,7 +209,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
 
     fn begin_operation(&mut self, id: PartId, file: &Arc<File>, operation: Operation) {
         if self.io.begin(file, operation, Token::Part(id)).is_err() {
-            // There is space: it was checked before.
+            // There is space in the ring: it was checked before.
             self.end_part(id.request, RequestStatus::Failed);
         }
     }
@@ -270,7 +270,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Copies the data of a read to the guest. `None`: its buffers are outside its memory.
+    /// Copies the data of a read to the guest. `None`: the request's buffers are outside the guest's memory.
     fn copy_read_data(&mut self, id: PartId, part: &Part, buffer: Option<&mut Buffer>) -> Option<()> {
         match (part.work, buffer) {
             (Work::Read(_), Some(buffer)) => self.copy(id, buffer.get_mut(..part.bytes as usize)?),
@@ -278,14 +278,14 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
     }
 
-    /// Handles the completion of a write into the redo log. Retries it later if there is no space.
+    /// Handles the completion of a write into the redo log. The write is tried again later if there is no space.
     fn entry_completed(&mut self, id: PartId, entry: &LogEntry, result: io::Result<usize>, buffer: Option<Buffer>) {
         match result {
             Ok(written) if written as u64 == entry.length() => {
                 self.blocks.record_entry(entry, EntryResult::Written);
                 return self.finish_move(id, buffer, PAGE as usize);
             }
-            // A short write: no space for the rest.
+            // A short write: there is no space for the rest.
             Ok(_) => self.blocks.record_entry(entry, EntryResult::NoSpace { part: id, error: None }),
             Err(e) if is_interrupted(&e) => self.waiting.push_back(id),
             Err(e) if is_out_of_space(&e) => {
@@ -320,9 +320,9 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.requests.get(id.request as usize)?.copy(id.part, bytes)
     }
 
-    /// Completes a part whose data begins at byte `start` of the buffer, and records which blocks it has moved.
+    /// Completes a part whose data begins at byte `start` of the buffer, and records the blocks that it has moved.
     fn finish_move(&mut self, id: PartId, buffer: Option<Buffer>, start: usize) {
-        // Before the request ends, which may be now.
+        // Must be done before the request ends, which may be now.
         let active = self.requests.get(id.request as usize).filter(|_| self.blocks.records_moves());
         let moved = active.and_then(|active| active.moved_blocks(id.part));
         self.end_part(id.request, RequestStatus::Ok);

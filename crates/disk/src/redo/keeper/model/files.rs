@@ -1,4 +1,4 @@
-//! Files in memory. Each operation is a step of the model.
+//! Files in memory, of which each operation is a step of the model.
 
 use crate::redo::files::{FileStart, LogFile, LogFiles};
 use crate::redo::tests::files::{CrashDisk, CrashFile};
@@ -7,7 +7,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What is checked at each file operation.
+/// The checks at each file operation.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     steps: AtomicUsize,
@@ -17,12 +17,12 @@ pub(super) struct Watch {
     pub is_strict: bool,
 }
 
-/// A file whose every operation is a step, at which another thread may continue.
+/// A file of which every operation is a step, at which another thread may continue.
 #[derive(Debug, Clone)]
 pub(super) struct StepFile {
     file: CrashFile,
     watch: Arc<Watch>,
-    /// The merge that uses it, if it is the image.
+    /// Number of the merge that uses the file, if the file is the image.
     merge: Option<u32>,
 }
 
@@ -94,7 +94,7 @@ impl StepFiles {
         StepFile { file, watch: Arc::clone(&self.watch), merge: None }
     }
 
-    /// `merge`: the number of the merge that uses it; `None` for the engine.
+    /// Returns the image. `merge`: number of the merge that uses it; `None` for the engine.
     pub fn image(&self, merge: Option<u32>) -> StepFile {
         StepFile { merge, ..self.file(self.memory.image()) }
     }
