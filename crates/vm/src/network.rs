@@ -25,6 +25,10 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// How long the kernel may take to close the taps of a QEMU that has ended.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(1);
+
 /// Why a network cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum NetworkError {
@@ -279,7 +283,23 @@ pub fn captures(hardware: &Hardware) -> Result<Vec<Capture>, NetworkError> {
 /// # Errors
 /// [`NetworkError::Tap`], when a tap is missing or in use.
 pub fn reopen(hardware: &Hardware) -> Result<Vec<(OwnedFd, RawFd)>, NetworkError> {
-    hardware.taps().map(|(index, tap)| Ok((in_namespace(tap, &tap.ifname, tap::open)?, Tap::fd(index)))).collect()
+    hardware.taps().map(|(index, tap)| Ok((open_released(tap)?, Tap::fd(index)))).collect()
+}
+
+/// Opens the tap of a QEMU that has ended. If the QEMU used io_uring, the kernel closes the tap in the background, a moment
+/// after the process has ended.
+fn open_released(tap: &Tap) -> Result<OwnedFd, NetworkError> {
+    let deadline = Instant::now() + RELEASE_TIMEOUT;
+    loop {
+        match in_namespace(tap, &tap.ifname, tap::open) {
+            Err(NetworkError::Tap { source, .. })
+                if source.kind() == io::ErrorKind::ResourceBusy && Instant::now() < deadline =>
+            {
+                thread::sleep(RELEASE_POLL_INTERVAL);
+            }
+            opened => return opened,
+        }
+    }
 }
 
 /// Forwards the ports of a destination QEMU after it got the guest: only one QEMU can hold a port. A port that is
