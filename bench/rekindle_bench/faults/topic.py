@@ -1,4 +1,4 @@
-"""Measures and analyses this topic."""
+"""Runs the fault experiment: damages guests, reboots them with a warm cache, and compares every block with the disk."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def measure(task: run.Task) -> Path:
 
 
 def build_unchecked(root: Path) -> Path:
-    """Builds a binary that does not check digests, in a target directory of its own."""
+    """Builds a binary that does not check digests, in a separate target directory."""
     given = os.environ.get("REKINDLE_UNCHECKED")
     if given:
         return Path(given)
@@ -51,7 +51,7 @@ def build_unchecked(root: Path) -> Path:
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:
-    """Makes figures, tables and plots from a file of rows and, if present, its TOPIC-run.json."""
+    """Makes figures, tables and plots from a file of rows and, if present, the TOPIC-run.json of the run."""
     frame = rows.read(raw)
     about = run.copy_run(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))

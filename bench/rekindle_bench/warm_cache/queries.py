@@ -22,11 +22,11 @@ READ_ALL = "find /var/lib/postgresql /usr/lib/postgresql /usr/lib/x86_64-linux-g
 
 @dataclass(frozen=True)
 class PowerRun:
-    """All queries, run once."""
+    """One run of all queries."""
 
     took_us: int
     steps: list[dict[str, Any]]
-    """The time of each query."""
+    """Duration of each query."""
 
 
 def run_queries(guest: CacheGuest) -> PowerRun:
