@@ -1,4 +1,4 @@
-"""Executes one run between its two lines in the ledger. So a kill at any moment loses no finished run."""
+"""Executes one run between its two lines in the ledger, so that a kill at any moment loses no finished run."""
 
 import time
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from typing import Any, Literal
 from rekindle_lab.runs.ledger import Ledger
 
 Leaves = dict[str, Any]
-"""Names of what a run makes, as JSON, so that the remains of a killed run can be removed."""
+"""Names of everything that a run makes, as JSON, so that the remains of a killed run can be removed."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run has ended."""
+    """The end of a run: its outcome, and what its line records."""
 
     outcome: Literal["done", "failed", "left out"]
     entries: dict[str, Any] = field(default_factory=dict)
-    """Further entries of its line."""
+    """Further entries of the run's line in the ledger."""
 
 
 def execute(
