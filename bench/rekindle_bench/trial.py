@@ -34,7 +34,7 @@ PLANS: dict[str, Any] = {
         stores=("disk", "slow", "tls"),
         store_restores=1,
         prepared=1,
-        # Two pairs, since the second pair starts with whatever the first pair has left behind.
+        # Two pairs, since the second pair starts with the remains of the first.
         after={"compile": 2, "transcode": 1},
         pieces={"compile": Piece(40, 10), "transcode": Piece(200, 50)},
         units=Units(40, 200),

@@ -24,7 +24,7 @@ HELD_PATIENCE_S = 3.0
 """Timeout in s of an answer that waits for checkpoints."""
 HELD_SEED = 10_000
 HEARD_S = 1.0
-"""How long, in s, the client continues to send requests after the first answer."""
+"""Seconds for which the client continues to send requests after the first answer."""
 BACK_DEADLINE_S = 120.0
 """Deadline in s for a guest to run again, and for the guest's first answer."""
 

@@ -20,7 +20,7 @@ PATIENCE_S = 4.0
 """Seconds without an answer, or without progress of its load, after which a guest counts as hung."""
 REBOOT_S = 60.0
 TRIES = 5
-"""How many other changes of code to try when the module rejects one whose place the kernel has changed."""
+"""Number of other changes to try when the module rejects a change of code that the kernel itself has changed."""
 LISTED = 10
 
 

@@ -27,7 +27,7 @@ class Row:
     """Number of injected faults."""
     outcome: str = ""
     way: str = ""
-    """How the guest was rebooted: `watch` (automatically), `host` (`rekindle reboot os`), `recover`."""
+    """Way of the reboot: `watch` (automatically), `host` (`rekindle reboot os`), `recover`."""
     oops: int = 0
     """1 if the guest's kernel has reported an error on the console, else 0."""
     kept: int | None = None
@@ -45,7 +45,7 @@ class Row:
     hit: list[int] = field(default_factory=list)
     """Blocks whose page-cache frames were damaged; known only for faults from outside that target such frames."""
     hit_wrong: int | None = None
-    """How many of the damaged blocks differ from the disk."""
+    """Damaged blocks (`hit`) that differ from the disk."""
     us: int | None = None
     """Duration of the run in microseconds."""
     note: str = ""

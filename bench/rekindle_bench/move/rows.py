@@ -27,7 +27,7 @@ class Row:
     load: str
     """Load of the guest: `idle`, or `dirty N` (the guest writes N MB of its memory per second)."""
     how: str
-    """One of the `HOWS`."""
+    """A member of `HOWS`."""
     store: str
     """For `move`: the store of the checkpoints."""
     round: int

@@ -59,9 +59,9 @@ def reboots(kind: str) -> Callable[[OsEnvironment, Plan], None]:
 
 
 def leak(env: OsEnvironment, plan: Plan) -> None:
-    """Leaks kernel memory, then reboots the guest in each of its ways, and records how much is back.
+    """Leaks kernel memory, then reboots the guest in each way, and records how much memory is recovered.
 
-    Each guest is rebooted that way before, too: how much a kernel has allocated depends on how it was started.
+    Each guest is also rebooted in the same way before the leak, since the way to boot affects a kernel's allocations.
     """
     if not any(plan.leaks.values()):
         raise NotPlannedError

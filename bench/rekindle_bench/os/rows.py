@@ -29,7 +29,7 @@ class Row:
     """`micro`, `debian`, `immutable`."""
     memory_mib: int
     how: str
-    """One of the `WAYS` or of the `PEERS`."""
+    """Way or peer: a member of `WAYS` or `PEERS`."""
     round: int
     gap_us: int | None = None
     """The client's longest time without an answer around the reboot."""
@@ -56,7 +56,7 @@ class Row:
     candidate: str = ""
     """The candidate from which the guest resumed."""
     ended: str = ""
-    """How the previous guest ended."""
+    """Way in which the previous guest ended."""
     leaked_bytes: int | None = None
     """Memory that the leak module has allocated."""
     slab_before_kib: int | None = None

@@ -80,7 +80,7 @@ def restore(env: RestoreEnvironment, plan: Plan) -> None:
                     else:
                         _restore(env, guest.name, store, row, *(["--eager"] if how == "eager" else []))
                         env.crash(guest.name)
-        for guest, store, _ in ready:  # the context managers of the guests expect running VMs when they end
+        for guest, store, _ in ready:  # so that each guest's context has a VM to stop
             env.restore(guest.name, store)
 
 

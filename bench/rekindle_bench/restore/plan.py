@@ -27,7 +27,7 @@ class Plan:
     touch: dict[int, str]
     """Memory that a guest of this size (MiB) fills, so that a larger guest has more memory in use."""
     stores: tuple[str, ...]
-    """Stores for figure 4, from each of which the 512M guest is restored lazily."""
+    """Kinds of store for figure 4. The 512M guest is restored lazily from each kind."""
     store_restores: int
     """Restores from each store."""
     prepared: int

@@ -26,12 +26,12 @@ class Row:
     workload: str
     store: str
     how: str
-    """One of the `HOWS`; `undisturbed` for a window."""
+    """A member of `HOWS`, or `undisturbed` for a window."""
     round: int
     restore_us: int | None = None
     """From the start of the command until the guest runs."""
     told_us: int | None = None
-    """The same duration as reported by the command itself."""
+    """`restore_us` as reported by the command itself."""
     fill_us: int | None = None
     """From when the guest runs until all of the guest's memory is loaded."""
     demanded_pages: int | None = None

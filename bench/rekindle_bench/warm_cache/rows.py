@@ -9,7 +9,7 @@ import pandas as pd
 from rekindle_bench.rows import read_rows
 
 WAYS = ("warm-cache", "cold", "writeback", "none")
-"""How a guest was rebooted: `warm-cache` and `cold` with Rekindle's disk server, or cold with QEMU's own disk in one of
+"""Ways to reboot a guest: `warm-cache` and `cold` with Rekindle's disk server, or cold with QEMU's own disk in one of
 two cache modes."""
 
 
