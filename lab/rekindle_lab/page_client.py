@@ -109,7 +109,7 @@ class PageClient:
 
 
 def _is_whole(answer: bytes) -> bool:
-    """Returns whether an answer is complete. Raises `OSError` if its status is not the expected one."""
+    """Returns whether an answer is complete. Raises `OSError` unless it has status 200 and a length."""
     head, separator, body = answer.partition(b"\r\n\r\n")
     if not separator:
         return False

@@ -18,7 +18,7 @@ LEAST_H = 24.0
 
 @dataclass(frozen=True)
 class Finding:
-    """The judgement of one series."""
+    """The judgement of one series. `left_low_s` and `left_high_s` are the interval of `left_s`."""
 
     series: Series
     trend: Trend | None

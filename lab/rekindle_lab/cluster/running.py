@@ -28,7 +28,7 @@ from typing import Any
 POLL_S = 0.05
 """Seconds between searches for a new QEMU, and for its first tick. An event of a QEMU wakes the watch immediately."""
 YOUNG_S = 1.0
-"""How long, in seconds, a new process is inspected, since it may execute another program."""
+"""Seconds for which a new process is inspected, since it may execute another program."""
 ALL_S = 2.0
 """Seconds between inspections of all processes."""
 BEAT_S = 0.5

@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("wrk.lua")
 PATIENCE_S = 10
 """Seconds after which wrk counts a missing answer as a timeout."""
 MARGIN_S = 60.0
-"""How many seconds longer than configured wrk may take."""
+"""Seconds that wrk may take longer than configured."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Parameters:
     """One set of parameters, measured on one kind of host."""
 
     source: str
-    """Where the parameters are from, as text."""
+    """Source of the parameters, as text."""
     os: OsReboot
     techniques: dict[str, Technique]
     timers: Timers = field(default_factory=Timers)

@@ -186,7 +186,7 @@ def one_vm(
     variation: float = 0.2,
     rules: Rules | None = None,
 ) -> tuple[float, float]:
-    """Returns availability and performance (to 1) of one VM over so many intervals of the VMM, after two to settle."""
+    """Returns availability and performance (to 1) of one VM over `intervals` VMM intervals, after two to settle."""
     vm = _Vm(technique, os, timers, rules or Rules(), variation, generator)
     vm.start()
     settled = 2 * timers.vmm_interval_s

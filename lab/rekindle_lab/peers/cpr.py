@@ -124,8 +124,8 @@ class CprVm:
     ) -> None:
         """Starts the guest.
 
-        `command_line` and `vmm_directory` are those of the equivalent Rekindle VM's first QEMU. `paths` maps the VM's RAM
-        file, console log and disks to files of the peer. `taps` has a tap for each descriptor in the command line.
+        `command_line` and `vmm_directory` are those of the equivalent Rekindle VM's first QEMU. `paths` maps the VM's
+        RAM file, console log and disks to files of the peer. `taps` has a tap for each descriptor in the command line.
         `folder` is made, and holds sockets and logs.
         """
         self._binary = binary

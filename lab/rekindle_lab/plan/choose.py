@@ -30,7 +30,7 @@ class Choice:
     performance: float
     meets: bool
     vmm_interval_min_s: float | None
-    """The shortest VMM interval that meets the target, at the chosen OS interval; `None` if none does."""
+    """The shortest VMM interval that meets the target, at the chosen OS interval; `None` if no target is met."""
     os_interval_min_s: float | None
 
     @property

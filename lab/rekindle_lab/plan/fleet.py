@@ -63,7 +63,7 @@ class Fleet:
     os: dict[str, OsReboot]
     hosts: tuple[Hosts, ...]
     notes: tuple[str, ...] = ()
-    """Where the downtimes are from, as text."""
+    """Sources of the downtimes, as text."""
 
     @property
     def size(self) -> int:

@@ -26,7 +26,7 @@ OS_TABLE = "Downtime as a client sees it (s, medians)"
 
 @dataclass(frozen=True)
 class MeasuredWays:
-    """The ways to renew that were measured, by name. `notes`: where their downtimes are from."""
+    """The ways to renew that were measured, by name. `notes`: sources of their downtimes."""
 
     vmm: dict[str, Technique]
     os: dict[str, OsReboot]
@@ -35,7 +35,7 @@ class MeasuredWays:
 
 @dataclass(frozen=True)
 class OsDowntimes:
-    """Downtimes in seconds, by the way to reboot an OS. `source` describes where they are from."""
+    """Downtimes in seconds, by the way to reboot an OS. `source` describes their origin."""
 
     seconds: dict[str, float]
     source: str
