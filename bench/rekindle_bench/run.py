@@ -97,8 +97,8 @@ def recorded(
 ) -> Iterator[Run]:
     """Opens the ledger of the cases, and TOPIC-raw.csv for rows of `kind`, as a new file unless `append` is true.
 
-    What a killed run has left is removed. However the body ends, TOPIC-run.json has the rest. `left_out` lists what a
-    plan omits from the full one.
+    Removes the remains of a killed run. Writes the circumstances of the run into TOPIC-run.json, however the body
+    ends. `left_out` lists what a plan omits from the full plan.
     """
     versions = {"rekindle": Rekindle(task.binary, task.out).version(), "qemu": qemu_version(task.qemu)}
     versions |= machine_versions()
@@ -116,7 +116,7 @@ def recorded(
         try:
             yield run
         except Exception as error:
-            # An error outside of the cases. What was measured before counts.
+            # An error outside of the cases. Rows that were measured before it count.
             errors.append(f"{topic}: {type(error).__name__}: {error}")
         finally:
             run.rows.close()
@@ -252,7 +252,7 @@ def report(
     plots: list[str],
     tables: dict[str, list[dict[str, object]]],
 ) -> Report:
-    """Makes the report of a run. `about`: from `copy_run`; `command`: used if that does not name it."""
+    """Makes the report of a run. `about`: from `copy_run`; `command`: used if `about` has none."""
     return Report(
         topic=topic,
         command=about.get("command", command),

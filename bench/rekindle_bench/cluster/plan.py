@@ -8,7 +8,7 @@ class Plan:
     """Repetitions of each case."""
 
     failovers: int
-    """Nodes killed, one after the other."""
+    """Number of nodes that are killed, one after the other."""
     faults: int
     """Random kills, stops, partitions and outages of the store."""
     held: int

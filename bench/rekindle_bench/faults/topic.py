@@ -19,8 +19,8 @@ TOPIC = "faults"
 def measure(task: run.Task) -> Path:
     """Runs the case and writes the raw files; returns the file of rows.
 
-    `RESUME=1` in the environment continues with the existing rows. `REKINDLE_UNCHECKED`: a binary with the feature
-    `unchecked-attic`; one is built if none is given.
+    `RESUME=1` in the environment continues with the existing rows. `REKINDLE_UNCHECKED`: path of a binary with the
+    feature `unchecked-attic`, which is built if the variable is not set.
     """
     raw = task.out / run.raw_name(TOPIC)
     resumed = bool(os.environ.get("RESUME")) and raw.exists()
@@ -39,7 +39,7 @@ def measure(task: run.Task) -> Path:
 
 
 def build_unchecked(root: Path) -> Path:
-    """Builds a binary that does not check digests, in a separate target directory."""
+    """Returns a binary that does not check digests: `REKINDLE_UNCHECKED`, or built in a separate target directory."""
     given = os.environ.get("REKINDLE_UNCHECKED")
     if given:
         return Path(given)

@@ -34,7 +34,7 @@ def gaps(frame: pd.DataFrame, guest: str, how: str) -> list[float]:
 
 
 def between(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
-    """Returns the time from one column to another, in s, for the rows that have both."""
+    """Returns the seconds from one column to another, for the rows that have both."""
     return seconds([float(value) for value in (rows[end] - rows[begin]).dropna()])
 
 

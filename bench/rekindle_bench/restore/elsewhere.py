@@ -114,7 +114,7 @@ def _move(
     how: str,
     host: Callable[[], list[int]],
 ) -> None:
-    """Compiles undisturbed, then with the death of the host in the middle. `host`: its processes but the protector."""
+    """Compiles undisturbed, then with the host's death in the middle. `host`: the host's pids but the protector's."""
     name, count = work.guest.name, plan.units.compile
     env.log(f"elsewhere: {how}: undisturbed")
     whole = work.run("compile", count)
