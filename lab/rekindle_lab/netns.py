@@ -61,7 +61,7 @@ class Tap:
             raise
 
     def close(self) -> None:
-        """Closes the descriptor; the interface is removed with its last copy."""
+        """Closes the descriptor; the interface is removed with the descriptor's last copy."""
         os.close(self.fd)
 
 

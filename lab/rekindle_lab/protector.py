@@ -154,6 +154,6 @@ def protected(
 
 def detach(rekindle: Rekindle, name: str, store: Store, policy: str | None = None) -> None:
     """Takes a last checkpoint and removes the tracking in QEMU, which an ended protector leaves for the next one."""
-    if policy != "cow":  # its protection ends with the protector's process
+    if policy != "cow":  # the protection of `cow` ends with the protector's process
         arguments: Sequence[str] = ["--policy", policy] if policy else []
         rekindle.call("protect", name, "--store", store.url, *store.options, "--count", "1", *arguments)

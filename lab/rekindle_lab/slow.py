@@ -49,7 +49,7 @@ def loop_device(image: Path) -> Iterator[str]:
     try:
         held = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        # The kernel detaches a device that is open only when it is closed for the last time.
+        # The kernel detaches an open device only when the device is closed for the last time.
         run("losetup", "--detach", device)
     try:
         yield device
@@ -61,8 +61,8 @@ def loop_device(image: Path) -> Iterator[str]:
 def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
     """Makes a disk whose rates can be limited: a loop device on a file in `folder`, which is on the machine's disk.
 
-    (QEMU's storage daemon with its throttle behind FUSE and a loop device was tried: QEMU 10.0 mixes up the data of
-    concurrent writes.)
+    QEMU's storage daemon with its throttle, behind FUSE and a loop device, cannot be used: QEMU 10.0 mixes up the data
+    of concurrent writes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     image, mount = folder / "disk.raw", folder / "mount"

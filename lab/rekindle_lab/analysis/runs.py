@@ -176,7 +176,7 @@ def read(
     treatments = {line["run"]: _as_texts(line["treatment"]) for _, line in good}
     treatments |= {number: treatment for number, (treatment, _) in order.planned.items()} if order else {}
     _missing(planned, attempts, last, treatments, problems)
-    if not any(problem.kind == "bad" for problem in problems):  # else a consequence of a problem listed already
+    if not any(problem.kind == "bad" for problem in problems):  # else maybe only a consequence
         _enough(done, {_label(treatment, factor): None for treatment in treatments.values()}, problems)
     refused = [problem for problem in problems if problem.kind not in allow]
     if refused:

@@ -34,7 +34,7 @@ def heading(name: str) -> str:
 
 
 def p_text(p: float) -> str:
-    """Formats a p as the paper prints it."""
+    """Formats a p-value as in the paper."""
     if math.isnan(p):
         return ""
     return f"{p:.4f}" if p >= 1e-4 else f"{p:.4E}"

@@ -86,7 +86,7 @@ class Bed:
         return done.stdout.strip()
 
     def start_client(self, patience_s: float = counter.PATIENCE) -> None:
-        """Starts the client, or replaces it with one that waits `patience_s` for an answer."""
+        """Starts a client that waits `patience_s` for an answer; replaces a running client."""
         self.stop_client()
         inside = [
             str(self.root / "tests/cluster/bed"),
@@ -109,7 +109,7 @@ class Bed:
         return self.call("where", VM, check=False) or None
 
     def pid(self, node: str) -> int | None:
-        """Returns a node's PID 1; `None` when it is off."""
+        """Returns a node's PID 1; `None` if the node is off."""
         path = self.folder / f"pid.{node}"
         return int(path.read_text()) if path.exists() else None
 
@@ -194,9 +194,9 @@ class Bed:
         return self._checkpoints
 
     def settle(self, checkpoints: int) -> list[dict[str, Any]]:
-        """Waits until all nodes are members, the client is answered, and so many checkpoints follow; returns those."""
+        """Waits until all nodes are members and the client is answered; then returns the next `checkpoints`."""
         heard = len(self.answers())
-        # Does not query Pacemaker before the first answers, since such queries make a fail-over longer.
+        # Does not query Pacemaker before the first answers, since queries use the processor and delay a fail-over.
         wait_for("answers", lambda: len(self.answers()) > heard + 10)
         since = max((event["number"] for event in self.checkpoints()), default=0)
 

@@ -27,10 +27,10 @@ class Crossing:
 def crossings(
     difference: Callable[[float], float], low: float, high: float, breaks: Iterable[float] = ()
 ) -> list[Crossing]:
-    """Returns all places between `low` and `high` (more than 0) where `difference` changes its sign, in order.
+    """Returns all points between `low` and `high` (more than 0) at which `difference` changes its sign, in order.
 
-    `breaks`: where it is not continuous. Between two of them it must change its sign at most once for each of `SAMPLES`
-    pieces, equal in the logarithm.
+    `breaks`: the points at which `difference` is not continuous. `SAMPLES` points at equal
+    logarithmic distances divide the range between two breaks; between two points it must change its sign at most once.
     """
     if not 0 < low < high:
         raise ValueError(f"crossings need 0 < low < high, not {low:g} and {high:g}")

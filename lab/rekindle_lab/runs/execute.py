@@ -23,7 +23,7 @@ class RunEnd:
 def execute(
     ledger: Ledger, run: int | str, leaves: Callable[[int], Leaves], work: Callable[[Leaves], RunEnd]
 ) -> dict[str, Any]:
-    """Executes a run, and returns its line. `leaves`: what the run makes, from the number of the attempt."""
+    """Executes a run, and returns its line. `leaves`: names what the run makes, for a number of the attempt."""
     attempt = ledger.attempts(run) + 1
     made = leaves(attempt)
     began_unix_s, clock = round(time.time(), 3), time.monotonic()
