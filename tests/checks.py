@@ -1,4 +1,4 @@
-"""What the tests of guest images and of the emulated host share: an expectation, and waiting for a condition."""
+"""Shared by the tests of guest images and of the emulated host: an expectation, and waiting for a condition."""
 
 import time
 
@@ -6,7 +6,7 @@ POLL_S = 0.02
 
 
 class Failed(Exception):
-    """What a check expected and what it got."""
+    """A check failed. The text has the expected and the actual result."""
 
 
 def expect(condition, what):
@@ -16,7 +16,7 @@ def expect(condition, what):
 
 
 def wait_for(probe, what, deadline):
-    """Returns the first true answer of `probe`."""
+    """Polls `probe` until it returns a true value, and returns that value; fails with `what` at the deadline."""
     end = time.monotonic() + deadline
     while True:
         answer = probe()

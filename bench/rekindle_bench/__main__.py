@@ -41,7 +41,7 @@ TOPICS = {
 
 
 ALL = "all"
-"""Every topic; only for a trial."""
+"""Selects every topic; only for a trial."""
 
 
 def refuse(text: str) -> typer.Exit:
@@ -112,7 +112,7 @@ def main(
 
 
 def command_of(topic: str, only: list[str], *, quick: bool, trial: bool) -> str:
-    """Returns the command line that starts this run."""
+    """Returns the command line that repeats this run."""
     words = [f"ONLY='{' '.join(only)}'"] if only else []
     words += ["QUICK=1"] * quick + ["TRIAL=1"] * trial
     return " ".join([*words, "make bench", f"TOPIC={topic}"])

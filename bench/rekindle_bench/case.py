@@ -1,11 +1,11 @@
-"""What the cases of a benchmark are made of: a plan, a trial, and reasons why a case is omitted."""
+"""The parts of a benchmark's cases: plan, trial, and the reasons to omit a case."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 Case = Callable[[Any, Any], None]
-"""Measures on a env by a plan, and appends rows."""
+"""Measures in an environment (first argument) by a plan, and appends rows."""
 
 
 class NoRoomError(Exception):
@@ -17,11 +17,11 @@ class NotPlannedError(Exception):
 
 
 class Plan(Protocol):
-    """The common part of the topics' plans."""
+    """The part of a plan that every topic has."""
 
     @property
     def budget_s(self) -> float | None:
-        """A case that would begin later than this is left out."""
+        """Seconds after the start of the run after which no case begins; `None`: no limit."""
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,4 @@ class Trial:
     """A run that only checks that every case still works."""
 
     not_tried: Mapping[str, str]
-    """Cases that are left out, with reasons."""
+    """Cases that a trial leaves out, each with the reason."""

@@ -1,4 +1,4 @@
-"""The environment of a benchmark: folders, a network namespace and VMs, all removed again, however a run ends."""
+"""The environment of a benchmark: folders, a network namespace and VMs. Everything is removed when a run ends."""
 
 import os
 import re
@@ -25,7 +25,7 @@ AnyGuest = TypeVar("AnyGuest", bound=Guest)
 
 @dataclass
 class Environment:
-    """What all cases of a topic share: VMs, folders, the file of rows, and notes on what went wrong."""
+    """Shared by all cases of a topic: VMs, folders, the file of rows, and notes on failures."""
 
     root: Path
     rekindle: Rekindle
@@ -40,22 +40,22 @@ class Environment:
 
     @property
     def work(self) -> Path:
-        """The folder of run directories and sockets."""
+        """Folder of run directories and sockets."""
         return self.space.work
 
     @property
     def ram_dir(self) -> Path:
-        """The folder of guest RAM."""
+        """Folder of guest RAM."""
         return self.space.ram
 
     @property
     def disk_dir(self) -> Path:
-        """The folder on a real disk."""
+        """Folder on a real disk."""
         return self.space.disk
 
     @property
     def netns(self) -> str:
-        """The network namespace of guests and clients."""
+        """Network namespace of guests and clients."""
         return self.space.namespaces[0]
 
     def log(self, text: str) -> None:
@@ -63,19 +63,19 @@ class Environment:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def image(self, kind: str) -> guests.Image:
-        """Returns the guest image, built if need be. In a trial `micro` stands in for the others."""
+        """Returns the guest image, built if necessary. In a trial `micro` replaces every other image."""
         if kind not in self.images:
             build = guests.build_stand_in if self.trial and kind != "micro" else guests.build
             self.images[kind] = build(self.root, kind)
         return self.images[kind]
 
     def guest(self, name: str, kind: str, memory_mib: int, index: int, touch: str | None = None) -> Guest:
-        """Returns a guest of this env."""
+        """Returns a guest with its files in this environment."""
         image = self.image(kind)
         return Guest(name, image, memory_mib, index, touch, self.netns, self.ram_dir, self.disk_dir)
 
     def need(self, memory_mib: int = 0, disk_mib: int = 0) -> None:
-        """Raises `NoRoomError` unless so much memory and disk is free, with a small reserve."""
+        """Raises `NoRoomError` unless this much memory and disk is free, with a small reserve."""
         available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free_mib = int(available[1]) // 1024 if available else 0
         if free_mib < memory_mib + 1024:
@@ -86,7 +86,7 @@ class Environment:
 
     @contextmanager
     def ours(self, guest: AnyGuest, *, wait: bool = True) -> Iterator[AnyGuest]:
-        """Runs a VM of Rekindle's, ready unless `wait` is false; stops it at the end."""
+        """Runs a VM of Rekindle, ready unless `wait` is false; stops it at the end."""
         definition = guest.write(self.work, self.qemu)
         try:
             self.rekindle.run(definition)
@@ -97,7 +97,7 @@ class Environment:
             try:
                 self.rekindle.stop(guest.name)
             except RekindleError as error:
-                if "there is no VM" not in str(error):  # a case that failed may have left none
+                if "there is no VM" not in str(error):  # the VM may be missing after a case that failed
                     self.log(f"{guest.name} may still be running: {error}")
             if guest.disk:
                 guest.disk.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ class Environment:
 def workspace(binary: Path, disk: Path, namespaces: Sequence[str] = ("",)) -> Iterator[Workspace]:
     """Makes the folders and network namespaces of a benchmark, removed at its end.
 
-    `disk`: a folder on a real disk. `namespaces`: what is added to the name of each.
+    `disk`: a folder on a real disk. `namespaces`: suffixes of the namespaces' names, one for each namespace.
     """
     work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
     names = tuple(f"rkb{os.getpid()}{added}" for added in namespaces)

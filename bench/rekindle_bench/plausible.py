@@ -1,4 +1,4 @@
-"""Checks whether a row can be true: declared types, and values that are possible within the run."""
+"""Checks whether a row can be true: its types are the declared ones, and its values are possible within the run."""
 
 import dataclasses
 import math
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 SIGNED = ("at", "second")
-"""Fields that count from a reboot: they are negative before it."""
+"""Fields that count from a reboot: negative before the reboot."""
 SINCE_1970_US = 10**15
-"""A number of microseconds above this is a time of the host's clock; below it is a duration."""
+"""Microseconds above this limit are a time by the host's clock; those below are a duration."""
 SLACK_US = 2_000_000
 
 
 def plausible_since(begin_us: int) -> Callable[[Any], list[str]]:
-    """Returns the check for rows of a run that began then (microseconds since 1970); it returns a row's problems."""
+    """Returns a function that lists a row's problems, for a run that began at `begin_us` (microseconds since 1970)."""
 
     def check(row: Any) -> list[str]:  # noqa: ANN401
         return problems(row, begin_us, time.time_ns() // 1000)
@@ -25,7 +25,7 @@ def plausible_since(begin_us: int) -> Callable[[Any], list[str]]:
 
 
 def problems(row: Any, begin_us: int, now_us: int) -> list[str]:  # noqa: ANN401
-    """Returns the problems of a row that was made between these two times."""
+    """Returns the problems of a row that was made between `begin_us` and `now_us`."""
     hints = get_type_hints(type(row))
     found, measured = [], False
     for field in dataclasses.fields(row):
@@ -33,7 +33,7 @@ def problems(row: Any, begin_us: int, now_us: int) -> list[str]:  # noqa: ANN401
         if not _is(value, hint):
             found.append(f"{field.name} is {value!r}, not {getattr(hint, '__name__', hint)}")
             continue
-        # Fields without a default identify the row.
+        # A field without a default identifies the row.
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         measured |= has_default and value is not None and value not in ("", [])
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -70,7 +70,7 @@ def _number(name: str, value: float, begin_us: int, now_us: int) -> list[str]:
         if value > SINCE_1970_US:
             if not begin_us - SLACK_US <= value <= now_us + SLACK_US:
                 return [f"{name} is no time of this run: {value:.0f}"]
-        # Processor time, and the time of concurrent requests, can exceed the time of the clock.
+        # Processor time, and the summed time of concurrent requests, can exceed the time of the clock.
         elif value > (now_us - begin_us) * max(os.cpu_count() or 1, 2) + SLACK_US:
             return [f"{name} is longer than the run: {value:.0f}"]
     return []

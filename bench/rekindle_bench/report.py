@@ -1,4 +1,4 @@
-"""The report of every topic: figures with their bars as JSON for machines, and as a table for the terminal."""
+"""The report of a topic: figures with their bars, as JSON for machines and as a table for the terminal."""
 
 import json
 import math
@@ -13,28 +13,28 @@ from rekindle_lab.tables import pipes, table
 
 @dataclass(frozen=True)
 class Bar:
-    """The value that a figure must reach."""
+    """The limit that a figure must meet."""
 
     limit: float
     op: Literal["<=", "<", "==", ">="] = "<="
 
     def met(self, value: float) -> bool:
-        """Whether `value` reaches it."""
+        """Returns whether `value` meets the limit."""
         limit = self.limit
         return {"<=": value <= limit, "<": value < limit, "==": value == limit, ">=": value >= limit}[self.op]
 
     def __str__(self) -> str:
-        """Formats it as in the table of the issue."""
+        """Formats the bar for tables: operator and limit, or `none`."""
         return "none" if self == NO_BAR else f"{self.op} {self.limit:g}"
 
 
 NO_BAR = Bar(math.inf)
-"""The bar of a figure that is only reported."""
+"""Bar of a figure that is reported without a requirement."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure. `value` and `p95` are in `unit`; for a ratio both are ours over the peer's."""
+    """One figure. `value` and `p95` are in `unit`; for a ratio, both are ours divided by the peer's."""
 
     id: str
     value: float
@@ -48,17 +48,17 @@ class Figure:
     ours_is: str = ""
     peer_is: str = ""
     ratio_bar: Bar | None = None
-    """A second bar, for `of.ratio`, where the value itself is not that ratio."""
+    """Second bar, for `of.ratio`, where `value` is not that ratio."""
     of_peer: bool = True
-    """Whether `of` compares Rekindle with a peer; otherwise with itself, so that there is no loss."""
+    """Whether `of` compares Rekindle with a peer. A comparison of Rekindle with itself cannot be lost."""
     extra: dict[str, float] = field(default_factory=dict)
-    """Further numbers for the JSON."""
+    """Further numbers for the JSON, by name."""
     planned: int | None = None
-    """Planned number of values, where fewer are no proof: then the bar is missed, whatever the value."""
+    """Planned number of values, where fewer prove nothing: with fewer values the bar is missed, whatever `value` is."""
 
     @property
     def met(self) -> bool:
-        """Whether every bar is met, by as many values as were planned."""
+        """Whether every bar is met, and as many values as planned were measured."""
         if self.planned is not None and self.n < self.planned:
             return False
         ratio_met = self.ratio_bar is None or (self.of is not None and self.ratio_bar.met(self.of.ratio))
@@ -66,14 +66,14 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """Returns `of.verdict`, inverted where more is better."""
+        """Verdict of `of`, inverted where more is better."""
         if self.of is None:
             return ""
         turned = {"better": "worse", "worse": "better"} if self.bar.op == ">=" else {}
         return turned.get(self.of.verdict, self.of.verdict)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns its entry under `figures`."""
+        """Returns the figure's entry under `figures`."""
         out: dict[str, Any] = {
             "value": _rounded(self.value),
             "unit": self.unit,
@@ -106,10 +106,10 @@ class Figure:
 
 @dataclass
 class Findings:
-    """The figures, and the names of those for which there are no rows."""
+    """The figures, and the names of figures without rows."""
 
     raw: str
-    """The rows' file."""
+    """Name of the file of rows."""
     figures: list[Figure] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
 
@@ -118,7 +118,7 @@ class Findings:
         self.figures.append(figure)
 
     def report_missing(self, name: str, what: str = "") -> None:
-        """Records that there are no rows for a figure, or not for `what`."""
+        """Records that a figure has no rows, or none for `what`."""
         self.absent.append(f"figure {name}: no rows{f' for {what}' if what else ''}")
 
     def ratio(
@@ -175,7 +175,7 @@ def _finite(value: Any) -> Any:  # noqa: ANN401
 
 @dataclass
 class Report:
-    """All results of a run of a topic."""
+    """All results of one run of a topic."""
 
     topic: str
     command: str
@@ -184,10 +184,10 @@ class Report:
     left_out: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    """The cases with an error."""
+    """Cases that ended with an error."""
     plots: list[str] = field(default_factory=list)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Further tables: their rows, by title."""
+    """Rows of further tables, by title."""
 
     def as_json(self) -> dict[str, Any]:
         """Returns the JSON that `make bench` promises."""
@@ -213,7 +213,7 @@ class Report:
         return "\n\n".join(parts)
 
     def markdown(self) -> str:
-        """Formats the report as a page for `bench/results/`: no figure there is written by hand."""
+        """Formats the report as a page for `bench/results/`: no figure of the page is written by hand."""
         made = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         parts = [f"# Topic `{self.topic}`: measured", f"Made by `{self.command}`, on: {made or 'not known'}."]
         parts += ["## Against the bars", pipes([_line(figure) for figure in self.figures])]

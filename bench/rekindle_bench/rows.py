@@ -11,18 +11,18 @@ import pandas as pd
 
 
 class RowFile:
-    """Appends rows of one dataclass to a new file, or with `append` to an existing one of the same kind.
+    """Appends rows of one dataclass to a new file or, with `append`, to an existing file of that dataclass.
 
-    Lists are written as JSON, `None` as nothing.
+    Lists are written as JSON, `None` as an empty cell.
     """
 
     def __init__(
         self, path: Path, kind: type, *, append: bool = False, check: Callable[[Any], list[str]] | None = None
     ) -> None:
-        """`check` returns the problems of a row."""
+        """`check` returns the problems of a row, as text."""
         self.path = path
         self.count = 0
-        """Number of rows that were appended."""
+        """Number of rows that this object has appended."""
         self._check = check
         self._problems: list[str] = []
         self._file = path.open("a" if append else "w", newline="")
@@ -44,7 +44,7 @@ class RowFile:
             self._problems += self._check(row)
 
     def take_problems(self) -> list[str]:
-        """Returns the problems of rows since the last call."""
+        """Returns the problems of the rows appended since the last call."""
         problems, self._problems = self._problems, []
         return problems
 
@@ -64,7 +64,7 @@ def read_rows(path: Path, kind: type, topic: str) -> pd.DataFrame:
 
 
 def pick(frame: pd.DataFrame, column: str, **where: str | int | float) -> list[float]:
-    """Returns the values of a column where the other columns are as given, without missing ones."""
+    """Returns the values of `column` that are not missing, from the rows that match all of `where`."""
     selected = frame
     for key, value in where.items():
         selected = selected[selected[key] == value]
@@ -72,5 +72,5 @@ def pick(frame: pd.DataFrame, column: str, **where: str | int | float) -> list[f
 
 
 def milliseconds(values_us: Sequence[float]) -> list[float]:
-    """Converts from microseconds."""
+    """Converts microseconds to milliseconds."""
     return [value / 1e3 for value in values_us]

@@ -1,4 +1,7 @@
-"""A run from start to end: raw rows go into a file, its circumstances into TOPIC-run.json; both can be read again."""
+"""A run of a topic from start to end.
+
+Raw rows go into one file, the circumstances of the run into TOPIC-run.json; both can be read again.
+"""
 
 import json
 import os
@@ -26,7 +29,7 @@ from rekindle_lab.runs.workspace import Workspace
 
 TRIAL_WORDS = "a trial: the smallest of everything, once; shows that it works, and is no measurement"
 BUSY_LOAD = 0.5
-"""A machine with a higher load average in the minute before a run is not called quiet."""
+"""A machine whose load average in the minute before a run is higher is not called quiet."""
 
 
 @dataclass(frozen=True)
@@ -36,31 +39,31 @@ class Task:
     root: Path
     """The folder of the project."""
     out: Path
-    """Where results go."""
+    """Folder of the results."""
     binary: Path
-    """The `rekindle` that is measured."""
+    """The `rekindle` binary that is measured."""
     qemu: str
     plan: Any
-    """A plan of the topic."""
+    """The topic's own type of plan."""
     only: list[str]
-    """Cases; empty: all."""
+    """Names of the cases to run; empty: all."""
     command: str
     """The command with which the user started it."""
     trial: Trial | None = None
 
     def build_images(self, *kinds: str) -> None:
-        """Builds the guest images now, so that this does not count for the time of a quick run."""
+        """Builds the guest images now, so that the time of a quick run does not include it."""
         for kind in () if self.trial else kinds:
             guests.build(self.root, kind)
 
     def left_out(self, words: Callable[[Any], list[str]]) -> list[str]:
-        """Returns what the plan omits from the full one, described by `words`."""
+        """Lists what the plan omits from the full plan. `words` describes a plan's omissions."""
         return [TRIAL_WORDS] if self.trial else words(self.plan)
 
 
 @dataclass
 class Run:
-    """A run that is under way. The topic sets `environment` once it is set up."""
+    """A run that is under way. The topic sets `environment` once its VMs and folders can be made."""
 
     task: Task
     rows: RowFile
@@ -70,16 +73,16 @@ class Run:
     notes: dict[str, Any] = field(default_factory=dict)
     """Further entries for TOPIC-run.json."""
     earlier: int = 0
-    """Number of lines that the ledger had before."""
+    """Number of lines that the ledger had before this run."""
 
     def cases(self, cases: Mapping[str, Case]) -> None:
-        """Runs the cases in the environment."""
+        """Runs the cases in `environment`."""
         assert self.environment is not None
         self.environment.trial = self.task.trial
         run_cases(self.environment, self.ledger, cases, self.task.plan, self.task.only)
 
     def failed(self) -> list[str]:
-        """Returns the cases with an error, of this run."""
+        """Returns the cases of this run that ended with an error."""
         return [line["run"] for line in self.ledger.runs[self.earlier :] if line["outcome"] == "failed"]
 
 
@@ -94,8 +97,8 @@ def recorded(
 ) -> Iterator[Run]:
     """Opens the ledger of the cases, and TOPIC-raw.csv for rows of `kind`, as a new file unless `append` is true.
 
-    What a killed run has left is removed. However the body ends, TOPIC-run.json has the rest. `left_out` lists what a
-    plan omits from the full one.
+    Removes the remains of a killed run. Writes the circumstances of the run into TOPIC-run.json, however the body
+    ends. `left_out` lists what a plan omits from the full plan.
     """
     versions = {"rekindle": Rekindle(task.binary, task.out).version(), "qemu": qemu_version(task.qemu)}
     versions |= machine_versions()
@@ -113,7 +116,7 @@ def recorded(
         try:
             yield run
         except Exception as error:
-            # An error outside of the cases. What was measured before counts.
+            # An error outside of the cases. Rows that were measured before it count.
             errors.append(f"{topic}: {type(error).__name__}: {error}")
         finally:
             run.rows.close()
@@ -134,7 +137,7 @@ def _clear(binary: Path, leaves: Leaves) -> None:
 
 
 def run_cases(env: Environment, ledger: Ledger, cases: Mapping[str, Case], plan: Plan, only: list[str]) -> None:
-    """Runs the cases, or only those named. Errors of one are recorded, and the next one runs."""
+    """Runs all cases, or only those in `only`. Records the errors of a case, and continues with the next case."""
     for name, case in cases.items():
         reason = _reason_to_omit(env, name, plan, only)
         if reason:
@@ -181,16 +184,16 @@ def _run_case(env: Environment, name: str, case: Case, plan: Plan, leaves: Leave
 
 @dataclass(frozen=True)
 class Topic:
-    """A topic: what is measured under one name, and where."""
+    """A topic: its name, its cases, and their environment."""
 
     name: str
     image: str
-    """Kind of the guest's image."""
+    """Kind of the guest's image, built before the run."""
     row: type
-    """The dataclass of the raw file's rows."""
+    """Dataclass of the rows in the raw file."""
     cases: Mapping[str, Case]
     left_out: Callable[[Any], list[str]]
-    """Lists what a plan omits from the full one."""
+    """Lists what a plan omits from the full plan."""
     environment: Callable[[Path, Path, str, RowFile, Path], AbstractContextManager[Environment]]
     """Sets up the environment from: project's folder, binary, QEMU, file of rows, folder on a real disk."""
 
@@ -216,7 +219,7 @@ def about_name(topic: str) -> str:
 
 
 def copy_run(topic: str, raw: Path, out: Path, *more: str) -> dict[str, Any]:
-    """Copies the files of a run into `out` unless they are there already, and returns the circumstances of the run.
+    """Copies the files of a run into `out`, unless `out` has them already. Returns the circumstances of the run.
 
     `more`: names of further files that may be in the folder of the rows.
     """
@@ -249,7 +252,7 @@ def report(
     plots: list[str],
     tables: dict[str, list[dict[str, object]]],
 ) -> Report:
-    """Makes the report of a run. `about`: from `copy_run`; `command`: used if that does not name it."""
+    """Makes the report of a run. `about`: from `copy_run`; `command`: used if `about` has none."""
     return Report(
         topic=topic,
         command=about.get("command", command),

@@ -1,8 +1,8 @@
 """The trial of the benchmarks (`TRIAL=1`): every case once, with the smallest guest, for the shortest time.
 
-It shows that each case still works: that it ends without an error and leaves rows, each of which is plausible
-(`plausible`), and that the analysis accepts them. Times in it mean nothing. `make test` runs all of them (part
-`benches`), three topics at a time, with a debug build. `micro` stands in for the Debian guests (tests/images/stand-in).
+A trial shows that each case still works: that it ends without an error and leaves rows, each of which is plausible
+(`plausible`), and that the analysis accepts the rows. Times in a trial mean nothing. `make test` runs all trials (part
+`benches`), three topics at a time, with a debug build. `micro` replaces the Debian guests (tests/images/stand-in).
 """
 
 import json
@@ -34,7 +34,7 @@ PLANS: dict[str, Any] = {
         stores=("disk", "slow", "tls"),
         store_restores=1,
         prepared=1,
-        # The second pair meets what the first one has left behind.
+        # Two pairs, since the second pair starts with the remains of the first.
         after={"compile": 2, "transcode": 1},
         pieces={"compile": Piece(40, 10), "transcode": Piece(200, 50)},
         units=Units(40, 200),
@@ -94,7 +94,7 @@ PLANS: dict[str, Any] = {
     "faults": faults.Plan(runs=1, unchecked=0, wait_s=0.5, kinds=("text", "panic", "cache", "none")),
     "host": host.Plan(sizes={}, counts={}, losses=0, emulated=0, direct=1),
 }
-"""The plans by topic. The slowest come first, so that all lanes end together."""
+"""Plans by topic. The slowest topics come first, so that all lanes end at about the same time."""
 
 _DISTRIBUTION = "its reboots in every way take minutes without KVM; part `unit` of make test reboots `immutable`"
 _EMULATED = "the emulated host takes minutes; part `host` of make test reboots it"
@@ -103,21 +103,21 @@ NOT_TRIED: dict[str, dict[str, str]] = {
     "os": {"immutable": _DISTRIBUTION, "debian": _DISTRIBUTION},
     "host": {"counts": _EMULATED, "sizes": _EMULATED, "losses": _EMULATED},
 }
-"""The cases that a trial leaves out, by topic, and why."""
+"""Cases that a trial omits, by topic, each with the reason."""
 
 LANES = 3
-"""Number of concurrent topics: much of each is waiting."""
+"""Number of topics that run concurrently. A topic mostly waits, so they hardly slow each other down."""
 
 
 def trial(topic: str) -> Trial:
-    """Returns what the env of a topic needs to know."""
+    """Returns the trial of a topic: the cases that it omits."""
     return Trial(NOT_TRIED.get(topic, {}))
 
 
 def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
-    """Runs the trials of these topics, each as a process of its own; returns how many failed.
+    """Runs the trials of these topics, each in a separate process; returns how many failed.
 
-    `words`: options for each of them. Their output is in `out`/TOPIC.log; that of failed ones is printed, too.
+    `words`: options for each topic. A topic's output is in `out`/TOPIC.log; if the topic fails, it is printed, too.
     """
     waiting, lock = list(topics), threading.Lock()
     failed: list[str] = []
@@ -159,7 +159,7 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
         with lock:
             waiting.clear()
         for process in running:
-            process.terminate()  # it removes everything that it has made
+            process.terminate()  # the process then removes everything that it has made
         for one in lanes:
             one.join()
         raise
@@ -169,7 +169,7 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
 
 
 def left_out(log: Path) -> list[str]:
-    """Returns the cases that a trial has left out, from the JSON line at the end of its output."""
+    """Returns the cases that a trial has omitted, from the JSON line at the end of its output."""
     lines = log.read_text().splitlines()
     try:
         omitted = json.loads(lines[-1])["left_out"] if lines else []

@@ -4,7 +4,7 @@ from rekindle_bench.rows import RowFile
 
 
 def write_rows(kind, path, made):
-    """Writes rows of a topic (its module `rows`) as a run does, and reads them again."""
+    """Writes rows of a topic (`kind`: its module `rows`) as a run does, and reads them again."""
     file = RowFile(path, kind.Row)
     for row in made:
         file.append(row)

@@ -41,7 +41,7 @@ class Row:
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes a env whose rows are checked, or not."""
+    """Makes an environment whose rows are checked, or not checked."""
 
     def make(checked=None):
         begin_us = checked and (lambda row: problems(row, BEGIN_US, BEGIN_US + 1_000_000))
@@ -56,7 +56,7 @@ def make(tmp_path):
 
 
 def run_all(env, cases):
-    """Runs the cases, and returns those that the ledger has as failed."""
+    """Runs the cases, and returns those that the ledger records as failed."""
     with Ledger(env.root) as ledger:
         run.run_cases(env, ledger, cases, PLAN, [])
         assert ledger.interrupted() == []
@@ -179,7 +179,7 @@ def failing_with(error):
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Runs `bench vmm` with a topic instead of the real one; returns exit status and the last line."""
+    """Runs `bench vmm` with another topic instead of the real one; returns exit status and the last line of output."""
     monkeypatch.setattr(command, "interrupt_on_signals", lambda name: None)
     monkeypatch.setattr(command.os, "geteuid", lambda: 0)
 
@@ -206,7 +206,7 @@ def test_the_json_line_has_what_every_reader_expects(bench):
     assert document["command"] == "make bench TOPIC=vmm" and document["failed"] == document["errors"] == []
     figure = document["figures"]["good"]
     assert {"value", "unit", "n", "p95", "ratio_of", "raw"} <= set(figure)
-    # A figure without a peer, and a number that JSON cannot represent.
+    # The figure has no peer, and the table has a number that JSON cannot represent.
     assert figure["ratio_of"] is None and figure["p95"] is None and document["tables"]["t"] == [{"x": None}]
 
 
@@ -255,7 +255,7 @@ def test_errors_outside_of_the_cases_are_recorded(tmp_path, monkeypatch):
 
 
 class Killed(BaseException):
-    """Ends a benchmark as a kill does: nothing of it is removed."""
+    """Ends a benchmark as a kill does: no remains are removed."""
 
 
 def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, capsys):
@@ -300,7 +300,7 @@ def test_every_topic_has_a_trial_and_little_is_left_out_of_it():
     left_out = [(topic, case) for topic, cases in trial.NOT_TRIED.items() for case in cases]
     assert all(case in command.TOPICS[topic].CASES for topic, case in left_out)
     assert len(left_out) <= 7
-    # Something is tried of every topic.
+    # A trial must run at least one case of every topic.
     for name, one in command.TOPICS.items():
         assert set(one.CASES) - set(trial.trial(name).not_tried)
         assert trial.PLANS[name].budget_s is None

@@ -19,7 +19,7 @@ S = 1_000_000
 
 
 def row(number, case="failover", kind="kill", *, fenced=1.5, running=2.0, answer=2.2, **more):
-    """One fault, and its outcome in s after it."""
+    """Returns a row with one fault. Times are in s after the fault."""
     return Row(
         case,
         number,
@@ -89,7 +89,7 @@ def test_figures_are_those_of_the_issue(frame, tmp_path):
     assert reached["split_brain"] == (0.0, 13, True)
     assert reached["counter_back"] == (0.0, 9, True)
     assert reached["counter_back_held"] == (0.0, 2, True)
-    # The control has to lose something, or the check of the line above detects nothing.
+    # The control has to lose ticks, or the check of `held` in the line above detects nothing.
     assert reached["counter_back_held_off"] == (4.0, 2, True)
     assert reached["not_recovered"] == (0.0, 13, True)
     assert reached["spare_memory"] == (0.0, 13, True)
@@ -152,13 +152,13 @@ def begins(pid, at_s, tick=None, node="n1"):
 
 
 def counted(begin_s, end_s, first):
-    """A guest's counter, read each 20 ms, from its `first` tick on."""
+    """Returns the answers of a guest's counter, read every 20 ms, from its tick `first` on."""
     count = int((end_s - begin_s) / 0.02)
     return [Answer(START + int(begin_s * S) + n * 20_000, first + n * 20 // 50) for n in range(count)]
 
 
 def test_a_loss_is_computed_from_the_first_tick_not_from_the_first_answer():
-    # A client has seen 120; the guest continues from the checkpoint with 101, and has reached 125 at its first answer.
+    # A client has received 120. The guest continues from the checkpoint with 101; its first answer is 125.
     answers = [*counted(0, 1, 101), *counted(4.2, 5, 125)]
     events = [*begins(7, -5), *begins(9, 3, tick=101, node="n2")]
     one = Row("held", 0, "kill", 0, "n1", 0.0, START + S)
@@ -179,7 +179,7 @@ def test_a_fault_that_was_not_watched_is_trouble():
     answers = counted(0, 1, 101)
     blind = Row("held", 0, "kill", 0, "n1", 0.0, START + S // 2)
     record_outcome(blind, 7, begins(7, -5), answers, 0)
-    # Answers from before the guest's end do not belong to the next one.
+    # Answers from before the guest's end do not count for the next guest.
     assert blind.answer_us is None and "no other QEMU" in blind.trouble
     unseen = Row("held", 0, "kill", 0, "n1", 0.0, START + S)
     record_outcome(unseen, 7, [*begins(7, -5), *begins(9, 3)], answers, 0)

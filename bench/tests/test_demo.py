@@ -72,7 +72,7 @@ def test_no_record_without_vms(tmp_path):
 
 
 def rebooted(how, well, each_s):
-    """A file of 1 MB each 0.1 s before the reboot; after it one each `each_s` from `well` on."""
+    """Returns a reboot whose client gets 1 MB every 0.1 s before it, and every `each_s` from `well` on."""
     before = [Answer(-n / 10, 0.1, 10**6) for n in range(1, 51)]
     after = [Answer(well + n * each_s, each_s, 10**6) for n in range(1, web.AFTER + 1)]
     return web.Reboot(how, before[::-1] + after, well, after[-1].at, 0 if how == web.COLD else 50_000_000)
@@ -102,7 +102,7 @@ def test_it_ends_with_the_plan_for_the_measurements(tmp_path):
     (chosen,) = [line for line in result.output.splitlines() if "<- the plan" in line]
     assert chosen.split()[:2] == ["warm", "warm-cache"]
     assert len(result.output.splitlines()) == 3 + 3 * 2  # every pair
-    # A plan's file in the usual format.
+    # The file has the usual format of a plan.
     whole = CliRunner().invoke(rekindle_lab, ["plan", str(out), "--json"])
     document = json.loads(whole.output)
     (vm,) = document["vms"]

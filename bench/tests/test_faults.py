@@ -1,4 +1,4 @@
-"""The fault experiment: its code changes, its changes of memory, and its figures from invented rows."""
+"""The fault experiment: changes of code and of memory, and figures from invented rows."""
 
 import json
 import random
@@ -143,7 +143,7 @@ def test_the_card_is_given_frames_of_the_page_cache(memory):
     assert len(frames) == 2
     assert set(frames) <= set(cached)
     addresses = [struct.unpack("<Q", ram.read(16 * n, 8))[0] for n in range(size)]
-    # The next four are not used (6, 7, 0, 1).
+    # The next four buffers are not changed (6, 7, 0, 1).
     assert addresses[2:4] == [frame * PAGE for frame in frames]
     assert all(addresses[n] == 0x100000 + n * PAGE for n in (0, 1, 4, 5, 6, 7))
 
@@ -160,7 +160,7 @@ def test_blocks_of_runs_have_each_type_once():
 
 
 def waits_for_lanes() -> bool:
-    """Whether the main thread has started all lanes, and waits."""
+    """Returns whether the main thread has started all lanes, and waits."""
     names, frame = set(), sys._current_frames()[threading.main_thread().ident]
     while frame:
         names.add(frame.f_code.co_name)
@@ -185,7 +185,7 @@ def test_lanes_that_are_interrupted_are_waited_for():
                 time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         assert stopping.wait(30)
-        if index == 0:  # it removes its guests, the other one has done so
+        if index == 0:  # lane 0 removes its guests slowly; lane 1 has removed its guests already
             assert last.wait(30)
             time.sleep(0.3)
         ended.append(index)

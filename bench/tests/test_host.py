@@ -1,4 +1,4 @@
-"""Topic `host`: its figures, tables and plots from invented rows, and the evaluation of timelines."""
+"""Topic `host`: figures, tables and plots from invented rows, and the evaluation of timelines."""
 
 import json
 
@@ -17,7 +17,7 @@ S = 1_000_000
 
 
 def reboot(case, how, number, *, vms=1, mib=128, downtime=40.0, suspend=0.2, resume=0.5, lost=0, **more):
-    """The rows of one reboot."""
+    """Returns the rows of one reboot."""
     for n in range(vms):
         yield Row(
             case=case,
@@ -41,7 +41,7 @@ def reboot(case, how, number, *, vms=1, mib=128, downtime=40.0, suspend=0.2, res
 
 
 def made_up():
-    """Some rows of each case."""
+    """Returns some rows of each case."""
     for number in range(3):
         for mib, resume in ((128, 0.5), (1024, 0.55)):
             yield from reboot("sizes", "warm", number, mib=mib, resume=resume)

@@ -31,7 +31,7 @@ def test_the_target_has_the_hardware_and_its_own_files():
     text = " ".join(out)
     assert out[-2:] == ["-incoming", "defer"] and text.count("-incoming") == 1 and "-S" not in out
     assert "tap,id=net0,fd=7,vhost=off" in out
-    # Both sides have to agree about the stream.
+    # Source and destination must agree about the stream's configuration section.
     assert "migration.send-configuration=off" in out
     assert "mem-path=/ram/b.ram" in text and "/b/qemu.pid" in out and "logfile=/b/console.log" in text
     assert "/run/a" not in text and "/ram/a" not in text
@@ -53,7 +53,7 @@ def frame(tmp_path):
             rows.append(ours)
             rows.append(Row(how="live", store="", stopped_us=100_000 + number, during_per_s=200.0, **common, **times))
             rows.append(Row(how="live-20ms", store="", stopped_us=50_000 + number, converged=1, **common, **times))
-            # The best, while it converges; once it did not.
+            # The best way while it converges; under load it once did not converge.
             stuck = load != "idle" and number == 3
             fastest = None if stuck else 10_000 + number
             rows.append(Row(how="live-2ms", store="", stopped_us=fastest, converged=int(not stuck), **common))
@@ -67,7 +67,7 @@ def test_the_figure_is_of_a_guest_that_works(frame):
     found = analysis.figures(frame, "move-raw.csv")
     [figure] = found.figures
     assert figure.id == "move_stopped_vs_live" and not figure.met and figure.n == 8
-    # Against the best of those that always converge.
+    # The figure compares with the best of the ways that always converge.
     assert figure.value == pytest.approx(1.6, rel=0.01) and "limit 20 ms" in figure.peer_is
     assert figure.extra["ratio_dirty_512m_live"] == pytest.approx(0.8, rel=0.01)
     assert figure.extra["ratio_idle_512m"] == pytest.approx(4.0, rel=0.01)
@@ -98,7 +98,7 @@ def test_the_models_take_their_figures_from_it(frame, tmp_path):
     assert found["migration"].vmm_downtime_s == pytest.approx(0.7)
     assert found["migration"].degraded_s == pytest.approx(2 * 0.7)
     ours = found["move"]
-    # Stopped at the end, and paused before; a quarter less is served while all three move.
+    # Downtime: the stop at the end, and the pauses before. While all three move, a quarter less is served.
     assert ours.vmm_downtime_s == pytest.approx((80.007 + 9) / 1e3, rel=1e-4)
     assert (ours.degraded_rate, ours.degraded_s) == (pytest.approx(0.25), pytest.approx(3.0))
     assert all(one.spare_hosts == 1 for one in found.values())
@@ -122,7 +122,7 @@ def test_rates_are_of_whole_intervals_before_the_command_and_until_the_stop():
     row = Row("moves", 512, "idle", "move", "disk", 0)
     cases._service(probe, 6.0, 7.0, row)
     assert (row.before_per_s, row.during_per_s) == (pytest.approx(400.0), pytest.approx(200.0))
-    # Ended before one interval had passed.
+    # The measurement ended before one interval had passed.
     cases._service(probe, 6.0, 6.05, row)
     assert row.during_per_s is None
 

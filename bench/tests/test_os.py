@@ -33,7 +33,7 @@ write = partial(write_rows, rows)
 
 
 def booted(guest, how, number, shut, new, firmware, loader, kernel, user):
-    """A row of a boot with these durations of its stages, in seconds."""
+    """Returns a row of a boot whose stages have these durations in s."""
     row = Row("reboot", guest, 512, how, number, first_us=20_000, silent_host_us=START_US)
     at = START_US + number * 1000
     for name, seconds in (

@@ -63,7 +63,7 @@ def made_up(wrong=0, kept=0.26, slower=1.02):
         actual = kept if every == 0.25 else every
         for how, stopped in (("default", 2.0), ("cow", 3.0), ("basic", 50.0)):
             out += [checkpoint("intervals", how, stopped, every=every, interval=actual) for _ in range(4)]
-            # A full one, and one after a small change: neither counts in the steady state.
+            # A full checkpoint, and one after a small change: neither counts in the steady state.
             out.append(checkpoint("intervals", how, 900.0, every=every, full=1, interval=actual))
             out.append(
                 checkpoint("intervals", how, stopped, every=every, interval=actual, compressed_bytes=100, bytes=90000)

@@ -21,7 +21,7 @@ CPR_512 = [10.0, 9.0, 11.0, 10.0, 10.5, 9.5, 10.0, 10.2, 9.8, 10.0]
 
 
 def reboot(case, how, number, stopped_ms, *, mib=512, vms=1, vm="a", guest="micro", **more):
-    """A reboot at 1 s: suspended for a third of the stop, the client's gap 2 ms longer than it."""
+    """Returns a reboot at 1 s: suspended for a third of the stop, with a client's gap 2 ms longer than the stop."""
     stopped_us = int(stopped_ms * 1000)
     stop = START_US + 1_000_000
     third = stopped_ms / 3

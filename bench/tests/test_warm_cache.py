@@ -74,7 +74,7 @@ def test_known_rows_give_known_figures(tmp_path):
     assert by_id["host_memory_peak"].value == pytest.approx((2200 - 64) / 2048)
     back, errors = by_id["helper_back"], by_id["helper_back_errors"]
     assert (back.value, back.n, back.met, errors.value, errors.met) == (85.0, 11, True, 0, True)
-    # More is better here.
+    # For this figure more is better.
     native = by_id["native_vs_qsd"].as_json()
     assert (native["met"], native["verdict"], native["bar"]) == (True, "better", ">= 1")
     # The peer is the fastest of the daemon's ways.
@@ -98,13 +98,13 @@ def test_a_topic_is_analysed_again_from_its_rows(tmp_path):
 
 def test_seconds_are_counted_until_the_reboot_and_since_the_guest_is_well_again():
     before = [Answer(n / 10, 0.01, 100) for n in range(1, 31)]
-    # One more while the guest shuts down, then nothing for 5 s; it is well at 8.5.
+    # One more answer while the guest shuts down, then none for 5 s; all services answer again at 8.5 s.
     after = [Answer(3.2, 0.01, 100)] + [Answer(8.25 + n / 10, 0.05, 100) for n in range(1, 30)]
     found = {second: requests for second, requests, _, _ in rates(before + after, 0.0, 3.0, 8.5, 10.8)}
     assert set(found) == {-3, -2, -1, 1, 2}
     assert sum(found[second] for second in (-3, -2, -1)) == 30
     assert found[1] == found[2] == 10
-    # A second without an answer counts with nothing.
+    # A second without an answer counts as zero.
     assert rates(before, 0.0, 3.0, 5.0, 6.5)[-1] == (1, 0, 0, 0)
 
 

@@ -1,1 +1,1 @@
-"""Experiments, statistics, figures and benchmarks of Rekindle."""
+"""Experiments, statistics, models, plans and figures for Rekindle."""

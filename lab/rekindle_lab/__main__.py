@@ -1,4 +1,4 @@
-"""`python -m rekindle_lab`: the same as `rekindle-lab`."""
+"""`python -m rekindle_lab` runs the command `rekindle-lab`."""
 
 from rekindle_lab.cli import app
 

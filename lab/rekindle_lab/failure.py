@@ -6,6 +6,6 @@ import typer
 
 
 def fail(command: str, error: object, status: int = 2) -> typer.Exit:
-    """Prints the error to standard error; returns what to raise. Status 2: invalid input; 1: failure."""
+    """Prints the error to standard error; returns the exception to raise. Status 2: invalid input; 1: failure."""
     print(f"rekindle-lab {command}: {error}", file=sys.stderr)
     return typer.Exit(status)

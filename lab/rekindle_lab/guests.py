@@ -13,10 +13,10 @@ from rekindle_lab import netns
 COMMAND_PORT = 7000
 WORK_PORT = 7001
 KERNEL_WORDS = "console=ttyS0 quiet no_timer_check"
-"""Kernel arguments of every guest. On a busy host an emulated timer is late: without `no_timer_check`, which the kernel
-sets by itself under KVM, it panics during boot ("IO-APIC + timer doesn't work")."""
+"""Kernel arguments of every guest. On a busy host an emulated timer is late. The kernel then panics during boot
+("IO-APIC + timer doesn't work") unless it has `no_timer_check`, which it sets by itself under KVM."""
 QEMUS_OWN = "server = false"
-"""QEMU has the disks of these experiments: the cost of Rekindle's server is measured separately."""
+"""Gives QEMU the disks of these experiments: the cost of Rekindle's disk server is measured separately."""
 READY_DEADLINE_S = 300.0
 
 
@@ -34,17 +34,17 @@ class Image:
 
     @property
     def key(self) -> Path:
-        """The ssh key for root in debian."""
+        """ssh key for root in debian."""
         return self.folder / "id_ed25519"
 
 
 def build(root: Path, kind: str) -> Image:
-    """Builds the image, or takes it from the cache."""
+    """Builds the image, or returns it from the cache."""
     return Image(kind, run_build(root / "tests/images/build", kind))
 
 
 def run_build(*command: Path | str) -> Path:
-    """Runs a script that builds an image, and returns the folder on its last line."""
+    """Runs a script that builds an image, and returns the folder named on the last line of the script's output."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0 or not done.stdout.strip():
         raise RuntimeError(f"{' '.join(str(word) for word in command)}: exit status {done.returncode}")
@@ -52,7 +52,7 @@ def run_build(*command: Path | str) -> Path:
 
 
 def build_stand_in(root: Path, kind: str) -> Image:  # noqa: ARG001  # the same one for every kind
-    """Builds the image that replaces the larger ones in a trial: `micro` with additions."""
+    """Builds the image that replaces the larger images in a trial: `micro` with additions."""
     return Image("micro", run_build(root / "tests/images/stand-in/build"))
 
 
@@ -66,41 +66,41 @@ class Guest:
     image: Image
     memory_mib: int
     index: int
-    """Selects its network: 10.88.INDEX.0/24."""
+    """Selects the guest's network: 10.88.INDEX.0/24."""
     touch: str | None
-    """Memory that it fills before it is ready: `all`, `400M`, or nothing."""
+    """Memory that the guest fills before it is ready: `all`, `400M`, or `None` for nothing."""
     netns: str
     ram_dir: Path
     disk_dir: Path
 
     @property
     def address(self) -> str:
-        """The guest's address."""
+        """IP address of the guest."""
         return f"10.88.{self.index}.2"
 
     @property
     def host_address(self) -> str:
-        """The address, with prefix, of the host's end of its tap."""
+        """IP address, with prefix, of the host's end of the guest's tap."""
         return f"10.88.{self.index}.1/24"
 
     @property
     def disk(self) -> Path | None:
-        """Its own copy of the image's disk; none if the disk is read-only or missing."""
+        """The guest's own copy of the image's disk; `None` if the disk is read-only or missing."""
         return self.disk_dir / f"{self.name}.raw" if self.image.kind == "debian" else None
 
     @property
     def echo_url(self) -> str:
-        """The URL of its echo service."""
+        """URL of the guest's echo service."""
         return f"echo://{self.address}:7"
 
     @property
     def service_url(self) -> str:
-        """The service that the client measures: echo in micro, nginx in debian."""
+        """URL of the service that the client measures: echo in micro, nginx in debian."""
         return self.echo_url if self.image.kind == "micro" else f"http://{self.address}/files/000.bin"
 
     @property
     def command_line(self) -> str:
-        """The command line of its kernel."""
+        """Kernel command line of the guest."""
         words = f"{KERNEL_WORDS} rekindle.ip={self.address}/24 rekindle.tick=0"
         if self.image.kind in ("debian", "debian-cache"):
             words = f"root=/dev/vda rw {words}"
@@ -109,7 +109,7 @@ class Guest:
         return f"{words} rekindle.touch={self.touch}" if self.touch else words
 
     def disk_lines(self) -> list[str]:
-        """Returns the disk lines of its VM definition, if it has a disk."""
+        """Returns the disk lines of the VM definition, if the guest has a disk."""
         if self.disk:
             return ["[[disk]]", f"path = {json.dumps(str(self.disk))}", QEMUS_OWN]
         if self.image.kind == "debian-work":
@@ -118,11 +118,11 @@ class Guest:
         return []
 
     def qemu_args(self) -> list[str]:
-        """Returns further arguments of QEMU."""
+        """Returns additional arguments of QEMU."""
         return []
 
     def definition(self, qemu: str) -> str:
-        """Returns its VM definition in TOML, for this QEMU binary."""
+        """Returns the VM definition in TOML, for the QEMU binary `qemu`."""
         lines = [
             f"name = {json.dumps(self.name)}",
             f'memory = "{self.memory_mib}M"',
@@ -158,7 +158,7 @@ class Guest:
         return path
 
     def command(self, line: str, deadline: float = READY_DEADLINE_S, port: int = COMMAND_PORT) -> str:
-        """Sends a line to its command port and returns the reply, within `deadline` seconds."""
+        """Sends a line to the guest's command port and returns the reply, within `deadline` seconds."""
         with netns.connect(self.netns, self.address, port, deadline) as connection:
             connection.settimeout(deadline)
             connection.sendall(line.encode() + b"\n")
@@ -171,7 +171,7 @@ class Guest:
             return reply.decode().strip()
 
     def wait_ready(self, deadline: float = READY_DEADLINE_S) -> None:
-        """Waits until its services answer, touched memory included, for at most `deadline` seconds."""
+        """Waits until the guest's services answer, touched memory included, for at most `deadline` seconds."""
         end = time.monotonic() + deadline
         while True:
             try:
@@ -188,7 +188,7 @@ class Guest:
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copies a disk image; holes stay holes, and a file system that can share blocks does."""
+    """Copies a disk image. Holes stay holes; a file system that can share blocks shares them."""
     if shutil.which("cp") is None:
         raise RuntimeError("no cp in PATH")
     subprocess.run(["cp", "--sparse=always", "--reflink=auto", str(source), str(target)], check=True)

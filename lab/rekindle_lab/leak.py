@@ -14,13 +14,13 @@ PARAMETERS = "/sys/module/rekindle_leak/parameters"
 
 
 def leak_image(root: Path) -> Path:
-    """Returns the folder with the image `micro-leak` and the module, built if need be."""
+    """Returns the folder with the image `micro-leak` and the module, built if necessary."""
     return guests.run_build(root / "tests/images/leak/build")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory figures of a guest's kernel."""
+    """Memory figures of a guest's kernel, in KiB."""
 
     slab_kib: int
     """`SUnreclaim`: memory that the kernel has allocated and does not release by itself."""
@@ -34,10 +34,10 @@ class Leaky(Protocol):
     guest: OsGuest
 
     def memory(self) -> Memory:
-        """Returns its present memory figures."""
+        """Returns the guest's present memory figures."""
 
     def leak(self, mib: int) -> int:
-        """Leaks so much immediately; returns the bytes that it took."""
+        """Leaks `mib` MiB immediately; returns the bytes that the leak has allocated."""
 
 
 def leaky(guest: OsGuest, made: Path) -> Leaky:
@@ -47,7 +47,7 @@ def leaky(guest: OsGuest, made: Path) -> Leaky:
 
 @dataclass(frozen=True)
 class _Micro:
-    """A micro guest: its image has the module, and a command port for it."""
+    """A micro guest, whose image has the module and a command port for it."""
 
     guest: OsGuest
 
@@ -71,7 +71,7 @@ class _Micro:
 
 @dataclass(frozen=True)
 class _Debian:
-    """A Debian guest: the module is copied to it over ssh after each boot, since a reboot removes it."""
+    """A Debian guest. The module is copied to the guest over ssh after each boot, since a reboot removes it."""
 
     guest: OsGuest
     module: Path

@@ -46,12 +46,12 @@ class Libvirt:
         return done
 
     def kill(self) -> None:
-        """Kills the daemon. Its guests run on, as libvirt's do."""
+        """Kills the daemon. The daemon's guests continue to run, as libvirt's do."""
         self._daemon.kill()
         self._daemon.wait()
 
     def owned(self, source: Path, name: str) -> Path:
-        """Copies a file into the folder so that its user may read it."""
+        """Copies a file into the folder so that the daemon's user may read it."""
         copy = self.folder / name
         subprocess.run(["cp", "--sparse=always", "--reflink=auto", str(source), str(copy)], check=True)
         shutil.chown(copy, USER)
@@ -60,7 +60,7 @@ class Libvirt:
 
 @contextmanager
 def daemon(folder: Path) -> Iterator[Libvirt]:
-    """Runs a libvirtd while the body runs. The folder, which is made, must be accessible to all users."""
+    """Runs a libvirtd while the body runs. Makes `folder`, which must be accessible to all users."""
     for name in ("", *_DIRECTORIES.values()):
         (folder / name).mkdir(mode=0o700)
         shutil.chown(folder / name, USER)
@@ -95,7 +95,7 @@ def daemon(folder: Path) -> Iterator[Libvirt]:
 
 @dataclass(frozen=True)
 class Domain:
-    """A debian-work guest that libvirt starts, with private RAM and a card on a tap, as virt-install would write it."""
+    """A debian-work guest that libvirt starts, with private RAM and a card on a tap, as virt-install defines it."""
 
     name: str
     memory_mib: int
@@ -104,7 +104,7 @@ class Domain:
     """Address of the guest."""
 
     def command(self, line: str, deadline: float = 300.0, port: int = COMMAND_PORT) -> str:
-        """Sends a line to one of its ports and returns the reply."""
+        """Sends a line to one of the guest's ports and returns the reply."""
         end = time.monotonic() + deadline
         while True:
             try:
@@ -120,9 +120,9 @@ class Domain:
 
 @contextmanager
 def tap(name: str, address: str) -> Iterator[str]:
-    """Makes a tap that the daemon's user may open, with this machine's own address ("10.0.0.1/24") on it."""
+    """Makes a tap that the daemon's user may open, with this machine's own `address` ("10.0.0.1/24")."""
     _run("ip", "tuntap", "add", "dev", name, "mode", "tap", "user", USER, "vnet_hdr")
-    # With udev all users may open it, but can use only their own taps. A machine without udev restricts it.
+    # With udev all users may open /dev/net/tun, but can use only their own taps. A machine without udev restricts it.
     mode = stat.S_IMODE(TUN.stat().st_mode)
     TUN.chmod(mode | 0o666)
     try:
@@ -141,7 +141,7 @@ def _run(*command: str) -> None:
 
 
 def create(libvirt: Libvirt, name: str, image: Image, memory_mib: int, qemu: str, card: str, address: str) -> Domain:
-    """Starts a transient domain of type qemu. `card`: its tap; `address`: the guest's, with prefix."""
+    """Starts a transient domain of type qemu. `card`: the guest's tap; `address`: the guest's address, with prefix."""
     files = {what: libvirt.owned(image.folder / what, what) for what in ("vmlinuz", "initrd", "disk.raw")}
     console = libvirt.folder / "console.log"
     append = f"{KERNEL_WORDS} root=/dev/vda ro rekindle.overlay=50% rekindle.tick=0 rekindle.ip={address}"

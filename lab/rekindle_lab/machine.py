@@ -1,4 +1,4 @@
-"""The machine on which an experiment runs: the project's folder, the cache, versions of what is installed, signals."""
+"""The machine of an experiment: the project's folder, the cache, installed versions, signals."""
 
 import os
 import platform
@@ -17,12 +17,12 @@ def find_root(start: Path) -> Path | None:
 
 
 def cache() -> Path:
-    """Returns a folder on a real disk that is kept between runs."""
+    """Returns the cache: a folder on a real disk that is kept between runs."""
     return Path(os.environ.get("REKINDLE_CACHE") or Path.home() / ".cache" / "rekindle")
 
 
 def machine_versions() -> dict[str, str]:
-    """Returns the versions of the machine and the lab, as far as they matter to a figure."""
+    """Returns the versions of the machine's software and of the lab, as far as they matter to a figure."""
     import matplotlib
     import numpy
     import pandas
@@ -57,9 +57,9 @@ def qemu_version(binary: str) -> str:
 
 
 def interrupt_on_signals(name: str) -> None:
-    """Makes termination signals raise `KeyboardInterrupt`, so that what is under way is removed.
+    """Makes termination signals raise `KeyboardInterrupt`, so that everything made by this process is removed.
 
-    Only the first one does: a second one does not interrupt the removal.
+    Only the first signal raises: a second signal does not interrupt the removal.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

@@ -27,14 +27,14 @@ def _ip(*arguments: str) -> None:
 
 
 def add(name: str) -> None:
-    """Makes a network namespace of this name, loopback up."""
+    """Makes the network namespace `name`, with loopback up."""
     _ip("netns", "add", name)
     _ip("-n", name, "link", "set", "lo", "up")
 
 
 @contextmanager
 def namespace(name: str) -> Iterator[str]:
-    """Makes a network namespace of this name, loopback up; removes it at the end with the taps in it."""
+    """Makes the network namespace `name`, with loopback up; removes it at the end with the taps in it."""
     add(name)
     try:
         yield name
@@ -43,10 +43,10 @@ def namespace(name: str) -> Iterator[str]:
 
 
 class Tap:
-    """A tap with virtio-net headers in a network namespace. It exists for as long as `fd` or a copy is open."""
+    """A tap with virtio-net headers in a network namespace. The tap exists for as long as `fd` or a copy is open."""
 
     def __init__(self, ifname: str, netns: str, address: str) -> None:
-        """Makes it with the host's own `address` ("10.0.0.1/24") on it. The descriptor is inheritable."""
+        """Makes the tap with the host's own `address` ("10.0.0.1/24"). The descriptor is inheritable."""
         self.ifname = ifname
         self.fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         try:
@@ -61,12 +61,12 @@ class Tap:
             raise
 
     def close(self) -> None:
-        """Closes the descriptor; the interface is removed with its last copy."""
+        """Closes the descriptor; the interface is removed with the descriptor's last copy."""
         os.close(self.fd)
 
 
 def inside(netns: str, function: Callable[[], T]) -> T:
-    """Runs `function` in a network namespace, on a thread of its own, and returns its result."""
+    """Runs `function` in a network namespace, on a separate thread, and returns its result."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -90,7 +90,7 @@ def inside(netns: str, function: Callable[[], T]) -> T:
 
 
 def connect(netns: str, address: str, port: int, timeout: float, interval: float = 0.1) -> socket.socket:
-    """Makes a TCP connection in `netns`, tried every `interval` seconds for at most `timeout` seconds."""
+    """Makes a TCP connection in `netns`; tries every `interval` seconds, for at most `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def finite(value: float) -> bool:
-    """Whether it is a finite number; a whole number may be too large for one."""
+    """Returns whether `value` is a finite number. A whole number may be too large for a float."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -14,7 +14,7 @@ def finite(value: float) -> bool:
 
 
 def for_json(value: Any, instead: Callable[[float], Any] = lambda _: None) -> Any:  # noqa: ANN401
-    """Returns the value, tables too, with `instead` (default `None`) of numbers that JSON cannot represent."""
+    """Returns the value, tables too, with `instead` (default `None`) in place of numbers that JSON cannot represent."""
     if isinstance(value, dict):
         return {str(key): for_json(one, instead) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A guest whose operating system is rebooted: its definition, its disk, its phases, and commands in it."""
+"""A guest whose operating system is rebooted: its definition, disk and phases, and commands in it."""
 
 import json
 import subprocess
@@ -15,27 +15,27 @@ from rekindle_lab.slow import run
 SSH_DEADLINE_S = 300.0
 SAVED_DEADLINE_S = 120.0
 PHASES = {"micro": ("kernel", "services"), "debian": ("kernel",), "immutable": ("kernel", "services")}
-"""Phases that can have candidates."""
+"""Phases that can have candidates, by guest."""
 PATHS = {"micro": "/bytes/16384"}
-"""The requested page: 16 KiB, of nginx or of micro's own server."""
+"""The requested page, of 16 KiB: served by micro's own server, or by nginx in other guests."""
 MICRO_DISK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class OsGuest(Guest):
-    """A guest that is rebooted. Rekindle's servers have its disks."""
+    """A guest that is rebooted. Rekindle's disk servers have the guest's disks."""
 
     SHUTDOWN_TIMEOUT: ClassVar[str] = "2m"
 
     kind: str = "micro"
     """`micro`, `debian`, `immutable`."""
     phases: bool = False
-    """Whether phases of its boot are kept.
+    """Whether phases of the guest's boot are kept.
 
-    With phases a boot takes longer, so the other ways have guests of their own.
+    A boot takes longer with phases, so each way without phases is measured with another guest.
     """
     firmware: Path | None = None
-    """The file that is its firmware's debug port."""
+    """File that receives the output of the firmware's debug port."""
 
     @property
     def path(self) -> str:
@@ -44,17 +44,17 @@ class OsGuest(Guest):
 
     @property
     def own_disk(self) -> Path:
-        """The disk that it writes."""
+        """The disk that the guest writes."""
         return self.disk_dir / f"{self.name}.raw"
 
     @property
     def disk(self) -> Path | None:
-        """The file that is removed at the end."""
+        """The disk file that is removed at the end."""
         return self.own_disk
 
     @property
     def command_line(self) -> str:
-        """The command line of its kernel."""
+        """Kernel command line of the guest."""
         root = {
             "micro": "",
             "debian": "root=/dev/vda1 rw ",
@@ -63,7 +63,7 @@ class OsGuest(Guest):
         return f"{root}{guests.KERNEL_WORDS} rekindle.ip={self.address}/24 rekindle.tick=0"
 
     def disk_lines(self) -> list[str]:
-        """Returns the disks of its VM definition."""
+        """Returns the disks of the VM definition."""
         own = ["[[disk]]", f"path = {json.dumps(str(self.own_disk))}", "server = true"]
         if self.kind != "immutable":
             return own
@@ -71,29 +71,29 @@ class OsGuest(Guest):
         return ["[[disk]]", f"path = {shared}", "readonly = true", "server = true", *own]
 
     def qemu_args(self) -> list[str]:
-        """Returns the arguments of the firmware's debug port."""
+        """Returns the QEMU arguments for the firmware's debug port."""
         return debug_port(self.firmware) if self.firmware else []
 
     def definition(self, qemu: str) -> str:
-        """Returns its VM definition, with the phases that are kept."""
+        """Returns the VM definition, with the phases that are kept."""
         text = super().definition(qemu)
         return f"{text}\n[phase]\nsave = {json.dumps(PHASES[self.kind])}\n" if self.phases else text
 
     def write(self, folder: Path, qemu: str) -> Path:
-        """Writes the definition, and makes the disk that it writes."""
+        """Writes the definition, and makes the disk that the guest writes."""
         make_disk(self.kind, self.image, self.own_disk)
         path = folder / f"{self.name}.toml"
         path.write_text(self.definition(qemu))
         return path
 
     def ssh_command(self, command: str) -> list[str]:
-        """Returns the command that runs a command in it."""
+        """Returns the ssh command that runs `command` in the guest."""
         options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
         options += ["-F", "none", "-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
         return ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
 
     def ssh(self, command: str, given: bytes = b"") -> str:
-        """Runs a command in it, with `given` as its input, and returns its output."""
+        """Runs a command in the guest, with `given` as its input, and returns its output."""
         words = self.ssh_command(command)
         done = subprocess.run(words, input=given, capture_output=True, timeout=SSH_DEADLINE_S, check=False)
         if done.returncode != 0:
@@ -105,8 +105,8 @@ class OsGuest(Guest):
 def make_disk(kind: str, image: Image, path: Path) -> None:
     """Makes the disk that a guest writes.
 
-    debian's root gets a partition: every firmware reads the first block of a disk, and with a file system there no
-    candidate of a phase would ever be usable.
+    debian's root gets a partition: every firmware reads the first block of a disk. If that block were part of a file
+    system, no candidate of a phase would ever be usable.
     """
     if kind == "micro":
         with path.open("wb") as file:
@@ -133,7 +133,7 @@ def debug_port(path: Path) -> list[str]:
 
 
 def wait_saved(rekindle: Rekindle, guest: OsGuest) -> None:
-    """Waits until each phase has a usable candidate. micro is asked to announce the later one."""
+    """Waits until each phase has a usable candidate. Makes micro announce the later phase."""
     deadline = time.monotonic() + SAVED_DEADLINE_S
     if guest.kind == "micro":
         guest.command("phase services")
@@ -147,6 +147,6 @@ def wait_saved(rekindle: Rekindle, guest: OsGuest) -> None:
 
 
 def ask_often(namespace: str) -> None:
-    """Makes the kernel repeat ARP requests every 20 ms, not every second: otherwise that interval would be measured."""
+    """Makes the kernel repeat ARP requests every 20 ms instead of every second, which would be measured as downtime."""
     words = "for file in /proc/sys/net/ipv4/neigh/*/retrans_time_ms; do echo 20 >$file; done"
     run("ip", "netns", "exec", namespace, "sh", "-c", words)

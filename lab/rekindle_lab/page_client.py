@@ -1,8 +1,8 @@
 """A client that requests a guest's web page repeatedly, over new connections, and records each answer's time.
 
-New connections, because an old one is dead after a boot, and its retransmissions would be seconds apart.
-Many of them, because one that waits for a guest that has just ended does not notice the next one: each that was
-connected then waits for its answer for `ANSWER_S`.
+The client opens new connections, because a boot kills the old ones, whose retransmissions would be seconds apart.
+It uses many threads, because a connection to a guest that has just ended does not notice the next guest, and waits for
+its answer for `ANSWER_S`.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from rekindle_lab.rekindle import RekindleError
 
 ASKERS = 16
 EVERY_S = 0.16
-"""Interval between two requests of one thread; all of them make at most 100 requests per second."""
+"""Seconds between two requests of one thread; all threads together make at most 100 requests per second."""
 CONNECT_S = 0.1
-"""Timeout of a connection attempt."""
+"""Timeout of a connection attempt in seconds."""
 ANSWER_S = 2.0
-"""Timeout of the answer after a connection."""
+"""Timeout of the answer after a connection in seconds."""
 WAIT_S = 300.0
 
 
@@ -29,7 +29,7 @@ class Answer:
     """A complete answer."""
 
     host_us: int
-    """When its last byte came, by the host's clock."""
+    """When the last byte of the answer arrived, by the host's clock."""
     took_us: int
     """Time since the connection was started."""
 
@@ -41,16 +41,16 @@ class Gap:
     start_host_us: int
     end_host_us: int
     first_us: int
-    """Duration of the request that ended it."""
+    """Duration of the request whose answer ended the gap."""
 
     @property
     def us(self) -> int:
-        """The length of the gap."""
+        """Length of the gap in microseconds."""
         return self.end_host_us - self.start_host_us
 
 
 class PageClient:
-    """Sends requests from `__enter__` until `__exit__`."""
+    """Requests a page from `__enter__` until `__exit__`."""
 
     def __init__(self, namespace: str, address: str, path: str, port: int = 80) -> None:
         self.answers: list[Answer] = []
@@ -72,7 +72,7 @@ class PageClient:
             self._over.wait(max(0.0, EVERY_S - (time.monotonic_ns() - begin) / 1e9))
 
     def ask_once(self) -> bool:
-        """Whether one request is answered completely."""
+        """Returns whether one request is answered completely."""
         try:
             with socket.create_connection((self._address, self._port), CONNECT_S) as connection:
                 connection.settimeout(ANSWER_S)
@@ -88,7 +88,7 @@ class PageClient:
             return False
 
     def wait(self, more: int, after_host_us: int = 0) -> None:
-        """Waits until so many answers have arrived after that time."""
+        """Waits until `more` answers have arrived after `after_host_us`."""
         deadline = time.monotonic() + WAIT_S
         while sum(answer.host_us > after_host_us for answer in self.answers) < more:
             if time.monotonic() > deadline:
@@ -109,7 +109,7 @@ class PageClient:
 
 
 def _is_whole(answer: bytes) -> bool:
-    """Whether an answer is complete. Raises `OSError` if it is not the expected one."""
+    """Returns whether an answer is complete. Raises `OSError` unless it has status 200 and a length."""
     head, separator, body = answer.partition(b"\r\n\r\n")
     if not separator:
         return False
@@ -121,7 +121,7 @@ def _is_whole(answer: bytes) -> bool:
 
 
 def longest_gap(answers: list[Answer], begin_host_us: int) -> Gap:
-    """Returns the longest time between two answers of which the later one came after `begin_host_us`."""
+    """Returns the longest time between two answers of which the second arrived after `begin_host_us`."""
     ordered = sorted(answers, key=lambda answer: answer.host_us)
     pairs = [(one, next_) for one, next_ in itertools.pairwise(ordered) if next_.host_us > begin_host_us]
     if not pairs:

@@ -22,20 +22,20 @@ END_DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """Resource use of the process."""
+    """Resource use of a protector process."""
 
     cpu_us: int
     peak_kib: int
-    """Peak resident memory."""
+    """Peak resident memory of the process."""
 
 
 class Protector:
-    """A protector of one VM. Its events are kept."""
+    """A protector of one VM, with all events that it has reported."""
 
     def __init__(
         self, rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *more: str
     ) -> None:
-        """Starts it. Without a `policy` it uses its default."""
+        """Starts the protector. Without a `policy` it uses Rekindle's default."""
         command = [str(rekindle.binary), "--json", "protect", name, "--store", store.url, *store.options]
         command += ["--create-store"]
         command += ["--every", every, *(["--policy", policy] if policy else []), *more]
@@ -71,7 +71,7 @@ class Protector:
             self._changed.notify_all()
 
     def _sample_peak(self) -> None:
-        """Samples its peak resident memory; `wait4` cannot be used, whose value starts with that of the parent."""
+        """Samples the peak resident memory. `wait4` cannot be used, since its value starts with the parent's."""
         with suppress(OSError):
             found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{self._process.pid}/status").read_text())
             self._peak_kib = int(found[1]) if found else self._peak_kib
@@ -81,12 +81,12 @@ class Protector:
         self._errors += list(self._process.stderr)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Returns the events of one kind so far."""
+        """Returns the events of `kind` so far."""
         with self._changed:
             return [event for event in self.events if event.get("event") == kind]
 
     def wait(self, kind: str, count: int = 1, timeout: float = START_DEADLINE_S) -> list[dict[str, Any]]:
-        """Returns the events of one kind, once there are so many. Raises if it ends before."""
+        """Returns the events of `kind` once there are `count` of them. Raises if the protector ends before."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -101,14 +101,14 @@ class Protector:
                 self._changed.wait(left)
 
     def stop(self) -> ResourceUse:
-        """Ends it, and waits until it has ended. Its write tracking stays in QEMU."""
+        """Ends the protector, and waits for its end. The write tracking stays in QEMU."""
         if self._process.returncode is None:
             self._sample_peak()
             self._process.send_signal(signal.SIGINT)
         return self.join()
 
     def join(self, timeout: float = END_DEADLINE_S) -> ResourceUse:
-        """Waits until it has ended by itself, and returns its resource use."""
+        """Waits until the protector has ended by itself, and returns its resource use."""
         deadline = time.monotonic() + timeout
         while True:
             pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
@@ -127,11 +127,11 @@ class Protector:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status, once it has ended."""
+        """Exit status of the protector, once it has ended."""
         return self._process.returncode
 
     def kill(self) -> None:
-        """Kills it, if it still runs."""
+        """Kills the protector if it still runs."""
         if self._process.returncode is None:
             self._process.kill()
             self._process.wait()
@@ -141,7 +141,7 @@ class Protector:
 def protected(
     rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *more: str
 ) -> Iterator[Protector]:
-    """Runs a protector while the body runs. It has taken its first, full checkpoint when the body starts."""
+    """Runs a protector while the body runs. The first, full checkpoint is committed when the body starts."""
     protector = Protector(rekindle, name, store, every, policy, *more)
     try:
         protector.wait("checkpoint")
@@ -154,6 +154,6 @@ def protected(
 
 def detach(rekindle: Rekindle, name: str, store: Store, policy: str | None = None) -> None:
     """Takes a last checkpoint and removes the tracking in QEMU, which an ended protector leaves for the next one."""
-    if policy != "cow":  # whose protection ends with its process
+    if policy != "cow":  # the protection of `cow` ends with the protector's process
         arguments: Sequence[str] = ["--policy", policy] if policy else []
         rekindle.call("protect", name, "--store", store.url, *store.options, "--count", "1", *arguments)

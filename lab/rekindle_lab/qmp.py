@@ -24,10 +24,10 @@ class Event:
 
 
 class Qmp:
-    """One connection to one QEMU. Events that arrive during a command are kept until they are read."""
+    """One connection to one QEMU. Keeps events that arrive during a command until they are read."""
 
     def __init__(self, path: Path, timeout: float = 60.0, alive: Callable[[], bool] = lambda: True) -> None:
-        """Connects to `path`, waiting at most `timeout` seconds (for a reply too), and only while `alive`."""
+        """Connects to `path`; waits at most `timeout` seconds (for a reply, too), only while `alive` returns true."""
         self.path = path
         self.timeout = timeout
         self._events: list[Event] = []
@@ -82,7 +82,7 @@ class Qmp:
                 return message.get("return")
 
     def wait_event(self, name: str, timeout: float | None = None) -> Event:
-        """Returns the first event called `name`, waiting at most `timeout` seconds for it. Earlier ones are dropped."""
+        """Returns the first event called `name`, after at most `timeout` seconds. Drops earlier events."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         while True:
             while self._events:

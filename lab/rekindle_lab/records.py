@@ -30,7 +30,7 @@ class Record:
 
     @property
     def versions(self) -> str:
-        """The versions of the QEMUs before and after, as `7.2 -> 10.0`; `?` for one that is not known."""
+        """Versions of the QEMUs before and after the reboot, as `7.2 -> 10.0`; `?` for an unknown version."""
 
         def short(side: str) -> str:
             version = self.vm.get(side, {}).get("version")
@@ -45,27 +45,27 @@ class Record:
 
     @property
     def resume_host_us(self) -> int | None:
-        """When the guest (or, cold, the next one) began to run."""
+        """When the guest (or, after a cold reboot, the next guest) began to run."""
         return self.vm.get("resume_host_us")
 
     @property
     def gap(self) -> tuple[int, int, int]:
-        """The client's gap around the reboot: start, end (host clock), length; in microseconds."""
+        """The client's gap around the reboot: start and end by the host clock, and length; in microseconds."""
         return gap_around(self.probe, self.stop_host_us, self.resume_host_us)
 
     @property
     def gap_ms(self) -> float:
-        """The length of that gap."""
+        """Length of the client's gap in ms."""
         return self.gap[2] / 1e3
 
     @property
     def lost(self) -> int:
-        """Requests that failed."""
+        """Number of requests that failed."""
         return failed_requests(self.probe)
 
     @property
     def phases(self) -> list[tuple[str, int, int]]:
-        """The phases in their order: name, begin and end by the host's clock in microseconds."""
+        """The phases in their order: name, start and end by the host's clock in microseconds."""
         spans: dict[str, tuple[int, int]] = {}
         for step in self.vm.get("steps", []):
             begin, end = step["start_host_us"], step["start_host_us"] + step["us"]
@@ -75,19 +75,19 @@ class Record:
 
     @property
     def zero_host_us(self) -> int:
-        """The instant that plots count from: when the guest was stopped or, cold, requested to shut down."""
+        """The zero of plots: when the guest was stopped or, in a cold reboot, requested to shut down."""
         suspend = [begin for name, begin, _ in self.phases if name == "suspend"]
         if self.stop_host_us is not None and not (self.how == "cold" and suspend):
             return self.stop_host_us
         return suspend[0] if suspend else self.probe["started_unix_ns"] // 1000
 
     def throughput(self, merge: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Returns good answers per second: edges of the intervals in s from `zero_host_us` (one more), and the rates.
+        """Returns good answers per second: the n + 1 edges of n intervals, in s from `zero_host_us`, and the n rates.
 
-        `merge`: number of the probe's intervals that become one.
+        `merge`: number of the probe's intervals that are merged into one.
         """
         answered = np.array([interval["answered"] for interval in self.probe["intervals"]], dtype=float)
-        whole = (len(answered) - 1) // merge * merge  # the last one may be shorter
+        whole = (len(answered) - 1) // merge * merge  # omits a last interval that may be shorter
         width_s = self.probe["interval_ms"] * merge / 1e3
         rates = answered[:whole].reshape(-1, merge).sum(axis=1) / width_s
         offset_s = (self.probe["started_unix_ns"] / 1e3 - self.zero_host_us) / 1e6
@@ -95,7 +95,7 @@ class Record:
 
 
 def parse(document: dict[str, Any]) -> Record:
-    """Parses a record's JSON. Raises `ValueError` that names what is missing."""
+    """Parses the JSON of a record. Raises `ValueError` that names what is missing."""
     try:
         vms = document["reboot"]["vms"]
         probe = document["probe"]

@@ -13,10 +13,10 @@ from typing import Any
 
 VMM_WAYS = ("warm", "saved", "cold")
 OS_WAYS = ("cold", "kexec", "warm-cache", "phase")
-"""Values of `--how` of `rekindle reboot vmm` and `rekindle reboot os`."""
+"""Values of `--how` of `rekindle reboot vmm` (first tuple) and `rekindle reboot os` (second tuple)."""
 COMMAND_DEADLINE_S = 900.0
 MARGIN_S = 0.4
-"""How long a probe runs undisturbed before and after what it measures, so that its gap stands out."""
+"""Seconds for which a probe runs undisturbed before and after the measured event, so that its gap is distinct."""
 
 
 class RekindleError(Exception):
@@ -36,7 +36,7 @@ def last_json(text: str) -> dict[str, Any]:
 
 @dataclass
 class Probe:
-    """A client that runs during a reboot. `report` is set once it has been stopped."""
+    """A client that runs during a reboot. `report` is set once the client has been stopped."""
 
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Rekindle:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of its commands."""
+        """Environment of the binary's commands."""
         return {**os.environ, "REKINDLE_RUN_DIR": str(self.run_dir)}
 
     def call(self, *arguments: str, ok: Sequence[int] = (0,)) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Rekindle:
         self.call("run", str(definition))
 
     def stop(self, name: str) -> None:
-        """Kills a VM, also if an operation on it was interrupted."""
+        """Kills a VM, even if an operation on it was interrupted."""
         try:
             self.call("stop", name, "--now")
         except RekindleError:
@@ -91,11 +91,11 @@ class Rekindle:
             self.call("stop", name, "--now")
 
     def show(self, name: str) -> dict[str, Any]:
-        """Returns the output of `show` for a VM."""
+        """Returns the output of `rekindle show` for a VM."""
         return self.call("show", name)
 
     def reboot(self, names: Sequence[str], how: str, *options: str) -> dict[str, Any]:
-        """Replaces the VMM of VMs, in parallel."""
+        """Replaces the VMMs of several VMs in parallel."""
         return self.call("reboot", "vmm", *names, "--how", how, *options)
 
     @contextmanager
@@ -144,9 +144,9 @@ class Rekindle:
 def gap_around(report: dict[str, Any], stop_host_us: int | None, resume_host_us: int | None) -> tuple[int, int, int]:
     """Returns the gap in service of a guest that was stopped from one host time to the other (microseconds since 1970).
 
-    Returns `(start, end, length)` in microseconds, the first two by the host clock: the longest gap that overlaps that
-    time. If none was long enough to count as a gap, or the times are not known, it is the longest gap of all,
-    with a start and end of 0 if that is not listed.
+    Returns `(start, end, length)` in microseconds, the first two by the host clock: the longest gap that overlaps the
+    stop. If no listed gap does, or the times are unknown, returns the longest gap of all, with a start and end of 0 if
+    the report does not list it.
     """
     gaps = [(gap["start_unix_ns"] // 1000, gap["length_us"]) for gap in report["gaps"]]
     if stop_host_us is not None and resume_host_us is not None:

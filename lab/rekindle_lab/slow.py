@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 THROTTLE = Path("/sys/fs/cgroup/blkio")
-"""The block I/O controller of control groups v1. Limits of its root hold for the whole machine, also for what the
-kernel writes back later; v2 has none at its root."""
+"""Block I/O controller of control groups v1. Limits of its root hold for the whole machine, also when the kernel writes
+back later. Control groups v2 have no limits at the root."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Rate limits of a disk, for reading and writing each."""
+    """Rate limits of a disk, for reading and for writing each."""
 
     bytes_per_s: int
     operations_per_s: int | None = None
@@ -26,7 +26,7 @@ class Slow:
     """A loop device with ext4 on it."""
 
     folder: Path
-    """Its mount point."""
+    """Mount point of the file system."""
     device: str
 
     def limit_rates(self, limit: Limit | None) -> None:
@@ -38,18 +38,18 @@ class Slow:
 
 
 def can_be_slow() -> bool:
-    """Whether this machine can limit the rates of a disk."""
+    """Returns whether this machine can limit the rates of a disk."""
     return (THROTTLE / "blkio.throttle.write_bps_device").exists()
 
 
 @contextmanager
 def loop_device(image: Path) -> Iterator[str]:
-    """Makes a loop device on a file, for direct I/O. It is removed with its last user, even after a kill."""
+    """Makes a loop device on a file, for direct I/O. The device is removed with its last user, even after a kill."""
     device = run("losetup", "--find", "--show", "--direct-io=on", image)
     try:
         held = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        # The kernel detaches a device that is open when it is closed for the last time.
+        # The kernel detaches an open device only when the device is closed for the last time.
         run("losetup", "--detach", device)
     try:
         yield device
@@ -61,8 +61,8 @@ def loop_device(image: Path) -> Iterator[str]:
 def slow_disk(folder: Path, size_mib: int) -> Iterator[Slow]:
     """Makes a disk whose rates can be limited: a loop device on a file in `folder`, which is on the machine's disk.
 
-    (QEMU's storage daemon with its throttle behind FUSE and a loop device was tried: QEMU 10.0 mixes up the data of
-    concurrent writes.)
+    QEMU's storage daemon with its throttle, behind FUSE and a loop device, cannot be used: QEMU 10.0 mixes up the data
+    of concurrent writes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     image, mount = folder / "disk.raw", folder / "mount"

@@ -31,7 +31,7 @@ def p95(values: Sequence[float]) -> float:
 
 
 def p99(values: Sequence[float]) -> float:
-    """Returns the 99th percentile, as `p95`."""
+    """Returns the 99th percentile, computed like `p95`."""
     return float(np.quantile(_sample(values), 0.99))
 
 
@@ -67,7 +67,7 @@ def _interval(samples: tuple[np.ndarray, ...], statistic: object) -> tuple[float
 
 
 def permutation_p(ours: Sequence[float], peer: Sequence[float]) -> float:
-    """Returns the probability of so great a difference of medians within one distribution; two-sided, 0 to 1."""
+    """Returns the two-sided p (to 1) of so large a difference of medians if both samples are of one distribution."""
     a, b = _sample(ours), _sample(peer)
     if a.size < 2 or b.size < 2:
         return 1.0
@@ -84,7 +84,7 @@ def permutation_p(ours: Sequence[float], peer: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours against a peer, lower being better. Medians and p95 are in the unit of the samples, ratios have none."""
+    """Our values against a peer's; lower is better. Medians and p95 are in the samples' unit, ratios have none."""
 
     ours: float
     peer: float

@@ -16,7 +16,7 @@ from rekindle_lab.slow import Limit, run, slow_disk
 
 SLOW_BYTES_PER_S = 90_000_000
 SLOW_OPERATIONS_PER_S = 120
-"""The rates of the paper's hard drive."""
+"""With `SLOW_BYTES_PER_S`, the rates of the paper's hard drive."""
 START_DEADLINE_S = 30.0
 _numbers = itertools.count(1)
 
@@ -29,14 +29,15 @@ class Store:
     """`disk`, `slow`, `tls`."""
     url: str
     folder: Path
-    """Its folder on this machine."""
+    """Folder of the store on this machine."""
     options: tuple[str, ...] = ()
-    """Options of a command in addition to its URL."""
+    """Command options that the store's URL requires."""
 
     def fresh(self, name: str) -> "Store":
         """Returns a store named `name` in this folder, at a path that no store has had before.
 
-        A host records in which store it protects a VM: if that one is missing, it does not start another at its path.
+        A host records in which store it protects a VM. If that store is missing, the host does not start another one at
+        the same path.
         """
         name = f"{name}-{next(_numbers)}"
         return replace(self, url=f"{self.url}/{name}", folder=self.folder / name)
@@ -46,7 +47,7 @@ class Store:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def forget(self) -> None:
-        """Drops its files from the machine's page cache, so that the next reader reads the disk."""
+        """Drops the store's files from the machine's page cache, so that the next reader reads the disk."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 forget(path)
@@ -60,7 +61,7 @@ def forget(path: Path) -> None:
 
 
 def on_disk(folder: Path) -> Store:
-    """Returns a folder of the machine's disk."""
+    """Returns a folder for stores on the machine's disk."""
     folder.mkdir(parents=True, exist_ok=True)
     return Store("disk", str(folder), folder)
 
@@ -74,7 +75,7 @@ def on_slow_disk(folder: Path, size_mib: int = 6144) -> Iterator[Store]:
 
 
 def certificates(folder: Path) -> None:
-    """Makes an authority and certificates: `ca.pem`, `server.pem` and `client.pem`, each with its key (`.key`)."""
+    """Makes a certificate authority and certificates: `ca.pem`, `server.pem`, `client.pem`, each with a `.key` file."""
     folder.mkdir(parents=True, exist_ok=True)
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     authority = folder / "ca.pem"
@@ -94,7 +95,7 @@ def certificates(folder: Path) -> None:
 
 @contextmanager
 def over_tls(rekindle: Rekindle, folder: Path) -> Iterator[Store]:
-    """Runs a store server on this machine's loopback, its stores on the machine's disk."""
+    """Runs a store server on this machine's loopback, with its stores on the machine's disk."""
     keys, at = folder / "keys", folder / "stores"
     certificates(keys)
     at.mkdir(parents=True, exist_ok=True)

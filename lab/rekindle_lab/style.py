@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-# Okabe and Ito's palette.
+# Palette of Okabe and Ito.
 COLOURS = {"warm": "#0072B2", "cpr-transfer": "#E69F00", "saved": "#009E73", "cold": "#D55E00"}
 MARKERS = {"warm": "o", "cpr-transfer": "s", "saved": "^", "cold": "D"}
 LINES = {"warm": "-", "cpr-transfer": "--", "saved": "-.", "cold": ":"}

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def table(rows: list[dict[str, Any]], title: str = "") -> str:
-    """Formats rows as a table in plain text: numbers to the right, words to the left."""
+    """Formats rows as a table in plain text: numbers aligned to the right, words to the left."""
     if not rows:
         return f"{title}\n  (nothing)" if title else "(nothing)"
     head = list(dict.fromkeys(key for row in rows for key in row))

@@ -15,7 +15,7 @@ STEPS = 120
 
 
 def window(record: Record) -> tuple[float, float]:
-    """Returns the time of a panel, in s from the guest's stop: the outage, and 1 s or a third of it on both sides."""
+    """Returns the limits of a panel, in s from the guest's stop: the outage, and 1 s or a third of it on both sides."""
     start, end, length = record.gap
     outage = length / 1e6
     margin = max(1.0, 0.35 * outage)
@@ -53,7 +53,7 @@ def panel(axes: Axes, record: Record, top: float, limits: tuple[float, float]) -
 
 
 def draw(records: Sequence[Record], path: Path, *, title: str = "", same_time: bool = True) -> None:
-    """Draws a panel for each reboot, all with the same y axis, and with the same time axis or each with its own."""
+    """Draws a panel for each reboot. All have the same y axis; `same_time`: they have the same time axis, too."""
     style.apply()
     height = 1.2 + 2.1 * len(records)
     figure, all_axes = plt.subplots(len(records), 1, figsize=(9, height), squeeze=False, layout="constrained")

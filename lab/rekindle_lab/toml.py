@@ -1,4 +1,4 @@
-"""Checks of TOML files that users write, used by every definition's loader."""
+"""Checks of TOML files that users write, shared by the loaders of all definitions."""
 
 import difflib
 import json
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class DefinitionError(ValueError):
-    """Invalid content of the file. The text names file, place and remedy."""
+    """A file with invalid content. The text names file, place and remedy."""
 
 
 def known(table: dict[str, Any], names: Iterable[str], where: str) -> None:
-    """Raises unless all keys of a table are among `names`; the text names the nearest."""
+    """Raises unless all keys of `table` are among `names`; the text names the nearest known key."""
     names = list(names)
     for key in table:
         if key not in names:
@@ -21,7 +21,7 @@ def known(table: dict[str, Any], names: Iterable[str], where: str) -> None:
 
 
 def tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns an array of tables."""
+    """Returns the array of tables at `key`."""
     value = document.get(key, [])
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise DefinitionError(f"{key}: must be [[{key}]]")
@@ -29,7 +29,7 @@ def tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def text(table: dict[str, Any], key: str, default: str | None = None) -> str:
-    """Returns a text."""
+    """Returns the text at `key`."""
     value = table.get(key, default)
     if not isinstance(value, str):
         raise DefinitionError(
@@ -39,7 +39,7 @@ def text(table: dict[str, Any], key: str, default: str | None = None) -> str:
 
 
 def whole(table: dict[str, Any], key: str, default: int | None = None, *, low: int) -> int:
-    """Returns a whole number of at least `low`."""
+    """Returns the whole number at `key`, at least `low`."""
     value = table.get(key, default)
     if value is None:
         raise DefinitionError(f"{key}: is missing")

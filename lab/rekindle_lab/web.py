@@ -12,22 +12,22 @@ from rekindle_lab import netns
 from rekindle_lab.rekindle import RekindleError
 
 PATIENCE_S = 1.0
-"""A server without an answer for so long is asked again on a new connection."""
+"""Seconds without an answer after which the client sends its request again on a new connection."""
 WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One complete file."""
+    """One file that was received completely."""
 
     at: float
-    """When it was complete, by the monotonic clock."""
+    """When the file was complete, by the monotonic clock."""
     took_s: float
     bytes: int
 
 
 class Client:
-    """Sends requests from `__enter__` until `__exit__`; `answers` grows meanwhile.
+    """Requests files from `__enter__` until `__exit__`; `answers` grows meanwhile.
 
     Requests all `paths` in a random order, repeatedly; the order is the same in every run.
     """
@@ -68,7 +68,7 @@ class Client:
                 self._over.wait(0.02)
 
     def wait(self, more: int) -> None:
-        """Waits until so many more files have arrived."""
+        """Waits until `more` further files have arrived."""
         wanted, deadline = len(self.answers) + more, time.monotonic() + WAIT_S
         while len(self.answers) < wanted:
             if time.monotonic() > deadline:
@@ -89,10 +89,10 @@ class Client:
 def rates(
     answers: list[Answer], begin: float, rebooted: float, well: float, end: float
 ) -> list[tuple[int, int, int, int]]:
-    """Returns rates by second: which one, requests, bytes, and the time that these requests took, in microseconds.
+    """Returns rates by second: number of the second, requests, bytes, and the time that these requests took, in us.
 
-    Seconds before the reboot are counted from it, the last is -1; those after it, 1 first, from when all services of
-    the guest were `well` again.
+    Seconds before the reboot count from the reboot: the last one is -1. Seconds after it count from 1, from when all
+    services of the guest answered again (`well`).
     """
     seen = [answer for answer in answers if begin <= answer.at <= end]
     found: dict[int, list[Answer]] = {}

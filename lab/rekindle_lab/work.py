@@ -21,7 +21,7 @@ class WorkError(Exception):
 
 @dataclass
 class Console:
-    """The end of a guest's console log, also if a restore replaces the file."""
+    """The end of a guest's console log, also if a restore replaces the log's file."""
 
     path: Path
     _inode: int = 0
@@ -34,7 +34,7 @@ class Console:
         self._inode, self._offset, self._rest = stat.st_ino, stat.st_size, b""
 
     def lines(self) -> list[bytes]:
-        """Returns the complete lines that were added since."""
+        """Returns the complete lines that were added since the last call."""
         try:
             with self.path.open("rb") as file:
                 inode = self.path.stat().st_ino
@@ -58,17 +58,17 @@ class Window:
     began: float = 0.0
     ended: float = 0.0
     digest: str = ""
-    """Digest of the result."""
+    """Digest of the work's result."""
     marks: list[tuple[float, int]] = field(default_factory=list)
-    """Progress by time. After a restore the guest is where it was at the checkpoint."""
+    """Progress by time. After a restore, progress is that of the checkpoint."""
 
     @property
     def seconds(self) -> float:
-        """Duration of the work."""
+        """Duration of the work in seconds."""
         return self.ended - self.began
 
     def position(self, at: float, like: "Window") -> float:
-        """Returns the progress at time `at`, in units; between two marks as fast as in `like`, undisturbed."""
+        """Returns the progress at time `at`, in units; between two marks at the speed of `like`, undisturbed work."""
         index = bisect_right([when for when, _ in self.marks], at) - 1
         if index < 0:
             return 0.0
@@ -76,7 +76,7 @@ class Window:
         return like.place(like.reached(mark) + at - when)
 
     def reached(self, position: float) -> float:
-        """Returns when it was so far (seconds of the host's clock), between two marks in proportion."""
+        """Returns when the work reached `position` (seconds of the host's clock), by interpolation between marks."""
         before = (self.began, 0.0)
         for when, mark in [*((w, float(m)) for w, m in self.marks), (self.ended, float(self.count))]:
             if mark >= position:
@@ -86,7 +86,7 @@ class Window:
         return self.ended
 
     def place(self, at: float) -> float:
-        """Returns the progress at time `at`, between two marks in proportion."""
+        """Returns the progress at time `at`, by interpolation between two marks."""
         before = (self.began, 0.0)
         for when, mark in [*((w, float(m)) for w, m in self.marks), (self.ended, float(self.count))]:
             if when >= at:
@@ -101,15 +101,15 @@ class Worker(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the guest."""
+        """Name of the guest."""
 
     def command(self, line: str, deadline: float = ..., port: int = ...) -> str:
-        """Sends a line to one of its ports and returns the reply."""
+        """Sends a line to one of the guest's ports and returns the reply."""
 
 
 @dataclass
 class Work:
-    """The workloads of one guest. `run_dir`: Rekindle's; `console`: its console log, if that is elsewhere."""
+    """The workloads of one guest. `run_dir`: Rekindle's; `console`: the guest's console log, if not in `run_dir`."""
 
     guest: Worker
     run_dir: Path
@@ -119,7 +119,7 @@ class Work:
         self._console = Console(self.console or self.run_dir / self.guest.name / "console.log")
 
     def read_console(self, console: Path) -> None:
-        """Switches to another console log, since the guest continues elsewhere."""
+        """Switches to another console log, since the guest continues with another run directory."""
         self._console = Console(console)
 
     def _order(self, line: str) -> None:
@@ -128,15 +128,15 @@ class Work:
             raise WorkError(f"{self.guest.name}: {line}: {reply}")
 
     def loop(self, what: str) -> None:
-        """Loads the guest until `stop`: `compile` or `transcode`."""
+        """Starts the load `what` (`compile` or `transcode`), which runs until `stop`."""
         self._order(f"{what} loop")
 
     def stop(self) -> None:
-        """Ends what is under way."""
+        """Ends the work under way."""
         self._order("stop")
 
     def run(self, what: str, count: int, first: int = 1, at: Callable[[Window], None] | None = None) -> Window:
-        """Does a piece of work, and returns its times. `at` is called at each progress."""
+        """Executes a piece of work, and returns its times. Calls `at` at each progress."""
         window = Window(what, count)
         self._console.skip()
         self._order(f"{what} {count} {first}")

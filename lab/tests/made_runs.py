@@ -27,7 +27,7 @@ def line(run, level, responses, of=32, **changes):
 
 
 def campaign(per_level=16, levels=("cold", "kexec"), seed=8):
-    """Downtimes differ much, as do their variances; throughput does not differ."""
+    """Returns runs whose downtimes differ much, as do the variances of the downtimes; throughput does not differ."""
     generator = np.random.default_rng(seed)
     order = list(generator.permutation([level for level in levels for _ in range(per_level)]))
     lines = []

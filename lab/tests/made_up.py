@@ -4,7 +4,7 @@ START_US = 1_800_000_000_000_000
 
 
 def steps(spans):
-    """`spans`: (phase, step, begin, length), in ms from START_US."""
+    """Returns the steps of a reboot. `spans`: (phase, step, start, length), in ms from START_US."""
     return [
         {"phase": phase, "step": step, "start_host_us": START_US + int(begin * 1000), "us": int(length * 1000)}
         for phase, step, begin, length in spans
@@ -12,7 +12,7 @@ def steps(spans):
 
 
 def record(how, stop_ms, resume_ms, gap_ms, failed=0, seconds=10, rate=800):
-    """A probe of `seconds` that answers `rate` requests per second, except for `gap_ms` from `stop_ms` on."""
+    """Returns a record whose probe got `rate` answers per second for `seconds`, except in a gap from `stop_ms` on."""
     width_ms = 100
     intervals = []
     for start in range(0, seconds * 1000, width_ms):

@@ -1,4 +1,4 @@
-"""RootHammer's parameters, and what the models compute from them."""
+"""RootHammer's parameters, and a result of the models for them."""
 
 from rekindle_lab.models import throughput
 from rekindle_lab.models.availability import availability
@@ -12,5 +12,5 @@ def availability_of(parameters, technique, timers=None):
 
 
 def index_of(parameters, technique, hosts):
-    """Section 6.3's performance index: throughput of so many hosts, as a share of that without renewals."""
+    """Returns section 6.3's performance index: throughput of `hosts` hosts as a share of that without renewals."""
     return throughput.index(parameters.technique(technique), parameters.os, parameters.timers, hosts)

@@ -1,4 +1,4 @@
-"""Trends: aging is detected with its time, and series without it give no alarm."""
+"""Trends: aging is detected with the time until exhaustion, and series without aging give no alarm."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_the_slopes_interval_has_scipys_ranks():
         found = trend(seconds, values)
         half = stats.t.ppf(0.975, n / found.inflation - 2) * np.sqrt(variance * found.inflation)
         if (pairs + half) / 2 % 1 < 0.5:
-            continue  # scipy rounds such a rank down, and this code never
+            continue  # scipy rounds such a rank down, and the tested code never does
         same += 1
         other = stats.theilslopes(values, seconds, 2 * stats.norm.sf(half / np.sqrt(variance)))
         assert (found.slope_low, found.slope_high) == pytest.approx((other.low_slope, other.high_slope), rel=1e-12)
@@ -194,7 +194,7 @@ def test_invalid_lines_and_an_empty_file_are_rejected(tmp_path):
 
 
 def test_the_inside_of_a_guest_is_a_series_of_its_own_boot(tmp_path):
-    # As `rekindle monitor` writes it: the QEMU changes after the second sample, the guest's boot does not.
+    # Values as `rekindle monitor` writes them: the QEMU changes after the second sample, the guest's boot does not.
     rows = []
     for n in range(4):
         rows += [

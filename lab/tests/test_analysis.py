@@ -28,7 +28,7 @@ PARTS = {
     ("10 DOM0-CPU", "df of ratio 8.5711, rounded"),
     ("10 DOMU-I/O", "df of ratio 17.2705, rounded"),
 }
-"""Where the paper's print and the result from its own numbers differ; see lab/README.md."""
+"""Places where the paper's printed number and the result from its own numbers differ; see lab/README.md."""
 
 
 def test_the_papers_numbers_from_the_papers_numbers():
@@ -145,7 +145,7 @@ def test_runs_that_drift_are_correlated():
 
 
 def test_permutation_p_is_exact_where_it_can_be_counted():
-    # 2 of the 20 ways to choose 3 of 6 are as extreme.
+    # 2 of the 20 ways to choose 3 of 6 values are as extreme.
     p = effects.permutation_p(np.array([1.0, 2, 3, 11, 12, 13]), list("aaabbb"))
     assert p == pytest.approx(0.1, abs=0.01)
     # Within blocks of one pair each, 2 of the 8 ways to swap.
@@ -333,7 +333,7 @@ def test_a_thousand_runs_are_judged_within_ten_seconds(tmp_path):
     ]
     began = time.process_time()
     judge(runs_of(tmp_path, lines))
-    # Processor time, so that other work on the machine does not count; it takes about a third of the limit.
+    # Measures processor time, so that other work on the machine does not count. It takes about a third of the limit.
     assert time.process_time() - began < 10
 
 

@@ -1,4 +1,4 @@
-"""The watch over the test bed of a cluster: consoles, processes, answers of the counter, and the timeline from them."""
+"""The watch over the test bed of a cluster: consoles, processes, answers of the counter, and the timeline."""
 
 import json
 import socket
@@ -44,7 +44,7 @@ def test_new_processes_are_inspected_for_a_while(tmp_path):
     assert processes.qemus(10.0) == {}
     process(2, b"rekindle")
     assert processes.qemus(10.1) == {}
-    # It executes another program; an old process would be inspected only at intervals.
+    # Process 2 now executes another program. An old process would be inspected only at intervals.
     process(2, *qemu)
     assert processes.qemus(10.2) == {2: tmp_path / "2" / "root" / "run/x/console.log"}
     process(1, *qemu)
@@ -60,7 +60,7 @@ def test_a_guest_already_running_has_a_first_tick_only_if_its_start_was_seen(tmp
     qemu = object.__new__(running.Qemu)
     qemu.socket, qemu.buffer, qemu.runs, qemu.new = ours, b"", False, new
     qemu.console = running.Console(tmp_path / "console")
-    # It was busy with its load: the resume was not reported.
+    # QEMU was busy with its load, so the RESUME event was not reported.
     theirs.sendall(b'{"return": {}}\n{"return": {"status": "running", "running": true}}\n')
     assert [runs for runs, _ in qemu.poll()] == [True]
     assert (qemu.console is not None) == new

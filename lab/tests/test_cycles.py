@@ -20,7 +20,7 @@ def cycles():
 
 @pytest.fixture
 def found(cycles, tmp_path):
-    """Return the circles of a crate of these files, by the parent of their modules."""
+    """Returns the circles of a crate that has these files, by the parent of their modules."""
 
     def found(**files):
         for name, text in files.items():

@@ -39,7 +39,7 @@ def made(**changes):
 
 
 class Fake:
-    """Logs its calls; `ends` maps the number of a call to what happens then."""
+    """A runner that logs its calls; `ends` maps the number of a call to what happens in that call."""
 
     def __init__(self, log, ends=None):
         self.log, self.ends = log, ends or {}
@@ -122,7 +122,7 @@ def test_every_block_has_all_treatments_equally_often_and_the_seed_decides():
 
 
 def test_the_order_is_fully_random():
-    # Over many seeds each place has each level equally often.
+    # Over many seeds, each place in the order has each level equally often.
     firsts = Counter(order.draw(made(seed=seed, blocks=1))[0].treatment["technique"] for seed in range(400))
     assert abs(firsts["cold"] - 200) < 3 * 10
 
@@ -150,7 +150,7 @@ def kill():
 
 
 def killed_session(folder, log, ends, break_write=None):
-    """Runs a session in a separate process, which may be killed; returns whether it was."""
+    """Runs a session in a separate process, which may be killed; returns whether it was killed."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -200,7 +200,7 @@ def test_killed_while_a_line_is_written(tmp_path, share, name):
     assert left == 0
     assert any("was truncated" in text for text in messages) == (0 < share < 1)
     assert [line["run"] for line in lines(folder)] == list(range(1, 9))
-    # Only if the whole line of its end was on disk the run is not repeated.
+    # The run is repeated unless the whole line of its end was on disk.
     again = sum(line.startswith("run 3 ") for line in log.read_text().splitlines())
     assert again == (2 if name == "runs.jsonl" and share < 1 else 1)
 

@@ -160,7 +160,7 @@ def test_other_output_of_wrk_is_rejected(output):
 
 
 def test_wrk_runs_the_script(tmp_path):
-    """Runs a real wrk against a real server; each path is requested."""
+    """Runs a real wrk against a real server; wrk requests each path."""
     (tmp_path / "one").write_text("1" * 1000)
     (tmp_path / "two").write_text("2")
     port_file = tmp_path / "port"
@@ -194,7 +194,7 @@ def test_wrk_runs_the_script(tmp_path):
 
 
 class Droppable:
-    """A guest that counts commands."""
+    """A guest that counts the commands that it gets."""
 
     name = "made-up"
 

@@ -34,7 +34,7 @@ spare_hosts = 2
 
 @pytest.fixture
 def by_hand_file(tmp_path):
-    """Writes the content to a file, and returns its path."""
+    """Writes its argument to a file, and returns the path."""
 
     def write(content):
         path = tmp_path / "figures.toml"

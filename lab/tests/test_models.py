@@ -1,4 +1,5 @@
-"""The closed forms: compared with the numbers that RootHammer prints, and where techniques overtake each other."""
+"""The closed forms: compared with the numbers that RootHammer prints, and the points at which techniques overtake each
+other."""
 
 import math
 
@@ -93,7 +94,7 @@ def test_a_technique_with_two_spare_hosts_needs_three():
 
 
 def test_intervals_shorter_than_a_renewal_are_not_searched():
-    # A quarter of a day is shorter than the renewal by `a`, and a 28th of its interval is not.
+    # A quarter of a day is shorter than the renewal by `a`; a 28th of the interval is not.
     parameters = Parameters("y", OsReboot(34), {"a": Technique("a", 40_000), "b": Technique("b", 30_000, coupled=True)})
     low_s, high_s = DAY_S / 28, 4 * DAY_S
     places = crossing.in_vmm_interval(parameters, "a", "b", low_s, high_s)
@@ -102,7 +103,7 @@ def test_intervals_shorter_than_a_renewal_are_not_searched():
 
 
 def test_the_difference_changes_its_sign_at_each_crossing():
-    # With rare OS reboots cold is better than saved; with frequent ones its reset timer saves reboots.
+    # With rare OS reboots cold is better than saved; with frequent OS reboots cold's timer reset saves some of them.
     saved, cold = Technique("saved", 900), Technique("cold", 1000, coupled=True)
     parameters = Parameters("x", OsReboot(300), {"saved": saved, "cold": cold})
 

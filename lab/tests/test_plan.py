@@ -169,7 +169,7 @@ def test_vms_of_a_host_share_what_its_capacity_leaves():
     text = CAPACITY.replace("degraded_s = 300_000", "degraded_s = 100_000")
     text += "count = 2\n" + '[[hosts.vms]]\nname = "other"\n[[hosts.vms]]\nname = "fixed"\nallow_vmm = ["slow"]\n'
     assert ways(make(fleet(text, scope="host"))) == {"vm": "slow", "other": "slow", "fixed": "slow"}
-    plan = make(fleet(text))  # two of the four VMs may be slow: the one that has to, and one more
+    plan = make(fleet(text))  # two of the four VMs may be slow: the VM that allows only slow, and one more
     assert ways(plan) == {"vm": "quick", "other": "slow", "fixed": "slow"} and not plan.problems
 
 

@@ -107,7 +107,7 @@ class Renewals:
         self.tool("renewal", f"echo x >> {folder}/done\n. {folder}/does")
         (folder / "renew").write_text(units(host_plan(), "/bin/true")["rekindle-renew"])
         self.does("exit 0")
-        # A clock that stands still stamps with the time that it shows.
+        # With a clock that stands still, a stamp gets the time that the clock shows.
         self.tool("touch", '[ "$1" = -d ] && exec /usr/bin/touch "$@"\nexec /usr/bin/touch -d "@$(date)" "$@"')
 
     def tool(self, name, script):
@@ -149,11 +149,11 @@ def test_independent_timers_keep_time_whatever_their_lateness(tmp_path):
 
 def test_coupled_timers_count_from_the_last_renewal(tmp_path):
     renewals = Renewals(tmp_path)
-    assert renewals.check(1000, 500, "-") == (False, 0)  # the first check only starts to count
+    assert renewals.check(1000, 500, "-") == (False, 0)  # the first check only starts the interval
     assert renewals.check(1499, 500, "-") == (False, 0)
     assert renewals.check(1500, 500, "-") == (True, 0)
     renewals.check(1600, 100, 1650, "x", name="vmm")
-    assert renewals.check(1700, 100, 1650, "x", name="vmm") == (True, 0)  # the VMM's, which also sets the other's stamp
+    assert renewals.check(1700, 100, 1650, "x", name="vmm") == (True, 0)  # for the VMM; also sets the stamp of `x`
     assert renewals.check(2199, 500, "-") == (False, 0)
     assert renewals.check(2200, 500, "-") == (True, 0)
 
@@ -233,7 +233,7 @@ def test_remaining_processes_do_not_hold_the_lock_and_due_is_checked_under_it(tm
         wait_until(lambda: (tmp_path / "left").exists())
         (tmp_path / "go").touch()
         assert (first.wait(20), second.wait(20)) == (0, 0)
-        assert renewals.count == 1  # the other one waited, and was not due any more
+        assert renewals.count == 1  # the second renewal waited, and then was not due any more
         renewals.does("exit 0")
         assert renewals.check(2100, 100, 2000) == (True, 0)
     finally:

@@ -63,19 +63,19 @@ def lines(folder, name):
 
 
 def under_load(folder):
-    """Whether wrk runs in the namespace of the run that was started first."""
+    """Returns whether wrk runs in the namespace of the run that was started first."""
     started = folder / "real-trial" / "begun.jsonl"
     if not started.exists() or not (known := lines(folder, started.name)):
         return False
     pids = ["ip", "netns", "pids", known[0]["leaves"]["netns"]]
     done = subprocess.run(pids, capture_output=True, text=True, check=False)
-    # One that has ended meanwhile has no name any more.
+    # A process that has ended meanwhile has no name any more.
     names = [path.read_text() for pid in done.stdout.split() if (path := Path("/proc", pid, "comm")).exists()]
     return "wrk\n" in names
 
 
 def kill_under_load(folder):
-    """Starts the experiment, and kills it as soon as the client of its first run works."""
+    """Starts the experiment, and kills it as soon as wrk runs in its first run."""
     words, options = command(folder)
     session = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
     try:

@@ -8,7 +8,7 @@ from rekindle_lab.rekindle import Rekindle, RekindleError, failed_requests, gap_
 
 def fake(tmp_path, script):
     path = tmp_path / "rekindle"
-    # Not bash, which may attribute a SIGINT during a command to that command.
+    # The script uses sh, since bash may attribute a SIGINT during a command to that command.
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return Rekindle(path, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Bad input is named with its row and column, and never ignored silently."""
+"""Bad input is reported with its row and column, and never ignored silently."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The simulation of the timers, compared with the closed forms. With other rules it must not agree with them."""
+"""The simulation of the timers, compared with the closed forms. With other rules the two must not agree."""
 
 import pytest
 from papers import CLUSTER, JBOSS
@@ -64,7 +64,7 @@ def test_a_waiting_renewal_starts_despite_a_rest_below_the_clocks_resolution(mon
     monkeypatch.setattr(simulation._Vm, "step", counted)
     cold, os, timers = Technique("cold", 1_000, coupled=True), OsReboot(100, 0.3, 12.3), Timers(10_000, 2_990)
     result = simulate(cold, os, timers)
-    # The third OS reboot coincides with the renewal: it comes first, or is spared.
+    # The third OS reboot coincides with the renewal: the reboot happens first, or is omitted.
     most_s = downtime_s(cold, os, timers)
     assert os_reboots(cold, timers) == 3
     assert 1 - most_s / 10_000 < result.availability.mean < 1 - (most_s - 100) / 10_000

@@ -1,4 +1,4 @@
-"""Loop devices are removed with their users."""
+"""Loop devices are removed with their last users."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ with loop_device(Path(sys.argv[1])) as device:
 
 
 def wait_detached(device: str) -> None:
-    """Waits until the device is detached, or attached to something else."""
+    """Waits until the device is detached, or attached to another file."""
     deadline = time.monotonic() + DEADLINE_S
     while "held.raw" in subprocess.run(["losetup", "--list", device], capture_output=True, text=True).stdout:
         assert time.monotonic() < deadline, f"{device} is still attached"

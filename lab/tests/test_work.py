@@ -15,7 +15,7 @@ def test_progress_between_two_marks():
     assert even.reached(4.5) == pytest.approx(4.5)
     assert even.place(7.25) == pytest.approx(7.25)
     assert even.place(12.0) == 10.0
-    # Files take different times: between two marks progress follows the undisturbed run.
+    # Files take different times: between two marks, progress follows the undisturbed run.
     uneven = window([(1.0, 1), (2.0, 2), (8.0, 3)])
     cut = window([(101.0, 1), (102.0, 2)], began=100.0)
     assert cut.position(105.0, uneven) == pytest.approx(2.5)

@@ -1,4 +1,4 @@
-"""The folders of a run: its VMs are stopped, processes that a kill has left end, and nothing is left."""
+"""The folders of a run: VMs in them are stopped, processes that a kill has left end, and everything is removed."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from rekindle_lab.runs.workspace import Workspace
 
 @pytest.fixture
 def space(tmp_path):
-    """A workspace whose `rekindle` lists its calls in a file, and fails if there is a file `fails` next to it."""
+    """Returns a workspace whose `rekindle` lists its calls in a file, and fails if a file `fails` is next to it."""
     binary = tmp_path / "rekindle"
     binary.write_text(
         f'#!/bin/sh\necho "$REKINDLE_RUN_DIR $*" >>{tmp_path}/calls\n[ ! -e {tmp_path}/fails ] && echo "{{}}"\n'
@@ -38,7 +38,7 @@ def test_its_names_are_read_again(space):
 def test_the_vms_of_all_run_directories_are_stopped(space, tmp_path):
     add_vm(space, "run", "web")
     add_vm(space, "there", "db")
-    # Rekindle's own folders in a run directory are no VMs.
+    # Rekindle's own folders in a run directory are not VMs.
     add_vm(space, "run", ".binaries")
     space.remove()
     calls = {line.split(maxsplit=1)[1] for line in (tmp_path / "calls").read_text().splitlines()}

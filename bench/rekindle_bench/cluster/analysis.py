@@ -1,4 +1,4 @@
-"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+"""Computes the figures of fail-overs from raw rows alone, so that a file can be analysed again."""
 
 from collections.abc import Sequence
 
@@ -21,11 +21,11 @@ BARS = {
     "spare_memory": Bar(0.01),
 }
 FAULTS = ("failover", "faults", "held", "held-off")
-"""The cases whose rows are faults."""
+"""The cases in which a row is a fault."""
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
-    """Returns the figures of the issue's table. `raw`: the rows' file.
+    """Computes the figures, each with its bar. `raw`: name of the file of rows.
 
     A fault after which the cluster did not recover, or that was not watched all the time, has a row but is not counted
     in n: a figure with fewer rows than planned has missed its bar.
@@ -35,7 +35,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     planned = _planned(frame, ["failover"])
     _add(found, "failover_s", "s", seconds(kills, "at_us", "answer_us"), planned)
     _add(found, "failover_restore_s", "s", seconds(kills, "fenced_us", "answer_us"), planned)
-    # These cover all faults; those that were killed for the time count too.
+    # The figures below cover all faults, also the kills that measure the time of a fail-over.
     every = frame[frame["case"].isin(FAULTS)]
     several = every if len(every[every["case"] == "faults"]) else every.iloc[:0]
     free = several[~several["case"].isin(("held", "held-off"))]
@@ -60,12 +60,12 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
 
 
 def seconds(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
-    """Returns the time between two columns, where both are known."""
+    """Returns the seconds between two columns, for the rows that have both."""
     return [float(value) for value in ((rows[end] - rows[begin]) / 1e6).dropna()]
 
 
 def _planned(frame: pd.DataFrame, cases: Sequence[str]) -> int:
-    """Returns the number of planned rows of these cases, of those that were started."""
+    """Returns the number of rows planned for those of `cases` that were started."""
     rows = frame[frame["case"].isin(cases)]
     return int(rows.groupby("case")["planned"].max().sum()) if len(rows) else 0
 
@@ -88,7 +88,7 @@ def _together(found: Findings, name: str, rows: pd.DataFrame, values: list[float
 
 
 def _output(frame: pd.DataFrame, found: Findings) -> None:
-    """Compares round trips and answers per second with output commit to protection alone at the same interval."""
+    """Compares output commit with protection alone at the same interval: round trips, and answers per second."""
     rows = frame[frame["case"] == "output"]
     if not len(rows):
         found.report_missing("output_commit_rtt")
@@ -114,7 +114,7 @@ def parts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Summarizes the parts of a fail-over."""
+    """Lists the parts of a fail-over with their medians."""
     return [
         {"part": name, "n": int(column.count()), "median s": median(list(column)), "p95": p95(list(column))}
         for name, column in parts(frame).items()
@@ -145,7 +145,7 @@ def by_kind(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def output(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Returns medians of the windows of each way and interval."""
+    """Lists medians over the windows of each way and interval."""
     lines: list[dict[str, object]] = []
     rows = frame[frame["case"] == "output"]
     for (every_s, how), group in rows.groupby(["every_s", "kind"], sort=True, dropna=False):

@@ -1,4 +1,4 @@
-"""The environment of this topic: a test bed, new for each case, with its VM and a client."""
+"""Test beds of the fail-over benchmark: a new one for each case, with a VM and a client."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,19 +13,19 @@ from rekindle_lab.cluster.counter import PATIENCE
 from rekindle_lab.rekindle import Rekindle
 
 EVERY_S = 1.0
-"""Checkpoint interval."""
+"""Checkpoint interval in s."""
 GUEST_BYTES = 96 << 20
-"""The default of `tests/cluster/bed`."""
+"""RAM of the guest: the default of `tests/cluster/bed`."""
 
 
 @dataclass
 class BedEnvironment(Environment):
-    """Test beds, one at a time."""
+    """The environment of the fail-over benchmark: one test bed at a time."""
 
     micro: Path
-    """The guest's image."""
+    """Image of the guest."""
     beds: Path
-    """Folder of the beds, on a real disk."""
+    """Folder of the test beds, on a real disk."""
     _closing: ExitStack
     _bed: Bed | None = None
     _number: int = 0
@@ -38,7 +38,7 @@ class BedEnvironment(Environment):
         return self._bed
 
     def fresh(self, every: str = f"{EVERY_S:g}s", *, output_commit: bool = False, patience_s: float = PATIENCE) -> Bed:
-        """Replaces the bed with a new one with empty files."""
+        """Replaces the test bed with a new one, whose files are empty."""
         self._closing.close()
         self._bed = None
         self._number += 1
@@ -50,12 +50,12 @@ class BedEnvironment(Environment):
         return self._bed
 
     def away(self) -> None:
-        """Stops the bed while something else is measured."""
+        """Stops the bed, so that it does not disturb other measurements."""
         self._closing.close()
         self._bed = None
 
     def spare_bytes(self, node: str) -> int:
-        """Returns memory that nodes other than `node` hold for its guest: processes, and files in run directories."""
+        """Returns the bytes that other nodes hold for the guest of `node`: processes, and files in run directories."""
         others = [pid for name in ("n1", "n2", "n3") if name != node and (pid := self.bed.pid(name)) is not None]
         return sum(_processes(pid) + _files(Path(f"/proc/{pid}/root/run/rekindle")) for pid in others)
 
@@ -73,7 +73,7 @@ def _processes(init: int) -> int:
                 continue
             lines = (process / "smaps_rollup").read_text().splitlines()
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
 

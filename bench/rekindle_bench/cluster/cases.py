@@ -1,4 +1,4 @@
-"""The cases: faults of nodes and store, one after the other; each leaves a row. The analysis judges them."""
+"""The cases: faults of nodes and store, one after the other. Each fault appends a row; the analysis judges the rows."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -18,15 +18,15 @@ from .plan import Plan
 from .rows import Row
 
 STEADY = 5
-"""Checkpoints in a row before the next fault."""
+"""Number of consecutive checkpoints to wait for before the next fault."""
 HELD_EVERY_S = 0.1
 HELD_PATIENCE_S = 3.0
-"""Timeout of an answer that waits for checkpoints."""
+"""Timeout in s of an answer that waits for checkpoints."""
 HELD_SEED = 10_000
 HEARD_S = 1.0
-"""How long the client keeps asking after the first answer."""
+"""Seconds for which the client continues to send requests after the first answer."""
 BACK_DEADLINE_S = 120.0
-"""Deadline for a guest to run again, and for its first answer."""
+"""Deadline in s for a guest to run again, and for the guest's first answer."""
 
 
 def _now() -> int:
@@ -34,7 +34,7 @@ def _now() -> int:
 
 
 def interval_s(events: list[dict[str, int]]) -> float:
-    """Returns the longest of the last checkpoint intervals plus the longest commit, in s."""
+    """Returns the longest of the latest checkpoint intervals plus the longest commit, in s."""
     intervals = [event["interval_ms"] / 1e3 for event in events if event.get("interval_ms") is not None]
     return max(intervals, default=0.0) + max(event["commit_us"] / 1e6 for event in events)
 
@@ -46,7 +46,7 @@ def allowed(interval: float) -> int:
 
 @dataclass(frozen=True)
 class Way:
-    """Settings that all faults of a case share."""
+    """Settings for all faults of a case."""
 
     case: str
     planned: int
@@ -65,7 +65,7 @@ class Way:
 def record_outcome(row: Row, before: int, events: list[dict[str, Any]], answers: list[Answer], bound: int) -> None:
     """Fills a row from the events and answers since `before` (the pid of the QEMU that had the guest at the fault).
 
-    `bound`: ticks that may be lost. If a QEMU's first tick was not seen, the loss is unknown: that is trouble.
+    `bound`: ticks that may be lost. If a QEMU's first tick was not seen, the loss is unknown: `trouble` reports that.
     """
     starts = running.starts(events)
     at = next((index for index, start in enumerate(starts) if start.pid == before), None)
@@ -94,7 +94,7 @@ def record_outcome(row: Row, before: int, events: list[dict[str, Any]], answers:
 
 
 def _inject(bed: Bed, fault: Fault, node: str) -> None:
-    """Injects the fault; a temporary one has ended afterwards."""
+    """Injects the fault; ends it again if it is temporary."""
     if fault.kind in PASSING:
         begin, end = PASSING[fault.kind]
         bed.call(*words(begin, node))
@@ -118,11 +118,11 @@ def _wait_recovered(bed: Bed, fault: Fault, before: int, at: int) -> None:
             starts = running.starts(bed.watch_events())
             return next((one.begin_us for one in starts if one.pid != before and one.begin_us >= at), None)
 
-        # Polls little meanwhile, since this is the time that is measured.
+        # Polls rarely, since the time of the fail-over is what is measured.
         since = wait_for("the guest in another QEMU", newer, BACK_DEADLINE_S)
         answered = lambda: any(one.host_us >= since for one in reversed(bed.answers()[-100:]))  # noqa: E731
         wait_for("its first answer", answered, BACK_DEADLINE_S)
-    # This also switches a node on that was fenced meanwhile, so that it joins.
+    # Also switches on a node that was fenced meanwhile, so that it joins.
     bed.settle(1)
     heard = len(bed.answers())
     wait_for("the client", lambda: len(bed.answers()) > heard + HEARD_S / 0.02)
@@ -130,7 +130,7 @@ def _wait_recovered(bed: Bed, fault: Fault, before: int, at: int) -> None:
 
 
 def _run_fault(env: BedEnvironment, way: Way, row: Row, fault: Fault) -> None:
-    """Waits until all is well, injects the fault, waits for recovery, and records what happened."""
+    """Waits until the cluster is healthy, injects the fault, waits for recovery, and records the outcome."""
     bed = env.bed
     events = bed.settle(STEADY)
     before, home = bed.watched()
@@ -149,7 +149,7 @@ def _run_fault(env: BedEnvironment, way: Way, row: Row, fault: Fault) -> None:
     except BedError as error:
         row.trouble = f"; {error}"
     answers, now = bed.answers(), _now()
-    # What was not committed while the store was unavailable may be lost, too.
+    # Writes that could not be committed while the store was unavailable may be lost, too.
     bound = 0 if way.strict else allowed(row.interval_s + fault.lead_s)
     record_outcome(row, before, bed.watch_events(), answers, bound)
     row.overlaps = len(running.overlaps([one for one in bed.spans() if one.end_us >= row.at_us]))
@@ -160,7 +160,7 @@ def _run_fault(env: BedEnvironment, way: Way, row: Row, fault: Fault) -> None:
 
 
 def _series(env: BedEnvironment, plan: Plan, way: Way, what: str, faults: Iterable[tuple[int, Fault]]) -> None:
-    """Appends a row for each fault; after one from which the cluster does not recover, starts a new bed."""
+    """Appends a row for each fault; starts a new bed after a fault from which the cluster does not recover."""
     if _late(env, plan, what):
         return
     way.bed(env)
@@ -172,7 +172,7 @@ def _series(env: BedEnvironment, plan: Plan, way: Way, what: str, faults: Iterab
         try:
             _run_fault(env, way, row, fault)
         except BedError as error:
-            # The cluster was well after the fault before, but no longer is.
+            # The cluster was healthy after the previous fault, but no longer is.
             row.recovered, row.trouble = False, f"before the fault: {error}"
         row.at_us = row.at_us or _now()
         env.rows.append(row)
@@ -204,24 +204,24 @@ def faults(env: BedEnvironment, plan: Plan) -> None:
 
 
 def killed(number: int) -> Fault:
-    """Returns a kill of the guest's node, at another moment of a checkpoint for each number."""
+    """Returns a kill of the guest's node; each number hits another moment of a checkpoint."""
     return Fault("kill", 0.0, 0.37 * (number % 7))
 
 
 def held_faults(count: int) -> list[tuple[int, Fault]]:
-    """Returns faults of which every other is a kill, as in the control: most random ones do not move the guest."""
+    """Returns faults of which every other one is a kill, as in `held_off`: most random faults do not move the guest."""
     seeds = [HELD_SEED + number for number in range(count)]
     return [(seed, draw(seed) if number % 2 else killed(number)) for number, seed in enumerate(seeds)]
 
 
 def held(env: BedEnvironment, plan: Plan) -> None:
-    """Injects faults with output commit: nothing that a client has seen may be lost."""
+    """Injects faults with output commit: nothing that a client has received may be lost."""
     way = Way("held", plan.held, HELD_EVERY_S, output_commit=True, patience_s=HELD_PATIENCE_S, strict=True)
     _series(env, plan, way, "faults with output commit", held_faults(plan.held))
 
 
 def held_off(env: BedEnvironment, plan: Plan) -> None:
-    """Runs the control of `held` without output commit: the same check must detect what is lost."""
+    """Runs the control of `held` without output commit: the check of `held` must detect the lost ticks."""
     way = Way("held-off", plan.held_off, HELD_EVERY_S, patience_s=HELD_PATIENCE_S, strict=True)
     given = [(number, killed(number)) for number in range(plan.held_off)]
     _series(env, plan, way, "fail-overs without output commit", given)

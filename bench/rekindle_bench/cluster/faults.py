@@ -15,10 +15,10 @@ KINDS = (
     "kill-store-away",
 )
 """The node with the guest: killed, all its processes stopped, its cable pulled, isolated from the other nodes only.
-The store: killed, stopped, isolated. Another node. And the node with the guest while the store is unavailable, which
-returns some seconds later: the guest has to return without intervention."""
+The store: killed, stopped, isolated. Another node: killed. The node with the guest killed while the store is
+unavailable: the store returns some seconds later, and the guest has to run again without intervention."""
 KILLS = ("kill", "kill-store-away")
-"""Kinds after which the guest must run in another QEMU."""
+"""Kinds of faults after which the guest must run in another QEMU."""
 PASSING = {
     "freeze": ("freeze", "thaw"),
     "cut": ("cut", "heal"),
@@ -33,21 +33,21 @@ LONGEST_S = 8.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault."""
+    """One fault, drawn from a seed."""
 
     kind: str
     lasts_s: float
     wait_s: float
-    """Delay after the cluster has settled, so that the fault may hit any moment of a checkpoint."""
+    """Delay in s after the cluster has settled, so that the fault may hit any moment of a checkpoint."""
     lead_s: float = 0.0
-    """For `kill-store-away`: how long the store is unavailable before the node is killed. `lasts_s` runs from there."""
+    """For `kill-store-away`: seconds from the store's failure to the node's death, when `lasts_s` starts."""
 
 
 def draw(seed: int) -> Fault:
-    """Returns the fault of a seed."""
+    """Draws the fault of a seed."""
     chance = random.Random(seed)
     kind = chance.choice(KINDS)
-    # Shorter and longer than the token timeout.
+    # The range has times both shorter and longer than the token timeout of Corosync.
     lasts = chance.uniform(0.2, LONGEST_S) if kind in (*PASSING, "kill-store-away") else 0.0
     wait = chance.uniform(0.0, 2.0)
     return Fault(kind, lasts, wait, chance.uniform(0.2, 2.0) if kind == "kill-store-away" else 0.0)

@@ -1,4 +1,4 @@
-"""The cost of output commit: round trips to a guest, and answers per second, with and without it by turns."""
+"""The cost of output commit: round trips to a guest, and answers per second, by turns with and without it."""
 
 import random
 import selectors
@@ -20,13 +20,14 @@ from .plan import Plan
 from .rows import Row
 
 WAYS = ("none", "protect", "output-commit")
-"""No protection; checkpoints alone; network output held until a checkpoint is committed."""
+"""`none`: no checkpoints. `protect`: checkpoints alone. `output-commit`: network output is held until a checkpoint is
+committed."""
 CALLERS = 16
-"""Connections of the round trips: each asks, and pauses randomly, so that requests come at any moment."""
+"""Connections that measure round trips. Each pauses randomly between requests, so that requests come at any moment."""
 PAUSE_S = 0.4
 MANY = 64
 DEADLINE_S = 30.0
-"""Timeout of one answer."""
+"""Timeout of one answer in s."""
 ASK = b"tick\n"
 
 
@@ -47,7 +48,7 @@ def _answer(line: socket.socket) -> None:
 
 
 def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
-    """Returns round trips in us, of requests at random moments. Those under way at the end are waited for."""
+    """Returns round trips in us, of requests at random moments. Waits for requests that are under way at the end."""
     took: list[float] = []
     failed: list[BaseException] = []
     end = time.monotonic() + seconds
@@ -79,7 +80,7 @@ def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
 
 
 def rate(lines: list[socket.socket], seconds: float) -> float:
-    """Returns answers per second; each connection asks again as soon as it is answered."""
+    """Returns answers per second; each connection sends its next request as soon as the previous one is answered."""
     with selectors.DefaultSelector() as selector:
         for line in lines:
             selector.register(line, selectors.EVENT_READ)
@@ -99,7 +100,7 @@ def rate(lines: list[socket.socket], seconds: float) -> float:
 
 
 def turns(plan: Plan, number: int) -> list[tuple[str, float | None]]:
-    """Returns the ways of one round; the next round reverses the order."""
+    """Returns the ways of one round with their intervals in s; every other round has the reverse order."""
     ways: list[tuple[str, float | None]] = [("none", None)]
     ways += [(how, every_s) for every_s in plan.output_every_s for how in WAYS[1:]]
     return ways if number % 2 == 0 else ways[::-1]
@@ -113,7 +114,7 @@ def _protected(env: BedEnvironment, guest: Guest, store: Store, how: str, every_
     more = ["--output-commit"] if how == "output-commit" else []
     protector = Protector(env.rekindle, guest.name, store, f"{round(every_s * 1000)}ms", None, *more)
     try:
-        # The first checkpoint has all memory, and the next what was written meanwhile.
+        # The first checkpoint has all memory, and the second has what was written during the first.
         protector.wait("checkpoint", 3)
         yield
         protector.stop()
@@ -123,7 +124,7 @@ def _protected(env: BedEnvironment, guest: Guest, store: Store, how: str, every_
 
 
 def output(env: BedEnvironment, plan: Plan) -> None:
-    """Measures a guest outside the cluster, with its store over TLS."""
+    """Measures a guest outside of the cluster, with its store over TLS."""
     env.away()
     with netns.namespace(f"rkb{getpid()}o") as name, over_tls(env.rekindle, env.disk_dir / "output") as place:
         guest = Guest("output", env.image("micro"), GUEST_BYTES >> 20, 31, None, name, env.ram_dir, env.disk_dir)
@@ -151,7 +152,7 @@ def _window(
     row = Row("output", number, how, number, "", plan.trips_s, began_us, planned, every_s=every_s)
     lines: list[socket.socket] = []
     try:
-        # Connected before output is held: otherwise each connection would wait for a checkpoint of its own.
+        # Connects before output is held: otherwise each connection would wait for a checkpoint of its own.
         lines += [_connect(guest) for _ in range(MANY)]
         with _protected(env, guest, store, how, every_s):
             took = trips(lines[:CALLERS], plan.trips_s, number)

@@ -1,30 +1,30 @@
-"""Numbers of kills and random faults, and how output commit is measured."""
+"""The full and the quick plan: numbers of kills and random faults, and repetitions for the cost of output commit."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Repetitions."""
+    """Repetitions of each case."""
 
     failovers: int
-    """Nodes killed, one after the other."""
+    """Number of nodes that are killed, one after the other."""
     faults: int
     """Random kills, stops, partitions and outages of the store."""
     held: int
-    """The same with output commit."""
+    """Faults with output commit."""
     held_off: int
-    """Kills at the same interval without output commit: the check must detect what is lost."""
+    """Kills without output commit at the interval of `held`: the check must detect lost ticks."""
     output_rounds: int
-    """Turns of each way in the measurement of output commit's cost."""
+    """Turns of each way in `output`, the measurement of output commit's cost."""
     output_every_s: tuple[float, ...]
-    """The checkpoint intervals in that measurement."""
+    """Checkpoint intervals of `output`."""
     budget_s: float | None = None
-    """A case or fault that would begin later than this is left out."""
+    """No case or fault begins later than this many seconds after the start."""
     trips_s: float = 6.0
-    """Duration of a window of round trips."""
+    """Duration of a window of round trips, in s."""
     many_s: float = 4.0
-    """Duration of a window of answers per second."""
+    """Duration of a window of answers per second, in s."""
 
 
 FULL = Plan(failovers=20, faults=100, held=20, held_off=5, output_rounds=6, output_every_s=(0.05, 0.2, 1.0))
@@ -32,7 +32,7 @@ QUICK = Plan(failovers=2, faults=2, held=1, held_off=1, output_rounds=2, output_
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Lists what this plan omits from the full one."""
+    """Lists the repetitions that `plan` omits from the full plan."""
     pairs = (
         ("fail-overs", "failovers"),
         ("faults at random", "faults"),

@@ -42,9 +42,9 @@ name = "demo"
 def write(records: Sequence[Record], web: Sequence[dict[str, Any]]) -> str:
     """Returns the plan's file: service gaps of the renewals of the VMM and of the OS, with the loss of throughput.
 
-    The second guest's disk has a rate limit, the first one's has none. A cold renewal of the VMM boots the guest in
-    a new QEMU, so its gap is that of the second guest's cold reboot, which does the same: otherwise one boot had
-    two durations.
+    The guest of `demo.web` has a disk with a rate limit, the guest of `demo.vmm` has none. A cold renewal of the VMM
+    boots the guest in a new QEMU, as the cold reboot of `demo.web` does. The plan uses the gap of that cold reboot for
+    both: otherwise one boot would have two durations.
     """
     parts = [HEAD]
     for record in records:

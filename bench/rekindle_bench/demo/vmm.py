@@ -18,7 +18,7 @@ from rekindle_lab.tables import table
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Formats the table for the terminal."""
+    """Formats a table of the reboots for the terminal."""
 
     def stopped(record: Record) -> str:
         return "- (shut down, booted)" if record.stopped_ms is None else style.duration(record.stopped_ms)

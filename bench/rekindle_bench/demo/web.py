@@ -2,7 +2,7 @@
 
     python -m rekindle_bench.demo.web --rekindle BINARY --qemu QEMU --out web.png
 
-The guest is `debian`. Rekindle's server has its disk, with the rate limit of the VM's definition (`bps`), so
+The guest is `debian`. Rekindle's disk server serves its disk, with the rate limit of the VM's definition (`bps`), so
 the result does not depend on the machine's disk. Reads from the retained cache are not limited.
 """
 
@@ -31,16 +31,16 @@ from rekindle_lab.web import Answer, Client
 COLD, WARM = "cold", "warm-cache"
 FILES = 200
 PATHS = [f"/files/{n:03}.bin" for n in range(FILES)]
-"""Number of files of the web server: 50 MB in total."""
+"""The files of the web server: 50 MB in total."""
 BYTES_PER_S = 5_000_000
-"""Rate limit of the disk: slow, as everything on an emulated processor is."""
+"""Rate limit of the disk. The rate is low because an emulated processor is slow, too."""
 MEMORY_MIB = 1024
 BEFORE_S = 5.0
-"""Duration of the measurement before a reboot."""
+"""Duration of the measurement before a reboot, in s."""
 AFTER = 3 * FILES
-"""Number of files to be served after it."""
+"""Number of files to be served after a reboot."""
 STEP_S = 0.5
-"""Time step of the throughput in the picture."""
+"""Time step of the throughput in the picture, in s."""
 
 
 @dataclass
@@ -49,10 +49,10 @@ class Row:
 
     how: str
     at_ms: int
-    """Time since the command to reboot."""
+    """Time of the complete answer, in s since the command to reboot."""
     bytes: int
     us: int
-    """Duration of the request."""
+    """Duration of the request, in s."""
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,24 @@ class Reboot:
         return max(later.at - one.at for one, later in itertools.pairwise(self.answers) if later.at > 0)
 
     def after(self) -> list[Answer]:
-        """Answers since the guest is well again."""
+        """Returns the answers from when all services of the guest answered again."""
         return [answer for answer in self.answers if answer.at >= self.well]
 
     def served(self) -> float:
-        """When as many files were served as there are, since the guest is well again."""
+        """Returns when as many files were served as there are, counted from when all services answered again."""
         return self.after()[FILES - 1].at
 
     def rate_before(self) -> float:
-        """MB/s before the reboot."""
+        """Returns MB/s before the reboot."""
         return sum(one.bytes for one in self.answers if -BEFORE_S <= one.at < 0) / BEFORE_S / 1e6
 
     def rate_after(self) -> float:
-        """MB/s from when the guest is well again until `served`."""
+        """Returns MB/s from when all services answered again until `served`."""
         return sum(one.bytes for one in self.after()[:FILES]) / (self.served() - self.well) / 1e6
 
 
 def through(on: CacheEnvironment, guest: CacheGuest, client: Client, how: str) -> Reboot:
-    """Reboots the guest while its web server is used."""
+    """Reboots the guest while a client requests files from its web server."""
     time.sleep(BEFORE_S)
     started = time.monotonic()
     on.reboot(guest, how)
@@ -104,12 +104,12 @@ def through(on: CacheEnvironment, guest: CacheGuest, client: Client, how: str) -
 
 
 def measure(on: CacheEnvironment) -> list[Reboot]:
-    """Measures both reboots of one guest, with a client."""
+    """Measures one guest through both reboots."""
     image = on.image("debian")
     guest = CacheGuest("web", image, MEMORY_MIB, 1, None, on.netns, on.ram_dir, on.disk_dir, bytes_per_s=BYTES_PER_S)
     reboots = []
     with on.ours(guest):
-        # It would start while the web server works already.
+        # Disabled because PostgreSQL would start while the web server already serves files.
         guest.ssh("systemctl disable --now postgresql@15-main")
         with Client(guest.netns, guest.address, PATHS) as client:
             for how in (COLD, WARM):
@@ -160,7 +160,7 @@ def draw(reboots: Sequence[Reboot], path: Path) -> None:
 
 
 def summary(reboots: Sequence[Reboot]) -> str:
-    """Formats the table for the terminal."""
+    """Formats a table of the reboots for the terminal."""
     return table(
         [
             {
@@ -199,7 +199,7 @@ def main(
     """Watch a web server through both reboots, draw its throughput, and print a table."""
     interrupt_on_signals("demo")
     root = Path(__file__).resolve().parents[3]
-    out = out.resolve()  # definitions in another folder name the disks next to it
+    out = out.resolve()  # absolute, since definitions in another folder name the disks next to it
     rows = RowFile(out.with_suffix(".csv"), Row)
     try:
         with environment(root, rekindle.resolve(), qemu, rows, out.parent, slow=False) as on:

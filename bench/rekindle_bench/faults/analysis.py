@@ -1,4 +1,4 @@
-"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+"""Computes the figures of the fault experiment from raw rows alone, so that a file can be analysed again."""
 
 import json
 
@@ -17,10 +17,10 @@ def runs(frame: pd.DataFrame, checked: int) -> pd.DataFrame:
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
-    """Returns the bar, the control that shows that the experiment can fail, and the number of tries."""
+    """Computes the figures: the bar, the control that shows that the experiment can fail, and the number of tries."""
     found = Findings(raw)
     for name, checked, bar in (("blocks_wrong", 1, Bar(0, "==")), ("blocks_wrong_unchecked", 0, Bar(1, ">="))):
-        # The control without faults is in the tables only.
+        # Runs of the control without faults are in the tables only.
         done = runs(frame, checked)
         done = done[done["kind"] != "none"]
         if not len(done):
@@ -43,7 +43,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
 
 
 def by_kind(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
-    """Lists each type of faults: figures 14 and 15 as a table."""
+    """Lists the types of faults: figures 14 and 15 as a table."""
     lines: list[dict[str, object]] = []
     chosen = frame[frame["checked"] == checked]
     for kind in KINDS:
@@ -67,7 +67,7 @@ def by_kind(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
 
 
 def by_outcome(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
-    """Lists each outcome with the way of the reboot."""
+    """Lists the outcomes with the way of the reboot."""
     lines: list[dict[str, object]] = []
     for (outcome, way), group in runs(frame, checked).groupby(["outcome", "way"], sort=True):
         lines.append(

@@ -1,4 +1,4 @@
-"""The case: faults, a warm-cache reboot, and a comparison of every block. The analysis judges it."""
+"""The case: faults, a warm-cache reboot, and a comparison of every block. The analysis judges the rows."""
 
 import random
 import threading
@@ -17,17 +17,17 @@ from .ram import Ram
 from .rows import Row
 
 PATIENCE_S = 4.0
-"""How long a guest may take to answer, and its load to progress, before it counts as hung."""
+"""Seconds without an answer, or without progress of its load, after which a guest counts as hung."""
 REBOOT_S = 60.0
 TRIES = 5
-"""How many other changes of code are tried when the module refuses one whose place the kernel has changed."""
+"""Number of other changes to try when the module rejects a change of code that the kernel itself has changed."""
 LISTED = 10
 
 
 def jobs(plan: Plan, done: dict[tuple[str, int], int]) -> list[tuple[int, str, int]]:
-    """Returns block, type and whether it is checked, for each remaining run.
+    """Returns the remaining runs, each as block, type of fault, and 1 if digests are checked (else 0).
 
-    A block has each type once, in a new order: an interrupted experiment has almost equally many of each.
+    A block has each type once, in a new order: an interrupted experiment has almost equally many runs of each type.
     """
     every = max(plan.runs // plan.unchecked, 1) if plan.unchecked else 0
     left = []
@@ -64,7 +64,7 @@ def faults(env: FaultEnvironment, plan: Plan) -> None:
                         subjects[checked] = (stack.enter_context(env.subject(index, checked)), stack)
                     one_run(env, subjects[checked][0], BY_NAME[name], row, plan)
                 except (NoAnswerError, RekindleError, OSError, ValueError) as error:
-                    # The guest is in no state to be used again.
+                    # The state of the guest is unknown, so the guest is not used again.
                     row.note = f"{row.note} {type(error).__name__}: {error}".strip()[:400]
                     env.log(f"{name}: {row.note}")
                     with lock:
@@ -90,7 +90,7 @@ def in_lanes(
 ) -> None:
     """Runs all lanes. On an interrupt, notifies them by `stopping` and still waits for all.
 
-    `Thread.join` cannot be used: after an interrupt it takes a running thread for one that has ended (bpo-45274).
+    `Thread.join` cannot be used: after an interrupt it treats a running thread as ended (bpo-45274).
     """
     ended = [threading.Event() for _ in range(count)]
 
@@ -109,14 +109,14 @@ def in_lanes(
     except BaseException:
         stopping.set()
         for thread, one in zip(threads, ended, strict=True):
-            while not one.wait(0.1) and thread.ident is not None:  # `None` if it was never started
+            while not one.wait(0.1) and thread.ident is not None:  # `ident` is `None` if the thread was never started
                 pass
         broken_off()
         raise
 
 
 def one_run(env: FaultEnvironment, subject: Subject, kind: Kind, row: Row, plan: Plan) -> None:
-    """Injects faults of one type, reboots, and compares."""
+    """Injects faults of one type, reboots, and compares every block."""
     rng = random.Random(f"{row.block} {kind.name} {row.checked}")
     generation, console_length = subject.generation(), len(subject.console())
     _ok(subject.ask(f"fill vda {BLOCKS}", 60.0), "fill")
@@ -143,7 +143,7 @@ def _ok(answer: str, what: str) -> None:
 
 
 def _poll_until(deadline: float, happened: Callable[[], bool]) -> bool:
-    """Polls until something happens or the deadline; returns whether it happened."""
+    """Polls until the deadline; returns whether `happened` returned true."""
     while time.monotonic() < deadline:
         if happened():
             return True
@@ -158,7 +158,7 @@ def _wait_loaded(subject: Subject) -> None:
 
 
 def put_in(env: FaultEnvironment, subject: Subject, kind: Kind, rng: random.Random) -> tuple[int, list[int]]:
-    """Injects the faults; returns their number, and the blocks whose page-cache frames they hit, where known."""
+    """Injects the faults; returns how many, and the blocks whose page-cache frames the faults hit, where known."""
     if kind.method == "nothing":
         return 0, []
     if kind.method == "line":
@@ -195,7 +195,7 @@ def _change_code(env: FaultEnvironment, subject: Subject, kind: Kind, rng: rando
         try:
             done += subject.ask(f"fault {change.line}", 3.0).startswith("ok")
         except NoAnswerError:
-            # This change ended the guest: it was injected.
+            # The change ended the guest, so it was injected.
             return done + 1
     return done
 
@@ -223,7 +223,7 @@ def outcome(subject: Subject, generation: int) -> str:
 
 
 def boot_again(subject: Subject, generation: int, row: Row) -> str:
-    """Ensures that the guest is rebooted; returns the way."""
+    """Ensures that the guest is rebooted; returns the way: see `Row.way`."""
     if row.outcome == "crashed":
         _booted(subject, generation)
         return "watch"
@@ -233,7 +233,7 @@ def boot_again(subject: Subject, generation: int, row: Row) -> str:
     try:
         subject.rekindle.call("reboot", "os", subject.guest.name, "--how", "warm-cache")
     except RekindleError as error:
-        # It may have ended meanwhile.
+        # The guest may have ended meanwhile.
         row.note = f"{row.note} {error}".strip()[:300]
         _booted(subject, generation)
         return "watch"

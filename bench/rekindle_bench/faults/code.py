@@ -1,8 +1,8 @@
 """Faults in the guest's code: replacements of instructions of its kernel.
 
-The paper's tool (from Nooks) does this inside the kernel. Here the kernel's code is read from the guest's RAM and
-decoded outside; the guest's module makes the change, since a QEMU that translates code does not notice writes
-from outside.
+The paper's tool (from Nooks) changes the code inside the kernel. This module reads the kernel's code from the guest's
+RAM and decodes it outside of the guest. A module in the guest then makes the change, since a QEMU that translates code
+does not notice writes from outside.
 """
 
 import random
@@ -57,12 +57,12 @@ def _decoder() -> capstone.Cs:
 
 @dataclass
 class Code:
-    """A kernel's functions."""
+    """The functions of a kernel."""
 
     symbols: list[tuple[int, str]]
-    """Start of each, in order; including data symbols, since they end the function before."""
+    """Start addresses in order; including data symbols, since each ends the previous function."""
     text: bytes
-    """The code itself, from `start` on."""
+    """Machine code, from address `start` on."""
     start: int
     _decoder: capstone.Cs = field(default_factory=_decoder)
 
@@ -81,7 +81,7 @@ class Code:
         return sorted(symbol for symbol in symbols if start <= symbol[0] <= end), start, end
 
     def loaded(self) -> list[int]:
-        """Indices of the symbols that a loaded guest executes."""
+        """Indices of the symbols of functions that a guest under load executes."""
         return [
             n
             for n, (address, name) in enumerate(self.symbols[:-1])
@@ -89,7 +89,7 @@ class Code:
         ]
 
     def name(self, address: int) -> str:
-        """Returns the function that contains an address."""
+        """Returns the name of the function that contains an address."""
         at = bisect_right(self.symbols, (address, "\U0010ffff")) - 1
         return f"{self.symbols[at][1]}+{address - self.symbols[at][0]:#x}"
 
@@ -99,7 +99,7 @@ class Code:
         return list(self._decoder.disasm(self.text[begin - self.start : end - self.start], begin))
 
     def changes(self, kind: str, rng: random.Random) -> Iterator[Change]:
-        """Yields faults of a kind without end, in functions that the guest executes."""
+        """Yields faults of a kind, without end, in functions that the guest executes."""
         functions = self.loaded()
         if not functions:
             raise ValueError("the kernel has none of the functions that are known to be run")
@@ -143,7 +143,7 @@ class Code:
         raise ValueError(f"no fault in code: {kind}")
 
     def _is_another(self, kind: str, old: capstone.CsInsn, new: bytes) -> bool:
-        """Whether the flipped bit changes only the destination register, or only the address of a memory operand."""
+        """Returns whether the flipped bit changes only the destination register, or only a memory operand's address."""
         decoded = list(self._decoder.disasm(new, old.address))
         if len(decoded) != 1 or decoded[0].size != old.size or decoded[0].id != old.id or not old.operands:
             return False
@@ -194,12 +194,12 @@ def _reads_parameter(instruction: capstone.CsInsn) -> bool:
 
 
 def _is_conditional(old: bytes) -> bool:
-    """Jcc, short or near."""
+    """Returns whether an instruction is a conditional jump (Jcc), short or near."""
     return 0x70 <= old[0] <= 0x7F or (len(old) == 6 and old[0] == 0x0F and 0x80 <= old[1] <= 0x8F)
 
 
 def _inverted(instruction: capstone.CsInsn, old: bytes) -> list[bytes]:
-    """Returns a backward branch with the opposite condition: the lowest bit of its code."""
+    """Returns a backward branch with the opposite condition, which is the lowest bit of the opcode."""
     if not _is_conditional(old) or instruction.operands[0].imm > instruction.address:
         return []
     at = 0 if old[0] != 0x0F else 1

@@ -1,4 +1,4 @@
-"""The environment of this topic: guests with a disk of Rekindle's that are inspected and damaged from outside."""
+"""Guests of the fault experiment: their disks have Rekindle's server, their RAM is read and damaged from outside."""
 
 import contextlib
 import json
@@ -38,18 +38,18 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True)
 class FaultGuest(Guest):
-    """The guest: image `micro-faults`, one disk."""
+    """The guest of the experiment: image `micro-faults`, one disk."""
 
     SHUTDOWN_TIMEOUT: ClassVar[str] = "4s"
 
     @property
     def disk(self) -> Path:
-        """The file of its disk."""
+        """File of the guest's disk."""
         return self.disk_dir / f"{self.name}.raw"
 
     @property
     def command_line(self) -> str:
-        """The kernel's command line, with code at fixed addresses."""
+        """Kernel command line, with code at fixed addresses."""
         return f"{super().command_line} nokaslr"
 
     def disk_lines(self) -> list[str]:
@@ -66,7 +66,7 @@ class FaultGuest(Guest):
 
 @dataclass
 class Subject:
-    """A running VM, and access to its state."""
+    """A running VM, with access to its state."""
 
     guest: FaultGuest
     rekindle: Rekindle
@@ -84,7 +84,7 @@ class Subject:
                 time.sleep(0.02)
 
     def ask(self, line: str, patience_s: float = 10.0) -> str:
-        """Sends a line and returns the answer. Raises `NoAnswerError` without an answer, or when it is incomplete."""
+        """Sends a line and returns the answer. Raises `NoAnswerError` if the answer is missing or incomplete."""
         try:
             with self.connect(patience_s) as connection:
                 connection.settimeout(patience_s)
@@ -100,7 +100,7 @@ class Subject:
         return answer.decode(errors="replace").strip()
 
     def receive(self, line: str, length: int | None, patience_s: float = 60.0) -> bytes:
-        """Sends a line and returns the `length` bytes that answer it, or all of them."""
+        """Sends a line and returns the first `length` bytes of the answer; without `length`, the whole answer."""
         try:
             with self.connect(patience_s) as connection:
                 connection.settimeout(patience_s)
@@ -121,11 +121,11 @@ class Subject:
         return b"".join(parts)
 
     def progress(self, patience_s: float) -> list[int]:
-        """Returns blocks that its load has read and written, and packets sent."""
+        """Returns the numbers of blocks that the guest's load has read and written, and of packets sent."""
         return [int(word) for word in self.ask("progress", patience_s).split()[1:]]
 
     def state(self) -> dict[str, Any]:
-        """Reads Rekindle's state file of the VM; it is renamed into place, so always complete."""
+        """Reads Rekindle's state file of the VM. The file is replaced by a rename, so it is always complete."""
         return json.loads((self.rekindle.run_dir / self.guest.name / "state.json").read_text())
 
     def generation(self) -> int:
@@ -133,7 +133,7 @@ class Subject:
         return int(self.state()["generation"])
 
     def qemu_alive(self) -> bool:
-        """Whether the QEMU of this generation runs."""
+        """Returns whether the QEMU of this generation runs."""
         vmm = self.state()["vmm"]
         try:
             return vmm is not None and Path(f"/proc/{vmm['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -141,30 +141,30 @@ class Subject:
             return False
 
     def busy(self) -> bool:
-        """Whether an operation on the VM is running."""
+        """Returns whether an operation on the VM is running."""
         return (self.rekindle.run_dir / self.guest.name / "operation.json").exists()
 
     def ram_file(self) -> Path:
-        """Returns the file that is its RAM."""
+        """Returns the guest's RAM file."""
         return Path(self.state()["hardware"]["ram"]["path"])
 
     def wait_ready(self) -> None:
-        """Waits until it answers."""
+        """Waits until the guest answers."""
         answer = self.ask("progress", READY_S)
         if not answer.startswith("ok"):
             raise RekindleError(f"{self.guest.name}: {answer}")
 
     def status(self) -> dict[str, Any]:
-        """Returns the status of its disk server."""
+        """Returns the status of the disk server."""
         return self.rekindle.call("disk", "status", str(self.rekindle.run_dir / self.guest.name / "disk-disk0.control"))
 
     def console(self) -> str:
-        """Returns its console output so far."""
+        """Returns the console output so far."""
         path = self.rekindle.run_dir / self.guest.name / "console.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def image(self) -> np.ndarray:
-        """Reads the disk past the host's page cache: a row for each block."""
+        """Reads the disk past the host's page cache: an array with a row for each block."""
         length = BLOCKS * ROW_BYTES
         with contextlib.closing(mmap.mmap(-1, length)) as buffer:
             disk = os.open(self.guest.disk, os.O_RDONLY | os.O_DIRECT)
@@ -180,12 +180,12 @@ class Subject:
             return np.frombuffer(buffer[:], dtype=np.uint64).reshape(BLOCKS, ROW_BYTES // 8)
 
     def seen(self) -> np.ndarray:
-        """Reads the disk as the guest sees it, through its page cache: a row for each block."""
+        """Reads the disk as the guest sees it, through the guest's page cache: an array with a row for each block."""
         data = self.receive(f"send vda 0 {BLOCKS}", BLOCKS * ROW_BYTES)
         return np.frombuffer(data, dtype=np.uint64).reshape(BLOCKS, ROW_BYTES // 8)
 
     def receive_queue(self) -> dict[str, Any]:
-        """Returns the location of its network card's receive queue, as QEMU reports it."""
+        """Returns the location of the network card's receive queue, as QEMU reports it."""
         directory = Path(self.state()["vmm"]["directory"])
         with Qmp(directory / "qmp.sock", timeout=10.0) as qmp:
             cards = [device for device in qmp.execute("x-query-virtio") if device["name"] == "virtio-net"]
@@ -196,7 +196,7 @@ class Subject:
 
     @contextmanager
     def traffic(self) -> Iterator[None]:
-        """Sends data to the guest's echo port and back while the body runs, as long as it accepts that."""
+        """Sends data to the guest's echo port and back while the body runs, for as long as the port accepts data."""
         ended = threading.Event()
 
         def run() -> None:
@@ -221,23 +221,23 @@ class Subject:
 
 
 def complaints(text: str) -> bool:
-    """Whether a kernel complained."""
+    """Returns whether a kernel has reported an error on its console."""
     return bool(_COMPLAINT.search(text))
 
 
 @dataclass
 class FaultEnvironment(Environment):
-    """Guests that are damaged, with and without the check of digests."""
+    """The environment of the fault experiment: guests with and without the check of digests."""
 
     unchecked: Rekindle | None
-    """The binary without the check of digests, in a run directory of its own."""
+    """Runs the binary without the check of digests, in a run directory of its own."""
     done: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Runs that are done already, by type and whether they were checked."""
+    """Number of finished runs, by type and by whether digests were checked."""
     code: Code | None = None
     _once: threading.Lock = field(default_factory=threading.Lock)
 
     def fault_image(self) -> Image:
-        """Returns the guest's image, built if need be."""
+        """Returns the guest's image, built if necessary."""
         if "micro-faults" not in self.images:
             folder = guests.run_build(self.root / "tests/images/faults/build")
             self.images["micro-faults"] = guests.Image("micro-faults", folder)
@@ -269,7 +269,7 @@ class FaultEnvironment(Environment):
             guest.disk.unlink(missing_ok=True)
 
     def _learn(self, subject: Subject) -> None:
-        """Reads the kernel's code once: it is the same in each guest."""
+        """Reads the kernel's code once, since all guests have the same kernel."""
         from .ram import Ram
 
         with self._once:

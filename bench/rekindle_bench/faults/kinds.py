@@ -1,4 +1,4 @@
-"""The types of faults, in the paper's classes and order (section 5.7), and ours after them."""
+"""The types of faults: the paper's in its classes and order (section 5.7), then types that the paper does not have."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,9 +14,9 @@ class Kind:
     name: str
     of_class: Class
     method: Method
-    """`code`: changes an instruction. `line`: a command to the guest's module. Others: written to its RAM."""
+    """`code`: changes an instruction. `line`: a command to the guest's module. Others: written to the guest's RAM."""
     paper: bool
-    """Whether the paper has it."""
+    """Whether the paper has this type."""
     count: int
     """Faults in one run."""
     what: str

@@ -11,7 +11,7 @@ from . import analysis
 from .kinds import KINDS
 from .rows import OUTCOMES
 
-# Okabe and Ito's palette.
+# Palette of Okabe and Ito.
 COLOURS = {"crashed": "#D55E00", "died": "#CC79A7", "hung": "#E69F00", "stalled": "#56B4E9", "went on": "#009E73"}
 
 

@@ -1,4 +1,4 @@
-"""A guest's memory from outside: faults are written into its RAM file while it runs."""
+"""A guest's memory from outside: writes faults into the RAM file while the guest runs."""
 
 import random
 import struct
@@ -9,13 +9,13 @@ import numpy as np
 
 PAGE = 4096
 _WRITABLE = 2
-"""VIRTQ_DESC_F_WRITE."""
+"""Flag VIRTQ_DESC_F_WRITE."""
 _AHEAD = 4
-"""Distance from the card's next buffer to the first one that is changed, since nearer ones may be in use."""
+"""Distance from the card's next buffer to the first buffer that is changed, since nearer ones may be in use."""
 
 
 class Ram:
-    """The file that is a guest's RAM. Physical addresses are offsets into it: the guest has less than 2 GiB."""
+    """A guest's RAM file. Physical addresses are offsets into it: the guest has less than 2 GiB."""
 
     def __init__(self, path: Path) -> None:
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r+")
@@ -30,7 +30,7 @@ class Ram:
         return self._bytes[address : address + length].tobytes()
 
     def write(self, address: int, data: bytes) -> None:
-        """Writes bytes, as far as there is memory."""
+        """Writes bytes; drops those beyond the end of memory."""
         end = min(address + len(data), len(self._bytes))
         self._bytes[address:end] = np.frombuffer(data[: end - address], dtype=np.uint8)
 
@@ -39,7 +39,7 @@ class Ram:
         self._bytes[address] ^= 1 << bit
 
     def cached(self, image: np.ndarray) -> dict[int, int]:
-        """Returns frames that hold disk blocks, each with its block. `image`: a row of uint64 for each block."""
+        """Returns the frames that hold disk blocks, each with its block. `image`: a row of uint64 for each block."""
         words = self._bytes[: self.frames * PAGE].view(np.uint64).reshape(self.frames, PAGE // 8)
         order = np.argsort(image[:, 0])
         found = np.searchsorted(image[order, 0], words[:, 0])
@@ -48,14 +48,14 @@ class Ram:
         return {int(frame): int(block[frame]) for frame in maybe if np.array_equal(words[frame], image[block[frame]])}
 
     def flip_cached(self, cached: dict[int, int], count: int, rng: random.Random) -> list[int]:
-        """Flips a bit in each of `count` frames; returns those."""
+        """Flips a bit in each of `count` frames; returns these frames."""
         frames = rng.sample(sorted(cached), min(count, len(cached)))
         for frame in frames:
             self.flip(frame * PAGE + rng.randrange(PAGE), rng.randrange(8))
         return frames
 
     def overrun_cached(self, cached: dict[int, int], count: int, rng: random.Random) -> list[list[int]]:
-        """Lets copies into page-cache frames overrun by one byte to four pages; returns the frames overrun, by copy."""
+        """Simulates copies that overrun page-cache frames by up to four pages; returns the overrun frames, by copy."""
         done = []
         for frame in rng.sample(sorted(cached), min(count, len(cached))):
             data = rng.randbytes(rng.randint(1, 4 * PAGE))
@@ -64,7 +64,7 @@ class Ram:
         return done
 
     def flip_stacks(self, stacks: str, count: int, rng: random.Random) -> int:
-        """Flips bits in used kernel stacks. `stacks`: as the guest's module lists them."""
+        """Flips bits in used kernel stacks; returns how many. `stacks`: the list from the guest's module."""
         by_task: dict[str, list[tuple[int, int]]] = {}
         for line in stacks.splitlines():
             task, start, length = line.split()
@@ -80,9 +80,9 @@ class Ram:
         return count if by_task else 0
 
     def give_to_card(self, queue: dict[str, Any], cached: dict[int, int], count: int, rng: random.Random) -> list[int]:
-        """Places buffers of the driver in page-cache frames, so that the card writes packets there; returns the frames.
+        """Replaces buffers of the card's driver by page-cache frames, so that the card writes packets to them.
 
-        `queue`: the receive queue, as QMP `x-query-virtio-queue-status` describes it (split ring).
+        Returns the frames. `queue`: the receive queue, as QMP `x-query-virtio-queue-status` describes it (split ring).
         """
         size, next_one = int(queue["vring-num"]), int(queue["last-avail-idx"])
         descriptors, ring = int(queue["vring-desc"]), int(queue["vring-avail"])

@@ -1,4 +1,4 @@
-"""The raw rows of this topic."""
+"""Raw rows of the fault experiment."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from rekindle_bench.rows import read_rows
 
 Outcome = Literal["crashed", "hung", "stalled", "went on", "died"]
 OUTCOMES: tuple[Outcome, ...] = ("crashed", "hung", "stalled", "went on", "died")
-"""State of the guest before it was rebooted; docs/fault-experiment.md."""
+"""State of the guest before its reboot; docs/fault-experiment.md defines the outcomes."""
 
 
 @dataclass
@@ -20,16 +20,16 @@ class Row:
     kind: str
     of_class: str
     checked: int
-    """0: the server was built with `unchecked-attic`."""
+    """1: the server checks digests; 0: the server was built with `unchecked-attic`."""
     block: int
     seed: int
     put: int = 0
     """Number of injected faults."""
     outcome: str = ""
     way: str = ""
-    """How it was rebooted: `watch` (Rekindle by itself), `host` (`rekindle reboot os`), `recover`."""
+    """Way of the reboot: `watch` (automatically), `host` (`rekindle reboot os`), `recover`."""
     oops: int = 0
-    """Whether the guest's kernel complained on the console."""
+    """1 if the guest's kernel has reported an error on the console, else 0."""
     kept: int | None = None
     """Blocks that the retained cache could have when the guest began to boot."""
     served: int | None = None
@@ -39,15 +39,15 @@ class Row:
     compared: int | None = None
     """Blocks that were read from the guest."""
     wrong: int | None = None
-    """Blocks of those that differ from the disk."""
+    """Compared blocks that differ from the disk."""
     where: list[int] = field(default_factory=list)
-    """The first of them."""
+    """The first of the blocks that differ."""
     hit: list[int] = field(default_factory=list)
-    """Blocks whose page-cache frames were damaged, where known: only faults from outside that target them."""
+    """Blocks whose page-cache frames were damaged; known only for faults from outside that target such frames."""
     hit_wrong: int | None = None
-    """How many of those were wrong."""
+    """Damaged blocks (`hit`) that differ from the disk."""
     us: int | None = None
-    """Duration of the run."""
+    """Duration of the run in microseconds."""
     note: str = ""
 
 

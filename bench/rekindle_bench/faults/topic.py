@@ -1,4 +1,4 @@
-"""Measures and analyses this topic."""
+"""Runs the fault experiment: damages guests, reboots them with a warm cache, and compares every block with the disk."""
 
 import os
 import subprocess
@@ -19,8 +19,8 @@ TOPIC = "faults"
 def measure(task: run.Task) -> Path:
     """Runs the case and writes the raw files; returns the file of rows.
 
-    `RESUME=1` in the environment continues with the existing rows. `REKINDLE_UNCHECKED`: a binary with the feature
-    `unchecked-attic`; one is built if none is given.
+    `RESUME=1` in the environment continues with the existing rows. `REKINDLE_UNCHECKED`: path of a binary with the
+    feature `unchecked-attic`, which is built if the variable is not set.
     """
     raw = task.out / run.raw_name(TOPIC)
     resumed = bool(os.environ.get("RESUME")) and raw.exists()
@@ -39,7 +39,7 @@ def measure(task: run.Task) -> Path:
 
 
 def build_unchecked(root: Path) -> Path:
-    """Builds a binary that does not check digests, in a target directory of its own."""
+    """Returns a binary that does not check digests: `REKINDLE_UNCHECKED`, or built in a separate target directory."""
     given = os.environ.get("REKINDLE_UNCHECKED")
     if given:
         return Path(given)
@@ -51,7 +51,7 @@ def build_unchecked(root: Path) -> Path:
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:
-    """Makes figures, tables and plots from a file of rows and, if present, its TOPIC-run.json."""
+    """Makes figures, tables and plots from a file of rows and, if present, the TOPIC-run.json of the run."""
     frame = rows.read(raw)
     about = run.copy_run(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))

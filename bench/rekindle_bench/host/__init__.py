@@ -1,4 +1,4 @@
-"""Topic `host`: rebooting a whole host under its guests, in the emulated one of `host/`.
+"""Topic `host`: reboots a whole host under its guests. The host is the emulated one of `tests/hosts/`.
 
 Follows section 5 of the paper on RootHammer (figures 5 to 8); docs/host-reboot.md.
 """

@@ -1,4 +1,4 @@
-"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+"""Computes the figures of host reboots from raw rows alone, so that a file can be analysed again."""
 
 import pandas as pd
 
@@ -17,7 +17,7 @@ MANY = 4
 
 
 def reboots(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns a row for each reboot: the values that its guests share, and the longest of their downtimes, in s."""
+    """Returns a row for each reboot: the values that its guests share, and their longest downtime, in s."""
     first = frame.drop_duplicates(KEYS).set_index(KEYS)
     downtime = frame.groupby(KEYS)["gap_us"].max() / 1e6
     both = first.assign(
@@ -30,7 +30,7 @@ def reboots(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
-    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    """Computes the figures, each with its bar. `raw`: name of the file of rows."""
     found = Findings(raw)
     all_of = reboots(frame)
 
@@ -98,7 +98,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists each case, way, number and size: medians in s."""
+    """Lists medians in s by case, way, number of guests and size."""
     lines: list[dict[str, object]] = []
     all_of = reboots(frame[frame["where"] == "emulated"])
     for case in ("counts", "sizes", "losses", "faults"):
@@ -131,7 +131,7 @@ def _median(values: "pd.Series[float]") -> float | None:
 
 
 def by_fault(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists each fault point."""
+    """Lists the fault points with their outcomes."""
     faults = frame[frame["case"] == "faults"]
     lines: list[dict[str, object]] = []
     for (fault, where), group in faults.groupby(["fault", "where"], sort=True):

@@ -1,4 +1,4 @@
-"""The cases: what is rebooted, and how often. The analysis judges them."""
+"""The cases: which guests and hosts are rebooted, and how often. The analysis judges the rows."""
 
 import random
 import time
@@ -28,8 +28,8 @@ FAULTS = (
     "host.resume.resumed:kill",
     "host.resume.recorded:kill",
 )
-"""Every numbered point of a suspend and a resume, except those at which a killed Rekindle would take a running
-QEMU along: that would not be a fault of a reboot."""
+"""Every numbered point of a suspend and a resume, except the points at which a killed Rekindle would take a running
+QEMU along: the death of a running QEMU would not be a fault of a reboot."""
 UNIT = "/etc/systemd/system/rekindle-{part}.service.d/fault.conf"
 SUSPEND_WITH = """[Service]
 ExecStop=
@@ -41,14 +41,14 @@ ExecStart=/usr/bin/rekindle host mount
 ExecStart=/bin/sh -c 'test -e /run/hit || {{ >/run/hit; export REKINDLE_FAULT={fault}; }}; exec rekindle host resume'
 """
 PARTNERS = 2
-"""Guests of a reboot with a fault: all or none are suspended."""
+"""Number of guests in a reboot with a fault: either all of them or none are suspended."""
 
 
 class Rounds:
-    """Remaining reboots of one case, as far as there is time."""
+    """The remaining reboots of one case, for as long as the plan's time lasts."""
 
     def __init__(self, env: HostEnvironment, plan: Plan, case: str) -> None:
-        """Starts with the reboots that the env knows to be done."""
+        """Counts the reboots whose rows exist already as done."""
         self.env, self.plan, self.case = env, plan, case
 
     def of(self, how: str, vms: int, memory_mib: int, wanted: int, where: str = "emulated") -> Iterator[int]:
@@ -71,7 +71,7 @@ def host(env: HostEnvironment) -> Iterator[Machine]:
 
 
 def ways(env: HostEnvironment, plan: Plan, case: str, vms: int, memory_mib: int, wanted: dict[str, int]) -> None:
-    """Reboots some guests in each way, in one emulated host."""
+    """Reboots a number of guests in each way, in one emulated host."""
     rounds = Rounds(env, plan, case)
     left = {how: list(rounds_left(env, case, how, vms, memory_mib, wanted)) for how in HOWS}
     if not any(left.values()):
@@ -93,14 +93,14 @@ def ways(env: HostEnvironment, plan: Plan, case: str, vms: int, memory_mib: int,
 
 
 def rounds_left(env: HostEnvironment, case: str, how: str, vms: int, memory_mib: int, wanted: dict[str, int]) -> range:
-    """Returns the numbers of reboots that have no rows yet."""
+    """Returns the numbers of the reboots that have no rows yet."""
     return range(env.done.get((case, how, vms, memory_mib, "emulated"), 0), wanted.get(how, 0))
 
 
 def reboot_once(
     env: HostEnvironment, here: Machine, guests: Sequence[Guest], case: str, number: int, how: str, fault: str = ""
 ) -> reboot.Rebooted:
-    """Reboots once and appends the rows; the guests are as before afterwards."""
+    """Reboots once and appends the rows; afterwards all guests are ready for another reboot."""
     seen = reboot.reboot(here, env.rekindle, guests, how, fault=bool(fault))
     if seen.token != (how == "warm"):
         raise MachineError(f"the kernel was {'' if seen.token else 'not '}entered by kexec, with --how {how}")
@@ -117,24 +117,24 @@ def reboot_once(
 
 
 def sizes(env: HostEnvironment, plan: Plan) -> None:
-    """Reboots with one guest, small to large."""
+    """Reboots with one guest, from small to large."""
     for memory_mib, wanted in plan.sizes.items():
         ways(env, plan, "sizes", 1, memory_mib, wanted)
 
 
 def counts(env: HostEnvironment, plan: Plan) -> None:
-    """Reboots with one to several small guests."""
+    """Reboots with one small guest, then with several."""
     for vms, wanted in plan.counts.items():
         ways(env, plan, "counts", vms, SMALL_MIB, wanted)
 
 
 def losses(env: HostEnvironment, plan: Plan) -> None:
-    """Reboots warm in a row, with connections open across all of them."""
+    """Reboots warm several times in a row, with connections open during all reboots."""
     ways(env, plan, "losses", PARTNERS, SMALL_MIB, {"warm": plan.losses})
 
 
 def faults(env: HostEnvironment, plan: Plan) -> None:
-    """Reboots warm with a fault at a random point: guests on this machine, then an emulated host."""
+    """Reboots warm with a fault at a random point: first guests on this machine, then an emulated host."""
     rounds = Rounds(env, plan, "faults")
     numbers = list(range(env.done.get(("faults", "warm", PARTNERS, SMALL_MIB, "direct"), 0), plan.direct))
     if numbers:
@@ -153,7 +153,7 @@ def faults(env: HostEnvironment, plan: Plan) -> None:
 
 
 def on_this_machine(env: HostEnvironment, rounds: Rounds, wanted: int) -> None:
-    """Suspends guests of this machine under TCG, ends their QEMUs, and resumes them as after a boot."""
+    """Suspends guests of this machine under TCG, ends their QEMUs, and resumes the guests as after a boot."""
     suspend_dir, config = env.work / "suspended", env.work / "host.toml"
     config.write_text(f'suspend_dir = "{suspend_dir}"\n')
     rekindle = direct.DirectRekindle(env.rekindle.binary, env.work / "run", config)

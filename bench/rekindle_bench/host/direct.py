@@ -1,4 +1,4 @@
-"""Suspends and resumes guests on this machine with a fault, as the units of a host would do."""
+"""Suspends and resumes guests on this machine with a fault, by the commands of a host's systemd units."""
 
 import json
 import os
@@ -24,11 +24,11 @@ class DirectRekindle(Rekindle):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Returns the environment of its commands."""
+        """Returns the environment of Rekindle's commands."""
         return {**super().environment, "REKINDLE_HOST_CONFIG": str(self.config)}
 
     def unit(self, words: Sequence[str], fault: str) -> bool:
-        """Runs a unit's command with a fault, and again without if that fails, as the units do.
+        """Runs a unit's command with a fault, and without the fault if the first run fails, as the units do.
 
         Returns whether the first run failed.
         """
@@ -52,7 +52,7 @@ class DirectRekindle(Rekindle):
             ).returncode
 
     def plan(self, names: Sequence[str], token: str) -> None:
-        """Writes what `rekindle reboot host` writes before it shuts the host down."""
+        """Writes the file that `rekindle reboot host` writes before it shuts the host down."""
         plan = {"token": token, "how": "warm", "vms": [[name, "warm"] for name in names], "kernel": None}
         (self.run_dir / ".host-plan.json").write_text(json.dumps(plan))
 
@@ -62,7 +62,7 @@ def reboot(
 ) -> bool:
     """Suspends, removes what a reboot removes, and resumes. Returns whether the fault happened.
 
-    The record's boot ID is replaced, so that every page is compared.
+    Replaces the boot ID in the record, so that every page is compared.
     """
     rekindle.plan(names, token)
     failed = rekindle.unit(["host", "suspend", "--planned"], fault if ".suspend." in fault else "")
@@ -73,14 +73,14 @@ def reboot(
     if head.exists():
         head.write_text(json.dumps({**json.loads(head.read_text()), "boot_id": "of another boot"}))
     failed |= rekindle.unit(["host", "resume"], fault if ".resume." in fault else "")
-    # Recovers guests that run already.
+    # Recovers the guests that still run.
     for name in names:
         rekindle.call("recover", name, ok=range(4))
     return failed
 
 
 def processes(run_dir: Path) -> list[int]:
-    """Returns processes with this run directory on their command line: QEMUs, servers, watchers."""
+    """Returns the processes with this run directory on their command line: QEMUs, disk servers, watchers."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -94,7 +94,7 @@ def processes(run_dir: Path) -> list[int]:
 
 
 def end_all(run_dir: Path) -> None:
-    """Kills its QEMUs, as the end of a host does."""
+    """Kills the QEMUs of a run directory, as the end of a host does."""
     end = time.monotonic() + ENDING_S
     while left := processes(run_dir):
         for pid in left:
@@ -108,7 +108,7 @@ def end_all(run_dir: Path) -> None:
 
 
 def remove_taps(netns: str) -> None:
-    """Removes the taps that it has made, as the end of a host does."""
+    """Removes the taps that Rekindle has made in a namespace, as the end of a host does."""
     links = subprocess.run(
         ["ip", "-n", netns, "-json", "link", "show"], capture_output=True, text=True, check=True
     ).stdout

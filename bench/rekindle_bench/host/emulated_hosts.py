@@ -1,4 +1,4 @@
-"""The environment of this topic: emulated hosts, and guests of this machine."""
+"""Emulated hosts of the host-reboot benchmark, and guests that run on this machine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,22 +13,22 @@ from rekindle_lab.rekindle import Rekindle
 from .plan import Plan
 
 Done = dict[tuple[str, str, int, int, str], int]
-"""Rounds that have rows already: by case, way, number of guests, their MiB, and where."""
+"""Number of reboots that have rows already: by case, way, number of guests, their MiB, and `Row.where`."""
 
 
 @dataclass
 class HostEnvironment(Environment):
-    """Emulated hosts: rounds that are done, and what is recorded of reboots."""
+    """The environment of the host-reboot benchmark: emulated hosts, reboots that are done, and records of reboots."""
 
     plan: Plan
     done: Done
     hosts: int = 0
-    """Number of emulated hosts so far: each has a folder of its own."""
+    """Number of emulated hosts so far; names the folder of the next one."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """Reboots with the client's throughput, for figure 8."""
 
     def breakdown_of(self, vms: int) -> tuple[str, ...]:
-        """Returns the ways for which throughput over time is kept, with so many guests: those of the largest number."""
+        """Returns the ways for which throughput over time is recorded: only with the largest number of guests."""
         if vms != max(self.plan.counts):
             return ()
         have = {record["how"] for record in self.records}

@@ -1,4 +1,4 @@
-"""The emulated host as a benchmark uses it: commands in it, and observations from outside, with times."""
+"""The emulated host of a benchmark: runs commands in it, and observes it from outside, with times."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from rekindle_lab import netns
 
 MEMORY = "4G"
 RESERVE_MIB = 1536
-"""RAM of the host: room for a guest of 1 GiB, or for four small ones."""
+"""RAM of the host in MiB: enough for one guest of 1 GiB, or for four small ones."""
 ADDRESS = "10.78.0.2"
 COMMAND_S = 120.0
 UP_S = 300.0
@@ -29,13 +29,13 @@ class MachineError(Exception):
 
 
 def now_us() -> int:
-    """Returns microseconds since 1970 by the clock of the measuring machine."""
+    """Returns microseconds since 1970 by the measuring machine's clock."""
     return time.time_ns() // 1000
 
 
 @dataclass
 class HostObservations:
-    """Observations of the host, in order: each with the time of this machine's clock."""
+    """Observations of the host in their order, each with the time of this machine's clock."""
 
     console: list[tuple[int, str]] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
@@ -46,21 +46,21 @@ class HostObservations:
         return times[-1] if times else None
 
     def first_reset(self, since_us: int) -> int | None:
-        """Returns the time of its first reset."""
+        """Returns the time of the first reset of the host after `since_us`, if any."""
         return next((at for at in list(self.resets) if at >= since_us), None)
 
 
 class Machine:
-    """A running host. Made by `machine`."""
+    """A running emulated host, made by `machine`."""
 
     def __init__(self, run: Path, folder: Path, rekindle: Path) -> None:
-        """`run`: the project's tests/hosts/run; `folder`: where it runs."""
+        """`run`: path of tests/hosts/run; `folder`: its working folder."""
         self.run, self.folder, self.rekindle = run, folder, rekindle
         self.netns = (folder / "netns").read_text().strip()
         self.seen = HostObservations()
 
     def ask(self, command: str, timeout: float = COMMAND_S, given: str | None = None) -> str:
-        """Runs a command in it and returns the output; raises unless it succeeds."""
+        """Runs a command in the host and returns the output; raises `MachineError` unless it succeeds."""
         try:
             done = subprocess.run(
                 [self.run, "exec", self.folder, command],
@@ -78,18 +78,18 @@ class Machine:
         return done.stdout
 
     def write(self, path: str, text: str) -> None:
-        """Writes a file in it."""
+        """Writes a file in the host."""
         self.ask(f"mkdir -p $(dirname {path}) && cat > {path}", given=text)
 
     def boot(self) -> tuple[str, int]:
-        """Returns its boot ID, and when its kernel began by this machine's clock."""
+        """Returns the host's boot ID, and when its kernel began by this machine's clock."""
         before = now_us()
         boot_id, uptime = self.ask("cat /proc/sys/kernel/random/boot_id /proc/uptime").split()[:2]
-        # The uptime was read at some time in between.
+        # The uptime was read at an unknown time between `before` and now.
         return boot_id, (before + now_us()) // 2 - int(float(uptime) * 1e6)
 
     def wait_boot(self, before: str, deadline_s: float = UP_S) -> tuple[str, int]:
-        """Returns the same for a boot other than `before`, once the host can be reached."""
+        """Returns boot ID and start of the kernel for a boot other than `before`, once the host can be reached."""
         end = time.monotonic() + deadline_s
         while True:
             try:
@@ -103,7 +103,7 @@ class Machine:
             time.sleep(0.5)
 
     def console(self) -> str:
-        """Returns all console output so far."""
+        """Returns the host's console output so far."""
         return (self.folder / "console.log").read_text(errors="replace")
 
 
@@ -142,7 +142,7 @@ def _watch_console(host: Machine, stopping: threading.Event) -> None:
 
 
 def _watch_events(host: Machine, stopping: threading.Event) -> None:
-    """Records each reset, with the time that QEMU gives it."""
+    """Records each reset of the host, with the time that QEMU reports."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as qmp:
         qmp.connect(str(host.folder / "qmp"))
         qmp.sendall(b'{"execute": "qmp_capabilities"}\n')
@@ -165,7 +165,7 @@ def _watch_events(host: Machine, stopping: threading.Event) -> None:
 
 @dataclass
 class Guest:
-    """A micro guest in the emulated host, reached from here."""
+    """A micro guest in the emulated host, reached from this machine."""
 
     host: Machine
     name: str
@@ -175,7 +175,7 @@ class Guest:
     session: socket.socket | None = None
 
     def definition(self) -> str:
-        """Returns its VM definition."""
+        """Returns the guest's VM definition."""
         words = "console=ttyS0 quiet mitigations=off cryptomgr.notests nokaslr rekindle.tick=0"
         return "\n".join(
             [
@@ -194,13 +194,13 @@ class Guest:
         )
 
     def start(self) -> None:
-        """Starts it."""
+        """Starts the guest."""
         path = f"/root/{self.name}.toml"
         self.host.write(path, self.definition())
         self.host.ask(f"rekindle run {path}", timeout=UP_S)
 
     def ask(self, line: str, timeout: float) -> str:
-        """Returns its answer to a command within `timeout` seconds."""
+        """Sends a command to the guest and returns the reply; waits at most `timeout` seconds."""
         with netns.connect(self.host.netns, self.address, 7000, timeout) as connection:
             connection.settimeout(timeout)
             connection.sendall(line.encode() + b"\n")
@@ -208,11 +208,11 @@ class Guest:
                 return answer.readline().strip()
 
     def wait_ready(self, deadline_s: float = UP_S) -> str:
-        """Returns its boot ID once it answers; raises if it does not within the deadline."""
+        """Returns the guest's boot ID once the guest answers; raises at the deadline."""
         return _within(deadline_s, self.name, lambda: self.ask("boot-id", 5.0))
 
     def fill(self) -> None:
-        """Fills all memory that its kernel can spare with a pattern, and opens a connection to it."""
+        """Fills all memory that the guest's kernel can spare with a pattern, and opens a connection to the guest."""
         answer = self.ask("touch all 7", UP_S)
         if not answer.startswith("ok"):
             raise MachineError(f"{self.name}: touch: {answer}")
@@ -223,7 +223,7 @@ class Guest:
             raise MachineError(f"{self.name}: no echo")
 
     def echoes(self, text: bytes) -> bool:
-        """Whether the open connection still echoes what is sent."""
+        """Returns whether the open connection still echoes what is sent."""
         if self.session is None:
             return False
         try:
@@ -243,7 +243,7 @@ class Guest:
             self.session = None
 
     def outcome(self, deadline_s: float = UP_S) -> str:
-        """Returns its outcome: see `Row.outcome`."""
+        """Returns the guest's outcome: see `Row.outcome`."""
         try:
             boot_id = self.wait_ready(deadline_s)
             if boot_id != self.boot_id:

@@ -1,29 +1,29 @@
-"""Number of reboots, and the guests with their sizes."""
+"""The full and the quick plan: number of host reboots, and the guests with their sizes."""
 
 from dataclasses import dataclass
 
 from rekindle_lab.guests import size
 
 SMALL_MIB = 128
-"""The small guests, of which there are several."""
+"""MiB of each guest in the cases with several guests."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Reboots of the host, by guests and way."""
+    """Number of reboots of the host, by guests and way."""
 
     sizes: dict[int, dict[str, int]]
-    """One guest, by MiB of RAM, filled."""
+    """Reboots of each way with one filled guest, by MiB of RAM."""
     counts: dict[int, dict[str, int]]
-    """Small guests, by their number."""
+    """Reboots of each way with small guests, by their number."""
     losses: int
-    """Warm reboots in a row, with connections open."""
+    """Warm reboots in a row, with connections open during all of them."""
     emulated: int
-    """Warm reboots with a fault."""
+    """Warm reboots of an emulated host with a fault."""
     direct: int
-    """The same for guests on this machine, whose kernel stays: suspended, their QEMUs ended, resumed."""
+    """Suspends and resumes with a fault, of guests on this machine: their QEMUs are ended, the kernel stays."""
     budget_s: float | None = None
-    """A reboot that would begin later than this is left out."""
+    """No reboot begins later than this many seconds after the start."""
 
 
 FULL = Plan(
@@ -53,7 +53,7 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Lists what this plan omits from the full one."""
+    """Lists the reboots that `plan` omits from the full plan."""
     lines = []
     for what, full, own in (("guest with", FULL.sizes, plan.sizes), ("guests:", FULL.counts, plan.counts)):
         for key, ways in full.items():

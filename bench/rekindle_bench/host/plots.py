@@ -1,4 +1,4 @@
-"""The paper's figures 5 to 8."""
+"""Plots the paper's figures 5 to 8."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ NAMES = {
     "userspace": "user space",
     "resume": "resume, boot",
 }
-# Okabe and Ito's palette, and greys for the host's own parts.
+# Palette of Okabe and Ito, and greys for the host's own parts.
 COLOURS = {
     "services": "#DDDDDD",
     "suspend": "#CC79A7",
@@ -93,7 +93,7 @@ def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
 
 
 def tasks(frame: pd.DataFrame, x: str, label: str, ticks: dict[int, str], path: Path, title: str) -> None:
-    """Plots the work on guests before and after the host's own reboot."""
+    """Plots the time that work on guests takes before and after the host's own reboot."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained", sharey=True)
     drawn: list[float] = []
     in_ms = frame.assign(before_ms=frame["before_s"] * 1e3, after_ms=frame["after_s"] * 1e3)

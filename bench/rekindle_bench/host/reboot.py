@@ -13,7 +13,7 @@ from .machine import UP_S, Guest, Machine, MachineError, now_us
 from .rows import Row
 
 EVERY = "20ms"
-"""The client opens a connection this often, so that the return of a guest is seen within that."""
+"""Interval at which the client opens a connection: bounds the error of the time at which a guest returns."""
 SETTLED_S = 1.0
 REBOOT_S = 480.0
 DONE = ("resumed with its memory", "after it was shut down", "booted from its disks", "not resumed")
@@ -22,24 +22,24 @@ SAVED = r"suspended, its RAM|: shut down"
 
 @dataclass
 class Rebooted:
-    """Observations of one reboot: times by this machine's clock, microseconds since 1970."""
+    """Observations of one reboot. Times are microseconds since 1970 by this machine's clock."""
 
     how: str
     command_us: int
     kernel_us: int = 0
     stages: dict[str, int] = field(default_factory=dict)
-    """Fields of `Row`."""
+    """Values for fields of `Row` that all guests share."""
     steps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Reports of the clients, by VM."""
+    """Reports of the clients, by name of the VM."""
     probes: dict[str, dict[str, Any]] = field(default_factory=dict)
     token: bool = False
-    """Whether the kernel was entered by kexec."""
+    """Whether the new kernel was entered by kexec."""
 
 
 def reboot(host: Machine, rekindle: Rekindle, guests: Sequence[Guest], how: str, *, fault: bool = False) -> Rebooted:
-    """Reboots the host under `guests`, and waits until it is up and they answer, or have had time to.
+    """Reboots the host under `guests`. Waits until the host is up and the guests answer, or their deadline has passed.
 
-    With a `fault` the host need not report the outcome of each guest; to query them takes some of its time.
+    With a `fault` the host need not report the outcome of each guest: the queries take some of the host's time.
     """
     before, _ = host.boot()
     targets = [(f"tcp://{guest.address}:7", host.netns) for guest in guests]
@@ -54,7 +54,7 @@ def reboot(host: Machine, rekindle: Rekindle, guests: Sequence[Guest], how: str,
             try:
                 guest.wait_ready()
             except MachineError:
-                break  # its outcome is reported as gone
+                break  # the caller reports the guest's outcome as `gone`
         time.sleep(SETTLED_S)
     _, seen.kernel_us = host.wait_boot(before)
     seen.probes = {guest.name: probe.report for guest, probe in zip(guests, probes, strict=True)}
@@ -101,7 +101,7 @@ def read_records(host: Machine, seen: Rebooted, names: Sequence[str]) -> None:
 
 
 def last_reboot(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the steps of the last suspend and of the resume after it, from a VM's timeline."""
+    """Returns the steps of the last suspend, and of the resume after it, from a VM's timeline."""
     ours = [entry for entry in entries if entry["operation"].startswith("host ")]
     suspends = [entry["operation"].startswith("host suspend") for entry in ours]
     if not any(suspends):

@@ -1,4 +1,4 @@
-"""The raw rows of this topic."""
+"""Raw rows of the host-reboot benchmark."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,8 @@ Outcome = Literal["kept", "booted", "gone"]
 class Row:
     """The outcome of one reboot of the host for one guest.
 
-    Names end in the unit. `*_host_us`: microseconds since 1970 by this machine's clock, also for what the emulated host
-    did. `suspend_us`, `resume_us` and the stages are the same in all rows of one reboot.
+    Names end in the unit. `*_host_us`: microseconds since 1970 by this machine's clock, also for events in the emulated
+    host. `suspend_us`, `resume_us` and the stages are the same in all rows of one reboot.
     """
 
     case: str
@@ -29,35 +29,35 @@ class Row:
     """Rows of one case, way, number and size with the same round belong to one reboot."""
     vm: str
     where: str = "emulated"
-    """`direct`: guests of this machine, whose kernel stays."""
+    """`emulated`: guests of an emulated host. `direct`: guests of this machine, whose kernel stays."""
     gap_us: int | None = None
-    """The longest time in which a client that connects anew each time got no connection, and its bounds."""
+    """The client's longest time without a connection, and its bounds. The client connects anew for each request."""
     gap_start_host_us: int | None = None
     gap_end_host_us: int | None = None
     outcome: str = ""
-    """`kept`: it continues with its memory; `booted`: it has booted; `gone`: neither within the deadline."""
+    """`kept`: the guest continues with its memory; `booted`: it has booted; `gone`: neither within the deadline."""
     wanted: str = "kept"
     sessions: int | None = None
-    """TCP connections that were open before, and those of them that were lost."""
+    """Number of TCP connections that were open before the reboot; `sessions_lost` of them were lost."""
     sessions_lost: int | None = None
     fault: str = ""
     """The fault point and the kind of fault."""
     seed: int | None = None
     suspend_us: int | None = None
-    """From the first guest's stop until the record of all is valid."""
+    """From the first guest's stop until the record of all guests is valid."""
     resume_us: int | None = None
-    """From when the new kernel provides what guests need until the last of them runs."""
+    """From when the new kernel provides what guests need until the last guest runs."""
     ahead_us: int | None = None
-    """Preparation while guests still ran."""
+    """Preparation while the guests still ran."""
     services_us: int | None = None
     """From the command to the first guest's silence: the host's services stop."""
     down_us: int | None = None
-    """From the record until the machine is reset, or the next kernel begins."""
+    """From the valid record until the machine is reset, or the next kernel begins."""
     firmware_us: int | None = None
-    """From the reset until the kernel begins; none if kexec enters it."""
+    """From the reset until the kernel begins; `None` if kexec enters the kernel."""
     kernel_us: int | None = None
     userspace_us: int | None = None
-    """Until guests' RAM, KVM and bridges are available."""
+    """From the start of user space until guests' RAM, KVM and bridges are available."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     note: str = ""
 

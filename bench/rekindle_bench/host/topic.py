@@ -1,4 +1,4 @@
-"""Measures and analyses this topic."""
+"""Measures reboots of a host under its guests, and analyses the rows."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def measure(task: run.Task) -> Path:
 
 
 def rounds(raw: Path) -> Done:
-    """Counts the reboots of each kind that have all their rows in a file."""
+    """Counts, for each kind of reboot, the reboots that have all their rows in a file."""
     frame = rows.read(raw)
     keys = ["case", "how", "vms", "memory_mib", "where"]
     whole = frame.groupby([*keys, "round"]).size().reset_index(name="rows")

@@ -1,7 +1,7 @@
 """Topic `move`: a running guest moves to another host, by `rekindle move` and by QEMU's live and non-live migration.
 
-Follows section 6.2 of the RootHammer paper (TDSC 2010): the downtime of a non-live migration (its D_m), the whole time
-of a live one (M_l), and how much slower the guest serves meanwhile (gamma).
+Follows section 6.2 of the RootHammer paper (TDSC 2010): the downtime of a non-live migration (D_m), the whole time of a
+live one (M_l), and by how much the guest's service slows down meanwhile (gamma).
 """
 
 from .cases import CASES

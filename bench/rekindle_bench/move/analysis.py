@@ -1,4 +1,4 @@
-"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+"""Computes the figures of moves between hosts from raw rows alone, so that a file can be analysed again."""
 
 import json
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from .rows import STORES, THERE
 
 SMALL_MIB = 512
 LOAD = "dirty 20"
-"""The figure is of a guest under load: an idle one has next to nothing to send in any pause."""
+"""The load for which the figure is computed: an idle guest has next to nothing to send in a pause."""
 
 
 def stopped(frame: pd.DataFrame, **where: float | str) -> list[float]:
-    """Returns guest-stopped times, in ms."""
+    """Returns guest-stopped times in ms."""
     return milliseconds(pick(frame, "stopped_us", **where))
 
 
 def best_live(frame: pd.DataFrame, load: str, mib: float) -> str | None:
-    """Returns the live migration with the shortest median guest-stopped time, of those that always converge."""
+    """Returns the live migration with the shortest median guest-stopped time, among those that always converge."""
     rows = frame[(frame["load"] == load) & (frame["memory_mib"] == mib)]
     medians = {}
     for how in LIVE:
@@ -35,7 +35,7 @@ def best_live(frame: pd.DataFrame, load: str, mib: float) -> str | None:
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
-    """Returns the figure of the issue's table, against QEMU's best way. `raw`: the rows' file."""
+    """Computes the figure with its bar, against QEMU's best way. `raw`: name of the file of rows."""
     found = Findings(raw)
     extra = {}
     for load, name in ((LOAD, "ratio_dirty"), ("idle", "ratio_idle")):
@@ -69,7 +69,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
 
 
 def degraded(group: pd.DataFrame) -> float | None:
-    """Returns the paper's gamma: by how much the service rate dropped from the command until the guest was stopped."""
+    """Returns the paper's gamma: by what share the service rate drops from the command until the guest is stopped."""
     pairs = group[["before_per_s", "during_per_s"]].dropna()
     pairs = pairs[pairs["before_per_s"] > 0]
     if pairs.empty:
@@ -78,7 +78,7 @@ def degraded(group: pd.DataFrame) -> float | None:
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists each size, load and way."""
+    """Lists medians by size, load and way."""
     lines: list[dict[str, object]] = []
     for (mib, load, how), group in frame.groupby(["memory_mib", "load", "how"], sort=True):
         values = milliseconds(pick(group, "stopped_us"))
@@ -106,12 +106,12 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def pauses(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Returns medians of the parts of a move's pause, in ms."""
+    """Lists medians of the parts of a move's pause, in ms."""
     return _parts(frame, lambda name: None if name.startswith(THERE) else f"{name} ms")
 
 
 def there(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Returns medians of the steps on the other host, in ms."""
+    """Lists medians of the steps on the destination host, in ms."""
     return _parts(frame, lambda name: f"{name.removeprefix(THERE)} ms" if name.startswith(THERE) else None)
 
 

@@ -1,8 +1,8 @@
-"""The case: a guest is booted here and moved in each way in turn; each leaves a row. The analysis judges it.
+"""The case: a guest is booted on the source host and moved in each way in turn. Each move appends a row.
 
-The two hosts are two run directories and two network namespaces of one machine; the link is its loopback for all:
-`ssh` is a script that starts the other Rekindle here, QEMU's migration uses TCP, and checkpoints use TLS to a store
-and from it. `move-local` has its store in a folder, which crosses no link.
+Two run directories and two network namespaces of one machine serve as the two hosts. Every way uses the machine's
+loopback as its link: `ssh` is a script that starts the destination's Rekindle, QEMU's migration uses TCP, and
+checkpoints use TLS to a store and from it. `move-local` has its store in a folder, which crosses no link.
 """
 
 import json
@@ -26,7 +26,7 @@ from .rows import HOWS, STORES, THERE, Row
 
 IMAGE = "micro"
 QUIET_S = 2.0
-"""Duration for which the guest's service is watched before the move."""
+"""Time in s for which a client uses the guest's service before the move."""
 FILL_DEADLINE_S = 300.0
 
 
@@ -40,7 +40,7 @@ class DestinationHost:
     ssh: Path
 
     def guest_there(self, guest: Guest) -> Guest:
-        """Returns the guest as seen on that host."""
+        """Returns the guest as reached on the destination host."""
         return replace(guest, netns=self.netns, ram_dir=self.ram)
 
 
@@ -58,7 +58,7 @@ def _there(env: ProtectEnvironment) -> Iterator[DestinationHost]:
 
 
 def moves(env: ProtectEnvironment, plan: Plan) -> None:
-    """Moves by size, load and way."""
+    """Moves guests of each size under each load, in each way."""
     with _there(env) as there:
         for number in range(plan.rounds):
             for mib, touch in plan.sizes.items():

@@ -1,4 +1,4 @@
-"""What a run measures: repetitions, sizes and loads; in full, and within 8 minutes."""
+"""The full plan, and the quick plan of 8 minutes: repetitions, sizes and loads of moves."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from rekindle_lab.guests import size
 
 @dataclass(frozen=True)
 class Plan:
-    """Repetitions."""
+    """Sizes and loads of the guests, and repetitions of each move."""
 
     sizes: dict[int, str]
-    """MiB of RAM, and how much of it the guest has filled."""
+    """Sizes of the guest: MiB of RAM, and how much of it the guest has filled."""
     loads: tuple[int, ...]
-    """MB of its memory that the guest writes each second."""
+    """Loads: MB of its memory that the guest writes each second."""
     rounds: int
-    """Moves in each way, in turn, by size and load."""
+    """Moves in each way, by size and load."""
     budget_s: float | None = None
-    """A case that would begin later than this is left out."""
+    """No case begins later than this many seconds after the start."""
 
 
 FULL = Plan(sizes={512: "384M", 2048: "1536M"}, loads=(0, 20), rounds=8)
@@ -24,7 +24,7 @@ QUICK = Plan(sizes={512: "384M"}, loads=(0, 20), rounds=2, budget_s=400.0)
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Lists what this plan omits from the full one."""
+    """Lists the moves that `plan` omits from the full plan."""
     lines = [f"guests of {size(mib)}" for mib in FULL.sizes if mib not in plan.sizes]
     lines += [f"load of {load} MB/s" for load in FULL.loads if load not in plan.loads]
     if plan.rounds < FULL.rounds:

@@ -1,4 +1,4 @@
-"""The raw rows of this topic."""
+"""Raw rows of the move benchmark."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +10,12 @@ from rekindle_bench.rows import read_rows
 from rekindle_lab.peers.migrate import LIVE
 
 STORES = {"move": "tls", "move-local": "disk"}
-"""`rekindle move`, and the way of its checkpoints: over the loopback as a migration, or into a folder."""
+"""The ways of `rekindle move`, and the store of each: `tls` over the loopback as a migration, `disk` in a folder."""
 HOWS = (*STORES, *LIVE, "non-live")
-"""Rekindle's; QEMU's live migration with unlimited bandwidth, by its downtime limit; QEMU's of a stopped guest."""
+"""The ways of Rekindle; QEMU's live migrations with unlimited bandwidth, by downtime limit; QEMU's non-live one."""
 
 THERE = "there: "
-"""Prefix of the steps of the restore on the other host, which `there` consists of."""
+"""Prefix of the restore's steps on the destination host."""
 
 
 @dataclass
@@ -25,28 +25,28 @@ class Row:
     case: str
     memory_mib: int
     load: str
-    """The load of the guest: `idle`, or `dirty N`: it writes N MB of its memory per second."""
+    """Load of the guest: `idle`, or `dirty N` (the guest writes N MB of its memory per second)."""
     how: str
-    """One of the `HOWS`."""
+    """A member of `HOWS`."""
     store: str
-    """For `move`: where its checkpoints were stored."""
+    """For `move`: the store of the checkpoints."""
     round: int
     stopped_us: int | None = None
-    """From QEMU's STOP here to QEMU's RESUME there."""
+    """From the source QEMU's STOP to the destination QEMU's RESUME."""
     total_us: int | None = None
-    """From the command until the guest runs there."""
+    """From the command until the guest runs in the destination."""
     whole_us: int | None = None
-    """From the command until all of its memory is there: the paper's M_l."""
+    """From the command until all memory is in the destination: the paper's M_l."""
     pauses_us: int | None = None
-    """For `move`: total guest-stopped time while it still ran here."""
+    """For `move`: total guest-stopped time while the guest still ran in the source."""
     rounds: int | None = None
     last_bytes: int | None = None
     converged: int | None = None
-    """For a live migration: whether it completed."""
+    """For a live migration: 1 if it completed, else 0."""
     before_per_s: float | None = None
-    """Service rate, undisturbed."""
+    """Rate of the guest's service before the move."""
     during_per_s: float | None = None
-    """From the command until the guest was stopped."""
+    """Rate of the guest's service from the command until the guest was stopped."""
     steps: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -1,6 +1,6 @@
-"""Topic `os`: reboots of a guest's system in each way, by stages of its boot, and what a leak leaves; with peers.
+"""Topic `os`: reboots of a guest's system in each way, by stages of its boot, and the rest of a leak; with peers.
 
-Follows sections 3 and 5 of Towards Fast OS Rejuvenation.
+Follows sections 3 and 5 of the paper "Towards Fast OS Rejuvenation".
 """
 
 from .cases import CASES

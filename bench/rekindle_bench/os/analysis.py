@@ -1,4 +1,4 @@
-"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+"""Computes the figures of OS reboots from raw rows alone, so that a file can be analysed again."""
 
 import pandas as pd
 
@@ -16,11 +16,11 @@ STAGES = {
     "kernel": ("kernel_host_us", "user_host_us"),
     "user space": ("user_host_us", "served_host_us"),
 }
-"""Columns that bound the stages of a boot that has them all, in order."""
+"""Columns that bound the stages of a boot in which all stages are observed, in order."""
 JUMP = "shut down and jump"
-"""By kexec: from the last answer to the start of the new kernel; the jump itself cannot be observed."""
+"""With kexec: from the last answer to the start of the new kernel. The jump alone cannot be observed."""
 REST = "kernel, user space"
-"""Stages that cannot be separated: on micro, and after a phase."""
+"""Stages that cannot be separated: on micro, and after a boot snapshot was resumed."""
 
 
 def seconds(values_us: list[float]) -> list[float]:
@@ -34,12 +34,12 @@ def gaps(frame: pd.DataFrame, guest: str, how: str) -> list[float]:
 
 
 def between(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
-    """Returns the time from one column to another, in s, for the rows that have both."""
+    """Returns the seconds from one column to another, for the rows that have both."""
     return seconds([float(value) for value in (rows[end] - rows[begin]).dropna()])
 
 
 def recovered(rows: pd.DataFrame) -> list[float]:
-    """Returns how much of its leak each reboot recovered, 1 being all.
+    """Returns what share of its leak each reboot recovered; 1 is all.
 
     All memory above the level before the leak counts as not recovered.
     """
@@ -48,7 +48,7 @@ def recovered(rows: pd.DataFrame) -> list[float]:
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
-    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    """Computes the figures, each with its bar. `raw`: name of the file of rows."""
     found = Findings(raw)
     _kexec(frame, found)
     _late(frame, found)
@@ -76,7 +76,7 @@ def _kexec(frame: pd.DataFrame, found: Findings) -> None:
 
 
 def _late(frame: pd.DataFrame, found: Findings) -> None:
-    """Compares the late phase with cold: with the previous guest shut down cleanly, the default, and with it frozen."""
+    """Compares the late phase with cold: with a clean shutdown of the previous guest (default), and with a freeze."""
     for how, name, what in (
         ("phase-services", "phase_late_vs_cold", "late phase, immutable"),
         (f"phase-services{FROZEN}", "phase_late_frozen_vs_cold", "late phase, file systems frozen, immutable"),
@@ -125,7 +125,7 @@ def _of(frame: pd.DataFrame, case: str, hows: tuple[str, ...]) -> list[tuple[str
 
 
 def downtimes(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Compares each way with cold."""
+    """Lists the downtime of each way, compared with cold."""
     lines = []
     for guest, how, of in _of(frame, "reboot", WAYS):
         gap, cold = seconds(pick(of, "gap_us")), gaps(frame, guest, "cold")
@@ -139,7 +139,7 @@ def downtimes(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def stages_of(rows: pd.DataFrame, how: str) -> dict[str, float]:
-    """Returns medians of the stages of one way, in s, in order."""
+    """Returns the medians of the stages of one way in s, in order."""
     spans = dict(STAGES)
     if how == "kexec":
         spans = {JUMP: ("silent_host_us", "kernel_host_us"), **{key: STAGES[key] for key in ("kernel", "user space")}}
@@ -153,7 +153,7 @@ def stages_of(rows: pd.DataFrame, how: str) -> dict[str, float]:
 
 
 def stages(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists each way."""
+    """Lists the stages of each way."""
     columns = [JUMP, *STAGES, REST]
     lines = []
     for guest, how, of in _of(frame, "reboot", WAYS):
@@ -164,7 +164,7 @@ def stages(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def peers(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists Rekindle's ways and peers, from the previous guest's end on: a peer does not shut it down."""
+    """Lists Rekindle's ways and peers, from the end of the previous guest on: a peer does not shut it down."""
     lines = []
     for guest, how, of in _of(frame, "peers", (*WAYS, *PEERS)):
         running = between(of, "ended_host_us", "running_host_us")
@@ -179,7 +179,7 @@ def peers(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def leaks(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists the guest's own memory figures."""
+    """Lists the memory figures that the guests report."""
     lines = []
     for guest, how, of in _of(frame, "leak", WAYS):
         line: dict[str, object] = {

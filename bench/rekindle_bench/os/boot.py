@@ -1,11 +1,11 @@
 """The stages of a guest's boot, observed from outside, without a change to its kernel or its image.
 
-- *Loader*: SeaBIOS writes `Booting from` to its debug port (I/O port 0x402) when it starts the loader. The port is a
-  file here, which is read every 2 ms.
-- *Kernel*: its clock starts soon after it was unpacked. The guest reports its uptime, which is
+- *Loader*: SeaBIOS writes `Booting from` to its debug port (I/O port 0x402) when it starts the loader. QEMU writes the
+  port's output to a file, which this module reads every 2 ms.
+- *Kernel*: the kernel's clock starts soon after the kernel was unpacked. The guest reports its uptime, which is
   subtracted from the host's clock; of several answers the fastest one counts. Unpacking belongs to the
   loader.
-- *User space*: systemd reports when it began, by the same clock.
+- *User space*: systemd reports when it began, by the kernel's clock.
 """
 
 import threading
@@ -21,9 +21,9 @@ ASKED = 7
 
 
 class Firmware:
-    """Waits until the firmware starts the loader, as written to its debug port.
+    """Waits until the firmware starts the loader, as written to the debug port.
 
-    `host_us` is when that was seen; `None` if it was not.
+    `host_us` is when the start was seen; `None` if it was not seen.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class Firmware:
                 return
 
     def __enter__(self) -> "Firmware":
-        """Starts; output of an earlier QEMU is removed."""
+        """Starts the wait; removes the output of an earlier QEMU."""
         self._path.unlink(missing_ok=True)
         self._thread.start()
         return self
@@ -56,14 +56,14 @@ class Firmware:
 
 @dataclass(frozen=True)
 class Clock:
-    """When a guest's kernel began, by the host's clock, and the uncertainty."""
+    """When a guest's kernel began, by the host's clock, and the uncertainty of that time."""
 
     host_us: int
     within_us: int
 
 
 def kernel_began(guest: Guest) -> Clock:
-    """Asks a guest for its uptime."""
+    """Computes the start of a guest's kernel from the uptime that the guest reports."""
     found = []
     for _ in range(ASKED):
         before = time.time_ns() // 1000
@@ -74,7 +74,7 @@ def kernel_began(guest: Guest) -> Clock:
 
 
 def user_space_after_us(output: str) -> int:
-    """Parses `systemctl show -p UserspaceTimestampMonotonic`: how long after its kernel systemd began."""
+    """Parses `systemctl show -p UserspaceTimestampMonotonic`: microseconds from the kernel's start to systemd's."""
     name, separator, value = output.strip().partition("=")
     if name != "UserspaceTimestampMonotonic" or not separator:
         raise ValueError(f"systemctl did not print UserspaceTimestampMonotonic: {output[:200]!r}")

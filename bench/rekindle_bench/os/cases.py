@@ -1,4 +1,4 @@
-"""The cases. Each appends its rows immediately; ways are taken by turns (A B C D, A B C D)."""
+"""The cases of OS reboots. Each appends its rows immediately and takes the ways by turns (A B C D, A B C D)."""
 
 import itertools
 from collections.abc import Callable
@@ -18,13 +18,13 @@ INDEXES = {"micro": 10, "debian": 20, "immutable": 30}
 """Prefix of the guests' networks."""
 LEAK_INDEX = 40
 LOSSES = 3
-"""A case stops after so many reboots that left a guest unwell."""
+"""A case stops after this many reboots that left a guest unusable."""
 
 
 def guests_by_way(
     env: OsEnvironment, stack: ExitStack, kind: str, index: int, memory_mib: int, image: Image | None = None
 ) -> Callable[[str], OsGuest]:
-    """Starts two guests of a kind, one of which keeps phases; yields a function that returns the one for a way."""
+    """Starts two guests of a kind, one of which keeps phases; returns a function from a way to the guest for it."""
     plain = stack.enter_context(env.ours(env.os_guest(kind, index, memory_mib, image)))
     keeps = stack.enter_context(env.ours(env.os_guest(kind, index + 1, memory_mib, image, phases=True)))
     assert isinstance(plain, OsGuest) and isinstance(keeps, OsGuest)
@@ -59,9 +59,9 @@ def reboots(kind: str) -> Callable[[OsEnvironment, Plan], None]:
 
 
 def leak(env: OsEnvironment, plan: Plan) -> None:
-    """Leaks kernel memory, then reboots the guest in each of its ways, and records how much is back.
+    """Leaks kernel memory, then reboots the guest in each way, and records how much memory is recovered.
 
-    Each guest is rebooted that way before, too: how much a kernel has allocated depends on how it was started.
+    Each guest is also rebooted in the same way before the leak, since the way to boot affects a kernel's allocations.
     """
     if not any(plan.leaks.values()):
         raise NotPlannedError

@@ -1,19 +1,21 @@
-"""Peers: other ways to restart a guest with this kernel, on QEMU alone. Measured by turns with Rekindle.
+"""Peers: other ways to restart a guest with its kernel, on QEMU alone. Measured by turns with Rekindle.
 
-- `qboot`: the same kernel and RAM disk, started immediately by the firmware `qboot.rom`, which does nothing else.
+- `qboot`: the firmware `qboot.rom`, which does nothing else, immediately starts the same kernel and RAM disk.
   Compare with a cold reboot.
-- `microvm`: the same on QEMU's machine `microvm`, as in Firecracker: few devices, no legacy clock (its PCI bus
-  is on, since the guests' initrds have drivers for that only). Only under KVM: under emulation Debian's kernel has no
-  source to calibrate its clocks, and does not boot.
+- `microvm`: the same kernel and RAM disk on QEMU's machine `microvm`, as in Firecracker: few devices, no legacy clock
+  (its PCI bus is on, since the guests' initrds have drivers for that only). Only under KVM: under emulation Debian's
+  kernel has no source to calibrate its clocks, and does not boot.
 - `incoming`: `-incoming` of a full save (`stop`, `migrate` to a file) of the guest with its services up.
   Compare with a phase.
 - `loadvm`: `-loadvm` of an internal snapshot (`savevm`) in a qcow2 image, of the same moment. Compare with a phase.
 
-Rekindle does most of a load before its previous guest ends: `load_us` counts that too, as it counts all of a peer's.
+Rekindle does most of a load before its previous guest ends. `load_us` includes that part, as it includes the whole load
+of a peer.
 
-All get QEMU's own disks (qcow2 over the image) and RAM, and the same accelerator, processor and number of
-processors. Their previous guest is not shut down, its QEMU is killed: its end is not in their time, and for Rekindle
-the time is also given without it. The last two return to an older disk, and lose later writes; `phase` does not.
+All peers get QEMU's own disks (qcow2 over the image) and RAM, and the same accelerator, processor and number of
+processors. The previous guest of a peer is not shut down: its QEMU is killed, and its end is not in the peer's time.
+For Rekindle the time is also given without the previous guest's end. `incoming` and `loadvm` return to an older disk,
+and lose later writes; `phase` does not.
 """
 
 import shutil
@@ -47,20 +49,20 @@ BOOTED = ("qboot", "microvm")
 
 @dataclass
 class Peer:
-    """One guest, under one QEMU after the other."""
+    """One guest of a peer, in one QEMU after the other."""
 
     env: OsEnvironment
     guest: OsGuest
     how: str
     like: list[str]
-    """Words of Rekindle's command line that it uses, too."""
+    """Arguments from Rekindle's command line that the peer uses, too."""
     tap: netns.Tap
     folder: Path
     process: subprocess.Popen[bytes] | None = None
     disks: list[Path] = field(default_factory=list)
 
     def make_disks(self) -> None:
-        """Creates overlays of the image's disks, and an empty one if it has none, since `savevm` needs a place."""
+        """Creates overlays of the image's disks, or an empty disk if it has none, since `savevm` needs a disk."""
         folder = self.guest.image.folder
         names = [] if self.guest.kind == "micro" else ["disk.raw", "data.raw"]
         for name in names:
@@ -74,11 +76,11 @@ class Peer:
 
     @property
     def qmp(self) -> Path:
-        """The socket of its monitor."""
+        """Socket of QEMU's monitor."""
         return self.folder / "qmp.sock"
 
     def words(self) -> list[str]:
-        """The arguments of QEMU."""
+        """Arguments of QEMU."""
         image = self.guest.image.folder
         machine = ["-machine", "microvm,pcie=on" if self.how == "microvm" else "q35"]
         if self.how == "qboot":
@@ -94,7 +96,7 @@ class Peer:
         return given
 
     def start(self, *more: str) -> None:
-        """Starts a QEMU."""
+        """Starts a QEMU with the guest."""
         self.qmp.unlink(missing_ok=True)
         with (self.folder / "qemu.log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -107,19 +109,19 @@ class Peer:
             )
 
     def monitor(self) -> Qmp:
-        """Connects to its monitor."""
+        """Connects to QEMU's monitor."""
         process = self.process
         return Qmp(self.qmp, DEADLINE_S, alive=lambda: process is not None and process.poll() is None)
 
     def end(self) -> None:
-        """Kills its QEMU."""
+        """Kills the QEMU."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process = None
 
     def save(self) -> None:
-        """Saves the guest in the peer's way, and ends it."""
+        """Saves the guest in the peer's way, and ends its QEMU."""
         with self.monitor() as qmp:
             if self.how == "loadvm":
                 output = qmp.execute("human-monitor-command", {"command-line": f"savevm {SNAPSHOT}"})
@@ -164,7 +166,7 @@ class Peer:
         row.load_us = row.running_host_us - row.ended_host_us
 
     def round(self, number: int) -> Row:
-        """Restarts it with a client at it."""
+        """Restarts the guest with a client at it, and returns the row."""
         row = Row("peers", self.guest.kind, self.guest.memory_mib, self.how, number)
         ask_often(self.guest.netns)
         with PageClient(self.guest.netns, self.guest.address, self.guest.path) as client:
@@ -185,14 +187,14 @@ class Peer:
 
 
 def has_kvm(env: OsEnvironment, guest: OsGuest) -> bool:
-    """Whether the guest runs under KVM."""
+    """Returns whether the guest runs under KVM."""
     line = env.rekindle.show(guest.name)["command_line"]
     return any(one == "-accel" and line[at + 1].startswith("kvm") for at, one in enumerate(line[:-1]))
 
 
 @contextmanager
 def peer(env: OsEnvironment, like: OsGuest, how: str, index: int) -> Iterator[Peer]:
-    """Starts a guest with the kind, memory and processors of `like`; saves and restarts it if that is its way."""
+    """Starts a guest with the kind, memory and processors of `like`; saves and restarts it if `how` needs a save."""
     env.need(memory_mib=int(like.memory_mib * 1.2) + 256, disk_mib=3 * like.memory_mib)
     line = env.rekindle.show(like.name)["command_line"]
     taken = [word for at, one in enumerate(line[:-1]) if one in TAKEN_OVER for word in (one, line[at + 1])]

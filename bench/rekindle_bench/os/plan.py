@@ -1,4 +1,4 @@
-"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
+"""The full plan, and the quick plan of 8 minutes: repetitions and sizes of OS reboots."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -19,18 +19,18 @@ LEAKS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Repetitions."""
+    """Repetitions of each case."""
 
     rounds: dict[str, int]
     """Reboots of each way, by guest."""
     leaks: dict[str, int]
-    """The same, each after a leak."""
+    """Reboots of each way after a leak, by guest."""
     peers: dict[str, int]
-    """Restarts by each peer."""
+    """Restarts by each peer, by guest."""
     memory_mib: int = 512
     leak_mib: int = 64
     budget_s: float | None = None
-    """A case that would begin later than this is left out."""
+    """No case begins later than this many seconds after the start."""
 
 
 FULL = Plan(
@@ -48,7 +48,7 @@ QUICK = Plan(
 
 
 def quick(only: Collection[str]) -> Plan:
-    """Returns the quick plan, plus one of each of a case that is named and that it would omit."""
+    """Returns the quick plan, with one repetition of each case that `only` names and the quick plan omits."""
 
     def once(own: dict[str, int], case: str | None) -> dict[str, int]:
         wanted = {name for name in own if (case or name) in only}
@@ -60,7 +60,7 @@ def quick(only: Collection[str]) -> Plan:
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Lists what this plan omits from the full one."""
+    """Lists the repetitions that `plan` omits from the full plan."""
     lines = []
     for what, own, full in (
         ("reboots of each way", plan.rounds, FULL.rounds),

@@ -1,4 +1,4 @@
-"""The environment of this topic: guests that are rebooted, with a client at each."""
+"""Guests of the OS-reboot benchmark, each rebooted with a client at it."""
 
 import json
 import time
@@ -21,20 +21,20 @@ from .rows import FROZEN, Row
 
 IMAGE = "micro"
 SAMPLE_S = 1.0
-"""Interval between two samples of a guest that does not answer."""
+"""Seconds between two samples of a guest that does not answer."""
 CONSOLE = 600
 SETTLE_S = 1.0
-"""How long a client asks an undisturbed guest before and after a reboot."""
+"""Seconds for which a client uses an undisturbed guest before and after a reboot."""
 
 
 @dataclass
 class OsEnvironment(Environment):
-    """Guests whose system is rebooted."""
+    """The environment of the OS-reboot benchmark."""
 
     def os_guest(
         self, kind: str, index: int, memory_mib: int, image: Image | None = None, *, phases: bool = False
     ) -> OsGuest:
-        """Returns a guest. One that keeps phases has no debug port: its firmware's part is not measured."""
+        """Returns a guest. A guest that keeps phases has no debug port, so the time of its firmware is not measured."""
         self.need(memory_mib=int(memory_mib * 1.1) + 256, disk_mib=2048)
         name = f"{kind}{index}"
         return OsGuest(
@@ -52,7 +52,7 @@ class OsEnvironment(Environment):
         )
 
     def record_loss(self, guest: OsGuest, what: str) -> None:
-        """Records a reboot after which the guest was not well, and boots it."""
+        """Records a reboot that left the guest unusable, and boots the guest."""
         self.errors.append(what)
         self.log(what)
         self.rekindle.call("reboot", "os", guest.name, "--how", "cold")
@@ -65,13 +65,13 @@ class OsEnvironment(Environment):
         wait_saved(self.rekindle, guest)
 
     def _command(self, guest: OsGuest, *words: str) -> tuple[int, dict[str, Any], int]:
-        """Runs the command; returns its start time, its output, and its duration."""
+        """Runs the command; returns its start (us since 1970), its output, and its duration (us)."""
         began_us, began = time.time_ns() // 1000, time.monotonic()
         result = self.rekindle.call("reboot", "os", guest.name, *words)
         return began_us, result, int((time.monotonic() - began) * 1e6)
 
     def reboot(self, guest: OsGuest, how: str, number: int, case: str = "reboot") -> Row:
-        """Reboots a guest in one way with a client at it, and returns the row. The guest is well again then."""
+        """Reboots a guest in one way with a client at it. Returns the row once the guest answers again."""
         words = ["--how", how]
         if phase := phase_of(how):
             words = ["--how", "phase", "--candidate", phase]

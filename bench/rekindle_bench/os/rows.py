@@ -1,4 +1,4 @@
-"""The raw rows of this topic."""
+"""Raw rows of the OS-reboot benchmark."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +11,16 @@ from rekindle_bench.rows import read_rows
 FROZEN = "-frozen"
 """Suffix of a way in which the agent freezes the previous guest's file systems, and the guest is powered off."""
 WAYS = ("cold", "warm-cache", "kexec", "phase-kernel", "phase-services", "phase-services-frozen")
-"""How Rekindle reboots a guest; a phase is named with its candidate."""
+"""The ways of Rekindle to reboot a guest. The name of a phase includes its candidate."""
 PEERS = ("qboot", "microvm", "incoming", "loadvm")
-"""Start by a minimal firmware; by the machine `microvm`; load of a full save; load of an internal snapshot."""
+"""Start by a minimal firmware; start on the machine `microvm`; load of a full save; load of an internal snapshot."""
 
 
 @dataclass
 class Row:
     """One reboot, or one restart by a peer.
 
-    Names end in the unit; times of the host's clock are since 1970.
+    Names end in the unit. `*_host_us` is when an event happened: microseconds since 1970 by the host's clock.
     """
 
     case: str
@@ -29,43 +29,43 @@ class Row:
     """`micro`, `debian`, `immutable`."""
     memory_mib: int
     how: str
-    """One of the `WAYS` or of the `PEERS`."""
+    """Way or peer: a member of `WAYS` or `PEERS`."""
     round: int
     gap_us: int | None = None
-    """The client's longest time without an answer around it."""
+    """The client's longest time without an answer around the reboot."""
     first_us: int | None = None
-    """Duration of the first request after it, from connecting to the last byte."""
+    """Duration of the first request after the reboot, from connecting to the last byte."""
     silent_host_us: int | None = None
-    """The last answer before it."""
+    """The last answer before the reboot."""
     ended_host_us: int | None = None
-    """The previous guest's QEMU had ended; none by kexec. Of a peer: its new QEMU was started."""
+    """The previous guest's QEMU had ended; `None` with kexec. For a peer: the new QEMU was started."""
     running_host_us: int | None = None
-    """The new QEMU runs the guest: its first instruction, or the one after the candidate; none by kexec."""
+    """The new QEMU ran the guest: its first instruction, or the one after the candidate; `None` with kexec."""
     loader_host_us: int | None = None
-    """The firmware starts the kernel's loader."""
+    """The firmware started the kernel's loader."""
     kernel_host_us: int | None = None
-    """The kernel's clock starts."""
+    """The kernel's clock started."""
     user_host_us: int | None = None
-    """The first program of the root file system starts; none where that cannot be observed."""
+    """The first program of the root file system started; `None` where that cannot be observed."""
     served_host_us: int | None = None
-    """The first answer after it."""
+    """The first answer after the reboot."""
     load_us: int | None = None
-    """By phase: from the command until the guest runs, without the end of the previous one, during which most of it
-    is done. Of a peer that loads: from its QEMU's start."""
+    """With a phase: from the command until the guest runs, without the end of the previous guest. Most of the load is
+    done before that end. For a peer that loads: from the start of its QEMU."""
     command_us: int | None = None
     candidate: str = ""
-    """The candidate from which it resumed."""
+    """The candidate from which the guest resumed."""
     ended: str = ""
-    """How the previous guest ended."""
+    """Way in which the previous guest ended."""
     leaked_bytes: int | None = None
     """Memory that the leak module has allocated."""
     slab_before_kib: int | None = None
-    """`SUnreclaim` of /proc/meminfo before the leak, after a reboot of the same way."""
+    """`SUnreclaim` of /proc/meminfo before the leak, after a reboot in the same way. Next field: after the leak."""
     slab_leaked_kib: int | None = None
     slab_after_kib: int | None = None
-    """After the reboot."""
+    """`SUnreclaim` after the reboot that follows the leak."""
     available_before_kib: int | None = None
-    """`MemAvailable`, at the same times."""
+    """`MemAvailable`, at the same three times as `SUnreclaim`."""
     available_leaked_kib: int | None = None
     available_after_kib: int | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)

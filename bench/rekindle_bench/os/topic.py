@@ -1,4 +1,4 @@
-"""Measures and analyses this topic."""
+"""Measures reboots of a guest's operating system, and analyses the rows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ def measure(task: run.Task) -> Path:
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:
-    """Makes figures, tables and plots from a file of rows and, if present, its TOPIC-run.json."""
+    """Makes figures, tables and plots from a file of rows and, if present, the TOPIC-run.json of the run."""
     frame = rows.read(raw)
     about = run.copy_run(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))

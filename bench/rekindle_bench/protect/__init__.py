@@ -1,4 +1,4 @@
-"""Topic `protect`: the cost of checkpoints for a guest, by turns with QEMU's own snapshots.
+"""Topic `protect`: what checkpoints cost a guest, by turns with QEMU's own snapshots.
 
 Follows sections V-B and V-C of the HydraVM paper (HPL-2011-24): table I, figures 2 and 3.
 """

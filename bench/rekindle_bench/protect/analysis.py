@@ -1,4 +1,4 @@
-"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+"""Computes the figures of checkpoints from raw rows alone, so that a file can be analysed again."""
 
 from collections.abc import Sequence
 
@@ -13,22 +13,22 @@ from rekindle_lab.stats import Comparison, compare, median, p95, ratio_interval
 from .rows import DEFAULT, POLICIES
 
 EVERY_S = 2.0
-"""The interval for which figures are quoted: the default of `rekindle protect`."""
+"""The interval in s for which figures are quoted: the default of `rekindle protect`."""
 KEPT = 1.05
-"""An interval is kept if the median of the actual ones is not longer than this times the configured one."""
+"""A configured interval counts as kept if the median actual interval is at most this times as long."""
 PAUSE_SIZES_MIB = (512, 2048)
 LARGE_BYTES = 1 << 20
 """Smaller checkpoints are left out of `bytes_vs_dirty`, since they are mostly device state and bookkeeping."""
 
 
 def steady(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns checkpoints in the steady state: without the full ones and those without an interval."""
+    """Returns the checkpoints in the steady state: omits full checkpoints, and those without an interval."""
     rows = frame[(frame["what"] == "checkpoint") & (frame["full"] == 0)]
     return rows[rows["interval_ms"].notna()]
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
-    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    """Computes the figures, each with its bar. `raw`: name of the file of rows."""
     found = Findings(raw)
     _pauses(frame, found)
     _bytes(frame, found)
@@ -66,7 +66,7 @@ def stopped_ms(frame: pd.DataFrame, case: str, how: str, **where: float | str) -
 
 
 def _pauses(frame: pd.DataFrame, found: Findings) -> None:
-    """Adds `pause_vs_background_snapshot` for the worst size, `pause_vs_basic` for the worse of both policies."""
+    """Adds `pause_vs_background_snapshot` for the worst size, and `pause_vs_basic` for the worse of both policies."""
     peer = WAYS[0]
     by_size = {
         mib: (stopped_ms(frame, "pause", DEFAULT, memory_mib=mib), stopped_ms(frame, "pause", peer, memory_mib=mib))
@@ -104,7 +104,7 @@ def _pauses(frame: pd.DataFrame, found: Findings) -> None:
 
 
 def _by_interval(frame: pd.DataFrame) -> dict[str, float]:
-    """Compares the pause of each policy to `basic`, for every interval."""
+    """Compares the pause of each policy with that of `basic`, for every interval."""
     ratios = {}
     for every in sorted(frame.loc[frame["case"] == "intervals", "every_s"].dropna().unique()):
         where = {"workload": "compile", "store": "disk", "every_s": every}
@@ -117,7 +117,7 @@ def _by_interval(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def _bytes(frame: pd.DataFrame, found: Findings) -> None:
-    """Adds bytes written over the compressed size of the dirty pages; without small checkpoints."""
+    """Adds the ratio of bytes written to the compressed size of the dirty pages, without small checkpoints."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile") & (rows["store"] == "disk")]
     rows = rows[(rows["compressed_bytes"] >= LARGE_BYTES) & (rows["every_s"] == EVERY_S)]
@@ -131,7 +131,7 @@ def _bytes(frame: pd.DataFrame, found: Findings) -> None:
 
 
 def _interval_kept(frame: pd.DataFrame, found: Findings) -> None:
-    """Adds the smallest configured interval that was kept, if all longer ones were, too."""
+    """Adds the smallest configured interval that was kept, provided that all longer ones were kept, too."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile") & (rows["store"] == "disk")]
     actual = {
@@ -154,7 +154,7 @@ def _interval_kept(frame: pd.DataFrame, found: Findings) -> None:
 
 
 def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str, limit: float) -> None:
-    """Adds how much longer the same work takes with protection: ratio of medians less 1, its interval by resampling."""
+    """Adds by how much longer the same work takes with protection: ratio of medians less 1, with its interval."""
     rows = frame[(frame["case"] == "slowdown") & (frame["workload"] == workload)]
     with_it = [value / 1e6 for value in pick(rows, "window_us", what="window", how=DEFAULT)]
     without = [value / 1e6 for value in pick(rows, "window_us", what="window", how="none")]
@@ -210,10 +210,10 @@ def table_1(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def overheads(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lays out the paper's figure 3: overhead of a workload, and its level of protection.
+    """Lays out the paper's figure 3: overhead of a workload, and the workload's level of protection.
 
-    Overhead: the window against those without protection of the same cell. Level of protection (V-C): checkpoints per
-    second, one a second being 100 %.
+    Overhead: the window compared with those without protection in the same cell. Level of protection (V-C): checkpoints
+    per second; one a second is 100 %.
     """
     rows = frame[(frame["case"] == "intervals") & (frame["what"] == "window")]
     lines: list[dict[str, object]] = []
@@ -241,7 +241,7 @@ def overheads(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def pauses(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists guest-stopped times by size and way, and the ratio of the default to each, with its interval."""
+    """Lists guest-stopped times by size and way, and the ratio of the default to each way, with an interval."""
     lines: list[dict[str, object]] = []
     for mib in sorted(frame[frame["case"] == "pause"]["memory_mib"].unique()):
         ours = stopped_ms(frame, "pause", DEFAULT, memory_mib=mib)
@@ -266,12 +266,12 @@ def pauses(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def versus(ours: Sequence[float], peer: Sequence[float]) -> Comparison | None:
-    """Returns a comparison, if there are enough values."""
+    """Returns the comparison of two samples; `None` if a sample has too few values."""
     return compare(ours, peer) if len(ours) > 1 and len(peer) > 1 and min(peer) > 0 else None
 
 
 def pauses_by_interval(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lays out the paper's figure 2: mean pause by policy and interval while the guest compiles, and its parts."""
+    """Lays out the paper's figure 2: mean pause, with its parts, by policy and interval while the guest compiles."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile")]
     lines: list[dict[str, object]] = []
@@ -293,7 +293,7 @@ def pauses_by_interval(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def written_rates(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists memory written at a set rate, and an idle guest."""
+    """Lists checkpoints of guests that write memory at a set rate, and of an idle guest."""
     rows = steady(frame)
     lines: list[dict[str, object]] = []
     for (rate, how), group in rows[rows["case"] == "rates"].groupby(["rate_mb", "how"], sort=True):

@@ -1,4 +1,4 @@
-"""The cases: each sets up a guest, measures Rekindle and the peers by turns, and leaves rows for the analysis."""
+"""The cases: each sets up a guest, measures Rekindle and the peers by turns, and appends rows for the analysis."""
 
 import math
 import os
@@ -21,12 +21,12 @@ from .rows import DEFAULT, POLICIES, Row
 from .working_guests import ProtectEnvironment, policy, span
 
 MEMORY_MIB = 512
-"""The paper's guest."""
+"""RAM of the paper's guest."""
 PAUSE_EVERY_S = 2.0
 GAP_S = 1.0
-"""Delay between two saves of a peer, so that the guest has something to write again."""
+"""Seconds between two saves of a peer, so that the guest writes memory before the next save."""
 COMMIT_BYTES = 46_000_000
-"""Table I: a checkpoint of the kernel compilation every 10 s."""
+"""Table I: size of a checkpoint of the kernel compilation every 10 s."""
 WRONG_EVERY_S = 0.05
 
 
@@ -64,7 +64,7 @@ def _peer(env: ProtectEnvironment, guest: Guest, how: str, times: int, common: d
     try:
         with env.qmp(guest) as qmp:
             for _ in range(times):
-                time.sleep(GAP_S)  # gives the guest time to work
+                time.sleep(GAP_S)  # gives the guest time to write memory
                 saved = snapshot.save(qmp, how, path)
                 env.rows.append(
                     Row(
@@ -92,7 +92,7 @@ def _window(
     how: str,
     **common: Any,  # noqa: ANN401
 ) -> Window:
-    """Runs a workload, protected or (without a store) not, and appends the rows."""
+    """Runs a workload, protected or (without a store) unprotected, and appends the rows."""
     used = ResourceUse(0, 0)
     protection = (
         nullcontext(None)
@@ -136,7 +136,7 @@ def intervals(env: ProtectEnvironment, plan: Plan) -> None:
                 continue
             store = env.store(kind).fresh(f"table-{workload}-{how}")
             common = {"case": "intervals", "round": number}
-            work.run(workload, plan.units.of(workload))  # so that the guest has it all in its page cache
+            work.run(workload, plan.units.of(workload))  # fills the guest's page cache with all files of the workload
             _window(env, guest, work, None, plan, workload, None, "none", **common)
             for every_s in plan.intervals_s:
                 env.log(f"intervals: {workload}, {how}, {kind}, every {every_s:g} s")
@@ -146,11 +146,11 @@ def intervals(env: ProtectEnvironment, plan: Plan) -> None:
 
 
 def slowdown(env: ProtectEnvironment, plan: Plan) -> None:
-    """Measures the same work with and without protection every 2 s, by turns: A B, B A, A B, ..."""
+    """Measures the same work with a checkpoint every 2 s and without protection, by turns: A B, B A, A B, ..."""
     with env.working("slow", MEMORY_MIB, 11) as (guest, work):
         for workload, pairs in plan.slowdown.items():
             store = env.store("disk").fresh(f"slowdown-{workload}")
-            work.run(workload, plan.units.of(workload))  # so that the guest has it all in its page cache
+            work.run(workload, plan.units.of(workload))  # fills the guest's page cache with all files of the workload
             for number in range(pairs):
                 env.log(f"slowdown: {workload}: pair {number + 1} of {pairs}")
                 turns = [(None, None, "none"), (store, 2.0, DEFAULT)]
@@ -161,7 +161,7 @@ def slowdown(env: ProtectEnvironment, plan: Plan) -> None:
 
 
 def rates(env: ProtectEnvironment, plan: Plan) -> None:
-    """Measures memory written at a set rate, and an idle guest: every policy, a checkpoint per second."""
+    """Measures guests that write memory at a set rate, and an idle guest: every policy, a checkpoint per second."""
     with env.working("rates", MEMORY_MIB, 12) as (guest, _):
         area = max(area for _, area in plan.rates)
         guest.command(f"touch {max(1, int(area))}M")
@@ -190,7 +190,7 @@ def rates(env: ProtectEnvironment, plan: Plan) -> None:
 
 
 def commit(env: ProtectEnvironment, plan: Plan) -> None:
-    """Measures a checkpoint of 46 MB that do not compress, by turns with dd of as many bytes to the same disk."""
+    """Measures a checkpoint of 46 MB of incompressible data, by turns with dd of as many bytes to the same disk."""
     pages = math.ceil(COMMIT_BYTES / 4096)
     area_mib = math.ceil(pages * 4096 / (1 << 20))
     source, target = env.work / "dd.source", env.disk_dir / "dd.target"
@@ -204,7 +204,7 @@ def commit(env: ProtectEnvironment, plan: Plan) -> None:
             for number in range(plan.commit):
                 env.log(f"commit: turn {number + 1} of {plan.commit}")
                 _rewrite(guest, area_mib)
-                # QEMU's write record covers it: the next protector's first checkpoint consists of just that.
+                # QEMU's write record covers the rewrite: the next protector's first checkpoint has the area alone.
                 with protected(env.rekindle, guest.name, store, "1h") as protector:
                     event = protector.of("checkpoint")[0]
                     protector.stop()
@@ -222,7 +222,7 @@ def commit(env: ProtectEnvironment, plan: Plan) -> None:
 
 
 def _rewrite(guest: Guest, area_mib: int) -> None:
-    """Lets the guest write the whole touched area anew."""
+    """Makes the guest write the whole touched area again."""
 
     def written() -> int:
         return int(guest.command("dirty 400").split()[1])
@@ -237,7 +237,7 @@ def _rewrite(guest: Guest, area_mib: int) -> None:
 
 
 def dd(source: Path, target: Path, length: int) -> tuple[int, int]:
-    """Writes `length` bytes of `source` to `target` by `dd conv=fdatasync`; returns its microseconds, and bytes."""
+    """Writes `length` bytes of `source` to `target` by `dd conv=fdatasync`; returns microseconds and bytes."""
     target.unlink(missing_ok=True)
     command = ["dd", f"if={source}", f"of={target}", "bs=1M", f"count={length}", "iflag=count_bytes", "conv=fdatasync"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"})
@@ -248,13 +248,13 @@ def dd(source: Path, target: Path, length: int) -> tuple[int, int]:
 
 
 def wrong(env: ProtectEnvironment, plan: Plan) -> None:
-    """Takes many checkpoints of a guest that compiles and writes; then compares all memory with the store's newest."""
+    """Takes many checkpoints of a guest that compiles and writes; compares all memory with the newest checkpoint."""
     with env.working("wrong", MEMORY_MIB, 14) as (guest, work):
         guest.command("touch 64M")
         guest.command("dirty 20 64 random")
         work.loop("compile")
         for number, how in enumerate(POLICIES if plan.budget_s is None else (DEFAULT,)):
-            # The default policy has all of them; each of the others a tenth.
+            # The default policy takes all of the checkpoints; each of the others takes a tenth.
             count = plan.wrong if how == DEFAULT else max(1, plan.wrong // 10)
             env.log(f"wrong: {count} checkpoints, {how}")
             store = env.store("disk").fresh(f"wrong-{how}")

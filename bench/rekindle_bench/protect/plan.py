@@ -1,4 +1,4 @@
-"""What a run measures: repetitions, sizes and intervals; in full, and within 8 minutes."""
+"""The full plan, and the quick plan of 8 minutes: repetitions, sizes and intervals of checkpoints."""
 
 from dataclasses import dataclass
 
@@ -9,48 +9,48 @@ INTERVALS_S = (10.0, 5.0, 2.0, 1.0, 0.25)
 
 @dataclass(frozen=True)
 class Units:
-    """Amount of each workload in a window: 15 to 30 s on a machine without KVM."""
+    """Amount of each workload in a window: takes 15 to 30 s on a machine without KVM."""
 
     compile: int = 45
     transcode: int = 200
 
     def of(self, workload: str) -> int:
-        """Returns the number of files or frames."""
+        """Returns the number of files (`compile`) or frames (`transcode`)."""
         return {"compile": self.compile, "transcode": self.transcode}[workload]
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Rounds at one size, and in each the number of checkpoints of each policy and of saves of each peer."""
+    """Rounds at one size; in each round, the checkpoints of each policy and the saves of each peer."""
 
     rounds: int
     checkpoints: int
     saves: dict[str, int]
     touch: str | None = None
-    """Memory filled before: a larger guest has more in use."""
+    """Memory that the guest fills before: a larger guest has more memory in use."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Repetitions."""
+    """Repetitions and settings of each case."""
 
     units: Units
     pause: dict[int, Pause]
-    """By MiB of RAM."""
+    """Rounds of `pause` by MiB of RAM."""
     intervals_s: tuple[float, ...]
     cells: tuple[tuple[str, str, str], ...]
-    """(store, workload, policy) for which every interval is measured."""
+    """(store, workload, policy) of each cell for which every interval is measured."""
     slowdown: dict[str, int]
-    """Pairs of a window with and one without protection, by workload."""
+    """Pairs of windows, one with and one without protection, by workload."""
     rates: tuple[tuple[float, float], ...]
-    """MB/s that are written, and MB of the written area; a rate of 0 is an idle guest."""
+    """MB/s that the guest writes, and MB of the written area; a rate of 0 is an idle guest."""
     rate_checkpoints: int
     commit: int
     """Commits of 46 MB, by turns with dd."""
     wrong: int
-    """Checkpoints before all memory is compared."""
+    """Checkpoints that precede the comparison of all memory."""
     budget_s: float | None = None
-    """A case that would begin later than this is left out."""
+    """No case begins later than this many seconds after the start."""
 
 
 _SAVES = {"background-snapshot": 4, "mapped-ram": 2, "full": 1}
@@ -90,7 +90,7 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Lists what this plan omits from the full one."""
+    """Lists the repetitions that `plan` omits from the full plan."""
     lines: list[str] = []
     for mib, full in FULL.pause.items():
         own = plan.pause.get(mib)

@@ -14,7 +14,7 @@ from rekindle_lab.stats import median, p95
 from . import analysis
 from .rows import DEFAULT, POLICIES
 
-# Okabe and Ito's palette.
+# Palette of Okabe and Ito.
 COLOURS = {
     DEFAULT: "#0072B2",
     "cow": "#009E73",

@@ -1,4 +1,4 @@
-"""The raw rows of this topic."""
+"""Raw rows of the checkpoint benchmark."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,18 +9,18 @@ import pandas as pd
 from rekindle_bench.rows import read_rows
 
 DEFAULT = "default"
-"""Rekindle without `--policy`."""
+"""Name of the way in which Rekindle runs without `--policy`."""
 POLICIES = (DEFAULT, "cow", "basic")
 
 
 @dataclass
 class Row:
-    """One measurement. Names end in the unit; host times are microseconds since 1970."""
+    """One measurement. Names end in the unit; `*_host_us` is microseconds since 1970 by the host's clock."""
 
     case: str
     """`pause`, `intervals`, `slowdown`, `rates`, `commit`, `wrong`."""
     what: str
-    """`checkpoint`, `window` (a piece of work, with or without checkpoints during it), `save` (a peer's), `dd`,
+    """`checkpoint`, `window` (a piece of work, with or without checkpoints during it), `save` (by a peer), `dd`,
     `compare`."""
     memory_mib: int
     workload: str
@@ -30,7 +30,7 @@ class Row:
     how: str
     """A policy of Rekindle, `none`, or a peer."""
     round: int
-    """Rows of one case with the same round were made by turns; in `intervals`, a round is a cell of the table."""
+    """Rows of one case with the same round were measured by turns; in `intervals`, a round is a cell of the table."""
     every_s: float | None = None
     rate_mb: float | None = None
     number: int | None = None
@@ -49,7 +49,7 @@ class Row:
     commit_us: int | None = None
     """From the guest's resume to the commit."""
     took_us: int | None = None
-    """From the start of the checkpoint (`save`: of the command) to its end."""
+    """From the start of the checkpoint to its end; for `save`, from the start of the command."""
     units: int | None = None
     """Files or frames of a window."""
     window_us: int | None = None
@@ -58,7 +58,7 @@ class Row:
     cpu_us: int | None = None
     """Processor time of the protector over the window and its first checkpoint."""
     peak_kib: int | None = None
-    """Its peak resident memory."""
+    """Peak resident memory of the protector."""
     pages: int | None = None
     written_since: int | None = None
     wrong: int | None = None

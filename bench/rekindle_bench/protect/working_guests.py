@@ -1,4 +1,4 @@
-"""The environment of this topic: one guest with its workloads, the stores, and rows from a protector's events."""
+"""A guest of the checkpoint benchmark with its workloads, the stores, and rows from a protector's events."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,13 +23,13 @@ IMAGE = "debian-work"
 
 @dataclass
 class ProtectEnvironment(Environment):
-    """Guests that work, and the stores for their checkpoints."""
+    """The environment of the checkpoint benchmark: working guests, and the stores for their checkpoints."""
 
     _closing: ExitStack
     _stores: dict[str, Store] = field(default_factory=dict)
 
     def has_store(self, kind: str) -> bool:
-        """Whether stores of this kind are possible here; if not, that is recorded."""
+        """Returns whether this machine can have stores of this kind; if not, records the omission."""
         if kind != "slow" or can_be_slow():
             return True
         line = "slow stores: this machine has no block I/O controller of control groups v1"
@@ -38,7 +38,7 @@ class ProtectEnvironment(Environment):
         return False
 
     def store(self, kind: str) -> Store:
-        """Returns a folder for stores: `disk`, `slow`, `tls`; made at the first call."""
+        """Returns a folder for stores of a kind (`disk`, `slow`, `tls`), made at the first call."""
         if kind not in self._stores:
             if kind == "disk":
                 made = on_disk(self.disk_dir / "stores")
@@ -58,7 +58,7 @@ class ProtectEnvironment(Environment):
             yield guest, Work(guest, self.rekindle.run_dir)
 
     def qmp(self, guest: Guest) -> Qmp:
-        """Connects to the guest's QEMU. Rekindle must not use it meanwhile."""
+        """Connects to the guest's QEMU. Rekindle must not use that QEMU meanwhile."""
         return Qmp(Path(self.rekindle.show(guest.name)["vmm"]["directory"]) / "qmp.sock")
 
     def checkpoints(self, protector: Protector, skip: int = 0, **common: Any) -> int:  # noqa: ANN401
@@ -73,12 +73,12 @@ class ProtectEnvironment(Environment):
 
 
 def span(seconds: float) -> str:
-    """Formats a time for the command line, which takes whole numbers."""
+    """Formats a time for the command line, which accepts only whole numbers."""
     return f"{round(seconds * 1000)}ms"
 
 
 def policy(how: str) -> str | None:
-    """Returns the value of `--policy`."""
+    """Returns the value of `--policy` for a way; `None` for the default."""
     return None if how == DEFAULT else how
 
 

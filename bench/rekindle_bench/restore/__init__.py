@@ -1,4 +1,4 @@
-"""Topic `restore`: how soon a guest resumes from a checkpoint, and how fast it is then.
+"""Topic `restore`: how soon a guest resumes from a checkpoint, and how fast its work is after that.
 
 Follows sections V-D and V-E of the HydraVM paper (HPL-2011-24): figure 4, table II.
 """

@@ -1,4 +1,4 @@
-"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+"""Computes the figures of restores from raw rows alone, so that a file can be analysed again."""
 
 import json
 
@@ -15,12 +15,12 @@ SMALL_MIB, LARGE_MIB = 512, 8192
 
 
 def restores(frame: pd.DataFrame, **where: float | str) -> list[float]:
-    """Returns times from the command until the guest runs, in ms."""
+    """Returns the times from the command until the guest runs, in ms."""
     return milliseconds(pick(frame[frame["what"] == "restore"], "restore_us", **where))
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
-    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    """Computes the figures, each with its bar. `raw`: name of the file of rows."""
     found = Findings(raw)
     small = restores(frame, case="restore", memory_mib=SMALL_MIB, how="lazy")
     large = restores(frame, case="restore", memory_mib=LARGE_MIB, how="lazy")
@@ -60,7 +60,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
 
 
 def _prepared(frame: pd.DataFrame, found: Findings) -> None:
-    """Adds the time, and as a figure of its own the memory that is taken meanwhile."""
+    """Adds the time of a restore into a prepared QEMU, and the memory that a prepared QEMU uses while it waits."""
     into = restores(frame, case="prepared", how="prepared")
     fresh = restores(frame, case="prepared", how="lazy")
     resident = [value / 1024 for value in pick(frame, "resident_kib", case="prepared", how="prepared")]
@@ -91,7 +91,7 @@ def _prepared(frame: pd.DataFrame, found: Findings) -> None:
 
 
 def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str) -> None:
-    """Compares the rest of a piece of work after a restore with the same undisturbed; by pairs, so ratios of each."""
+    """Compares the rest of a piece of work after a restore with the undisturbed rest, by the ratio of each pair."""
     rows = frame[(frame["case"] == "after") & (frame["workload"] == workload) & (frame["what"] == "window")]
     by_round = rows.pivot_table(index="round", columns="how", values="rest_us") if len(rows) else pd.DataFrame()
     if not {"lazy", "undisturbed"} <= set(by_round.columns) or len(by_round.dropna()) < 2:
@@ -122,7 +122,7 @@ def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str) ->
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists each case, size, store and way: the paper's figure 4, with the peer."""
+    """Lists each case, size, store and way, with the peer: the paper's figure 4."""
     rows = frame[frame["what"] == "restore"]
     lines: list[dict[str, object]] = []
     for (case, mib, store, how), group in rows.groupby(["case", "memory_mib", "store", "how"], sort=True):
@@ -146,7 +146,7 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def table_2(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lays out the paper's table II: overhead of the second half, and memory fetched."""
+    """Lays out the paper's table II: overhead of the second half of the work, and memory fetched."""
     rows = frame[frame["case"] == "after"]
     lines: list[dict[str, object]] = []
     for workload, group in rows.groupby("workload", sort=True):
@@ -174,7 +174,7 @@ def table_2(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def moves(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists work whose host died, and that was continued in another place."""
+    """Lists work that continued in another run directory after its host had died."""
     rows = frame[frame["case"] == "elsewhere"]
     lines: list[dict[str, object]] = []
     for how, group in rows[rows["what"] == "restore"].groupby("how", sort=True):
@@ -192,7 +192,7 @@ def moves(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def steps(frame: pd.DataFrame) -> dict[tuple[str, str], dict[str, float]]:
-    """Returns medians in ms of each step for figure 4, by (what was restored, how)."""
+    """Returns the medians of each step for figure 4 in ms, by (what was restored, way)."""
     out: dict[tuple[str, str], dict[str, float]] = {}
     rows = frame[(frame["what"] == "restore") & frame["case"].isin(("restore", "prepared", "stores"))]
     for (case, mib, store, how), group in rows.groupby(["case", "memory_mib", "store", "how"], sort=True):

@@ -1,4 +1,4 @@
-"""The cases: guests are protected, crash, and are restored in turn; each leaves rows. The analysis judges them."""
+"""The cases: guests are protected, crash, and are restored in turn. Each restore appends rows for the analysis."""
 
 import os
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from .plan import Piece, Plan
 from .rows import Row
 
 MEMORY_MIB = 512
-"""The paper's guest."""
+"""RAM of the paper's guest."""
 FILLS = 3
-"""Only the first rounds wait until all memory is loaded: with 8G that takes longer than all else."""
+"""Number of rounds that wait until all memory is loaded. Not all rounds wait: with 8G that takes most of the time."""
 
 
 def _protect(env: RestoreEnvironment, guest: Guest, store: Store, checkpoints: int = 3) -> None:
-    """Takes some checkpoints of a guest that works."""
+    """Takes some checkpoints of a guest while it works."""
     with protected(env.rekindle, guest.name, store, "1s", None, "--count", str(checkpoints)) as protector:
         protector.wait("checkpoint", checkpoints)
         protector.join()
@@ -33,7 +33,7 @@ def _protect(env: RestoreEnvironment, guest: Guest, store: Store, checkpoints: i
 def _restore(env: RestoreEnvironment, name: str, store: Store, row: Row, *options: str) -> None:
     """Restores from a store that is read from its disk, and appends the row.
 
-    In the first rounds waits until the guest has all of its memory, too.
+    In the first `FILLS` rounds, also waits until all of the guest's memory is loaded.
     """
     store.forget()
     restored = env.restore(name, store, *options)
@@ -48,7 +48,7 @@ def _restore(env: RestoreEnvironment, name: str, store: Store, row: Row, *option
 def restore(env: RestoreEnvironment, plan: Plan) -> None:
     """Measures figure 4: command to guest running, by size, lazily, eagerly, and QEMU's load of a full save, in turn.
 
-    Each guest compiles when its checkpoint is taken; then its host dies, and it is restored from that checkpoint
+    Each guest compiles when its checkpoint is taken. Then its host dies, and the guest is restored from that checkpoint
     repeatedly. Only one guest runs at a time.
     """
     with ExitStack() as stack:
@@ -80,12 +80,12 @@ def restore(env: RestoreEnvironment, plan: Plan) -> None:
                     else:
                         _restore(env, guest.name, store, row, *(["--eager"] if how == "eager" else []))
                         env.crash(guest.name)
-        for guest, store, _ in ready:  # for the cleanup of the stages
+        for guest, store, _ in ready:  # so that each guest's context has a VM to stop
             env.restore(guest.name, store)
 
 
 def _incoming(env: RestoreEnvironment, guest: Guest, shown: dict[str, object], row: Row) -> None:
-    """Measures QEMU's own load, also from the disk."""
+    """Measures QEMU's own load of a full save, also from the disk."""
     path = env.disk_dir / f"{guest.name}.save"
     forget(path)
     vmm, line = shown["vmm"], shown["command_line"]
@@ -102,7 +102,7 @@ def _incoming(env: RestoreEnvironment, guest: Guest, shown: dict[str, object], r
 
 
 def stores(env: RestoreEnvironment, plan: Plan) -> None:
-    """Measures the same from each kind of store: the paper's disk and SSD."""
+    """Measures lazy restores from each kind of store: the paper compares disk and SSD."""
     with env.working("from", MEMORY_MIB, 10) as (guest, work):
         work.loop("compile")
         places = [env.store(kind).fresh(f"from-{kind}") for kind in plan.stores if env.has_store(kind)]
@@ -119,7 +119,7 @@ def stores(env: RestoreEnvironment, plan: Plan) -> None:
 
 
 def prepared(env: RestoreEnvironment, plan: Plan) -> None:
-    """Restores into a prepared QEMU, and without one, in turn; measures the memory of the prepared one."""
+    """Restores by turns into a prepared QEMU and without one; measures the memory of the prepared one."""
     if not env.knows_prepare():
         env.left_out.append("case prepared: this rekindle has no `restore --prepare`")
         return
@@ -140,7 +140,7 @@ def prepared(env: RestoreEnvironment, plan: Plan) -> None:
 
 
 def after(workload: str) -> Callable[[RestoreEnvironment, Plan], None]:
-    """Measures table II: the second half of a piece of work after a restore, by turns with an undisturbed one."""
+    """Returns the case of table II: the second half of a workload after a restore, by turns with an undisturbed one."""
 
     def case(env: RestoreEnvironment, plan: Plan) -> None:
         pairs = plan.after.get(workload, 0)
@@ -148,7 +148,7 @@ def after(workload: str) -> Callable[[RestoreEnvironment, Plan], None]:
             return
         piece = plan.pieces[workload]
         with env.working("after", MEMORY_MIB, 12) as (guest, work):
-            work.run(workload, piece.count, piece.first)  # so that the guest has it all in its page cache
+            work.run(workload, piece.count, piece.first)  # fills the guest's page cache with all files of the workload
             for number in range(pairs):
                 env.log(f"after: {workload}: pair {number + 1} of {pairs}")
                 whole = work.run(workload, piece.count, piece.first)

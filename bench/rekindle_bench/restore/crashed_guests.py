@@ -1,4 +1,4 @@
-"""The environment of this topic: guests that crash and are restored."""
+"""Guests of the restore benchmark, which crash and are restored."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _FILLED = re.compile(
 
 @dataclass(frozen=True)
 class Restored:
-    """A restore, observed from outside. Times in microseconds."""
+    """A restore, observed from outside. Times are microseconds."""
 
     restore_us: int
     reported_us: int
@@ -45,16 +45,16 @@ class Filled:
 
 
 class RestoreEnvironment(ProtectEnvironment):
-    """Guests that crash, and are restored."""
+    """The environment of the restore benchmark: guests that crash, and are restored."""
 
     def knows_prepare(self) -> bool:
-        """Whether this `rekindle restore` has `--prepare`."""
+        """Returns whether the tested `rekindle restore` has the option `--prepare`."""
         command = [str(self.rekindle.binary), "restore", "--help"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return "--prepare" in done.stdout
 
     def qemus(self, name: str) -> list[int]:
-        """Returns the process numbers of the VM's QEMUs in our run directory."""
+        """Returns the pids of a VM's QEMUs in this run directory."""
         found = []
         wanted = str(self.rekindle.run_dir / name).encode() + b"/vmm-"
         for entry in Path("/proc").iterdir():
@@ -68,7 +68,7 @@ class RestoreEnvironment(ProtectEnvironment):
         return found
 
     def crash(self, name: str) -> None:
-        """Simulates the death of the guest's host: kills its QEMU, and removes what Rekindle kept of it."""
+        """Simulates the death of the guest's host: kills the QEMU, and removes Rekindle's files of the VM."""
         for pid in self.qemus(name):
             os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 30.0
@@ -79,7 +79,7 @@ class RestoreEnvironment(ProtectEnvironment):
         self.rekindle.stop(name)
 
     def restore(self, name: str, store: Store, *options: str) -> Restored:
-        """Restores it. The guest runs from the end of the step `resume` in Rekindle's own timeline."""
+        """Restores a VM. The guest runs from the end of the step `resume` in Rekindle's own timeline."""
         timeline = self.rekindle.run_dir / name / "timeline.jsonl"
         started = time.time_ns() // 1000
         report = self.rekindle.call("restore", name, "--store", store.url, *store.options, *options)
@@ -92,7 +92,7 @@ class RestoreEnvironment(ProtectEnvironment):
         return Restored(end - started, report["us"], end, steps)
 
     def wait_filled(self, name: str, since_host_us: int) -> Filled:
-        """Waits until all of its memory is loaded."""
+        """Waits until all memory of the guest is loaded."""
         fill, log = (self.rekindle.run_dir / name / file for file in ("fill.json", "pager.log"))
         deadline = time.monotonic() + FILL_DEADLINE_S
         while fill.exists():
@@ -100,7 +100,7 @@ class RestoreEnvironment(ProtectEnvironment):
                 raise RekindleError(f"{name}: its memory is not loaded within {FILL_DEADLINE_S:g} s")
             time.sleep(0.005)
         took = time.time_ns() // 1000 - since_host_us
-        # The pager logs this shortly after it has removed the record.
+        # The pager logs its result shortly after it has removed the record.
         while True:
             filled = _FILLED.search(log.read_text())
             if filled or time.monotonic() > deadline:
@@ -110,7 +110,7 @@ class RestoreEnvironment(ProtectEnvironment):
         return Filled(took, numbers[0], numbers[2], numbers[1])
 
     def resident_kib(self, name: str) -> int:
-        """Returns the resident memory of all processes for this VM: QEMU and Rekindle's."""
+        """Returns the resident memory, in KiB, of all processes of this VM: QEMU and Rekindle's."""
         total = 0
         marks = (str(self.rekindle.run_dir / name).encode() + b"/", b"\0" + name.encode() + b"\0")
         environment = f"REKINDLE_RUN_DIR={self.rekindle.run_dir}".encode()
@@ -133,7 +133,7 @@ class RestoreEnvironment(ProtectEnvironment):
 
 @contextmanager
 def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[RestoreEnvironment]:
-    """Sets up the environment, as for topic `protect`."""
+    """Sets up the environment in the same way as topic `protect`."""
     with protect_environment(root, binary, qemu, rows, disk, RestoreEnvironment) as here:
         assert isinstance(here, RestoreEnvironment)
         yield here

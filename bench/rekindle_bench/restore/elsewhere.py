@@ -1,4 +1,4 @@
-"""The case: a compilation is continued in another place after its host has died.
+"""The case: a compilation continues in another place after its host has died.
 
 The other place is another run directory and network namespace, with the store on a server. The result must be bit for
 bit that of an undisturbed run.
@@ -28,11 +28,11 @@ from .rows import Row
 MEMORY_MIB = 512
 END_DEADLINE_S = 60.0
 HOST_ADDRESS, GUEST_ADDRESS = "10.89.77.1/24", "10.89.77.2/24"
-"""RAM of the guest that libvirt starts."""
+"""Addresses of the host's end of the tap and of the guest that libvirt starts."""
 
 
 def elsewhere(env: RestoreEnvironment, plan: Plan) -> None:
-    """Measures a guest of Rekindle's, then one of libvirt's."""
+    """Measures a guest of Rekindle, then a guest of libvirt."""
     with ExitStack() as stack:
         there = Rekindle(env.rekindle.binary, env.work / "there")
         other = stack.enter_context(netns.namespace(f"{env.netns}b"))
@@ -57,7 +57,7 @@ def _of_libvirt(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str
     folder = env.disk_dir / "libvirt"
     for above in (env.disk_dir, *env.disk_dir.parents):
         if not above.stat().st_mode & 0o001:
-            # The user of libvirtd must be able to reach it.
+            # libvirtd's user must be able to access the folder.
             folder = Path("/var/tmp") / f"rekindle-{os.getpid()}"
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -83,7 +83,7 @@ def _of_libvirt(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str
             return [pid]
 
         _move(env, plan, work, there, definition, "libvirt", host)
-        # The guest answers in its new namespace.
+        # The restored guest answers in its new namespace.
         with netns.connect(other, domain.address, COMMAND_PORT, 60.0) as connection:
             connection.sendall(b"uptime\n")
             answer = connection.recv(4096).decode()
@@ -114,7 +114,7 @@ def _move(
     how: str,
     host: Callable[[], list[int]],
 ) -> None:
-    """Compiles undisturbed, then with the death of the host in the middle. `host`: its processes but the protector."""
+    """Compiles undisturbed, then with the host's death in the middle. `host`: the host's pids but the protector's."""
     name, count = work.guest.name, plan.units.compile
     env.log(f"elsewhere: {how}: undisturbed")
     whole = work.run("compile", count)

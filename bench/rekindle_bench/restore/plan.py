@@ -1,4 +1,4 @@
-"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
+"""The full plan, and the quick plan of 8 minutes: repetitions and sizes of restores."""
 
 from dataclasses import dataclass
 
@@ -11,34 +11,34 @@ class Piece:
     """A piece of work that is interrupted by a crash and a restore."""
 
     count: int
-    """Files, or frames."""
+    """Number of units: files (`compile`) or frames (`transcode`)."""
     cut: int
     """Units that are done before the crash."""
     first: int = 1
-    """Units before this one are left out: only the part before the crash is shortened."""
+    """First unit. Earlier units are left out, which shortens only the part before the crash."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Repetitions."""
+    """Repetitions of each case."""
 
     restore: dict[int, dict[str, int]]
-    """Repetitions by MiB of RAM: lazy, eager, incoming."""
+    """Restores by MiB of RAM and way: lazy, eager, incoming."""
     touch: dict[int, str]
-    """Extra memory that a larger guest has filled."""
+    """Memory that a guest of this size (MiB) fills, so that a larger guest has more memory in use."""
     stores: tuple[str, ...]
-    """Stores for figure 4, from which 512M are restored lazily."""
+    """Kinds of store for figure 4. The 512M guest is restored lazily from each kind."""
     store_restores: int
     """Restores from each store."""
     prepared: int
     after: dict[str, int]
-    """Windows with a crash and a restore, and as many without, by workload."""
+    """Windows with a crash and a restore, by workload; the number without is the same."""
     pieces: dict[str, Piece]
-    """The work in those windows."""
+    """The work in the windows of `after`, by workload."""
     units: Units
-    """The work that is continued elsewhere; it is interrupted in the middle."""
+    """Amount of the work that continues in another place, interrupted in the middle."""
     budget_s: float | None = None
-    """A case that would begin later than this is left out."""
+    """No case begins later than this many seconds after the start."""
 
 
 FULL = Plan(
@@ -70,7 +70,7 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Lists what this plan omits from the full one."""
+    """Lists the repetitions that `plan` omits from the full plan."""
     lines: list[str] = []
     for mib, full in FULL.restore.items():
         own = plan.restore.get(mib, {})

@@ -1,4 +1,4 @@
-"""Plots the paper's figure 4: the parts of a restore; with the peer."""
+"""Plots the paper's figure 4: the parts of a restore, with the peer."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from rekindle_lab import style
 
 from . import analysis
 
-# Okabe and Ito's palette, and greys.
+# Palette of Okabe and Ito, and greys.
 PALETTE = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#999999", "#555555")
 
 

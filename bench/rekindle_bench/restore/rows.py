@@ -1,4 +1,4 @@
-"""The raw rows of this topic."""
+"""Raw rows of the restore benchmark."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,13 +9,14 @@ import pandas as pd
 from rekindle_bench.rows import read_rows
 
 HOWS = ("lazy", "prepared", "eager", "incoming", "elsewhere", "libvirt")
-"""`rekindle restore`; the same into a prepared QEMU; with all memory first; QEMU's own load of a full save; in another
-run directory and network namespace; there, of a guest that libvirt had started."""
+"""`lazy`: `rekindle restore`. `prepared`: into a prepared QEMU. `eager`: all memory is loaded first. `incoming`: QEMU's
+own load of a full save. `elsewhere`: into another run directory and network namespace. `libvirt`: as `elsewhere`, of a
+guest that libvirt had started."""
 
 
 @dataclass
 class Row:
-    """One measurement. Names end in the unit; host times are microseconds since 1970."""
+    """One measurement. Names end in the unit; host times in `steps` are microseconds since 1970."""
 
     case: str
     """`restore`, `prepared`, `after`, `stores`, `elsewhere`."""
@@ -25,14 +26,14 @@ class Row:
     workload: str
     store: str
     how: str
-    """One of the `HOWS`; `undisturbed` for a window."""
+    """A member of `HOWS`, or `undisturbed` for a window."""
     round: int
     restore_us: int | None = None
     """From the start of the command until the guest runs."""
     told_us: int | None = None
-    """The same as reported by the command itself."""
+    """`restore_us` as reported by the command itself."""
     fill_us: int | None = None
-    """From when the guest runs until all of its memory is loaded."""
+    """From when the guest runs until all of the guest's memory is loaded."""
     demanded_pages: int | None = None
     """Pages that the guest waited for."""
     filled_pages: int | None = None
@@ -40,14 +41,14 @@ class Row:
     worst_us: int | None = None
     """The longest that the guest waited for a page."""
     resident_kib: int | None = None
-    """Memory that a prepared QEMU, with its helpers, takes while it waits."""
+    """Memory that a prepared QEMU and its helpers use while they wait."""
     units: int | None = None
     position: float | None = None
-    """Progress of the work at the checkpoint."""
+    """Progress of the work at the checkpoint, in units."""
     rest_us: int | None = None
-    """From there (restored: from when the guest runs again) until the work was done."""
+    """From `position` until the work was done; after a restore, from when the guest runs again."""
     lost_us: int | None = None
-    """From the guest's stop for the newest checkpoint until its host died."""
+    """From the guest's stop for the newest checkpoint until the death of its host."""
     digest: str = ""
     """Digest of the work's result."""
     steps: list[dict[str, Any]] = field(default_factory=list)

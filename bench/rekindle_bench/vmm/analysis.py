@@ -1,4 +1,4 @@
-"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+"""Computes the figures of VMM reboots from raw rows alone, so that a file can be analysed again."""
 
 import json
 
@@ -12,17 +12,17 @@ from rekindle_lab.stats import compare, median, p95
 from .rows import HOWS
 
 HEADLINE_MIB = 512
-"""Size at which warm is compared with cpr-transfer: the one with the most repetitions."""
+"""RAM at which warm is compared with cpr-transfer: the size with the most repetitions."""
 SERVICE_CASES = ("ram", "sizes", "count", "solo", "debian")
 
 
 def operations(frame: pd.DataFrame, column: str, **where: str | int) -> list[float]:
-    """Returns the values as `pick`, but one for each operation, for columns that all its rows share."""
+    """Returns values as `pick` does, but one per operation, for columns in which all rows of an operation agree."""
     return pick(frame.drop_duplicates(["case", "guest", "memory_mib", "vms", "how", "round"]), column, **where)
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
-    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    """Computes the figures, each with its bar. `raw`: name of the file of rows."""
     found = Findings(raw)
     ratio = found.ratio
 
@@ -92,7 +92,7 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
 
 
 def label(row: "pd.Series[object]") -> str:
-    """Describes what was rebooted, for the tables."""
+    """Describes for the tables which guests were rebooted."""
     what = f"{row['guest']} {size(int(str(row['memory_mib'])))}"
     among = {"solo": "1 of many x ", "count": f"{row['vms']} x "}.get(str(row["case"]), "")
     turn = " (by turns)" if row["case"] == "sizes" else ""
@@ -100,9 +100,9 @@ def label(row: "pd.Series[object]") -> str:
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists each case and way: guest-stopped time and service gap in ms, and warm's share of the first.
+    """Lists each case and way: guest-stopped time and service gap in ms, and warm's share of the guest-stopped time.
 
-    The guest of a cold reboot is not stopped but shut down and booted: compare the gaps there.
+    A cold reboot shuts the guest down and boots it instead of stopping it: compare the service gaps for that way.
     """
     lines: list[dict[str, object]] = []
     keys = ["case", "guest", "memory_mib", "vms"]
@@ -162,8 +162,8 @@ def versus_cpr(frame: pd.DataFrame) -> list[dict[str, object]]:
 def tasks(frame: pd.DataFrame) -> pd.DataFrame:
     """Lists the tasks before and after the VMM is replaced, one row per operation, in ms: the paper's figures 5 and 6.
 
-    `pre_ms`: from the first guest's suspension (or the order to shut down) to the last one's end. `post_ms`: from there
-    until the last guest's service answers again. `stopped_ms`, `gap_ms`: of the median guest of the operation.
+    `pre_ms`: from the first guest's suspension (or request to shut down) to the end of the last one's. `post_ms`: from
+    then until the last guest's service answers again. `stopped_ms`, `gap_ms`: of the median guest of the operation.
     `pre_ms` and `post_ms` are missing for cpr-transfer, which does both tasks in one step that cannot be divided from
     outside; `stopped_ms` is missing for a cold reboot, which shuts the guest down instead.
     """

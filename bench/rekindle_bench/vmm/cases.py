@@ -1,4 +1,4 @@
-"""The cases: each sets up its guests, reboots them in turn (A B A B) and leaves rows. The analysis judges them."""
+"""The cases: each sets up its guests, reboots them in turn (A B A B) and appends rows. The analysis judges the rows."""
 
 import functools
 import os
@@ -22,9 +22,9 @@ SMALL_MIB = 256
 DEBIAN_MIB = 1024
 SESSION_DEADLINE_S = 10.0
 SLOW = Client(every="10ms")
-"""The case with many clients uses few requests, so that clients are not what is measured."""
+"""Client of the case with many guests: sends few requests, so that the clients are not what is measured."""
 SESSIONS = 4
-"""Open TCP sessions, in addition to the ssh one, that must survive the reboots."""
+"""Number of open TCP sessions that must survive the reboots, in addition to the ssh session."""
 
 
 def in_turn(
@@ -36,9 +36,9 @@ def in_turn(
     client: Client = USUAL,
     each_round: Callable[[int], None] | None = None,
 ) -> None:
-    """Reboots warm, cpr-transfer, saved, cold, and again, for as long as each has repetitions left.
+    """Reboots warm, cpr-transfer, saved and cold in turn, repeatedly, until no way has repetitions left.
 
-    `each_round` is called in each round, too.
+    `each_round` is called at the start of each round.
     """
     names = f"{len(ours)} x {ours[0].image.kind} {size(ours[0].memory_mib)}"
     for number in range(max(repetitions.values())):
@@ -51,7 +51,7 @@ def in_turn(
 
 
 def ram(env: VmmEnvironment, plan: Plan) -> None:
-    """Measures figure 5: one micro guest, all of its RAM touched, by size."""
+    """Measures figure 5: one micro guest, all of whose RAM is touched, by size."""
     for index, (mib, repetitions) in enumerate(plan.ram.items(), start=1):
         with ExitStack() as stack:
             try:
@@ -87,7 +87,7 @@ def sizes(env: VmmEnvironment, plan: Plan) -> None:
 
 
 def count(env: VmmEnvironment, plan: Plan) -> None:
-    """Measures figures 6 and 7: more and more small guests, rebooted in parallel."""
+    """Measures figures 6 and 7: a growing number of small guests, rebooted in parallel."""
     with ExitStack() as stack:
         ours: list[Guest] = []
         peers: list[Peer] = []
@@ -107,12 +107,12 @@ def count(env: VmmEnvironment, plan: Plan) -> None:
 
 
 def alone(env: VmmEnvironment, guest: Guest, number: int) -> None:
-    """Reboots one guest among many warm, for comparison with all of them."""
+    """Reboots one of many running guests warm, for comparison with a reboot of all guests."""
     env.reboot("solo", number, [guest], "warm", client=SLOW)
 
 
 def debian(env: VmmEnvironment, plan: Plan) -> None:
-    """Reboots one guest with a whole distribution, nginx as the service."""
+    """Reboots one guest with a whole Debian system, with nginx as its service."""
     if not any(plan.debian.values()):
         return
     env.need(memory_mib=2 * DEBIAN_MIB, disk_mib=8 * 1024)
@@ -124,14 +124,14 @@ def debian(env: VmmEnvironment, plan: Plan) -> None:
 
 
 class EchoSession:
-    """A session inside a TCP connection: the other end sends back each line."""
+    """A session over a connection whose other end sends back each line."""
 
     def __init__(self, send: Callable[[bytes], None], handle: int, close: Callable[[], None]) -> None:
         self._send, self._handle, self.close = send, handle, close
         self._count = 0
 
     def works(self) -> bool:
-        """Whether a line comes back in time."""
+        """Returns whether a line is sent back in time."""
         self._count += 1
         line = b"line %d\n" % self._count
         try:
@@ -151,7 +151,7 @@ class EchoSession:
 
 
 def tcp_session(guest: Guest) -> EchoSession:
-    """Opens a session with the guest's echo service, as soon as it listens."""
+    """Opens a session with the guest's echo service, as soon as the service listens."""
     end = time.monotonic() + 60.0
     while True:
         try:
@@ -167,7 +167,7 @@ def tcp_session(guest: Guest) -> EchoSession:
 
 
 def ssh_session(guest: Guest) -> EchoSession:
-    """Opens a session with `cat` over ssh, with the image's key for root."""
+    """Opens a session with `cat` in the guest over ssh, with the image's key for root."""
     options = ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "BatchMode=yes"]
     command = ["ip", "netns", "exec", guest.netns, "ssh", "-F", "none", "-i", str(guest.image.key), "-T"]
     command += [word for option in options for word in ("-o", option)]
@@ -184,12 +184,12 @@ def ssh_session(guest: Guest) -> EchoSession:
 
 
 def losses(env: VmmEnvironment, plan: Plan) -> None:
-    """Reboots warm in a row, under HTTP load, with TCP and ssh sessions open all the time."""
+    """Reboots warm in a row, under HTTP load, with TCP and ssh sessions open during all reboots."""
     env.need(memory_mib=DEBIAN_MIB, disk_mib=4 * 1024)
     with ExitStack() as stack:
         env.log("losses: starting debian")
         guest = stack.enter_context(env.ours(env.guest("losses", "debian", DEBIAN_MIB, 41)))
-        # micro, which stands in for it in a trial, has no ssh.
+        # In a trial micro replaces the guest; it has no ssh.
         openers = [tcp_session] * SESSIONS + ([] if guest.image.kind == "micro" else [ssh_session])
         sessions = [opener(guest) for opener in openers]
         stack.callback(lambda: [session.close() for session in sessions])
@@ -217,7 +217,7 @@ def losses(env: VmmEnvironment, plan: Plan) -> None:
                     )
                 )
                 env.log(f"losses: reboot {number + 1} of {plan.losses}, sessions lost: {len(lost)}")
-                for index in lost:  # reopened, or it would be counted again after the next reboot
+                for index in lost:  # reopened, or the session would be counted again after the next reboot
                     sessions[index].close()
                     sessions[index] = openers[index](guest)
         report = probes[0].report
@@ -236,7 +236,7 @@ def losses(env: VmmEnvironment, plan: Plan) -> None:
 
 
 def memory(env: VmmEnvironment, plan: Plan) -> None:
-    """Reboots warm; Rekindle compares every RAM block before and after, and the guest verifies its own memory."""
+    """Reboots warm; Rekindle compares every RAM block before and after, and the guest verifies its memory."""
     env.need(memory_mib=512)
     with env.ours(env.guest("memory", "micro", 512, 42, "all")) as guest:
         for number in range(plan.memory):

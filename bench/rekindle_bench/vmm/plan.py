@@ -1,4 +1,4 @@
-"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
+"""The full plan, and the quick plan of 8 minutes: repetitions and sizes of VMM reboots."""
 
 from dataclasses import dataclass
 
@@ -9,26 +9,26 @@ SMALLEST_MIB, LARGEST_MIB = 512, 8192
 
 @dataclass(frozen=True)
 class Plan:
-    """Repetitions by way to reboot, for each size and number."""
+    """Repetitions by way to reboot, for each size and number of guests."""
 
     ram: dict[int, dict[str, int]]
-    """MiB of RAM, all of it touched."""
+    """Repetitions of each way by MiB of RAM, all of it touched."""
     sizes: int
     """Warm reboots of the smallest and of the largest guest, in turn."""
     count: dict[int, dict[str, int]]
-    """Number of small VMs, rebooted in parallel."""
+    """Repetitions of each way by number of small VMs, rebooted in parallel."""
     debian: dict[str, int]
-    """One VM with systemd, nginx and PostgreSQL."""
+    """Repetitions of each way with one VM that has systemd, nginx and PostgreSQL."""
     losses: int
     """Warm reboots in a row, under load."""
     memory: int
-    """Warm reboots with all RAM blocks compared."""
+    """Warm reboots in which all RAM blocks are compared."""
     breakdown: tuple[str, ...]
     """Ways for which throughput over time is recorded, once each."""
     budget_s: float | None = None
-    """A case that would begin later than this is left out."""
+    """No case begins later than this many seconds after the start."""
     extremes: tuple[int, int] = (SMALLEST_MIB, LARGEST_MIB)
-    """MiB of the smallest and of the largest guest."""
+    """RAM of the smallest and of the largest guest in MiB."""
 
 
 FULL = Plan(
@@ -64,7 +64,7 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Lists what this plan omits from the full one."""
+    """Lists the repetitions that `plan` omits from the full plan."""
     lines: list[str] = []
 
     def compare(what: str, full: dict[str, int], own: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Plots the paper's figures 5, 6, 7 and 8, with today's peers."""
+"""Plots the paper's figures 5, 6, 7 and 8, with cpr-transfer as today's peer."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The raw rows of this topic."""
+"""Raw rows of the VMM-reboot benchmark."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ HOWS = ("warm", "cpr-transfer", "saved", "cold")
 
 @dataclass
 class Row:
-    """The outcome of one reboot for one VM. Names end in the unit; host times are microseconds since 1970."""
+    """The outcome of one reboot for one VM. Names end in the unit; `*_host_us`: microseconds since 1970."""
 
     case: str
     """`ram`, `sizes`, `count`, `solo`, `debian`, `losses`, `load`, `memory`, `breakdown`."""
@@ -28,18 +28,18 @@ class Row:
     stop_host_us: int | None = None
     resume_host_us: int | None = None
     total_us: int | None = None
-    """First stop to last resume of all VMs of the operation."""
+    """From the first stop to the last resume of all VMs of the operation."""
     command_us: int | None = None
-    """Duration of the command as its caller sees it."""
+    """Duration of the command as measured by its caller."""
     gap_us: int | None = None
-    """The client's longest time without an answer around the reboot, and its bounds."""
+    """The client's longest time without an answer around the reboot; the next two fields are its bounds."""
     gap_start_host_us: int | None = None
     gap_end_host_us: int | None = None
     answered: int | None = None
     failed: int | None = None
     connections_lost: int | None = None
     sessions: int | None = None
-    """Open TCP and ssh sessions that were tried after the reboot, and those of them that failed."""
+    """Number of open TCP and ssh sessions that were tried after the reboot; `sessions_lost` of them failed."""
     sessions_lost: int | None = None
     memory_changed_bytes: int | None = None
     from_version: str = ""

@@ -1,4 +1,4 @@
-"""Measures and analyses this topic."""
+"""Measures replacements of the VMM under a guest, and analyses the rows."""
 
 import json
 from pathlib import Path

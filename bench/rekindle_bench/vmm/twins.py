@@ -1,4 +1,4 @@
-"""The environment of this topic: VMs, their twins for the peer, and reboots with a client at each."""
+"""VMs of the VMM-reboot benchmark, their twins for the peer, and reboots with a client at each."""
 
 import os
 import re
@@ -21,10 +21,10 @@ from .rows import Row
 
 @dataclass(frozen=True)
 class Client:
-    """The settings of the client that asks a guest's service while it is rebooted."""
+    """Settings of the client that sends requests to a guest while the guest is rebooted."""
 
     path: str | None = None
-    """A file of nginx's; without it the guest's usual service."""
+    """Path of a file of nginx; `None`: the guest's usual service."""
     every: str = "1ms"
     options: tuple[str, ...] = ()
     margin_s: float = MARGIN_S
@@ -33,7 +33,7 @@ class Client:
         """Returns the requested URL."""
         if self.path is None:
             return guest.service_url
-        # micro, which stands in for debian in a trial, has no files.
+        # In a trial micro replaces debian; it has no files.
         path = "bytes/24576" if guest.image.kind == "micro" else self.path
         return f"http://{guest.address}/{path}"
 
@@ -45,21 +45,21 @@ LOAD = Client("files/020.bin", "4ms", ("--connections", "8", "--interval", "20ms
 
 @dataclass
 class VmmEnvironment(Environment):
-    """VMs whose QEMU is replaced, and their twins for the peer."""
+    """The environment of the VMM-reboot benchmark: VMs whose QEMU is replaced, and their twins for the peer."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     """Reboots with the client's throughput, for figure 8."""
 
     @property
     def peer_netns(self) -> str:
-        """The network namespace of the peer's guests."""
+        """Network namespace of the peer's guests."""
         return self.space.namespaces[1]
 
     @contextmanager
     def peer(self, guest: Guest, *, wait: bool = True) -> Iterator["Peer"]:
         """Starts a guest for cpr-transfer with the hardware of `guest`, which must not have been rebooted yet.
 
-        It is ready unless `wait` is false.
+        The twin is ready unless `wait` is false.
         """
         shown = self.rekindle.show(guest.name)
         twin = replace(guest, name=f"{guest.name}-peer", netns=self.peer_netns)
@@ -93,14 +93,14 @@ class VmmEnvironment(Environment):
         *options: str,
         client: Client = USUAL,
     ) -> dict[str, Any]:
-        """Reboots guests together with a client at each, appends a row for each, and returns the record of the first.
+        """Reboots guests together with a client at each, appends a row for each, and returns the first guest's record.
 
-        All of `targets` are of one kind: ours, or peers (then `how` is cpr-transfer). `number` is the round.
+        All of `targets` are guests of Rekindle, or all are peers (then `how` is cpr-transfer). `number`: the round.
         """
         peers = [one for one in targets if isinstance(one, Peer)]
         at = [one.guest if isinstance(one, Peer) else one for one in targets]
         urls = [(client.url(guest), guest.netns) for guest in at]
-        # A client that survives any stop; but a boot kills the old connection, so a cold reboot needs a short timeout.
+        # The timeout is longer than any stop. A boot kills the old connection, so a cold reboot needs a short timeout.
         settings = (*client.options, "--timeout", "5s" if how == "cold" else "300s")
         with self.rekindle.probes(urls, *settings, every=client.every, margin_s=client.margin_s) as probes:
             started = time.monotonic()
@@ -144,14 +144,14 @@ class VmmEnvironment(Environment):
 
 @dataclass(frozen=True)
 class Peer:
-    """A guest under cpr-transfer."""
+    """A guest that is rebooted by cpr-transfer."""
 
     guest: Guest
     vm: CprVm
 
 
 def version(vmm: dict[str, Any] | None) -> str:
-    """Returns the version of a `from` or `to`, as text."""
+    """Returns the QEMU version in `from` or `to` of a reboot's JSON, as text."""
     given = (vmm or {}).get("version", "")
     return ".".join(str(part) for part in given.values()) if isinstance(given, dict) else str(given)
 
@@ -167,7 +167,7 @@ def by_name(document: dict[str, Any], names: Sequence[str]) -> list[dict[str, An
 
 
 def handover_json(peers: Sequence[Peer]) -> dict[str, Any]:
-    """Reboots peers, and reports in the form of a reboot's JSON."""
+    """Reboots peers, and returns the result in the form of a reboot's JSON."""
     handovers = reboot_all([peer.vm for peer in peers])
     vms = [
         {
@@ -187,7 +187,7 @@ def handover_json(peers: Sequence[Peer]) -> dict[str, Any]:
 
 @contextmanager
 def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[VmmEnvironment]:
-    """Sets up the environment: folders, a tmpfs for guest RAM, two network namespaces (ours, the peer's).
+    """Sets up the environment: folders, a tmpfs for guest RAM, and a network namespace each for Rekindle and the peer.
 
     `disk`: a folder on a real disk, for copies of guest disks and saved RAM.
     """

@@ -1,6 +1,6 @@
-"""Topic `warm-cache`: how much of its cache a guest has after a reboot, compared with a cold reboot and with peers.
+"""Topic `warm-cache`: how much of its cache a guest has after a reboot, compared with cold reboots and peers.
 
-Follows section 5 of CacheMind: figures 5 to 13, table 1.
+Follows section 5 of the paper on CacheMind: figures 5 to 13, table 1.
 """
 
 from .cases import CASES

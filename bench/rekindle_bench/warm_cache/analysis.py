@@ -1,4 +1,4 @@
-"""Computes figures from raw rows. Reads only the rows, so that a file can be analysed again."""
+"""Computes the figures of warm-cache reboots from raw rows alone, so that a file can be analysed again."""
 
 import json
 
@@ -13,30 +13,30 @@ from .rows import WAYS
 
 WARM, COLD = "warm-cache", "cold"
 FIRST_S = 5
-"""The first seconds of a web server after a reboot, whose rate counts."""
+"""Seconds of a web server directly after a reboot whose rate counts."""
 STEADY_S = 10
-"""The last seconds before it, with which they are compared."""
+"""Seconds directly before a reboot with which the seconds after it are compared."""
 
 
 def at_least(limit: float) -> Bar:
-    """Returns the bar of a figure where more is better."""
+    """Returns the bar of a figure for which more is better."""
     return Bar(limit, ">=")
 
 
 def rate(rows: pd.DataFrame) -> list[float]:
-    """Returns MB/s of each row."""
+    """Returns the rate of each row in MB/s."""
     return [float(value) for value in rows["bytes"] / rows["us"]]
 
 
 def where(frame: pd.DataFrame, **values: float | str) -> pd.DataFrame:
-    """Returns the rows in which the columns are as given."""
+    """Returns the rows in which the columns of `values` have those values."""
     for key, value in values.items():
         frame = frame[frame[key] == value]
     return frame
 
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
-    """Returns the figures of the issue's table. `raw`: the rows' file."""
+    """Computes the figures, each with its bar. `raw`: name of the file of rows."""
     found = Findings(raw)
     _first_read(frame, found)
     _runs(frame, found)
@@ -75,7 +75,7 @@ def _runs(frame: pd.DataFrame, found: Findings) -> None:
 
 
 def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:
-    """Returns MB/s in the first seconds after each reboot, and in the last before it."""
+    """Returns MB/s in the first seconds after each reboot, and in the last seconds before it."""
     after, before = [], []
     for _, rows in where(frame, case="http", what="http", how=how).groupby("round"):
         first = rows[(rows["second"] >= 1) & (rows["second"] <= FIRST_S)]
@@ -101,7 +101,7 @@ def _map(frame: pd.DataFrame, found: Findings) -> None:
 
 
 def _cost_us(rows: pd.DataFrame) -> float | None:
-    """Returns processor time per request."""
+    """Returns the median processor time per request in us."""
     costs = (rows["cpu_us"] / rows["requests"]).dropna()
     return median([float(cost) for cost in costs]) if len(costs) else None
 
@@ -116,7 +116,7 @@ def _native(frame: pd.DataFrame, found: Findings) -> None:
     for (what, block), name in names.items():
         rows = where(frame, case="native", what=what, block=block)
         ours, peers = where(rows, how="server"), {how: where(rows, how=how) for how in PEERS}
-        # The daemon's fastest way for this kind counts.
+        # The fastest of the daemon's ways counts for this kind.
         best = max(PEERS, key=lambda how: median(rate(peers[how])) if len(peers[how]) else 0.0)
         peer, is_peer = peers[best], f"qemu-storage-daemon, {PEERS[best]}"
         costs = {"server_us_a_request": _cost_us(ours), "peer_us_a_request": _cost_us(peer)}
@@ -134,7 +134,7 @@ def _native(frame: pd.DataFrame, found: Findings) -> None:
 
 
 def taken(rows: pd.DataFrame) -> pd.Series:
-    """Returns MiB that the host has used, without the code that the emulation has translated."""
+    """Returns the host's memory in MiB for the guest, without the code that the emulation has translated."""
     return (rows["ram_kib"] + rows["private_kib"] - rows["code_kib"]) / 1024
 
 
@@ -169,7 +169,7 @@ def through_reboots(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def accesses(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists each kind of access, before and after."""
+    """Lists the rates of each kind of access, before and after a reboot."""
     lines = []
     by = ["limit", "on", "what", "block", "how"]
     for (limit, on, what, block, how), of in through_reboots(frame).groupby(by, sort=False):
@@ -195,7 +195,7 @@ def table_1(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def web(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists the web server's rate before a reboot, directly after, and later."""
+    """Lists the web server's rate before a reboot and in the first seconds after it."""
     lines = []
     for how in (WARM, COLD):
         after, before = _seconds(frame, how)
@@ -206,7 +206,7 @@ def web(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def memory(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists the memory that the host has used."""
+    """Lists the memory that the host has used for each guest."""
     lines = []
     rows = where(frame, what="memory")
     for (case, how), of in rows.groupby(["case", "how"], sort=False):
@@ -222,7 +222,7 @@ def memory(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def costs(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists the cost of the map, in the guest and in the server."""
+    """Lists the cost of the block map, in the guest and in the disk server."""
     lines = []
     for what, of in where(frame, case="map").groupby("what", sort=False):
         line: dict[str, object] = {"access": what}
@@ -235,7 +235,7 @@ def costs(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def servers(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Lists rates and processor time of the servers."""
+    """Lists rates and processor time of the disk servers."""
     lines = []
     for (what, block, how), of in where(frame, case="native").groupby(["what", "block", "how"], sort=False):
         line: dict[str, object] = {"access": what, "block": int(block), "server": how, "MB/s": median(rate(of))}
@@ -245,7 +245,7 @@ def servers(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def queries(frame: pd.DataFrame) -> dict[tuple[str, int], list[float]]:
-    """Returns medians of each query, in ms, by way and access."""
+    """Returns the medians of each query in ms, by way and access."""
     found: dict[tuple[str, int], list[float]] = {}
     for (how, at), of in where(frame, case="tpch").groupby(["how", "at"]):
         runs = [[step["us"] / 1e3 for step in json.loads(text)] for text in of["steps"]]

@@ -1,4 +1,4 @@
-"""The case of figures 8 to 10: the cost of the block map without reboots."""
+"""The case of figures 8 to 10: what the block map costs without reboots."""
 
 from rekindle_lab import guests
 
@@ -11,11 +11,11 @@ from .ways import turns
 
 MEMORY_MIB = 768
 KINDS = (("read", 4096, ()), ("write", 4096, ("--end_fsync=1",)), ("bytes", 1, ("--end_fsync=1",)))
-"""What is accessed, in blocks of which size, with further options of fio."""
+"""Kinds of access, each with its block size and further options of fio."""
 
 
 def map_cost(env: CacheEnvironment, plan: Plan) -> None:
-    """Measures two guests by turns, one with a server that keeps a map. All accesses reach the disk."""
+    """Measures two guests by turns. The server of the one keeps a block map. All accesses reach the disk."""
     if env.slow:
         env.limit_rates(None)
     image = env.image("debian-cache")
@@ -34,7 +34,7 @@ def map_cost(env: CacheEnvironment, plan: Plan) -> None:
                 for what, block, options in KINDS:
                     for how in turns(number, ("map", "no-map")):
                         guest, server = both[how]
-                        # What is written stays cached, as in the paper: only then does a write of one byte per page
+                        # Written data stays cached, as in the paper: only then does a write of one byte per page
                         # not read the page first.
                         guest.ssh("sync" + ("; echo 3 >/proc/sys/vm/drop_caches" if what == "read" else ""))
                         before_us = server.used_us()

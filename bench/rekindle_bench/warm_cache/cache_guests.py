@@ -1,4 +1,4 @@
-"""The environment of this topic: a disk with limited rates, and guests on it that are rebooted."""
+"""Guests of the warm-cache benchmark, on a disk whose rates can be limited."""
 
 import json
 import socket
@@ -23,44 +23,45 @@ from .plan import LIMITS
 IMAGE = "debian-cache"
 SSH_DEADLINE_S = 900.0
 SHELL_PORT = 7004
-"""Port of the shell that replaces ssh where micro stands in."""
+"""Port of the shell that replaces ssh if micro replaces the guest."""
 DATA_BYTES = 1600 << 20
-"""Size of the disk with XFS; the file on it has 1 GiB."""
+"""Size of the disk with XFS; its file has 1 GiB."""
 
 
 @dataclass(frozen=True)
 class CacheGuest(Guest):
-    """A guest with the files, the database and the web server of this topic."""
+    """A guest with a large file, a database and a web server."""
 
     SHUTDOWN_TIMEOUT: ClassVar[str] = "5m"
 
     cache: str = "server"
-    """`server`: Rekindle's own; `writeback`, `none`: QEMU's; a path: the socket of a manually started server."""
+    """`server`: Rekindle's disk server. `writeback`, `none`: QEMU, with that cache mode. A path: the socket of a
+    manually started server."""
     bytes_per_s: int | None = None
-    """Rate limit in its definition."""
+    """Rate limit in the VM's definition."""
     data: bool = False
     """Whether the file is on a separate disk with XFS, whose pages are cached in large pieces (folios)."""
 
     @property
     def stands_in(self) -> bool:
-        """Whether `micro` stands in for it, in a trial."""
+        """Whether `micro` replaces this guest, in a trial."""
         return self.image.kind == "micro"
 
     @property
     def file(self) -> str:
-        """The file that is read and written."""
+        """Path of the file that the guest reads and writes."""
         if self.stands_in:
             return "/dev/vda"
         return "/mnt/file" if self.data else "/srv/file"
 
     @property
     def data_disk(self) -> Path:
-        """The disk with XFS."""
+        """The disk image with XFS."""
         return self.disk_dir / f"{self.name}-data.raw"
 
     @property
     def disk(self) -> Path | None:
-        """Its own copy of the image's disk; none for a server that was started manually."""
+        """The guest's copy of the image's disk; `None` for a server that was started manually."""
         return None if self.cache.startswith("/") else self.disk_dir / f"{self.name}.raw"
 
     def qemu_args(self) -> list[str]:
@@ -71,7 +72,7 @@ class CacheGuest(Guest):
         return ["-chardev", chardev, "-device", "vhost-user-blk-pci,chardev=byhand"]
 
     def disk_lines(self) -> list[str]:
-        """Returns the disks of its definition, with the server and its limit."""
+        """Returns the disks of the definition, with the server and the rate limit."""
         if self.disk is None:
             return []
         how = ["server = true"] if self.cache == "server" else [QEMUS_OWN, f'cache = "{self.cache}"']
@@ -80,7 +81,7 @@ class CacheGuest(Guest):
         return [line for path in paths for line in ("[[disk]]", f"path = {json.dumps(str(path))}", *how, *rate)]
 
     def write(self, folder: Path, qemu: str) -> Path:
-        """Writes the definition, and copies the disk, of which the host caches nothing afterwards."""
+        """Writes the definition, and copies the disk; afterwards the host caches nothing of the disk."""
         path = folder / f"{self.name}.toml"
         path.write_text(self.definition(qemu))
         if self.disk is not None:
@@ -93,12 +94,12 @@ class CacheGuest(Guest):
         return path
 
     def mount(self) -> None:
-        """Mounts the disk with XFS, if it has one."""
+        """Mounts the disk with XFS, if the guest has one."""
         if self.data:
             self.ssh("modprobe xfs && mount /dev/vdb /mnt")
 
     def ssh(self, command: str) -> str:
-        """Runs a command in it, and returns its output."""
+        """Runs a command in the guest, and returns its output."""
         if self.stands_in:
             return self._shell(command)
         options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
@@ -113,7 +114,7 @@ class CacheGuest(Guest):
         return done.stdout
 
     def _shell(self, command: str) -> str:
-        """Does the same on the port of `tests/images/stand-in`."""
+        """Runs a command like `ssh`, on the port of `tests/images/stand-in`."""
         with netns.connect(self.netns, self.address, SHELL_PORT, SSH_DEADLINE_S) as connection:
             connection.settimeout(SSH_DEADLINE_S)
             connection.sendall(command.encode())
@@ -127,20 +128,20 @@ class CacheGuest(Guest):
 
 @dataclass
 class CacheEnvironment(Environment):
-    """Guests with caches, on a disk whose rates can be limited."""
+    """The environment of the warm-cache benchmark: guests with caches, on a disk whose rates can be limited."""
 
     slow: Slow | None = None
-    """Disk with limits for the guests' disks; `None` where the kernel cannot limit one."""
+    """Disk with limits for the guests' disks; `None` if the kernel cannot limit a disk."""
 
     def cached(self, name: str, memory_mib: int, index: int, cache: str = "server") -> CacheGuest:
-        """Returns a guest of this topic."""
+        """Returns a guest with its files in this environment."""
         self.need(memory_mib=int(memory_mib * 1.1) + 512)
         folder = self.slow.folder if self.slow else self.disk_dir
         image = self.image(IMAGE)
         return CacheGuest(name, image, memory_mib, index, None, self.netns, self.ram_dir, folder, cache)
 
     def limit_rates(self, limit: str | None) -> None:
-        """Limits the disk to one of the rates, or removes the limit."""
+        """Limits the disk to the rates of `limit`, or removes the limit."""
         if self.slow is None:
             raise NoRoomError("has no block I/O controller of control groups v1, so no disk can be limited")
         self.slow.limit_rates(LIMITS[limit] if limit else None)
@@ -156,13 +157,13 @@ class CacheEnvironment(Environment):
 
     @contextmanager
     def on_limited_disk(self, guest: CacheGuest, limit: str) -> Iterator[CacheGuest]:
-        """Runs a guest whose disk is limited while the body runs; it boots without the limit."""
+        """Runs a guest whose disk is limited while the body runs. The guest boots without the limit."""
         self.limit_rates(None)
         with self.ours(guest), self.limited(limit):
             yield guest
 
     def from_retained_cache(self, guest: CacheGuest) -> int:
-        """Returns bytes that its disks' servers have supplied from the retained cache; none after a cold reboot."""
+        """Returns the bytes that the guest has read from its retained cache; 0 after a cold reboot."""
         of_all = 0
         for disk in ("disk0", "disk1") if guest.data else ("disk0",):
             control = self.rekindle.run_dir / guest.name / f"disk-{disk}.control"
@@ -172,7 +173,7 @@ class CacheEnvironment(Environment):
         return of_all
 
     def reboot(self, guest: CacheGuest, how: str) -> dict[str, object]:
-        """Reboots the guest and waits until it is well again."""
+        """Reboots the guest and waits until all of its services answer again."""
         report = self.rekindle.call("reboot", "os", guest.name, "--how", how)
         guest.wait_ready()
         guest.mount()
@@ -185,7 +186,7 @@ def environment(
 ) -> Iterator[CacheEnvironment]:
     """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace, a disk.
 
-    `disk`: a folder on a real one. `slow`: with a disk that the kernel limits, where possible.
+    `disk`: a folder on a real disk. `slow`: whether to make a disk that the kernel limits, where possible.
     """
     with ExitStack() as stack:
         space = stack.enter_context(workspace(binary, disk))

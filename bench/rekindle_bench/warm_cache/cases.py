@@ -1,4 +1,4 @@
-"""The cases, by name. Each appends its rows immediately; ways to reboot are taken by turns."""
+"""The cases of the warm-cache benchmark by name. Each appends its rows immediately and takes the ways by turns."""
 
 from collections.abc import Callable
 

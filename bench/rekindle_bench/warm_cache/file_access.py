@@ -1,6 +1,6 @@
 """The cases in which a guest accesses a file before and after a reboot: figures 5 to 7, 11 and 12 of the paper.
 
-The file is accessed twice before each reboot and twice after it. In the rows, `at` is -2, -1, 1 and 2.
+The guest accesses the file twice before each reboot and twice after it. In the rows, `at` is -2, -1, 1 and 2.
 """
 
 import json
@@ -18,13 +18,13 @@ from .watch import Watch, cached_kib
 from .ways import COLD, WARM, turns
 
 OTHER_ROUNDS = 3
-"""Rounds with other limits of the disk than the first."""
+"""Largest number of rounds for each limit of the disk but the first."""
 _FIO_MODES = {"mmap-read": ("read", "mmap"), "mmap-write": ("write", "mmap"), "bytes": ("write:4095", "psync")}
-"""Options `rw` and `ioengine` of fio. `bytes` writes one byte of each page: 1, then 4095 are skipped."""
+"""Options `rw` and `ioengine` of fio. `bytes` writes one byte of each page, then skips 4095."""
 
 
 def fio(guest: CacheGuest, what: str, block: int, mib: int, *options: str) -> tuple[int, int]:
-    """Lets the guest access its file once; returns bytes and microseconds."""
+    """Makes the guest access its file once; returns bytes and microseconds."""
     mode, engine = _FIO_MODES.get(what, (what, "psync"))
     file_bytes = mib << 20
     if what == "bytes":
@@ -36,13 +36,13 @@ def fio(guest: CacheGuest, what: str, block: int, mib: int, *options: str) -> tu
     counters = job["read"] if mode == "read" else job["write"]
     if counters["io_bytes"] == 0:
         raise RekindleError(f"{guest.name}: fio moved nothing: {command}")
-    # If the end waits for the disk, that time is only in the job's, not in that of the writes.
+    # The job's runtime also has the wait for the disk at the end, which the runtime of the writes may miss.
     took_ms = max(counters["runtime"], job.get("job_runtime", 0))
     return counters["io_bytes"], took_ms * 1000
 
 
 def settle(guest: CacheGuest) -> None:
-    """Writes back everything, and keeps the kernel from writing back by itself."""
+    """Writes back all dirty data of the guest, and keeps the guest's kernel from writing back by itself."""
     guest.ssh(
         "sync; sysctl -q vm.dirty_ratio=90 vm.dirty_background_ratio=80 vm.dirty_expire_centisecs=360000"
         " vm.dirty_writeback_centisecs=0"
@@ -51,23 +51,23 @@ def settle(guest: CacheGuest) -> None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurement of one guest in one case. Appends the rows."""
+    """The measurement of one guest in one case; appends the rows."""
 
     env: CacheEnvironment
     guest: CacheGuest
     case: str
     limit: str
-    """The limit of the disk."""
+    """Name of the disk's limit."""
 
     def repeat(self, access: FileAccess, rounds: int, ways: tuple[str, ...] = (WARM, COLD)) -> None:
-        """Accesses the file around a reboot of each way, for so many rounds."""
+        """Accesses the file around a reboot of each way, for `rounds` rounds."""
         for number in range(rounds):
             for how in turns(number, ways):
                 self.around_reboot(access, how, number)
             self.env.log(f"{self.case}: {self.limit}: {access.what} of {access.block}, {number + 1} of {rounds}")
 
     def around_reboot(self, access: FileAccess, how: str, number: int) -> None:
-        """Accesses the file twice, reboots, and accesses it twice again, with a row of the host's memory for that."""
+        """Accesses the file twice before a reboot and twice after it; appends rows, one with the host's peak memory."""
         self._access(access, how, number, at=-2)
         self._access(access, how, number, at=-1)
         with Watch(self.guest.name, self.env.ram_dir) as watch:
@@ -84,7 +84,7 @@ class Measurement:
             self.guest.ssh("sync")
 
     def append_memory(self, watch: Watch, how: str, number: int, steps: object) -> None:
-        """Appends a row with the memory of the host at the peak."""
+        """Appends a row with the host's memory at its peak."""
         self._append(
             "memory",
             how,
@@ -103,10 +103,10 @@ class Measurement:
 
 
 def files(is_part: Callable[[FileAccess], bool], limit_index: int = 0) -> Callable[[CacheEnvironment, Plan], None]:
-    """Returns the case of figures 5 to 7: a guest is rebooted with its cache and cold, by turns.
+    """Returns a case of figures 5 to 7: a guest is rebooted with its cache and cold, by turns.
 
-    `is_part`: which of the plan's accesses. `limit_index`: which of its limits; with others than the first there are
-    fewer rounds.
+    `is_part`: selects among the plan's accesses. `limit_index`: index of one of the plan's limits; all but the first
+    have fewer rounds.
     """
 
     def case(env: CacheEnvironment, plan: Plan) -> None:
@@ -124,7 +124,7 @@ def files(is_part: Callable[[FileAccess], bool], limit_index: int = 0) -> Callab
 
 
 def folios(env: CacheEnvironment, plan: Plan) -> None:
-    """Measures the same on a file system that caches in large pieces, so that a guest has less work per page."""
+    """Measures figures 5 to 7 on a file system that caches in large pieces, so that a guest has less work per page."""
     if not plan.folios:
         raise NotPlannedError
     env.limit_rates(None)
@@ -139,7 +139,7 @@ def folios(env: CacheEnvironment, plan: Plan) -> None:
 
 
 def peers(env: CacheEnvironment, plan: Plan) -> None:
-    """Measures figures 11 and 12: QEMU has the disk, with the host's cache and without."""
+    """Measures figures 11 and 12: QEMU has the disk, with the host's cache and without it."""
     if not plan.peers:
         raise NotPlannedError
     limit = plan.limits[0]

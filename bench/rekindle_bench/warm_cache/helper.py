@@ -1,4 +1,4 @@
-"""The case: a disk's server is killed under load repeatedly, and is restarted without help."""
+"""The case: the server of a disk is killed under load repeatedly, and is restarted automatically."""
 
 import json
 import os
@@ -17,21 +17,21 @@ from .rows import Row
 
 BACK_DEADLINE_S = 60.0
 POLL_S = 0.001
-"""Interval of the queries to the server."""
+"""Seconds between two queries to the server."""
 SPAN_MIB = 32
-"""Size of the area that is written and verified."""
+"""Size of the area that the guest writes and verifies, in MiB."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of the guest's load."""
+    """Result of the guest's load."""
 
     bytes_read: int
     errors: int
 
 
 def verify(guest: CacheGuest, seconds: int) -> Verified:
-    """Writes to the disk for so long, and reads back and verifies what was written."""
+    """Writes to the disk for `seconds`, reads the data back and verifies it."""
     path = guest.file if guest.stands_in else "/srv/verify"
     words = f"fio --name=x --filename={path} --size={SPAN_MIB << 20} --bs=4096 --rw=randwrite --direct=1"
     words += " --ioengine=libaio --iodepth=8 --verify=crc32c --verify_backlog=256 --continue_on_error=verify"
@@ -46,7 +46,7 @@ def verify(guest: CacheGuest, seconds: int) -> Verified:
 
 
 def is_served(control: Path) -> bool:
-    """Whether a server answers there and serves the queues of a QEMU."""
+    """Returns whether a server answers on the socket `control` and serves the queues of a QEMU."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(5)
@@ -75,7 +75,7 @@ def kill(env: CacheEnvironment, guest: CacheGuest) -> int:
 
 
 def helper_back(env: CacheEnvironment, plan: Plan) -> None:
-    """Kills it under a load that verifies what it reads."""
+    """Kills the server under a load that verifies the data that it reads."""
     if env.slow:
         env.limit_rates(None)
     seconds = round(plan.kills * (plan.kill_every_s + 1)) + 5

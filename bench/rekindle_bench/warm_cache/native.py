@@ -1,4 +1,4 @@
-"""The case: servers without a guest, Rekindle's and QEMU's storage daemon, with the same client at native speed."""
+"""The case: disk servers without a guest, Rekindle's and QEMU's storage daemon, with one client at native speed."""
 
 import json
 import shutil
@@ -20,12 +20,12 @@ from .rows import Row
 
 START_DEADLINE_S = 30.0
 PEERS = {"qsd": "io_uring", "qsd-native": "native", "qsd-threads": "threads"}
-"""The storage daemon's ways to access a device; each window is measured with all of them, and the best one counts."""
+"""Ways of the storage daemon to access a device. Each window is measured with all of them, and the best one counts."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The requests of the client."""
+    """A kind of request that the client sends."""
 
     what: str
     order: str
@@ -43,20 +43,20 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Server:
-    """A running server."""
+    """A running disk server."""
 
     socket: Path
     pid: int
 
     def used_us(self) -> int:
-        """Returns the processor time that its threads have used, in microseconds."""
+        """Returns the processor time that the server's threads have used, in microseconds."""
         threads = Path(f"/proc/{self.pid}/task").iterdir()
         return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) // 1000
 
 
 @contextmanager
 def _process(command: list[str], socket: Path, log: Path) -> Iterator[Server]:
-    """Starts a server and waits for its socket; it ends with the body, or with this process."""
+    """Starts a server and waits for its socket. The server ends with the body, or with this process."""
     command = ["setpriv", "--pdeathsig", "KILL", *command]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
@@ -74,14 +74,14 @@ def _process(command: list[str], socket: Path, log: Path) -> Iterator[Server]:
 
 
 def ours(env: CacheEnvironment, image: Path, name: str = "ours", *options: str) -> AbstractContextManager[Server]:
-    """Starts Rekindle's server."""
+    """Starts Rekindle's disk server."""
     socket = env.work / f"{name}.sock"
     command = [str(env.rekindle.binary), "disk", "serve", str(image), "--socket", str(socket), *options]
     return _process(command, socket, env.work / f"{name}.log")
 
 
 def daemon(env: CacheEnvironment, device: Path, aio: str) -> AbstractContextManager[Server]:
-    """Starts QEMU's storage daemon, with a polling thread of its own, and direct I/O as in Rekindle's server."""
+    """Starts QEMU's storage daemon, with a polling thread for the disk, and direct I/O as in Rekindle's server."""
     binary = shutil.which("qemu-storage-daemon")
     if binary is None:
         raise NoRoomError("has no qemu-storage-daemon; run: scripts/setup")
@@ -110,7 +110,7 @@ def _row(what: Kind, how: str, number: int, report: dict[str, int]) -> Row:
 
 @contextmanager
 def medium(env: CacheEnvironment, span_mib: int) -> Iterator[Path]:
-    """Makes a block device in memory: its own time varies less than a disk's."""
+    """Makes a block device in memory, whose access times vary less than those of a disk."""
     env.need(memory_mib=4 * span_mib)
     if not Path("/dev/loop-control").exists():
         raise NoRoomError("has no loop devices")
@@ -118,7 +118,7 @@ def medium(env: CacheEnvironment, span_mib: int) -> Iterator[Path]:
     try:
         subprocess.run(["dd", "if=/dev/urandom", f"of={path}", "bs=1M", f"count={span_mib}", "status=none"], check=True)
         with loop_device(path) as device:
-            # Only the device holds it from here on: its memory is freed with it.
+            # From now on only the device keeps the file, so that its memory is freed when the device is removed.
             path.unlink()
             yield Path(device)
     finally:
@@ -139,7 +139,7 @@ def native(env: CacheEnvironment, plan: Plan) -> None:
 
 
 def retained(env: CacheEnvironment, plan: Plan) -> None:
-    """Reads all, disconnects, and reads all again from the retained cache: into used buffers, or untouched memory."""
+    """Reads all blocks, then reads all again from the retained cache: into used buffers, or untouched memory."""
     kind = KINDS[1]
     every = ("--requests", str(plan.span_mib * MIB // kind.block))
     with medium(env, plan.span_mib) as device, ours(env, device) as server:

@@ -1,60 +1,60 @@
-"""What a run measures: repetitions and sizes; in full, and within 8 minutes."""
+"""The full plan, and the quick plan of 8 minutes: repetitions and sizes of warm-cache reboots."""
 
 from dataclasses import dataclass
 
 from rekindle_lab.slow import Limit
 
 LIMITS = {"paper": Limit(90_000_000), "cloud": Limit(125_000_000, 3000)}
-"""The paper's disk; a volume of a cloud."""
+"""Rates of the paper's disk, and of a volume in a cloud."""
 
 
 @dataclass(frozen=True)
 class FileAccess:
-    """Accesses to one file, before and after reboots."""
+    """One kind of access to a file, before and after reboots."""
 
     what: str
     block: int
     mib: int
-    """Size of the file."""
+    """Size of the file in MiB."""
     rounds: int
     """Reboots of each way."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Repetitions."""
+    """Repetitions and settings of each case."""
 
     native: int
-    """Windows of each server and kind."""
+    """Windows of each server and kind of request."""
     native_s: float
     retained: int
     files: tuple[FileAccess, ...]
     limits: tuple[str, ...]
     folios: tuple[FileAccess, ...]
-    """Files on XFS."""
+    """Accesses to a file on XFS."""
     peers: tuple[FileAccess, ...]
     map_rounds: int
     map_mib: int
     tpch: int
     """Reboots of each way."""
     tpch_runs: int
-    """Runs before a reboot, and after it."""
+    """Runs of all queries before each reboot, and as many after it."""
     http: int
     """Reboots of each way."""
     http_s: int
-    """Seconds before a reboot, and after it."""
+    """Seconds before each reboot, and as many after it."""
     kills: int
     """Kills of a disk's server."""
     kill_every_s: float = 2.5
-    """Interval of the kills, longer than a server must run for its next restart to have no delay."""
+    """Seconds between two kills; longer than a server must run for its next restart to have no delay."""
     memory_mib: int = 2048
-    """RAM of a guest that reads the file of 1 GiB."""
+    """RAM of the guest that reads the file of 1 GiB."""
     span_mib: int = 1024
-    """Size of a disk that is accessed without a guest."""
+    """Size of the disk that is accessed without a guest, in MiB."""
     web_files: int = 4000
-    """Files that are requested from the web server."""
+    """Number of files that the client requests from the web server."""
     budget_s: float | None = None
-    """A case that would begin later than this is left out."""
+    """No case begins later than this many seconds after the start."""
 
 
 FULL = Plan(
@@ -106,7 +106,7 @@ QUICK = Plan(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Lists what this plan omits from the full one."""
+    """Lists the repetitions that `plan` omits from the full plan."""
     lines: list[str] = []
     for name, own, full in (
         ("native windows of each server", plan.native, FULL.native),

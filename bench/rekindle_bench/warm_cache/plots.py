@@ -1,4 +1,4 @@
-"""Plots the paper's figures 5 and 13: a file read through a reboot, and a web server's rate through one."""
+"""Plots the paper's figures 5 and 13: reads of a file, and a web server's rate, before and after a reboot."""
 
 from pathlib import Path
 

@@ -16,17 +16,17 @@ TPCH = Path(__file__).parent / "tpch"
 MEMORY_MIB = 1024
 QUERIES = 22
 COLD_READ = "cold-read"
-"""Way: a cold reboot, after which all files of the database are read before its first run, so that no disk counts."""
+"""Way: a cold reboot, after which all files of the database are read before the first run, so that no disk counts."""
 READ_ALL = "find /var/lib/postgresql /usr/lib/postgresql /usr/lib/x86_64-linux-gnu -type f -exec cat {} + >/dev/null"
 
 
 @dataclass(frozen=True)
 class PowerRun:
-    """All queries, run once."""
+    """One run of all queries."""
 
     took_us: int
     steps: list[dict[str, Any]]
-    """The time of each query."""
+    """Duration of each query."""
 
 
 def run_queries(guest: CacheGuest) -> PowerRun:

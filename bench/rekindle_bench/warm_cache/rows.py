@@ -1,4 +1,4 @@
-"""The raw rows of this topic."""
+"""Raw rows of the warm-cache benchmark."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,8 @@ import pandas as pd
 from rekindle_bench.rows import read_rows
 
 WAYS = ("warm-cache", "cold", "writeback", "none")
-"""How a guest was rebooted: Rekindle's two ways, and cold with QEMU's own disk in two cache modes."""
+"""Ways to reboot a guest: `warm-cache` and `cold` with Rekindle's disk server, or cold with QEMU's own disk in one of
+two cache modes."""
 
 
 @dataclass
@@ -17,38 +18,38 @@ class Row:
     """One measurement. Names end in the unit."""
 
     case: str
-    """As in the plan."""
+    """Name of the case."""
     what: str
-    """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one per page), `tpch`, `http`, `memory`; `kill` (of a
-    server: until it serves again) and `verify` (what was read and verified meanwhile)."""
+    """`read`, `write`, `mmap-read`, `mmap-write`, `bytes` (one byte per page), `tpch`, `http`, `memory`; `kill` (of a
+    server: until a server serves again) and `verify` (data that was read and verified meanwhile)."""
     how: str
-    """One of the `WAYS`; `cold-read` (of `tpch`: cold, and all was read before the first run);
-    `map` and `no-map`; `server`, `qsd` (io_uring), `qsd-native` and `qsd-threads`; `attic` (retained cache, into used
-    buffers) and `attic-fresh` (the same into untouched memory)."""
+    """One of the `WAYS`. `cold-read` (for `tpch`): cold, and all files were read before the first run. `map`, `no-map`:
+    with and without a block map. `server`, `qsd` (io_uring), `qsd-native`, `qsd-threads`: disk servers. `attic`:
+    retained cache, into used buffers. `attic-fresh`: retained cache, into untouched memory."""
     limit: str
-    """The limit of the disk: one of the plan's, or `none`."""
+    """Limit of the disk: a name in the plan's limits, or `none`."""
     round: int
     at: int = 0
-    """Index of the access: -1 is the last before the reboot, 1 the first after it; 0 where there is none."""
+    """Index of the access: -1 is the last before the reboot, 1 the first after it; 0 without a reboot."""
     memory_mib: int | None = None
     block: int | None = None
     """Bytes per request."""
     bytes: int | None = None
-    """Bytes moved; of `memory`, and of a first run of `tpch`: bytes from the retained cache."""
+    """Bytes moved. For `memory`, and for a first run of `tpch`: bytes from the retained cache."""
     us: int | None = None
     requests: int | None = None
     cpu_us: int | None = None
-    """Processor time of the server meanwhile."""
+    """Processor time of the server during the measurement."""
     second: int | None = None
-    """Of `http`: second since the guest was well again, from 1; before 0 until the reboot, the last is -1."""
+    """For `http`: second since all services answered again, from 1. Before the reboot negative, up to -1."""
     ram_kib: int | None = None
-    """At the peak: the files of guest memory, including the retained cache."""
+    """Files of guest memory, including the retained cache, at the peak of the host's memory."""
     private_kib: int | None = None
-    """At the same time: private memory of QEMU and server."""
+    """Private memory of QEMU and disk server at the same peak."""
     code_kib: int | None = None
-    """Part of that: code that the emulation has translated."""
+    """Part of `private_kib`: code that the emulation has translated."""
     cached_kib: int | None = None
-    """Part of the image in the host's cache, at the end."""
+    """Part of the disk image that the host caches at the end."""
     errors: int | None = None
     """Errors of the verification."""
     steps: list[dict[str, Any]] = field(default_factory=list)

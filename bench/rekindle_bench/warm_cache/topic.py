@@ -1,4 +1,4 @@
-"""Measures and analyses this topic."""
+"""Measures warm-cache reboots of a guest, and analyses the rows."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ measure = run.Topic(TOPIC, IMAGE, rows.Row, CASES, left_out, environment).measur
 
 
 def analyse(raw: Path, out: Path, command: str) -> Report:
-    """Makes figures, tables and plots from a file of rows and, if present, its TOPIC-run.json."""
+    """Makes figures, tables and plots from a file of rows and, if present, the TOPIC-run.json of the run."""
     frame = rows.read(raw)
     about = run.copy_run(TOPIC, raw, out)
     found = analysis.figures(frame, run.raw_name(TOPIC))

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 EVERY_S = 0.05
-"""Interval of the samples."""
+"""Seconds between two samples."""
 SELDOM_S = 1.0
-"""Interval of the slower samples: the list of processes, and the code that the emulation has translated."""
+"""Seconds between two slow samples: the list of processes, and the code that the emulation has translated."""
 
 
 def processes(mark: str) -> list[int]:
-    """Returns QEMUs and disk servers that have `mark`, a run directory, in their command line."""
+    """Returns the QEMUs and disk servers that have `mark`, such as the name of a VM, in their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -29,7 +29,7 @@ def processes(mark: str) -> list[int]:
 
 
 def files_in(pids: list[int], device: int) -> int:
-    """Returns the bytes of all files of a file system that these processes have open, unlinked ones too, each once."""
+    """Returns the bytes of all files on a file system that these processes have open. Counts unlinked files, too."""
     sizes: dict[int, int] = {}
     for pid in pids:
         try:
@@ -43,7 +43,7 @@ def files_in(pids: list[int], device: int) -> int:
 
 
 def private_kib(pid: int) -> int:
-    """Returns the private memory of a process."""
+    """Returns the private memory of a process in KiB."""
     try:
         found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -52,7 +52,7 @@ def private_kib(pid: int) -> int:
 
 
 def code_kib(pid: int) -> int:
-    """Returns the memory in mappings that are writable and executable: code that an emulation has translated."""
+    """Returns the KiB in mappings that are writable and executable: code that an emulation has translated."""
     total, counts = 0, False
     try:
         lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
@@ -67,7 +67,7 @@ def code_kib(pid: int) -> int:
 
 
 def cached_kib(path: Path) -> int:
-    """Returns how much of a file the host caches."""
+    """Returns the KiB of a file that the host caches."""
     done = subprocess.run(
         ["fincore", "--bytes", "--noheadings", "--output", "RES", str(path)], capture_output=True, text=True, check=True
     )
@@ -75,7 +75,10 @@ def cached_kib(path: Path) -> int:
 
 
 class Watch:
-    """Samples until the body has ended; then `ram_kib`, `private_kib` and `code_kib` are those of the peak."""
+    """Samples until the body has ended; then `ram_kib`, `private_kib` and `code_kib` are those of the peak.
+
+    The peak is the largest sum of RAM files and private memory without translated code.
+    """
 
     def __init__(self, mark: str, ram_dir: Path) -> None:
         """`mark`: see `processes`. `ram_dir`: the folder of guest memory."""

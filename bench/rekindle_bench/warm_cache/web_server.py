@@ -14,7 +14,7 @@ from .ways import COLD, WARM, turns
 MEMORY_MIB = 1024
 FILE_BYTES = 65536
 STAND_IN_FILE = f"/bytes/{FILE_BYTES}"
-"""The one file of micro, which stands in for the guest in a trial."""
+"""The one file of micro, which replaces the guest in a trial."""
 
 
 def http(env: CacheEnvironment, plan: Plan) -> None:
@@ -22,14 +22,14 @@ def http(env: CacheEnvironment, plan: Plan) -> None:
     limit = plan.limits[0]
     env.limit_rates(None)
     with env.ours(env.cached("http", MEMORY_MIB, 6)) as guest:
-        # It would start while the web server works already.
+        # Disabled because PostgreSQL would start while the web server already serves files.
         guest.ssh("systemctl disable --now postgresql@15-main")
         paths = [STAND_IN_FILE if guest.stands_in else f"/many/{number:04}" for number in range(plan.web_files)]
         with env.limited(limit), Client(guest.netns, guest.address, paths) as client:
             client.wait(len(paths))
             for number in range(plan.http):
                 for how in turns(number, (WARM, COLD)):
-                    # Requests all files once more after a cold reboot, so that all are cached.
+                    # All files are requested once more, so that all are cached, also after a cold reboot.
                     client.wait(len(paths))
                     began = time.monotonic()
                     time.sleep(plan.http_s)

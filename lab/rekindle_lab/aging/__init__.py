@@ -1,5 +1,5 @@
 """Trends in samples of hosts and guests, and when a resource will be used up (docs/aging-samples.md).
 
-`samples` (reading them), `trend` (Mann-Kendall corrected for autocorrelation, Sen's slope), `exhaustion` (alarms),
+`samples` (reading samples), `trend` (Mann-Kendall corrected for autocorrelation, Sen's slope), `exhaustion` (alarms),
 `quiet` (rate of false alarms), `command`.
 """

@@ -1,4 +1,4 @@
-"""`rekindle-lab aging`."""
+"""The command `rekindle-lab aging`."""
 
 import json
 import math
@@ -30,14 +30,14 @@ def _pairs(given: list[str] | None, what: str) -> dict[str, str]:
 
 
 def left(seconds: float | None) -> str:
-    """Format a time to exhaustion for the terminal."""
+    """Formats a time to exhaustion for the terminal."""
     if seconds is None:
         return ""
     return "never" if math.isinf(seconds) else f"{seconds / 86_400:.3g} d"
 
 
 def row(finding: Finding) -> dict[str, Any]:
-    """Return a finding as a row of the table."""
+    """Returns a finding as a row of the table."""
     found = finding.trend
     a_day = 86_400
     return {
@@ -56,7 +56,7 @@ def row(finding: Finding) -> dict[str, Any]:
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding as JSON; a time that is infinite or not known is `null`."""
+    """Returns a finding as JSON; a time that is infinite or unknown is `null`."""
     found = finding.trend
     return for_json(
         {

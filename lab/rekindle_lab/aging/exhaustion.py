@@ -1,4 +1,4 @@
-"""Time until a resource is used up, and whether that justifies an alarm."""
+"""The time until a resource is used up, and whether that time justifies an alarm."""
 
 import math
 from collections.abc import Sequence
@@ -9,25 +9,25 @@ from rekindle_lab.aging.trend import LEAST, Trend, trend
 from rekindle_lab.analysis.correct import holm
 
 ALPHA = 0.01
-"""An alarm's p, corrected for the number of series, is below this."""
+"""An alarm requires a p, corrected for the number of series, below this."""
 HORIZON_D = 28.0
-"""An alarm needs exhaustion within this many days."""
+"""An alarm requires exhaustion within this many days."""
 LEAST_H = 24.0
-"""An alarm needs a series of at least this length, since daily variation is not aging."""
+"""An alarm requires a series of at least this many hours, since daily variation is not aging."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The judgement of one series. Times to exhaustion are seconds from the last sample; infinite if not approached."""
+    """The judgement of one series. `left_low_s` and `left_high_s` are the interval of `left_s`."""
 
     series: Series
     trend: Trend | None
     p: float
-    """Corrected for the number of series judged (Holm)."""
+    """p of the trend test, corrected for the number of series judged (Holm)."""
     worsens: bool
     """Whether the slope points towards exhaustion."""
     left_s: float | None
-    """`None` without a limit."""
+    """Seconds from the last sample to exhaustion; infinite if the limit is not approached, `None` without a limit."""
     left_low_s: float | None
     left_high_s: float | None
     alarm: bool
@@ -35,7 +35,7 @@ class Finding:
 
 
 def left_s(trend_: Trend, limit: float, slope: float, bad: int) -> float:
-    """Seconds until the limit is reached at a slope."""
+    """Returns the seconds until the limit is reached at a slope."""
     distance = (limit - trend_.level) * bad
     if distance <= 0:
         return 0.0

@@ -11,7 +11,7 @@ from rekindle_lab.aging.samples import Series
 
 DAY_S = 86_400
 STEP_S = 900
-"""One sample per quarter of an hour; more would be thinned out before the judgement anyway."""
+"""Seconds between two samples. More samples would be thinned out before the judgement."""
 
 
 def _times(days: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def white(generator: np.random.Generator, n: int) -> np.ndarray:
 
 
 def persistent(share: float) -> Callable[[np.random.Generator, int], np.ndarray]:
-    """Generates samples that each keep `share` of the previous one and add noise."""
+    """Generates samples that each keep `share` of the previous sample and add noise."""
 
     def made(generator: np.random.Generator, n: int) -> np.ndarray:
         new = generator.normal(size=n) * np.sqrt(1 - share**2)
@@ -67,7 +67,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class FalseAlarms:
-    """False alarms of hosts of one kind. `high` is the upper end of the 95 % interval (Poisson)."""
+    """False alarms on hosts of one kind. `high` is the upper end of the 95 % interval (Poisson)."""
 
     kind: str
     host_weeks: int
@@ -77,10 +77,10 @@ class FalseAlarms:
 
 
 def false_alarms(kind: str, host_weeks: int, *, seed: int = 1, near: bool = True) -> FalseAlarms:
-    """Judges hosts with four metrics each, every day of the second of two weeks, on all samples until then.
+    """Judges hosts with four metrics each, on each day of the second of two weeks, from all samples until then.
 
     An alarm that lasts for days counts once. With `near`, limits are so near (6 standard deviations) that the time to
-    exhaustion suppresses no alarm: what is counted is the trend test alone.
+    exhaustion suppresses no alarm, so that only the trend test decides.
     """
     generators = np.random.default_rng(seed).spawn(host_weeks)
     times = _times(14)

@@ -1,4 +1,4 @@
-"""Reads samples (JSON lines) into series of one metric between two reboots."""
+"""Reads samples (JSON lines) into series: the values of one metric between two reboots."""
 
 import difflib
 import json
@@ -24,21 +24,21 @@ METRICS = {
     "guest_swap_used_kib": 1,
     "guest_open_files": 1,
 }
-"""The metrics that are judged, and the sign of the harmful direction."""
+"""The metrics that are judged, with the sign of the harmful direction."""
 ABOUT = ("format", "host", "guest", "unix_s", "boot")
-"""The other keys of a sample."""
+"""The keys of a sample that are not metrics."""
 KEYS = (*ABOUT, *METRICS, *(f"{metric}_limit" for metric in METRICS))
 LIMITS = {"free_memory_kib": 0.0, "guest_free_memory_kib": 0.0}
-"""Limits that a metric has by itself; others are in the samples (`open_files_limit`) or given by the user."""
+"""Built-in limits of metrics. Other limits are in the samples (`open_files_limit`) or given by the user."""
 
 
 class SamplesError(ValueError):
-    """Unusable samples. The text names rows and columns."""
+    """Samples that cannot be used. The text names rows and columns."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one host or guest, between two boots. `seconds` counts from 1970 and grows."""
+    """Values of one metric of one host or guest between two boots. `seconds` counts from 1970 and grows."""
 
     host: str
     guest: str | None
@@ -52,12 +52,12 @@ class Series:
 
     @property
     def name(self) -> str:
-        """The name of the series in tables."""
+        """Name of the series in tables."""
         return f"{self.host}{f'/{self.guest}' if self.guest else ''} {self.metric}"
 
     @property
     def hours(self) -> float:
-        """From the first sample to the last."""
+        """Hours from the first sample to the last."""
         return float(self.seconds[-1] - self.seconds[0]) / 3600
 
 
@@ -144,7 +144,7 @@ def _series(
 
 
 def thin(series: Series, most: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Returns medians of at most `most` equal time spans: their middles in seconds, and values."""
+    """Returns medians over at most `most` equal time spans: the middles of the spans in seconds, and the medians."""
     seconds, values = series.seconds, series.values
     if seconds.size <= most:
         return seconds, values

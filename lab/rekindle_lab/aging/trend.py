@@ -1,9 +1,9 @@
-"""Whether a series rises or falls, and how fast, without assuming a shape or independence.
+"""Tests whether a series rises or falls, and how fast, without assuming a shape or independence.
 
-Mann and Kendall's test counts pairs that rise against pairs that fall. Samples of a machine are correlated, which makes
-that count vary more than the test assumes; Hamed and Rao (1998) correct its variance by the autocorrelation of the
-detrended ranks. As that is itself an estimate, from as many independent values as are left (`n` over the inflation),
-Student's t takes the place of the normal curve.
+Mann and Kendall's test counts pairs that rise against pairs that fall. Samples of a machine are correlated, so the
+count varies more than the test assumes. Hamed and Rao (1998) correct the variance of the count by the autocorrelation
+of the detrended ranks. The correction is an estimate, from as many independent values as are left (`n` over the
+inflation), so Student's t replaces the normal curve.
 """
 
 import math
@@ -13,19 +13,19 @@ import numpy as np
 from scipy import stats
 
 LEAST = 10
-"""Least number of points."""
+"""Least number of points of a series."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """A trend. `slope` is Sen's: the median of all pairs' slopes, per second in the metric's unit."""
+    """The trend of a series. `slope` is Sen's: the median of all pairs' slopes, per second in the metric's unit."""
 
     p: float
     slope: float
     slope_low: float
     slope_high: float
     level: float
-    """The value of the line at the end of the series."""
+    """Value of the trend's line at the end of the series."""
     inflation: float
     """Factor by which the count varies more than with independent samples."""
     n: int
@@ -34,7 +34,7 @@ class Trend:
 def effective(values: np.ndarray, seconds: np.ndarray, slope: float) -> float:
     """Returns by how much autocorrelation inflates the variance of Mann and Kendall's count; at least 1.
 
-    Autocorrelations of the detrended ranks are summed up to the first that is not positive: those after it are
+    Autocorrelations of the detrended ranks are summed up to the first that is not positive, since later ones are
     mostly noise. Each is corrected for the bias of a short, detrended series, (2 + 4 r) / n.
     """
     n = values.size
@@ -43,7 +43,7 @@ def effective(values: np.ndarray, seconds: np.ndarray, slope: float) -> float:
     power = float((centred**2).sum())
     if power == 0:
         return 1.0
-    # O(n²) is fast enough for a thousand points, and exact.
+    # The direct computation takes O(n²), which is fast enough for a thousand points, and is exact.
     correlation = np.correlate(centred, centred, "full")[n - 1 :] / power
     inflation = 1.0
     for lag in range(1, n - 3):
@@ -56,7 +56,7 @@ def effective(values: np.ndarray, seconds: np.ndarray, slope: float) -> float:
 
 
 def trend(seconds: np.ndarray, values: np.ndarray, confidence: float = 0.95) -> Trend:
-    """Fits the trend of a series of at least `LEAST` points; `confidence` is that of the slope's interval."""
+    """Fits the trend of a series of at least `LEAST` points. `confidence` is that of the slope's interval."""
     n = values.size
     if n < LEAST:
         raise ValueError(f"a trend needs at least {LEAST} points, not {n}")
@@ -73,7 +73,7 @@ def trend(seconds: np.ndarray, values: np.ndarray, confidence: float = 0.95) -> 
     df = max(1.0, n / inflation - 2)
     half = stats.t.ppf((1 + confidence) / 2, df) * spread
     pairs = slopes.size
-    # Sen's ranks, as far from the one end as from the other.
+    # Sen's ranks, equally far from both ends.
     high = min(pairs - 1, math.ceil((pairs + half) / 2))
     low = max(0, pairs - 1 - high)
     middle = float(np.median(values - slope * (seconds - seconds[-1])))

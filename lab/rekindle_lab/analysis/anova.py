@@ -49,17 +49,17 @@ class Anova:
     lines: tuple[AnovaLine, ...]
 
     def line(self, source: str) -> AnovaLine:
-        """The line of that name."""
+        """Returns the line named `source`."""
         return next(line for line in self.lines if line.source == source)
 
     @property
     def factor(self) -> AnovaLine:
-        """The line of the factor, which is the first."""
+        """Line of the factor, which is the first line."""
         return self.lines[0]
 
     @property
     def error(self) -> AnovaLine:
-        """The line of the error."""
+        """Line of the error."""
         return self.line("error")
 
 
@@ -129,7 +129,7 @@ def _dummies(names: Sequence[object]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Welch:
-    """Welch's analysis of variance: variances may differ."""
+    """Welch's analysis of variance, which allows different variances."""
 
     f: float
     df: int
@@ -138,12 +138,12 @@ class Welch:
 
     @property
     def t(self) -> float:
-        """Student's t without its sign; of use for two groups only."""
+        """Student's t without its sign; meaningful for two groups only."""
         return math.sqrt(self.f)
 
 
 def welch(groups: Sequence[Group]) -> Welch:
-    """Computes Welch's test from summaries; every group must vary. For two groups it is Welch's t test."""
+    """Computes Welch's test from summaries; every group must vary. For two groups the result is Welch's t test."""
     if len(groups) < 2:
         raise ValueError(f"Welch's test needs at least 2 groups, not {len(groups)}")
     if any(group.sd == 0 for group in groups):
@@ -160,7 +160,7 @@ def welch(groups: Sequence[Group]) -> Welch:
 
 
 def variance_ratio(one: Group, other: Group) -> tuple[float, float]:
-    """Returns the larger variance over the smaller, and the two-sided probability of that ratio if they are equal."""
+    """Returns the larger variance over the smaller, and the two-sided p of that ratio under equal variances."""
     large, small = (one, other) if one.sd >= other.sd else (other, one)
     if small.sd == 0:
         raise ValueError("a ratio of variances needs groups that vary")
@@ -169,21 +169,21 @@ def variance_ratio(one: Group, other: Group) -> tuple[float, float]:
 
 
 def f_critical(df: float, df_error: float, alpha: float = 0.05) -> float:
-    """F above which equality is rejected at `alpha`."""
+    """Returns the F above which equality is rejected at `alpha`."""
     return float(stats.f.isf(alpha, df, df_error))
 
 
 def t_critical(df: float, alpha: float = 0.05) -> float:
-    """Student's t beyond which, on either side, equality is rejected at `alpha`."""
+    """Returns the t whose absolute value must be exceeded to reject equality at `alpha`."""
     return float(stats.t.isf(alpha / 2, df))
 
 
 def t_p(t: float, df: float) -> float:
-    """How probable a t so far from 0 is, on either side."""
+    """Returns the two-sided probability of a t at least so far from 0."""
     return float(2 * stats.t.sf(abs(t), df))
 
 
 def pooled_intervals(groups: Sequence[Group], error: AnovaLine, confidence: float = 0.95) -> list[tuple[float, float]]:
-    """Each mean's interval with the error of all groups, as in the paper's "Means for one-way ANOVA"."""
+    """Returns each mean's interval with the error of all groups, as in the paper's "Means for one-way ANOVA"."""
     half = t_critical(error.df, 1 - confidence) * math.sqrt(error.ms)
     return [(group.mean - half / math.sqrt(group.n), group.mean + half / math.sqrt(group.n)) for group in groups]

@@ -19,7 +19,7 @@ LEAST = 3
 
 @dataclass(frozen=True)
 class Check:
-    """A test of an assumption: a small `p` is evidence against it."""
+    """A test of one assumption. A small `p` is evidence against the assumption."""
 
     name: str
     statistic: float
@@ -29,8 +29,8 @@ class Check:
 def equal_variances(samples: Sequence[np.ndarray]) -> list[Check]:
     """Runs the tests that the paper names: O'Brien, Brown-Forsythe, Levene, Bartlett, F of variances for two groups.
 
-    Every sample must vary. The first three use deviations from the middle, which carry no information for two values:
-    they are left out if a level has no more.
+    Every sample must vary. The first three tests use deviations from the middle, which carry no information for two
+    values: these tests are omitted if a level has only two.
     """
     checks = []
     if min(sample.size for sample in samples) < LEAST:
@@ -52,7 +52,7 @@ def _by_variances(samples: Sequence[np.ndarray]) -> list[Check]:
 
 
 def residuals(values: np.ndarray, levels: Sequence[str], blocks: Sequence[int] | None = None) -> np.ndarray:
-    """Returns each value less its level's mean, or less the prediction of level and block; in the order given."""
+    """Returns each value less its level's mean, or less the prediction of level and block, in the order of `values`."""
     if blocks is not None:
         return values - fitted(values, levels, blocks)
     labels = np.asarray(levels)
@@ -73,7 +73,7 @@ def normal(residual: np.ndarray) -> Check:
 def independent(residual: np.ndarray) -> list[Check]:
     """Tests whether successive runs are correlated: autocorrelation with its p by permutation, Durbin-Watson.
 
-    The latter has no p of its own: 2 is none, towards 0 positive, towards 4 negative correlation.
+    Durbin-Watson has no p of its own: 2 is no correlation, towards 0 positive, towards 4 negative correlation.
     """
     centred = residual - residual.mean()
     power = float((centred**2).sum())

@@ -1,4 +1,4 @@
-"""`rekindle-lab analyse`."""
+"""The command `rekindle-lab analyse`."""
 
 import json
 from dataclasses import asdict
@@ -57,7 +57,7 @@ def text(runs: "Runs", verdicts: "list[Verdict]", alpha: float) -> str:
 
 
 def paper_table() -> str:
-    """Recomputes the paper's own numbers."""
+    """Recomputes the numbers of the paper, and formats them as a table."""
     from rekindle_lab.analysis import paper
 
     def span(row: paper.Row) -> str:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 
 def bonferroni(p: Sequence[float]) -> list[float]:
-    """Multiplies each p by their number, as the paper did (it divided alpha instead)."""
+    """Multiplies each p by the number of p, as the paper did (it divided alpha instead)."""
     return [min(1.0, value * len(p)) for value in p]
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Applies Holm's step-down correction: never larger than Bonferroni's, and as safe."""
+    """Applies Holm's step-down correction: never larger than Bonferroni's, with the same guarantee."""
     out = [0.0] * len(p)
     highest = 0.0
     for rank, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):

@@ -9,12 +9,12 @@ import numpy as np
 from rekindle_lab.stats import RESAMPLES, SEED
 
 CHUNK = 60_000
-"""Values that a resampling holds at a time: they fit into a processor's cache, which halves the time."""
+"""Number of values in one chunk of resamplings: a chunk fits into a processor's cache, which halves the time."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95 % bootstrap interval, whose ends are `None` where some resamples have no such figure."""
+    """A figure with its 95 % bootstrap interval. The ends are `None` where some resamples have no such figure."""
 
     value: float
     low: float | None = None
@@ -23,13 +23,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Pair:
-    """One level against another. `difference` is in the response's unit; `relative` is it over the other's mean."""
+    """The comparison of two levels. `difference` is in the response's unit; `relative`: over the mean of `other`."""
 
     level: str
     other: str
     difference: Interval
     relative: Interval | None
-    """`None` where the other's mean is 0, or its resampled means are on both sides of 0."""
+    """`None` where the mean of `other` is 0, or its resampled means are on both sides of 0."""
     hedges_g: Interval | None
     """The difference in pooled standard deviations, corrected for small samples; `None` where neither varies."""
 
@@ -41,7 +41,7 @@ class Effects:
     eta_squared: Interval | None
     """Share of the variance that the levels explain; `None` where nothing varies."""
     omega_squared: Interval | None
-    """The same, corrected for bias."""
+    """`eta_squared`, corrected for bias."""
     pairs: tuple[Pair, ...]
 
     @property
@@ -79,7 +79,7 @@ def _interval(value: float, resampled: np.ndarray) -> Interval | None:
 
 
 def effects(samples: dict[str, np.ndarray]) -> Effects:
-    """Computes effect sizes of levels' values, at least two each."""
+    """Computes the effect sizes of the levels' values, at least two values for each level."""
     generator = np.random.default_rng(SEED)
     drawn = {level: _resampled(values, generator) for level, values in samples.items()}
     own = {level: (values.mean(), values.var(ddof=1)) for level, values in samples.items()}
@@ -135,7 +135,7 @@ def _pair(
 
 
 def permutation_p(values: np.ndarray, levels: Sequence[str], blocks: Sequence[int] | None = None) -> float:
-    """Returns the probability of so large an F if levels were assigned by chance, within blocks if any (to 1)."""
+    """Returns the probability (to 1) of so large an F if levels were assigned by chance, within blocks if any."""
     labels = np.asarray(levels)
     strata = np.zeros(values.size, dtype=int) if blocks is None else np.asarray(blocks)
     generator = np.random.default_rng(SEED)
@@ -145,7 +145,7 @@ def permutation_p(values: np.ndarray, levels: Sequence[str], blocks: Sequence[in
     centred = values - values.mean()
 
     def between(rows: np.ndarray) -> np.ndarray:
-        # F grows with this alone: the total sum of squares is the same for all arrangements.
+        # F grows with this sum alone: the total sum of squares is the same for all arrangements.
         return ((rows @ members.T) ** 2 / counts).sum(axis=1)
 
     observed = float(between(centred[None, :])[0])

@@ -1,4 +1,4 @@
-"""The judgement: each response alone, then all of them corrected for their number."""
+"""The judgement of an experiment: each response alone, then all responses corrected for their number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ ALPHA = 0.05
 
 @dataclass(frozen=True)
 class Versus:
-    """Two levels of three or more: Games and Howell's p, which allows for all pairs and for unequal variances."""
+    """Two levels of three or more, compared by Games and Howell's p: allows for all pairs and for unequal variances."""
 
     level: str
     other: str
@@ -27,7 +27,7 @@ class Versus:
 
 @dataclass(frozen=True)
 class Response:
-    """The result for one response. p are without correction."""
+    """The result for one response, without correction for the number of responses."""
 
     name: str
     groups: dict[str, Group]
@@ -47,7 +47,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A response with the corrections for all responses."""
+    """A response with the corrections for the number of all responses."""
 
     response: Response
     p_bonferroni: float

@@ -1,7 +1,7 @@
 """Recomputes the evaluation paper's tables from its own figures, as far as those determine each other.
 
-A printed number stands for every number printed alike, rounded or truncated: `0.0046` for 0.00455 up to 0.0047. A
-result computed from printed numbers is therefore a range, and agrees if it meets the printed one.
+A printed number stands for every number that is printed in the same way, rounded or truncated: `0.0046` for 0.00455 up
+to 0.0047. A result computed from printed numbers is therefore a range, and agrees if it overlaps with the printed one.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ DF_ERROR = 30
 
 @dataclass(frozen=True)
 class Span:
-    """The range of numbers that a printed one may stand for, or that follow from such ranges."""
+    """The range of numbers that a printed number may stand for, or that follows from such ranges."""
 
     low: float
     high: float
 
     def meets(self, other: "Span") -> bool:
-        """Whether they have a number in common."""
+        """Returns whether the two ranges have a number in common."""
         return self.low <= other.high and other.low <= self.high
 
 
 def printed(text: str) -> Span:
-    """Returns the range from half a last digit below to a whole one above; negative numbers do not occur."""
+    """Returns the range from half a last digit below a printed number to a whole one above; none is negative."""
     number = Decimal(text)
     last = float(Decimal(1).scaleb(int(number.as_tuple().exponent)))
     return Span(float(number) - last / 2, float(number) + last)
@@ -52,7 +52,7 @@ class Row:
     print: str
     ours: Span
     whole: bool = False
-    """Whether it is a whole number, which stands for itself alone."""
+    """Whether the number is whole, and so stands for itself alone."""
 
     @property
     def agrees(self) -> bool:

@@ -8,7 +8,7 @@ MOST = 100_000
 
 
 def effect_from_sd_increase(increase: float) -> float:
-    """Returns Cohen's f of levels whose differences raise the standard deviation of a value by this share.
+    """Returns the Cohen's f of levels whose differences raise the standard deviation of a value by this share.
 
     This is Montgomery's definition, used in the paper: 0.15 is a standard deviation of 1.15 times that within a level.
     """
@@ -18,7 +18,7 @@ def effect_from_sd_increase(increase: float) -> float:
 
 
 def power(n: int, levels: int, effect: float, alpha: float = 0.05) -> float:
-    """Returns the probability that a one-way analysis of variance detects Cohen's f of `effect` with groups of n."""
+    """Returns the probability that a one-way analysis of variance with groups of n detects a Cohen's f of `effect`."""
     if n < 2 or levels < 2:
         raise ValueError(f"power needs at least 2 levels of 2 runs, not {levels} of {n}")
     df, df_error = levels - 1, levels * (n - 1)
@@ -27,7 +27,7 @@ def power(n: int, levels: int, effect: float, alpha: float = 0.05) -> float:
 
 
 def smallest_n(levels: int, effect: float, alpha: float = 0.05, wanted: float = 0.90) -> int:
-    """Returns the smallest number of runs per level with at least that power."""
+    """Returns the smallest number of runs per level with a power of at least `wanted`."""
     if not 0 < wanted < 1 or not 0 < alpha < 1:
         raise ValueError("alpha and power must be between 0 and 1")
     low, high = 2, 2

@@ -1,7 +1,8 @@
 """Reads the runs of an experiment: `runs.jsonl`, one line per run (docs/experiment-format.md).
 
-Every problem is reported, all together, with its row (line of the file, from 1) and column, and the file is rejected.
-Two kinds can be allowed, and are then noted: missing runs, and runs of several versions. Failed runs are counted.
+A file with problems is rejected, with all problems at the same time, each with its row (line of the file, from 1) and
+column. Two kinds of problems can be allowed, and are then noted: missing runs, and runs of several versions. Failed
+runs are counted.
 """
 
 import gzip
@@ -17,7 +18,7 @@ from rekindle_lab.numbers import finite
 
 FORMAT = 1
 SHOWN = 20
-"""The largest number of problems that are listed."""
+"""Largest number of problems that an error lists."""
 KEYS = {
     "format": int,
     "experiment": str,
@@ -35,7 +36,7 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `row` is a line of the file; `None` where a line is missing or all are concerned."""
+    """One problem of a file of runs. `row`: line of the file; `None` for a missing line or a problem of all lines."""
 
     row: int | None
     column: str
@@ -44,12 +45,12 @@ class Problem:
     """`missing` and `versions` can be allowed, `bad` cannot."""
 
     def __str__(self) -> str:
-        """Formats row, column and problem."""
+        """Formats row, column and the problem."""
         return f"row {self.row if self.row is not None else '-'}, column {self.column}: {self.what}"
 
 
 class RunsError(ValueError):
-    """The runs cannot be analysed as they are. The text lists at most `SHOWN` problems, and counts the others."""
+    """The file of runs cannot be analysed. The text lists at most `SHOWN` problems, and counts the others."""
 
     def __init__(self, path: Path, problems: list[Problem]) -> None:
         self.problems = problems
@@ -72,7 +73,7 @@ class Run:
     run: int
     block: int
     level: str
-    """The level of the analysed factor; of several factors, all levels: `a=1, b=2`."""
+    """Level of the analysed factor; without one, the levels of all factors: `a=1, b=2`."""
     responses: dict[str, float]
 
 
@@ -116,7 +117,7 @@ class Order:
 
     @property
     def runs(self) -> int:
-        """The number of planned runs."""
+        """Number of planned runs."""
         return len(self.planned)
 
     @classmethod
@@ -136,7 +137,7 @@ class Order:
 
 
 def load(path: Path, factor: str | None, *, allow_missing: bool, allow_versions: bool) -> Runs:
-    """Reads runs, and the order from the same folder if there is one."""
+    """Reads runs, and the order from the folder of `path` if there is one."""
     order_path = path.parent / "order.json"
     order = Order.load(order_path) if order_path.exists() else None
     allow = frozenset(kind for kind, given in (("missing", allow_missing), ("versions", allow_versions)) if given)
@@ -146,7 +147,7 @@ def load(path: Path, factor: str | None, *, allow_missing: bool, allow_versions:
 def read(
     path: Path, *, order: Order | None = None, factor: str | None = None, allow: frozenset[str] = frozenset()
 ) -> Runs:
-    """Reads and checks. `order`: what was planned; `allow`: kinds of problems that are noted instead of rejected."""
+    """Reads and checks runs. `order`: the plan; `allow`: kinds of problems that are noted instead of rejected."""
     problems: list[Problem] = []
     lines = list(_lines(path, problems))
     good = [(row, line) for row, line in lines if _shape(row, line, problems)]
@@ -175,7 +176,7 @@ def read(
     treatments = {line["run"]: _as_texts(line["treatment"]) for _, line in good}
     treatments |= {number: treatment for number, (treatment, _) in order.planned.items()} if order else {}
     _missing(planned, attempts, last, treatments, problems)
-    if not any(problem.kind == "bad" for problem in problems):  # else it may only follow from a problem listed already
+    if not any(problem.kind == "bad" for problem in problems):  # else maybe only a consequence
         _enough(done, {_label(treatment, factor): None for treatment in treatments.values()}, problems)
     refused = [problem for problem in problems if problem.kind not in allow]
     if refused:
@@ -199,7 +200,7 @@ def read(
 
 
 def content(path: Path) -> bytes:
-    """Returns the content of a file of runs; one whose name ends in `.gz` is unpacked."""
+    """Returns the content of a file of runs; unpacks a file whose name ends in `.gz`."""
     data = path.read_bytes()
     return gzip.decompress(data) if path.suffix == ".gz" else data
 
@@ -228,7 +229,7 @@ def _lines(path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any
 
 
 def _shape(row: int, line: dict[str, Any], problems: list[Problem]) -> bool:
-    """Whether a line has the required keys."""
+    """Returns whether a line has the required keys."""
     before = len(problems)
     for key, kind in KEYS.items():
         if key not in line:
@@ -282,7 +283,7 @@ def _as_texts(treatment: dict[str, Any]) -> dict[str, str]:
 
 
 def _label(treatment: dict[str, str], factor: str | None) -> str:
-    """Returns the name of a level: that of the factor, or of all factors."""
+    """Returns the name of a run's level: that of `factor`, or those of all factors."""
     if factor is not None:
         return treatment.get(factor, "")
     if len(treatment) == 1:
@@ -293,7 +294,7 @@ def _label(treatment: dict[str, str], factor: str | None) -> str:
 def _versions(good: list[tuple[int, dict[str, Any]]], problems: list[Problem]) -> None:
     names = dict.fromkeys(name for _, line in good for name in line["versions"])
     for name in names:
-        # A run that failed early may not know all versions.
+        # A run that failed early may have only some of the versions.
         known = [(row, line) for row, line in good if name in line["versions"] or line["outcome"] == "done"]
         seen = Counter(line["versions"].get(name) for _, line in known)
         if len(seen) > 1:

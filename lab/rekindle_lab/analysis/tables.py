@@ -1,6 +1,6 @@
 """Tables laid out as the paper's 3 to 11: rows as dictionaries.
 
-`for_people` formats their cells for the terminal, Markdown and HTML; `for_machines` keeps numbers with all digits.
+`for_people` formats the cells for the terminal, Markdown and HTML; `for_machines` keeps numbers with all digits.
 """
 
 import math
@@ -19,10 +19,10 @@ LIKE_THE_PAPERS = {
     "Means for one-way ANOVA": "3, 5b and 11",
     "Welch's test": "4, 5a and 10",
 }
-"""The paper's tables that each of ours is laid out as, by our titles."""
+"""Tables of the paper whose layout each of our tables has, by our titles."""
 
 UNITS = {"pct": "%", "s": "s", "ms": "ms", "us": "µs", "kib": "KiB", "mib": "MiB", "bytes": "B", "d": "days"}
-"""The last part of a response's name is its unit."""
+"""Units of responses, by the last part of a response's name."""
 
 
 def heading(name: str) -> str:
@@ -34,26 +34,26 @@ def heading(name: str) -> str:
 
 
 def p_text(p: float) -> str:
-    """Formats a p as the paper prints it."""
+    """Formats a p-value as in the paper."""
     if math.isnan(p):
         return ""
     return f"{p:.4f}" if p >= 1e-4 else f"{p:.4E}"
 
 
 class PValue(float):
-    """A p in a cell."""
+    """A p-value in a cell."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure with its interval in a cell; shares (to 1) can be shown in percent."""
+    """A figure with its interval in a cell; a share (to 1) can be shown in percent."""
 
     interval: Interval | None
     percent: bool = False
 
 
 def for_people(rows: Rows) -> Rows:
-    """Formats p and intervals as texts."""
+    """Formats p-values and intervals as texts."""
 
     def formatted(value: object) -> object:
         if isinstance(value, PValue):
@@ -132,7 +132,7 @@ def anova(response: Response, factor: str, alpha: float) -> Rows:
 
 
 def means(response: Response) -> Rows:
-    """Lays out "Means for one-way ANOVA" of tables 3, 5 and 11; the interval is with the error of all levels."""
+    """Lays out "Means for one-way ANOVA" of tables 3, 5 and 11. The interval uses the error of all levels."""
     if response.anova is None:
         return [{"Level": level, "n": g.n, "Avg": g.mean, "Std Dev": g.sd} for level, g in response.groups.items()]
     intervals = pooled_intervals(list(response.groups.values()), response.anova.error)
@@ -213,7 +213,7 @@ def interval_text(interval: Interval | None, *, percent: bool = False) -> str:
 
 
 def of_response(response: Response, factor: str, alpha: float) -> dict[str, Rows]:
-    """Returns all tables of a response by their titles; `notes` explains why others are left out."""
+    """Returns all tables of a response by their titles; the table `notes` explains why others are omitted."""
     titled = {
         "One-way ANOVA": anova(response, factor, alpha),
         "Means for one-way ANOVA": means(response),

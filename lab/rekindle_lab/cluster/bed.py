@@ -23,16 +23,16 @@ STORE = "tls://10.99.0.100:7001/web"
 
 
 class BedError(Exception):
-    """A condition was not met in time, or `tests/cluster/bed` has failed."""
+    """A condition was not met in time, or `tests/cluster/bed` failed."""
 
 
 SELDOM_S = 0.25
-"""Interval of queries to Pacemaker, each of which starts processes."""
+"""Seconds between queries to Pacemaker, each of which starts processes."""
 BEAT_DEADLINE_S = 10.0
 
 
 def wait_for(what: str, ask: Callable[[], T | None], deadline_s: float = DEADLINE_S, every_s: float = 0.02) -> T:
-    """Polls until there is a result."""
+    """Polls `ask` until it returns a result; raises `BedError` at the deadline."""
     until = time.monotonic() + deadline_s
     while True:
         answer = ask()
@@ -48,27 +48,27 @@ class Bed:
     """A running test bed."""
 
     root: Path
-    """The project's folder."""
+    """Folder of the project."""
     folder: Path
-    """The bed's own folder."""
+    """Folder of the test bed."""
     environment: dict[str, str]
     client: subprocess.Popen[bytes] | None = None
     watcher: subprocess.Popen[bytes] | None = None
     _answers: list[counter.Answer] = field(default_factory=list)
     _watch_events: list[dict[str, Any]] = field(default_factory=list)
     _node: str | None = None
-    """Where the guest last began to run."""
+    """Node in which the guest last began to run."""
     _checkpoints: list[dict[str, Any]] = field(default_factory=list)
     _tails: dict[str, Tail] = field(default_factory=dict)
 
     @property
     def counter_file(self) -> Path:
-        """The file that the client writes."""
+        """File to which the client writes its answers."""
         return self.folder.parent / "counter.jsonl"
 
     @property
     def running_file(self) -> Path:
-        """The file that the watch over the QEMUs writes."""
+        """File to which the watch over the QEMUs writes its events."""
         return self.folder.parent / "running.jsonl"
 
     def call(self, *words: str, check: bool = True) -> str:
@@ -86,7 +86,7 @@ class Bed:
         return done.stdout.strip()
 
     def start_client(self, patience_s: float = counter.PATIENCE) -> None:
-        """Starts the client, or replaces it with one that waits `patience_s` for an answer."""
+        """Starts a client that waits `patience_s` for an answer; replaces a running client."""
         self.stop_client()
         inside = [
             str(self.root / "tests/cluster/bed"),
@@ -109,36 +109,36 @@ class Bed:
         return self.call("where", VM, check=False) or None
 
     def pid(self, node: str) -> int | None:
-        """Returns a node's PID 1; `None` when it is off."""
+        """Returns a node's PID 1; `None` if the node is off."""
         path = self.folder / f"pid.{node}"
         return int(path.read_text()) if path.exists() else None
 
     def events(self) -> list[tuple[float, str]]:
-        """Returns the faults of nodes and store, and the actions of the switch: seconds since 1970, and text."""
+        """Returns the faults of nodes and store, and the actions of the power switch: seconds since 1970, and text."""
         lines = (self.folder / "shared" / "events").read_text().splitlines()
         return [(float(at), words) for at, words in (line.split(" ", 1) for line in lines)]
 
     def fenced_us(self, node: str, since_us: int) -> int | None:
-        """Returns when the switch had ended a node."""
+        """Returns when the power switch had ended a node."""
         done = f"switch off {node} rc=0"
         found = [at for at, words in self.events() if words == done and at * 1e6 >= since_us]
         return int(found[0] * 1e6) if found else None
 
     def _new(self, what: str, path: Path) -> list[str]:
-        """Returns the new lines of a file; all lines if it was replaced since it was last read."""
+        """Returns the new lines of a file; all lines if the file was replaced since it was last read."""
         tail = self._tails.get(what)
         if tail is None or tail.path != path:
             tail = self._tails[what] = Tail(path)
         return tail.lines()
 
     def answers(self) -> list[counter.Answer]:
-        """Returns all answers to the client so far; the same list each time, which grows."""
+        """Returns all answers to the client so far. The list is always the same object, and grows."""
         lines = self._new("answers", self.counter_file)
         self._answers += [counter.Answer(**json.loads(line)) for line in lines]
         return self._answers
 
     def watch_events(self) -> list[dict[str, Any]]:
-        """Returns all events of the watch over the QEMUs so far; the same list each time, which grows."""
+        """Returns all events of the watch over the QEMUs so far. The list is always the same object, and grows."""
         for line in self._new("running", self.running_file):
             event = json.loads(line)
             self._watch_events.append(event)
@@ -147,7 +147,7 @@ class Bed:
         return self._watch_events
 
     def spans(self) -> list[running.Span]:
-        """Returns when a guest ran."""
+        """Returns the spans of time in which a guest ran."""
         return running.spans(self.watch_events(), time.time_ns() // 1000)
 
     def watched(self) -> tuple[int, str]:
@@ -170,12 +170,12 @@ class Bed:
         return seen[0]
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Returns the checkpoint events of the VM's protector, on the node where its guest runs."""
+        """Returns the checkpoint events of the VM's protector on the node that runs the guest."""
         self.watch_events()
         pid = self.pid(self._node) if self._node else None
         if pid is None:
             return []
-        # Not through the link in the run directory, which is absolute and would lead out of the node.
+        # The link in the run directory is absolute, so it would lead out of the node.
         path = Path(f"/proc/{pid}/root/var/log/rekindle/{VM}/protect.log")
         before = self._tails.get("checkpoints")
         if before is None or before.path != path:
@@ -194,14 +194,15 @@ class Bed:
         return self._checkpoints
 
     def settle(self, checkpoints: int) -> list[dict[str, Any]]:
-        """Waits until all nodes are members, the client is answered, and so many checkpoints follow; returns those."""
+        """Waits until all nodes are members and the client is answered; then returns the next `checkpoints`."""
         heard = len(self.answers())
-        # Does not query Pacemaker until then, since its use of the processor makes a fail-over longer.
+        # Does not query Pacemaker before the first answers, since queries use the processor and delay a fail-over.
         wait_for("answers", lambda: len(self.answers()) > heard + 10)
         since = max((event["number"] for event in self.checkpoints()), default=0)
 
         def all_online() -> bool:
-            # Not before the node was fenced, since it would be fenced once more. Nor while its guest is restored.
+            # Switches a node on only after its fencing, since the node would otherwise be fenced again, and only after
+            # its guest has answered, so that the guest is not being restored.
             for node in NODES:
                 if self.pid(node) is None and is_switched_off(self.events(), node):
                     self.call("on", node)
@@ -213,7 +214,7 @@ class Bed:
             checkpoints_since = [event for event in self.checkpoints() if event["number"] > since]
             return checkpoints_since[-checkpoints:] if len(checkpoints_since) > checkpoints else None
 
-        # The first checkpoint may have had to wait for what was before.
+        # The first checkpoint is omitted, since it may have waited for earlier work.
         return wait_for("checkpoints", newer, every_s=0.1)
 
     def _online(self) -> set[str]:
@@ -226,7 +227,7 @@ class Bed:
 
 
 def is_switched_off(events: list[tuple[float, str]], node: str) -> bool:
-    """Whether the last event of a node is that the switch has ended it.
+    """Returns whether the last event of a node is that the power switch has ended it.
 
     >>> is_switched_off([(1.0, "kill n1"), (1.1, "n1 gone")], "n1")
     False
@@ -250,7 +251,7 @@ def bed(
     output_commit: bool = False,
     patience_s: float = counter.PATIENCE,
 ) -> Iterator[Bed]:
-    """Starts a bed with a VM and its client, watched. `work`: a folder of its own, on a real disk."""
+    """Starts a bed with a VM and a client, and watches them. `work`: a folder for the bed alone, on a real disk."""
     environment = os.environ | {
         "BED": str(work / "bed"),
         "REKINDLE": str(rekindle),

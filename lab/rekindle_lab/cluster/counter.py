@@ -1,11 +1,11 @@
-"""A client of the micro guest's counter, which grows with each tick; shows how far a fail-over sets it back.
+"""A client of the micro guest's counter, which grows with each tick; shows how far a fail-over sets the counter back.
 
     python3 counter.py ADDRESS OUT [EVERY_MS [PATIENCE_S]]
 
-Until it is ended it writes a JSON line for each answer: {"host_us", "tick"}.
+Until it is ended, the client writes a JSON line for each answer: {"host_us", "tick"}.
 
-Needs only Python itself. It reconnects when an answer takes longer than `PATIENCE`, since a guest restored from a
-checkpoint does not know later connections.
+Needs only Python itself. The client reconnects when an answer takes longer than `PATIENCE`, since a guest restored from
+a checkpoint does not know connections made after that checkpoint.
 """
 
 import json
@@ -24,7 +24,7 @@ PATIENCE = 0.15
 
 @dataclass(frozen=True)
 class Answer:
-    """The counter in one answer, and when it arrived, in microseconds since 1970."""
+    """One answer: the counter, and the arrival in microseconds since 1970."""
 
     host_us: int
     tick: int
@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class CounterDrop:
-    """A decrease of the counter, or a silence: last answer before, highest count so far, first answer after."""
+    """A decrease of the counter, or a silence: last answer before it, highest count so far, first answer after it."""
 
     before: Answer
     highest: int
@@ -40,17 +40,17 @@ class CounterDrop:
 
     @property
     def gap_s(self) -> float:
-        """Time without an answer."""
+        """Seconds without an answer."""
         return (self.after.host_us - self.before.host_us) / 1e6
 
     @property
     def back(self) -> int:
-        """Ticks that a client had seen and that are lost."""
+        """Ticks that a client had received and that are lost."""
         return max(0, self.highest - self.after.tick)
 
 
 def read(path: Path) -> list[Answer]:
-    """Reads the answers of a file; an incomplete last line is ignored."""
+    """Reads the answers in a file; ignores an incomplete last line."""
     lines = path.read_text().splitlines(keepends=True)
     return [Answer(**json.loads(line)) for line in lines if line.endswith("\n")]
 
@@ -86,7 +86,7 @@ def _exchange(line: socket.socket) -> int:
 
 
 def watch(address: str, out: Path, every_s: float, patience_s: float = PATIENCE) -> None:
-    """Asks repeatedly, and writes the answers."""
+    """Requests the counter repeatedly, and writes the answers."""
     line: socket.socket | None = None
     with out.open("a", buffering=1) as file:
         while True:
@@ -104,7 +104,7 @@ def watch(address: str, out: Path, every_s: float, patience_s: float = PATIENCE)
 
 
 def main() -> None:
-    """Runs as the command line requests."""
+    """Runs the client with the arguments of the command line."""
     address, out, *rest = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     every, patience = (*rest, *("20", str(PATIENCE))[len(rest) :])

@@ -5,8 +5,8 @@
 Exit status 1: two guests ran at the same time, or the counter was set back by more than checkpoints allow, or more
 often than nodes were killed.
 
-A loss is computed from the first tick of the guest in its new QEMU, not from its first answer: until that arrives
-the guest counts on, which would hide part of the loss.
+A loss is computed from the first tick of the guest in its new QEMU. By its first answer the guest has counted further,
+which would hide part of the loss.
 Needs only Python itself.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from . import counter, running
 
 PERIOD_S = 0.05
-"""Period of the guest's ticks, the default of `tests/cluster/bed`."""
+"""Seconds between two ticks of the guest: the default of `tests/cluster/bed`."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Loss:
 
     start: running.GuestStart
     last_seen: int
-    """The highest tick that a client has received from the QEMU before."""
+    """The highest tick that a client has received from the previous QEMU."""
 
     @property
     def back(self) -> int | None:
-        """Ticks that a client has seen and that are lost; `None` if the guest's first tick was not seen."""
+        """Ticks that a client has received and that are lost; `None` if the guest's first tick was not seen."""
         if self.start.tick is None:
             return None
-        # Before its first tick the counter was one less.
+        # The counter was one less before the first tick.
         return max(0, self.last_seen - (self.start.tick - 1))
 
 
@@ -59,7 +59,7 @@ def losses(starts: Sequence[running.GuestStart], answers: Iterable[counter.Answe
 
 
 def main() -> None:
-    """Runs as the command line requests."""
+    """Judges the files named on the command line."""
     parser = argparse.ArgumentParser(prog="judge")
     parser.add_argument("counter", type=Path)
     parser.add_argument("running", type=Path)
@@ -77,7 +77,7 @@ def main() -> None:
         ticks = "unknown ticks" if loss.back is None else f"{loss.back} ticks ({loss.back * PERIOD_S:.2f} s)"
         print(f"{loss.start.node}: it continues {ticks} behind the last answer to a client")
     wrong += [f"the first tick on {loss.start.node} was not seen" for loss in lost if loss.back is None]
-    # What happened while the checkpoint was being committed is lost, too: a busy machine may take as long again.
+    # A fail-over also loses the ticks during a commit: on a busy machine a commit may take as long as the interval.
     allowed = 2 * arguments.every / PERIOD_S
     backs = [loss.back for loss in lost if loss.back is not None]
     wrong += [f"the counter went back by {back} ticks" for back in backs if back > allowed]

@@ -2,12 +2,12 @@
 
     python3 running.py VM OUT     watch until ended
 
-It writes a JSON line each time a guest starts or stops running ({"pid", "node", "runs", "host_us"}); one for the first
-tick of a guest's counter in each QEMU ({"pid", "node", "tick", "host_us"}), from which a restored guest continues;
-and, twice a second, one with the present QEMUs ({"beat": [[pid, node], ...], "host_us"}).
+The watch writes JSON lines: one each time a guest starts or stops running ({"pid", "node", "runs", "host_us"}); one for
+the first tick of a guest's counter in each QEMU ({"pid", "node", "tick", "host_us"}), from which a restored guest
+continues; and, twice a second, one with the present QEMUs ({"beat": [[pid, node], ...], "host_us"}).
 
-A QEMU of the VM is found by its arguments, among the processes of the whole machine, and reached through its node's
-own root. A frozen QEMU counts as running, since it might continue.
+The watch finds a QEMU of the VM by its arguments, among the processes of the whole machine, and reaches it through the
+root of its node. A frozen QEMU counts as running, since it might continue.
 Needs only Python itself, and little processor time, since it runs during measurements.
 """
 
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.05
-"""Interval of the search for a new QEMU, and for its first tick. An event of a QEMU wakes the watch immediately."""
+"""Seconds between searches for a new QEMU, and for its first tick. An event of a QEMU wakes the watch immediately."""
 YOUNG_S = 1.0
-"""How long a new process is inspected, since it may yet execute another program."""
+"""Seconds for which a new process is inspected, since it may execute another program."""
 ALL_S = 2.0
-"""Interval at which all processes are inspected."""
+"""Seconds between inspections of all processes."""
 BEAT_S = 0.5
 TICK = re.compile(rb"^tick (\d+) \d+\.\d+$")
 
@@ -61,12 +61,12 @@ def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
 
 
 def read(path: Path, now_us: int) -> list[Span]:
-    """Reads the spans of a file; one without an end ran until `now_us`."""
+    """Reads the spans from a file; a span without an end lasts until `now_us`."""
     return spans(map(json.loads, path.read_text().splitlines()), now_us)
 
 
 def spans(events: Iterable[dict[str, Any]], now_us: int) -> list[Span]:
-    """Returns the spans in a watch's events; one without an end ran until `now_us`."""
+    """Returns the spans in a watch's events; a span without an end lasts until `now_us`."""
     began: dict[int, tuple[str, int]] = {}
     found = []
     for event in events:
@@ -82,7 +82,7 @@ def spans(events: Iterable[dict[str, Any]], now_us: int) -> list[Span]:
 
 @dataclass(frozen=True)
 class GuestStart:
-    """A guest's start in a QEMU: when, and the first tick of its counter there, if it was seen."""
+    """A guest's start in a QEMU: when, and the first tick of the guest's counter in it, if that was seen."""
 
     pid: int
     node: str
@@ -91,7 +91,7 @@ class GuestStart:
 
 
 def starts(events: Iterable[dict[str, Any]]) -> list[GuestStart]:
-    """Returns each QEMU in a watch's events, by when its guest began to run in it."""
+    """Returns the guest's start in each QEMU in a watch's events, in the order of the starts."""
     began: dict[int, tuple[str, int]] = {}
     ticks: dict[int, int] = {}
     for event in events:
@@ -104,7 +104,7 @@ def starts(events: Iterable[dict[str, Any]]) -> list[GuestStart]:
 
 
 class Console:
-    """A guest's console, as one QEMU writes it: earlier output, of another QEMU, is skipped."""
+    """A guest's console, as one QEMU writes it: skips earlier output, which is of another QEMU."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,7 +112,7 @@ class Console:
         self.rest = b""
 
     def first_tick(self) -> int | None:
-        """Returns the first complete tick since. A line that another QEMU has started does not match."""
+        """Returns the first complete tick. A line that another QEMU has started does not match."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self.at)
             text = file.read()
@@ -126,10 +126,10 @@ class Console:
 
 
 class Qemu:
-    """One QEMU of the VM, through a QMP socket that only the watch uses."""
+    """One QEMU of the VM, and a connection to a QMP socket that only the watch uses."""
 
     def __init__(self, pid: int, vm: str, console: Console | None, *, new: bool) -> None:
-        """Connects; raises `OSError` while it does not listen yet. `new`: it was seen before its guest could run."""
+        """Connects; raises `OSError` while QEMU does not listen. `new`: QEMU was seen before its guest could run."""
         self.pid = pid
         self.new = new
         self.node = _node(pid)
@@ -144,7 +144,7 @@ class Qemu:
         self.socket.settimeout(0.0)
 
     def poll(self) -> list[tuple[bool, int]]:
-        """Returns its new events: whether the guest runs, and since when. Raises `ConnectionError` if it has ended."""
+        """Returns new events: whether the guest runs, and since when. Raises `ConnectionError` if QEMU has ended."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 part = self.socket.recv(65536)
@@ -159,7 +159,7 @@ class Qemu:
             if isinstance(answer, dict) and "running" in answer:
                 runs = answer["running"]
                 if runs and not self.new:
-                    self.console = None  # it started at an unknown time, and its first tick has passed
+                    self.console = None  # the guest started at an unknown time, and its first tick has passed
             elif message.get("event") in ("RESUME", "STOP"):
                 runs = message["event"] == "RESUME"
                 stamp = message["timestamp"]
@@ -179,7 +179,7 @@ def _node(pid: int) -> str:
 
 @dataclass
 class Processes:
-    """The processes of a machine: which of them are QEMUs of the VM on any node."""
+    """The processes of a machine, and which of them are QEMUs of the VM on any node."""
 
     vm: str
     machine: Path = Path("/proc")
@@ -189,11 +189,11 @@ class Processes:
     _first_call: float | None = None
 
     def is_new(self, pid: int) -> bool:
-        """Whether it has started since the first call of `qemus`."""
+        """Returns whether a process has started since the first call of `qemus`."""
         return self._first_call is not None and self._seen.get(str(pid), self._first_call) > self._first_call
 
     def qemus(self, now: float) -> dict[int, Path | None]:
-        """Returns the QEMUs among new processes, by the monotonic clock, with the files of their guests' consoles."""
+        """Returns the QEMUs among new processes, with their guests' console files. `now`: by the monotonic clock."""
         wanted = f"/run/spy-{self.vm}.sock".encode()
         self._first_call = now if self._first_call is None else self._first_call
         everything = now - self._all > ALL_S
@@ -215,7 +215,7 @@ class Processes:
 
 
 def watch(vm: str, out: Path) -> None:
-    """Watches until ended."""
+    """Watches the QEMUs of a VM until this process is ended; appends to `out`."""
     known: dict[int, Qemu] = {}
     consoles: dict[int, Console | None] = {}
     processes = Processes(vm)
@@ -258,7 +258,7 @@ def watch(vm: str, out: Path) -> None:
 
 
 def main() -> None:
-    """Runs as the command line requests."""
+    """Watches with the arguments of the command line."""
     vm, out = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     watch(vm, Path(out))

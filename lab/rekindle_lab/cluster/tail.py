@@ -6,14 +6,14 @@ from pathlib import Path
 
 @dataclass
 class Tail:
-    """The complete lines of a file, as they appear."""
+    """The complete lines of a file, returned as they are appended."""
 
     path: Path
     _at: int = 0
     _inode: int = 0
 
     def lines(self) -> list[str]:
-        """Returns the lines since the last call; none if there is no file. A replaced or truncated file is read anew.
+        """Returns the lines since the last call; none without a file. Reads a replaced or truncated file anew.
 
         Raises `OSError` for a file that cannot be read.
         """
@@ -28,6 +28,6 @@ class Tail:
         with self.path.open("rb") as file:
             file.seek(self._at)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]  # without a line that is still being written
+        whole = text[: text.rfind(b"\n") + 1]  # omits a line that is still being written
         self._at += len(whole)
         return whole.decode(errors="replace").splitlines()

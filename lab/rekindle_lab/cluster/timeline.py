@@ -1,4 +1,4 @@
-"""Draws what happened when a node died, as text: from the bed's events, the QEMUs and the client.
+"""Draws the last fail-over after a node's death as text: from the bed's events, the QEMUs and the client.
 
     python3 -m rekindle_lab.cluster.timeline BED COUNTER RUNNING
 
@@ -18,7 +18,7 @@ WIDTH = 60
 
 @dataclass(frozen=True)
 class Part:
-    """A phase with its start and end, in microseconds since 1970."""
+    """A part of a fail-over with its start and end, in microseconds since 1970."""
 
     name: str
     begin_us: int
@@ -54,7 +54,7 @@ def parts(
 
 
 def draw(found: list[Part]) -> str:
-    """Draws a line per part."""
+    """Draws a line for each part."""
     begin = min(part.begin_us for part in found)
     whole = max(max(part.end_us for part in found) - begin, 1)
     lines = []
@@ -67,7 +67,7 @@ def draw(found: list[Part]) -> str:
 
 
 def main() -> None:
-    """Runs as the command line requests."""
+    """Draws the files named on the command line."""
     bed, counted, ran = map(Path, sys.argv[1:])
     lines = (bed / "shared" / "events").read_text().splitlines()
     events = [(float(at), words) for at, words in (line.split(" ", 1) for line in lines)]

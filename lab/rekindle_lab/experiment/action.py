@@ -11,7 +11,7 @@ from rekindle_lab.page_client import PageClient, longest_gap
 from rekindle_lab.rekindle import Rekindle, failed_requests, gap_around
 
 ANSWERS = 10
-"""Answers that must have arrived before and after, for a gap between them to count."""
+"""Number of answers required before and after a gap, for the gap to count."""
 UNDISTURBED_S = 0.5
 
 
@@ -39,7 +39,7 @@ def _vmm(rekindle: Rekindle, guest: Subject, about: About, words: list[str], mea
 
 
 def _os(rekindle: Rekindle, guest: Subject, about: About, words: list[str], measured: Measured) -> None:
-    """Reboots its system: the client makes a new connection for each request, since a reboot kills the old ones."""
+    """Reboots the guest's system. The client connects anew for each request, since a reboot kills connections."""
     ask_often(guest.netns)
     with PageClient(guest.netns, guest.address, guest.path) as client:
         client.wait(ANSWERS)

@@ -1,4 +1,4 @@
-"""`rekindle-lab experiment`."""
+"""The command `rekindle-lab experiment`."""
 
 import hashlib
 import json

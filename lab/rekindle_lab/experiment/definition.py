@@ -17,7 +17,7 @@ RESPONSE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor that is varied. Each level has settings, which the runner understands."""
+    """A factor that is varied. Each level has settings for the runner."""
 
     name: str
     levels: dict[str, dict[str, Any]]
@@ -25,35 +25,35 @@ class Factor:
 
 @dataclass(frozen=True)
 class Guest:
-    """The guest of `runner = "guest"`, and its client. Times are seconds."""
+    """The guest of `runner = "guest"`, and its client."""
 
     image: str = "micro"
     memory_mib: int = 128
     definition: str = ""
-    """Further lines of the VM's definition, in TOML, for all levels."""
+    """Lines in TOML that are added to the VM's definition, for all levels."""
     disk_server: bool = True
-    """Whether Rekindle's servers have its disks, or QEMU has them; a level may override it."""
+    """Whether Rekindle's disk servers have the guest's disks; otherwise QEMU has them. A level may override this."""
     disk_cache: str = ""
-    """How its disks are cached on the host; the default of `rekindle` if empty."""
+    """Cache mode of the guest's disks on the host; empty: the default of `rekindle`."""
     load: str = "probe"
-    """The load on the guest: `probe`, at a rate, or `wrk`, as fast as it answers."""
+    """The load on the guest: `probe` sends requests at a rate, `wrk` as fast as they are answered."""
     every: str = "10ms"
-    """Interval of the requests of `probe` on each connection."""
+    """Interval between the requests of `probe` on each connection."""
     connections: int = 1
     files: int = 1
-    """Number of files of the guest's web server that `wrk` requests by turns."""
+    """Number of files of the guest's web server that `wrk` requests in turn."""
     drop_caches_every_s: float = 0.0
-    """Interval at which the guest drops its page cache while it is under load; 0: never."""
+    """Interval in seconds at which the guest drops its page cache under load; 0: never."""
     warm_up_s: float = 5.0
     measure_s: float = 15.0
-    """Duration of the window before the level's action, for throughput and response time."""
+    """Seconds of the window before the level's action, for throughput and response time."""
     settle_s: float = 2.0
-    """How long the client stays after the action."""
+    """Seconds for which the client continues after the action."""
     after_s: float = 10.0
-    """Duration of the window after it, if one of its responses is measured."""
+    """Seconds of the window after the action, if one of that window's responses is measured."""
     sample_every_s: float = 15.0
     leak_mib: int = 0
-    """Kernel memory that is leaked before the action; 0: none."""
+    """Kernel memory in MiB that is leaked before the action; 0: no leak."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A complete definition. The digest of the order covers its `document`."""
+    """A complete definition. The digest of the order includes `document`."""
 
     name: str
     question: str
@@ -79,7 +79,7 @@ class Experiment:
     guest: Guest = field(default_factory=Guest)
     command: Command = field(default_factory=Command)
     run_s: float | None = None
-    """Approximate duration of a run, for the estimate before the first one has finished."""
+    """Approximate duration of a run in seconds, for the estimate before the first run has finished."""
     document: dict[str, Any] = field(default_factory=dict)
 
     def treatments(self) -> list[dict[str, str]]:
@@ -104,7 +104,7 @@ RUNNERS = ("guest", "command")
 
 
 def load(path: Path, trial: int | None = None) -> Experiment:
-    """Reads and checks a definition. `trial`: number of replications instead of its own, in one block."""
+    """Reads and checks a definition. `trial`: number of replications, in one block, instead of the definition's."""
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -118,7 +118,7 @@ def load(path: Path, trial: int | None = None) -> Experiment:
 
 
 def parse(document: dict[str, Any], least: int = 2) -> Experiment:
-    """Parses the TOML's content. `least`: minimum of replications; one cannot be analysed."""
+    """Parses the content of the TOML file. `least`: minimum of replications, since a single one cannot be analysed."""
     known(document, TOP, "the file")
     try:
         json.dumps(document, allow_nan=False)
@@ -171,7 +171,7 @@ def _run_s(document: dict[str, Any]) -> float | None:
 
 
 def _replications(document: dict[str, Any], treatments: int, least: int) -> int:
-    """Returns the number given, or that of a power analysis rounded up to whole blocks."""
+    """Returns the number of replications in the file, or that of a power analysis rounded up to whole blocks."""
     given = document.get("replications")
     if isinstance(given, dict):
         known(given, REPLICATIONS, "replications")
@@ -197,7 +197,7 @@ def _factor(table: dict[str, Any]) -> Factor:
 
 
 def _set_once(factors: tuple[Factor, ...]) -> None:
-    """Checks that a setting belongs to one factor: of two, the earlier value would never apply."""
+    """Checks that each setting belongs to one factor: with two, the value of the first factor would never apply."""
     owner: dict[str, str] = {}
     for factor in factors:
         for key in dict.fromkeys(key for settings in factor.levels.values() for key in settings):

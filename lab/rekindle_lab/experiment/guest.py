@@ -1,7 +1,7 @@
-"""A run with a guest of Rekindle's: fresh state, warm-up, load and samples, the level's action with a client at it.
+"""A run with a guest of Rekindle: fresh state, warm-up, load and samples, the level's action with a client.
 
-The measured responses (`settings`) decide which parts are done: without one of a window, that window is left
-out.
+The measured responses (`settings`) decide which parts are executed: a window without a measured response is
+omitted.
 """
 
 import hashlib
@@ -31,19 +31,19 @@ from rekindle_lab.stores import on_disk
 
 @dataclass
 class GuestRunner:
-    """Runs with guests. Needs root, for taps and network namespaces."""
+    """Executes runs with guests. Needs root, for taps and network namespaces."""
 
     experiment: Experiment
     root: Path
     binary: Path
     qemu: str
     disk: Path
-    """A folder on a real disk, for copies of the guest's disk and stores."""
+    """Folder on a real disk, for copies of the guest's disk and for stores."""
     key: str
     """Prefix that makes the names of this experiment's runs unique."""
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of all parts."""
+        """Returns the versions of everything that takes part in a run."""
         about = self.experiment.guest
         found = {
             "rekindle": f"{Rekindle(self.binary, self.root).version()} ({_digest(self.binary)})",
@@ -56,12 +56,12 @@ class GuestRunner:
         return found | ({"wrk": _wrk_version()} if about.load == "wrk" else {})
 
     def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
-        """Returns the names of the namespace and folders that the run will make."""
+        """Returns the names of the namespace and the folders that the run will make."""
         name = f"rkx-{self.key}-{planned.run}-{attempt}"
         return {"netns": name, "work": f"/dev/shm/{name}", "disk": str(self.disk / name)}
 
     def clear(self, leaves: dict[str, Any]) -> None:
-        """Ends the VM of a run, and what a kill has left; removes its folders and its namespace."""
+        """Ends the VM of a run and all processes that a kill has left; removes the run's folders and its namespace."""
         try:
             Workspace.from_leaves(self.binary, leaves).remove()
         except RekindleError as error:
@@ -133,10 +133,10 @@ class GuestRunner:
                 raise RunError(f"{NAME}: no checkpoint in the window, so it was not protected", measured=measured)
 
     def _around(self, rekindle: Rekindle, guest: Subject, settings: dict[str, Any], measured: Measured) -> None:
-        """Does the action, after a leak if configured, and applies the load afterwards.
+        """Executes the action, after a leak if configured, and applies the load afterwards.
 
-        A kernel's other slabs differ between ways to boot by more than what is left of a leak, so the guest
-        of a leak has been rebooted in the same way before it.
+        Slabs other than the leak differ between ways to boot, by more than the rest of a leak. The guest of a leak has
+        therefore been rebooted in the same way before the leak.
         """
         about = self.experiment.guest
         leak = None
@@ -158,7 +158,7 @@ class GuestRunner:
 
 
 class _Leak:
-    """A leak of kernel memory, made in one step, and how much of it is recovered later."""
+    """A leak of kernel memory, made in one step, and how much of it a reboot recovers."""
 
     def __init__(self, guest: Subject, root: Path, mib: int) -> None:
         self.guest: Leaky = leaky(guest, leak_image(root))
@@ -167,7 +167,7 @@ class _Leak:
         self.leaked = self.guest.memory()
 
     def judge(self, measured: Measured) -> None:
-        """Adds the responses, computed from the kernel's allocations and, as in the paper, from free memory."""
+        """Adds the responses: computed from the kernel's allocations and, as in the paper, from free memory."""
         after = self.guest.memory()
         measured.samples.append(
             {

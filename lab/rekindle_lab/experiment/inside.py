@@ -1,6 +1,7 @@
-"""Samples inside a debian guest, over ssh: the paper's CPU, load, free memory and I/O of table 2.
+"""Samples inside a debian guest over ssh: CPU, load, free memory and I/O, as in table 2 of the paper.
 
-One session stays open for all of them: a login takes an emulated processor a second, which would be in the window.
+One ssh session stays open for all samples: a login takes an emulated processor a second, which would count for the
+window.
 """
 
 import os
@@ -18,7 +19,7 @@ DEADLINE_S = 60.0
 
 
 class GuestStatus:
-    """Samples one guest, from `__enter__` to `__exit__`. A failing sample raises, so that its run fails."""
+    """Samples one guest, from `__enter__` to `__exit__`. A failing sample raises, so that the run fails."""
 
     def __init__(self, guest: OsGuest) -> None:
         self.guest = guest
@@ -33,7 +34,7 @@ class GuestStatus:
             start_new_session=True,
         )
         try:
-            self.take()  # so that the login is done
+            self.take()  # completes the login before the window
         except BaseException:
             self.__exit__()
             raise
@@ -61,7 +62,7 @@ class GuestStatus:
 
     @staticmethod
     def responses(samples: list[dict[str, Any]]) -> dict[str, float]:
-        """Returns the responses of a window: load and free memory are averages, CPU and I/O its total."""
+        """Returns the responses of a window: averages of load and free memory, totals of CPU and I/O."""
         inside = [sample["guest"] for sample in samples]
         first, last = inside[0], inside[-1]
         ticks = last["ticks"] - first["ticks"]

@@ -1,7 +1,7 @@
-"""Load for a guest's web server, and its client's results: throughput and response time of a window.
+"""Load for a guest's web server, and the results of the client: throughput and response time of a window.
 
-`probe` is Rekindle's own, sends at a rate and keeps its connections; `wrk` sends as fast as it is answered, for several
-files by turns.
+`probe` is Rekindle's own client, sends at a rate and keeps its connections. `wrk` sends as fast as it is answered, for
+several files in turn.
 """
 
 import math
@@ -21,25 +21,25 @@ from rekindle_lab.rekindle import Rekindle, failed_requests, last_json
 
 SCRIPT = Path(__file__).with_name("wrk.lua")
 PATIENCE_S = 10
-"""wrk counts a slower answer as a timeout."""
+"""Seconds after which wrk counts a missing answer as a timeout."""
 MARGIN_S = 60.0
-"""How much longer than configured wrk may take."""
+"""Seconds that wrk may take longer than configured."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The results of a client, with its whole report."""
+    """Results of a client in one window, with the client's whole report."""
 
     throughput_per_s: float
-    """Rate of good answers."""
+    """Good answers per second."""
     response_time_ms: float
-    """Median response time."""
+    """Median response time in ms."""
     failed: int
     raw: dict[str, Any]
 
 
 def measure(rekindle: Rekindle, guest: Subject, about: About, seconds: float) -> Window:
-    """Puts the guest under load for so long."""
+    """Puts the guest under load for `seconds`."""
     window = _wrk(guest, about, seconds) if about.load == "wrk" else _probe(rekindle, guest, about, seconds)
     if window.throughput_per_s <= 0:
         raise RunError(f"{guest.name}: no answer under load within {seconds:g} s")
@@ -56,7 +56,7 @@ def _probe(rekindle: Rekindle, guest: Subject, about: About, seconds: float) -> 
 
 
 def paths(guest: Subject, files: int) -> list[str]:
-    """Returns paths of files of its web server; the same in every run."""
+    """Returns paths of files of the guest's web server, which are the same in every run."""
     return [guest.path] if guest.kind == "micro" else [f"/files/{number:03}.bin" for number in range(files)]
 
 
@@ -72,7 +72,7 @@ def _wrk(guest: Subject, about: About, seconds: float) -> Window:
 
 
 def of_wrk(output: str) -> Window:
-    """Parses the output of wrk with our script."""
+    """Parses the output of wrk with the script `wrk.lua`."""
     try:
         report = last_json(output)
         failed = sum(report["failed"].values())
@@ -84,7 +84,7 @@ def of_wrk(output: str) -> Window:
 
 @contextmanager
 def without_caches(guest: Subject, every_s: float) -> Iterator[None]:
-    """Lets the guest drop its page cache at an interval while the body runs, so that reads come from its disk."""
+    """Makes the guest drop its page cache at an interval while the body runs, so that reads come from its disk."""
     if not every_s:
         yield
         return

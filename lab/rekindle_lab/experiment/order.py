@@ -1,7 +1,7 @@
 """The order of an experiment's runs: drawn at random once, and on disk before the first run starts.
 
-Within a block every treatment comes equally often, in a new random order. The file has the definition's content and
-a digest of all, which every run's line repeats, so that a run of another order is detected.
+Each treatment occurs equally often in a block, and each block has a new random order. The file has the definition's
+content and a digest over all. The line of every run repeats the digest, so that a run of another order is detected.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class OrderError(ValueError):
 
 @dataclass(frozen=True)
 class Planned:
-    """A run of the order. Numbers count from 1."""
+    """A run of the order. Numbers start at 1."""
 
     run: int
     block: int
@@ -73,14 +73,14 @@ def content(experiment: Experiment, runs: tuple[Planned, ...]) -> dict[str, Any]
 
 
 def commit(experiment: Experiment, path: Path) -> Order:
-    """Returns the order at `path`, drawn and written if missing. Raises `OrderError` for that of another experiment."""
+    """Returns the order at `path`, drawn and written if missing. Raises `OrderError` for another experiment's order."""
     if not path.exists():
         document = content(experiment, draw(experiment))
         write_whole(path, json.dumps(document, indent=1) + "\n")
     try:
         document = json.loads(path.read_text())
         runs = tuple(Planned(**run) for run in document["runs"])
-        # The runs are read from the file, not drawn again: a later numpy may draw others from the same seed.
+        # Reads the runs from the file instead of drawing again: a later numpy may draw others from the same seed.
         expected = content(experiment, runs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OrderError(f"{path}: not the order of an experiment ({error!r}); give another --out") from error

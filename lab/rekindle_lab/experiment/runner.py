@@ -1,4 +1,4 @@
-"""The interface of a run: it takes a treatment, and returns responses, raw samples and versions."""
+"""The interface of a run: a run takes a treatment, and returns responses, raw samples and versions."""
 
 import json
 import os
@@ -24,17 +24,17 @@ class RunError(Exception):
     def __init__(self, text: str, exit_status: int = 1, measured: "Measured | None" = None) -> None:
         self.exit_status = exit_status
         self.measured = measured
-        """Partial results."""
+        """Results of the run up to its failure."""
         super().__init__(text)
 
 
 @dataclass
 class Measured:
-    """The results of a run."""
+    """Results of a run."""
 
     responses: dict[str, float] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Every raw sample, unchanged."""
+    """All raw samples, unchanged."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -42,10 +42,10 @@ class Runner(Protocol):
     """Executes runs, one at a time."""
 
     def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
-        """Returns the names of what a run will make, so that `clear` finds it; JSON."""
+        """Returns names of everything that a run will make, as JSON, so that `clear` finds it."""
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
-        """Executes a run from a fresh state, and leaves nothing. Raises `RunError`."""
+        """Executes a run from a fresh state, and leaves nothing behind. Raises `RunError`."""
 
     def clear(self, leaves: dict[str, Any]) -> None:
         """Removes the remains of a killed run. May be called again."""
@@ -54,8 +54,8 @@ class Runner(Protocol):
 class CommandRunner:
     """Executes each run as a program that gets its treatment as JSON in `REKINDLE_LAB_RUN`.
 
-    Its last line of standard output is `{"responses": {..}, "samples": [..], "versions": {..}}`; the latter two may be
-    left out. An exit status other than 0 is a failed run.
+    The last line of the program's standard output is `{"responses": {..}, "samples": [..], "versions": {..}}`;
+    `samples` and `versions` may be omitted. An exit status other than 0 is a failed run.
     """
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
@@ -63,17 +63,17 @@ class CommandRunner:
         self.folder = folder
 
     def leaves(self, planned: Planned, attempt: int) -> dict[str, Any]:
-        """Returns a mark in the environment of all that it starts; it must remove other things itself."""
+        """Returns a mark for the environment of all processes of the run. The program itself removes other remains."""
         return {"mark": f"{planned.run}-{attempt}-{uuid.uuid4()}"}
 
     def clear(self, leaves: dict[str, Any]) -> None:
-        """Ends processes of an attempt that was killed, since they would run during the next attempt."""
+        """Ends the processes of an attempt that was killed, since they would run during the next attempt."""
         for pid in with_variable(MARK, leaves["mark"]) if "mark" in leaves else []:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
-        """Runs the program in the folder of the definition."""
+        """Runs the program in the definition's folder."""
         given = {"run": planned.run, "treatment": planned.treatment, "settings": settings}
         argv = list(self.experiment.command.argv)
         try:

@@ -1,4 +1,4 @@
-"""Samples the resource use of QEMU and Rekindle's processes on the host, from /proc at an interval."""
+"""Samples the resource use of QEMU and of Rekindle's processes on the host, from /proc at an interval."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
 def process(pid: int) -> dict[str, Any] | None:
-    """Returns processor time, memory and disk traffic of a process; `None` once it has ended."""
+    """Returns processor time, memory and disk traffic of a process; `None` once the process has ended."""
     folder = Path("/proc") / str(pid)
     try:
         name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
@@ -37,7 +37,7 @@ def host() -> dict[str, Any]:
 
 
 class Sampler:
-    """Takes a sample at its start, every `every_s` seconds, and at its end; use it as a context."""
+    """Takes a sample at its start, every `every_s` seconds, and at its end. Used as a context manager."""
 
     def __init__(
         self, every_s: float, pids: Callable[[], list[int]], inside: Callable[[], dict[str, Any]] | None = None
@@ -45,7 +45,7 @@ class Sampler:
         self.every_s = every_s
         self.pids = pids
         self.inside = inside
-        """Returns the guest's own figures."""
+        """Returns the guest's own figures, for each sample."""
         self.error: Exception | None = None
         self.samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
@@ -80,7 +80,7 @@ class Sampler:
         self.take()
 
     def share(self) -> dict[str, float]:
-        """Returns the use of all processes together from the first to the last sample: responses by their names.
+        """Returns the use of all processes together from the first to the last sample: responses by name.
 
         A process that ended in between counts with its last sample.
         """

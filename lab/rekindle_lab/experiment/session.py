@@ -19,11 +19,11 @@ from rekindle_lab.runs.ledger import RUNS, Ledger
 
 ORDER = "order.json"
 MOST_FAILURES = 3
-"""A session ends after so many failures in a row, since their cause is then not the run."""
+"""Number of failures in a row that end a session, since their cause is then not the single run."""
 
 
 class ExperimentStoppedError(RuntimeError):
-    """A session ended early. Finished runs are kept."""
+    """A session ended before all runs were done. Finished runs are kept."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ExperimentSession:
     log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
 
     def run(self, *, retry_failed: bool = False, most: int | None = None) -> int:
-        """Executes the remaining runs, at most `most` of them; returns how many remain then."""
+        """Executes the remaining runs, at most `most` of them; returns how many runs then remain."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with Ledger(self.folder) as ledger:
             order = orders.commit(self.experiment, self.folder / ORDER)
@@ -72,7 +72,7 @@ class ExperimentSession:
             return len(order.runs) - len(ledger.done)
 
     def _one(self, ledger: Ledger, order: Order, planned: Planned) -> dict[str, Any]:
-        """Executes a run, and returns its line."""
+        """Executes a run, and returns its line in the ledger."""
         leaves, work = partial(self.runner.leaves, planned), partial(self._work, order, planned)
         return execute(ledger, planned.run, leaves, work)
 
@@ -100,7 +100,7 @@ class ExperimentSession:
         return RunEnd("done" if error is None else "failed", entries)
 
     def _usual_s(self, ledger: Ledger) -> float | None:
-        """Returns the usual duration of a run: the median so far, or the estimate in the definition."""
+        """Returns the usual duration of a run in seconds: the median so far, or the estimate in the definition."""
         return statistics.median(one["took_s"] for one in ledger.runs) if ledger.runs else self.experiment.run_s
 
     def _log_run(self, ledger: Ledger, planned: Planned, line: dict[str, Any], left: int) -> None:
@@ -112,7 +112,7 @@ class ExperimentSession:
 
 
 def _check(measured: Measured, wanted: tuple[str, ...]) -> None:
-    """Raises for a run without a response, or whose response is not a finite number."""
+    """Raises if a run misses one of the responses `wanted`, or if a response is not a finite number."""
     for name in wanted:
         value = measured.responses.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):

@@ -1,9 +1,9 @@
 """Settings and responses of a run with a guest, and which of them can be combined.
 
-Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot; `phase` without a
-reboot: the guest keeps phases of its boot), `options` (more arguments of the reboot), `protect_every` (interval of a
-protector, `"2s"`), `disk_server` (overrides the guest's), `touch` (memory that the guest fills), `definition` (lines of
-TOML for the VM's definition).
+Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot; with `phase` and
+no reboot, the guest keeps phases of its boot), `options` (more arguments of the reboot), `protect_every` (interval of a
+protector, such as `"2s"`), `disk_server` (overrides the guest's), `touch` (memory that the guest fills), `definition`
+(lines of TOML that are added to the VM's definition).
 """
 
 import shutil
@@ -39,13 +39,13 @@ IN_WINDOW = (
     "guest_free_kib",
     "guest_io_blocks",
 )
-"""Responses of the window before the action. A run that measures none of them has no such window."""
+"""Responses of the window before the action. Without any of them, a run omits that window."""
 IN_GUEST = tuple(name for name in IN_WINDOW if name.startswith("guest_"))
 AROUND = ("downtime_s", "recovered_memory_pct", "recovered_available_pct")
 """Responses of the action."""
 RECOVERED = AROUND[1:]
 AFTER = ("throughput_after_per_s", "response_time_after_ms")
-"""Responses of the window after it."""
+"""Responses of the window after the action."""
 RESPONSES = (*IN_WINDOW, *AROUND, *AFTER)
 WAYS = {"os": OS_WAYS, "vmm": VMM_WAYS}
 NEED_SERVERS = ("warm-cache", "phase")
@@ -53,7 +53,7 @@ NEED_AGENT = ("kexec",)
 
 
 def check(experiment: Experiment) -> None:
-    """Raises `DefinitionError` for what a run with a guest does not support, before anything is drawn or run."""
+    """Raises `DefinitionError` for settings that a run with a guest does not support. Called before the first run."""
     guest = experiment.guest
     _one_of("guest.image", guest.image, IMAGES)
     _one_of("guest.load", guest.load, LOADS)
@@ -91,7 +91,7 @@ def _level(where: str, settings: dict[str, Any]) -> None:
 
 
 def _treatment(experiment: Experiment, treatment: dict[str, str]) -> None:
-    """Checks the settings of all factors together."""
+    """Checks the settings of all factors in a treatment together."""
     settings = experiment.settings(treatment)
     reboot, how = settings.get("reboot"), settings.get("how")
     if reboot is None:

@@ -1,4 +1,4 @@
-"""The guest of a run. All of it is made anew for each run: definition, disk, memory, network."""
+"""The guest of a run. Definition, disk, memory and network are made anew for each run."""
 
 import json
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ class Subject(OsGuest):
     """A guest with the settings of an experiment and of a run's level."""
 
     served: bool = True
-    """Whether Rekindle's servers have its disks; otherwise QEMU has them."""
+    """Whether Rekindle's disk servers have the guest's disks; otherwise QEMU has them."""
     cache: str = ""
-    """How its disks are cached on the host."""
+    """Cache mode of the guest's disks on the host."""
     more: str = ""
-    """Further lines of its definition, before all tables."""
+    """Lines that are added to the VM's definition, before all tables."""
 
     @property
     def command_line(self) -> str:
-        """The command line of its kernel."""
+        """Kernel command line of the guest."""
         line = super().command_line
         return f"{line} rekindle.touch={self.touch}" if self.touch else line
 
     def disk_lines(self) -> list[str]:
-        """Returns the disks of its VM definition."""
+        """Returns the disks of the VM definition."""
         lines = []
         for line in super().disk_lines():
             lines.append(line if self.served or line != SERVED else guests.QEMUS_OWN)
@@ -42,19 +42,19 @@ class Subject(OsGuest):
         return lines
 
     def definition(self, qemu: str) -> str:
-        """Returns its VM definition in TOML, for this QEMU binary."""
+        """Returns the VM definition in TOML, for the QEMU binary `qemu`."""
         return f"{self.more}\n{super().definition(qemu)}"
 
 
 def image(root: Path, about: About) -> Image:
-    """Returns the image, built if need be; for leaks, micro's image with the leak module."""
+    """Returns the guest's image, built if necessary; for leaks, micro's image with the leak module."""
     if about.image == "micro" and about.leak_mib:
         return Image("micro", leak_image(root))
     return guests.build(root, about.image)
 
 
 def subject(about: About, settings: dict[str, Any], image: Image, space: str, ram: Path, disk: Path) -> Subject:
-    """Returns the guest for these settings, in the network namespace `space`, with RAM and disk in these folders."""
+    """Returns the guest with these settings, in the network namespace `space`, with RAM and disk in these folders."""
     return Subject(
         NAME,
         image,

@@ -1,4 +1,4 @@
-"""Availability by RootHammer's equations 1 and 2, and those for saved, migrated and live-migrated VMs (5.5, 6.2)."""
+"""Availability by RootHammer's equations 1 and 2, and by those for saved, migrated and live-migrated VMs (5.5, 6.2)."""
 
 import math
 
@@ -8,8 +8,8 @@ from rekindle_lab.models.parameters import OsReboot, ParameterError, Technique, 
 def os_reboots(technique: Technique, timers: Timers) -> float:
     """Returns the average number of OS reboots in one interval of the VMM (N_w, N_s, N_m, N_l; the floor of N_c).
 
-    The OS's timer stands still while the VMM is renewed. A coupled technique restarts it, so that only whole
-    intervals count; the OS reboot that goes with the VMM is part of `vmm_downtime_s` and not counted.
+    The OS's timer stands still while the VMM is renewed. A coupled technique restarts the timer, so that only whole
+    intervals count. The OS reboot that goes with the VMM is part of `vmm_downtime_s` and not counted.
     """
     if technique.vmm_downtime_s >= timers.vmm_interval_s:
         raise ParameterError(
@@ -28,7 +28,7 @@ def downtime_s(technique: Technique, os: OsReboot, timers: Timers) -> float:
 def availability(technique: Technique, os: OsReboot, timers: Timers) -> float:
     """Returns the share of time (to 1) in which a VM's service is up: A_w (1), A_c (2), A_s, A_m, A_l.
 
-    Failures are left out, as in the paper. Where the timers are shorter than the downtimes allow, it is below 0.
+    Failures are left out, as in the paper. The result is below 0 if the timers are shorter than the downtimes allow.
     """
     return 1.0 - downtime_s(technique, os, timers) / timers.vmm_interval_s
 
@@ -39,5 +39,5 @@ def nines(value: float) -> int:
         return 99
     if value <= 0.0:
         return 0
-    # The small term keeps 0.999 at 3, whose binary fraction is just below it.
+    # The small term keeps 0.999 at 3 nines, whose binary fraction is just below 0.999.
     return max(0, math.floor(-math.log10(1.0 - value) + 1e-9))

@@ -1,4 +1,4 @@
-"""`rekindle-lab model`."""
+"""The command `rekindle-lab model`."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def rows(parameters: Parameters, hosts: int) -> list[dict[str, Any]]:
 def crossings_table(parameters: Parameters) -> list[dict[str, Any]]:
     """Returns all crossings of each two techniques: in hosts, and in both intervals up to four times their values.
 
-    Only where both are possible: clusters larger than their spare hosts, intervals longer than a renewal.
+    Only where both techniques are possible: clusters larger than their spare hosts, intervals longer than a renewal.
     """
     names = list(parameters.techniques)
     timers = parameters.timers
@@ -90,7 +90,7 @@ def crossings_table(parameters: Parameters) -> list[dict[str, Any]]:
 
 
 def simulated(parameters: Parameters, seed: int) -> list[dict[str, Any]]:
-    """Compares closed form and simulation."""
+    """Compares the closed forms with a simulation."""
     found = []
     for name, technique in parameters.techniques.items():
         at = (technique, parameters.os, parameters.timers)
@@ -113,7 +113,7 @@ def simulated(parameters: Parameters, seed: int) -> list[dict[str, Any]]:
 
 
 def write_figures(own: Parameters | None, out: Path) -> list[Path]:
-    """Draws figures 9, 10 and 16 as PNG, with the paper's parameters and `own` ones; writes their curves as CSV."""
+    """Draws figures 9, 10 and 16 as PNG, with the paper's parameters and with `own`; writes the curves as CSV."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for number, curves, paper, label in (

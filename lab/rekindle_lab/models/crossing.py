@@ -1,4 +1,4 @@
-"""Where one technique overtakes another: solved, not read off a figure."""
+"""The points at which one technique overtakes another: computed, not read off a figure."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -13,12 +13,12 @@ from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import Parameters, Technique, Timers
 
 SAMPLES = 64
-"""Points per smooth piece at which the sign is compared."""
+"""Number of points per smooth piece at which the sign is compared."""
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """At `at` the difference changes its sign; with `jump` it skips 0 there (a floor), otherwise it is 0."""
+    """A change of the difference's sign at `at`. With `jump` the difference skips 0 (a floor), otherwise it is 0."""
 
     at: float
     jump: bool = False
@@ -27,10 +27,10 @@ class Crossing:
 def crossings(
     difference: Callable[[float], float], low: float, high: float, breaks: Iterable[float] = ()
 ) -> list[Crossing]:
-    """Returns all places between `low` and `high` (more than 0) where `difference` changes its sign, in order.
+    """Returns all points between `low` and `high` (more than 0) at which `difference` changes its sign, in order.
 
-    `breaks`: where it is not continuous. Between two of them it must change its sign at most once for each of `SAMPLES`
-    pieces, equal in the logarithm.
+    `breaks`: the points at which `difference` is not continuous. `SAMPLES` points at equal
+    logarithmic distances divide the range between two breaks; between two points it must change its sign at most once.
     """
     if not 0 < low < high:
         raise ValueError(f"crossings need 0 < low < high, not {low:g} and {high:g}")
@@ -38,7 +38,7 @@ def crossings(
     found: list[Crossing] = []
     last_sign = 0.0
     for left, right in pairwise(edges):
-        # A floor belongs to one side of its break, so the piece is evaluated just inside its ends.
+        # A floor belongs to one side of its break, so the difference is evaluated just inside the ends of a piece.
         begin, end = math.nextafter(left, math.inf) * (1 + 1e-12), math.nextafter(right, 0.0) * (1 - 1e-12)
         points = np.geomspace(begin, end, SAMPLES)
         points[0], points[-1] = begin, end
@@ -56,7 +56,7 @@ def crossings(
 
 
 def in_hosts(parameters: Parameters, one: str, other: str, high: float = 1e7) -> list[Crossing]:
-    """Returns cluster sizes at which the throughputs of two techniques cross (section 6.3), from the smallest."""
+    """Returns the cluster sizes at which the throughputs of two techniques cross (section 6.3), in ascending order."""
     a, b = parameters.technique(one), parameters.technique(other)
     low = throughput.fewest_hosts((a, b))
     os, timers = parameters.os, parameters.timers
@@ -66,7 +66,7 @@ def in_hosts(parameters: Parameters, one: str, other: str, high: float = 1e7) ->
 
 
 def in_os_interval(parameters: Parameters, one: str, other: str, low_s: float, high_s: float) -> list[Crossing]:
-    """Returns intervals of the OS, in seconds, at which the availabilities of two techniques cross (figure 9)."""
+    """Returns the OS's intervals, in seconds, at which the availabilities of two techniques cross (figure 9)."""
     a, b = parameters.technique(one), parameters.technique(other)
     vmm_s = parameters.timers.vmm_interval_s
     breaks = [edge for technique in (a, b) for edge in os_breaks(technique, vmm_s, low_s)]
@@ -74,9 +74,9 @@ def in_os_interval(parameters: Parameters, one: str, other: str, low_s: float, h
 
 
 def in_vmm_interval(parameters: Parameters, one: str, other: str, low_s: float, high_s: float) -> list[Crossing]:
-    """Returns intervals of the VMM, in seconds, at which the availabilities of two techniques cross (figure 10).
+    """Returns the VMM's intervals, in seconds, at which the availabilities of two techniques cross (figure 10).
 
-    None is shorter than a renewal.
+    Omits intervals shorter than a renewal.
     """
     a, b = parameters.technique(one), parameters.technique(other)
     low_s = max(low_s, a.vmm_downtime_s, b.vmm_downtime_s)
@@ -86,7 +86,7 @@ def in_vmm_interval(parameters: Parameters, one: str, other: str, low_s: float, 
 
 
 def vmm_breaks(technique: Technique, os_s: float, high_s: float) -> list[float]:
-    """Returns intervals of the VMM up to `high_s` at which the floor of a coupled technique steps, in order."""
+    """Returns the VMM's intervals up to `high_s` at which the floor of a coupled technique steps, in order."""
     if not technique.coupled:
         return []
     edges = (technique.vmm_downtime_s + count * os_s for count in range(1, math.ceil(high_s / os_s) + 1))
@@ -94,7 +94,7 @@ def vmm_breaks(technique: Technique, os_s: float, high_s: float) -> list[float]:
 
 
 def os_breaks(technique: Technique, vmm_s: float, low_s: float) -> list[float]:
-    """Returns intervals of the OS from `low_s` at which the floor of a coupled technique steps."""
+    """Returns the OS's intervals from `low_s` on at which the floor of a coupled technique steps."""
     if not technique.coupled:
         return []
     room_s = vmm_s - technique.vmm_downtime_s

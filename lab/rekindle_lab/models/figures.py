@@ -1,4 +1,4 @@
-"""Figures 9, 10 and 16 of RootHammer, with the paper's figures or with measured ones: curves as rows, and drawn."""
+"""Figures 9, 10 and 16 of RootHammer, with the paper's parameters or with measured ones: curves as rows, and drawn."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,7 +44,10 @@ def _curves(
 
 
 def figure_16(parameters: Parameters, most_hosts: float = 1e5) -> pd.DataFrame:
-    """Computes the performance index (share, to 1) by the number of hosts of a cluster, from the smallest for all."""
+    """Computes the performance index (share, to 1) by the number of hosts of a cluster.
+
+    The first row is the smallest cluster in which every technique is possible.
+    """
     fewest = throughput.fewest_hosts(parameters.techniques.values())
     hosts = np.unique(np.geomspace(fewest, max(most_hosts, fewest * 10), POINTS).round())
     table = {"hosts": list(hosts)}
@@ -78,7 +81,7 @@ def draw(curves: Sequence[tuple[str, pd.DataFrame]], path: Path, label: str) -> 
 
 
 def _towards_one(axes: Axes, missing: np.ndarray) -> None:
-    """Scales the axis so that 0.9, 0.99, 0.999, ... have equal distances, with 1 far up."""
+    """Scales the axis so that 0.9, 0.99, 0.999, ... have equal distances, with 1 far above them."""
     axes.set_yscale("log")
     seen = missing[missing > 0]
     low, high = (float(seen.min()) / 1.5, min(1.0, float(seen.max()) * 1.5)) if seen.size else (1e-6, 1e-3)

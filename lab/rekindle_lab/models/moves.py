@@ -7,15 +7,15 @@ from pathlib import Path
 from rekindle_lab.models.parameters import ParameterError, Parameters, Technique
 
 TABLE = "By size, load and way (medians; the paper's D_m is `stopped` of non-live, its M_l `whole` of live)"
-"""The table of `make bench TOPIC=move` that is read."""
+"""Title of the table of `make bench TOPIC=move` that is read."""
 
 
 def moved(path: Path, guest: str, load: str, vms: int) -> tuple[dict[str, Technique], tuple[str, ...]]:
     """Returns techniques by name, and the assumptions. `vms` guests of a host move one after the other.
 
-    `guest` and `load`: which rows (`512M`, `dirty 20`). Non-live migration is `migration`, as in the paper. Of all
-    others the guest's stopped time counts as its downtime, with pauses before, and each is degraded while all of them
-    move. Live migrations that did not always converge are left out.
+    `guest` and `load`: select the rows (`512M`, `dirty 20`). Non-live migration is named `migration`, as in the paper.
+    For all other techniques, the guest-stopped time, with earlier pauses, counts as downtime, and each guest is
+    degraded while all guests move. Live migrations that did not always converge are omitted.
     """
     if vms < 1:
         raise ParameterError(f"{vms} guests cannot move; give 1 or more")
@@ -47,13 +47,13 @@ def _technique(row: dict[str, float], vms: int) -> Technique:
     how = str(row["how"])
     if how == "non-live":
         return Technique("migration", stopped_s, 0.0, (vms - 1) * stopped_s, spare_hosts=1)
-    # Served faster than before, by chance: then there was no degradation.
+    # If the guest was served faster than before, by chance, there was no degradation.
     slower = min(1.0, max(0.0, row["degraded"] or 0.0))
     return Technique(how, stopped_s, slower, vms * row["whole s"], spare_hosts=1)
 
 
 def with_moves(parameters: Parameters, path: Path, guest: str, load: str, vms: int) -> Parameters:
-    """Returns the parameters with these techniques added; they replace others of the same name."""
+    """Returns the parameters with the measured moves added; these replace techniques of the same name."""
     found, notes = moved(path, guest, load, vms)
     return replace(
         parameters,

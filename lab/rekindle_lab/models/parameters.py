@@ -79,7 +79,7 @@ class Technique:
 
     @property
     def away_s(self) -> float:
-        """How long a VM is down or degraded in one renewal."""
+        """Seconds for which a VM is down or degraded in one renewal."""
         return self.vmm_downtime_s + self.degraded_s
 
 
@@ -88,21 +88,21 @@ class Parameters:
     """One set of parameters, measured on one kind of host."""
 
     source: str
-    """Their source."""
+    """Source of the parameters, as text."""
     os: OsReboot
     techniques: dict[str, Technique]
     timers: Timers = field(default_factory=Timers)
     notes: tuple[str, ...] = ()
-    """Assumptions."""
+    """Assumptions behind the parameters, as text."""
 
     def technique(self, name: str) -> Technique:
-        """Returns the technique of that name. Raises `ParameterError` with the known ones."""
+        """Returns the technique called `name`. Raises `ParameterError` with the known names."""
         if name not in self.techniques:
             raise ParameterError(f"no technique '{name}' in {self.source}; there are: {', '.join(self.techniques)}")
         return self.techniques[name]
 
     def at(self, timers: Timers) -> "Parameters":
-        """Returns the same with other timers."""
+        """Returns these parameters with other timers."""
         return replace(self, timers=timers)
 
 
@@ -112,7 +112,7 @@ def non_live(vm_downtime_s: float, vms: int, degraded_rate: float) -> Technique:
 
 
 def live(migration_s: float, degraded_rate: float, name: str = "live") -> Technique:
-    """Returns live migration: no downtime of its own, degraded for its whole duration (section 6.2.2)."""
+    """Returns live migration: no downtime, but degraded for its whole duration (section 6.2.2)."""
     return Technique(name, 0.0, degraded_rate, migration_s, spare_hosts=1)
 
 
@@ -125,7 +125,7 @@ ROOTHAMMER_JBOSS = Parameters(
         "cold": Technique("cold", 243, coupled=True),
     },
 )
-"""Section 5.5, for figures 9 and 10."""
+"""Parameters of section 5.5, for figures 9 and 10."""
 
 ROOTHAMMER_CLUSTER = Parameters(
     "RootHammer 6.1 and 6.2 (Apache, 11 VMs)",
@@ -138,7 +138,7 @@ ROOTHAMMER_CLUSTER = Parameters(
         "live-adaptive": live(950, 0.23, "live-adaptive"),
     },
 )
-"""Sections 6.1.3 and 6.2.3, for figure 16."""
+"""Parameters of sections 6.1.3 and 6.2.3, for figure 16."""
 
 PAPER = {"jboss": ROOTHAMMER_JBOSS, "cluster": ROOTHAMMER_CLUSTER}
 
@@ -178,15 +178,15 @@ def _build(kind: type, where: str, table: object, **given: str) -> Any:  # noqa:
 
 
 GAPS_TABLE = "Guest-stopped time and service gap"
-"""The table of `make bench TOPIC=vmm` with the downtimes."""
+"""Title of the table of `make bench TOPIC=vmm` with the downtimes."""
 COUPLED = ("cold",)
 
 
 def measured(path: Path, guests: str, os_guests: str | None = None, os_downtime_s: float | None = None) -> Parameters:
     """Reads parameters from the JSON of `make bench TOPIC=vmm`: downtimes are median service gaps seen by a client.
 
-    `guests`: which rows (`"11 x micro 256M"`). The downtime of an OS reboot is given, or it is the cold gap of the rows
-    `os_guests`. Degradation is not in these results and is taken as 0, as noted in `notes`.
+    `guests`: selects the rows (`"11 x micro 256M"`). The downtime of an OS reboot is `os_downtime_s`, or the cold gap
+    of the rows `os_guests`. Degradation is not in these results and is taken as 0; `notes` reports that.
     """
     try:
         document = json.loads(path.read_text())

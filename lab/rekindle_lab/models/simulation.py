@@ -1,9 +1,9 @@
 """Simulates the rejuvenation timers of figures 2 and 3, to check the closed forms and the assumptions behind them.
 
-A VM has two timers. While the VMM is renewed the VM is down and its OS timer stands still (`Rules.os_timer_stops`);
-an OS reboot under way then is delayed, not lost. A coupled technique reboots the guests with the VMM: the OS timer
+A VM has two timers. While the VMM is renewed, the VM is down and its OS timer stands still (`Rules.os_timer_stops`);
+an OS reboot under way is then delayed, not lost. A coupled technique reboots the guests with the VMM: the OS timer
 restarts (`Rules.coupled_resets`), and the renewal waits for an OS reboot and its degraded time to end. Degraded
-time runs only while the VM is up.
+time passes only while the VM is up.
 """
 
 import heapq
@@ -19,12 +19,12 @@ from rekindle_lab.models.parameters import OsReboot, Technique, Timers
 
 @dataclass(frozen=True)
 class Rules:
-    """The paper's assumptions; each can be turned off to measure its effect."""
+    """The paper's assumptions. Each can be turned off to measure its effect."""
 
     os_timer_stops: bool = True
-    """The timer of the OS stands still while the VMM is renewed."""
+    """Whether the timer of the OS stands still while the VMM is renewed."""
     coupled_resets: bool = True
-    """A coupled renewal of the VMM restarts the timer of the OS."""
+    """Whether a coupled renewal of the VMM restarts the timer of the OS."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Estimate:
     n: int
 
     def holds(self, value: float) -> bool:
-        """Whether the interval contains the value."""
+        """Returns whether the interval contains `value`."""
         return self.low <= value <= self.high
 
 
@@ -54,7 +54,7 @@ VMM_DUE, VMM_DONE, OS_DUE, OS_DONE = range(4)
 
 @dataclass
 class _Vm:
-    """The state of one VM. Times are seconds."""
+    """The state of one simulated VM. Times are seconds."""
 
     technique: Technique
     os: OsReboot
@@ -68,24 +68,24 @@ class _Vm:
     renewing: bool = False
     """Whether the VMM is being renewed."""
     rebooting: bool = False
-    """Whether the OS is; a renewal of the VMM may delay it."""
+    """Whether the OS is being rebooted; a renewal of the VMM may delay that reboot."""
     windows: list[list[float]] = field(default_factory=list)
-    """Current degradations: share lost, seconds left."""
+    """Degradations under way: share lost, and seconds left."""
     queue: list[tuple[float, int, int]] = field(default_factory=list)
     ticket: int = 0
     os_event: tuple[int, float, int] | None = None
-    """Ticket, time and kind of the OS's next event; events with another ticket are void."""
+    """Ticket, time and kind of the OS's next event. Events of the OS with another ticket are void."""
     held: tuple[float, int] | None = None
-    """Event that is delayed while the VMM is renewed: seconds left until the OS's next event, and its kind."""
+    """The OS's next event, delayed while the VMM is renewed: seconds left until the event, and its kind."""
     away_since: float = 0.0
-    """Start of the VMM's renewal."""
+    """Start of the renewal of the VMM."""
     began: float = 0.0
-    """Start of the OS reboot under way, shifted by renewals of the VMM since."""
+    """Start of the OS reboot under way, shifted by the renewals of the VMM since then."""
     scheduled: float = 0.0
-    """When the VMM's renewal was due: a delay does not shift the next one."""
+    """When the renewal of the VMM was due: a delay does not shift the next renewal."""
 
     def spread(self, mean: float) -> float:
-        """Returns a random duration of that mean, whose standard deviation is `variation` times the mean."""
+        """Returns a random duration with this mean, and with a standard deviation of `variation` times the mean."""
         if mean == 0 or self.variation == 0:
             return mean
         shape = 1 / self.variation**2
@@ -98,7 +98,7 @@ class _Vm:
             self.os_event = (self.ticket, at, kind)
 
     def advance(self, to: float) -> None:
-        """Advances the time, and adds up the losses."""
+        """Advances the time to `to`, and adds up the losses until then."""
         passed = to - self.now
         self.now = to
         if self.renewing or self.rebooting:
@@ -117,7 +117,7 @@ class _Vm:
         self.push(float(self.generator.uniform(0, self.timers.os_interval_s)), OS_DUE)
 
     def step(self) -> None:
-        """Processes the next event, which must be at `now`."""
+        """Processes the next event, which must be due at `now`."""
         _, ticket, kind = heapq.heappop(self.queue)
         if kind in (OS_DUE, OS_DONE) and (self.os_event is None or self.os_event[0] != ticket):
             return
@@ -125,7 +125,7 @@ class _Vm:
 
     def vmm_due(self) -> None:
         free = self.now + self.busy_s()
-        if self.technique.coupled and free > self.now:  # the rest may be less than the clock's resolution
+        if self.technique.coupled and free > self.now:  # the rest may be shorter than the clock's resolution
             self.push(free, VMM_DUE)
             return
         self.renewing, self.away_since = True, self.now
@@ -135,7 +135,7 @@ class _Vm:
         self.push(self.now + self.spread(self.technique.vmm_downtime_s), VMM_DONE)
 
     def busy_s(self) -> float:
-        """Returns the remaining time of an OS reboot with its degraded time."""
+        """Returns the remaining seconds of an OS reboot with its degraded time."""
         wait = max((window[1] for window in self.windows), default=0.0)
         if self.rebooting and self.os_event is not None:
             wait = max(wait, self.os.degraded_s) + self.os_event[1] - self.now
@@ -154,7 +154,7 @@ class _Vm:
         self.push(max(self.scheduled, self.now), VMM_DUE)
 
     def os_due(self) -> None:
-        if self.renewing:  # only if the timer runs on: the guest is down, and is rebooted once it is up
+        if self.renewing:  # only if the timer does not stop: the guest is down, and is rebooted once it is up
             self.os_event = None
             self.held = (0.0, OS_DUE)
             return
@@ -163,7 +163,7 @@ class _Vm:
         self.push(self.now + self.spread(self.os.downtime_s), OS_DONE)
 
     def os_done(self) -> None:
-        # The interval counts from the start of a reboot, as in N = T_vmm / T_os.
+        # The interval starts with the reboot, as in N = T_vmm / T_os.
         self.rebooting = False
         self.windows.append([self.os.degraded_rate, self.os.degraded_s])
         took = self.now - self.began
@@ -186,7 +186,7 @@ def one_vm(
     variation: float = 0.2,
     rules: Rules | None = None,
 ) -> tuple[float, float]:
-    """Returns availability and performance (to 1) of one VM over so many intervals of the VMM, after two to settle."""
+    """Returns availability and performance (to 1) of one VM over `intervals` VMM intervals, after two to settle."""
     vm = _Vm(technique, os, timers, rules or Rules(), variation, generator)
     vm.start()
     settled = 2 * timers.vmm_interval_s
@@ -220,9 +220,9 @@ def simulate(
 
 
 def estimate(values: Sequence[float], confidence: float) -> Estimate:
-    """Returns their mean with its interval by Student's t."""
+    """Returns the mean of the values with its interval by Student's t."""
     mean, error = float(np.mean(values)), float(stats.sem(values))
     half = error * float(stats.t.ppf((1 + confidence) / 2, len(values) - 1))
-    # Sums of a few million seconds have about this precision.
+    # The precision of sums of a few million seconds is about this.
     half = max(half, 1e-12)
     return Estimate(mean, mean - half, mean + half, len(values)) if math.isfinite(half) else Estimate(mean, 0, 1, 1)

@@ -15,7 +15,7 @@ def degraded_share(technique: Technique, os: OsReboot, timers: Timers) -> float:
 
 
 def performance(technique: Technique, os: OsReboot, timers: Timers) -> float:
-    """Returns the average throughput of a serving host, as a share (to 1) of that without renewals."""
+    """Returns the average throughput of a host that serves, as a share (to 1) of its throughput without renewals."""
     return availability(technique, os, timers) - degraded_share(technique, os, timers)
 
 
@@ -36,5 +36,5 @@ def throughput_per_s(
 
 
 def index(technique: Technique, os: OsReboot, timers: Timers, hosts: float) -> float:
-    """Returns section 6.3's performance index: that throughput as a share (to 1) of all hosts' without renewals."""
+    """Returns section 6.3's performance index: throughput as a share (to 1) of that of all hosts without renewals."""
     return throughput_per_s(technique, os, timers, hosts) / hosts

@@ -1,18 +1,19 @@
 """QEMU's own `cpr-transfer` (QEMU 10 and later): the peer of a warm VMM reboot.
 
-It is set up as QEMU's documentation describes (docs/devel/migration/CPR.rst, example 2), with the hardware of the
+The peer is set up as QEMU's documentation describes (docs/devel/migration/CPR.rst, example 2), with the hardware of the
 Rekindle VM that it is compared with, and with every known advantage:
 
-- RAM is a shared file on the same tmpfs as ours, and `aux-ram-share=on` keeps the small blocks in place too: nothing is
-  copied.
+- RAM is a shared file on the same tmpfs as Rekindle's. `aux-ram-share=on` keeps the small blocks in place, too. So no
+  RAM is copied.
 - Both channels are unix sockets, and no capability is set.
-- The new QEMU is started, connected to and ready *before* the old one stops the guest: `-incoming defer`, then
-  `migrate-incoming` is what triggers the stop. (Measured: as fast as giving the channel on the command line, and the
-  new QEMU's RESUME event is always seen.)
+- The destination QEMU is started, connected to and ready *before* the source stops the guest: `-incoming defer`, then
+  `migrate-incoming` triggers the stop. (Measured: as fast as giving the channel on the command line, and the
+  destination's RESUME event is always seen.)
 - `suppress-vmdesc=on`: without it the guest is stopped for 1 ms longer.
 - The tap is handed to both QEMUs as a descriptor, as a user of `cpr-transfer` has to do it in QEMU 10.
 
-Guest-stopped time runs from the old QEMU's STOP event to the new one's RESUME event, by the host clock, as for ours.
+Guest-stopped time runs from the source's STOP event to the destination's RESUME event, by the host clock, as for
+Rekindle.
 """
 
 import json
@@ -42,13 +43,13 @@ class Handover:
     """One replacement of a QEMU by cpr-transfer. Times of the host clock are microseconds since 1970."""
 
     command_host_us: int
-    """When the new QEMU was started."""
+    """When the destination QEMU was started."""
     stop_host_us: int
     resume_host_us: int
     downtime_ms: int | None
-    """QEMU's own figure."""
+    """Total time as reported by QEMU itself."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """As in the JSON of a reboot: phase, step, start_host_us, us."""
+    """Steps as in the JSON of a reboot: phase, step, start_host_us, us."""
 
     @property
     def stopped_us(self) -> int:
@@ -70,9 +71,9 @@ def arguments(
 ) -> list[str]:
     """Returns the peer's command line, from that of the equivalent Rekindle VM's first QEMU.
 
-    Every path that is a key of `paths` becomes its value, also as a prefix; descriptor numbers of taps become those of
-    `tap_fds`. Only what serves Rekindle's own hand-over is removed, and what `cpr-transfer` requires added.
-    `incoming`: the cpr channel's socket for a destination QEMU; `None` for the one that boots the guest.
+    Replaces each path that is a key of `paths`, also as a prefix, and the descriptor numbers of taps in `tap_fds`.
+    Removes only what serves Rekindle's own hand-over, and adds what `cpr-transfer` requires. `incoming`: the cpr
+    channel's socket for a destination QEMU; `None` for the QEMU that boots the guest.
     """
     given = list(command_line)
     if given and not given[0].startswith("-"):
@@ -123,8 +124,8 @@ class CprVm:
     ) -> None:
         """Starts the guest.
 
-        `command_line` and `vmm_directory` are those of the equivalent Rekindle VM's first QEMU; `paths` maps its RAM
-        file, console log and disks to ones of the peer's own; `taps` has a tap for each descriptor in the command line.
+        `command_line` and `vmm_directory` are those of the equivalent Rekindle VM's first QEMU. `paths` maps the VM's
+        RAM file, console log and disks to files of the peer. `taps` has a tap for each descriptor in the command line.
         `folder` is made, and holds sockets and logs.
         """
         self._binary = binary
@@ -219,7 +220,7 @@ class CprVm:
         )
 
     def _hand_descriptors(self, old: Qmp, channels: list[dict[str, Any]], cpr: Path) -> None:
-        """Issues `migrate`, repeatedly until the new QEMU listens: its socket file appears a little earlier."""
+        """Issues `migrate`, repeatedly until the destination listens: its socket file exists a little earlier."""
         deadline = time.monotonic() + START_DEADLINE_S
         assert self._next is not None
         while True:
@@ -235,7 +236,7 @@ class CprVm:
             time.sleep(0.002)
 
     def stop(self) -> None:
-        """Ends its QEMUs and removes its files. The taps stay open: they belong to the caller."""
+        """Ends the QEMUs and removes their files. The taps stay open: they belong to the caller."""
         for process in (self._next, self._process):
             if process is not None:
                 process.kill()

@@ -1,14 +1,16 @@
 """QEMU's own migration of a running guest to another QEMU: the peer of `rekindle move`.
 
-The source is the QEMU that Rekindle has started, so hardware, load and place are the same; the destination was started
-and listens before; over TCP on this machine's loopback. The bandwidth limit is off, to QEMU's advantage.
+The source is the QEMU that Rekindle has started, so hardware, load and place are the same. The destination was started
+before and listens over TCP on this machine's loopback. The bandwidth limit is off, to QEMU's advantage.
 
-- `live`: `migrate`; the guest is stopped at the end, once QEMU expects that the rest takes no longer than its downtime
-  limit: 300 ms by default. So with a fast link it stops the guest on purpose when there is much left.
-- `live-20ms`, `live-2ms`: with that limit. If the guest writes faster than that allows, the migration never ends.
-- `non-live`: `stop`, then the same, and `cont` there.
+- `live`: `migrate`. QEMU stops the guest at the end, once it expects that sending the rest takes no longer than its
+  downtime limit, 300 ms by default. So with a fast link QEMU stops the guest early, with much left to send.
+- `live-20ms`, `live-2ms`: with that downtime limit. If the guest writes faster than that allows, the migration never
+  ends.
+- `non-live`: `stop`, `migrate`, then `cont` in the destination.
 
-Guest-stopped time runs from the source's STOP event to the target's RESUME event, by the host clock, as for Rekindle.
+Guest-stopped time runs from the source's STOP event to the destination's RESUME event, by the host clock, as for
+Rekindle.
 """
 
 import re
@@ -27,13 +29,13 @@ from rekindle_lab.qmp import Qmp, QmpError
 
 DEADLINE_S = 300.0
 CONVERGE_S = 60.0
-"""A migration that has not stopped the guest by then does not converge."""
+"""Seconds after which a migration that has not stopped the guest counts as not converging."""
 LIVE = {"live": 300, "live-20ms": 20, "live-2ms": 2}
-"""Live migrations, and their downtime limits in ms."""
+"""Live migrations, with their downtime limits in ms."""
 
 
 class NotConvergedError(PeerError):
-    """The guest writes too fast for the downtime limit. It continues in the source."""
+    """The guest writes too fast for the downtime limit, and continues in the source."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ class Vm:
 
 @dataclass(frozen=True)
 class Migrated:
-    """One migration. Times of the host clock are microseconds since 1970."""
+    """One migration. Times by the host clock are microseconds since 1970."""
 
     stop_host_us: int
     resume_host_us: int
     total_us: int
-    """From the command until the guest runs in the target, with all of its memory."""
+    """From the command until the guest runs in the destination, with all of its memory."""
 
     @property
     def stopped_us(self) -> int:
@@ -61,7 +63,7 @@ class Migrated:
 
 
 def arguments(vm: Vm, folder: Path, ram: Path, tap_fd: int) -> list[str]:
-    """Returns the command line of the target QEMU: the same hardware, with files of its own in `folder`."""
+    """Returns the command line of the destination QEMU: the same hardware, with files of its own in `folder`."""
     given = [word for word in vm.command_line if word != "-S"]
     if given and not given[0].startswith("-"):
         given.pop(0)  # the binary
@@ -80,7 +82,7 @@ def arguments(vm: Vm, folder: Path, ram: Path, tap_fd: int) -> list[str]:
 
 @contextmanager
 def waiting(vm: Vm, folder: Path, tap: Tap, ram: Path) -> Iterator[Qmp]:
-    """Runs a QEMU that waits for the guest; ended at the end."""
+    """Runs a QEMU that waits for the guest; ends it when the body ends."""
     folder.mkdir(parents=True)
     log = folder / "qemu.log"
     with log.open("wb") as out:
@@ -144,7 +146,7 @@ def _done(qmp: Qmp) -> None:
 
 
 def _continue(qmp: Qmp) -> None:
-    """Continues the guest; QEMU rejects that for a moment after it has reported completion."""
+    """Continues the guest; QEMU rejects `cont` for a moment after it has reported completion."""
     deadline = time.monotonic() + qmp.timeout
     while True:
         try:

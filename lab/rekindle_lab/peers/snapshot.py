@@ -1,13 +1,13 @@
 """QEMU's own ways to save a running guest to a file: the peers of a checkpoint and of a restore.
 
-All of them through QMP, on the same guest that Rekindle protects by turns, so hardware, load and place are the
-same. The QEMU was started with `suppress-vmdesc=on`, which makes the state smaller. The bandwidth limit is off. None
-of them syncs its file, which is to their advantage.
+Each save goes through QMP and is of the guest that Rekindle protects by turns, so hardware, load and place are the
+same. The QEMU was started with `suppress-vmdesc=on`, which makes the state smaller. The bandwidth limit is off. No way
+syncs its file, which is to QEMU's advantage.
 
-- `background-snapshot`: the guest is stopped for its device state and for write-protecting its memory, then runs on
+- `background-snapshot`: the guest is stopped for its device state and for write-protecting its memory. It then runs
   while memory is saved, each page before it is changed. The peer of Rekindle's pause.
 - `mapped-ram` (QEMU 9 and later): a live migration into a file in which every page has its place; the guest is
-  stopped for what is dirty at the end. It is resumed as soon as QEMU reports completion.
+  stopped to save the pages that are dirty at the end. It is resumed as soon as QEMU reports completion.
 - `full`: `stop`, everything saved, `cont`.
 
 Guest-stopped time runs from QEMU's STOP event to its RESUME event, as for Rekindle.
@@ -33,14 +33,14 @@ SAVE_DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class SaveResult:
-    """One save. Times of the host clock are microseconds since 1970."""
+    """One save. Times by the host clock are microseconds since 1970."""
 
     stop_host_us: int
     resume_host_us: int
     took_us: int
     """From the command until QEMU reported completion."""
     bytes: int
-    """Size of the file on the disk."""
+    """Bytes that the file occupies on the disk."""
 
     @property
     def stopped_us(self) -> int:
@@ -81,7 +81,7 @@ def save(qmp: Qmp, how: str, path: Path) -> SaveResult:
 
 
 def _continue(qmp: Qmp) -> Event:
-    """Continues the guest; QEMU rejects that for a moment after it has reported completion."""
+    """Continues the guest; QEMU rejects `cont` for a moment after it has reported completion."""
     deadline = time.monotonic() + qmp.timeout
     while True:
         try:
@@ -98,7 +98,7 @@ def _set(qmp: Qmp, wanted: Sequence[str], known: set[str]) -> None:
 
 
 def _done(qmp: Qmp) -> None:
-    """Waits until the save has ended, and raises unless it is complete."""
+    """Waits until the save has ended; raises unless it is complete."""
     while True:
         status = qmp.wait_event("MIGRATION", SAVE_DEADLINE_S).data["status"]
         if status == "completed":
@@ -109,17 +109,17 @@ def _done(qmp: Qmp) -> None:
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """A guest that QEMU itself has restored from a file. Times in microseconds."""
+    """A guest that QEMU itself has restored from a file. Times are microseconds."""
 
     restore_us: int
-    """From the start of its process to the RESUME event."""
+    """From the start of QEMU's process to the RESUME event."""
     steps: list[dict[str, Any]]
 
 
 def restore(
     binary: str, command_line: Sequence[str], vmm_directory: str, folder: Path, path: Path, tap: Tap, ram: Path
 ) -> RestoreResult:
-    """Loads `path`, saved in full, into a new QEMU; ends it when its guest runs.
+    """Loads the full save `path` into a new QEMU; ends that QEMU once its guest runs.
 
     `command_line` and `vmm_directory` are those of the VM that was saved. `folder` is made and removed.
     """
@@ -154,7 +154,7 @@ def restore(
             _set(qmp, ["events"], {"events"})
             qmp.execute("migrate-incoming", {"uri": f"file:{path}"})
             _done(qmp)
-            resumed = _continue(qmp)  # it was stopped when it was saved
+            resumed = _continue(qmp)  # the guest was stopped when it was saved
     except QmpError as error:
         raise PeerError(f"-incoming file: {error}; QEMU's log: {log.read_text(errors='replace')[-1000:]}") from error
     finally:

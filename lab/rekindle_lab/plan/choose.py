@@ -1,7 +1,7 @@
-"""Techniques and intervals of a host's VMs: the pairs with the highest availability that keep the capacity too.
+"""Techniques and intervals of a host's VMs: the pairs with the highest availability that keep the capacity, too.
 
-Failures are not in the model, so every renewal only costs: the longest intervals that aging allows are the best, and
-shorter ones are possible until the target is missed. Those limits are part of the result.
+Failures are not in the model, so a renewal has only costs. The longest intervals that aging allows are therefore the
+best; shorter ones are possible until the target is missed. The result includes those limits.
 """
 
 import math
@@ -30,18 +30,18 @@ class Choice:
     performance: float
     meets: bool
     vmm_interval_min_s: float | None
-    """The shortest interval that meets the target, at the chosen interval of the OS; `None` without one."""
+    """The shortest VMM interval that meets the target, at the chosen OS interval; `None` if no target is met."""
     os_interval_min_s: float | None
 
     @property
     def nines(self) -> int:
-        """Of the availability."""
+        """Number of nines of the availability."""
         return nines(self.availability)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A technique for a VM's VMM, with the best one for its OS."""
+    """A technique to renew a VM's VMM, with the best technique to reboot the VM's OS."""
 
     technique: Technique
     os: str
@@ -52,7 +52,7 @@ class Pair:
 def pairs(
     vmm: Iterable[Technique], os: Sequence[tuple[str, OsReboot]], longest: Timers, target: float | None
 ) -> tuple[Pair, ...]:
-    """Returns a pair for each technique that meets the target, or for each if none does; the best first."""
+    """Returns a pair for each technique that meets the target, or for every technique if none does; the best first."""
     found = []
     for technique in vmm:
         ways = (Pair(technique, name, reboot, availability(technique, reboot, longest)) for name, reboot in os)
@@ -63,7 +63,7 @@ def pairs(
 
 @dataclass(frozen=True)
 class _Part:
-    """Pairs for a host's first kinds of VMs, how long they make it unavailable, and the sum of their availabilities."""
+    """Pairs for the first kinds of a host's VMs: how long the host is unavailable, and the sum of availabilities."""
 
     away_s: float
     up: float
@@ -75,12 +75,12 @@ def best(
     with_vms: Callable[[float, float, int], float],
     keeps: Callable[[float], bool],
 ) -> tuple[tuple[Pair, ...], float]:
-    """Returns a pair for each kind of a host's VMs, and how long the host is unavailable with them.
+    """Returns a pair for each kind of a host's VMs, and how long the host is unavailable with these pairs.
 
-    Chooses the largest sum of availabilities among those that keep the host unavailable for so short a time that it
-    `keeps` the capacity; if there are none, the best of each kind. `kinds`: its pairs, the best first, and the number
-    of such VMs. `with_vms`: how long a host is unavailable, from that time without these VMs, the time of each, and
-    their number. `keeps` must hold for all shorter times, too.
+    Chooses the largest sum of availabilities among the combinations with which the host is unavailable for so short a
+    time that `keeps` holds; without such a combination, the best pair of each kind. `kinds`: pairs of each kind, the
+    best first, and the number of its VMs. `with_vms`: how long a host is unavailable, from that time without these VMs,
+    the time of each VM, and their number. `keeps`: whether the capacity is kept; must hold for all shorter times, too.
     """
     away_s = 0.0
     for choices, count in kinds:
@@ -106,7 +106,7 @@ def _best_that_keeps(
             for part in parts
             for pair in choices
         )
-        # Keeps only those that no other one beats in both.
+        # Keeps a part unless another one has a shorter time and a higher availability.
         parts = []
         for part in sorted((one for one in longer if keeps(one.away_s)), key=lambda one: (one.away_s, -one.up)):
             if not parts or part.up > parts[-1].up:
@@ -154,7 +154,7 @@ def before_an_os_reboot(technique: Technique, choice: Choice) -> float | None:
 
 
 def _shortest(difference, low: float, high: float, breaks: list[float]) -> float:  # noqa: ANN001
-    """Returns from where on, up to `high`, a difference is at least 0 throughout."""
+    """Returns the least value from which on, up to `high`, a difference is at least 0 throughout."""
     if low >= high:
         return high
     found = crossings(difference, low, high, breaks)

@@ -1,4 +1,4 @@
-"""`rekindle-lab plan`."""
+"""The command `rekindle-lab plan`."""
 
 import json
 import math
@@ -30,16 +30,16 @@ class Plan:
 
     fleet: Fleet
     choices: dict[tuple[str, str], Choice]
-    """Choices by hosts' and VMs' name in the file."""
+    """Choices by the names of hosts and VMs in the file."""
     rolling: Rolling
     crowded: tuple[str, ...]
-    """Hosts that no techniques renew so that the capacity is kept, as text."""
+    """Hosts for which no techniques keep the capacity, as text."""
     performance: float
-    """Average throughput of all hosts, as a share (to 1) of what it is without renewals."""
+    """Average throughput of all hosts, as a share (to 1) of their throughput without renewals."""
 
     @property
     def problems(self) -> list[str]:
-        """Lists the parts of the target that cannot be reached."""
+        """The parts of the target that cannot be reached."""
         missed = [
             f"{hosts}/{vms}: availability {choice.availability:.6f}, the target is {self.fleet.availability:g}; "
             f"with {choice.vmm} and {choice.os} it needs {self._needs(choice)}"
@@ -90,7 +90,7 @@ def make(fleet: Fleet) -> Plan:
 def _taken(
     fleet: Fleet, vms: tuple[tuple[tuple[str, ...], tuple[str, ...], int], ...], longest: Timers, limits: CapacityLimits
 ) -> tuple[tuple[Pair, ...], float]:
-    """Returns the pairs for a host whose VMs allow these (VMM, OS, how many), and how long it is unavailable."""
+    """Returns the pairs for a host whose VMs allow `vms` (VMM, OS, how many), and how long the host is unavailable."""
     kinds = []
     for allow_vmm, allow_os, count in vms:
         techniques = [fleet.vmm[name] for name in allow_vmm]
@@ -113,7 +113,7 @@ def _capacity_problem(
 
 
 def of_host(plan: Plan, name: str, start_unix_s: int) -> HostPlan:
-    """Returns one host's part: its place in the order, and its VMs' OS reboots evenly over their interval."""
+    """Returns the plan of one host: its place in the order, and its VMs' OS reboots, evenly over their interval."""
     if name not in plan.rolling.hosts:
         raise DefinitionError(f"--host: no host '{name}' in the plan")
     place = plan.rolling.hosts.index(name)

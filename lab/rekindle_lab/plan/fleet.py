@@ -13,7 +13,7 @@ from rekindle_lab.toml import DefinitionError, known, tables, text, whole
 SCOPES = ("vmm", "host")
 VM_NAME_MAX = 63
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""Printable characters, since it is part of the units' descriptions."""
+"""Allowed host names. Printable characters only, since the name is part of the units' descriptions."""
 TOP = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "measured", "vmm", "os", "hosts")
 
 
@@ -24,13 +24,13 @@ class Vms:
     name: str
     count: int
     allow_vmm: tuple[str, ...]
-    """Techniques that may renew the VMM under it."""
+    """Techniques that may renew the VMM under these VMs."""
     allow_os: tuple[str, ...]
-    """Techniques that may reboot its OS."""
+    """Techniques that may reboot the OS of these VMs."""
 
     @property
     def names(self) -> list[str]:
-        """Returns all names."""
+        """Names of all these VMs."""
         return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
 
 
@@ -45,13 +45,13 @@ class Hosts:
 
     @property
     def names(self) -> list[str]:
-        """Returns all names."""
+        """Names of all these hosts."""
         return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The complete input. Intervals are seconds, targets shares to 1."""
+    """The complete input of a plan. Intervals are seconds, targets shares to 1."""
 
     scope: str
     vmm_interval_max_s: float
@@ -63,16 +63,16 @@ class Fleet:
     os: dict[str, OsReboot]
     hosts: tuple[Hosts, ...]
     notes: tuple[str, ...] = ()
-    """The sources of the downtimes."""
+    """Sources of the downtimes, as text."""
 
     @property
     def size(self) -> int:
-        """The number of hosts."""
+        """Number of hosts."""
         return sum(hosts.count for hosts in self.hosts)
 
 
 def load(path: Path) -> Fleet:
-    """Reads a file. Raises `DefinitionError` that names file, place and remedy."""
+    """Reads a plan's file. Raises `DefinitionError` that names file, place and remedy."""
     try:
         return parse(tomllib.loads(path.read_text()), path.parent)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, DefinitionError, ParameterError) as error:
@@ -80,7 +80,7 @@ def load(path: Path) -> Fleet:
 
 
 def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
-    """Parses the TOML's content. Files that it names are relative to `folder`."""
+    """Parses the content of the TOML file. File names in it are relative to `folder`."""
     known(document, TOP, "the file")
     scope = text(document, "scope", "vmm")
     if scope not in SCOPES:
@@ -190,7 +190,7 @@ def _vms(table: dict[str, Any], host: str, vmm: tuple[str, ...], os: tuple[str, 
 
 
 def _not_a_name(name: str) -> str | None:
-    """Returns why it is no valid name of a VM: Rekindle's own rule, crates/vm/src/definition/names.rs."""
+    """Returns why `name` is not a valid name of a VM, by Rekindle's own rule (crates/vm/src/definition/names.rs)."""
     bad = re.search(r"[^a-z0-9._-]", name)
     if bad:
         return f"`{bad[0]}` is not allowed in a name; use only a-z, 0-9, `.`, `_` and `-`"

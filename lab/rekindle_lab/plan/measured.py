@@ -1,11 +1,11 @@
 """Reads measured downtimes for a plan: the table `[measured]` of its TOML file.
 
-- `vmm`: the JSON of `make bench TOPIC=vmm`, and `vmm_guests`, which of its rows.
+- `vmm`: the JSON of `make bench TOPIC=vmm`; `vmm_guests` selects its rows.
   Without `os`, `os_guests` names the rows whose cold gap is that of an OS reboot.
 - `os`: the runs of an experiment that has the response `downtime_s` and whose levels are named as the ways of
-  `rekindle reboot os` (the campaign `overhead`); or the JSON of `make bench TOPIC=os`, and `os_guests`.
+  `rekindle reboot os` (the campaign `overhead`); or the JSON of `make bench TOPIC=os`, with `os_guests`.
 
-None of these files has a degradation: it is taken as 0, and a note reports that.
+None of these files has a degradation: degradations are taken as 0, and a note reports that.
 """
 
 import json
@@ -21,12 +21,12 @@ from rekindle_lab.toml import DefinitionError, known, text
 
 KEYS = ("vmm", "vmm_guests", "os", "os_guests")
 OS_TABLE = "Downtime as a client sees it (s, medians)"
-"""The table of `make bench TOPIC=os`."""
+"""Title of the table of `make bench TOPIC=os` that is read."""
 
 
 @dataclass(frozen=True)
 class MeasuredWays:
-    """The ways to renew that were measured, by name; `notes`: the sources of their downtimes."""
+    """The ways to renew that were measured, by name. `notes`: sources of their downtimes."""
 
     vmm: dict[str, Technique]
     os: dict[str, OsReboot]
@@ -35,14 +35,14 @@ class MeasuredWays:
 
 @dataclass(frozen=True)
 class OsDowntimes:
-    """Downtimes in seconds, by the way to reboot an OS. `source` describes them."""
+    """Downtimes in seconds, by the way to reboot an OS. `source` describes their origin."""
 
     seconds: dict[str, float]
     source: str
 
 
 def read_measured(table: dict[str, Any], folder: Path) -> MeasuredWays:
-    """Reads the files that the table names; their paths are relative to `folder`."""
+    """Reads the files that `table` names, with paths relative to `folder`."""
     known(table, KEYS, "measured")
     vmm: dict[str, Technique] = {}
     os: dict[str, OsReboot] = {}
@@ -52,7 +52,7 @@ def read_measured(table: dict[str, Any], folder: Path) -> MeasuredWays:
         # The file has no OS reboots. A cold renewal of the VMM boots the guest, too, so its gap may serve as one.
         guests_of_os = text(table, "os_guests") if "os" not in table and "os_guests" in table else None
         found = measured(path, guests, guests_of_os, None if guests_of_os else 0.0)
-        # Peers that were measured with it are not part of a plan.
+        # The peers in the measurement are not part of a plan.
         vmm = {way: technique for way, technique in found.techniques.items() if way in VMM_WAYS}
         if guests_of_os:
             os = {"cold": found.os}
@@ -92,7 +92,7 @@ def _of_experiment(path: Path) -> OsDowntimes:
 
 
 def _of_benchmark(path: Path, guest: str) -> OsDowntimes:
-    """Returns the median downtimes of one guest. Of its phases the latest counts, which is listed last."""
+    """Returns the median downtimes of one guest. Of several phases the latest one counts, which is listed last."""
     seconds: dict[str, float] = {}
     guests: list[str] = []
     try:

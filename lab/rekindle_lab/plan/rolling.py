@@ -1,4 +1,4 @@
-"""The order in which hosts are renewed: evenly over the interval, those of one group far apart."""
+"""The order in which hosts are renewed: evenly over the interval, with the hosts of a group far apart."""
 
 import math
 from collections import defaultdict
@@ -11,16 +11,16 @@ from rekindle_lab.plan.fleet import Fleet
 
 @dataclass(frozen=True)
 class Rolling:
-    """The order. Host i is renewed `i * spacing_s` seconds after the start, and then once per interval."""
+    """The order of the hosts. Host i is renewed `i * spacing_s` seconds after the start, and then once per interval."""
 
     hosts: tuple[str, ...]
     spacing_s: float
     away_s: float
-    """How long a host is unavailable or degraded, at most, for all its VMs together."""
+    """Longest time, in seconds, that a host is unavailable or degraded, for all its VMs together."""
     concurrent: int
-    """Largest number of hosts at the same time."""
+    """Largest number of hosts that are unavailable or degraded at the same time."""
     most_concurrent: int | None
-    """Number that the capacity allows."""
+    """Largest number of such hosts that the capacity allows; `None`: no capacity given."""
     conflicts: tuple[str, ...]
     """Requirements that cannot be met, as text."""
 
@@ -40,35 +40,35 @@ def with_vms(scope: str, away_s: float, vm_s: float, count: int) -> float:
 
 @dataclass(frozen=True)
 class CapacityLimits:
-    """How many of `size` hosts, evenly over an interval, are unavailable at the same time, and how many may be."""
+    """Limits on how many of `size` hosts, renewed evenly over an interval, may be unavailable at the same time."""
 
     size: int
     spacing_s: float
     late_s: float
-    """Longest delay of a host's timers."""
+    """Longest delay of a host's timers in seconds."""
     most: int | None
-    """Number that the capacity allows; `None`: no capacity given."""
+    """Largest number of unavailable hosts that the capacity allows; `None`: no capacity given."""
 
     def concurrent(self, away_s: float) -> int:
-        """Returns the largest number of hosts at the same time, if each takes `away_s`."""
+        """Returns the largest number of hosts that are unavailable at the same time, if each takes `away_s`."""
         return min(self.size, max(1, math.ceil(self.taken_s(away_s) / self.spacing_s))) if away_s > 0 else 0
 
     def taken_s(self, away_s: float) -> float:
-        """Returns how long after its time a host is finished, at most."""
+        """Returns the latest time at which a host is finished, in seconds after it was due."""
         return away_s + self.late_s if away_s > 0 else 0.0
 
     @property
     def most_s(self) -> float:
-        """Longest time that a host may take so that the capacity is kept."""
+        """Longest time that a host may take so that the capacity is kept, in seconds."""
         return math.inf if self.most is None else max(0.0, self.most * self.spacing_s - self.late_s)
 
     def keeps(self, away_s: float) -> bool:
-        """Whether the capacity is kept."""
+        """Returns whether the capacity is kept."""
         return self.most is None or self.concurrent(away_s) <= self.most
 
 
 def capacity_limits(fleet: Fleet, interval_s: float, late_s: float = 0.0) -> CapacityLimits:
-    """Returns the limits that a fleet's capacity sets."""
+    """Returns the limits that the capacity of a fleet sets."""
     most = None if fleet.capacity is None else math.floor(fleet.size * (1 - fleet.capacity) + 1e-9)
     return CapacityLimits(fleet.size, interval_s / fleet.size, late_s, most)
 
@@ -94,7 +94,7 @@ def roll(fleet: Fleet, interval_s: float, away_s: float, late_s: float = 0.0) ->
 
 
 def _interleave(fleet: Fleet) -> tuple[list[str], list[str | None]]:
-    """Orders hosts so that those of a group are evenly apart."""
+    """Orders the hosts so that those of a group are at even distances."""
     members: dict[object, list[tuple[str, str | None]]] = defaultdict(list)
     for hosts in fleet.hosts:
         key = hosts.group if hosts.group is not None else ("alone", hosts.name)
@@ -108,7 +108,7 @@ def _interleave(fleet: Fleet) -> tuple[list[str], list[str | None]]:
 
 
 def _overlapping_groups(groups: list[str | None], concurrent: int, taken: float) -> list[str]:
-    """Returns groups of which two hosts would be unavailable at the same time; the order is cyclic."""
+    """Describes the groups of which two hosts would be unavailable at the same time; the order is cyclic."""
     places: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
         if group is not None:

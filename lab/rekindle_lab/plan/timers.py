@@ -1,10 +1,11 @@
-"""systemd units that carry out a host's part of a plan.
+"""systemd units that execute the plan of one host.
 
-A timer fires often; `rekindle-renew` decides by stamps of the last renewals, so that intervals of any length survive a
-reboot of the host, and delays do not add up. The timers of the warm technique are independent (the paper's figure 2):
-a VMM's renewal does not change the OS's stamps. Those of the cold one are coupled (figure 3): it renews them. A lock
-lets one renewal of a host run at a time, and each checks whether it is due when its turn has come. Each VM has units
-of its own, so that a failing one does not block the others.
+A timer fires often. `rekindle-renew` decides by time stamps of the last renewals whether one is due, so that intervals
+of any length survive a reboot of the host, and delays do not add up. The timers of the warm technique are independent
+(the paper's figure 2): a renewal of the VMM does not change the stamps of the OS. The timers of the cold technique are
+coupled (figure 3): a renewal of the VMM sets the stamps of the OS. A lock allows one renewal of a host at a time, and
+each checks whether it is due once it has the lock. Each VM has separate units, so that a failing one does not block the
+others.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ FOLDER = "/etc/rekindle/plan"
 STAMPS = "/var/lib/rekindle/renewed"
 LOCK = "/run/rekindle-renewal.lock"
 TICK_S = 300
-"""Interval of the timers: a renewal may start this much later than it is due."""
+"""Seconds between two firings of a timer: a renewal may start this much later than it is due."""
 RETRY_S = 3600
 
 RENEW = f"""#!/bin/sh
@@ -95,7 +96,7 @@ class Vm:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """A host's part of the plan."""
+    """The part of a plan for one host."""
 
     name: str
     scope: str
@@ -105,9 +106,9 @@ class HostPlan:
 
 
 def units(plan: HostPlan, rekindle: str) -> dict[str, str]:
-    """Returns the files of a host, by name. `rekindle`: the program's absolute path.
+    """Returns the contents of the units' files for a host, by file name. `rekindle`: the program's absolute path.
 
-    Raises `DefinitionError` if `rekindle` has no command for what was planned.
+    Raises `DefinitionError` if `rekindle` has no command for the plan.
     """
     _check(plan)
     files = {"rekindle-renew": RENEW}
@@ -136,7 +137,7 @@ def _check(plan: HostPlan) -> None:
 
 
 def _reboot_options(plan: HostPlan) -> str:
-    """Returns the options of one reboot for all VMs: how, and what happens to those that cannot be kept."""
+    """Returns the options of one reboot for all VMs: how, and what happens to VMs that cannot be kept."""
     ways = {vm.vmm for vm in plan.vms}
     if len(ways) == len(VMM_WAYS):
         raise DefinitionError(

@@ -1,4 +1,4 @@
-"""`rekindle-lab report`."""
+"""The command `rekindle-lab report`."""
 
 import json
 from pathlib import Path

@@ -57,7 +57,7 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order: dict[str, Any] | None) -> Path:
     """Writes page, PNG and CSV files into `folder`, which is replaced; returns the page's path.
 
-    An existing folder stays until the new one is complete. Raises `ValueError` if it holds something else.
+    An existing folder stays until the new one is complete. Raises `ValueError` if the folder has other content.
     """
     may_replace(folder, PAGE)
     new_folder = folder.with_name(folder.name + ".new")
@@ -112,13 +112,13 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
 
 
 def may_replace(folder: Path, mark: str) -> None:
-    """Raises `ValueError` unless a folder is missing, empty, or was written by us: then it has the file `mark`."""
+    """Raises `ValueError` unless a folder is missing, empty, or has the file `mark`: then the lab has written it."""
     if folder.exists() and any(folder.iterdir()) and not (folder / mark).exists():
         raise ValueError(f"{folder}: is not empty and has no {mark}: it would be removed; give another folder")
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Replaces a folder, if any, with a new one that is complete."""
+    """Replaces a folder, if it exists, by a complete new one."""
     if folder.exists():
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)

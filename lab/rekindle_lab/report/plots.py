@@ -17,7 +17,7 @@ MARKERS = "osD^v<>"
 
 
 def draw(runs: Runs, response: Response, path: Path) -> None:
-    """Draws left each run as a point, and the levels' means with intervals; right the same in the order of the runs."""
+    """Draws each run as a point: left by level with means and intervals, right in the order of the runs."""
     style.apply()
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(10, 3.6), width_ratios=(2, 3), sharey=True, layout="constrained"

@@ -20,9 +20,9 @@ RAW = "runs.jsonl.gz"
 def publish(
     runs: Path, folder: Path, factor: str | None, alpha: float, made_by: str, *, allow: dict[str, bool]
 ) -> Path:
-    """Replaces the folder with a complete new one; returns the page's path.
+    """Replaces the folder by a complete new one; returns the page's path.
 
-    Raises `ValueError` if the folder holds something else.
+    Raises `ValueError` if the folder has other content.
     """
     may_replace(folder, NAME)
     found = load(runs, factor, **allow)
@@ -42,7 +42,7 @@ def publish(
 
 
 def markdown(runs: Runs, verdicts: list[Verdict], question: str, made_by: str) -> str:
-    """Formats the page. No figure of it is written by hand."""
+    """Formats the page. No figure of the page is written by hand."""
     made = ", ".join(f"{name} {version}" for name, version in runs.versions.items())
     by = f"Made by `{made_by}`, on" if made_by else "Made on"
     parts = [f"# Campaign `{runs.experiment}`: measured", question, f"{by}: {made or 'not known'}.", _how_many(runs)]
@@ -66,7 +66,7 @@ def _heading(level: str, title: str) -> str:
 
 
 def _how_many(runs: Runs) -> str:
-    """Describes how many runs there are of each level, and their duration."""
+    """Describes the number of runs of each level, and their duration."""
     counts = {level: sum(run.level == level for run in runs.done) for level in runs.levels}
     each = ", ".join(f"{level} {count}" for level, count in counts.items())
     text = f"{len(runs.done)} of {runs.planned} runs done ({each}), {len(runs.failed)} failed attempts."

@@ -1,4 +1,4 @@
-"""Executes one run between its two lines in the ledger. So a kill at any moment loses no finished run."""
+"""Executes one run between its two lines in the ledger, so that a kill at any moment loses no finished run."""
 
 import time
 from collections.abc import Callable
@@ -8,22 +8,22 @@ from typing import Any, Literal
 from rekindle_lab.runs.ledger import Ledger
 
 Leaves = dict[str, Any]
-"""Names of what a run makes, as JSON, so that the remains of a killed run can be removed."""
+"""Names of everything that a run makes, as JSON, so that the remains of a killed run can be removed."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run has ended."""
+    """The end of a run: its outcome, and what its line records."""
 
     outcome: Literal["done", "failed", "left out"]
     entries: dict[str, Any] = field(default_factory=dict)
-    """Further entries of its line."""
+    """Further entries of the run's line in the ledger."""
 
 
 def execute(
     ledger: Ledger, run: int | str, leaves: Callable[[int], Leaves], work: Callable[[Leaves], RunEnd]
 ) -> dict[str, Any]:
-    """Executes a run, and returns its line. `leaves`: what the run makes, from the number of the attempt."""
+    """Executes a run, and returns its line. `leaves`: names what the run makes, for a number of the attempt."""
     attempt = ledger.attempts(run) + 1
     made = leaves(attempt)
     began_unix_s, clock = round(time.time(), 3), time.monotonic()

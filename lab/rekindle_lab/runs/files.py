@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that after a crash it has all of `text`, or its previous content."""
+    """Writes a file so that after a crash it has either all of `text` or its previous content."""
     new = path.with_name(path.name + ".new")
     with new.open("w") as file:
         file.write(text)

@@ -1,7 +1,7 @@
 """Records of finished runs: `runs.jsonl`, a line for each finished attempt, and `begun.jsonl`, a line before each.
 
-A run counts once its whole line is on disk. If it is killed before, it is repeated. A line that a kill or a full disk
-has truncated is the last one, and is removed when the ledger is opened. A lock prevents two sessions at the same
+A run counts once its whole line is on disk. A run that is killed before is repeated. Only the last line can be
+truncated, by a kill or a full disk; it is removed when the ledger is opened. A lock prevents two sessions at the same
 time.
 """
 
@@ -23,7 +23,7 @@ class LedgerError(RuntimeError):
 
 
 class Ledger:
-    """The ledger of one experiment, open for appending. `prefix`: of its files, where several share a folder."""
+    """The ledger of one experiment, open for appending. `prefix`: of its files, if several ledgers share a folder."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ class Ledger:
         return [line for line in self.started if (line["run"], line["attempt"]) not in over]
 
     def restart(self) -> None:
-        """Forgets all runs: the experiment starts anew."""
+        """Deletes the records of all runs: the experiment starts anew."""
         for path in (self._runs, self._started):
             path.unlink(missing_ok=True)
         self.runs, self.started = [], []
@@ -82,18 +82,18 @@ class Ledger:
         self.begin({"run": started["run"], "attempt": started["attempt"], "cleared": True})
 
     def begin(self, line: dict[str, Any]) -> None:
-        """Records that an attempt starts, before it does anything."""
+        """Records that an attempt starts. Called before the attempt makes anything."""
         _append(self._started, line)
         self.started.append(line)
 
     def end(self, line: dict[str, Any]) -> None:
-        """Records its result. From now on it counts."""
+        """Records the result of an attempt. From then on the run counts."""
         _append(self._runs, line)
         self.runs.append(line)
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    """Appends a line and syncs it; if that fails, restores the file."""
+    """Appends a line and syncs the file; restores the file if that fails."""
     new = not path.exists()
     data = (json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode()
     with path.open("ab", buffering=0) as file:

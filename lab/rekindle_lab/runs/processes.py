@@ -6,19 +6,19 @@ from pathlib import Path
 
 
 def mentioning(text: str) -> list[int]:
-    """Returns processes whose environment or command line contains `text`: all that work in a folder."""
+    """Returns the processes whose environment or command line contains `text`, such as the path of a run's folder."""
     needle = text.encode()
     return _of(lambda folder: any(needle in (folder / file).read_bytes() for file in ("cmdline", "environ")))
 
 
 def with_variable(name: str, value: str) -> list[int]:
-    """Returns processes whose environment has exactly this variable; those that only mention it do not count."""
+    """Returns the processes whose environment has exactly this variable; a mere mention of it does not count."""
     wanted = f"{name}={value}".encode()
     return _of(lambda folder: wanted in (folder / "environ").read_bytes().split(b"\0"))
 
 
 def _of(fits: Callable[[Path], bool]) -> list[int]:
-    """Returns all processes but this one whose folder in /proc fits."""
+    """Returns all processes but this one whose folder in /proc satisfies `fits`."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
@@ -27,5 +27,5 @@ def _of(fits: Callable[[Path], bool]) -> list[int]:
             if fits(folder):
                 found.append(int(folder.name))
         except OSError:
-            continue  # it has ended, or belongs to another user
+            continue  # the process has ended, or belongs to another user
     return found

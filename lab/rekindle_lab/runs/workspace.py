@@ -1,4 +1,4 @@
-"""The folders and the network namespaces in which a run works. Nothing of them is left, however the run ends."""
+"""The folders and the network namespaces in which a run works. All of them are removed, however the run ends."""
 
 import os
 import shutil
@@ -15,41 +15,41 @@ from rekindle_lab.rekindle import Rekindle, RekindleError
 from rekindle_lab.runs.processes import mentioning, with_variable
 
 VM_RECORDS = ("state.json", "operation.json")
-"""Files that a VM's folder in a run directory may have."""
+"""Files in a run directory's folder that show that the folder is of a VM."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where a run works."""
+    """The folders and network namespaces of one run."""
 
     binary: Path
-    """The `rekindle` of its VMs."""
+    """The `rekindle` binary of the run's VMs."""
     work: Path
-    """On a tmpfs, as run directories are; with a short path, since it holds unix sockets."""
+    """Folder on a tmpfs, as run directories are; its path is short, since it holds unix sockets."""
     disk: Path
-    """On a real disk: disks, saved RAM, stores."""
+    """Folder on a real disk, for disks, saved RAM and stores."""
     namespaces: tuple[str, ...]
 
     @property
     def ram(self) -> Path:
-        """A tmpfs of its own for guest RAM."""
+        """A tmpfs for guest RAM."""
         return self.work / "ram"
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """Its names, as JSON: `from_leaves` reads them."""
+        """Names of the workspace, as JSON for `from_leaves`."""
         return {"netns": list(self.namespaces), "work": str(self.work), "disk": str(self.disk)}
 
     @classmethod
     def from_leaves(cls, binary: Path, leaves: dict[str, Any]) -> Self:
-        """Returns the workspace of these names. `netns` is one name or a list."""
+        """Returns the workspace with these names. `netns` is one name or a list."""
         given = leaves["netns"]
         namespaces = (given,) if isinstance(given, str) else tuple(given)
         return cls(binary, Path(leaves["work"]), Path(leaves["disk"]), namespaces)
 
     @contextmanager
     def made(self) -> Iterator[Self]:
-        """Makes all of it; removes it at the end."""
+        """Makes the folders and namespaces; removes them at the end."""
         try:
             self.ram.mkdir(parents=True)
             self.disk.mkdir(parents=True)
@@ -62,7 +62,7 @@ class Workspace:
             self.remove()
 
     def _stop_vms(self) -> None:
-        """Stops the VMs of all run directories in it."""
+        """Stops the VMs of all run directories in the workspace."""
         for folder in {record.parent for name in VM_RECORDS for record in self.work.glob(f"*/[!.]*/{name}")}:
             try:
                 Rekindle(self.binary, folder.parent).stop(folder.name)
@@ -73,7 +73,7 @@ class Workspace:
     def remove(self) -> None:
         """Stops VMs, ends processes that a kill has left, and removes folders and namespaces. May be called again.
 
-        Raises `RekindleError` if a VM cannot be stopped; then nothing is removed.
+        Raises `RekindleError` if a VM cannot be stopped; then removes nothing.
         """
         self._stop_vms()
         for folder in self.work.glob("*/") if self.work.exists() else []:
@@ -87,7 +87,7 @@ class Workspace:
 
 
 def end_processes(pids: list[int]) -> None:
-    """Kills processes, which may have ended already."""
+    """Kills processes; ignores those that have ended already."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
