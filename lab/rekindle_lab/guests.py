@@ -34,7 +34,7 @@ class Image:
 
     @property
     def key(self) -> Path:
-        """ssh key for root in debian."""
+        """Key of root in the debian image, for ssh."""
         return self.folder / "id_ed25519"
 
 
