@@ -80,7 +80,7 @@ def reboot(
 
 
 def processes(run_dir: Path) -> list[int]:
-    """Returns the processes with this run directory on their command line: QEMUs, disk servers, watchers."""
+    """Returns the QEMUs that have this run directory on their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

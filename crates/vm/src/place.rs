@@ -305,18 +305,6 @@ impl<'a> VmSlot<'a> {
         Ok(state)
     }
 
-    /// Records the QEMU that runs the guest in this slot, and ends the operation.
-    ///
-    /// # Errors
-    /// [`LifeError::RunDir`], when the state or the journal cannot be written.
-    pub fn settle(&self, journal: Journal, vmm: Vmm, version: Version) -> Result<State, LifeError> {
-        let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
-        let state = State { vmm: Some(vmm), version: Some(version), ..self.state.clone() };
-        state.write(&self.rundir).map_err(failed)?;
-        journal.close().map_err(failed)?;
-        Ok(state)
-    }
-
     /// Returns the QEMU that may run the guest of a restore: it was sent `cont`, and has not ended.
     #[must_use]
     pub fn may_run(&self) -> Option<Vmm> {

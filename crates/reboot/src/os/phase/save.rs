@@ -21,7 +21,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long to wait for another operation on the VM, or for its memory to be loaded. The guest does not wait longer.
+/// How long to wait for another operation on the VM, and then as long again for the guest's memory to be loaded.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
