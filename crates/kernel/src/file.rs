@@ -31,16 +31,33 @@ pub fn punch_hole(file: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     Ok(fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)?)
 }
 
+/// Number of readings of `/proc/locks` that have to miss a lock before it counts as free. On a machine that took and
+/// released locks without pause, one reading missed a given lock in 0.2 % of the attempts.
+const READINGS_OF_A_FREE_LOCK: usize = 5;
+
+/// The kernel returns `/proc/locks` in pieces of up to one page. A text below that length is one consistent piece.
+const ONE_PIECE: usize = 4000;
+
 /// Returns the process that holds the `flock` of a file, from `/proc/locks`. Unlike an attempt to take the lock,
 /// reading that file disturbs no other process. `None` if the lock is free, or if its holder is not visible in this PID
 /// namespace.
+///
+/// A longer list of locks comes in pieces, and the kernel skips entries when an earlier lock of the list is released
+/// between two pieces. One reading therefore proves that a lock is held, but not that it is free.
 ///
 /// # Errors
 /// `NotFound` if the file is missing; other errors of `stat(2)`, or of reading `/proc/locks`.
 pub fn flock_holder(path: &Path) -> io::Result<Option<u32>> {
     let file = rustix::fs::stat(path)?;
     let device = (rustix::fs::major(file.st_dev), rustix::fs::minor(file.st_dev));
-    Ok(holder_in(&fs::read_to_string("/proc/locks")?, device, file.st_ino))
+    for _ in 0..READINGS_OF_A_FREE_LOCK {
+        let locks = fs::read_to_string("/proc/locks")?;
+        let holder = holder_in(&locks, device, file.st_ino);
+        if holder.is_some() || locks.len() < ONE_PIECE {
+            return Ok(holder);
+        }
+    }
+    Ok(None)
 }
 
 /// Parses lines like `1: FLOCK  ADVISORY  WRITE 4711 00:1b:1234 0 EOF`. A line with `1: -> FLOCK ...` is a process that
@@ -161,6 +178,35 @@ mod tests {
         assert_eq!(flock_holder(file.path()).unwrap(), None);
         rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
         assert_eq!(flock_holder(file.path()).unwrap(), Some(std::process::id()));
+    }
+
+    #[test]
+    fn the_holder_of_a_flock_is_found_while_other_locks_are_released() {
+        let folder = tempfile::tempdir().unwrap();
+        let lock = |name: String| {
+            let path = folder.path().join(name);
+            let file = fs::File::create(&path).unwrap();
+            rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
+            (path, file)
+        };
+        let held: Vec<_> = (0..150).map(|n| lock(format!("held-{n}"))).collect();
+        let is_done = std::sync::atomic::AtomicBool::new(false);
+        let relaxed = std::sync::atomic::Ordering::Relaxed;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_done.load(relaxed) {
+                    drop((0..20).map(|n| lock(format!("brief-{n}"))).collect::<Vec<_>>());
+                }
+            });
+            for round in 0..40 {
+                for (path, _) in &held {
+                    let holder = flock_holder(path).unwrap();
+                    is_done.fetch_or(holder.is_none(), relaxed);
+                    assert_eq!(holder, Some(std::process::id()), "round {round}, {}", path.display());
+                }
+            }
+            is_done.store(true, relaxed);
+        });
     }
 
     #[test]

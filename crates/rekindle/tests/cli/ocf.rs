@@ -125,7 +125,7 @@ fn a_guest_is_restored_after_a_crash_or_a_stop_and_booted_after_a_shutdown() {
 
     // QEMU ends unexpectedly, as in a crash.
     let tick = web.guest.tick();
-    web.guest.only_qemu().process.kill().unwrap();
+    web.guest.single_qemu().process.kill().unwrap();
     wait_for("the monitor to report it as stopped", DEADLINE, || {
         (web.ocf("monitor", &[]).code == Some(7)).then_some(())
     });
@@ -188,7 +188,7 @@ fn a_protector_that_has_died_is_replaced_and_a_guest_that_hangs_is_stopped_in_ti
     web.wait_checkpoints(2);
 
     // QEMU does not answer.
-    let qemu = web.guest.only_qemu().process;
+    let qemu = web.guest.single_qemu().process;
     signal(qemu, Signal::STOP);
     let (code, output) = web.ocf_without_state_report("monitor", &["--within", "2s"]);
     assert_eq!(code, Some(1), "{output}");
@@ -239,7 +239,7 @@ fn a_monitor_action_resumes_a_guest_that_a_killed_protector_left_stopped() {
     // Simulate a protector that is stopped in the pause of a checkpoint.
     web.freeze(first);
     fs::write(web.guest.file("paused"), []).unwrap();
-    let path = web.guest.only_qemu().directory.join("watch.sock");
+    let path = web.guest.single_qemu().directory.join("watch.sock");
     Qmp::connect(&path, DEADLINE).unwrap().execute::<Value>("stop", ()).unwrap();
     first.kill().unwrap();
     first.wait_end(DEADLINE).unwrap();
@@ -341,7 +341,7 @@ fn a_start_waits_for_an_unavailable_store_and_does_not_boot_instead() {
     web.start();
     web.wait_checkpoints(2);
     let boot = web.guest.boot_id();
-    web.guest.only_qemu().process.kill().unwrap();
+    web.guest.single_qemu().process.kill().unwrap();
     wait_for("the monitor to report it as stopped", DEADLINE, || {
         (web.ocf("monitor", &[]).code == Some(7)).then_some(())
     });

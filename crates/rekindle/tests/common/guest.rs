@@ -176,12 +176,19 @@ impl<'a> Guest<'a> {
         observe::qemus(&self.lab.run_root().join(&self.name))
     }
 
-    /// Returns the VM's QEMU. Asserts that it is the only one and runs the guest.
+    /// Returns the VM's QEMU. Asserts that it is the only one. The guest may be stopped, e.g. by a checkpoint.
     #[track_caller]
-    pub fn only_qemu(&self) -> Qemu {
+    pub fn single_qemu(&self) -> Qemu {
         let mut all = self.qemus();
         assert_eq!(all.len(), 1, "exactly one QEMU was expected\n{}", self.lab.state_report());
-        let qemu = all.remove(0);
+        all.remove(0)
+    }
+
+    /// Returns the VM's QEMU. Asserts that it is the only one and runs the guest. While checkpoints are taken, the
+    /// guest may be stopped; [`Guest::single_qemu`] permits that.
+    #[track_caller]
+    pub fn only_qemu(&self) -> Qemu {
+        let qemu = self.single_qemu();
         assert_eq!(qemu.run_state().as_deref(), Some("running"), "{}", self.lab.state_report());
         qemu
     }

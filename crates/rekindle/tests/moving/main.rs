@@ -145,10 +145,10 @@ fn a_guest_moves_to_another_host_and_back() {
     let mut protector = Protector::start(&guest, &pair.here, &pair.store, &["--every", "100ms"]);
     protector.next_checkpoint();
     // A dry run checks both hosts and changes nothing.
-    let pid = guest.only_qemu().process.pid;
+    let pid = guest.single_qemu().process.pid;
     let planned = pair.run(&pair.here, &pair.there, &["--dry-run"]).ok().json();
     assert_eq!(planned["vms"][0]["would"], "move its guest to b", "{planned}");
-    assert_eq!(guest.only_qemu().process.pid, pid);
+    assert_eq!(guest.single_qemu().process.pid, pid);
     protector.next_checkpoint();
     wait_empty(&pair.there);
     let watch = Watch::start_for(&[&pair.here.run_root(), &pair.there.run_root()]);
