@@ -23,22 +23,16 @@ import typer
 from rekindle_bench import cluster, faults, host, move, protect, restore, vmm, warm_cache
 from rekindle_bench import os as os_reboot
 from rekindle_bench import trial as trials
-from rekindle_bench.run import Task, about_name, bare_report, raw_name, read_sidecar
+from rekindle_bench.rows import read_sidecar
+from rekindle_bench.run import Task, about_name, raw_name
+from rekindle_bench.topic import bare_report
 from rekindle_lab.machine import find_root, interrupt_on_signals
 from rekindle_lab.runs.ledger import LedgerError
 
 TOPICS = {
-    "vmm": vmm,
-    "protect": protect,
-    "restore": restore,
-    "move": move,
-    "warm-cache": warm_cache,
-    "faults": faults,
-    "os": os_reboot,
-    "host": host,
-    "cluster": cluster,
+    package.TOPIC.name: package.TOPIC
+    for package in (vmm, protect, restore, move, warm_cache, faults, os_reboot, host, cluster)
 }
-
 
 ALL = "all"
 """Selects every topic; only for a trial."""
@@ -75,7 +69,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     if from_raw is not None:
         raise finish(topic, from_raw, folder, command_of(topic, only or [], quick=quick, trial=trial), [])
-    cases = [] if every else list(TOPICS[topic].CASES)
+    cases = [] if every else list(TOPICS[topic].cases)
     unknown = [name for name in only or [] if name not in cases]
     if unknown:
         there = f"there are: {', '.join(cases)}" if cases else "cases are named with a topic"
@@ -94,7 +88,7 @@ def main(
             1 if trials.run_all(list(trials.PLANS), ["--rekindle", str(binary), "--qemu", found], folder) else 0
         )
     chosen = TOPICS[topic]
-    plan = trials.PLANS[topic] if trial else chosen.QUICK if quick else chosen.FULL
+    plan = trials.PLANS[topic] if trial else chosen.quick if quick else chosen.full
     command = command_of(topic, only or [], quick=quick, trial=trial)
     task = Task(root, folder, binary, found, plan, only or [], command, trials.trial(topic) if trial else None)
     errors = []

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rekindle_bench.case import NoRoomError, Trial
 from rekindle_bench.rows import RowFile
@@ -21,6 +21,7 @@ from rekindle_lab.runs.workspace import Workspace
 
 MIB = 1 << 20
 AnyGuest = TypeVar("AnyGuest", bound=Guest)
+AnyEnvironment = TypeVar("AnyEnvironment", bound="Environment")
 
 
 @dataclass
@@ -103,13 +104,32 @@ class Environment:
                 guest.disk.unlink(missing_ok=True)
 
 
-@contextmanager
-def workspace(binary: Path, disk: Path, namespaces: Sequence[str] = ("",)) -> Iterator[Workspace]:
-    """Makes the folders and network namespaces of a benchmark, removed at its end.
+@dataclass(frozen=True)
+class Setup:
+    """What an environment is made from."""
 
-    `disk`: a folder on a real disk. `namespaces`: suffixes of the namespaces' names, one for each namespace.
-    """
-    work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
-    names = tuple(f"rkb{os.getpid()}{added}" for added in namespaces)
-    with Workspace(binary, work, disk / f"bench-{work.name}", names).made() as space:
-        yield space
+    root: Path
+    """The folder of the project."""
+    binary: Path
+    """The `rekindle` binary that is measured."""
+    qemu: str
+    rows: RowFile
+    disk: Path
+    """A folder on a real disk."""
+    plan: Any = None
+    """The topic's own type of plan."""
+
+    @contextmanager
+    def workspace(self, namespaces: Sequence[str] = ("",)) -> Iterator[Workspace]:
+        """Makes the folders and network namespaces of a benchmark, removed at its end.
+
+        `namespaces`: suffixes of the namespaces' names, one for each namespace.
+        """
+        work = Path(tempfile.mkdtemp(prefix="rkb", dir="/dev/shm"))
+        names = tuple(f"rkb{os.getpid()}{suffix}" for suffix in namespaces)
+        with Workspace(self.binary, work, self.disk / f"bench-{work.name}", names).made() as space:
+            yield space
+
+    def environment(self, kind: type[AnyEnvironment], space: Workspace, **fields: Any) -> AnyEnvironment:  # noqa: ANN401
+        """Makes an environment of a kind in a workspace. `fields`: those that the kind adds to `Environment`."""
+        return kind(self.root, Rekindle(self.binary, space.work / "run"), self.qemu, self.rows, space, **fields)

@@ -21,6 +21,8 @@ class RowFile:
     ) -> None:
         """`check` returns the problems of a row, as text."""
         self.path = path
+        self.is_continued = append
+        """Whether the file has the rows of an earlier run."""
         self.count = 0
         """Number of rows that this object has appended."""
         self._check = check
@@ -74,3 +76,14 @@ def pick(frame: pd.DataFrame, column: str, **where: str | int | float) -> list[f
 def milliseconds(values_us: Sequence[float]) -> list[float]:
     """Converts microseconds to milliseconds."""
     return [value / 1e3 for value in values_us]
+
+
+def read_sidecar(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401
+    """Returns the JSON of a file in the folder of the rows, or `default` if there is none."""
+    path = raw.parent / name
+    return json.loads(path.read_text()) if path.exists() else default
+
+
+def write_sidecar(raw: Path, name: str, content: Any) -> None:  # noqa: ANN401
+    """Writes a JSON file into the folder of the rows."""
+    (raw.parent / name).write_text(json.dumps(content) + "\n")

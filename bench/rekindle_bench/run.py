@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,9 @@ from typing import Any
 from rekindle_bench.case import Case, NoRoomError, NotPlannedError, Plan, Trial
 from rekindle_bench.environment import Environment
 from rekindle_bench.plausible import plausible_since
-from rekindle_bench.report import Findings, Report
-from rekindle_bench.rows import RowFile
+from rekindle_bench.rows import RowFile, read_sidecar
 from rekindle_lab import guests
-from rekindle_lab.machine import cache, machine_versions, qemu_version
+from rekindle_lab.machine import machine_versions, qemu_version
 from rekindle_lab.rekindle import Rekindle
 from rekindle_lab.runs.execute import Leaves, RunEnd, execute, remove_remains
 from rekindle_lab.runs.ledger import Ledger
@@ -182,32 +181,6 @@ def _run_case(env: Environment, name: str, case: Case, plan: Plan, leaves: Leave
     return RunEnd(outcome, {"rows": appended, "errors": failures, "left_out": omissions})
 
 
-@dataclass(frozen=True)
-class Topic:
-    """A topic: its name, its cases, and their environment."""
-
-    name: str
-    image: str
-    """Kind of the guest's image, built before the run."""
-    row: type
-    """Dataclass of the rows in the raw file."""
-    cases: Mapping[str, Case]
-    left_out: Callable[[Any], list[str]]
-    """Lists what a plan omits from the full plan."""
-    environment: Callable[[Path, Path, str, RowFile, Path], AbstractContextManager[Environment]]
-    """Sets up the environment from: project's folder, binary, QEMU, file of rows, folder on a real disk."""
-
-    def measure(self, task: Task) -> Path:
-        """Runs the cases and writes the raw files; returns the file of rows."""
-        task.build_images(self.image)
-        with (
-            recorded(self.name, self.row, task, self.left_out) as here,
-            self.environment(task.root, task.binary, task.qemu, here.rows, cache()) as here.environment,
-        ):
-            here.cases(self.cases)
-        return task.out / raw_name(self.name)
-
-
 def raw_name(topic: str) -> str:
     """Returns the name of the file of rows."""
     return f"{topic}-raw.csv"
@@ -229,38 +202,3 @@ def copy_run(topic: str, raw: Path, out: Path, *more: str) -> dict[str, Any]:
                 shutil.copyfile(raw.parent / name, out / name)
         shutil.copyfile(raw, out / raw_name(topic))
     return read_sidecar(raw, about_name(topic), {})
-
-
-def read_sidecar(raw: Path, name: str, default: Any) -> Any:  # noqa: ANN401
-    """Returns the JSON of a file in the folder of the rows, or `default` if there is none."""
-    path = raw.parent / name
-    return json.loads(path.read_text()) if path.exists() else default
-
-
-def bare_report(topic: str, about: dict[str, Any], command: str, errors: list[str]) -> Report:
-    """Makes a report without figures, for a run that cannot be analysed. `about`: its circumstances."""
-    made = report(topic, about, command, Findings(""), [], {})
-    made.errors += errors
-    return made
-
-
-def report(
-    topic: str,
-    about: dict[str, Any],
-    command: str,
-    found: Findings,
-    plots: list[str],
-    tables: dict[str, list[dict[str, object]]],
-) -> Report:
-    """Makes the report of a run. `about`: from `copy_run`; `command`: used if `about` has none."""
-    return Report(
-        topic=topic,
-        command=about.get("command", command),
-        versions=about.get("versions", {}),
-        figures=found.figures,
-        left_out=[*about.get("left_out", []), *found.absent],
-        errors=about.get("errors", []),
-        failed=about.get("failed", []),
-        plots=plots,
-        tables=tables,
-    )

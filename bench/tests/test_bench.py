@@ -17,7 +17,8 @@ from rekindle_bench.case import NoRoomError, NotPlannedError, Trial
 from rekindle_bench.environment import Environment
 from rekindle_bench.plausible import problems
 from rekindle_bench.report import NO_BAR, Figure, Findings
-from rekindle_bench.rows import RowFile
+from rekindle_bench.rows import RowFile, read_sidecar
+from rekindle_bench.topic import report
 from rekindle_lab.rekindle import Rekindle
 from rekindle_lab.runs.ledger import Ledger, LedgerError
 from rekindle_lab.runs.workspace import Workspace
@@ -162,10 +163,10 @@ def test_a_row_with_a_note_of_failure_has_a_problem():
 def topic(measure=None, analyse=None):
     def of_rows(raw, out, words):
         found = Findings("one-raw.csv", [Figure("good", 1.5, "ms", 3, math.inf, NO_BAR, "one-raw.csv")])
-        return run.report("vmm", run.read_sidecar(raw, "vmm-run.json", {}), words, found, [], {"t": [{"x": math.nan}]})
+        return report("vmm", read_sidecar(raw, "vmm-run.json", {}), words, found, [], {"t": [{"x": math.nan}]})
 
     return SimpleNamespace(
-        CASES={"one": None}, FULL=PLAN, QUICK=PLAN, measure=measure or (lambda task: task.out / "vmm-raw.csv"),
+        cases={"one": None}, full=PLAN, quick=PLAN, measure=measure or (lambda task: task.out / "vmm-raw.csv"),
         analyse=analyse or of_rows,
     )  # fmt: skip
 
@@ -298,11 +299,11 @@ def test_two_runs_of_a_topic_at_the_same_time_are_rejected(tmp_path, monkeypatch
 def test_every_topic_has_a_trial_and_little_is_left_out_of_it():
     assert set(trial.PLANS) == set(command.TOPICS)
     left_out = [(topic, case) for topic, cases in trial.NOT_TRIED.items() for case in cases]
-    assert all(case in command.TOPICS[topic].CASES for topic, case in left_out)
+    assert all(case in command.TOPICS[topic].cases for topic, case in left_out)
     assert len(left_out) <= 7
     # A trial must run at least one case of every topic.
-    for name, one in command.TOPICS.items():
-        assert set(one.CASES) - set(trial.trial(name).not_tried)
+    for name, measured in command.TOPICS.items():
+        assert set(measured.cases) - set(trial.trial(name).not_tried)
         assert trial.PLANS[name].budget_s is None
 
 

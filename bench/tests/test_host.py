@@ -6,10 +6,10 @@ import pytest
 
 from rekindle_bench.host import analysis, plots
 from rekindle_bench.host.cases import FAULTS
+from rekindle_bench.host.emulated_hosts import finished_rounds
 from rekindle_bench.host.plan import FULL, QUICK, left_out
 from rekindle_bench.host.reboot import last_reboot, stages
 from rekindle_bench.host.rows import Row, read
-from rekindle_bench.host.topic import rounds
 from rekindle_bench.rows import RowFile
 
 START = 1_800_000_000_000_000
@@ -110,14 +110,14 @@ def test_tables_and_plots(write, tmp_path):
         {"how": how, "vms": 4, "command_us": START, "stages": {"kernel_us": S}, "probe": probe}
         for how in ("warm", "cold")
     ]
-    drawn = plots.draw(frame, records, tmp_path)
+    drawn = plots.draw(frame, tmp_path) + plots.draw_throughput(records, tmp_path)
     assert drawn == [f"host-figure{n}.png" for n in (5, 6, 7, 8)]
     assert all((tmp_path / name).stat().st_size > 10_000 for name in drawn)
 
 
 def test_a_resumed_run_continues_after_complete_reboots(write):
     rows = [*reboot("counts", "warm", 0, vms=2), *list(reboot("counts", "warm", 1, vms=2))[:1]]
-    assert rounds(write(rows)) == {("counts", "warm", 2, 128, "emulated"): 1}
+    assert finished_rounds(write(rows)) == {("counts", "warm", 2, 128, "emulated"): 1}
 
 
 def entry(operation, phase, step, start_s, us):

@@ -7,7 +7,7 @@ from made_rows import write_rows
 from typer.testing import CliRunner
 
 from rekindle_bench.__main__ import main
-from rekindle_bench.protect import CASES, analysis, rows
+from rekindle_bench.protect import TOPIC, analysis, rows
 from rekindle_bench.protect.cases import dd
 from rekindle_bench.protect.plan import FULL, QUICK, left_out
 from rekindle_bench.protect.rows import Row
@@ -190,7 +190,7 @@ def test_omissions_of_a_quick_run_are_listed():
 def test_only_cases_that_exist(tmp_path):
     result = CliRunner().invoke(app, ["protect", "--only", "sizes", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert set(CASES) == {"pause", "commit", "wrong", "slowdown", "intervals", "rates"}
+    assert set(TOPIC.cases) == {"pause", "commit", "wrong", "slowdown", "intervals", "rates"}
 
 
 def test_dds_own_time_is_used(tmp_path):

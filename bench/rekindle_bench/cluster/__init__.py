@@ -4,8 +4,7 @@ Three Corosync and Pacemaker nodes run as namespaces of this machine (`tests/clu
 Follows sections II.B and IV of the HydraVM paper (HPL-2011-24).
 """
 
-from .cases import CASES
-from .plan import FULL, QUICK, Plan
-from .topic import analyse, measure
+from .plan import Plan
+from .topic import TOPIC
 
-__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]
+__all__ = ["TOPIC", "Plan"]

@@ -5,12 +5,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle_bench.environment import Environment, workspace
-from rekindle_bench.rows import RowFile
+from rekindle_bench.environment import Environment, Setup
 from rekindle_lab import guests
 from rekindle_lab.cluster.bed import VM, Bed, BedError, bed
 from rekindle_lab.cluster.counter import PATIENCE
-from rekindle_lab.rekindle import Rekindle
 
 EVERY_S = 1.0
 """Checkpoint interval in s."""
@@ -83,12 +81,10 @@ def _files(folder: Path) -> int:
 
 
 @contextmanager
-def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[BedEnvironment]:
-    """Sets up the environment. `disk`: a folder on a real disk, for the store."""
-    with ExitStack() as stack:
-        space = stack.enter_context(workspace(binary, disk, namespaces=()))
+def environment(setup: Setup) -> Iterator[BedEnvironment]:
+    """Sets up the environment: folders of the test beds."""
+    with setup.workspace(namespaces=()) as space, ExitStack() as closing:
         beds = space.disk / "beds"
         beds.mkdir()
-        micro = guests.build(root, "micro").folder
-        closing = stack.enter_context(ExitStack())
-        yield BedEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, micro, beds, closing)
+        micro = guests.build(setup.root, "micro").folder
+        yield setup.environment(BedEnvironment, space, micro=micro, beds=beds, _closing=closing)

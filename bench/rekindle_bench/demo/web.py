@@ -20,6 +20,7 @@ import numpy as np
 import typer
 from matplotlib.axes import Axes
 
+from rekindle_bench.environment import Setup
 from rekindle_bench.rows import RowFile
 from rekindle_bench.warm_cache.cache_guests import CacheEnvironment, CacheGuest, environment
 from rekindle_lab import style
@@ -202,7 +203,7 @@ def main(
     out = out.resolve()  # absolute, since definitions in another folder name the disks next to it
     rows = RowFile(out.with_suffix(".csv"), Row)
     try:
-        with environment(root, rekindle.resolve(), qemu, rows, out.parent, slow=False) as on:
+        with environment(Setup(root, rekindle.resolve(), qemu, rows, out.parent), slow=False) as on:
             reboots = measure(on)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

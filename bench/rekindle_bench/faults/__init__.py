@@ -3,8 +3,7 @@
 Follows section 5.7 of the paper on CacheMind (figures 14 and 15); docs/fault-experiment.md.
 """
 
-from .cases import CASES
-from .plan import FULL, QUICK, Plan
-from .topic import analyse, measure
+from .plan import Plan
+from .topic import TOPIC
 
-__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]
+__all__ = ["TOPIC", "Plan"]

@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rekindle_bench.environment import Environment, workspace
-from rekindle_bench.rows import RowFile
+from rekindle_bench.environment import Environment, Setup
 from rekindle_lab import guests, netns
 from rekindle_lab.guests import Guest, Image
 from rekindle_lab.qmp import Qmp
@@ -25,6 +25,7 @@ from rekindle_lab.rekindle import Rekindle, RekindleError
 
 from .code import KERNEL_BASE, Code
 from .plan import BLOCKS, MEMORY_MIB
+from .rows import read
 
 PORT = 7002
 READY_S = 120.0
@@ -280,17 +281,33 @@ class FaultEnvironment(Environment):
                 ram.close()
 
 
+def build_unchecked(root: Path) -> Path:
+    """Returns a binary that does not check digests: `REKINDLE_UNCHECKED`, or built in a separate target directory."""
+    given = os.environ.get("REKINDLE_UNCHECKED")
+    if given:
+        return Path(given)
+    target = root / "target" / "unchecked"
+    command = ["cargo", "build", "--release", "--locked", "--quiet", "--package", "rekindle"]
+    command += ["--features", "unchecked-attic", "--target-dir", str(target)]
+    subprocess.run(command, cwd=root, check=True)
+    return target / "release" / "rekindle"
+
+
 @contextmanager
-def environment(
-    root: Path,
-    binary: Path,
-    unchecked: Path | None,
-    qemu: str,
-    rows: RowFile,
-    disk: Path,
-    done: dict[tuple[str, int], int],
-) -> Iterator[FaultEnvironment]:
-    """Sets up the environment. `disk`: a folder on a real disk."""
-    with workspace(binary, disk) as space:
+def environment(setup: Setup) -> Iterator[FaultEnvironment]:
+    """Sets up the environment, and builds the guest's image and the binary that does not check digests.
+
+    `REKINDLE_UNCHECKED` in the environment: path of such a binary, which is then not built.
+    """
+    unchecked = build_unchecked(setup.root) if setup.plan.unchecked else None
+    with setup.workspace() as space:
         other = Rekindle(unchecked, space.work / "unchecked") if unchecked else None
-        yield FaultEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, other, done)
+        env = setup.environment(FaultEnvironment, space, unchecked=other, done=finished_runs(setup.rows.path))
+        env.fault_image()
+        yield env
+
+
+def finished_runs(raw: Path) -> dict[tuple[str, int], int]:
+    """Counts the runs in a file of rows, by type of fault and by whether digests were checked."""
+    grouped = read(raw).groupby(["kind", "checked"])
+    return {(str(kind), int(checked)): len(group) for (kind, checked), group in grouped}

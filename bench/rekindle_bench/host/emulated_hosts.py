@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench.environment import Environment, workspace
-from rekindle_bench.rows import RowFile
-from rekindle_lab.rekindle import Rekindle
+from rekindle_bench.environment import Environment, Setup
+from rekindle_bench.rows import read_sidecar, write_sidecar
 
 from .plan import Plan
+from .rows import read
+
+RECORDS = "host-breakdown.json"
+"""File of the client's throughput during single reboots, for figure 8."""
 
 Done = dict[tuple[str, str, int, int, str], int]
 """Number of reboots that have rows already: by case, way, number of guests, their MiB, and `Row.where`."""
@@ -36,9 +39,26 @@ class HostEnvironment(Environment):
 
 
 @contextmanager
-def environment(
-    root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, plan: Plan, done: Done
-) -> Iterator[HostEnvironment]:
-    """Sets up the environment. `disk`: a folder on a real disk, for the disks of emulated hosts."""
-    with workspace(binary, disk) as space:
-        yield HostEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, plan, done)
+def environment(setup: Setup) -> Iterator[HostEnvironment]:
+    """Sets up the environment. At the end it writes the records of the client's throughput next to the rows."""
+    raw = setup.rows.path
+    with setup.workspace() as space:
+        env = setup.environment(HostEnvironment, space, plan=setup.plan, done=finished_rounds(raw))
+        if setup.rows.is_continued:
+            env.records = read_sidecar(raw, RECORDS, [])
+        try:
+            yield env
+        finally:
+            write_sidecar(raw, RECORDS, env.records)
+
+
+def finished_rounds(raw: Path) -> Done:
+    """Counts, for each kind of reboot, the reboots that have all their rows in a file."""
+    frame = read(raw)
+    keys = ["case", "how", "vms", "memory_mib", "where"]
+    whole = frame.groupby([*keys, "round"]).size().reset_index(name="rows")
+    whole = whole[whole["rows"] >= whole["vms"]]
+    return {
+        (str(case), str(how), int(vms), int(mib), str(where)): int(group["round"].max()) + 1
+        for (case, how, vms, mib, where), group in whole.groupby(keys)
+    }

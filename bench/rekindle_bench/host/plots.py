@@ -36,7 +36,7 @@ COLOURS = {
 }
 
 
-def draw(frame: pd.DataFrame, records: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     """Draws the plots that have data, and returns their file names."""
     style.apply()
     all_of = reboots(frame[frame["where"] == "emulated"])
@@ -63,10 +63,17 @@ def draw(frame: pd.DataFrame, records: Sequence[dict[str, Any]], folder: Path) -
         figure.suptitle("What a client sees (the paper's figure 7)", x=0.01, ha="left", fontweight="bold")
         style.save(figure, folder / "host-figure7.png")
         done.append("host-figure7.png")
-    if records:
-        breakdown(records, folder / "host-figure8.png")
-        done.append("host-figure8.png")
     return done
+
+
+def draw_throughput(records: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+    """Draws the client's throughput during single reboots, if there are any; returns the names of the plots."""
+    if not records:
+        return []
+    style.apply()
+    path = folder / "host-figure8.png"
+    breakdown(records, path)
+    return [path.name]
 
 
 def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:

@@ -4,8 +4,7 @@ Follows section 6.2 of the RootHammer paper (TDSC 2010): the downtime of a non-l
 live one (M_l), and by how much the guest's service slows down meanwhile (gamma).
 """
 
-from .cases import CASES
-from .plan import FULL, QUICK, Plan
-from .topic import analyse, measure
+from .plan import Plan
+from .topic import TOPIC
 
-__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]
+__all__ = ["TOPIC", "Plan"]

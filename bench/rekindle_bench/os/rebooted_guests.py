@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench.environment import Environment, workspace
-from rekindle_bench.rows import RowFile
+from rekindle_bench.environment import Environment, Setup
 from rekindle_lab.guests import Image
 from rekindle_lab.os_guest import OsGuest, ask_often, wait_saved
 from rekindle_lab.page_client import Gap, PageClient, longest_gap
@@ -143,7 +142,7 @@ def fill(row: Row, result: dict[str, Any], gap: Gap) -> None:
 
 
 @contextmanager
-def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[OsEnvironment]:
-    """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
-    with workspace(binary, disk) as space:
-        yield OsEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space)
+def environment(setup: Setup) -> Iterator[OsEnvironment]:
+    """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace."""
+    with setup.workspace() as space:
+        yield setup.environment(OsEnvironment, space)

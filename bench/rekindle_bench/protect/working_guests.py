@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rekindle_bench.environment import Environment, workspace
-from rekindle_bench.rows import RowFile
+from rekindle_bench.environment import Environment, Setup
 from rekindle_lab.guests import Guest
 from rekindle_lab.protector import Protector
 from rekindle_lab.qmp import Qmp
-from rekindle_lab.rekindle import Rekindle
 from rekindle_lab.slow import can_be_slow
 from rekindle_lab.stores import Store, on_disk, on_slow_disk, over_tls
 from rekindle_lab.work import Work
@@ -19,6 +18,7 @@ from rekindle_lab.work import Work
 from .rows import DEFAULT, Row
 
 IMAGE = "debian-work"
+AnyProtectEnvironment = TypeVar("AnyProtectEnvironment", bound="ProtectEnvironment")
 
 
 @dataclass
@@ -83,11 +83,11 @@ def policy(how: str) -> str | None:
 
 
 @contextmanager
-def environment(
-    root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, kind: type[ProtectEnvironment] = ProtectEnvironment
-) -> Iterator[ProtectEnvironment]:
-    """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace. `disk`: a folder on a real disk."""
-    with ExitStack() as stack:
-        space = stack.enter_context(workspace(binary, disk))
-        closing = stack.enter_context(ExitStack())
-        yield kind(root, Rekindle(binary, space.work / "run"), qemu, rows, space, closing)
+def environment_of(kind: type[AnyProtectEnvironment], setup: Setup) -> Iterator[AnyProtectEnvironment]:
+    """Sets up an environment of a kind: folders, a tmpfs for guest RAM, a network namespace."""
+    with setup.workspace() as space, ExitStack() as closing:
+        yield setup.environment(kind, space, _closing=closing)
+
+
+environment = partial(environment_of, ProtectEnvironment)
+"""Sets up the environment of topic `protect`."""

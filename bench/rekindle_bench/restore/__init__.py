@@ -3,8 +3,7 @@
 Follows sections V-D and V-E of the HydraVM paper (HPL-2011-24): figure 4, table II.
 """
 
-from .cases import CASES
-from .plan import FULL, QUICK, Plan
-from .topic import analyse, measure
+from .plan import Plan
+from .topic import TOPIC
 
-__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]
+__all__ = ["TOPIC", "Plan"]

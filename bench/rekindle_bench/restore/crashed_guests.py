@@ -6,15 +6,12 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rekindle_bench.protect.working_guests import ProtectEnvironment
-from rekindle_bench.protect.working_guests import environment as protect_environment
-from rekindle_bench.rows import RowFile
+from rekindle_bench.protect.working_guests import ProtectEnvironment, environment_of
 from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.stores import Store
 
@@ -131,9 +128,5 @@ class RestoreEnvironment(ProtectEnvironment):
         return total
 
 
-@contextmanager
-def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[RestoreEnvironment]:
-    """Sets up the environment in the same way as topic `protect`."""
-    with protect_environment(root, binary, qemu, rows, disk, RestoreEnvironment) as here:
-        assert isinstance(here, RestoreEnvironment)
-        yield here
+environment = partial(environment_of, RestoreEnvironment)
+"""Sets up the environment in the same way as topic `protect`."""

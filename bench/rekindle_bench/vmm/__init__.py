@@ -3,8 +3,7 @@
 Follows sections 5.1, 5.3 and 5.4 of the RootHammer paper (TDSC 2010): figures 5 to 8.
 """
 
-from .cases import CASES
-from .plan import FULL, QUICK, Plan
-from .topic import analyse, measure
+from .plan import Plan
+from .topic import TOPIC
 
-__all__ = ["CASES", "FULL", "QUICK", "Plan", "analyse", "measure"]
+__all__ = ["TOPIC", "Plan"]

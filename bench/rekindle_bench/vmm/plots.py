@@ -82,7 +82,7 @@ def _tasks(frame: pd.DataFrame, x: str, xlabel: str, ticks: dict[int, str], titl
     _finish(figure, panels, title, path)
 
 
-def draw(frame: pd.DataFrame, records: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     """Draws the plots that have data, and returns their file names."""
     style.apply()
     done: list[str] = []
@@ -107,9 +107,15 @@ def draw(frame: pd.DataFrame, records: Sequence[dict[str, Any]], folder: Path) -
         axes.set_ylabel("service gap of a VM (median; bar to p95)")
         _finish(figure, [axes], "What a client sees", folder / "vmm-downtime.png")
         done.append("vmm-downtime.png")
-    if records:
-        title = "nginx in debian while its VMM is replaced"
-        drawn = [parse(record) for record in records]
-        throughput.draw(drawn, folder / "vmm-breakdown.png", title=title, same_time=False)
-        done.append("vmm-breakdown.png")
     return done
+
+
+def draw_throughput(records: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+    """Draws the client's throughput during single reboots, if there are any; returns the names of the plots."""
+    if not records:
+        return []
+    style.apply()
+    reboots = [parse(record) for record in records]
+    path = folder / "vmm-breakdown.png"
+    throughput.draw(reboots, path, title="nginx in debian while its VMM is replaced", same_time=False)
+    return [path.name]

@@ -6,17 +6,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from rekindle_bench.environment import Environment, workspace
-from rekindle_bench.rows import RowFile
+from rekindle_bench.environment import Environment, Setup
+from rekindle_bench.rows import write_sidecar
 from rekindle_lab import guests, netns
 from rekindle_lab.guests import Guest
 from rekindle_lab.peers.cpr import CprVm, reboot_all
-from rekindle_lab.rekindle import MARGIN_S, Rekindle, RekindleError, failed_requests, gap_around
+from rekindle_lab.rekindle import MARGIN_S, RekindleError, failed_requests, gap_around
 
 from .rows import Row
+
+RECORDS = "vmm-breakdown.json"
+"""File of the client's throughput during single reboots, for figure 8."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +188,14 @@ def handover_json(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 @contextmanager
-def environment(root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path) -> Iterator[VmmEnvironment]:
+def environment(setup: Setup) -> Iterator[VmmEnvironment]:
     """Sets up the environment: folders, a tmpfs for guest RAM, and a network namespace each for Rekindle and the peer.
 
-    `disk`: a folder on a real disk, for copies of guest disks and saved RAM.
+    At the end it writes the records of the client's throughput next to the rows.
     """
-    with workspace(binary, disk, namespaces=("", "p")) as space:
-        yield VmmEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space)
+    with setup.workspace(namespaces=("", "p")) as space:
+        env = setup.environment(VmmEnvironment, space)
+        try:
+            yield env
+        finally:
+            write_sidecar(setup.rows.path, RECORDS, env.records)

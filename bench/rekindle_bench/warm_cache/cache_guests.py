@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from rekindle_bench.case import NoRoomError
-from rekindle_bench.environment import Environment, workspace
-from rekindle_bench.rows import RowFile
+from rekindle_bench.environment import Environment, Setup
 from rekindle_lab import guests, netns
 from rekindle_lab.guests import QEMUS_OWN, Guest
-from rekindle_lab.rekindle import Rekindle, RekindleError
+from rekindle_lab.rekindle import RekindleError
 from rekindle_lab.slow import Slow, can_be_slow, run, slow_disk
 from rekindle_lab.stores import forget
 
@@ -181,14 +180,12 @@ class CacheEnvironment(Environment):
 
 
 @contextmanager
-def environment(
-    root: Path, binary: Path, qemu: str, rows: RowFile, disk: Path, *, slow: bool = True
-) -> Iterator[CacheEnvironment]:
+def environment(setup: Setup, *, slow: bool = True) -> Iterator[CacheEnvironment]:
     """Sets up the environment: folders, a tmpfs for guest RAM, a network namespace, a disk.
 
-    `disk`: a folder on a real disk. `slow`: whether to make a disk that the kernel limits, where possible.
+    `slow`: whether to make a disk that the kernel limits, where possible.
     """
     with ExitStack() as stack:
-        space = stack.enter_context(workspace(binary, disk))
-        held = stack.enter_context(slow_disk(space.disk / "slow", 12288)) if slow and can_be_slow() else None
-        yield CacheEnvironment(root, Rekindle(binary, space.work / "run"), qemu, rows, space, slow=held)
+        space = stack.enter_context(setup.workspace())
+        slow_folder = stack.enter_context(slow_disk(space.disk / "slow", 12288)) if slow and can_be_slow() else None
+        yield setup.environment(CacheEnvironment, space, slow=slow_folder)
