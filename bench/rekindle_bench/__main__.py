@@ -88,7 +88,7 @@ def main(
             1 if trials.run_all(list(trials.PLANS), ["--rekindle", str(binary), "--qemu", found], folder) else 0
         )
     chosen = TOPICS[topic]
-    plan = trials.PLANS[topic] if trial else chosen.quick if quick else chosen.full
+    plan = trials.PLANS[topic] if trial else chosen.plans.QUICK if quick else chosen.plans.FULL
     command = command_of(topic, only or [], quick=quick, trial=trial)
     task = Task(root, folder, binary, found, plan, only or [], command, trials.trial(topic) if trial else None)
     errors = []

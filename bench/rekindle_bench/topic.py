@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 
@@ -21,6 +21,27 @@ Table = list[dict[str, object]]
 """Rows of a table, each by the titles of its columns."""
 Analysis = Callable[[pd.DataFrame], Table]
 """Makes a table from the measured rows."""
+
+
+class RowsModule(Protocol):
+    """The module `rows` of a topic."""
+
+    Row: type
+    """Dataclass of the rows in the raw file."""
+
+    def read(self, path: Path) -> pd.DataFrame:
+        """Reads the raw file."""
+
+
+class PlansModule(Protocol):
+    """The module `plan` of a topic."""
+
+    FULL: Plan
+    QUICK: Plan
+    """Ends within 8 minutes."""
+
+    def left_out(self, plan: Any) -> list[str]:  # noqa: ANN401
+        """Lists what a plan omits from the full plan."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +61,8 @@ class Topic:
     name: str
     images: tuple[str, ...]
     """Kinds of the guests' images, built before the run."""
-    row: type
-    """Dataclass of the rows in the raw file."""
-    read: Callable[[Path], pd.DataFrame]
-    """Reads the raw file."""
-    full: Plan
-    quick: Plan
-    """Ends within 8 minutes."""
-    left_out: Callable[[Any], list[str]]
-    """Lists what a plan omits from the full plan."""
+    rows: RowsModule
+    plans: PlansModule
     cases: Mapping[str, Case]
     environment: Callable[[Setup], AbstractContextManager[Environment]]
     figures: Callable[[pd.DataFrame, str], Findings]
@@ -66,7 +80,7 @@ class Topic:
         task.build_images(*self.images)
         raw = task.out / run.raw_name(self.name)
         is_resumed = self.can_resume and bool(os.environ.get("RESUME")) and raw.exists()
-        with run.recorded(self.name, self.row, task, self.left_out, append=is_resumed) as here:
+        with run.recorded(self.name, self.rows.Row, task, self.plans.left_out, append=is_resumed) as here:
             setup = Setup(task.root, task.binary, task.qemu, here.rows, cache(), task.plan)
             with self.environment(setup) as here.environment:
                 here.cases(self.cases)
@@ -74,7 +88,7 @@ class Topic:
 
     def analyse(self, raw: Path, out: Path, command: str) -> Report:
         """Makes figures, tables and plots from a file of rows and, if present, the other files of the run."""
-        frame = self.read(raw)
+        frame = self.rows.read(raw)
         about = run.copy_run(self.name, raw, out, *([self.throughput.file] if self.throughput else []))
         found = self.figures(frame, run.raw_name(self.name))
         plots = self.plots(frame, out) if self.plots else []

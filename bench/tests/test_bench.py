@@ -166,9 +166,11 @@ def topic(measure=None, analyse=None):
         return report("vmm", read_sidecar(raw, "vmm-run.json", {}), words, found, [], {"t": [{"x": math.nan}]})
 
     return SimpleNamespace(
-        cases={"one": None}, full=PLAN, quick=PLAN, measure=measure or (lambda task: task.out / "vmm-raw.csv"),
+        cases={"one": None},
+        plans=SimpleNamespace(FULL=PLAN, QUICK=PLAN),
+        measure=measure or (lambda task: task.out / "vmm-raw.csv"),
         analyse=analyse or of_rows,
-    )  # fmt: skip
+    )
 
 
 def failing_with(error):

@@ -4,19 +4,15 @@ from functools import partial
 
 from rekindle_bench.topic import Topic
 
-from . import analysis, plots, rows
+from . import analysis, plan, plots, rows
 from .cases import CASES
 from .damaged_guests import environment
-from .plan import FULL, QUICK, left_out
 
 TOPIC = Topic(
     name="faults",
     images=(),
-    row=rows.Row,
-    read=rows.read,
-    full=FULL,
-    quick=QUICK,
-    left_out=left_out,
+    rows=rows,
+    plans=plan,
     cases=CASES,
     environment=environment,
     figures=analysis.figures,

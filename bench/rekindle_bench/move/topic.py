@@ -4,18 +4,14 @@ from rekindle_bench.protect.working_guests import environment
 from rekindle_bench.topic import Topic
 from rekindle_lab.models.moves import TABLE
 
-from . import analysis, rows
+from . import analysis, plan, rows
 from .cases import CASES, IMAGE
-from .plan import FULL, QUICK, left_out
 
 TOPIC = Topic(
     name="move",
     images=(IMAGE,),
-    row=rows.Row,
-    read=rows.read,
-    full=FULL,
-    quick=QUICK,
-    left_out=left_out,
+    rows=rows,
+    plans=plan,
     cases=CASES,
     environment=environment,
     figures=analysis.figures,

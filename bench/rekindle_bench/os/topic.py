@@ -7,9 +7,8 @@ from rekindle_bench.run import Task
 from rekindle_bench.topic import Topic
 from rekindle_lab.leak import leak_image
 
-from . import analysis, plots, rows
+from . import analysis, plan, plots, rows
 from .cases import CASES
-from .plan import FULL, QUICK, left_out, quick
 from .rebooted_guests import IMAGE, environment
 
 
@@ -19,17 +18,14 @@ class OsTopic(Topic):
     def measure(self, task: Task) -> Path:
         """Runs the cases and writes the raw files; returns the file of rows."""
         leak_image(task.root)
-        return super().measure(replace(task, plan=quick(task.only)) if task.plan == QUICK else task)
+        return super().measure(replace(task, plan=plan.quick(task.only)) if task.plan == plan.QUICK else task)
 
 
 TOPIC = OsTopic(
     name="os",
     images=("debian", "immutable", IMAGE),
-    row=rows.Row,
-    read=rows.read,
-    full=FULL,
-    quick=QUICK,
-    left_out=left_out,
+    rows=rows,
+    plans=plan,
     cases=CASES,
     environment=environment,
     figures=analysis.figures,

@@ -2,19 +2,15 @@
 
 from rekindle_bench.topic import Topic
 
-from . import analysis, plots, rows
+from . import analysis, plan, plots, rows
 from .cases import CASES
-from .plan import FULL, QUICK, left_out
 from .working_guests import IMAGE, environment
 
 TOPIC = Topic(
     name="protect",
     images=(IMAGE,),
-    row=rows.Row,
-    read=rows.read,
-    full=FULL,
-    quick=QUICK,
-    left_out=left_out,
+    rows=rows,
+    plans=plan,
     cases=CASES,
     environment=environment,
     figures=analysis.figures,

@@ -3,19 +3,15 @@
 from rekindle_bench.protect.working_guests import IMAGE
 from rekindle_bench.topic import Topic
 
-from . import analysis, plots, rows
+from . import analysis, plan, plots, rows
 from .cases import CASES
 from .crashed_guests import environment
-from .plan import FULL, QUICK, left_out
 
 TOPIC = Topic(
     name="restore",
     images=(IMAGE,),
-    row=rows.Row,
-    read=rows.read,
-    full=FULL,
-    quick=QUICK,
-    left_out=left_out,
+    rows=rows,
+    plans=plan,
     cases=CASES,
     environment=environment,
     figures=analysis.figures,
