@@ -57,8 +57,8 @@ def main(
     ] = False,
 ) -> None:
     """Measure Rekindle and its peers in turn."""
-    every = topic == ALL and trial
-    if topic not in TOPICS and not every:
+    all_topics = topic == ALL and trial
+    if topic not in TOPICS and not all_topics:
         raise refuse(f"no topic '{topic}'; there is: {', '.join(TOPICS)}")
     if quick and trial:
         raise refuse("QUICK and TRIAL exclude each other")
@@ -69,28 +69,28 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     if from_raw is not None:
         raise finish(topic, from_raw, folder, command_of(topic, only or [], quick=quick, trial=trial), [])
-    cases = [] if every else list(TOPICS[topic].cases)
+    cases = [] if all_topics else list(TOPICS[topic].cases)
     unknown = [name for name in only or [] if name not in cases]
     if unknown:
-        there = f"there are: {', '.join(cases)}" if cases else "cases are named with a topic"
-        raise refuse(f"no case '{unknown[0]}'; {there}")
+        known_cases = f"there are: {', '.join(cases)}" if cases else "cases are named with a topic"
+        raise refuse(f"no case '{unknown[0]}'; {known_cases}")
     binary = (rekindle or root / "target" / ("debug" if trial else "release") / "rekindle").resolve()
     if not binary.exists():
         raise refuse(f"{binary} does not exist; run: cargo build{'' if trial else ' --release'}")
-    found = shutil.which(qemu)
-    if found is None:
+    qemu_path = shutil.which(qemu)
+    if qemu_path is None:
         raise refuse(f"no {qemu} in PATH; run: scripts/setup")
     if os.geteuid() != 0:
         raise refuse("needs root, for taps and network namespaces; run it with sudo")
     interrupt_on_signals("bench")
-    if every:
+    if all_topics:
         raise typer.Exit(
-            1 if trials.run_all(list(trials.PLANS), ["--rekindle", str(binary), "--qemu", found], folder) else 0
+            1 if trials.run_all(list(trials.PLANS), ["--rekindle", str(binary), "--qemu", qemu_path], folder) else 0
         )
     chosen = TOPICS[topic]
     plan = trials.PLANS[topic] if trial else chosen.plans.QUICK if quick else chosen.plans.FULL
     command = command_of(topic, only or [], quick=quick, trial=trial)
-    task = Task(root, folder, binary, found, plan, only or [], command, trials.trial(topic) if trial else None)
+    task = Task(root, folder, binary, qemu_path, plan, only or [], command, trials.trial(topic) if trial else None)
     errors = []
     try:
         raw = chosen.measure(task)

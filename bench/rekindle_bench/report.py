@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rekindle_lab.stats import Comparison, compare
+from rekindle_lab.stats import Comparison, compare, median, p95
 from rekindle_lab.tables import pipes, table
 
 
@@ -117,6 +117,20 @@ class Findings:
         """Adds a figure."""
         self.figures.append(figure)
 
+    def add_sample(
+        self,
+        name: str,
+        unit: str,
+        sample: Sequence[float],
+        bar: Bar,
+        *,
+        value: float | None = None,
+        extra: dict[str, float] | None = None,
+    ) -> None:
+        """Adds the figure of a sample: its median, or `value` if given, with the size and the p95 of the sample."""
+        value = median(sample) if value is None else value
+        self.add(Figure(name, value, unit, len(sample), p95(sample), bar, self.raw, extra=extra or {}))
+
     def report_missing(self, name: str, what: str = "") -> None:
         """Records that a figure has no rows, or none for `what`."""
         self.absent.append(f"figure {name}: no rows{f' for {what}' if what else ''}")
@@ -135,7 +149,9 @@ class Findings:
     ) -> None:
         """Adds the ratio of two samples' medians, both in `unit`, as a figure."""
         if not ours or not peer:
-            without_rows = [what for what, sample in ((ours_is, ours), (peer_is, peer)) if not sample]
+            without_rows = [
+                name_of_sample for name_of_sample, sample in ((ours_is, ours), (peer_is, peer)) if not sample
+            ]
             self.report_missing(name, " and ".join(without_rows))
             return
         of = compare(ours, peer)
@@ -167,9 +183,9 @@ def _rounded(value: float) -> float:
 def _finite(value: Any) -> Any:  # noqa: ANN401
     """Replaces infinite and undefined numbers, for which JSON has no value, by `None`."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(element) for element in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -214,8 +230,8 @@ class Report:
 
     def markdown(self) -> str:
         """Formats the report as a page for `bench/results/`: no figure of the page is written by hand."""
-        made = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        parts = [f"# Topic `{self.topic}`: measured", f"Made by `{self.command}`, on: {made or 'not known'}."]
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        parts = [f"# Topic `{self.topic}`: measured", f"Made by `{self.command}`, on: {versions or 'not known'}."]
         parts += ["## Against the bars", pipes([_line(figure) for figure in self.figures])]
         for title, rows in self.tables.items():
             if rows:

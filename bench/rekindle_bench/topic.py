@@ -80,41 +80,41 @@ class Topic:
         task.build_images(*self.images)
         raw = task.out / run.raw_name(self.name)
         is_resumed = self.can_resume and bool(os.environ.get("RESUME")) and raw.exists()
-        with run.recorded(self.name, self.rows.Row, task, self.plans.left_out, append=is_resumed) as here:
-            setup = Setup(task.root, task.binary, task.qemu, here.rows, cache(), task.plan)
-            with self.environment(setup) as here.environment:
-                here.cases(self.cases)
+        with run.recorded(self.name, self.rows.Row, task, self.plans.left_out, append=is_resumed) as current:
+            setup = Setup(task.root, task.binary, task.qemu, current.rows, cache(), task.plan)
+            with self.environment(setup) as current.environment:
+                current.cases(self.cases)
         return raw
 
     def analyse(self, raw: Path, out: Path, command: str) -> Report:
         """Makes figures, tables and plots from a file of rows and, if present, the other files of the run."""
         frame = self.rows.read(raw)
         about = run.copy_run(self.name, raw, out, *([self.throughput.file] if self.throughput else []))
-        found = self.figures(frame, run.raw_name(self.name))
+        findings = self.figures(frame, run.raw_name(self.name))
         plots = self.plots(frame, out) if self.plots else []
         if self.throughput:
             plots += self.throughput.plot(read_sidecar(raw, self.throughput.file, []), out)
         tables = {title: analysis(frame) for title, analysis in self.tables.items()}
-        return report(self.name, about, command, found, plots, tables)
+        return report(self.name, about, command, findings, plots, tables)
 
 
 def bare_report(topic: str, about: dict[str, Any], command: str, errors: list[str]) -> Report:
     """Makes a report without figures, for a run that cannot be analysed. `about`: its circumstances."""
-    made = report(topic, about, command, Findings(""), [], {})
-    made.errors += errors
-    return made
+    bare = report(topic, about, command, Findings(""), [], {})
+    bare.errors += errors
+    return bare
 
 
 def report(
-    topic: str, about: dict[str, Any], command: str, found: Findings, plots: list[str], tables: dict[str, Table]
+    topic: str, about: dict[str, Any], command: str, findings: Findings, plots: list[str], tables: dict[str, Table]
 ) -> Report:
     """Makes the report of a run. `about`: from `copy_run`; `command`: used if `about` has none."""
     return Report(
         topic=topic,
         command=about.get("command", command),
         versions=about.get("versions", {}),
-        figures=found.figures,
-        left_out=[*about.get("left_out", []), *found.absent],
+        figures=findings.figures,
+        left_out=[*about.get("left_out", []), *findings.absent],
         errors=about.get("errors", []),
         failed=about.get("failed", []),
         plots=plots,

@@ -139,20 +139,20 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
                 running.append(process)
             status = process.wait()
             with lock:
-                took = f"{time.monotonic() - since:.0f} s"
+                duration = f"{time.monotonic() - since:.0f} s"
                 if status != 0:
                     failed.append(topic)
-                    print(f"--- {topic}: failed after {took}:\n{log.read_text()}", flush=True)
+                    print(f"--- {topic}: failed after {duration}:\n{log.read_text()}", flush=True)
                 else:
-                    print(f"{topic}: {took}", flush=True)
+                    print(f"{topic}: {duration}", flush=True)
                 for line in left_out(log):
                     print(f"  {topic}: {line}", flush=True)
 
     lanes = [threading.Thread(target=lane) for _ in range(LANES)]
-    for one in lanes:
-        one.start()
+    for lane_thread in lanes:
+        lane_thread.start()
     try:
-        while any(one.is_alive() for one in lanes):
+        while any(lane_thread.is_alive() for lane_thread in lanes):
             lanes[0].join(0.2)
             lanes[-1].join(0.2)
     except KeyboardInterrupt:
@@ -160,8 +160,8 @@ def run_all(topics: Sequence[str], words: Sequence[str], out: Path) -> int:
             waiting.clear()
         for process in running:
             process.terminate()  # the process then removes everything that it has made
-        for one in lanes:
-            one.join()
+        for lane_thread in lanes:
+            lane_thread.join()
         raise
     summary = f"failed: {', '.join(failed)}" if failed else "all of them work"
     print(f"trial of {len(topics)} benchmarks in {time.monotonic() - began:.0f} s: {summary}", flush=True)

@@ -30,33 +30,33 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     A fault after which the cluster did not recover, or that was not watched all the time, has a row but is not counted
     in n: a figure with fewer rows than planned has missed its bar.
     """
-    found = Findings(raw)
+    findings = Findings(raw)
     kills = frame[(frame["case"] == "failover") & frame["recovered"]]
     planned = _planned(frame, ["failover"])
-    _add(found, "failover_s", "s", seconds(kills, "at_us", "answer_us"), planned)
-    _add(found, "failover_restore_s", "s", seconds(kills, "fenced_us", "answer_us"), planned)
+    _add(findings, "failover_s", "s", seconds(kills, "at_us", "answer_us"), planned)
+    _add(findings, "failover_restore_s", "s", seconds(kills, "fenced_us", "answer_us"), planned)
     # The figures below cover all faults, also the kills that measure the time of a fail-over.
-    every = frame[frame["case"].isin(FAULTS)]
-    several = every if len(every[every["case"] == "faults"]) else every.iloc[:0]
+    faulted = frame[frame["case"].isin(FAULTS)]
+    several = faulted if len(faulted[faulted["case"] == "faults"]) else faulted.iloc[:0]
     free = several[~several["case"].isin(("held", "held-off"))]
     for name, rows, column in (
         ("split_brain", several, "overlaps"),
         ("counter_back", free, "beyond"),
-        ("counter_back_held", every[every["case"] == "held"], "beyond"),
-        ("counter_back_held_off", every[every["case"] == "held-off"], "beyond"),
+        ("counter_back_held", faulted[faulted["case"] == "held"], "beyond"),
+        ("counter_back_held_off", faulted[faulted["case"] == "held-off"], "beyond"),
     ):
-        _together(found, name, rows, [float(value) for value in rows[column]])
-    _together(found, "not_recovered", every, [float(not value) for value in every["recovered"]], of_all=True)
-    spare = every[every["spare_bytes"].notna()]
-    _add(found, "spare_memory", "", [float(value) for value in spare["spare_bytes"] / spare["guest_bytes"]])
-    _output(frame, found)
-    unfenced = every[every["kind"].isin(KILLS) & every["fenced_us"].isna()]
+        _together(findings, name, rows, [float(value) for value in rows[column]])
+    _together(findings, "not_recovered", faulted, [float(not value) for value in faulted["recovered"]], of_all=True)
+    spare = faulted[faulted["spare_bytes"].notna()]
+    _add(findings, "spare_memory", "", [float(value) for value in spare["spare_bytes"] / spare["guest_bytes"]])
+    _output(frame, findings)
+    unfenced = faulted[faulted["kind"].isin(KILLS) & faulted["fenced_us"].isna()]
     if len(unfenced):
-        of = len(every[every["kind"].isin(KILLS)])
-        found.absent.append(f"the time of fencing: not known of {len(unfenced)} of {of} kills")
-    for _, row in every[~every["recovered"]].iterrows():
-        found.absent.append(f"{row['case']} {row['round'] + 1} ({row['kind']}): not recovered: {row['trouble']}")
-    return found
+        of = len(faulted[faulted["kind"].isin(KILLS)])
+        findings.absent.append(f"the time of fencing: not known of {len(unfenced)} of {of} kills")
+    for _, row in faulted[~faulted["recovered"]].iterrows():
+        findings.absent.append(f"{row['case']} {row['round'] + 1} ({row['kind']}): not recovered: {row['trouble']}")
+    return findings
 
 
 def seconds(rows: pd.DataFrame, begin: str, end: str) -> list[float]:
@@ -70,35 +70,35 @@ def _planned(frame: pd.DataFrame, cases: Sequence[str]) -> int:
     return int(rows.groupby("case")["planned"].max().sum()) if len(rows) else 0
 
 
-def _add(found: Findings, name: str, unit: str, values: list[float], planned: int | None = None) -> None:
+def _add(findings: Findings, name: str, unit: str, values: list[float], planned: int | None = None) -> None:
     if not values:
-        found.report_missing(name)
+        findings.report_missing(name)
         return
-    figure = Figure(name, median(values), unit, len(values), p95(values), BARS[name], found.raw, planned=planned)
-    found.add(figure)
+    figure = Figure(name, median(values), unit, len(values), p95(values), BARS[name], findings.raw, planned=planned)
+    findings.add(figure)
 
 
-def _together(found: Findings, name: str, rows: pd.DataFrame, values: list[float], *, of_all: bool = False) -> None:
+def _together(findings: Findings, name: str, rows: pd.DataFrame, values: list[float], *, of_all: bool = False) -> None:
     if not values:
-        found.report_missing(name)
+        findings.report_missing(name)
         return
     n = len(rows) if of_all else int(rows["recovered"].sum())
     planned = _planned(rows, FAULTS)
-    found.add(Figure(name, sum(values), "", n, p95(values), BARS[name], found.raw, planned=planned))
+    findings.add(Figure(name, sum(values), "", n, p95(values), BARS[name], findings.raw, planned=planned))
 
 
-def _output(frame: pd.DataFrame, found: Findings) -> None:
+def _output(frame: pd.DataFrame, findings: Findings) -> None:
     """Compares output commit with protection alone at the same interval: round trips, and answers per second."""
     rows = frame[frame["case"] == "output"]
     if not len(rows):
-        found.report_missing("output_commit_rtt")
+        findings.report_missing("output_commit_rtt")
     for every_s in sorted(rows["every_s"].dropna().unique()):
         for name, column, unit in (("rtt", "median_us", "ms"), ("rtt_p99", "p99_us", "ms"), ("per_s", "per_s", "1/s")):
             ours, alone = (pick(rows, column, kind=how, every_s=every_s) for how in ("output-commit", "protect"))
             if unit == "ms":
                 ours, alone = milliseconds(ours), milliseconds(alone)
             what = f"output commit, every {every_s:g} s", "protection alone"
-            found.ratio(f"output_commit_{name}_{every_s:g}s", NO_BAR, ours, alone, *what, of_peer=False, unit=unit)
+            findings.ratio(f"output_commit_{name}_{every_s:g}s", NO_BAR, ours, alone, *what, of_peer=False, unit=unit)
 
 
 def parts(frame: pd.DataFrame) -> pd.DataFrame:

@@ -40,10 +40,10 @@ class BedEnvironment(Environment):
         self._closing.close()
         self._bed = None
         self._number += 1
-        own = self.beds / str(self._number)
-        own.mkdir()
+        folder = self.beds / str(self._number)
+        folder.mkdir()
         self.log("a new bed")
-        given = (self.root, self.rekindle.binary, self.qemu, self.micro, own, every)
+        given = (self.root, self.rekindle.binary, self.qemu, self.micro, folder, every)
         self._bed = self._closing.enter_context(bed(*given, output_commit=output_commit, patience_s=patience_s))
         return self._bed
 

@@ -68,9 +68,9 @@ def record_outcome(row: Row, before: int, events: list[dict[str, Any]], answers:
     `bound`: ticks that may be lost. If a QEMU's first tick was not seen, the loss is unknown: `trouble` reports that.
     """
     starts = running.starts(events)
-    at = next((index for index, start in enumerate(starts) if start.pid == before), None)
-    newer = [] if at is None else starts[at + 1 :]
-    lost = [] if at is None else losses(starts[at:], answers)
+    index_before = next((index for index, start in enumerate(starts) if start.pid == before), None)
+    newer = [] if index_before is None else starts[index_before + 1 :]
+    lost = [] if index_before is None else losses(starts[index_before:], answers)
     drops = list(counter.drops([answer for answer in answers if answer.host_us >= row.at_us - 1_000_000]))
     row.elsewhere = bool(newer)
     row.running_us = min((start.begin_us for start in newer), default=None)
@@ -84,7 +84,7 @@ def record_outcome(row: Row, before: int, events: list[dict[str, Any]], answers:
     row.beyond = max(
         sum(max(0, (loss.back or 0) - bound) for loss in lost), sum(max(0, drop.back - bound) for drop in drops)
     )
-    if at is None:
+    if index_before is None:
         row.trouble += "; the QEMU before was not watched"
     if row.kind in KILLS and not newer:
         row.trouble += "; no other QEMU appeared after the kill"
@@ -116,7 +116,7 @@ def _wait_recovered(bed: Bed, fault: Fault, before: int, at: int) -> None:
 
         def newer() -> int | None:
             starts = running.starts(bed.watch_events())
-            return next((one.begin_us for one in starts if one.pid != before and one.begin_us >= at), None)
+            return next((start.begin_us for start in starts if start.pid != before and start.begin_us >= at), None)
 
         # Polls rarely, since the time of the fail-over is what is measured.
         since = wait_for("the guest in another QEMU", newer, BACK_DEADLINE_S)
@@ -152,7 +152,7 @@ def _run_fault(env: BedEnvironment, way: Way, row: Row, fault: Fault) -> None:
     # Writes that could not be committed while the store was unavailable may be lost, too.
     bound = 0 if way.strict else allowed(row.interval_s + fault.lead_s)
     record_outcome(row, before, bed.watch_events(), answers, bound)
-    row.overlaps = len(running.overlaps([one for one in bed.spans() if one.end_us >= row.at_us]))
+    row.overlaps = len(running.overlaps([span for span in bed.spans() if span.end_us >= row.at_us]))
     row.fenced_us = bed.fenced_us(row.node, row.at_us)
     if not row.recovered:
         row.gap_s = max(row.gap_s or 0.0, (now - answers[-1].host_us) / 1e6 if answers else 0.0)

@@ -49,7 +49,7 @@ def _answer(line: socket.socket) -> None:
 
 def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
     """Returns round trips in us, of requests at random moments. Waits for requests that are under way at the end."""
-    took: list[float] = []
+    round_trips: list[float] = []
     failed: list[BaseException] = []
     end = time.monotonic() + seconds
 
@@ -62,7 +62,7 @@ def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
                     return
                 line.sendall(ASK)
                 _answer(line)
-                took.append((time.monotonic() - began) * 1e6)
+                round_trips.append((time.monotonic() - began) * 1e6)
         except OSError as error:
             failed.append(error)
 
@@ -76,7 +76,7 @@ def trips(lines: list[socket.socket], seconds: float, seed: int) -> list[float]:
         thread.join()
     if failed:
         raise failed[0]
-    return took
+    return round_trips
 
 
 def rate(lines: list[socket.socket], seconds: float) -> float:
@@ -86,17 +86,17 @@ def rate(lines: list[socket.socket], seconds: float) -> float:
             selector.register(line, selectors.EVENT_READ)
             line.sendall(ASK)
         answered, began = 0, time.monotonic()
-        while (left := began + seconds - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+        while (left_s := began + seconds - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
                 line = key.fileobj
                 assert isinstance(line, socket.socket)
                 _answer(line)
                 answered += 1
                 line.sendall(ASK)
-    took = time.monotonic() - began
+    took_s = time.monotonic() - began
     for line in lines:
         _answer(line)
-    return answered / took
+    return answered / took_s
 
 
 def turns(plan: Plan, number: int) -> list[tuple[str, float | None]]:
@@ -111,8 +111,8 @@ def _protected(env: BedEnvironment, guest: Guest, store: Store, how: str, every_
     if every_s is None:
         yield
         return
-    more = ["--output-commit"] if how == "output-commit" else []
-    protector = Protector(env.rekindle, guest.name, store, f"{round(every_s * 1000)}ms", None, *more)
+    options = ["--output-commit"] if how == "output-commit" else []
+    protector = Protector(env.rekindle, guest.name, store, f"{round(every_s * 1000)}ms", None, *options)
     try:
         # The first checkpoint has all memory, and the second has what was written during the first.
         protector.wait("checkpoint", 3)
@@ -126,9 +126,9 @@ def _protected(env: BedEnvironment, guest: Guest, store: Store, how: str, every_
 def output(env: BedEnvironment, plan: Plan) -> None:
     """Measures a guest outside of the cluster, with its store over TLS."""
     env.away()
-    with netns.namespace(f"rkb{getpid()}o") as name, over_tls(env.rekindle, env.disk_dir / "output") as place:
+    with netns.namespace(f"rkb{getpid()}o") as name, over_tls(env.rekindle, env.disk_dir / "output") as tls_store:
         guest = Guest("output", env.image("micro"), GUEST_BYTES >> 20, 31, None, name, env.ram_dir, env.disk_dir)
-        store = place.fresh(guest.name)
+        store = tls_store.fresh(guest.name)
         with env.ours(guest):
             _warm(guest, plan.many_s)
             for number in range(plan.output_rounds):
@@ -155,8 +155,8 @@ def _window(
         # Connects before output is held: otherwise each connection would wait for a checkpoint of its own.
         lines += [_connect(guest) for _ in range(MANY)]
         with _protected(env, guest, store, how, every_s):
-            took = trips(lines[:CALLERS], plan.trips_s, number)
-            row.trips, row.median_us, row.p99_us = len(took), median(took), p99(took)
+            round_trips = trips(lines[:CALLERS], plan.trips_s, number)
+            row.trips, row.median_us, row.p99_us = len(round_trips), median(round_trips), p99(round_trips)
             row.per_s = rate(lines, plan.many_s)
             row.recovered = True
     finally:

@@ -19,10 +19,10 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
         return []
     style.apply()
     figure, axes = plt.subplots(figsize=(8.5, 1.4 + 0.22 * len(parts)), layout="constrained")
-    left = pd.Series(0.0, index=parts.index)
+    starts = pd.Series(0.0, index=parts.index)
     for name, colour in zip(parts.columns, COLOURS, strict=True):
-        axes.barh(parts.index + 1, parts[name], left=left, label=name, color=colour)
-        left = left + parts[name]
+        axes.barh(parts.index + 1, parts[name], left=starts, label=name, color=colour)
+        starts = starts + parts[name]
     axes.invert_yaxis()
     axes.set_xlabel("s from the node's death to the first answer of its guest elsewhere")
     axes.set_ylabel("fail-over")

@@ -50,13 +50,15 @@ def write(records: Sequence[Record], web: Sequence[dict[str, Any]]) -> str:
     for record in records:
         if record.how != COLD:
             parts.append(f"[vmm.{record.how}]\nvmm_downtime_s = {record.gap_ms / 1e3:.3f}\n")
-    for one in web:
-        if one["how"] == COLD:
-            parts.append(f"[vmm.{COLD}]\nvmm_downtime_s = {one['gap_s']:.3f}\ncoupled = true\n")
-    for one in web:
-        lost = min(max(1 - one["mb_per_s_after"] / one["mb_per_s_before"], 0.0), 1.0)
-        degraded = f"degraded_rate = {lost:.3f}\ndegraded_s = {max(one['served_s'] - one['well_s'], 0.0):.1f}\n"
-        parts.append(f"[os.{one['how']}]\ndowntime_s = {one['gap_s']:.3f}\n{degraded}")
+    for measured in web:
+        if measured["how"] == COLD:
+            parts.append(f"[vmm.{COLD}]\nvmm_downtime_s = {measured['gap_s']:.3f}\ncoupled = true\n")
+    for measured in web:
+        lost = min(max(1 - measured["mb_per_s_after"] / measured["mb_per_s_before"], 0.0), 1.0)
+        degraded = (
+            f"degraded_rate = {lost:.3f}\ndegraded_s = {max(measured['served_s'] - measured['well_s'], 0.0):.1f}\n"
+        )
+        parts.append(f"[os.{measured['how']}]\ndowntime_s = {measured['gap_s']:.3f}\n{degraded}")
     return "".join(parts) + TAIL
 
 

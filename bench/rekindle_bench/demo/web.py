@@ -72,7 +72,7 @@ class Reboot:
     @property
     def gap_s(self) -> float:
         """The longest time without an answer that ended after the command."""
-        return max(later.at - one.at for one, later in itertools.pairwise(self.answers) if later.at > 0)
+        return max(later.at - earlier.at for earlier, later in itertools.pairwise(self.answers) if later.at > 0)
 
     def after(self) -> list[Answer]:
         """Returns the answers from when all services of the guest answered again."""
@@ -84,48 +84,48 @@ class Reboot:
 
     def rate_before(self) -> float:
         """Returns MB/s before the reboot."""
-        return sum(one.bytes for one in self.answers if -BEFORE_S <= one.at < 0) / BEFORE_S / 1e6
+        return sum(answer.bytes for answer in self.answers if -BEFORE_S <= answer.at < 0) / BEFORE_S / 1e6
 
     def rate_after(self) -> float:
         """Returns MB/s from when all services answered again until `served`."""
-        return sum(one.bytes for one in self.after()[:FILES]) / (self.served() - self.well) / 1e6
+        return sum(answer.bytes for answer in self.after()[:FILES]) / (self.served() - self.well) / 1e6
 
 
-def through(on: CacheEnvironment, guest: CacheGuest, client: Client, how: str) -> Reboot:
+def through(env: CacheEnvironment, guest: CacheGuest, client: Client, how: str) -> Reboot:
     """Reboots the guest while a client requests files from its web server."""
     time.sleep(BEFORE_S)
     started = time.monotonic()
-    on.reboot(guest, how)
+    env.reboot(guest, how)
     well = time.monotonic() - started
     client.wait(AFTER)
     end = time.monotonic() - started
-    answers = [Answer(one.at - started, one.took_s, one.bytes) for one in client.answers]
-    seen = [one for one in answers if -BEFORE_S <= one.at <= end]
-    return Reboot(how, seen, well, end, on.from_retained_cache(guest))
+    answers = [Answer(answer.at - started, answer.took_s, answer.bytes) for answer in client.answers]
+    shown = [answer for answer in answers if -BEFORE_S <= answer.at <= end]
+    return Reboot(how, shown, well, end, env.from_retained_cache(guest))
 
 
-def measure(on: CacheEnvironment) -> list[Reboot]:
+def measure(env: CacheEnvironment) -> list[Reboot]:
     """Measures one guest through both reboots."""
-    image = on.image("debian")
-    guest = CacheGuest("web", image, MEMORY_MIB, 1, None, on.netns, on.ram_dir, on.disk_dir, bytes_per_s=BYTES_PER_S)
+    image = env.image("debian")
+    guest = CacheGuest("web", image, MEMORY_MIB, 1, None, env.netns, env.ram_dir, env.disk_dir, bytes_per_s=BYTES_PER_S)
     reboots = []
-    with on.ours(guest):
+    with env.ours(guest):
         # Disabled because PostgreSQL would start while the web server already serves files.
         guest.ssh("systemctl disable --now postgresql@15-main")
         with Client(guest.netns, guest.address, PATHS) as client:
             for how in (COLD, WARM):
                 client.wait(FILES)  # so that the guest has cached all of them
-                reboots.append(through(on, guest, client, how))
-                for one in reboots[-1].answers:
-                    on.rows.append(Row(how, round(one.at * 1e3), one.bytes, round(one.took_s * 1e6)))
-                on.log(f"{how}: {FILES} files after {reboots[-1].served():.1f} s")
+                reboots.append(through(env, guest, client, how))
+                for answer in reboots[-1].answers:
+                    env.rows.append(Row(how, round(answer.at * 1e3), answer.bytes, round(answer.took_s * 1e6)))
+                env.log(f"{how}: {FILES} files after {reboots[-1].served():.1f} s")
     return reboots
 
 
 def _panel(axes: Axes, reboot: Reboot, begin: float, end: float) -> None:
     edges = np.arange(begin, end + STEP_S, STEP_S)
-    sizes = [one.bytes for one in reboot.answers]
-    moved, _ = np.histogram([one.at for one in reboot.answers], bins=edges, weights=sizes)
+    sizes = [answer.bytes for answer in reboot.answers]
+    moved, _ = np.histogram([answer.at for answer in reboot.answers], bins=edges, weights=sizes)
     colour = style.COLOURS["cold" if reboot.how == COLD else "warm"]
     axes.stairs(moved / STEP_S / 1e6, edges, color=colour, fill=True, alpha=0.25, linewidth=0)
     axes.stairs(moved / STEP_S / 1e6, edges, color=colour, linewidth=1.4, baseline=None)
@@ -203,8 +203,8 @@ def main(
     out = out.resolve()  # absolute, since definitions in another folder name the disks next to it
     rows = RowFile(out.with_suffix(".csv"), Row)
     try:
-        with environment(Setup(root, rekindle.resolve(), qemu, rows, out.parent), slow=False) as on:
-            reboots = measure(on)
+        with environment(Setup(root, rekindle.resolve(), qemu, rows, out.parent), slow=False) as env:
+            reboots = measure(env)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (OSError, RekindleError, RuntimeError) as error:

@@ -4,8 +4,8 @@ import json
 
 import pandas as pd
 
-from rekindle_bench.report import Bar, Figure, Findings
-from rekindle_lab.stats import median, p95
+from rekindle_bench.report import Bar, Findings
+from rekindle_lab.stats import median
 
 from .kinds import KINDS
 from .rows import OUTCOMES
@@ -18,28 +18,28 @@ def runs(frame: pd.DataFrame, checked: int) -> pd.DataFrame:
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figures: the bar, the control that shows that the experiment can fail, and the number of tries."""
-    found = Findings(raw)
+    findings = Findings(raw)
     for name, checked, bar in (("blocks_wrong", 1, Bar(0, "==")), ("blocks_wrong_unchecked", 0, Bar(1, ">="))):
         # Runs of the control without faults are in the tables only.
-        done = runs(frame, checked)
-        done = done[done["kind"] != "none"]
-        if not len(done):
-            found.report_missing(name)
+        damaged = runs(frame, checked)
+        damaged = damaged[damaged["kind"] != "none"]
+        if not len(damaged):
+            findings.report_missing(name)
             continue
-        wrong = [float(value) for value in done["wrong"]]
+        wrong = [float(value) for value in damaged["wrong"]]
         extra = {
-            "compared": float(done["compared"].sum()),
-            "served": float(done["served"].sum()),
-            "refused": float(done["refused"].sum()),
-            "hit": float(done["hit"].map(lambda text: len(json.loads(text))).sum()),
-            "hit_wrong": float(done["hit_wrong"].sum()),
-            "runs_wrong": float((done["wrong"] > 0).sum()),
+            "compared": float(damaged["compared"].sum()),
+            "served": float(damaged["served"].sum()),
+            "refused": float(damaged["refused"].sum()),
+            "hit": float(damaged["hit"].map(lambda text: len(json.loads(text))).sum()),
+            "hit_wrong": float(damaged["hit_wrong"].sum()),
+            "runs_wrong": float((damaged["wrong"] > 0).sum()),
             "runs_unfinished": float(
                 ((frame["checked"] == checked) & frame["wrong"].isna() & (frame["kind"] != "none")).sum()
             ),
         }
-        found.add(Figure(name, sum(wrong), "", len(wrong), p95(wrong), bar, raw, extra=extra))
-    return found
+        findings.add_sample(name, "", wrong, bar, value=sum(wrong), extra=extra)
+    return findings
 
 
 def by_kind(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
@@ -48,20 +48,20 @@ def by_kind(frame: pd.DataFrame, checked: int) -> list[dict[str, object]]:
     chosen = frame[frame["checked"] == checked]
     for kind in KINDS:
         all_of = chosen[chosen["kind"] == kind.name]
-        done = runs(all_of, checked)
+        finished = runs(all_of, checked)
         if not len(all_of):
             continue
-        line: dict[str, object] = {"type": kind.name, "class": kind.of_class, "n": len(done)}
-        line |= {outcome: int((done["outcome"] == outcome).sum()) for outcome in OUTCOMES}
-        line["unfinished"] = len(all_of) - len(done)
-        if len(done):
-            line |= {name: int(median([float(v) for v in done[name]])) for name in ("kept", "served", "refused")}
+        line: dict[str, object] = {"type": kind.name, "class": kind.of_class, "n": len(finished)}
+        line |= {outcome: int((finished["outcome"] == outcome).sum()) for outcome in OUTCOMES}
+        line["unfinished"] = len(all_of) - len(finished)
+        if len(finished):
+            line |= {name: int(median([float(v) for v in finished[name]])) for name in ("kept", "served", "refused")}
             if checked == 0:
-                line["blocks hit"] = int(done["hit"].map(lambda text: len(json.loads(text))).sum())
-                line["of those wrong"] = int(done["hit_wrong"].sum())
-            line["runs with refused"] = int((done["refused"] > 0).sum())
-            line["runs with wrong"] = int((done["wrong"] > 0).sum())
-            line["blocks wrong"] = int(done["wrong"].sum())
+                line["blocks hit"] = int(finished["hit"].map(lambda text: len(json.loads(text))).sum())
+                line["of those wrong"] = int(finished["hit_wrong"].sum())
+            line["runs with refused"] = int((finished["refused"] > 0).sum())
+            line["runs with wrong"] = int((finished["wrong"] > 0).sum())
+            line["blocks wrong"] = int(finished["wrong"].sum())
         lines.append(line)
     return lines
 

@@ -29,15 +29,15 @@ def jobs(plan: Plan, done: dict[tuple[str, int], int]) -> list[tuple[int, str, i
 
     A block has each type once, in a new order: an interrupted experiment has almost equally many runs of each type.
     """
-    every = max(plan.runs // plan.unchecked, 1) if plan.unchecked else 0
-    left = []
+    unchecked_every = max(plan.runs // plan.unchecked, 1) if plan.unchecked else 0
+    jobs_left = []
     for block in range(plan.runs):
         names = list(plan.kinds)
         random.Random(block).shuffle(names)
-        left += [(block, name, 1) for name in names if block >= done.get((name, 1), 0)]
-        if every and block % every == 0 and block // every < plan.unchecked:
-            left += [(block, name, 0) for name in names if block // every >= done.get((name, 0), 0)]
-    return left
+        jobs_left += [(block, name, 1) for name in names if block >= done.get((name, 1), 0)]
+        if unchecked_every and block % unchecked_every == 0 and block // unchecked_every < plan.unchecked:
+            jobs_left += [(block, name, 0) for name in names if block // unchecked_every >= done.get((name, 0), 0)]
+    return jobs_left
 
 
 def faults(env: FaultEnvironment, plan: Plan) -> None:
@@ -137,9 +137,9 @@ def one_run(env: FaultEnvironment, subject: Subject, kind: Kind, row: Row, plan:
     compare(subject, row)
 
 
-def _ok(answer: str, what: str) -> None:
+def _ok(answer: str, doing: str) -> None:
     if not answer.startswith("ok"):
-        raise RekindleError(f"{what}: {answer}")
+        raise RekindleError(f"{doing}: {answer}")
 
 
 def _poll_until(deadline: float, happened: Callable[[], bool]) -> bool:
@@ -188,16 +188,16 @@ def put_in(env: FaultEnvironment, subject: Subject, kind: Kind, rng: random.Rand
 def _change_code(env: FaultEnvironment, subject: Subject, kind: Kind, rng: random.Random) -> int:
     if env.code is None:
         raise ValueError("the kernel's code is not known")
-    done = 0
+    changed = 0
     for tried, change in enumerate(env.code.changes(kind.name, rng)):
-        if done == kind.count or tried == TRIES * kind.count:
-            return done
+        if changed == kind.count or tried == TRIES * kind.count:
+            return changed
         try:
-            done += subject.ask(f"fault {change.line}", 3.0).startswith("ok")
+            changed += subject.ask(f"fault {change.line}", 3.0).startswith("ok")
         except NoAnswerError:
             # The change ended the guest, so it was injected.
-            return done + 1
-    return done
+            return changed + 1
+    return changed
 
 
 def outcome(subject: Subject, generation: int) -> str:

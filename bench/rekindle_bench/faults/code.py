@@ -90,8 +90,8 @@ class Code:
 
     def name(self, address: int) -> str:
         """Returns the name of the function that contains an address."""
-        at = bisect_right(self.symbols, (address, "\U0010ffff")) - 1
-        return f"{self.symbols[at][1]}+{address - self.symbols[at][0]:#x}"
+        index = bisect_right(self.symbols, (address, "\U0010ffff")) - 1
+        return f"{self.symbols[index][1]}+{address - self.symbols[index][0]:#x}"
 
     def instructions(self, symbol: int) -> list[capstone.CsInsn]:
         """Returns the instructions of a function."""

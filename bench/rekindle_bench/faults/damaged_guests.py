@@ -108,17 +108,17 @@ class Subject:
                 connection.sendall(line.encode() + b"\n")
                 if length is None:
                     connection.shutdown(socket.SHUT_WR)
-                parts, left = [], length if length is not None else 1 << 30
-                while left:
-                    data = connection.recv(min(left, 1 << 20))
+                parts, missing = [], length if length is not None else 1 << 30
+                while missing:
+                    data = connection.recv(min(missing, 1 << 20))
                     if not data:
                         break
                     parts.append(data)
-                    left -= len(data)
+                    missing -= len(data)
         except OSError as error:
             raise NoAnswerError(f"`{line[:40]}`: {error}") from error
-        if length is not None and left:
-            raise NoAnswerError(f"`{line[:40]}`: {left} of {length} bytes did not come")
+        if length is not None and missing:
+            raise NoAnswerError(f"`{line[:40]}`: {missing} of {length} bytes did not come")
         return b"".join(parts)
 
     def progress(self, patience_s: float) -> list[int]:
@@ -170,12 +170,12 @@ class Subject:
         with contextlib.closing(mmap.mmap(-1, length)) as buffer:
             disk = os.open(self.guest.disk, os.O_RDONLY | os.O_DIRECT)
             try:
-                done = 0
-                while done < length:
-                    got = os.preadv(disk, [memoryview(buffer)[done:]], done)
-                    if got <= 0:
-                        raise RekindleError(f"{self.guest.disk}: ends at {done} of {length} bytes")
-                    done += got
+                filled = 0
+                while filled < length:
+                    count = os.preadv(disk, [memoryview(buffer)[filled:]], filled)
+                    if count <= 0:
+                        raise RekindleError(f"{self.guest.disk}: ends at {filled} of {length} bytes")
+                    filled += count
             finally:
                 os.close(disk)
             return np.frombuffer(buffer[:], dtype=np.uint64).reshape(BLOCKS, ROW_BYTES // 8)
@@ -283,9 +283,9 @@ class FaultEnvironment(Environment):
 
 def build_unchecked(root: Path) -> Path:
     """Returns a binary that does not check digests: `REKINDLE_UNCHECKED`, or built in a separate target directory."""
-    given = os.environ.get("REKINDLE_UNCHECKED")
-    if given:
-        return Path(given)
+    existing = os.environ.get("REKINDLE_UNCHECKED")
+    if existing:
+        return Path(existing)
     target = root / "target" / "unchecked"
     command = ["cargo", "build", "--release", "--locked", "--quiet", "--package", "rekindle"]
     command += ["--features", "unchecked-attic", "--target-dir", str(target)]
@@ -301,8 +301,8 @@ def environment(setup: Setup) -> Iterator[FaultEnvironment]:
     """
     unchecked = build_unchecked(setup.root) if setup.plan.unchecked else None
     with setup.workspace() as space:
-        other = Rekindle(unchecked, space.work / "unchecked") if unchecked else None
-        env = setup.environment(FaultEnvironment, space, unchecked=other, done=finished_runs(setup.rows.path))
+        without_check = Rekindle(unchecked, space.work / "unchecked") if unchecked else None
+        env = setup.environment(FaultEnvironment, space, unchecked=without_check, done=finished_runs(setup.rows.path))
         env.fault_image()
         yield env
 

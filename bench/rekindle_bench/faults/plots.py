@@ -23,12 +23,12 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
         return []
     style.apply()
     figure, axes = plt.subplots(figsize=(8.5, 1.2 + 0.3 * len(names)), layout="constrained")
-    left = [0.0] * len(names)
+    starts = [0.0] * len(names)
     for outcome in OUTCOMES:
         shares = [_share(unchecked, name, outcome) for name in names]
         if any(shares):
-            axes.barh(names, shares, left=left, label=f"unchecked: {outcome}", color=COLOURS[outcome])
-        left = [at + share for at, share in zip(left, shares, strict=True)]
+            axes.barh(names, shares, left=starts, label=f"unchecked: {outcome}", color=COLOURS[outcome])
+        starts = [at + share for at, share in zip(starts, shares, strict=True)]
     axes.plot([_share(checked, name, None) for name in names], names, "k|", markersize=10, label="checked")
     axes.invert_yaxis()
     axes.set_xlim(0, 105)

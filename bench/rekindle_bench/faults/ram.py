@@ -71,12 +71,12 @@ class Ram:
             by_task.setdefault(task, []).append((int(start, 16), int(length, 16)))
         for _ in range(count if by_task else 0):
             parts = by_task[rng.choice(list(by_task))]
-            at = rng.randrange(sum(length for _, length in parts))
+            offset = rng.randrange(sum(length for _, length in parts))
             for start, length in parts:
-                if at < length:
-                    self.flip(start + at, rng.randrange(8))
+                if offset < length:
+                    self.flip(start + offset, rng.randrange(8))
                     break
-                at -= length
+                offset -= length
         return count if by_task else 0
 
     def give_to_card(self, queue: dict[str, Any], cached: dict[int, int], count: int, rng: random.Random) -> list[int]:
@@ -88,18 +88,18 @@ class Ram:
         descriptors, ring = int(queue["vring-desc"]), int(queue["vring-avail"])
         (end,) = struct.unpack("<H", self.read(ring + 2, 2))
         frames = sorted(cached)
-        done: list[int] = []
+        given_pages: list[int] = []
         for index in range(next_one + _AHEAD, next_one + ((end - next_one) & 0xFFFF)):
-            if len(done) == count or not frames:
+            if len(given_pages) == count or not frames:
                 break
             (head,) = struct.unpack("<H", self.read(ring + 4 + 2 * (index % size), 2))
-            at = descriptors + 16 * (head % size)
-            _, length, flags, _ = struct.unpack("<QIHH", self.read(at, 16))
+            descriptor = descriptors + 16 * (head % size)
+            _, length, flags, _ = struct.unpack("<QIHH", self.read(descriptor, 16))
             if flags & _WRITABLE and length <= PAGE:
                 frame = frames.pop(rng.randrange(len(frames)))
-                self.write(at, struct.pack("<Q", frame * PAGE))
-                done.append(frame)
-        return done
+                self.write(descriptor, struct.pack("<Q", frame * PAGE))
+                given_pages.append(frame)
+        return given_pages
 
     def close(self) -> None:
         """Unmaps the file."""

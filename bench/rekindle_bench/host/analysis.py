@@ -31,22 +31,22 @@ def reboots(frame: pd.DataFrame) -> pd.DataFrame:
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figures, each with its bar. `raw`: name of the file of rows."""
-    found = Findings(raw)
+    findings = Findings(raw)
     all_of = reboots(frame)
 
     def both(**where: str | int) -> list[float]:
         return pick(all_of, "both_s", how="warm", **where)
 
-    many = both(case="counts", vms=MANY)
+    of_many_guests = both(case="counts", vms=MANY)
     large, small = both(case="sizes", memory_mib=LARGE_MIB), both(case="sizes", memory_mib=SMALL_MIB)
-    if many and large and small:
-        found.add(
+    if of_many_guests and large and small:
+        findings.add(
             Figure(
                 "host_suspend_resume",
-                median(many),
+                median(of_many_guests),
                 "s",
-                len(many),
-                p95(many),
+                len(of_many_guests),
+                p95(of_many_guests),
                 Bar(1.0),
                 raw,
                 compare(large, small),
@@ -59,12 +59,12 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
             )
         )
     else:
-        found.report_missing(
+        findings.report_missing(
             "host_suspend_resume", f"{MANY} guests, or one of {size(SMALL_MIB)} and of {size(LARGE_MIB)}"
         )
     cold = all_of[(all_of["case"] == "counts") & (all_of["how"] == "cold") & (all_of["vms"] == MANY)]
     firmware = [float(value) / 1e6 for value in cold["firmware_us"].dropna()]
-    found.ratio(
+    findings.ratio(
         "host_warm_vs_cold",
         Bar(0.26),
         pick(all_of, "downtime_s", case="counts", how="warm", vms=MANY),
@@ -79,9 +79,9 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     rounds = int((all_of["case"] == "losses").sum())
     if lost:
         extra = {"connections": float(len(lost)), "reboots": float(rounds)}
-        found.add(Figure("host_tcp_lost", sum(lost), "", rounds, p95(lost), Bar(0.0, "=="), raw, extra=extra))
+        findings.add(Figure("host_tcp_lost", sum(lost), "", rounds, p95(lost), Bar(0.0, "=="), raw, extra=extra))
     else:
-        found.report_missing("host_tcp_lost")
+        findings.report_missing("host_tcp_lost")
     faults = frame[frame["case"] == "faults"]
     if len(faults):
         lost_guests = [float(value) for value in faults["outcome"] != "kept"]
@@ -89,12 +89,12 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
         extra = {f"reboots_{where}": float(number.get(where, 0)) for where in ("direct", "emulated")}
         extra["guests"] = float(len(lost_guests))
         n = int(number.sum())
-        found.add(
+        findings.add(
             Figure("host_guests_lost", sum(lost_guests), "", n, p95(lost_guests), Bar(0.0, "=="), raw, extra=extra)
         )
     else:
-        found.report_missing("host_guests_lost")
-    return found
+        findings.report_missing("host_guests_lost")
+    return findings
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
@@ -126,8 +126,8 @@ def summary(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def _median(values: "pd.Series[float]") -> float | None:
-    there = [float(value) for value in values.dropna()]
-    return median(there) if there else None
+    known = [float(value) for value in values.dropna()]
+    return median(known) if known else None
 
 
 def by_fault(frame: pd.DataFrame) -> list[dict[str, object]]:

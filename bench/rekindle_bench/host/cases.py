@@ -51,14 +51,14 @@ class Rounds:
         """Counts the reboots whose rows exist already as done."""
         self.env, self.plan, self.case = env, plan, case
 
-    def of(self, how: str, vms: int, memory_mib: int, wanted: int, where: str = "emulated") -> Iterator[int]:
+    def of(self, how: str, vms: int, memory_mib: int, count: int, where: str = "emulated") -> Iterator[int]:
         """Yields the numbers of the remaining reboots."""
-        done = self.env.done.get((self.case, how, vms, memory_mib, where), 0)
-        for number in range(done, wanted):
+        finished = self.env.done.get((self.case, how, vms, memory_mib, where), 0)
+        for number in range(finished, count):
             if self.plan.budget_s is not None and time.monotonic() - self.env.began > self.plan.budget_s:
                 self.env.left_out.append(f"{self.case}, {vms} x {memory_mib}M, {how}: no time left for round {number}")
                 return
-            self.env.log(f"{self.case}: {vms} x {memory_mib}M, {how}, {number + 1} of {wanted}")
+            self.env.log(f"{self.case}: {vms} x {memory_mib}M, {how}, {number + 1} of {count}")
             yield number
 
 
@@ -66,66 +66,66 @@ class Rounds:
 def host(env: HostEnvironment) -> Iterator[Machine]:
     """Starts an emulated host for one case."""
     env.hosts += 1
-    with machine(env.root, env.rekindle.binary, env.image("micro").folder, env.disk_dir / f"h{env.hosts}") as one:
-        yield one
+    with machine(env.root, env.rekindle.binary, env.image("micro").folder, env.disk_dir / f"h{env.hosts}") as emulated:
+        yield emulated
 
 
-def ways(env: HostEnvironment, plan: Plan, case: str, vms: int, memory_mib: int, wanted: dict[str, int]) -> None:
+def ways(env: HostEnvironment, plan: Plan, case: str, vms: int, memory_mib: int, counts: dict[str, int]) -> None:
     """Reboots a number of guests in each way, in one emulated host."""
     rounds = Rounds(env, plan, case)
-    left = {how: list(rounds_left(env, case, how, vms, memory_mib, wanted)) for how in HOWS}
+    left = {how: list(rounds_left(env, case, how, vms, memory_mib, counts)) for how in HOWS}
     if not any(left.values()):
         return
-    with host(env) as here, reboot.with_guests(here, vms, memory_mib) as guests:
+    with host(env) as emulated, reboot.with_guests(emulated, vms, memory_mib) as guests:
         for how in HOWS:
-            for number in rounds.of(how, vms, memory_mib, wanted.get(how, 0)):
-                seen = reboot_once(env, here, guests, case, number, how)
+            for number in rounds.of(how, vms, memory_mib, counts.get(how, 0)):
+                rebooted = reboot_once(env, emulated, guests, case, number, how)
                 if how in env.breakdown_of(vms) and number == 0:
                     env.records.append(
                         {
                             "how": how,
                             "vms": vms,
-                            "command_us": seen.command_us,
-                            "stages": seen.stages,
-                            "probe": seen.probes[guests[0].name],
+                            "command_us": rebooted.command_us,
+                            "stages": rebooted.stages,
+                            "probe": rebooted.probes[guests[0].name],
                         }
                     )
 
 
-def rounds_left(env: HostEnvironment, case: str, how: str, vms: int, memory_mib: int, wanted: dict[str, int]) -> range:
+def rounds_left(env: HostEnvironment, case: str, how: str, vms: int, memory_mib: int, counts: dict[str, int]) -> range:
     """Returns the numbers of the reboots that have no rows yet."""
-    return range(env.done.get((case, how, vms, memory_mib, "emulated"), 0), wanted.get(how, 0))
+    return range(env.done.get((case, how, vms, memory_mib, "emulated"), 0), counts.get(how, 0))
 
 
 def reboot_once(
-    env: HostEnvironment, here: Machine, guests: Sequence[Guest], case: str, number: int, how: str, fault: str = ""
+    env: HostEnvironment, emulated: Machine, guests: Sequence[Guest], case: str, number: int, how: str, fault: str = ""
 ) -> reboot.Rebooted:
     """Reboots once and appends the rows; afterwards all guests are ready for another reboot."""
-    seen = reboot.reboot(here, env.rekindle, guests, how, fault=bool(fault))
-    if seen.token != (how == "warm"):
-        raise MachineError(f"the kernel was {'' if seen.token else 'not '}entered by kexec, with --how {how}")
+    rebooted = reboot.reboot(emulated, env.rekindle, guests, how, fault=bool(fault))
+    if rebooted.token != (how == "warm"):
+        raise MachineError(f"the kernel was {'' if rebooted.token else 'not '}entered by kexec, with --how {how}")
     for guest in guests:
-        here.ask(f"rekindle recover {guest.name} || :")
+        emulated.ask(f"rekindle recover {guest.name} || :")
     sessions = {guest.name: guest.echoes(b"after") for guest in guests}
     outcomes = {guest.name: guest.outcome() for guest in guests}
-    for row in reboot.rows(case, number, guests, seen, outcomes, sessions):
+    for row in reboot.rows(case, number, guests, rebooted, outcomes, sessions):
         env.rows.append(replace(row, fault=fault))
     for guest in guests:
         if outcomes[guest.name] != "kept" or guest.session is None or not sessions[guest.name]:
             guest.fill()
-    return seen
+    return rebooted
 
 
 def sizes(env: HostEnvironment, plan: Plan) -> None:
     """Reboots with one guest, from small to large."""
-    for memory_mib, wanted in plan.sizes.items():
-        ways(env, plan, "sizes", 1, memory_mib, wanted)
+    for memory_mib, counts in plan.sizes.items():
+        ways(env, plan, "sizes", 1, memory_mib, counts)
 
 
 def counts(env: HostEnvironment, plan: Plan) -> None:
     """Reboots with one small guest, then with several."""
-    for vms, wanted in plan.counts.items():
-        ways(env, plan, "counts", vms, SMALL_MIB, wanted)
+    for vms, rounds_by_way in plan.counts.items():
+        ways(env, plan, "counts", vms, SMALL_MIB, rounds_by_way)
 
 
 def losses(env: HostEnvironment, plan: Plan) -> None:
@@ -139,17 +139,17 @@ def faults(env: HostEnvironment, plan: Plan) -> None:
     numbers = list(range(env.done.get(("faults", "warm", PARTNERS, SMALL_MIB, "direct"), 0), plan.direct))
     if numbers:
         on_this_machine(env, rounds, plan.direct)
-    done = env.done.get(("faults", "warm", PARTNERS, SMALL_MIB, "emulated"), 0)
-    if done >= plan.emulated:
+    finished = env.done.get(("faults", "warm", PARTNERS, SMALL_MIB, "emulated"), 0)
+    if finished >= plan.emulated:
         return
-    with host(env) as here, reboot.with_guests(here, PARTNERS, SMALL_MIB) as guests:
+    with host(env) as emulated, reboot.with_guests(emulated, PARTNERS, SMALL_MIB) as guests:
         for number in rounds.of("warm", PARTNERS, SMALL_MIB, plan.emulated):
             fault = random.Random(f"emulated {number}").choice(FAULTS)
             part, text = ("suspend", SUSPEND_WITH) if ".suspend." in fault else ("resume", RESUME_WITH)
-            here.ask("rm -rf /etc/systemd/system/rekindle-*.service.d")
-            here.write(UNIT.format(part=part), text.format(fault=fault))
-            here.ask("systemctl daemon-reload")
-            reboot_once(env, here, guests, "faults", number, "warm", fault)
+            emulated.ask("rm -rf /etc/systemd/system/rekindle-*.service.d")
+            emulated.write(UNIT.format(part=part), text.format(fault=fault))
+            emulated.ask("systemctl daemon-reload")
+            reboot_once(env, emulated, guests, "faults", number, "warm", fault)
 
 
 def on_this_machine(env: HostEnvironment, rounds: Rounds, wanted: int) -> None:

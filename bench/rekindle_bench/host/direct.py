@@ -81,7 +81,7 @@ def reboot(
 
 def processes(run_dir: Path) -> list[int]:
     """Returns the QEMUs that have this run directory on their command line."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -89,21 +89,21 @@ def processes(run_dir: Path) -> list[int]:
             except OSError:
                 continue
             if os.fsencode(run_dir) + b"/" in line and b"qemu" in line.split(b"\0")[0]:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def end_all(run_dir: Path) -> None:
     """Kills the QEMUs of a run directory, as the end of a host does."""
     end = time.monotonic() + ENDING_S
-    while left := processes(run_dir):
-        for pid in left:
+    while running := processes(run_dir):
+        for pid in running:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         if time.monotonic() > end:
-            raise RekindleError(f"processes {left} do not end")
+            raise RekindleError(f"processes {running} do not end")
         time.sleep(0.02)
 
 

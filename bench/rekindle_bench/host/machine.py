@@ -59,23 +59,23 @@ class Machine:
         self.netns = (folder / "netns").read_text().strip()
         self.seen = HostObservations()
 
-    def ask(self, command: str, timeout: float = COMMAND_S, given: str | None = None) -> str:
+    def ask(self, command: str, timeout: float = COMMAND_S, standard_input: str | None = None) -> str:
         """Runs a command in the host and returns the output; raises `MachineError` unless it succeeds."""
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 [self.run, "exec", self.folder, command],
                 capture_output=True,
                 text=True,
-                input=given if given is not None else "",
+                input=standard_input if standard_input is not None else "",
                 timeout=timeout,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise MachineError(f"{command}: not finished within {timeout:g} s") from error
-        if done.returncode != 0:
-            output = (done.stderr.strip() or done.stdout.strip())[-1500:]
-            raise MachineError(f"{command}: exit status {done.returncode}: {output}")
-        return done.stdout
+        if result.returncode != 0:
+            output = (result.stderr.strip() or result.stdout.strip())[-1500:]
+            raise MachineError(f"{command}: exit status {result.returncode}: {output}")
+        return result.stdout
 
     def write(self, path: str, text: str) -> None:
         """Writes a file in the host."""
@@ -93,9 +93,9 @@ class Machine:
         end = time.monotonic() + deadline_s
         while True:
             try:
-                found = self.boot()
-                if found[0] != before:
-                    return found
+                boot = self.boot()
+                if boot[0] != before:
+                    return boot
             except MachineError:
                 pass
             if time.monotonic() > end:
@@ -114,11 +114,11 @@ def machine(root: Path, binary: Path, micro: Path, folder: Path) -> Iterator[Mac
     environment = {**os.environ, "HOST_MEMORY": MEMORY, "HOST_RESERVE": f"{RESERVE_MIB}M!4G"}
     with ExitStack() as stack:
         stack.callback(subprocess.run, [run, "stop", folder], check=False, capture_output=True)
-        done = subprocess.run(
+        result = subprocess.run(
             [run, "start", folder, binary, micro], env=environment, capture_output=True, text=True, check=False
         )
-        if done.returncode != 0:
-            raise MachineError(f"tests/hosts/run start: {done.stderr.strip()[-1500:]}")
+        if result.returncode != 0:
+            raise MachineError(f"tests/hosts/run start: {result.stderr.strip()[-1500:]}")
         host = Machine(run, folder, binary)
         stopping = threading.Event()
         for watch in (_watch_console, _watch_events):
@@ -132,11 +132,11 @@ def machine(root: Path, binary: Path, micro: Path, folder: Path) -> Iterator[Mac
 
 def _watch_console(host: Machine, stopping: threading.Event) -> None:
     """Records each line of the console with its time."""
-    rest = ""
+    unfinished = ""
     with (host.folder / "console.log").open(errors="replace") as file:
         while not stopping.wait(0.02):
             if part := file.read():
-                *lines, rest = (rest + part).split("\n")
+                *lines, unfinished = (unfinished + part).split("\n")
                 at = now_us()
                 host.seen.console += [(at, line) for line in lines]
 
@@ -147,7 +147,7 @@ def _watch_events(host: Machine, stopping: threading.Event) -> None:
         qmp.connect(str(host.folder / "qmp"))
         qmp.sendall(b'{"execute": "qmp_capabilities"}\n')
         qmp.settimeout(0.2)
-        rest = b""
+        unfinished = b""
         while not stopping.is_set():
             try:
                 part = qmp.recv(65536)
@@ -155,7 +155,7 @@ def _watch_events(host: Machine, stopping: threading.Event) -> None:
                 continue
             if not part:
                 return
-            *lines, rest = (rest + part).split(b"\n")
+            *lines, unfinished = (unfinished + part).split(b"\n")
             for line in lines:
                 event: dict[str, Any] = json.loads(line) if line.strip() else {}
                 if event.get("event") == "RESET":

@@ -40,7 +40,7 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     """Draws the plots that have data, and returns their file names."""
     style.apply()
     all_of = reboots(frame[frame["where"] == "emulated"])
-    done: list[str] = []
+    names: list[str] = []
     for case, x, label, number in (
         ("sizes", "memory_mib", "RAM of the guest", 5),
         ("counts", "vms", "number of guests", 6),
@@ -50,7 +50,7 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
             path = folder / f"host-figure{number}.png"
             ticks = {int(at): size(int(at)) if x == "memory_mib" else str(int(at)) for at in sorted(chosen[x].unique())}
             tasks(chosen, x, label, ticks, path, f"Suspend and resume of all guests (the paper's figure {number})")
-            done.append(path.name)
+            names.append(path.name)
     counts = all_of[all_of["case"] == "counts"]
     if len(counts):
         figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
@@ -62,8 +62,8 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
         axes.legend()
         figure.suptitle("What a client sees (the paper's figure 7)", x=0.01, ha="left", fontweight="bold")
         style.save(figure, folder / "host-figure7.png")
-        done.append("host-figure7.png")
-    return done
+        names.append("host-figure7.png")
+    return names
 
 
 def draw_throughput(records: Sequence[dict[str, Any]], folder: Path) -> list[str]:
@@ -87,7 +87,7 @@ def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
         middle, top = [median(values) for _, values in points], [p95(values) for _, values in points]
         drawn += top
         axes.errorbar(
-            [at for at, _ in points],
+            [positions for positions, _ in points],
             middle,
             yerr=[[0.0] * len(points), [max(0.0, t - m) for t, m in zip(top, middle, strict=True)]],
             label=how,
@@ -125,15 +125,15 @@ def breakdown(records: Sequence[dict[str, Any]], path: Path) -> None:
         probe, zero = record["probe"], record["command_us"]
         width = probe["interval_ms"] / 1e3
         probe_start = (probe["started_unix_ns"] / 1e3 - zero) / 1e6
-        at = [probe_start + interval["start_ms"] / 1e3 for interval in probe["intervals"]]
+        times = [probe_start + interval["start_ms"] / 1e3 for interval in probe["intervals"]]
         rate = [interval["answered"] / width for interval in probe["intervals"]]
-        axes.step(at, rate, where="post", color=style.COLOURS[record["how"]])
+        axes.step(times, rate, where="post", color=style.COLOURS[record["how"]])
         top = max(rate, default=1.0) or 1.0
-        left = 0.0
+        stage_start = 0.0
         for name in STAGES:
-            took = max(record["stages"].get(f"{name}_us", 0), 0) / 1e6
-            axes.barh(1.2 * top, took, left=left, height=0.12 * top, color=COLOURS[name], label=NAMES[name])
-            left += took
+            stage_s = max(record["stages"].get(f"{name}_us", 0), 0) / 1e6
+            axes.barh(1.2 * top, stage_s, left=stage_start, height=0.12 * top, color=COLOURS[name], label=NAMES[name])
+            stage_start += stage_s
         axes.set_ylim(0, 1.35 * top)
         axes.set_ylabel("connections/s")
         axes.set_title(f"{record['how']}, {record['vms']} guests")

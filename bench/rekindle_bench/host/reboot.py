@@ -44,22 +44,22 @@ def reboot(host: Machine, rekindle: Rekindle, guests: Sequence[Guest], how: str,
     before, _ = host.boot()
     targets = [(f"tcp://{guest.address}:7", host.netns) for guest in guests]
     with rekindle.probes(targets, "--timeout", "500ms", "--interval", "500ms", every=EVERY) as probes:
-        seen = Rebooted(how, now_us())
+        rebooted = Rebooted(how, now_us())
         host.ask(f"rekindle reboot host --how {how}")
         if fault:
             wait_active(host, before)
         else:
-            wait_done(host, seen.command_us, len(guests))
+            wait_done(host, rebooted.command_us, len(guests))
         for guest in guests:
             try:
                 guest.wait_ready()
             except MachineError:
                 break  # the caller reports the guest's outcome as `gone`
         time.sleep(SETTLED_S)
-    _, seen.kernel_us = host.wait_boot(before)
-    seen.probes = {guest.name: probe.report for guest, probe in zip(guests, probes, strict=True)}
-    read_records(host, seen, [guest.name for guest in guests])
-    return seen
+    _, rebooted.kernel_us = host.wait_boot(before)
+    rebooted.probes = {guest.name: probe.report for guest, probe in zip(guests, probes, strict=True)}
+    read_records(host, rebooted, [guest.name for guest in guests])
+    return rebooted
 
 
 def wait_done(host: Machine, since_us: int, guests: int) -> None:
@@ -81,21 +81,21 @@ def wait_active(host: Machine, before: str) -> None:
         time.sleep(0.5)
 
 
-def read_records(host: Machine, seen: Rebooted, names: Sequence[str]) -> None:
+def read_records(host: Machine, rebooted: Rebooted, names: Sequence[str]) -> None:
     """Reads the host's own records: the steps of its guests, and when user space began."""
     files = " ".join(f"/run/rekindle/{name}/timeline.jsonl" for name in names)
     output = host.ask(f"cat /proc/cmdline; systemctl show -P UserspaceTimestampMonotonic; cat {files} 2>/dev/null || :")
     command_line, userspace, *lines = output.splitlines()
-    seen.token = "rekindle.token=" in command_line
+    rebooted.token = "rekindle.token=" in command_line
     entries = [json.loads(line) for line in lines if line.strip()]
-    seen.steps = {name: last_reboot([entry for entry in entries if entry["vm"] == name]) for name in names}
-    seen.stages = stages(
-        list(seen.steps.values()),
-        command=seen.command_us,
-        silent=_first_silence(seen),
-        saved=host.seen.last_line(SAVED, seen.command_us),
-        reset=host.seen.first_reset(seen.command_us),
-        kernel=seen.kernel_us,
+    rebooted.steps = {name: last_reboot([entry for entry in entries if entry["vm"] == name]) for name in names}
+    rebooted.stages = stages(
+        list(rebooted.steps.values()),
+        command=rebooted.command_us,
+        silent=_first_silence(rebooted),
+        saved=host.seen.last_line(SAVED, rebooted.command_us),
+        reset=host.seen.first_reset(rebooted.command_us),
+        kernel=rebooted.kernel_us,
         userspace_us=int(userspace),
     )
 
@@ -112,8 +112,8 @@ def last_reboot(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in entry.items() if key != "vm"} for entry in ours[first:]]
 
 
-def _first_silence(seen: Rebooted) -> int | None:
-    starts = [gap_around(report, None, None)[0] for report in seen.probes.values()]
+def _first_silence(rebooted: Rebooted) -> int | None:
+    starts = [gap_around(report, None, None)[0] for report in rebooted.probes.values()]
     return min((start for start in starts if start), default=None)
 
 
@@ -132,39 +132,44 @@ def stages(
     Times are by this machine's clock except `userspace_us`, which counts from the start of the kernel, as the monotonic
     times of the resume's steps do.
     """
-    found: dict[str, int] = {"kernel_us": userspace_us}
+    durations_us: dict[str, int] = {"kernel_us": userspace_us}
     suspends = [s for steps in all_steps for s in steps if s["operation"].startswith("host suspend")]
     resumes = [s for steps in all_steps for s in steps if s["operation"] == "host resume"]
     stopped = [s for s in suspends if s["phase"] == "suspend"]
     if stopped:
         first = min(s["start_mono_ns"] for s in stopped)
-        found["suspend_us"] = (max(s["start_mono_ns"] + s["us"] * 1000 for s in stopped) - first) // 1000
+        durations_us["suspend_us"] = (max(s["start_mono_ns"] + s["us"] * 1000 for s in stopped) - first) // 1000
     if ahead := [s["us"] for s in suspends if s["phase"] == "prepare"]:
-        found["ahead_us"] = sum(ahead)
+        durations_us["ahead_us"] = sum(ahead)
     ready = [s["start_mono_ns"] + s["us"] * 1000 for s in resumes if s["step"] == "wait for its bridges"]
     runs = [s["start_mono_ns"] + s["us"] * 1000 for s in resumes if s["phase"] == "resume"]
     if ready:
-        found["userspace_us"] = max(ready) // 1000 - userspace_us
+        durations_us["userspace_us"] = max(ready) // 1000 - userspace_us
     if ready and runs:
-        found["resume_us"] = (max(runs) - max(ready)) // 1000
+        durations_us["resume_us"] = (max(runs) - max(ready)) // 1000
     if silent is not None:
-        found["services_us"] = silent - command
+        durations_us["services_us"] = silent - command
     if saved is not None:
-        found["down_us"] = (reset or kernel) - saved
+        durations_us["down_us"] = (reset or kernel) - saved
     if reset is not None:
-        found["firmware_us"] = kernel - reset
-    return found
+        durations_us["firmware_us"] = kernel - reset
+    return durations_us
 
 
 def rows(
-    case: str, number: int, guests: Sequence[Guest], seen: Rebooted, outcomes: dict[str, str], sessions: dict[str, bool]
+    case: str,
+    number: int,
+    guests: Sequence[Guest],
+    rebooted: Rebooted,
+    outcomes: dict[str, str],
+    sessions: dict[str, bool],
 ) -> Iterator[Row]:
     """Returns a row for each guest."""
     for guest in guests:
-        start, end, length = gap_around(seen.probes[guest.name], None, None)
+        start, end, length = gap_around(rebooted.probes[guest.name], None, None)
         row = Row(
             case=case,
-            how=seen.how,
+            how=rebooted.how,
             vms=len(guests),
             memory_mib=guest.memory_mib,
             round=number,
@@ -173,12 +178,12 @@ def rows(
             gap_start_host_us=start or None,
             gap_end_host_us=end or None,
             outcome=outcomes[guest.name],
-            wanted="booted" if seen.how == "cold" else "kept",
+            wanted="booted" if rebooted.how == "cold" else "kept",
             sessions=1,
             sessions_lost=int(not sessions[guest.name]),
-            steps=seen.steps.get(guest.name, []),
+            steps=rebooted.steps.get(guest.name, []),
         )
-        for name, value in seen.stages.items():
+        for name, value in rebooted.stages.items():
             setattr(row, name, value)
         yield row
 

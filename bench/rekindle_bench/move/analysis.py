@@ -36,23 +36,23 @@ def best_live(frame: pd.DataFrame, load: str, mib: float) -> str | None:
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figure with its bar, against QEMU's best way. `raw`: name of the file of rows."""
-    found = Findings(raw)
+    findings = Findings(raw)
     extra = {}
     for load, name in ((LOAD, "ratio_dirty"), ("idle", "ratio_idle")):
         for mib in sorted(set(frame["memory_mib"])):
-            at = size(int(mib)).lower()
+            size_text = size(int(mib)).lower()
             ours = stopped(frame, how="move", load=load, memory_mib=mib)
             if (best := best_live(frame, load, mib)) is not None and ours:
-                extra[f"{name}_{at}"] = compare(ours, stopped(frame, how=best, load=load, memory_mib=mib)).ratio
+                extra[f"{name}_{size_text}"] = compare(ours, stopped(frame, how=best, load=load, memory_mib=mib)).ratio
             for how in LIVE:
                 theirs = stopped(frame, how=how, load=load, memory_mib=mib)
                 if ours and theirs:
-                    extra[f"{name}_{at}_{how}"] = compare(ours, theirs).ratio
+                    extra[f"{name}_{size_text}_{how}"] = compare(ours, theirs).ratio
             local = stopped(frame, how="move-local", load=load, memory_mib=mib)
             if local and ours:
-                extra[f"{name}_{at}_tls_to_local"] = compare(ours, local).ratio
+                extra[f"{name}_{size_text}_tls_to_local"] = compare(ours, local).ratio
     best = best_live(frame, LOAD, SMALL_MIB) or "live"
-    found.ratio(
+    findings.ratio(
         "move_stopped_vs_live",
         Bar(1.0),
         stopped(frame, how="move", load=LOAD, memory_mib=SMALL_MIB),
@@ -64,8 +64,8 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     for (mib, load, how), group in frame[frame["how"].isin(LIVE)].groupby(["memory_mib", "load", "how"], sort=True):
         failed = int(group["stopped_us"].isna().sum())
         if failed:
-            found.absent.append(f"{how}, {size(int(mib))}, {load}: {failed} of {len(group)} did not converge")
-    return found
+            findings.absent.append(f"{how}, {size(int(mib))}, {load}: {failed} of {len(group)} did not converge")
+    return findings
 
 
 def degraded(group: pd.DataFrame) -> float | None:

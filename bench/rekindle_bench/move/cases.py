@@ -47,29 +47,29 @@ class DestinationHost:
 @contextmanager
 def _there(env: ProtectEnvironment) -> Iterator[DestinationHost]:
     with ExitStack() as stack:
-        other = stack.enter_context(netns.namespace(f"{env.netns}b"))
+        other_netns = stack.enter_context(netns.namespace(f"{env.netns}b"))
         ram = env.ram_dir / "there"
         ram.mkdir(exist_ok=True)
-        there = Rekindle(env.rekindle.binary, env.work / "there")
+        destination = Rekindle(env.rekindle.binary, env.work / "there")
         ssh = env.work / "ssh"
-        ssh.write_text(f'#!/bin/sh\nshift\nREKINDLE_RUN_DIR={there.run_dir} exec sh -c "$*"\n')
+        ssh.write_text(f'#!/bin/sh\nshift\nREKINDLE_RUN_DIR={destination.run_dir} exec sh -c "$*"\n')
         ssh.chmod(0o755)
-        yield DestinationHost(there, other, ram, ssh)
+        yield DestinationHost(destination, other_netns, ram, ssh)
 
 
 def moves(env: ProtectEnvironment, plan: Plan) -> None:
     """Moves guests of each size under each load, in each way."""
-    with _there(env) as there:
+    with _there(env) as destination:
         for number in range(plan.rounds):
             for mib, touch in plan.sizes.items():
                 for load in plan.loads:
                     env.log(f"move: round {number + 1} of {plan.rounds}: {size(mib)}, {load} MB/s")
                     for how in HOWS:
-                        _move_once(env, there, mib, touch, load, how, number)
+                        _move_once(env, destination, mib, touch, load, how, number)
 
 
 def _move_once(
-    env: ProtectEnvironment, there: DestinationHost, mib: int, touch: str, load: int, how: str, number: int
+    env: ProtectEnvironment, destination: DestinationHost, mib: int, touch: str, load: int, how: str, number: int
 ) -> None:
     env.need(memory_mib=2 * mib, disk_mib=2 * mib)
     guest = env.guest("goes", IMAGE, mib, 21, touch)
@@ -83,20 +83,20 @@ def _move_once(
             if how in STORES:
                 store = env.store(STORES[how]).fresh("goes")
                 stack.callback(store.remove)
-                stack.callback(lambda: there.rekindle.call("stop", guest.name, "--now", ok=range(256)))
-                stop = _ours(env, there, guest, store, row)
+                stack.callback(lambda: destination.rekindle.call("stop", guest.name, "--now", ok=range(256)))
+                stop = _ours(env, destination, guest, store, row)
             else:
-                stop = _qemu(env, there, guest, how, row)
+                stop = _qemu(env, destination, guest, how, row)
         if stop is not None:
             _service(probes[0], began[0], stop, row)
         env.rows.append(row)
 
 
-def _ours(env: ProtectEnvironment, there: DestinationHost, guest: Guest, store: Store, row: Row) -> float:
+def _ours(env: ProtectEnvironment, destination: DestinationHost, guest: Guest, store: Store, row: Row) -> float:
     """Runs `rekindle move`; returns when the guest was stopped, in s since 1970."""
     definition = env.work / "goes-there.toml"
-    definition.write_text(there.guest_there(guest).definition(env.qemu))
-    reach = ("--to", "there", "--ssh", str(there.ssh), "--rekindle", str(there.rekindle.binary))
+    definition.write_text(destination.guest_there(guest).definition(env.qemu))
+    reach = ("--to", "there", "--ssh", str(destination.ssh), "--rekindle", str(destination.rekindle.binary))
     started = time.time()
     moved = env.rekindle.call(
         "move",
@@ -113,31 +113,31 @@ def _ours(env: ProtectEnvironment, there: DestinationHost, guest: Guest, store: 
     row.pauses_us = sum(one["stopped_us"] for one in moved["rounds"])
     row.rounds, row.last_bytes = len(moved["rounds"]), moved["last_bytes"]
     row.steps = [{"step": name, "us": us} for name, us in moved["pause"].items()]
-    timeline = (there.rekindle.run_dir / guest.name / "timeline.jsonl").read_text().splitlines()
+    timeline = (destination.rekindle.run_dir / guest.name / "timeline.jsonl").read_text().splitlines()
     restored = [one for one in map(json.loads, timeline) if one["operation"] == "restore" and one["phase"] != "settle"]
     row.steps += [{"step": THERE + one["step"], "us": one["us"]} for one in restored]
-    fill = there.rekindle.run_dir / guest.name / "fill.json"
+    fill = destination.rekindle.run_dir / guest.name / "fill.json"
     deadline = time.monotonic() + FILL_DEADLINE_S
     while fill.exists():
         if time.monotonic() > deadline:
             raise RekindleError(f"{guest.name}: not all of its memory has arrived")
         time.sleep(0.005)
     row.whole_us = int((time.time() - started) * 1e6)
-    there.guest_there(guest).wait_ready()
+    destination.guest_there(guest).wait_ready()
     return started + (moved["us"] - moved["stopped_us"]) / 1e6
 
 
-def _qemu(env: ProtectEnvironment, there: DestinationHost, guest: Guest, how: str, row: Row) -> float | None:
+def _qemu(env: ProtectEnvironment, destination: DestinationHost, guest: Guest, how: str, row: Row) -> float | None:
     """Runs QEMU's migration; returns when the guest was stopped, in s since 1970, or `None` if it never was."""
     shown = env.rekindle.show(guest.name)
-    tap = Tap(f"rkm{os.getpid() % 100000}", there.netns, guest.host_address)
+    tap = Tap(f"rkm{os.getpid() % 100000}", destination.netns, guest.host_address)
     try:
         with env.qmp(guest) as source:
-            ram = there.ram / "migrated.ram"
+            ram = destination.ram / "migrated.ram"
             vm = migrate.Vm(env.qemu, shown["command_line"], shown["vmm"]["directory"])
             with migrate.waiting(vm, env.work / "migrated", tap, ram) as target:
-                done = migrate.migrate(source, target, how)
-                there.guest_there(guest).wait_ready()
+                migrated = migrate.migrate(source, target, how)
+                destination.guest_there(guest).wait_ready()
     except migrate.NotConvergedError as error:
         row.converged = 0
         env.log(str(error))
@@ -145,8 +145,8 @@ def _qemu(env: ProtectEnvironment, there: DestinationHost, guest: Guest, how: st
     finally:
         tap.close()
     row.converged = 1 if how in migrate.LIVE else None
-    row.stopped_us, row.total_us, row.whole_us = done.stopped_us, done.total_us, done.total_us
-    return done.stop_host_us / 1e6
+    row.stopped_us, row.total_us, row.whole_us = migrated.stopped_us, migrated.total_us, migrated.total_us
+    return migrated.stop_host_us / 1e6
 
 
 def _service(probe: Probe, began: float, stop: float, row: Row) -> None:

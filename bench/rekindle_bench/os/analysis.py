@@ -49,19 +49,19 @@ def recovered(rows: pd.DataFrame) -> list[float]:
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figures, each with its bar. `raw`: name of the file of rows."""
-    found = Findings(raw)
-    _kexec(frame, found)
-    _late(frame, found)
-    _restore(frame, found)
-    _leak(frame, found)
-    return found
+    findings = Findings(raw)
+    _kexec(frame, findings)
+    _late(frame, findings)
+    _restore(frame, findings)
+    _leak(frame, findings)
+    return findings
 
 
 def _boots(frame: pd.DataFrame, guest: str, how: str) -> pd.DataFrame:
     return frame[(frame["case"] == "reboot") & (frame["guest"] == guest) & (frame["how"] == how)]
 
 
-def _kexec(frame: pd.DataFrame, found: Findings) -> None:
+def _kexec(frame: pd.DataFrame, findings: Findings) -> None:
     cold, kexec = _boots(frame, "debian", "cold"), _boots(frame, "debian", "kexec")
     extra = {}
     skipped = between(cold, "ended_host_us", "kernel_host_us")
@@ -72,10 +72,10 @@ def _kexec(frame: pd.DataFrame, found: Findings) -> None:
         extra["kexec_from_kernel_s"] = median(between(kexec, "kernel_host_us", "served_host_us"))
     words = ("kexec, debian", "cold, debian")
     samples = (gaps(frame, "debian", "kexec"), gaps(frame, "debian", "cold"))
-    found.ratio("kexec_vs_cold", Bar(0.23), *samples, *words, of_peer=False, unit="s", extra=extra)
+    findings.ratio("kexec_vs_cold", Bar(0.23), *samples, *words, of_peer=False, unit="s", extra=extra)
 
 
-def _late(frame: pd.DataFrame, found: Findings) -> None:
+def _late(frame: pd.DataFrame, findings: Findings) -> None:
     """Compares the late phase with cold: with a clean shutdown of the previous guest (default), and with a freeze."""
     for how, name, what in (
         ("phase-services", "phase_late_vs_cold", "late phase, immutable"),
@@ -88,32 +88,32 @@ def _late(frame: pd.DataFrame, found: Findings) -> None:
             extra["ratio_without_shutting_down"] = median(samples[0]) / median(samples[1])
         downtimes_s = (gaps(frame, "immutable", how), gaps(frame, "immutable", "cold"))
         words = (what, "cold, immutable")
-        found.ratio(name, Bar(0.064), *downtimes_s, *words, of_peer=False, unit="s", extra=extra)
+        findings.ratio(name, Bar(0.064), *downtimes_s, *words, of_peer=False, unit="s", extra=extra)
 
 
-def _restore(frame: pd.DataFrame, found: Findings) -> None:
+def _restore(frame: pd.DataFrame, findings: Findings) -> None:
     for guest, name in (("immutable", "phase_restore_ms"), ("micro", "phase_restore_ms_micro")):
         rows = _boots(frame, guest, "phase-services")
         values = milliseconds(pick(rows, "load_us", memory_mib=512))
         if not values:
-            found.report_missing(name, f"{guest}, 512M")
+            findings.report_missing(name, f"{guest}, 512M")
             continue
         low, high = median_interval(values)
         extra = {"low95": low, "high95": high}
         extra["after_the_former_guests_end"] = median(between(rows, "ended_host_us", "running_host_us")) * 1e3
-        found.add(Figure(name, median(values), "ms", len(values), p95(values), Bar(100.0), found.raw, extra=extra))
+        findings.add_sample(name, "ms", values, Bar(100.0), extra=extra)
 
 
-def _leak(frame: pd.DataFrame, found: Findings) -> None:
+def _leak(frame: pd.DataFrame, findings: Findings) -> None:
     ways = [(key, recovered(rows)) for key, rows in frame[frame["case"] == "leak"].groupby(["guest", "how"])]
     ways = [(key, values) for key, values in ways if values]
     if not ways:
-        found.report_missing("leak_recovered")
+        findings.report_missing("leak_recovered")
         return
     (_, least) = min(ways, key=lambda way: median(way[1]))
     extra = {f"{guest}_{how}": median(values) for (guest, how), values in ways}
     n, bar = min(len(values) for _, values in ways), Bar(1.0, ">=")
-    found.add(Figure("leak_recovered", median(least), "", n, p95(least), bar, found.raw, extra=extra))
+    findings.add(Figure("leak_recovered", median(least), "", n, p95(least), bar, findings.raw, extra=extra))
 
 
 def _of(frame: pd.DataFrame, case: str, hows: tuple[str, ...]) -> list[tuple[str, str, pd.DataFrame]]:

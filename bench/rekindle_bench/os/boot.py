@@ -64,13 +64,13 @@ class Clock:
 
 def kernel_began(guest: Guest) -> Clock:
     """Computes the start of a guest's kernel from the uptime that the guest reports."""
-    found = []
+    times = []
     for _ in range(ASKED):
         before = time.time_ns() // 1000
         seconds = float(guest.command("uptime").split()[1])
         after = time.time_ns() // 1000
-        found.append(Clock((before + after) // 2 - round(seconds * 1e6), (after - before) // 2))
-    return min(found, key=lambda clock: clock.within_us)
+        times.append(Clock((before + after) // 2 - round(seconds * 1e6), (after - before) // 2))
+    return min(times, key=lambda clock: clock.within_us)
 
 
 def user_space_after_us(output: str) -> int:

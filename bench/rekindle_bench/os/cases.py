@@ -65,18 +65,18 @@ def leak(env: OsEnvironment, plan: Plan) -> None:
     """
     if not any(plan.leaks.values()):
         raise NotPlannedError
-    made = leak_image(env.root)
+    module = leak_image(env.root)
     for kind, ways in LEAKS.items():
         rounds = plan.leaks.get(kind, 0)
         if not rounds:
             continue
         with ExitStack() as stack:
-            image = Image("micro", made) if kind == "micro" else None
+            image = Image("micro", module) if kind == "micro" else None
             index = LEAK_INDEX + (0 if kind == "micro" else 2)
             guest_of = guests_by_way(env, stack, kind, index, plan.memory_mib, image)
             for number in range(rounds):
                 for how in ways:
-                    guest: Leaky = leaky(guest_of(how), made)
+                    guest: Leaky = leaky(guest_of(how), module)
                     env.reboot(guest.guest, how, number)
                     before = guest.memory()
                     asked = guest.leak(plan.leak_mib)

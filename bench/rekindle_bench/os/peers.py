@@ -85,15 +85,15 @@ class Peer:
         machine = ["-machine", "microvm,pcie=on" if self.how == "microvm" else "q35"]
         if self.how == "qboot":
             machine += ["-bios", "qboot.rom"]
-        given = ["-nodefaults", "-no-user-config", "-display", "none", *machine, *self.like]
-        given += ["-m", str(self.guest.memory_mib), "-kernel", str(image / "vmlinuz"), "-initrd", str(image / "initrd")]
-        given += ["-append", self.guest.command_line, "-serial", f"file:{self.folder / 'console.log'}"]
-        given += ["-qmp", f"unix:{self.qmp},server=on,wait=off"]
-        given += ["-netdev", f"tap,id=net0,fd={self.tap.fd}", "-device", "virtio-net-pci,netdev=net0"]
+        words = ["-nodefaults", "-no-user-config", "-display", "none", *machine, *self.like]
+        words += ["-m", str(self.guest.memory_mib), "-kernel", str(image / "vmlinuz"), "-initrd", str(image / "initrd")]
+        words += ["-append", self.guest.command_line, "-serial", f"file:{self.folder / 'console.log'}"]
+        words += ["-qmp", f"unix:{self.qmp},server=on,wait=off"]
+        words += ["-netdev", f"tap,id=net0,fd={self.tap.fd}", "-device", "virtio-net-pci,netdev=net0"]
         for number, disk in enumerate(self.disks):
-            given += ["-drive", f"if=none,id=disk{number},format=qcow2,file={disk}"]
-            given += ["-device", f"virtio-blk-pci,drive=disk{number}"]
-        return given
+            words += ["-drive", f"if=none,id=disk{number},format=qcow2,file={disk}"]
+            words += ["-device", f"virtio-blk-pci,drive=disk{number}"]
+        return words
 
     def start(self, *more: str) -> None:
         """Starts a QEMU with the guest."""
@@ -215,16 +215,16 @@ def peer(env: OsEnvironment, like: OsGuest, how: str, index: int) -> Iterator[Pe
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         tap = netns.Tap(f"rkp{index}x{like.index}", env.netns, guest.host_address)
         stack.callback(tap.close)
-        made = Peer(env, guest, how, taken, tap, folder)
-        stack.callback(made.end)
-        made.make_disks()
-        made.start()
+        twin = Peer(env, guest, how, taken, tap, folder)
+        stack.callback(twin.end)
+        twin.make_disks()
+        twin.start()
         guest.wait_ready()
         if how not in BOOTED:
-            made.save()
-            made.restart(Row("peers", guest.kind, guest.memory_mib, how, 0))
+            twin.save()
+            twin.restart(Row("peers", guest.kind, guest.memory_mib, how, 0))
             guest.wait_ready()
-        yield made
+        yield twin
 
 
 def peers(env: OsEnvironment, plan: Plan) -> None:

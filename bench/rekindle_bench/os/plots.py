@@ -36,12 +36,12 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
         of = rows[rows["guest"] == guest]
         ways = [how for how in WAYS if how in set(of["how"])]
         for at, how in enumerate(ways):
-            left = 0.0
+            stage_start = 0.0
             known = stages_of(of[of["how"] == how], how)
             for name in (JUMP, *STAGES, REST):
                 if name in known:
-                    axes.barh(at, known[name], left=left, color=COLOURS[name], label=name, height=0.7)
-                    left += known[name]
+                    axes.barh(at, known[name], left=stage_start, color=COLOURS[name], label=name, height=0.7)
+                    stage_start += known[name]
         axes.set_yticks(range(len(ways)), ways)
         axes.invert_yaxis()
         axes.grid(visible=True, axis="x")

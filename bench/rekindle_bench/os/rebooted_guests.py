@@ -110,15 +110,15 @@ def describe_hang(rekindle: Rekindle, guest: OsGuest) -> str:
         vmm = Path(json.loads((folder / "state.json").read_text())["vmm"]["directory"])
         with Qmp(vmm / "watch.sock", timeout=10.0) as qmp:
             status = qmp.execute("query-status")["status"]
-            seen = [str(status)]
+            symptoms = [str(status)]
             for _ in range(2):
                 registers = qmp.execute("human-monitor-command", {"command-line": "info registers"})
                 words = [word for word in registers.split() if word.startswith(("RIP=", "RFL=", "HLT="))]
-                seen.append(" ".join(words))
+                symptoms.append(" ".join(words))
                 time.sleep(SAMPLE_S)
     except (OSError, QmpError, ValueError, KeyError, TypeError) as error:
         return f"its QEMU cannot be queried: {error}"
-    return f"QEMU: {'; '.join(seen)}; its console ends: {text[-CONSOLE:]!r}"
+    return f"QEMU: {'; '.join(symptoms)}; its console ends: {text[-CONSOLE:]!r}"
 
 
 def phase_of(how: str) -> str:

@@ -29,18 +29,18 @@ def steady(frame: pd.DataFrame) -> pd.DataFrame:
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figures, each with its bar. `raw`: name of the file of rows."""
-    found = Findings(raw)
-    _pauses(frame, found)
-    _bytes(frame, found)
+    findings = Findings(raw)
+    _pauses(frame, findings)
+    _bytes(frame, findings)
     commits = [value / 1e6 for value in pick(frame, "took_us", case="commit", what="checkpoint")]
     copies = [value / 1e6 for value in pick(frame, "took_us", case="commit", what="dd")]
-    found.ratio("commit_vs_dd", Bar(1.5), commits, copies, "a checkpoint of 46 MB", "dd conv=fdatasync", unit="s")
-    _interval_kept(frame, found)
+    findings.ratio("commit_vs_dd", Bar(1.5), commits, copies, "a checkpoint of 46 MB", "dd conv=fdatasync", unit="s")
+    _interval_kept(frame, findings)
     for workload, name, limit in (
         ("compile", "slowdown_2s", 0.04),
         ("transcode", "slowdown_2s_transcoding", 0.02),
     ):
-        _slowdown(frame, found, workload, name, limit)
+        _slowdown(frame, findings, workload, name, limit)
     compared = frame[frame["what"] == "compare"]
     if len(compared):
         wrong = [float(value) for value in compared["wrong"]]
@@ -49,14 +49,10 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
             "pages_compared": float(compared["pages"].min()),
             "written_since": float(compared["written_since"].max()),
         }
-        found.add(
-            Figure(
-                "pages_wrong_1000", sum(wrong), "pages", len(wrong), p95(wrong), Bar(0.0, "=="), found.raw, extra=extra
-            )
-        )
+        findings.add_sample("pages_wrong_1000", "pages", wrong, Bar(0.0, "=="), value=sum(wrong), extra=extra)
     else:
-        found.report_missing("pages_wrong_1000")
-    return found
+        findings.report_missing("pages_wrong_1000")
+    return findings
 
 
 def stopped_ms(frame: pd.DataFrame, case: str, how: str, **where: float | str) -> list[float]:
@@ -65,22 +61,24 @@ def stopped_ms(frame: pd.DataFrame, case: str, how: str, **where: float | str) -
     return milliseconds(pick(rows, "stopped_us", **where))
 
 
-def _pauses(frame: pd.DataFrame, found: Findings) -> None:
+def _pauses(frame: pd.DataFrame, findings: Findings) -> None:
     """Adds `pause_vs_background_snapshot` for the worst size, and `pause_vs_basic` for the worse of both policies."""
     peer = WAYS[0]
     by_size = {
         mib: (stopped_ms(frame, "pause", DEFAULT, memory_mib=mib), stopped_ms(frame, "pause", peer, memory_mib=mib))
         for mib in PAUSE_SIZES_MIB
     }
-    have = {mib: (ours, theirs) for mib, (ours, theirs) in by_size.items() if ours and theirs}
+    samples = {mib: (ours, theirs) for mib, (ours, theirs) in by_size.items() if ours and theirs}
     name = "pause_vs_background_snapshot"
-    if have:
-        worst = max(have, key=lambda mib: median(have[mib][0]) / median(have[mib][1]))
-        extra = {f"ratio_{size(mib)}": median(ours) / median(theirs) for mib, (ours, theirs) in have.items()}
-        found.ratio(name, Bar(1.0), *have[worst], f"{DEFAULT}, {size(worst)}", f"{peer}, {size(worst)}", extra=extra)
+    if samples:
+        worst = max(samples, key=lambda mib: median(samples[mib][0]) / median(samples[mib][1]))
+        extra = {f"ratio_{size(mib)}": median(ours) / median(theirs) for mib, (ours, theirs) in samples.items()}
+        findings.ratio(
+            name, Bar(1.0), *samples[worst], f"{DEFAULT}, {size(worst)}", f"{peer}, {size(worst)}", extra=extra
+        )
     for mib in by_size:
-        if mib not in have:
-            found.report_missing(name, size(mib))
+        if mib not in samples:
+            findings.report_missing(name, size(mib))
     # The paper's figure 2: pauses by technique and interval, while the guest compiles.
     common = {"workload": "compile", "store": "disk", "every_s": EVERY_S}
     basic = stopped_ms(frame, "intervals", "basic", **common)
@@ -88,10 +86,10 @@ def _pauses(frame: pd.DataFrame, found: Findings) -> None:
     known = {how: values for how, values in others.items() if values and basic}
     for how in others:
         if how not in known:
-            found.report_missing("pause_vs_basic", how)
+            findings.report_missing("pause_vs_basic", how)
     if known:
         worst_how = max(known, key=lambda how: median(known[how]))
-        found.ratio(
+        findings.ratio(
             "pause_vs_basic",
             Bar(0.08),
             known[worst_how],
@@ -106,31 +104,31 @@ def _pauses(frame: pd.DataFrame, found: Findings) -> None:
 def _by_interval(frame: pd.DataFrame) -> dict[str, float]:
     """Compares the pause of each policy with that of `basic`, for every interval."""
     ratios = {}
-    for every in sorted(frame.loc[frame["case"] == "intervals", "every_s"].dropna().unique()):
-        where = {"workload": "compile", "store": "disk", "every_s": every}
+    for every_s in sorted(frame.loc[frame["case"] == "intervals", "every_s"].dropna().unique()):
+        where = {"workload": "compile", "store": "disk", "every_s": every_s}
         basic = stopped_ms(frame, "intervals", "basic", **where)
         for how in (DEFAULT, "cow"):
             ours = stopped_ms(frame, "intervals", how, **where)
             if ours and basic:
-                ratios[f"ratio_{how}_{every:g}s"] = median(ours) / median(basic)
+                ratios[f"ratio_{how}_{every_s:g}s"] = median(ours) / median(basic)
     return ratios
 
 
-def _bytes(frame: pd.DataFrame, found: Findings) -> None:
+def _bytes(frame: pd.DataFrame, findings: Findings) -> None:
     """Adds the ratio of bytes written to the compressed size of the dirty pages, without small checkpoints."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile") & (rows["store"] == "disk")]
     rows = rows[(rows["compressed_bytes"] >= LARGE_BYTES) & (rows["every_s"] == EVERY_S)]
     ratios = {how: list(g["bytes"] / g["compressed_bytes"]) for how, g in rows.groupby("how") if len(g)}
     if DEFAULT not in ratios:
-        found.report_missing("bytes_vs_dirty")
+        findings.report_missing("bytes_vs_dirty")
         return
     values = ratios[DEFAULT]
     extra = {f"median_{how}": median(list(those)) for how, those in ratios.items()}
-    found.add(Figure("bytes_vs_dirty", median(values), "", len(values), p95(values), Bar(1.1), found.raw, extra=extra))
+    findings.add_sample("bytes_vs_dirty", "", values, Bar(1.1), extra=extra)
 
 
-def _interval_kept(frame: pd.DataFrame, found: Findings) -> None:
+def _interval_kept(frame: pd.DataFrame, findings: Findings) -> None:
     """Adds the smallest configured interval that was kept, provided that all longer ones were kept, too."""
     rows = steady(frame)
     rows = rows[(rows["case"] == "intervals") & (rows["workload"] == "compile") & (rows["store"] == "disk")]
@@ -144,22 +142,22 @@ def _interval_kept(frame: pd.DataFrame, found: Findings) -> None:
             break
         kept = every_s
     if not actual:
-        found.report_missing("interval_kept")
+        findings.report_missing("interval_kept")
     elif kept is None:
-        found.report_missing("interval_kept", "an interval that was kept")
+        findings.report_missing("interval_kept", "an interval that was kept")
     else:
         values = actual[kept]
         extra = {f"actual_{every_s:g}s": median(those) for every_s, those in sorted(actual.items())}
-        found.add(Figure("interval_kept", kept, "s", len(values), p95(values), Bar(0.25), found.raw, extra=extra))
+        findings.add_sample("interval_kept", "s", values, Bar(0.25), value=kept, extra=extra)
 
 
-def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str, limit: float) -> None:
+def _slowdown(frame: pd.DataFrame, findings: Findings, workload: str, name: str, limit: float) -> None:
     """Adds by how much longer the same work takes with protection: ratio of medians less 1, with its interval."""
     rows = frame[(frame["case"] == "slowdown") & (frame["workload"] == workload)]
     with_it = [value / 1e6 for value in pick(rows, "window_us", what="window", how=DEFAULT)]
     without = [value / 1e6 for value in pick(rows, "window_us", what="window", how="none")]
     if len(with_it) < 2 or len(without) < 2:
-        found.report_missing(name)
+        findings.report_missing(name)
         return
     of = compare(with_it, without)
     low, high = ratio_interval(with_it, without)
@@ -167,7 +165,7 @@ def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str, li
     value = of.ratio - 1
     n = min(of.n_ours, of.n_peer)
     tail = of.ours_p95 / of.peer_p95 - 1
-    found.add(
+    findings.add(
         Figure(
             name,
             value,
@@ -175,7 +173,7 @@ def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str, li
             n,
             tail,
             Bar(limit),
-            found.raw,
+            findings.raw,
             of,
             "s",
             f"{workload}, every {EVERY_S:g} s",

@@ -240,10 +240,10 @@ def dd(source: Path, target: Path, length: int) -> tuple[int, int]:
     """Writes `length` bytes of `source` to `target` by `dd conv=fdatasync`; returns microseconds and bytes."""
     target.unlink(missing_ok=True)
     command = ["dd", f"if={source}", f"of={target}", "bs=1M", f"count={length}", "iflag=count_bytes", "conv=fdatasync"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"})
-    report = re.search(r"(\d+) bytes .* copied, ([\d.e+-]+) s", done.stderr)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"})
+    report = re.search(r"(\d+) bytes .* copied, ([\d.e+-]+) s", result.stderr)
     if report is None:
-        raise RuntimeError(f"dd: {done.stderr.strip()}")
+        raise RuntimeError(f"dd: {result.stderr.strip()}")
     return int(float(report[2]) * 1e6), int(report[1])
 
 
@@ -258,8 +258,8 @@ def wrong(env: ProtectEnvironment, plan: Plan) -> None:
             count = plan.wrong if how == DEFAULT else max(1, plan.wrong // 10)
             env.log(f"wrong: {count} checkpoints, {how}")
             store = env.store("disk").fresh(f"wrong-{how}")
-            more = ("--keep", "1", "--count", str(count), "--compare")
-            with protected(env.rekindle, guest.name, store, span(WRONG_EVERY_S), policy(how), *more) as protector:
+            options = ("--keep", "1", "--count", str(count), "--compare")
+            with protected(env.rekindle, guest.name, store, span(WRONG_EVERY_S), policy(how), *options) as protector:
                 compared = protector.wait("compared", timeout=120 + 3.0 * count)[0]
                 protector.join()
                 env.rows.append(

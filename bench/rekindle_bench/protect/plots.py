@@ -66,16 +66,16 @@ def _figure_2(frame: pd.DataFrame, folder: Path) -> str | None:
     lines = [line for line in analysis.pauses_by_interval(frame) if line["store"] == "disk"]
     if not lines:
         return None
-    every = sorted({float(str(line["every s"])) for line in lines}, reverse=True)
+    intervals_s = sorted({float(str(line["every s"])) for line in lines}, reverse=True)
     series: dict[str, list[float | None]] = {
         how: [
             next((float(str(line["mean ms"])) for line in lines if (line["policy"], line["every s"]) == (how, e)), None)
-            for e in every
+            for e in intervals_s
         ]
         for how in POLICIES
     }
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    _bars(axes, [_named(e) for e in every], series)
+    _bars(axes, [_named(e) for e in intervals_s], series)
     style.logarithmic_ms(axes, [value for values in series.values() for value in values if value])
     axes.set_ylabel("mean pause")
     axes.set_xlabel("configured interval")
@@ -94,9 +94,9 @@ def _figure_3(frame: pd.DataFrame, folder: Path) -> str | None:
         2, len(workloads), figsize=(5.5 * len(workloads), 6.5), layout="constrained", squeeze=False
     )
     for column, workload in enumerate(workloads):
-        own = [line for line in lines if line["workload"] == workload]
-        every = sorted({float(str(line["every s"])) for line in own}, reverse=True)
-        cells = list(dict.fromkeys((str(line["policy"]), str(line["store"])) for line in own))
+        of_workload = [line for line in lines if line["workload"] == workload]
+        intervals_s = sorted({float(str(line["every s"])) for line in of_workload}, reverse=True)
+        cells = list(dict.fromkeys((str(line["policy"]), str(line["store"])) for line in of_workload))
         for row, (key, name) in enumerate((("overhead %", "overhead (%)"), ("level %", "level of protection (%)"))):
             axes = grid[row][column]
             width = 0.8 / len(cells)
@@ -105,17 +105,17 @@ def _figure_3(frame: pd.DataFrame, folder: Path) -> str | None:
                     next(
                         (
                             float(str(line[key]))
-                            for line in own
+                            for line in of_workload
                             if (line["policy"], line["store"], line["every s"]) == (*cell, e)
                         ),
                         0.0,
                     )
-                    for e in every
+                    for e in intervals_s
                 ]
-                at = [x + (index - (len(cells) - 1) / 2) * width for x in range(len(every))]
+                at = [x + (index - (len(cells) - 1) / 2) * width for x in range(len(intervals_s))]
                 hatch = {"disk": "", "slow": "//", "tls": ".."}[cell[1]]
                 axes.bar(at, values, width, label=f"{cell[0]}, {cell[1]}", color=COLOURS[cell[0]], hatch=hatch)
-            axes.set_xticks(range(len(every)), [_named(e) for e in every])
+            axes.set_xticks(range(len(intervals_s)), [_named(e) for e in intervals_s])
             axes.set_ylabel(name)
             axes.axhline(0, color="#000000", linewidth=0.8)
         grid[0][column].set_title(workload)

@@ -41,12 +41,12 @@ class ProtectEnvironment(Environment):
         """Returns a folder for stores of a kind (`disk`, `slow`, `tls`), made at the first call."""
         if kind not in self._stores:
             if kind == "disk":
-                made = on_disk(self.disk_dir / "stores")
+                store = on_disk(self.disk_dir / "stores")
             elif kind == "slow":
-                made = self._closing.enter_context(on_slow_disk(self.disk_dir / "slow"))
+                store = self._closing.enter_context(on_slow_disk(self.disk_dir / "slow"))
             else:
-                made = self._closing.enter_context(over_tls(self.rekindle, self.disk_dir / "tls"))
-            self._stores[kind] = made
+                store = self._closing.enter_context(over_tls(self.rekindle, self.disk_dir / "tls"))
+            self._stores[kind] = store
         return self._stores[kind]
 
     @contextmanager
@@ -63,13 +63,13 @@ class ProtectEnvironment(Environment):
 
     def checkpoints(self, protector: Protector, skip: int = 0, **common: Any) -> int:  # noqa: ANN401
         """Appends a row for each reported checkpoint, except the first `skip`; returns their number."""
-        done = protector.of("checkpoint")[skip:]
-        for event in done:
+        events = protector.of("checkpoint")[skip:]
+        for event in events:
             same = {name: event[name] for name in Row.__dataclass_fields__ if name in event and name != "steps"}
             steps = [{"step": name, "us": us} for name, us in event["steps"].items()]
             given = {**same, **common, "full": int(event["full"]), "stop_host_us": event["stopped_host_us"]}
             self.rows.append(Row(what="checkpoint", steps=steps, **given))
-        return len(done)
+        return len(events)
 
 
 def span(seconds: float) -> str:

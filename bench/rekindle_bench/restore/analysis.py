@@ -21,13 +21,13 @@ def restores(frame: pd.DataFrame, **where: float | str) -> list[float]:
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figures, each with its bar. `raw`: name of the file of rows."""
-    found = Findings(raw)
+    findings = Findings(raw)
     small = restores(frame, case="restore", memory_mib=SMALL_MIB, how="lazy")
     large = restores(frame, case="restore", memory_mib=LARGE_MIB, how="lazy")
     peer = restores(frame, case="restore", memory_mib=SMALL_MIB, how="incoming")
     if small:
         of = compare(small, peer) if peer else None
-        found.add(
+        findings.add(
             Figure(
                 "restore_ms_512m",
                 median(small),
@@ -43,8 +43,8 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
             )
         )
     else:
-        found.report_missing("restore_ms_512m")
-    found.ratio(
+        findings.report_missing("restore_ms_512m")
+    findings.ratio(
         "restore_8g_vs_512m",
         Bar(1.2),
         large,
@@ -53,22 +53,22 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
         f"lazy, {size(SMALL_MIB)}",
         of_peer=False,
     )
-    _prepared(frame, found)
+    _prepared(frame, findings)
     for workload, name in (("compile", "slowdown_after_restore"), ("transcode", "slowdown_after_restore_transcoding")):
-        _slowdown(frame, found, workload, name)
-    return found
+        _slowdown(frame, findings, workload, name)
+    return findings
 
 
-def _prepared(frame: pd.DataFrame, found: Findings) -> None:
+def _prepared(frame: pd.DataFrame, findings: Findings) -> None:
     """Adds the time of a restore into a prepared QEMU, and the memory that a prepared QEMU uses while it waits."""
     into = restores(frame, case="prepared", how="prepared")
     fresh = restores(frame, case="prepared", how="lazy")
     resident = [value / 1024 for value in pick(frame, "resident_kib", case="prepared", how="prepared")]
     if not into:
-        found.report_missing("restore_prepared_ms")
+        findings.report_missing("restore_prepared_ms")
         return
     of = compare(into, fresh) if fresh else None
-    found.add(
+    findings.add(
         Figure(
             "restore_prepared_ms",
             median(into),
@@ -76,7 +76,7 @@ def _prepared(frame: pd.DataFrame, found: Findings) -> None:
             len(into),
             p95(into),
             Bar(20.0),
-            found.raw,
+            findings.raw,
             of,
             "ms",
             "prepared",
@@ -87,22 +87,22 @@ def _prepared(frame: pd.DataFrame, found: Findings) -> None:
     if resident:
         n = len(resident)
         bar = Bar(60.0)
-        found.add(Figure("restore_prepared_mb", median(resident), "MB", n, p95(resident), bar, found.raw))
+        findings.add(Figure("restore_prepared_mb", median(resident), "MB", n, p95(resident), bar, findings.raw))
 
 
-def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str) -> None:
+def _slowdown(frame: pd.DataFrame, findings: Findings, workload: str, name: str) -> None:
     """Compares the rest of a piece of work after a restore with the undisturbed rest, by the ratio of each pair."""
     rows = frame[(frame["case"] == "after") & (frame["workload"] == workload) & (frame["what"] == "window")]
     by_round = rows.pivot_table(index="round", columns="how", values="rest_us") if len(rows) else pd.DataFrame()
     if not {"lazy", "undisturbed"} <= set(by_round.columns) or len(by_round.dropna()) < 2:
-        found.report_missing(name)
+        findings.report_missing(name)
         return
     pairs = by_round.dropna()
     ours, theirs = list(pairs["lazy"] / 1e6), list(pairs["undisturbed"] / 1e6)
     of = compare(ours, theirs)
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, high = ratio_interval(ratios, [1.0] * len(ratios))
-    found.add(
+    findings.add(
         Figure(
             name,
             median(ratios) - 1,
@@ -110,7 +110,7 @@ def _slowdown(frame: pd.DataFrame, found: Findings, workload: str, name: str) ->
             len(ratios),
             p95(ratios) - 1,
             Bar(0.04),
-            found.raw,
+            findings.raw,
             of,
             "s",
             f"{workload}, restored",
@@ -150,12 +150,12 @@ def table_2(frame: pd.DataFrame) -> list[dict[str, object]]:
     rows = frame[frame["case"] == "after"]
     lines: list[dict[str, object]] = []
     for workload, group in rows.groupby("workload", sort=True):
-        found = Findings("")
-        _slowdown(group, found, str(workload), str(workload))
+        findings = Findings("")
+        _slowdown(group, findings, str(workload), str(workload))
         demanded = [value * 4096 / 1e6 for value in pick(group, "demanded_pages")]
         behind = [value * 4096 / 1e6 for value in pick(group, "filled_pages")]
         worst = milliseconds(pick(group, "worst_us"))
-        figure = found.figures[0] if found.figures else None
+        figure = findings.figures[0] if findings.figures else None
         digests = group[group["what"] == "window"].groupby("round")["digest"].nunique()
         lines.append(
             {

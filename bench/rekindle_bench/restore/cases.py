@@ -94,10 +94,10 @@ def _incoming(env: RestoreEnvironment, guest: Guest, shown: dict[str, object], r
     try:
         folder = env.work / f"{guest.name}-incoming"
         ram = env.ram_dir / f"{guest.name}-incoming.ram"
-        done = snapshot.restore(env.qemu, line, vmm["directory"], folder, path, tap, ram)
+        restored = snapshot.restore(env.qemu, line, vmm["directory"], folder, path, tap, ram)
     finally:
         tap.close()
-    row.restore_us, row.steps = done.restore_us, done.steps
+    row.restore_us, row.steps = restored.restore_us, restored.steps
     env.rows.append(row)
 
 
@@ -106,16 +106,16 @@ def stores(env: RestoreEnvironment, plan: Plan) -> None:
     with env.working("from", MEMORY_MIB, 10) as (guest, work):
         work.loop("compile")
         places = [env.store(kind).fresh(f"from-{kind}") for kind in plan.stores if env.has_store(kind)]
-        for place in places:
-            _protect(env, guest, place)
+        for store in places:
+            _protect(env, guest, store)
         for number in range(plan.store_restores):
             env.log(f"stores: round {number + 1} of {plan.store_restores}")
-            for place in places:
+            for store in places:
                 env.crash(guest.name)
-                row = Row("stores", "restore", MEMORY_MIB, "compile", place.kind, "lazy", number)
-                _restore(env, guest.name, place, row)
-        for place in places:
-            place.remove()
+                row = Row("stores", "restore", MEMORY_MIB, "compile", store.kind, "lazy", number)
+                _restore(env, guest.name, store, row)
+        for store in places:
+            store.remove()
 
 
 def prepared(env: RestoreEnvironment, plan: Plan) -> None:

@@ -47,22 +47,22 @@ class RestoreEnvironment(ProtectEnvironment):
     def knows_prepare(self) -> bool:
         """Returns whether the tested `rekindle restore` has the option `--prepare`."""
         command = [str(self.rekindle.binary), "restore", "--help"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return "--prepare" in done.stdout
+        help_text = subprocess.run(command, capture_output=True, text=True, check=True)
+        return "--prepare" in help_text.stdout
 
     def qemus(self, name: str) -> list[int]:
         """Returns the pids of a VM's QEMUs in this run directory."""
-        found = []
-        wanted = str(self.rekindle.run_dir / name).encode() + b"/vmm-"
+        pids = []
+        folder = str(self.rekindle.run_dir / name).encode() + b"/vmm-"
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
                     line = (entry / "cmdline").read_bytes()
                 except OSError:
                     continue
-                if b"qemu-system" in line.split(b"\0", 1)[0] and wanted in line:
-                    found.append(int(entry.name))
-        return found
+                if b"qemu-system" in line.split(b"\0", 1)[0] and folder in line:
+                    pids.append(int(entry.name))
+        return pids
 
     def crash(self, name: str) -> None:
         """Simulates the death of the guest's host: kills the QEMU, and removes Rekindle's files of the VM."""
@@ -96,7 +96,7 @@ class RestoreEnvironment(ProtectEnvironment):
             if time.monotonic() > deadline:
                 raise RekindleError(f"{name}: its memory is not loaded within {FILL_DEADLINE_S:g} s")
             time.sleep(0.005)
-        took = time.time_ns() // 1000 - since_host_us
+        took_us = time.time_ns() // 1000 - since_host_us
         # The pager logs its result shortly after it has removed the record.
         while True:
             filled = _FILLED.search(log.read_text())
@@ -104,7 +104,7 @@ class RestoreEnvironment(ProtectEnvironment):
                 break
             time.sleep(0.005)
         numbers = [int(number) for number in filled.groups()] if filled else [None, None, None]
-        return Filled(took, numbers[0], numbers[2], numbers[1])
+        return Filled(took_us, numbers[0], numbers[2], numbers[1])
 
     def resident_kib(self, name: str) -> int:
         """Returns the resident memory, in KiB, of all processes of this VM: QEMU and Rekindle's."""
@@ -121,8 +121,8 @@ class RestoreEnvironment(ProtectEnvironment):
                     binary.endswith(b"rekindle") and environment in (entry / "environ").read_bytes()
                 )
                 if ours and any(mark in line for mark in marks):
-                    found = re.search(r"VmRSS:\s+(\d+)", (entry / "status").read_text())
-                    total += int(found[1]) if found else 0
+                    rss = re.search(r"VmRSS:\s+(\d+)", (entry / "status").read_text())
+                    total += int(rss[1]) if rss else 0
             except OSError:
                 continue
         return total

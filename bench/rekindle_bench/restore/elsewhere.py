@@ -34,26 +34,26 @@ HOST_ADDRESS, GUEST_ADDRESS = "10.89.77.1/24", "10.89.77.2/24"
 def elsewhere(env: RestoreEnvironment, plan: Plan) -> None:
     """Measures a guest of Rekindle, then a guest of libvirt."""
     with ExitStack() as stack:
-        there = Rekindle(env.rekindle.binary, env.work / "there")
-        other = stack.enter_context(netns.namespace(f"{env.netns}b"))
+        destination = Rekindle(env.rekindle.binary, env.work / "there")
+        other_netns = stack.enter_context(netns.namespace(f"{env.netns}b"))
         ram = env.ram_dir / "there"
         ram.mkdir()
-        _of_rekindle(env, plan, there, other, ram)
-        _of_libvirt(env, plan, there, other, ram)
+        _of_rekindle(env, plan, destination, other_netns, ram)
+        _of_libvirt(env, plan, destination, other_netns, ram)
 
 
-def _of_rekindle(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str, ram: Path) -> None:
+def _of_rekindle(env: RestoreEnvironment, plan: Plan, destination: Rekindle, other_netns: str, ram: Path) -> None:
     with env.working("moves", MEMORY_MIB, 13) as (guest, work):
         definition = env.work / "moves-there.toml"
-        definition.write_text(replace(guest, netns=other, ram_dir=ram).definition(env.qemu))
-        _move(env, plan, work, there, definition, "elsewhere", lambda: env.qemus(guest.name))
-        answer = replace(guest, netns=other).command("uptime")
-        there.stop(guest.name)
+        definition.write_text(replace(guest, netns=other_netns, ram_dir=ram).definition(env.qemu))
+        _move(env, plan, work, destination, definition, "elsewhere", lambda: env.qemus(guest.name))
+        answer = replace(guest, netns=other_netns).command("uptime")
+        destination.stop(guest.name)
         if not answer.startswith("ok"):
-            raise RekindleError(f"{guest.name} does not answer in {other}: {answer}")
+            raise RekindleError(f"{guest.name} does not answer in {other_netns}: {answer}")
 
 
-def _of_libvirt(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str, ram: Path) -> None:
+def _of_libvirt(env: RestoreEnvironment, plan: Plan, destination: Rekindle, other_netns: str, ram: Path) -> None:
     folder = env.disk_dir / "libvirt"
     for above in (env.disk_dir, *env.disk_dir.parents):
         if not above.stat().st_mode & 0o001:
@@ -74,7 +74,7 @@ def _of_libvirt(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str
         definition.write_text(
             f'name = "moves"\nmemory = "{MEMORY_MIB}M"\nqemu = "{env.qemu}"\n[ram]\ndir = "{ram}"\n'
             f'[boot]\nkernel = "{folder / "vmlinuz"}"\n'
-            f'[[net]]\nkind = "tap"\nnetns = "{other}"\naddress = "{HOST_ADDRESS}"\n'
+            f'[[net]]\nkind = "tap"\nnetns = "{other_netns}"\naddress = "{HOST_ADDRESS}"\n'
         )
         work = Work(domain, env.rekindle.run_dir, domain.console)
 
@@ -82,14 +82,14 @@ def _of_libvirt(env: RestoreEnvironment, plan: Plan, there: Rekindle, other: str
             daemon.kill()
             return [pid]
 
-        _move(env, plan, work, there, definition, "libvirt", host)
+        _move(env, plan, work, destination, definition, "libvirt", host)
         # The restored guest answers in its new namespace.
-        with netns.connect(other, domain.address, COMMAND_PORT, 60.0) as connection:
+        with netns.connect(other_netns, domain.address, COMMAND_PORT, 60.0) as connection:
             connection.sendall(b"uptime\n")
             answer = connection.recv(4096).decode()
-        there.stop("moves")
+        destination.stop("moves")
         if not answer.startswith("ok"):
-            raise RekindleError(f"moves does not answer in {other}: {answer}")
+            raise RekindleError(f"moves does not answer in {other_netns}: {answer}")
 
 
 def _end(processes: list[int]) -> None:
@@ -109,7 +109,7 @@ def _move(
     env: RestoreEnvironment,
     plan: Plan,
     work: Work,
-    there: Rekindle,
+    destination: Rekindle,
     definition: Path,
     how: str,
     host: Callable[[], list[int]],
@@ -132,12 +132,14 @@ def _move(
         _end(processes)
         died = time.time_ns() // 1000
         newest = protector.of("checkpoint")[-1]["stopped_host_us"]
-        restored = there.call("restore", name, "--store", store.url, *store.options, "--definition", str(definition))
+        restored = destination.call(
+            "restore", name, "--store", store.url, *store.options, "--definition", str(definition)
+        )
         row = Row("elsewhere", "restore", MEMORY_MIB, "compile", "tls", how, 0)
         row.told_us = row.restore_us = restored["us"]
         row.lost_us = died - newest
         moved.append(row)
-        work.read_console(there.run_dir / name / "console.log")
+        work.read_console(destination.run_dir / name / "console.log")
 
     try:
         protector.wait("checkpoint")

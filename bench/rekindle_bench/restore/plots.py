@@ -23,12 +23,12 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     names.append("the rest")
     figure, axes = plt.subplots(figsize=(8.5, 1.2 + 0.45 * len(parts)), layout="constrained")
     labels = [f"{what}: {how}" for what, how in parts]
-    left = [0.0] * len(parts)
+    starts = [0.0] * len(parts)
     for index, name in enumerate(names):
         widths = [medians.get(name, 0.0) for medians in parts.values()]
-        axes.barh(labels, widths, left=left, label=name, color=PALETTE[index % len(PALETTE)])
-        left = [at + width for at, width in zip(left, widths, strict=True)]
-    for label, whole in zip(labels, left, strict=True):
+        axes.barh(labels, widths, left=starts, label=name, color=PALETTE[index % len(PALETTE)])
+        starts = [at + width for at, width in zip(starts, widths, strict=True)]
+    for label, whole in zip(labels, starts, strict=True):
         axes.text(whole, label, f" {style.duration(whole)}", va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("ms from the command to the guest's running (medians)")

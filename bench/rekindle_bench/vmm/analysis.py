@@ -23,21 +23,21 @@ def operations(frame: pd.DataFrame, column: str, **where: str | int) -> list[flo
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figures, each with its bar. `raw`: name of the file of rows."""
-    found = Findings(raw)
-    ratio = found.ratio
+    findings = Findings(raw)
+    ratio = findings.ratio
 
     def stopped(how: str, mib: int, case: str = "ram") -> list[float]:
         return milliseconds(pick(frame, "stopped_us", case=case, how=how, memory_mib=mib))
 
     small = stopped("warm", HEADLINE_MIB)
-    at = size(HEADLINE_MIB)
+    headline_size = size(HEADLINE_MIB)
     ratio(
         "warm_vs_cpr_stopped",
         Bar(1.0),
         small,
         stopped("cpr-transfer", HEADLINE_MIB),
-        f"warm, {at}",
-        f"cpr-transfer, {at}",
+        f"warm, {headline_size}",
+        f"cpr-transfer, {headline_size}",
     )
     ratio(
         "warm_8g_vs_512m_stopped",
@@ -48,12 +48,12 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
         "warm, 512M",
         of_peer=False,
     )
-    many = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=11)]
-    one = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=1)]
+    eleven_vms_s = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=11)]
+    one_vm_s = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=1)]
     solo = [value / 1e6 for value in operations(frame, "total_us", case="solo", how="warm")]
-    if many and one:
-        of = compare(many, one)
-        found.add(
+    if eleven_vms_s and one_vm_s:
+        of = compare(eleven_vms_s, one_vm_s)
+        findings.add(
             Figure(
                 "warm_11_vms_total",
                 of.ours,
@@ -72,23 +72,23 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
             )
         )
     else:
-        found.report_missing("warm_11_vms_total", "11 VMs or for one")
+        findings.report_missing("warm_11_vms_total", "11 VMs or for one")
     ratio("warm_vs_saved_2g", Bar(0.02), stopped("warm", 2048), stopped("saved", 2048), "warm, 2G", "saved, 2G")
 
     rounds = pick(frame, "sessions_lost", case="losses")
     load = frame[frame["case"] == "load"]
     if rounds and len(load):
         lost = sum(rounds) + float(load["failed"].sum()) + float(load["connections_lost"].sum())
-        found.add(Figure("warm_losses_50", lost, "lost", len(rounds), p95(rounds), Bar(0.0, "=="), raw))
+        findings.add_sample("warm_losses_50", "lost", rounds, Bar(0.0, "=="), value=lost)
     else:
-        found.report_missing("warm_losses_50")
+        findings.report_missing("warm_losses_50")
 
     changed = pick(frame, "memory_changed_bytes", how="warm")
     if changed:
-        found.add(Figure("warm_memory_changed", max(changed), "bytes", len(changed), p95(changed), Bar(0.0, "=="), raw))
+        findings.add_sample("warm_memory_changed", "bytes", changed, Bar(0.0, "=="), value=max(changed))
     else:
-        found.report_missing("warm_memory_changed")
-    return found
+        findings.report_missing("warm_memory_changed")
+    return findings
 
 
 def label(row: "pd.Series[object]") -> str:
@@ -168,7 +168,7 @@ def tasks(frame: pd.DataFrame) -> pd.DataFrame:
     outside; `stopped_ms` is missing for a cold reboot, which shuts the guest down instead.
     """
     keys = ["case", "guest", "memory_mib", "vms", "how", "round"]
-    out = []
+    rows = []
     for key, group in frame[frame["case"].isin(SERVICE_CASES)].groupby(keys, sort=True):
         begins, ends, answers = [], [], []
         for _, row in group.iterrows():
@@ -185,5 +185,5 @@ def tasks(frame: pd.DataFrame) -> pd.DataFrame:
             values = milliseconds(pick(group, column))
             known = values and not (line["how"] == "cold" and name == "stopped_ms")
             line[name] = median(values) if known else None
-        out.append(line)
-    return pd.DataFrame(out, columns=[*keys, "pre_ms", "post_ms", "stopped_ms", "gap_ms"])
+        rows.append(line)
+    return pd.DataFrame(rows, columns=[*keys, "pre_ms", "post_ms", "stopped_ms", "gap_ms"])

@@ -136,18 +136,18 @@ class EchoSession:
         line = b"line %d\n" % self._count
         try:
             self._send(line)
-            got = b""
+            echoed = b""
             end = time.monotonic() + SESSION_DEADLINE_S
-            while got != line and line.startswith(got):
+            while echoed != line and line.startswith(echoed):
                 if not select.select([self._handle], [], [], max(0.0, end - time.monotonic()))[0]:
                     return False
                 data = os.read(self._handle, 65536)
                 if not data:
                     return False
-                got += data
+                echoed += data
         except OSError:
             return False
-        return got == line
+        return echoed == line
 
 
 def tcp_session(guest: Guest) -> EchoSession:

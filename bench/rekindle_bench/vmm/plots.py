@@ -25,13 +25,13 @@ def lines(axes: Axes, frame: pd.DataFrame, x: str, column: str) -> list[float]:
         points = [(key, list(group[column])) for key, group in rows.groupby(x, sort=True)]
         if not points:
             continue
-        at = [key for key, _ in points]
+        positions = [key for key, _ in points]
         mid = [median(values) for _, values in points]
         tops = [p95(values) for _, values in points]
         drawn += [*mid, *tops]
         up = [max(0.0, top - middle) for top, middle in zip(tops, mid, strict=True)]
         axes.errorbar(
-            at,
+            positions,
             mid,
             yerr=[[0.0] * len(up), up],
             label=how,
@@ -85,20 +85,20 @@ def _tasks(frame: pd.DataFrame, x: str, xlabel: str, ticks: dict[int, str], titl
 def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
     """Draws the plots that have data, and returns their file names."""
     style.apply()
-    done: list[str] = []
+    names: list[str] = []
     times = tasks(frame)
     ram = times[times["case"].isin(("ram", "sizes"))]
     if len(ram):
         ticks = {int(mib): size(int(mib)) for mib in sorted(ram["memory_mib"].unique())}
         title = "One micro guest, all RAM touched"
         _tasks(ram, "memory_mib", "guest RAM", ticks, title, folder / "vmm-ram.png")
-        done.append("vmm-ram.png")
+        names.append("vmm-ram.png")
     count = times[times["case"] == "count"]
     if len(count):
         ticks = {int(n): str(int(n)) for n in sorted(count["vms"].unique())}
         title = "Small guests rebooted in parallel"
         _tasks(count, "vms", "number of VMs", ticks, title, folder / "vmm-count.png")
-        done.append("vmm-count.png")
+        names.append("vmm-count.png")
         figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
         gaps = frame[frame["case"] == "count"].assign(gap_ms=frame["gap_us"] / 1e3)
         style.logarithmic_ms(axes, lines(axes, gaps, "vms", "gap_ms"))
@@ -106,8 +106,8 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[str]:
         axes.set_xlabel("number of VMs rebooted in parallel")
         axes.set_ylabel("service gap of a VM (median; bar to p95)")
         _finish(figure, [axes], "What a client sees", folder / "vmm-downtime.png")
-        done.append("vmm-downtime.png")
-    return done
+        names.append("vmm-downtime.png")
+    return names
 
 
 def draw_throughput(records: Sequence[dict[str, Any]], folder: Path) -> list[str]:

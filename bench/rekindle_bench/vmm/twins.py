@@ -99,9 +99,9 @@ class VmmEnvironment(Environment):
 
         All of `targets` are guests of Rekindle, or all are peers (then `how` is cpr-transfer). `number`: the round.
         """
-        peers = [one for one in targets if isinstance(one, Peer)]
-        at = [one.guest if isinstance(one, Peer) else one for one in targets]
-        urls = [(client.url(guest), guest.netns) for guest in at]
+        peers = [target for target in targets if isinstance(target, Peer)]
+        vms = [target.guest if isinstance(target, Peer) else target for target in targets]
+        urls = [(client.url(guest), guest.netns) for guest in vms]
         # The timeout is longer than any stop. A boot kills the old connection, so a cold reboot needs a short timeout.
         settings = (*client.options, "--timeout", "5s" if how == "cold" else "300s")
         with self.rekindle.probes(urls, *settings, every=client.every, margin_s=client.margin_s) as probes:
@@ -109,18 +109,18 @@ class VmmEnvironment(Environment):
             if peers:
                 document = handover_json(peers)
             else:
-                document = self.rekindle.reboot([guest.name for guest in at], how, *options)
+                document = self.rekindle.reboot([guest.name for guest in vms], how, *options)
             command_us = int((time.monotonic() - started) * 1e6)
-            for guest in at:
+            for guest in vms:
                 guest.wait_ready()
-        for guest, vm, probe in zip(at, by_name(document, [guest.name for guest in at]), probes, strict=True):
+        for guest, vm, probe in zip(vms, by_name(document, [guest.name for guest in vms]), probes, strict=True):
             start, end, length = gap_around(probe.report, vm.get("stop_host_us"), vm.get("resume_host_us"))
             self.rows.append(
                 Row(
                     case=case,
                     guest=guest.image.kind,
                     memory_mib=guest.memory_mib,
-                    vms=len(at),
+                    vms=len(vms),
                     how=how,
                     round=number,
                     vm=guest.name,

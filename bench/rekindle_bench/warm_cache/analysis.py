@@ -37,18 +37,18 @@ def where(frame: pd.DataFrame, **values: float | str) -> pd.DataFrame:
 
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figures, each with its bar. `raw`: name of the file of rows."""
-    found = Findings(raw)
-    _first_read(frame, found)
-    _runs(frame, found)
-    _web(frame, found)
-    _map(frame, found)
-    _native(frame, found)
-    _memory(frame, found)
-    _helper(frame, found)
-    return found
+    findings = Findings(raw)
+    _first_read(frame, findings)
+    _runs(frame, findings)
+    _web(frame, findings)
+    _map(frame, findings)
+    _native(frame, findings)
+    _memory(frame, findings)
+    _helper(frame, findings)
+    return findings
 
 
-def _first_read(frame: pd.DataFrame, found: Findings) -> None:
+def _first_read(frame: pd.DataFrame, findings: Findings) -> None:
     kinds = [(case, limit, block) for case in ("files", "folios") for limit in LIMITS for block in (4096, 1 << 20)]
     for case, limit, block in kinds:
         of = where(frame, case=case, what="read", limit=limit, block=block)
@@ -59,19 +59,19 @@ def _first_read(frame: pd.DataFrame, found: Findings) -> None:
         first, cold = rate(where(of, how=WARM, at=1)), rate(where(of, how=COLD, at=1))
         before = rate(where(of, how=WARM, at=-1))
         name = f"first_read_vs_cold{tail}"
-        found.ratio(name, at_least(8.7), first, cold, "first read, warm", "first read, cold", False, "MB/s")
+        findings.ratio(name, at_least(8.7), first, cold, "first read, warm", "first read, cold", False, "MB/s")
         name = f"first_read_vs_before{tail}"
-        found.ratio(name, at_least(0.84), first, before, "first read, warm", "last read before", False, "MB/s")
+        findings.ratio(name, at_least(0.84), first, before, "first read, warm", "last read before", False, "MB/s")
 
 
-def _runs(frame: pd.DataFrame, found: Findings) -> None:
+def _runs(frame: pd.DataFrame, findings: Findings) -> None:
     warm = where(frame, case="tpch", how=WARM)
     after, before = ([float(us) / 1e6 for us in where(warm, at=at)["us"]] for at in (1, -1))
-    found.ratio("tpch_after_vs_before", Bar(1.02), after, before, "first run, warm", "last run before", False, "s")
+    findings.ratio("tpch_after_vs_before", Bar(1.02), after, before, "first run, warm", "last run before", False, "s")
     floor = [float(us) / 1e6 for us in where(frame, case="tpch", how="cold-read", at=1)["us"]]
     if floor:
         words = ("first run, warm", "first run, all read beforehand")
-        found.ratio("tpch_after_vs_floor", Bar(1.02), after, floor, *words, of_peer=False, unit="s")
+        findings.ratio("tpch_after_vs_floor", Bar(1.02), after, floor, *words, of_peer=False, unit="s")
 
 
 def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:
@@ -86,18 +86,18 @@ def _seconds(frame: pd.DataFrame, how: str) -> tuple[list[float], list[float]]:
     return after, before
 
 
-def _web(frame: pd.DataFrame, found: Findings) -> None:
+def _web(frame: pd.DataFrame, findings: Findings) -> None:
     after, before = _seconds(frame, WARM)
     words = (f"the first {FIRST_S} s, warm", f"the last {STEADY_S} s before")
-    found.ratio("nginx_after_vs_before", at_least(0.95), after, before, *words, of_peer=False, unit="MB/s")
+    findings.ratio("nginx_after_vs_before", at_least(0.95), after, before, *words, of_peer=False, unit="MB/s")
 
 
-def _map(frame: pd.DataFrame, found: Findings) -> None:
+def _map(frame: pd.DataFrame, findings: Findings) -> None:
     names = {"read": "map_cost", "write": "map_cost_write", "bytes": "map_cost_bytes"}
     for what, name in names.items():
         rows = where(frame, case="map", what=what)
         ours, peer = ([float(us) / 1e6 for us in where(rows, how=how)["us"]] for how in ("map", "no-map"))
-        found.ratio(name, Bar(1.02), ours, peer, "with the map", "without", False, "s")
+        findings.ratio(name, Bar(1.02), ours, peer, "with the map", "without", False, "s")
 
 
 def _cost_us(rows: pd.DataFrame) -> float | None:
@@ -106,7 +106,7 @@ def _cost_us(rows: pd.DataFrame) -> float | None:
     return median([float(cost) for cost in costs]) if len(costs) else None
 
 
-def _native(frame: pd.DataFrame, found: Findings) -> None:
+def _native(frame: pd.DataFrame, findings: Findings) -> None:
     names = {
         ("read", 4096): "native_vs_qsd",
         ("read", 1 << 20): "native_vs_qsd_1m",
@@ -121,16 +121,16 @@ def _native(frame: pd.DataFrame, found: Findings) -> None:
         peer, is_peer = peers[best], f"qemu-storage-daemon, {PEERS[best]}"
         costs = {"server_us_a_request": _cost_us(ours), "peer_us_a_request": _cost_us(peer)}
         extra = {key: cost for key, cost in costs.items() if cost is not None}
-        found.ratio(name, at_least(1.0), rate(ours), rate(peer), "server", is_peer, unit="MB/s", extra=extra)
+        findings.ratio(name, at_least(1.0), rate(ours), rate(peer), "server", is_peer, unit="MB/s", extra=extra)
     for name, how in (("attic_read_native", "attic"), ("attic_read_native_fresh", "attic-fresh")):
         rows = where(frame, how=how)
         if not len(rows):
-            found.report_missing(name)
+            findings.report_missing(name)
             continue
         a_core = [float(value) for value in rows["bytes"] / rows["cpu_us"] / 1e3]
         extra = {"of_wall_time": median([value / 1e3 for value in rate(rows)])}
         n, bar = len(a_core), at_least(2.0)
-        found.add(Figure(name, median(a_core), "GB/s", n, p95(a_core), bar, found.raw, extra=extra))
+        findings.add(Figure(name, median(a_core), "GB/s", n, p95(a_core), bar, findings.raw, extra=extra))
 
 
 def taken(rows: pd.DataFrame) -> pd.Series:
@@ -138,28 +138,28 @@ def taken(rows: pd.DataFrame) -> pd.Series:
     return (rows["ram_kib"] + rows["private_kib"] - rows["code_kib"]) / 1024
 
 
-def _memory(frame: pd.DataFrame, found: Findings) -> None:
+def _memory(frame: pd.DataFrame, findings: Findings) -> None:
     rows = where(frame, case="files", what="memory", how=WARM)
     if not len(rows):
-        found.report_missing("host_memory_peak")
+        findings.report_missing("host_memory_peak")
         return
     shares = [float(value) for value in (taken(rows) - 64) / rows["memory_mib"]]
     files = [float(value) for value in rows["ram_kib"] / 1024 / rows["memory_mib"]]
     extra = {"of_memory_files": max(files)}
     bar = Bar(1.05)
-    found.add(Figure("host_memory_peak", max(shares), "", len(shares), p95(shares), bar, found.raw, extra=extra))
+    findings.add_sample("host_memory_peak", "", shares, bar, value=max(shares), extra=extra)
 
 
-def _helper(frame: pd.DataFrame, found: Findings) -> None:
+def _helper(frame: pd.DataFrame, findings: Findings) -> None:
     kills = [float(us) / 1e3 for us in where(frame, case="helper", what="kill")["us"]]
     errors = where(frame, case="helper", what="verify")["errors"]
     if not kills or not len(errors):
-        found.report_missing("helper_back")
+        findings.report_missing("helper_back")
         return
     extra = {"worst": max(kills)}
-    found.add(Figure("helper_back", median(kills), "ms", len(kills), p95(kills), Bar(200), found.raw, extra=extra))
+    findings.add_sample("helper_back", "ms", kills, Bar(200), extra=extra)
     wrong = float(errors.sum())
-    found.add(Figure("helper_back_errors", wrong, "errors", len(kills), wrong, Bar(0), found.raw))
+    findings.add(Figure("helper_back_errors", wrong, "errors", len(kills), wrong, Bar(0), findings.raw))
 
 
 def through_reboots(frame: pd.DataFrame) -> pd.DataFrame:
@@ -246,11 +246,11 @@ def servers(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 def queries(frame: pd.DataFrame) -> dict[tuple[str, int], list[float]]:
     """Returns the medians of each query in ms, by way and access."""
-    found: dict[tuple[str, int], list[float]] = {}
+    times_by_query: dict[tuple[str, int], list[float]] = {}
     for (how, at), of in where(frame, case="tpch").groupby(["how", "at"]):
         runs = [[step["us"] / 1e3 for step in json.loads(text)] for text in of["steps"]]
-        found[how, int(at)] = [median(list(values)) for values in zip(*runs, strict=True)]
-    return found
+        times_by_query[how, int(at)] = [median(list(values)) for values in zip(*runs, strict=True)]
+    return times_by_query
 
 
 def ways(frame: pd.DataFrame) -> list[str]:

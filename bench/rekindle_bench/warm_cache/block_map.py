@@ -26,10 +26,10 @@ def map_cost(env: CacheEnvironment, plan: Plan) -> None:
         with (
             native.ours(env, disks["map"], "map", "--queues=1") as with_map,
             native.ours(env, disks["no-map"], "nomap", "--queues=1", "--no-map") as without_map,
-            env.ours(env.cached("with", MEMORY_MIB, 3, str(with_map.socket))) as one,
-            env.ours(env.cached("without", MEMORY_MIB, 4, str(without_map.socket))) as other,
+            env.ours(env.cached("with", MEMORY_MIB, 3, str(with_map.socket))) as mapped,
+            env.ours(env.cached("without", MEMORY_MIB, 4, str(without_map.socket))) as unmapped,
         ):
-            both = {"map": (one, with_map), "no-map": (other, without_map)}
+            both = {"map": (mapped, with_map), "no-map": (unmapped, without_map)}
             for number in range(plan.map_rounds):
                 for what, block, options in KINDS:
                     for how in turns(number, ("map", "no-map")):

@@ -104,13 +104,13 @@ class CacheGuest(Guest):
         options = ["-i", str(self.image.key), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
         options += ["-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60"]
         words = ["ip", "netns", "exec", self.netns, "ssh", *options, f"root@{self.address}", command]
-        done = subprocess.run(
+        result = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_DEADLINE_S, check=False
         )
-        if done.returncode != 0:
-            error = (done.stderr.strip() or done.stdout.strip())[-1000:]
-            raise RekindleError(f"{self.name}: {command[:80]}: exit status {done.returncode}: {error}")
-        return done.stdout
+        if result.returncode != 0:
+            error = (result.stderr.strip() or result.stdout.strip())[-1000:]
+            raise RekindleError(f"{self.name}: {command[:80]}: exit status {result.returncode}: {error}")
+        return result.stdout
 
     def _shell(self, command: str) -> str:
         """Runs a command like `ssh`, on the port of `tests/images/stand-in`."""

@@ -88,6 +88,6 @@ def helper_back(env: CacheEnvironment, plan: Plan) -> None:
             row = Row("helper", "kill", "server", "none", number, memory_mib=guest.memory_mib, us=kill(env, guest))
             env.rows.append(row)
         verified = load.result()
-        given = {"bytes": verified.bytes_read, "errors": verified.errors}
-        env.rows.append(Row("helper", "verify", "server", "none", 0, memory_mib=guest.memory_mib, **given))
+        totals = {"bytes": verified.bytes_read, "errors": verified.errors}
+        env.rows.append(Row("helper", "verify", "server", "none", 0, memory_mib=guest.memory_mib, **totals))
         env.log(f"helper: {plan.kills} kills, {verified.errors} errors in {verified.bytes_read} bytes")

@@ -58,8 +58,10 @@ class Server:
 def _process(command: list[str], socket: Path, log: Path) -> Iterator[Server]:
     """Starts a server and waits for its socket. The server ends with the body, or with this process."""
     command = ["setpriv", "--pdeathsig", "KILL", *command]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + START_DEADLINE_S
         while not socket.exists():
@@ -97,15 +99,15 @@ def ask(env: CacheEnvironment, server: Server, kind: Kind, span_mib: int, *optio
     client = env.rekindle.binary.parent / "examples" / "native"
     command = [str(client), str(server.socket), "--what", kind.what, "--order", kind.order, "--bytes", str(kind.block)]
     command += ["--depth", str(kind.depth), "--span", str(span_mib * MIB), "--server", str(server.pid), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    if done.returncode != 0:
-        raise RekindleError(f"native: {done.stderr.strip()[:1000]}")
-    return json.loads(done.stdout)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    if result.returncode != 0:
+        raise RekindleError(f"native: {result.stderr.strip()[:1000]}")
+    return json.loads(result.stdout)
 
 
 def _row(what: Kind, how: str, number: int, report: dict[str, int]) -> Row:
-    given = {"bytes": report["bytes"], "us": report["ns"] // 1000, "cpu_us": report["server_cpu_ns"] // 1000}
-    return Row("native", what.what, how, "none", number, block=what.block, requests=report["requests"], **given)
+    columns = {"bytes": report["bytes"], "us": report["ns"] // 1000, "cpu_us": report["server_cpu_ns"] // 1000}
+    return Row("native", what.what, how, "none", number, block=what.block, requests=report["requests"], **columns)
 
 
 @contextmanager

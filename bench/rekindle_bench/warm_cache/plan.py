@@ -118,11 +118,11 @@ def left_out(plan: Plan) -> list[str]:
     ):
         if own < full:
             lines.append(f"{name}: {own} of {full}")
-    own_files = {(one.what, one.block): one.rounds for one in plan.files}
-    for one in FULL.files:
-        rounds = own_files.get((one.what, one.block), 0)
-        if rounds < one.rounds:
-            lines.append(f"{one.what} of {one.block} bytes: {rounds} of {one.rounds} reboots of each way")
+    own_files = {(file.what, file.block): file.rounds for file in plan.files}
+    for file in FULL.files:
+        rounds = own_files.get((file.what, file.block), 0)
+        if rounds < file.rounds:
+            lines.append(f"{file.what} of {file.block} bytes: {rounds} of {file.rounds} reboots of each way")
     lines += [f"limit of the disk: {name}" for name in FULL.limits if name not in plan.limits]
     if plan.folios != FULL.folios:
         lines.append("files on XFS")

@@ -14,7 +14,7 @@ SELDOM_S = 1.0
 
 def processes(mark: str) -> list[int]:
     """Returns the QEMUs and disk servers that have `mark`, such as the name of a VM, in their command line."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -24,8 +24,8 @@ def processes(mark: str) -> list[int]:
             continue
         is_server = words[0].endswith(b"rekindle") and b"serve" in words[1:3]
         if (b"qemu-system" in words[0] or is_server) and any(mark.encode() in word for word in words):
-            found.append(int(entry.name))
-    return found
+            pids.append(int(entry.name))
+    return pids
 
 
 def files_in(pids: list[int], device: int) -> int:
@@ -45,10 +45,10 @@ def files_in(pids: list[int], device: int) -> int:
 def private_kib(pid: int) -> int:
     """Returns the private memory of a process in KiB."""
     try:
-        found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+        rss_anon = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(rss_anon[1]) if rss_anon else 0
 
 
 def code_kib(pid: int) -> int:
@@ -68,10 +68,10 @@ def code_kib(pid: int) -> int:
 
 def cached_kib(path: Path) -> int:
     """Returns the KiB of a file that the host caches."""
-    done = subprocess.run(
+    result = subprocess.run(
         ["fincore", "--bytes", "--noheadings", "--output", "RES", str(path)], capture_output=True, text=True, check=True
     )
-    return int(done.stdout.strip() or 0) // 1024
+    return int(result.stdout.strip() or 0) // 1024
 
 
 class Watch:
