@@ -33,37 +33,49 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figures, each with its bar. `raw`: name of the file of rows."""
     findings = Findings(raw)
     all_of = reboots(frame)
+    _suspend_resume(all_of, findings)
+    _warm_vs_cold(all_of, findings)
+    _lost_connections(frame, all_of, findings)
+    _lost_guests(frame, all_of, findings)
+    return findings
 
-    def both(**where: str | int) -> list[float]:
+
+def _suspend_resume(all_of: pd.DataFrame, findings: Findings) -> None:
+    """Adds the time of suspend and resume together, and how it grows with a guest's RAM."""
+
+    def both_s(**where: str | int) -> list[float]:
         return pick(all_of, "both_s", how="warm", **where)
 
-    of_many_guests = both(case="counts", vms=MANY)
-    large, small = both(case="sizes", memory_mib=LARGE_MIB), both(case="sizes", memory_mib=SMALL_MIB)
-    if of_many_guests and large and small:
-        findings.add(
-            Figure(
-                "host_suspend_resume",
-                median(of_many_guests),
-                "s",
-                len(of_many_guests),
-                p95(of_many_guests),
-                Bar(1.0),
-                raw,
-                compare(large, small),
-                "s",
-                f"1 guest, {size(LARGE_MIB)}",
-                f"1 guest, {size(SMALL_MIB)}",
-                ratio_bar=Bar(1.1),
-                of_peer=False,
-                extra={"one_guest_s": median(small)},
-            )
+    of_many_guests = both_s(case="counts", vms=MANY)
+    large, small = both_s(case="sizes", memory_mib=LARGE_MIB), both_s(case="sizes", memory_mib=SMALL_MIB)
+    if not of_many_guests or not large or not small:
+        missing = f"{MANY} guests, or one of {size(SMALL_MIB)} and of {size(LARGE_MIB)}"
+        findings.report_missing("host_suspend_resume", missing)
+        return
+    findings.add(
+        Figure(
+            "host_suspend_resume",
+            median(of_many_guests),
+            "s",
+            len(of_many_guests),
+            p95(of_many_guests),
+            Bar(1.0),
+            findings.raw,
+            compare(large, small),
+            "s",
+            f"1 guest, {size(LARGE_MIB)}",
+            f"1 guest, {size(SMALL_MIB)}",
+            ratio_bar=Bar(1.1),
+            of_peer=False,
+            extra={"one_guest_s": median(small)},
         )
-    else:
-        findings.report_missing(
-            "host_suspend_resume", f"{MANY} guests, or one of {size(SMALL_MIB)} and of {size(LARGE_MIB)}"
-        )
+    )
+
+
+def _warm_vs_cold(all_of: pd.DataFrame, findings: Findings) -> None:
+    """Compares the downtime of warm and cold reboots."""
     cold = all_of[(all_of["case"] == "counts") & (all_of["how"] == "cold") & (all_of["vms"] == MANY)]
-    firmware = [float(value) / 1e6 for value in cold["firmware_us"].dropna()]
+    firmware_s = [float(value) / 1e6 for value in cold["firmware_us"].dropna()]
     findings.ratio(
         "host_warm_vs_cold",
         Bar(0.26),
@@ -73,28 +85,33 @@ def figures(frame: pd.DataFrame, raw: str) -> Findings:
         f"cold, {MANY} guests",
         of_peer=False,
         unit="s",
-        extra={"cold_firmware_share": median(firmware) / median(list(cold["downtime_s"]))} if firmware else {},
+        extra={"cold_firmware_share": median(firmware_s) / median(list(cold["downtime_s"]))} if firmware_s else {},
     )
+
+
+def _lost_connections(frame: pd.DataFrame, all_of: pd.DataFrame, findings: Findings) -> None:
     lost = pick(frame, "sessions_lost", case="losses", how="warm")
-    rounds = int((all_of["case"] == "losses").sum())
-    if lost:
-        extra = {"connections": float(len(lost)), "reboots": float(rounds)}
-        findings.add(Figure("host_tcp_lost", sum(lost), "", rounds, p95(lost), Bar(0.0, "=="), raw, extra=extra))
-    else:
+    if not lost:
         findings.report_missing("host_tcp_lost")
+        return
+    rounds = int((all_of["case"] == "losses").sum())
+    extra = {"connections": float(len(lost)), "reboots": float(rounds)}
+    bar = Bar(0.0, "==")
+    findings.add(Figure("host_tcp_lost", sum(lost), "", rounds, p95(lost), bar, findings.raw, extra=extra))
+
+
+def _lost_guests(frame: pd.DataFrame, all_of: pd.DataFrame, findings: Findings) -> None:
+    """Counts the guests whose memory was lost in reboots with a fault."""
     faults = frame[frame["case"] == "faults"]
-    if len(faults):
-        lost_guests = [float(value) for value in faults["outcome"] != "kept"]
-        number = all_of[all_of["case"] == "faults"]["where"].value_counts()
-        extra = {f"reboots_{where}": float(number.get(where, 0)) for where in ("direct", "emulated")}
-        extra["guests"] = float(len(lost_guests))
-        n = int(number.sum())
-        findings.add(
-            Figure("host_guests_lost", sum(lost_guests), "", n, p95(lost_guests), Bar(0.0, "=="), raw, extra=extra)
-        )
-    else:
+    if not len(faults):
         findings.report_missing("host_guests_lost")
-    return findings
+        return
+    lost = [float(value) for value in faults["outcome"] != "kept"]
+    reboots_by_place = all_of[all_of["case"] == "faults"]["where"].value_counts()
+    extra = {f"reboots_{place}": float(reboots_by_place.get(place, 0)) for place in ("direct", "emulated")}
+    extra["guests"] = float(len(lost))
+    n, bar = int(reboots_by_place.sum()), Bar(0.0, "==")
+    findings.add(Figure("host_guests_lost", sum(lost), "", n, p95(lost), bar, findings.raw, extra=extra))
 
 
 def summary(frame: pd.DataFrame) -> list[dict[str, object]]:

@@ -79,7 +79,7 @@ class Machine:
 
     def write(self, path: str, text: str) -> None:
         """Writes a file in the host."""
-        self.ask(f"mkdir -p $(dirname {path}) && cat > {path}", given=text)
+        self.ask(f"mkdir -p $(dirname {path}) && cat > {path}", standard_input=text)
 
     def boot(self) -> tuple[str, int]:
         """Returns the host's boot ID, and when its kernel began by this machine's clock."""

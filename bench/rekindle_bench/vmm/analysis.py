@@ -21,74 +21,89 @@ def operations(frame: pd.DataFrame, column: str, **where: str | int) -> list[flo
     return pick(frame.drop_duplicates(["case", "guest", "memory_mib", "vms", "how", "round"]), column, **where)
 
 
+def stopped_ms(frame: pd.DataFrame, how: str, memory_mib: int, case: str = "ram") -> list[float]:
+    """Returns the guest-stopped times of a way for one size of guests, in ms."""
+    return milliseconds(pick(frame, "stopped_us", case=case, how=how, memory_mib=memory_mib))
+
+
 def figures(frame: pd.DataFrame, raw: str) -> Findings:
     """Computes the figures, each with its bar. `raw`: name of the file of rows."""
     findings = Findings(raw)
-    ratio = findings.ratio
-
-    def stopped(how: str, mib: int, case: str = "ram") -> list[float]:
-        return milliseconds(pick(frame, "stopped_us", case=case, how=how, memory_mib=mib))
-
-    small = stopped("warm", HEADLINE_MIB)
-    headline_size = size(HEADLINE_MIB)
-    ratio(
-        "warm_vs_cpr_stopped",
-        Bar(1.0),
-        small,
-        stopped("cpr-transfer", HEADLINE_MIB),
-        f"warm, {headline_size}",
-        f"cpr-transfer, {headline_size}",
-    )
-    ratio(
-        "warm_8g_vs_512m_stopped",
-        Bar(1.1),
-        stopped("warm", 8192, "sizes"),
-        stopped("warm", 512, "sizes"),
-        "warm, 8G",
-        "warm, 512M",
-        of_peer=False,
-    )
-    eleven_vms_s = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=11)]
-    one_vm_s = [value / 1e6 for value in operations(frame, "total_us", case="count", how="warm", vms=1)]
-    solo = [value / 1e6 for value in operations(frame, "total_us", case="solo", how="warm")]
-    if eleven_vms_s and one_vm_s:
-        of = compare(eleven_vms_s, one_vm_s)
-        findings.add(
-            Figure(
-                "warm_11_vms_total",
-                of.ours,
-                "s",
-                of.n_ours,
-                of.ours_p95,
-                Bar(1.0),
-                raw,
-                of,
-                "s",
-                "11 VMs",
-                "1 VM",
-                ratio_bar=Bar(11.0, "<"),
-                of_peer=False,
-                extra={"ratio_to_one_among_all": of.ours / median(solo)} if solo else {},
-            )
-        )
-    else:
-        findings.report_missing("warm_11_vms_total", "11 VMs or for one")
-    ratio("warm_vs_saved_2g", Bar(0.02), stopped("warm", 2048), stopped("saved", 2048), "warm, 2G", "saved, 2G")
-
-    rounds = pick(frame, "sessions_lost", case="losses")
-    load = frame[frame["case"] == "load"]
-    if rounds and len(load):
-        lost = sum(rounds) + float(load["failed"].sum()) + float(load["connections_lost"].sum())
-        findings.add_sample("warm_losses_50", "lost", rounds, Bar(0.0, "=="), value=lost)
-    else:
-        findings.report_missing("warm_losses_50")
-
+    _stopped_times(frame, findings)
+    _eleven_vms(frame, findings)
+    _losses(frame, findings)
     changed = pick(frame, "memory_changed_bytes", how="warm")
     if changed:
         findings.add_sample("warm_memory_changed", "bytes", changed, Bar(0.0, "=="), value=max(changed))
     else:
         findings.report_missing("warm_memory_changed")
     return findings
+
+
+def _stopped_times(frame: pd.DataFrame, findings: Findings) -> None:
+    """Compares guest-stopped times: with cpr-transfer, with saved reboots, and of a large guest with a small one."""
+    headline_size = size(HEADLINE_MIB)
+    findings.ratio(
+        "warm_vs_cpr_stopped",
+        Bar(1.0),
+        stopped_ms(frame, "warm", HEADLINE_MIB),
+        stopped_ms(frame, "cpr-transfer", HEADLINE_MIB),
+        f"warm, {headline_size}",
+        f"cpr-transfer, {headline_size}",
+    )
+    findings.ratio(
+        "warm_8g_vs_512m_stopped",
+        Bar(1.1),
+        stopped_ms(frame, "warm", 8192, "sizes"),
+        stopped_ms(frame, "warm", 512, "sizes"),
+        "warm, 8G",
+        "warm, 512M",
+        of_peer=False,
+    )
+    warm, saved = stopped_ms(frame, "warm", 2048), stopped_ms(frame, "saved", 2048)
+    findings.ratio("warm_vs_saved_2g", Bar(0.02), warm, saved, "warm, 2G", "saved, 2G")
+
+
+def _eleven_vms(frame: pd.DataFrame, findings: Findings) -> None:
+    """Compares the warm reboot of eleven VMs together with that of one."""
+
+    def total_s(**where: str | int) -> list[float]:
+        return [value / 1e6 for value in operations(frame, "total_us", how="warm", **where)]
+
+    eleven_vms, one_vm, solo = total_s(case="count", vms=11), total_s(case="count", vms=1), total_s(case="solo")
+    if not eleven_vms or not one_vm:
+        findings.report_missing("warm_11_vms_total", "11 VMs or for one")
+        return
+    comparison = compare(eleven_vms, one_vm)
+    findings.add(
+        Figure(
+            "warm_11_vms_total",
+            comparison.ours,
+            "s",
+            comparison.n_ours,
+            comparison.ours_p95,
+            Bar(1.0),
+            findings.raw,
+            comparison,
+            "s",
+            "11 VMs",
+            "1 VM",
+            ratio_bar=Bar(11.0, "<"),
+            of_peer=False,
+            extra={"ratio_to_one_among_all": comparison.ours / median(solo)} if solo else {},
+        )
+    )
+
+
+def _losses(frame: pd.DataFrame, findings: Findings) -> None:
+    """Counts the sessions, requests and connections that warm reboots under load have lost."""
+    sessions = pick(frame, "sessions_lost", case="losses")
+    load = frame[frame["case"] == "load"]
+    if sessions and len(load):
+        lost = sum(sessions) + float(load["failed"].sum()) + float(load["connections_lost"].sum())
+        findings.add_sample("warm_losses_50", "lost", sessions, Bar(0.0, "=="), value=lost)
+    else:
+        findings.report_missing("warm_losses_50")
 
 
 def label(row: "pd.Series[object]") -> str:
