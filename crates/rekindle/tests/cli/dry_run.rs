@@ -83,8 +83,8 @@ fn a_dry_run_shows_what_would_be_done_and_changes_nothing() {
         (&["disk", "merge", text(&image)], 0, &["has no redo log"]),
     ];
     for (arguments, status, words) in cases {
-        let done = lab.rekindle([arguments, &["--dry-run"][..]].concat()).status(*status);
-        done.prints(words).prints(&["nothing was changed"]);
+        let result = lab.rekindle([arguments, &["--dry-run"][..]].concat()).status(*status);
+        result.prints(words).prints(&["nothing was changed"]);
         assert_eq!(snapshot(&lab, &[&web, &db]), before, "{arguments:?} has changed something");
     }
     lab.rekindle(["disk", "merge", text(&lab.path("none")), "--dry-run"]).status(1).prints(&["none", "No such file"]);

@@ -192,10 +192,11 @@ fn ls_and_show_never_block_or_fail_during_reboots() {
 #[test]
 fn doctor_lists_what_it_checked_and_a_remedy_for_each_problem() {
     let lab = Lab::without_root();
-    let found = lab.rekindle(["--json", "doctor", "--qemu", crate::common::qemu_new().to_str().unwrap()]).ok().json();
-    let what: Vec<_> = found.as_array().unwrap().iter().map(|finding| finding["what"].as_str().unwrap()).collect();
+    let findings =
+        lab.rekindle(["--json", "doctor", "--qemu", crate::common::qemu_new().to_str().unwrap()]).ok().json();
+    let titles: Vec<_> = findings.as_array().unwrap().iter().map(|finding| finding["what"].as_str().unwrap()).collect();
     for expected in ["QEMU", "KVM", "run directory", "memory", "taps", "iproute2", "tracing"] {
-        assert!(what.contains(&expected), "no {expected} in {what:?}");
+        assert!(titles.contains(&expected), "no {expected} in {titles:?}");
     }
     let bad = lab.rekindle(["doctor", "--qemu", "/nowhere/qemu"]).status(1);
     bad.prints(&["bad", "/nowhere/qemu", "-> apt-get install qemu-system-x86"]);
@@ -260,8 +261,8 @@ fn an_unprivileged_user_runs_and_reboots_a_vm() {
     as_user(&["ls"]).ok().prints(&["mine", "running"]);
     as_user(&["stop", "mine"]).ok();
     as_user(&["ls"]).ok().prints(&["no VMs"]);
-    let left: Vec<_> = crate::common::lab::entries(shared.as_ref());
-    assert!(left.is_empty(), "{left:?}");
+    let remains: Vec<_> = crate::common::lab::entries(shared.as_ref());
+    assert!(remains.is_empty(), "{remains:?}");
 }
 
 /// A directory that is removed on drop.

@@ -18,9 +18,9 @@ fn no_message_states_that_a_vm_that_does_not_exist_runs() {
         &["show", "nope", "--timeline"],
         &["host", "suspend", "nope"],
     ] {
-        let done = lab.rekindle(arguments).status(1).prints(&["there is no VM nope; `rekindle ls` lists them"]);
+        let result = lab.rekindle(arguments).status(1).prints(&["there is no VM nope; `rekindle ls` lists them"]);
         for unwanted in ["runs as before", "No such file", ".lock"] {
-            assert!(!done.stdout.contains(unwanted) && !done.stderr.contains(unwanted), "{unwanted:?} in {done}");
+            assert!(!result.stdout.contains(unwanted) && !result.stderr.contains(unwanted), "{unwanted:?} in {result}");
         }
     }
     lab.assert_empty();
@@ -31,8 +31,8 @@ fn a_file_where_a_store_is_expected_is_reported_with_the_path_that_the_user_gave
     let lab = Lab::without_root();
     for store in ["/etc/passwd", "/etc/passwd/below"] {
         for arguments in [&["store", "ls", store][..], &["store", "init", store], &["restore", "x", "--store", store]] {
-            let done = lab.rekindle(arguments).status(1).prints(&[store, "not a directory; a store is a directory"]);
-            assert!(!done.stderr.contains("rekindle-store"), "{done}");
+            let result = lab.rekindle(arguments).status(1).prints(&[store, "not a directory; a store is a directory"]);
+            assert!(!result.stderr.contains("rekindle-store"), "{result}");
         }
     }
 }
@@ -45,8 +45,8 @@ fn a_libvirt_domain_is_recognised() {
     let words = ["db.xml", "a libvirt domain (XML)", "virsh start db", "rekindle attach NAME --libvirt db"];
     lab.rekindle(["run", path.to_str().unwrap()]).status(2).prints(&words);
     fs::write(&path, "<network><name>default</name></network>").unwrap();
-    let done = lab.rekindle(["run", path.to_str().unwrap()]).status(2).prints(&["this is XML", "TOML"]);
-    assert!(!done.stderr.contains("attach"), "{done}");
+    let result = lab.rekindle(["run", path.to_str().unwrap()]).status(2).prints(&["this is XML", "TOML"]);
+    assert!(!result.stderr.contains("attach"), "{result}");
 }
 
 #[test]
@@ -57,8 +57,8 @@ fn another_program_s_command_name_gets_a_hint_at_ours() {
     }
     // For other mistakes, the hint is a command with a similar spelling.
     lab.rekindle(["restor", "web"]).status(2).prints(&["'restore'"]);
-    let done = lab.rekindle(["--json", "start", "web"]).status(2).prints(&["'run'"]);
-    assert!(!done.stderr.contains("'store'"), "{done}");
-    let done = lab.rekindle(["store", "start"]).status(2);
-    assert!(!done.stderr.contains("'run'"), "{done}");
+    let result = lab.rekindle(["--json", "start", "web"]).status(2).prints(&["'run'"]);
+    assert!(!result.stderr.contains("'store'"), "{result}");
+    let result = lab.rekindle(["store", "start"]).status(2);
+    assert!(!result.stderr.contains("'run'"), "{result}");
 }

@@ -41,9 +41,9 @@ fn a_host_and_its_guests_are_sampled_until_a_signal() {
     Process::of(monitor.id()).unwrap().terminate().unwrap();
     assert!(monitor.wait().unwrap().success(), "it fails after the signal");
 
-    let found = samples(&out);
-    assert!(found.iter().all(|sample| sample["format"] == 1 && sample["unix_s"].is_f64()));
-    let (host, guests): (Vec<_>, Vec<_>) = found.iter().partition(|sample| sample["guest"].is_null());
+    let recorded = samples(&out);
+    assert!(recorded.iter().all(|sample| sample["format"] == 1 && sample["unix_s"].is_f64()));
+    let (host, guests): (Vec<_>, Vec<_>) = recorded.iter().partition(|sample| sample["guest"].is_null());
     assert!(host.iter().all(|sample| sample["free_memory_kib"].is_u64() && sample["open_files"].is_u64()));
     assert!(guests.iter().any(|sample| boot_of(before)(sample)));
     assert!(guests.iter().all(|sample| sample["resident_kib"].as_u64().unwrap() > 10_000));

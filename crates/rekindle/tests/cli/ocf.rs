@@ -456,8 +456,8 @@ fn cluster_configuration_is_generated_from_the_definition() {
         "cert=/c.pem key=/k.pem ca=/ca.pem every=2s",
     ]);
     // Each option that was given is part of the generated configuration.
-    let all = ["--output-commit", "--keep", "3", "--policy", "basic", "--disk", "crash-consistent"];
-    web.lab.finish(web.plain("show-config", &all)).ok().prints(&[
+    let words = ["--output-commit", "--keep", "3", "--policy", "basic", "--disk", "crash-consistent"];
+    web.lab.finish(web.plain("show-config", &words)).ok().prints(&[
         "keep=3",
         "policy=basic",
         "disk=crash-consistent",

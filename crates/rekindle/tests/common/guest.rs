@@ -28,8 +28,8 @@ pub struct Guest<'a> {
 fn connect_with_arp_failures(address: SocketAddr, patience: Duration) -> io::Result<TcpStream> {
     let end = Instant::now() + patience;
     loop {
-        let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        match TcpStream::connect_timeout(&address, left) {
+        let remaining = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        match TcpStream::connect_timeout(&address, remaining) {
             Err(e) if e.kind() == io::ErrorKind::HostUnreachable && Instant::now() < end => {}
             connected => return connected,
         }
@@ -97,8 +97,9 @@ impl<'a> Guest<'a> {
         let reply = stream.and_then(|stream| exchange(&stream, command, Duration::from_secs(60)));
         let reply =
             reply.unwrap_or_else(|e| panic!("`{command}` to guest {}: {e}\n{}", self.name, self.lab.state_report()));
-        let rest = reply.strip_prefix("ok");
-        rest.unwrap_or_else(|| panic!("guest {} answers `{command}`: {reply}\n{}", self.name, self.lab.state_report()))
+        let value = reply.strip_prefix("ok");
+        value
+            .unwrap_or_else(|| panic!("guest {} answers `{command}`: {reply}\n{}", self.name, self.lab.state_report()))
             .trim()
             .into()
     }
@@ -163,8 +164,8 @@ impl<'a> Guest<'a> {
     /// Returns the status that `rekindle ls` reports.
     #[track_caller]
     pub fn status(&self) -> String {
-        let all = self.lab.rekindle(["--json", "ls"]).ok().json();
-        let mine = all.as_array().into_iter().flatten().find(|vm| vm["name"] == self.name.as_str());
+        let listed = self.lab.rekindle(["--json", "ls"]).ok().json();
+        let mine = listed.as_array().into_iter().flatten().find(|vm| vm["name"] == self.name.as_str());
         match mine.map(|vm| &vm["status"]) {
             Some(Value::String(status)) => status.clone(),
             Some(other) => other.to_string(),
@@ -179,9 +180,9 @@ impl<'a> Guest<'a> {
     /// Returns the VM's QEMU. Asserts that it is the only one. The guest may be stopped, e.g. by a checkpoint.
     #[track_caller]
     pub fn single_qemu(&self) -> Qemu {
-        let mut all = self.qemus();
-        assert_eq!(all.len(), 1, "exactly one QEMU was expected\n{}", self.lab.state_report());
-        all.remove(0)
+        let mut qemus = self.qemus();
+        assert_eq!(qemus.len(), 1, "exactly one QEMU was expected\n{}", self.lab.state_report());
+        qemus.remove(0)
     }
 
     /// Returns the VM's QEMU. Asserts that it is the only one and runs the guest. While checkpoints are taken, the

@@ -106,9 +106,9 @@ impl Lab {
 
     /// Runs a command, which may fail but must end before the deadline.
     pub fn finish(&self, mut command: Command) -> CommandResult {
-        let what = format!("{command:?}");
-        let child = command.spawn().unwrap_or_else(|e| panic!("{what}: {e}"));
-        self.wait(child, what)
+        let command_line = format!("{command:?}");
+        let child = command.spawn().unwrap_or_else(|e| panic!("{command_line}: {e}"));
+        self.wait(child, command_line)
     }
 
     /// Waits for a command that was started with its output piped.
@@ -137,7 +137,7 @@ impl Lab {
             thread::sleep(Duration::from_millis(2));
         };
         let output = |reader: thread::JoinHandle<String>| reader.join().expect("a reader does not panic");
-        let done = CommandResult {
+        let result = CommandResult {
             what,
             code: status.code(),
             stdout: output(stdout),
@@ -145,18 +145,19 @@ impl Lab {
             lab_state: self.state_report(),
             took: started.elapsed(),
         };
-        assert!(!late, "not within {DEADLINE:?}: {done}");
-        done
+        assert!(!late, "not within {DEADLINE:?}: {result}");
+        result
     }
 
     /// Describes the state of all VMs, for the message of a failed assertion.
     pub fn state_report(&self) -> String {
         let mut text = String::new();
         let tail = |path: &Path, lines: usize| {
-            let content = fs::read(path).map(|all| String::from_utf8_lossy(&all).into_owned()).unwrap_or_default();
-            let all: Vec<_> = content.lines().filter(|line| !line.starts_with("tick ")).collect();
-            all.iter()
-                .skip(all.len().saturating_sub(lines))
+            let content = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+            let shown: Vec<_> = content.lines().filter(|line| !line.starts_with("tick ")).collect();
+            shown
+                .iter()
+                .skip(shown.len().saturating_sub(lines))
                 .fold(String::new(), |text, line| text + "    " + line + "\n")
         };
         for vm in entries(&self.run_root()) {
@@ -187,11 +188,11 @@ impl Lab {
 
     /// Asserts that no VM has left anything: no QEMU, no RAM, no mount, no namespace, no run directory.
     pub fn assert_empty(&self) {
-        let left: Vec<_> = observe::qemus(&self.run_root()).iter().map(|qemu| qemu.process.pid).collect();
-        assert!(left.is_empty(), "QEMUs are left: {left:?}\n{}", self.state_report());
+        let running: Vec<_> = observe::qemus(&self.run_root()).iter().map(|qemu| qemu.process.pid).collect();
+        assert!(running.is_empty(), "QEMUs are left: {running:?}\n{}", self.state_report());
         let root = self.run_root();
-        let left = left_in(&root);
-        assert!(left.is_empty(), "left in {}: {left:?}", root.display());
+        let remains = left_in(&root);
+        assert!(remains.is_empty(), "left in {}: {remains:?}", root.display());
         assert!(entries(&root.join(".netns")).is_empty(), "namespaces are left: {:?}", entries(&root.join(".netns")));
         let mounts = fs::read_to_string("/proc/self/mounts").expect("mounts");
         assert!(!mounts.contains(&*root.to_string_lossy()), "a mount is left in {}", root.display());

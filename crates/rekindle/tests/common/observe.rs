@@ -57,11 +57,11 @@ pub fn scheduling(pid: u32) -> Vec<(i32, u32)> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("the process runs").flatten();
     let stats = tasks.filter_map(|task| fs::read_to_string(task.path().join("stat")).ok());
     // Fields 19 and 41 of proc_pid_stat(5); the name in field 2 may hold spaces and ends with the last bracket.
-    let one = |stat: String| {
+    let nice_and_policy = |stat: String| {
         let fields: Vec<_> = stat.rsplit(')').next()?.split_whitespace().collect();
         Some((fields.get(19 - 3)?.parse().ok()?, fields.get(41 - 3)?.parse().ok()?))
     };
-    stats.filter_map(one).collect::<BTreeSet<_>>().into_iter().collect()
+    stats.filter_map(nice_and_policy).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
 /// Finds the QEMUs whose sockets are below `root`, by their command lines.
@@ -136,11 +136,11 @@ impl Watch {
             let (mut rounds, mut seen) = (0, Vec::new());
             // Check at least once, even if the thread is stopped immediately.
             loop {
-                let all = processes();
+                let running = processes();
                 // Forget IDs of ended processes: a QEMU can have such an ID in the next round.
-                others.retain(|pid| all.contains(pid));
+                others.retain(|pid| running.contains(pid));
                 rounds += 1;
-                let of = |root: &PathBuf| qemus_among(root, all.difference(&others).copied());
+                let of = |root: &PathBuf| qemus_among(root, running.difference(&others).copied());
                 seen.extend(two_running(roots.iter().flat_map(of).collect()));
                 seeing.store(!seen.is_empty(), Ordering::Relaxed);
                 if ended.load(Ordering::Relaxed) {

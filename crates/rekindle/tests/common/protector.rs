@@ -130,8 +130,8 @@ pub fn restore(guest: &Guest<'_>, store: &Path, arguments: &[&str]) -> Value {
 /// Runs `rekindle restore` as [`restore`] does, with additional environment variables, which its pager inherits.
 #[track_caller]
 pub fn restore_with(guest: &Guest<'_>, store: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Value {
-    let all = ["--json", "restore"].iter().chain(arguments).copied();
-    let mut command = guest.lab.command(all.chain([guest.name.as_str(), "--store", store.to_str().unwrap()]));
+    let words = ["--json", "restore"].iter().chain(arguments).copied();
+    let mut command = guest.lab.command(words.chain([guest.name.as_str(), "--store", store.to_str().unwrap()]));
     command.envs(environment.iter().copied());
     guest.lab.finish(command).ok().json()
 }
@@ -143,8 +143,8 @@ pub fn wait_filled(guest: &Guest<'_>) {
 
 /// Finds the pager of a guest.
 pub fn pager(guest: &Guest<'_>) -> Option<Process> {
-    let all = super::observe::with_argument_containing("pager").unwrap();
-    all.into_iter().find(|process| {
+    let processes = super::observe::with_argument_containing("pager").unwrap();
+    processes.into_iter().find(|process| {
         let line = fs::read_to_string(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
         line.contains("\0pager\0")
             && line.ends_with(&format!("\0{}\0", guest.name))

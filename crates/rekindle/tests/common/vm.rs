@@ -167,8 +167,8 @@ impl<'a> Vm<'a> {
     #[track_caller]
     pub fn start(self, arguments: &[&str]) -> Guest<'a> {
         let path = self.write();
-        let all = ["run", path.to_str().expect("text")].into_iter().chain(arguments.iter().copied());
-        self.lab.rekindle(all).ok();
+        let words = ["run", path.to_str().expect("text")].into_iter().chain(arguments.iter().copied());
+        self.lab.rekindle(words).ok();
         self.guest()
     }
 

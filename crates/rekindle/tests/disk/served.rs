@@ -9,11 +9,11 @@ use std::thread;
 
 /// Does `work` while the guest reads its disk repeatedly, so that the server writes the guest's memory.
 fn while_reading<T>(guest: &Guest<'_>, expected: &str, work: impl FnOnce() -> T) -> T {
-    let done = AtomicBool::new(false);
+    let is_done = AtomicBool::new(false);
     thread::scope(|scope| {
         let reading = scope.spawn(|| {
             let mut times = 0;
-            while !done.load(Ordering::Relaxed) {
+            while !is_done.load(Ordering::Relaxed) {
                 assert_eq!(read(guest, 0, READ / 4), expected);
                 guest.ask("drop-caches");
                 times += 1;
@@ -22,7 +22,7 @@ fn while_reading<T>(guest: &Guest<'_>, expected: &str, work: impl FnOnce() -> T)
         });
         // Set the flag also after a panic: otherwise the reading thread would not end.
         let result = panic::catch_unwind(AssertUnwindSafe(work));
-        done.store(true, Ordering::Relaxed);
+        is_done.store(true, Ordering::Relaxed);
         let result = result.unwrap_or_else(|why| panic::resume_unwind(why));
         assert!(reading.join().unwrap() > 1, "the disk was not read during the work");
         result
@@ -82,8 +82,8 @@ fn a_policy_that_would_miss_a_server_s_writes_is_rejected() {
     let guest = lab.vm("missed").section(&section(&path, "")).boot(&[]);
     let store = store(&lab, "missed");
     let store = store.to_str().unwrap();
-    let all = ["protect", "missed", "--store", store, "--policy", "cow"];
-    lab.rekindle(all).status(1).prints(&["the server of disk disk0", "--policy precopy or basic"]);
+    let words = ["protect", "missed", "--store", store, "--policy", "cow"];
+    lab.rekindle(words).status(1).prints(&["the server of disk disk0", "--policy precopy or basic"]);
     guest.assert_sound();
 }
 

@@ -17,8 +17,8 @@ fn cache_counts(guest: &Guest<'_>) -> Option<CacheCounts> {
 
 fn reboot_os(guest: &Guest<'_>, how: &[&str]) -> Value {
     let boot = guest.boot_id();
-    let all = ["--json", "reboot", "os", &guest.name].into_iter().chain(how.iter().copied());
-    let report = guest.lab.rekindle(all).ok().json();
+    let words = ["--json", "reboot", "os", &guest.name].into_iter().chain(how.iter().copied());
+    let report = guest.lab.rekindle(words).ok().json();
     guest.wait_ready();
     assert_ne!(guest.boot_id(), boot, "the guest was not booted");
     guest.only_qemu();

@@ -183,8 +183,8 @@ fn recover_completes_a_killed_reboot_with_both_caches() {
         let boot = guest.boot_id();
         let mut command = lab.command(["reboot", "os", &guest.name]);
         command.env("REKINDLE_FAULT", format!("{point}:kill"));
-        let done = lab.finish(command);
-        assert_eq!((done.code, guest.status().as_str()), (None, "needs-recovery"), "{point}: {done}");
+        let result = lab.finish(command);
+        assert_eq!((result.code, guest.status().as_str()), (None, "needs-recovery"), "{point}: {result}");
         guest.rekindle(&["recover"]).ok();
         guest.wait_ready();
         assert_ne!(guest.boot_id(), boot, "{point}");

@@ -240,14 +240,14 @@ fn a_planned_shutdown_suspends_or_ends_every_guest() {
     let carried = lab.vm("carried").boot(&[]);
     let other = lab.vm("other").key(OBSTACLE).boot(&[]);
     let busy = lab.vm("busy").boot(&[]);
-    let all = [&carried, &other, &busy];
-    let boots = all.map(Guest::boot_id);
+    let guests = [&carried, &other, &busy];
+    let boots = guests.map(Guest::boot_id);
     lab.rekindle(["host", "suspend", "--planned"]).ok();
     assert!(
-        all.iter().all(|guest| guest.status() == "running"),
+        guests.iter().all(|guest| guest.status() == "running"),
         "without a plan the shutdown is not Rekindle's, and nothing is suspended"
     );
-    write_plan(&lab, "of-the-plan", &all);
+    write_plan(&lab, "of-the-plan", &guests);
     let lock = fs::File::open(busy.file("lock")).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
     let suspended = lab.rekindle(["--json", "host", "suspend", "--planned"]).ok().json();
@@ -260,7 +260,7 @@ fn a_planned_shutdown_suspends_or_ends_every_guest() {
     kill_qemus(&busy);
     reboot_host(&lab);
     let resumed = lab.rekindle(["--json", "host", "resume"]).ok().json();
-    for (guest, boot) in all.iter().zip(&boots) {
+    for (guest, boot) in guests.iter().zip(&boots) {
         let is_carried = guest.name == "carried";
         let expected = if is_carried { "resumed" } else { "booted" };
         assert_eq!(report_of(&resumed, &guest.name)["outcome"], expected, "{resumed:#}");

@@ -137,7 +137,7 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
     let watch = Watch::start_for(&[&here.run_root(), &there.run_root()]);
     let mut command = pair.command(here, there, &[]);
     command.env(variable, fault);
-    let done = here.finish(command);
+    let result = here.finish(command);
     let (source, destination) = (pair.guest(here), pair.guest(there));
     let assert_back = |guest: &Guest<'_>| {
         assert_continued(guest, boot);
@@ -150,51 +150,51 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
         destination.assert_sound();
     };
     let outcome = match outcome {
-        BackOrOnlyInStore if done.code == Some(3) => OnlyInStore,
+        BackOrOnlyInStore if result.code == Some(3) => OnlyInStore,
         BackOrOnlyInStore => BackAfterCleanup,
         other => other,
     };
     match outcome {
         Back => {
-            done.status(1);
+            result.status(1);
             assert_back(&source);
         }
         BackAfterCleanup => {
-            done.status(1);
+            result.status(1);
             there.rekindle(["stop", "--now", name]).ok();
             assert_back(&source);
         }
         RecoveredOnEither => {
-            assert_killed(&done);
+            assert_killed(&result);
             source.rekindle(&["recover"]).ok();
             if source.status() == "running" { assert_back(&source) } else { assert_moved() }
         }
         RecoveredOnSource => {
-            assert_killed(&done);
+            assert_killed(&result);
             wait_empty(there);
-            assert_eq!(source.status(), "needs-recovery", "{done}");
+            assert_eq!(source.status(), "needs-recovery", "{result}");
             source.rekindle(&["recover"]).ok().prints(&["undone"]);
             assert_back(&source);
         }
         RecoveredOnDestination => {
-            assert_killed(&done);
-            assert_eq!(source.status(), "needs-recovery", "{done}");
+            assert_killed(&result);
+            assert_eq!(source.status(), "needs-recovery", "{result}");
             source.rekindle(&["recover"]).ok().prints(&["runs on the other host"]);
             assert_moved();
         }
         Moved => {
-            assert_eq!(last(&done.ok())["name"], name);
+            assert_eq!(last(&result.ok())["name"], name);
             assert_moved();
         }
         Booted => {
-            assert_ne!(done.code, Some(0), "{done}");
+            assert_ne!(result.code, Some(0), "{result}");
             source.rekindle(&["recover"]).ok().prints(&["booted"]);
             source.wait_ready();
             assert_ne!(source.boot_id(), boot);
             wait_empty(there);
         }
         OnlyInStore => {
-            done.status(3).prints(&["has taken", "rekindle restore"]);
+            result.status(3).prints(&["has taken", "rekindle restore"]);
             wait_empty(here);
             there.rekindle(["stop", "--now", name]);
             here.rekindle(["restore", name, "--store", pair.store.to_str().unwrap()]).ok();
@@ -202,7 +202,7 @@ fn case(pair: &Pair, variable: &str, fault: &str, outcome: Outcome, boot: &str) 
         }
         BackOrOnlyInStore => unreachable!("replaced by one of the two above"),
         RecoveredByDestination => {
-            let _: CommandResult = done;
+            let _: CommandResult = result;
             wait_empty(here);
             wait_for("the recovery on the destination host", DEADLINE, || {
                 (destination.rekindle(&["recover"]).code == Some(0)).then_some(())

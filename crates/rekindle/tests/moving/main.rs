@@ -212,11 +212,14 @@ fn a_guest_does_not_run_from_loaded_state_that_differs_from_the_checkpoint() {
         let moved = last(&pair.run(from, to, &[]).ok());
         fs::write(to.path("ssh"), script).unwrap();
         let is_altered = fs::read(&mark).is_ok_and(|line| !line.is_empty());
-        let there = &moved["there"];
-        assert_eq!(there["ahead"], !is_altered, "{moved}");
+        let destination = &moved["there"];
+        assert_eq!(destination["ahead"], !is_altered, "{moved}");
         if is_altered {
             altered += 1;
-            assert!(there["unused"].as_str().unwrap().contains("differs from what the source host sent"), "{moved}");
+            assert!(
+                destination["unused"].as_str().unwrap().contains("differs from what the source host sent"),
+                "{moved}"
+            );
         }
         wait_empty(from);
         let guest = pair.guest(to);
@@ -275,8 +278,8 @@ fn what_the_other_host_cannot_run_is_reported_before_anything_stops() {
     // Rejected: the other host has a VM of that name.
     let plain = pair.there.vm("stays").net(common::Net::None).write();
     pair.there.rekindle(["run", plain.to_str().unwrap()]).ok();
-    let done = pair.run(&pair.here, &pair.there, &["--definition", &path(&plain)]);
-    done.status(1).prints(&["b cannot take stays", "runs already"]);
+    let moved = pair.run(&pair.here, &pair.there, &["--definition", &path(&plain)]);
+    moved.status(1).prints(&["b cannot take stays", "runs already"]);
     guest.assert_sound();
     pair.there.rekindle(["stop", "--now", "stays"]).ok();
     // Another program answers, or the connection fails.
@@ -333,8 +336,8 @@ fn after_a_connection_breaks_at_the_order_to_resume_the_store_decides_where_the_
         fs::write(pair.there.path("ssh"), script.replace("\nREKINDLE", &format!("\n{passes}"))).unwrap();
     };
     breaks("");
-    let done = pair.run(&pair.here, &pair.there, &[]).status(1);
-    done.prints(&["has not taken decided", "was resumed here", "the connection to b has broken"]);
+    let moved = pair.run(&pair.here, &pair.there, &[]).status(1);
+    moved.prints(&["has not taken decided", "was resumed here", "the connection to b has broken"]);
     guest.verify();
     assert_cache_matches_disk(&guest);
     guest.assert_sound();

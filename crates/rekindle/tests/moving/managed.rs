@@ -61,10 +61,10 @@ fn ticks(lab: &Lab) -> Option<(u64, u64)> {
     let text = String::from_utf8_lossy(&text);
     // The last line may be incomplete.
     let (complete, _) = text.rsplit_once('\n')?;
-    let mut all =
+    let mut ticks =
         complete.lines().filter_map(|line| line.trim_end().strip_prefix("tick ")?.split(' ').next()?.parse().ok());
-    let first = all.next()?;
-    Some((first, all.next_back().unwrap_or(first)))
+    let first = ticks.next()?;
+    Some((first, ticks.next_back().unwrap_or(first)))
 }
 
 /// Returns the last tick on the console before `act` removes the VM.

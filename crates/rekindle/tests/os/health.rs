@@ -20,10 +20,10 @@ fn wait_saved(guest: &Guest<'_>, name: &str) {
 #[track_caller]
 fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> Value {
     let report = wait_for("the VM to be free", DEADLINE, || {
-        let all = ["--json", "reboot", "os", &guest.name, "--how", "phase"].into_iter();
-        let done = guest.lab.rekindle(all.chain(arguments.iter().copied()));
-        let is_busy = done.code == Some(1) && done.stderr.contains("saving a phase");
-        (!is_busy).then(|| done.ok().json())
+        let words = ["--json", "reboot", "os", &guest.name, "--how", "phase"].into_iter();
+        let result = guest.lab.rekindle(words.chain(arguments.iter().copied()));
+        let is_busy = result.code == Some(1) && result.stderr.contains("saving a phase");
+        (!is_busy).then(|| result.ok().json())
     });
     guest.wait_ready();
     report["phase"].clone()
@@ -35,8 +35,8 @@ fn end_guest(guest: &Guest<'_>, command: &str) {
     let before = guest.only_qemu().process;
     guest.send(command);
     wait_for("another QEMU to run it", DEADLINE, || {
-        let all = guest.qemus();
-        all.iter().any(|qemu| qemu.process != before && qemu.run_state().as_deref() == Some("running")).then_some(())
+        let qemus = guest.qemus();
+        qemus.iter().any(|qemu| qemu.process != before && qemu.run_state().as_deref() == Some("running")).then_some(())
     });
     guest.wait_ready();
     wait_for("that to be recorded", DEADLINE, || (guest.status() == "running").then_some(()));

@@ -13,8 +13,8 @@ fn sh(guest: &Guest<'_>, command: &str) -> agent::Ran {
 }
 
 fn kexec(guest: &Guest<'_>, arguments: &[&str]) -> crate::common::CommandResult {
-    let all = ["--json", "reboot", "os", &guest.name, "--how", "kexec"].into_iter().chain(arguments.iter().copied());
-    guest.lab.rekindle(all)
+    let words = ["--json", "reboot", "os", &guest.name, "--how", "kexec"].into_iter().chain(arguments.iter().copied());
+    guest.lab.rekindle(words)
 }
 
 #[test]

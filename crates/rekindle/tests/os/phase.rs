@@ -37,8 +37,8 @@ fn announce(guest: &Guest<'_>) {
 }
 
 fn reboot(guest: &Guest<'_>, arguments: &[&str]) -> CommandResult {
-    let all = ["--json", "reboot", "os", &guest.name, "--how", "phase"].into_iter().chain(arguments.iter().copied());
-    guest.lab.rekindle(all)
+    let words = ["--json", "reboot", "os", &guest.name, "--how", "phase"].into_iter().chain(arguments.iter().copied());
+    guest.lab.rekindle(words)
 }
 
 /// Reboots the guest. Returns the phase that it resumed from, if any, and the report.
@@ -254,11 +254,11 @@ fn after_every_fault_a_guest_runs() {
         let mut command = lab.command(["reboot", "os", &guest.name, "--how", "phase"]);
         command.env("REKINDLE_FAULT", fault);
         let qemu = guest.only_qemu().process;
-        let done = lab.finish(command);
-        if done.code != status {
-            wrong.push(format!("{fault}: {done}"));
+        let result = lab.finish(command);
+        if result.code != status {
+            wrong.push(format!("{fault}: {result}"));
         }
-        if done.code != Some(0) {
+        if result.code != Some(0) {
             guest.rekindle(&["recover"]).ok();
         }
         let is_prepared = fault.ends_with(":kill")

@@ -58,9 +58,9 @@ fn directory() -> tempfile::TempDir {
 fn sh(guest: &Guest<'_>, command: &str) -> String {
     // The guest is stopped for a moment while a phase is saved.
     let running = || {
-        let mut all = guest.qemus();
-        assert_eq!(all.len(), 1, "exactly one QEMU was expected");
-        (all[0].run_state().as_deref() == Some("running")).then(|| all.remove(0))
+        let mut qemus = guest.qemus();
+        assert_eq!(qemus.len(), 1, "exactly one QEMU was expected");
+        (qemus[0].run_state().as_deref() == Some("running")).then(|| qemus.remove(0))
     };
     let port = wait_for("the guest to run", DEADLINE, running).directory.join("agent.sock");
     let ran = wait_for("the agent to run a command", DEADLINE, || {
@@ -225,12 +225,12 @@ fn data_written_before_a_freeze_survives_the_reboot() {
     // A backup program may have frozen the file systems: they stay frozen.
     let port = guest.only_qemu().directory.join("agent.sock");
     agent::freeze(&port, ANSWER).unwrap();
-    let all = ["reboot", "os", &guest.name, "--how", "cold", "--end", "freeze"];
-    lab.rekindle(all).status(1).prints(&["frozen already", "runs as before"]);
+    let words = ["reboot", "os", &guest.name, "--how", "cold", "--end", "freeze"];
+    lab.rekindle(words).status(1).prints(&["frozen already", "runs as before"]);
     agent::thaw(&port, ANSWER).unwrap();
     // A cold reboot with a freeze keeps the data, too.
     write(&guest, "/srv/data", rounds + 2);
-    assert_eq!(lab.rekindle(["--json"].into_iter().chain(all)).ok().json()["ended"], "frozen");
+    assert_eq!(lab.rekindle(["--json"].into_iter().chain(words)).ok().json()["ended"], "frozen");
     guest.wait_ready();
     wait_booted(&guest);
     check(&guest, "/srv/data", rounds + 2);

@@ -29,9 +29,9 @@ fn a_restore_yields_what_was_committed_with_every_policy() {
         assert!(checkpoint["stopped_us"].as_u64().unwrap() > 0);
         crash(&guest);
         // The protector reports that QEMU has ended.
-        let mut rest = String::new();
-        std::io::Read::read_to_string(&mut protector.lines, &mut rest).unwrap();
-        assert!(rest.contains("qemu-ended"), "{rest}");
+        let mut last_events = String::new();
+        std::io::Read::read_to_string(&mut protector.lines, &mut last_events).unwrap();
+        assert!(last_events.contains("qemu-ended"), "{last_events}");
 
         let restored = restore(&guest, &store, &[]);
         assert!(restored["checkpoint"].as_u64() >= checkpoint["number"].as_u64(), "{restored}");
@@ -155,9 +155,9 @@ fn a_protector_keeps_no_second_copy_of_the_guest() {
             let pages = checkpoint["copied_for_writes"].as_u64().unwrap();
             checkpoint["copied_stopped_bytes"].as_u64().unwrap() + pages * 4096
         };
-        let most = (0..5).map(|_| in_flight(&protector.wait("checkpoint"))).fold(in_flight(&full), u64::max);
-        let (memory, bound) = (protector.most_memory(), 64_000_000 + 16 * ((512 << 20) / 4096) + most);
-        eprintln!("{policy}: at most {memory} bytes of memory, {most} of them in flight");
+        let most_in_flight = (0..5).map(|_| in_flight(&protector.wait("checkpoint"))).fold(in_flight(&full), u64::max);
+        let (memory, bound) = (protector.most_memory(), 64_000_000 + 16 * ((512 << 20) / 4096) + most_in_flight);
+        eprintln!("{policy}: at most {memory} bytes of memory, {most_in_flight} of them in flight");
         assert!(memory < bound, "{policy}: {memory} of {bound} bytes");
     }
 }

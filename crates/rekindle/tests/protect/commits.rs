@@ -48,8 +48,8 @@ impl Case<'_> {
     /// Returns the number of the newest checkpoint; 0 if there is none.
     fn newest(&self) -> u64 {
         let listed = self.lab.rekindle(["--json", "store", "ls", self.store()]).ok().json();
-        let all = listed["checkpoints"].as_array().unwrap_or_else(|| panic!("{listed}"));
-        all.iter().map(|one| one["number"].as_u64().unwrap()).max().unwrap_or(0)
+        let checkpoints = listed["checkpoints"].as_array().unwrap_or_else(|| panic!("{listed}"));
+        checkpoints.iter().map(|checkpoint| checkpoint["number"].as_u64().unwrap()).max().unwrap_or(0)
     }
 }
 

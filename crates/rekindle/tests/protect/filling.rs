@@ -184,8 +184,9 @@ impl<'a> ProtectedGuest<'a> {
     }
 
     fn protect_with(&self, arguments: &[&str], environment: &[(&str, &str)]) -> Protector {
-        let all = ["--every", "100ms", "--disk-hook", &self.hook].iter().chain(arguments).copied().collect::<Vec<_>>();
-        Protector::start_with(&self.guest, self.lab, &self.store, &all, environment)
+        let words =
+            ["--every", "100ms", "--disk-hook", &self.hook].iter().chain(arguments).copied().collect::<Vec<_>>();
+        Protector::start_with(&self.guest, self.lab, &self.store, &words, environment)
     }
 
     /// Simulates a crash of the guest's host and restores the newest checkpoint with a slow pager.

@@ -73,8 +73,8 @@ fn no_client_sees_a_count_that_a_fail_over_undoes() {
     let commits = ["--every", "50ms", "--output-commit"];
     for answers in [2, 3, 5] {
         let mut protector = Protector::start(&guest, &lab, &store, &commits);
-        let done = protector.next_checkpoint();
-        assert!(done["released_us"].as_u64().unwrap() > 0, "{done}");
+        let checkpoint = protector.next_checkpoint();
+        assert!(checkpoint["released_us"].as_u64().unwrap() > 0, "{checkpoint}");
         let (seen, first) = fail_over(&guest, &store, protector, answers, &["--output-commit"]);
         assert!(first > seen, "the client has seen {seen}, and the restored guest starts with {first}");
     }
@@ -96,8 +96,8 @@ fn without_output_commit_a_client_sees_counts_that_a_fail_over_undoes() {
     let guest = lab.vm("forgets").boot(&[]);
     let store = store(&lab, "forgets");
     let mut protector = Protector::start(&guest, &lab, &store, &["--every", "1h"]);
-    let done = protector.next_checkpoint();
-    assert!(done["released_us"].is_null(), "{done}");
+    let checkpoint = protector.next_checkpoint();
+    assert!(checkpoint["released_us"].is_null(), "{checkpoint}");
     let at_checkpoint = guest.tick();
     wait_for("the guest to count", DEADLINE, || (guest.tick() > at_checkpoint + 5).then_some(()));
     let (seen, first) = fail_over(&guest, &store, protector, 1, &[]);

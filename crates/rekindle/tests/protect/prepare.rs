@@ -34,9 +34,9 @@ impl<'a> Spare<'a> {
     }
 
     fn status(&self, name: &str) -> String {
-        let all = self.json(&["ls"]);
-        let found = all.as_array().unwrap().iter().find(|vm| vm["name"] == name).map(|vm| vm["status"].clone());
-        found.map_or("absent".into(), |status| status.as_str().map_or(status.to_string(), str::to_owned))
+        let listed = self.json(&["ls"]);
+        let status = listed.as_array().unwrap().iter().find(|vm| vm["name"] == name).map(|vm| vm["status"].clone());
+        status.map_or("absent".into(), |status| status.as_str().map_or(status.to_string(), str::to_owned))
     }
 
     /// Returns the only QEMU of this host.
@@ -52,8 +52,8 @@ impl<'a> Spare<'a> {
 
     fn assert_empty(&self) {
         assert!(observe::qemus(&self.root).is_empty(), "QEMUs are left");
-        let left = left_in(&self.root);
-        assert!(left.is_empty(), "{left:?}");
+        let remains = left_in(&self.root);
+        assert!(remains.is_empty(), "{remains:?}");
     }
 }
 
@@ -340,11 +340,11 @@ fn a_restore_that_is_impossible_here_is_rejected_before_anything_starts() {
     let store = store(&lab);
     checkpoint(&guest, &store);
     let (spare, before) = (Spare::new(&lab), listing(Path::new(&store)));
-    let rejects = |arguments: &[&str], words: &[&str]| {
+    let rejects = |arguments: &[&str], expected: &[&str]| {
         for more in [&[][..], &["--prepare"][..]] {
-            let all = [&["restore", "big", "--store"], arguments, more].concat();
-            if !(more.contains(&"--prepare") && (arguments.contains(&"--at") || words.contains(&"requested"))) {
-                spare.rekindle(&all).status(1).prints(words);
+            let command = [&["restore", "big", "--store"], arguments, more].concat();
+            if !(more.contains(&"--prepare") && (arguments.contains(&"--at") || expected.contains(&"requested"))) {
+                spare.rekindle(&command).status(1).prints(expected);
             }
             spare.assert_empty();
             assert_eq!(listing(Path::new(&store)), before, "the store was changed");

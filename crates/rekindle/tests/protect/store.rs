@@ -143,14 +143,14 @@ fn an_exported_checkpoint_can_be_imported() {
     // Import from standard input into a new store.
     let other = directory.path().join("other").to_str().unwrap().to_owned();
     let mut import = command(["import", &other, "-", "--create-store", "--name", "copy"]);
-    let done = import.stdin(fs::File::open(&file).unwrap()).output().unwrap();
-    assert!(done.status.success(), "{done:?}");
+    let imported = import.stdin(fs::File::open(&file).unwrap()).output().unwrap();
+    assert!(imported.status.success(), "{imported:?}");
     let again = directory.path().join("again");
     store(["export", &other, "--output", again.to_str().unwrap()], 0);
     assert!(fs::read(&again).unwrap() == fs::read(&file).unwrap(), "an imported checkpoint differs from the original");
     // Imported into the store that it came from, the checkpoint is a further checkpoint of the same VM.
-    let done = json_of(&store(["--json", "import", &path, name], 0));
-    assert_eq!(done["number"], 4);
+    let imported = json_of(&store(["--json", "import", &path, name], 0));
+    assert_eq!(imported["number"], 4);
     // An export to a named pipe does not replace the pipe.
     let pipe = directory.path().join("pipe");
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0).unwrap();

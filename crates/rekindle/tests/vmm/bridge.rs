@@ -12,9 +12,11 @@ fn is_there(interface: &str) -> bool {
 
 /// Returns the stand-in taps on the host, which exist only during a reboot.
 fn stand_ins() -> Vec<String> {
-    let all =
+    let interfaces =
         std::fs::read_dir("/sys/class/net").unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    all.filter(|name| name.strip_prefix("rk").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_hexdigit()))).collect()
+    interfaces
+        .filter(|name| name.strip_prefix("rk").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_hexdigit())))
+        .collect()
 }
 
 #[test]

@@ -14,8 +14,8 @@ use std::time::Duration;
 /// Returns the entry of one helper in the output of `show`.
 fn shown(guest: &Guest<'_>, helper: &str) -> Value {
     let shown = guest.rekindle(&["--json", "show"]).ok().json();
-    let all = shown["helpers"].as_array().expect("helpers").clone();
-    all.into_iter().find(|one| one["helper"] == helper).unwrap_or_else(|| panic!("no {helper}: {shown:#}"))
+    let helpers = shown["helpers"].as_array().expect("helpers").clone();
+    helpers.into_iter().find(|entry| entry["helper"] == helper).unwrap_or_else(|| panic!("no {helper}: {shown:#}"))
 }
 
 fn kill(process: Process) {
@@ -29,12 +29,12 @@ fn a_disk_server_that_is_killed_is_restarted_and_no_read_is_wrong() {
     let path = image(&lab, "disk.raw");
     let guest = lab.vm("served").section(&section(&path, "")).boot(&[]);
     let expected = digest(&path, 0, READ);
-    let done = AtomicBool::new(false);
+    let is_done = AtomicBool::new(false);
     let rounds = 4;
     thread::scope(|scope| {
         let reading = scope.spawn(|| {
             let mut times = 0;
-            while !done.load(Ordering::Relaxed) || times < 2 {
+            while !is_done.load(Ordering::Relaxed) || times < 2 {
                 assert_eq!(read(&guest, 0, READ), expected);
                 guest.ask("drop-caches");
                 times += 1;
@@ -50,7 +50,7 @@ fn a_disk_server_that_is_killed_is_restarted_and_no_read_is_wrong() {
                 control.and_then(|mut control| control.status()).is_ok_and(|status| status.active).then_some(())
             });
         }
-        done.store(true, Ordering::Relaxed);
+        is_done.store(true, Ordering::Relaxed);
         reading.join().unwrap();
     });
     guest.ask("write vda 10 100 3");
@@ -83,11 +83,11 @@ fn a_pager_that_is_killed_is_restarted_and_loads_every_page() {
     assert_eq!(restore(&guest, &store, &[])["filled"], false);
     let mut killed = Vec::new();
     for _ in 0..3 {
-        let found = wait_for("a pager, or the end of the fill", DEADLINE, || {
-            let found = pager(&guest).filter(|pager| !killed.contains(pager));
-            (found.is_some() || !guest.file("fill.json").exists()).then_some(found)
+        let missing_pager = wait_for("a pager, or the end of the fill", DEADLINE, || {
+            let missing_pager = pager(&guest).filter(|pager| !killed.contains(pager));
+            (missing_pager.is_some() || !guest.file("fill.json").exists()).then_some(missing_pager)
         });
-        let Some(pager) = found else { break };
+        let Some(pager) = missing_pager else { break };
         // Stop the pager first, so that it cannot finish before it is killed.
         pager.stop().unwrap();
         if guest.file("fill.json").exists() {

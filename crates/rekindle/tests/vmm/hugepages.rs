@@ -29,9 +29,9 @@ fn reboot_with_fault(guest: &Guest<'_>, fault: &str) -> crate::common::CommandRe
     let watch = Watch::start(&guest.lab.run_root());
     let mut command = guest.lab.command(["reboot", "vmm", &guest.name]);
     command.env("REKINDLE_FAULT", fault);
-    let done = guest.lab.finish(command);
+    let result = guest.lab.finish(command);
     watch.end();
-    done
+    result
 }
 
 #[test]

@@ -20,9 +20,9 @@ struct Decoys(Vec<Child>);
 impl Decoys {
     fn start(run: &Path, name: &str) -> Self {
         let directory = run.join(name);
-        let mut all = Vec::new();
+        let mut pids = Vec::new();
         let mut start = |command: &mut Command| {
-            all.push(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+            pids.push(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
         };
         let control = format!("--control={}", directory.join("disk-disk0.control").display());
         for generation in 1..5 {
@@ -36,7 +36,7 @@ impl Decoys {
         // A backup program or an administrator may open these files.
         let opened = ["vmm-1/qemu.lock", "vmm-1/qemu.pid", "disk-disk0.lock"].map(|file| directory.join(file));
         start(Command::new("tail").arg("-F").args(opened));
-        Self(all)
+        Self(pids)
     }
 
     #[track_caller]
