@@ -240,7 +240,9 @@ pub(crate) fn pause_at_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
 pub(crate) fn request_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
     let Some(vmm) = qemu(rundir) else { return Ok(()) };
     let mut qmp: Qmp = vmm.watch(ANSWER_TIMEOUT)?;
-    if agent::listens(&mut qmp).unwrap_or(false) && agent::shut_down(&vmm.directory().agent(), ANSWER_TIMEOUT).is_ok() {
+    if agent::is_listening(&mut qmp).unwrap_or(false)
+        && agent::shut_down(&vmm.directory().agent(), ANSWER_TIMEOUT).is_ok()
+    {
         return Ok(());
     }
     qmp.execute::<Value>("system_powerdown", json!({})).map(drop)

@@ -143,7 +143,7 @@ impl Handover {
         if self.journal.operation.step >= Step::Suspend
             && let Some(source) = self.source()
         {
-            let mut qmp = source.connect(vmm::START)?;
+            let mut qmp = source.connect(vmm::START_TIMEOUT)?;
             if self.journal.operation.running && guest::run_state(&mut qmp)? != "running" {
                 guest::resume_after_save(&mut qmp)?;
             }

@@ -12,10 +12,7 @@ use std::time::Duration;
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Monitor {
     /// A QMP socket. It serves one client at a time.
-    Socket {
-        /// Path of the socket.
-        path: PathBuf,
-    },
+    Socket { path: PathBuf },
     /// Through libvirt, which holds the monitor.
     Libvirt {
         /// The domain's name, number or UUID.

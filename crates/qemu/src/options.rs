@@ -12,7 +12,6 @@ use std::fmt;
 pub enum Options {
     /// `key=value,...`, in order. An item without a value is a switch.
     Pairs(Vec<(String, Option<String>)>),
-    /// A JSON object.
     Json(Map<String, Value>),
 }
 
@@ -20,9 +19,7 @@ pub enum Options {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is no value of a QEMU option: {why}")]
 pub struct OptionsError {
-    /// The rejected value.
     pub text: String,
-    /// The reason.
     pub why: String,
 }
 

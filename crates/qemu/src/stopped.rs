@@ -14,10 +14,7 @@ use serde::Deserialize;
 pub enum NotStopped {
     /// The guest runs, or may run at any moment.
     #[error("the guest is not stopped but in run state `{state}`; send QMP `stop` first")]
-    Runs {
-        /// QEMU's run state.
-        state: String,
-    },
+    Runs { state: String },
     /// QEMU does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),

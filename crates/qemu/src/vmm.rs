@@ -20,7 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Limit from a QEMU's start to its greeting. It usually takes 0.1 s; preallocation of RAM can take seconds.
-pub const START: Duration = Duration::from_secs(60);
+pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why a QEMU could not be started or reached.
 #[derive(Debug, thiserror::Error)]
@@ -28,28 +28,16 @@ pub enum VmmError {
     /// The binary cannot be run.
     #[error("cannot start {}", path.display())]
     Spawn {
-        /// Path of the binary.
         path: PathBuf,
-        /// The error of starting it.
         #[source]
         source: io::Error,
     },
     /// QEMU ended before it greeted.
     #[error("{} ended while starting; its output:\n{}", path.display(), indented(log))]
-    Ended {
-        /// Path of the binary.
-        path: PathBuf,
-        /// The end of QEMU's log.
-        log: String,
-    },
+    Ended { path: PathBuf, log: String },
     /// QEMU runs but does not greet.
     #[error("{} has not opened its QMP socket within {} s", path.display(), after.as_secs())]
-    Silent {
-        /// Path of the binary.
-        path: PathBuf,
-        /// The time limit.
-        after: Duration,
-    },
+    Silent { path: PathBuf, after: Duration },
     /// QEMU's answers are not as QMP specifies, or it does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
@@ -82,9 +70,7 @@ pub fn log_tail(directory: &Directory, lines: usize) -> String {
 /// One QEMU process, as recorded in files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vmm {
-    /// Path of the binary.
     pub binary: PathBuf,
-    /// Process number.
     pub pid: u32,
     /// Start time of the process, as in [`Process::started`].
     pub started: u64,

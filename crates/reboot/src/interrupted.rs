@@ -188,7 +188,7 @@ pub(crate) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError
     }
     // QEMU's threads may still have raised priority.
     let _ = sched::normal(vmm.process());
-    let mut qmp = vmm.connect(vmm::START)?;
+    let mut qmp = vmm.connect(vmm::START_TIMEOUT)?;
     if run_state(&mut qmp)? == "paused" {
         guest::resume(&mut qmp)?;
     }

@@ -33,7 +33,6 @@ pub enum AdoptError {
     /// The QEMU process cannot be found.
     #[error("cannot find which process serves {}: {why}", socket.display())]
     Unknown {
-        /// The QMP socket.
         socket: PathBuf,
         /// What was found instead.
         why: String,
@@ -43,18 +42,11 @@ pub enum AdoptError {
         "process {pid} listens on {}, but the QEMU that answers there has its virtual CPUs in other threads: is it in \
          another PID namespace?", socket.display()
     )]
-    Other {
-        /// The process that listens.
-        pid: u32,
-        /// The QMP socket.
-        socket: PathBuf,
-    },
+    Other { pid: u32, socket: PathBuf },
     /// `/proc` does not show the process.
     #[error("cannot inspect process {pid}: run as root")]
     Process {
-        /// Process number.
         pid: u32,
-        /// The error of reading `/proc`.
         #[source]
         source: io::Error,
     },
@@ -75,7 +67,6 @@ pub struct Backend {
 /// A running QEMU that Rekindle did not start, as found at its socket and in `/proc`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Adopted {
-    /// Process number.
     pub pid: u32,
     /// Start time of the process, as in [`Process::started`].
     pub started: u64,
@@ -85,17 +76,14 @@ pub struct Adopted {
     pub arguments: Vec<String>,
     /// The user that the process runs as.
     pub uid: u32,
-    /// QEMU's version.
     pub version: Version,
     /// The guest's name, if it has one.
     pub name: Option<String>,
-    /// The guest's UUID.
     pub uuid: String,
     /// `kvm`, `tcg`, or `other`.
     pub accelerator: String,
     /// Versioned machine type.
     pub machine: String,
-    /// Memory backends.
     pub backends: Vec<Backend>,
     /// Whether the guest can return memory to the host (balloon, virtio-mem).
     pub gives_back: bool,

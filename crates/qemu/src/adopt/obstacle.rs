@@ -20,9 +20,7 @@ pub struct Obstacle {
 /// A device or object of a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Object {
-    /// QOM path.
     pub path: String,
-    /// QOM type.
     pub kind: String,
 }
 

@@ -45,9 +45,7 @@ pub enum QmpError {
     /// No process listens on the socket.
     #[error("cannot connect to the QMP socket {}", path.display())]
     Connect {
-        /// Path of the socket.
         path: PathBuf,
-        /// The error of `connect(2)`.
         #[source]
         source: io::Error,
     },
@@ -57,12 +55,7 @@ pub enum QmpError {
         path.display(),
         after.as_millis()
     )]
-    NoGreeting {
-        /// Path of the socket.
-        path: PathBuf,
-        /// The time limit.
-        after: Duration,
-    },
+    NoGreeting { path: PathBuf, after: Duration },
     /// QEMU ended, or closed the connection.
     #[error("QEMU closed its QMP socket while `{during}` was under way")]
     Closed {
@@ -74,19 +67,11 @@ pub enum QmpError {
     Timeout {
         /// The command or event that was waited for.
         during: String,
-        /// The time limit.
         after: Duration,
     },
     /// QEMU answered with an error.
     #[error("QEMU refused `{command}`: {description}")]
-    Refused {
-        /// The rejected command.
-        command: String,
-        /// QEMU's error class.
-        class: String,
-        /// QEMU's error text.
-        description: String,
-    },
+    Refused { command: String, class: String, description: String },
     /// QEMU sent more than the limit of an answer.
     #[error("QEMU sent more than {} MiB instead of an answer to `{during}`", LONGEST >> 20)]
     TooLong {
@@ -108,7 +93,6 @@ pub enum QmpError {
     Libvirt {
         /// Name, number or UUID of the domain.
         domain: String,
-        /// virsh's error text.
         message: String,
     },
     /// The socket failed.
@@ -116,7 +100,6 @@ pub enum QmpError {
     Io {
         /// The command that waited for an answer.
         during: String,
-        /// The socket's error.
         #[source]
         source: io::Error,
     },
@@ -135,9 +118,7 @@ impl QmpError {
 pub struct Version {
     /// First number: 10 in 10.0.2.
     pub major: u32,
-    /// Second number.
     pub minor: u32,
-    /// Third number.
     pub micro: u32,
 }
 
