@@ -149,8 +149,8 @@ impl Destination<SpawnedStage> {
         file: &File,
         ram: SavedRam<'a>,
     ) -> Result<Destination<LoadedStage<SavedRam<'a>>>, HandoverError> {
-        let begun = begin_load_from_file(&mut self.qmp, file).map_err(HandoverError::from);
-        let loaded = begun.and_then(|()| self.wait_loaded(handover, DISK_TIMEOUT));
+        let started = begin_load_from_file(&mut self.qmp, file).map_err(HandoverError::from);
+        let loaded = started.and_then(|()| self.wait_loaded(handover, DISK_TIMEOUT));
         loaded.map_err(|e| end_failed_load(handover, e))?;
         Ok(self.into_stage(LoadedStage { ram, resume: ResumeCommand::AfterLoad }))
     }

@@ -17,7 +17,7 @@
 //! | [`takeover`] | the transfer of the guest's taps |
 //! | [`evidence`] | shows whether a guest has run since a moment |
 //! | [`priority`] | raises the priority of the threads that a stopped guest waits for |
-//! | [`after_resume`] | steps after the guest resumes: its clock, its location in the network |
+//! | [`after_resume`] | steps after the guest has resumed: its clock, its location in the network |
 //! | [`boot`] | boots a guest without a source |
 //!
 //! A technique is a composition of these steps: it chooses the RAM, the state and the environment, and does its own

@@ -20,7 +20,6 @@ use std::os::unix::fs::FileExt;
 /// Why a device state could not be saved.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceStateError {
-    /// QEMU does not have the command.
     #[error(
         "QEMU {version} has no `{SAVE_DEVICES}`: it is built for another architecture than x86, or with Xen left out"
     )]
@@ -28,7 +27,6 @@ pub enum DeviceStateError {
     /// QEMU returns an error or does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// The memory file cannot be made or read.
     #[error("cannot take the device state into memory")]
     Memory(#[source] io::Error),
     /// QEMU's output is not a valid device state.

@@ -67,7 +67,7 @@ impl OutputHold {
         self.nets.iter().map(String::as_str)
     }
 
-    /// Returns the hold that another process has begun in this QEMU, if there is one.
+    /// Returns the hold that another process has started in this QEMU, if there is one.
     ///
     /// # Errors
     /// When QEMU does not answer or returns an error.

@@ -23,10 +23,8 @@ pub enum IncomingError {
     /// The stream is cut short, or it is not a QEMU stream.
     #[error(transparent)]
     Stream(#[from] StreamError),
-    /// Reading from the source failed.
     #[error("the stream cannot be read")]
     Read(#[source] io::Error),
-    /// The stream has a section, version or flag that this reader does not support.
     #[error(
         "the stream has {what} at byte {at}, which is not known here; save it with `migrate` to a file, no capability set"
     )]
@@ -36,7 +34,6 @@ pub enum IncomingError {
         /// Position in the stream, in bytes.
         at: u64,
     },
-    /// The device state exceeds the limit.
     #[error("the stream has more than {} MiB of device state", MAX_DEVICE_STATE_BYTES >> 20)]
     TooLong,
 }

@@ -49,16 +49,13 @@ pub(crate) const FLAGS: u64 = 0xfff;
 /// Why a stream cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StreamError {
-    /// The input is not a QEMU stream of version 3.
     #[error("the device state does not start as a QEMU stream of version 3")]
     Header,
-    /// The stream has no end mark.
     #[error("the device state is cut short: it has {len} bytes and no end mark")]
     CutShort {
         /// Length of the stream in bytes.
         len: usize,
     },
-    /// The RAM section is not in the form that QEMU writes.
     #[error("the RAM section of the stream is odd at byte {at}: {what}")]
     Ram {
         /// Position in the stream, in bytes.

@@ -40,13 +40,10 @@ pub enum TransferError {
     /// The pipe failed. A broken pipe means that the QEMU at its other end has ended or cancelled.
     #[error("the pipe to QEMU failed")]
     Pipe(#[source] io::Error),
-    /// The QEMU at the other end neither reads nor writes.
     #[error("QEMU has not read or written the guest's state within {} s", TRANSFER_TIMEOUT.as_secs())]
     Stuck,
-    /// The state exceeds the limit.
     #[error("QEMU has sent more than {} MiB as the state of its devices", MAX_STATE_BYTES >> 20)]
     TooLong,
-    /// QEMU reports that the transfer failed.
     #[error("QEMU could not {what} the state: {reason}")]
     Failed {
         /// `save` or `load`.

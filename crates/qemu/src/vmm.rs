@@ -19,23 +19,20 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Limit from a QEMU's start to its greeting. It usually takes 0.1 s; preallocation of RAM can take seconds.
+/// Time limit from a QEMU's start to its greeting. It usually takes 0.1 s; preallocation of RAM can take seconds.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why a QEMU could not be started or reached.
 #[derive(Debug, thiserror::Error)]
 pub enum VmmError {
-    /// The binary cannot be run.
     #[error("cannot start {}", path.display())]
     Spawn {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// QEMU ended before it greeted.
     #[error("{} ended while starting; its output:\n{}", path.display(), indented(log))]
     Ended { path: PathBuf, log: String },
-    /// QEMU runs but does not greet.
     #[error("{} has not opened its QMP socket within {} s", path.display(), after.as_secs())]
     Silent { path: PathBuf, after: Duration },
     /// QEMU's answers are not as QMP specifies, or it does not answer.
@@ -54,6 +51,13 @@ impl VmmError {
         }
     }
 }
+
+/// How long a QEMU that has ended may take to release its resources: the last thread may be stuck in the kernel.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval between attempts to connect to a QEMU that starts.
+const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
+/// Number of lines of the log that an error shows.
+const ERROR_LOG_LINES: usize = 20;
 
 fn indented(log: &str) -> String {
     let lines: Vec<_> = log.lines().filter(|line| !line.trim().is_empty()).map(|line| format!("    {line}")).collect();
@@ -96,9 +100,9 @@ impl Vmm {
         fds: Vec<(OwnedFd, RawFd)>,
     ) -> Result<Self, VmmError> {
         let failed = |source: io::Error| VmmError::Spawn { path: binary.to_owned(), source };
-        let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(directory.log());
+        let open_log = || OpenOptions::new().create(true).append(true).mode(0o600).open(directory.log());
         let mut command = Command::new(binary);
-        command.args(arguments).stdout(open().map_err(failed)?).stderr(open().map_err(failed)?);
+        command.args(arguments).stdout(open_log().map_err(failed)?).stderr(open_log().map_err(failed)?);
         let mappings = fds.into_iter().map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect();
         command.fd_mappings(mappings).map_err(|e| failed(io::Error::other(e)))?;
         lockfile::hold(detach(&mut command), &directory.lock()).map_err(failed)?;
@@ -125,20 +129,20 @@ impl Vmm {
         }
         let deadline = Instant::now() + timeout;
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match Qmp::connect(&self.directory().qmp(), left.max(Duration::from_millis(1))) {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            match Qmp::connect(&self.directory().qmp(), remaining.max(Duration::from_millis(1))) {
                 Ok(qmp) => return Ok(qmp),
                 Err(QmpError::Connect { .. } | QmpError::Closed { .. }) if self.process().is_alive() => {}
                 Err(QmpError::Connect { .. } | QmpError::Closed { .. }) => {
-                    let log = log_tail(&self.directory(), 20);
+                    let log = log_tail(&self.directory(), ERROR_LOG_LINES);
                     return Err(VmmError::Ended { path: self.binary.clone(), log });
                 }
                 Err(other) => return Err(other.into()),
             }
-            if left.is_zero() {
+            if remaining.is_zero() {
                 return Err(VmmError::Silent { path: self.binary.clone(), after: timeout });
             }
-            thread::sleep(Duration::from_millis(1));
+            thread::sleep(CONNECT_INTERVAL);
         }
     }
 
@@ -200,7 +204,7 @@ impl Vmm {
     /// # Errors
     /// When it cannot be watched, or still holds them after 10 s (a thread stuck in the kernel).
     pub fn wait_released(&self) -> io::Result<()> {
-        if self.is_alive() || self.process().wait_end(Duration::from_secs(10))? {
+        if self.is_alive() || self.process().wait_end(END_TIMEOUT)? {
             return Ok(());
         }
         Err(io::Error::other(format!("QEMU (process {}) has ended, but a thread of it does not end", self.pid)))
@@ -213,7 +217,7 @@ impl Vmm {
     pub fn kill(&self) -> io::Result<()> {
         let process = self.process();
         process.kill()?;
-        if process.wait_end(Duration::from_secs(10))? {
+        if process.wait_end(END_TIMEOUT)? {
             Ok(())
         } else {
             Err(io::Error::other(format!("QEMU (process {}) was killed but does not end", self.pid)))
@@ -228,7 +232,7 @@ mod tests {
     use std::io::Write;
 
     #[test]
-    fn the_end_of_a_log_is_read_however_long_it_is() {
+    fn the_end_of_a_log_of_any_length_is_read() {
         let root = tempfile::tempdir().unwrap();
         let directory = Directory(root.path().to_owned());
         let mut log = OpenOptions::new().create(true).append(true).open(directory.log()).unwrap();

@@ -15,16 +15,13 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Why a program was not run in the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecError {
-    /// No agent answers.
     #[error("no agent answers in the guest; install and start qemu-guest-agent there")]
     NoAgent(#[source] io::Error),
-    /// The agent's commands for running programs are switched off.
     #[error(
         "the guest's agent does not run programs ({command} is switched off); allow that: take it off the list of blocked \
          commands in the guest (/etc/sysconfig/qemu-ga, or --block-rpcs, --blacklist of qemu-ga)"
     )]
     Blocked { command: &'static str },
-    /// The agent reports an error, does not answer, or the program runs for too long.
     #[error("running {program} in the guest")]
     Failed {
         program: String,

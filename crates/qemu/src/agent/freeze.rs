@@ -13,16 +13,13 @@ const STATUS: &str = "guest-fsfreeze-status";
 /// Why a guest's file systems are not frozen.
 #[derive(Debug, thiserror::Error)]
 pub enum FreezeError {
-    /// No agent answers.
     #[error("no agent answers in the guest; install and start qemu-guest-agent there")]
     NoAgent(#[source] io::Error),
-    /// The agent's command for freezing or thawing is switched off.
     #[error(
         "the guest's agent does not freeze file systems ({command} is switched off); allow that: take it off the list of blocked \
          commands in the guest (/etc/sysconfig/qemu-ga, or --block-rpcs, --blacklist of qemu-ga)"
     )]
     Blocked { command: &'static str },
-    /// The file systems are frozen already, by a program that relies on that.
     #[error("the guest's file systems are frozen already, for a backup perhaps; wait for its end")]
     Frozen,
     /// The agent failed to freeze. File systems that it had frozen are thawed again.

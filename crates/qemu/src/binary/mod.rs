@@ -28,7 +28,6 @@ const MAX_OUTPUT_BYTES: usize = 1 << 16;
 /// Why a binary cannot be used as a QEMU.
 #[derive(Debug, thiserror::Error)]
 pub enum BinaryError {
-    /// The binary is missing or not executable.
     #[error("cannot run {}: give the path of a qemu-system-x86_64 that exists and may be executed", path.display())]
     Run {
         /// Path as the caller gave it.
@@ -36,7 +35,6 @@ pub enum BinaryError {
         #[source]
         source: io::Error,
     },
-    /// The program ran, but it is not a QEMU, or a QEMU that cannot even start an empty machine.
     #[error("{} does not behave like a QEMU system emulator{}", path.display(), first_line(output))]
     NotQemu {
         /// Path as the caller gave it.

@@ -41,25 +41,21 @@ pub enum LocateError {
     /// QEMU does not answer, or returns an error.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// QEMU's memory cannot be read.
     #[error("cannot search process {pid} for QEMU's RAM blocks: run as root")]
     Memory {
         pid: u32,
         #[source]
         source: io::Error,
     },
-    /// No record of a block was found.
     #[error(
         "this QEMU does not report where its RAM block {id} is, and it was not found; use a newer QEMU (10 reports it)"
     )]
     NotFound { id: String },
-    /// The records do not show with certainty which word is the address.
     #[error(
         "this QEMU does not report where its RAM blocks are, and {candidates} places are possible where there must be one; \
          use a newer QEMU (10 reports them)"
     )]
     Uncertain { candidates: usize },
-    /// An address was found, but the block's whole length is not mapped at it.
     #[error(
         "RAM block {id} should be {bytes} bytes at {address:#x} of process {pid}, but that is not all mapped there"
     )]

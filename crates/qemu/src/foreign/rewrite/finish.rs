@@ -138,7 +138,7 @@ impl Rewriter {
         }
     }
 
-    /// Adds to each network what its card's device says about it.
+    /// Adds to each network what the device of its card states.
     fn finish_networks(&mut self) {
         for network in &mut self.networks {
             let card = self.devices.iter().find(|device| device.get("netdev").as_ref() == Some(&network.id));
@@ -148,7 +148,7 @@ impl Rewriter {
         }
     }
 
-    /// Adds the serial and parallel port that QEMU adds by itself unless it is told otherwise.
+    /// Adds the serial and parallel port that QEMU adds by default.
     fn finish_default_ports(&mut self) {
         if self.has_nodefaults {
             return;
