@@ -149,7 +149,7 @@ impl TrackingSession {
     /// Starts to track the memory of `target`.
     pub(crate) fn attach(target: Target, plan: Plan, begin: InitialTracking) -> Result<Self, CheckpointError> {
         let Plan { policy, hook, control, gives_back, foreign } = plan;
-        let save = target.vmm().save(GREETING)?;
+        let save = target.vmm().connect_for_saves(GREETING)?;
         let mark = target.rundir().paused();
         let mut monitors = Monitors::new(target.process(), control, save, mark)?;
         let ram = GuestRam::of(monitors.control(), target.process())?;

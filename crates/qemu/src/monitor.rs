@@ -1,6 +1,6 @@
 //! The monitor of a QEMU that Rekindle did not start.
 
-use crate::adopt::{AdoptError, Adopted, adopt_over};
+use crate::adopt::{AdoptError, Adopted, adopt_connected};
 use crate::libvirt;
 use crate::qmp::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
@@ -55,6 +55,6 @@ impl Monitor {
             Self::Socket { path } => Some(path.as_path()),
             Self::Libvirt { .. } => None,
         };
-        adopt_over(qmp, socket)
+        adopt_connected(qmp, socket)
     }
 }

@@ -151,7 +151,7 @@ impl Vmm {
     ///
     /// # Errors
     /// [`QmpError::NoGreeting`] when another client holds that socket.
-    pub fn watch(&self, timeout: Duration) -> Result<Qmp, QmpError> {
+    pub fn connect_watcher(&self, timeout: Duration) -> Result<Qmp, QmpError> {
         match &self.monitor {
             Some(monitor) => monitor.connect(timeout),
             None => Qmp::connect(&self.directory().watch(), timeout),
@@ -173,7 +173,7 @@ impl Vmm {
     ///
     /// # Errors
     /// [`QmpError`], as for [`Qmp::connect`].
-    pub fn save(&self, timeout: Duration) -> Result<Option<Qmp>, QmpError> {
+    pub fn connect_for_saves(&self, timeout: Duration) -> Result<Option<Qmp>, QmpError> {
         match &self.monitor {
             Some(_) => Ok(None),
             None => Qmp::connect(&self.directory().save(), timeout).map(Some),

@@ -87,8 +87,11 @@ pub fn micro() -> &'static Path {
 
 /// Returns the directory of the micro guest that can leak its kernel's memory: `vmlinuz` and `initrd`.
 pub fn leaky() -> &'static Path {
-    const LEAKY: Image =
-        Image { variable: "REKINDLE_TEST_LEAK", build_command: &["tests/images/leak/build"], files: &["vmlinuz", "initrd"] };
+    const LEAKY: Image = Image {
+        variable: "REKINDLE_TEST_LEAK",
+        build_command: &["tests/images/leak/build"],
+        files: &["vmlinuz", "initrd"],
+    };
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     DIRECTORY.get_or_init(|| LEAKY.directory())
 }

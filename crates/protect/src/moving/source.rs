@@ -249,7 +249,7 @@ fn hello(
 
 /// Returns whether the guest's network output is held until a checkpoint is committed.
 fn is_held(target: &Target) -> Result<bool, MoveError> {
-    let found = target.vmm().watch(GREETING).and_then(|mut qmp| OutputHold::find(&mut qmp));
+    let found = target.vmm().connect_watcher(GREETING).and_then(|mut qmp| OutputHold::find(&mut qmp));
     Ok(found.map_err(LifeError::from)?.is_some())
 }
 

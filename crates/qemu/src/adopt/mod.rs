@@ -52,7 +52,7 @@ pub enum AdoptError {
 
 /// A memory backend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Backend {
+pub struct MemoryBackend {
     /// Id of the backend object.
     pub id: Option<String>,
     /// Size in bytes.
@@ -82,7 +82,7 @@ pub struct Adopted {
     pub accelerator: String,
     /// Versioned machine type.
     pub machine: String,
-    pub backends: Vec<Backend>,
+    pub backends: Vec<MemoryBackend>,
     /// Whether the guest can return memory to the host (balloon, virtio-mem).
     pub gives_back: bool,
     /// The reasons that prevent protecting the guest. Empty: it can be protected.
@@ -104,7 +104,7 @@ impl Adopted {
 /// # Errors
 /// [`AdoptError`], also when the process cannot be identified for certain.
 pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
-    adopt_over(Qmp::connect(socket, timeout)?, Some(socket))
+    adopt_connected(Qmp::connect(socket, timeout)?, Some(socket))
 }
 
 /// Inspects the QEMU at the other end of an open connection. Without a socket (a manager passes commands on), the
@@ -112,7 +112,7 @@ pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptEr
 ///
 /// # Errors
 /// [`AdoptError`], as for [`adopt`].
-pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp), AdoptError> {
+pub fn adopt_connected(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp), AdoptError> {
     let process = find_process(&mut qmp, socket)?;
     let unreadable = |source| AdoptError::Process { pid: process.pid, source };
     let Program { start: binary, arguments, .. } = Program::of(process).map_err(unreadable)?;

@@ -258,7 +258,7 @@ fn check_alive(handover: &Handover) -> Result<(), RebootError> {
 
 /// Returns whether the guest has read the notification that it was rolled back.
 fn has_read(name: &str, vmm: &Vmm) -> bool {
-    match vmm.watch(ANSWER_TIMEOUT).and_then(|mut qmp| wait_read(&mut qmp)) {
+    match vmm.connect_watcher(ANSWER_TIMEOUT).and_then(|mut qmp| wait_read(&mut qmp)) {
         Ok(true) => return true,
         Ok(false) => tracing::warn!("{name}: the guest does not read the notification that it was set back"),
         Err(e) => tracing::debug!("{name}: cannot check whether the guest was notified: {e}"),
