@@ -26,7 +26,6 @@ impl From<PageRun> for (BlockId, PageNo, u64) {
 }
 
 impl PageRun {
-    #[must_use]
     pub fn new(block: BlockId, pages: Range<PageNo>) -> Self {
         Self { block, first: pages.start, count: pages.end.0.saturating_sub(pages.start.0) }
     }
@@ -43,12 +42,10 @@ impl PageRun {
         runs
     }
 
-    #[must_use]
     pub fn block(&self) -> BlockId {
         self.block
     }
 
-    #[must_use]
     pub fn count(&self) -> u64 {
         self.count
     }
@@ -59,7 +56,6 @@ impl PageRun {
     }
 
     /// Returns the byte offsets in the block.
-    #[must_use]
     pub fn offsets(&self) -> Range<u64> {
         self.first.offset()..self.end().offset()
     }

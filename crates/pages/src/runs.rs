@@ -9,7 +9,6 @@ use std::ops::{Deref, Range};
 pub struct PageRuns(Vec<Range<u64>>);
 
 impl PageRuns {
-    #[must_use]
     pub const fn new() -> Self {
         Self(Vec::new())
     }
@@ -27,7 +26,6 @@ impl PageRuns {
     }
 
     /// Returns the pages that are in at least one of the sets.
-    #[must_use]
     pub fn union(&self, other: &[Range<u64>]) -> Self {
         let mut runs: Vec<_> = self.iter().chain(other).cloned().collect();
         runs.sort_unstable_by_key(|run| run.start);
@@ -35,7 +33,6 @@ impl PageRuns {
     }
 
     /// Returns the runs with each gap of at most `max_gap` bytes filled.
-    #[must_use]
     pub fn bridged(&self, max_gap: u64) -> Self {
         let mut bridged = Self::new();
         for run in self {
@@ -48,13 +45,11 @@ impl PageRuns {
     }
 
     /// Returns the part of `0..length` that is not in the set.
-    #[must_use]
     pub fn complement(&self, length: u64) -> Self {
         Self::from(0..length).difference(self)
     }
 
     /// Returns the pages that are not in `other`, whose runs must be ascending.
-    #[must_use]
     pub fn difference(&self, other: &[Range<u64>]) -> Self {
         let mut difference = Self::new();
         let mut removed_runs = other.iter().peekable();
@@ -82,28 +77,24 @@ impl PageRuns {
     }
 
     /// Returns the pages that are in both sets.
-    #[must_use]
     pub fn intersection(&self, other: &Self) -> Self {
         let end = self.last().map_or(0, |run| run.end);
         self.difference(&other.complement(end))
     }
 
     /// Converts addresses to offsets from `base`, which must not be above the first run.
-    #[must_use]
     pub fn relative_to(mut self, base: u64) -> Self {
         self.0.iter_mut().for_each(|run| *run = run.start - base..run.end - base);
         self
     }
 
     /// Converts offsets to addresses, where offset 0 is at `base`.
-    #[must_use]
     pub fn placed_at(mut self, base: u64) -> Self {
         self.0.iter_mut().for_each(|run| *run = run.start + base..run.end + base);
         self
     }
 
     /// Returns the total length in bytes.
-    #[must_use]
     #[inline]
     pub fn bytes(&self) -> u64 {
         self.iter().map(|run| run.end - run.start).sum()
@@ -123,7 +114,6 @@ impl PageRuns {
     }
 
     /// Splits the set into consecutive parts of at most `max_bytes`.
-    #[must_use]
     pub fn split(&self, max_bytes: u64) -> Vec<Self> {
         let mut parts = Vec::new();
         let mut part = Self::new();

@@ -12,13 +12,11 @@ pub struct DirtySet {
 
 impl DirtySet {
     /// Returns an empty set with memory for `pages` pages.
-    #[must_use]
     pub fn with_room(pages: u64) -> Self {
         Self { bits: FixedBitSet::with_capacity(pages as usize), len: 0 }
     }
 
     /// Returns the set of the first `pages` pages.
-    #[must_use]
     pub fn full(pages: u64) -> Self {
         let mut set = Self::with_room(pages);
         set.bits.insert_range(..);
@@ -26,17 +24,14 @@ impl DirtySet {
     }
 
     /// Returns the number of pages in the set.
-    #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    #[must_use]
     #[inline]
     pub fn contains(&self, page: PageNo) -> bool {
         self.bits.contains(page.0 as usize)
@@ -88,7 +83,6 @@ impl DirtySet {
     }
 
     /// Finds the first page of the set at or after `from`.
-    #[must_use]
     #[inline]
     pub fn next(&self, from: PageNo) -> Option<PageNo> {
         const WORD_BITS: u64 = usize::BITS as u64;

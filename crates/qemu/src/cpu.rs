@@ -40,7 +40,6 @@ fn named_word(word: &Value) -> Option<(String, u64)> {
 
 /// Returns the words of `before` that differ in `now`: name, before, now. A missing word counts as zero. Words that
 /// only `now` has are ignored: they come from a newer QEMU, and an older one never showed them to the guest.
-#[must_use]
 pub fn differences(before: &Features, now: &Features) -> Vec<(String, u64, u64)> {
     let mut differences = Vec::new();
     for (name, &value_before) in before {

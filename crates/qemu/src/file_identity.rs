@@ -37,20 +37,17 @@ impl FileIdentity {
     }
 
     /// Returns whether the file is unchanged since this identity was read.
-    #[must_use]
     pub fn is_unchanged(&self) -> bool {
         Self::of(&self.path).is_ok_and(|now| now == *self)
     }
 
     /// Returns whether both identities are of the same file, under any name and at any time.
-    #[must_use]
     pub fn is_same_file(&self, other: &Self) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
 
     /// Returns the time of the file's last change, in ns since 1970. A second change within one clock tick of the
     /// file system leaves the identity unchanged: do not rely on an identity that is younger than that.
-    #[must_use]
     pub fn changed_ns(&self) -> i128 {
         self.changed_ns
     }

@@ -100,13 +100,11 @@ impl<R: Read> Incoming<R> {
     }
 
     /// Returns the RAM blocks: name, and bytes in use.
-    #[must_use]
     pub fn blocks(&self) -> &[(String, u64)] {
         &self.blocks
     }
 
     /// Returns the machine type, if the stream contains it.
-    #[must_use]
     pub fn machine(&self) -> Option<&str> {
         self.machine.as_deref()
     }

@@ -61,7 +61,6 @@ impl Options {
 
     /// Returns the text of a key. If the key occurs several times, the last one counts, as in QEMU. A switch is `on`.
     /// In JSON, lists and objects have no text.
-    #[must_use]
     pub fn get(&self, key: &str) -> Option<String> {
         match self {
             Self::Pairs(pairs) => {
@@ -100,7 +99,6 @@ impl Options {
     }
 
     /// Returns all keys, in order.
-    #[must_use]
     pub fn keys(&self) -> Vec<&str> {
         match self {
             Self::Pairs(pairs) => pairs.iter().map(|(name, _)| name.as_str()).collect(),

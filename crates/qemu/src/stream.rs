@@ -79,7 +79,6 @@ pub fn check(stream: &[u8]) -> Result<&[u8], StreamError> {
 
 /// Returns the guest's address of its VM generation ID, from the section of the device `vmgenid`. `None` if there is
 /// no such device, or if the firmware has not assigned an address yet.
-#[must_use]
 pub fn generation_address(devices: &[u8]) -> Option<u64> {
     // Name with its length, instance, version; then follow the address and the section's end.
     const SECTION_BEGINNING: &[u8] = b"\x07vmgenid\0\0\0\0\0\0\0\x01";

@@ -70,13 +70,11 @@ impl Syntax {
     }
 
     /// Returns the parameter of `-chardev socket` with which QEMU reconnects when its server has ended.
-    #[must_use]
     pub(crate) fn reconnect(self) -> String {
         if self.reconnect_ms { format!("reconnect-ms={RECONNECT_MS}") } else { "reconnect=1".into() }
     }
 
     /// Returns the option, and its value, that puts a QMP monitor on the character device `chardev`.
-    #[must_use]
     pub(crate) fn monitor(self, chardev: &str) -> (&'static str, String) {
         if self.monitor_objects {
             ("-object", format!("monitor-qmp,id={chardev}-monitor,chardev={chardev}"))
@@ -86,7 +84,6 @@ impl Syntax {
     }
 
     /// Returns the value of `-name` for a guest. The guest's name must be escaped already.
-    #[must_use]
     pub(crate) fn name(self, guest: &str) -> String {
         format!("guest={guest}{}", if self.thread_names { ",debug-threads=on" } else { "" })
     }

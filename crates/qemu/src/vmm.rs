@@ -42,7 +42,6 @@ pub enum VmmError {
 
 impl VmmError {
     /// Returns whether QEMU gave no answer, as opposed to an error or its end.
-    #[must_use]
     pub fn is_silence(&self) -> bool {
         match self {
             Self::Silent { .. } => true,
@@ -66,7 +65,6 @@ fn indented(log: &str) -> String {
 
 /// Returns QEMU's last messages: the end of its log, at most `lines` lines. A guest can make QEMU write a log of any
 /// length.
-#[must_use]
 pub fn log_tail(directory: &Directory, lines: usize) -> String {
     last_lines(&directory.log(), lines)
 }
@@ -181,19 +179,16 @@ impl Vmm {
     }
 
     /// Returns the process number and start time.
-    #[must_use]
     pub fn process(&self) -> Process {
         Process { pid: self.pid, started: self.started }
     }
 
     /// Returns the paths of the QEMU's sockets and files.
-    #[must_use]
     pub fn directory(&self) -> Directory {
         Directory(self.directory.clone())
     }
 
     /// Returns whether the QEMU still runs.
-    #[must_use]
     pub fn is_alive(&self) -> bool {
         self.process().is_alive()
     }

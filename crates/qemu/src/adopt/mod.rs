@@ -91,7 +91,6 @@ pub struct Adopted {
 
 impl Adopted {
     /// The QEMU's process number and start time, which together identify it.
-    #[must_use]
     pub fn process(&self) -> Process {
         Process { pid: self.pid, started: self.started }
     }

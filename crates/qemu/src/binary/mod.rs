@@ -129,13 +129,11 @@ impl Binary {
 
     /// Returns the versioned machine type that `machine` stands for in this QEMU: `machine` itself, unless it is an
     /// alias.
-    #[must_use]
     pub fn pinned_machine<'a>(&'a self, machine: &'a str) -> &'a str {
         self.aliases.iter().find(|(alias, _)| alias == machine).map_or(machine, |(_, name)| name)
     }
 
     /// Returns whether this QEMU can write its device state without RAM in one command.
-    #[must_use]
     pub fn saves_device_state(&self) -> bool {
         self.commands.contains("xen-save-devices-state")
     }

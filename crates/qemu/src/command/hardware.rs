@@ -77,7 +77,6 @@ pub struct Hardware {
 
 impl Hardware {
     /// Returns the names of the RAM blocks that are files in the RAM directory. These are loaded on demand.
-    #[must_use]
     pub fn ram_ids(&self) -> Vec<String> {
         match &self.foreign {
             Some(foreign) => foreign.backends.iter().map(|backend| backend.id.clone()).collect(),
@@ -86,7 +85,6 @@ impl Hardware {
     }
 
     /// Returns the files of [`Hardware::ram_ids`], each with its size in bytes.
-    #[must_use]
     pub fn ram_files(&self) -> Vec<(PathBuf, u64)> {
         match &self.foreign {
             Some(foreign) => foreign.ram_files(&self.ram.path),
@@ -164,7 +162,6 @@ pub struct Disk {
 }
 
 /// Returns the number of queues of a served disk: one for each virtual CPU, but at most 8, because each costs memory.
-#[must_use]
 pub fn disk_queues(vcpus: u32) -> u16 {
     vcpus.clamp(1, 8) as u16
 }
@@ -197,7 +194,6 @@ pub struct Tap {
 
 impl Tap {
     /// Returns the descriptor number that QEMU uses for the tap of its `index`-th network card.
-    #[must_use]
     pub fn fd(index: usize) -> RawFd {
         FIRST_TAP_FD + index as RawFd
     }
@@ -205,7 +201,6 @@ impl Tap {
     /// Returns the descriptor number at which a destination QEMU keeps the real tap until its guest is stopped in the
     /// source. Until then it has a stand-in at [`Tap::fd`]: QEMU reads a tap from the moment it has it, and would
     /// swallow a packet.
-    #[must_use]
     pub fn waiting_fd(index: usize) -> RawFd {
         FIRST_WAITING_FD + index as RawFd
     }

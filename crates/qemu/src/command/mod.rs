@@ -36,7 +36,6 @@ pub enum Start {
 impl Hardware {
     /// Returns the arguments for a QEMU of this `syntax` with this hardware. Its sockets are in `directory`, and the
     /// guest's console is logged to `console_log`.
-    #[must_use]
     pub fn arguments(&self, directory: &Directory, console_log: &Path, start: Start, syntax: Syntax) -> Vec<String> {
         match &self.foreign {
             Some(machine) => foreign_machine::arguments(machine, self, directory, console_log, start, syntax),
@@ -45,7 +44,6 @@ impl Hardware {
     }
 
     /// Returns the device types that the command line names, including those in [`Hardware::extra`].
-    #[must_use]
     pub fn device_types(&self) -> Vec<String> {
         let no_directory = Directory(PathBuf::new());
         let arguments = self.arguments(&no_directory, Path::new(""), Start::Boot, Syntax::default());

@@ -64,7 +64,6 @@ pub enum QmpError {
 
 impl QmpError {
     /// Returns whether QEMU gave no answer, as opposed to an error or a closed socket.
-    #[must_use]
     pub fn is_silence(&self) -> bool {
         matches!(self, Self::NoGreeting { .. } | Self::Timeout { .. } | Self::TooLong { .. })
     }

@@ -129,7 +129,6 @@ impl Qmp {
     }
 
     /// Returns the version from QEMU's greeting.
-    #[must_use]
     pub fn version(&self) -> &Version {
         &self.version
     }
