@@ -232,15 +232,17 @@ fn verdict_for(rundir: &RunDir, status: &Status) -> Option<Verdict> {
 /// a crash.
 pub(crate) fn pause_at_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
     let Some(vmm) = qemu(rundir) else { return Ok(()) };
-    let mut qmp: Qmp = vmm.watch(ANSWER_TIMEOUT)?;
+    let mut qmp: Qmp = vmm.connect_watcher(ANSWER_TIMEOUT)?;
     qmp.execute::<Value>("set-action", json!({"shutdown": "pause"})).map(drop)
 }
 
 /// Requests a shutdown of the guest, through its agent if it has one. Does not wait for the shutdown.
 pub(crate) fn request_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
     let Some(vmm) = qemu(rundir) else { return Ok(()) };
-    let mut qmp: Qmp = vmm.watch(ANSWER_TIMEOUT)?;
-    if agent::listens(&mut qmp).unwrap_or(false) && agent::shut_down(&vmm.directory().agent(), ANSWER_TIMEOUT).is_ok() {
+    let mut qmp: Qmp = vmm.connect_watcher(ANSWER_TIMEOUT)?;
+    if agent::is_listening(&mut qmp).unwrap_or(false)
+        && agent::shut_down(&vmm.directory().agent(), ANSWER_TIMEOUT).is_ok()
+    {
         return Ok(());
     }
     qmp.execute::<Value>("system_powerdown", json!({})).map(drop)

@@ -4,6 +4,7 @@ use crate::destination::{Destination, Settled};
 use crate::ram::NewRam;
 use crate::takeover::Taps;
 use crate::{Handover, HandoverError, OwnRunDir};
+use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_vm::definition::Definition;
@@ -56,18 +57,18 @@ pub fn start<E: From<HandoverError>>(
     let NewVm { definition, qemu, uuid, leftover_log } = vm;
     let adapt = |hardware: &mut Hardware| {
         hardware.uuid = uuid.or(hardware.uuid);
-        let leftover = disks::left_behind(hardware, &Epochs::new(), leftover_log == LeftoverLog::Reject);
-        if leftover.is_empty() { Ok(()) } else { Err(leftover) }
+        let problems = disks::left_behind(hardware, &Epochs::new(), leftover_log == LeftoverLog::Reject);
+        if problems.is_empty() { Ok(()) } else { Err(problems) }
     };
     let slot = VmSlot::take(host, definition, qemu.as_deref(), "run", adapt).map_err(HandoverError::from)?;
-    let started = before_start(&slot.rundir, &slot.state.hardware).and_then(|()| Ok(start_in(&slot)?));
+    let started = before_start(&slot.rundir, &slot.state.hardware).and_then(|()| Ok(start_in_slot(&slot)?));
     if started.is_err() {
         slot.undo();
     }
     started
 }
 
-fn start_in(slot: &VmSlot<'_>) -> Result<State, HandoverError> {
+fn start_in_slot(slot: &VmSlot<'_>) -> Result<State, HandoverError> {
     disks::merge_left(&slot.state.hardware).map_err(LifeError::from)?;
     let Made { journal, fds } = slot.make(Kind::Run)?;
     let VmSlot { state, binary, rundir, .. } = slot;
@@ -77,8 +78,10 @@ fn start_in(slot: &VmSlot<'_>) -> Result<State, HandoverError> {
     let destination = Destination::spawn(&mut handover, &environment, Start::Boot, fds)?;
     let running = destination.runs_already()?.commit(&mut handover, "boot")?;
     match running.settle(handover, "record") {
+        Ok(settled) => Ok(settled.state),
+        // No memory is lost with a guest that has just booted.
         Err(HandoverError::DiedRunning { name, log }) => Err(LifeError::Ended { name, log }.into()),
-        settled => Ok(settled?.state),
+        Err(e) => Err(e),
     }
 }
 
@@ -93,6 +96,7 @@ pub enum PreviousCache {
 #[derive(Debug)]
 pub struct Booted {
     pub settled: Settled<NewRam>,
+    /// The cache that the disk servers have retained.
     pub retained: Option<Kept>,
 }
 
@@ -110,13 +114,7 @@ pub fn boot(
     let rundir = handover.rundir.clone();
     let State { hardware, definition, .. } = handover.state.clone();
     handover.recorder.phase(Phase::Renew);
-    let retained = match cache {
-        PreviousCache::Retain => ram::renew_keeping_cache(&rundir, &hardware)?,
-        PreviousCache::Discard => {
-            ram::renew(&rundir, &hardware)?;
-            None
-        }
-    };
+    let retained = renew_ram(&rundir, &hardware, cache)?;
     handover.pass("cold.renew.memory");
     disks::start(&rundir, &hardware).map_err(LifeError::from)?;
     phases::begin(&rundir, &hardware, &definition);
@@ -127,4 +125,12 @@ pub fn boot(
     handover.recorder.step("start the new QEMU");
     let running = destination.without_state().commit(&mut handover, "boot")?;
     Ok(Booted { settled: running.settle(handover, "record")?, retained })
+}
+
+/// Makes new RAM files. Returns the retained cache of the previous ones.
+fn renew_ram(rundir: &RunDir, hardware: &Hardware, cache: PreviousCache) -> Result<Option<Kept>, RamError> {
+    match cache {
+        PreviousCache::Retain => ram::renew_keeping_cache(rundir, hardware),
+        PreviousCache::Discard => ram::renew(rundir, hardware).map(|()| None),
+    }
 }

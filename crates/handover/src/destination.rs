@@ -1,4 +1,11 @@
-//! The destination QEMU, step by step. Its stage is part of its type, which determines the permitted next steps.
+//! The destination QEMU, step by step. Its stage is part of its type, which determines the permitted next steps:
+//!
+//! ```text
+//!  Spawned ──prepare──> Prepared ──finish_feed──> Loading ──wait──> Loaded ──commit──> Running ──settle──> Settled
+//!     └────── load_file, load_stream, without_state, runs_already, … ──────^
+//! ```
+//!
+//! The types of the stages are [`SpawnedStage`], [`PreparedStage`], [`LoadedStage`] and [`RunningStage`].
 
 use crate::operation::{PipelinePoint, end_generation};
 use crate::ram::{NewRam, Ram, RamSource, SavedRam, SharedRam, UnknownRam};
@@ -35,26 +42,26 @@ pub struct Destination<Stage> {
 
 /// Stage: QEMU answers, and has no guest yet.
 #[derive(Debug)]
-pub struct Spawned;
+pub struct SpawnedStage;
 
 /// Stage: QEMU has its RAM, and reads device state from a pipe.
 #[derive(Debug)]
-pub struct Prepared<R> {
+pub struct PreparedStage<R> {
     pub ram: R,
     pub feed: Feed,
 }
 
 /// Stage: QEMU has the guest's state. It has not run the guest, except after [`Destination::runs_already`] or
-/// [`Destination::wait_until_loaded`].
+/// [`Destination::wait_for_interrupted_load`].
 #[derive(Debug)]
-pub struct Loaded<R> {
+pub struct LoadedStage<R> {
     pub ram: R,
     resume: ResumeCommand,
 }
 
 /// Stage: QEMU runs the guest; the source, if there is one, is stopped.
 #[derive(Debug)]
-pub struct Running<R> {
+pub struct RunningStage<R> {
     pub ram: R,
     /// Time of the guest's resume, in µs since 1970.
     pub resumed_host_us: u64,
@@ -84,7 +91,7 @@ enum ResumeCommand {
     NotNeeded,
 }
 
-impl Destination<Spawned> {
+impl Destination<SpawnedStage> {
     /// Starts a destination and records it in the journal.
     ///
     /// # Errors
@@ -100,10 +107,10 @@ impl Destination<Spawned> {
         handover.pass_pipeline(PipelinePoint::Spawned, start);
         let connected = handover.write_journal().and_then(|()| {
             handover.pass_pipeline(PipelinePoint::Recorded, start);
-            Ok(vmm.connect(vmm::START)?)
+            Ok(vmm.connect(vmm::START_TIMEOUT)?)
         });
         match connected {
-            Ok(qmp) => Ok(Self { vmm, qmp, start, stage: Spawned }),
+            Ok(qmp) => Ok(Self { vmm, qmp, start, stage: SpawnedStage }),
             Err(e) => {
                 let _ = vmm.kill();
                 Err(e)
@@ -120,16 +127,16 @@ impl Destination<Spawned> {
         let arguments = fs::read(&path).map_err(|source| HandoverError::File { path, source })?;
         let is_incoming = arguments.split(|byte| *byte == 0).any(|argument| argument == b"-incoming");
         let start = if is_incoming { Start::Incoming } else { Start::Paused };
-        Ok(Self { vmm, qmp, start, stage: Spawned })
+        Ok(Self { vmm, qmp, start, stage: SpawnedStage })
     }
 
     /// Connects the destination to the guest's RAM.
     ///
     /// # Errors
     /// The errors of [`RamSource::connect`].
-    pub fn prepare<R: RamSource>(mut self, mut ram: R) -> Result<Destination<Prepared<R>>, R::Error> {
+    pub fn prepare<R: RamSource>(mut self, mut ram: R) -> Result<Destination<PreparedStage<R>>, R::Error> {
         let feed = ram.connect(&self.vmm, &mut self.qmp)?;
-        Ok(self.at(Prepared { ram, feed }))
+        Ok(self.into_stage(PreparedStage { ram, feed }))
     }
 
     /// Loads RAM and device state from a file.
@@ -141,25 +148,26 @@ impl Destination<Spawned> {
         handover: &Handover,
         file: &File,
         ram: SavedRam<'a>,
-    ) -> Result<Destination<Loaded<SavedRam<'a>>>, HandoverError> {
-        let loaded = begin_load_from_file(&mut self.qmp, file).map_err(HandoverError::from);
-        loaded.and_then(|()| self.wait_loaded(handover, DISK_TIMEOUT)).map_err(|e| failed_to_load(handover, e))?;
-        Ok(self.at(Loaded { ram, resume: ResumeCommand::AfterLoad }))
+    ) -> Result<Destination<LoadedStage<SavedRam<'a>>>, HandoverError> {
+        let started = begin_load_from_file(&mut self.qmp, file).map_err(HandoverError::from);
+        let loaded = started.and_then(|()| self.wait_loaded(handover, DISK_TIMEOUT));
+        loaded.map_err(|e| end_failed_load(handover, e))?;
+        Ok(self.into_stage(LoadedStage { ram, resume: ResumeCommand::AfterLoad }))
     }
 
     /// Treats the destination as loaded: it was started with [`Start::Boot`], so that its guest runs already.
     ///
     /// # Errors
     /// [`HandoverError::Qmp`]: the destination does not answer.
-    pub fn runs_already(mut self) -> Result<Destination<Loaded<NewRam>>, HandoverError> {
+    pub fn runs_already(mut self) -> Result<Destination<LoadedStage<NewRam>>, HandoverError> {
         guest::run_state(&mut self.qmp)?;
-        Ok(self.at(Loaded { ram: NewRam, resume: ResumeCommand::NotNeeded }))
+        Ok(self.into_stage(LoadedStage { ram: NewRam, resume: ResumeCommand::NotNeeded }))
     }
 
     /// Treats the destination as loaded: a guest that boots has no state to load.
     #[must_use]
-    pub fn without_state(self) -> Destination<Loaded<NewRam>> {
-        self.at(Loaded { ram: NewRam, resume: ResumeCommand::AfterLoad })
+    pub fn without_state(self) -> Destination<LoadedStage<NewRam>> {
+        self.into_stage(LoadedStage { ram: NewRam, resume: ResumeCommand::AfterLoad })
     }
 
     /// Waits until a destination has loaded that was found in an interrupted operation, whose journal has the decision
@@ -168,7 +176,7 @@ impl Destination<Spawned> {
     ///
     /// # Errors
     /// [`HandoverError::Qmp`]: the destination does not answer.
-    pub fn wait_until_loaded(mut self) -> Result<Destination<Loaded<UnknownRam>>, HandoverError> {
+    pub fn wait_for_interrupted_load(mut self) -> Result<Destination<LoadedStage<UnknownRam>>, HandoverError> {
         let deadline = Instant::now() + DISK_TIMEOUT;
         let mut run_state = guest::run_state(&mut self.qmp)?;
         while run_state == "inmigrate" && Instant::now() < deadline {
@@ -176,7 +184,7 @@ impl Destination<Spawned> {
             run_state = guest::run_state(&mut self.qmp)?;
         }
         let resume = if run_state == "running" { ResumeCommand::NotNeeded } else { ResumeCommand::AfterLoad };
-        Ok(self.at(Loaded { ram: UnknownRam, resume }))
+        Ok(self.into_stage(LoadedStage { ram: UnknownRam, resume }))
     }
 
     /// Loads a stream of device state into a destination that maps the RAM file.
@@ -188,14 +196,14 @@ impl Destination<Spawned> {
         handover: &Handover,
         stream: &[u8],
         ram: SharedRam,
-    ) -> Result<Destination<Loaded<SharedRam>>, HandoverError> {
+    ) -> Result<Destination<LoadedStage<SharedRam>>, HandoverError> {
         self.prepare(ram)
             .and_then(|prepared| prepared.feed(handover, stream, DISK_TIMEOUT))
-            .map_err(|e| failed_to_load(handover, e))
+            .map_err(|e| end_failed_load(handover, e))
     }
 }
 
-impl<R> Destination<Prepared<R>> {
+impl<R> Destination<PreparedStage<R>> {
     /// Sends the command that resumes the guest, except its end. [`Destination::commit`] sends the end.
     ///
     /// # Errors
@@ -214,49 +222,61 @@ impl<R> Destination<Prepared<R>> {
         handover: &Handover,
         stream: &[u8],
         timeout: Duration,
-    ) -> Result<Destination<Loaded<R>>, HandoverError> {
+    ) -> Result<Destination<LoadedStage<R>>, HandoverError> {
         self.stage.feed.write(stream)?;
         self.finish_feed().wait(handover, timeout)
     }
 
     /// Closes the feed. The caller has written the whole device state to it.
     pub fn finish_feed(self) -> Loading<R> {
-        let Self { vmm, qmp, start, stage: Prepared { ram, feed } } = self;
+        let Self { vmm, qmp, start, stage: PreparedStage { ram, feed } } = self;
         drop(feed);
-        Loading(Destination { vmm, qmp, start, stage: Loaded { ram, resume: ResumeCommand::AfterLoad } })
+        let stage = LoadedStage { ram, resume: ResumeCommand::AfterLoad };
+        Loading { destination: Destination { vmm, qmp, start, stage } }
     }
 }
 
 /// A destination that loads the device state.
 #[derive(Debug)]
 #[must_use]
-pub struct Loading<R>(Destination<Loaded<R>>);
+pub struct Loading<R> {
+    /// The destination as it will be when the load has succeeded.
+    destination: Destination<LoadedStage<R>>,
+}
 
 impl<R> Loading<R> {
     /// Waits until the device state is loaded.
     ///
     /// # Errors
     /// [`HandoverError::Transfer`]: the destination has ended, or cannot load the state within `timeout`.
-    pub fn wait(mut self, handover: &Handover, timeout: Duration) -> Result<Destination<Loaded<R>>, HandoverError> {
-        self.0.wait_loaded(handover, timeout)?;
-        Ok(self.0)
+    pub fn wait(
+        mut self,
+        handover: &Handover,
+        timeout: Duration,
+    ) -> Result<Destination<LoadedStage<R>>, HandoverError> {
+        self.destination.wait_loaded(handover, timeout)?;
+        Ok(self.destination)
     }
 
     /// Returns without waiting. The command that [`Destination::stage_resume`] has staged resumes the guest at the end
     /// of a successful load. A load that fails ends the destination before it has run the guest.
-    pub fn resume_when_loaded(mut self) -> Destination<Loaded<R>> {
-        self.0.stage.resume = ResumeCommand::Staged;
-        self.0
+    pub fn resume_when_loaded(mut self) -> Destination<LoadedStage<R>> {
+        self.destination.stage.resume = ResumeCommand::Staged;
+        self.destination
     }
 }
 
-impl<R: Ram> Destination<Loaded<R>> {
+impl<R: Ram> Destination<LoadedStage<R>> {
     /// Journals the decision for the destination, and resumes the guest in it unless the user had paused the guest.
     ///
     /// # Errors
     /// [`HandoverError`]. Before the journal is at [`Step::Resume`], the guest has not run in the destination. After
     /// that it may have: see [`Handover::has_not_run`].
-    pub fn commit(mut self, handover: &mut Handover, step: &str) -> Result<Destination<Running<R>>, HandoverError> {
+    pub fn commit(
+        mut self,
+        handover: &mut Handover,
+        step: &str,
+    ) -> Result<Destination<RunningStage<R>>, HandoverError> {
         handover.recorder.phase(Phase::Resume);
         self.stage.ram.note_evidence(&mut handover.journal.operation);
         if handover.journal.operation.step < Step::Resume {
@@ -272,12 +292,13 @@ impl<R: Ram> Destination<Loaded<R>> {
             ResumeCommand::AfterLoad | ResumeCommand::NotNeeded => host_us(),
         };
         handover.recorder.step(step);
-        let Self { vmm, qmp, start, stage: Loaded { ram, .. } } = self;
-        Ok(Destination { vmm, qmp, start, stage: Running { ram, resumed_host_us } })
+        let Self { vmm, qmp, start, stage: LoadedStage { ram, .. } } = self;
+        let stage = RunningStage { ram, resumed_host_us };
+        Ok(Destination { vmm, qmp, start, stage })
     }
 }
 
-impl<R> Destination<Running<R>> {
+impl<R> Destination<RunningStage<R>> {
     /// Journals that the guest runs. From then on the guest's old state is obsolete, whatever the evidence shows.
     ///
     /// # Errors
@@ -285,7 +306,8 @@ impl<R> Destination<Running<R>> {
     /// written.
     pub fn confirm(&self, handover: &mut Handover) -> Result<(), HandoverError> {
         handover.recorder.phase(Phase::Settle);
-        (handover.journal.operation.untouched_since_ns, handover.journal.operation.disks_at_resume) = (None, None);
+        handover.journal.operation.untouched_since_ns = None;
+        handover.journal.operation.disks_at_resume = None;
         handover.advance(Step::Settle)?;
         handover.pass_pipeline(PipelinePoint::Settling, self.start);
         if self.vmm.is_alive() {
@@ -303,10 +325,10 @@ impl<R> Destination<Running<R>> {
         handover.pass_pipeline(PipelinePoint::Resumed, self.start);
         self.confirm(&mut handover)?;
         // The recorded path of the binary is the user's, not the one that the kernel has resolved.
-        let destination = handover.destination().filter(|to| to.process() == self.vmm.process());
-        let destination = destination.unwrap_or(&self.vmm).clone();
+        let recorded = handover.destination().filter(|recorded| recorded.process() == self.vmm.process());
+        let destination = recorded.unwrap_or(&self.vmm).clone();
         end_source(&handover, &destination, self.start)?;
-        let state = self.record(&mut handover, destination)?;
+        let state = self.write_state(&mut handover, destination)?;
         // The saved state is obsolete since the guest runs. It must not outlive the journal that names it.
         if let Some(saved) = &handover.journal.operation.saved {
             let _ = fs::remove_file(&saved.path);
@@ -322,20 +344,21 @@ impl<R> Destination<Running<R>> {
         journal.close().map_err(failed)?;
         recorder.step(step);
         PipelinePoint::Closed.pass(&operation, self.start);
-        let Self { vmm, qmp, stage: Running { ram, resumed_host_us }, .. } = self;
+        let Self { vmm, qmp, stage: RunningStage { ram, resumed_host_us }, .. } = self;
         Ok(Settled { vmm, qmp, ram, resumed_host_us, state, recorder })
     }
 
     /// Writes the state file with the destination as the VM's QEMU.
-    fn record(&self, handover: &mut Handover, destination: Vmm) -> Result<State, HandoverError> {
+    fn write_state(&self, handover: &mut Handover, destination: Vmm) -> Result<State, HandoverError> {
         let mut state = handover.state.clone();
-        let previous = state.vmm.as_ref().map(|vmm| vmm.binary.clone());
-        if state.generation != handover.journal.operation.generation
-            && let Some(previous) = previous.filter(|previous| *previous != destination.binary)
+        let generation = handover.journal.operation.generation;
+        let previous_binary = state.vmm.as_ref().map(|vmm| vmm.binary.clone());
+        if state.generation != generation
+            && let Some(previous_binary) = previous_binary.filter(|binary| *binary != destination.binary)
         {
-            state.previous = Some(previous);
+            state.previous = Some(previous_binary);
         }
-        state.generation = handover.journal.operation.generation;
+        state.generation = generation;
         state.vmm = Some(destination);
         state.version = Some(self.qmp.version().clone());
         state.prepared = None;
@@ -354,20 +377,20 @@ fn end_source(handover: &Handover, destination: &Vmm, start: Start) -> Result<()
     }
     // If an earlier attempt recorded the destination and was interrupted before it closed the journal, the state's
     // generation is the destination's: do not end it.
-    let previous = handover.state.generation;
-    let is_recorded = previous == handover.journal.operation.generation;
-    if !is_recorded {
-        end_generation(&handover.rundir, previous)?;
+    let source_generation = handover.state.generation;
+    let is_destination_recorded = source_generation == handover.journal.operation.generation;
+    if !is_destination_recorded {
+        end_generation(&handover.rundir, source_generation)?;
     }
     handover.pass_pipeline(PipelinePoint::SourceEnded, start);
-    if !is_recorded {
-        let _ = fs::remove_dir_all(handover.rundir.vmm(previous).0);
+    if !is_destination_recorded {
+        let _ = fs::remove_dir_all(handover.rundir.vmm(source_generation).0);
     }
     Ok(())
 }
 
 impl<Stage> Destination<Stage> {
-    fn at<Next>(self, stage: Next) -> Destination<Next> {
+    fn into_stage<Next>(self, stage: Next) -> Destination<Next> {
         Destination { vmm: self.vmm, qmp: self.qmp, start: self.start, stage }
     }
 
@@ -380,7 +403,7 @@ impl<Stage> Destination<Stage> {
 
 /// Ends a destination that could not load a saved state. Returns the error with the end of its log.
 #[must_use]
-pub fn failed_to_load(handover: &Handover, error: HandoverError) -> HandoverError {
+pub fn end_failed_load(handover: &Handover, error: HandoverError) -> HandoverError {
     let Some(destination) = handover.destination() else { return error };
     let _ = destination.kill();
     let log = log_tail(&destination.directory(), 10);

@@ -13,19 +13,16 @@ use std::time::Duration;
 
 #[derive(Debug, thiserror::Error)]
 pub enum HandoverError {
-    /// The source QEMU died before the guest's state was saved.
     #[error(
         "the source QEMU of {name} died before its guest's state was saved, so the guest's memory is lost; to boot \
          the guest from its disks: rekindle recover {name}"
     )]
     Lost { name: String },
-    /// The destination QEMU died after it had run the guest.
     #[error(
         "the destination QEMU of {name} died after it had run the guest, so the guest's memory is lost; to boot the \
          guest from its disks: rekindle recover {name}; end of the QEMU's log:\n{log}"
     )]
     DiedRunning { name: String, log: String },
-    /// A QEMU that may run the guest does not answer.
     #[error(
         "{name}: QEMU (process {pid}) runs but has not answered within {} s; it may run the guest, so nothing was \
          changed. If it is stopped, resume it: kill -CONT {pid}; if another program is connected to its QMP sockets, \
@@ -39,7 +36,6 @@ pub enum HandoverError {
         /// How long the QEMU had to answer.
         waited: Duration,
     },
-    /// The destination QEMU failed before it ran the guest.
     #[error("the destination QEMU of {name} failed to {doing}; end of its log:\n{log}")]
     DestinationFailed {
         name: String,
@@ -49,14 +45,12 @@ pub enum HandoverError {
         #[source]
         source: Box<HandoverError>,
     },
-    /// The saved state is not as it was written.
     #[error(
         "the saved state {} of {name} is damaged ({what}) and was not loaded; no QEMU runs the guest; to discard it: \
          rekindle stop {name}",
         path.display()
     )]
     Damaged { name: String, path: PathBuf, what: String },
-    /// The guest runs, but the state file cannot be written.
     #[error(
         "the guest of {name} runs, but that cannot be recorded in {}; free some space there, then: rekindle recover {name}",
         path.display()
@@ -67,7 +61,6 @@ pub enum HandoverError {
         #[source]
         source: io::Error,
     },
-    /// A file of an operation cannot be written or read.
     #[error("{}", path.display())]
     File {
         path: PathBuf,

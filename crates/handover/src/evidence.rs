@@ -7,13 +7,14 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+/// File system type of tmpfs, as in `statfs(2)`.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// A modification time that no file has by chance. It is set on the RAM file just before a destination QEMU resumes the
-/// guest.
+/// The mark: a modification time that no file has by chance. It is set on the RAM file just before a destination QEMU
+/// resumes the guest.
 const MARK_TIME: Timespec = Timespec { tv_sec: 1_000_000_000, tv_nsec: 123_456_789 };
 
-/// Marks the RAM file so that [`is_untouched`] can detect later writes to it. Returns the mark.
+/// Marks the RAM file so that [`is_untouched`] can detect later writes to it. Returns the mark in ns since 1970.
 ///
 /// The kernel sets a file's modification time when a page of a shared mapping is first written through a fresh page
 /// table. A QEMU that has not run its guest has a fresh page table. Pages that the load of the device state has *read*
@@ -22,10 +23,13 @@ const MARK_TIME: Timespec = Timespec { tv_sec: 1_000_000_000, tv_nsec: 123_456_7
 /// is known to behave this way: on other file systems this returns `None`, and nothing can be concluded.
 #[must_use]
 pub fn mark_ram(ram: &Path) -> Option<i128> {
-    let tmpfs = statfs(ram).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC);
+    let is_tmpfs = statfs(ram).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC);
+    if !is_tmpfs {
+        return None;
+    }
     let times = Timestamps { last_access: Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT }, last_modification: MARK_TIME };
-    (tmpfs && utimensat(CWD, ram, &times, AtFlags::empty()).is_ok())
-        .then_some(i128::from(MARK_TIME.tv_sec) * 1_000_000_000 + i128::from(MARK_TIME.tv_nsec))
+    utimensat(CWD, ram, &times, AtFlags::empty()).ok()?;
+    Some(nanoseconds(MARK_TIME.tv_sec, MARK_TIME.tv_nsec))
 }
 
 /// Returns whether the RAM file has not been written since it was marked. Returns false without a mark.
@@ -48,7 +52,11 @@ pub fn disk_times(hardware: &Hardware) -> Option<Vec<(PathBuf, i128)>> {
 }
 
 fn modified_ns(metadata: &fs::Metadata) -> i128 {
-    i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec())
+    nanoseconds(metadata.mtime(), metadata.mtime_nsec())
+}
+
+fn nanoseconds(seconds: i64, nanoseconds: i64) -> i128 {
+    i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@
 //! | [`takeover`] | the transfer of the guest's taps |
 //! | [`evidence`] | shows whether a guest has run since a moment |
 //! | [`priority`] | raises the priority of the threads that a stopped guest waits for |
-//! | [`aftermath`] | steps after the guest resumes: its clock, its location in the network |
+//! | [`after_resume`] | steps after the guest has resumed: its clock, its location in the network |
 //! | [`boot`] | boots a guest without a source |
 //!
 //! A technique is a composition of these steps: it chooses the RAM, the state and the environment, and does its own
@@ -27,7 +27,7 @@
 
 #![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
-pub mod aftermath;
+pub mod after_resume;
 pub mod boot;
 pub mod destination;
 pub mod environment;
@@ -40,7 +40,7 @@ pub mod saved_state;
 pub mod source_state;
 pub mod takeover;
 
-pub use destination::{Destination, Loaded, Prepared, Running, Settled, Spawned};
+pub use destination::{Destination, LoadedStage, PreparedStage, RunningStage, Settled, SpawnedStage};
 pub use environment::{Environment, OwnRunDir};
 pub use error::HandoverError;
 pub use operation::{GuestStatus, Handover};

@@ -1,4 +1,4 @@
-//! The operation of a hand-over: its journal, its fault points, and the return to the source.
+//! A hand-over in progress: its journal, its fault points, and the return to the source after a failure.
 
 use crate::saved_state::remove_stream;
 use crate::{HandoverError, evidence};
@@ -73,6 +73,8 @@ impl Handover {
         self.journal.advance(step).map_err(self.file_error("operation.json"))
     }
 
+    /// Writes the journal without a new step.
+    ///
     /// # Errors
     /// [`HandoverError::File`]: the journal cannot be written.
     pub fn write_journal(&self) -> Result<(), HandoverError> {
@@ -143,7 +145,7 @@ impl Handover {
         if self.journal.operation.step >= Step::Suspend
             && let Some(source) = self.source()
         {
-            let mut qmp = source.connect(vmm::START)?;
+            let mut qmp = source.connect(vmm::START_TIMEOUT)?;
             if self.journal.operation.running && guest::run_state(&mut qmp)? != "running" {
                 guest::resume_after_save(&mut qmp)?;
             }
@@ -161,8 +163,8 @@ impl Handover {
             // No QEMU runs the guest; `rekindle recover` decides whether it can run again.
             let _ = self.end_destination();
             let is_saved = self.journal.operation.saved.is_some();
-            let lost = || HandoverError::Lost { name: self.name().into() }.into();
-            return (GuestStatus::NeedsRecovery, if is_saved { error } else { lost() });
+            let error = if is_saved { error } else { HandoverError::Lost { name: self.name().into() }.into() };
+            return (GuestStatus::NeedsRecovery, error);
         }
         let name = self.name().to_owned();
         match self.return_to_source() {
@@ -214,14 +216,14 @@ pub(crate) enum PipelinePoint {
 impl PipelinePoint {
     /// Passes the fault point that `operation` has at this moment, if it has one.
     pub(crate) fn pass(self, operation: &Operation, start: Start) {
-        if let Some(name) = self.name(operation.kind, start) {
+        if let Some(name) = self.fault_point(operation.kind, start) {
             fault::point(name, operation.from.as_ref(), operation.to.as_ref());
         }
     }
 
     /// Returns the name of the fault point. There is none where the technique itself passes a fault point at the same
     /// moment.
-    fn name(self, kind: Kind, start: Start) -> Option<&'static str> {
+    fn fault_point(self, kind: Kind, start: Start) -> Option<&'static str> {
         match start {
             Start::Boot => None,
             // Every operation that starts a paused destination boots the guest in it.
@@ -233,11 +235,12 @@ impl PipelinePoint {
                 Self::Closed => "cold.settle.recorded",
                 Self::Loaded | Self::Settling | Self::SourceEnded | Self::StateWritten => return None,
             }),
-            Start::Incoming => self.name_of_load(kind),
+            Start::Incoming => self.fault_point_of_load(kind),
         }
     }
 
-    fn name_of_load(self, kind: Kind) -> Option<&'static str> {
+    /// Returns the name of the fault point for a destination that loads device state.
+    fn fault_point_of_load(self, kind: Kind) -> Option<&'static str> {
         Some(match (kind, self) {
             (Kind::VmmWarm, Self::Spawned) => "warm.prepare.spawned",
             (Kind::VmmWarm, Self::Recorded) => "warm.prepare.recorded",

@@ -10,7 +10,7 @@ use std::io;
 /// # Errors
 /// The errors of [`PriorityBoost::threads_of`].
 pub fn boost_monitor(boost: &mut PriorityBoost, qemu: Process) -> io::Result<()> {
-    boost.threads_of(qemu, rank_of_monitor)
+    boost.threads_of(qemu, monitor_rank)
 }
 
 /// Raises the priority of the threads of [`boost_monitor`] and, to a lower rank, of the virtual processors, which load
@@ -19,7 +19,7 @@ pub fn boost_monitor(boost: &mut PriorityBoost, qemu: Process) -> io::Result<()>
 /// # Errors
 /// The errors of [`PriorityBoost::threads_of`].
 pub fn boost_monitor_and_processors(boost: &mut PriorityBoost, qemu: Process) -> io::Result<()> {
-    boost.threads_of(qemu, |thread| rank_of_monitor(thread).or_else(|| is_processor(thread).then_some(Rank::Third)))
+    boost.threads_of(qemu, |thread| monitor_rank(thread).or_else(|| is_processor(thread).then_some(Rank::Third)))
 }
 
 /// Raises the priority of the virtual processors above everything but the threads of [`boost_monitor`]: they must be
@@ -34,10 +34,12 @@ pub fn boost_stopping_processors(boost: &mut PriorityBoost, qemu: Process) -> io
     boost.threads_of(qemu, |thread| is_processor(thread).then_some(Rank::Second))
 }
 
-fn rank_of_monitor(thread: &str) -> Option<Rank> {
+/// Returns the rank of a main or monitor thread, by the thread's name.
+fn monitor_rank(thread: &str) -> Option<Rank> {
     [sched::MAIN, "IO mon_iothread"].contains(&thread).then_some(Rank::First)
 }
 
+/// Returns whether a thread of this name is a virtual processor.
 fn is_processor(thread: &str) -> bool {
     thread.starts_with("CPU ")
 }

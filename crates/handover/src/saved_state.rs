@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// Name of the state file of a warm replacement. The file contains everything except main RAM.
+/// Name of the *stream file* of a warm replacement. It holds the guest's whole state except main RAM.
 const STREAM_FILE: &str = "handover.stream";
 
 /// Time limit for writing the guest's RAM to a disk, or for reading it back.
@@ -49,7 +49,7 @@ impl StreamWriter {
     /// # Errors
     /// [`HandoverError::File`]: the file cannot be created.
     pub fn create(path: PathBuf) -> Result<Self, HandoverError> {
-        let file = create(&path)?;
+        let file = create_private(&path)?;
         Ok(Self { path, file, bytes: 0, digest: Xxh3::new() })
     }
 
@@ -102,7 +102,7 @@ pub fn read_stream(name: &str, saved: &SavedState) -> Result<Vec<u8>, HandoverEr
 /// written.
 pub fn save_with_ram(qmp: &mut Qmp, path: &Path) -> Result<SavedState, HandoverError> {
     let failed = |source: io::Error| HandoverError::File { path: path.to_owned(), source };
-    let file = create(path)?;
+    let file = create_private(path)?;
     save_to_file(qmp, &file, DISK_TIMEOUT)?;
     file.sync_all().map_err(failed)?;
     let bytes = file.metadata().map_err(failed)?.len();
@@ -124,7 +124,8 @@ fn wrong_length(bytes: u64, saved: &SavedState) -> String {
     format!("it has {bytes} bytes instead of {}", saved.bytes)
 }
 
-fn create(path: &Path) -> Result<File, HandoverError> {
+/// Creates or empties a file that only root may read: it holds the guest's secrets.
+fn create_private(path: &Path) -> Result<File, HandoverError> {
     let created = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
     created.map_err(|source| HandoverError::File { path: path.to_owned(), source })
 }

@@ -1,5 +1,8 @@
-//! Saves the device state of a source QEMU, and its RAM blocks that are not in the RAM file: firmware, ACPI tables,
-//! video memory.
+//! Saves the state of a source QEMU except its main RAM: the devices, and the *small RAM blocks*, which are not in the
+//! RAM file (firmware, ACPI tables, video memory).
+//!
+//! The small blocks are sent while the guest still runs, and the pages that have changed since are sent in the pause,
+//! if QEMU can save devices alone. Otherwise QEMU writes both in one stream.
 
 use crate::HandoverError;
 use crate::saved_state::StreamWriter;
@@ -7,7 +10,7 @@ use rekindle_memory::carried::CarriedBlocks;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::stream::{self, RamSection};
-use rekindle_qemu::transfer::{Feed, SAVE_DEVICES, Tap};
+use rekindle_qemu::transfer::{Feed, SAVE_DEVICES, StateOutput};
 use rekindle_qemu::vmm::Vmm;
 use serde_json::Value;
 use std::io;
@@ -16,7 +19,7 @@ use std::time::Duration;
 /// How long to wait for a connection to the source's second monitor: without it, the save is only slower.
 const SECOND_MONITOR_TIMEOUT: Duration = Duration::from_millis(100);
 /// Initial capacity of the device state's buffer, in bytes: more than an ordinary device state needs.
-const DEVICES_CAPACITY: usize = 1 << 20;
+const DEVICES_CAPACITY_BYTES: usize = 1 << 20;
 
 /// The receivers of the state: a file, and the destination if it is connected.
 #[derive(Debug)]
@@ -38,7 +41,7 @@ impl StateSink<'_> {
 #[derive(Debug)]
 pub struct SourceState {
     source: Vmm,
-    tap: Tap,
+    output: StateOutput,
     /// A second monitor connection, on which the save command is staged. `None` if nothing is staged, e.g. because
     /// another client uses that monitor.
     save_qmp: Option<Qmp>,
@@ -49,15 +52,15 @@ pub struct SourceState {
 #[derive(Debug)]
 enum SmallBlocks {
     /// The blocks are read from the source's memory. `sent`: the content that was sent while the guest ran.
-    QemuMemory { table: Vec<RamBlock>, sent: CarriedBlocks, section: RamSection },
+    FromMemory { table: Vec<RamBlock>, sent: CarriedBlocks, section: RamSection },
     /// The blocks were read from the source's memory after the guest had stopped.
-    Sent,
+    AllSent,
     /// The blocks are part of the stream that the source writes.
     InStream,
 }
 
 impl SourceState {
-    /// Prepares to save the guest of `source`, whose RAM blocks are `table`. Writes the small RAM blocks to `sink`
+    /// Prepares to save the guest of `source`, whose RAM blocks are in `table`. Writes the small RAM blocks to `sink`
     /// while the guest runs, if this QEMU can save devices alone.
     ///
     /// # Errors
@@ -69,17 +72,18 @@ impl SourceState {
         sink: &mut StateSink<'_>,
     ) -> Result<Self, HandoverError> {
         let commands: Vec<Value> = qmp.execute("query-commands", ())?;
-        let saves_devices = commands.iter().any(|command| command["name"] == SAVE_DEVICES);
-        let (tap, blocks) = if saves_devices && table.iter().all(|block| block.address.is_some()) {
+        let can_save_devices = commands.iter().any(|command| command["name"] == SAVE_DEVICES);
+        let are_addresses_known = table.iter().all(|block| block.address.is_some());
+        let (output, blocks) = if can_save_devices && are_addresses_known {
             let sent = CarriedBlocks::read(source.process(), &table).map_err(|e| unreadable(source, e))?;
             let mut part = stream::HEADER.to_vec();
             let section = start_section(&mut part, &sent);
             sink.write(&part)?;
-            (Tap::devices(&source.directory())?, SmallBlocks::QemuMemory { table, sent, section })
+            (StateOutput::devices(&source.directory())?, SmallBlocks::FromMemory { table, sent, section })
         } else {
-            (Tap::migration(qmp)?, SmallBlocks::InStream)
+            (StateOutput::migration(qmp)?, SmallBlocks::InStream)
         };
-        Ok(Self { source: source.clone(), tap, save_qmp: None, blocks })
+        Ok(Self { source: source.clone(), output, save_qmp: None, blocks })
     }
 
     /// Sends the command that saves the devices, except its end. [`SourceState::begin`] sends the end. Has no effect if
@@ -92,7 +96,7 @@ impl SourceState {
         if self.is_resumable_during_load()
             && let Ok(mut qmp) = Qmp::connect(&self.source.directory().watch(), SECOND_MONITOR_TIMEOUT)
         {
-            self.tap.stage(&mut qmp)?;
+            self.output.stage(&mut qmp)?;
             self.save_qmp = Some(qmp);
         }
         Ok(())
@@ -111,35 +115,34 @@ impl SourceState {
     /// [`HandoverError::Transfer`]: the source has ended, or rejects the command.
     pub fn begin(&mut self, source_qmp: &mut Qmp) -> Result<(), HandoverError> {
         match &mut self.save_qmp {
-            Some(qmp) => self.tap.begin(qmp, true)?,
-            None => self.tap.begin(source_qmp, false)?,
+            Some(qmp) => self.output.begin_staged(qmp)?,
+            None => self.output.begin(source_qmp)?,
         }
         Ok(())
     }
 
-    /// Sends the pages of the small RAM blocks that have changed since [`SourceState::prepare`]. Returns the blocks'
-    /// content, or `None` if the blocks are part of the source's stream or were already sent.
+    /// Sends the pages of the small RAM blocks that have changed since [`SourceState::prepare`]. The guest must be
+    /// stopped. Returns the blocks' content, or `None` if the blocks are part of the source's stream or were already
+    /// sent.
     ///
     /// # Errors
     /// [`HandoverError::File`]: the blocks cannot be read, or their sizes have changed.
     pub fn send_blocks(&mut self, sink: &mut StateSink<'_>) -> Result<Option<CarriedBlocks>, HandoverError> {
-        let (table, sent, mut section) = match std::mem::replace(&mut self.blocks, SmallBlocks::Sent) {
-            SmallBlocks::QemuMemory { table, sent, section } => (table, sent, section),
-            others => {
-                self.blocks = others;
-                return Ok(None);
-            }
-        };
-        let now = CarriedBlocks::read(self.source.process(), &table).map_err(|e| unreadable(&self.source, e))?;
+        if !matches!(self.blocks, SmallBlocks::FromMemory { .. }) {
+            return Ok(None);
+        }
+        let blocks = std::mem::replace(&mut self.blocks, SmallBlocks::AllSent);
+        let SmallBlocks::FromMemory { table, sent, mut section } = blocks else { return Ok(None) };
+        let current = CarriedBlocks::read(self.source.process(), &table).map_err(|e| unreadable(&self.source, e))?;
         let resized = || io::Error::other("a RAM block changed its size during the hand-over; try again");
-        let changes = now.changes_since(&sent).ok_or_else(|| unreadable(&self.source, resized()))?;
+        let changes = current.changes_since(&sent).ok_or_else(|| unreadable(&self.source, resized()))?;
         let mut part = Vec::new();
         for (block, offset, page) in changes {
             section.page(&mut part, block, offset, page);
         }
         section.end(&mut part);
         sink.write(&part)?;
-        Ok(Some(now))
+        Ok(Some(current))
     }
 
     /// Receives the device state, and passes it to `feed` as it arrives.
@@ -149,12 +152,12 @@ impl SourceState {
     /// is incomplete.
     pub fn send_devices(self, source_qmp: &mut Qmp, mut feed: Option<&mut Feed>) -> Result<DeviceState, HandoverError> {
         // If the blocks were sent separately, the header was sent with them.
-        let mut header = if self.is_resumable_during_load() { stream::HEADER.len() } else { 0 };
-        let Self { source, tap, mut save_qmp, .. } = self;
-        let mut devices = Vec::with_capacity(DEVICES_CAPACITY);
-        tap.drain(save_qmp.as_mut().unwrap_or(source_qmp), |part| {
-            let skipped = header.min(part.len());
-            header -= skipped;
+        let mut bytes_to_skip = if self.is_resumable_during_load() { stream::HEADER.len() } else { 0 };
+        let Self { source, output, mut save_qmp, .. } = self;
+        let mut devices = Vec::with_capacity(DEVICES_CAPACITY_BYTES);
+        output.drain(save_qmp.as_mut().unwrap_or(source_qmp), |part| {
+            let skipped = bytes_to_skip.min(part.len());
+            bytes_to_skip -= skipped;
             let part = part.get(skipped..).unwrap_or_default();
             devices.extend(part);
             feed.as_mut().map_or(Ok(()), |feed| feed.write(part))
@@ -174,6 +177,7 @@ pub struct DeviceState {
     _second_monitor: Option<Qmp>,
 }
 
+/// Writes the start of the RAM section with all pages of `blocks`.
 fn start_section(out: &mut Vec<u8>, blocks: &CarriedBlocks) -> RamSection {
     let mut section = RamSection::start(out, blocks.sizes());
     for block in &blocks.blocks {

@@ -1,4 +1,4 @@
-//! The transfer of the guest's taps from the source to the destination.
+//! The transfer of the guest's taps from the source to the destination, without the loss of a frame.
 
 use crate::HandoverError;
 use rekindle_kernel::inject::Injector;
@@ -66,10 +66,9 @@ impl TapTakeover {
     /// are finished, without closing them. A capture that has no frame after the stop yet is tried again by the next
     /// call.
     pub fn send_again(&mut self, stopped_host_us: u64) -> Vec<Capture> {
-        let (sent, waiting) = std::mem::take(&mut self.captures)
-            .into_iter()
-            .partition(|capture| network::send_again(capture, stopped_host_us));
-        self.captures = waiting;
-        sent
+        let captures = std::mem::take(&mut self.captures).into_iter();
+        let (finished, unfinished) = captures.partition(|capture| network::send_again(capture, stopped_host_us));
+        self.captures = unfinished;
+        finished
     }
 }

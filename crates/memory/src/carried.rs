@@ -7,7 +7,7 @@ use rekindle_kernel::memory::{self, PageMap};
 use rekindle_kernel::process::Process;
 use rekindle_pages::{PAGE_SIZE, Page, ZERO_PAGE};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
-use rekindle_qemu::stream::Blocks;
+use rekindle_qemu::stream::StreamBlocks;
 use std::io;
 
 /// A RAM block other than the main RAM, with its content.
@@ -112,11 +112,11 @@ impl CarriedBlocks {
 
     /// Converts the blocks read from a migration stream; leaves out the main RAM.
     #[must_use]
-    pub fn from_stream(blocks: Blocks) -> Self {
+    pub fn from_stream(blocks: StreamBlocks) -> Self {
         let blocks = blocks
             .into_iter()
             .filter(|(id, _)| id != MAIN_RAM)
-            .map(|(id, (used, pages))| CarriedBlock { id, used, runs: pages.into_iter().collect() })
+            .map(|(id, block)| CarriedBlock { id, used: block.used, runs: block.pages.into_iter().collect() })
             .collect();
         Self { blocks }
     }

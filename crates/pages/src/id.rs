@@ -22,18 +22,15 @@ pub struct PageNo(pub u64);
 
 impl PageNo {
     /// Returns the page that contains the byte at `offset`.
-    #[must_use]
     pub fn containing(offset: u64) -> Self {
         Self(offset / PAGE_SIZE as u64)
     }
 
     /// Returns the offset of the page's first byte in its block.
-    #[must_use]
     pub fn offset(self) -> u64 {
         self.0.saturating_mul(PAGE_SIZE as u64)
     }
 
-    #[must_use]
     pub fn next(self) -> Self {
         Self(self.0.saturating_add(1))
     }

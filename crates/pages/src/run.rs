@@ -1,50 +1,63 @@
-//! Adjacent pages by number.
+//! Adjacent pages of a block, by number.
 
 use crate::{BlockId, PageId, PageNo};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// Adjacent pages of one block: block, first page, number of pages. In JSON, an array of these three numbers.
+/// Adjacent pages of one block. In JSON, an array of three numbers: block, first page, number of pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PageRun(BlockId, PageNo, u64);
+#[serde(from = "(BlockId, PageNo, u64)", into = "(BlockId, PageNo, u64)")]
+pub struct PageRun {
+    block: BlockId,
+    first: PageNo,
+    count: u64,
+}
+
+impl From<(BlockId, PageNo, u64)> for PageRun {
+    fn from((block, first, count): (BlockId, PageNo, u64)) -> Self {
+        Self { block, first, count }
+    }
+}
+
+impl From<PageRun> for (BlockId, PageNo, u64) {
+    fn from(run: PageRun) -> Self {
+        (run.block, run.first, run.count)
+    }
+}
 
 impl PageRun {
-    #[must_use]
     pub fn new(block: BlockId, pages: Range<PageNo>) -> Self {
-        Self(block, pages.start, pages.end.0.saturating_sub(pages.start.0))
+        Self { block, first: pages.start, count: pages.end.0.saturating_sub(pages.start.0) }
     }
 
     /// Merges adjacent pages into runs. The pages of a block must be ascending to be merged.
     pub fn merged(pages: impl IntoIterator<Item = PageId>) -> Vec<Self> {
         let mut runs: Vec<Self> = Vec::new();
         for (block, page) in pages {
-            match runs.last_mut().filter(|run| run.0 == block && run.end() == page) {
-                Some(Self(_, _, count)) => *count += 1,
-                None => runs.push(Self(block, page, 1)),
+            match runs.last_mut().filter(|run| run.block == block && run.end() == page) {
+                Some(run) => run.count += 1,
+                None => runs.push(Self { block, first: page, count: 1 }),
             }
         }
         runs
     }
 
-    #[must_use]
     pub fn block(&self) -> BlockId {
-        self.0
+        self.block
     }
 
-    #[must_use]
     pub fn count(&self) -> u64 {
-        self.2
+        self.count
     }
 
     /// Returns the page after the last one.
     fn end(&self) -> PageNo {
-        PageNo(self.1.0.saturating_add(self.2))
+        PageNo(self.first.0.saturating_add(self.count))
     }
 
     /// Returns the byte offsets in the block.
-    #[must_use]
     pub fn offsets(&self) -> Range<u64> {
-        self.1.offset()..self.end().offset()
+        self.first.offset()..self.end().offset()
     }
 
     pub fn pages(&self) -> impl Iterator<Item = PageId> + use<> {
@@ -53,8 +66,8 @@ impl PageRun {
 
     /// Returns the pages before `end`.
     pub fn pages_below(&self, end: PageNo) -> impl Iterator<Item = PageId> + use<> {
-        let block = self.0;
-        (self.1.0..self.end().min(end).0).map(move |page| (block, PageNo(page)))
+        let block = self.block;
+        (self.first.0..self.end().min(end).0).map(move |page| (block, PageNo(page)))
     }
 }
 
@@ -91,7 +104,7 @@ mod tests {
             let runs = PageRun::merged(pages.iter().copied());
             prop_assert_eq!(runs.iter().flat_map(PageRun::pages).collect::<Vec<_>>(), pages.clone());
             prop_assert_eq!(runs.iter().map(PageRun::count).sum::<u64>(), pages.len() as u64);
-            prop_assert!(runs.windows(2).all(|two| two[0].block() != two[1].block() || two[0].end() != two[1].1));
+            prop_assert!(runs.windows(2).all(|two| two[0].block() != two[1].block() || two[0].end() != two[1].first));
         }
     }
 }

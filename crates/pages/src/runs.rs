@@ -9,7 +9,6 @@ use std::ops::{Deref, Range};
 pub struct PageRuns(Vec<Range<u64>>);
 
 impl PageRuns {
-    #[must_use]
     pub const fn new() -> Self {
         Self(Vec::new())
     }
@@ -27,81 +26,75 @@ impl PageRuns {
     }
 
     /// Returns the pages that are in at least one of the sets.
-    #[must_use]
     pub fn union(&self, other: &[Range<u64>]) -> Self {
-        let mut all: Vec<_> = self.iter().chain(other).cloned().collect();
-        all.sort_unstable_by_key(|run| run.start);
-        all.into_iter().collect()
+        let mut runs: Vec<_> = self.iter().chain(other).cloned().collect();
+        runs.sort_unstable_by_key(|run| run.start);
+        runs.into_iter().collect()
     }
 
     /// Returns the runs with each gap of at most `max_gap` bytes filled.
-    #[must_use]
     pub fn bridged(&self, max_gap: u64) -> Self {
-        let mut all = Self::new();
+        let mut bridged = Self::new();
         for run in self {
-            match all.0.last_mut() {
+            match bridged.0.last_mut() {
                 Some(last) if run.start - last.end <= max_gap => last.end = run.end,
-                _ => all.0.push(run.clone()),
+                _ => bridged.0.push(run.clone()),
             }
         }
-        all
+        bridged
     }
 
     /// Returns the part of `0..length` that is not in the set.
-    #[must_use]
     pub fn complement(&self, length: u64) -> Self {
         Self::from(0..length).difference(self)
     }
 
     /// Returns the pages that are not in `other`, whose runs must be ascending.
-    #[must_use]
     pub fn difference(&self, other: &[Range<u64>]) -> Self {
-        let mut rest = Self::new();
-        let mut others = other.iter().peekable();
+        let mut difference = Self::new();
+        let mut removed_runs = other.iter().peekable();
         for run in self {
-            let mut at = run.start;
-            while let Some(next) = others.peek() {
-                if next.end <= at {
-                    others.next();
+            // All pages of the run before this position have been handled.
+            let mut position = run.start;
+            while let Some(removed) = removed_runs.peek() {
+                if removed.end <= position {
+                    removed_runs.next();
                     continue;
                 }
-                if next.start >= run.end {
+                if removed.start >= run.end {
                     break;
                 }
-                rest.push(at..next.start.max(at));
-                at = next.end;
-                if at >= run.end {
+                difference.push(position..removed.start.max(position));
+                position = removed.end;
+                if position >= run.end {
+                    // The next run may overlap with the same removed run.
                     break;
                 }
             }
-            rest.push(at..run.end.max(at));
+            difference.push(position..run.end.max(position));
         }
-        rest
+        difference
     }
 
     /// Returns the pages that are in both sets.
-    #[must_use]
     pub fn intersection(&self, other: &Self) -> Self {
         let end = self.last().map_or(0, |run| run.end);
         self.difference(&other.complement(end))
     }
 
     /// Converts addresses to offsets from `base`, which must not be above the first run.
-    #[must_use]
     pub fn relative_to(mut self, base: u64) -> Self {
         self.0.iter_mut().for_each(|run| *run = run.start - base..run.end - base);
         self
     }
 
     /// Converts offsets to addresses, where offset 0 is at `base`.
-    #[must_use]
     pub fn placed_at(mut self, base: u64) -> Self {
         self.0.iter_mut().for_each(|run| *run = run.start + base..run.end + base);
         self
     }
 
     /// Returns the total length in bytes.
-    #[must_use]
     #[inline]
     pub fn bytes(&self) -> u64 {
         self.iter().map(|run| run.end - run.start).sum()
@@ -120,27 +113,27 @@ impl PageRuns {
         self.iter().map(|run| run.start / PAGE..run.end / PAGE)
     }
 
-    /// Splits the set into consecutive parts of at most `max` bytes.
-    #[must_use]
-    pub fn split(&self, max: u64) -> Vec<Self> {
-        let mut parts = vec![Self::new()];
-        let mut room = max;
+    /// Splits the set into consecutive parts of at most `max_bytes`.
+    pub fn split(&self, max_bytes: u64) -> Vec<Self> {
+        let mut parts = Vec::new();
+        let mut part = Self::new();
+        let mut unused_bytes = max_bytes;
         for run in self {
-            let mut at = run.start;
-            while at < run.end {
-                if room == 0 {
-                    parts.push(Self::new());
-                    room = max;
+            let mut start = run.start;
+            while start < run.end {
+                if unused_bytes == 0 {
+                    parts.push(std::mem::take(&mut part));
+                    unused_bytes = max_bytes;
                 }
-                let end = run.end.min(at + room);
-                if let Some(last) = parts.last_mut() {
-                    last.push(at..end);
-                }
-                room -= end - at;
-                at = end;
+                let end = run.end.min(start + unused_bytes);
+                part.push(start..end);
+                unused_bytes -= end - start;
+                start = end;
             }
         }
-        parts.retain(|part| !part.is_empty());
+        if !part.is_empty() {
+            parts.push(part);
+        }
         parts
     }
 }
@@ -162,9 +155,9 @@ impl From<Range<u64>> for PageRuns {
 /// Merges adjacent and overlapping runs. The runs must be in ascending order.
 impl FromIterator<Range<u64>> for PageRuns {
     fn from_iter<I: IntoIterator<Item = Range<u64>>>(runs: I) -> Self {
-        let mut all = Self::new();
-        runs.into_iter().for_each(|run| all.push(run));
-        all
+        let mut merged = Self::new();
+        runs.into_iter().for_each(|run| merged.push(run));
+        merged
     }
 }
 
@@ -194,8 +187,8 @@ mod tests {
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
-    fn runs(set: &BTreeSet<u64>) -> PageRuns {
-        set.iter().map(|&n| n..n + 1).collect()
+    fn runs(bytes: &BTreeSet<u64>) -> PageRuns {
+        bytes.iter().map(|&byte| byte..byte + 1).collect()
     }
 
     #[test]
@@ -217,36 +210,38 @@ mod tests {
     proptest! {
         #[test]
         fn operations_agree_with_those_of_btree_sets(
-            one in proptest::collection::btree_set(0u64..40, 0..30),
-            other in proptest::collection::btree_set(0u64..40, 0..30),
+            first_model in proptest::collection::btree_set(0u64..40, 0..30),
+            second_model in proptest::collection::btree_set(0u64..40, 0..30),
         ) {
-            let (a, b) = (runs(&one), runs(&other));
-            prop_assert!(a.windows(2).all(|two| two[0].end < two[1].start), "{:?}", a);
-            prop_assert_eq!(a.bytes(), one.len() as u64);
-            prop_assert_eq!(a.union(&b), runs(&one.union(&other).copied().collect()));
-            prop_assert_eq!(a.difference(&b), runs(&one.difference(&other).copied().collect()));
-            prop_assert_eq!(a.intersection(&b), runs(&one.intersection(&other).copied().collect()));
-            let all: BTreeSet<_> = (0..40).collect();
-            prop_assert_eq!(a.complement(40), runs(&all.difference(&one).copied().collect()));
-            let below: BTreeSet<_> = (0..17).collect();
-            prop_assert_eq!(a.complement(17), runs(&below.difference(&one).copied().collect()));
-            let gaps = a.bridged(3).complement(40);
-            let inner = gaps.iter().filter(|gap| gap.start > 0 && gap.end < 40);
-            prop_assert!(inner.clone().all(|gap| gap.end - gap.start > 3), "{:?}", gaps);
-            prop_assert!(inner.clone().all(|gap| a.complement(40).contains(gap)), "{:?}", gaps);
-            prop_assert_eq!(a.bridged(0), a.clone());
-            prop_assert_eq!(a.into_iter().flatten().collect::<BTreeSet<_>>(), one);
+            let (first, second) = (runs(&first_model), runs(&second_model));
+            prop_assert!(first.windows(2).all(|two| two[0].end < two[1].start), "{:?}", first);
+            prop_assert_eq!(first.bytes(), first_model.len() as u64);
+            prop_assert_eq!(first.union(&second), runs(&first_model.union(&second_model).copied().collect()));
+            prop_assert_eq!(first.difference(&second), runs(&first_model.difference(&second_model).copied().collect()));
+            let common = first_model.intersection(&second_model).copied().collect();
+            prop_assert_eq!(first.intersection(&second), runs(&common));
+            for length in [40, 17] {
+                let all: BTreeSet<_> = (0..length).collect();
+                prop_assert_eq!(first.complement(length), runs(&all.difference(&first_model).copied().collect()));
+            }
+            let gaps = first.bridged(3).complement(40);
+            let inner_gaps = gaps.iter().filter(|gap| gap.start > 0 && gap.end < 40);
+            prop_assert!(inner_gaps.clone().all(|gap| gap.end - gap.start > 3), "{:?}", gaps);
+            prop_assert!(inner_gaps.clone().all(|gap| first.complement(40).contains(gap)), "{:?}", gaps);
+            prop_assert_eq!(first.bridged(0), first.clone());
+            prop_assert_eq!(first.into_iter().flatten().collect::<BTreeSet<_>>(), first_model);
         }
 
         #[test]
         fn parts_are_full_and_make_the_whole(
-            set in proptest::collection::btree_set(0u64..100, 0..80), max in 1u64..20,
+            bytes in proptest::collection::btree_set(0u64..100, 0..80), max_bytes in 1u64..20,
         ) {
-            let whole = runs(&set);
-            let parts = whole.split(max);
+            let whole = runs(&bytes);
+            let parts = whole.split(max_bytes);
             let sizes: Vec<_> = parts.iter().map(PageRuns::bytes).collect();
             if let Some((last, others)) = sizes.split_last() {
-                prop_assert!(others.iter().all(|size| *size == max) && (1..=max).contains(last), "{:?}", sizes);
+                prop_assert!(others.iter().all(|size| *size == max_bytes), "{:?}", sizes);
+                prop_assert!((1..=max_bytes).contains(last), "{:?}", sizes);
             }
             prop_assert_eq!(parts.into_iter().flatten().collect::<PageRuns>(), whole);
         }

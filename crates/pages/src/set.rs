@@ -12,13 +12,11 @@ pub struct DirtySet {
 
 impl DirtySet {
     /// Returns an empty set with memory for `pages` pages.
-    #[must_use]
     pub fn with_room(pages: u64) -> Self {
         Self { bits: FixedBitSet::with_capacity(pages as usize), len: 0 }
     }
 
     /// Returns the set of the first `pages` pages.
-    #[must_use]
     pub fn full(pages: u64) -> Self {
         let mut set = Self::with_room(pages);
         set.bits.insert_range(..);
@@ -26,23 +24,20 @@ impl DirtySet {
     }
 
     /// Returns the number of pages in the set.
-    #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    #[must_use]
     #[inline]
     pub fn contains(&self, page: PageNo) -> bool {
         self.bits.contains(page.0 as usize)
     }
 
-    /// Adds a page; returns whether it is new.
+    /// Adds a page. Returns whether it is new.
     #[inline]
     pub fn insert(&mut self, page: PageNo) -> bool {
         let bit = page.0 as usize;
@@ -61,15 +56,15 @@ impl DirtySet {
         self.bits.grow((bit + 1).next_power_of_two());
     }
 
-    /// Removes a page; returns whether it was in the set.
+    /// Removes a page. Returns whether it was in the set.
     #[inline]
     pub fn remove(&mut self, page: PageNo) -> bool {
-        let was_in = self.contains(page);
-        if was_in {
+        let was_in_set = self.contains(page);
+        if was_in_set {
             self.bits.remove(page.0 as usize);
             self.len -= 1;
         }
-        was_in
+        was_in_set
     }
 
     /// Removes and returns the first page of the set at or after `from`.
@@ -88,14 +83,16 @@ impl DirtySet {
     }
 
     /// Finds the first page of the set at or after `from`.
-    #[must_use]
     #[inline]
     pub fn next(&self, from: PageNo) -> Option<PageNo> {
-        const BITS: u64 = usize::BITS as u64;
-        let mut mask = usize::MAX << (from.0 % BITS);
-        for (n, word) in self.bits.as_slice().iter().enumerate().skip((from.0 / BITS) as usize) {
-            if word & mask != 0 {
-                return Some(PageNo(n as u64 * BITS + u64::from((word & mask).trailing_zeros())));
+        const WORD_BITS: u64 = usize::BITS as u64;
+        let first_word = (from.0 / WORD_BITS) as usize;
+        // In the first word, the pages before `from` do not count.
+        let mut mask = usize::MAX << (from.0 % WORD_BITS);
+        for (index, word) in self.bits.as_slice().iter().enumerate().skip(first_word) {
+            let candidates = word & mask;
+            if candidates != 0 {
+                return Some(PageNo(index as u64 * WORD_BITS + u64::from(candidates.trailing_zeros())));
             }
             mask = usize::MAX;
         }
@@ -135,10 +132,11 @@ mod tests {
             changes in proptest::collection::vec((any::<bool>(), 0u64..600), 0..200),
         ) {
             let (mut set, mut model) = (DirtySet::with_room(room), BTreeSet::new());
-            for (insert, page) in changes {
-                match insert {
-                    true => prop_assert_eq!(set.insert(PageNo(page)), model.insert(page)),
-                    false => prop_assert_eq!(set.remove(PageNo(page)), model.remove(&page)),
+            for (is_insertion, page) in changes {
+                if is_insertion {
+                    prop_assert_eq!(set.insert(PageNo(page)), model.insert(page));
+                } else {
+                    prop_assert_eq!(set.remove(PageNo(page)), model.remove(&page));
                 }
                 prop_assert_eq!(set.len(), model.len() as u64);
             }

@@ -14,7 +14,7 @@ use crate::runs::send_from;
 use crate::session::CheckpointError;
 use crate::target::{Target, TargetError};
 use rekindle_handover::takeover::Taps;
-use rekindle_handover::{Destination, Handover, OwnRunDir, Prepared, Running};
+use rekindle_handover::{Destination, Handover, OwnRunDir, PreparedStage, RunningStage};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
 use rekindle_pages::BlockId;
 use rekindle_qemu::command::Hardware;
@@ -109,7 +109,7 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
     let mut options = Options::new(target.identity(), "phase");
     (options.keep, options.create) = (1, true);
     let mut writer = Writer::open(store, &options)?;
-    let control = target.vmm().connect(vmm::START)?;
+    let control = target.vmm().connect(vmm::START_TIMEOUT)?;
     let mut monitors = Monitors::new(target.process(), control, None, rundir.paused())?;
     let ram = GuestRam::of(monitors.control(), target.process())?;
     let table: Vec<_> = ram.blocks().iter().map(block).collect();
@@ -158,7 +158,7 @@ fn open(store: &StoreUrl) -> Result<ChosenCheckpoint, RestoreError> {
 pub struct PreparedCandidate<'a> {
     store: &'a StoreUrl,
     number: u64,
-    pub destination: Destination<Prepared<OnDemandRam>>,
+    pub destination: Destination<PreparedStage<OnDemandRam>>,
 }
 
 /// Starts a destination QEMU with empty RAM for the candidate in `store`, and registers its memory. `started` is called
@@ -192,7 +192,7 @@ impl PreparedCandidate<'_> {
     /// *Needs:* no other QEMU of the VM and no pager; disks as the guest knows them.
     /// *On failure:* a QEMU may remain. It has not run the guest unless the journal is at
     /// [`Step::Resume`](rekindle_vm::journal::Step).
-    pub fn resume(self, handover: &mut Handover) -> Result<Destination<Running<OnDemandRam>>, RestoreError> {
+    pub fn resume(self, handover: &mut Handover) -> Result<Destination<RunningStage<OnDemandRam>>, RestoreError> {
         let source = CheckpointSource { store: self.store, identity: None, number: self.number };
         let BoostedDestination { loaded, boost } = load::load_devices(self.destination, source, handover)?;
         let running = loaded.commit(handover, "resume")?;

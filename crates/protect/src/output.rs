@@ -1,7 +1,7 @@
 //! Releases network output that is still held after its protector has ended.
 
 use crate::target::{Target, TargetError};
-use rekindle_qemu::hold::Hold;
+use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::qmp::QmpError;
 use rekindle_vm::attach::{AttachError, Protection};
 use rekindle_vm::host::Host;
@@ -36,8 +36,8 @@ pub fn release(host: &Host, name: &str) -> Result<bool, ReleaseError> {
     let target = Target::of(host, name)?;
     let _protection = Protection::take(target.rundir())?;
     let failed = |source| ReleaseError::Qmp { name: name.into(), source };
-    let Some(mut qmp) = target.vmm().save(GREETING).map_err(failed)? else { return Ok(false) };
-    match Hold::found(&mut qmp).map_err(failed)? {
+    let Some(mut qmp) = target.vmm().connect_for_saves(GREETING).map_err(failed)? else { return Ok(false) };
+    match OutputHold::find(&mut qmp).map_err(failed)? {
         Some(hold) => hold.end(&mut qmp).map(|()| true).map_err(failed),
         None => Ok(false),
     }

@@ -7,7 +7,7 @@ use rekindle_kernel::sched::{self, PriorityBoost};
 use rekindle_qemu::devices::{DeviceState, DeviceStateError};
 use rekindle_qemu::guest;
 use rekindle_qemu::guest::run_state;
-use rekindle_qemu::hold::Hold;
+use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_vm::timeline::host_us;
@@ -72,7 +72,7 @@ pub(crate) struct Monitors {
     save: Option<Qmp>,
     devices: DeviceState,
     /// Set while network output is held.
-    hold: Option<Hold>,
+    hold: Option<OutputHold>,
     /// A file that exists while this process keeps the guest stopped. If this process is killed, the next process that
     /// finds the file resumes the guest.
     mark: PathBuf,
@@ -132,10 +132,10 @@ impl Monitors {
     pub(crate) fn hold(&mut self, nets: Option<&[&str]>) -> Result<bool, QmpError> {
         if let Some(save) = &mut self.save {
             self.hold = match nets {
-                Some(nets) => Some(Hold::begin(save, nets.iter().copied())?),
-                None => match Hold::found(save)? {
+                Some(nets) => Some(OutputHold::begin(save, nets.iter().copied())?),
+                None => match OutputHold::find(save)? {
                     // Completes a partial hold, and closes its gate.
-                    Some(found) => Some(Hold::begin(save, found.nets())?),
+                    Some(found) => Some(OutputHold::begin(save, found.nets())?),
                     None => None,
                 },
             };
@@ -216,11 +216,11 @@ impl Monitors {
         let (mut stopped, stopped_host_us) = Stopped::by_stopping(&mut self.control).map_err(failed)?;
         laps.steps.stop = laps.lap();
         let saving = match (&mut self.save, stopped.qmp()) {
-            (Some(save), Some(control)) => self.devices.begin(save, true).and_then(|()| match then {
+            (Some(save), Some(control)) => self.devices.begin_staged(save).and_then(|()| match then {
                 AfterPause::Resume => Ok(guest::stage_resume(control)?),
                 AfterPause::StayStopped => Ok(()),
             }),
-            (None, Some(control)) => self.devices.begin(control, false),
+            (None, Some(control)) => self.devices.begin(control),
             (_, None) => Ok(()),
         };
         let staged = saving.is_ok() && self.save.is_some();

@@ -628,7 +628,7 @@ impl From<ProtectError> for Failure {
 
 /// Returns whether the guest has shut down or its QEMU has ended.
 fn has_ended(vmm: &Vmm) -> bool {
-    let state = || vmm.watch(ANSWER).and_then(|mut qmp| run_state(&mut qmp));
+    let state = || vmm.connect_watcher(ANSWER).and_then(|mut qmp| run_state(&mut qmp));
     !vmm.is_alive() || state().is_ok_and(|state| state == OFF)
 }
 

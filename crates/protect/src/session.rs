@@ -20,10 +20,11 @@ use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::{self, Asynchronous, Dirty, Filling, Synchronous, TrackError, Tracker};
 use rekindle_pages::{BlockId, PageRun};
 use rekindle_qemu::adopt::{AdoptError, Adopted};
-use rekindle_qemu::foreign::{self, Facts};
+use rekindle_qemu::devices::{DescriptorSets, remove_descriptor_sets};
+use rekindle_qemu::foreign::{self, MachineFacts};
 use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::stopped::Stopped;
-use rekindle_qemu::{devices, userfaultfd};
+use rekindle_qemu::userfaultfd;
 use rekindle_store::types;
 use rekindle_store::{StoreError, Writer};
 use rekindle_vm::fault;
@@ -137,7 +138,7 @@ pub(crate) struct TrackingSession {
     stopped_host_us: Option<u64>,
     /// Set while a restore fills.
     held: Option<Box<FillRecord>>,
-    foreign: Option<(Box<Adopted>, Facts)>,
+    foreign: Option<(Box<Adopted>, MachineFacts)>,
     /// The pages that a load needs, and the number of checkpoints for which this list stays valid.
     first: (Vec<PageRun>, u32),
     /// The device state of the previous checkpoint.
@@ -148,7 +149,7 @@ impl TrackingSession {
     /// Starts to track the memory of `target`.
     pub(crate) fn attach(target: Target, plan: Plan, begin: InitialTracking) -> Result<Self, CheckpointError> {
         let Plan { policy, hook, control, gives_back, foreign } = plan;
-        let save = target.vmm().save(GREETING)?;
+        let save = target.vmm().connect_for_saves(GREETING)?;
         let mark = target.rundir().paused();
         let mut monitors = Monitors::new(target.process(), control, save, mark)?;
         let ram = GuestRam::of(monitors.control(), target.process())?;
@@ -328,7 +329,7 @@ impl TrackingSession {
         };
         let TakenPages { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes } = taken;
         if let Some((adopted, facts)) = &self.foreign
-            && foreign::facts(adopted, self.monitors.control())? != *facts
+            && foreign::read_facts(adopted, self.monitors.control())? != *facts
         {
             // The checkpoint could not be restored: the guest's devices or disks differ from the recorded command line.
             return Err(CheckpointError::Reshaped("devices or disks were added, removed or changed".into()));
@@ -395,7 +396,7 @@ impl TrackingSession {
             Tracking::Synchronous(tracker, _) => tracker.detach()?,
         }
         self.served.end();
-        Ok(devices::sweep(self.monitors.control(), false)?)
+        Ok(remove_descriptor_sets(self.monitors.control(), DescriptorSets::Unused)?)
     }
 }
 

@@ -7,12 +7,12 @@ use crate::qmp::{Qmp, QmpError};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Feature words, by the name of the CPUID leaf and register.
+/// Feature words, by the name of the CPUID leaf and register, e.g. `CPUID 0x1 EDX`.
 pub type Features = BTreeMap<String, u64>;
 
 /// Bits that only mean that there is more than one core. QEMU 7.2 sets them in what the guest reads, and QEMU 10.0
 /// already in its feature words. The guest sees the same.
-const TOPOLOGY: &[(&str, u64)] = &[("CPUID 0x1 EDX", 1 << 28), ("CPUID 0x80000001 ECX", 1 << 1)];
+const TOPOLOGY_BITS: &[(&str, u64)] = &[("CPUID 0x1 EDX", 1 << 28), ("CPUID 0x80000001 ECX", 1 << 1)];
 
 /// Returns the guest's feature words. Empty if the CPUs are not x86.
 ///
@@ -24,44 +24,46 @@ pub fn features(qmp: &mut Qmp) -> Result<Features, QmpError> {
         return Ok(BTreeMap::new());
     };
     let words: Vec<Value> = qmp.execute("qom-get", json!({"path": path, "property": "feature-words"}))?;
-    let named = words.iter().filter_map(|word| {
-        let number = |key: &str| word.get(key).and_then(Value::as_u64);
-        let sub = number("cpuid-input-ecx").map(|sub| format!(".{sub}")).unwrap_or_default();
-        let register = word.get("cpuid-register")?.as_str()?;
-        let name = format!("CPUID {:#x}{sub} {register}", number("cpuid-input-eax")?);
-        let topology = TOPOLOGY.iter().find(|(word, _)| *word == name).map_or(0, |(_, bits)| *bits);
-        Some((name, number("features")? & !topology))
-    });
-    Ok(named.collect())
+    Ok(words.iter().filter_map(named_word).collect())
+}
+
+/// Returns the name and the value of a feature word that QEMU reports.
+fn named_word(word: &Value) -> Option<(String, u64)> {
+    let number = |key: &str| word.get(key).and_then(Value::as_u64);
+    let leaf = number("cpuid-input-eax")?;
+    let subleaf = number("cpuid-input-ecx").map(|subleaf| format!(".{subleaf}")).unwrap_or_default();
+    let register = word.get("cpuid-register")?.as_str()?;
+    let name = format!("CPUID {leaf:#x}{subleaf} {register}");
+    let topology_bits = TOPOLOGY_BITS.iter().find(|(word, _)| *word == name).map_or(0, |(_, bits)| *bits);
+    Some((name, number("features")? & !topology_bits))
 }
 
 /// Returns the words of `before` that differ in `now`: name, before, now. A missing word counts as zero. Words that
 /// only `now` has are ignored: they come from a newer QEMU, and an older one never showed them to the guest.
-#[must_use]
 pub fn differences(before: &Features, now: &Features) -> Vec<(String, u64, u64)> {
-    let value = |words: &Features, name: &str| words.get(name).copied().unwrap_or(0);
-    let differ = |name: &String| {
-        let (before, now) = (value(before, name), value(now, name));
-        (before != now).then(|| (name.clone(), before, now))
-    };
-    before.keys().filter_map(differ).collect()
+    let mut differences = Vec::new();
+    for (name, &value_before) in before {
+        let value_now = now.get(name).copied().unwrap_or(0);
+        if value_now != value_before {
+            differences.push((name.clone(), value_before, value_now));
+        }
+    }
+    differences
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn words(of: &[(&str, u64)]) -> Features {
-        of.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+    fn features(words: &[(&str, u64)]) -> Features {
+        words.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
     }
 
     #[test]
     fn only_differences_are_reported() {
-        let before = words(&[("a", 1), ("b", 2), ("c", 0), ("d", 4)]);
-        assert_eq!(
-            differences(&before, &words(&[("a", 1), ("b", 3), ("e", 0)])),
-            [("b".into(), 2, 3), ("d".into(), 4, 0)]
-        );
+        let before = features(&[("a", 1), ("b", 2), ("c", 0), ("d", 4)]);
+        let now = features(&[("a", 1), ("b", 3), ("e", 0)]);
+        assert_eq!(differences(&before, &now), [("b".into(), 2, 3), ("d".into(), 4, 0)]);
         assert!(differences(&before, &before).is_empty());
     }
 }

@@ -4,7 +4,7 @@
 //! its monitor. Therefore no path has to be accessible to QEMU (another user, a chroot, a mount namespace), and
 //! nothing of the guest is written to a disk.
 
-use crate::incoming::MOST_DEVICES;
+use crate::incoming::MAX_DEVICE_STATE_BYTES;
 use crate::qmp::{Qmp, QmpError};
 use crate::stream::{self, StreamError};
 use crate::transfer::SAVE_DEVICES;
@@ -20,18 +20,13 @@ use std::os::unix::fs::FileExt;
 /// Why a device state could not be saved.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceStateError {
-    /// QEMU does not have the command.
     #[error(
         "QEMU {version} has no `{SAVE_DEVICES}`: it is built for another architecture than x86, or with Xen left out"
     )]
-    NoCommand {
-        /// QEMU's version.
-        version: String,
-    },
+    NoCommand { version: String },
     /// QEMU returns an error or does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// The memory file cannot be made or read.
     #[error("cannot take the device state into memory")]
     Memory(#[source] io::Error),
     /// QEMU's output is not a valid device state.
@@ -45,39 +40,48 @@ pub struct DeviceState {
     /// Descriptor that QEMU writes to. QEMU gets duplicates of it, which share our file position.
     writer: OwnedFd,
     memory: File,
+    /// Number of the descriptor set in QEMU.
     set: u64,
 }
 
-/// Marks our descriptors among those that QEMU received from others.
-const OPAQUE: &str = "rekindle-devices";
+/// Text by which our descriptors are recognized among those that QEMU received from others.
+const DESCRIPTOR_LABEL: &str = "rekindle-devices";
 /// First number of our descriptor sets, far from those that QEMU and libvirt choose. The process number is added, so
 /// each process has one set. QEMU requires 31 bits.
 const FIRST_SET: u64 = 0x7265_0000;
 
-/// Removes the descriptor sets that [`DeviceState::open`] handed to QEMU in this process or in one that has ended;
-/// with `all` in any process.
+/// Descriptor sets to remove.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DescriptorSets {
+    /// Those of this process and of processes that have ended.
+    Unused,
+    /// Those of all processes.
+    All,
+}
+
+/// Removes descriptor sets that [`DeviceState::open`] handed to QEMU.
 ///
 /// QEMU removes them by itself only when no client is connected to any of its monitors.
 ///
 /// # Errors
 /// When QEMU does not answer or returns an error.
-pub fn sweep(qmp: &mut Qmp, all: bool) -> Result<(), QmpError> {
+pub fn remove_descriptor_sets(qmp: &mut Qmp, which: DescriptorSets) -> Result<(), QmpError> {
     #[derive(Deserialize)]
     struct Descriptor {
         opaque: Option<String>,
     }
     #[derive(Deserialize)]
     #[serde(rename_all = "kebab-case")]
-    struct Set {
+    struct DescriptorSet {
         fdset_id: u64,
         fds: Vec<Descriptor>,
     }
-    let sets: Vec<Set> = qmp.execute("query-fdsets", ())?;
+    let sets: Vec<DescriptorSet> = qmp.execute("query-fdsets", ())?;
     for set in sets {
-        let ours = set.fds.iter().any(|fd| fd.opaque.as_deref() == Some(OPAQUE));
+        let is_of_rekindle = set.fds.iter().any(|fd| fd.opaque.as_deref() == Some(DESCRIPTOR_LABEL));
         let owner = set.fdset_id.checked_sub(FIRST_SET).and_then(|pid| u32::try_from(pid).ok());
-        let left = owner.is_none_or(|pid| pid == std::process::id() || Process::of(pid).is_err());
-        if ours && (all || left) {
+        let is_unused = owner.is_none_or(|pid| pid == std::process::id() || Process::of(pid).is_err());
+        if is_of_rekindle && (is_unused || which == DescriptorSets::All) {
             match qmp.execute::<Value>("remove-fd", json!({"fdset-id": set.fdset_id})) {
                 // QEMU removed it in the meantime.
                 Err(QmpError::Refused { .. }) => {}
@@ -89,7 +93,7 @@ pub fn sweep(qmp: &mut Qmp, all: bool) -> Result<(), QmpError> {
 }
 
 impl DeviceState {
-    /// Makes the memory file and hands it to QEMU, which keeps it until [`sweep`].
+    /// Makes the memory file and hands it to QEMU, which keeps it until [`remove_descriptor_sets`].
     ///
     /// # Errors
     /// [`DeviceStateError`]; also when QEMU has no command for it.
@@ -100,7 +104,7 @@ impl DeviceState {
         }
         #[derive(Deserialize)]
         #[serde(rename_all = "kebab-case")]
-        struct Added {
+        struct AddedDescriptor {
             fdset_id: u64,
         }
         let commands: Vec<Command> = qmp.execute("query-commands", ())?;
@@ -112,14 +116,14 @@ impl DeviceState {
         // QEMU requires a descriptor of exactly the access mode that it opens: write-only.
         let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
         let writer = open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
-        sweep(qmp, false)?;
-        let set = json!({"fdset-id": FIRST_SET + u64::from(std::process::id()), "opaque": OPAQUE});
-        let Added { fdset_id } = qmp.execute_with_fd("add-fd", set, writer.as_fd())?;
+        remove_descriptor_sets(qmp, DescriptorSets::Unused)?;
+        let set = json!({"fdset-id": FIRST_SET + u64::from(std::process::id()), "opaque": DESCRIPTOR_LABEL});
+        let AddedDescriptor { fdset_id } = qmp.execute_with_fd("add-fd", set, writer.as_fd())?;
         Ok(Self { writer, memory: memory.into(), set: fdset_id })
     }
 
     /// Sends the first part of the command ahead, on a connection that is used for nothing else until
-    /// [`DeviceState::begin`].
+    /// [`DeviceState::begin_staged`].
     ///
     /// # Errors
     /// When QEMU has closed the connection.
@@ -132,19 +136,26 @@ impl DeviceState {
         json!({"filename": format!("/dev/fdset/{}", self.set), "live": false})
     }
 
-    /// Starts to save; the guest must be stopped. `staged` means that the command was staged. The caller can do other
-    /// work until [`DeviceState::wait`].
+    /// Starts to save; the guest must be stopped. The caller can do other work until [`DeviceState::wait`].
     ///
     /// # Errors
     /// When QEMU has closed the connection, or the memory file cannot be rewound.
-    pub fn begin(&self, qmp: &mut Qmp, staged: bool) -> Result<(), DeviceStateError> {
-        seek(&self.writer, SeekFrom::Start(0)).map_err(|e| DeviceStateError::Memory(e.into()))?;
-        if staged {
-            qmp.fire(SAVE_DEVICES)?
-        } else {
-            qmp.send(SAVE_DEVICES, self.arguments(), &[])?
-        }
-        Ok(())
+    pub fn begin(&self, qmp: &mut Qmp) -> Result<(), DeviceStateError> {
+        self.rewind()?;
+        Ok(qmp.send(SAVE_DEVICES, self.arguments(), &[])?)
+    }
+
+    /// Starts to save like [`DeviceState::begin`], by the command that [`DeviceState::stage`] has sent ahead.
+    ///
+    /// # Errors
+    /// As for [`DeviceState::begin`].
+    pub fn begin_staged(&self, qmp: &mut Qmp) -> Result<(), DeviceStateError> {
+        self.rewind()?;
+        Ok(qmp.fire(SAVE_DEVICES)?)
+    }
+
+    fn rewind(&self) -> Result<(), DeviceStateError> {
+        seek(&self.writer, SeekFrom::Start(0)).map(drop).map_err(|e| DeviceStateError::Memory(e.into()))
     }
 
     /// Waits until QEMU has saved the state, which [`DeviceState::take`] then returns.
@@ -161,8 +172,8 @@ impl DeviceState {
     /// [`DeviceStateError::Stream`] when it is incomplete, and [`DeviceStateError::Memory`] when it is too large.
     pub fn take(&self) -> Result<Vec<u8>, DeviceStateError> {
         let length = self.memory.metadata().map_err(DeviceStateError::Memory)?.len();
-        if length > MOST_DEVICES {
-            let why = format!("QEMU has written {length} bytes of device state, more than {MOST_DEVICES}");
+        if length > MAX_DEVICE_STATE_BYTES {
+            let why = format!("QEMU has written {length} bytes of device state, more than {MAX_DEVICE_STATE_BYTES}");
             return Err(DeviceStateError::Memory(io::Error::new(io::ErrorKind::InvalidData, why)));
         }
         let mut state = vec![0; usize::try_from(length).unwrap_or_default()];

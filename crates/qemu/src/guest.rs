@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 /// Limit for stopping or resuming a guest. It usually takes a millisecond, and longer if the guest's disks are slow.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Limit for QEMU to cancel a save whose reader has closed the pipe.
-const REJECTED_TIMEOUT: Duration = Duration::from_secs(1);
+/// Limit for QEMU to cancel a save whose reader has closed the pipe. Until then it rejects a resume.
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-const STOP: &str = "stop";
-const RESUME: &str = "cont";
+const STOP_COMMAND: &str = "stop";
+const RESUME_COMMAND: &str = "cont";
 
 /// Returns QEMU's run state, for example `running` or `paused`.
 ///
@@ -29,7 +29,7 @@ pub fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
 /// If QEMU rejects the command or does not answer.
 pub fn stop(qmp: &mut Qmp) -> Result<u64, QmpError> {
     qmp.drop_events();
-    qmp.execute::<Value>(STOP, ())?;
+    qmp.execute::<Value>(STOP_COMMAND, ())?;
     wait_stopped(qmp)
 }
 
@@ -38,7 +38,7 @@ pub fn stop(qmp: &mut Qmp) -> Result<u64, QmpError> {
 /// # Errors
 /// If QEMU has ended.
 pub fn stage_stop(qmp: &mut Qmp) -> Result<(), QmpError> {
-    qmp.stage(STOP, ())
+    qmp.stage(STOP_COMMAND, ())
 }
 
 /// Stops the guest by the staged command. Returns the time of the `STOP` event in µs since 1970.
@@ -47,8 +47,8 @@ pub fn stage_stop(qmp: &mut Qmp) -> Result<(), QmpError> {
 /// If QEMU rejects the command or does not answer.
 pub fn stop_staged(qmp: &mut Qmp) -> Result<u64, QmpError> {
     qmp.drop_events();
-    qmp.fire(STOP)?;
-    qmp.reply::<Value>(STOP)?;
+    qmp.fire(STOP_COMMAND)?;
+    qmp.reply::<Value>(STOP_COMMAND)?;
     wait_stopped(qmp)
 }
 
@@ -58,7 +58,7 @@ pub fn stop_staged(qmp: &mut Qmp) -> Result<u64, QmpError> {
 /// If QEMU rejects the command or does not answer.
 pub fn resume(qmp: &mut Qmp) -> Result<u64, QmpError> {
     qmp.drop_events();
-    qmp.execute::<Value>(RESUME, ())?;
+    qmp.execute::<Value>(RESUME_COMMAND, ())?;
     wait_resumed(qmp, ANSWER_TIMEOUT)
 }
 
@@ -67,7 +67,7 @@ pub fn resume(qmp: &mut Qmp) -> Result<u64, QmpError> {
 /// # Errors
 /// If QEMU rejects the command for a second, or does not answer.
 pub fn resume_after_save(qmp: &mut Qmp) -> Result<u64, QmpError> {
-    let deadline = Instant::now() + REJECTED_TIMEOUT;
+    let deadline = Instant::now() + CANCEL_TIMEOUT;
     loop {
         match resume(qmp) {
             Err(QmpError::Refused { .. }) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
@@ -81,7 +81,7 @@ pub fn resume_after_save(qmp: &mut Qmp) -> Result<u64, QmpError> {
 /// # Errors
 /// If QEMU has ended.
 pub fn stage_resume(qmp: &mut Qmp) -> Result<(), QmpError> {
-    qmp.stage(RESUME, ())
+    qmp.stage(RESUME_COMMAND, ())
 }
 
 /// Resumes the guest by the staged command. During a load it resumes when the load ends. Returns the time of the
@@ -90,8 +90,8 @@ pub fn stage_resume(qmp: &mut Qmp) -> Result<(), QmpError> {
 /// # Errors
 /// If QEMU rejects the command, or does not resume the guest within `timeout`.
 pub fn resume_staged(qmp: &mut Qmp, timeout: Duration) -> Result<u64, QmpError> {
-    qmp.fire(RESUME)?;
-    qmp.reply::<Value>(RESUME)?;
+    qmp.fire(RESUME_COMMAND)?;
+    qmp.reply::<Value>(RESUME_COMMAND)?;
     wait_resumed(qmp, timeout)
 }
 

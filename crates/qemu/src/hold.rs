@@ -23,45 +23,40 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 /// Longest interval of a `filter-buffer`, in µs.
-const LONGEST: u32 = u32::MAX;
+const MAX_INTERVAL_US: u32 = u32::MAX;
 
+const GATE: &str = "gate";
+const HELD: &str = "held";
+const NOW: &str = "now";
 /// The filters of one card, in the order in which they are created: a frame from the guest passes the last one first.
-const KINDS: [&str; 3] = ["gate", "held", "now"];
-
-fn id(kind: &str, net: &str) -> String {
-    format!("rekindle-{kind}-{net}")
-}
-
-fn place(net: &str) -> String {
-    id("nowhere", net)
-}
+const FILTERS: [&str; 3] = [GATE, HELD, NOW];
 
 /// The network cards whose output is held.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Hold {
+pub struct OutputHold {
     nets: Vec<String>,
 }
 
-impl Hold {
+impl OutputHold {
     /// Starts to hold the guest's output on `nets`. Frames that are held already stay held.
     ///
     /// # Errors
     /// When QEMU rejects a filter: a card is served by the kernel (vhost), or has several queues. No filter is then
     /// left on that card.
     pub fn begin<'n>(qmp: &mut Qmp, nets: impl IntoIterator<Item = &'n str>) -> Result<Self, QmpError> {
-        let there = objects(qmp)?;
+        let existing = objects(qmp)?;
         let mut hold = Self { nets: Vec::new() };
         for net in nets {
-            let whole = KINDS.iter().all(|kind| there.contains(&id(kind, net)));
-            if !whole {
+            let has_all_filters = FILTERS.iter().all(|filter| existing.contains(&filter_id(filter, net)));
+            if !has_all_filters {
                 // The process that created or removed these filters has died: they held nothing reliably.
-                remove(qmp, net)?;
-                if let Err(e) = make(qmp, net) {
-                    remove(qmp, net)?;
+                remove_filters(qmp, net)?;
+                if let Err(e) = create_filters(qmp, net) {
+                    remove_filters(qmp, net)?;
                     return Err(e);
                 }
             }
-            set(qmp, "gate", net, true)?;
+            close_gate(qmp, net)?;
             hold.nets.push(net.to_owned());
         }
         Ok(hold)
@@ -72,34 +67,34 @@ impl Hold {
         self.nets.iter().map(String::as_str)
     }
 
-    /// Returns the held networks of this QEMU, if there are any.
+    /// Returns the hold that another process has started in this QEMU, if there is one.
     ///
     /// # Errors
     /// When QEMU does not answer or returns an error.
-    pub fn found(qmp: &mut Qmp) -> Result<Option<Self>, QmpError> {
-        let begins = id("gate", "");
+    pub fn find(qmp: &mut Qmp) -> Result<Option<Self>, QmpError> {
+        let prefix = filter_id(GATE, "");
         let nets: Vec<_> =
-            objects(qmp)?.iter().filter_map(|name| name.strip_prefix(&begins).map(str::to_owned)).collect();
+            objects(qmp)?.iter().filter_map(|name| name.strip_prefix(&prefix).map(str::to_owned)).collect();
         Ok((!nets.is_empty()).then_some(Self { nets }))
     }
 
-    /// Marks the guest's output until now for the next [`Hold::release`]. The guest must be stopped.
+    /// Marks the guest's output until now for the next [`OutputHold::release`]. The guest must be stopped.
     ///
     /// # Errors
     /// When QEMU does not answer; the frames are then released one release later.
     pub fn cut(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        self.nets.iter().try_for_each(|net| empty(qmp, "now", net))
+        self.nets.iter().try_for_each(|net| empty_buffer(qmp, NOW, net))
     }
 
-    /// Releases the guest's output until the last [`Hold::cut`].
+    /// Releases the guest's output until the last [`OutputHold::cut`].
     ///
     /// # Errors
     /// When QEMU does not answer; the frames are then still held, or released.
     pub fn release(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
         self.nets.iter().try_for_each(|net| {
-            set(qmp, "gate", net, false)?;
-            let emptied = empty(qmp, "held", net);
-            set(qmp, "gate", net, true)?;
+            open_gate(qmp, net)?;
+            let emptied = empty_buffer(qmp, HELD, net);
+            close_gate(qmp, net)?;
             emptied
         })
     }
@@ -107,13 +102,23 @@ impl Hold {
     /// Releases all frames and stops holding.
     ///
     /// # Errors
-    /// When QEMU does not answer; the caller can try again with a new [`Hold::found`].
+    /// When QEMU does not answer; the caller can try again with a new [`OutputHold::find`].
     pub fn end(self, qmp: &mut Qmp) -> Result<(), QmpError> {
         self.nets.iter().try_for_each(|net| {
-            set(qmp, "gate", net, false)?;
-            remove(qmp, net)
+            open_gate(qmp, net)?;
+            remove_filters(qmp, net)
         })
     }
+}
+
+/// Returns QEMU's id of a network's filter.
+fn filter_id(filter: &str, net: &str) -> String {
+    format!("rekindle-{filter}-{net}")
+}
+
+/// Returns the id of the null device to which a closed gate sends the frames.
+fn null_device_id(net: &str) -> String {
+    filter_id("nowhere", net)
 }
 
 /// Returns the names of the objects that were created at run time.
@@ -126,46 +131,54 @@ fn objects(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     Ok(objects.into_iter().map(|object| object.name).collect())
 }
 
-fn make(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
-    let nowhere = json!({"id": place(net), "backend": {"type": "null", "data": {}}});
-    qmp.execute::<Value>("chardev-add", nowhere)?;
-    let mut object = |kind: &str, more: Value| {
-        let mut all = json!({"id": id(kind, net), "netdev": net, "queue": "rx"});
-        if let (Some(all), Value::Object(more)) = (all.as_object_mut(), more) {
-            all.extend(more);
-        }
-        qmp.execute::<Value>("object-add", all).map(drop)
-    };
+fn create_filters(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
+    let null_device = json!({"id": null_device_id(net), "backend": {"type": "null", "data": {}}});
+    qmp.execute::<Value>("chardev-add", null_device)?;
     // The gate starts open, until there is a buffer in front of it.
-    object("gate", json!({"qom-type": "filter-redirector", "outdev": place(net), "status": "off"}))?;
-    object("held", json!({"qom-type": "filter-buffer", "interval": LONGEST}))?;
-    object("now", json!({"qom-type": "filter-buffer", "interval": LONGEST}))
+    let gate = json!({"qom-type": "filter-redirector", "id": filter_id(GATE, net), "netdev": net, "queue": "rx",
+        "outdev": null_device_id(net), "status": "off"});
+    qmp.execute::<Value>("object-add", gate)?;
+    for buffer in [HELD, NOW] {
+        let buffer = json!({"qom-type": "filter-buffer", "id": filter_id(buffer, net), "netdev": net, "queue": "rx",
+            "interval": MAX_INTERVAL_US});
+        qmp.execute::<Value>("object-add", buffer)?;
+    }
+    Ok(())
 }
 
 /// Removes the filters of a card that exist. QEMU releases the frames of a buffer that is removed.
-fn remove(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
-    for kind in KINDS.iter().rev() {
-        absent_is_fine(qmp.execute("object-del", json!({"id": id(kind, net)})))?;
+fn remove_filters(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
+    for filter in FILTERS.iter().rev() {
+        ignore_absence(qmp.execute("object-del", json!({"id": filter_id(filter, net)})))?;
     }
-    absent_is_fine(qmp.execute("chardev-remove", json!({"id": place(net)})))
+    ignore_absence(qmp.execute("chardev-remove", json!({"id": null_device_id(net)})))
 }
 
-fn absent_is_fine(done: Result<Value, QmpError>) -> Result<(), QmpError> {
-    match done {
+/// Turns QEMU's refusal to remove something into success: it does not exist.
+fn ignore_absence(removed: Result<Value, QmpError>) -> Result<(), QmpError> {
+    match removed {
         Err(QmpError::Refused { .. }) => Ok(()),
         other => other.map(drop),
     }
 }
 
-fn set(qmp: &mut Qmp, kind: &str, net: &str, on: bool) -> Result<(), QmpError> {
-    let path = format!("/objects/{}", id(kind, net));
-    let value = if on { "on" } else { "off" };
-    qmp.execute::<Value>("qom-set", json!({"path": path, "property": "status", "value": value})).map(drop)
+/// Lets frames pass.
+fn open_gate(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
+    set_status(qmp, GATE, net, "off")
+}
+
+fn close_gate(qmp: &mut Qmp, net: &str) -> Result<(), QmpError> {
+    set_status(qmp, GATE, net, "on")
 }
 
 /// Empties a buffer: QEMU releases its frames when it is switched off.
-fn empty(qmp: &mut Qmp, kind: &str, net: &str) -> Result<(), QmpError> {
-    let off = set(qmp, kind, net, false);
-    set(qmp, kind, net, true)?;
-    off
+fn empty_buffer(qmp: &mut Qmp, buffer: &str, net: &str) -> Result<(), QmpError> {
+    let switched_off = set_status(qmp, buffer, net, "off");
+    set_status(qmp, buffer, net, "on")?;
+    switched_off
+}
+
+fn set_status(qmp: &mut Qmp, filter: &str, net: &str, status: &str) -> Result<(), QmpError> {
+    let path = format!("/objects/{}", filter_id(filter, net));
+    qmp.execute::<Value>("qom-set", json!({"path": path, "property": "status", "value": status})).map(drop)
 }

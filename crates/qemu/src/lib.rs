@@ -1,31 +1,47 @@
 //! One QEMU process.
 //!
-//! - [`qmp`]: a client of the QEMU Machine Protocol;
-//! - [`agent`]: the QEMU guest agent;
-//! - [`binary`]: the features of a QEMU binary, queried before anything depends on them;
-//! - [`mark`]: the identity of a file at the moment when a QEMU read it;
-//! - [`program`]: which program a process runs, and whether that is a QEMU;
-//! - [`syntax`]: which spelling of an option a QEMU accepts;
-//! - [`command`]: the command line of a VM's hardware;
-//! - [`cpu`]: the CPU features that a guest sees;
-//! - [`devices`]: the device state of a stopped guest, saved into memory;
-//! - [`vmm`]: a running QEMU, started or adopted: its sockets and its end;
-//! - [`options`]: the values of command line options;
-//! - [`foreign`]: the command line of a QEMU that Rekindle did not start, rewritten into one of ours;
-//! - [`monitor`], [`libvirt`]: connections to a QEMU that Rekindle did not start;
-//! - [`adopt`]: a running QEMU that Rekindle did not start;
-//! - [`guest`]: stopping and resuming the guest;
-//! - [`hold`]: the guest's network output, held until it is released;
-//! - [`userfaultfd`]: the userfaultfd device, handed to a QEMU of another user;
-//! - [`ramblock`]: where QEMU's RAM blocks are;
-//! - [`rings`]: where the rings of the virtio devices are;
-//! - [`stopped`]: proof that the guest is stopped;
-//! - [`stream`]: QEMU's migration stream, as far as Rekindle writes and checks it;
-//! - [`incoming`]: a migration stream with all of the RAM, read while it arrives;
-//! - [`transfer`]: a stream out of one QEMU and into another.
+//! Talking to QEMU:
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`qmp`] | a client of the QEMU Machine Protocol |
+//! | [`agent`] | the QEMU guest agent |
+//! | [`monitor`], [`libvirt`] | connections to a QEMU that Rekindle did not start |
+//!
+//! Starting and finding a QEMU:
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`binary`] | the features of a QEMU binary, queried before anything depends on them |
+//! | [`file_identity`] | the identity of a file at the moment when a QEMU read it |
+//! | [`syntax`] | which spelling of an option a QEMU accepts |
+//! | [`options`] | the values of command line options |
+//! | [`command`] | the description of a VM's machine, and the command line that builds it |
+//! | [`vmm`] | a running QEMU, started or adopted: its sockets and its end |
+//! | [`program`] | which program a process runs, and whether that is a QEMU |
+//! | [`adopt`] | a running QEMU that Rekindle did not start |
+//! | [`foreign`] | the command line of such a QEMU, rewritten into one of ours |
+//! | [`cpu`] | the CPU features that a guest sees |
+//!
+//! The guest and its state:
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`guest`] | stopping and resuming the guest |
+//! | [`stopped`] | proof that the guest is stopped |
+//! | [`hold`] | the guest's network output, held until it is released |
+//! | [`ramblock`] | where QEMU's RAM blocks are |
+//! | [`rings`] | where the rings of the virtio devices are |
+//! | [`userfaultfd`] | the userfaultfd device, handed to a QEMU of another user |
+//! | [`devices`] | the device state of a stopped guest, saved into memory |
+//! | [`stream`] | QEMU's migration stream, as far as Rekindle writes and checks it |
+//! | [`incoming`] | a migration stream with all of the RAM, read while it arrives |
+//! | [`transfer`] | a stream out of one QEMU and into another |
 //!
 //! QEMU is stock. This crate uses only what every QEMU since 7.2 offers. Differences between versions are detected at
 //! run time, never derived from a version number.
+
+#![allow(missing_docs, reason = "an internal crate: comments only where a name is not enough")]
 
 pub mod adopt;
 pub mod agent;
@@ -33,12 +49,12 @@ pub mod binary;
 pub mod command;
 pub mod cpu;
 pub mod devices;
+pub mod file_identity;
 pub mod foreign;
 pub mod guest;
 pub mod hold;
 pub mod incoming;
 pub mod libvirt;
-pub mod mark;
 pub mod monitor;
 pub mod options;
 pub mod program;

@@ -1,6 +1,6 @@
 //! The monitor of a QEMU that Rekindle did not start.
 
-use crate::adopt::{AdoptError, Adopted, adopt_over};
+use crate::adopt::{AdoptError, Adopted, adopt_connected};
 use crate::libvirt;
 use crate::qmp::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};
@@ -12,10 +12,7 @@ use std::time::Duration;
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Monitor {
     /// A QMP socket. It serves one client at a time.
-    Socket {
-        /// Path of the socket.
-        path: PathBuf,
-    },
+    Socket { path: PathBuf },
     /// Through libvirt, which holds the monitor.
     Libvirt {
         /// The domain's name, number or UUID.
@@ -58,6 +55,6 @@ impl Monitor {
             Self::Socket { path } => Some(path.as_path()),
             Self::Libvirt { .. } => None,
         };
-        adopt_over(qmp, socket)
+        adopt_connected(qmp, socket)
     }
 }

@@ -12,7 +12,6 @@ use std::fmt;
 pub enum Options {
     /// `key=value,...`, in order. An item without a value is a switch.
     Pairs(Vec<(String, Option<String>)>),
-    /// A JSON object.
     Json(Map<String, Value>),
 }
 
@@ -20,43 +19,41 @@ pub enum Options {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is no value of a QEMU option: {why}")]
 pub struct OptionsError {
-    /// The rejected value.
     pub text: String,
-    /// The reason.
     pub why: String,
 }
 
 impl Options {
-    /// Parses a value. `implied` is the key of a first item that has none; empty if the option has no implied key.
+    /// Parses a value. `implied_key` is the key of a first item that has none; empty if the option has no implied key.
     ///
     /// # Errors
     /// The value begins as JSON but is not a JSON object, or an item has no key.
-    pub fn parse(text: &str, implied: &str) -> Result<Self, OptionsError> {
+    pub fn parse(text: &str, implied_key: &str) -> Result<Self, OptionsError> {
         let failed = |why: String| OptionsError { text: text.into(), why };
         if text.starts_with('{') {
             return serde_json::from_str(text).map(Self::Json).map_err(|e| failed(e.to_string()));
         }
         let mut pairs: Vec<(String, Option<String>)> = Vec::new();
-        let mut rest = text;
-        while !rest.is_empty() {
-            let end = rest.find(['=', ',']).unwrap_or(rest.len());
-            let (key, after) = rest.split_at(end);
-            if let Some(after) = after.strip_prefix('=') {
+        let mut unread = text;
+        while !unread.is_empty() {
+            let key_length = unread.find(['=', ',']).unwrap_or(unread.len());
+            let (key, after_key) = unread.split_at(key_length);
+            if let Some(after_equals) = after_key.strip_prefix('=') {
                 if key.is_empty() {
-                    return Err(failed(format!("nothing before `={after}`")));
+                    return Err(failed(format!("nothing before `={after_equals}`")));
                 }
-                let (value, next) = value(after);
+                let (value, after_value) = split_value(after_equals);
                 pairs.push((key.into(), Some(value)));
-                rest = next;
-            } else if pairs.is_empty() && !implied.is_empty() {
-                let (value, next) = value(rest);
-                pairs.push((implied.into(), Some(value)));
-                rest = next;
+                unread = after_value;
+            } else if pairs.is_empty() && !implied_key.is_empty() {
+                let (value, after_value) = split_value(unread);
+                pairs.push((implied_key.into(), Some(value)));
+                unread = after_value;
             } else if key.is_empty() {
                 return Err(failed("an item is empty".into()));
             } else {
                 pairs.push((key.into(), None));
-                rest = after.strip_prefix(',').unwrap_or(after);
+                unread = after_key.strip_prefix(',').unwrap_or(after_key);
             }
         }
         Ok(Self::Pairs(pairs))
@@ -64,7 +61,6 @@ impl Options {
 
     /// Returns the text of a key. If the key occurs several times, the last one counts, as in QEMU. A switch is `on`.
     /// In JSON, lists and objects have no text.
-    #[must_use]
     pub fn get(&self, key: &str) -> Option<String> {
         match self {
             Self::Pairs(pairs) => {
@@ -84,30 +80,25 @@ impl Options {
     pub fn set(&mut self, key: &str, text: &str) {
         match self {
             Self::Pairs(pairs) => {
-                let at = pairs.iter().position(|(name, _)| name == key);
-                pairs.retain({
-                    let mut seen = false;
-                    move |(name, _)| name != key || !std::mem::replace(&mut seen, true)
-                });
-                match at.and_then(|at| pairs.get_mut(at)) {
-                    Some(pair) => pair.1 = Some(text.into()),
-                    None => pairs.push((key.into(), Some(text.into()))),
-                }
+                let pair = (key.to_owned(), Some(text.to_owned()));
+                let position = pairs.iter().position(|(name, _)| name == key).unwrap_or(pairs.len());
+                // The key may occur several times.
+                pairs.retain(|(name, _)| name != key);
+                pairs.insert(position, pair);
             }
             Self::Json(map) => drop(map.insert(key.into(), text.into())),
         }
     }
 
-    /// Removes each key for which `which` is true.
-    pub fn remove(&mut self, which: impl Fn(&str) -> bool) {
+    /// Removes each key for which `is_removed` is true.
+    pub fn remove(&mut self, is_removed: impl Fn(&str) -> bool) {
         match self {
-            Self::Pairs(pairs) => pairs.retain(|(name, _)| !which(name)),
-            Self::Json(map) => map.retain(|name, _| !which(name)),
+            Self::Pairs(pairs) => pairs.retain(|(name, _)| !is_removed(name)),
+            Self::Json(map) => map.retain(|name, _| !is_removed(name)),
         }
     }
 
     /// Returns all keys, in order.
-    #[must_use]
     pub fn keys(&self) -> Vec<&str> {
         match self {
             Self::Pairs(pairs) => pairs.iter().map(|(name, _)| name.as_str()).collect(),
@@ -116,19 +107,19 @@ impl Options {
     }
 }
 
-/// Splits off a value up to its comma. Returns the value and the rest.
-fn value(text: &str) -> (String, &str) {
+/// Splits off a value up to the comma that ends it. Returns the value and the text after the comma.
+fn split_value(text: &str) -> (String, &str) {
     let mut value = String::new();
-    let mut rest = text;
+    let mut unread = text;
     loop {
-        let Some((part, after)) = rest.split_once(',') else { return (value + rest, "") };
+        let Some((part, after_comma)) = unread.split_once(',') else { return (value + unread, "") };
         value += part;
-        match after.strip_prefix(',') {
-            Some(after) => {
+        match after_comma.strip_prefix(',') {
+            Some(after_double_comma) => {
                 value.push(',');
-                rest = after;
+                unread = after_double_comma;
             }
-            None => return (value, after),
+            None => return (value, after_comma),
         }
     }
 }
@@ -149,27 +140,6 @@ impl fmt::Display for Options {
             }
         }
     }
-}
-
-/// Parses a size as QEMU writes it, into bytes: a number and one of `b`, `k`, `m`, `g`, `t`. Without a letter the
-/// unit is `default`.
-#[must_use]
-pub fn size(text: &str, default: u64) -> Option<u64> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = match text.get(digits.len()..)?.to_ascii_lowercase().as_str() {
-        "" => default,
-        "b" => 1,
-        "k" | "kb" | "kib" => 1 << 10,
-        "m" | "mb" | "mib" => 1 << 20,
-        "g" | "gb" | "gib" => 1 << 30,
-        "t" | "tb" | "tib" => 1 << 40,
-        _ => return None,
-    };
-    let whole = match digits.strip_prefix("0x") {
-        Some(hex) => u64::from_str_radix(hex, 16).ok()?,
-        None => digits.parse::<u64>().ok()?,
-    };
-    whole.checked_mul(unit)
 }
 
 #[cfg(test)]
@@ -211,20 +181,11 @@ mod tests {
     }
 
     #[test]
-    fn what_qemu_would_not_take_is_named() {
+    fn a_value_that_qemu_would_reject_is_named() {
         for text in ["{\"a\":", "{}x", "a=b,=c", "=c"] {
             let e = Options::parse(text, "").unwrap_err().to_string();
             assert!(e.contains(text), "{e}");
         }
-    }
-
-    #[test]
-    fn sizes() {
-        assert_eq!(size("192M", 1), Some(192 << 20));
-        assert_eq!(size("1048576k", 1), Some(1 << 30));
-        assert_eq!(size("128", 1 << 20), Some(128 << 20));
-        assert_eq!(size("0x100", 1), Some(256));
-        assert_eq!((size("", 1), size("12q", 1), size("99999999999T", 1)), (None, None, None));
     }
 
     proptest! {
@@ -233,9 +194,9 @@ mod tests {
             first in "[^={][^=]{0,12}",
             more in proptest::collection::vec(("[a-z][a-z0-9.-]{0,8}", proptest::option::of(".{0,12}")), 0..6),
         ) {
-            let mut all = vec![("implied".to_owned(), Some(first))];
-            all.extend(more);
-            let options = Options::Pairs(all);
+            let mut pairs = vec![("implied".to_owned(), Some(first))];
+            pairs.extend(more);
+            let options = Options::Pairs(pairs);
             prop_assert_eq!(Options::parse(&options.to_string(), "other").unwrap(), options.clone());
             prop_assert_eq!(Options::parse(&options.to_string(), "").unwrap(), options);
         }

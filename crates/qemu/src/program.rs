@@ -13,9 +13,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// Suffix that the kernel appends to the name of a file that was removed or replaced.
-const DELETED: &str = " (deleted)";
+const DELETED_SUFFIX: &str = " (deleted)";
 /// Options of glibc's dynamic loader that take a value.
-const LOADER_VALUED: &[&str] = &[
+const LOADER_OPTIONS_WITH_VALUE: &[&str] = &[
     "--library-path",
     "--inhibit-rpath",
     "--glibc-hwcaps-prepend",
@@ -25,7 +25,7 @@ const LOADER_VALUED: &[&str] = &[
     "--argv0",
 ];
 /// Bytes of a program that are searched at a time.
-const CHUNK: usize = 1 << 20;
+const CHUNK_BYTES: usize = 1 << 20;
 
 /// The program that a process runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,20 +48,19 @@ impl Program {
     /// `PermissionDenied` for the process of another user; `NotFound` if it has ended.
     pub fn of(process: Process) -> io::Result<Self> {
         let executed = fs::read_link(format!("/proc/{}/exe", process.pid))?;
-        let line = fs::read(format!("/proc/{}/cmdline", process.pid))?;
-        let line = line.strip_suffix(b"\0").unwrap_or(&line);
-        let words: Vec<_> =
-            line.split(|&byte| byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
-        let executed = without_mark(&executed);
-        if let Some(loaded) = Loaded::of(&words) {
-            let mapped = maps::of(process)?.into_iter().filter(|mapping| mapping.executable && mapping.inode != 0);
-            let names: Vec<_> = mapped.map(|mapping| without_mark(Path::new(&mapping.name))).collect();
-            if let Some(file) = loaded.among(&names, process).filter(|file| *file != executed) {
-                let start = loaded
-                    .argv0
-                    .filter(|path| *path != executed && is_executable(path))
-                    .unwrap_or_else(|| file.clone());
-                return Ok(Self { files: vec![file, executed], start, arguments: loaded.arguments, process });
+        let executed = without_deleted_suffix(&executed);
+        let command_line = fs::read(format!("/proc/{}/cmdline", process.pid))?;
+        let words = command_line.strip_suffix(b"\0").unwrap_or(&command_line).split(|&byte| byte == 0);
+        let words: Vec<_> = words.map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+        if let Some(loader) = LoaderCommand::parse(&words) {
+            let mappings = maps::of(process)?.into_iter();
+            let code_mappings = mappings.filter(|mapping| mapping.executable && mapping.inode != 0);
+            let code_files: Vec<_> =
+                code_mappings.map(|mapping| without_deleted_suffix(Path::new(&mapping.name))).collect();
+            if let Some(file) = loader.loaded_file(&code_files, process).filter(|file| *file != executed) {
+                let script = loader.argv0.filter(|path| *path != executed && is_executable(path));
+                let start = script.unwrap_or_else(|| file.clone());
+                return Ok(Self { files: vec![file, executed], start, arguments: loader.arguments, process });
             }
         }
         let arguments = words.into_iter().skip(1).collect();
@@ -74,22 +73,26 @@ impl Program {
     /// # Errors
     /// When the program's file cannot be read.
     pub fn is_qemu(&self, version: &Version) -> io::Result<bool> {
-        let text = format!("QEMU emulator version {version}");
-        for (index, file) in self.files.iter().rev().enumerate() {
-            if contains(self.open(file, index == 0)?, text.as_bytes())? {
-                return Ok(true);
-            }
+        let version_text = format!("QEMU emulator version {version}");
+        if contains(self.open_executed()?, version_text.as_bytes())? {
+            return Ok(true);
         }
-        Ok(false)
+        // The last file is the executed one. If that is a loader, the program is before it.
+        match self.files.as_slice() {
+            [program, _loader] => contains(self.open_loaded(program)?, version_text.as_bytes()),
+            _ => Ok(false),
+        }
     }
 
-    /// Opens a file that the process runs, even if another file has its name now.
-    fn open(&self, file: &Path, is_executed: bool) -> io::Result<File> {
-        if is_executed {
-            return File::open(format!("/proc/{}/exe", self.process.pid));
-        }
+    /// Opens the file that the kernel has executed, even if another file has its name now.
+    fn open_executed(&self) -> io::Result<File> {
+        File::open(format!("/proc/{}/exe", self.process.pid))
+    }
+
+    /// Opens the file that a loader has mapped, even if another file has its name now.
+    fn open_loaded(&self, file: &Path) -> io::Result<File> {
         for mapping in maps::of(self.process)? {
-            if mapping.executable && without_mark(Path::new(&mapping.name)) == file {
+            if mapping.executable && without_deleted_suffix(Path::new(&mapping.name)) == file {
                 // Only root may open a file through its mapping.
                 if let Ok(Some(opened)) = mapping.open(self.process) {
                     return Ok(opened);
@@ -97,71 +100,77 @@ impl Program {
                 break;
             }
         }
-        let inside = file.strip_prefix("/").unwrap_or(file);
-        File::open(Path::new(&format!("/proc/{}/root", self.process.pid)).join(inside))
+        File::open(in_root_of(self.process, file))
     }
 }
 
-/// A command line in the form of a loader's.
-struct Loaded {
+/// A command line that may be a dynamic loader's: `LOADER [OPTIONS] PROGRAM [ARGUMENTS]`.
+struct LoaderCommand {
     program: PathBuf,
+    /// Value of the option `--argv0`.
     argv0: Option<PathBuf>,
+    /// Arguments of the program.
     arguments: Vec<String>,
 }
 
-impl Loaded {
-    fn of(words: &[String]) -> Option<Self> {
+impl LoaderCommand {
+    fn parse(words: &[String]) -> Option<Self> {
         let mut argv0 = None;
-        let mut rest = words.iter().skip(1);
+        let mut unread = words.iter().skip(1);
         loop {
-            let word = rest.next()?;
+            let word = unread.next()?;
             if !word.starts_with('-') {
-                return Some(Self { program: word.into(), argv0, arguments: rest.cloned().collect() });
+                return Some(Self { program: word.into(), argv0, arguments: unread.cloned().collect() });
             }
             if !word.starts_with("--") {
                 return None;
             }
-            if LOADER_VALUED.contains(&word.as_str()) {
-                let value = rest.next()?;
-                argv0 = argv0.or_else(|| (word == "--argv0").then(|| PathBuf::from(value)));
+            if LOADER_OPTIONS_WITH_VALUE.contains(&word.as_str()) {
+                let value = unread.next()?;
+                if word == "--argv0" {
+                    argv0.get_or_insert_with(|| PathBuf::from(value));
+                }
             }
         }
     }
 
-    /// Returns the loaded program's file, if it is one of the files that are mapped as code.
-    fn among(&self, names: &[PathBuf], process: Process) -> Option<PathBuf> {
+    /// Returns the program's file as `process` sees it, if it is one of the files that the process maps as code.
+    fn loaded_file(&self, code_files: &[PathBuf], process: Process) -> Option<PathBuf> {
         let link = |name: &str| fs::read_link(format!("/proc/{}/{name}", process.pid)).ok();
-        // File names as the process sees them: it may have another root. A removed file has only the name on the
-        // command line.
+        // A removed file has only the name on the command line.
         let named: PathBuf = link("cwd").unwrap_or_default().join(&self.program).components().collect();
-        let inside = named.strip_prefix("/").unwrap_or(&named);
-        let found = fs::canonicalize(Path::new(&format!("/proc/{}/root", process.pid)).join(inside));
-        let found = found
-            .ok()
+        // The process may have another root.
+        let canonical = fs::canonicalize(in_root_of(process, &named)).ok();
+        let canonical_in_root = canonical
             .zip(link("root"))
-            .and_then(|(found, root)| Some(Path::new("/").join(found.strip_prefix(root).ok()?)));
-        [Some(named), found].into_iter().flatten().find(|candidate| names.contains(candidate))
+            .and_then(|(canonical, root)| Some(Path::new("/").join(canonical.strip_prefix(root).ok()?)));
+        [Some(named), canonical_in_root].into_iter().flatten().find(|candidate| code_files.contains(candidate))
     }
 }
 
-fn without_mark(path: &Path) -> PathBuf {
-    path.to_str().and_then(|path| path.strip_suffix(DELETED)).map_or_else(|| path.to_owned(), PathBuf::from)
+/// Returns a path at which this process finds the file that `process` finds at `path`.
+fn in_root_of(process: Process, path: &Path) -> PathBuf {
+    Path::new(&format!("/proc/{}/root", process.pid)).join(path.strip_prefix("/").unwrap_or(path))
+}
+
+fn without_deleted_suffix(path: &Path) -> PathBuf {
+    path.to_str().and_then(|path| path.strip_suffix(DELETED_SUFFIX)).map_or_else(|| path.to_owned(), PathBuf::from)
 }
 
 fn is_executable(path: &Path) -> bool {
-    let may_run = |found: fs::Metadata| found.is_file() && found.permissions().mode() & 0o111 != 0;
-    path.is_absolute() && fs::metadata(path).is_ok_and(may_run)
+    let is_executable = |file: fs::Metadata| file.is_file() && file.permissions().mode() & 0o111 != 0;
+    path.is_absolute() && fs::metadata(path).is_ok_and(is_executable)
 }
 
 /// Returns whether the file contains `text`.
 fn contains(mut file: File, text: &[u8]) -> io::Result<bool> {
     let finder = memmem::Finder::new(text);
-    // Keep the end of each part: the text may extend across two parts.
-    let mut buffer = Vec::with_capacity(CHUNK + text.len());
+    // Keep the end of each chunk: the text may extend across two chunks.
+    let mut buffer = Vec::with_capacity(CHUNK_BYTES + text.len());
     loop {
-        let kept = buffer.len().saturating_sub(text.len());
-        buffer.drain(..kept);
-        if file.by_ref().take(CHUNK as u64).read_to_end(&mut buffer)? == 0 {
+        let searched = buffer.len().saturating_sub(text.len());
+        buffer.drain(..searched);
+        if file.by_ref().take(CHUNK_BYTES as u64).read_to_end(&mut buffer)? == 0 {
             return Ok(false);
         }
         if finder.find(&buffer).is_some() {

@@ -12,12 +12,8 @@ use serde::Deserialize;
 /// Why a guest does not count as stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum NotStopped {
-    /// The guest runs, or may run at any moment.
     #[error("the guest is not stopped but in run state `{state}`; send QMP `stop` first")]
-    Runs {
-        /// QEMU's run state.
-        state: String,
-    },
+    Runs { state: String },
     /// QEMU does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
@@ -33,7 +29,7 @@ pub struct Stopped<'q> {
 }
 
 /// Run states that QEMU enters through `vm_stop`, which waits for I/O, or in which no I/O has started yet.
-const STOPPED: [&str; 10] = [
+const STOPPED_STATES: [&str; 10] = [
     "paused",
     "prelaunch",
     "postmigrate",
@@ -58,7 +54,7 @@ impl<'q> Stopped<'q> {
             running: bool,
         }
         let Status { status, running } = qmp.execute("query-status", ())?;
-        if running || !STOPPED.contains(&status.as_str()) {
+        if running || !STOPPED_STATES.contains(&status.as_str()) {
             return Err(NotStopped::Runs { state: status });
         }
         Ok(Self { qmp: Some(qmp) })
@@ -77,7 +73,6 @@ impl<'q> Stopped<'q> {
     }
 
     /// Makes a proof without a QEMU: the caller guarantees that nothing writes the memory, which is not a QEMU's.
-    #[must_use]
     pub fn vouched() -> Stopped<'static> {
         Stopped { qmp: None }
     }

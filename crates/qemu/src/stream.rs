@@ -1,4 +1,5 @@
-//! QEMU's migration stream, as far as Rekindle writes and checks it.
+//! QEMU's migration stream, as far as Rekindle writes and checks it. ([`crate::incoming`] reads a stream with all of
+//! the RAM.)
 //!
 //! `xen-save-devices-state` writes a stream that holds every device and no RAM block:
 //!
@@ -48,16 +49,13 @@ pub(crate) const FLAGS: u64 = 0xfff;
 /// Why a stream cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StreamError {
-    /// The input is not a QEMU stream of version 3.
     #[error("the device state does not start as a QEMU stream of version 3")]
     Header,
-    /// The stream has no end mark.
     #[error("the device state is cut short: it has {len} bytes and no end mark")]
     CutShort {
         /// Length of the stream in bytes.
         len: usize,
     },
-    /// The RAM section is not in the form that QEMU writes.
     #[error("the RAM section of the stream is odd at byte {at}: {what}")]
     Ram {
         /// Position in the stream, in bytes.
@@ -81,15 +79,14 @@ pub fn check(stream: &[u8]) -> Result<&[u8], StreamError> {
 
 /// Returns the guest's address of its VM generation ID, from the section of the device `vmgenid`. `None` if there is
 /// no such device, or if the firmware has not assigned an address yet.
-#[must_use]
 pub fn generation_address(devices: &[u8]) -> Option<u64> {
     // Name with its length, instance, version; then follow the address and the section's end.
-    const START: &[u8] = b"\x07vmgenid\0\0\0\0\0\0\0\x01";
-    let mut found = devices.windows(START.len() + 9).filter_map(|section| {
-        let (address, rest) = section.strip_prefix(START)?.split_first_chunk::<8>()?;
-        (rest.first() == Some(&SECTION_FOOTER)).then(|| u64::from_le_bytes(*address))
+    const SECTION_BEGINNING: &[u8] = b"\x07vmgenid\0\0\0\0\0\0\0\x01";
+    let mut addresses = devices.windows(SECTION_BEGINNING.len() + 9).filter_map(|section| {
+        let (address, after) = section.strip_prefix(SECTION_BEGINNING)?.split_first_chunk::<8>()?;
+        (after.first() == Some(&SECTION_FOOTER)).then(|| u64::from_le_bytes(*address))
     });
-    found.next().filter(|address| *address != 0)
+    addresses.next().filter(|address| *address != 0)
 }
 
 /// Writes the configuration section: the machine type, e.g. `pc-q35-10.0`. QEMU expects it after the header unless it
@@ -105,21 +102,21 @@ pub fn configuration(out: &mut Vec<u8>, machine: &str) {
 #[derive(Debug, Default)]
 pub struct RamSection {
     /// The last page's block: a page of the same block does not repeat its name.
-    last: Option<String>,
+    last_block: Option<String>,
 }
 
 impl RamSection {
     /// Writes the start of the section, with the blocks `(name, bytes in use)`. For a QEMU with `x-ignore-shared`.
     pub fn start<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone) -> Self {
-        Self::begin(out, blocks, true)
+        Self::begin(out, blocks, TableForm::WithAddresses)
     }
 
     /// Writes the start of the section for a QEMU without capabilities: `blocks` must list all of its blocks.
     pub fn start_plain<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone) -> Self {
-        Self::begin(out, blocks, false)
+        Self::begin(out, blocks, TableForm::Plain)
     }
 
-    fn begin<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone, addresses: bool) -> Self {
+    fn begin<'a>(out: &mut Vec<u8>, blocks: impl Iterator<Item = (&'a str, u64)> + Clone, form: TableForm) -> Self {
         out.push(SECTION_START);
         out.extend(RAM_SECTION_ID.to_be_bytes());
         put_name(out, "ram");
@@ -130,7 +127,7 @@ impl RamSection {
         for (name, used) in blocks {
             put_name(out, name);
             out.extend(used.to_be_bytes());
-            if addresses {
+            if form == TableForm::WithAddresses {
                 out.extend(0u64.to_be_bytes());
             }
         }
@@ -138,22 +135,22 @@ impl RamSection {
         put_footer(out);
         out.push(SECTION_END);
         out.extend(RAM_SECTION_ID.to_be_bytes());
-        Self { last: None }
+        Self { last_block: None }
     }
 
     /// Writes one page of `block` at byte `offset`. A later version of the same page replaces an earlier one.
     pub fn page(&mut self, out: &mut Vec<u8>, block: &str, offset: u64, content: &Page) {
         // A page of zeroes is written as a flag and its fill byte.
-        let zero = content.iter().all(|&b| b == 0);
-        let kind = if zero { FLAG_ZERO } else { FLAG_PAGE };
-        let same = self.last.as_deref() == Some(block);
-        let flags = kind | if same { FLAG_CONTINUE } else { 0 };
+        let is_zero = content.iter().all(|&byte| byte == 0);
+        let kind = if is_zero { FLAG_ZERO } else { FLAG_PAGE };
+        let is_same_block = self.last_block.as_deref() == Some(block);
+        let flags = kind | if is_same_block { FLAG_CONTINUE } else { 0 };
         out.extend((offset | flags).to_be_bytes());
-        if !same {
+        if !is_same_block {
             put_name(out, block);
-            self.last = Some(block.to_owned());
+            self.last_block = Some(block.to_owned());
         }
-        if zero {
+        if is_zero {
             out.push(0);
         } else {
             out.extend(content);
@@ -165,6 +162,15 @@ impl RamSection {
         out.extend(FLAG_EOS.to_be_bytes());
         put_footer(out);
     }
+}
+
+/// The form of the block table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum TableForm {
+    /// As QEMU writes it with `x-ignore-shared`: an address follows each length.
+    WithAddresses,
+    /// As QEMU writes it without capabilities.
+    Plain,
 }
 
 fn put_name(out: &mut Vec<u8>, name: &str) {
@@ -179,92 +185,119 @@ fn put_footer(out: &mut Vec<u8>) {
     out.extend(RAM_SECTION_ID.to_be_bytes());
 }
 
-/// RAM blocks by name: bytes in use, and the non-zero pages by byte offset.
-pub type Blocks = BTreeMap<String, (u64, BTreeMap<u64, Vec<u8>>)>;
+/// RAM blocks of a stream by name.
+pub type StreamBlocks = BTreeMap<String, StreamBlock>;
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StreamBlock {
+    /// Bytes in use.
+    pub used: u64,
+    /// The non-zero pages by byte offset.
+    pub pages: BTreeMap<u64, Vec<u8>>,
+}
 
 /// Returns the blocks in the `ram` section at the start of a stream. Reads what [`RamSection`] writes, and what QEMU
 /// writes with `x-ignore-shared` (and without a configuration section).
 ///
 /// # Errors
 /// [`StreamError`] if the stream has another form or is cut short.
-pub fn ram_blocks(stream: &[u8]) -> Result<Blocks, StreamError> {
-    let mut reader = Reader { stream, at: 0 };
+pub fn ram_blocks(stream: &[u8]) -> Result<StreamBlocks, StreamError> {
+    let mut reader = RamReader { stream, position: 0, blocks: StreamBlocks::new(), current_block: String::new() };
     if reader.bytes(HEADER.len())? != HEADER {
         return Err(StreamError::Header);
     }
-    let mut blocks = BTreeMap::new();
-    let mut current = String::new();
     loop {
         match reader.u8()? {
             SECTION_START => {
                 reader.bytes(4)?;
                 if reader.name()? != "ram" {
-                    return Err(reader.odd("another section before it"));
+                    return Err(reader.unexpected("another section before it"));
                 }
                 reader.bytes(8)?;
             }
             SECTION_PART | SECTION_END => {
                 reader.bytes(4)?;
             }
-            _ => return Ok(blocks),
+            _ => return Ok(reader.blocks),
         }
-        loop {
-            let word = reader.u64()?;
-            let (offset, flags) = (word & !FLAGS, word & FLAGS);
-            if flags & (FLAG_PAGE | FLAG_ZERO) != 0 && flags & FLAG_CONTINUE == 0 {
-                current = reader.name()?;
-            }
-            match flags & !FLAG_CONTINUE {
-                FLAG_EOS => break,
-                FLAG_MEM_SIZE => {
-                    let mut left = offset;
-                    while left > 0 {
-                        let name = reader.name()?;
-                        let used = reader.u64()?;
-                        reader.u64()?;
-                        left = left.checked_sub(used).ok_or(reader.odd("sizes do not add up"))?;
-                        blocks.insert(name, (used, BTreeMap::new()));
-                    }
-                }
-                kind @ (FLAG_PAGE | FLAG_ZERO) => {
-                    let content = if kind == FLAG_PAGE {
-                        reader.bytes(PAGE_SIZE)?.to_vec()
-                    } else {
-                        vec![reader.u8()?; PAGE_SIZE]
-                    };
-                    let odd = reader.odd("a page of an unknown block");
-                    let (_, pages) = blocks.get_mut(&current).ok_or(odd)?;
-                    if content.iter().all(|&b| b == 0) {
-                        pages.remove(&offset);
-                    } else {
-                        pages.insert(offset, content);
-                    }
-                }
-                _ => return Err(reader.odd("flags that nothing here writes")),
-            }
-        }
+        reader.section_content()?;
         if reader.u8()? != SECTION_FOOTER {
-            return Err(reader.odd("no footer"));
+            return Err(reader.unexpected("no footer"));
         }
         reader.bytes(4)?;
     }
 }
 
-struct Reader<'a> {
+/// A stream in memory, with the RAM blocks that were read from it so far.
+struct RamReader<'a> {
     stream: &'a [u8],
-    at: usize,
+    /// Number of bytes that were read.
+    position: usize,
+    blocks: StreamBlocks,
+    /// Name of the last page's block.
+    current_block: String,
 }
 
-impl<'a> Reader<'a> {
-    fn odd(&self, what: &'static str) -> StreamError {
-        StreamError::Ram { at: self.at, what }
+impl<'a> RamReader<'a> {
+    /// Reads the words of one section of RAM, up to its end mark.
+    fn section_content(&mut self) -> Result<(), StreamError> {
+        loop {
+            let word = self.u64()?;
+            let (offset, flags) = (word & !FLAGS, word & FLAGS);
+            if flags & (FLAG_PAGE | FLAG_ZERO) != 0 && flags & FLAG_CONTINUE == 0 {
+                self.current_block = self.name()?;
+            }
+            match flags & !FLAG_CONTINUE {
+                FLAG_EOS => return Ok(()),
+                FLAG_MEM_SIZE => self.block_table(offset)?,
+                FLAG_PAGE => {
+                    let content = self.bytes(PAGE_SIZE)?.to_vec();
+                    self.put_page(offset, content)?;
+                }
+                FLAG_ZERO => {
+                    let content = vec![self.u8()?; PAGE_SIZE];
+                    self.put_page(offset, content)?;
+                }
+                _ => return Err(self.unexpected("flags that nothing here writes")),
+            }
+        }
+    }
+
+    /// Reads the table of blocks that have `total_bytes` together.
+    fn block_table(&mut self, total_bytes: u64) -> Result<(), StreamError> {
+        let mut remaining_bytes = total_bytes;
+        while remaining_bytes > 0 {
+            let name = self.name()?;
+            let used = self.u64()?;
+            // The block's address.
+            self.u64()?;
+            let too_large = self.unexpected("sizes do not add up");
+            remaining_bytes = remaining_bytes.checked_sub(used).ok_or(too_large)?;
+            self.blocks.insert(name, StreamBlock { used, pages: BTreeMap::new() });
+        }
+        Ok(())
+    }
+
+    fn put_page(&mut self, offset: u64, content: Vec<u8>) -> Result<(), StreamError> {
+        let unknown_block = self.unexpected("a page of an unknown block");
+        let block = self.blocks.get_mut(&self.current_block).ok_or(unknown_block)?;
+        if content.iter().all(|&byte| byte == 0) {
+            block.pages.remove(&offset);
+        } else {
+            block.pages.insert(offset, content);
+        }
+        Ok(())
+    }
+
+    fn unexpected(&self, what: &'static str) -> StreamError {
+        StreamError::Ram { at: self.position, what }
     }
 
     fn bytes(&mut self, count: usize) -> Result<&'a [u8], StreamError> {
-        let some = self.stream.get(self.at..).and_then(|rest| rest.get(..count));
-        let some = some.ok_or(StreamError::CutShort { len: self.stream.len() })?;
-        self.at += count;
-        Ok(some)
+        let bytes = self.stream.get(self.position..).and_then(|unread| unread.get(..count));
+        let bytes = bytes.ok_or(StreamError::CutShort { len: self.stream.len() })?;
+        self.position += count;
+        Ok(bytes)
     }
 
     fn u8(&mut self) -> Result<u8, StreamError> {
@@ -285,20 +318,20 @@ impl<'a> Reader<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
-    fn the_place_of_the_generation_is_found_in_its_section() {
+    fn the_address_of_the_generation_id_is_found_in_its_section() {
         let mut devices = b"\x04\0\0\0\x05\x07vmgenid\0\0\0\0\0\0\0\x01".to_vec();
         devices.extend(0x7ffd_f028u64.to_le_bytes());
         assert_eq!(generation_address(&devices), None, "cut short");
         devices.extend([SECTION_FOOTER, 0, 0, 0, 5, END_OF_STREAM]);
         assert_eq!(generation_address(&devices), Some(0x7ffd_f028));
-        let place = devices.len() - 14;
-        devices[place..place + 8].fill(0);
+        let address_start = devices.len() - 14;
+        devices[address_start..address_start + 8].fill(0);
         assert_eq!(generation_address(&devices), None, "the firmware has not run yet");
         assert_eq!(generation_address(b"vmgenid"), None);
     }
-    use proptest::prelude::*;
 
     #[test]
     fn a_truncated_state_is_recognized() {
@@ -318,10 +351,10 @@ mod tests {
         section.page(&mut stream, "pc.bios", 4096, &[7; PAGE_SIZE]);
         section.end(&mut stream);
         stream.push(4);
-        for cut in 0..stream.len() - 1 {
-            assert!(ram_blocks(&stream[..cut]).is_err(), "{cut}");
+        for length in 0..stream.len() - 1 {
+            assert!(ram_blocks(&stream[..length]).is_err(), "{length}");
         }
-        assert_eq!(ram_blocks(&stream).unwrap()["pc.bios"].1[&4096], [7; PAGE_SIZE]);
+        assert_eq!(ram_blocks(&stream).unwrap()["pc.bios"].pages[&4096], [7; PAGE_SIZE]);
     }
 
     proptest! {
@@ -330,21 +363,21 @@ mod tests {
             let names = ["pc.bios", "0000:00:01.0/vga.vram", "/rom@etc/acpi/tables"];
             let mut stream = HEADER.to_vec();
             let mut section = RamSection::start(&mut stream, names.iter().map(|name| (*name, 16 * PAGE_SIZE as u64)));
-            let mut want: BTreeMap<(usize, u64), u8> = BTreeMap::new();
+            let mut written: BTreeMap<(usize, u64), u8> = BTreeMap::new();
             for &(block, page, byte) in &pages {
                 section.page(&mut stream, names[block], page * PAGE_SIZE as u64, &[byte; PAGE_SIZE]);
-                want.insert((block, page), byte);
+                written.insert((block, page), byte);
             }
             section.end(&mut stream);
             stream.push(END_OF_STREAM);
-            let got = ram_blocks(&stream).unwrap();
-            for (block, name) in names.iter().enumerate() {
-                let (used, pages) = &got[*name];
-                prop_assert_eq!(*used, 16 * PAGE_SIZE as u64);
+            let blocks = ram_blocks(&stream).unwrap();
+            for (index, name) in names.iter().enumerate() {
+                let block = &blocks[*name];
+                prop_assert_eq!(block.used, 16 * PAGE_SIZE as u64);
                 for page in 0..16 {
-                    let expected = want.get(&(block, page)).copied().unwrap_or(0);
-                    let found = pages.get(&(page * PAGE_SIZE as u64)).map_or(0, |content| content[0]);
-                    prop_assert_eq!(expected, found);
+                    let expected = written.get(&(index, page)).copied().unwrap_or(0);
+                    let read = block.pages.get(&(page * PAGE_SIZE as u64)).map_or(0, |content| content[0]);
+                    prop_assert_eq!(expected, read);
                 }
             }
         }

@@ -25,31 +25,13 @@ impl Default for Syntax {
     }
 }
 
-#[derive(Deserialize)]
-struct Named {
-    name: String,
-}
-
 /// An entry of QEMU's description of its protocol.
 #[derive(Deserialize)]
-struct Entity {
+struct SchemaEntry {
     #[serde(rename = "meta-type")]
     kind: String,
     #[serde(default)]
-    members: Vec<Member>,
-}
-
-/// A member of an object has a name; a member of an alternate has none.
-#[derive(Deserialize)]
-struct Member {
-    #[serde(default)]
-    name: String,
-}
-
-impl Entity {
-    fn has(&self, member: &str) -> bool {
-        self.members.iter().any(|one| one.name == member)
-    }
+    members: Vec<Named>,
 }
 
 #[derive(Deserialize)]
@@ -57,34 +39,42 @@ struct CommandLineOption {
     parameters: Vec<Named>,
 }
 
+/// A type, a parameter, or a member of an object. A member of an alternate has no name.
+#[derive(Deserialize)]
+struct Named {
+    #[serde(default)]
+    name: String,
+}
+
+fn has(list: &[Named], name: &str) -> bool {
+    list.iter().any(|entry| entry.name == name)
+}
 impl Syntax {
     /// Queries the syntax of a QEMU.
     ///
     /// # Errors
     /// When QEMU does not answer or returns an error.
-    pub fn ask(qmp: &mut Qmp) -> Result<Self, QmpError> {
-        let schema: Vec<Entity> = qmp.execute("query-qmp-schema", ())?;
+    pub fn query(qmp: &mut Qmp) -> Result<Self, QmpError> {
+        let schema: Vec<SchemaEntry> = qmp.execute("query-qmp-schema", ())?;
         // The description does not contain the names of types: the options of a socket are recognized by a member
         // that only they have.
-        let is_socket = |entity: &&Entity| entity.kind == "object" && entity.has("telnet");
-        let reconnect_ms = schema.iter().filter(is_socket).any(|socket| socket.has("reconnect-ms"));
-        let monitors: Vec<Named> = qmp.execute("qom-list-types", json!({"implements": "monitor-qmp"}))?;
-        let name: Vec<CommandLineOption> = qmp.execute("query-command-line-options", json!({"option": "name"}))?;
+        let is_socket = |entry: &&SchemaEntry| entry.kind == "object" && has(&entry.members, "telnet");
+        let reconnect_ms = schema.iter().filter(is_socket).any(|socket| has(&socket.members, "reconnect-ms"));
+        let monitor_types: Vec<Named> = qmp.execute("qom-list-types", json!({"implements": "monitor-qmp"}))?;
+        let options: Vec<CommandLineOption> = qmp.execute("query-command-line-options", json!({"option": "name"}))?;
         Ok(Self {
             reconnect_ms,
-            monitor_objects: monitors.iter().any(|kind| kind.name == "monitor-qmp"),
-            thread_names: name.iter().any(|name| name.parameters.iter().any(|one| one.name == "debug-threads")),
+            monitor_objects: has(&monitor_types, "monitor-qmp"),
+            thread_names: options.iter().any(|option| has(&option.parameters, "debug-threads")),
         })
     }
 
     /// Returns the parameter of `-chardev socket` with which QEMU reconnects when its server has ended.
-    #[must_use]
     pub(crate) fn reconnect(self) -> String {
         if self.reconnect_ms { format!("reconnect-ms={RECONNECT_MS}") } else { "reconnect=1".into() }
     }
 
     /// Returns the option, and its value, that puts a QMP monitor on the character device `chardev`.
-    #[must_use]
     pub(crate) fn monitor(self, chardev: &str) -> (&'static str, String) {
         if self.monitor_objects {
             ("-object", format!("monitor-qmp,id={chardev}-monitor,chardev={chardev}"))
@@ -94,7 +84,6 @@ impl Syntax {
     }
 
     /// Returns the value of `-name` for a guest. The guest's name must be escaped already.
-    #[must_use]
     pub(crate) fn name(self, guest: &str) -> String {
         format!("guest={guest}{}", if self.thread_names { ",debug-threads=on" } else { "" })
     }

@@ -1,4 +1,4 @@
-//! A state moved out of one QEMU and into another.
+//! Moves a guest's state out of one QEMU ([`StateOutput`]) and into another ([`Feed`]), or to and from a file.
 //!
 //! Both QEMUs are connected by pipes to this process, which sees every byte. Therefore it can also keep the stream,
 //! and it never waits without limit for a QEMU that does not read or write.
@@ -19,11 +19,13 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// Limit for QEMU to read the next part of a state, or to write all of its device state.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const TRANSFER_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long to wait for QEMU's next output or reply before the deadline is checked again.
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// Limit of a state in bytes: devices, and RAM that is not shared, such as video memory.
-const MOST_STATE: u64 = 1 << 30;
+const MAX_STATE_BYTES: u64 = 1 << 30;
 /// Capacity of a pipe in bytes: several times a device state.
-const PIPE: usize = 1 << 20;
+const PIPE_BYTES: usize = 1 << 20;
 /// The command that saves devices without RAM. QEMU for x86 has it, even without Xen.
 pub const SAVE_DEVICES: &str = "xen-save-devices-state";
 /// Name under which QEMU knows a descriptor that it was handed.
@@ -38,18 +40,14 @@ pub enum TransferError {
     /// The pipe failed. A broken pipe means that the QEMU at its other end has ended or cancelled.
     #[error("the pipe to QEMU failed")]
     Pipe(#[source] io::Error),
-    /// The QEMU at the other end neither reads nor writes.
-    #[error("QEMU has not read or written the guest's state within {} s", PATIENCE.as_secs())]
+    #[error("QEMU has not read or written the guest's state within {} s", TRANSFER_TIMEOUT.as_secs())]
     Stuck,
-    /// The state exceeds the limit.
-    #[error("QEMU has sent more than {} MiB as the state of its devices", MOST_STATE >> 20)]
+    #[error("QEMU has sent more than {} MiB as the state of its devices", MAX_STATE_BYTES >> 20)]
     TooLong,
-    /// QEMU reports that the transfer failed.
     #[error("QEMU could not {what} the state: {reason}")]
     Failed {
         /// `save` or `load`.
         what: &'static str,
-        /// QEMU's error text.
         reason: String,
     },
 }
@@ -70,17 +68,17 @@ pub fn set_capabilities(qmp: &mut Qmp, capabilities: Capabilities<'_>) -> Result
 /// read-only. QEMU since 9.0 has a transport for files; since 11.0 its transport for descriptors rejects files.
 fn through_file(qmp: &mut Qmp, command: &str, file: &File) -> Result<(), QmpError> {
     #[derive(Deserialize)]
-    struct Added {
+    struct AddedDescriptor {
         #[serde(rename = "fdset-id")]
         set: u64,
     }
     let capabilities: Vec<Value> = qmp.execute("query-migrate-capabilities", ())?;
     // Only a QEMU with the transport for files has this capability.
-    if !capabilities.iter().any(|one| one["capability"] == "mapped-ram") {
+    if !capabilities.iter().any(|capability| capability["capability"] == "mapped-ram") {
         qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), file.as_fd())?;
         return qmp.execute::<Value>(command, json!({ "uri": format!("fd:{FD_NAME}") })).map(drop);
     }
-    let Added { set } = qmp.execute_with_fd("add-fd", json!({}), file.as_fd())?;
+    let AddedDescriptor { set } = qmp.execute_with_fd("add-fd", json!({}), file.as_fd())?;
     let started = qmp.execute::<Value>(command, json!({ "uri": format!("file:/dev/fdset/{set}") }));
     // QEMU has opened the file by now, or has failed to.
     qmp.execute::<Value>("remove-fd", json!({ "fdset-id": set }))?;
@@ -129,7 +127,7 @@ impl Feed {
         }
         let (reader, writer) = pipe().map_err(TransferError::Pipe)?;
         // Failure is harmless: a smaller pipe is only slower.
-        let _ = fcntl_setpipe_size(&writer, PIPE);
+        let _ = fcntl_setpipe_size(&writer, PIPE_BYTES);
         ioctl_fionbio(&writer, true).map_err(|e| TransferError::Pipe(e.into()))?;
         qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), reader.as_fd())?;
         qmp.execute::<Value>("migrate-incoming", json!({ "uri": format!("fd:{FD_NAME}") }))?;
@@ -143,8 +141,8 @@ impl Feed {
     pub fn write(&mut self, mut part: &[u8]) -> Result<(), TransferError> {
         while !part.is_empty() {
             match self.pipe.write(part) {
-                Ok(n) => part = part.get(n..).unwrap_or_default(),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => wait(&self.pipe, PollFlags::OUT)?,
+                Ok(written) => part = part.get(written..).unwrap_or_default(),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => wait_ready(&self.pipe, PollFlags::OUT)?,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(TransferError::Pipe(e)),
             }
@@ -153,10 +151,10 @@ impl Feed {
     }
 }
 
-/// Waits until a descriptor is ready, at most [`PATIENCE`].
-fn wait(fd: impl AsFd, flags: PollFlags) -> Result<(), TransferError> {
-    let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
-    match poll(&mut [PollFd::new(&fd, flags)], Some(&limit)) {
+/// Waits until a descriptor is ready, at most [`TRANSFER_TIMEOUT`].
+fn wait_ready(fd: impl AsFd, flags: PollFlags) -> Result<(), TransferError> {
+    let timeout = Timespec { tv_sec: TRANSFER_TIMEOUT.as_secs() as i64, tv_nsec: 0 };
+    match poll(&mut [PollFd::new(&fd, flags)], Some(&timeout)) {
         Ok(0) => Err(TransferError::Stuck),
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(e) => Err(TransferError::Pipe(e.into())),
@@ -179,14 +177,15 @@ pub fn wait_saved(qmp: &mut Qmp, timeout: Duration) -> Result<(), TransferError>
     wait_migration(qmp, "save", timeout)
 }
 
+/// `what`: `save` or `load`.
 fn wait_migration(qmp: &mut Qmp, what: &'static str, timeout: Duration) -> Result<(), TransferError> {
-    let done =
+    let is_completed =
         qmp.wait_event("MIGRATION", timeout, |event| match event.data.get("status").and_then(Value::as_str) {
             Some("completed") => Some(true),
             Some("failed" | "cancelled") => Some(false),
             _ => None,
         })?;
-    if done {
+    if is_completed {
         return Ok(());
     }
     let status: Value = qmp.execute("query-migrate", ())?;
@@ -196,7 +195,7 @@ fn wait_migration(qmp: &mut Qmp, what: &'static str, timeout: Duration) -> Resul
 
 /// The pipe out of a QEMU for its device state.
 #[derive(Debug)]
-pub enum Tap {
+pub enum StateOutput {
     /// `xen-save-devices-state`: only devices.
     Devices(Fifo),
     /// `migrate` with `x-ignore-shared`: devices, and the RAM blocks that are not shared.
@@ -220,7 +219,7 @@ impl Fifo {
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
         let reader = open(&path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?;
         let writer = open(&path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
-        let _ = fcntl_setpipe_size(&writer, PIPE);
+        let _ = fcntl_setpipe_size(&writer, PIPE_BYTES);
         Ok(Self { path, reader: PipeReader::from(reader), _writer: writer })
     }
 }
@@ -231,7 +230,7 @@ impl Drop for Fifo {
     }
 }
 
-impl Tap {
+impl StateOutput {
     /// Prepares to save with `xen-save-devices-state`.
     ///
     /// # Errors
@@ -249,7 +248,7 @@ impl Tap {
         // No limit: the guest will be stopped.
         qmp.execute::<Value>("migrate-set-parameters", json!({ "max-bandwidth": i64::MAX }))?;
         let (reader, writer) = pipe().map_err(TransferError::Pipe)?;
-        let _ = fcntl_setpipe_size(&writer, PIPE);
+        let _ = fcntl_setpipe_size(&writer, PIPE_BYTES);
         qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": FD_NAME }), writer.as_fd())?;
         ioctl_fionbio(&reader, true).map_err(|e| TransferError::Pipe(e.into()))?;
         Ok(Self::Migration(reader))
@@ -266,16 +265,25 @@ impl Tap {
         Ok(())
     }
 
-    /// Starts to save. `staged` means that the command was staged. The caller can do other work between this and
-    /// [`Tap::drain`].
+    /// Starts to save by the command that [`StateOutput::stage`] has sent ahead on this connection.
     ///
     /// # Errors
     /// When QEMU has closed the connection, or rejects the command.
-    pub fn begin(&self, qmp: &mut Qmp, staged: bool) -> Result<(), TransferError> {
+    pub fn begin_staged(&self, qmp: &mut Qmp) -> Result<(), TransferError> {
+        match self {
+            Self::Devices(_) => Ok(qmp.fire(SAVE_DEVICES)?),
+            Self::Migration(_) => self.begin(qmp),
+        }
+    }
+
+    /// Starts to save. The caller can do other work between this and [`StateOutput::drain`].
+    ///
+    /// # Errors
+    /// When QEMU has closed the connection, or rejects the command.
+    pub fn begin(&self, qmp: &mut Qmp) -> Result<(), TransferError> {
         match self {
             // `live` is true by default: if the guest was stopped before, QEMU also unlocks its disk images, so that
             // another QEMU can lock them.
-            Self::Devices(_) if staged => qmp.fire(SAVE_DEVICES)?,
             Self::Devices(fifo) => qmp.send(SAVE_DEVICES, json!({"filename": fifo.path}), &[])?,
             Self::Migration(_) => {
                 qmp.drop_events();
@@ -285,69 +293,89 @@ impl Tap {
         Ok(())
     }
 
-    /// Reads the state while it arrives and passes each part to `take`, until QEMU reports that it is complete.
+    /// Reads the state while it arrives and passes each part to `receive`, until QEMU reports that it is complete.
     ///
     /// # Errors
-    /// When QEMU has ended or fails, the state exceeds the limit, or `take` returns an error.
+    /// When QEMU has ended or fails, the state exceeds the limit, or `receive` returns an error.
     pub fn drain(
         mut self,
         qmp: &mut Qmp,
-        mut take: impl FnMut(&[u8]) -> Result<(), TransferError>,
+        mut receive: impl FnMut(&[u8]) -> Result<(), TransferError>,
     ) -> Result<(), TransferError> {
-        let mut left = MOST_STATE;
-        let mut take = |part: &[u8]| {
-            left = left.checked_sub(part.len() as u64).ok_or(TransferError::TooLong)?;
-            take(part)
+        let mut unused_bytes = MAX_STATE_BYTES;
+        let mut receive_limited = |part: &[u8]| {
+            unused_bytes = unused_bytes.checked_sub(part.len() as u64).ok_or(TransferError::TooLong)?;
+            receive(part)
         };
-        let mut buffer = vec![0; PIPE];
-        let deadline = Instant::now() + PATIENCE;
         match &mut self {
-            Self::Devices(Fifo { reader: pipe, .. }) => {
-                // The reply is the end mark: all that QEMU wrote before it is in the pipe.
-                loop {
-                    let replied = qmp.try_reply::<Value>(SAVE_DEVICES)?.is_some();
-                    while let Some(part) = read_some(pipe, &mut buffer)? {
-                        if part.is_empty() {
-                            break;
-                        }
-                        take(part)?;
-                    }
-                    if replied {
-                        break;
-                    }
-                    if Instant::now() > deadline {
-                        return Err(TransferError::Stuck);
-                    }
-                    let limit = Timespec { tv_sec: 1, tv_nsec: 0 };
-                    let mut fds = [PollFd::new(pipe, PollFlags::IN), PollFd::new(qmp, PollFlags::IN)];
-                    match poll(&mut fds, Some(&limit)) {
-                        Ok(_) | Err(Errno::INTR) => {}
-                        Err(e) => return Err(TransferError::Pipe(e.into())),
-                    }
-                }
-            }
+            Self::Devices(fifo) => drain_until_reply(&mut fifo.reader, qmp, &mut receive_limited),
             Self::Migration(pipe) => {
-                loop {
-                    match read_some(pipe, &mut buffer)? {
-                        Some([]) => break,
-                        Some(part) => take(part)?,
-                        None if Instant::now() > deadline => return Err(TransferError::Stuck),
-                        None => wait(&*pipe, PollFlags::IN)?,
-                    }
-                }
-                wait_saved(qmp, PATIENCE)?;
+                drain_until_end(pipe, &mut receive_limited)?;
+                wait_saved(qmp, TRANSFER_TIMEOUT)
             }
         }
-        Ok(())
     }
 }
 
-/// Returns the next part from the pipe: `None` if there is nothing now, empty at the end.
-fn read_some<'a>(pipe: &mut PipeReader, buffer: &'a mut [u8]) -> Result<Option<&'a [u8]>, TransferError> {
+/// Reads until QEMU replies to the save command: all that QEMU wrote before the reply is in the pipe.
+fn drain_until_reply(
+    pipe: &mut PipeReader,
+    qmp: &mut Qmp,
+    receive: &mut impl FnMut(&[u8]) -> Result<(), TransferError>,
+) -> Result<(), TransferError> {
+    let mut buffer = vec![0; PIPE_BYTES];
+    let deadline = Instant::now() + TRANSFER_TIMEOUT;
+    loop {
+        let has_replied = qmp.try_reply::<Value>(SAVE_DEVICES)?.is_some();
+        while let PipeState::Part(part) = read_pipe(pipe, &mut buffer)? {
+            receive(part)?;
+        }
+        if has_replied {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            return Err(TransferError::Stuck);
+        }
+        let mut fds = [PollFd::new(pipe, PollFlags::IN), PollFd::new(qmp, PollFlags::IN)];
+        match poll(&mut fds, Some(&POLL_INTERVAL)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(TransferError::Pipe(e.into())),
+        }
+    }
+}
+
+/// Reads until QEMU closes its end of the pipe.
+fn drain_until_end(
+    pipe: &mut PipeReader,
+    receive: &mut impl FnMut(&[u8]) -> Result<(), TransferError>,
+) -> Result<(), TransferError> {
+    let mut buffer = vec![0; PIPE_BYTES];
+    let deadline = Instant::now() + TRANSFER_TIMEOUT;
+    loop {
+        match read_pipe(pipe, &mut buffer)? {
+            PipeState::End => return Ok(()),
+            PipeState::Part(part) => receive(part)?,
+            PipeState::Empty if Instant::now() > deadline => return Err(TransferError::Stuck),
+            PipeState::Empty => wait_ready(&*pipe, PollFlags::IN)?,
+        }
+    }
+}
+
+/// What a pipe without waiting has to read.
+enum PipeState<'a> {
+    Part(&'a [u8]),
+    /// Nothing at present.
+    Empty,
+    /// Nothing any more: QEMU has closed its end.
+    End,
+}
+
+fn read_pipe<'a>(pipe: &mut PipeReader, buffer: &'a mut [u8]) -> Result<PipeState<'a>, TransferError> {
     loop {
         match pipe.read(buffer) {
-            Ok(n) => return Ok(Some(buffer.get(..n).unwrap_or_default())),
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+            Ok(0) => return Ok(PipeState::End),
+            Ok(count) => return Ok(PipeState::Part(buffer.get(..count).unwrap_or_default())),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(PipeState::Empty),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(TransferError::Pipe(e)),
         }

@@ -1,4 +1,4 @@
-//! `/dev/userfaultfd` for a QEMU of another user.
+//! Hands the device `/dev/userfaultfd` to a QEMU of another user.
 //!
 //! Only root may make a userfaultfd, unless `vm.unprivileged_userfaultfd` is set. But a process that has the device
 //! open may make one with it. Therefore a QEMU of another user is handed a descriptor of the device for as long as it
@@ -21,12 +21,12 @@ const FD_NAME: &str = "rekindle-userfaultfd";
 /// When QEMU does not answer or rejects the descriptor.
 pub fn hand(qmp: &mut Qmp, process: Process) -> Result<Option<RawFd>, QmpError> {
     let status = fs::read_to_string(format!("/proc/{}/status", process.pid)).unwrap_or_default();
-    let effective = status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().nth(1));
-    if effective == Some("0") {
+    let effective_uid = status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().nth(1));
+    if effective_uid == Some("0") {
         return Ok(None);
     }
-    if let Ok(found @ Some(_)) = device_in(process) {
-        return Ok(found);
+    if let Ok(descriptor @ Some(_)) = device_in(process) {
+        return Ok(descriptor);
     }
     let device = match OpenOptions::new().read(true).write(true).open(DEVICE) {
         Ok(device) => device,

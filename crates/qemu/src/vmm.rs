@@ -19,37 +19,22 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Limit from a QEMU's start to its greeting. It usually takes 0.1 s; preallocation of RAM can take seconds.
-pub const START: Duration = Duration::from_secs(60);
+/// Time limit from a QEMU's start to its greeting. It usually takes 0.1 s; preallocation of RAM can take seconds.
+pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why a QEMU could not be started or reached.
 #[derive(Debug, thiserror::Error)]
 pub enum VmmError {
-    /// The binary cannot be run.
     #[error("cannot start {}", path.display())]
     Spawn {
-        /// Path of the binary.
         path: PathBuf,
-        /// The error of starting it.
         #[source]
         source: io::Error,
     },
-    /// QEMU ended before it greeted.
     #[error("{} ended while starting; its output:\n{}", path.display(), indented(log))]
-    Ended {
-        /// Path of the binary.
-        path: PathBuf,
-        /// The end of QEMU's log.
-        log: String,
-    },
-    /// QEMU runs but does not greet.
+    Ended { path: PathBuf, log: String },
     #[error("{} has not opened its QMP socket within {} s", path.display(), after.as_secs())]
-    Silent {
-        /// Path of the binary.
-        path: PathBuf,
-        /// The time limit.
-        after: Duration,
-    },
+    Silent { path: PathBuf, after: Duration },
     /// QEMU's answers are not as QMP specifies, or it does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
@@ -57,7 +42,6 @@ pub enum VmmError {
 
 impl VmmError {
     /// Returns whether QEMU gave no answer, as opposed to an error or its end.
-    #[must_use]
     pub fn is_silence(&self) -> bool {
         match self {
             Self::Silent { .. } => true,
@@ -67,6 +51,13 @@ impl VmmError {
     }
 }
 
+/// How long a QEMU that has ended may take to release its resources: the last thread may be stuck in the kernel.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval between attempts to connect to a QEMU that starts.
+const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
+/// Number of lines of the log that an error shows.
+const ERROR_LOG_LINES: usize = 20;
+
 fn indented(log: &str) -> String {
     let lines: Vec<_> = log.lines().filter(|line| !line.trim().is_empty()).map(|line| format!("    {line}")).collect();
     if lines.is_empty() { "    (nothing)".into() } else { lines.join("\n") }
@@ -74,7 +65,6 @@ fn indented(log: &str) -> String {
 
 /// Returns QEMU's last messages: the end of its log, at most `lines` lines. A guest can make QEMU write a log of any
 /// length.
-#[must_use]
 pub fn log_tail(directory: &Directory, lines: usize) -> String {
     last_lines(&directory.log(), lines)
 }
@@ -82,9 +72,7 @@ pub fn log_tail(directory: &Directory, lines: usize) -> String {
 /// One QEMU process, as recorded in files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vmm {
-    /// Path of the binary.
     pub binary: PathBuf,
-    /// Process number.
     pub pid: u32,
     /// Start time of the process, as in [`Process::started`].
     pub started: u64,
@@ -110,9 +98,9 @@ impl Vmm {
         fds: Vec<(OwnedFd, RawFd)>,
     ) -> Result<Self, VmmError> {
         let failed = |source: io::Error| VmmError::Spawn { path: binary.to_owned(), source };
-        let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(directory.log());
+        let open_log = || OpenOptions::new().create(true).append(true).mode(0o600).open(directory.log());
         let mut command = Command::new(binary);
-        command.args(arguments).stdout(open().map_err(failed)?).stderr(open().map_err(failed)?);
+        command.args(arguments).stdout(open_log().map_err(failed)?).stderr(open_log().map_err(failed)?);
         let mappings = fds.into_iter().map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect();
         command.fd_mappings(mappings).map_err(|e| failed(io::Error::other(e)))?;
         lockfile::hold(detach(&mut command), &directory.lock()).map_err(failed)?;
@@ -139,20 +127,20 @@ impl Vmm {
         }
         let deadline = Instant::now() + timeout;
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match Qmp::connect(&self.directory().qmp(), left.max(Duration::from_millis(1))) {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            match Qmp::connect(&self.directory().qmp(), remaining.max(Duration::from_millis(1))) {
                 Ok(qmp) => return Ok(qmp),
                 Err(QmpError::Connect { .. } | QmpError::Closed { .. }) if self.process().is_alive() => {}
                 Err(QmpError::Connect { .. } | QmpError::Closed { .. }) => {
-                    let log = log_tail(&self.directory(), 20);
+                    let log = log_tail(&self.directory(), ERROR_LOG_LINES);
                     return Err(VmmError::Ended { path: self.binary.clone(), log });
                 }
                 Err(other) => return Err(other.into()),
             }
-            if left.is_zero() {
+            if remaining.is_zero() {
                 return Err(VmmError::Silent { path: self.binary.clone(), after: timeout });
             }
-            thread::sleep(Duration::from_millis(1));
+            thread::sleep(CONNECT_INTERVAL);
         }
     }
 
@@ -161,7 +149,7 @@ impl Vmm {
     ///
     /// # Errors
     /// [`QmpError::NoGreeting`] when another client holds that socket.
-    pub fn watch(&self, timeout: Duration) -> Result<Qmp, QmpError> {
+    pub fn connect_watcher(&self, timeout: Duration) -> Result<Qmp, QmpError> {
         match &self.monitor {
             Some(monitor) => monitor.connect(timeout),
             None => Qmp::connect(&self.directory().watch(), timeout),
@@ -183,7 +171,7 @@ impl Vmm {
     ///
     /// # Errors
     /// [`QmpError`], as for [`Qmp::connect`].
-    pub fn save(&self, timeout: Duration) -> Result<Option<Qmp>, QmpError> {
+    pub fn connect_for_saves(&self, timeout: Duration) -> Result<Option<Qmp>, QmpError> {
         match &self.monitor {
             Some(_) => Ok(None),
             None => Qmp::connect(&self.directory().save(), timeout).map(Some),
@@ -191,19 +179,16 @@ impl Vmm {
     }
 
     /// Returns the process number and start time.
-    #[must_use]
     pub fn process(&self) -> Process {
         Process { pid: self.pid, started: self.started }
     }
 
     /// Returns the paths of the QEMU's sockets and files.
-    #[must_use]
     pub fn directory(&self) -> Directory {
         Directory(self.directory.clone())
     }
 
     /// Returns whether the QEMU still runs.
-    #[must_use]
     pub fn is_alive(&self) -> bool {
         self.process().is_alive()
     }
@@ -214,7 +199,7 @@ impl Vmm {
     /// # Errors
     /// When it cannot be watched, or still holds them after 10 s (a thread stuck in the kernel).
     pub fn wait_released(&self) -> io::Result<()> {
-        if self.is_alive() || self.process().wait_end(Duration::from_secs(10))? {
+        if self.is_alive() || self.process().wait_end(END_TIMEOUT)? {
             return Ok(());
         }
         Err(io::Error::other(format!("QEMU (process {}) has ended, but a thread of it does not end", self.pid)))
@@ -227,7 +212,7 @@ impl Vmm {
     pub fn kill(&self) -> io::Result<()> {
         let process = self.process();
         process.kill()?;
-        if process.wait_end(Duration::from_secs(10))? {
+        if process.wait_end(END_TIMEOUT)? {
             Ok(())
         } else {
             Err(io::Error::other(format!("QEMU (process {}) was killed but does not end", self.pid)))
@@ -242,7 +227,7 @@ mod tests {
     use std::io::Write;
 
     #[test]
-    fn the_end_of_a_log_is_read_however_long_it_is() {
+    fn the_end_of_a_log_of_any_length_is_read() {
         let root = tempfile::tempdir().unwrap();
         let directory = Directory(root.path().to_owned());
         let mut log = OpenOptions::new().create(true).append(true).open(directory.log()).unwrap();

@@ -148,7 +148,7 @@ pub(crate) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -
         let turn = left.min(SOCKET_TIMEOUT).max(Duration::from_millis(1));
         // QEMU serves one client per socket, and another client may occupy one of the two sockets.
         if vmm.connect(turn).is_ok_and(|mut qmp| answers(&mut qmp))
-            || vmm.watch(turn).is_ok_and(|mut qmp| answers(&mut qmp))
+            || vmm.connect_watcher(turn).is_ok_and(|mut qmp| answers(&mut qmp))
         {
             return Ok(true);
         }
@@ -188,7 +188,7 @@ pub(crate) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError
     }
     // QEMU's threads may still have raised priority.
     let _ = sched::normal(vmm.process());
-    let mut qmp = vmm.connect(vmm::START)?;
+    let mut qmp = vmm.connect(vmm::START_TIMEOUT)?;
     if run_state(&mut qmp)? == "paused" {
         guest::resume(&mut qmp)?;
     }

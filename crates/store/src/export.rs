@@ -5,7 +5,7 @@ use crate::reader::Image;
 use crate::types::{Block, Committed};
 use crate::writer::Writer;
 use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
-use rekindle_qemu::incoming::{Incoming, IncomingError};
+use rekindle_qemu::incoming::{Incoming, IncomingError, IncomingPage};
 use rekindle_qemu::stream::{self, RamSection, StreamError};
 use serde_json::{Value, json};
 use std::io::{self, Read, Write};
@@ -100,7 +100,7 @@ pub fn import(
     let metadata = json!({"imported": true, "machine": incoming.machine()});
     let mut checkpoint = writer.begin(&blocks)?;
     let mut pages = 0;
-    while let Some((block, page, content)) = incoming.next_page()? {
+    while let Some(IncomingPage { block, page, content }) = incoming.next_page()? {
         checkpoint.pages(BlockId(block), [(PageNo(page), content)])?;
         pages += 1;
         if pages % 1024 == 0 {

@@ -16,26 +16,28 @@ use std::time::Duration;
 /// wakeup didn't happen"), without Rekindle being involved.
 const BOOT_ATTEMPTS: usize = 3;
 /// Time limit of one attempt.
-const BOOT_LIMIT: Duration = Duration::from_secs(40);
-/// QEMU's user network accepts a connection before its guest can, and retransmits a lost packet only after 6 to 48 s. A
+const BOOT_TIMEOUT: Duration = Duration::from_secs(40);
+/// Time limit of a first reply. QEMU's user network accepts a connection before its guest can, and retransmits a lost packet only after 6 to 48 s. A
 /// new connection is faster.
-const FIRST_REPLY_LIMIT: Duration = Duration::from_secs(2);
+const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The options of a QEMU.
+/// How to start a QEMU.
 #[derive(Debug, Clone)]
-pub struct Options<'a> {
+pub struct QemuOptions<'a> {
     binary: &'a Path,
     arguments: Vec<String>,
-    append: String,
+    /// Addition to the guest's kernel command line.
+    kernel_options: String,
+    /// A cpio archive that the guest's kernel unpacks over its RAM disk.
     overlay: Option<Vec<u8>>,
     user: Option<&'a str>,
 }
 
-impl<'a> Options<'a> {
+impl<'a> QemuOptions<'a> {
     /// Makes options for a guest with two processors, a network card and a VGA card. The caller adds the machine and
     /// the memory.
     pub fn new(binary: &'a Path) -> Self {
-        Self { binary, arguments: Vec::new(), append: String::new(), overlay: None, user: None }
+        Self { binary, arguments: Vec::new(), kernel_options: String::new(), overlay: None, user: None }
     }
 
     /// Adds arguments.
@@ -48,7 +50,7 @@ impl<'a> Options<'a> {
     /// Appends to the guest's kernel command line.
     #[must_use]
     pub fn append(mut self, text: &str) -> Self {
-        self.append += &format!(" {text}");
+        self.kernel_options += &format!(" {text}");
         self
     }
 
@@ -66,29 +68,35 @@ impl<'a> Options<'a> {
         self
     }
 
-    /// Writes the guest's image into the directory and returns the command.
-    fn command(&self, directory: &Path, port: u16) -> Command {
-        let path = |name: &str| directory.join(name).to_string_lossy().into_owned();
-        // Copied, because another user may be unable to read the image in its own directory.
-        fs::copy(tools::micro().join("vmlinuz"), path("vmlinuz")).unwrap();
+    /// Writes the guest's image into the directory. A copy, because another user may be unable to read the image in its
+    /// own directory.
+    fn write_image(&self, directory: &Path) {
+        fs::copy(tools::micro().join("vmlinuz"), directory.join("vmlinuz")).unwrap();
         let mut initrd = fs::read(tools::micro().join("initrd")).unwrap();
         if let Some(overlay) = &self.overlay {
             initrd.resize(initrd.len().next_multiple_of(4), 0);
             initrd.extend(overlay);
         }
-        fs::write(path("initrd"), initrd).unwrap();
-        let mut command = match self.user {
-            None => Command::new(self.binary),
-            Some(user) => {
-                assert!(Command::new("chown").args(["-R", user]).arg(directory).status().unwrap().success());
-                let mut command = Command::new("setpriv");
-                command.args(["--reuid", user, "--regid", "nogroup", "--clear-groups"]).arg(self.binary);
-                command
-            }
-        };
+        fs::write(directory.join("initrd"), initrd).unwrap();
+    }
+
+    /// Returns the command without arguments, which starts QEMU as its user. Gives the directory to that user.
+    fn program(&self, directory: &Path) -> Command {
+        let Some(user) = self.user else { return Command::new(self.binary) };
+        assert!(Command::new("chown").args(["-R", user]).arg(directory).status().unwrap().success());
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", user, "--regid", "nogroup", "--clear-groups"]).arg(self.binary);
+        command
+    }
+
+    /// Prepares the directory and returns the command. `port` of this host is forwarded to the guest.
+    fn command(&self, directory: &Path, port: u16) -> Command {
+        self.write_image(directory);
+        let path = |name: &str| directory.join(name).to_string_lossy().into_owned();
+        let mut command = self.program(directory);
         command.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-nodefaults", "-display", "none"]);
         command.args(["-kernel", &path("vmlinuz"), "-initrd", &path("initrd")]);
-        command.args(["-append", &format!("console=ttyS0 quiet{}", self.append)]);
+        command.args(["-append", &format!("console=ttyS0 quiet{}", self.kernel_options)]);
         command.args(["-serial", &format!("file:{}", path("console"))]);
         command.args(["-qmp", &format!("unix:{},server=on,wait=off", path("qmp"))]);
         let forward = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:{}", micro::PORT);
@@ -109,7 +117,7 @@ pub struct ForeignQemu {
 
 impl ForeignQemu {
     /// Starts a QEMU with its files in `directory`. Returns before its guest is up.
-    pub fn start(directory: &Path, options: &Options<'_>) -> Self {
+    pub fn start(directory: &Path, options: &QemuOptions<'_>) -> Self {
         // A QEMU of another user must have access.
         fs::set_permissions(directory, PermissionsExt::from_mode(0o755)).unwrap();
         let port = free_port();
@@ -121,7 +129,7 @@ impl ForeignQemu {
     }
 
     /// Starts a QEMU with its files in `directory` and waits until its guest is up.
-    pub fn boot(directory: &Path, options: &Options<'_>) -> Self {
+    pub fn boot(directory: &Path, options: &QemuOptions<'_>) -> Self {
         let mut output = String::new();
         for _ in 0..BOOT_ATTEMPTS {
             let qemu = Self::start(directory, options);
@@ -129,7 +137,7 @@ impl ForeignQemu {
                 assert!(qemu.process.is_alive(), "QEMU has ended: {}", qemu.output());
                 qemu.is_up().then_some(())
             };
-            if poll(BOOT_LIMIT, is_up).is_some() {
+            if poll(BOOT_TIMEOUT, is_up).is_some() {
                 return qemu;
             }
             output = qemu.output();
@@ -165,22 +173,25 @@ impl ForeignQemu {
         wait_for("QMP", DEADLINE, connect)
     }
 
-    fn try_ask(&self, command: &str, patience: Duration) -> io::Result<String> {
-        exchange(&TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?, command, patience)
+    fn try_ask(&self, command: &str, timeout: Duration) -> io::Result<String> {
+        exchange(&TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?, command, timeout)
     }
 
     /// Returns whether the guest replies.
     pub fn is_up(&self) -> bool {
-        self.try_ask("boot-id", FIRST_REPLY_LIMIT).is_ok()
+        self.try_ask("boot-id", FIRST_REPLY_TIMEOUT).is_ok()
     }
 
     /// Sends a command to the guest and returns the text after `ok` in the reply.
     #[track_caller]
     pub fn ask(&self, command: &str) -> String {
-        let reply = self.try_ask(command, DEADLINE);
-        let reply = reply.unwrap_or_else(|e| panic!("`{command}` to the guest: {e}: {}", self.output()));
-        let answer = reply.strip_prefix("ok");
-        answer.unwrap_or_else(|| panic!("the guest answers `{command}`: {reply}: {}", self.output())).trim().into()
+        match self.try_ask(command, DEADLINE) {
+            Ok(reply) => match reply.strip_prefix("ok") {
+                Some(answer) => answer.trim().into(),
+                None => panic!("the guest answers `{command}`: {reply}: {}", self.output()),
+            },
+            Err(e) => panic!("`{command}` to the guest: {e}: {}", self.output()),
+        }
     }
 
     /// Kills QEMU.

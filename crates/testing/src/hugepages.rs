@@ -2,7 +2,7 @@
 
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Bytes of a huge page.
 pub const HUGE_PAGE_SIZE: u64 = 2 << 20;
@@ -14,13 +14,14 @@ pub struct HugePages {
     _lock: File,
 }
 
-/// Returns the path of a file of the pool. An empty name means the pool's directory.
-fn pool_file(name: &str) -> PathBuf {
-    Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB").join(name)
+/// Returns the directory of the kernel's files about the pool.
+fn pool_directory() -> &'static Path {
+    Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB")
 }
 
+/// Reads the number in a file about the pool.
 fn read_pool(name: &str) -> Result<u64, String> {
-    let path = pool_file(name);
+    let path = pool_directory().join(name);
     let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     text.trim().parse().map_err(|e| format!("{}: {e}", path.display()))
 }
@@ -28,10 +29,10 @@ fn read_pool(name: &str) -> Result<u64, String> {
 impl HugePages {
     /// Adds pages to the pool. The error states how many pages the host has supplied instead.
     pub fn add(pages: u64) -> Result<Self, String> {
-        let lock = File::open(pool_file("")).map_err(|e| format!("this host has no huge pages of 2 MiB: {e}"))?;
+        let lock = File::open(pool_directory()).map_err(|e| format!("this host has no huge pages of 2 MiB: {e}"))?;
         flock(&lock, FlockOperation::LockExclusive).expect("a directory can be locked");
         let size_before = read_pool("nr_hugepages")?;
-        let (path, size) = (pool_file("nr_hugepages"), size_before + pages);
+        let (path, size) = (pool_directory().join("nr_hugepages"), size_before + pages);
         let written = fs::write(&path, size.to_string());
         let added = read_pool("nr_hugepages")?.saturating_sub(size_before);
         let huge_pages = Self { added, _lock: lock };
@@ -47,8 +48,8 @@ impl HugePages {
 
     /// Returns the bytes of the pool that are neither used nor reserved.
     pub fn free_bytes(&self) -> u64 {
-        let pages = |name| read_pool(name).expect("the pool");
-        pages("free_hugepages").saturating_sub(pages("resv_hugepages")) * HUGE_PAGE_SIZE
+        let page_count = |name| read_pool(name).expect("the pool");
+        page_count("free_hugepages").saturating_sub(page_count("resv_hugepages")) * HUGE_PAGE_SIZE
     }
 }
 
@@ -57,7 +58,7 @@ impl Drop for HugePages {
         if self.added == 0 {
             return;
         }
-        let path = pool_file("nr_hugepages");
+        let path = pool_directory().join("nr_hugepages");
         let removed = read_pool("nr_hugepages").and_then(|size| {
             fs::write(&path, size.saturating_sub(self.added).to_string())
                 .map_err(|e| format!("{}: {e}", path.display()))

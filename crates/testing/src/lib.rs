@@ -25,9 +25,9 @@ pub fn wait_for<T>(what: &str, deadline: Duration, probe: impl FnMut() -> Option
 
 /// Calls `probe` until it returns a value. Returns `None` at the deadline.
 pub fn poll<T>(deadline: Duration, mut probe: impl FnMut() -> Option<T>) -> Option<T> {
-    const LONGEST_PAUSE: Duration = Duration::from_millis(20);
+    const MAX_INTERVAL: Duration = Duration::from_millis(20);
     let end = Instant::now() + deadline;
-    let mut pause = Duration::from_millis(1);
+    let mut interval = Duration::from_millis(1);
     loop {
         if let Some(value) = probe() {
             return Some(value);
@@ -35,7 +35,7 @@ pub fn poll<T>(deadline: Duration, mut probe: impl FnMut() -> Option<T>) -> Opti
         if Instant::now() >= end {
             return None;
         }
-        thread::sleep(pause);
-        pause = (pause * 2).min(LONGEST_PAUSE);
+        thread::sleep(interval);
+        interval = (interval * 2).min(MAX_INTERVAL);
     }
 }

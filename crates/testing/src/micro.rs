@@ -1,4 +1,4 @@
-//! The micro guest's command service: a line with a command, and a line with the reply.
+//! A client of the micro guest's command service, which replies to each line with a line.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -7,9 +7,9 @@ use std::time::Duration;
 /// Port of the service in the guest.
 pub const PORT: u16 = 7000;
 
-/// Sends a command and returns the reply, which must be complete. `patience` is the time limit for each read.
-pub fn exchange(stream: &TcpStream, command: &str, patience: Duration) -> io::Result<String> {
-    stream.set_read_timeout(Some(patience))?;
+/// Sends a command and returns the reply, which must be complete. `timeout` is the limit for each read.
+pub fn exchange(stream: &TcpStream, command: &str, timeout: Duration) -> io::Result<String> {
+    stream.set_read_timeout(Some(timeout))?;
     writeln!(&*stream, "{command}")?;
     let mut reply = String::new();
     BufReader::new(stream).read_line(&mut reply)?;

@@ -1,4 +1,4 @@
-//! Open files of processes.
+//! Lists the open files of processes, so that a test can check that none is left open.
 
 use std::collections::BTreeMap;
 use std::fs;

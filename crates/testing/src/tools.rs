@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-fn repository() -> PathBuf {
+fn repository_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
@@ -14,61 +14,61 @@ fn from_environment(name: &str) -> Option<PathBuf> {
 }
 
 /// Runs a script of the repository and returns its standard output.
-fn script(name: &str, arguments: &[&str]) -> String {
-    let output = Command::new(repository().join(name)).args(arguments).output();
+fn run_script(name: &str, arguments: &[&str]) -> String {
+    let output = Command::new(repository_root().join(name)).args(arguments).output();
     let output = output.unwrap_or_else(|e| panic!("{name}: {e}; run: scripts/setup"));
     assert!(output.status.success(), "{name} failed; run: scripts/setup\n{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// Returns the QEMU that the environment variable `name` names, or else the one that `scripts/setup` reports under that
-/// name.
-fn qemu(name: &str) -> PathBuf {
-    static SETUP: OnceLock<String> = OnceLock::new();
-    let path = from_environment(name).unwrap_or_else(|| {
-        let settings = SETUP.get_or_init(|| script("scripts/setup", &["--print-env"]));
-        let value = settings.lines().filter_map(|line| line.split_once('=')).find(|(key, _)| *key == name);
+/// Returns the QEMU that the environment variable `variable` names, or else the one that `scripts/setup` reports for
+/// that variable.
+fn find_qemu(variable: &str) -> PathBuf {
+    static SETTINGS: OnceLock<String> = OnceLock::new();
+    let path = from_environment(variable).unwrap_or_else(|| {
+        let settings = SETTINGS.get_or_init(|| run_script("scripts/setup", &["--print-env"]));
+        let value = settings.lines().filter_map(|line| line.split_once('=')).find(|(key, _)| *key == variable);
         value.map(|(_, value)| value.into()).unwrap_or_default()
     });
-    assert!(path.exists(), "{name}: {} is missing; run: scripts/setup", path.display());
+    assert!(path.exists(), "{variable}: {} is missing; run: scripts/setup", path.display());
     path
 }
 
 /// Returns QEMU 7.2.
 pub fn qemu_old() -> &'static Path {
     static OLD: OnceLock<PathBuf> = OnceLock::new();
-    OLD.get_or_init(|| qemu("QEMU_OLD"))
+    OLD.get_or_init(|| find_qemu("QEMU_OLD"))
 }
 
 /// Returns the QEMU of most tests: version 10, unless `QEMU_NEW` names another one.
 pub fn qemu_new() -> &'static Path {
     static NEW: OnceLock<PathBuf> = OnceLock::new();
-    NEW.get_or_init(|| qemu("QEMU_NEW"))
+    NEW.get_or_init(|| find_qemu("QEMU_NEW"))
 }
 
 /// Returns QEMU 11. The path is a script that starts the binary with its own dynamic loader.
 pub fn qemu_newest() -> &'static Path {
     static NEWEST: OnceLock<PathBuf> = OnceLock::new();
-    NEWEST.get_or_init(|| qemu("QEMU_NEWEST"))
+    NEWEST.get_or_init(|| find_qemu("QEMU_NEWEST"))
 }
 
 /// A guest image: the directory that a build script prints on its last line.
 struct Image {
     /// The environment variable that names the directory of an image that has been built.
     variable: &'static str,
-    build: &'static [&'static str],
+    build_command: &'static [&'static str],
     /// The files that the directory must contain.
     files: &'static [&'static str],
 }
 
 impl Image {
     fn directory(&self) -> PathBuf {
-        let (program, arguments) = self.build.split_first().expect("a script");
+        let (program, arguments) = self.build_command.split_first().expect("a script");
         let directory = from_environment(self.variable)
-            .unwrap_or_else(|| script(program, arguments).lines().last().unwrap_or_default().into());
+            .unwrap_or_else(|| run_script(program, arguments).lines().last().unwrap_or_default().into());
         for file in self.files {
             let path = directory.join(file);
-            assert!(path.exists(), "{} is missing; run: {}", path.display(), self.build.join(" "));
+            assert!(path.exists(), "{} is missing; run: {}", path.display(), self.build_command.join(" "));
         }
         directory
     }
@@ -78,7 +78,7 @@ impl Image {
 pub fn micro() -> &'static Path {
     const MICRO: Image = Image {
         variable: "REKINDLE_TEST_MICRO",
-        build: &["tests/images/build", "micro"],
+        build_command: &["tests/images/build", "micro"],
         files: &["vmlinuz", "initrd"],
     };
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
@@ -87,8 +87,11 @@ pub fn micro() -> &'static Path {
 
 /// Returns the directory of the micro guest that can leak its kernel's memory: `vmlinuz` and `initrd`.
 pub fn leaky() -> &'static Path {
-    const LEAKY: Image =
-        Image { variable: "REKINDLE_TEST_LEAK", build: &["tests/images/leak/build"], files: &["vmlinuz", "initrd"] };
+    const LEAKY: Image = Image {
+        variable: "REKINDLE_TEST_LEAK",
+        build_command: &["tests/images/leak/build"],
+        files: &["vmlinuz", "initrd"],
+    };
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     DIRECTORY.get_or_init(|| LEAKY.directory())
 }
@@ -97,7 +100,7 @@ pub fn leaky() -> &'static Path {
 pub fn debian() -> &'static Path {
     const DEBIAN: Image = Image {
         variable: "REKINDLE_TEST_DEBIAN",
-        build: &["tests/images/build", "immutable"],
+        build_command: &["tests/images/build", "immutable"],
         files: &["vmlinuz", "initrd", "disk.raw", "data.raw"],
     };
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();

@@ -19,14 +19,15 @@ use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::RemoteError;
 use rekindle_memory::tracker;
 use rekindle_qemu::adopt::{AdoptError, Adopted, Obstacle};
-use rekindle_qemu::command::{self, Hardware};
-use rekindle_qemu::foreign::{self, Foreign};
+use rekindle_qemu::command::{self, ForeignMachine, ForeignNetwork, Hardware};
+use rekindle_qemu::devices::{DescriptorSets, remove_descriptor_sets};
+use rekindle_qemu::foreign;
 use rekindle_qemu::guest;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_qemu::userfaultfd;
 use rekindle_qemu::vmm::{Vmm, VmmError};
-use rekindle_qemu::{devices, userfaultfd};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::Value;
 use std::fs::{self, File, OpenOptions};
@@ -192,9 +193,9 @@ fn make(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<S
         let why = "neither KVM nor TCG: Rekindle cannot start a QEMU like it".into();
         obstacles.push(Obstacle { what: "its accelerator".into(), why });
     }
-    let state = match foreign::of(&adopted, &mut qmp)? {
-        Ok((foreign, generation)) if obstacles.is_empty() => {
-            state(rundir, name, &adopted, foreign, generation, &monitor, processors(&mut qmp)?)
+    let state = match foreign::describe(&adopted, &mut qmp)? {
+        Ok(foreign::Description { machine, vm_generation }) if obstacles.is_empty() => {
+            state(rundir, name, &adopted, machine, vm_generation, &monitor, processors(&mut qmp)?)
         }
         Ok(_) => return Err(AttachError::Obstacles { pid, obstacles }),
         Err(more) => {
@@ -236,15 +237,15 @@ fn state(
     rundir: &RunDir,
     name: &Name,
     adopted: &Adopted,
-    foreign: Foreign,
+    foreign: ForeignMachine,
     generation: Option<Uuid>,
     monitor: &Monitor,
     vcpus: u32,
 ) -> State {
     let bytes = foreign.backends.iter().map(|backend| backend.bytes).sum();
-    let cpu = foreign.words.iter().zip(foreign.words.iter().skip(1)).find(|(option, _)| *option == "-cpu");
+    let cpu = foreign.arguments.iter().zip(foreign.arguments.iter().skip(1)).find(|(option, _)| *option == "-cpu");
     let cpu = cpu.map(|(_, model)| model.clone()).unwrap_or_default();
-    let mac = |network: &foreign::Network| match network.mac.parse() {
+    let mac = |network: &ForeignNetwork| match network.mac.parse() {
         Ok(mac) => mac,
         Err(_) => Mac::derived(name.as_str(), &network.id),
     };
@@ -275,7 +276,7 @@ fn state(
             .map(|network| Net { id: network.id.clone(), mac: mac(network), backend: backend.clone() })
             .collect(),
     };
-    let net = |network: &foreign::Network| command::Net {
+    let net = |network: &ForeignNetwork| command::Net {
         id: network.id.clone(),
         mac: network.mac.clone(),
         backend: command::NetBackend::User(network.forwards.clone()),
@@ -391,7 +392,7 @@ fn release(vmm: &Vmm, mark: &Path) -> Result<(), AttachError> {
     if mark.exists() && run_state(&mut qmp)? == "paused" {
         guest::resume(&mut qmp)?;
     }
-    devices::sweep(&mut qmp, true)?;
+    remove_descriptor_sets(&mut qmp, DescriptorSets::All)?;
     userfaultfd::take_back(&mut qmp)?;
     Ok(())
 }

@@ -143,7 +143,7 @@ pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
 /// # Errors
 /// [`BinaryError`], when the QEMU cannot be queried.
 pub fn relied_on(hardware: &Hardware, binary: Binary, kept_in: &Path) -> Result<Binary, BinaryError> {
-    if missing(hardware, &binary).is_empty() { Ok(binary) } else { binary.asked_again(kept_in) }
+    if missing(hardware, &binary).is_empty() { Ok(binary) } else { binary.probe_again(kept_in) }
 }
 
 /// Returns the redo log directory of a disk, in a folder that VMs may share.

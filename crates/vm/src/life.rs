@@ -120,7 +120,7 @@ fn observe(rundir: &RunDir, recorded: Option<&Vmm>) -> Status {
     if vmm.monitor.is_some() && lock::protector(rundir).is_some() {
         return Status::Protected;
     }
-    let answer = vmm.watch(Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
+    let answer = vmm.connect_watcher(Duration::from_secs(2)).and_then(|mut qmp| run_state(&mut qmp));
     match answer {
         Ok(state) if state == "running" => Status::Running,
         Ok(state) => Status::Stopped(state),

@@ -11,7 +11,7 @@ use crate::rundir::RunDir;
 use rekindle_disk::control::{Ask, Control, ControlError};
 use rekindle_disk::ledger::{Moment, StaleReason};
 use rekindle_qemu::command::Hardware;
-use rekindle_qemu::mark::Mark;
+use rekindle_qemu::file_identity::FileIdentity;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
@@ -39,7 +39,7 @@ pub enum Known {
     /// A moment in the ledger of the disk's server.
     Moment(Moment),
     /// The identity of a file that is not written.
-    File(Mark),
+    File(FileIdentity),
 }
 
 /// Why a disk cannot be part of a boot snapshot.
@@ -127,7 +127,7 @@ pub fn mark(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<DiskThen>, Phase
             Known::Moment(ask(rundir, &id, &Ask::PhaseMark {})?)
         } else if disk.readonly && disk.format == "raw" {
             let failed = |source| PhaseError::Image { id: id.clone(), path: disk.path.clone(), source };
-            Known::File(Mark::of(&disk.path).map_err(failed)?)
+            Known::File(FileIdentity::of(&disk.path).map_err(failed)?)
         } else {
             return Err(PhaseError::Unwatched { id });
         };
@@ -155,7 +155,7 @@ pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<
                     Err(e) => Some(format!("its server does not report what was written: {e}")),
                 }
             }
-            Known::File(mark) => (!mark.holds()).then(|| format!("{} has changed since", mark.path.display())),
+            Known::File(mark) => (!mark.is_unchanged()).then(|| format!("{} has changed since", mark.path.display())),
         };
         void.map(|why| format!("disk {}: {why}", disk.id))
     })

@@ -332,7 +332,7 @@ fn plan(
     let name = definition.name.to_string();
     let unfit = |problems| LifeError::Unfit { name: name.clone(), problems };
     let kept = host.binaries();
-    let binary = Binary::known(qemu.unwrap_or(&definition.qemu), &kept)?;
+    let binary = Binary::probe_cached(qemu.unwrap_or(&definition.qemu), &kept)?;
     let ram = host.ram_directory(&definition)?;
     let page = huge_page_size(ram.path())
         .map_err(|source| RamError::Directory { path: ram.path().to_owned(), source })?

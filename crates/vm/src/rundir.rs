@@ -59,12 +59,12 @@ impl RunDir {
     }
 
     /// Returns the features of the QEMU at `path`, from the answers cached for all VMs of this host, or queried now:
-    /// see [`Binary::known`].
+    /// see [`Binary::probe_cached`].
     ///
     /// # Errors
-    /// As [`Binary::known`].
+    /// As [`Binary::probe_cached`].
     pub fn binary(&self, path: &Path) -> Result<Binary, BinaryError> {
-        Binary::known(path, &self.path.with_file_name(BINARIES))
+        Binary::probe_cached(path, &self.path.with_file_name(BINARIES))
     }
 
     /// Returns the VM's name.

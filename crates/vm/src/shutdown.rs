@@ -111,12 +111,13 @@ pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
     } else {
         let deadline = Instant::now() + patience;
         // If no program in the guest has opened the agent's port, there is no answer to wait for.
-        let listens = vmm.connect(vmm::START).is_ok_and(|mut qmp| agent::listens(&mut qmp).unwrap_or(true));
+        let listens =
+            vmm.connect(vmm::START_TIMEOUT).is_ok_and(|mut qmp| agent::is_listening(&mut qmp).unwrap_or(true));
         let asked = listens && agent::shut_down(&vmm.directory().agent(), ANSWER.min(patience)).is_ok();
         if asked && gone(patience / 2) {
             return Ok(Ended::ByAgent);
         }
-        let pressed = vmm.connect(vmm::START).map(|mut qmp| qmp.execute::<Value>("system_powerdown", ()));
+        let pressed = vmm.connect(vmm::START_TIMEOUT).map(|mut qmp| qmp.execute::<Value>("system_powerdown", ()));
         if matches!(pressed, Ok(Ok(_))) && gone(deadline.saturating_duration_since(Instant::now())) {
             return Ok(Ended::ByAcpi);
         }
@@ -137,19 +138,19 @@ fn power_off(vmm: &Vmm) -> Result<(), LifeError> {
 
 /// Returns whether the guest has ended by itself.
 fn has_ended(vmm: &Vmm) -> bool {
-    let state = vmm.connect(vmm::START).map(|mut qmp| run_state(&mut qmp));
+    let state = vmm.connect(vmm::START_TIMEOUT).map(|mut qmp| run_state(&mut qmp));
     matches!(state, Ok(Ok(state)) if SHUT_DOWN.contains(&state.as_str()))
 }
 
 /// Returns whether the guest has shut itself down while its QEMU still runs.
 pub(crate) fn has_shut_down(vmm: &Vmm) -> bool {
-    vmm.connect(vmm::START).is_ok_and(|mut qmp| run_state(&mut qmp).is_ok_and(|state| state == OFF))
+    vmm.connect(vmm::START_TIMEOUT).is_ok_and(|mut qmp| run_state(&mut qmp).is_ok_and(|state| state == OFF))
 }
 
 /// Returns whether the guest has ended by itself. If not, makes QEMU end with the guest, whatever its action was
 /// before.
 fn is_shut_down(vmm: &Vmm) -> bool {
-    let Ok(mut qmp) = vmm.connect(vmm::START) else { return false };
+    let Ok(mut qmp) = vmm.connect(vmm::START_TIMEOUT) else { return false };
     if run_state(&mut qmp).is_ok_and(|state| SHUT_DOWN.contains(&state.as_str())) {
         return true;
     }

@@ -3,7 +3,7 @@
 use crate::definition::Definition;
 use crate::rundir::{RunDir, write_json};
 use rekindle_qemu::command::Hardware;
-use rekindle_qemu::mark::Mark;
+use rekindle_qemu::file_identity::FileIdentity;
 use rekindle_qemu::qmp::Version;
 use rekindle_qemu::ramblock::RamBlock;
 use rekindle_qemu::vmm::Vmm;
@@ -72,7 +72,7 @@ pub struct Prepared {
     pub blocks: Vec<RamBlock>,
     /// The files that the QEMU has read or opened: binary, kernel, images. It can be used only while they are
     /// unchanged.
-    pub files: Vec<Mark>,
+    pub files: Vec<FileIdentity>,
     /// The definition from which to build the VM, if one was given when it was prepared.
     pub given: Option<Definition>,
     /// The QEMU binary to use, if one was given.
@@ -101,7 +101,7 @@ impl Prepared {
         if !self.vmm.is_alive() {
             return Err(format!("QEMU process {} has ended", self.vmm.pid));
         }
-        match self.files.iter().find(|mark| !mark.holds()) {
+        match self.files.iter().find(|mark| !mark.is_unchanged()) {
             Some(mark) => Err(format!("{} has changed since", mark.path.display())),
             None => Ok(()),
         }

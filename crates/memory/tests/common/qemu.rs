@@ -2,7 +2,7 @@
 
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::qmp::Qmp;
-use rekindle_testing::foreign::{ForeignQemu, Options};
+use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
 use serde_json::Value;
 use std::ops::Deref;
 use std::path::Path;
@@ -20,13 +20,13 @@ pub enum Ram {
 
 /// Options of a QEMU.
 pub struct Config<'a> {
-    options: Options<'a>,
+    options: QemuOptions<'a>,
     ram: Ram,
 }
 
 impl<'a> Config<'a> {
     pub fn new(binary: &'a Path, ram: Ram) -> Self {
-        Self { options: Options::new(binary), ram }
+        Self { options: QemuOptions::new(binary), ram }
     }
 
     /// Adds arguments.
@@ -71,7 +71,7 @@ impl Qemu {
         Self::start_with(config, ForeignQemu::boot)
     }
 
-    fn start_with(config: Config<'_>, start: impl FnOnce(&Path, &Options<'_>) -> ForeignQemu) -> Self {
+    fn start_with(config: Config<'_>, start: impl FnOnce(&Path, &QemuOptions<'_>) -> ForeignQemu) -> Self {
         let directory = tempfile::Builder::new().prefix("rekindle-test-").tempdir_in("/dev/shm").unwrap();
         let backend = match config.ram {
             Ram::File => {

@@ -22,7 +22,7 @@ pub mod target;
 pub use remote::{ConnectionError, RemoteHost};
 
 use crate::protector::ProtectError;
-use crate::restore::Clock;
+use crate::restore::ClockOutcome;
 use crate::target::TargetError;
 use rekindle_store::StoreError;
 use rekindle_vm::attach::AttachError;
@@ -195,7 +195,7 @@ pub struct DestinationReport {
     /// Why the prepared QEMU was not used.
     pub unused: Option<String>,
     /// State of the guest's clock.
-    pub clock: Clock,
+    pub clock: ClockOutcome,
 }
 
 /// An event of a move.

@@ -5,7 +5,7 @@
 
 use crate::epochs;
 use crate::recipe::Recipe;
-use crate::restore::Clock;
+use crate::restore::ClockOutcome;
 use crate::restore::concurrent::SentState;
 use crate::session::StoppedGuest;
 use base64::Engine;
@@ -218,7 +218,7 @@ pub(super) struct Running {
     /// Why the prepared QEMU was not used.
     pub unused: Option<String>,
     /// State of the guest's clock.
-    pub clock: Clock,
+    pub clock: ClockOutcome,
 }
 
 #[cfg(test)]

@@ -87,7 +87,7 @@ pub(super) fn resume_here(
     let mark = rundir.paused();
     let failed = |e| LifeError::from(e);
     if stopped || mark.exists() {
-        let mut qmp = vmm.connect(vmm::START).map_err(LifeError::from)?;
+        let mut qmp = vmm.connect(vmm::START_TIMEOUT).map_err(LifeError::from)?;
         if run_state(&mut qmp).map_err(failed)? == "paused" {
             guest::resume(&mut qmp).map_err(failed)?;
         }

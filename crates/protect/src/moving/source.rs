@@ -15,7 +15,7 @@ use crate::session::TrackingSession;
 use crate::target::Target;
 use rekindle_kernel::process::Process;
 use rekindle_pages::PageRun;
-use rekindle_qemu::hold::Hold;
+use rekindle_qemu::hold::OutputHold;
 use rekindle_store::listing::Listing;
 use rekindle_store::remote::Identity;
 use rekindle_store::{StoreError, StoreUrl, admin};
@@ -249,7 +249,7 @@ fn hello(
 
 /// Returns whether the guest's network output is held until a checkpoint is committed.
 fn is_held(target: &Target) -> Result<bool, MoveError> {
-    let found = target.vmm().watch(GREETING).and_then(|mut qmp| Hold::found(&mut qmp));
+    let found = target.vmm().connect_watcher(GREETING).and_then(|mut qmp| OutputHold::find(&mut qmp));
     Ok(found.map_err(LifeError::from)?.is_some())
 }
 

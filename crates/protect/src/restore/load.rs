@@ -3,15 +3,15 @@
 use super::checkpoint::LoadInput;
 use super::on_demand::{OnDemandRam, RegisteredMemory, wait_filled};
 use super::{Request, RestoreError, Restored, same_processors};
-use rekindle_handover::aftermath::{announce, set_clock};
+use rekindle_handover::after_resume::{announce, set_clock};
 use rekindle_handover::destination::time_to_resume;
 use rekindle_handover::ram::WITHOUT_RAM;
 use rekindle_handover::takeover::Taps;
-use rekindle_handover::{Destination, Environment, Handover, Loaded, Prepared, Spawned, priority};
+use rekindle_handover::{Destination, Environment, Handover, LoadedStage, PreparedStage, SpawnedStage, priority};
 use rekindle_kernel::sched::PriorityBoost;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::command::{Hardware, Start};
-use rekindle_qemu::hold::Hold;
+use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::transfer::set_capabilities;
 use rekindle_qemu::vmm::{Vmm, log_tail};
@@ -29,7 +29,7 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(600);
 /// A destination QEMU with empty RAM.
 #[derive(Debug)]
 pub(crate) struct EmptyDestination {
-    pub(crate) destination: Destination<Spawned>,
+    pub(crate) destination: Destination<SpawnedStage>,
     pub(crate) ram: GuestRam,
     /// Set if an earlier command has also registered the destination's memory.
     pub(crate) registered: Option<RegisteredMemory>,
@@ -76,7 +76,7 @@ pub(crate) fn prepare(
     input: &Arc<LoadInput>,
     hardware: &Hardware,
     handover: &mut Handover,
-) -> Result<Destination<Prepared<OnDemandRam>>, RestoreError> {
+) -> Result<Destination<PreparedStage<OnDemandRam>>, RestoreError> {
     let EmptyDestination { mut destination, ram, registered, .. } = empty;
     same_processors(&mut destination.qmp, hardware, input.number)?;
     let ram = OnDemandRam::new(Arc::clone(input), ram, registered)?;
@@ -96,14 +96,14 @@ pub(crate) struct CheckpointSource<'a> {
 
 /// A destination that has the guest's devices, and whose main thread has a raised priority until the guest runs.
 pub(crate) struct BoostedDestination {
-    pub(crate) loaded: Destination<Loaded<OnDemandRam>>,
+    pub(crate) loaded: Destination<LoadedStage<OnDemandRam>>,
     pub(crate) boost: PriorityBoost,
 }
 
 /// Loads the devices. This has effects outside of the destination, such as on the offloads of a tap, so no other QEMU
 /// of the VM may run.
 pub(crate) fn load_devices(
-    mut prepared: Destination<Prepared<OnDemandRam>>,
+    mut prepared: Destination<PreparedStage<OnDemandRam>>,
     source: CheckpointSource<'_>,
     handover: &mut Handover,
 ) -> Result<BoostedDestination, RestoreError> {
@@ -157,7 +157,7 @@ pub(super) fn load_and_resume(
         handover.recorder.step("own the store");
     }
     if request.hold_output {
-        Hold::begin(&mut loaded.qmp, hardware.nets.iter().map(|net| net.id.as_str()))?;
+        OutputHold::begin(&mut loaded.qmp, hardware.nets.iter().map(|net| net.id.as_str()))?;
         handover.recorder.step("hold its output");
     }
     if let Some(move_claim) = &request.move_claim {

@@ -19,7 +19,7 @@ pub mod prepare;
 pub mod recover;
 
 pub use on_demand::start_pager;
-pub use rekindle_handover::aftermath::Clock;
+pub use rekindle_handover::after_resume::ClockOutcome;
 
 use crate::owned::OwnError;
 use crate::pager::FillError;
@@ -265,7 +265,7 @@ pub struct Restored {
     /// Why the prepared QEMU was not used.
     pub unused: Option<String>,
     /// State of the guest's clock.
-    pub clock: Clock,
+    pub clock: ClockOutcome,
 }
 
 /// Restores the guest of a checkpoint as VM `name`. Uses the QEMU that was prepared for the VM, if it is suitable.

@@ -17,7 +17,7 @@ use rekindle_handover::{Destination, OwnRunDir};
 use rekindle_memory::missing::Pager;
 use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::command::Hardware;
-use rekindle_qemu::mark::Mark;
+use rekindle_qemu::file_identity::FileIdentity;
 use rekindle_qemu::program::Program;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::Vmm;
@@ -119,7 +119,8 @@ fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Re
         tracing::debug!("cannot load the firmware before the restore: {e}");
     }
     let program = Program::of(vmm.process()).map(|program| program.files.into_iter().chain([program.start]));
-    let marks = program.and_then(|files| files.map(|path| Mark::of(&path)).collect::<io::Result<BTreeSet<_>>>());
+    let marks =
+        program.and_then(|files| files.map(|path| FileIdentity::of(&path)).collect::<io::Result<BTreeSet<_>>>());
     files.extend(marks.map_err(|source| RestoreError::Journal { path: vmm.binary.clone(), source })?);
     let prepared = Prepared {
         vmm: vmm.clone(),
@@ -134,11 +135,11 @@ fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Re
 }
 
 /// Marks the files that a QEMU reads or opens at its start.
-fn marks(hardware: &Hardware) -> Result<Vec<Mark>, (PathBuf, io::Error)> {
+fn marks(hardware: &Hardware) -> Result<Vec<FileIdentity>, (PathBuf, io::Error)> {
     let boot = hardware.boot.iter().flat_map(|boot| [Some(&boot.kernel), boot.initrd.as_ref()]).flatten();
     // A disk server opens its image at the restore; QEMU does not read it.
     let files = boot.chain(hardware.disks.iter().filter(|disk| !disk.server).map(|disk| &disk.path));
-    files.map(|path: &PathBuf| Mark::of(path).map_err(|source| (path.clone(), source))).collect()
+    files.map(|path: &PathBuf| FileIdentity::of(path).map_err(|source| (path.clone(), source))).collect()
 }
 
 /// Returns QEMU's memory use once that is constant: soon after its start QEMU returns some memory to the kernel.

@@ -31,8 +31,8 @@ pub fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Out
     };
     let recorder = Recorder::new(held.rundir.name(), "recover");
     let mut handover = Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder };
-    let qmp = vmm.connect(vmm::START)?;
-    let loaded = Destination::adopt(vmm, qmp)?.wait_until_loaded()?;
+    let qmp = vmm.connect(vmm::START_TIMEOUT)?;
+    let loaded = Destination::adopt(vmm, qmp)?.wait_for_interrupted_load()?;
     loaded.commit(&mut handover, "resume")?.settle(handover, "record")?;
     Ok(Outcome::Finished)
 }

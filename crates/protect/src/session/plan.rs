@@ -6,7 +6,7 @@ use crate::protector::{Disks, Failure, ProtectError};
 use crate::target::Target;
 use rekindle_qemu::adopt::{Adopted, Obstacle};
 use rekindle_qemu::command::Disk;
-use rekindle_qemu::foreign::{self, Facts};
+use rekindle_qemu::foreign::{self, MachineFacts};
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_vm::disks;
 use serde_json::Value;
@@ -20,7 +20,7 @@ pub(crate) struct Plan {
     /// The guest has a device through which it returns memory.
     pub(super) gives_back: bool,
     /// The devices and disks of an attached guest, as its QEMU's command line lists them.
-    pub(super) foreign: Option<(Box<Adopted>, Facts)>,
+    pub(super) foreign: Option<(Box<Adopted>, MachineFacts)>,
 }
 
 impl Plan {
@@ -39,11 +39,11 @@ impl Plan {
         let mut foreign = None;
         if target.state().attached.is_some() {
             // The guest's devices may have changed since it was attached.
-            let found = foreign::of(&adopted, &mut control).map_err(CheckpointError::from)?;
+            let found = foreign::describe(&adopted, &mut control).map_err(CheckpointError::from)?;
             if let Err(obstacles) = found {
                 return Err(ProtectError::Obstacles { name: name(), obstacles }.into());
             }
-            let facts = foreign::facts(&adopted, &mut control).map_err(CheckpointError::from)?;
+            let facts = foreign::read_facts(&adopted, &mut control).map_err(CheckpointError::from)?;
             foreign = Some((Box::new(adopted.clone()), facts));
         }
         let images = images(&mut control).map_err(CheckpointError::from)?;

@@ -18,11 +18,12 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Shown in place of the socket path if a manager passes commands on.
-const MANAGED: &str = "its manager's monitor";
+const MANAGER_MONITOR: &str = "its manager's monitor";
 
 /// Why a QEMU cannot be adopted.
 #[derive(Debug, thiserror::Error)]
@@ -30,31 +31,20 @@ pub enum AdoptError {
     /// QEMU does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// The QEMU process cannot be found.
     #[error("cannot find which process serves {}: {why}", socket.display())]
     Unknown {
-        /// The QMP socket.
         socket: PathBuf,
         /// What was found instead.
         why: String,
     },
-    /// The process that was found is not the one that answers.
     #[error(
         "process {pid} listens on {}, but the QEMU that answers there has its virtual CPUs in other threads: is it in \
          another PID namespace?", socket.display()
     )]
-    Other {
-        /// The process that listens.
-        pid: u32,
-        /// The QMP socket.
-        socket: PathBuf,
-    },
-    /// `/proc` does not show the process.
+    Other { pid: u32, socket: PathBuf },
     #[error("cannot inspect process {pid}: run as root")]
     Process {
-        /// Process number.
         pid: u32,
-        /// The error of reading `/proc`.
         #[source]
         source: io::Error,
     },
@@ -62,7 +52,7 @@ pub enum AdoptError {
 
 /// A memory backend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Backend {
+pub struct MemoryBackend {
     /// Id of the backend object.
     pub id: Option<String>,
     /// Size in bytes.
@@ -75,7 +65,6 @@ pub struct Backend {
 /// A running QEMU that Rekindle did not start, as found at its socket and in `/proc`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Adopted {
-    /// Process number.
     pub pid: u32,
     /// Start time of the process, as in [`Process::started`].
     pub started: u64,
@@ -85,18 +74,15 @@ pub struct Adopted {
     pub arguments: Vec<String>,
     /// The user that the process runs as.
     pub uid: u32,
-    /// QEMU's version.
     pub version: Version,
     /// The guest's name, if it has one.
     pub name: Option<String>,
-    /// The guest's UUID.
     pub uuid: String,
     /// `kvm`, `tcg`, or `other`.
     pub accelerator: String,
     /// Versioned machine type.
     pub machine: String,
-    /// Memory backends.
-    pub backends: Vec<Backend>,
+    pub backends: Vec<MemoryBackend>,
     /// Whether the guest can return memory to the host (balloon, virtio-mem).
     pub gives_back: bool,
     /// The reasons that prevent protecting the guest. Empty: it can be protected.
@@ -105,7 +91,6 @@ pub struct Adopted {
 
 impl Adopted {
     /// The QEMU's process number and start time, which together identify it.
-    #[must_use]
     pub fn process(&self) -> Process {
         Process { pid: self.pid, started: self.started }
     }
@@ -118,7 +103,7 @@ impl Adopted {
 /// # Errors
 /// [`AdoptError`], also when the process cannot be identified for certain.
 pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptError> {
-    adopt_over(Qmp::connect(socket, timeout)?, Some(socket))
+    adopt_connected(Qmp::connect(socket, timeout)?, Some(socket))
 }
 
 /// Inspects the QEMU at the other end of an open connection. Without a socket (a manager passes commands on), the
@@ -126,18 +111,11 @@ pub fn adopt(socket: &Path, timeout: Duration) -> Result<(Adopted, Qmp), AdoptEr
 ///
 /// # Errors
 /// [`AdoptError`], as for [`adopt`].
-pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp), AdoptError> {
-    // Ask the kernel which process listens before sending anything to a process that may not be a QEMU.
-    let listens = socket.map(|socket| peer::process(&qmp, socket)).transpose()?;
-    let threads = cpu_threads(&mut qmp)?;
-    let process = listens.map_or_else(|| peer::of_threads(&threads, qmp.version()), Ok)?;
-    let socket = socket.unwrap_or(Path::new(MANAGED));
-    let failed = |source| AdoptError::Process { pid: process.pid, source };
-    if !has_threads(process, &threads).map_err(failed)? {
-        return Err(AdoptError::Other { pid: process.pid, socket: socket.to_owned() });
-    }
-    let Program { start: binary, arguments, .. } = Program::of(process).map_err(failed)?;
-    let uid = std::os::unix::fs::MetadataExt::uid(&fs::metadata(format!("/proc/{}", process.pid)).map_err(failed)?);
+pub fn adopt_connected(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp), AdoptError> {
+    let process = find_process(&mut qmp, socket)?;
+    let unreadable = |source| AdoptError::Process { pid: process.pid, source };
+    let Program { start: binary, arguments, .. } = Program::of(process).map_err(unreadable)?;
+    let uid = fs::metadata(format!("/proc/{}", process.pid)).map_err(unreadable)?.uid();
 
     #[derive(Deserialize)]
     struct Name {
@@ -150,17 +128,17 @@ pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp),
     }
     let Name { name } = qmp.execute("query-name", ())?;
     let Uuid { uuid } = qmp.execute("query-uuid", ())?;
-    let nil = uuid.bytes().all(|byte| byte == b'0' || byte == b'-');
-    let same = |word: &String| word.eq_ignore_ascii_case(&uuid);
-    if socket == Path::new(MANAGED) && !nil && !arguments.iter().any(same) {
+    let is_nil = uuid.bytes().all(|byte| byte == b'0' || byte == b'-');
+    let names_uuid = arguments.iter().any(|argument| argument.eq_ignore_ascii_case(&uuid));
+    if socket.is_none() && !is_nil && !names_uuid {
         // The thread numbers are of another PID namespace and mean other threads in ours.
-        return Err(AdoptError::Other { pid: process.pid, socket: socket.to_owned() });
+        return Err(AdoptError::Other { pid: process.pid, socket: MANAGER_MONITOR.into() });
     }
     let machine: String = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
     let backends = qmp.execute("query-memdev", ())?;
-    let accelerator = accelerator(&mut qmp)?;
-    let devices = obstacle::devices(&mut qmp)?;
-    let obstacles = obstacle::all(&mut qmp, process, &devices)?;
+    let accelerator = query_accelerator(&mut qmp)?;
+    let objects = obstacle::list_objects(&mut qmp)?;
+    let obstacles = obstacle::find_all(&mut qmp, process, &objects)?;
     let adopted = Adopted {
         pid: process.pid,
         started: process.started,
@@ -173,10 +151,28 @@ pub fn adopt_over(mut qmp: Qmp, socket: Option<&Path>) -> Result<(Adopted, Qmp),
         accelerator,
         machine: machine.strip_suffix("-machine").unwrap_or(&machine).to_owned(),
         backends,
-        gives_back: devices.iter().any(|device| obstacle::gives_back(&device.kind)),
+        gives_back: objects.iter().any(|object| obstacle::gives_back(&object.kind)),
         obstacles,
     };
     Ok((adopted, qmp))
+}
+
+/// Finds the process of the QEMU that answers, and proves by the threads of its virtual CPUs that it is the one.
+fn find_process(qmp: &mut Qmp, socket: Option<&Path>) -> Result<Process, AdoptError> {
+    // Ask the kernel which process listens before sending anything to a process that may not be a QEMU.
+    let listener = socket.map(|socket| peer::find_by_socket(qmp, socket)).transpose()?;
+    let threads = cpu_threads(qmp)?;
+    let process = match listener {
+        Some(process) => process,
+        None => peer::find_by_threads(&threads, qmp.version())?,
+    };
+    let has_threads =
+        has_threads(process, &threads).map_err(|source| AdoptError::Process { pid: process.pid, source })?;
+    if !has_threads {
+        let socket = socket.unwrap_or(Path::new(MANAGER_MONITOR)).to_owned();
+        return Err(AdoptError::Other { pid: process.pid, socket });
+    }
+    Ok(process)
 }
 
 /// Returns the thread numbers of the virtual CPUs, as QEMU reports them.
@@ -191,21 +187,22 @@ fn cpu_threads(qmp: &mut Qmp) -> Result<BTreeSet<u32>, QmpError> {
 }
 
 /// Returns whether `process` has all these threads, by their numbers in its own PID namespace.
-fn has_threads(process: Process, wanted: &BTreeSet<u32>) -> io::Result<bool> {
-    let mut own = BTreeSet::new();
+fn has_threads(process: Process, threads: &BTreeSet<u32>) -> io::Result<bool> {
+    let mut own_threads = BTreeSet::new();
     for entry in fs::read_dir(format!("/proc/{}/task", process.pid))? {
         // A thread may end between the listing and the reading.
         let Ok(status) = fs::read_to_string(entry?.path().join("status")) else { continue };
         let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
-        own.extend(numbers.and_then(|numbers| numbers.split_whitespace().last()?.parse::<u32>().ok()));
+        own_threads.extend(numbers.and_then(|numbers| numbers.split_whitespace().last()?.parse::<u32>().ok()));
     }
-    Ok(!wanted.is_empty() && wanted.is_subset(&own) && process.is_alive())
+    Ok(!threads.is_empty() && threads.is_subset(&own_threads) && process.is_alive())
 }
 
-fn accelerator(qmp: &mut Qmp) -> Result<String, QmpError> {
+/// Returns the accelerator: `kvm`, `tcg`, or `other`.
+fn query_accelerator(qmp: &mut Qmp) -> Result<String, QmpError> {
     match qmp.execute::<Value>("query-accelerators", ()) {
-        Ok(all) => {
-            let enabled = all.get("enabled").and_then(Value::as_str).unwrap_or_default();
+        Ok(accelerators) => {
+            let enabled = accelerators.get("enabled").and_then(Value::as_str).unwrap_or_default();
             return Ok(if ["kvm", "tcg"].contains(&enabled) { enabled } else { "other" }.into());
         }
         // QEMU before 10.2 does not have the command.

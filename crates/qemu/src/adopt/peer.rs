@@ -1,6 +1,6 @@
-//! Which process serves a QMP socket.
+//! Finds the QEMU process at the other end of a QMP connection.
 
-use super::{AdoptError, MANAGED};
+use super::{AdoptError, MANAGER_MONITOR};
 use crate::program::Program;
 use crate::qmp::{Qmp, Version};
 use rekindle_kernel::process::Process;
@@ -11,41 +11,42 @@ use std::io;
 use std::path::Path;
 
 /// Returns the QEMU at the other end of `qmp`, which is connected to `socket`.
-pub(super) fn process(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
+pub(super) fn find_by_socket(qmp: &Qmp, socket: &Path) -> Result<Process, AdoptError> {
     let unknown = |why: String| AdoptError::Unknown { socket: socket.to_owned(), why };
     // The peer is the process that made the socket listen.
-    let peer =
+    let credentials =
         socket_peercred(qmp).map_err(|e| unknown(format!("the kernel does not report which process listens: {e}")))?;
-    let peer = u32::try_from(peer.pid.as_raw_nonzero().get()).ok().and_then(|pid| Process::of(pid).ok());
-    if let Some(peer) = peer {
-        may_inspect(peer)?;
-        if is_qemu(peer, qmp.version()) {
-            return Ok(peer);
+    let pid = u32::try_from(credentials.pid.as_raw_nonzero().get()).ok();
+    let listener = pid.and_then(|pid| Process::of(pid).ok());
+    if let Some(listener) = listener {
+        check_inspectable(listener)?;
+        if is_qemu(listener, qmp.version()) {
+            return Ok(listener);
         }
     }
     // Another process made the socket and passed it on: find the receiver.
     let inode = listening_inode(socket).ok_or_else(|| unknown("its listener is not in /proc/net/unix".into()))?;
-    let mut holders = holders(inode).into_iter().filter(|&process| is_qemu(process, qmp.version()));
-    match (holders.next(), holders.next()) {
-        (Some(only), None) => Ok(only),
-        (Some(one), Some(other)) => {
-            Err(unknown(format!("the QEMUs {} and {} both hold the listening socket", one.pid, other.pid)))
+    let qemus: Vec<_> = holders(inode).into_iter().filter(|&process| is_qemu(process, qmp.version())).collect();
+    match qemus.as_slice() {
+        [qemu] => Ok(*qemu),
+        [first, second, ..] => {
+            Err(unknown(format!("the QEMUs {} and {} both hold the listening socket", first.pid, second.pid)))
         }
-        (None, _) => Err(unknown(match peer {
-            Some(peer) => format!("process {} listens, which is no QEMU, and no QEMU holds the socket", peer.pid),
+        [] => Err(unknown(match listener {
+            Some(process) => format!("process {} listens, which is no QEMU, and no QEMU holds the socket", process.pid),
             None => "its listener is in another PID namespace, or has ended".into(),
         })),
     }
 }
 
 /// Returns the QEMU of `version` that has these threads.
-pub(super) fn of_threads(threads: &BTreeSet<u32>, version: &Version) -> Result<Process, AdoptError> {
-    let unknown = |why: String| AdoptError::Unknown { socket: MANAGED.into(), why };
+pub(super) fn find_by_threads(threads: &BTreeSet<u32>, version: &Version) -> Result<Process, AdoptError> {
+    let unknown = |why: String| AdoptError::Unknown { socket: MANAGER_MONITOR.into(), why };
     let thread = threads.first().ok_or_else(|| unknown("it names no virtual CPUs".into()))?;
     let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
-    let group = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
-    let process = group.and_then(|pid: u32| Process::of(pid).ok());
-    process.map_or(Ok(()), may_inspect)?;
+    let pid = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse::<u32>().ok());
+    let process = pid.and_then(|pid| Process::of(pid).ok());
+    process.map_or(Ok(()), check_inspectable)?;
     let process = process.filter(|&process| is_qemu(process, version));
     process.ok_or_else(|| {
         unknown(format!(
@@ -55,7 +56,7 @@ pub(super) fn of_threads(threads: &BTreeSet<u32>, version: &Version) -> Result<P
 }
 
 /// Fails if we may not inspect the process.
-fn may_inspect(process: Process) -> Result<(), AdoptError> {
+fn check_inspectable(process: Process) -> Result<(), AdoptError> {
     match fs::read_link(format!("/proc/{}/exe", process.pid)) {
         Err(source) if source.kind() == io::ErrorKind::PermissionDenied => {
             Err(AdoptError::Process { pid: process.pid, source })
@@ -74,25 +75,28 @@ fn is_qemu(process: Process, version: &Version) -> bool {
     }) && process.is_alive()
 }
 
-/// Lines are `Num RefCount Protocol Flags Type St Inode Path`; flag 0x10000 marks a listening socket.
+/// Returns the inode of the socket that listens at this path, from `/proc/net/unix`. Its lines are `Num RefCount
+/// Protocol Flags Type St Inode Path`.
 fn listening_inode(socket: &Path) -> Option<u64> {
-    const LISTENS: u64 = 0x1_0000;
-    let text = fs::read_to_string("/proc/net/unix").ok()?;
-    let wanted = socket.canonicalize().unwrap_or_else(|_| socket.to_owned());
-    text.lines().skip(1).find_map(|line| {
-        let mut words = line.split_whitespace();
-        let flags = u64::from_str_radix(words.nth(3)?, 16).ok()?;
-        let inode = words.nth(2)?.parse().ok()?;
-        let path = Path::new(words.next()?);
-        (flags & LISTENS != 0 && (path == wanted || path == socket)).then_some(inode)
+    const FLAG_LISTENING: u64 = 0x1_0000;
+    let table = fs::read_to_string("/proc/net/unix").ok()?;
+    let canonical = socket.canonicalize().unwrap_or_else(|_| socket.to_owned());
+    table.lines().skip(1).find_map(|line| {
+        let mut fields = line.split_whitespace();
+        let flags = u64::from_str_radix(fields.nth(3)?, 16).ok()?;
+        let inode = fields.nth(2)?.parse().ok()?;
+        let path = Path::new(fields.next()?);
+        (flags & FLAG_LISTENING != 0 && (path == canonical || path == socket)).then_some(inode)
     })
 }
 
+/// Returns the processes that have a socket open.
 fn holders(inode: u64) -> Vec<Process> {
-    let link = format!("socket:[{inode}]");
+    let socket_link = format!("socket:[{inode}]");
     let holds = |pid: u32| {
         let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-        descriptors.into_iter().any(|entry| fs::read_link(entry.path()).is_ok_and(|to| to.as_os_str() == link.as_str()))
+        let mut links = descriptors.filter_map(|entry| fs::read_link(entry.path()).ok());
+        links.any(|link| link.as_os_str() == socket_link.as_str())
     };
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());

@@ -1,6 +1,6 @@
-//! Freezing a guest's file systems: all writes are on the guest's disks, and the disks do not change until the thaw.
+//! Freezes a guest's file systems: all writes are on the guest's disks, and the disks do not change until the thaw.
 
-use super::{Agent, has};
+use super::{Agent, has_command};
 use serde_json::json;
 use std::io;
 use std::path::Path;
@@ -13,19 +13,13 @@ const STATUS: &str = "guest-fsfreeze-status";
 /// Why a guest's file systems are not frozen.
 #[derive(Debug, thiserror::Error)]
 pub enum FreezeError {
-    /// No agent answers.
     #[error("no agent answers in the guest; install and start qemu-guest-agent there")]
     NoAgent(#[source] io::Error),
-    /// The agent's command for freezing or thawing is switched off.
     #[error(
         "the guest's agent does not freeze file systems ({command} is switched off); allow that: take it off the list of blocked \
          commands in the guest (/etc/sysconfig/qemu-ga, or --block-rpcs, --blacklist of qemu-ga)"
     )]
-    Blocked {
-        /// The missing command.
-        command: &'static str,
-    },
-    /// The file systems are frozen already, by a program that relies on that.
+    Blocked { command: &'static str },
     #[error("the guest's file systems are frozen already, for a backup perhaps; wait for its end")]
     Frozen,
     /// The agent failed to freeze. File systems that it had frozen are thawed again.
@@ -38,17 +32,17 @@ pub enum FreezeError {
 /// # Errors
 /// [`FreezeError`], as [`freeze`] would return it.
 pub fn can_freeze(path: &Path, timeout: Duration) -> Result<(), FreezeError> {
-    ready(path, timeout).map(drop)
+    connect_to_freeze(path, timeout).map(drop)
 }
 
 /// Connects to an agent that can freeze, and checks that nothing is frozen.
-fn ready(path: &Path, timeout: Duration) -> Result<Agent, FreezeError> {
+fn connect_to_freeze(path: &Path, timeout: Duration) -> Result<Agent, FreezeError> {
     let mut agent = Agent::connect(path, timeout).map_err(FreezeError::NoAgent)?;
     if is_frozen(&mut agent).map_err(FreezeError::Failed)? {
         return Err(FreezeError::Frozen);
     }
     let info = agent.ask("guest-info", json!({})).map_err(FreezeError::Failed)?;
-    match [FREEZE, THAW].into_iter().find(|command| !has(&info, command)) {
+    match [FREEZE, THAW].into_iter().find(|command| !has_command(&info, command)) {
         Some(command) => Err(FreezeError::Blocked { command }),
         None => Ok(agent),
     }
@@ -64,14 +58,16 @@ fn ready(path: &Path, timeout: Duration) -> Result<Agent, FreezeError> {
 /// # Errors
 /// [`FreezeError`]; also when file systems are frozen already.
 pub fn freeze(path: &Path, timeout: Duration) -> Result<u64, FreezeError> {
-    let asked = ready(path, timeout)?.ask(FREEZE, json!({}));
-    asked.map(|count| count.as_u64().unwrap_or(0)).map_err(|e| {
-        // The agent may have frozen some file systems, or may still be freezing.
-        if let Err(e) = thaw(path, timeout) {
-            tracing::warn!("what the guest's agent has frozen cannot be thawed: {e}");
+    match connect_to_freeze(path, timeout)?.ask(FREEZE, json!({})) {
+        Ok(count) => Ok(count.as_u64().unwrap_or(0)),
+        Err(freeze_error) => {
+            // The agent may have frozen some file systems, or may still be freezing.
+            if let Err(e) = thaw(path, timeout) {
+                tracing::warn!("what the guest's agent has frozen cannot be thawed: {e}");
+            }
+            Err(FreezeError::Failed(freeze_error))
         }
-        FreezeError::Failed(e)
-    })
+    }
 }
 
 /// Thaws all frozen file systems, through the agent's socket `path`.
@@ -97,7 +93,7 @@ mod tests {
     use super::*;
     use serde_json::Value;
 
-    const LONG: Duration = Duration::from_secs(10);
+    const TIMEOUT: Duration = Duration::from_secs(10);
 
     fn status(text: &str) -> (&'static str, Value) {
         (STATUS, json!({ "return": text }))
@@ -112,22 +108,22 @@ mod tests {
     fn all_are_frozen_and_thawed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
-        let served = agent(&path, vec![vec![status("thawed"), info(true), (FREEZE, json!({"return": 2}))]]);
-        assert_eq!(freeze(&path, LONG).unwrap(), 2);
-        served.join().unwrap();
+        let freezing_agent = agent(&path, vec![vec![status("thawed"), info(true), (FREEZE, json!({"return": 2}))]]);
+        assert_eq!(freeze(&path, TIMEOUT).unwrap(), 2);
+        freezing_agent.join().unwrap();
         std::fs::remove_file(&path).unwrap();
-        let served = agent(&path, vec![vec![status("frozen"), (THAW, json!({"return": 2}))]]);
-        thaw(&path, LONG).unwrap();
-        served.join().unwrap();
+        let thawing_agent = agent(&path, vec![vec![status("frozen"), (THAW, json!({"return": 2}))]]);
+        thaw(&path, TIMEOUT).unwrap();
+        thawing_agent.join().unwrap();
     }
 
     #[test]
     fn file_systems_that_were_already_frozen_are_left_alone() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
-        let served = agent(&path, vec![vec![status("frozen")]]);
-        assert!(matches!(freeze(&path, LONG), Err(FreezeError::Frozen)));
-        served.join().unwrap();
+        let agent = agent(&path, vec![vec![status("frozen")]]);
+        assert!(matches!(freeze(&path, TIMEOUT), Err(FreezeError::Frozen)));
+        agent.join().unwrap();
     }
 
     #[test]
@@ -135,15 +131,16 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
         let refused = json!({"error": {"class": "GenericError", "desc": "failed to freeze /srv: EIO"}});
-        let first = vec![status("thawed"), info(true), (FREEZE, refused)];
-        let served = agent(&path, vec![first, vec![status("frozen"), (THAW, json!({"return": 1}))]]);
-        let e = freeze(&path, LONG).unwrap_err();
+        let freeze_answers = vec![status("thawed"), info(true), (FREEZE, refused)];
+        let thaw_answers = vec![status("frozen"), (THAW, json!({"return": 1}))];
+        let failing_agent = agent(&path, vec![freeze_answers, thaw_answers]);
+        let e = freeze(&path, TIMEOUT).unwrap_err();
         assert!(std::error::Error::source(&e).unwrap().to_string().contains("failed to freeze /srv"), "{e:?}");
-        served.join().unwrap();
+        failing_agent.join().unwrap();
         std::fs::remove_file(&path).unwrap();
-        let served = agent(&path, vec![vec![status("thawed"), info(false)]]);
-        let e = can_freeze(&path, LONG).unwrap_err().to_string();
+        let blocking_agent = agent(&path, vec![vec![status("thawed"), info(false)]]);
+        let e = can_freeze(&path, TIMEOUT).unwrap_err().to_string();
         assert!(e.contains("guest-fsfreeze-freeze is switched off"), "{e}");
-        served.join().unwrap();
+        blocking_agent.join().unwrap();
     }
 }

@@ -6,7 +6,7 @@
 mod exec;
 mod freeze;
 
-pub use exec::{ExecError, Ran, boot_id, run};
+pub use exec::{ExecError, ProgramResult, boot_id, run};
 pub use freeze::{FreezeError, can_freeze, freeze, thaw};
 
 use crate::qmp::{Qmp, QmpError, connect_within};
@@ -18,8 +18,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Limit of an answer in bytes. The largest answers hold the output of a program that was run, which is short.
-const LONGEST: usize = 4 << 20;
+/// Limit of an answer. The largest answers hold the output of a program that was run, which is short.
+const MAX_ANSWER_BYTES: usize = 4 << 20;
 
 /// Asks the agent at the socket `path` to shut the guest down.
 ///
@@ -38,8 +38,8 @@ pub fn shut_down(path: &Path, timeout: Duration) -> io::Result<()> {
     agent.send("guest-shutdown", json!({"mode": "powerdown"}))
 }
 
-/// Asks the agent at the socket `path` to set the guest's clock to this host's. A guest that resumes from a
-/// checkpoint has the time of the checkpoint.
+/// Asks the agent at the socket `path` to set the guest's clock to this host's. A guest that was stopped has the time
+/// at which it was stopped.
 ///
 /// # Errors
 /// When no agent answers within `timeout`, or the agent returns an error.
@@ -54,26 +54,26 @@ pub fn set_time(path: &Path, timeout: Duration) -> io::Result<()> {
 ///
 /// # Errors
 /// When QEMU does not answer.
-pub fn listens(qmp: &mut Qmp) -> Result<bool, QmpError> {
-    is_open(qmp, "agent")
+pub fn is_listening(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    is_port_open(qmp, "agent")
 }
 
 /// Returns whether a program in the guest has opened the port of this chardev id.
 ///
 /// # Errors
 /// When QEMU does not answer.
-pub fn is_open(qmp: &mut Qmp, chardev: &str) -> Result<bool, QmpError> {
+pub fn is_port_open(qmp: &mut Qmp, chardev: &str) -> Result<bool, QmpError> {
     let ports: Vec<Value> = qmp.execute("query-chardev", ())?;
-    let found = ports.iter().find(|port| port.get("label").and_then(Value::as_str) == Some(chardev));
-    Ok(found.and_then(|port| port.get("frontend-open")).and_then(Value::as_bool).unwrap_or(false))
+    let port = ports.iter().find(|port| port.get("label").and_then(Value::as_str) == Some(chardev));
+    Ok(port.and_then(|port| port.get("frontend-open")).and_then(Value::as_bool).unwrap_or(false))
 }
 
 /// Returns whether the agent has a command that is not switched off, according to its `guest-info`. An agent that
 /// does not list its commands is assumed to have it.
-fn has(info: &Value, command: &str) -> bool {
+fn has_command(info: &Value, name: &str) -> bool {
     let Some(commands) = info.get("supported_commands").and_then(Value::as_array) else { return true };
-    let found = commands.iter().find(|known| known.get("name").and_then(Value::as_str) == Some(command));
-    found.is_some_and(|known| known.get("enabled").and_then(Value::as_bool) != Some(false))
+    let command = commands.iter().find(|command| command.get("name").and_then(Value::as_str) == Some(name));
+    command.is_some_and(|command| command.get("enabled").and_then(Value::as_bool) != Some(false))
 }
 
 /// A connection to an agent that listens.
@@ -88,12 +88,12 @@ impl Agent {
     fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
         let deadline = Instant::now() + timeout;
         let stream = connect_within(path, timeout)?;
-        let mut agent = Self { lines: Lines::new(stream, LONGEST), deadline };
+        let mut agent = Self { lines: Lines::new(stream, MAX_ANSWER_BYTES), deadline };
         // The agent discards a half-read request when it receives this byte, which no JSON has.
         agent.write(&[0xff])?;
         // An answer to one of our earlier connections must not be taken for an answer to this one.
-        static COUNT: AtomicU64 = AtomicU64::new(0);
-        let id = u64::from(std::process::id()) << 24 | (COUNT.fetch_add(1, Ordering::Relaxed) & 0xff_ffff);
+        static CONNECTIONS: AtomicU64 = AtomicU64::new(0);
+        let id = u64::from(std::process::id()) << 24 | (CONNECTIONS.fetch_add(1, Ordering::Relaxed) & 0xff_ffff);
         agent.send("guest-sync", json!({ "id": id }))?;
         while agent.answer()?.get("return").and_then(Value::as_u64) != Some(id) {}
         Ok(agent)
@@ -103,12 +103,12 @@ impl Agent {
         self.write(format!("{}\n", json!({"execute": command, "arguments": arguments})).as_bytes())
     }
 
-    fn write(&self, mut rest: &[u8]) -> io::Result<()> {
+    fn write(&self, mut unsent: &[u8]) -> io::Result<()> {
         let mut stream = self.lines.stream();
-        while !rest.is_empty() {
-            stream.set_write_timeout(Some(self.left()?))?;
-            match stream.write(rest) {
-                Ok(written) => rest = rest.get(written..).unwrap_or_default(),
+        while !unsent.is_empty() {
+            stream.set_write_timeout(Some(self.remaining_time()?))?;
+            match stream.write(unsent) {
+                Ok(written) => unsent = unsent.get(written..).unwrap_or_default(),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(io::ErrorKind::TimedOut.into()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
@@ -118,9 +118,9 @@ impl Agent {
     }
 
     /// Returns the time until the deadline; `TimedOut` if there is none left.
-    fn left(&self) -> io::Result<Duration> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+    fn remaining_time(&self) -> io::Result<Duration> {
+        let remaining = self.deadline.saturating_duration_since(Instant::now());
+        if remaining.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(remaining) }
     }
 
     /// Sends a command and returns the agent's return value.
@@ -139,7 +139,7 @@ impl Agent {
     /// Returns the next line; null if the line is not JSON.
     fn answer(&mut self) -> io::Result<Value> {
         // An agent may send lines without end: check the deadline before each.
-        self.left()?;
+        self.remaining_time()?;
         let line = self.lines.next_by(self.deadline)?;
         Ok(serde_json::from_slice::<Value>(&line).unwrap_or_default())
     }
@@ -152,89 +152,99 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::thread;
 
+    /// The agent's end of a connection.
+    struct Connection {
+        requests: BufReader<UnixStream>,
+        answers: UnixStream,
+    }
+
+    impl Connection {
+        fn accept(listener: &UnixListener) -> Self {
+            let (stream, _) = listener.accept().unwrap();
+            Self { requests: BufReader::new(stream.try_clone().unwrap()), answers: stream }
+        }
+
+        fn next_request(&mut self) -> Value {
+            let mut line = Vec::new();
+            self.requests.read_until(b'\n', &mut line).unwrap();
+            // The first request follows the byte that discards a half-read one.
+            serde_json::from_slice(line.strip_prefix(&[0xff]).unwrap_or(&line)).unwrap()
+        }
+
+        fn answer(&mut self, answer: &Value) {
+            writeln!(self.answers, "{answer}").unwrap();
+        }
+
+        fn answer_sync(&mut self) {
+            let sync = self.next_request();
+            assert_eq!(sync["execute"], "guest-sync");
+            self.answer(&json!({"return": sync["arguments"]["id"]}));
+        }
+    }
+
     /// A fake agent that serves one connection after the other. In each it answers `guest-sync`, then these commands
     /// in this order. Returns the arguments of the commands.
     pub(super) fn agent(path: &Path, connections: Vec<Vec<(&'static str, Value)>>) -> thread::JoinHandle<Vec<Value>> {
         let listener = UnixListener::bind(path).unwrap();
         thread::spawn(move || {
-            let mut asked = Vec::new();
+            let mut arguments = Vec::new();
             for answers in connections {
-                let (stream, _) = listener.accept().unwrap();
-                let mut lines = BufReader::new(stream.try_clone().unwrap()).split(b'\n');
-                let mut out = stream;
-                let sync: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()[1..]).unwrap();
-                writeln!(out, "{}", json!({"return": sync["arguments"]["id"]})).unwrap();
+                let mut connection = Connection::accept(&listener);
+                connection.answer_sync();
                 for (command, answer) in answers {
-                    let line: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()).unwrap();
-                    assert_eq!(line["execute"], command);
-                    asked.push(line["arguments"].clone());
-                    writeln!(out, "{answer}").unwrap();
+                    let request = connection.next_request();
+                    assert_eq!(request["execute"], command);
+                    arguments.push(request["arguments"].clone());
+                    connection.answer(&answer);
                 }
             }
-            asked
+            arguments
         })
     }
 
     #[test]
-    fn a_stale_answer_is_skipped_and_the_guest_is_asked() {
+    fn a_stale_answer_is_skipped_and_the_guest_is_shut_down() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
         let listener = UnixListener::bind(&path).unwrap();
         let agent = thread::spawn(move || {
-            let (stream, _) = listener.accept().unwrap();
-            let mut lines = BufReader::new(stream.try_clone().unwrap()).split(b'\n');
-            let mut out = stream;
-            writeln!(out, r#"{{"return": {{"stale": true}}}}"#).unwrap();
-            let sync: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()[1..]).unwrap();
-            writeln!(out, "{}", json!({"return": sync["arguments"]["id"]})).unwrap();
-            let status: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()).unwrap();
-            assert_eq!(status["execute"], "guest-fsfreeze-status");
-            writeln!(out, "{}", json!({"return": "thawed"})).unwrap();
-            String::from_utf8(lines.next().unwrap().unwrap()).unwrap()
+            let mut connection = Connection::accept(&listener);
+            connection.answer(&json!({"return": {"stale": true}}));
+            connection.answer_sync();
+            assert_eq!(connection.next_request()["execute"], "guest-fsfreeze-status");
+            connection.answer(&json!({"return": "thawed"}));
+            connection.next_request()
         });
         shut_down(&path, Duration::from_secs(10)).unwrap();
-        assert!(agent.join().unwrap().contains("guest-shutdown"));
+        assert_eq!(agent.join().unwrap()["execute"], "guest-shutdown");
     }
 
     #[test]
     fn the_clock_is_set_to_now_and_a_refusal_is_reported() {
-        for (answer, good) in [
-            (json!({"return": {}}), true),
-            (json!({"error": {"class": "GenericError", "desc": "settimeofday: EPERM"}}), false),
-        ] {
+        let refusal = json!({"error": {"class": "GenericError", "desc": "settimeofday: EPERM"}});
+        for (answer, is_set) in [(json!({"return": {}}), true), (refusal, false)] {
             let directory = tempfile::tempdir().unwrap();
             let path = directory.path().join("agent.sock");
-            let listener = UnixListener::bind(&path).unwrap();
-            let agent = thread::spawn(move || {
-                let (stream, _) = listener.accept().unwrap();
-                let mut lines = BufReader::new(stream.try_clone().unwrap()).split(b'\n');
-                let mut out = stream;
-                let sync: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()[1..]).unwrap();
-                writeln!(out, "{}", json!({"return": sync["arguments"]["id"]})).unwrap();
-                let asked: Value = serde_json::from_slice(&lines.next().unwrap().unwrap()).unwrap();
-                writeln!(out, "{answer}").unwrap();
-                asked
-            });
-            let ns = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64;
-            let before = ns();
-            let done = set_time(&path, Duration::from_secs(10));
-            let asked = agent.join().unwrap();
-            assert_eq!(asked["execute"], "guest-set-time");
-            assert!((before..=ns()).contains(&asked["arguments"]["time"].as_u64().unwrap()));
-            match done {
-                Ok(()) => assert!(good),
-                Err(e) => assert!(!good && e.to_string().contains("settimeofday: EPERM"), "{e}"),
+            let agent = agent(&path, vec![vec![("guest-set-time", answer)]]);
+            let now_ns = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64;
+            let began_ns = now_ns();
+            let result = set_time(&path, Duration::from_secs(10));
+            let arguments = agent.join().unwrap();
+            assert!((began_ns..=now_ns()).contains(&arguments[0]["time"].as_u64().unwrap()));
+            match result {
+                Ok(()) => assert!(is_set),
+                Err(e) => assert!(!is_set && e.to_string().contains("settimeofday: EPERM"), "{e}"),
             }
         }
     }
 
-    /// A fake agent that sends `what` again and again until the connection is closed.
-    fn flood(path: &Path, what: &'static [u8], pause: Duration) -> thread::JoinHandle<()> {
+    /// A fake agent that sends `bytes` again and again until the connection is closed.
+    fn flood(path: &Path, bytes: &'static [u8], interval: Duration) -> thread::JoinHandle<()> {
         let listener = UnixListener::bind(path).unwrap();
         thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
-            while stream.write_all(what).is_ok() {
-                thread::sleep(pause);
+            while stream.write_all(bytes).is_ok() {
+                thread::sleep(interval);
             }
         })
     }
@@ -242,14 +252,15 @@ mod tests {
     #[test]
     fn an_agent_that_never_stops_sending_is_ignored_after_the_deadline() {
         let directory = tempfile::tempdir().unwrap();
-        let patience = Duration::from_millis(300);
-        let pause = Duration::from_millis(1);
-        let cases: [(&str, &[u8], Duration); 3] =
-            [("drips", b"x", pause), ("babbles", b"{}\n", Duration::ZERO), ("floods", &[b'x'; 4096], Duration::ZERO)];
-        for (name, what, pause) in cases {
+        let cases: [(&str, &[u8], Duration); 3] = [
+            ("single-bytes", b"x", Duration::from_millis(1)),
+            ("empty-answers", b"{}\n", Duration::ZERO),
+            ("endless-line", &[b'x'; 4096], Duration::ZERO),
+        ];
+        for (name, bytes, interval) in cases {
             let path = directory.path().join(name);
-            let agent = flood(&path, what, pause);
-            let e = set_time(&path, patience).unwrap_err();
+            let agent = flood(&path, bytes, interval);
+            let e = set_time(&path, Duration::from_millis(300)).unwrap_err();
             assert!(matches!(e.kind(), io::ErrorKind::TimedOut | io::ErrorKind::InvalidData), "{name}: {e}");
             agent.join().unwrap();
         }

@@ -1,10 +1,10 @@
 //! The features of a QEMU binary: queried from the binary itself, before anything depends on them.
 
-mod kept;
+mod cache;
 
 use crate::qmp::{Qmp, QmpError, Version};
 use crate::syntax::Syntax;
-use kept::Asked;
+use cache::DependencyRecorder;
 use rekindle_kernel::output::waiting_in;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::spawn::die_with_starter;
@@ -20,31 +20,26 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 /// Limit for the greeting. It usually takes 0.1 s; a loaded machine gets a hundred times that.
-const GREETING: Duration = Duration::from_secs(10);
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Limit of the kept standard error output, in bytes.
-const OUTPUT: usize = 1 << 16;
+const MAX_OUTPUT_BYTES: usize = 1 << 16;
 
 /// Why a binary cannot be used as a QEMU.
 #[derive(Debug, thiserror::Error)]
 pub enum BinaryError {
-    /// The binary is missing or not executable.
     #[error("cannot run {}: give the path of a qemu-system-x86_64 that exists and may be executed", path.display())]
     Run {
         /// Path as the caller gave it.
         path: PathBuf,
-        /// The error of starting it.
         #[source]
         source: io::Error,
     },
-    /// The program ran, but it is not a QEMU, or a QEMU that cannot even start an empty machine.
     #[error("{} does not behave like a QEMU system emulator{}", path.display(), first_line(output))]
     NotQemu {
         /// Path as the caller gave it.
         path: PathBuf,
-        /// Standard error output.
         output: String,
-        /// The first failure of QMP.
         #[source]
         source: QmpError,
     },
@@ -62,27 +57,24 @@ fn first_line(output: &str) -> String {
 pub struct Binary {
     /// Path as the caller gave it.
     pub path: PathBuf,
-    /// QEMU's version.
     pub version: Version,
     /// Machine types, including aliases.
     pub machines: BTreeSet<String>,
     /// Pairs of an alias and its machine type, e.g. `q35` and `pc-q35-10.0`.
     pub aliases: Vec<(String, String)>,
-    /// CPU models.
     pub cpus: BTreeSet<String>,
-    /// Device types.
     pub devices: BTreeSet<String>,
-    /// QMP commands.
     pub commands: BTreeSet<String>,
     /// Spelling of the options.
     pub syntax: Syntax,
-    /// Whether the answers come from the cache: see [`Binary::known`].
+    /// Whether the answers come from the cache: see [`Binary::probe_cached`].
     #[serde(skip)]
-    pub kept: bool,
+    pub is_cached: bool,
 }
 
+/// An entry of a list of QEMU's.
 #[derive(Deserialize)]
-struct Named {
+struct Entry {
     name: String,
     alias: Option<String>,
 }
@@ -95,54 +87,53 @@ impl Binary {
     /// # Errors
     /// [`BinaryError`]: missing, not executable, not a QEMU.
     pub fn probe(path: &Path) -> Result<Self, BinaryError> {
-        Ok(Self::ask_at(path)?.0)
+        Ok(Self::probe_with_dependencies(path)?.0)
     }
 
-    fn ask_at(path: &Path) -> Result<(Self, Asked), BinaryError> {
-        let mut asked = Asked::before(path);
-        let run = |source: io::Error| BinaryError::Run { path: path.to_owned(), source };
-        let (ours, theirs) = UnixStream::pair().map_err(run)?;
-        let theirs_too = theirs.try_clone().map_err(run)?;
+    fn probe_with_dependencies(path: &Path) -> Result<(Self, DependencyRecorder), BinaryError> {
+        let mut dependencies = DependencyRecorder::begin(path);
+        let failed = |source: io::Error| BinaryError::Run { path: path.to_owned(), source };
+        let (own_end, qemu_end) = UnixStream::pair().map_err(failed)?;
+        let second_qemu_end = qemu_end.try_clone().map_err(failed)?;
         let mut command = Command::new(path);
         command
             .args(["-machine", "none", "-accel", "tcg", "-nodefaults", "-no-user-config", "-display", "none", "-S"])
             .args(["-qmp", "stdio"])
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::from(OwnedFd::from(theirs_too)))
+            .stdin(Stdio::from(OwnedFd::from(qemu_end)))
+            .stdout(Stdio::from(OwnedFd::from(second_qemu_end)))
             .stderr(Stdio::piped());
-        let child = die_with_starter(&mut command).spawn().map_err(run)?;
+        let child = die_with_starter(&mut command).spawn().map_err(failed)?;
         // Close our copies of the QEMU's end of the socket: they would hide that the QEMU has ended.
         drop(command);
-        let answers = Qmp::over(ours, GREETING).and_then(|qmp| Self::ask(path, qmp));
-        asked.answered(Process::of(child.id()));
+        let answers = Qmp::over(own_end, GREETING_TIMEOUT).and_then(|qmp| Self::query(path, qmp));
+        dependencies.record(Process::of(child.id()));
         let output = end(child);
         let binary = answers.map_err(|source| BinaryError::NotQemu { path: path.to_owned(), output, source })?;
-        Ok((binary, asked))
+        Ok((binary, dependencies))
     }
 
-    fn ask(path: &Path, mut qmp: Qmp) -> Result<Self, QmpError> {
-        let names = |list: Vec<Named>| list.into_iter().map(|entry| entry.name).collect::<BTreeSet<_>>();
-        let machines: Vec<Named> = qmp.execute("query-machines", ())?;
-        let aliases = machines.iter().filter_map(|m| Some((m.alias.clone()?, m.name.clone()))).collect::<Vec<_>>();
+    fn query(path: &Path, mut qmp: Qmp) -> Result<Self, QmpError> {
+        let names = |list: Vec<Entry>| list.into_iter().map(|entry| entry.name).collect::<BTreeSet<_>>();
+        let machines: Vec<Entry> = qmp.execute("query-machines", ())?;
+        let alias = |machine: &Entry| Some((machine.alias.clone()?, machine.name.clone()));
+        let aliases: Vec<_> = machines.iter().filter_map(alias).collect();
         let mut machines = names(machines);
         machines.extend(aliases.iter().map(|(alias, _)| alias.clone()));
         let cpus = names(qmp.execute("query-cpu-definitions", ())?);
         let commands = names(qmp.execute("query-commands", ())?);
         let devices = names(qmp.execute("qom-list-types", json!({"implements": "device", "abstract": false}))?);
-        let syntax = Syntax::ask(&mut qmp)?;
-        let version = qmp.version().clone();
-        Ok(Self { path: path.to_owned(), version, machines, aliases, cpus, devices, commands, syntax, kept: false })
+        let syntax = Syntax::query(&mut qmp)?;
+        let (path, version, is_cached) = (path.to_owned(), qmp.version().clone(), false);
+        Ok(Self { path, version, machines, aliases, cpus, devices, commands, syntax, is_cached })
     }
 
     /// Returns the versioned machine type that `machine` stands for in this QEMU: `machine` itself, unless it is an
     /// alias.
-    #[must_use]
     pub fn pinned_machine<'a>(&'a self, machine: &'a str) -> &'a str {
         self.aliases.iter().find(|(alias, _)| alias == machine).map_or(machine, |(_, name)| name)
     }
 
     /// Returns whether this QEMU can write its device state without RAM in one command.
-    #[must_use]
     pub fn saves_device_state(&self) -> bool {
         self.commands.contains("xen-save-devices-state")
     }
@@ -157,7 +148,7 @@ fn end(mut child: Child) -> String {
         tracing::debug!("cannot reap the probed binary: {e}");
     }
     // A process that the child started may still have the other end of the pipe open.
-    let output = child.stderr.take().map(|mut pipe| waiting_in(&mut pipe, OUTPUT)).unwrap_or_default();
+    let output = child.stderr.take().map(|mut pipe| waiting_in(&mut pipe, MAX_OUTPUT_BYTES)).unwrap_or_default();
     String::from_utf8_lossy(&output).into_owned()
 }
 

@@ -1,7 +1,7 @@
 //! The command line of a machine, as QEMU gets it.
 
 use super::*;
-
+use uuid::Uuid;
 fn hardware() -> Hardware {
     Hardware {
         name: "a,b".into(),
@@ -88,7 +88,7 @@ fn commas_are_escaped_and_slots_fixed() {
 }
 
 #[test]
-fn one_that_takes_over_waits_and_leaves_ports_and_ram_alone() {
+fn a_destination_waits_and_leaves_ports_and_ram_alone() {
     assert!(text(Start::Boot).contains("hostfwd="));
     let text = text(Start::Incoming);
     assert!(text.contains("-incoming defer -S"), "{text}");
@@ -96,67 +96,63 @@ fn one_that_takes_over_waits_and_leaves_ports_and_ram_alone() {
 }
 
 #[test]
-fn ports_have_their_numbers_whichever_are_there() {
+fn a_port_has_the_same_number_with_and_without_the_other_port() {
     let both = text(Start::Boot);
-    for word in [r#""nr":1"#, r#""nr":2"#, "org.qemu.guest_agent.0", PHASE_PORT, "path=/run/x/phase.sock"] {
-        assert!(both.contains(word), "{word} in {both}");
+    for part in [r#""nr":1"#, r#""nr":2"#, "org.qemu.guest_agent.0", PHASE_PORT, "path=/run/x/phase.sock"] {
+        assert!(both.contains(part), "{part} in {both}");
     }
-    let directory = Directory("/run/x".into());
-    let alone = Hardware { agent: false, ..hardware() };
-    let alone = alone.arguments(&directory, Path::new("/run/x/console.log"), Start::Boot, Syntax::default()).join(" ");
-    assert!(alone.contains("virtio-serial-pci") && alone.contains(r#""nr":2"#) && !alone.contains("agent"), "{alone}");
+    let phase_only = text_for(&Hardware { agent: false, ..hardware() }, Start::Boot, Syntax::default());
+    assert!(phase_only.contains("virtio-serial-pci") && phase_only.contains(r#""nr":2"#), "{phase_only}");
+    assert!(!phase_only.contains("agent"), "{phase_only}");
 }
 
 #[test]
 fn every_device_is_named_for_the_preflight() {
     let types = hardware().device_types();
-    for wanted in
+    for expected in
         ["VGA", "virtio-rng-pci", "vmgenid", "virtserialport", "virtio-blk-pci", "virtio-net-pci", "virtio-balloon-pci"]
     {
-        assert!(types.iter().any(|t| t == wanted), "{wanted} in {types:?}");
+        assert!(types.iter().any(|device_type| device_type == expected), "{expected} in {types:?}");
     }
 }
 
 #[test]
-fn hardware_that_was_written_down_without_a_generation_has_none() {
+fn hardware_that_was_recorded_without_a_generation_has_none() {
     let hardware = hardware();
     let text = text(Start::Incoming);
     assert!(text.contains(r#""guid":"324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87""#), "{text}");
     let mut json = serde_json::to_value(&hardware).unwrap();
     assert_eq!(serde_json::from_value::<Hardware>(json.clone()).unwrap(), hardware);
     json.as_object_mut().unwrap().remove("vm_generation").unwrap();
-    let before: Hardware = serde_json::from_value(json).unwrap();
-    assert_eq!(before, Hardware { vm_generation: None, ..hardware });
-    assert!(!before.device_types().contains(&"vmgenid".to_owned()));
+    let read: Hardware = serde_json::from_value(json).unwrap();
+    assert_eq!(read, Hardware { vm_generation: None, ..hardware });
+    assert!(!read.device_types().contains(&"vmgenid".to_owned()));
 }
 
 #[test]
-fn the_agent_s_bus_keeps_the_ports_that_its_guest_knows() {
-    let before = Hardware { agent_ports: None, ..hardware() };
-    let line = |hardware: &Hardware| {
-        hardware.arguments(&Directory("/run".into()), Path::new("/run/log"), Start::Boot, Syntax::default()).join(" ")
-    };
-    assert!(line(&hardware()).contains(r#""max_ports":4"#));
-    assert!(!line(&before).contains("max_ports"), "an older one");
+fn the_bus_of_the_agent_keeps_the_number_of_ports_that_its_guest_knows() {
+    let old_hardware = Hardware { agent_ports: None, ..hardware() };
+    assert!(text(Start::Boot).contains(r#""max_ports":4"#));
+    assert!(!text_for(&old_hardware, Start::Boot, Syntax::default()).contains("max_ports"));
     let mut json = serde_json::to_value(hardware()).unwrap();
     json.as_object_mut().unwrap().remove("agent_ports").unwrap();
-    assert_eq!(serde_json::from_value::<Hardware>(json).unwrap(), before);
+    assert_eq!(serde_json::from_value::<Hardware>(json).unwrap(), old_hardware);
 }
 
 #[test]
 fn a_served_disk_is_reached_at_one_socket_by_every_qemu_of_the_vm() {
     let mut served = hardware();
     served.disks[0].server = true;
-    let line = |generation: &str| {
+    let arguments = |generation: &str| {
         let directory = Directory(Path::new("/run/a,b").join(generation));
         served.arguments(&directory, Path::new("/run/log"), Start::Incoming, Syntax::default()).join(" ")
     };
     for generation in ["vmm-1", "vmm-2"] {
-        let line = line(generation);
-        assert!(line.contains("id=disk0-server,path=/run/a,,b/disk-disk0.sock,reconnect=1"), "{line}");
-        assert!(line.contains(r#""num-queues":2"#) && !line.contains("-blockdev"), "{line}");
+        let text = arguments(generation);
+        assert!(text.contains("id=disk0-server,path=/run/a,,b/disk-disk0.sock,reconnect=1"), "{text}");
+        assert!(text.contains(r#""num-queues":2"#) && !text.contains("-blockdev"), "{text}");
     }
-    assert!(line("vmm-1").contains("events.sock") && !text(Start::Boot).contains("events.sock"));
+    assert!(arguments("vmm-1").contains("events.sock") && !text(Start::Boot).contains("events.sock"));
     assert!(served.device_types().contains(&"vhost-user-blk-pci".to_owned()));
     // As earlier versions wrote it: the record of a disk that QEMU serves has no field for servers.
     assert!(!serde_json::to_string(&hardware()).unwrap().contains("server"));
@@ -166,7 +162,7 @@ fn a_served_disk_is_reached_at_one_socket_by_every_qemu_of_the_vm() {
 
 #[test]
 fn too_many_devices_are_refused() {
-    let mut many = hardware();
-    many.disks = vec![many.disks[0].clone(); SLOTS_DISK + 1];
-    assert!(many.check_slots().unwrap_err().contains("13 disks"));
+    let mut hardware = hardware();
+    hardware.disks = vec![hardware.disks[0].clone(); own_machine::MAX_DISKS + 1];
+    assert!(hardware.check_slots().unwrap_err().contains("13 disks"));
 }

@@ -4,12 +4,10 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::VecDeque;
 
-/// Limit of kept events of one name; older ones are dropped.
-const OF_A_NAME: usize = 64;
-/// Limit of kept events; older ones are dropped.
-const MOST: usize = 1024;
-/// Limit of the kept events in bytes of JSON.
-const MOST_BYTES: usize = 1 << 20;
+/// Limits of the kept events; older ones are dropped. The bytes are those of the JSON.
+const MAX_EVENTS_OF_ONE_NAME: usize = 64;
+const MAX_EVENTS: usize = 1024;
+const MAX_EVENT_BYTES: usize = 1 << 20;
 
 /// An event that QEMU has sent.
 #[derive(Debug, Clone)]
@@ -34,36 +32,45 @@ impl Timestamp {
     }
 }
 
-/// The kept events, oldest first, each with the length of its JSON in bytes.
-#[derive(Debug, Default)]
-pub(super) struct Events(VecDeque<(usize, Event)>);
+#[derive(Debug)]
+struct KeptEvent {
+    event: Event,
+    /// Length of the JSON.
+    bytes: usize,
+}
 
-impl Events {
+/// The kept events, oldest first.
+#[derive(Debug, Default)]
+pub(super) struct KeptEvents {
+    events: VecDeque<KeptEvent>,
+}
+
+impl KeptEvents {
     /// Keeps an event. A guest can cause some kinds as often as it likes: they must not displace the others.
     pub(super) fn keep(&mut self, bytes: usize, event: Event) {
         tracing::trace!(event.name, %event.data, "QMP event");
-        let same = |(_, kept): &(usize, Event)| kept.name == event.name;
-        if self.0.iter().filter(|kept| same(kept)).count() >= OF_A_NAME
-            && let Some(oldest) = self.0.iter().position(same)
+        let has_same_name = |kept: &KeptEvent| kept.event.name == event.name;
+        if self.events.iter().filter(|kept| has_same_name(kept)).count() >= MAX_EVENTS_OF_ONE_NAME
+            && let Some(oldest) = self.events.iter().position(has_same_name)
         {
-            self.0.remove(oldest);
+            self.events.remove(oldest);
         }
-        self.0.push_back((bytes, event));
-        let mut total: usize = self.0.iter().map(|(bytes, _)| bytes).sum();
-        while self.0.len() > MOST || (self.0.len() > 1 && total > MOST_BYTES) {
-            total -= self.0.pop_front().map_or(0, |(bytes, _)| bytes);
+        self.events.push_back(KeptEvent { event, bytes });
+        let mut total_bytes: usize = self.events.iter().map(|kept| kept.bytes).sum();
+        while self.events.len() > MAX_EVENTS || (self.events.len() > 1 && total_bytes > MAX_EVENT_BYTES) {
+            total_bytes -= self.events.pop_front().map_or(0, |kept| kept.bytes);
         }
     }
 
     pub(super) fn take_oldest(&mut self) -> Option<Event> {
-        self.0.pop_front().map(|(_, event)| event)
+        self.events.pop_front().map(|kept| kept.event)
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Event> {
-        self.0.iter().map(|(_, event)| event)
+        self.events.iter().map(|kept| &kept.event)
     }
 
     pub(super) fn clear(&mut self) {
-        self.0.clear();
+        self.events.clear();
     }
 }

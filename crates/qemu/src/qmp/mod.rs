@@ -9,11 +9,15 @@
 //! answer does not mean that QEMU has ended; it may only be busy. When such an answer arrives, it is not taken for
 //! the answer to the next command.
 
+mod error;
 mod events;
+mod message;
 
+pub use error::QmpError;
 pub use events::Event;
 
-use events::{Events, Timestamp};
+use events::{KeptEvents, Timestamp};
+use message::{Message, ReceivedMessage, command_json};
 use rekindle_kernel::lines::{LineError, Lines};
 use rustix::fd::{AsFd, BorrowedFd};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -27,7 +31,7 @@ use serde_json::Value;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Default time limit for an answer. QEMU answers within milliseconds; while it writes a snapshot or waits for a
@@ -35,109 +39,16 @@ use std::time::{Duration, Instant};
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Limit of an answer or an event, in bytes. The longest is the answer to `query-qmp-schema`, of 250 kB.
-const LONGEST: usize = 16 << 20;
+const MAX_MESSAGE_BYTES: usize = 16 << 20;
 /// Limit of messages in one call: a QEMU may send them without end.
-const PER_READ: usize = 1024;
-
-/// Errors of a QMP connection.
-#[derive(Debug, thiserror::Error)]
-pub enum QmpError {
-    /// No process listens on the socket.
-    #[error("cannot connect to the QMP socket {}", path.display())]
-    Connect {
-        /// Path of the socket.
-        path: PathBuf,
-        /// The error of `connect(2)`.
-        #[source]
-        source: io::Error,
-    },
-    /// Connected, but no greeting arrived.
-    #[error(
-        "the QMP socket {} gave no greeting within {} ms; another client holds it (QMP serves one at a time), or QEMU hangs",
-        path.display(),
-        after.as_millis()
-    )]
-    NoGreeting {
-        /// Path of the socket.
-        path: PathBuf,
-        /// The time limit.
-        after: Duration,
-    },
-    /// QEMU ended, or closed the connection.
-    #[error("QEMU closed its QMP socket while `{during}` was under way")]
-    Closed {
-        /// The command that waited for an answer.
-        during: String,
-    },
-    /// No answer in time.
-    #[error("QEMU did not answer `{during}` within {} ms", after.as_millis())]
-    Timeout {
-        /// The command or event that was waited for.
-        during: String,
-        /// The time limit.
-        after: Duration,
-    },
-    /// QEMU answered with an error.
-    #[error("QEMU refused `{command}`: {description}")]
-    Refused {
-        /// The rejected command.
-        command: String,
-        /// QEMU's error class.
-        class: String,
-        /// QEMU's error text.
-        description: String,
-    },
-    /// QEMU sent more than the limit of an answer.
-    #[error("QEMU sent more than {} MiB instead of an answer to `{during}`", LONGEST >> 20)]
-    TooLong {
-        /// The command that waited for an answer.
-        during: String,
-    },
-    /// The answer was not as QMP specifies.
-    #[error("QEMU answered `{during}` with something unexpected: {text}")]
-    Protocol {
-        /// The command that waited for an answer.
-        during: String,
-        /// The beginning of the message.
-        text: String,
-    },
-    /// libvirt did not pass the command on.
-    #[error(
-        "cannot access libvirt domain {domain}: {message}; is libvirtd running? For another connection: --connect URI"
-    )]
-    Libvirt {
-        /// Name, number or UUID of the domain.
-        domain: String,
-        /// virsh's error text.
-        message: String,
-    },
-    /// The socket failed.
-    #[error("QMP socket error during `{during}`")]
-    Io {
-        /// The command that waited for an answer.
-        during: String,
-        /// The socket's error.
-        #[source]
-        source: io::Error,
-    },
-}
-
-impl QmpError {
-    /// Returns whether QEMU gave no answer, as opposed to an error or a closed socket.
-    #[must_use]
-    pub fn is_silence(&self) -> bool {
-        matches!(self, Self::NoGreeting { .. } | Self::Timeout { .. } | Self::TooLong { .. })
-    }
-}
+const MAX_MESSAGES_PER_READ: usize = 1024;
 
 /// QEMU's version, as QEMU reports it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Version {
     /// First number: 10 in 10.0.2.
     pub major: u32,
-    /// Second number.
     pub minor: u32,
-    /// Third number.
     pub micro: u32,
 }
 
@@ -147,52 +58,13 @@ impl std::fmt::Display for Version {
     }
 }
 
-/// One line from QEMU.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Message {
-    Event {
-        event: String,
-        #[serde(default)]
-        data: Value,
-        timestamp: Timestamp,
-    },
-    Error {
-        error: ErrorBody,
-    },
-    Return {
-        #[serde(rename = "return")]
-        value: Value,
-    },
-    Greeting {
-        #[serde(rename = "QMP")]
-        qmp: Greeting,
-    },
-}
-
-#[derive(Deserialize)]
-struct ErrorBody {
-    class: String,
-    desc: String,
-}
-
-#[derive(Deserialize)]
-struct Greeting {
-    version: GreetingVersion,
-}
-
-#[derive(Deserialize)]
-struct GreetingVersion {
-    qemu: Version,
-}
-
 /// A connection to a QEMU that has greeted.
 #[derive(Debug)]
 pub struct Qmp {
     lines: Lines<UnixStream>,
-    events: Events,
+    events: KeptEvents,
     /// Number of answers that timed out and may still arrive.
-    overdue: usize,
+    overdue_answers: usize,
     version: Version,
     timeout: Duration,
 }
@@ -239,14 +111,14 @@ impl Qmp {
         set_socket_timeout(&stream, Timeout::Send, Some(DEFAULT_TIMEOUT))
             .map_err(|e| QmpError::Io { during: during.into(), source: e.into() })?;
         let mut qmp = Self {
-            lines: Lines::new(stream, LONGEST),
-            events: Events::default(),
-            overdue: 0,
+            lines: Lines::new(stream, MAX_MESSAGE_BYTES),
+            events: KeptEvents::default(),
+            overdue_answers: 0,
             version: Version { major: 0, minor: 0, micro: 0 },
             timeout,
         };
         let deadline = Instant::now() + timeout;
-        match qmp.message(during, deadline, timeout)?.1 {
+        match qmp.next_message(during, deadline, timeout)?.message {
             Message::Greeting { qmp: greeting } => qmp.version = greeting.version.qemu,
             _ => return Err(QmpError::Protocol { during: during.into(), text: "no greeting".into() }),
         }
@@ -257,7 +129,6 @@ impl Qmp {
     }
 
     /// Returns the version from QEMU's greeting.
-    #[must_use]
     pub fn version(&self) -> &Version {
         &self.version
     }
@@ -299,7 +170,7 @@ impl Qmp {
     /// # Errors
     /// [`QmpError::Io`] when the socket fails.
     pub fn send(&mut self, command: &str, arguments: impl Serialize, fds: &[BorrowedFd<'_>]) -> Result<(), QmpError> {
-        self.write(command, &text(command, arguments)?, fds)
+        self.write(command, &command_json(command, arguments)?, fds)
     }
 
     /// Sends all of a command except its closing brace, which [`Qmp::fire`] sends.
@@ -310,9 +181,9 @@ impl Qmp {
     /// # Errors
     /// [`QmpError::Io`] when the socket fails.
     pub fn stage(&mut self, command: &str, arguments: impl Serialize) -> Result<(), QmpError> {
-        let text = text(command, arguments)?;
-        let (_brace, most) = text.split_last().unwrap_or((&b'}', &[]));
-        self.write(command, most, &[])
+        let json = command_json(command, arguments)?;
+        let (_brace, without_brace) = json.split_last().unwrap_or((&b'}', &[]));
+        self.write(command, without_brace, &[])
     }
 
     /// Sends the last byte of the staged command.
@@ -323,7 +194,7 @@ impl Qmp {
         self.write(command, b"}", &[])
     }
 
-    fn write(&mut self, command: &str, mut rest: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), QmpError> {
+    fn write(&mut self, command: &str, mut unsent: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), QmpError> {
         let failed = |source: rustix::io::Errno| match source {
             rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => QmpError::Closed { during: command.into() },
             rustix::io::Errno::AGAIN => QmpError::Timeout { during: command.into(), after: DEFAULT_TIMEOUT },
@@ -334,9 +205,9 @@ impl Qmp {
         if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
             return Err(QmpError::Protocol { during: command.into(), text: "too many descriptors".into() });
         }
-        while !rest.is_empty() {
-            let sent = sendmsg(self.lines.stream(), &[IoSlice::new(rest)], &mut ancillary, SendFlags::NOSIGNAL);
-            rest = rest.get(sent.map_err(failed)?..).unwrap_or_default();
+        while !unsent.is_empty() {
+            let sent = sendmsg(self.lines.stream(), &[IoSlice::new(unsent)], &mut ancillary, SendFlags::NOSIGNAL);
+            unsent = unsent.get(sent.map_err(failed)?..).unwrap_or_default();
             ancillary.clear();
         }
         Ok(())
@@ -353,12 +224,12 @@ impl Qmp {
     fn reply_by<T: DeserializeOwned>(&mut self, command: &str, deadline: Instant) -> Result<T, QmpError> {
         let timeout = self.timeout;
         loop {
-            let settled = self.message(command, deadline, timeout).and_then(|message| self.settle(command, message));
-            match settled {
+            let message = self.next_message(command, deadline, timeout);
+            match message.and_then(|message| self.reply_or_keep(command, message)) {
                 Ok(Some(value)) => return Ok(value),
                 Ok(None) if Instant::now() < deadline => {}
                 Ok(None) | Err(QmpError::Timeout { .. }) => {
-                    self.overdue += 1;
+                    self.overdue_answers += 1;
                     return Err(QmpError::Timeout { during: command.into(), after: timeout });
                 }
                 Err(e) => return Err(e),
@@ -371,28 +242,29 @@ impl Qmp {
     /// # Errors
     /// As for [`Qmp::execute`].
     pub fn try_reply<T: DeserializeOwned>(&mut self, command: &str) -> Result<Option<T>, QmpError> {
-        for _ in 0..PER_READ {
-            let Some(message) = self.try_message(command)? else { break };
-            if let Some(value) = self.settle(command, message)? {
+        for _ in 0..MAX_MESSAGES_PER_READ {
+            let Some(message) = self.try_next_message(command)? else { break };
+            if let Some(value) = self.reply_or_keep(command, message)? {
                 return Ok(Some(value));
             }
         }
         Ok(None)
     }
 
-    /// Keeps an event. Turns a reply into its value or error, unless the reply is a late one.
-    fn settle<T: DeserializeOwned>(
+    /// Returns the value or error of a reply. Returns `None` for an event, which is kept, and for a late reply to an
+    /// earlier command.
+    fn reply_or_keep<T: DeserializeOwned>(
         &mut self,
         command: &str,
-        (bytes, message): (usize, Message),
+        received: ReceivedMessage,
     ) -> Result<Option<T>, QmpError> {
-        match message {
+        match received.message {
             Message::Event { event, data, timestamp } => {
-                self.keep(bytes, event, data, &timestamp);
+                self.keep_event(received.bytes, event, data, &timestamp);
                 Ok(None)
             }
-            Message::Error { .. } | Message::Return { .. } if self.overdue > 0 => {
-                self.overdue -= 1;
+            Message::Error { .. } | Message::Return { .. } if self.overdue_answers > 0 => {
+                self.overdue_answers -= 1;
                 Ok(None)
             }
             Message::Error { error } => {
@@ -407,11 +279,11 @@ impl Qmp {
         }
     }
 
-    fn keep(&mut self, bytes: usize, name: String, data: Value, timestamp: &Timestamp) {
+    fn keep_event(&mut self, bytes: usize, name: String, data: Value, timestamp: &Timestamp) {
         self.events.keep(bytes, Event { name, data, host_us: timestamp.host_us() });
     }
 
-    /// Returns the first value that `wanted` gives for an event, kept or new. Events before it are dropped.
+    /// Returns the first value that `select` gives for an event, kept or new. Events before it are dropped.
     ///
     /// # Errors
     /// [`QmpError::Timeout`] naming `what` when no such event arrives within `timeout`.
@@ -419,22 +291,23 @@ impl Qmp {
         &mut self,
         what: &str,
         timeout: Duration,
-        mut wanted: impl FnMut(&Event) -> Option<T>,
+        mut select: impl FnMut(&Event) -> Option<T>,
     ) -> Result<T, QmpError> {
         let deadline = Instant::now() + timeout;
         let mut is_late = false;
         loop {
             while let Some(event) = self.events.take_oldest() {
-                if let Some(found) = wanted(&event) {
-                    return Ok(found);
+                if let Some(value) = select(&event) {
+                    return Ok(value);
                 }
             }
             if is_late {
                 return Err(QmpError::Timeout { during: what.into(), after: timeout });
             }
-            match self.message(what, deadline, timeout)? {
-                (bytes, Message::Event { event, data, timestamp }) => self.keep(bytes, event, data, &timestamp),
-                (_, Message::Error { .. } | Message::Return { .. }) if self.overdue > 0 => self.overdue -= 1,
+            let ReceivedMessage { bytes, message } = self.next_message(what, deadline, timeout)?;
+            match message {
+                Message::Event { event, data, timestamp } => self.keep_event(bytes, event, data, &timestamp),
+                Message::Error { .. } | Message::Return { .. } if self.overdue_answers > 0 => self.overdue_answers -= 1,
                 _ => return Err(QmpError::Protocol { during: what.into(), text: "a reply to no command".into() }),
             }
             // QEMU may send events without end: check the deadline after each.
@@ -452,48 +325,34 @@ impl Qmp {
         self.events.clear();
     }
 
-    /// Returns the next message and its length in bytes.
-    fn message(&mut self, during: &str, deadline: Instant, timeout: Duration) -> Result<(usize, Message), QmpError> {
-        let late = || QmpError::Timeout { during: during.into(), after: timeout };
+    /// Waits for the next message until `deadline`. `timeout` is only for the error.
+    fn next_message(
+        &mut self,
+        during: &str,
+        deadline: Instant,
+        timeout: Duration,
+    ) -> Result<ReceivedMessage, QmpError> {
         match self.lines.next_by(deadline) {
-            Ok(line) => parsed(during, &line),
-            Err(LineError::Late) => Err(late()),
-            Err(e) => Err(failed(during, e)),
+            Ok(line) => ReceivedMessage::parse(during, &line),
+            Err(LineError::Late) => Err(QmpError::Timeout { during: during.into(), after: timeout }),
+            Err(e) => Err(line_error(during, e)),
         }
     }
 
-    fn try_message(&mut self, during: &str) -> Result<Option<(usize, Message)>, QmpError> {
-        let line = self.lines.next_ready().map_err(|e| failed(during, e))?;
-        line.map(|line| parsed(during, &line)).transpose()
+    /// Returns the next message, if it has arrived.
+    fn try_next_message(&mut self, during: &str) -> Result<Option<ReceivedMessage>, QmpError> {
+        let line = self.lines.next_ready().map_err(|e| line_error(during, e))?;
+        line.map(|line| ReceivedMessage::parse(during, &line)).transpose()
     }
 }
 
-fn parsed(during: &str, line: &[u8]) -> Result<(usize, Message), QmpError> {
-    serde_json::from_slice(line).map(|message| (line.len(), message)).map_err(|_| QmpError::Protocol {
-        during: during.into(),
-        text: String::from_utf8_lossy(line).trim().chars().take(200).collect(),
-    })
-}
-
-fn failed(during: &str, e: LineError) -> QmpError {
+fn line_error(during: &str, e: LineError) -> QmpError {
     let during = during.into();
     match e {
         LineError::Closed => QmpError::Closed { during },
         LineError::TooLong { .. } => QmpError::TooLong { during },
         LineError::Late | LineError::Io(_) => QmpError::Io { during, source: e.into() },
     }
-}
-
-/// Returns a command as JSON, ending with its closing brace: QEMU needs no line end.
-fn text(command: &str, arguments: impl Serialize) -> Result<Vec<u8>, QmpError> {
-    let bad = |e: serde_json::Error| QmpError::Io { during: command.into(), source: e.into() };
-    let arguments = serde_json::to_value(arguments).map_err(bad)?;
-    if arguments.is_null() {
-        serde_json::to_vec(&serde_json::json!({ "execute": command }))
-    } else {
-        serde_json::to_vec(&serde_json::json!({ "execute": command, "arguments": arguments }))
-    }
-    .map_err(bad)
 }
 
 impl AsFd for Qmp {

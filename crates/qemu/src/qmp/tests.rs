@@ -7,32 +7,41 @@ use std::thread;
 const GREETING: &str =
     r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}, "package": "x"}, "capabilities": ["oob"]}}"#;
 
-/// Simulates a monitor that answers each command with the next of `answers`.
-fn monitor(answers: &'static [&'static str]) -> Result<Qmp, QmpError> {
-    let (ours, theirs) = UnixStream::pair().unwrap();
+/// Simulates a QEMU that greets, accepts `qmp_capabilities`, and then runs `serve` with its end of the socket.
+fn qemu(serve: impl FnOnce(UnixStream) + Send + 'static) -> Qmp {
+    let (client_end, qemu_end) = UnixStream::pair().unwrap();
     thread::spawn(move || {
-        let mut out = theirs.try_clone().unwrap();
+        let mut out = qemu_end.try_clone().unwrap();
         writeln!(out, "{GREETING}").unwrap();
-        // Like QEMU's parser, this one takes a command at its closing brace, without a line end.
-        let mut commands = serde_json::Deserializer::from_reader(theirs).into_iter::<Value>();
+        let mut commands = serde_json::Deserializer::from_reader(&qemu_end).into_iter::<Value>();
         commands.next().unwrap().unwrap();
         writeln!(out, r#"{{"return": {{}}}}"#).unwrap();
+        drop(commands);
+        serve(out);
+    });
+    Qmp::over(client_end, Duration::from_secs(10)).unwrap()
+}
+
+/// Simulates a QEMU that answers each command with the next of `answers`.
+fn qemu_with_answers(answers: &'static [&'static str]) -> Qmp {
+    qemu(move |mut out| {
+        // Like QEMU's parser, this one takes a command at its closing brace, without a line end.
+        let mut commands = serde_json::Deserializer::from_reader(out.try_clone().unwrap()).into_iter::<Value>();
         for answer in answers {
             if commands.next().is_none() {
                 return;
             }
             // Two writes: a line may arrive in pieces.
-            let (a, b) = answer.split_at(answer.len() / 2);
-            out.write_all(a.as_bytes()).unwrap();
-            writeln!(out, "{b}").unwrap();
+            let (first_half, second_half) = answer.split_at(answer.len() / 2);
+            out.write_all(first_half.as_bytes()).unwrap();
+            writeln!(out, "{second_half}").unwrap();
         }
-    });
-    Qmp::over(ours, Duration::from_secs(10))
+    })
 }
 
 #[test]
 fn a_staged_command_is_answered_when_it_is_fired() {
-    let mut qmp = monitor(&[r#"{"return": 1}"#, r#"{"return": 2}"#]).unwrap();
+    let mut qmp = qemu_with_answers(&[r#"{"return": 1}"#, r#"{"return": 2}"#]);
     qmp.stage("first", serde_json::json!({"filename": "x"})).unwrap();
     assert_eq!(qmp.try_reply::<u32>("first").unwrap(), None);
     qmp.fire("first").unwrap();
@@ -42,12 +51,11 @@ fn a_staged_command_is_answered_when_it_is_fired() {
 
 #[test]
 fn events_between_are_kept_with_their_time() {
-    let mut qmp = monitor(&[concat!(
+    let mut qmp = qemu_with_answers(&[concat!(
         r#"{"timestamp": {"seconds": 7, "microseconds": 5}, "event": "STOP"}"#,
         "\n",
         r#"{"return": {"status": "paused"}}"#
-    )])
-    .unwrap();
+    )]);
     assert_eq!(qmp.version().to_string(), "10.0.2");
     let status: Value = qmp.execute("query-status", ()).unwrap();
     assert_eq!(status["status"], "paused");
@@ -56,28 +64,28 @@ fn events_between_are_kept_with_their_time() {
 }
 
 #[test]
-fn a_refusal_carries_qemus_words() {
-    let mut qmp = monitor(&[r#"{"error": {"class": "CommandNotFound", "desc": "no such thing"}}"#]).unwrap();
+fn a_refusal_has_the_text_of_qemu() {
+    let mut qmp = qemu_with_answers(&[r#"{"error": {"class": "CommandNotFound", "desc": "no such thing"}}"#]);
     let e = qmp.execute::<Value>("xyz", ()).unwrap_err();
     assert_eq!(e.to_string(), "QEMU refused `xyz`: no such thing");
 }
 
 #[test]
 fn a_closed_socket_is_reported_with_the_command() {
-    let mut qmp = monitor(&[]).unwrap();
+    let mut qmp = qemu_with_answers(&[]);
     let e = qmp.execute::<Value>("quit", ()).unwrap_err();
     assert!(matches!(&e, QmpError::Closed { during } if during == "quit"), "{e}");
 }
 
 #[test]
-fn nonsense_is_shown() {
-    let mut qmp = monitor(&["nonsense"]).unwrap();
+fn an_answer_that_is_not_json_is_shown() {
+    let mut qmp = qemu_with_answers(&["nonsense"]);
     let e = qmp.execute::<Value>("query-status", ()).unwrap_err();
     assert!(e.to_string().contains("nonsense"), "{e}");
 }
 
 #[test]
-fn a_busy_socket_is_named() {
+fn a_missing_and_a_busy_socket_are_named() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp.sock");
     let e = Qmp::connect(&path, Duration::from_millis(5)).unwrap_err();
@@ -96,34 +104,19 @@ fn a_listener_that_does_not_accept_is_not_waited_for() {
     rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     rustix::net::listen(&socket, 0).unwrap();
     let _first = UnixStream::connect(&path).unwrap();
-    let within = Duration::from_millis(50);
-    let e = Qmp::connect(&path, within).unwrap_err();
-    assert!(matches!(e, QmpError::NoGreeting { after, .. } if after == within), "{e}");
-}
-
-/// Simulates a QEMU that greets, accepts `qmp_capabilities`, and then runs `then` with its end of the socket.
-fn qemu(then: impl FnOnce(UnixStream) + Send + 'static) -> Qmp {
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    thread::spawn(move || {
-        let mut out = theirs.try_clone().unwrap();
-        writeln!(out, "{GREETING}").unwrap();
-        let mut commands = serde_json::Deserializer::from_reader(&theirs).into_iter::<Value>();
-        commands.next().unwrap().unwrap();
-        writeln!(out, r#"{{"return": {{}}}}"#).unwrap();
-        drop(commands);
-        then(out);
-    });
-    Qmp::over(ours, Duration::from_secs(10)).unwrap()
+    let timeout = Duration::from_millis(50);
+    let e = Qmp::connect(&path, timeout).unwrap_err();
+    assert!(matches!(e, QmpError::NoGreeting { after, .. } if after == timeout), "{e}");
 }
 
 /// An event that a guest can cause.
-const CAUSED: &str = r#"{"timestamp": {"seconds": 18446744073709551615, "microseconds": 5}, "event": "RTC_CHANGE", "data": {"offset": 1}}"#;
+const GUEST_EVENT: &str = r#"{"timestamp": {"seconds": 18446744073709551615, "microseconds": 5}, "event": "RTC_CHANGE", "data": {"offset": 1}}"#;
 
 #[test]
-fn events_without_an_end_are_no_answer_and_take_no_memory() {
+fn an_endless_series_of_events_is_no_answer_and_takes_no_memory() {
     // Several writers keep the socket from becoming empty. A write as small as this one is not torn.
     let mut qmp = qemu(|out| {
-        let event = format!("{CAUSED}\n");
+        let event = format!("{GUEST_EVENT}\n");
         thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| while (&out).write_all(event.as_bytes()).is_ok() {});
@@ -140,11 +133,11 @@ fn events_without_an_end_are_no_answer_and_take_no_memory() {
 }
 
 #[test]
-fn events_that_a_guest_causes_do_not_push_out_others() {
+fn events_that_a_guest_causes_do_not_displace_others() {
     let mut qmp = qemu(|mut out| {
         writeln!(out, r#"{{"timestamp": {{"seconds": 1, "microseconds": 0}}, "event": "STOP"}}"#).unwrap();
         for _ in 0..5000 {
-            writeln!(out, "{CAUSED}").unwrap();
+            writeln!(out, "{GUEST_EVENT}").unwrap();
         }
         writeln!(out, r#"{{"return": 7}}"#).unwrap();
     });
@@ -153,7 +146,7 @@ fn events_that_a_guest_causes_do_not_push_out_others() {
 }
 
 #[test]
-fn an_answer_without_an_end_takes_no_more_memory_than_its_limit() {
+fn an_endless_answer_takes_no_more_memory_than_its_limit() {
     let mut qmp = qemu(|mut out| {
         let _ = out.write_all(br#"{"return": ""#);
         while out.write_all(&[b'x'; 65536]).is_ok() {}

@@ -45,44 +45,50 @@ pub fn list(qmp: &mut Qmp) -> Result<Vec<RamBlock>, QmpError> {
 /// Parses the table. After a header line, a row is: name, page size and its unit, offset, used, total [, address,
 /// access].
 fn parse(text: &str) -> Option<Vec<RamBlock>> {
-    let hex = |word: &str| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok();
     let mut lines = text.lines();
     lines.next().filter(|header| header.trim_start().starts_with("Block Name"))?;
-    let mut blocks = Vec::new();
-    for line in lines.filter(|line| !line.trim().is_empty()) {
-        // Parse from the right: a name may contain blanks.
-        let mut words: Vec<&str> = line.split_whitespace().collect();
-        if matches!(words.last(), Some(&("rw" | "ro"))) {
-            words.pop();
-        }
-        let numbers = words.iter().rev().take_while(|word| word.starts_with("0x")).count();
-        let (name, numbers) = words.split_at(words.len() - numbers);
-        let (offset, used, total, address) = match numbers {
-            [offset, used, total] => (hex(offset)?, hex(used)?, hex(total)?, None),
-            [offset, used, total, address] => (hex(offset)?, hex(used)?, hex(total)?, Some(hex(address)?)),
-            _ => return None,
-        };
-        let (name, [size, unit]) = name.split_last_chunk::<2>()?;
-        let page_size = size.parse::<u64>().ok()? * unit_bytes(unit)?;
-        blocks.push(RamBlock { id: name.join(" "), used, total, page_size, offset, address });
+    lines.filter(|line| !line.trim().is_empty()).map(parse_row).collect()
+}
+
+fn parse_row(row: &str) -> Option<RamBlock> {
+    let hex = |word: &str| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok();
+    // Parse from the right: a name may contain blanks.
+    let mut words: Vec<&str> = row.split_whitespace().collect();
+    if matches!(words.last(), Some(&("rw" | "ro"))) {
+        words.pop();
     }
-    Some(blocks)
+    let number_count = words.iter().rev().take_while(|word| word.starts_with("0x")).count();
+    let (name_and_page_size, numbers) = words.split_at(words.len() - number_count);
+    let (offset, used, total, address) = match numbers {
+        [offset, used, total] => (hex(offset)?, hex(used)?, hex(total)?, None),
+        [offset, used, total, address] => (hex(offset)?, hex(used)?, hex(total)?, Some(hex(address)?)),
+        _ => return None,
+    };
+    let (name, [page_size, unit]) = name_and_page_size.split_last_chunk::<2>()?;
+    let page_size = page_size.parse::<u64>().ok()? * unit_bytes(unit)?;
+    Some(RamBlock { id: name.join(" "), used, total, page_size, offset, address })
 }
 
 fn unit_bytes(unit: &str) -> Option<u64> {
-    ["B", "KiB", "MiB", "GiB"].iter().zip([0, 10, 20, 30]).find(|(name, _)| **name == unit).map(|(_, bits)| 1 << bits)
+    match unit {
+        "B" => Some(1),
+        "KiB" => Some(1 << 10),
+        "MiB" => Some(1 << 20),
+        "GiB" => Some(1 << 30),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const NEW: &str = "\
+    const TABLE_WITH_ADDRESSES: &str = "\
               Block Name    PSize              Offset               Used              Total                HVA  RO
                      ram    4 KiB  0x0000000000000000 0x0000000020000000 0x0000000020000000 0x00007ff4bffff000  rw
     /rom@etc/acpi/tables    4 KiB  0x0000000021100000 0x0000000000020000 0x0000000000200000 0x00007ff4bdc00000  ro
 ";
-    const OLD: &str = "\
+    const TABLE_WITHOUT_ADDRESSES: &str = "\
               Block Name    PSize              Offset               Used              Total
                      ram    4 KiB  0x0000000000000000 0x0000000020000000 0x0000000020000000
     /rom@etc/acpi/tables    4 KiB  0x0000000021100000 0x0000000000020000 0x0000000000200000
@@ -90,7 +96,7 @@ mod tests {
 
     #[test]
     fn both_forms_of_the_table() {
-        let tables = |address| RamBlock {
+        let acpi_tables = |address| RamBlock {
             id: "/rom@etc/acpi/tables".into(),
             used: 0x20000,
             total: 0x20_0000,
@@ -98,8 +104,8 @@ mod tests {
             offset: 0x2110_0000,
             address,
         };
-        let new = parse(NEW).unwrap();
-        let main = RamBlock {
+        let blocks = parse(TABLE_WITH_ADDRESSES).unwrap();
+        let main_ram = RamBlock {
             id: "ram".into(),
             used: 0x2000_0000,
             total: 0x2000_0000,
@@ -107,17 +113,17 @@ mod tests {
             offset: 0,
             address: Some(0x7ff4_bfff_f000),
         };
-        assert_eq!(new[0], main);
-        assert_eq!(new[1], tables(Some(0x7ff4_bdc0_0000)));
-        assert_eq!(parse(&NEW.replace("4 KiB", "2 MiB")).unwrap()[0].page_size, 2 << 20);
-        let old = parse(OLD).unwrap();
-        assert_eq!(old[1], tables(None));
-        assert_eq!(old.len(), 2);
+        assert_eq!(blocks[0], main_ram);
+        assert_eq!(blocks[1], acpi_tables(Some(0x7ff4_bdc0_0000)));
+        assert_eq!(parse(&TABLE_WITH_ADDRESSES.replace("4 KiB", "2 MiB")).unwrap()[0].page_size, 2 << 20);
+        let blocks = parse(TABLE_WITHOUT_ADDRESSES).unwrap();
+        assert_eq!(blocks[1], acpi_tables(None));
+        assert_eq!(blocks.len(), 2);
     }
 
     #[test]
     fn anything_else_is_refused() {
         assert_eq!(parse("unknown command: 'info ramblock'\n"), None);
-        assert_eq!(parse(&NEW.replace("0x0000000000020000", "many")), None);
+        assert_eq!(parse(&TABLE_WITH_ADDRESSES.replace("0x0000000000020000", "many")), None);
     }
 }

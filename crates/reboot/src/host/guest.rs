@@ -84,7 +84,7 @@ impl PreparedSuspend {
     pub(super) fn new(mut replacement: Replacement) -> Result<Self, RebootError> {
         let how = replacement.options.how;
         let hardware = replacement.held.state.hardware.clone();
-        let mut qmp = replacement.source_qemu.connect(vmm::START)?;
+        let mut qmp = replacement.source_qemu.connect(vmm::START_TIMEOUT)?;
         let cpu = cpu::features(&mut qmp)?;
         let mut early = None;
         if how == RebootMethod::Warm {
@@ -193,7 +193,7 @@ impl PreparedSuspend {
             return Ok((None, None, host_us()));
         }
         // Dropped at the end of this function, because returning the guest to the source opens another connection.
-        let mut qmp = self.qmp.take().map_or_else(|| source_qemu.connect(vmm::START), Ok)?;
+        let mut qmp = self.qmp.take().map_or_else(|| source_qemu.connect(vmm::START_TIMEOUT), Ok)?;
         if self.how() == RebootMethod::Saved {
             let stopped_host_us = self.stop(&mut qmp)?;
             let saved = save_with_ram(&mut qmp, &saved_path(host, &rundir, &state.definition))?;

@@ -129,7 +129,7 @@ fn method_for(
         Some(state) => why_not_preserved(&state.hardware.ram.path).into_iter().map(Problem).collect(),
         None => Vec::new(),
     };
-    let carries = |how| preflight(host, name, how, |path| Binary::known(path, &host.binaries())).map(drop);
+    let carries = |how| preflight(host, name, how, |path| Binary::probe_cached(path, &host.binaries())).map(drop);
     problems.extend(carries(how).err().map(problems_of).unwrap_or_default());
     if problems.is_empty() {
         return Ok(Some(how));

@@ -11,11 +11,11 @@ use crate::interrupted::{Recovered, continue_interrupted};
 use crate::os::watch;
 use crate::vmm::recover::{boot_after_loss, boot_after_shutdown, recover_cold, recover_handover};
 use crate::vmm::{saved, warm};
-use rekindle_handover::aftermath::{announce, set_clock};
+use rekindle_handover::after_resume::{announce, set_clock};
 use rekindle_handover::evidence::disk_times;
 use rekindle_handover::ram::Ram;
 use rekindle_handover::takeover::Taps;
-use rekindle_handover::{Destination, Handover, Loaded};
+use rekindle_handover::{Destination, Handover, LoadedStage};
 use rekindle_memory::directory::RamDirectory;
 use rekindle_qemu::cpu;
 use rekindle_qemu::qmp::Qmp;
@@ -335,7 +335,7 @@ fn resume_loaded<R: Ram>(
     record: &SuspendRecord,
     mut handover: Handover,
     entry: &SuspendedGuest,
-    mut loaded: Destination<Loaded<R>>,
+    mut loaded: Destination<LoadedStage<R>>,
 ) -> Result<u64, RebootError> {
     let (name, rundir) = (handover.name().to_owned(), handover.rundir.clone());
     let unwritten = |error: HostError| RebootError::Record { name: name.clone(), why: error.to_string() };

@@ -163,7 +163,8 @@ pub fn check(host: &Host, wanted: &[(String, RebootMethod)]) -> Result<Vec<Check
     if !still.is_empty() {
         return Err(HostError::StillSuspended(still));
     }
-    let one = |name: &str, how| preflight(host, name, how, |path| Binary::known(path, &host.binaries())).map(drop);
+    let one =
+        |name: &str, how| preflight(host, name, how, |path| Binary::probe_cached(path, &host.binaries())).map(drop);
     Ok(wanted.iter().map(|(name, how)| (name.clone(), one(name, *how))).collect())
 }
 
@@ -194,7 +195,7 @@ fn end_remaining(host: &Host, entry: &SuspendedGuest) -> Result<(), RebootError>
 }
 
 fn prepare(host: &Host, name: &str, how: RebootMethod) -> Result<PreparedSuspend, RebootError> {
-    PreparedSuspend::new(preflight(host, name, how, |path| Binary::known(path, &host.binaries()))?)
+    PreparedSuspend::new(preflight(host, name, how, |path| Binary::probe_cached(path, &host.binaries()))?)
 }
 
 pub(crate) fn with_cause(error: &dyn std::error::Error) -> String {

@@ -102,7 +102,7 @@ fn check_guest(held: &Held) -> Result<(Vmm, Qmp, String), RebootError> {
                    restart the VM, or use --how cold";
         return Err(prevented(held, why));
     }
-    let mut qmp = vmm.connect(vmm::START)?;
+    let mut qmp = vmm.connect(vmm::START_TIMEOUT)?;
     let state = run_state(&mut qmp)?;
     if state != "running" {
         return Err(prevented(held, format!("its guest does not run (QEMU reports `{state}`); use --how cold")));
@@ -121,9 +121,9 @@ fn prepare(held: &Held, request: &KexecRequest, recorder: &mut Recorder) -> Resu
     let (kernel, initrd) = (text(&request.kernel), text(&request.initrd));
     let ran = agent::run(&port, "/bin/sh", &["-c", LOAD_SCRIPT, "sh", &kernel, &initrd], LOAD_TIMEOUT);
     let ran = ran.map_err(|e| agent_unable(held, &e))?;
-    let loaded = ran.out.lines().find_map(|line| line.strip_prefix("loaded ")).and_then(|line| line.split_once(' '));
+    let loaded = ran.stdout.lines().find_map(|line| line.strip_prefix("loaded ")).and_then(|line| line.split_once(' '));
     let Some((kernel, initrd)) = loaded.filter(|_| ran.status == Some(0)) else {
-        return Err(prevented(held, load_failure(ran.status, &kernel, &initrd, ran.out.trim(), ran.err.trim())));
+        return Err(prevented(held, load_failure(ran.status, &kernel, &initrd, ran.stdout.trim(), ran.stderr.trim())));
     };
     let loaded = LoadedKernel { kernel: kernel.into(), initrd: (initrd != "none").then(|| initrd.into()) };
     recorder.step("load the kernel");
@@ -184,7 +184,7 @@ impl PreparedKexec {
         fault::point("kexec.suspend.asked", Some(&self.vmm), None);
         match requested {
             Ok(ran) if ran.status != Some(0) => {
-                let why = format!("`systemctl kexec` failed in the guest: {}; or use --how cold", ran.err.trim());
+                let why = format!("`systemctl kexec` failed in the guest: {}; or use --how cold", ran.stderr.trim());
                 journal.close().map_err(|e| needs_recovery(failed(e)))?;
                 return Err(Failure { guest: GuestStatus::Unchanged, error: Box::new(prevented(held, why)) });
             }
@@ -229,7 +229,7 @@ impl PreparedKexec {
     /// Waits until the agent of another boot answers, or the guest ends in another way.
     fn wait_for_boot(&mut self, patience: Duration, recorder: &mut Recorder) -> Result<KexecOutcome, KexecFailure> {
         let down = Instant::now() + patience;
-        while agent::listens(&mut self.qmp)? {
+        while agent::is_listening(&mut self.qmp)? {
             if let Some(outcome) = self.check_outcome()? {
                 return Ok(outcome);
             }
@@ -298,7 +298,7 @@ fn not_returned(held: &Held, not_returned: &KexecFailure) -> RebootError {
 
 /// Returns whether the guest's agent runs in another boot than `boot`; `None` if no agent answers.
 fn is_other_boot(vmm: &Vmm, qmp: &mut Qmp, boot: &str) -> Result<Option<bool>, QmpError> {
-    if !agent::listens(qmp)? {
+    if !agent::is_listening(qmp)? {
         return Ok(None);
     }
     Ok(agent::boot_id(&vmm.directory().agent(), ANSWER_TIMEOUT).ok().map(|now| now != boot))
@@ -311,7 +311,7 @@ fn is_other_boot(vmm: &Vmm, qmp: &mut Qmp, boot: &str) -> Result<Option<bool>, Q
 /// [`RebootError::Kexec`] if the guest's agent does not answer: the guest may run.
 pub(crate) fn recover(held: &Held, journal: &Journal, force: bool) -> Result<Option<bool>, RebootError> {
     let Ok(vmm) = held.vmm() else { return Ok(None) };
-    let mut qmp = match vmm.connect(vmm::START) {
+    let mut qmp = match vmm.connect(vmm::START_TIMEOUT) {
         Err(_) if !vmm.is_alive() => return Ok(None),
         other => other?,
     };

@@ -188,7 +188,7 @@ impl Batch {
         if let Some(binary) = binaries.get(path) {
             return Ok(binary.clone());
         }
-        let binary = Binary::known(path, &host.binaries())?;
+        let binary = Binary::probe_cached(path, &host.binaries())?;
         binaries.insert(path.to_owned(), binary.clone());
         Ok(binary)
     }
@@ -278,7 +278,7 @@ pub(crate) fn begin_cold_reboot(
     prevents: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<Replacement, Failure> {
     let options = ReplaceOptions { how: RebootMethod::Cold, qemu: None, rollback: false, verify_memory: false };
-    let replacement = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
+    let replacement = begin(host, name, operation, &options, |path| Binary::probe_cached(path, &host.binaries()));
     let replacement = replacement.and_then(|replacement| match prevents(&replacement.held.state) {
         None => Ok(replacement),
         Some(problem) => Err(RebootError::Prevented { name: name.into(), problem }),

@@ -6,7 +6,7 @@ use crate::interrupted::end_pause;
 use rekindle_memory::directory::{RamDirectory, huge_page_size};
 use rekindle_qemu::cpu;
 use rekindle_qemu::guest;
-use rekindle_qemu::hold::Hold;
+use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_vm::definition::uncarriable;
@@ -49,7 +49,7 @@ pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
         let mut qmp = replacement.source_qemu.connect(Duration::from_secs(10))?;
         let run_state = guest::run_state(&mut qmp)?;
         drop(quiet);
-        if Hold::found(&mut qmp)?.is_some() {
+        if OutputHold::find(&mut qmp)?.is_some() {
             problems.push(Problem(format!(
                 "its guest's network output is held until a checkpoint is committed (protect --output-commit), and \
                  another QEMU would not hold it; end the protector, then: rekindle release {}",

@@ -6,7 +6,7 @@ use crate::interrupted::{Recovered, of_generation};
 use rekindle_handover::boot::{PreviousCache, boot};
 use rekindle_handover::ram::Ram;
 use rekindle_handover::takeover::Taps;
-use rekindle_handover::{Destination, Handover, HandoverError, Loaded, Spawned};
+use rekindle_handover::{Destination, Handover, HandoverError, LoadedStage, SpawnedStage};
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
@@ -112,25 +112,27 @@ fn running_destination(handover: &Handover) -> Result<Option<(Vmm, Qmp)>, Reboot
         return Ok(None);
     };
     let has_ended = |vmm: &Vmm| vmm.process().wait_end(Duration::ZERO).map_err(handover.file_error("qemu"));
-    match vmm.connect(vmm::START) {
+    match vmm.connect(vmm::START_TIMEOUT) {
         Ok(qmp) => Ok(Some((vmm, qmp))),
         Err(_) if has_ended(&vmm)? => Ok(None),
-        Err(_) => Err(HandoverError::Silent { name: handover.name().into(), pid: vmm.pid, waited: vmm::START }.into()),
+        Err(_) => {
+            Err(HandoverError::Silent { name: handover.name().into(), pid: vmm.pid, waited: vmm::START_TIMEOUT }.into())
+        }
     }
 }
 
 /// Finishes the operation with a destination QEMU that was found alive: resumes the guest in it if necessary.
 fn finish(
     handover: Handover,
-    destination: Destination<Spawned>,
+    destination: Destination<SpawnedStage>,
     recovered: Recovered,
 ) -> Result<Recovered, RebootError> {
-    commit_and_settle(handover, destination.wait_until_loaded()?, recovered)
+    commit_and_settle(handover, destination.wait_for_interrupted_load()?, recovered)
 }
 
 fn commit_and_settle<R: Ram>(
     mut handover: Handover,
-    loaded: Destination<Loaded<R>>,
+    loaded: Destination<LoadedStage<R>>,
     recovered: Recovered,
 ) -> Result<Recovered, RebootError> {
     loaded.commit(&mut handover, "resume")?.settle(handover, "record")?;

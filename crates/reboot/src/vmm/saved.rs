@@ -3,11 +3,11 @@
 
 use super::{RebootReport, Replacement, stop};
 use crate::error::{Failure, RebootError};
-use rekindle_handover::destination::failed_to_load;
+use rekindle_handover::destination::end_failed_load;
 use rekindle_handover::ram::SavedRam;
 use rekindle_handover::saved_state::{open_with_ram, save_with_ram};
 use rekindle_handover::takeover::Taps;
-use rekindle_handover::{Destination, GuestStatus, Handover, HandoverError, Loaded, OwnRunDir};
+use rekindle_handover::{Destination, GuestStatus, Handover, HandoverError, LoadedStage, OwnRunDir};
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::vmm;
@@ -48,7 +48,7 @@ fn suspend(
     handover: &mut Handover,
     path: &Path,
 ) -> Result<(u64, SavedState), RebootError> {
-    let mut qmp = replacement.source_qemu.connect(vmm::START)?;
+    let mut qmp = replacement.source_qemu.connect(vmm::START_TIMEOUT)?;
     handover.recorder.step("connect");
     replacement.hold_run_state()?;
     handover.advance(Step::Suspend)?;
@@ -94,13 +94,13 @@ pub(crate) fn load<'a>(
     binary: &Binary,
     saved: &SavedState,
     taps: Taps,
-) -> Result<Destination<Loaded<SavedRam<'a>>>, HandoverError> {
+) -> Result<Destination<LoadedStage<SavedRam<'a>>>, HandoverError> {
     let rundir = handover.rundir.clone();
     let file = open_with_ram(rundir.name(), saved)?;
     ram::renew(&rundir, hardware)?;
     disks::start(&rundir, hardware).map_err(LifeError::from)?;
     let environment = OwnRunDir { rundir: &rundir, hardware, binary };
     let spawned = Destination::spawn(handover, &environment, Start::Incoming, taps);
-    let destination = spawned.map_err(|e| failed_to_load(handover, e))?;
+    let destination = spawned.map_err(|e| end_failed_load(handover, e))?;
     destination.load_file(handover, &file, SavedRam { hardware })
 }

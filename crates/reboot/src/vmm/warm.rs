@@ -10,13 +10,13 @@ use super::verify::MemoryDigests;
 use super::vm_generation_id::VmGenerationId;
 use super::{MemoryComparison, RebootReport, Replacement, stop};
 use crate::error::{Failure, RebootError};
-use rekindle_handover::destination::{Loading, STAGED_RESUME_TIMEOUT, failed_to_load};
+use rekindle_handover::destination::{Loading, STAGED_RESUME_TIMEOUT, end_failed_load};
 use rekindle_handover::ram::SharedRam;
 use rekindle_handover::saved_state::{DISK_TIMEOUT, StreamWriter, read_stream};
 use rekindle_handover::source_state::{SourceState, StateSink};
 use rekindle_handover::takeover::{TapTakeover, Taps};
 use rekindle_handover::{
-    Destination, GuestStatus, Handover, HandoverError, Loaded, OwnRunDir, Prepared, Running, priority,
+    Destination, GuestStatus, Handover, HandoverError, LoadedStage, OwnRunDir, PreparedStage, RunningStage, priority,
 };
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory::populate_heap;
@@ -52,7 +52,7 @@ pub(crate) struct PreparedHandover {
 
 struct HandoverParts {
     source_qmp: Qmp,
-    destination: Destination<Prepared<SharedRam>>,
+    destination: Destination<PreparedStage<SharedRam>>,
     state: SourceState,
     /// File that receives a copy of everything that is sent to the destination.
     stream: StreamWriter,
@@ -115,7 +115,7 @@ impl PreparedHandover {
 pub(crate) struct CompletedHandover {
     replacement: Replacement,
     handover: Handover,
-    running: Destination<Running<SharedRam>>,
+    running: Destination<RunningStage<SharedRam>>,
     /// Keeps the captures that have no frame yet: the source QEMU may still receive the first one.
     taps: TapTakeover,
     times: StopTimes,
@@ -167,7 +167,7 @@ fn prepare_destination(
     let mut destination = Destination::spawn(handover, &replacement.environment(), Start::Incoming, start_taps)?;
     handover.recorder.step("start the new QEMU");
 
-    let mut source_qmp = source_qemu.connect(vmm::START)?;
+    let mut source_qmp = source_qemu.connect(vmm::START_TIMEOUT)?;
     let mut problems = compare_cpus(&mut source_qmp, &mut destination.qmp)?;
     let source_blocks = ramblock::list(&mut source_qmp)?;
     problems.extend(compare_blocks(&source_blocks, &ramblock::list(&mut destination.qmp)?));
@@ -217,7 +217,7 @@ fn boost_priority(source_qemu: &Vmm, destination_qemu: &Vmm) -> PriorityBoost {
 }
 
 struct TransferredGuest {
-    running: Destination<Running<SharedRam>>,
+    running: Destination<RunningStage<SharedRam>>,
     times: StopTimes,
 }
 
@@ -305,7 +305,7 @@ fn wait_and_compare(
     before: Option<(Vec<u64>, Option<CarriedBlocks>)>,
     saved: &SavedState,
     ram: &Path,
-) -> Result<(Destination<Loaded<SharedRam>>, Option<MemoryComparison>), RebootError> {
+) -> Result<(Destination<LoadedStage<SharedRam>>, Option<MemoryComparison>), RebootError> {
     handover.recorder.phase(Phase::Renew);
     let mut loaded = loading.wait(handover, DISK_TIMEOUT)?;
     handover.recorder.step("load");
@@ -331,13 +331,13 @@ pub(crate) fn load(
     binary: &Binary,
     saved: &SavedState,
     taps: Taps,
-) -> Result<Destination<Loaded<SharedRam>>, HandoverError> {
+) -> Result<Destination<LoadedStage<SharedRam>>, HandoverError> {
     let rundir = handover.rundir.clone();
     let stream = read_stream(rundir.name(), saved)?;
     disks::start(&rundir, hardware).map_err(LifeError::from)?;
     let environment = OwnRunDir { rundir: &rundir, hardware, binary };
     let spawned = Destination::spawn(handover, &environment, Start::Incoming, taps);
-    let destination = spawned.map_err(|e| failed_to_load(handover, e))?;
+    let destination = spawned.map_err(|e| end_failed_load(handover, e))?;
     destination.load_stream(handover, &stream, SharedRam { path: hardware.ram.path.clone() })
 }
 

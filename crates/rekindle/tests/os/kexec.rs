@@ -7,7 +7,7 @@ use std::time::Duration;
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// Runs a shell command in the guest.
-fn sh(guest: &Guest<'_>, command: &str) -> agent::Ran {
+fn sh(guest: &Guest<'_>, command: &str) -> agent::ProgramResult {
     let port = guest.only_qemu().directory.join("agent.sock");
     wait_for("the agent to run a command", DEADLINE, || agent::run(&port, "/bin/sh", &["-c", command], ANSWER).ok())
 }
@@ -22,7 +22,7 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
     let lab = Lab::new();
     let guest = lab.vm("jumps").debian().boot(&[]);
     let (boot, qemu) = (guest.boot_id(), guest.only_qemu().process);
-    let line = sh(&guest, "cat /proc/cmdline").out;
+    let line = sh(&guest, "cat /proc/cmdline").stdout;
     let report = kexec(&guest, &[]).ok().json();
     assert_eq!(
         (report["how"].as_str(), report["kexec"]["kernel"].as_str()),
@@ -45,7 +45,7 @@ fn another_kernel_runs_in_the_same_qemu_with_the_same_command_line() {
         inside["guest_open_files"].is_u64().then_some(())
     });
     assert_eq!(guest.only_qemu().process, qemu);
-    assert_eq!(sh(&guest, "cat /proc/cmdline").out.trim(), line.trim());
+    assert_eq!(sh(&guest, "cat /proc/cmdline").stdout.trim(), line.trim());
     let console = std::fs::read_to_string(guest.file("console.log")).unwrap();
     assert!(!console.contains("failed"), "{console}");
     guest.rekindle(&["show", "--timeline"]).ok().prints(&[

@@ -67,7 +67,7 @@ fn sh(guest: &Guest<'_>, command: &str) -> String {
         agent::run(&port, "/bin/sh", &["-c", command], ANSWER).ok()
     });
     assert_eq!(ran.status, Some(0), "{command}: {ran:?}");
-    ran.out
+    ran.stdout
 }
 
 fn void(guest: &Guest<'_>, name: &str) -> Value {

@@ -5,7 +5,7 @@ use crate::common::{DEADLINE, Guest, Lab, Net, free_port, qemu_new, qemu_newest,
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::Mode;
 use rekindle_kernel::userfault::remote;
-use rekindle_testing::foreign::{ForeignQemu, Options};
+use rekindle_testing::foreign::{ForeignQemu, QemuOptions};
 use rekindle_testing::process::open_files;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -27,10 +27,10 @@ struct ForeignGuest<'a> {
 
 impl<'a> ForeignGuest<'a> {
     fn boot(lab: &'a Lab, name: &str, binary: &Path, arguments: &[&str]) -> Self {
-        Self::boot_with(lab, name, Options::new(binary).arguments(arguments))
+        Self::boot_with(lab, name, QemuOptions::new(binary).arguments(arguments))
     }
 
-    fn boot_with(lab: &'a Lab, name: &str, options: Options<'_>) -> Self {
+    fn boot_with(lab: &'a Lab, name: &str, options: QemuOptions<'_>) -> Self {
         let directory = lab.path(&format!("foreign-{name}"));
         fs::create_dir(&directory).unwrap();
         // A QEMU of another user must have access.
@@ -367,7 +367,7 @@ fn a_qemu_of_another_user_in_a_sandbox_is_protected_by_root_and_named_to_others(
     let sandbox = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
     let arguments = [["-machine", "q35"], ["-m", "128M"], sandbox].concat();
     let mut foreign =
-        ForeignGuest::boot_with(&lab, "caged", Options::new(qemu_new()).arguments(&arguments).user("nobody"));
+        ForeignGuest::boot_with(&lab, "caged", QemuOptions::new(qemu_new()).arguments(&arguments).user("nobody"));
     let files = foreign.open_files();
     // A third user has no right to inspect this QEMU; the error suggests running the command as root.
     let home = lab.path("home");

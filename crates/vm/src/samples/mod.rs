@@ -128,7 +128,7 @@ fn qemu(vmm: &Vmm) -> io::Result<Metrics> {
 fn inside(socket: &Path) -> io::Result<(String, Metrics)> {
     let paths = [BOOT, FILES, MEMORY].map(|name| format!("/proc/{name}"));
     let ran = agent::run(socket, "/bin/cat", &paths.each_ref().map(String::as_str), AGENT).map_err(io::Error::other)?;
-    parse(&ran.out)
+    parse(&ran.stdout)
 }
 
 fn parse(text: &str) -> io::Result<(String, Metrics)> {

@@ -1,7 +1,8 @@
 //! Command lines as users and libvirt write them, and their rewritten form.
 
 use super::*;
-use crate::command::{Directory, Hardware, Net, NetBackend, Ram, Start};
+use crate::command::{Directory, Hardware, Net, NetBackend, Ram, RamBackend, Start};
+use crate::foreign::CurrentDisk;
 use crate::syntax::Syntax;
 use proptest::prelude::*;
 use std::path::Path;
@@ -14,19 +15,20 @@ fn backend(id: &str, mib: u64) -> RamBackend {
     RamBackend { id: id.into(), bytes: mib << 20 }
 }
 
-fn facts(devices: &[&str]) -> Facts {
-    Facts {
+/// The facts of a machine with 512 MiB of RAM and these devices.
+fn facts(devices: &[&str]) -> MachineFacts {
+    MachineFacts {
         machine: "pc-q35-7.2".into(),
         backends: vec![backend("pc.ram", 512)],
-        main: Some("pc.ram".into()),
+        main_backend: Some("pc.ram".into()),
         devices: devices.iter().map(|id| (*id).to_owned()).collect(),
         disks: Vec::new(),
         cwd: "/".into(),
     }
 }
 
-fn hardware(foreign: Foreign) -> Hardware {
-    let nets = foreign.networks.iter().map(|network| Net {
+fn hardware(machine: ForeignMachine) -> Hardware {
+    let nets = machine.networks.iter().map(|network| Net {
         id: network.id.clone(),
         mac: network.mac.clone(),
         backend: NetBackend::User(network.forwards.clone()),
@@ -50,16 +52,17 @@ fn hardware(foreign: Foreign) -> Hardware {
         rng: false,
         vm_generation: Some(uuid::Uuid::from_u128(7)),
         extra: Vec::new(),
-        foreign: Some(foreign),
+        foreign: Some(machine),
     }
 }
 
-fn built(foreign: Foreign) -> String {
-    built_for(foreign, Syntax::default())
+/// Returns the command line that builds the machine again.
+fn rebuilt(machine: ForeignMachine) -> String {
+    rebuilt_for(machine, Syntax::default())
 }
 
-fn built_for(foreign: Foreign, syntax: Syntax) -> String {
-    let hardware = hardware(foreign);
+fn rebuilt_for(machine: ForeignMachine, syntax: Syntax) -> String {
+    let hardware = hardware(machine);
     hardware.arguments(&Directory("/run/x".into()), Path::new("/run/x/console.log"), Start::Incoming, syntax).join(" ")
 }
 
@@ -68,9 +71,9 @@ fn a_plain_command_line() {
     let line = "-machine q35,accel=kvm,smm=off -m 512 -smp 2 -cpu max -nodefaults -kernel /k -append console=ttyS0 -serial stdio \
                 -netdev user,id=net0,hostfwd=tcp::22-:22,net=10.1.0.0/24 -device virtio-net-pci,netdev=net0,mac=52:54:00:00:00:01 \
                 -device vmgenid,guid=auto -qmp unix:/q,server,nowait -daemonize -pidfile p -S -display none";
-    let foreign = rewrite(&words(line), &facts(&[])).unwrap();
-    assert_eq!(foreign.networks[0].mac, "52:54:00:00:00:01");
-    let text = built(foreign);
+    let machine = rewrite(&words(line), &facts(&[])).unwrap();
+    assert_eq!(machine.networks[0].mac, "52:54:00:00:00:01");
+    let text = rebuilt(machine);
     for part in [
         "-machine type=pc-q35-7.2,smm=off,memory-backend=pc.ram,suppress-vmdesc=on",
         "-object memory-backend-file,id=pc.ram,size=536870912,mem-path=/ram/x.ram,share=on",
@@ -135,11 +138,11 @@ fn a_command_line_of_libvirt() {
         "timestamp=on",
     ];
     let line: Vec<String> = line.iter().map(|word| (*word).to_owned()).collect();
-    let foreign = rewrite(&line, &facts(&["serial0", "channel0", "net0"])).unwrap();
-    assert_eq!((foreign.console.as_deref(), foreign.agent.as_deref()), (Some("charserial0"), Some("charchannel0")));
-    assert!(foreign.networks[0].needs_tap && foreign.networks[0].kind == "tap");
-    assert_eq!(foreign.networks[0].mac, "52:54:00:aa:bb:cc");
-    let text = built(foreign);
+    let machine = rewrite(&line, &facts(&["serial0", "channel0", "net0"])).unwrap();
+    assert_eq!((machine.console.as_deref(), machine.agent.as_deref()), (Some("charserial0"), Some("charchannel0")));
+    assert!(machine.networks[0].needs_tap && machine.networks[0].kind == "tap");
+    assert_eq!(machine.networks[0].mac, "52:54:00:aa:bb:cc");
+    let text = rebuilt(machine);
     for part in [
         "socket,id=charserial0,path=/run/x/console.sock,server=on,wait=off,logfile=/run/x/console.log",
         "socket,id=charchannel0,path=/run/x/agent.sock",
@@ -159,10 +162,10 @@ fn a_command_line_of_libvirt() {
 fn options_that_later_qemus_do_not_know_are_written_so_that_all_do() {
     let line = "-machine q35 -no-acpi -no-hpet -m 512 -chardev socket,id=c,path=/q,reconnect=1 -mon chardev=m -nodefaults \
                 -chardev socket,id=m,path=/m,server=on -object monitor-qmp,id=mon1,chardev=m,pretty=on";
-    let foreign = rewrite(&words(line), &facts(&[])).unwrap();
+    let machine = rewrite(&words(line), &facts(&[])).unwrap();
     let newest = Syntax { reconnect_ms: true, monitor_objects: true, thread_names: true };
     for syntax in [Syntax::default(), newest] {
-        let text = built_for(foreign.clone(), syntax);
+        let text = rebuilt_for(machine.clone(), syntax);
         assert!(text.contains("-machine type=pc-q35-7.2,acpi=off,hpet=off,"), "{text}");
         for gone in ["-no-acpi", "-no-hpet", "reconnect", "mon1", "chardev=m "] {
             assert!(!text.contains(gone), "{gone} in {text}");
@@ -181,46 +184,44 @@ fn ports_are_forwarded_in_either_form() {
         "user,id=b,hostfwd=tcp::5-:6,hostfwd=tcp::7-:8",
     ];
     let line: Vec<String> = line.iter().map(|word| (*word).to_owned()).collect();
-    let foreign = rewrite(&line, &facts(&[])).unwrap();
-    assert_eq!(foreign.networks[0].forwards, ["tcp::1-:2", "tcp::3-:4"]);
-    let text = built(foreign);
+    let machine = rewrite(&line, &facts(&[])).unwrap();
+    assert_eq!(machine.networks[0].forwards, ["tcp::1-:2", "tcp::3-:4"]);
+    let text = rebuilt(machine);
     let json = r#"{"hostfwd":[{"str":"tcp::1-:2"},{"str":"tcp::3-:4"}],"id":"a","type":"user"}"#;
     assert!(text.contains(json) && text.contains("id=b,hostfwd=tcp::5-:6,hostfwd=tcp::7-:8"), "{text}");
 }
 
 #[test]
 fn defaults_stay_defaults() {
-    let foreign = rewrite(&words("/disk.img -nographic"), &facts(&[])).unwrap();
-    let text = built(foreign);
-    let has = |part: &str| assert!(text.contains(part), "{part} in {text}");
-    has("-hda /disk.img");
-    has("graphics=off");
-    has("-serial chardev:rekindle-console");
-    has("-parallel null");
-    has("-m 524288K");
+    let text = rebuilt(rewrite(&words("/disk.img -nographic"), &facts(&[])).unwrap());
+    let parts = ["-hda /disk.img", "graphics=off", "-serial chardev:rekindle-console", "-parallel null", "-m 524288K"];
+    for part in parts {
+        assert!(text.contains(part), "{part} in {text}");
+    }
 }
 
 #[test]
 fn several_backends_are_several_files() {
     let line = "-machine pc -m 1G -object memory-backend-ram,id=a,size=512M -object memory-backend-memfd,id=b,size=512M,share=on \
                 -numa node,memdev=a -numa node,memdev=b -nodefaults";
-    let facts = Facts { backends: vec![backend("a", 512), backend("b", 512)], main: None, ..facts(&[]) };
-    let foreign = rewrite(&words(line), &facts).unwrap();
-    assert_eq!(foreign.ram_ids().collect::<Vec<_>>(), ["a", "b"]);
-    let text = built(foreign);
+    let backends = vec![backend("a", 512), backend("b", 512)];
+    let facts = MachineFacts { backends, main_backend: None, ..facts(&[]) };
+    let machine = rewrite(&words(line), &facts).unwrap();
+    assert_eq!(hardware(machine.clone()).ram_ids(), ["a", "b"]);
+    let text = rebuilt(machine);
     assert!(text.contains("id=a,size=536870912,mem-path=/ram/x.ram,"), "{text}");
     assert!(text.contains("id=b,size=536870912,mem-path=/ram/x.1.ram,"), "{text}");
     assert!(!text.contains("memory-backend=") && text.contains("-numa node,memdev=b"), "{text}");
 }
 
 #[test]
-fn what_cannot_be_carried_over_is_named() {
-    let with = |line: &str, facts: &Facts| {
-        let found = rewrite(&words(line), facts).unwrap_err();
-        found.into_iter().map(|one| format!("{}: {}\n", one.what, one.why)).collect::<String>()
+fn obstacles_are_named() {
+    let obstacles = |line: &str, facts: &MachineFacts| {
+        let obstacles = rewrite(&words(line), facts).unwrap_err();
+        obstacles.into_iter().map(|obstacle| format!("{}: {}\n", obstacle.what, obstacle.why)).collect::<String>()
     };
-    let plain = facts(&[]);
-    for (line, what) in [
+    let without_devices = facts(&[]);
+    for (line, named) in [
         ("-snapshot", "-snapshot"),
         ("-kernel none/such", "there is no none/such"),
         ("-frobnicate", "-frobnicate"),
@@ -235,16 +236,16 @@ fn what_cannot_be_carried_over_is_named() {
         ("-object memory-backend-ram,id=gone,size=1G", "memory backend gone"),
         ("-device a,=b", "nothing before"),
     ] {
-        let error = with(line, &plain);
-        assert!(error.contains(what), "{line}: {error}");
+        let text = obstacles(line, &without_devices);
+        assert!(text.contains(named), "{line}: {text}");
     }
-    assert!(with("-nodefaults", &facts(&["hot"])).contains("device hot: it was plugged in"));
-    let more = Facts { backends: vec![backend("pc.ram", 512), backend("dimm0", 64)], ..facts(&[]) };
-    assert!(with("-nodefaults", &more).contains("memory backend dimm0: memory that was plugged in"));
-    let disks = vec![("/machine/peripheral/d0/virtio-backend".to_owned(), "overlay".to_owned())];
-    let changed = Facts { disks, ..facts(&["d0"]) };
+    assert!(obstacles("-nodefaults", &facts(&["hot"])).contains("device hot: it was plugged in"));
+    let with_dimm = MachineFacts { backends: vec![backend("pc.ram", 512), backend("dimm0", 64)], ..facts(&[]) };
+    assert!(obstacles("-nodefaults", &with_dimm).contains("memory backend dimm0: memory that was plugged in"));
+    let disk = CurrentDisk { device: "/machine/peripheral/d0/virtio-backend".into(), node: "overlay".into() };
+    let with_snapshot = MachineFacts { disks: vec![disk], ..facts(&["d0"]) };
     let line = "-blockdev driver=raw,node-name=base,file=f -device virtio-blk-pci,id=d0,drive=base";
-    assert!(with(line, &changed).contains("disk d0: the command line gives it base, but it shows overlay"));
+    assert!(obstacles(line, &with_snapshot).contains("disk d0: the command line gives it base, but it shows overlay"));
 }
 
 proptest! {
@@ -256,7 +257,7 @@ proptest! {
     #[test]
     fn what_the_guest_sees_is_kept_word_for_word(value in "[a-zA-Z0-9=:/., -]{1,30}") {
         let line: Vec<String> = ["-append", &value, "-smbios", &value, "-cpu", &value].map(str::to_owned).into();
-        let foreign = rewrite(&line, &facts(&[])).unwrap();
-        prop_assert!(foreign.words.windows(6).any(|words| words == line.as_slice()));
+        let machine = rewrite(&line, &facts(&[])).unwrap();
+        prop_assert!(machine.arguments.windows(6).any(|arguments| arguments == line.as_slice()));
     }
 }

@@ -4,7 +4,7 @@ use super::SkippedCandidate;
 use rekindle_protect::candidate::{self, StoredCandidate};
 use rekindle_protect::restore::RestoreError;
 use rekindle_qemu::command::Hardware;
-use rekindle_qemu::mark::Mark;
+use rekindle_qemu::file_identity::FileIdentity;
 use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::host::Host;
 use rekindle_vm::phases::{self, DiskThen, PhaseError};
@@ -34,7 +34,7 @@ pub(super) struct CandidateInfo {
     /// Boot ID of the host. In another boot, file times may be those from before a crash.
     host: String,
     /// Kernel and RAM disk that QEMU has loaded. A cold boot would load the current files.
-    files: Vec<Mark>,
+    files: Vec<FileIdentity>,
     disks: Vec<DiskThen>,
 }
 
@@ -54,7 +54,8 @@ pub(super) enum InfoError {
 impl CandidateInfo {
     /// Records the current conditions. The guest of this VM must be stopped.
     pub(super) fn now(rundir: &RunDir, hardware: &Hardware) -> Result<Self, InfoError> {
-        let mark = |path: &PathBuf| Mark::of(path).map_err(|source| InfoError::File { path: path.clone(), source });
+        let mark =
+            |path: &PathBuf| FileIdentity::of(path).map_err(|source| InfoError::File { path: path.clone(), source });
         let files = boot_files(hardware).map(mark).collect::<Result<_, _>>()?;
         Ok(Self { host: host_boot()?, files, disks: phases::mark(rundir, hardware)? })
     }
@@ -124,7 +125,7 @@ fn judge(rundir: &RunDir, state: &State, found: &StoredCandidate) -> Result<Cand
         Ok(_) => return Err("the host was booted since".into()),
         Err(e) => return Err(chain(&e)),
     }
-    if let Some(mark) = about.files.iter().find(|mark| !mark.holds()) {
+    if let Some(mark) = about.files.iter().find(|mark| !mark.is_unchanged()) {
         return Err(format!("{} has changed since", mark.path.display()));
     }
     match phases::check(rundir, &state.hardware, &about.disks) {

@@ -52,7 +52,7 @@ impl HealthyPhase {
         match &self.check_by {
             HealthCheck::Service { target, netns } => check(target, ANSWER_TIMEOUT, netns.as_deref()).is_ok(),
             HealthCheck::Agent => {
-                vmm.watch(ANSWER_TIMEOUT).and_then(|mut qmp| agent::listens(&mut qmp)).unwrap_or(false)
+                vmm.connect_watcher(ANSWER_TIMEOUT).and_then(|mut qmp| agent::is_listening(&mut qmp)).unwrap_or(false)
             }
         }
     }

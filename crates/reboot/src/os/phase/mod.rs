@@ -25,7 +25,7 @@ mod successor;
 pub use candidates::Candidate;
 pub(super) use reboot::{prevents, reboot};
 
-use rekindle_protect::restore::Clock;
+use rekindle_protect::restore::ClockOutcome;
 use rekindle_qemu::command::Hardware;
 use serde::{Deserialize, Serialize};
 
@@ -37,7 +37,7 @@ pub struct PhaseOutcome {
     /// Candidates of later phases that were not usable.
     pub skipped: Vec<SkippedCandidate>,
     /// Whether the guest's clock was set. `None`: the guest was booted, or no agent runs in it.
-    pub clock: Option<Clock>,
+    pub clock: Option<ClockOutcome>,
     /// Time from the command to the resume of the guest, in µs, without the shutdown of the previous guest.
     pub load_us: Option<u64>,
 }

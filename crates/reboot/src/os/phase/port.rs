@@ -82,7 +82,7 @@ impl PhasePort {
 /// earlier would discard the answer.
 pub(super) fn wait_read(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let deadline = Instant::now() + READ_TIMEOUT;
-    while agent::is_open(qmp, "phase")? {
+    while agent::is_port_open(qmp, "phase")? {
         if Instant::now() > deadline {
             return Ok(false);
         }

@@ -10,7 +10,7 @@ use crate::error::{Failure, Problem, RebootError};
 use crate::os::OsRebootReport;
 use crate::vmm::cold::{self, Shutdown};
 use crate::vmm::{self, Replacement};
-use rekindle_handover::aftermath::Clock;
+use rekindle_handover::after_resume::ClockOutcome;
 use rekindle_handover::{GuestStatus, Handover};
 use rekindle_memory::directory::PreviousRam;
 use rekindle_vm::host::Host;
@@ -185,7 +185,7 @@ impl Attempt {
         settled.recorder.step("free the previous RAM");
         settled.recorder.write(&replacement.held.rundir);
         let report = replacement.report(&settled, stopped_host_us);
-        let clock = Some(clock).filter(|clock| *clock != Clock::NoAgent);
+        let clock = Some(clock).filter(|clock| *clock != ClockOutcome::NoAgent);
         let phase = Some(PhaseOutcome { candidate: Some(candidate), skipped, clock, load_us: Some(load_us) });
         OsRebootReport { report, kept: None, ended: Some(ended), kexec: None, phase }
     }

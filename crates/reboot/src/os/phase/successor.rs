@@ -15,10 +15,10 @@ use super::port::{PhasePort, wait_read};
 use crate::error::{Problem, RebootError};
 use crate::vmm::Replacement;
 use crate::vmm::cold::{self, Shutdown};
-use rekindle_handover::aftermath::{Clock, announce, set_clock};
+use rekindle_handover::after_resume::{ClockOutcome, announce, set_clock};
 use rekindle_handover::destination::time_to_resume;
 use rekindle_handover::takeover::TapTakeover;
-use rekindle_handover::{Destination, Handover, OwnRunDir, Running, Settled};
+use rekindle_handover::{Destination, Handover, OwnRunDir, RunningStage, Settled};
 use rekindle_memory::directory::PreviousRam;
 use rekindle_protect::candidate::{self, PreparedCandidate};
 use rekindle_protect::pager;
@@ -46,7 +46,7 @@ const RESTORED_COMMAND: &str = "systemctl --no-block start rekindle-restored.tar
 pub(super) struct ResumedGuest {
     pub(super) settled: Settled<OnDemandRam>,
     /// Whether the guest's clock was set.
-    pub(super) clock: Clock,
+    pub(super) clock: ClockOutcome,
     /// Time from the command to the guest's resume, in µs, without the shutdown of the previous guest.
     pub(super) load_us: u64,
     /// RAM of the previous guest that is still to be freed.
@@ -131,7 +131,7 @@ fn next_generation(name: &str, hardware: &Hardware) -> Result<Option<Uuid>, Rebo
 
 /// A guest that runs again from a candidate.
 pub(super) struct RunningSuccessor {
-    running: Destination<Running<OnDemandRam>>,
+    running: Destination<RunningStage<OnDemandRam>>,
     notification: Notification,
     /// Time as in [`ResumedGuest::load_us`].
     load_us: u64,
@@ -162,7 +162,9 @@ impl RunningSuccessor {
         settled.recorder.step("start its pager");
         fault::point("restore.settle.handed-over", None, Some(&settled.vmm));
         let clock = set_guest_clock(&mut settled, notification);
-        if notification == Notification::ByAgent && clock != Clock::NoAgent && notify_agent(rundir.name(), &settled.vmm)
+        if notification == Notification::ByAgent
+            && clock != ClockOutcome::NoAgent
+            && notify_agent(rundir.name(), &settled.vmm)
         {
             settled.recorder.step("notify the guest's agent");
         }
@@ -172,11 +174,11 @@ impl RunningSuccessor {
 
 /// Sets the guest's clock, unless the guest was notified and sets it itself: an agent that sets the clock keeps a
 /// processor of the guest busy for a second (`hwclock --systohc`).
-fn set_guest_clock(settled: &mut Settled<OnDemandRam>, notification: Notification) -> Clock {
+fn set_guest_clock(settled: &mut Settled<OnDemandRam>, notification: Notification) -> ClockOutcome {
     let Settled { vmm, qmp, state, recorder, .. } = settled;
     if notification == Notification::Sent && has_read(&state.hardware.name, vmm) {
         recorder.step("notify the guest of the time");
-        return Clock::SetByGuest;
+        return ClockOutcome::SetByGuest;
     }
     let clock = set_clock(qmp, vmm, state.hardware.agent);
     recorder.step("set its clock");
@@ -256,7 +258,7 @@ fn check_alive(handover: &Handover) -> Result<(), RebootError> {
 
 /// Returns whether the guest has read the notification that it was rolled back.
 fn has_read(name: &str, vmm: &Vmm) -> bool {
-    match vmm.watch(ANSWER_TIMEOUT).and_then(|mut qmp| wait_read(&mut qmp)) {
+    match vmm.connect_watcher(ANSWER_TIMEOUT).and_then(|mut qmp| wait_read(&mut qmp)) {
         Ok(true) => return true,
         Ok(false) => tracing::warn!("{name}: the guest does not read the notification that it was set back"),
         Err(e) => tracing::debug!("{name}: cannot check whether the guest was notified: {e}"),

@@ -1,10 +1,10 @@
-//! Splits a QEMU command line into options, and decides for each how it is carried over.
-
-use super::Why;
+//! Splits a QEMU command line into options, and decides for each how it is carried over into the rebuilt machine.
+/// A reason, as shown to the user.
+pub(super) type Reason = &'static str;
 
 /// How an option is carried over when the machine is built again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum CarryRule {
     /// Unchanged: the guest sees it, or its devices depend on it.
     Keep,
     /// Left out: it concerns the process, not the guest, or Rekindle sets it itself.
@@ -12,12 +12,15 @@ pub(super) enum Fate {
     /// Rewritten by the option's own rule.
     Rewrite,
     /// Not possible, for this reason.
-    Refuse(Why),
+    Refuse(Reason),
 }
 
+/// Options of QEMU that share a rule.
+type RuleTable = &'static [(&'static [&'static str], CarryRule)];
+
 /// Options with a value.
-const VALUED: &[(&[&str], Fate)] = {
-    use Fate::{Drop, Keep, Refuse, Rewrite};
+const OPTIONS_WITH_VALUE: RuleTable = {
+    use CarryRule::{Drop, Keep, Refuse, Rewrite};
     &[
         (&["cpu", "smp", "numa", "m", "uuid", "smbios", "rtc", "boot", "global", "set", "k", "watchdog-action"], Keep),
         (&["blockdev", "drive", "hda", "hdb", "hdc", "hdd", "cdrom", "fda", "fdb", "pflash", "mtdblock", "sd"], Keep),
@@ -39,8 +42,8 @@ const VALUED: &[(&[&str], Fate)] = {
 };
 
 /// Options without a value.
-const SWITCHES: &[(&[&str], Fate)] = {
-    use Fate::{Drop, Keep, Refuse, Rewrite};
+const SWITCHES: RuleTable = {
+    use CarryRule::{Drop, Keep, Refuse, Rewrite};
     &[
         (&["nodefaults", "no-user-config", "usb", "no-fd-bootchk", "win2k-hack", "no-reboot"], Keep),
         (&["S", "daemonize", "no-shutdown", "enable-kvm", "s", "mem-prealloc", "singlestep", "full-screen"], Drop),
@@ -54,78 +57,80 @@ const SWITCHES: &[(&[&str], Fate)] = {
 
 /// One option of a command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Word<'a> {
+pub(super) struct CommandOption<'a> {
     /// Name without dashes; `hda` for a disk that was given without an option.
-    pub option: &'a str,
+    pub name: &'a str,
     /// The option's value; none for a switch.
     pub value: Option<&'a str>,
-    /// How the option is carried over.
-    pub fate: Fate,
+    pub rule: CarryRule,
 }
 
-fn find(table: &'static [(&'static [&'static str], Fate)], option: &str) -> Option<Fate> {
-    table.iter().find(|(names, _)| names.contains(&option)).map(|(_, fate)| *fate)
+fn find_rule(table: RuleTable, option: &str) -> Option<CarryRule> {
+    table.iter().find(|(names, _)| names.contains(&option)).map(|(_, rule)| *rule)
 }
 
-/// Splits a command line, without the program's name.
+/// Splits a command line, given without the program's name.
 ///
 /// # Errors
 /// The first option that is unknown or has no value. After an unknown option it is not known whether the next word is
 /// its value.
-pub(super) fn split(arguments: &[String]) -> Result<Vec<Word<'_>>, String> {
-    let mut words = Vec::new();
-    let mut rest = arguments.iter();
-    while let Some(argument) = rest.next() {
-        let Some(option) = argument.strip_prefix('-').filter(|option| !option.is_empty()) else {
-            words.push(Word { option: "hda", value: Some(argument), fate: Fate::Keep });
+pub(super) fn split(arguments: &[String]) -> Result<Vec<CommandOption<'_>>, String> {
+    let mut options = Vec::new();
+    let mut unread = arguments.iter();
+    while let Some(argument) = unread.next() {
+        let Some(name) = argument.strip_prefix('-').filter(|name| !name.is_empty()) else {
+            options.push(CommandOption { name: "hda", value: Some(argument), rule: CarryRule::Keep });
             continue;
         };
-        let option = option.strip_prefix('-').unwrap_or(option);
-        let unknown = || format!("-{option}");
-        let (value, fate) = match (find(SWITCHES, option), find(VALUED, option)) {
-            (Some(fate), _) => (None, fate),
-            (None, Some(fate)) => (Some(rest.next().ok_or_else(unknown)?.as_str()), fate),
+        let name = name.strip_prefix('-').unwrap_or(name);
+        let unknown = || format!("-{name}");
+        let (value, rule) = match (find_rule(SWITCHES, name), find_rule(OPTIONS_WITH_VALUE, name)) {
+            (Some(rule), _) => (None, rule),
+            (None, Some(rule)) => (Some(unread.next().ok_or_else(unknown)?.as_str()), rule),
             (None, None) => return Err(unknown()),
         };
-        words.push(Word { option, value, fate });
+        options.push(CommandOption { name, value, rule });
     }
-    Ok(words)
+    Ok(options)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn words(line: &str) -> Result<Vec<(String, Option<String>)>, String> {
-        let line: Vec<String> = line.split(' ').map(str::to_owned).collect();
-        Ok(split(&line)?.into_iter().map(|word| (word.option.into(), word.value.map(str::to_owned))).collect())
+    /// Returns the names and values of the options of a command line.
+    fn split_line(line: &str) -> Result<Vec<(String, Option<String>)>, String> {
+        let arguments: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        let options = split(&arguments)?;
+        Ok(options.into_iter().map(|option| (option.name.into(), option.value.map(str::to_owned))).collect())
     }
 
     #[test]
     fn values_switches_and_a_bare_disk() {
-        let found = words("-nodefaults --machine q35 disk.img -S -append -x").unwrap();
-        let want = [
+        let options = split_line("-nodefaults --machine q35 disk.img -S -append -x").unwrap();
+        let expected = [
             ("nodefaults", None),
             ("machine", Some("q35")),
             ("hda", Some("disk.img")),
             ("S", None),
             ("append", Some("-x")),
         ];
-        assert_eq!(found, want.map(|(option, value)| (option.to_owned(), value.map(str::to_owned))));
+        assert_eq!(options, expected.map(|(name, value)| (name.to_owned(), value.map(str::to_owned))));
     }
 
     #[test]
-    fn what_is_not_known_or_incomplete_is_named() {
-        assert_eq!(words("-nodefaults -frobnicate x").unwrap_err(), "-frobnicate");
-        assert_eq!(words("-nodefaults -m").unwrap_err(), "-m");
+    fn an_unknown_or_incomplete_option_is_named() {
+        assert_eq!(split_line("-nodefaults -frobnicate x").unwrap_err(), "-frobnicate");
+        assert_eq!(split_line("-nodefaults -m").unwrap_err(), "-m");
     }
 
     #[test]
-    fn no_option_is_in_two_places() {
-        let mut all: Vec<_> = VALUED.iter().chain(SWITCHES).flat_map(|(names, _)| names.iter()).collect();
-        let count = all.len();
-        all.sort();
-        all.dedup();
-        assert_eq!(all.len(), count);
+    fn no_option_has_two_rules() {
+        let rules = OPTIONS_WITH_VALUE.iter().chain(SWITCHES);
+        let mut names: Vec<_> = rules.flat_map(|(names, _)| names.iter()).collect();
+        let count = names.len();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), count);
     }
 }

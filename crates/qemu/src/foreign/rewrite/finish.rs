@@ -1,0 +1,181 @@
+//! The end of a rewrite: what several options give together, and checks that the command line describes the machine as
+//! it is now.
+
+use super::Rewriter;
+use crate::adopt::Obstacle;
+use crate::command::ForeignMachine;
+use crate::cpu::Features;
+use crate::foreign::MachineFacts;
+use crate::options::Options;
+use std::collections::BTreeSet;
+
+/// Keys of a device that is on a file descriptor.
+const DESCRIPTOR_KEYS: [&str; 3] = ["fd", "vhostfd", "vhostfds"];
+
+impl Rewriter {
+    pub(super) fn finish(mut self, facts: &MachineFacts) -> Result<ForeignMachine, Vec<Obstacle>> {
+        self.finish_machine(facts);
+        self.finish_memory(facts);
+        self.check_devices(facts);
+        self.check_disks(facts);
+        self.check_references();
+        self.finish_networks();
+        self.finish_default_ports();
+        let agent = self.agent_chardev();
+        self.keep_unconnected_chardevs(agent.as_deref());
+        if !self.obstacles.is_empty() {
+            return Err(self.obstacles);
+        }
+        let Self { arguments, networks, console, .. } = self;
+        let (backends, cpu) = (facts.backends.clone(), Features::new());
+        Ok(ForeignMachine { arguments, backends, networks, console, agent, cpu })
+    }
+
+    /// Keeps the machine's options, with the versioned type.
+    fn finish_machine(&mut self, facts: &MachineFacts) {
+        let mut given = Options::Pairs(std::mem::take(&mut self.machine_options));
+        if given.get("confidential-guest-support").is_some() {
+            self.refuse("-machine confidential-guest-support", "the guest's memory is encrypted");
+        }
+        given.remove(|key| ["type", "accel", "memory-backend", "suppress-vmdesc"].contains(&key));
+        let mut pairs = vec![("type".into(), Some(facts.machine.clone()))];
+        if let Options::Pairs(given) = given {
+            pairs.extend(given);
+        }
+        let mut machine = Options::Pairs(pairs);
+        if let Some(main_backend) = &facts.main_backend {
+            machine.set("memory-backend", main_backend);
+        }
+        if self.has_nographic {
+            machine.set("graphics", "off");
+        }
+        machine.set("suppress-vmdesc", "on");
+        self.keep("machine", Some(&machine.to_string()));
+    }
+
+    /// Rejects backends of which the command line and the machine do not both know, except the one that QEMU made for
+    /// `-m`.
+    fn finish_memory(&mut self, facts: &MachineFacts) {
+        if facts.backends.is_empty() {
+            let why = "it is no memory backend of QEMU's: that needs QEMU 5.0 and a usual machine type";
+            self.refuse("the guest's memory", why);
+        }
+        let named = std::mem::take(&mut self.backends);
+        for backend in &facts.backends {
+            if !named.contains(&backend.id) && facts.main_backend.as_ref() != Some(&backend.id) {
+                let why = "memory that was plugged in while the guest ran is not on its command line: unplug it, or \
+                           start the VM with it";
+                self.refuse(format!("memory backend {}", backend.id), why);
+            }
+        }
+        for id in named.iter().filter(|id| !facts.backends.iter().any(|backend| backend.id == **id)) {
+            let why = "it was taken away while the guest ran; start the VM without it";
+            self.refuse(format!("memory backend {id}"), why);
+        }
+        if !self.has_memory_size {
+            let bytes: u64 = facts.backends.iter().map(|backend| backend.bytes).sum();
+            self.keep("m", Some(&format!("{}K", bytes / 1024)));
+        }
+    }
+
+    /// Rejects a machine whose devices are not exactly those of its command line.
+    fn check_devices(&mut self, facts: &MachineFacts) {
+        let named: BTreeSet<String> = self.devices.iter().filter_map(|device| device.get("id")).collect();
+        for id in facts.devices.difference(&named) {
+            let why = "it was plugged in while the guest ran, and is not on its command line: unplug it, or start the \
+                       VM with it";
+            self.refuse(format!("device {id}"), why);
+        }
+        for id in named.difference(&facts.devices) {
+            self.refuse(format!("device {id}"), "it was unplugged while the guest ran: start the VM without it");
+        }
+        let has_descriptor = |device: &&Options| device.keys().iter().any(|key| DESCRIPTOR_KEYS.contains(key));
+        let on_descriptors = self.devices.iter().filter(has_descriptor);
+        let drivers: Vec<_> = on_descriptors.filter_map(|device| device.get("driver")).collect();
+        for driver in drivers {
+            self.refuse(format!("-device {driver}"), "it is on a file descriptor that only this QEMU has");
+        }
+    }
+
+    /// Rejects a disk whose image is not that of the command line: a snapshot was taken, or the medium was changed.
+    fn check_disks(&mut self, facts: &MachineFacts) {
+        let mut obstacles = Vec::new();
+        for device in &self.devices {
+            let (Some(id), Some(given_node)) = (device.get("id"), device.get("drive")) else { continue };
+            let current = facts.disks.iter().find(|disk| disk.device.split('/').any(|part| part == id));
+            let Some(current_node) = current.map(|disk| &disk.node).filter(|node| **node != given_node) else {
+                continue;
+            };
+            if self.has_block_node(&given_node) {
+                let why = format!(
+                    "the command line gives it {given_node}, but it shows {current_node} now (a snapshot or another \
+                     medium): start the VM with that"
+                );
+                obstacles.push(Obstacle { what: format!("disk {id}"), why });
+            }
+        }
+        self.obstacles.extend(obstacles);
+    }
+
+    fn has_block_node(&self, name: &str) -> bool {
+        let node_name = |argument: &String| Options::parse(argument, "driver").ok()?.get("node-name");
+        self.arguments.iter().filter_map(node_name).any(|node| node == name)
+    }
+
+    /// Rejects kept arguments that need something which is left out.
+    fn check_references(&mut self) {
+        let arguments = self.arguments.clone();
+        for secret in std::mem::take(&mut self.secrets) {
+            let needs_secret = |argument: &&String| argument.contains("secret") && argument.contains(&secret);
+            if let Some(argument) = arguments.iter().find(needs_secret) {
+                let why =
+                    format!("it needs the secret {secret}, which this QEMU was handed: use one that is not encrypted");
+                self.refuse(argument.clone(), why);
+            }
+        }
+        for argument in arguments.iter().filter(|argument| argument.contains("/dev/fdset/")) {
+            self.refuse(argument.clone(), "it is on a file descriptor that only this QEMU has: name a file");
+        }
+    }
+
+    /// Adds to each network what the device of its card states.
+    fn finish_networks(&mut self) {
+        for network in &mut self.networks {
+            let card = self.devices.iter().find(|device| device.get("netdev").as_ref() == Some(&network.id));
+            let property = |key: &str| card.and_then(|card| card.get(key)).unwrap_or_default();
+            network.mac = property("mac");
+            network.needs_tap &= property("driver").starts_with("virtio-net");
+        }
+    }
+
+    /// Adds the serial and parallel port that QEMU adds by default.
+    fn finish_default_ports(&mut self) {
+        if self.has_nodefaults {
+            return;
+        }
+        let mut drivers = self.devices.iter().filter_map(|device| device.get("driver"));
+        let has_isa_serial = drivers.any(|driver| driver == "isa-serial");
+        if !self.has_serial && !has_isa_serial {
+            self.add_own_console();
+        }
+        if self.has_nographic && !self.has_parallel {
+            self.keep("parallel", Some("null"));
+        }
+    }
+
+    /// Returns the id of the character device of the guest agent's port.
+    fn agent_chardev(&self) -> Option<String> {
+        let is_agent = |device: &&Options| device.get("name").as_deref() == Some("org.qemu.guest_agent.0");
+        self.devices.iter().find(is_agent)?.get("chardev")
+    }
+
+    /// Keeps all character devices other than the console's and the agent's. Their other ends are gone: the guest finds
+    /// them as if no client were connected.
+    fn keep_unconnected_chardevs(&mut self, agent: Option<&str>) {
+        for id in std::mem::take(&mut self.chardevs) {
+            if Some(id.as_str()) != agent && Some(&id) != self.console.as_ref() {
+                self.keep("chardev", Some(&format!("null,id={}", id.replace(',', ",,"))));
+            }
+        }
+    }
+}
