@@ -48,33 +48,33 @@ pub enum ProtectError {
     Obstacles { name: String, obstacles: Vec<Obstacle> },
     /// The guest writes to a disk that has no epochs.
     #[error(
-        "{name} writes to {disk}, whose content would not match its memory after a restore: let Rekindle serve it (server = \
-         true), make it read-only, snapshot it with --disk-hook COMMAND, or, if a file system that is newer than the guest's memory \
-         does no harm, use --disk crash-consistent"
+        "{name} writes to {disk}, whose content would not match its memory after a restore: let Rekindle serve it \
+         (server = true), make it read-only, snapshot it with --disk-hook COMMAND, or, if a file system that is newer \
+         than the guest's memory does no harm, use --disk crash-consistent"
     )]
     WritableDisk { name: String, disk: String },
     /// Pre-copy would miss writes.
     #[error(
-        "{name} has {disk} open with O_DIRECT, so that the kernel writes its memory past the page tables that pre-copy tracks: use --policy cow, or \
-         another `cache` for the disk"
+        "{name} has {disk} open with O_DIRECT, so that the kernel writes its memory past the page tables that pre-copy \
+         tracks: use --policy cow, or another `cache` for the disk"
     )]
     DirectIo { name: String, disk: String },
     /// Copy-on-write would miss writes.
     #[error(
-        "{name}: the server of disk {disk} writes its memory without waiting for a page to be copied, which --policy cow requires: use \
-         --policy precopy or basic"
+        "{name}: the server of disk {disk} writes its memory without waiting for a page to be copied, which --policy \
+         cow requires: use --policy precopy or basic"
     )]
     CowDiskServer { name: String, disk: String },
     /// The guest's network output cannot be held.
     #[error(
-        "{name} was attached, not started by Rekindle: its network output cannot be held until a checkpoint is committed; protect it without \
-         --output-commit"
+        "{name} was attached, not started by Rekindle: its network output cannot be held until a checkpoint is \
+         committed; protect it without --output-commit"
     )]
     AttachedOutput { name: String },
     /// The guest's RAM cannot be write-protected.
     #[error(
-        "{name}: its RAM is on DAX ({}), where Linux does not resolve the page faults of write protection: \
-         its processors would hang in the kernel; put `ram.dir` on a tmpfs", path.display()
+        "{name}: its RAM is on DAX ({}), where Linux does not resolve the page faults of write protection: its \
+         processors would hang in the kernel; put `ram.dir` on a tmpfs", path.display()
     )]
     Dax {
         name: String,

@@ -8,7 +8,7 @@
 //! | [`protector`] | takes checkpoints until it is stopped |
 //! | `plan` | decides how a guest is protected |
 //! | `session` | tracks what a guest writes, and takes one checkpoint |
-//! | `pause`, `runs`, `epochs`, `load_pages` | parts of a checkpoint: the pause, the pages, the disks, the pages that a load needs |
+//! | `pause`, `runs`, `epochs`, `load_pages` | parts of a checkpoint: pause, pages, disks, pages that a load needs |
 //! | [`progress`] | `protect.json`: what a protector has committed |
 //! | [`event`] | the events that a protector reports |
 //! | [`owned`] | the owner epoch in which a guest started on this host, and the end of a guest that another host has |

@@ -42,8 +42,8 @@ pub struct OwnerRecord {
 /// Another host has the guest, which must not run on this host any more.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{name} must not run here any more: {owner} has it; its QEMU and disk servers here were ended, and the redo logs of its disks are \
-     unchanged; to remove the rest: rekindle stop {name}"
+    "{name} must not run here any more: {owner} has it; its QEMU and disk servers here were ended, and the redo logs \
+     of its disks are unchanged; to remove the rest: rekindle stop {name}"
 )]
 pub struct OwnedElsewhere {
     name: String,
@@ -53,8 +53,9 @@ pub struct OwnedElsewhere {
 /// A store that this host has written is missing.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{store}: the store of VM {name} is gone: this host has been its owner{}, and now there is {} at that path; is the file system with it \
-     mounted? To abandon the old checkpoints and start a new store, after making sure that {name} runs on no other host: {}",
+    "{store}: the store of VM {name} is gone: this host has been its owner{}, and now there is {} at that path; is the \
+     file system with it mounted? To abandon the old checkpoints and start a new store, after making sure that {name} \
+     runs on no other host: {}",
     since.as_ref().map(|since| format!(" since {since}")).unwrap_or_default(),
     if *unused { "a new store without a VM" } else { "no store" },
     self.remedy()
@@ -239,8 +240,8 @@ impl OwnerRecord {
         }
     }
 
-    /// Does the same as [`OwnerRecord::report_end`] for the VM of a run directory. Must be called before the VM's redo logs
-    /// are merged: another host may have the guest.
+    /// Does the same as [`OwnerRecord::report_end`] for the VM of a run directory. Must be called before the VM's redo
+    /// logs are merged: another host may have the guest.
     ///
     /// # Errors
     /// The errors of [`OwnerRecord::report_end`]. [`OwnedElsewhere`]: another host has the guest.

@@ -2,8 +2,8 @@
 //! last before the checkpoint, then the rest.
 //!
 //! The pager is a separate process, `rekindle pager NAME`. It can be killed and restarted at any time: QEMU holds the
-//! userfaultfd, so access to a missing page blocks. Its parameters are in `fill.json` ([`crate::fill`]), which it removes
-//! when the fill is complete.
+//! userfaultfd, so access to a missing page blocks. Its parameters are in `fill.json` ([`crate::fill`]), which it
+//! removes when the fill is complete.
 
 use crate::fill::{Fill, FillError, FillStage, is_served, lock_pager, try_lock_write_record};
 use rekindle_kernel::inject::Injector;
@@ -60,7 +60,8 @@ impl std::fmt::Display for PagerEvent {
             }
             Self::Filled { demanded, filled, zero, worst_us } => write!(
                 f,
-                "all memory is loaded: {demanded} pages on demand (the longest wait {worst_us} µs), {filled} in the background, {zero} zero"
+                "all memory is loaded: {demanded} pages on demand (the longest wait {worst_us} µs), {filled} in the \
+                 background, {zero} zero"
             ),
             Self::Ended { left } => {
                 write!(f, "stopped; {left} pages are still missing, and the guest blocks where it needs one")

@@ -132,8 +132,8 @@ impl Monitors {
         &mut self.control
     }
 
-    /// Holds the guest's output on `nets` until [`Monitors::release_output`]. Without `nets`, holds output only if an earlier
-    /// protector has started to.
+    /// Holds the guest's output on `nets` until [`Monitors::release_output`]. Without `nets`, holds output only if an
+    /// earlier protector has started to.
     ///
     /// Uses the second connection, because a command may be staged on the first one.
     pub(crate) fn hold(&mut self, nets: Option<&[&str]>) -> Result<(), QmpError> {
@@ -276,7 +276,8 @@ impl DeviceSaver<'_> {
         Ok(())
     }
 
-    /// Waits until the devices are saved. Separates the network output that was sent before the stop, if output is held.
+    /// Waits until the devices are saved. Separates the network output that was sent before the stop, if output is
+    /// held.
     fn finish(&mut self, stopped: &mut Stopped<'_>, laps: &mut LapTimer) -> Result<(), PauseError> {
         let saved = match (&mut self.save, stopped.qmp()) {
             (Some(save), _) => self.devices.wait(save),

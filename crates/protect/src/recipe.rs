@@ -23,7 +23,8 @@ pub const FORMAT: u32 = 6;
 #[derive(Debug, thiserror::Error)]
 pub enum RecipeError {
     #[error(
-        "the checkpoint describes its VM in format {found}, and this Rekindle supports formats up to {FORMAT}: use a newer one"
+        "the checkpoint describes its VM in format {found}, and this Rekindle supports formats up to {FORMAT}: use a \
+         newer one"
     )]
     Newer { found: u64 },
     #[error("the checkpoint has no usable description of its VM")]

@@ -1,8 +1,8 @@
 //! The write record of a pager, and whether a protector can use it for a checkpoint while the restore still fills.
 //!
 //! The pager registers the memory, so its descriptor is the only record of which pages the guest has written. The pager
-//! may release the memory, and the record with it, only while it holds `fill.lock`. A protector that relies on the record
-//! holds the lock the whole time. The lock of a killed process is free.
+//! may release the memory, and the record with it, only while it holds `fill.lock`. A protector that relies on the
+//! record holds the lock the whole time. The lock of a killed process is free.
 //!
 //! ```text
 //!  pager      loads ... fill complete: writes `filled`, continues to serve
@@ -140,7 +140,8 @@ mod tests {
 
     fn fill() -> Fill {
         let json = serde_json::json!({
-            "format": 1, "store": store("/srv/a"), "number": RESTORED.number, "epoch": RESTORED.epoch, "vmm": vmm(5), "blocks": [],
+            "format": 1, "store": store("/srv/a"), "number": RESTORED.number, "epoch": RESTORED.epoch,
+            "vmm": vmm(5), "blocks": [],
         });
         serde_json::from_value(json).unwrap()
     }

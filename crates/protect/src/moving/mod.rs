@@ -52,8 +52,8 @@ pub enum MoveError {
     Store(#[from] StoreError),
     /// QEMU itself writes one of the disks.
     #[error(
-        "{name}: disk {disk} is written by QEMU itself, which would have it open on two hosts: let Rekindle serve it (server = true), or \
-         make it read-only"
+        "{name}: disk {disk} is written by QEMU itself, which would have it open on two hosts: let Rekindle serve it \
+         (server = true), or make it read-only"
     )]
     Disk { name: String, disk: String },
     /// A checkpoint failed.
@@ -96,14 +96,15 @@ pub enum MoveError {
     },
     /// The store does not answer, so it is unknown which host has the guest.
     #[error(
-        "cannot determine whether {host} has taken {name}, since its store does not answer ({why}); it stays stopped here. When the store \
-         answers again: rekindle recover {name}"
+        "cannot determine whether {host} has taken {name}, since its store does not answer ({why}); it stays stopped \
+         here. When the store answers again: rekindle recover {name}"
     )]
     Unknown { name: String, host: String, why: String },
     /// The destination host owns the store, but the guest does not run on it or its status is unknown.
     #[error(
-        "{host} has taken {name}, and nothing of it is left here; but its status there is: {status}. On that host: rekindle recover {name}. If it \
-         does not run there, or that host is certainly off, its last checkpoint is complete: rekindle restore {name} --store {store}"
+        "{host} has taken {name}, and nothing of it is left here; but its status there is: {status}. On that host: \
+         rekindle recover {name}. If it does not run there, or that host is certainly off, its last checkpoint is \
+         complete: rekindle restore {name} --store {store}"
     )]
     Taken {
         name: String,

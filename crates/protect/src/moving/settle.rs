@@ -2,8 +2,9 @@
 //!
 //! The store decides. Only one host can become the next owner after the owner epoch of the last checkpoint, and each
 //! host may resume the guest only as that owner. So every query has the same answer, now and later. If this
-//! host is the answer, the other host can never have the guest. If the other host is the answer, it has claimed the guest, and this host's copy is obsolete whatever happens on the other host: the guest's last checkpoint
-//! is in the store. If the store does not answer, nothing is decided, and the guest stays stopped.
+//! host is the answer, the other host can never have the guest. If the other host is the answer, it has claimed the
+//! guest, and this host's copy is obsolete whatever happens on the other host: the guest's last checkpoint is in the
+//! store. If the store does not answer, nothing is decided, and the guest stays stopped.
 
 use super::MoveError;
 use super::protocol::{Answer, Message, VERSION};

@@ -149,7 +149,8 @@ impl<'a> CheckpointSeries<'a> {
         Ok(LastCheckpoint { report, epoch: self.base.map_or(0, |base| base.epoch) })
     }
 
-    /// Takes a checkpoint with `take`. Records before it that pages are collected, and after it that they are committed.
+    /// Takes a checkpoint with `take`. Records before it that pages are collected, and after it that they are
+    /// committed.
     fn record_progress(
         &mut self,
         session: &mut TrackingSession,

@@ -1,6 +1,6 @@
 //! Reads the part of a checkpoint that a restore needs before the guest runs: the device state, the blocks that are not
-//! loaded on demand (*small blocks*), and the pages that QEMU itself reads during the load. Its size does not grow with the guest's
-//! RAM, except for the index in a store without a base index. It is read while QEMU starts.
+//! loaded on demand (*small blocks*), and the pages that QEMU itself reads during the load. Its size does not grow with
+//! the guest's RAM, except for the index in a store without a base index. It is read while QEMU starts.
 
 use super::{MoveClaim, Request, RestoreError};
 use crate::epochs;

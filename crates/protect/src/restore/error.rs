@@ -27,8 +27,8 @@ pub enum RestoreError {
     RunDir(TargetError),
     /// The guest was resumed, and a later step failed.
     #[error(
-        "{name}: its guest was resumed in QEMU (process {pid}), which runs, but the restore failed after that; nothing was undone: \
-         rekindle recover {name}"
+        "{name}: its guest was resumed in QEMU (process {pid}), which runs, but the restore failed after that; nothing \
+         was undone: rekindle recover {name}"
     )]
     MayRun {
         name: String,
@@ -41,8 +41,8 @@ pub enum RestoreError {
     Recipe(#[from] RecipeError),
     /// A checkpoint with another machine or other disks was committed meanwhile.
     #[error(
-        "checkpoint {number} of {name}, which was just committed, has another machine or other disks than the one before it; try \
-         again"
+        "checkpoint {number} of {name}, which was just committed, has another machine or other disks than the one \
+         before it; try again"
     )]
     Changed { name: String, number: u64 },
     /// A newer checkpoint was committed during the load.
@@ -84,8 +84,8 @@ pub enum RestoreError {
     #[error("QEMU has other RAM blocks than the guest of checkpoint {number}: {what}")]
     Blocks { number: u64, what: String },
     #[error(
-        "the guest of checkpoint {number} would see other processors here: {}; restore with a --qemu, or on a host, like those that it \
-         ran on", listed(.words)
+        "the guest of checkpoint {number} would see other processors here: {}; restore with a --qemu, or on a host, \
+         like those that it ran on", listed(.words)
     )]
     Cpu {
         number: u64,
@@ -114,8 +114,8 @@ pub enum RestoreError {
     },
     /// QEMU died immediately after the resume.
     #[error(
-        "the QEMU of {name} died just after it had resumed the guest; the checkpoint is unchanged, and can be restored again; end \
-         of the QEMU's log:\n{log}"
+        "the QEMU of {name} died just after it had resumed the guest; the checkpoint is unchanged, and can be restored \
+         again; end of the QEMU's log:\n{log}"
     )]
     DiedResumed { name: String, log: String },
     /// A step of the hand-over failed.

@@ -137,8 +137,8 @@ impl OnDemandRam {
         if let Err(e) = ready {
             let (name, log) = (rundir.name(), log_path(rundir));
             tracing::warn!(
-                "cannot start the pager of {name} ({e}; check {}); the guest blocks where it needs a missing page; to start \
-                 a pager: rekindle recover {name}",
+                "cannot start the pager of {name} ({e}; check {}); the guest blocks where it needs a missing page; to \
+                 start a pager: rekindle recover {name}",
                 log.display()
             );
         }

@@ -54,8 +54,8 @@ impl CopiesForWrites {
     }
 }
 
-/// Sends all pages that `tracker` still protects for the checkpoint. Returns the number of pages that were copied because
-/// the guest was about to write them.
+/// Sends all pages that `tracker` still protects for the checkpoint. Returns the number of pages that were copied
+/// because the guest was about to write them.
 pub(super) fn send_protected_pages(
     tracker: &Synchronous,
     copies: &CopiesForWrites,
@@ -88,8 +88,8 @@ pub(super) fn release_writers(tracker: &Synchronous, copies: &CopiesForWrites) {
     *copies.lock() = Copies::default();
 }
 
-/// Waits until all pages are copied: a page whose fault is being served counts as not copied for some microseconds after
-/// the last claim.
+/// Waits until all pages are copied: a page whose fault is being served counts as not copied for some microseconds
+/// after the last claim.
 fn wait_all_copied(tracker: &Synchronous) -> Result<(), TrackError> {
     let deadline = Instant::now() + FAULTS_TIMEOUT;
     loop {

@@ -62,7 +62,8 @@ impl DiskServers {
 }
 
 /// Starts the record of one server. Returns whether the server has already recorded for an earlier protector. If the
-/// server has just replaced one that died, QEMU takes a second to connect to it; meanwhile the server rejects the request.
+/// server has just replaced one that died, QEMU takes a second to connect to it; meanwhile the server rejects the
+/// request.
 fn start_record(control: &mut Control, qemu_pid: u32) -> Result<bool, ControlError> {
     let deadline = Instant::now() + CONNECT_TIMEOUT;
     loop {

@@ -201,8 +201,8 @@ fn preflight(
     Ok(Movable { held, target, listing, connection })
 }
 
-/// Lists the checkpoints of the store. Returns `None` if the first checkpoint will create the store, or will be the first
-/// in it.
+/// Lists the checkpoints of the store. Returns `None` if the first checkpoint will create the store, or will be the
+/// first in it.
 fn list_store(settings: &MoveSettings, rundir: &RunDir) -> Result<Option<Listing>, MoveError> {
     let e = match admin::listing(&settings.store, settings.identity.as_ref()) {
         Ok(listing) => return Ok(Some(listing)),

@@ -48,8 +48,8 @@ impl<R: Read + AsFd, W: Write + AsFd> SourceConnection<R, W> {
         Self { lines: Lines::new(input, MAX_LINE_BYTES), output, timeouts }
     }
 
-    /// Reads the next message, whose first byte must arrive within `start_timeout`. `None` at the end of the stream. The inner
-    /// error: the line is not a message.
+    /// Reads the next message, whose first byte must arrive within `start_timeout`. `None` at the end of the stream.
+    /// The inner error: the line is not a message.
     pub fn read_message(&mut self, start_timeout: Duration) -> io::Result<Option<Result<Message, Rejection>>> {
         match self.lines.next_started_by(Instant::now() + start_timeout, self.timeouts.line) {
             Ok(line) => {
