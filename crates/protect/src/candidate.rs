@@ -122,12 +122,13 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
         Ok(about)
     });
     drop(run_state);
-    let Paused { result: about, devices, stopped_host_us, resumed_host_us, .. } = paused?;
+    let paused = paused?;
+    let stopped_us = paused.stopped_us();
     let definition = serde_json::to_value(target.recipe()).unwrap_or(Value::Null);
-    let metadata = json!({ (METADATA_KEY): about, (load_pages::KEY): pages_for_load });
-    let committed = checkpoint.commit(&definition, &metadata, &devices)?;
+    let metadata = json!({ (METADATA_KEY): paused.result, (load_pages::KEY): pages_for_load });
+    let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
     writer.settle()?;
-    Ok(SavedCandidate { stopped_us: resumed_host_us.saturating_sub(stopped_host_us), bytes: committed.bytes })
+    Ok(SavedCandidate { stopped_us, bytes: committed.bytes })
 }
 
 /// Reads the description of the candidate in a store.

@@ -136,9 +136,9 @@ pub(crate) fn read_parallel(
             });
         }
     });
-    let mut all = Pages::new();
+    let mut pages_read = Pages::new();
     for result in chunks.into_iter().filter_map(|(_, result)| result.into_inner()) {
-        all.append(&mut result?);
+        pages_read.append(&mut result?);
     }
-    Ok(all)
+    Ok(pages_read)
 }

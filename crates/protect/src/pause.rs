@@ -70,6 +70,13 @@ pub(crate) struct Paused<T> {
     pub steps: PauseSteps,
 }
 
+impl<T> Paused<T> {
+    /// Returns how long the guest was stopped, in µs.
+    pub(crate) fn stopped_us(&self) -> u64 {
+        self.resumed_host_us.saturating_sub(self.stopped_host_us)
+    }
+}
+
 /// The monitor connections to a QEMU that a pause needs.
 #[derive(Debug)]
 pub(crate) struct Monitors {

@@ -61,16 +61,16 @@ pub(crate) fn read(ram: &GuestRam, block: &Block, runs: &PageRuns, buffer: &mut 
 
 /// Copies the pages `written` from the guest's memory.
 pub(crate) fn copy_pages(ram: &GuestRam, written: &BlockRuns) -> Result<Vec<CopiedPages>, GuestRamError> {
-    let mut all = Vec::new();
+    let mut copied = Vec::new();
     for (index, (block, runs)) in ram.blocks().iter().zip(written).enumerate() {
         if runs.is_empty() {
             continue;
         }
         let mut bytes = Vec::new();
         read(ram, block, runs, &mut bytes)?;
-        all.push(CopiedPages { block: BlockId(index), runs: runs.clone(), bytes });
+        copied.push(CopiedPages { block: BlockId(index), runs: runs.clone(), bytes });
     }
-    Ok(all)
+    Ok(copied)
 }
 
 /// Adds pages with the content `bytes` to the checkpoint.

@@ -58,7 +58,7 @@ pub(super) struct ControlLoop<'a> {
 }
 
 /// The next step of the loop.
-enum NextStep {
+enum LoopStep {
     /// Continue after this time.
     Wait(Duration),
     /// Start a new session with this target.
@@ -98,9 +98,9 @@ impl<'a> ControlLoop<'a> {
                 Err(TrackingStartError::Fatal(e)) => return Err(e),
             };
             match next_step {
-                NextStep::Attach(new_target) => target = new_target,
-                NextStep::Stop(reason) => break reason,
-                NextStep::Wait(time) => {
+                LoopStep::Attach(new_target) => target = new_target,
+                LoopStep::Stop(reason) => break reason,
+                LoopStep::Wait(time) => {
                     if self.sleep(time, || false) {
                         break StopReason::Requested;
                     }
@@ -112,7 +112,7 @@ impl<'a> ControlLoop<'a> {
     }
 
     /// Takes checkpoints until the protector is to stop or tracking has to start again.
-    fn run_session(&mut self, mut session: TrackingSession) -> Result<NextStep, ProtectError> {
+    fn run_session(&mut self, mut session: TrackingSession) -> Result<LoopStep, ProtectError> {
         self.output_is_held = session.holds_output();
         self.report(&ProtectEvent::Attached {
             pid: session.target.vmm().pid,
@@ -123,25 +123,25 @@ impl<'a> ControlLoop<'a> {
         loop {
             let next_step = match self.take_checkpoint(&mut session) {
                 Ok(()) if self.settings.count.is_some_and(|count| self.taken >= count) => {
-                    NextStep::Stop(StopReason::Counted)
+                    LoopStep::Stop(StopReason::Counted)
                 }
-                Ok(()) => NextStep::Wait(self.settings.every.saturating_sub(self.newest_started.elapsed())),
+                Ok(()) => LoopStep::Wait(self.settings.every.saturating_sub(self.newest_started.elapsed())),
                 Err(e) => self.after_failure(&session.target, e)?,
             };
             self.report_lag();
             match next_step {
-                NextStep::Wait(time) => {
+                LoopStep::Wait(time) => {
                     // A complete fill ends the wait early, so that the pager can end.
                     if self.sleep(time, || session.is_filled()) {
-                        return Ok(NextStep::Stop(StopReason::Requested));
+                        return Ok(LoopStep::Stop(StopReason::Requested));
                     }
                 }
-                NextStep::Attach(new_target) => {
+                LoopStep::Attach(new_target) => {
                     let _ = session.detach();
-                    return Ok(NextStep::Attach(new_target));
+                    return Ok(LoopStep::Attach(new_target));
                 }
-                NextStep::Stop(StopReason::Counted) => return self.finish(session).map(NextStep::Stop),
-                NextStep::Stop(reason) => return Ok(NextStep::Stop(reason)),
+                LoopStep::Stop(StopReason::Counted) => return self.finish(session).map(LoopStep::Stop),
+                LoopStep::Stop(reason) => return Ok(LoopStep::Stop(reason)),
             }
         }
     }
@@ -200,9 +200,9 @@ impl<'a> ControlLoop<'a> {
     }
 
     /// Decides how the loop continues after a failure.
-    fn after_failure(&mut self, target: &Target, error: CheckpointError) -> Result<NextStep, ProtectError> {
+    fn after_failure(&mut self, target: &Target, error: CheckpointError) -> Result<LoopStep, ProtectError> {
         let is_alive = target.vmm().is_alive();
-        let wait = NextStep::Wait(self.settings.every.max(RETRY_DELAY));
+        let wait = LoopStep::Wait(self.settings.every.max(RETRY_DELAY));
         match error {
             CheckpointError::Store(e) => self.after_store_failure(target, e),
             CheckpointError::Pause(PauseError::NotRunning { state }) if is_alive => {
@@ -215,7 +215,7 @@ impl<'a> ControlLoop<'a> {
             }
             CheckpointError::Filling { .. } if is_alive => {
                 self.report_wait(error.to_string());
-                Ok(NextStep::Wait(RETRY_DELAY))
+                Ok(LoopStep::Wait(RETRY_DELAY))
             }
             CheckpointError::Target(TargetError::Life(e @ LifeError::NeedsRecovery { .. })) => {
                 self.report_wait(e.to_string());
@@ -225,7 +225,7 @@ impl<'a> ControlLoop<'a> {
         }
     }
 
-    fn after_store_failure(&mut self, target: &Target, error: StoreError) -> Result<NextStep, ProtectError> {
+    fn after_store_failure(&mut self, target: &Target, error: StoreError) -> Result<LoopStep, ProtectError> {
         if error.may_pass() {
             if !std::mem::replace(&mut self.store_has_failed, true) {
                 self.report(&ProtectEvent::StoreAway { error: with_causes(&error) });
@@ -233,13 +233,13 @@ impl<'a> ControlLoop<'a> {
             if matches!(error, StoreError::Closed { .. }) {
                 self.series.close_writer();
             }
-            return Ok(NextStep::Wait(self.settings.every.max(RETRY_DELAY)));
+            return Ok(LoopStep::Wait(self.settings.every.max(RETRY_DELAY)));
         }
         let owner_record = self.series.owner_record();
         match error.guest_is_over(owner_record.run()) {
             // The guest has shut down; its QEMU is about to end.
             Some(Owner { guest: Guest::Ended, .. }) if has_ended(target.vmm()) => {
-                Ok(NextStep::Stop(StopReason::QemuEnded))
+                Ok(LoopStep::Stop(StopReason::QemuEnded))
             }
             Some(owner) => Err(self.series.end_guest(target.rundir(), owner)),
             None if error.is_no_store() => Err(owner_record.store_gone(target.rundir(), &error).into()),
@@ -248,20 +248,20 @@ impl<'a> ControlLoop<'a> {
     }
 
     /// Starts the tracking again, after `error`: in the QEMU that runs the guest now, or in the same one.
-    fn track_again(&mut self, target: &Target, error: CheckpointError) -> Result<NextStep, ProtectError> {
+    fn track_again(&mut self, target: &Target, error: CheckpointError) -> Result<LoopStep, ProtectError> {
         // A reboot of the VM may be in progress: wait until it has ended.
         let run_state = RunState::acquire(target.rundir(), REBOOT_TIMEOUT);
         let current = Target::of(self.host, target.name());
         drop(run_state);
         let current = match current {
             Ok(current) => current,
-            Err(_) if !target.vmm().is_alive() => return Ok(NextStep::Stop(StopReason::QemuEnded)),
+            Err(_) if !target.vmm().is_alive() => return Ok(LoopStep::Stop(StopReason::QemuEnded)),
             Err(e) => return Err(e.into()),
         };
         if current.vmm() != target.vmm() {
             self.consecutive_failures = 0;
             self.report(&ProtectEvent::Moved { why: format!("QEMU process {} runs the guest now", current.vmm().pid) });
-            return Ok(NextStep::Attach(Box::new(current)));
+            return Ok(LoopStep::Attach(Box::new(current)));
         }
         self.consecutive_failures += 1;
         // A disk server may have died: QEMU continues with its replacement.
@@ -273,7 +273,7 @@ impl<'a> ControlLoop<'a> {
             return Err(ProtectError::tracking(target.name(), error));
         }
         self.report(&ProtectEvent::Moved { why: with_causes(&error) });
-        Ok(NextStep::Attach(Box::new(current)))
+        Ok(LoopStep::Attach(Box::new(current)))
     }
 
     fn report(&mut self, event: &ProtectEvent) {

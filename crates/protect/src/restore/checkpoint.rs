@@ -234,11 +234,11 @@ impl LoadInput {
     /// Reads QEMU's own copy of the blocks that are not loaded on demand. Pages that are missing in the result are
     /// zero.
     pub(super) fn own_copy(&self, ram: &GuestRam) -> Result<Contents, RestoreError> {
-        let mut all = Contents::new();
+        let mut contents = Contents::new();
         for (index, block) in self.small_blocks() {
-            all.extend(own_copy(ram, block)?.into_iter().map(|(page, content)| ((index, page), content)));
+            contents.extend(own_copy(ram, block)?.into_iter().map(|(page, content)| ((index, page), content)));
         }
-        Ok(all)
+        Ok(contents)
     }
 
     fn read_pages_for_load(&self) -> load_pages::Pages {
@@ -297,13 +297,13 @@ impl LoadInput {
     /// of 16 MiB has hardly any.
     fn with_zeroes(&self, pages: &load_pages::Pages, ram: &GuestRam) -> Result<load_pages::Pages, RestoreError> {
         let with_content: BTreeSet<_> = pages.iter().map(|(id, _)| *id).collect();
-        let mut all = pages.clone();
+        let mut complete = pages.clone();
         for (index, block) in self.small_blocks() {
             let populated = own_copy(ram, block)?.into_keys().filter(|page| page.0 < block.pages());
             let zero = populated.filter(|page| !with_content.contains(&(index, *page)));
-            all.extend(zero.map(|page| ((index, page), Box::new(ZERO_PAGE))));
+            complete.extend(zero.map(|page| ((index, page), Box::new(ZERO_PAGE))));
         }
-        Ok(all)
+        Ok(complete)
     }
 }
 

@@ -72,7 +72,7 @@ impl<'a> EarlyLoad<'a> {
         let site = Site::take(host, name.as_str(), "restore")?;
         let unusable = |why: String| LifeError::Unfit { name: name.to_string(), problems: vec![why] };
         let planned = plan_restore(&site, name, request, &chosen).and_then(|planned| match planned {
-            RestorePlan { plan, prepared: PreparedUse::Suitable(prepared) } => Ok((plan, prepared)),
+            RestorePlan { plan, prepared: PreparedUse::Suitable(prepared) } => Ok((plan, *prepared)),
             RestorePlan { prepared: PreparedUse::Unsuitable(why), .. } => Err(unusable(why).into()),
             RestorePlan { prepared: PreparedUse::NotPrepared, .. } => {
                 Err(unusable("no QEMU waits for it".into()).into())

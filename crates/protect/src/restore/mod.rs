@@ -205,7 +205,7 @@ struct RestorePlan {
 
 /// Whether the QEMU that was prepared for the VM can be used.
 enum PreparedUse {
-    Suitable(Prepared),
+    Suitable(Box<Prepared>),
     /// It cannot be used, for this reason.
     Unsuitable(String),
     NotPrepared,
@@ -230,7 +230,7 @@ fn plan_restore(
     })?;
     let unsuitable = match site.prepared() {
         Some((state, prepared)) => match prepare::adapt_plan(state, prepared, &mut plan) {
-            Ok(()) => return Ok(RestorePlan { plan, prepared: PreparedUse::Suitable(prepared.clone()) }),
+            Ok(()) => return Ok(RestorePlan { plan, prepared: PreparedUse::Suitable(Box::new(prepared.clone())) }),
             Err(why) => Some(why),
         },
         None => site.lost().and_then(|prepared| prepared.check().err()),

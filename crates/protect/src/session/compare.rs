@@ -34,8 +34,7 @@ impl TrackingSession {
             Ok::<_, CheckpointError>(comparison)
         })?;
         drop(run_state);
-        let stopped_us = paused.resumed_host_us.saturating_sub(paused.stopped_host_us);
-        Ok(Comparison { stopped_us, ..paused.result })
+        Ok(Comparison { stopped_us: paused.stopped_us(), ..paused.result })
     }
 }
 

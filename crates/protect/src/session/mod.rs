@@ -16,11 +16,11 @@ mod memory;
 mod take;
 mod tracking;
 
-use crate::epochs::{self, EpochDisks};
+use crate::epochs::{self, DiskEpoch, EpochDisks};
 use crate::error::CheckpointError;
 use crate::event::CheckpointReport;
 use crate::load_pages::{self, LoadPageList};
-use crate::pause::{AfterPause, Monitors};
+use crate::pause::{AfterPause, Monitors, Paused};
 use crate::plan::{AttachedDevices, ProtectionPlan};
 use crate::policy::Policy;
 use crate::runs::block_table;
@@ -205,12 +205,9 @@ impl TrackingSession {
             taken.inspect_err(|_| self.memory.release_writers())?;
         self.check_devices_unchanged()?;
         self.epochs.seal(&disks)?;
-        let stopped_us = paused.resumed_host_us.saturating_sub(paused.stopped_host_us);
+        let stopped_us = paused.stopped_us();
         let definition = serde_json::to_value(self.target.recipe()).unwrap_or(Value::Null);
-        let metadata = json!({
-            "policy": self.policy, "stopped_us": stopped_us, "stopped_host_us": paused.stopped_host_us,
-            "dirty_bytes": dirty_bytes, (load_pages::KEY): self.load_pages.runs(), (epochs::KEY): disks,
-        });
+        let metadata = self.metadata(&paused, dirty_bytes, &disks);
         let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
         let (committed_host_us, took) = (host_us(), started.elapsed());
         let released_us = self.release_output(paused.resumed_host_us)?;
@@ -246,6 +243,14 @@ impl TrackingSession {
             syncing_us: committed.syncing.as_micros() as u64,
             took_us: took.as_micros() as u64,
             steps: paused.steps,
+        })
+    }
+
+    /// Returns the metadata that is stored with a checkpoint.
+    fn metadata(&self, paused: &Paused<()>, dirty_bytes: u64, disks: &[DiskEpoch]) -> Value {
+        json!({
+            "policy": self.policy, "stopped_us": paused.stopped_us(), "stopped_host_us": paused.stopped_host_us,
+            "dirty_bytes": dirty_bytes, (load_pages::KEY): self.load_pages.runs(), (epochs::KEY): disks,
         })
     }
 

@@ -15,7 +15,7 @@ use crate::pause::{AfterPause, Paused};
 use crate::policy::Policy;
 use crate::runs::{BlockRuns, read, runs_of_block, send, send_zeroes};
 use rekindle_memory::ram::{GuestRam, GuestRamError};
-use rekindle_memory::tracker::Dirty;
+use rekindle_memory::tracker::{Asynchronous, Dirty};
 use rekindle_pages::{BlockId, PageNo, PageRun, PageRuns};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_store::Checkpoint;
@@ -128,10 +128,7 @@ impl TrackingSession {
         let Paused { result: collected, devices, stopped_host_us, resumed_host_us, steps } = paused;
         let CollectedPages { dirty, copied, own_tracker } = collected;
         if let Some(tracker) = own_tracker {
-            self.memory.tracking = Tracking::Asynchronous(tracker);
-            fault::point("fill.handover.resumed", None, None);
-            self.pager_record.take().map_or(Ok(()), |record| record.hand_over())?;
-            fault::point("fill.handover.recorded", None, None);
+            self.continue_without_pager(tracker)?;
         }
         if after_pause == AfterPause::StayStopped {
             on_stopped(&StoppedGuest {
@@ -160,6 +157,15 @@ impl TrackingSession {
         let paused = Paused { result: (), devices, stopped_host_us, resumed_host_us, steps };
         let dirty_bytes = sent_bytes.unwrap_or(0).max(dirty.bytes());
         Ok(TakenPages { paused, disks, dirty_bytes, copied_stopped_bytes, copied_for_writes })
+    }
+
+    /// Tracks the memory with `tracker` from now on, and records that the pager may end.
+    fn continue_without_pager(&mut self, tracker: Asynchronous) -> Result<(), CheckpointError> {
+        self.memory.tracking = Tracking::Asynchronous(tracker);
+        fault::point("fill.handover.resumed", None, None);
+        self.pager_record.take().map_or(Ok(()), |record| record.hand_over())?;
+        fault::point("fill.handover.recorded", None, None);
+        Ok(())
     }
 
     /// Sends the owed pages while the guest runs; with policy `precopy`, repeats this with the pages that the guest has

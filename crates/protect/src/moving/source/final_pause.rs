@@ -56,7 +56,7 @@ pub(super) struct MovedGuest {
     /// The destination host's report, if it arrived.
     pub running: Option<Running>,
     /// When [`Message::Go`] was sent, in µs since 1970.
-    pub go_sent_us: u64,
+    pub message_sent_us: u64,
     /// When [`Message::Go`] was answered, in µs since 1970. The guest does not wait for the source host's clean-up,
     /// which follows.
     pub answered_us: u64,
@@ -89,7 +89,7 @@ impl FinalPause<'_> {
                 return Err(e);
             }
         };
-        let go_sent_us = host_us();
+        let message_sent_us = host_us();
         let sent = self.connection.send(&Message::Go(Go { epoch: record.epoch }), GO_READ_TIMEOUT);
         fault::point("move.resume.told", Some(vmm), None);
         let answer = sent.and_then(|()| self.connection.read_answer(GO_ANSWER_TIMEOUT));
@@ -98,7 +98,7 @@ impl FinalPause<'_> {
             Ok(Answer::Running(running)) => {
                 fault::point("move.settle.running", Some(vmm), None);
                 self.remove_from_here(&record)?;
-                return Ok(MovedGuest { last_checkpoint, running: Some(running), go_sent_us, answered_us });
+                return Ok(MovedGuest { last_checkpoint, running: Some(running), message_sent_us, answered_us });
             }
             Ok(Answer::Failed { resumed: true, why, .. }) => {
                 self.remove_from_here(&record)?;
@@ -123,7 +123,9 @@ impl FinalPause<'_> {
                 Err(MoveError::ResumedHere { name: name.into(), host, why: not_resumed })
             }
             // Only now is it known that the guest runs on the destination host.
-            Settled::RunsThere => Ok(MovedGuest { last_checkpoint, running: None, go_sent_us, answered_us: host_us() }),
+            Settled::RunsThere => {
+                Ok(MovedGuest { last_checkpoint, running: None, message_sent_us, answered_us: host_us() })
+            }
         }
     }
 

@@ -115,7 +115,7 @@ pub fn start(
 
 /// Returns the report of a move, without what precedes the final pause.
 fn report(name: &Name, settings: &MoveSettings, moved: MovedGuest, started_us: u64) -> MoveReport {
-    let MovedGuest { last_checkpoint, running, go_sent_us, answered_us } = moved;
+    let MovedGuest { last_checkpoint, running, message_sent_us, answered_us } = moved;
     let resumed_us = answered_us.saturating_sub(running.as_ref().map_or(0, |running| running.answered_after_us));
     let destination = running.map(|running| {
         let Running { resumed_after_us, pid, prepared, loaded_before_commit, unused_reason, clock, .. } = running;
@@ -133,8 +133,8 @@ fn report(name: &Name, settings: &MoveSettings, moved: MovedGuest, started_us: u
         pause: MovePause {
             read,
             commit,
-            release: go_sent_us.saturating_sub(stopped_host_us + read + commit),
-            resume: resumed_us.saturating_sub(go_sent_us),
+            release: message_sent_us.saturating_sub(stopped_host_us + read + commit),
+            resume: resumed_us.saturating_sub(message_sent_us),
         },
         resumed_after_us: resumed_us.saturating_sub(started_us),
         destination,
