@@ -264,7 +264,7 @@ fn superseded_by(rundir: &RunDir) -> Result<Option<String>, String> {
     let asks = owned.clone();
     // The limit holds whatever the store connection's timeouts are: the cluster manager counts a check that takes too
     // long as a failed guest.
-    thread::spawn(move || drop(answer.send(asks.ask(uuid))));
+    thread::spawn(move || drop(answer.send(asks.query_new_owner(uuid))));
     let Ok(asked) = waits.recv_timeout(STORE_TIMEOUT) else {
         tracing::warn!("{}: its store does not answer", rundir.name());
         return Ok(None);

@@ -1,6 +1,6 @@
 //! A VM's parameters in the cluster manager, identical on each of its nodes.
 
-use rekindle_protect::protector::{Disks, ProtectSettings};
+use rekindle_protect::protector::{DiskPolicy, ProtectSettings};
 use rekindle_vm::definition::Name;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -41,9 +41,9 @@ impl Resource {
         }
         let mut add = |flag: &str, value: OsString| all.extend([flag.into(), value]);
         match disks {
-            Disks::Refuse => {}
-            Disks::CrashConsistent => add("--disk", "crash-consistent".into()),
-            Disks::Hook(command) => add("--disk-hook", command.into()),
+            DiskPolicy::Refuse => {}
+            DiskPolicy::CrashConsistent => add("--disk", "crash-consistent".into()),
+            DiskPolicy::Hook(command) => add("--disk-hook", command.into()),
         }
         if last {
             // Takes one checkpoint while the guest runs, so that less remains for the pause.

@@ -4,14 +4,14 @@
 //! as the guest knows them. The guest is stopped while the whole candidate is written. That is acceptable during boot:
 //! little memory is in use, and the guest has no clients yet.
 
+use crate::error::CheckpointError;
 use crate::load_pages;
 use crate::pause::{Monitors, PauseError, Paused};
 use crate::restore::RestoreError;
 use crate::restore::checkpoint::{self, ChosenCheckpoint};
 use crate::restore::load::{self, BoostedDestination, CheckpointSource, EmptyDestination};
 use crate::restore::on_demand::OnDemandRam;
-use crate::runs::send_from;
-use crate::session::CheckpointError;
+use crate::runs::{block_table, send_from_guest};
 use crate::target::{Target, TargetError};
 use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, OwnRunDir, PreparedStage, RunningStage};
@@ -20,14 +20,14 @@ use rekindle_pages::BlockId;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::qmp::QmpError;
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
-use rekindle_store::{Image, Options, ReadOptions, StoreError, StoreUrl, Writer, admin, types};
+use rekindle_store::{Image, Options, ReadOptions, StoreError, StoreUrl, Writer, admin};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::thread;
 
 /// The key of a candidate's description in a checkpoint's metadata.
-const KEY: &str = "candidate";
+const METADATA_KEY: &str = "candidate";
 
 /// Why a candidate was not taken.
 #[derive(Debug, thiserror::Error)]
@@ -106,35 +106,29 @@ pub fn take<E: std::error::Error + Send + Sync + 'static>(
     if rundir.fill().exists() {
         return Err(CandidateError::Filling);
     }
-    let mut options = Options::new(target.identity(), "phase");
-    (options.keep, options.create) = (1, true);
+    let options = Options { keep: 1, create: true, ..Options::new(target.identity(), "phase") };
     let mut writer = Writer::open(store, &options)?;
     let control = target.vmm().connect(vmm::START_TIMEOUT)?;
     let mut monitors = Monitors::new(target.process(), control, None, rundir.paused())?;
     let ram = GuestRam::of(monitors.control(), target.process())?;
-    let table: Vec<_> = ram.blocks().iter().map(block).collect();
-    let first = load_pages::locate(monitors.control(), &ram);
+    let pages_for_load = load_pages::locate(monitors.control(), &ram);
     let run_state = target.hold_run_state()?;
-    let mut checkpoint = writer.begin(&table)?;
+    let mut checkpoint = writer.begin(&block_table(&ram))?;
     let paused: Result<Paused<Value>, CandidateError> = monitors.pause(|_, _| {
         let about = about().map_err(|e| CandidateError::Snapshot(Box::new(e)))?;
         for (index, block) in ram.blocks().iter().enumerate() {
-            send_from(&mut checkpoint, BlockId(index), &ram.populated(block)?, &ram, block)?;
+            send_from_guest(&mut checkpoint, BlockId(index), &ram.populated(block)?, &ram, block)?;
         }
         Ok(about)
     });
     drop(run_state);
-    let Paused { result: about, devices, stopped_host_us, resumed_host_us, .. } = paused?;
+    let paused = paused?;
+    let stopped_us = paused.stopped_us();
     let definition = serde_json::to_value(target.recipe()).unwrap_or(Value::Null);
-    let metadata = json!({ (KEY): about, (load_pages::KEY): first });
-    let committed = checkpoint.commit(&definition, &metadata, &devices)?;
+    let metadata = json!({ (METADATA_KEY): paused.result, (load_pages::KEY): pages_for_load });
+    let committed = checkpoint.commit(&definition, &metadata, &paused.devices)?;
     writer.settle()?;
-    Ok(SavedCandidate { stopped_us: resumed_host_us.saturating_sub(stopped_host_us), bytes: committed.bytes })
-}
-
-fn block(block: &rekindle_memory::ram::Block) -> types::Block {
-    let info = &block.info;
-    types::Block { id: info.id.clone(), used: info.used, max: info.total, page_size: info.page_size }
+    Ok(SavedCandidate { stopped_us, bytes: committed.bytes })
 }
 
 /// Reads the description of the candidate in a store.
@@ -142,13 +136,14 @@ fn block(block: &rekindle_memory::ram::Block) -> types::Block {
 /// # Errors
 /// [`RestoreError`]: the store has no committed candidate, or it cannot be read.
 pub fn describe(store: &StoreUrl) -> Result<StoredCandidate, RestoreError> {
-    let chosen = open(store)?;
-    let about = chosen.image.metadata()?.get(KEY).cloned().unwrap_or_default();
+    let chosen = open_newest(store)?;
+    let about = chosen.image.metadata()?.get(METADATA_KEY).cloned().unwrap_or_default();
     let bytes = admin::listing(store, None).map_or(chosen.image.info().bytes, |listing| listing.disk);
     Ok(StoredCandidate { taken_us: chosen.image.info().time_us, bytes, about, hardware: chosen.recipe.hardware })
 }
 
-fn open(store: &StoreUrl) -> Result<ChosenCheckpoint, RestoreError> {
+/// Opens the newest checkpoint of the store. Its disks have no epochs.
+fn open_newest(store: &StoreUrl) -> Result<ChosenCheckpoint, RestoreError> {
     let image = Image::open(store, &ReadOptions { lazy: true, ..ReadOptions::default() })?;
     let recipe = crate::recipe::Recipe::read(&image.definition()?)?;
     Ok(ChosenCheckpoint { image, recipe, epochs: rekindle_vm::disks::Epochs::new() })
@@ -161,8 +156,8 @@ pub struct PreparedCandidate<'a> {
     pub destination: Destination<PreparedStage<OnDemandRam>>,
 }
 
-/// Starts a destination QEMU with empty RAM for the candidate in `store`, and registers its memory. `started` is called
-/// after the QEMU has started and before its memory is registered.
+/// Starts a destination QEMU with empty RAM for the candidate in `store`, and registers its memory. `on_started` is
+/// called after the QEMU has started and before its memory is registered.
 ///
 /// *Needs:* an empty RAM file.
 /// *On failure:* a QEMU may remain. It has not run the guest.
@@ -171,17 +166,17 @@ pub fn prepare<'a>(
     handover: &mut Handover,
     environment: OwnRunDir<'_>,
     taps: Taps,
-    started: impl FnOnce(&Vmm),
+    on_started: impl FnOnce(&Vmm),
 ) -> Result<PreparedCandidate<'a>, RestoreError> {
     // Reads the candidate while QEMU starts.
     let (input, empty) = thread::scope(|scope| {
-        let input = scope.spawn(|| checkpoint::read(open(store)?));
+        let input = scope.spawn(|| checkpoint::read(open_newest(store)?));
         let empty = EmptyDestination::start(handover, &environment, taps);
         (input.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), empty)
     });
     let (input, empty) = (Arc::new(input?), empty?);
     handover.recorder.step("start the new QEMU");
-    started(&empty.destination.vmm);
+    on_started(&empty.destination.vmm);
     let destination = load::prepare(empty, &input, environment.hardware, handover)?;
     Ok(PreparedCandidate { store, number: input.number, destination })
 }

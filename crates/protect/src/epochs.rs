@@ -34,81 +34,97 @@ impl EpochError {
 pub(crate) struct DiskEpoch {
     id: String,
     #[serde(flatten)]
-    at: EpochId,
+    epoch_id: EpochId,
 }
 
 /// Reads the epochs from a checkpoint's metadata.
 pub(crate) fn read(metadata: &Value) -> Result<disks::Epochs, serde_json::Error> {
-    let found = metadata.get(KEY).map_or(Ok(Vec::new()), Vec::<DiskEpoch>::deserialize)?;
-    Ok(named(&found))
+    let listed = metadata.get(KEY).map_or(Ok(Vec::new()), Vec::<DiskEpoch>::deserialize)?;
+    Ok(by_disk_id(&listed))
 }
 
 /// Returns the epochs by disk id.
-pub(crate) fn named(marked: &[DiskEpoch]) -> disks::Epochs {
-    marked.iter().map(|disk| (disk.id.clone(), disk.at)).collect()
+pub(crate) fn by_disk_id(epochs: &[DiskEpoch]) -> disks::Epochs {
+    epochs.iter().map(|disk| (disk.id.clone(), disk.epoch_id)).collect()
 }
 
 /// The writable disks of a guest that are on disk servers.
 #[derive(Debug)]
 pub(crate) struct EpochDisks {
-    /// For each disk: its id, the path of its server's control socket, and the connection for the checkpoint in
-    /// progress.
-    disks: Vec<(String, PathBuf, Option<Control>)>,
+    disks: Vec<EpochDisk>,
+}
+
+#[derive(Debug)]
+struct EpochDisk {
+    id: String,
+    /// The control socket of the disk's server.
+    control_path: PathBuf,
+    /// The connection for the checkpoint in progress.
+    connection: Option<Control>,
+}
+
+impl EpochDisk {
+    fn failed(&self, source: ControlError) -> EpochError {
+        EpochError { id: self.id.clone(), source }
+    }
+
+    /// Reconnects, because the server may have been replaced, and redirects writes to the redo log.
+    fn begin(&mut self) -> Result<(), ControlError> {
+        let mut connection = Control::connect(&self.control_path)?;
+        connection.ask::<EpochId>(&Ask::EpochBegin {})?;
+        self.connection = Some(connection);
+        Ok(())
+    }
 }
 
 impl EpochDisks {
     pub(crate) fn of(target: &Target) -> Self {
-        let disks = target.state().hardware.disks.iter().filter(|disk| disk.server && !disk.readonly);
-        let of = |id: &String| (id.clone(), disks::control(target.rundir(), id), None);
-        Self { disks: disks.map(|disk| of(&disk.id)).collect() }
+        let writable = target.state().hardware.disks.iter().filter(|disk| disk.server && !disk.readonly);
+        let disks = writable.map(|disk| EpochDisk {
+            id: disk.id.clone(),
+            control_path: disks::control(target.rundir(), &disk.id),
+            connection: None,
+        });
+        Self { disks: disks.collect() }
     }
 
     /// Redirects writes to redo logs. A disk that already has a redo log keeps it.
     pub(crate) fn begin(&mut self) -> Result<(), EpochError> {
-        self.disks.iter_mut().try_for_each(|(id, path, connected)| {
-            // Reconnects each time: the server may have been replaced.
-            let connection = Control::connect(path).and_then(|mut control| {
-                control.ask::<EpochId>(&Ask::EpochBegin {})?;
-                Ok(control)
-            });
-            *connected = Some(connection.map_err(|source| EpochError { id: id.clone(), source })?);
-            Ok(())
-        })
+        self.disks.iter_mut().try_for_each(|disk| disk.begin().map_err(|source| disk.failed(source)))
     }
 
     /// Marks the state of the disks while the guest is stopped.
     pub(crate) fn mark(&mut self) -> Result<Vec<DiskEpoch>, EpochError> {
-        let marked = self.disks.iter_mut().filter_map(|(id, _, connected)| {
-            let at = connected.as_mut()?.ask(&Ask::EpochMark {});
-            let id = id.clone();
-            Some(match at {
-                Ok(at) => Ok(DiskEpoch { id, at }),
-                Err(source) => Err(EpochError { id, source }),
-            })
-        });
-        marked.collect()
+        let mut marked = Vec::new();
+        for disk in &mut self.disks {
+            let Some(connection) = &mut disk.connection else { continue };
+            let epoch_id = connection.ask(&Ask::EpochMark {});
+            marked.push(DiskEpoch { id: disk.id.clone(), epoch_id: epoch_id.map_err(|source| disk.failed(source))? });
+        }
+        Ok(marked)
     }
 
     /// Makes the marked state durable. Must be called before the commit.
     pub(crate) fn seal(&mut self, marked: &[DiskEpoch]) -> Result<(), EpochError> {
-        self.each(marked, |epoch| Ask::EpochSeal { epoch })
+        self.ask_each(marked, |epoch| Ask::EpochSeal { epoch })
     }
 
     /// Reports the commit to the disk servers, which then need no older epochs.
-    pub(crate) fn committed(&mut self, marked: &[DiskEpoch]) {
-        if let Err(e) = self.each(marked, |epoch| Ask::EpochCommitted { epoch }) {
+    pub(crate) fn report_commit(&mut self, marked: &[DiskEpoch]) {
+        if let Err(e) = self.ask_each(marked, |epoch| Ask::EpochCommitted { epoch }) {
             // The report of the next commit covers this one, too.
             tracing::debug!("{e}: {}", e.source);
         }
     }
 
-    fn each(&mut self, marked: &[DiskEpoch], ask: impl Fn(u64) -> Ask) -> Result<(), EpochError> {
-        marked.iter().try_for_each(|DiskEpoch { id, at }| {
-            let control =
-                self.disks.iter_mut().find(|(of, _, _)| of == id).and_then(|(_, _, connected)| connected.as_mut());
-            let result = control.map_or(Ok(()), |control| control.ask::<()>(&ask(at.epoch)));
-            result.map_err(|source| EpochError { id: id.clone(), source })
-        })
+    /// Sends the server of each marked disk the request that `request` returns for its epoch.
+    fn ask_each(&mut self, marked: &[DiskEpoch], request: impl Fn(u64) -> Ask) -> Result<(), EpochError> {
+        for DiskEpoch { id, epoch_id } in marked {
+            let Some(disk) = self.disks.iter_mut().find(|disk| disk.id == *id) else { continue };
+            let Some(connection) = &mut disk.connection else { continue };
+            connection.ask::<()>(&request(epoch_id.epoch)).map_err(|source| disk.failed(source))?;
+        }
+        Ok(())
     }
 }
 
@@ -120,9 +136,9 @@ mod tests {
 
     #[test]
     fn metadata_lists_epochs_and_may_list_none() {
-        let at = EpochId { disk: uuid::Uuid::from_u128(7), epoch: 3 };
-        let metadata = json!({ (KEY): [DiskEpoch { id: "disk0".into(), at }] });
-        assert_eq!(read(&metadata).unwrap(), disks::Epochs::from([("disk0".into(), at)]));
+        let epoch_id = EpochId { disk: uuid::Uuid::from_u128(7), epoch: 3 };
+        let metadata = json!({ (KEY): [DiskEpoch { id: "disk0".into(), epoch_id }] });
+        assert_eq!(read(&metadata).unwrap(), disks::Epochs::from([("disk0".into(), epoch_id)]));
         assert!(read(&json!({})).unwrap().is_empty());
         assert!(read(&json!({ (KEY): [{"id": "disk0"}] })).is_err());
     }

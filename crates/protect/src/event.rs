@@ -135,7 +135,7 @@ impl fmt::Display for ProtectEvent {
         let ms = |us: u64| us as f64 / 1e3;
         match self {
             Self::Attached { pid, ram_bytes, incremental, filling } => {
-                let next = match (filling, incremental) {
+                let next_checkpoint = match (filling, incremental) {
                     (true, true) => {
                         "the restore still fills; the next checkpoint is its writes on top of the restored one"
                     }
@@ -143,10 +143,10 @@ impl fmt::Display for ProtectEvent {
                     (false, true) => "continues where an earlier protector stopped",
                     (false, false) => "the next checkpoint is full",
                 };
-                write!(f, "tracking {:.0} MiB of QEMU process {pid}; {next}", mib(*ram_bytes))
+                write!(f, "tracking {:.0} MiB of QEMU process {pid}; {next_checkpoint}", mib(*ram_bytes))
             }
-            Self::Checkpoint(done) => {
-                let CheckpointReport { number, stopped_us, every_ms, dirty_bytes, bytes, commit_us, .. } = &**done;
+            Self::Checkpoint(report) => {
+                let CheckpointReport { number, stopped_us, every_ms, dirty_bytes, bytes, commit_us, .. } = &**report;
                 write!(
                     f,
                     "checkpoint {number}: stopped {:.1} ms, {:.1} MiB dirty",
@@ -154,7 +154,7 @@ impl fmt::Display for ProtectEvent {
                     mib(*dirty_bytes)
                 )?;
                 write!(f, ", {:.1} MiB written, committed after {:.0} ms", mib(*bytes), ms(*commit_us))?;
-                match done.interval_ms {
+                match report.interval_ms {
                     Some(interval) => write!(f, ", interval {:.2} s of {:.2} s", ms(interval), ms(*every_ms)),
                     None => Ok(()),
                 }

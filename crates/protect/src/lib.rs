@@ -5,12 +5,17 @@
 //! | [`target`] | the guest to protect: its run directory, its QEMU, its identity |
 //! | [`recipe`] | the description from which a VM is rebuilt, stored with each checkpoint |
 //! | [`policy`] | when pages are copied: `basic`, `cow`, `precopy` |
-//! | [`protector`] | the loop that takes checkpoints |
-//! | [`candidate`] | boot snapshots |
-//! | [`event`] | the events that the loop reports |
+//! | [`protector`] | takes checkpoints until it is stopped |
+//! | `plan` | decides how a guest is protected |
+//! | `session` | tracks what a guest writes, and takes one checkpoint |
+//! | `pause`, `runs`, `epochs`, `load_pages` | parts of a checkpoint: pause, pages, disks, pages that a load needs |
+//! | [`progress`] | `protect.json`: what a protector has committed |
+//! | [`event`] | the events that a protector reports |
 //! | [`owned`] | the owner epoch in which a guest started on this host, and the end of a guest that another host has |
+//! | [`candidate`] | boot snapshots |
 //! | [`restore`] | resumes a guest from a checkpoint; its pages load on demand |
-//! | [`pager`] | loads the pages of a restored guest |
+//! | [`fill`], [`pager`] | a restored guest whose memory is incomplete, and the process that loads it |
+//! | `write_record` | checkpoints of a guest that is still being filled |
 //! | [`output`] | releases held network output |
 //! | [`moving`] | moves a guest to another host |
 //!
@@ -20,14 +25,17 @@
 
 pub mod candidate;
 mod epochs;
+mod error;
 pub mod event;
-mod filling;
+pub mod fill;
+mod identity_paths;
 mod load_pages;
 pub mod moving;
 pub mod output;
 pub mod owned;
 pub mod pager;
 mod pause;
+mod plan;
 pub mod policy;
 pub mod progress;
 pub mod protector;
@@ -36,3 +44,4 @@ pub mod restore;
 mod runs;
 mod session;
 pub mod target;
+mod write_record;

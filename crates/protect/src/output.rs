@@ -8,7 +8,7 @@ use rekindle_vm::host::Host;
 use std::time::Duration;
 
 /// How long QEMU may take to send its greeting.
-const GREETING: Duration = Duration::from_secs(5);
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why held output was not released.
 #[derive(Debug, thiserror::Error)]
@@ -36,7 +36,7 @@ pub fn release(host: &Host, name: &str) -> Result<bool, ReleaseError> {
     let target = Target::of(host, name)?;
     let _protection = Protection::take(target.rundir())?;
     let failed = |source| ReleaseError::Qmp { name: name.into(), source };
-    let Some(mut qmp) = target.vmm().connect_for_saves(GREETING).map_err(failed)? else { return Ok(false) };
+    let Some(mut qmp) = target.vmm().connect_for_saves(GREETING_TIMEOUT).map_err(failed)? else { return Ok(false) };
     match OutputHold::find(&mut qmp).map_err(failed)? {
         Some(hold) => hold.end(&mut qmp).map(|()| true).map_err(failed),
         None => Ok(false),

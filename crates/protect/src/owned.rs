@@ -6,6 +6,7 @@
 //! one VM are worse than none. The redo logs of the guest's disks stay as they are, because writes after its last
 //! checkpoint are not part of the guest any more.
 
+use crate::identity_paths::IdentityPaths;
 use crate::progress::Progress;
 use crate::target::TargetError;
 use rekindle_store::remote::{Identity, SpareConnections};
@@ -27,21 +28,22 @@ pub struct OwnerRecord {
     store: StoreUrl,
     /// Certificate, key and authority for a store on a server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    identity: Option<[PathBuf; 3]>,
+    identity: Option<IdentityPaths>,
+    /// The owner epoch in which the guest started on this host.
     run: u64,
     /// When the guest started to run on this host, in µs since 1970; missing in records of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     since_us: Option<u64>,
     /// The new owner of the guest. If set, the guest must not run on this host any more.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    over: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none", rename = "over")]
+    new_owner: Option<String>,
 }
 
 /// Another host has the guest, which must not run on this host any more.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{name} must not run here any more: {owner} has it; its QEMU and disk servers here were ended, and the redo logs of its disks are \
-     unchanged; to remove the rest: rekindle stop {name}"
+    "{name} must not run here any more: {owner} has it; its QEMU and disk servers here were ended, and the redo logs \
+     of its disks are unchanged; to remove the rest: rekindle stop {name}"
 )]
 pub struct OwnedElsewhere {
     name: String,
@@ -51,8 +53,9 @@ pub struct OwnedElsewhere {
 /// A store that this host has written is missing.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{store}: the store of VM {name} is gone: this host has been its owner{}, and now there is {} at that path; is the file system with it \
-     mounted? To abandon the old checkpoints and start a new store, after making sure that {name} runs on no other host: {}",
+    "{store}: the store of VM {name} is gone: this host has been its owner{}, and now there is {} at that path; is the \
+     file system with it mounted? To abandon the old checkpoints and start a new store, after making sure that {name} \
+     runs on no other host: {}",
     since.as_ref().map(|since| format!(" since {since}")).unwrap_or_default(),
     if *unused { "a new store without a VM" } else { "no store" },
     self.remedy()
@@ -86,7 +89,7 @@ pub enum EndGuestError {
 }
 
 /// Makes the store's URL independent of the working directory.
-fn full(store: &StoreUrl) -> StoreUrl {
+fn absolute_url(store: &StoreUrl) -> StoreUrl {
     match store {
         StoreUrl::Directory(path) => StoreUrl::Directory(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
         StoreUrl::Remote(_) => store.clone(),
@@ -99,9 +102,8 @@ fn path(rundir: &RunDir) -> PathBuf {
 
 impl OwnerRecord {
     pub(crate) fn new(store: &StoreUrl, identity: Option<&Identity>, run: u64) -> Self {
-        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
-        let identity = identity.map(|Identity { cert, key, ca }| [cert, key, ca].map(absolute));
-        Self { store: full(store), identity, run, since_us: Some(now_us()), over: None }
+        let identity = identity.map(IdentityPaths::absolute);
+        Self { store: absolute_url(store), identity, run, since_us: Some(now_us()), new_owner: None }
     }
 
     /// Makes this host the owner of `store` for a guest that is about to run on it, if `only_if` holds. Records the
@@ -157,7 +159,7 @@ impl OwnerRecord {
 
     /// Returns whether the record is about `store`.
     pub(crate) fn is_of(&self, store: &StoreUrl) -> bool {
-        self.store == full(store)
+        self.store == absolute_url(store)
     }
 
     /// Returns the error to report if the store is missing.
@@ -199,14 +201,14 @@ impl OwnerRecord {
     /// # Errors
     /// [`OwnedElsewhere`]: another host has the guest.
     pub fn may_run(&self, rundir: &RunDir) -> Result<(), OwnedElsewhere> {
-        match &self.over {
+        match &self.new_owner {
             None => Ok(()),
             Some(owner) => Err(OwnedElsewhere { name: rundir.name().into(), owner: owner.clone() }),
         }
     }
 
     fn identity(&self) -> Option<Identity> {
-        self.identity.clone().map(|[cert, key, ca]| Identity { cert, key, ca })
+        self.identity.as_ref().map(IdentityPaths::identity)
     }
 
     /// Queries the store for a newer owner of the guest `uuid`. `None`: this host is still the owner.
@@ -214,13 +216,13 @@ impl OwnerRecord {
     /// # Errors
     /// [`StoreError`]: the owner is unknown. [`StoreError::OtherVm`]: the path now has another VM's store, whose epochs
     /// mean nothing for this guest.
-    pub fn ask(&self, uuid: Uuid) -> Result<Option<Owner>, StoreError> {
-        let found = admin::listing(&self.store, self.identity().as_ref())?;
-        if found.vm.uuid != uuid {
+    pub fn query_new_owner(&self, uuid: Uuid) -> Result<Option<Owner>, StoreError> {
+        let listing = admin::listing(&self.store, self.identity().as_ref())?;
+        if listing.vm.uuid != uuid {
             let store = self.store.to_string();
-            return Err(StoreError::OtherVm { store, found: found.vm, expected: uuid, name: None });
+            return Err(StoreError::OtherVm { store, found: listing.vm, expected: uuid, name: None });
         }
-        Ok(found.owner.filter(|owner| owner.run > self.run))
+        Ok(listing.owner.filter(|owner| owner.run > self.run))
     }
 
     /// Records in the store that the guest has shut down cleanly and needs no checkpoint any more, unless another host
@@ -228,28 +230,28 @@ impl OwnerRecord {
     ///
     /// # Errors
     /// [`StoreError::Superseded`]: another host has the guest. After other errors it is unknown whether one has.
-    pub fn ended(&self, vm: &Vm) -> Result<(), StoreError> {
+    pub fn report_end(&self, vm: &Vm) -> Result<(), StoreError> {
         let owner = Owner::here(&format!("stop {}", vm.name)).with(Guest::Ended);
         let only_if = Some(OnlyIf::Run { run: self.run });
         match admin::fence(&self.store, vm, &owner, only_if, self.identity().as_ref()) {
             // Without a store there is no checkpoint to resume from.
             Err(e) if e.is_no_store() => Ok(()),
-            other => other.map(drop),
+            fenced => fenced.map(drop),
         }
     }
 
-    /// Does the same as [`OwnerRecord::ended`] for the VM of a run directory. Must be called before the VM's redo logs
-    /// are merged: another host may have the guest.
+    /// Does the same as [`OwnerRecord::report_end`] for the VM of a run directory. Must be called before the VM's redo
+    /// logs are merged: another host may have the guest.
     ///
     /// # Errors
-    /// The errors of [`OwnerRecord::ended`]. [`OwnedElsewhere`]: another host has the guest.
+    /// The errors of [`OwnerRecord::report_end`]. [`OwnedElsewhere`]: another host has the guest.
     pub fn report_shutdown(
         &self,
         rundir: &RunDir,
         state: &State,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         self.may_run(rundir)?;
-        Ok(self.ended(&Vm { uuid: state.hardware.uuid.unwrap_or_default(), name: rundir.name().into() })?)
+        Ok(self.report_end(&Vm { uuid: state.hardware.uuid.unwrap_or_default(), name: rundir.name().into() })?)
     }
 
     /// Ends immediately every process on this host of a guest that another host has. No redo log is merged.
@@ -259,7 +261,7 @@ impl OwnerRecord {
     pub fn end_guest(&self, rundir: &RunDir, owner: &Owner) -> Result<OwnedElsewhere, EndGuestError> {
         let owner = owner.to_string();
         // Must precede the kill, so that the guest is not booted on this host again.
-        Self { over: Some(owner.clone()), ..self.clone() }.write(rundir)?;
+        Self { new_owner: Some(owner.clone()), ..self.clone() }.write(rundir)?;
         pull_the_plug(rundir)?;
         Ok(OwnedElsewhere { name: rundir.name().into(), owner })
     }
@@ -288,30 +290,30 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let store = StoreUrl::Directory(root.path().join("store"));
         admin::init(&store, None).unwrap();
-        let [here, there] = ["here", "there"].map(|name| {
+        let [rundir_a, rundir_b] = ["a", "b"].map(|name| {
             let rundir = RunDir::new(&root.path().join(name), "web");
             rundir.create().unwrap();
             rundir
         });
-        let begin = |rundir: &RunDir, guest| {
+        let start_guest = |rundir: &RunDir, guest| {
             OwnerRecord::claim(rundir, &store, None, &vm(), &Owner::here("test").with(guest), None).unwrap();
             OwnerRecord::read(rundir).unwrap().unwrap()
         };
-        let first = begin(&here, Guest::Booted);
-        assert!(first.is_of(&store) && first.ask(vm().uuid).unwrap().is_none());
-        let second = begin(&there, Guest::Restored);
-        let owner = first.ask(vm().uuid).unwrap().unwrap();
+        let record_a = start_guest(&rundir_a, Guest::Booted);
+        assert!(record_a.is_of(&store) && record_a.query_new_owner(vm().uuid).unwrap().is_none());
+        let record_b = start_guest(&rundir_b, Guest::Restored);
+        let owner = record_a.query_new_owner(vm().uuid).unwrap().unwrap();
         assert_eq!((owner.run, owner.boot), (2, 1));
-        assert!(matches!(first.ended(&vm()), Err(StoreError::Superseded { .. })));
+        assert!(matches!(record_a.report_end(&vm()), Err(StoreError::Superseded { .. })));
         // The run directory has no state, so there is no process to end.
-        let over = first.end_guest(&here, &owner).unwrap();
-        assert!(over.to_string().contains("rekindle stop web"), "{over}");
-        assert!(OwnerRecord::read(&here).unwrap().unwrap().may_run(&here).is_err());
-        assert!(second.may_run(&there).is_ok() && second.ask(vm().uuid).unwrap().is_none());
-        second.ended(&vm()).unwrap();
-        assert_eq!(second.ask(vm().uuid).unwrap().unwrap().guest, Guest::Ended);
+        let superseded = record_a.end_guest(&rundir_a, &owner).unwrap();
+        assert!(superseded.to_string().contains("rekindle stop web"), "{superseded}");
+        assert!(OwnerRecord::read(&rundir_a).unwrap().unwrap().may_run(&rundir_a).is_err());
+        assert!(record_b.may_run(&rundir_b).is_ok() && record_b.query_new_owner(vm().uuid).unwrap().is_none());
+        record_b.report_end(&vm()).unwrap();
+        assert_eq!(record_b.query_new_owner(vm().uuid).unwrap().unwrap().guest, Guest::Ended);
         // Another VM's store at the same path, e.g. because this VM's store is not mounted, decides nothing.
-        assert!(matches!(first.ask(Uuid::from_u128(8)), Err(StoreError::OtherVm { .. })));
+        assert!(matches!(record_a.query_new_owner(Uuid::from_u128(8)), Err(StoreError::OtherVm { .. })));
     }
 
     #[test]

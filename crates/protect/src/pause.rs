@@ -1,4 +1,11 @@
-//! A pause of the guest, from QMP `stop` to `cont`.
+//! A pause of the guest, from QMP `stop` to `cont`: the device state is saved while the caller works.
+//!
+//! ```text
+//!  first connection   stage stop ──> stop ─── the caller's work ──────────────────> cont (staged)
+//!  second connection  stage save ────────> save the devices ──> separate output ──┘
+//! ```
+//!
+//! A *staged* command was sent except for its end, so that QEMU only has to receive the end.
 
 use crate::event::PauseSteps;
 use rekindle_handover::priority::boost_monitor_and_processors;
@@ -63,6 +70,13 @@ pub(crate) struct Paused<T> {
     pub steps: PauseSteps,
 }
 
+impl<T> Paused<T> {
+    /// Returns how long the guest was stopped, in µs.
+    pub(crate) fn stopped_us(&self) -> u64 {
+        self.resumed_host_us.saturating_sub(self.stopped_host_us)
+    }
+}
+
 /// The monitor connections to a QEMU that a pause needs.
 #[derive(Debug)]
 pub(crate) struct Monitors {
@@ -81,20 +95,20 @@ pub(crate) struct Monitors {
 /// Measures the steps of a pause.
 #[derive(Debug)]
 pub(crate) struct LapTimer {
-    at: Instant,
+    lap_started: Instant,
     pub steps: PauseSteps,
 }
 
 impl LapTimer {
     fn new() -> Self {
-        Self { at: Instant::now(), steps: PauseSteps::default() }
+        Self { lap_started: Instant::now(), steps: PauseSteps::default() }
     }
 
     /// Returns the time since the previous lap, in µs.
     pub(crate) fn lap(&mut self) -> u64 {
         let now = Instant::now();
-        let us = now.duration_since(self.at).as_micros() as u64;
-        self.at = now;
+        let us = now.duration_since(self.lap_started).as_micros() as u64;
+        self.lap_started = now;
         us
     }
 }
@@ -115,7 +129,7 @@ impl Monitors {
             if run_state(&mut control)? == "paused" {
                 guest::resume(&mut control)?;
             }
-            remove(&mark)?;
+            remove_mark(&mark)?;
         }
         Ok(Self { process, control, save, devices, hold: None, mark })
     }
@@ -125,32 +139,32 @@ impl Monitors {
         &mut self.control
     }
 
-    /// Holds the guest's output on `nets` until [`Monitors::release`]. Without `nets`, holds output only if an earlier
-    /// protector has started to. Returns whether output is held.
+    /// Holds the guest's output on `nets` until [`Monitors::release_output`]. Without `nets`, holds output only if an
+    /// earlier protector has started to.
     ///
     /// Uses the second connection, because a command may be staged on the first one.
-    pub(crate) fn hold(&mut self, nets: Option<&[&str]>) -> Result<bool, QmpError> {
+    pub(crate) fn hold(&mut self, nets: Option<&[&str]>) -> Result<(), QmpError> {
         if let Some(save) = &mut self.save {
             self.hold = match nets {
                 Some(nets) => Some(OutputHold::begin(save, nets.iter().copied())?),
                 None => match OutputHold::find(save)? {
                     // Completes a partial hold, and closes its gate.
-                    Some(found) => Some(OutputHold::begin(save, found.nets())?),
+                    Some(earlier) => Some(OutputHold::begin(save, earlier.nets())?),
                     None => None,
                 },
             };
         }
-        Ok(self.hold.is_some())
+        Ok(())
     }
 
     /// Returns whether network output is held.
-    pub(crate) fn holds(&self) -> bool {
+    pub(crate) fn holds_output(&self) -> bool {
         self.hold.is_some()
     }
 
     /// Releases the output that was sent before the last stop. Must be called after the checkpoint of that stop is
     /// committed.
-    pub(crate) fn release(&mut self) -> Result<(), QmpError> {
+    pub(crate) fn release_output(&mut self) -> Result<(), QmpError> {
         match (&self.hold, &mut self.save) {
             (Some(hold), Some(save)) => hold.release(save),
             _ => Ok(()),
@@ -175,10 +189,10 @@ impl Monitors {
         self.pause_then(AfterPause::Resume, work)
     }
 
-    /// Does the same as [`Monitors::pause`], and leaves the guest in the state `then`.
+    /// Does the same as [`Monitors::pause`], and leaves the guest in the state `after`.
     pub(crate) fn pause_then<T, E: From<PauseError>>(
         &mut self,
-        then: AfterPause,
+        after: AfterPause,
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
     ) -> Result<Paused<T>, E> {
         let failed = |e: QmpError| E::from(PauseError::from(e));
@@ -190,75 +204,104 @@ impl Monitors {
         if let Some(save) = &mut self.save {
             self.devices.stage(save).map_err(failed)?;
         }
-        let mark = |source| PauseError::Mark { path: self.mark.clone(), source };
-        fs::write(&self.mark, []).map_err(mark)?;
-        let raised = raise_priority(self.process);
+        fs::write(&self.mark, []).map_err(|source| PauseError::Mark { path: self.mark.clone(), source })?;
+        let boost = raise_priority(self.process);
         let mut laps = LapTimer::new();
-        let done = self.run_stopped(&mut laps, then, work);
-        drop(raised);
+        let pause = self.run_pause(&mut laps, after, work);
+        drop(boost);
         // If the guest was not resumed, the mark stays for recovery.
-        let (result, stopped_host_us, resumed_host_us) = done?;
-        remove(&self.mark)?;
+        let EndedPause { result, stopped_host_us, resumed_host_us } = pause?;
+        remove_mark(&self.mark)?;
         let result = result?;
         let devices = self.devices.take().map_err(PauseError::from)?;
         Ok(Paused { result, devices, stopped_host_us, resumed_host_us, steps: laps.steps })
     }
 
-    /// Runs the pause, with `stop` staged. The outer result is an error if the guest could not be stopped, or not
-    /// resumed although it should be; the inner one is that of `work`.
-    fn run_stopped<T, E: From<PauseError>>(
+    /// Runs the pause, with `stop` staged. Fails if the guest could not be stopped, or not resumed although it should
+    /// be; a failure of `work` is in the result.
+    fn run_pause<T, E: From<PauseError>>(
         &mut self,
         laps: &mut LapTimer,
-        then: AfterPause,
+        after: AfterPause,
         work: impl FnOnce(&mut Stopped<'_>, &mut LapTimer) -> Result<T, E>,
-    ) -> Result<(Result<T, E>, u64, u64), E> {
-        let failed = |e: QmpError| E::from(PauseError::from(e));
-        let (mut stopped, stopped_host_us) = Stopped::by_stopping(&mut self.control).map_err(failed)?;
+    ) -> Result<EndedPause<T, E>, PauseError> {
+        let (mut stopped, stopped_host_us) = Stopped::by_stopping(&mut self.control)?;
         laps.steps.stop = laps.lap();
-        let saving = match (&mut self.save, stopped.qmp()) {
-            (Some(save), Some(control)) => self.devices.begin_staged(save).and_then(|()| match then {
-                AfterPause::Resume => Ok(guest::stage_resume(control)?),
-                AfterPause::StayStopped => Ok(()),
-            }),
-            (None, Some(control)) => self.devices.begin(control),
-            (_, None) => Ok(()),
-        };
-        let staged = saving.is_ok() && self.save.is_some();
-        let result = match saving {
+        let mut saver = DeviceSaver { save: self.save.as_mut(), devices: &self.devices, hold: self.hold.as_ref() };
+        let started = saver.start(&mut stopped, after);
+        let resume_is_staged = started.is_ok() && saver.save.is_some() && after == AfterPause::Resume;
+        let result = match started {
             Ok(()) => {
-                let result = work(&mut stopped, laps);
+                let worked = work(&mut stopped, laps);
                 laps.lap();
-                let saved = match (&mut self.save, stopped.qmp()) {
-                    (Some(save), _) => self.devices.wait(save),
-                    (None, Some(control)) => self.devices.wait(control),
-                    (None, None) => Ok(()),
-                };
-                laps.steps.devices = laps.lap();
-                let saved = match (&self.hold, &mut self.save) {
-                    (Some(hold), Some(save)) => saved.and_then(|()| Ok(hold.cut(save)?)),
-                    _ => saved,
-                };
-                laps.steps.cut = laps.lap();
-                result.and_then(|value| saved.map(|()| value).map_err(|e| PauseError::from(e).into()))
+                let saved = saver.finish(&mut stopped, laps);
+                worked.and_then(|value| saved.map(|()| value).map_err(E::from))
             }
-            Err(e) => Err(PauseError::from(e).into()),
+            Err(e) => Err(e.into()),
         };
         self.control.drop_events();
-        if then == AfterPause::StayStopped {
-            return Ok((result, stopped_host_us, host_us()));
-        }
-        let resumed = if staged {
-            guest::resume_staged(&mut self.control, RESUME_TIMEOUT)
-        } else {
-            guest::resume(&mut self.control)
+        let resumed_host_us = match after {
+            AfterPause::StayStopped => host_us(),
+            AfterPause::Resume if resume_is_staged => guest::resume_staged(&mut self.control, RESUME_TIMEOUT)?,
+            AfterPause::Resume => guest::resume(&mut self.control)?,
         };
-        let resumed_host_us = resumed.map_err(failed)?;
-        laps.steps.resume = laps.lap();
-        Ok((result, stopped_host_us, resumed_host_us))
+        if after == AfterPause::Resume {
+            laps.steps.resume = laps.lap();
+        }
+        Ok(EndedPause { result, stopped_host_us, resumed_host_us })
     }
 }
 
-fn remove(mark: &Path) -> Result<(), PauseError> {
+/// A pause that has ended as it should; its work may have failed.
+struct EndedPause<T, E> {
+    result: Result<T, E>,
+    stopped_host_us: u64,
+    resumed_host_us: u64,
+}
+
+/// Saves the devices of a stopped guest, concurrently with the work of the pause if there is a second connection.
+struct DeviceSaver<'a> {
+    /// The second connection.
+    save: Option<&'a mut Qmp>,
+    devices: &'a DeviceState,
+    hold: Option<&'a OutputHold>,
+}
+
+impl DeviceSaver<'_> {
+    /// Starts to save the devices. On the first connection, stages the command that resumes the guest.
+    fn start(&mut self, stopped: &mut Stopped<'_>, after: AfterPause) -> Result<(), PauseError> {
+        match (&mut self.save, stopped.qmp()) {
+            (Some(save), Some(control)) => {
+                self.devices.begin_staged(save)?;
+                if after == AfterPause::Resume {
+                    guest::stage_resume(control)?;
+                }
+            }
+            (None, Some(control)) => self.devices.begin(control)?,
+            (_, None) => {}
+        }
+        Ok(())
+    }
+
+    /// Waits until the devices are saved. Separates the network output that was sent before the stop, if output is
+    /// held.
+    fn finish(&mut self, stopped: &mut Stopped<'_>, laps: &mut LapTimer) -> Result<(), PauseError> {
+        let saved = match (&mut self.save, stopped.qmp()) {
+            (Some(save), _) => self.devices.wait(save),
+            (None, Some(control)) => self.devices.wait(control),
+            (None, None) => Ok(()),
+        };
+        laps.steps.devices = laps.lap();
+        saved?;
+        if let (Some(hold), Some(save)) = (self.hold, &mut self.save) {
+            hold.cut(save)?;
+        }
+        laps.steps.cut = laps.lap();
+        Ok(())
+    }
+}
+
+fn remove_mark(mark: &Path) -> Result<(), PauseError> {
     match fs::remove_file(mark) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {
             Err(PauseError::Mark { path: mark.to_owned(), source })

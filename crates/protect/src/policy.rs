@@ -42,7 +42,7 @@ impl FromStr for Policy {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|policy| policy.name() == text);
-        found.ok_or_else(|| format!("there is no policy `{text}`; use one of: basic, cow, precopy"))
+        let policy = Self::ALL.into_iter().find(|policy| policy.name() == text);
+        policy.ok_or_else(|| format!("there is no policy `{text}`; use one of: basic, cow, precopy"))
     }
 }

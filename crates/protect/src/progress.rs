@@ -27,11 +27,11 @@ pub fn committed(rundir: &RunDir) -> u64 {
 /// checkpoint, the age of the QEMU. Only checkpoints in `store` count.
 #[must_use]
 pub fn age(rundir: &RunDir, store: &StoreUrl, vmm: &Vmm) -> Option<Duration> {
-    let of_it = Progress::read(rundir).filter(|progress| progress.is_of(vmm) && progress.store == *store);
-    let since_boot = uptime();
-    let began = Duration::from_millis(vmm.started * 1000 / rustix::param::clock_ticks_per_second());
-    let committed = of_it.and_then(|progress| progress.committed_at_ms).map_or(began, Duration::from_millis);
-    since_boot.checked_sub(committed)
+    let now = uptime();
+    let progress = Progress::read(rundir).filter(|progress| progress.is_of(vmm) && progress.store == *store);
+    let committed = progress.and_then(|progress| progress.committed_at_ms).map(Duration::from_millis);
+    let qemu_started = Duration::from_millis(vmm.started * 1000 / rustix::param::clock_ticks_per_second());
+    now.checked_sub(committed.unwrap_or(qemu_started))
 }
 
 /// Returns the time since this host was booted, the origin of processes' start times.
@@ -40,6 +40,7 @@ pub(crate) fn uptime() -> Duration {
     Duration::try_from(now).unwrap_or_default()
 }
 
+/// Content of `protect.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Progress {
     pub(crate) store: StoreUrl,
@@ -81,7 +82,7 @@ impl Progress {
     }
 
     /// Returns whether all pages that were collected from `vmm` are in the newest checkpoint of `store`.
-    pub(crate) fn has_arrived(&self, store: &StoreUrl, vmm: &Vmm, newest: u64) -> bool {
+    pub(crate) fn is_all_committed(&self, store: &StoreUrl, vmm: &Vmm, newest: u64) -> bool {
         self.collected == self.committed && self.committed == newest && self.store == *store && self.is_of(vmm)
     }
 

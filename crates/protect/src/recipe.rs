@@ -1,12 +1,15 @@
 //! The recipe of a checkpoint: how to rebuild its VM.
 //!
-//! There are two kinds. The recipe of a VM that Rekindle has started has its definition and its hardware (format 1).
-//! The recipe of an attached VM has the command line of its QEMU, rewritten on attach (format 2,
-//! [`rekindle_qemu::foreign`]). Format 3 is format 1 with the number of ports of the agent's bus. Format 4 is format 3
-//! with disks on Rekindle's disk servers, whose epochs are in the checkpoint's metadata. Format 5 is format 4 with redo
-//! logs outside the images' directories. Format 6 is format 5 with the port through which a guest announces phases.
+//! | format | contents |
+//! |---|---|
+//! | 1 | a VM that Rekindle has started: its definition and its hardware |
+//! | 2 | an attached VM: the command line of its QEMU, rewritten on attach ([`rekindle_qemu::foreign`]) |
+//! | 3 | format 1, and the number of ports of the agent's bus |
+//! | 4 | format 3, and disks on Rekindle's disk servers, whose epochs are in the checkpoint's metadata |
+//! | 5 | format 4, and redo logs outside the images' directories |
+//! | 6 | format 5, and the port through which a guest announces phases |
 
-use rekindle_qemu::command::{Hardware, Net, NetBackend, Ram};
+use rekindle_qemu::command::{Disk, Hardware, Net, NetBackend, Ram};
 use rekindle_vm::definition::Definition;
 use rekindle_vm::hardware::new_generation;
 use serde::{Deserialize, Serialize};
@@ -20,7 +23,8 @@ pub const FORMAT: u32 = 6;
 #[derive(Debug, thiserror::Error)]
 pub enum RecipeError {
     #[error(
-        "the checkpoint describes its VM in format {found}, and this Rekindle supports formats up to {FORMAT}: use a newer one"
+        "the checkpoint describes its VM in format {found}, and this Rekindle supports formats up to {FORMAT}: use a \
+         newer one"
     )]
     Newer { found: u64 },
     #[error("the checkpoint has no usable description of its VM")]
@@ -52,10 +56,10 @@ impl Recipe {
     /// # Errors
     /// One message for each property that the guest knows and `hardware` cannot have.
     ///
-    /// `given`: the user has specified the definition for this host. Otherwise it is the recipe's own.
-    pub fn fit(&self, hardware: &mut Hardware, given: bool) -> Result<(), Vec<String>> {
+    /// `is_users_definition`: the user has specified the definition for this host. Otherwise it is the recipe's own.
+    pub fn fit(&self, hardware: &mut Hardware, is_users_definition: bool) -> Result<(), Vec<String>> {
         if self.hardware.foreign.is_some() {
-            return self.fit_foreign(hardware, given);
+            return self.fit_attached(hardware, is_users_definition);
         }
         let mut problems = Vec::new();
         let theirs = &self.hardware;
@@ -63,32 +67,31 @@ impl Recipe {
         hardware.cpu.clone_from(&theirs.cpu);
         hardware.uuid = theirs.uuid;
         hardware.agent_ports = theirs.agent_ports;
-        let mut same = |what: &str, ours: &dyn std::fmt::Debug, theirs: &dyn std::fmt::Debug| {
+        let mut require_same = |what: &str, ours: &dyn std::fmt::Debug, theirs: &dyn std::fmt::Debug| {
             let (ours, theirs) = (format!("{ours:?}"), format!("{theirs:?}"));
             if ours != theirs {
                 problems.push(format!("{what}: the guest of the checkpoint has {theirs}, the definition has {ours}"));
             }
         };
-        same("memory in bytes", &hardware.ram.bytes, &theirs.ram.bytes);
-        same("vcpus", &hardware.vcpus, &theirs.vcpus);
-        same("devices.vga", &hardware.vga, &theirs.vga);
-        same("devices.agent", &hardware.agent, &theirs.agent);
-        same("[phase]", &hardware.phase, &theirs.phase);
-        same("devices.rng", &hardware.rng, &theirs.rng);
+        require_same("memory in bytes", &hardware.ram.bytes, &theirs.ram.bytes);
+        require_same("vcpus", &hardware.vcpus, &theirs.vcpus);
+        require_same("devices.vga", &hardware.vga, &theirs.vga);
+        require_same("devices.agent", &hardware.agent, &theirs.agent);
+        require_same("[phase]", &hardware.phase, &theirs.phase);
+        require_same("devices.rng", &hardware.rng, &theirs.rng);
         // The ID itself must differ, so that the guest detects that it was restored. But the device must exist if and
         // only if the guest had it.
-        same("devices.vmgenid", &hardware.vm_generation.is_some(), &theirs.vm_generation.is_some());
-        same("qemu_args", &hardware.extra, &theirs.extra);
+        require_same("devices.vmgenid", &hardware.vm_generation.is_some(), &theirs.vm_generation.is_some());
+        require_same("qemu_args", &hardware.extra, &theirs.extra);
         let disks = |hardware: &Hardware| {
-            let disk = |disk: &rekindle_qemu::command::Disk| {
-                (disk.id.clone(), disk.readonly, disk.cache.clone(), disk.serial.clone(), disk.server)
-            };
-            hardware.disks.iter().map(disk).collect::<Vec<_>>()
+            let visible =
+                |disk: &Disk| (disk.id.clone(), disk.readonly, disk.cache.clone(), disk.serial.clone(), disk.server);
+            hardware.disks.iter().map(visible).collect::<Vec<_>>()
         };
-        same("disks (id, read-only, cache, serial, server)", &disks(hardware), &disks(theirs));
+        require_same("disks (id, read-only, cache, serial, server)", &disks(hardware), &disks(theirs));
         let nets =
             |hardware: &Hardware| hardware.nets.iter().map(|net| (net.id.clone(), net.mac.clone())).collect::<Vec<_>>();
-        same("nets (id, MAC address)", &nets(hardware), &nets(theirs));
+        require_same("nets (id, MAC address)", &nets(hardware), &nets(theirs));
         let kinds = theirs.nets.iter().map(|net| match net.backend {
             NetBackend::User(_) => BackendKind::User,
             NetBackend::Tap(_) => BackendKind::Tap,
@@ -102,17 +105,17 @@ impl Recipe {
     }
 
     /// Replaces `hardware` by the recipe's hardware, with this host's RAM file, accelerator and network backends.
-    fn fit_foreign(&self, hardware: &mut Hardware, given: bool) -> Result<(), Vec<String>> {
+    fn fit_attached(&self, hardware: &mut Hardware, is_users_definition: bool) -> Result<(), Vec<String>> {
         let mut problems = Vec::new();
         let theirs = &self.hardware;
         let networks = theirs.foreign.as_ref().map(|foreign| foreign.networks.as_slice()).unwrap_or_default();
         let mut nets = theirs.nets.clone();
-        if given && hardware.nets.len() != nets.len() {
+        if is_users_definition && hardware.nets.len() != nets.len() {
             let (have, want) = (hardware.nets.len(), nets.len());
             problems.push(format!("[[net]]: the guest of the checkpoint has {want}, the definition has {have}"));
-        } else if given {
-            for (net, here) in nets.iter_mut().zip(&hardware.nets) {
-                net.backend.clone_from(&here.backend);
+        } else if is_users_definition {
+            for (net, net_here) in nets.iter_mut().zip(&hardware.nets) {
+                net.backend.clone_from(&net_here.backend);
             }
         }
         let kinds = networks.iter().map(|network| match network {
@@ -161,10 +164,10 @@ enum BackendKind {
     Any,
 }
 
-/// Returns a message for each network whose backend is not of the wanted kind. `wanted` has the kinds in the order of
-/// the cards.
-fn unfit_networks(here: &[Net], wanted: impl Iterator<Item = BackendKind>) -> Vec<String> {
-    let unfit = here.iter().zip(wanted).filter_map(|(net, wanted)| {
+/// Returns a message for each network whose backend is not of the wanted kind. `wanted_kinds` is in the order of the
+/// cards.
+fn unfit_networks(nets: &[Net], wanted_kinds: impl Iterator<Item = BackendKind>) -> Vec<String> {
+    let unfit = nets.iter().zip(wanted_kinds).filter_map(|(net, wanted)| {
         let (why, kind) = match (wanted, &net.backend) {
             (BackendKind::User, NetBackend::Tap(_)) => {
                 ("the card was on a user network, whose connections are in the checkpoint", "user")

@@ -1,18 +1,19 @@
-//! Copies runs of pages from the guest's memory into a checkpoint.
+//! Pages of the guest's memory on their way into a checkpoint: merging what is dirty, reading, sending.
 
-use crate::session::CheckpointError;
+use crate::error::CheckpointError;
 use rekindle_memory::ram::{Block, GuestRam, GuestRamError};
 use rekindle_memory::tracker::Dirty;
 use rekindle_pages::{BlockId, PAGE_SIZE, PageRuns, ZERO_PAGE};
-use rekindle_store::{Checkpoint, StoreError};
+use rekindle_store::{Checkpoint, StoreError, types};
 
 /// Maximum number of bytes that are read from the guest at a time.
-pub(crate) const BATCH: u64 = 1 << 20;
+pub(crate) const MAX_READ_BYTES: u64 = 1 << 20;
 
 /// Runs of pages, for each RAM block by its position.
-pub(crate) type Runs = Vec<PageRuns>;
+pub(crate) type BlockRuns = Vec<PageRuns>;
 
-/// Pages of one RAM block that were copied while the guest was stopped.
+/// Pages of one RAM block that were copied before the guest could change them.
+#[derive(Debug)]
 pub(crate) struct CopiedPages {
     pub(crate) block: BlockId,
     pub(crate) runs: PageRuns,
@@ -20,39 +21,59 @@ pub(crate) struct CopiedPages {
 }
 
 pub(crate) fn no_pages(ram: &GuestRam) -> Dirty {
-    let none: Runs = ram.blocks().iter().map(|_| PageRuns::new()).collect();
+    let none: BlockRuns = ram.blocks().iter().map(|_| PageRuns::new()).collect();
     Dirty { written: none.clone(), zero: none }
+}
+
+/// Returns the RAM block table in the store's types.
+pub(crate) fn block_table(ram: &GuestRam) -> Vec<types::Block> {
+    let table = ram.blocks().iter().map(|block| types::Block {
+        id: block.info.id.clone(),
+        used: block.info.used,
+        max: block.info.total,
+        page_size: block.info.page_size,
+    });
+    table.collect()
+}
+
+/// Returns the runs of the RAM block at `index`; none if the list is shorter.
+pub(crate) fn runs_of_block(all: &BlockRuns, index: usize) -> PageRuns {
+    all.get(index).cloned().unwrap_or_default()
 }
 
 /// Returns the union of `older` and `newer`. If a page is in both, `newer` decides whether it is zero.
 pub(crate) fn merged(older: &Dirty, newer: &Dirty) -> Dirty {
-    let blocks = older.written.len().max(newer.written.len());
-    let get = |all: &Runs, n: usize| all.get(n).cloned().unwrap_or_default();
-    let (mut written, mut zero) = (Runs::new(), Runs::new());
-    for n in 0..blocks {
-        let (new_written, new_zero) = (get(&newer.written, n), get(&newer.zero, n));
-        written.push(get(&older.written, n).difference(&new_zero).union(&new_written));
-        zero.push(get(&older.zero, n).difference(&new_written).union(&new_zero));
+    let (mut written, mut zero) = (BlockRuns::new(), BlockRuns::new());
+    for index in 0..older.written.len().max(newer.written.len()) {
+        let new_written = runs_of_block(&newer.written, index);
+        let new_zero = runs_of_block(&newer.zero, index);
+        written.push(runs_of_block(&older.written, index).difference(&new_zero).union(&new_written));
+        zero.push(runs_of_block(&older.zero, index).difference(&new_written).union(&new_zero));
     }
     Dirty { written, zero }
 }
 
+/// Reads `runs` of a block into `buffer`, which gets their size.
 pub(crate) fn read(ram: &GuestRam, block: &Block, runs: &PageRuns, buffer: &mut Vec<u8>) -> Result<(), GuestRamError> {
     buffer.resize(runs.bytes() as usize, 0);
     ram.read(block, runs, buffer)
 }
 
-pub(crate) fn copy_all(ram: &GuestRam, written: &Runs) -> Result<Vec<CopiedPages>, GuestRamError> {
-    let mut all = Vec::new();
-    for (index, runs) in written.iter().enumerate().filter(|(_, runs)| !runs.is_empty()) {
-        let Some(block) = ram.blocks().get(index) else { continue };
+/// Copies the pages `written` from the guest's memory.
+pub(crate) fn copy_pages(ram: &GuestRam, written: &BlockRuns) -> Result<Vec<CopiedPages>, GuestRamError> {
+    let mut copied = Vec::new();
+    for (index, (block, runs)) in ram.blocks().iter().zip(written).enumerate() {
+        if runs.is_empty() {
+            continue;
+        }
         let mut bytes = Vec::new();
         read(ram, block, runs, &mut bytes)?;
-        all.push(CopiedPages { block: BlockId(index), runs: runs.clone(), bytes });
+        copied.push(CopiedPages { block: BlockId(index), runs: runs.clone(), bytes });
     }
-    Ok(all)
+    Ok(copied)
 }
 
+/// Adds pages with the content `bytes` to the checkpoint.
 pub(crate) fn send(
     checkpoint: &mut Checkpoint<'_>,
     block: BlockId,
@@ -64,17 +85,18 @@ pub(crate) fn send(
 }
 
 /// Does the same as [`send`], directly from the guest's memory.
-pub(crate) fn send_from(
+pub(crate) fn send_from_guest(
     checkpoint: &mut Checkpoint<'_>,
     id: BlockId,
     runs: &PageRuns,
     ram: &GuestRam,
     block: &Block,
 ) -> Result<(), CheckpointError> {
-    checkpoint.read(id, runs, |runs, room| Ok(ram.read(block, runs, room)?))
+    checkpoint.read(id, runs, |runs, buffer| Ok(ram.read(block, runs, buffer)?))
 }
 
-pub(crate) fn send_zeroes(checkpoint: &mut Checkpoint<'_>, zero: &Runs) -> Result<(), StoreError> {
+/// Adds zero pages to the checkpoint.
+pub(crate) fn send_zeroes(checkpoint: &mut Checkpoint<'_>, zero: &BlockRuns) -> Result<(), StoreError> {
     for (block, runs) in zero.iter().enumerate() {
         checkpoint.pages(BlockId(block), runs.numbers().map(|page| (page, &ZERO_PAGE)))?;
     }

@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 /// How long a reboot of the VM may delay a checkpoint.
-const REBOOT: Duration = Duration::from_secs(60);
+const REBOOT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why no checkpoint of a guest can be taken now.
 #[derive(Debug, thiserror::Error)]
@@ -55,14 +55,13 @@ impl Target {
     /// [`TargetError`]: the VM does not exist, does not run, or has no UUID.
     pub fn of(host: &Host, name: &str) -> Result<Self, TargetError> {
         let rundir = RunDir::new(&host.root, name);
-        let unknown = || LifeError::Unknown { name: name.into() };
-        let state = read(&rundir)?.ok_or_else(unknown)?;
-        let ended = || LifeError::Ended {
+        let state = read_state(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
+        let qemu_ended = || LifeError::Ended {
             name: name.into(),
             log: rekindle_qemu::vmm::log_tail(&rundir.vmm(state.generation), 10),
         };
         state.refuse_prepared().map_err(LifeError::from)?;
-        let vmm = state.vmm.clone().filter(Vmm::is_alive).ok_or_else(ended)?;
+        let vmm = state.vmm.clone().filter(Vmm::is_alive).ok_or_else(qemu_ended)?;
         let uuid = state.hardware.uuid.ok_or_else(|| TargetError::NoUuid { name: name.into() })?;
         Ok(Self { rundir, state, vmm, uuid })
     }
@@ -110,7 +109,7 @@ impl Target {
     /// # Errors
     /// [`TargetError::Moved`]: another QEMU runs the guest. [`TargetError::Life`]: an operation was interrupted.
     pub fn hold_run_state(&self) -> Result<RunState, TargetError> {
-        let held = RunState::acquire(&self.rundir, REBOOT)?;
+        let run_state = RunState::acquire(&self.rundir, REBOOT_TIMEOUT)?;
         let failed = |source| TargetError::RunDir { path: self.rundir.file("operation.json"), source };
         if let Some(Journal { operation, .. }) = Journal::left_behind(&self.rundir).map_err(failed)?
             && operation.step >= Step::Suspend
@@ -118,14 +117,14 @@ impl Target {
             let (name, kind, step) = (self.name().into(), operation.kind, operation.step);
             return Err(LifeError::NeedsRecovery { name, kind, step }.into());
         }
-        match read(&self.rundir)?.and_then(|state| state.vmm) {
-            Some(vmm) if vmm == self.vmm => Ok(held),
+        match read_state(&self.rundir)?.and_then(|state| state.vmm) {
+            Some(vmm) if vmm == self.vmm => Ok(run_state),
             Some(_) => Err(TargetError::Moved { name: self.name().into() }),
             None => Err(LifeError::Unknown { name: self.name().into() }.into()),
         }
     }
 }
 
-fn read(rundir: &RunDir) -> Result<Option<State>, TargetError> {
+fn read_state(rundir: &RunDir) -> Result<Option<State>, TargetError> {
     State::read(rundir).map_err(|source| TargetError::RunDir { path: rundir.file("state.json"), source })
 }

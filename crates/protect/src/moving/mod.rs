@@ -7,6 +7,7 @@
 //! | [`target`] | the destination host |
 //! | `protocol` | the messages between them |
 //! | `remote` | the connection between them, by ssh |
+//! | `stopped_state` | the state of the stopped guest, as it is sent |
 //! | `record` | `move.json`: the data that recovery needs of an interrupted move |
 //! | [`settle`] | decides which host has a guest that was stopped for a move |
 //!
@@ -17,6 +18,7 @@ mod record;
 mod remote;
 pub mod settle;
 pub mod source;
+mod stopped_state;
 pub mod target;
 
 pub use remote::{ConnectionError, RemoteHost};
@@ -50,8 +52,8 @@ pub enum MoveError {
     Store(#[from] StoreError),
     /// QEMU itself writes one of the disks.
     #[error(
-        "{name}: disk {disk} is written by QEMU itself, which would have it open on two hosts: let Rekindle serve it (server = true), or \
-         make it read-only"
+        "{name}: disk {disk} is written by QEMU itself, which would have it open on two hosts: let Rekindle serve it \
+         (server = true), or make it read-only"
     )]
     Disk { name: String, disk: String },
     /// A checkpoint failed.
@@ -94,14 +96,15 @@ pub enum MoveError {
     },
     /// The store does not answer, so it is unknown which host has the guest.
     #[error(
-        "cannot determine whether {host} has taken {name}, since its store does not answer ({why}); it stays stopped here. When the store \
-         answers again: rekindle recover {name}"
+        "cannot determine whether {host} has taken {name}, since its store does not answer ({why}); it stays stopped \
+         here. When the store answers again: rekindle recover {name}"
     )]
     Unknown { name: String, host: String, why: String },
     /// The destination host owns the store, but the guest does not run on it or its status is unknown.
     #[error(
-        "{host} has taken {name}, and nothing of it is left here; but its status there is: {status}. On that host: rekindle recover {name}. If it \
-         does not run there, or that host is certainly off, its last checkpoint is complete: rekindle restore {name} --store {store}"
+        "{host} has taken {name}, and nothing of it is left here; but its status there is: {status}. On that host: \
+         rekindle recover {name}. If it does not run there, or that host is certainly off, its last checkpoint is \
+         complete: rekindle restore {name} --store {store}"
     )]
     Taken {
         name: String,
@@ -152,7 +155,8 @@ pub struct MovePause {
     #[serde(rename = "let_go")]
     pub release: u64,
     /// Until the guest ran on the destination host.
-    pub there: u64,
+    #[serde(rename = "there")]
+    pub resume: u64,
 }
 
 /// The result of a move.
@@ -173,9 +177,11 @@ pub struct MoveReport {
     /// The steps of `stopped_us`.
     pub pause: MovePause,
     /// Time from the command to the guest's resume on the destination host, in µs.
-    pub us: u64,
+    #[serde(rename = "us")]
+    pub resumed_after_us: u64,
     /// The destination host's report; none if its answer was lost, and a second connection found the guest running.
-    pub there: Option<DestinationReport>,
+    #[serde(rename = "there")]
+    pub destination: Option<DestinationReport>,
     /// The pid of the protector that was stopped on the source host, if there was one. A protector must be started on
     /// the destination host.
     pub protector: Option<u32>,
@@ -187,13 +193,16 @@ pub struct DestinationReport {
     /// Pid of the destination QEMU.
     pub pid: u32,
     /// Time from the `go` message to the guest's resume, in µs.
-    pub us: u64,
+    #[serde(rename = "us")]
+    pub resumed_after_us: u64,
     /// A prepared QEMU was used.
     pub prepared: bool,
     /// The guest was loaded while its last checkpoint was being committed.
-    pub ahead: bool,
+    #[serde(rename = "ahead")]
+    pub loaded_before_commit: bool,
     /// Why the prepared QEMU was not used.
-    pub unused: Option<String>,
+    #[serde(rename = "unused")]
+    pub unused_reason: Option<String>,
     /// State of the guest's clock.
     pub clock: ClockOutcome,
 }

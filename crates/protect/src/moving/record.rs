@@ -1,6 +1,7 @@
 //! `move.json` in the run directory: the data that recovery needs if a move is interrupted while the guest is stopped.
 
 use super::remote::RemoteHost;
+use crate::identity_paths::IdentityPaths;
 use rekindle_store::StoreUrl;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::Vm;
@@ -15,14 +16,14 @@ const FORMAT: u32 = 1;
 
 /// Content of `move.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Record {
+pub(super) struct MoveRecord {
     format: u32,
     /// The destination host.
     #[serde(rename = "far")]
     pub remote: RemoteHost,
     /// The VM's store.
     pub store: StoreUrl,
-    identity: Option<[PathBuf; 3]>,
+    identity: Option<IdentityPaths>,
     /// The VM's identity in the store.
     pub vm: Vm,
     /// The owner epoch that has committed the guest's last checkpoint. The host that becomes the next owner has the
@@ -44,27 +45,38 @@ fn path(rundir: &RunDir) -> PathBuf {
     rundir.file("move.json")
 }
 
-impl Record {
+impl MoveRecord {
     pub(super) fn new(
         remote: RemoteHost,
         store: StoreUrl,
         identity: Option<&Identity>,
         vm: Vm,
-        (epoch, run): (u64, Option<u64>),
+        epoch: u64,
+        run: Option<u64>,
         checkpoint: u64,
     ) -> Self {
         let token = uuid::Uuid::new_v4().simple().to_string();
-        Self { format: FORMAT, remote, store, identity: identity.map(files), vm, epoch, run, token, checkpoint }
+        Self {
+            format: FORMAT,
+            remote,
+            store,
+            identity: identity.map(IdentityPaths::of),
+            vm,
+            epoch,
+            run,
+            token,
+            checkpoint,
+        }
     }
 
     /// Returns the record for a later owner epoch, in which the destination host was about to run the guest.
-    pub(super) fn at(self, epoch: u64) -> Self {
+    pub(super) fn with_owner_epoch(self, epoch: u64) -> Self {
         Self { epoch, run: Some(epoch), ..self }
     }
 
-    /// Returns the certificate, key and authority for a store on a server.
+    /// Returns this host's identity for a store on a server.
     pub(super) fn identity(&self) -> Option<Identity> {
-        self.identity.clone().map(identity_of)
+        self.identity.as_ref().map(IdentityPaths::identity)
     }
 
     pub(super) fn write(&self, rundir: &RunDir) -> io::Result<()> {
@@ -85,14 +97,4 @@ impl Record {
             _ => Ok(()),
         }
     }
-}
-
-/// Returns the paths of an identity as a record stores them.
-pub(super) fn files(identity: &Identity) -> [PathBuf; 3] {
-    [identity.cert.clone(), identity.key.clone(), identity.ca.clone()]
-}
-
-/// Returns the identity of recorded paths.
-pub(super) fn identity_of([cert, key, ca]: [PathBuf; 3]) -> Identity {
-    Identity { cert, key, ca }
 }

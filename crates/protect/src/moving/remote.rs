@@ -1,4 +1,6 @@
-use super::protocol::{Answer, MAX_LINE, Message};
+//! The connection of a move to the other host: `rekindle receive` over ssh. A message or an answer is a line.
+
+use super::protocol::{Answer, MAX_LINE_BYTES, Message};
 use rekindle_kernel::lines::{self, Lines, write_by};
 use rekindle_kernel::output::waiting_in;
 use rustix::pipe::{fcntl_getpipe_size, fcntl_setpipe_size};
@@ -11,13 +13,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long the remote Rekindle may take to end after the connection is closed.
-const END_PATIENCE: Duration = Duration::from_secs(30);
+const END_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bytes that can be sent while the remote Rekindle does not read.
-const PIPE: usize = 1 << 20;
+const PIPE_BYTES: usize = 1 << 20;
 /// How long to wait for output that the remote Rekindle wrote before it ended.
-const LAST_OUTPUT: Duration = Duration::from_secs(1);
+const LAST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the write of a line may take for which the pipe should have room. The guest is stopped meanwhile.
-const ROOM: Duration = Duration::from_millis(100);
+const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Another host, and how to reach it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,20 +61,20 @@ pub enum ConnectionError {
         answer: String,
     },
     /// The answer's line is too long.
-    #[error("{host} answers with more than {} MiB; check what `{command}` prints there", MAX_LINE >> 20)]
+    #[error("{host} answers with more than {} MiB; check what `{command}` prints there", MAX_LINE_BYTES >> 20)]
     TooLong {
         host: String,
         /// The command that was run on the host.
         command: String,
     },
     /// The host has not read a message, or has not sent a complete answer, in time.
-    #[error("{host} has not answered within {} s", patience.as_secs())]
-    Silent { host: String, patience: Duration },
+    #[error("{host} has not answered within {} s", timeout.as_secs())]
+    Silent { host: String, timeout: Duration },
 }
 
 impl RemoteHost {
     fn remote_command(&self) -> String {
-        format!("{} receive", quoted(&self.rekindle))
+        format!("{} receive", shell_quoted(&self.rekindle))
     }
 
     fn command(&self) -> Command {
@@ -90,26 +92,26 @@ impl RemoteHost {
         let failed = |source| ConnectionError::Start { command: self.ssh.clone(), source };
         let spawned = self.command().stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         let mut child = spawned.map_err(failed)?;
-        let to = child.stdin.take();
-        if let Some(to) = &to {
+        let input = child.stdin.take();
+        if let Some(pipe) = &input {
             // The pipe's default size is too small for a line of state.
-            let _ = fcntl_setpipe_size(to, PIPE);
+            let _ = fcntl_setpipe_size(pipe, PIPE_BYTES);
         }
-        let Some(from) = child.stdout.take() else { return Err(failed(io::ErrorKind::BrokenPipe.into())) };
-        let answers = Lines::new(File::from(OwnedFd::from(from)), MAX_LINE);
-        Ok(Connection { host: self.host.clone(), command: self.remote_command(), child, to, answers })
+        let Some(output) = child.stdout.take() else { return Err(failed(io::ErrorKind::BrokenPipe.into())) };
+        let answers = Lines::new(File::from(OwnedFd::from(output)), MAX_LINE_BYTES);
+        Ok(Connection { host: self.host.clone(), command: self.remote_command(), child, input, answers })
     }
 }
 
 /// Encodes a message.
-fn line_of(message: &Message) -> Option<Vec<u8>> {
+fn encode(message: &Message) -> Option<Vec<u8>> {
     let mut line = serde_json::to_vec(message).ok()?;
     line.push(b'\n');
     Some(line)
 }
 
 /// Quotes `word` for a shell.
-fn quoted(word: &str) -> String {
+fn shell_quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
@@ -117,9 +119,11 @@ fn quoted(word: &str) -> String {
 #[derive(Debug)]
 pub(super) struct Connection {
     host: String,
+    /// The command that runs on the host.
     command: String,
     child: Child,
-    to: Option<ChildStdin>,
+    /// The remote Rekindle's standard input; none after a failed write.
+    input: Option<ChildStdin>,
     answers: Lines<File>,
 }
 
@@ -128,51 +132,50 @@ impl Connection {
         &self.host
     }
 
+    /// Returns the error for a remote Rekindle that has ended.
     fn broken(&self) -> ConnectionError {
         ConnectionError::Broken { host: self.host.clone(), command: self.command.clone() }
     }
 
-    /// Writes `line` within `patience`. After an error, no further line can be written, because part of this one may
+    /// Writes `line` within `timeout`. After an error, no further line can be written, because part of this one may
     /// have been sent.
-    fn write(&mut self, line: &[u8], patience: Duration) -> Result<(), ConnectionError> {
-        let Some(to) = &mut self.to else { return Err(self.broken()) };
-        write_by(to, line, Instant::now() + patience).map_err(|e| {
-            self.to = None;
+    fn write(&mut self, line: &[u8], timeout: Duration) -> Result<(), ConnectionError> {
+        let Some(input) = &mut self.input else { return Err(self.broken()) };
+        write_by(input, line, Instant::now() + timeout).map_err(|e| {
+            self.input = None;
             match e {
-                lines::LineError::Late => ConnectionError::Silent { host: self.host.clone(), patience },
+                lines::LineError::Late => ConnectionError::Silent { host: self.host.clone(), timeout },
                 _ => self.broken(),
             }
         })
     }
 
-    /// Sends a message, which the remote Rekindle has to read within `patience`.
-    pub(super) fn send(&mut self, message: &Message, patience: Duration) -> Result<(), ConnectionError> {
-        let line = line_of(message).ok_or_else(|| self.broken())?;
-        self.write(&line, patience)
+    /// Sends a message, which the remote Rekindle has to read within `timeout`.
+    pub(super) fn send(&mut self, message: &Message, timeout: Duration) -> Result<(), ConnectionError> {
+        let line = encode(message).ok_or_else(|| self.broken())?;
+        self.write(&line, timeout)
     }
 
     /// Sends a message if the pipe has room for it. The pipe is empty, because all earlier messages were answered.
     /// Returns whether the message was sent.
     pub(super) fn send_if_room(&mut self, message: &Message) -> Result<bool, ConnectionError> {
-        let line = line_of(message).ok_or_else(|| self.broken())?;
-        let room = self.to.as_ref().and_then(|to| fcntl_getpipe_size(to).ok()).unwrap_or(0);
-        if line.len() > room {
+        let line = encode(message).ok_or_else(|| self.broken())?;
+        let pipe_bytes = self.input.as_ref().and_then(|pipe| fcntl_getpipe_size(pipe).ok()).unwrap_or(0);
+        if line.len() > pipe_bytes {
             return Ok(false);
         }
-        self.write(&line, ROOM).map(|()| true)
+        self.write(&line, WRITE_TIMEOUT).map(|()| true)
     }
 
-    /// Reads an answer, which must be complete within `patience`.
-    pub(super) fn read_answer(&mut self, patience: Duration) -> Result<Answer, ConnectionError> {
+    /// Reads an answer, which must be complete within `timeout`.
+    pub(super) fn read_answer(&mut self, timeout: Duration) -> Result<Answer, ConnectionError> {
         let host = || self.host.clone();
-        let line = self.answers.next_by(Instant::now() + patience).map_err(|e| match e {
-            lines::LineError::Late => ConnectionError::Silent { host: host(), patience },
+        let line = self.answers.next_by(Instant::now() + timeout).map_err(|e| match e {
+            lines::LineError::Late => ConnectionError::Silent { host: host(), timeout },
             lines::LineError::TooLong { .. } => {
                 ConnectionError::TooLong { host: host(), command: self.command.clone() }
             }
-            lines::LineError::Closed | lines::LineError::Io(_) => {
-                ConnectionError::Broken { host: host(), command: self.command.clone() }
-            }
+            lines::LineError::Closed | lines::LineError::Io(_) => self.broken(),
         })?;
         serde_json::from_slice(&line).map_err(|_| {
             let answer = String::from_utf8_lossy(&line).trim_end().chars().take(200).collect();
@@ -180,15 +183,15 @@ impl Connection {
         })
     }
 
-    /// Sends a message and reads its answer. `patience` applies to each of the two.
-    pub(super) fn ask(&mut self, message: &Message, patience: Duration) -> Result<Answer, ConnectionError> {
-        let broken = match self.send(message, patience) {
-            Ok(()) => return self.read_answer(patience),
+    /// Sends a message and reads its answer. `timeout` applies to each of the two.
+    pub(super) fn ask(&mut self, message: &Message, timeout: Duration) -> Result<Answer, ConnectionError> {
+        let broken = match self.send(message, timeout) {
+            Ok(()) => return self.read_answer(timeout),
             Err(silent @ ConnectionError::Silent { .. }) => return Err(silent),
             Err(broken) => broken,
         };
         // The remote Rekindle may have sent the reason before it ended.
-        match self.read_answer(LAST_OUTPUT) {
+        match self.read_answer(LAST_ANSWER_TIMEOUT) {
             Ok(rejected @ Answer::Refused { .. }) => Ok(rejected),
             Err(answer @ ConnectionError::NotAnAnswer { .. }) => Err(answer),
             _ => Err(broken),
@@ -199,15 +202,15 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         // The remote Rekindle ends by itself at the end of its input, and removes the QEMU that it has prepared.
-        self.to = None;
-        let deadline = Instant::now() + END_PATIENCE;
+        self.input = None;
+        let deadline = Instant::now() + END_TIMEOUT;
         while matches!(self.child.try_wait(), Ok(None)) {
             if Instant::now() > deadline {
                 let _ = self.child.kill();
                 break;
             }
             // A full pipe would block the remote Rekindle before its end.
-            let _ = waiting_in(&mut self.answers.stream(), MAX_LINE);
+            let _ = waiting_in(&mut self.answers.stream(), MAX_LINE_BYTES);
             thread::sleep(Duration::from_millis(5));
         }
         let _ = self.child.wait();
@@ -217,7 +220,7 @@ impl Drop for Connection {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use super::super::protocol::StoppedState;
+    use super::super::stopped_state::StoppedState;
     use super::*;
     use rekindle_vm::disks::Epochs;
 
@@ -225,9 +228,10 @@ mod tests {
         RemoteHost { host: "b".into(), ssh: ssh.into(), rekindle: rekindle.into() }
     }
 
-    fn state(len: usize) -> Message {
+    /// Returns a message of more than `bytes` bytes.
+    fn state(bytes: usize) -> Message {
         let (devices_changed, changed) = (Vec::new(), Vec::new());
-        let (devices, content, epochs) = (String::new(), "A".repeat(len), Epochs::new());
+        let (devices, content, epochs) = (String::new(), "A".repeat(bytes), Epochs::new());
         Message::State(StoppedState {
             checkpoint: 1,
             devices_bytes: 0,
@@ -243,27 +247,27 @@ mod tests {
     fn the_ssh_command_gets_the_host_and_one_text() {
         // Imitates ssh, which passes one string to the host's shell.
         let script = r#"sh -c 'shift; printf "{\"refused\":{\"why\":\"%s\"}}\n" "$*"' -- -x"#;
-        let mut line = remote(script, "/opt/it is/rekindle").connect().unwrap();
-        let Answer::Refused { why } = line.read_answer(END_PATIENCE).unwrap() else { panic!("another answer") };
+        let mut connection = remote(script, "/opt/it is/rekindle").connect().unwrap();
+        let Answer::Refused { why } = connection.read_answer(END_TIMEOUT).unwrap() else { panic!("another answer") };
         assert_eq!(why, "b '/opt/it is/rekindle' receive");
-        assert_eq!(quoted("it's"), r"'it'\''s'");
-        assert!(matches!(line.read_answer(END_PATIENCE), Err(ConnectionError::Broken { .. })));
+        assert_eq!(shell_quoted("it's"), r"'it'\''s'");
+        assert!(matches!(connection.read_answer(END_TIMEOUT), Err(ConnectionError::Broken { .. })));
     }
 
     #[test]
     fn an_error_quotes_what_is_not_an_answer() {
-        let mut line = remote("echo Permission denied #", "rekindle").connect().unwrap();
-        let e = line.read_answer(END_PATIENCE).unwrap_err().to_string();
+        let mut connection = remote("echo Permission denied #", "rekindle").connect().unwrap();
+        let e = connection.read_answer(END_TIMEOUT).unwrap_err().to_string();
         assert!(e.contains("Permission denied"), "{e}");
     }
 
     #[test]
     fn an_error_quotes_what_was_printed_before_the_end() {
-        let mut line = remote("echo Permission denied #", "rekindle").connect().unwrap();
-        line.child.wait().unwrap();
-        let e = line.ask(&Message::Prepare {}, END_PATIENCE).unwrap_err().to_string();
+        let mut connection = remote("echo Permission denied #", "rekindle").connect().unwrap();
+        connection.child.wait().unwrap();
+        let e = connection.ask(&Message::Prepare {}, END_TIMEOUT).unwrap_err().to_string();
         assert!(e.contains("Permission denied"), "{e}");
-        let e = line.ask(&Message::Prepare {}, END_PATIENCE).unwrap_err();
+        let e = connection.ask(&Message::Prepare {}, END_TIMEOUT).unwrap_err();
         assert!(matches!(e, ConnectionError::Broken { .. }), "{e}");
     }
 
@@ -275,34 +279,34 @@ mod tests {
 
     #[test]
     fn a_message_for_which_the_pipe_has_no_room_is_not_sent() {
-        let mut line = remote("sleep 60 #", "rekindle").connect().unwrap();
-        assert!(line.send_if_room(&state(PIPE / 2)).unwrap());
-        assert!(!line.send_if_room(&state(PIPE)).unwrap());
-        line.child.kill().unwrap();
+        let mut connection = remote("sleep 60 #", "rekindle").connect().unwrap();
+        assert!(connection.send_if_room(&state(PIPE_BYTES / 2)).unwrap());
+        assert!(!connection.send_if_room(&state(PIPE_BYTES)).unwrap());
+        connection.child.kill().unwrap();
     }
 
     #[test]
     fn a_silent_host_is_not_a_broken_connection() {
-        let mut line = remote("cat #", "rekindle").connect().unwrap();
-        assert!(matches!(line.read_answer(Duration::from_millis(1)), Err(ConnectionError::Silent { .. })));
+        let mut connection = remote("cat #", "rekindle").connect().unwrap();
+        assert!(matches!(connection.read_answer(Duration::from_millis(1)), Err(ConnectionError::Silent { .. })));
     }
 
     #[test]
     fn a_host_that_reads_nothing_is_a_timeout() {
-        let mut line = remote("sleep 10 #", "rekindle").connect().unwrap();
-        let e = line.ask(&state(2 * PIPE), Duration::from_millis(50)).unwrap_err();
+        let mut connection = remote("sleep 10 #", "rekindle").connect().unwrap();
+        let e = connection.ask(&state(2 * PIPE_BYTES), Duration::from_millis(50)).unwrap_err();
         assert!(matches!(e, ConnectionError::Silent { .. }), "{e}");
         // The host has read part of a line, so no other line may follow.
-        let e = line.send(&Message::Prepare {}, END_PATIENCE).unwrap_err();
+        let e = connection.send(&Message::Prepare {}, END_TIMEOUT).unwrap_err();
         assert!(matches!(e, ConnectionError::Broken { .. }), "{e}");
-        line.child.kill().unwrap();
+        connection.child.kill().unwrap();
     }
 
     #[test]
     fn a_line_without_an_end_is_an_error() {
-        let mut line = remote("yes $(printf %0100d 0) | tr -d '\\n' #", "rekindle").connect().unwrap();
-        let e = line.read_answer(END_PATIENCE).unwrap_err();
+        let mut connection = remote("yes $(printf %0100d 0) | tr -d '\\n' #", "rekindle").connect().unwrap();
+        let e = connection.read_answer(END_TIMEOUT).unwrap_err();
         assert!(matches!(e, ConnectionError::TooLong { .. }), "{e}");
-        line.child.kill().unwrap();
+        connection.child.kill().unwrap();
     }
 }

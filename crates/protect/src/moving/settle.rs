@@ -1,15 +1,16 @@
 //! Decides which host has a guest that was stopped for a move.
 //!
 //! The store decides. Only one host can become the next owner after the owner epoch of the last checkpoint, and each
-//! host may resume the guest only as that owner. So every query has the same answer, now and later. If the answer is
-//! *here*, this host has the guest, and the other host can never have it. If the answer is *there*, the other host has
-//! claimed the guest, and this host's copy is obsolete whatever happens on the other host: the guest's last checkpoint
-//! is in the store. If the store does not answer, nothing is decided, and the guest stays stopped.
+//! host may resume the guest only as that owner. So every query has the same answer, now and later. If this
+//! host is the answer, the other host can never have the guest. If the other host is the answer, it has claimed the
+//! guest, and this host's copy is obsolete whatever happens on the other host: the guest's last checkpoint is in the
+//! store. If the store does not answer, nothing is decided, and the guest stays stopped.
 
 use super::MoveError;
 use super::protocol::{Answer, Message, VERSION};
-use super::record::Record;
+use super::record::MoveRecord;
 use super::remote::RemoteHost;
+use crate::error::with_causes;
 use crate::owned::{OwnError, OwnerRecord};
 use rekindle_disk::control::Control;
 use rekindle_kernel::sched;
@@ -31,20 +32,20 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long another host may take to report a VM's status: it may be executing an operation on the VM.
-const STATUS_PATIENCE: Duration = Duration::from_secs(90);
+const STATUS_TIMEOUT: Duration = Duration::from_secs(90);
 /// How long QEMU may take to reconnect to its disk servers.
-const CONNECTED: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Which host has a guest that was stopped for a move.
+/// The host that has a guest that was stopped for a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Decision {
-    Here,
+enum GuestOwner {
+    ThisHost,
     /// The other host has claimed the guest.
-    There,
+    OtherHost,
 }
 
 /// Queries the store and settles the decision: if the other host has not claimed the guest, claims it for this host.
-fn decide(record: &mut Record, rundir: &RunDir) -> Result<Decision, OwnError> {
+fn decide_owner(record: &mut MoveRecord, rundir: &RunDir) -> Result<GuestOwner, OwnError> {
     let (store, identity, vm) = (&record.store, record.identity(), &record.vm);
     // Claims as an owner whose guest starts on this host: the other host may have become the owner in the same way.
     let owner = Owner::here(&format!("move {} back {}", vm.name, record.token)).with(Guest::Restored);
@@ -52,13 +53,13 @@ fn decide(record: &mut Record, rundir: &RunDir) -> Result<Decision, OwnError> {
     let epoch = match OwnerRecord::claim(rundir, store, identity.as_ref(), vm, &owner, only_if) {
         Ok(fenced) => fenced.epoch,
         // The claim is this host's own, and is unrecorded because its answer was lost or the process was killed.
-        Err(OwnError::Store(StoreError::Superseded { epoch, owner: found, .. }))
-            if !record.token.is_empty() && (&found.operation, &found.host) == (&owner.operation, &owner.host) =>
+        Err(OwnError::Store(StoreError::Superseded { epoch, owner: newest, .. }))
+            if !record.token.is_empty() && (&newest.operation, &newest.host) == (&owner.operation, &owner.host) =>
         {
             OwnerRecord::new(store, identity.as_ref(), epoch).write(rundir)?;
             epoch
         }
-        Err(OwnError::Store(e)) if e.kind() == "superseded" => return Ok(Decision::There),
+        Err(OwnError::Store(e)) if e.kind() == "superseded" => return Ok(GuestOwner::OtherHost),
         Err(e) => return Err(e),
     };
     // With the new epoch in the record, a later query gets the same answer.
@@ -66,30 +67,29 @@ fn decide(record: &mut Record, rundir: &RunDir) -> Result<Decision, OwnError> {
     if let Err(e) = record.write(rundir) {
         tracing::debug!("move.json: {e}");
     }
-    Ok(Decision::Here)
+    Ok(GuestOwner::ThisHost)
 }
 
 /// Resumes the guest on this host. The caller holds the run state, and knows that no other host can have the guest.
-/// `stopped`: the guest was stopped for the move, not by the user.
+/// `was_stopped`: the guest was stopped for the move, not by the user.
 pub(super) fn resume_here(
     rundir: &RunDir,
     state: &State,
     vmm: &Vmm,
     journal: Journal,
-    stopped: bool,
+    was_stopped: bool,
 ) -> Result<(), MoveError> {
-    let file = |path: std::path::PathBuf| move |source| MoveError::File { path, source };
+    let failed_at = |path: std::path::PathBuf| move |source| MoveError::File { path, source };
     if disks::start(rundir, &state.hardware)? > 0 {
-        wait_connected(rundir, state);
+        wait_disks_connected(rundir, state);
     }
     // An interrupted pause may have left QEMU's threads with a raised priority.
     let _ = sched::normal(vmm.process());
     let mark = rundir.paused();
-    let failed = |e| LifeError::from(e);
-    if stopped || mark.exists() {
+    if was_stopped || mark.exists() {
         let mut qmp = vmm.connect(vmm::START_TIMEOUT).map_err(LifeError::from)?;
-        if run_state(&mut qmp).map_err(failed)? == "paused" {
-            guest::resume(&mut qmp).map_err(failed)?;
+        if run_state(&mut qmp).map_err(LifeError::from)? == "paused" {
+            guest::resume(&mut qmp).map_err(LifeError::from)?;
         }
     }
     match std::fs::remove_file(&mark) {
@@ -98,19 +98,19 @@ pub(super) fn resume_here(
         }
         _ => {}
     }
-    journal.close().map_err(file(rundir.file("operation.json")))?;
-    Record::remove(rundir).map_err(file(rundir.file("move.json")))
+    journal.close().map_err(failed_at(rundir.file("operation.json")))?;
+    MoveRecord::remove(rundir).map_err(failed_at(rundir.file("move.json")))
 }
 
 /// Waits until QEMU has reconnected to the disk servers, which it tries every second. A guest that is resumed earlier
 /// would wait for its disks.
-fn wait_connected(rundir: &RunDir, state: &State) {
-    let deadline = Instant::now() + CONNECTED;
-    let connected = |id: &str| {
+fn wait_disks_connected(rundir: &RunDir, state: &State) {
+    let deadline = Instant::now() + CONNECT_TIMEOUT;
+    let is_connected = |id: &str| {
         let status = Control::connect(&disks::control(rundir, id)).and_then(|mut control| control.status());
         status.is_ok_and(|status| status.connected > 0)
     };
-    while !disks::served(&state.hardware).all(|disk| connected(&disk.id)) && Instant::now() < deadline {
+    while !disks::served(&state.hardware).all(|disk| is_connected(&disk.id)) && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(10));
     }
 }
@@ -126,7 +126,7 @@ pub(super) fn remove_here(host: &Host, held: &Held, mut journal: Journal) -> Res
 /// Queries the other host for the VM's status. Also returns whether the guest runs on it.
 pub(super) fn remote_status(remote: &RemoteHost, name: &Name) -> (bool, String) {
     let answer = remote.connect().and_then(|mut connection| {
-        connection.ask(&Message::Ask { version: VERSION, name: name.clone() }, STATUS_PATIENCE)
+        connection.ask(&Message::Ask { version: VERSION, name: name.clone() }, STATUS_TIMEOUT)
     });
     match answer {
         Ok(Answer::Found { runs, status }) => (runs, status),
@@ -154,20 +154,19 @@ pub fn settle(host: &Host, held: &Held, journal: Journal) -> Result<Settled, Mov
     let name = held.rundir.name();
     let vmm = journal.operation.from.clone();
     let step = journal.operation.step;
-    let alive = vmm.filter(Vmm::is_alive);
+    let source_qemu = vmm.filter(Vmm::is_alive);
     if step < Step::Resume {
-        let vmm = alive.ok_or_else(|| qemu_ended(held))?;
+        let vmm = source_qemu.ok_or_else(|| qemu_ended(held))?;
         resume_here(&held.rundir, &held.state, &vmm, journal, step == Step::Suspend)?;
         return Ok(Settled::ResumedHere);
     }
-    let record = Record::read(&held.rundir);
+    let record = MoveRecord::read(&held.rundir);
     let mut record = record.map_err(|source| MoveError::File { path: held.rundir.file("move.json"), source })?;
     // Without a source QEMU there is nothing to decide: the guest's only state is in the store.
-    if let Some(vmm) = alive.filter(|_| step < Step::Settle) {
+    if let Some(vmm) = source_qemu.filter(|_| step < Step::Settle) {
         let remote = record.remote.host.clone();
-        let unknown =
-            |e: OwnError| MoveError::Unknown { name: name.into(), host: remote, why: crate::protector::chain(&e) };
-        if decide(&mut record, &held.rundir).map_err(unknown)? == Decision::Here {
+        let unknown = |e: OwnError| MoveError::Unknown { name: name.into(), host: remote, why: with_causes(&e) };
+        if decide_owner(&mut record, &held.rundir).map_err(unknown)? == GuestOwner::ThisHost {
             resume_here(&held.rundir, &held.state, &vmm, journal, true)?;
             return Ok(Settled::ResumedHere);
         }
@@ -183,7 +182,7 @@ fn qemu_ended(held: &Held) -> MoveError {
 }
 
 /// Returns the error for a guest that the other host has claimed and does not report as running.
-pub(super) fn taken(record: &Record, status: String) -> MoveError {
+pub(super) fn taken(record: &MoveRecord, status: String) -> MoveError {
     let (name, host, store) = (record.vm.name.clone(), record.remote.host.clone(), record.store.to_string());
     MoveError::Taken { name, host, status, store }
 }
@@ -200,11 +199,11 @@ mod tests {
         _root: tempfile::TempDir,
         store: StoreUrl,
         rundir: RunDir,
-        record: Record,
+        record: MoveRecord,
     }
 
     /// Returns a guest that was stopped for a move, without an answer from the other host.
-    fn stopped() -> StoppedGuest {
+    fn stop_guest() -> StoppedGuest {
         let root = tempfile::tempdir().unwrap();
         let store = StoreUrl::Directory(root.path().join("store"));
         admin::init(&store, None).unwrap();
@@ -215,7 +214,7 @@ mod tests {
         let epoch = OwnerRecord::claim(&rundir, &store, None, &vm, &owner, None).unwrap().epoch;
         let remote: RemoteHost =
             serde_json::from_value(serde_json::json!({"host": "b", "ssh": "ssh", "rekindle": "rekindle"})).unwrap();
-        let record = Record::new(remote, store.clone(), None, vm, (epoch, Some(epoch)), 3);
+        let record = MoveRecord::new(remote, store.clone(), None, vm, epoch, Some(epoch), 3);
         record.write(&rundir).unwrap();
         StoppedGuest { _root: root, store, rundir, record }
     }
@@ -227,36 +226,36 @@ mod tests {
 
     #[test]
     fn a_claim_that_was_not_recorded_is_recognized() {
-        let mut moving = stopped();
-        let mut copy = moving.record.clone();
-        assert_eq!(decide(&mut copy, &moving.rundir).unwrap(), Decision::Here);
+        let mut moving = stop_guest();
+        let mut updated_record = moving.record.clone();
+        assert_eq!(decide_owner(&mut updated_record, &moving.rundir).unwrap(), GuestOwner::ThisHost);
         // As if the process had been killed before it recorded the claim.
         moving.record.write(&moving.rundir).unwrap();
-        let first = moving.record.run.unwrap();
-        OwnerRecord::new(&moving.store, None, first).write(&moving.rundir).unwrap();
-        assert_eq!(decide(&mut moving.record, &moving.rundir).unwrap(), Decision::Here);
-        assert_eq!(OwnerRecord::read(&moving.rundir).unwrap().unwrap().run(), copy.epoch);
+        let first_epoch = moving.record.run.unwrap();
+        OwnerRecord::new(&moving.store, None, first_epoch).write(&moving.rundir).unwrap();
+        assert_eq!(decide_owner(&mut moving.record, &moving.rundir).unwrap(), GuestOwner::ThisHost);
+        assert_eq!(OwnerRecord::read(&moving.rundir).unwrap().unwrap().run(), updated_record.epoch);
         // The other host was given the epoch before that claim.
         assert!(matches!(
-            claim(&moving, "receive web", Guest::Restored, Some(OnlyIf::Epoch(first))),
+            claim(&moving, "receive web", Guest::Restored, Some(OnlyIf::Epoch(first_epoch))),
             Err(StoreError::Superseded { .. })
         ));
     }
 
     #[test]
     fn an_administrator_s_claim_does_not_take_the_guest() {
-        let mut moving = stopped();
+        let mut moving = stop_guest();
         claim(&moving, "store compact", Guest::Same, None).unwrap();
-        assert_eq!(decide(&mut moving.record, &moving.rundir).unwrap(), Decision::Here);
+        assert_eq!(decide_owner(&mut moving.record, &moving.rundir).unwrap(), GuestOwner::ThisHost);
     }
 
     #[test]
     fn a_guest_that_the_other_host_has_claimed_is_there() {
-        let mut moving = stopped();
+        let mut moving = stop_guest();
         let epoch = claim(&moving, "receive web", Guest::Restored, Some(OnlyIf::Epoch(moving.record.epoch))).unwrap();
-        assert_eq!(decide(&mut moving.record.clone(), &moving.rundir).unwrap(), Decision::There);
+        assert_eq!(decide_owner(&mut moving.record.clone(), &moving.rundir).unwrap(), GuestOwner::OtherHost);
         // The other host has reported that it could not resume the guest.
-        moving.record = moving.record.clone().at(epoch);
-        assert_eq!(decide(&mut moving.record, &moving.rundir).unwrap(), Decision::Here);
+        moving.record = moving.record.clone().with_owner_epoch(epoch);
+        assert_eq!(decide_owner(&mut moving.record, &moving.rundir).unwrap(), GuestOwner::ThisHost);
     }
 }

@@ -1,5 +1,6 @@
-//! Reads the part of a checkpoint that a restore needs before the guest runs. Its size does not grow with the guest's
-//! RAM, except for the index in a store without a base index. It is read while QEMU starts.
+//! Reads the part of a checkpoint that a restore needs before the guest runs: the device state, the blocks that are not
+//! loaded on demand (*small blocks*), and the pages that QEMU itself reads during the load. Its size does not grow with
+//! the guest's RAM, except for the index in a store without a base index. It is read while QEMU starts.
 
 use super::{MoveClaim, Request, RestoreError};
 use crate::epochs;
@@ -48,7 +49,7 @@ impl ChosenCheckpoint {
 pub(super) struct PendingImage(OnceLock<Option<Image>>);
 
 impl PendingImage {
-    fn is(image: Image) -> Self {
+    fn committed(image: Image) -> Self {
         Self(OnceLock::from(Some(image)))
     }
 
@@ -82,7 +83,7 @@ pub(super) struct ReadPages {
     /// Pages of the blocks that are not loaded on demand.
     pub(super) small: SmallBlockPages,
     /// Pages of the other blocks that QEMU itself reads while it loads the devices.
-    pub(super) first: load_pages::Pages,
+    pub(super) for_load: load_pages::Pages,
 }
 
 #[derive(Debug)]
@@ -95,22 +96,22 @@ pub(super) enum SmallBlockPages {
 
 /// Makes this host the store's owner. A host that was declared dead and is alive can then commit nothing any more, and
 /// ends its guest when it detects that. Returns the number of the newest committed checkpoint.
-fn fence(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
+fn claim_store(request: &Request, vm: &Vm, rundir: &RunDir) -> Result<u64, RestoreError> {
     let Request { store, identity, move_claim, .. } = request;
-    let owner = |doing: &str| Owner::here(&format!("{doing} {}", rundir.name())).with(Guest::Restored);
-    let Some(MoveClaim { after, spare, .. }) = move_claim.as_deref() else {
+    let owner = |operation: &str| Owner::here(&format!("{operation} {}", rundir.name())).with(Guest::Restored);
+    let Some(MoveClaim { owner_epoch, spare, .. }) = move_claim.as_deref() else {
         return Ok(OwnerRecord::claim(rundir, store, identity.as_ref(), vm, &owner("restore"), None)?.newest);
     };
-    let only_if = Some(OnlyIf::Epoch(after.load(Ordering::SeqCst)));
+    let only_if = Some(OnlyIf::Epoch(owner_epoch.load(Ordering::SeqCst)));
     let fenced = OwnerRecord::claim_over(spare, rundir, store, identity.as_ref(), vm, &owner("move"), only_if)?;
-    after.store(fenced.epoch, Ordering::SeqCst);
+    owner_epoch.store(fenced.epoch, Ordering::SeqCst);
     Ok(fenced.newest)
 }
 
 /// Makes this host the store's owner during a load of checkpoint `number`. The load is valid only if this succeeds.
-pub(super) fn fence_during_load(request: &Request, vm: &Vm, number: u64, rundir: &RunDir) -> Result<(), RestoreError> {
+pub(super) fn claim_during_load(request: &Request, vm: &Vm, number: u64, rundir: &RunDir) -> Result<(), RestoreError> {
     let name = rundir.name();
-    match fence(request, vm, rundir)? {
+    match claim_store(request, vm, rundir)? {
         newest if request.at.is_none() && newest != number => Err(RestoreError::Newer { name: name.into(), newest }),
         _ => Ok(()),
     }
@@ -118,13 +119,13 @@ pub(super) fn fence_during_load(request: &Request, vm: &Vm, number: u64, rundir:
 
 /// Makes this host the store's owner. If another checkpoint was committed before that, uses the newest one. Then reads
 /// the data that the load needs.
-pub(super) fn fetch(
+pub(super) fn claim_and_read(
     mut chosen: ChosenCheckpoint,
     request: &Request,
     rundir: &RunDir,
 ) -> Result<LoadInput, RestoreError> {
     let name = rundir.name();
-    let newest = fence(request, chosen.image.vm(), rundir)?;
+    let newest = claim_store(request, chosen.image.vm(), rundir)?;
     if request.at.is_none() && newest != chosen.image.info().number {
         let newer = ChosenCheckpoint::open(request)?;
         if newer.recipe != chosen.recipe || newer.epochs != chosen.epochs {
@@ -133,8 +134,7 @@ pub(super) fn fetch(
         chosen = newer;
     }
     let input = read(chosen)?;
-    let small = |image: &_| Ok(SmallBlockPages::All(read_small(image, &input.paged)?));
-    let pages = input.read_pages(small)?;
+    let pages = input.read_pages(|image| Ok(SmallBlockPages::All(read_small_blocks(image, &input.paged)?)))?;
     Ok(LoadInput { pages: Some(pages), ..input })
 }
 
@@ -144,20 +144,20 @@ pub(crate) fn read(chosen: ChosenCheckpoint) -> Result<LoadInput, RestoreError> 
     let devices = image.devices()?;
     stream::check(&devices)?;
     let (number, blocks, paged) = (image.info().number, image.info().blocks.clone(), recipe.hardware.ram_ids());
-    Ok(LoadInput { image: PendingImage::is(image), number, blocks, paged, devices, pages: None })
+    Ok(LoadInput { image: PendingImage::committed(image), number, blocks, paged, devices, pages: None })
 }
 
 /// Returns the blocks that are not loaded on demand.
-fn small<'a>(blocks: &'a [Block], paged: &'a [String]) -> impl Iterator<Item = (BlockId, &'a Block)> {
+fn small_blocks<'a>(blocks: &'a [Block], paged: &'a [String]) -> impl Iterator<Item = (BlockId, &'a Block)> {
     (0..).map(BlockId).zip(blocks).filter(|(_, block)| !paged.contains(&block.id))
 }
 
 /// Reads all pages that are not zero of the blocks that are not loaded on demand.
-fn read_small(image: &Image, paged: &[String]) -> Result<load_pages::Pages, RestoreError> {
-    let all: Vec<_> = small(&image.info().blocks, paged)
+fn read_small_blocks(image: &Image, paged: &[String]) -> Result<load_pages::Pages, RestoreError> {
+    let page_ids: Vec<_> = small_blocks(&image.info().blocks, paged)
         .flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, PageNo(page))))
         .collect();
-    Ok(load_pages::read_parallel(image, &all, |content| *content != ZERO_PAGE)?)
+    Ok(load_pages::read_parallel(image, &page_ids, |content| *content != ZERO_PAGE)?)
 }
 
 /// Writes the blocks that are not loaded on demand into a waiting QEMU, which does not load firmware itself. Most of
@@ -168,21 +168,21 @@ pub(super) fn write_small_blocks(
     ram: &GuestRam,
     process: Process,
 ) -> Result<(), RestoreError> {
-    for (index, page, content) in read_small(image, paged)? {
-        let block = image.info().blocks.get(index.0);
-        let ours = ram.blocks().iter().find(|ours| block.is_some_and(|block| ours.info.id == block.id));
-        let Some(ours) = ours else { continue };
-        let address = ours.address + page.offset();
-        if !ours.used().contains(&address) {
+    for ((index, page), content) in read_small_blocks(image, paged)? {
+        let Some(stored_block) = image.info().blocks.get(index.0) else { continue };
+        let Some(block) = find_block(ram, &stored_block.id) else { continue };
+        let address = block.address + page.offset();
+        if !block.used().contains(&address) {
             continue;
         }
         if let Err(e) = memory::write(process, address, &*content) {
-            tracing::debug!("page {page} of {} is left to the restore: {e}", ours.info.id);
+            tracing::debug!("page {page} of {} is left to the restore: {e}", block.info.id);
         }
     }
     Ok(())
 }
 
+/// Pages with their content.
 pub(super) type Contents = BTreeMap<PageId, Box<Page>>;
 
 impl LoadInput {
@@ -192,8 +192,8 @@ impl LoadInput {
     }
 
     /// Returns the blocks that are not loaded on demand.
-    pub(super) fn small(&self) -> impl Iterator<Item = (BlockId, &Block)> {
-        small(&self.blocks, &self.paged)
+    pub(super) fn small_blocks(&self) -> impl Iterator<Item = (BlockId, &Block)> {
+        small_blocks(&self.blocks, &self.paged)
     }
 
     /// Reads the pages for a waiting QEMU whose RAM is `ram`.
@@ -202,113 +202,122 @@ impl LoadInput {
         Ok(Self { pages: Some(pages), ..self })
     }
 
-    /// Reads the pages that QEMU needs during the load. Calls `small` concurrently.
+    /// Reads the pages that QEMU needs during the load; those of the small blocks with `read_small`.
     pub(super) fn read_pages(
         &self,
-        small: impl FnOnce(&Image) -> Result<SmallBlockPages, RestoreError>,
+        read_small: impl FnOnce(&Image) -> Result<SmallBlockPages, RestoreError>,
     ) -> Result<ReadPages, RestoreError> {
         let image = self.image()?;
-        let (small, first) = thread::scope(|scope| {
-            let first = scope.spawn(|| self.read_first());
-            (small(image), first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        });
-        Ok(ReadPages { small: small?, first })
+        thread::scope(|scope| {
+            let for_load = scope.spawn(|| self.read_pages_for_load());
+            let small = read_small(image);
+            let for_load = for_load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            Ok(ReadPages { small: small?, for_load })
+        })
     }
 
     /// Reads the pages that differ from `own_copy`, QEMU's own copy, in the blocks that are not loaded on demand.
     pub(super) fn read_differing(&self, image: &Image, own_copy: &Contents) -> Result<SmallBlockPages, RestoreError> {
-        Ok(SmallBlockPages::Differing(load_pages::read_parallel(
-            image,
-            &image.unlike(&self.all_small(own_copy))?,
-            |_| true,
-        )?))
+        let differing = image.unlike(&self.small_block_pages(own_copy))?;
+        Ok(SmallBlockPages::Differing(load_pages::read_parallel(image, &differing, |_| true)?))
     }
 
     /// Returns all pages of the blocks that are not loaded on demand, with their content in `own_copy`. Pages that are
     /// missing in it are zero.
-    pub(super) fn all_small<'a>(&self, own_copy: &'a Contents) -> Vec<(PageId, &'a Page)> {
+    pub(super) fn small_block_pages<'a>(&self, own_copy: &'a Contents) -> Vec<(PageId, &'a Page)> {
         let content = |id: &PageId| own_copy.get(id).map_or(&ZERO_PAGE, |content| &**content);
-        let ids = self.small().flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, PageNo(page))));
+        let ids =
+            self.small_blocks().flat_map(|(index, block)| (0..block.pages()).map(move |page| (index, PageNo(page))));
         ids.map(|id| (id, content(&id))).collect()
     }
 
     /// Reads QEMU's own copy of the blocks that are not loaded on demand. Pages that are missing in the result are
     /// zero.
     pub(super) fn own_copy(&self, ram: &GuestRam) -> Result<Contents, RestoreError> {
-        let mut all = Contents::new();
-        for (index, block) in self.small() {
-            all.extend(own_copy(ram, block)?.into_iter().map(|(page, content)| ((index, page), content)));
+        let mut contents = Contents::new();
+        for (index, block) in self.small_blocks() {
+            contents.extend(own_copy(ram, block)?.into_iter().map(|(page, content)| ((index, page), content)));
         }
-        Ok(all)
+        Ok(contents)
     }
 
-    fn read_first(&self) -> load_pages::Pages {
+    fn read_pages_for_load(&self) -> load_pages::Pages {
         let image = self.image.wait();
         image.map_or_else(load_pages::Pages::new, |image| load_pages::read(image, &self.paged, &self.devices))
     }
 
     /// Returns the pages that QEMU reads during the load.
-    pub(super) fn first(&self) -> Cow<'_, load_pages::Pages> {
-        self.pages.as_ref().map_or_else(|| Cow::Owned(self.read_first()), |pages| Cow::Borrowed(&pages.first))
+    pub(super) fn pages_for_load(&self) -> Cow<'_, load_pages::Pages> {
+        self.pages
+            .as_ref()
+            .map_or_else(|| Cow::Owned(self.read_pages_for_load()), |pages| Cow::Borrowed(&pages.for_load))
     }
 
-    /// Puts the pages `first` into the guest's memory.
-    pub(super) fn put_first(
+    /// Puts `pages` into the guest's memory.
+    pub(super) fn put_pages_for_load(
         &self,
-        first: &load_pages::Pages,
+        pages: &load_pages::Pages,
         ram: &GuestRam,
         pager: &mut Pager,
     ) -> Result<(), PagerError> {
-        let ids: Vec<_> = self.blocks.iter().map(|block| ram.block_id(&block.id)).collect();
-        first.iter().try_for_each(|(block, page, content)| match ids.get(block.0) {
-            Some(Some(id)) => pager.prefill_page(*id, *page, content),
-            _ => Ok(()),
-        })
+        // The blocks of this QEMU may have other positions than in the checkpoint.
+        let block_ids: Vec<_> = self.blocks.iter().map(|block| ram.block_id(&block.id)).collect();
+        for ((block, page), content) in pages {
+            if let Some(Some(id)) = block_ids.get(block.0) {
+                pager.prefill_page(*id, *page, content)?;
+            }
+        }
+        Ok(())
     }
 
     /// Builds the stream for a QEMU whose RAM is `ram`: the blocks that are not loaded on demand, and the devices.
     pub(super) fn stream(&self, ram: &GuestRam) -> Result<Vec<u8>, RestoreError> {
         let pages = match &self.pages {
-            Some(ReadPages { small: SmallBlockPages::All(all), .. }) => Cow::Owned(self.with_zeroes(all, ram)?),
-            Some(ReadPages { small: SmallBlockPages::Differing(differing), .. }) => Cow::Borrowed(differing),
+            Some(ReadPages { small: SmallBlockPages::All(pages), .. }) => Cow::Owned(self.with_zeroes(pages, ram)?),
+            Some(ReadPages { small: SmallBlockPages::Differing(pages), .. }) => Cow::Borrowed(pages),
             None => match self.read_differing(self.image()?, &self.own_copy(ram)?)? {
                 SmallBlockPages::All(pages) | SmallBlockPages::Differing(pages) => Cow::Owned(pages),
             },
         };
-        let mut part = stream::HEADER.to_vec();
-        let sizes: Vec<_> = self.small().map(|(_, block)| (block.id.as_str(), block.used)).collect();
-        let mut section = RamSection::start(&mut part, sizes.into_iter());
-        for (index, block) in self.small() {
-            for (_, page, content) in pages.iter().filter(|(of, _, _)| *of == index) {
-                section.page(&mut part, &block.id, page.offset(), content);
+        let mut bytes = stream::HEADER.to_vec();
+        let sizes: Vec<_> = self.small_blocks().map(|(_, block)| (block.id.as_str(), block.used)).collect();
+        let mut section = RamSection::start(&mut bytes, sizes.into_iter());
+        for (index, block) in self.small_blocks() {
+            for ((_, page), content) in pages.iter().filter(|((of, _), _)| *of == index) {
+                section.page(&mut bytes, &block.id, page.offset(), content);
             }
         }
-        section.end(&mut part);
-        part.extend_from_slice(stream::check(&self.devices)?);
-        Ok(part)
+        section.end(&mut bytes);
+        bytes.extend_from_slice(stream::check(&self.devices)?);
+        Ok(bytes)
     }
 
     /// Adds the necessary zero pages to `pages`, which has all pages that are not zero. QEMU's own copy of a block
     /// starts as zeros or as a firmware file, so only the pages that QEMU has populated are overwritten: a video memory
     /// of 16 MiB has hardly any.
     fn with_zeroes(&self, pages: &load_pages::Pages, ram: &GuestRam) -> Result<load_pages::Pages, RestoreError> {
-        let sent: BTreeSet<_> = pages.iter().map(|(block, page, _)| (*block, *page)).collect();
-        let mut all = pages.clone();
-        for (index, block) in self.small() {
-            let own_copy = own_copy(ram, block)?.into_keys().filter(|page| page.0 < block.pages());
-            let zero = own_copy.filter(|page| !sent.contains(&(index, *page)));
-            all.extend(zero.map(|page| (index, page, Box::new(ZERO_PAGE))));
+        let with_content: BTreeSet<_> = pages.iter().map(|(id, _)| *id).collect();
+        let mut complete = pages.clone();
+        for (index, block) in self.small_blocks() {
+            let populated = own_copy(ram, block)?.into_keys().filter(|page| page.0 < block.pages());
+            let zero = populated.filter(|page| !with_content.contains(&(index, *page)));
+            complete.extend(zero.map(|page| ((index, page), Box::new(ZERO_PAGE))));
         }
-        Ok(all)
+        Ok(complete)
     }
+}
+
+/// Finds the block `id` of a QEMU.
+fn find_block<'a>(ram: &'a GuestRam, id: &str) -> Option<&'a rekindle_memory::ram::Block> {
+    ram.blocks().iter().find(|block| block.info.id == id)
 }
 
 /// Reads the populated pages of a block in QEMU. The other pages are zero.
 fn own_copy(ram: &GuestRam, block: &Block) -> Result<BTreeMap<PageNo, Box<Page>>, RestoreError> {
-    let Some(ours) = ram.blocks().iter().find(|ours| ours.info.id == block.id) else { return Ok(BTreeMap::new()) };
-    let runs = ram.populated(ours)?;
+    let Some(own_block) = find_block(ram, &block.id) else { return Ok(BTreeMap::new()) };
+    let runs = ram.populated(own_block)?;
     let mut content = vec![0; runs.iter().map(|run| (run.end - run.start) as usize).sum()];
-    ram.read(ours, &runs, &mut content)?;
+    ram.read(own_block, &runs, &mut content)?;
     Ok(runs
         .numbers()
         .zip(content.as_chunks::<PAGE_SIZE>().0)

@@ -10,7 +10,9 @@
 use super::checkpoint::{self, ChosenCheckpoint, Contents, LoadInput, PendingImage, ReadPages, SmallBlockPages};
 use super::load::{self, EmptyDestination};
 use super::prepare::{PrimedQemu, WaitingQemu};
-use super::{Request, RestoreError, Restored, handover_into, plan, without_epoch};
+use super::{
+    PreparedUse, Request, RestoreError, RestorePlan, Restored, handover_into, plan_restore, reject_disks_without_epoch,
+};
 use crate::load_pages;
 use crate::recipe::Recipe;
 use rekindle_pages::{PageNo, PageRun};
@@ -46,56 +48,56 @@ pub(crate) struct EarlyLoad<'a> {
     site: Site<'a>,
     plan: Plan,
     prepared: Prepared,
-    ready: WaitingQemu,
+    waiting: WaitingQemu,
     vm: Vm,
     recipe: Recipe,
     input: LoadInput,
     /// The content of the blocks that are not loaded on demand.
-    small: Contents,
+    small_blocks: Contents,
     spare: SpareConnections,
 }
 
 /// Number of connections to the store that are needed after the commit: one to read the store, one to become its owner.
-const LINES: usize = 2;
+const SPARE_CONNECTIONS: usize = 2;
 
 impl<'a> EarlyLoad<'a> {
-    /// Reads the newest checkpoint for the waiting QEMU, which is `early`.
+    /// Reads the newest checkpoint for the waiting QEMU, which is `primed`.
     pub(crate) fn new(
         host: &'a Host,
         name: &Name,
         request: &Request,
-        early: &mut Option<PrimedQemu>,
+        primed: &mut Option<PrimedQemu>,
     ) -> Result<Self, RestoreError> {
         let chosen = ChosenCheckpoint::open(request)?;
         let site = Site::take(host, name.as_str(), "restore")?;
-        let unusable = |why: Option<String>| {
-            let why = why.unwrap_or_else(|| "no QEMU waits for it".into());
-            RestoreError::Life(LifeError::Unfit { name: name.to_string(), problems: vec![why] })
-        };
-        let found = plan(&site, name, request, &chosen).and_then(|(plan, unused)| match (unused, site.prepared()) {
-            (None, Some((_, prepared))) => Ok((plan, prepared.clone())),
-            (unused, _) => Err(unusable(unused.flatten())),
+        let unusable = |why: String| LifeError::Unfit { name: name.to_string(), problems: vec![why] };
+        let planned = plan_restore(&site, name, request, &chosen).and_then(|planned| match planned {
+            RestorePlan { plan, prepared: PreparedUse::Suitable(prepared) } => Ok((plan, *prepared)),
+            RestorePlan { prepared: PreparedUse::Unsuitable(why), .. } => Err(unusable(why).into()),
+            RestorePlan { prepared: PreparedUse::NotPrepared, .. } => {
+                Err(unusable("no QEMU waits for it".into()).into())
+            }
         });
-        let (plan, prepared) = match found {
-            Ok(found) => found,
+        let (plan, prepared) = match planned {
+            Ok(planned) => planned,
             Err(e) => {
                 site.leave();
                 return Err(e);
             }
         };
-        let ready = WaitingQemu::of(&prepared, &site.rundir, &plan.state.hardware, early.take());
-        let ready = ready.map_err(|why| unusable(Some(why)))?;
+        let waiting =
+            WaitingQemu::of(&prepared, &site.rundir, &plan.state.hardware, primed.take()).map_err(unusable)?;
         let (vm, recipe) = (chosen.image.vm().clone(), chosen.recipe.clone());
         let input = checkpoint::read(chosen)?;
-        let mut small = input.own_copy(&ready.ram)?;
-        let pages = input.read_pages(|image| input.read_differing(image, &small))?;
+        let mut small_blocks = input.own_copy(&waiting.ram)?;
+        let pages = input.read_pages(|image| input.read_differing(image, &small_blocks))?;
         if let SmallBlockPages::Differing(differing) = &pages.small {
-            small.extend(differing.iter().map(|(block, page, content)| ((*block, *page), content.clone())));
+            small_blocks.extend(differing.iter().cloned());
         }
         let input = LoadInput { pages: Some(pages), ..input };
         let spare = SpareConnections::default();
-        spare.make(&request.store, request.identity.as_ref(), LINES)?;
-        Ok(Self { site, plan, prepared, ready, vm, recipe, input, small, spare })
+        spare.make(&request.store, request.identity.as_ref(), SPARE_CONNECTIONS)?;
+        Ok(Self { site, plan, prepared, waiting, vm, recipe, input, small_blocks, spare })
     }
 
     pub(crate) fn number(&self) -> u64 {
@@ -104,8 +106,12 @@ impl<'a> EarlyLoad<'a> {
 
     /// Returns the pages that were read.
     pub(crate) fn pages(&self) -> Vec<PageRun> {
-        let small = self.input.small().map(|(index, block)| PageRun::new(index, PageNo(0)..PageNo(block.pages())));
-        small.chain(PageRun::merged(self.input.first().iter().map(|(block, page, _)| (*block, *page)))).collect()
+        let small_blocks = self.input.small_blocks();
+        let mut runs: Vec<_> =
+            small_blocks.map(|(index, block)| PageRun::new(index, PageNo(0)..PageNo(block.pages()))).collect();
+        let pages_for_load = self.input.pages_for_load();
+        runs.extend(PageRun::merged(pages_for_load.iter().map(|(id, _)| *id)));
+        runs
     }
 
     pub(crate) fn devices(&self) -> &[u8] {
@@ -118,8 +124,8 @@ impl<'a> EarlyLoad<'a> {
     }
 
     /// Releases the VM's lock and returns the QEMU.
-    pub(crate) fn into_early(self) -> PrimedQemu {
-        PrimedQemu::new(self.prepared.vmm, self.ready)
+    pub(crate) fn into_primed(self) -> PrimedQemu {
+        PrimedQemu::new(self.prepared.vmm, self.waiting)
     }
 
     /// Loads the state `sent`, and resumes the guest after the commit. `committed` receives a message after the commit,
@@ -129,46 +135,46 @@ impl<'a> EarlyLoad<'a> {
         sent: SentState,
         committed: Receiver<()>,
         request: &Request,
-        began: Instant,
+        started: Instant,
     ) -> Result<Restored, RestoreError> {
-        let Self { site, plan, prepared, ready, vm, recipe, input, small, spare: _ } = self;
+        let Self { site, plan, prepared, waiting, vm, recipe, input, small_blocks, spare: _ } = self;
         let mut recorder = Recorder::new(site.rundir.name(), "restore");
         plan.check_room()?;
-        let (input, next) = ExpectedCheckpoint::of(input, small, vm, recipe, sent)?;
-        let place = site.place_of(plan);
-        let journal = place.claim(&prepared.vmm)?;
+        let (input, expected) = ExpectedCheckpoint::of(input, small_blocks, vm, recipe, sent)?;
+        let slot = site.place_of(plan);
+        let journal = slot.claim(&prepared.vmm)?;
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
-        let WaitingQemu { qmp, ram, registered } = ready;
+        let WaitingQemu { qmp, ram, registered } = waiting;
         recorder.step("claim its RAM");
-        let waiting = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
-        let handover = handover_into(&place, journal, recorder);
+        let empty = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
+        let handover = handover_into(&slot, journal, recorder);
         let input = Arc::new(input);
-        let why = OnceLock::new();
+        let confirm_error = OnceLock::new();
         let restored = thread::scope(|scope| {
-            let (input, place, why) = (&input, &place, &why);
+            let (input, slot, confirm_error) = (&input, &slot, &confirm_error);
             let confirm = move || {
                 // If the checkpoint is never committed, access to its pages must fail and not block forever.
-                let _never = NeverCommitted(&input.image);
-                let confirm = next.confirm(&committed, input, request, &place.rundir, &place.state.hardware);
-                confirm.map_err(|e| {
+                let _guard = NeverCommittedOnDrop(&input.image);
+                let confirmed = expected.confirm(&committed, input, request, &slot.rundir, &slot.state.hardware);
+                confirmed.map_err(|e| {
                     if let Err(e) = prepared.vmm.kill() {
                         tracing::warn!("cannot end the QEMU of a failed load: {e}");
                     }
-                    let _ = why.set(e);
+                    let _ = confirm_error.set(e);
                     RestoreError::NotCommitted { number: input.number }
                 })
             };
-            load::load_and_resume(handover, waiting, input, Some(scope.spawn(confirm)), request, began)
+            load::load_and_resume(handover, empty, input, Some(scope.spawn(confirm)), request, started)
         });
         // The first error has caused the other one.
-        restored.map_err(|e| super::undo(place, why.into_inner().unwrap_or(e)))
+        restored.map_err(|e| super::undo(slot, confirm_error.into_inner().unwrap_or(e)))
     }
 }
 
 /// Records on drop that the checkpoint will never be committed, unless it is.
-struct NeverCommitted<'a>(&'a PendingImage);
+struct NeverCommittedOnDrop<'a>(&'a PendingImage);
 
-impl Drop for NeverCommitted<'_> {
+impl Drop for NeverCommittedOnDrop<'_> {
     fn drop(&mut self) {
         self.0.set(None);
     }
@@ -180,45 +186,39 @@ struct ExpectedCheckpoint {
     recipe: Recipe,
     epochs: Epochs,
     /// Pages of the blocks that are not loaded on demand. Missing pages are zero.
-    small: Contents,
+    small_blocks: Contents,
 }
 
 impl ExpectedCheckpoint {
-    /// Applies the changes `sent` to `input`. `small` is the content of the small blocks before these changes.
+    /// Applies the changes `sent` to `input`. `small_blocks` is the content of these blocks before these changes.
     fn of(
         input: LoadInput,
-        mut small: Contents,
+        mut small_blocks: Contents,
         vm: Vm,
         recipe: Recipe,
         sent: SentState,
     ) -> Result<(LoadInput, Self), RestoreError> {
         let SentState { number, devices, epochs, pages: changed } = sent;
         stream::check(&devices)?;
-        let is_small: Vec<_> = input.small().map(|(index, _)| index).collect();
-        let known = |pages: load_pages::Pages| -> Contents {
-            pages.into_iter().map(|(block, page, content)| ((block, page), content)).collect()
-        };
-        let (mut differing, mut first) = match input.pages {
-            Some(ReadPages { small: SmallBlockPages::All(small) | SmallBlockPages::Differing(small), first }) => {
-                (known(small), known(first))
+        let small_block_ids: Vec<_> = input.small_blocks().map(|(index, _)| index).collect();
+        let (mut differing, mut for_load): (Contents, Contents) = match input.pages {
+            Some(ReadPages { small: SmallBlockPages::All(small) | SmallBlockPages::Differing(small), for_load }) => {
+                (small.into_iter().collect(), for_load.into_iter().collect())
             }
             None => (Contents::new(), Contents::new()),
         };
-        for (block, page, content) in changed {
-            let id = (block, page);
-            if is_small.contains(&block) {
-                small.insert(id, content.clone());
+        for (id, content) in changed {
+            if small_block_ids.contains(&id.0) {
+                small_blocks.insert(id, content.clone());
                 differing.insert(id, content);
-            } else if let Some(known) = first.get_mut(&id) {
-                *known = content;
+            } else if let Some(known_content) = for_load.get_mut(&id) {
+                *known_content = content;
             }
         }
-        let listed = |contents: Contents| -> load_pages::Pages {
-            contents.into_iter().map(|((block, page), content)| (block, page, content)).collect()
-        };
-        let pages = Some(ReadPages { small: SmallBlockPages::Differing(listed(differing)), first: listed(first) });
+        let small = SmallBlockPages::Differing(differing.into_iter().collect());
+        let pages = Some(ReadPages { small, for_load: for_load.into_iter().collect() });
         let input = LoadInput { image: PendingImage::default(), number, devices, pages, ..input };
-        Ok((input, Self { vm, recipe, epochs, small }))
+        Ok((input, Self { vm, recipe, epochs, small_blocks }))
     }
 
     /// Waits for the commit, makes this host the store's owner, and compares the checkpoint with the loaded state.
@@ -231,22 +231,23 @@ impl ExpectedCheckpoint {
         hardware: &Hardware,
     ) -> Result<(), RestoreError> {
         committed.recv().map_err(|_| RestoreError::NotCommitted { number: input.number })?;
-        without_epoch(hardware, &self.epochs)
+        reject_disks_without_epoch(hardware, &self.epochs)
             .map_err(|problems| LifeError::Unfit { name: rundir.name().into(), problems })?;
         disks::have(rundir, hardware, &self.epochs).map_err(LifeError::from)?;
         thread::scope(|scope| {
-            let owned = scope.spawn(|| checkpoint::fence_during_load(request, &self.vm, input.number, rundir));
-            let same = self.is_same(input, request, rundir.name());
-            owned.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            same
+            let claim = scope.spawn(|| checkpoint::claim_during_load(request, &self.vm, input.number, rundir));
+            let compared = self.require_same(input, request, rundir.name());
+            claim.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            compared
         })
     }
 
-    fn is_same(&self, input: &LoadInput, request: &Request, name: &str) -> Result<(), RestoreError> {
+    /// Compares the committed checkpoint with the loaded state.
+    fn require_same(&self, input: &LoadInput, request: &Request, name: &str) -> Result<(), RestoreError> {
         let number = input.number;
-        let same = |is: bool, what: &str| match is {
+        let require = |is_same: bool, what: &str| match is_same {
             true => Ok(()),
-            false => Err(RestoreError::Otherwise { number, what: what.into() }),
+            false => Err(RestoreError::DiffersFromAnnounced { number, what: what.into() }),
         };
         let ChosenCheckpoint { image, recipe, epochs } = ChosenCheckpoint::open(request)?;
         match image.info().number {
@@ -254,20 +255,20 @@ impl ExpectedCheckpoint {
             _ if recipe != self.recipe => return Err(RestoreError::Changed { name: name.into(), number }),
             _ => {}
         }
-        same(image.info().blocks == input.blocks, "its RAM blocks")?;
-        same(epochs == self.epochs, "its disks")?;
+        require(image.info().blocks == input.blocks, "its RAM blocks")?;
+        require(epochs == self.epochs, "its disks")?;
         // From here on the checkpoint's pages can be read.
         input.image.set(Some(image));
         let image = input.image()?;
-        same(image.devices()? == input.devices, "its device state")?;
-        let mut given = input.all_small(&self.small);
-        let first = input.first();
-        given.extend(first.iter().map(|(block, page, content)| ((*block, *page), &**content)));
-        match image.unlike(&given)?.first() {
+        require(image.devices()? == input.devices, "its device state")?;
+        let mut loaded_pages = input.small_block_pages(&self.small_blocks);
+        let pages_for_load = input.pages_for_load();
+        loaded_pages.extend(pages_for_load.iter().map(|(id, content)| (*id, &**content)));
+        match image.unlike(&loaded_pages)?.first() {
             None => Ok(()),
             Some((block, page)) => {
                 let id = input.blocks.get(block.0).map_or("", |block| &block.id);
-                same(false, &format!("page {page} of {id}"))
+                require(false, &format!("page {page} of {id}"))
             }
         }
     }

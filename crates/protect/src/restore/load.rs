@@ -1,8 +1,8 @@
 //! Loads, resumes and settles a restore: from a destination QEMU with empty RAM to a running guest.
 
 use super::checkpoint::LoadInput;
-use super::on_demand::{OnDemandRam, RegisteredMemory, wait_filled};
-use super::{Request, RestoreError, Restored, same_processors};
+use super::on_demand::{OnDemandRam, RegisteredMemory, wait_until_filled};
+use super::{Request, RestoreError, Restored, require_same_processors};
 use rekindle_handover::after_resume::{announce, set_clock};
 use rekindle_handover::destination::time_to_resume;
 use rekindle_handover::ram::WITHOUT_RAM;
@@ -78,7 +78,7 @@ pub(crate) fn prepare(
     handover: &mut Handover,
 ) -> Result<Destination<PreparedStage<OnDemandRam>>, RestoreError> {
     let EmptyDestination { mut destination, ram, registered, .. } = empty;
-    same_processors(&mut destination.qmp, hardware, input.number)?;
+    require_same_processors(&mut destination.qmp, hardware, input.number)?;
     let ram = OnDemandRam::new(Arc::clone(input), ram, registered)?;
     let prepared = destination.prepare(ram)?;
     handover.pass("restore.renew.registered");
@@ -129,17 +129,17 @@ pub(crate) fn load_devices(
 }
 
 /// A thread that makes this host the store's owner during the load.
-pub(crate) type Fence<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError>>;
+pub(crate) type StoreClaim<'scope> = ScopedJoinHandle<'scope, Result<(), RestoreError>>;
 
-/// Loads the checkpoint of `request` into a VM that has no source QEMU. Resumes the guest once `fence` confirms that
-/// this host owns the store and the checkpoint is its newest. `began`: when the command started.
+/// Loads the checkpoint of `request` into a VM that has no source QEMU. Resumes the guest once `claim` confirms that
+/// this host owns the store and the checkpoint is its newest. `started`: when the command started.
 pub(super) fn load_and_resume(
     mut handover: Handover,
     empty: EmptyDestination,
     input: &Arc<LoadInput>,
-    fence: Option<Fence<'_>>,
+    claim: Option<StoreClaim<'_>>,
     request: &Request,
-    began: Instant,
+    started: Instant,
 ) -> Result<Restored, RestoreError> {
     let hardware = handover.state.hardware.clone();
     let (rundir, origin) = (handover.rundir.clone(), empty.origin);
@@ -149,11 +149,11 @@ pub(super) fn load_and_resume(
     let BoostedDestination { mut loaded, boost } = load_devices(prepared, source, &mut handover)?;
     if request.eager {
         loaded.stage.ram.hand_over_to_pager(&rundir);
-        wait_filled(&rundir, &loaded.vmm)?;
+        wait_until_filled(&rundir, &loaded.vmm)?;
         handover.recorder.step("fill its memory");
     }
-    if let Some(fence) = fence {
-        fence.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+    if let Some(claim) = claim {
+        claim.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         handover.recorder.step("own the store");
     }
     if request.hold_output {
@@ -165,7 +165,7 @@ pub(super) fn load_and_resume(
     }
     let mut running = loaded.commit(&mut handover, "resume")?;
     drop(boost);
-    let us = time_to_resume(began.elapsed(), running.stage.resumed_host_us);
+    let resumed_after_us = time_to_resume(started.elapsed(), running.stage.resumed_host_us);
     announce(&mut running.qmp, rundir.name());
     let mut settled = running.settle(handover, "record")?;
     settled.ram.hand_over_to_pager(&rundir);
@@ -181,11 +181,11 @@ pub(super) fn load_and_resume(
         name: rundir.name().to_owned(),
         checkpoint: info.number,
         taken_us: info.time_us,
-        us,
+        resumed_after_us,
         pid: settled.vmm.pid,
         filled: !rundir.fill().exists(),
         prepared: origin == Origin::EarlierCommand,
-        unused: None,
+        unused_reason: None,
         clock,
     })
 }

@@ -13,42 +13,34 @@
 
 pub(crate) mod checkpoint;
 pub(crate) mod concurrent;
+mod error;
 pub(crate) mod load;
 pub mod on_demand;
 pub mod prepare;
 pub mod recover;
 
+pub use error::RestoreError;
 pub use on_demand::start_pager;
 pub use rekindle_handover::after_resume::ClockOutcome;
 
-use crate::owned::OwnError;
-use crate::pager::FillError;
-use crate::recipe::RecipeError;
-use crate::target::TargetError;
 use checkpoint::ChosenCheckpoint;
 use load::EmptyDestination;
-use prepare::PrimedQemu;
-use rekindle_handover::{Handover, HandoverError, OwnRunDir};
-use rekindle_kernel::inject::InjectError;
-use rekindle_memory::missing::PagerError;
-use rekindle_memory::ram::{GuestRam, GuestRamError};
+use prepare::{PrimedQemu, WaitingQemu};
+use rekindle_handover::{Handover, OwnRunDir};
+use rekindle_memory::ram::GuestRam;
 use rekindle_qemu::command::{Disk, Hardware};
 use rekindle_qemu::cpu;
-use rekindle_qemu::qmp::{Qmp, QmpError};
-use rekindle_qemu::stream::StreamError;
-use rekindle_qemu::transfer::TransferError;
-use rekindle_qemu::vmm::VmmError;
+use rekindle_qemu::qmp::Qmp;
+use rekindle_store::StoreUrl;
 use rekindle_store::remote::{Identity, SpareConnections};
-use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
-use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::place::{Made, Plan, Site, VmSlot};
+use rekindle_vm::state::Prepared;
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
-use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -56,7 +48,7 @@ use std::thread;
 use std::time::Instant;
 
 /// Maximum number of attempts of a restore, which starts again if another checkpoint was committed meanwhile.
-const TRIES: usize = 3;
+const MAX_ATTEMPTS: usize = 3;
 
 /// Parameters of a restore.
 #[derive(Debug, Clone)]
@@ -85,166 +77,11 @@ pub struct Request {
 pub struct MoveClaim {
     /// The owner epoch of the source host; once this host has claimed the store, the owner epoch of that claim. If the
     /// store has another owner, nothing is restored.
-    pub after: AtomicU64,
+    pub owner_epoch: AtomicU64,
     /// The guest may have been resumed.
     pub may_run: AtomicBool,
     /// Existing connections to the store.
     pub spare: SpareConnections,
-}
-
-/// Why a guest was not restored.
-#[derive(Debug, thiserror::Error)]
-pub enum RestoreError {
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// The store's owner epoch cannot be recorded.
-    #[error(transparent)]
-    RunDir(TargetError),
-    /// The guest was resumed, and a later step failed.
-    #[error(
-        "{name}: its guest was resumed in QEMU (process {pid}), which runs, but the restore failed after that; nothing was undone: \
-         rekindle recover {name}"
-    )]
-    MayRun {
-        name: String,
-        pid: u32,
-        /// The step that failed.
-        #[source]
-        source: Box<RestoreError>,
-    },
-    #[error(transparent)]
-    Recipe(#[from] RecipeError),
-    /// A checkpoint with another machine or other disks was committed meanwhile.
-    #[error(
-        "checkpoint {number} of {name}, which was just committed, has another machine or other disks than the one before it; try \
-         again"
-    )]
-    Changed { name: String, number: u64 },
-    /// A newer checkpoint was committed during the load.
-    #[error("checkpoint {newest} of {name} was committed while the one before it was being loaded; try again")]
-    Newer { name: String, newest: u64 },
-    /// A checkpoint that was being loaded was not committed.
-    #[error("checkpoint {number} was not committed by the source host")]
-    NotCommitted { number: u64 },
-    /// The committed checkpoint differs from the announced one.
-    #[error("checkpoint {number} differs from what the source host sent before it was committed: {what}")]
-    Otherwise {
-        number: u64,
-        /// The differing part, as a noun phrase.
-        what: String,
-    },
-    /// The VM cannot run on this host.
-    #[error(transparent)]
-    Life(#[from] LifeError),
-    #[error(transparent)]
-    Vmm(#[from] VmmError),
-    #[error(transparent)]
-    Qmp(#[from] QmpError),
-    #[error("QEMU could not load checkpoint {number} of {name}; it printed:\n{log}")]
-    Load {
-        name: String,
-        number: u64,
-        /// The end of QEMU's log.
-        log: String,
-        #[source]
-        source: TransferError,
-    },
-    #[error(transparent)]
-    Transfer(#[from] TransferError),
-    /// The device state is malformed.
-    #[error(transparent)]
-    Stream(#[from] StreamError),
-    #[error(transparent)]
-    Ram(#[from] GuestRamError),
-    #[error("QEMU has other RAM blocks than the guest of checkpoint {number}: {what}")]
-    Blocks { number: u64, what: String },
-    #[error(
-        "the guest of checkpoint {number} would see other processors here: {}; restore with a --qemu, or on a host, like those that it \
-         ran on", listed(.words)
-    )]
-    Cpu {
-        number: u64,
-        /// Name of each feature word, its value on the checkpoint's host, and its value on this host.
-        words: Vec<(String, u64, u64)>,
-    },
-    #[error(transparent)]
-    Inject(#[from] InjectError),
-    #[error(transparent)]
-    Pager(#[from] PagerError),
-    /// `fill.json` cannot be written.
-    #[error(transparent)]
-    Fill(#[from] FillError),
-    #[error("cannot start the pager of {name}")]
-    Start {
-        name: String,
-        #[source]
-        source: io::Error,
-    },
-    /// An eager restore was not completed.
-    #[error("not all memory of {name} was loaded; its pager printed:\n{log}")]
-    NotFilled {
-        name: String,
-        /// The end of the pager's log.
-        log: String,
-    },
-    /// QEMU died immediately after the resume.
-    #[error(
-        "the QEMU of {name} died just after it had resumed the guest; the checkpoint is unchanged, and can be restored again; end \
-         of the QEMU's log:\n{log}"
-    )]
-    DiedResumed { name: String, log: String },
-    /// A step of the hand-over failed.
-    #[error(transparent)]
-    Handover(HandoverError),
-    #[error("{}", path.display())]
-    Journal {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-}
-
-impl From<OwnError> for RestoreError {
-    fn from(e: OwnError) -> Self {
-        match e {
-            OwnError::Store(e) => Self::Store(e),
-            OwnError::RunDir(e) => Self::RunDir(e),
-        }
-    }
-}
-
-impl RestoreError {
-    /// Returns whether a recovery that failed for this reason must be repeated.
-    #[must_use]
-    pub fn needs_recovery(&self) -> bool {
-        match self {
-            Self::MayRun { .. } => true,
-            Self::Handover(e) => e.needs_recovery(),
-            Self::Qmp(e) => e.is_silence(),
-            Self::Vmm(e) => e.is_silence(),
-            Self::Life(e) => e.is_silence(),
-            _ => false,
-        }
-    }
-}
-
-impl From<HandoverError> for RestoreError {
-    fn from(e: HandoverError) -> Self {
-        match e {
-            HandoverError::Life(e) => Self::Life(e),
-            HandoverError::Vmm(e) => Self::Vmm(e),
-            HandoverError::Qmp(e) => Self::Qmp(e),
-            HandoverError::Transfer(e) => Self::Transfer(e),
-            HandoverError::File { path, source } => Self::Journal { path, source },
-            HandoverError::DiedRunning { name, log } => Self::DiedResumed { name, log },
-            e => Self::Handover(e),
-        }
-    }
-}
-
-fn listed(words: &[(String, u64, u64)]) -> String {
-    let one = |(name, was, now): &(String, u64, u64)| format!("{name} was {was:#x} and is {now:#x}");
-    words.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
 /// A guest that was restored.
@@ -255,7 +92,8 @@ pub struct Restored {
     /// When the checkpoint was taken, in µs since 1970, by its host's clock.
     pub taken_us: u64,
     /// Time from the command to the guest's resume, in µs.
-    pub us: u64,
+    #[serde(rename = "us")]
+    pub resumed_after_us: u64,
     /// Pid of the QEMU.
     pub pid: u32,
     /// All of the guest's memory is loaded.
@@ -263,7 +101,8 @@ pub struct Restored {
     /// A prepared QEMU was used.
     pub prepared: bool,
     /// Why the prepared QEMU was not used.
-    pub unused: Option<String>,
+    #[serde(rename = "unused")]
+    pub unused_reason: Option<String>,
     /// State of the guest's clock.
     pub clock: ClockOutcome,
 }
@@ -279,113 +118,133 @@ pub fn restore(host: &Host, name: &Name, request: &Request) -> Result<Restored, 
     restore_in(host, name, request, None)
 }
 
-/// Does the same as [`restore`], in the prepared QEMU `early` if that is still the current one.
+/// Does the same as [`restore`], in the prepared QEMU `primed` if that is still the current one.
 pub(crate) fn restore_in(
     host: &Host,
     name: &Name,
     request: &Request,
-    mut early: Option<PrimedQemu>,
+    mut primed: Option<PrimedQemu>,
 ) -> Result<Restored, RestoreError> {
-    let began = Instant::now();
-    let mut late = None;
-    for _ in 1..TRIES {
-        match attempt(host, name, request, &mut early, began) {
-            Err(RestoreError::Changed { .. }) => {}
+    let started = Instant::now();
+    let mut used_up_reason = None;
+    let mut attempts = 1;
+    loop {
+        match attempt(host, name, request, &mut primed, started) {
+            Err(RestoreError::Changed { .. }) if attempts < MAX_ATTEMPTS => {}
             // The prepared QEMU had already been given the state.
-            Err(e @ RestoreError::Newer { .. }) => late = Some(e.to_string()),
-            other => return other.map(|restored| with_unused(restored, late)),
+            Err(e @ RestoreError::Newer { .. }) if attempts < MAX_ATTEMPTS => used_up_reason = Some(e.to_string()),
+            Ok(restored) => {
+                let unused_reason = restored.unused_reason.or(used_up_reason);
+                return Ok(Restored { unused_reason, ..restored });
+            }
+            Err(e) => return Err(e),
         }
+        attempts += 1;
     }
-    attempt(host, name, request, &mut early, began).map(|restored| with_unused(restored, late))
-}
-
-/// Adds the reason why the prepared QEMU was not used.
-fn with_unused(restored: Restored, late: Option<String>) -> Restored {
-    let unused = restored.unused.or(late);
-    Restored { unused, ..restored }
 }
 
 fn attempt(
     host: &Host,
     name: &Name,
     request: &Request,
-    early: &mut Option<PrimedQemu>,
-    began: Instant,
+    primed: &mut Option<PrimedQemu>,
+    started: Instant,
 ) -> Result<Restored, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore");
     let chosen = ChosenCheckpoint::open(request)?;
     recorder.step("open the store");
     let mut site = Site::take(host, name.as_str(), "restore")?;
-    let (plan, unused) = match plan(&site, name, request, &chosen) {
-        Ok(planned) => planned,
+    let RestorePlan { plan, prepared } = match plan_restore(&site, name, request, &chosen) {
+        Ok(restore_plan) => restore_plan,
         Err(e) => {
             site.leave();
             return Err(e);
         }
     };
-    let waits = site.prepared().map(|(_, prepared)| prepared.clone()).filter(|_| unused.is_none());
-    let mut unused = unused.unwrap_or_default();
     recorder.step("check what it needs");
-    if let Some(prepared) = waits {
-        match prepare::WaitingQemu::of(&prepared, &site.rundir, &plan.state.hardware, early.take()) {
-            Ok(ready) => return prepare::resume_in(site, plan, chosen, &prepared, ready, request, recorder, began),
-            Err(why) => unused = Some(why),
+    let unused_reason = match prepared {
+        PreparedUse::Suitable(prepared) => {
+            match WaitingQemu::of(&prepared, &site.rundir, &plan.state.hardware, primed.take()) {
+                Ok(waiting) => {
+                    return prepare::resume_in(site, plan, chosen, &prepared, waiting, request, recorder, started);
+                }
+                Err(why) => Some(why),
+            }
         }
-    }
-    if let Some(why) = &unused {
+        PreparedUse::Unsuitable(why) => Some(why),
+        PreparedUse::NotPrepared => None,
+    };
+    if let Some(why) = &unused_reason {
         tracing::warn!("the QEMU that was prepared for {name} cannot be used, starting another one: {why}");
         site.clear()?;
     }
-    let place = site.place(plan)?.at_epochs(chosen.epochs.clone());
-    match fresh(&place, chosen, request, recorder, began) {
-        Ok(restored) => Ok(Restored { unused, ..restored }),
-        Err(e) => Err(undo(place, e)),
+    let slot = site.place(plan)?.at_epochs(chosen.epochs.clone());
+    match restore_in_new_qemu(&slot, chosen, request, recorder, started) {
+        Ok(restored) => Ok(Restored { unused_reason, ..restored }),
+        Err(e) => Err(undo(slot, e)),
     }
 }
 
 /// Undoes a restore that failed with `e`. A QEMU that may run the guest is left for `rekindle recover`: ending it would
 /// lose the guest's work since the resume.
-fn undo(place: VmSlot<'_>, e: RestoreError) -> RestoreError {
-    match place.may_run() {
-        Some(vmm) => RestoreError::MayRun { name: place.rundir.name().into(), pid: vmm.pid, source: Box::new(e) },
+fn undo(slot: VmSlot<'_>, e: RestoreError) -> RestoreError {
+    match slot.may_run() {
+        Some(vmm) => RestoreError::MayRun { name: slot.rundir.name().into(), pid: vmm.pid, source: Box::new(e) },
         None => {
-            place.undo();
+            slot.undo();
             e
         }
     }
 }
 
-/// The plan for building the VM on this host, and the reason against the prepared QEMU. Outer `None`: the prepared QEMU
-/// is suitable. Inner `None`: there is no prepared QEMU.
-type Planned = (Plan, Option<Option<String>>);
+/// How the VM is built on this host.
+struct RestorePlan {
+    plan: Plan,
+    prepared: PreparedUse,
+}
 
-fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &ChosenCheckpoint) -> Result<Planned, RestoreError> {
+/// Whether the QEMU that was prepared for the VM can be used.
+enum PreparedUse {
+    Suitable(Box<Prepared>),
+    /// It cannot be used, for this reason.
+    Unsuitable(String),
+    NotPrepared,
+}
+
+fn plan_restore(
+    site: &Site<'_>,
+    name: &Name,
+    request: &Request,
+    chosen: &ChosenCheckpoint,
+) -> Result<RestorePlan, RestoreError> {
+    // The options of the preparation still apply, even if its QEMU has ended.
     let prepared = site.prepared().map(|(_, prepared)| prepared).or(site.lost());
-    let given = prepared.and_then(|prepared| prepared.given.clone());
-    let qemu = prepared.and_then(|prepared| prepared.qemu.clone());
-    let given = request.definition.clone().or(given);
-    let is_given = given.is_some();
-    let definition = given.unwrap_or_else(|| chosen.recipe.definition.clone());
+    let users_definition = request.definition.clone().or_else(|| prepared.and_then(|prepared| prepared.given.clone()));
+    let qemu = request.qemu.clone().or_else(|| prepared.and_then(|prepared| prepared.qemu.clone()));
+    let is_users_definition = users_definition.is_some();
+    let definition = users_definition.unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
-    let qemu = request.qemu.clone().or(qemu);
     let mut plan = site.plan(definition, qemu.as_deref(), &chosen.epochs, |hardware| {
-        chosen.recipe.fit(hardware, is_given)?;
-        without_epoch(hardware, &chosen.epochs)
+        chosen.recipe.fit(hardware, is_users_definition)?;
+        reject_disks_without_epoch(hardware, &chosen.epochs)
     })?;
-    let unused = match site.prepared() {
-        Some((state, prepared)) => prepare::fits(state, prepared, &mut plan).err().map(Some),
-        None => Some(site.lost().and_then(|prepared| prepared.check().err())),
+    let unsuitable = match site.prepared() {
+        Some((state, prepared)) => match prepare::adapt_plan(state, prepared, &mut plan) {
+            Ok(()) => return Ok(RestorePlan { plan, prepared: PreparedUse::Suitable(Box::new(prepared.clone())) }),
+            Err(why) => Some(why),
+        },
+        None => site.lost().and_then(|prepared| prepared.check().err()),
     };
-    Ok((plan, unused))
+    Ok(RestorePlan { plan, prepared: unsuitable.map_or(PreparedUse::NotPrepared, PreparedUse::Unsuitable) })
 }
 
 /// Rejects disks that may be newer than the checkpoint. Returns one message for each.
-fn without_epoch(hardware: &Hardware, epochs: &Epochs) -> Result<(), Vec<String>> {
-    let has_none = |disk: &&Disk| disk.server && !disk.readonly && !epochs.contains_key(&disk.id);
+fn reject_disks_without_epoch(hardware: &Hardware, epochs: &Epochs) -> Result<(), Vec<String>> {
+    let has_no_epoch = |disk: &&Disk| disk.server && !disk.readonly && !epochs.contains_key(&disk.id);
     let problems: Vec<_> = hardware
         .disks
         .iter()
-        .filter(has_none)
+        .filter(has_no_epoch)
         .map(|disk| {
             format!(
                 "disk {}: the checkpoint does not record its epoch, so the disk may be newer than the guest's memory",
@@ -397,38 +256,38 @@ fn without_epoch(hardware: &Hardware, epochs: &Epochs) -> Result<(), Vec<String>
 }
 
 /// Restores into a new destination QEMU, which is started while the store is being read.
-fn fresh(
-    place: &VmSlot<'_>,
+fn restore_in_new_qemu(
+    slot: &VmSlot<'_>,
     chosen: ChosenCheckpoint,
     request: &Request,
     recorder: Recorder,
-    began: Instant,
+    started: Instant,
 ) -> Result<Restored, RestoreError> {
     // All checks precede the claim of the store: if one fails, a protector of the VM can continue.
-    let Made { journal, fds } = place.make(Kind::Restore)?;
-    let mut handover = handover_into(place, journal, recorder);
+    let Made { journal, fds } = slot.make(Kind::Restore)?;
+    let mut handover = handover_into(slot, journal, recorder);
     handover.pass("restore.prepare.journalled");
     handover.recorder.step("make its place");
-    let environment = OwnRunDir { rundir: &place.rundir, hardware: &place.state.hardware, binary: &place.binary };
+    let environment = OwnRunDir { rundir: &slot.rundir, hardware: &slot.state.hardware, binary: &slot.binary };
     let (input, empty) = thread::scope(|scope| {
-        let input = scope.spawn(|| checkpoint::fetch(chosen, request, &place.rundir));
+        let input = scope.spawn(|| checkpoint::claim_and_read(chosen, request, &slot.rundir));
         let empty = EmptyDestination::start(&mut handover, &environment, fds)?;
         handover.recorder.step("start QEMU");
         let input = input.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok::<_, RestoreError>((Arc::new(input), empty))
     })?;
     handover.recorder.step("read its devices");
-    load::load_and_resume(handover, empty, &input, None, request, began)
+    load::load_and_resume(handover, empty, &input, None, request, started)
 }
 
-/// Returns the hand-over of a restore into `place`. It has no source.
-fn handover_into(place: &VmSlot<'_>, journal: Journal, recorder: Recorder) -> Handover {
-    Handover { rundir: place.rundir.clone(), state: place.state.clone(), journal, recorder }
+/// Returns the hand-over of a restore into `slot`. It has no source.
+fn handover_into(slot: &VmSlot<'_>, journal: Journal, recorder: Recorder) -> Handover {
+    Handover { rundir: slot.rundir.clone(), state: slot.state.clone(), journal, recorder }
 }
 
 /// Rejects a QEMU whose processor features differ from those that the guest of an attached QEMU has seen: the CPU model
 /// alone does not determine them.
-fn same_processors(qmp: &mut Qmp, hardware: &Hardware, number: u64) -> Result<(), RestoreError> {
+fn require_same_processors(qmp: &mut Qmp, hardware: &Hardware, number: u64) -> Result<(), RestoreError> {
     let Some(foreign) = &hardware.foreign else { return Ok(()) };
     let words = cpu::differences(&foreign.cpu, &cpu::features(qmp)?);
     if words.is_empty() { Ok(()) } else { Err(RestoreError::Cpu { number, words }) }
@@ -436,7 +295,7 @@ fn same_processors(qmp: &mut Qmp, hardware: &Hardware, number: u64) -> Result<()
 
 /// Rejects a QEMU whose RAM blocks differ from the checkpoint's. The sizes of blocks may differ, except of those in
 /// `paged`.
-fn same_blocks(
+fn require_same_blocks(
     ram: &GuestRam,
     theirs: &[rekindle_store::types::Block],
     number: u64,

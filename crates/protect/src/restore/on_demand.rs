@@ -5,8 +5,9 @@
 //! guest would have to wait for its start.
 
 use super::checkpoint::LoadInput;
-use super::{RestoreError, same_blocks};
-use crate::pager::{CheckpointPages, Fill, PagerEvent, lock};
+use super::{RestoreError, require_same_blocks};
+use crate::fill::{Fill, lock_pager};
+use crate::pager::CheckpointPages;
 use rekindle_handover::ram::{Ram, RamSource};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::output::last_lines;
@@ -38,7 +39,7 @@ const FILL_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 const FILL_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How long a pager process may take to open the store. The thread of this process supplies the guest's pages
 /// meanwhile.
-const PAGER_TIMEOUT: Duration = Duration::from_secs(60);
+const PAGER_START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The registered memory of a QEMU that reads its device state from a pipe. All pages are missing, and access to a
 /// missing page blocks.
@@ -66,12 +67,12 @@ pub struct OnDemandRam {
     /// Memory that an earlier command has registered.
     registered: Option<RegisteredMemory>,
     /// Set by [`RamSource::connect`].
-    connected: Option<Connected>,
+    connected: Option<ConnectedRam>,
 }
 
 /// A destination whose memory is registered.
 #[derive(Debug)]
-struct Connected {
+struct ConnectedRam {
     injector: Injector,
     /// The device state and the pages of the blocks that are not loaded on demand.
     stream: Vec<u8>,
@@ -84,7 +85,7 @@ impl OnDemandRam {
         ram: GuestRam,
         registered: Option<RegisteredMemory>,
     ) -> Result<Self, RestoreError> {
-        same_blocks(&ram, &input.blocks, input.number, &input.paged)?;
+        require_same_blocks(&ram, &input.blocks, input.number, &input.paged)?;
         Ok(Self { input, ram: Arc::new(ram), registered, connected: None })
     }
 
@@ -114,7 +115,7 @@ impl OnDemandRam {
         store: &StoreUrl,
         identity: Option<&Identity>,
     ) -> Result<(), RestoreError> {
-        let pager_lock = lock(rundir)?;
+        let pager_lock = lock_pager(rundir)?;
         let info = self.input.image()?.info();
         let paged = self.input.paged.clone();
         Fill::new(store.clone(), identity, info, vmm.clone(), &self.ram, paged).write(rundir)?;
@@ -127,17 +128,17 @@ impl OnDemandRam {
     /// Starts the pager process, which replaces the thread of this process. A failure is only logged, because the guest
     /// may run: `rekindle recover` starts another pager.
     pub fn hand_over_to_pager(&mut self, rundir: &RunDir) {
-        let Some(Connected { supply, .. }) = self.connected.take() else { return };
+        let Some(ConnectedRam { supply, .. }) = self.connected.take() else { return };
         let ready = UnixStream::pair().and_then(|(ours, theirs)| {
             spawn_pager(rundir, &["--hand-over"], Stdio::from(OwnedFd::from(theirs)))?;
-            ours.set_read_timeout(Some(PAGER_TIMEOUT))?;
+            ours.set_read_timeout(Some(PAGER_START_TIMEOUT))?;
             (&ours).read_exact(&mut [0])
         });
         if let Err(e) = ready {
-            let (name, log) = (rundir.name(), log(rundir));
+            let (name, log) = (rundir.name(), log_path(rundir));
             tracing::warn!(
-                "cannot start the pager of {name} ({e}; check {}); the guest blocks where it needs a missing page; to start \
-                 a pager: rekindle recover {name}",
+                "cannot start the pager of {name} ({e}; check {}); the guest blocks where it needs a missing page; to \
+                 start a pager: rekindle recover {name}",
                 log.display()
             );
         }
@@ -163,20 +164,20 @@ impl RamSource for OnDemandRam {
         let registered = self.registered.take();
         let (stream, registered) = thread::scope(|scope| {
             let stream = scope.spawn(|| input.stream(ram));
-            let first = scope.spawn(|| input.first());
+            let pages_for_load = scope.spawn(|| input.pages_for_load());
             let mut registered = match registered {
                 Some(registered) => registered,
                 None => RegisteredMemory::new(destination, qmp, ram, &input.paged)?,
             };
-            registered.pager.overwrite(ram, &mut UncommittedPages::new(input, ram, &mut |_| {}))?;
-            let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            input.put_first(&first, ram, &mut registered.pager)?;
+            registered.pager.overwrite(ram, &mut UncommittedPages::new(input, ram))?;
+            let pages_for_load = pages_for_load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            input.put_pages_for_load(&pages_for_load, ram, &mut registered.pager)?;
             let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             Ok::<_, RestoreError>((stream, registered))
         })?;
         let RegisteredMemory { injector, pager, feed } = registered;
         let supply = PageSupply::start(pager, Arc::clone(&self.input), Arc::clone(&self.ram));
-        self.connected = Some(Connected { injector, stream, supply });
+        self.connected = Some(ConnectedRam { injector, stream, supply });
         Ok(feed)
     }
 }
@@ -200,11 +201,12 @@ impl PageSupply {
         let (stop, fill_all) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let thread = thread::spawn({
             let (stop, fill_all) = (Arc::clone(&stop), Arc::clone(&fill_all));
-            move || pager.run_on_demand(&mut UncommittedPages::new(&input, &ram, &mut |_| {}), &stop, &fill_all)
+            move || pager.run_on_demand(&mut UncommittedPages::new(&input, &ram), &stop, &fill_all)
         });
         Self { stop, fill_all, thread: Some(thread), pager_lock: None }
     }
 
+    /// Ends the thread, and returns what it has loaded.
     fn end(mut self) -> Result<Progress, PagerError> {
         self.stop.store(true, Ordering::Relaxed);
         let Some(thread) = self.thread.take() else { return Ok(Progress::default()) };
@@ -225,13 +227,13 @@ impl Drop for PageSupply {
 struct UncommittedPages<'a> {
     input: &'a LoadInput,
     ram: &'a GuestRam,
-    on_event: Option<&'a mut dyn FnMut(&PagerEvent)>,
-    source: Option<CheckpointPages<'a>>,
+    /// Set when the checkpoint is committed.
+    committed: Option<CheckpointPages<'a>>,
 }
 
 impl<'a> UncommittedPages<'a> {
-    fn new(input: &'a LoadInput, ram: &'a GuestRam, on_event: &'a mut dyn FnMut(&PagerEvent)) -> Self {
-        Self { input, ram, on_event: Some(on_event), source: None }
+    fn new(input: &'a LoadInput, ram: &'a GuestRam) -> Self {
+        Self { input, ram, committed: None }
     }
 }
 
@@ -239,18 +241,16 @@ impl PageSource for UncommittedPages<'_> {
     type Error = RestoreError;
 
     fn page(&mut self, block: BlockId, page: PageNo, buffer: &mut Page) -> Result<Content, RestoreError> {
-        if let Some(on_event) = self.on_event.take() {
-            self.source = Some(CheckpointPages::new(self.input.image()?, self.ram, on_event));
-        }
-        match &mut self.source {
-            Some(source) => Ok(source.page(block, page, buffer)?),
-            None => Err(RestoreError::NotCommitted { number: self.input.number }),
-        }
+        let pages = match &mut self.committed {
+            Some(pages) => pages,
+            none => none.insert(CheckpointPages::new(self.input.image()?, self.ram, None)),
+        };
+        Ok(pages.page(block, page, buffer)?)
     }
 
     fn retry(&mut self, error: &RestoreError, attempt: u32) -> Option<Duration> {
-        match (&mut self.source, error) {
-            (Some(source), RestoreError::Store(e)) => source.retry(e, attempt),
+        match (&mut self.committed, error) {
+            (Some(pages), RestoreError::Store(e)) => pages.retry(e, attempt),
             _ => None,
         }
     }
@@ -265,25 +265,25 @@ pub fn start_pager(rundir: &RunDir) -> Result<(), RestoreError> {
 }
 
 fn spawn_pager(rundir: &RunDir, arguments: &[&str], stdin: Stdio) -> std::io::Result<()> {
-    let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(log(rundir));
+    let open_log = || OpenOptions::new().create(true).append(true).mode(0o600).open(log_path(rundir));
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["pager"]).args(arguments).arg(rundir.name()).stdout(open()?).stderr(open()?);
+    command.args(["pager"]).args(arguments).arg(rundir.name()).stdout(open_log()?).stderr(open_log()?);
     if let Some(root) = rundir.path().parent() {
         command.env("REKINDLE_RUN_DIR", root);
     }
     detach(&mut command).stdin(stdin).spawn().map(disown)
 }
 
-fn log(rundir: &RunDir) -> PathBuf {
+fn log_path(rundir: &RunDir) -> PathBuf {
     rundir.file("pager.log")
 }
 
 /// Waits until the pager process has loaded all memory.
-pub(crate) fn wait_filled(rundir: &RunDir, vmm: &Vmm) -> Result<(), RestoreError> {
+pub(crate) fn wait_until_filled(rundir: &RunDir, vmm: &Vmm) -> Result<(), RestoreError> {
     let deadline = Instant::now() + FILL_TIMEOUT;
     while rundir.fill().exists() {
         if !vmm.is_alive() || Instant::now() > deadline {
-            let log = last_lines(&log(rundir), 10);
+            let log = last_lines(&log_path(rundir), 10);
             return Err(RestoreError::NotFilled { name: rundir.name().into(), log });
         }
         thread::sleep(FILL_POLL_INTERVAL);

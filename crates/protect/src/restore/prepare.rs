@@ -12,7 +12,7 @@
 use super::checkpoint::{self, ChosenCheckpoint};
 use super::load::{self, EmptyDestination};
 use super::on_demand::RegisteredMemory;
-use super::{Request, RestoreError, Restored, handover_into, same_blocks, same_processors};
+use super::{Request, RestoreError, Restored, handover_into, require_same_blocks, require_same_processors};
 use rekindle_handover::{Destination, OwnRunDir};
 use rekindle_memory::missing::Pager;
 use rekindle_memory::ram::GuestRam;
@@ -40,9 +40,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long a waiting QEMU may take to answer.
-const ANSWER: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long to wait until QEMU's memory use is constant.
-const REST: Duration = Duration::from_secs(1);
+const MEMORY_USE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The result of [`prepare`]: a QEMU that waits for a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,10 +73,10 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQe
     let replaced = site.prepared().is_some();
     let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
-    let planned = site.plan(definition, request.qemu.as_deref(), &chosen.epochs, |hardware| {
+    let plan = site.plan(definition, request.qemu.as_deref(), &chosen.epochs, |hardware| {
         chosen.recipe.fit(hardware, request.definition.is_some())
     });
-    let plan = match planned {
+    let plan = match plan {
         Ok(plan) => plan,
         Err(e) => {
             site.leave();
@@ -84,44 +84,49 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQe
         }
     };
     recorder.step("check what it needs");
-    let place = site.place(plan)?;
-    match start(&place, &chosen, request) {
-        Ok((vmm, ram_bytes)) => {
+    let slot = site.place(plan)?;
+    match start(&slot, &chosen, request) {
+        Ok(StartedQemu { vmm, ram_bytes }) => {
             recorder.step("start QEMU");
-            recorder.write(&place.rundir);
-            let (name, checkpoint) = (place.rundir.name().to_owned(), chosen.image.info().number);
-            let resident_bytes = at_rest(&vmm);
+            recorder.write(&slot.rundir);
+            let (name, checkpoint) = (slot.rundir.name().to_owned(), chosen.image.info().number);
+            let resident_bytes = steady_memory_use(&vmm);
             Ok(PreparedQemu { name, checkpoint, pid: vmm.pid, resident_bytes, ram_bytes, replaced })
         }
         Err(e) => {
-            place.undo();
+            slot.undo();
             Err(e)
         }
     }
 }
 
-fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Result<(Vmm, u64), RestoreError> {
+struct StartedQemu {
+    vmm: Vmm,
+    /// Size of the guest's RAM.
+    ram_bytes: u64,
+}
+
+/// Starts a QEMU in `slot`, and records it.
+fn start(slot: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Result<StartedQemu, RestoreError> {
     // Must precede QEMU's reading of the files, so that a later change is detected.
-    let mut files = marks(&place.state.hardware).map_err(|(path, source)| RestoreError::Journal { path, source })?;
-    let (Made { journal, fds }, hardware) = place.make_waiting()?;
-    let mut handover = handover_into(place, journal, Recorder::new(place.rundir.name(), ""));
+    let mut files = mark_files(&slot.state.hardware)?;
+    let (Made { journal, fds }, hardware) = slot.make_waiting()?;
+    let mut handover = handover_into(slot, journal, Recorder::new(slot.rundir.name(), ""));
     handover.pass("prepare.journalled");
-    let environment = OwnRunDir { rundir: &place.rundir, hardware: &hardware, binary: &place.binary };
+    let environment = OwnRunDir { rundir: &slot.rundir, hardware: &hardware, binary: &slot.binary };
     let EmptyDestination { destination, ram, .. } = EmptyDestination::start(&mut handover, &environment, fds)?;
     let Destination { vmm, mut qmp, .. } = destination;
     let info = chosen.image.info();
-    same_processors(&mut qmp, &hardware, info.number)?;
-    same_blocks(&ram, &info.blocks, info.number, &hardware.ram_ids())?;
+    require_same_processors(&mut qmp, &hardware, info.number)?;
+    require_same_blocks(&ram, &info.blocks, info.number, &hardware.ram_ids())?;
     // Uses the newest checkpoint: the chosen one may have been deleted.
-    let put = ChosenCheckpoint::open(request)
+    let firmware_written = ChosenCheckpoint::open(request)
         .and_then(|newest| checkpoint::write_small_blocks(&newest.image, &hardware.ram_ids(), &ram, vmm.process()));
-    if let Err(e) = put {
+    if let Err(e) = firmware_written {
         tracing::debug!("cannot load the firmware before the restore: {e}");
     }
-    let program = Program::of(vmm.process()).map(|program| program.files.into_iter().chain([program.start]));
-    let marks =
-        program.and_then(|files| files.map(|path| FileIdentity::of(&path)).collect::<io::Result<BTreeSet<_>>>());
-    files.extend(marks.map_err(|source| RestoreError::Journal { path: vmm.binary.clone(), source })?);
+    let program_files = mark_program(&vmm);
+    files.extend(program_files.map_err(|source| RestoreError::Journal { path: vmm.binary.clone(), source })?);
     let prepared = Prepared {
         vmm: vmm.clone(),
         blocks: ram.blocks().iter().map(|block| block.info.clone()).collect(),
@@ -129,42 +134,51 @@ fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Re
         given: request.definition.clone(),
         qemu: request.qemu.clone(),
     };
-    place.settle_prepared(handover.journal, prepared, qmp.version().clone())?;
+    slot.settle_prepared(handover.journal, prepared, qmp.version().clone())?;
     fault::point("prepare.recorded", None, Some(&vmm));
-    Ok((vmm, hardware.ram_files().iter().map(|(_, bytes)| bytes).sum()))
+    let ram_bytes = hardware.ram_files().iter().map(|(_, bytes)| bytes).sum();
+    Ok(StartedQemu { vmm, ram_bytes })
 }
 
 /// Marks the files that a QEMU reads or opens at its start.
-fn marks(hardware: &Hardware) -> Result<Vec<FileIdentity>, (PathBuf, io::Error)> {
+fn mark_files(hardware: &Hardware) -> Result<Vec<FileIdentity>, RestoreError> {
     let boot = hardware.boot.iter().flat_map(|boot| [Some(&boot.kernel), boot.initrd.as_ref()]).flatten();
     // A disk server opens its image at the restore; QEMU does not read it.
     let files = boot.chain(hardware.disks.iter().filter(|disk| !disk.server).map(|disk| &disk.path));
-    files.map(|path: &PathBuf| FileIdentity::of(path).map_err(|source| (path.clone(), source))).collect()
+    let mark =
+        |path: &PathBuf| FileIdentity::of(path).map_err(|source| RestoreError::Journal { path: path.clone(), source });
+    files.map(mark).collect()
+}
+
+/// Marks the files of a QEMU's program: its binary and libraries.
+fn mark_program(vmm: &Vmm) -> io::Result<BTreeSet<FileIdentity>> {
+    let program = Program::of(vmm.process())?;
+    program.files.into_iter().chain([program.start]).map(|path| FileIdentity::of(&path)).collect()
 }
 
 /// Returns QEMU's memory use once that is constant: soon after its start QEMU returns some memory to the kernel.
-fn at_rest(vmm: &Vmm) -> u64 {
-    let deadline = Instant::now() + REST;
-    let mut bytes = resident(vmm);
+fn steady_memory_use(vmm: &Vmm) -> u64 {
+    let deadline = Instant::now() + MEMORY_USE_TIMEOUT;
+    let mut previous_bytes = resident_bytes(vmm);
     loop {
         thread::sleep(Duration::from_millis(50));
-        let now = resident(vmm);
-        if now == bytes || Instant::now() > deadline {
-            return now.unwrap_or(0);
+        let bytes = resident_bytes(vmm);
+        if bytes == previous_bytes || Instant::now() > deadline {
+            return bytes.unwrap_or(0);
         }
-        bytes = now;
+        previous_bytes = bytes;
     }
 }
 
 /// Returns the memory use of a process in bytes.
-fn resident(vmm: &Vmm) -> Option<u64> {
+fn resident_bytes(vmm: &Vmm) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{}/status", vmm.pid)).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
 /// Checks that the waiting QEMU has the machine of the plan, and replaces the planned hardware by the QEMU's.
-pub(super) fn fits(state: &State, prepared: &Prepared, plan: &mut Plan) -> Result<(), String> {
+pub(super) fn adapt_plan(state: &State, prepared: &Prepared, plan: &mut Plan) -> Result<(), String> {
     prepared.check()?;
     let mut planned = plan.state.hardware.clone();
     // No guest has used either generation ID.
@@ -180,15 +194,15 @@ pub(super) fn fits(state: &State, prepared: &Prepared, plan: &mut Plan) -> Resul
 }
 
 /// Returns the first property in which two machines differ.
-fn difference(wanted: &Hardware, waits: &Hardware) -> String {
+fn difference(wanted: &Hardware, actual: &Hardware) -> String {
     let fields = |hardware: &Hardware| match serde_json::to_value(hardware) {
         Ok(serde_json::Value::Object(fields)) => fields,
         _ => serde_json::Map::new(),
     };
-    let (wanted, waits) = (fields(wanted), fields(waits));
-    let differs = wanted.iter().find(|(key, value)| waits.get(*key) != Some(*value));
+    let (wanted, actual) = (fields(wanted), fields(actual));
+    let differs = wanted.iter().find(|(key, value)| actual.get(*key) != Some(*value));
     differs.map_or_else(String::new, |(key, value)| {
-        format!("`{key}` is {value}, not {}", waits.get(key).unwrap_or(&serde_json::Value::Null))
+        format!("`{key}` is {value}, not {}", actual.get(key).unwrap_or(&serde_json::Value::Null))
     })
 }
 
@@ -206,25 +220,25 @@ impl WaitingQemu {
         prepared: &Prepared,
         rundir: &RunDir,
         hardware: &Hardware,
-        early: Option<PrimedQemu>,
+        primed: Option<PrimedQemu>,
     ) -> Result<Self, String> {
         if let Some(why) = disks::against_waiting(rundir, hardware) {
             return Err(why);
         }
-        match early {
-            Some(PrimedQemu { vmm, ready }) if vmm == prepared.vmm => Ok(ready),
-            _ => Self::answering(prepared).map_err(|e| format!("it does not answer: {e}"))?.fresh(&prepared.vmm),
+        match primed {
+            Some(PrimedQemu { vmm, waiting }) if vmm == prepared.vmm => Ok(waiting),
+            _ => Self::connect(prepared).map_err(|e| format!("it does not answer: {e}"))?.require_unused(&prepared.vmm),
         }
     }
 
-    fn answering(prepared: &Prepared) -> Result<Self, RestoreError> {
-        let qmp = prepared.vmm.connect(ANSWER)?;
+    fn connect(prepared: &Prepared) -> Result<Self, RestoreError> {
+        let qmp = prepared.vmm.connect(ANSWER_TIMEOUT)?;
         let ram = GuestRam::from_blocks(prepared.vmm.process(), prepared.blocks.clone())?;
         Ok(Self { qmp, ram, registered: None })
     }
 
     /// Checks that no earlier restore, which was killed, has used this QEMU.
-    fn fresh(self, vmm: &Vmm) -> Result<Self, String> {
+    fn require_unused(self, vmm: &Vmm) -> Result<Self, String> {
         match Pager::is_registered_in(vmm.process()) {
             Ok(false) => Ok(self),
             Ok(true) => Err("its memory was registered by another restore, which has ended".into()),
@@ -238,26 +252,31 @@ impl WaitingQemu {
 #[derive(Debug)]
 pub(crate) struct PrimedQemu {
     vmm: Vmm,
-    ready: WaitingQemu,
+    waiting: WaitingQemu,
 }
 
 impl PrimedQemu {
-    pub(super) fn new(vmm: Vmm, ready: WaitingQemu) -> Self {
-        Self { vmm, ready }
+    pub(super) fn new(vmm: Vmm, waiting: WaitingQemu) -> Self {
+        Self { vmm, waiting }
     }
 
     /// Primes the QEMU that was prepared for VM `name`.
     pub(crate) fn take(host: &Host, name: &Name) -> Result<Self, RestoreError> {
         let site = Site::take(host, name.as_str(), "restore --prepare")?;
-        let found = site.prepared().map(|(state, prepared)| (state.hardware.ram_ids(), prepared.clone()));
-        let registered = found.map(|(paged, prepared)| {
-            let mut ready = WaitingQemu::answering(&prepared)?;
-            ready.registered = Some(RegisteredMemory::new(&prepared.vmm, &mut ready.qmp, &ready.ram, &paged)?);
-            fault::point("move.prepare.registered", None, Some(&prepared.vmm));
-            Ok(Self { vmm: prepared.vmm, ready })
-        });
+        let primed = match site.prepared() {
+            Some((state, prepared)) => Self::prime(prepared, &state.hardware.ram_ids()),
+            None => Err(LifeError::Unknown { name: name.to_string() }.into()),
+        };
         site.leave();
-        registered.unwrap_or_else(|| Err(LifeError::Unknown { name: name.to_string() }.into()))
+        primed
+    }
+
+    /// Registers the blocks `paged` of a waiting QEMU.
+    fn prime(prepared: &Prepared, paged: &[String]) -> Result<Self, RestoreError> {
+        let mut waiting = WaitingQemu::connect(prepared)?;
+        waiting.registered = Some(RegisteredMemory::new(&prepared.vmm, &mut waiting.qmp, &waiting.ram, paged)?);
+        fault::point("move.prepare.registered", None, Some(&prepared.vmm));
+        Ok(Self { vmm: prepared.vmm.clone(), waiting })
     }
 }
 
@@ -266,11 +285,12 @@ impl PrimedQemu {
 struct OpenDisks(Option<(RunDir, Hardware)>);
 
 impl OpenDisks {
-    fn new(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<Self, LifeError> {
+    fn open(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<Self, LifeError> {
         disks::have(rundir, hardware, epochs)?;
         Ok(Self(Some((rundir.clone(), hardware.clone()))))
     }
 
+    /// Leaves the disks open for the guest.
     fn keep(mut self) {
         self.0 = None;
     }
@@ -291,34 +311,34 @@ pub(super) fn resume_in(
     plan: Plan,
     chosen: ChosenCheckpoint,
     prepared: &Prepared,
-    ready: WaitingQemu,
+    waiting: WaitingQemu,
     request: &Request,
     mut recorder: Recorder,
-    began: Instant,
+    started: Instant,
 ) -> Result<Restored, RestoreError> {
     // Must precede the claim of the store: if this fails, a protector of the VM can continue. Until QEMU's RAM is
     // claimed, QEMU continues to wait in any case.
     plan.check_room()?;
     let rundir = site.rundir.clone();
-    let WaitingQemu { qmp, ram, registered } = ready;
+    let WaitingQemu { qmp, ram, registered } = waiting;
     let (vm, number, epochs) = (chosen.image.vm().clone(), chosen.image.info().number, chosen.epochs.clone());
     thread::scope(|scope| {
-        let read = scope.spawn(move || checkpoint::read(chosen)?.with_pages(&ram).map(|input| (input, ram)));
-        let disks_open = OpenDisks::new(&rundir, &plan.state.hardware, &epochs)?;
+        let reader = scope.spawn(move || checkpoint::read(chosen)?.with_pages(&ram).map(|input| (input, ram)));
+        let open_disks = OpenDisks::open(&rundir, &plan.state.hardware, &epochs)?;
         recorder.step("open its disks");
         // The claim waits for the store's disk several times, so it runs concurrently with the load. The guest is not
         // resumed before the claim has ended.
-        let fence = scope.spawn(|| checkpoint::fence_during_load(request, &vm, number, &rundir));
-        let (input, ram) = read.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let claim = scope.spawn(|| checkpoint::claim_during_load(request, &vm, number, &rundir));
+        let (input, ram) = reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         recorder.step("read the pages for the load");
-        let place = site.place_of(plan);
-        let journal = place.claim(&prepared.vmm)?;
-        disks_open.keep();
+        let slot = site.place_of(plan);
+        let journal = slot.claim(&prepared.vmm)?;
+        open_disks.keep();
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
         recorder.step("claim its RAM");
-        let waiting = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
-        let handover = handover_into(&place, journal, recorder);
-        load::load_and_resume(handover, waiting, &Arc::new(input), Some(fence), request, began)
-            .map_err(|e| super::undo(place, e))
+        let empty = EmptyDestination::waiting(prepared.vmm.clone(), qmp, ram, registered)?;
+        let handover = handover_into(&slot, journal, recorder);
+        load::load_and_resume(handover, empty, &Arc::new(input), Some(claim), request, started)
+            .map_err(|e| super::undo(slot, e))
     })
 }

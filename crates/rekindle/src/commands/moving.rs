@@ -48,7 +48,7 @@ pub(super) fn remote_host(arguments: &cli::Far) -> RemoteHost {
 }
 
 pub(super) fn text(moved: &MoveReport) -> String {
-    let there = moved.there.as_ref().map_or_else(String::new, |there| {
+    let there = moved.destination.as_ref().map_or_else(String::new, |there| {
         let waited = if there.prepared { ", prepared before" } else { "" };
         format!(" (QEMU process {}{waited}); {}", there.pid, there.clock)
     });
@@ -56,7 +56,7 @@ pub(super) fn text(moved: &MoveReport) -> String {
         "{} runs on {} after {}, stopped for {}{there}; its memory is loaded on demand",
         moved.name,
         moved.host,
-        duration(moved.us),
+        duration(moved.resumed_after_us),
         duration(moved.stopped_us)
     )
 }

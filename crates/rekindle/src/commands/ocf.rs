@@ -13,7 +13,7 @@ use rekindle_cluster::start::{StartResult, start as begin};
 use rekindle_cluster::stop::{self, stop as end};
 use rekindle_protect::moving::MoveEvent;
 use rekindle_protect::moving::source::check;
-use rekindle_protect::protector::{Disks, ProtectSettings};
+use rekindle_protect::protector::{DiskPolicy, ProtectSettings};
 use rekindle_vm::definition::Definition;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
@@ -39,9 +39,9 @@ fn definition(arguments: &OcfResource) -> PathBuf {
 
 fn resource(arguments: &OcfResource) -> Resource {
     let disks = match (&arguments.disk_hook, arguments.disk) {
-        (Some(command), _) => Disks::Hook(command.clone()),
-        (None, Some(DiskRule::CrashConsistent)) => Disks::CrashConsistent,
-        (None, None) => Disks::Refuse,
+        (Some(command), _) => DiskPolicy::Hook(command.clone()),
+        (None, Some(DiskRule::CrashConsistent)) => DiskPolicy::CrashConsistent,
+        (None, None) => DiskPolicy::Refuse,
     };
     let protect = ProtectSettings {
         store: arguments.store.clone(),

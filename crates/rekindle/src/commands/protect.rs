@@ -7,16 +7,16 @@ use crate::output::Output;
 use anyhow::Result;
 use rekindle_protect::event::ProtectEvent;
 use rekindle_protect::output;
-use rekindle_protect::protector::{Disks, ProtectSettings, StopReason, protect as run};
+use rekindle_protect::protector::{DiskPolicy, ProtectSettings, StopReason, protect as run};
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
 
 pub fn protect(output: &Output, arguments: &Protect) -> Result<ExitCode> {
     let host = Host::open()?;
     let disks = match (&arguments.disk_hook, arguments.disk) {
-        (Some(command), _) => Disks::Hook(command.clone()),
-        (None, Some(DiskRule::CrashConsistent)) => Disks::CrashConsistent,
-        (None, None) => Disks::Refuse,
+        (Some(command), _) => DiskPolicy::Hook(command.clone()),
+        (None, Some(DiskRule::CrashConsistent)) => DiskPolicy::CrashConsistent,
+        (None, None) => DiskPolicy::Refuse,
     };
     let settings = ProtectSettings {
         store: arguments.store.clone(),

@@ -46,7 +46,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
     let text = format!(
         "{} runs after {} from checkpoint {} of {} (QEMU process {}{}); {rest}; {}",
         restored.name,
-        duration(restored.us),
+        duration(restored.resumed_after_us),
         restored.checkpoint,
         utc(restored.taken_us),
         restored.pid,

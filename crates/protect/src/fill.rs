@@ -1,0 +1,181 @@
+//! A fill: the memory of a restored guest that a pager still loads. `fill.json` in the run directory describes it.
+//!
+//! | file | holder of its lock |
+//! |---|---|
+//! | `fill.json` | none; exists until the fill is complete and no process uses the pager's write record |
+//! | the pager's lock | the pager that serves the VM |
+//! | `fill.lock` | the process that uses the pager's write record ([`crate::write_record`]) |
+
+use crate::identity_paths::IdentityPaths;
+use rekindle_kernel::inject::InjectError;
+use rekindle_memory::missing::PagerError;
+use rekindle_memory::ram::{GuestRam, GuestRamError};
+use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
+use rekindle_qemu::vmm::Vmm;
+use rekindle_store::remote::Identity;
+use rekindle_store::types::CheckpointInfo;
+use rekindle_store::{ReadOptions, StoreError, StoreUrl};
+use rekindle_vm::rundir::{RunDir, write_json};
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long to wait for another process that checks whether there is a pager. It holds the lock for microseconds.
+const PAGER_LOCK_TIMEOUT: Duration = Duration::from_millis(100);
+/// Format of `fill.json` that this version of Rekindle writes.
+const FORMAT: u32 = 1;
+
+/// Why a pager cannot serve.
+#[derive(Debug, thiserror::Error)]
+pub enum FillError {
+    #[error("all memory of {name} is loaded; a pager has nothing to do")]
+    NothingToFill { name: String },
+    #[error("another pager already serves {name}")]
+    AlreadyServed { name: String },
+    #[error("{}", path.display())]
+    File {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Inject(#[from] InjectError),
+    #[error(transparent)]
+    Ram(#[from] GuestRamError),
+    #[error(transparent)]
+    Pager(#[from] PagerError),
+}
+
+/// Content of `fill.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fill {
+    format: u32,
+    pub store: StoreUrl,
+    /// Certificate, key and authority for a store on a server.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    identity: Option<IdentityPaths>,
+    /// Number of the checkpoint from which the memory is loaded.
+    pub number: u64,
+    /// The QEMU whose memory is filled.
+    pub vmm: Vmm,
+    /// All RAM blocks of that QEMU.
+    pub(crate) blocks: Vec<RamBlock>,
+    /// Ids of the blocks that the pager fills.
+    #[serde(default = "main_ram_only")]
+    pub(crate) paged: Vec<String>,
+    /// The owner epoch that committed the checkpoint.
+    #[serde(default)]
+    pub(crate) epoch: Option<u64>,
+    #[serde(default)]
+    pub stage: FillStage,
+}
+
+/// Progress of a fill.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FillStage {
+    /// Pages are missing.
+    #[default]
+    Filling,
+    /// All pages are loaded. A protector still relies on the pager's write record, so the pager continues to serve.
+    Filled,
+    /// A protector tracks the memory itself. The pager only has to close its descriptor.
+    HandedOver,
+}
+
+/// Returns the value of `paged` for records of earlier versions.
+fn main_ram_only() -> Vec<String> {
+    vec![MAIN_RAM.to_owned()]
+}
+
+impl Fill {
+    /// Describes the fill of the blocks `paged` of `vmm` from checkpoint `info` of `store`.
+    pub(crate) fn new(
+        store: StoreUrl,
+        identity: Option<&Identity>,
+        info: &CheckpointInfo,
+        vmm: Vmm,
+        ram: &GuestRam,
+        paged: Vec<String>,
+    ) -> Self {
+        let blocks = ram.blocks().iter().map(|block| block.info.clone()).collect();
+        // The pager may be started from another directory.
+        let identity = identity.map(IdentityPaths::absolute);
+        let (number, epoch, stage) = (info.number, Some(info.epoch), FillStage::Filling);
+        Self { format: FORMAT, store, identity, number, vmm, blocks, paged, epoch, stage }
+    }
+
+    /// Returns whether the pager fills the block `id`.
+    pub(crate) fn is_paged(&self, id: &str) -> bool {
+        self.paged.iter().any(|paged| paged == id)
+    }
+
+    /// Returns the options for opening the checkpoint.
+    pub(crate) fn read_options(&self) -> ReadOptions {
+        let identity = self.identity.as_ref().map(IdentityPaths::identity);
+        ReadOptions { at: Some(self.number), identity, ..ReadOptions::default() }
+    }
+
+    pub(crate) fn write(&self, rundir: &RunDir) -> Result<(), FillError> {
+        write_json(&rundir.fill(), self).map_err(|source| FillError::File { path: rundir.fill(), source })
+    }
+
+    /// Reads the description of the unfinished fill of the VM of `rundir`. `None`: no fill is unfinished.
+    ///
+    /// # Errors
+    /// [`FillError::File`]: `fill.json` cannot be read.
+    pub fn read(rundir: &RunDir) -> Result<Option<Self>, FillError> {
+        let failed = |source| FillError::File { path: rundir.fill(), source };
+        match fs::read(rundir.fill()) {
+            Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| failed(e.into())),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(failed(e)),
+        }
+    }
+
+    /// Returns this fill with another stage.
+    pub(crate) fn with_stage(&self, stage: FillStage) -> Self {
+        Self { stage, ..self.clone() }
+    }
+}
+
+/// Takes the pager's lock, which locks out other pagers.
+pub(crate) fn lock_pager(rundir: &RunDir) -> Result<File, FillError> {
+    let deadline = Instant::now() + PAGER_LOCK_TIMEOUT;
+    loop {
+        match try_lock(rundir.pager_lock(), FlockOperation::NonBlockingLockExclusive)? {
+            Some(lock) => return Ok(lock),
+            // A protector that checks for a pager holds the lock for a moment.
+            None if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
+            None => return Err(FillError::AlreadyServed { name: rundir.name().into() }),
+        }
+    }
+}
+
+/// Returns whether a pager serves the VM of `rundir` now.
+pub(crate) fn is_served(rundir: &RunDir) -> Result<bool, FillError> {
+    Ok(try_lock(rundir.pager_lock(), FlockOperation::NonBlockingLockShared)?.is_none())
+}
+
+/// Tries to lock the pager's write record. Returns `None` if another process holds the lock.
+pub(crate) fn try_lock_write_record(rundir: &RunDir) -> Result<Option<File>, FillError> {
+    try_lock(rundir.file("fill.lock"), FlockOperation::NonBlockingLockExclusive)
+}
+
+/// Tries to lock the file `path`. Returns `None` if another process holds a conflicting lock.
+fn try_lock(path: PathBuf, operation: FlockOperation) -> Result<Option<File>, FillError> {
+    let opened = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
+    let locked = opened.and_then(|file| match flock(&file, operation) {
+        Ok(()) => Ok(Some(file)),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(e) => Err(e.into()),
+    });
+    locked.map_err(|source| FillError::File { path, source })
+}

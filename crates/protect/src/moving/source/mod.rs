@@ -1,0 +1,294 @@
+//! The source host of a move: takes checkpoints while the guest runs, takes the last one in the final pause, and sends
+//! [`Message::Go`] to the destination host.
+//!
+//! | module | step |
+//! |---|---|
+//! | this one | preflight on both hosts; ends the VM's protector |
+//! | `precopy` | takes checkpoints while the guest runs; the destination host prepares a QEMU |
+//! | `final_pause` | stops the guest, takes its last checkpoint, and makes the destination host resume it |
+//!
+//! Before [`Message::Go`] the destination host cannot resume the guest; after it the store decides ([`super::settle`]).
+
+mod final_pause;
+mod precopy;
+
+use super::protocol::{Answer, Hello, Message, Running, VERSION};
+use super::remote::Connection;
+use super::{ConnectionError, DestinationReport, MoveError, MoveEvent, MovePause, MoveReport, RemoteHost};
+use crate::identity_paths::IdentityPaths;
+use crate::owned::OwnerRecord;
+use crate::protector::{DiskPolicy, ProtectError, ProtectSettings, reject_dax};
+use crate::target::Target;
+use final_pause::{FinalPause, MovedGuest};
+use precopy::PrecopiedGuest;
+use rekindle_kernel::process::Process;
+use rekindle_qemu::hold::OutputHold;
+use rekindle_store::listing::Listing;
+use rekindle_store::remote::Identity;
+use rekindle_store::{StoreError, StoreUrl, admin};
+use rekindle_vm::attach::{AttachError, Protection};
+use rekindle_vm::definition::Name;
+use rekindle_vm::error::LifeError;
+use rekindle_vm::fault;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind};
+use rekindle_vm::life::Held;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::timeline::host_us;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long QEMU may take to send its greeting.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long the destination host may take to check whether it can take a VM: it may have to query its QEMU's
+/// capabilities.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(120);
+/// How long the protector may take to end.
+const PROTECTOR_END_TIMEOUT: Duration = Duration::from_secs(60);
+/// Minimum number of checkpoints that the store keeps during a move.
+const MIN_KEPT_CHECKPOINTS: usize = 10;
+
+/// Parameters of a move.
+#[derive(Debug, Clone)]
+pub struct MoveSettings {
+    /// The destination host.
+    pub remote: RemoteHost,
+    /// The store for checkpoints, which both hosts reach.
+    pub store: StoreUrl,
+    /// Create the store if there is none.
+    pub create_store: bool,
+    /// The identity of both hosts for a store on a server.
+    pub identity: Option<Identity>,
+    /// A definition file on the destination host that replaces the recipe's.
+    pub definition: Option<PathBuf>,
+    /// Path of a QEMU on the destination host, to use instead of the definition's.
+    pub qemu: Option<PathBuf>,
+}
+
+/// Moves VM `name` from this host to another one.
+///
+/// *Needs:* the VM runs, and Rekindle serves its disks or they are read-only; ssh to the destination host; a store and
+/// images that both hosts reach.
+/// *On success:* the guest runs on the destination host with its memory; nothing of it is left on this host.
+/// *On failure:* the guest continues to run on this host, except after errors for which [`MoveError::needs_recovery`]
+/// is true.
+pub fn start(
+    host: &Host,
+    name: &Name,
+    settings: &MoveSettings,
+    stop: &AtomicBool,
+    on_event: &mut dyn FnMut(&MoveEvent),
+) -> Result<MoveReport, MoveError> {
+    let started_us = host_us();
+    let Movable { held, target, listing, mut connection } = preflight(host, name, settings, on_event)?;
+    let EndedProtector { protection, pid: protector } = end_protector(&held.rundir)?;
+    if let Some(pid) = protector {
+        on_event(&MoveEvent::ProtectorEnded { pid });
+    }
+    let protect_settings = protect_settings(settings, listing.as_ref());
+    let journal_failed = |source| MoveError::File { path: held.rundir.file("operation.json"), source };
+    let journal = Journal::open(&held.rundir, Kind::Move, Some(target.vmm().clone()), held.state.generation + 1)
+        .map_err(journal_failed)?;
+    fault::point("move.prepare.journalled", Some(target.vmm()), None);
+    let precopied = PrecopiedGuest::make(&target, &protect_settings, protection, stop, &mut connection, on_event);
+    let ready = precopied.and_then(|precopied| {
+        // The last opportunity to cancel: the guest is stopped next.
+        if stop.load(Ordering::Relaxed) {
+            return Err(MoveError::Interrupted { name: name.to_string() });
+        }
+        Ok((target.hold_run_state()?, precopied))
+    });
+    let (run_state, precopied) = match ready {
+        Ok(ready) => ready,
+        Err(e) => {
+            journal.close().map_err(journal_failed)?;
+            return Err(e);
+        }
+    };
+    let rounds = precopied.rounds.clone();
+    let pause = FinalPause { host, held: &held, settings, target: &target, connection, journal, run_state };
+    let moved = pause.run(precopied)?;
+    Ok(MoveReport { rounds, protector, ..report(name, settings, moved, started_us) })
+}
+
+/// Returns the report of a move, without what precedes the final pause.
+fn report(name: &Name, settings: &MoveSettings, moved: MovedGuest, started_us: u64) -> MoveReport {
+    let MovedGuest { last_checkpoint, running, message_sent_us, answered_us } = moved;
+    let resumed_us = answered_us.saturating_sub(running.as_ref().map_or(0, |running| running.answered_after_us));
+    let destination = running.map(|running| {
+        let Running { resumed_after_us, pid, prepared, loaded_before_commit, unused_reason, clock, .. } = running;
+        DestinationReport { pid, resumed_after_us, prepared, loaded_before_commit, unused_reason, clock }
+    });
+    let (stopped_host_us, read, commit) =
+        (last_checkpoint.stopped_host_us, last_checkpoint.stopped_us, last_checkpoint.commit_us);
+    MoveReport {
+        name: name.to_string(),
+        host: settings.remote.host.clone(),
+        checkpoint: last_checkpoint.number,
+        rounds: Vec::new(),
+        last_bytes: last_checkpoint.copied_stopped_bytes,
+        stopped_us: resumed_us.saturating_sub(stopped_host_us),
+        pause: MovePause {
+            read,
+            commit,
+            release: message_sent_us.saturating_sub(stopped_host_us + read + commit),
+            resume: resumed_us.saturating_sub(message_sent_us),
+        },
+        resumed_after_us: resumed_us.saturating_sub(started_us),
+        destination,
+        protector: None,
+    }
+}
+
+/// Returns the parameters for the checkpoints of a move. `listing` has the checkpoints that the store has already.
+fn protect_settings(settings: &MoveSettings, listing: Option<&Listing>) -> ProtectSettings {
+    let kept = listing.map_or(0, |listing| listing.checkpoints.len()).max(MIN_KEPT_CHECKPOINTS);
+    ProtectSettings {
+        store: settings.store.clone(),
+        identity: settings.identity.clone(),
+        every: Duration::ZERO,
+        policy: None,
+        keep: u32::try_from(kept).unwrap_or(u32::MAX),
+        max_lag: None,
+        disks: DiskPolicy::Refuse,
+        count: None,
+        output_commit: false,
+        compare: false,
+        stay: false,
+        create_store: settings.create_store,
+        abandon_old: false,
+    }
+}
+
+/// A guest that can be moved, and the connection to its destination host.
+struct Movable {
+    held: Held,
+    target: Target,
+    /// The store's listing; none if the store is new or is to be created.
+    listing: Option<Listing>,
+    connection: Connection,
+}
+
+/// Runs the preflight of a move on both hosts. Changes nothing.
+pub fn check(
+    host: &Host,
+    name: &Name,
+    settings: &MoveSettings,
+    on_event: &mut dyn FnMut(&MoveEvent),
+) -> Result<(), MoveError> {
+    preflight(host, name, settings, on_event).map(drop)
+}
+
+fn preflight(
+    host: &Host,
+    name: &Name,
+    settings: &MoveSettings,
+    on_event: &mut dyn FnMut(&MoveEvent),
+) -> Result<Movable, MoveError> {
+    let held = Held::take(host, name.as_str(), "move")?;
+    held.refuse_attached("moving it")?;
+    held.vmm()?;
+    let target = Target::of(host, name.as_str())?;
+    reject_disks(&held)?;
+    reject_dax(&target)?;
+    let listing = list_store(settings, &held.rundir)?;
+    let mut connection = settings.remote.connect()?;
+    let store_created_us = listing.as_ref().map(|listing| listing.created_us);
+    let remote_host = greet(&mut connection, &target, name, settings, store_created_us)?;
+    on_event(&MoveEvent::Ready { host: remote_host });
+    Ok(Movable { held, target, listing, connection })
+}
+
+/// Lists the checkpoints of the store. Returns `None` if the first checkpoint will create the store, or will be the
+/// first in it.
+fn list_store(settings: &MoveSettings, rundir: &RunDir) -> Result<Option<Listing>, MoveError> {
+    let e = match admin::listing(&settings.store, settings.identity.as_ref()) {
+        Ok(listing) => return Ok(Some(listing)),
+        Err(e) if e.is_no_store() => e,
+        Err(e) => return Err(e.into()),
+    };
+    match OwnerRecord::read(rundir)?.filter(|record| record.is_of(&settings.store)) {
+        Some(record) => Err(ProtectError::from(record.store_gone(rundir, &e)).into()),
+        None if settings.create_store || matches!(e, StoreError::Unused { .. }) => Ok(None),
+        None => Err(e.into()),
+    }
+}
+
+/// Rejects disks that QEMU itself writes: the source QEMU would have them open while the destination host uses them.
+fn reject_disks(held: &Held) -> Result<(), MoveError> {
+    let disks = &held.state.hardware.disks;
+    match disks.iter().find(|disk| !disk.server && !disk.readonly) {
+        Some(disk) => Err(MoveError::Disk { name: held.rundir.name().into(), disk: disk.id.clone() }),
+        None => Ok(()),
+    }
+}
+
+/// Asks the destination host whether it can take the VM. Returns the host's own name.
+fn greet(
+    connection: &mut Connection,
+    target: &Target,
+    name: &Name,
+    settings: &MoveSettings,
+    store_created_us: Option<u64>,
+) -> Result<String, MoveError> {
+    let hello = Hello {
+        version: VERSION,
+        name: name.clone(),
+        recipe: target.recipe(),
+        store: settings.store.clone(),
+        store_created_us,
+        identity: settings.identity.as_ref().map(IdentityPaths::of),
+        definition: settings.definition.clone(),
+        qemu: settings.qemu.clone(),
+        hold_output: output_is_held(target)?,
+    };
+    match connection.ask(&Message::Hello(Box::new(hello)), HELLO_TIMEOUT)? {
+        Answer::Ready { version: VERSION, host } => Ok(host),
+        answer => Err(unexpected(answer, name.as_str(), &settings.remote.host)),
+    }
+}
+
+/// Returns whether the guest's network output is held until a checkpoint is committed.
+fn output_is_held(target: &Target) -> Result<bool, MoveError> {
+    let hold = target.vmm().connect_watcher(GREETING_TIMEOUT).and_then(|mut qmp| OutputHold::find(&mut qmp));
+    Ok(hold.map_err(LifeError::from)?.is_some())
+}
+
+/// Returns the error for an unexpected answer.
+fn unexpected(answer: Answer, name: &str, host: &str) -> MoveError {
+    match answer {
+        Answer::Refused { why } => MoveError::Refused { name: name.into(), host: host.into(), why },
+        answer => ConnectionError::NotAnAnswer { host: host.into(), answer: format!("{answer:?}") }.into(),
+    }
+}
+
+struct EndedProtector {
+    /// Locks out other protectors.
+    protection: Protection,
+    /// The protector's pid, if there was one.
+    pid: Option<u32>,
+}
+
+/// Stops the VM's protector, because only one process can take checkpoints.
+fn end_protector(rundir: &RunDir) -> Result<EndedProtector, MoveError> {
+    let deadline = Instant::now() + PROTECTOR_END_TIMEOUT;
+    let mut signalled_pid = None;
+    loop {
+        match Protection::take(rundir) {
+            Ok(protection) => return Ok(EndedProtector { protection, pid: signalled_pid }),
+            Err(AttachError::Protected { by: Some(pid), .. }) if signalled_pid.is_none() => {
+                let path = rundir.file("protection.lock");
+                // The protector holds the lock, so its pid has not been reused.
+                let signalled = Process::of(pid).and_then(|process| process.terminate());
+                signalled.map_err(|source| MoveError::File { path, source })?;
+                signalled_pid = Some(pid);
+            }
+            Err(AttachError::Protected { .. }) if Instant::now() < deadline => {
+                thread::sleep(Duration::from_millis(10));
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+}

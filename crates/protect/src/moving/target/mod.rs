@@ -1,0 +1,352 @@
+//! The destination host of a move: `rekindle receive`. The source host starts it over ssh and sends messages to its
+//! standard input.
+//!
+//! [`receive`] reads the messages; an [`IncomingVm`] does what they request.
+
+mod connection;
+
+use super::protocol::{Answer, Go, Hello, Message, Running, VERSION};
+use super::stopped_state::StoppedState;
+use crate::error::with_causes;
+use crate::identity_paths::IdentityPaths;
+use crate::restore::checkpoint::ChosenCheckpoint;
+use crate::restore::concurrent::{EarlyLoad, SentState};
+use crate::restore::prepare::{PreparedQemu, PrimedQemu, prepare};
+use crate::restore::{MoveClaim, Request, RestoreError, Restored, restore_in};
+use connection::{Rejection, SourceConnection, TIMEOUTS};
+use rekindle_store::admin;
+use rekindle_vm::definition::{Definition, Name};
+use rekindle_vm::disks::{self, Epochs};
+use rekindle_vm::host::Host;
+use rekindle_vm::life::{self, Status};
+use rekindle_vm::place::Site;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a status query waits for an operation on the VM.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Delay between two status queries of a VM on which an operation works.
+const BUSY_POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Serves a move until the source host has sent its last message. `input` and `output` are pipes or sockets, without a
+/// buffer. Calls `on_running` with the name of a VM that runs on this host from then on.
+///
+/// *Needs:* the same as `rekindle restore`.
+/// *On success:* the last answer states the result. If the guest did not arrive, the prepared QEMU was removed.
+/// *On failure:* the prepared QEMU was removed.
+///
+/// # Errors
+/// An I/O error if `input` cannot be read, or the source host exceeds a time limit.
+pub fn receive(
+    host: &Host,
+    input: impl Read + AsFd,
+    output: impl Write + AsFd,
+    on_running: &dyn Fn(&str),
+) -> io::Result<()> {
+    let mut source = SourceConnection::new(input, output, TIMEOUTS);
+    let hello = match source.read_message(TIMEOUTS.hello)? {
+        None => return Ok(()),
+        Some(Ok(Message::Hello(hello))) if hello.version == VERSION => hello,
+        Some(Ok(Message::Ask { version: VERSION, name })) => {
+            source.send(&vm_status(host, &name));
+            return Ok(());
+        }
+        Some(Ok(Message::Hello(_) | Message::Ask { .. })) => {
+            return source.reject(format!(
+                "it has version {VERSION} of the protocol for moves; use the same Rekindle on both hosts"
+            ));
+        }
+        Some(Ok(_)) => return source.reject("a message arrived before one that names a VM"),
+        Some(Err(why)) => return source.reject(why),
+    };
+    let mut incoming = match IncomingVm::new(host, *hello) {
+        Ok(incoming) => incoming,
+        Err(why) => return source.reject(why),
+    };
+    let host_name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let mut answer_was_read = source.send(&Answer::Ready { version: VERSION, host: host_name });
+    // A source host that does not read an answer has abandoned the move.
+    while answer_was_read {
+        answer_was_read = match source.read_message(TIMEOUTS.checkpoints)? {
+            // The source host has cancelled the move, or has failed.
+            None => return Ok(()),
+            Some(Ok(Message::Prepare {})) => match incoming.prepare() {
+                Ok(PreparedQemu { checkpoint, pid, .. }) => source.send(&Answer::Prepared { checkpoint, pid }),
+                Err(why) => return source.reject(why),
+            },
+            Some(Ok(Message::ReadNewest {})) => source.send(&incoming.read_newest()),
+            Some(Ok(Message::State(state))) => return load_and_answer(source, incoming, state, on_running),
+            Some(Ok(Message::Go(go))) => {
+                let answer = incoming.resume(&go);
+                source.send(&answer);
+                incoming.notify_running(&answer, on_running);
+                return Ok(());
+            }
+            Some(Ok(_)) => return source.reject("a second message names a VM"),
+            Some(Err(why)) => return source.reject(why),
+        };
+    }
+    Ok(())
+}
+
+/// Loads a guest that is stopped. [`Message::Go`] arrives during the load; its answer ends the move.
+fn load_and_answer(
+    mut source: SourceConnection<impl Read + AsFd, impl Write + AsFd>,
+    mut incoming: IncomingVm<'_>,
+    state: StoppedState,
+    on_running: &dyn Fn(&str),
+) -> io::Result<()> {
+    let mut read_error = None;
+    let answer = incoming.load(state, &mut || match source.read_message(TIMEOUTS.go) {
+        Ok(Some(Ok(Message::Go(go)))) => Some(go),
+        Ok(_) => None,
+        Err(e) => {
+            read_error = Some(e);
+            None
+        }
+    });
+    let Some(answer) = answer else { return read_error.map_or(Ok(()), Err) };
+    source.send(&answer);
+    incoming.notify_running(&answer, on_running);
+    Ok(())
+}
+
+/// A VM that is being moved to this host.
+struct IncomingVm<'a> {
+    host: &'a Host,
+    name: Name,
+    request: Request,
+    /// A destination QEMU may have been prepared.
+    may_have_qemu: bool,
+    /// The prepared QEMU, if its memory is registered.
+    primed: Option<PrimedQemu>,
+    /// The prepared QEMU together with the data of the newest checkpoint that a load needs. Replaces `primed`.
+    early_load: Option<EarlyLoad<'a>>,
+}
+
+impl<'a> IncomingVm<'a> {
+    /// Checks whether the VM can run on this host. Creates nothing.
+    fn new(host: &'a Host, hello: Hello) -> Result<Self, Rejection> {
+        let Hello { name, recipe, store, store_created_us, identity, definition, qemu, hold_output, .. } = hello;
+        let definition = definition.as_deref().map(Definition::load).transpose().map_err(|e| with_causes(&e))?;
+        let identity = identity.as_ref().map(IdentityPaths::identity);
+        if let Some(created_us) = store_created_us {
+            let listing = admin::listing(&store, identity.as_ref()).map_err(|e| with_causes(&e))?;
+            if listing.created_us != created_us {
+                return Err(format!(
+                    "{store} is a different store there; both hosts must reach the same store by that URL"
+                ));
+            }
+        }
+        let site = Site::take(host, name.as_str(), "move").map_err(|e| with_causes(&e))?;
+        let is_users_definition = definition.is_some();
+        let base_definition = definition.clone().unwrap_or_else(|| recipe.definition.clone());
+        let vm_definition = Definition { name: name.clone(), ..base_definition };
+        // The last checkpoint needs all of the disks.
+        let plan = site
+            .plan(vm_definition, qemu.as_deref(), &Epochs::new(), |hardware| recipe.fit(hardware, is_users_definition));
+        let checked = plan.and_then(|plan| plan.check_room());
+        site.leave();
+        checked.map_err(|e| with_causes(&e))?;
+        let request =
+            Request { store, identity, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
+        Ok(Self { host, name, request, may_have_qemu: false, primed: None, early_load: None })
+    }
+
+    /// Prepares a destination QEMU. This also checks whether this host has everything that the QEMU needs.
+    fn prepare(&mut self) -> Result<PreparedQemu, Rejection> {
+        // From here on there may be a QEMU to remove.
+        self.may_have_qemu = true;
+        let prepared = prepare(self.host, &self.name, &self.request).map_err(|e| with_causes(&e))?;
+        let chosen = ChosenCheckpoint::open(&self.request).map_err(|e| with_causes(&e))?;
+        let state = State::read(&RunDir::new(&self.host.root, self.name.as_str())).map_err(|e| with_causes(&e))?;
+        let differing_disks = state.map(|state| disks::others(&state.hardware, &chosen.epochs)).unwrap_or_default();
+        if !differing_disks.is_empty() {
+            return Err(differing_disks.join("; "));
+        }
+        // Does the steps that are possible before the guest is stopped. If they fail, the restore does them, or starts
+        // another QEMU.
+        self.primed =
+            PrimedQemu::take(self.host, &self.name).inspect_err(|e| tracing::debug!("{}", with_causes(e))).ok();
+        Ok(prepared)
+    }
+
+    /// Reads the data of the newest checkpoint that a load needs.
+    fn read_newest(&mut self) -> Answer {
+        match EarlyLoad::new(self.host, &self.name, &self.request, &mut self.primed) {
+            Ok(early_load) => {
+                let (checkpoint, pages) = (Some(early_load.number()), early_load.pages());
+                self.early_load = Some(early_load);
+                Answer::NewestRead { checkpoint, pages }
+            }
+            Err(e) => {
+                tracing::debug!("{} is loaded after its last checkpoint is committed: {}", self.name, with_causes(&e));
+                Answer::NewestRead { checkpoint: None, pages: Vec::new() }
+            }
+        }
+    }
+
+    /// Loads the guest while its last checkpoint is being committed, and resumes it when `wait_for_go` returns a
+    /// message. `None`: no message arrived.
+    fn load(&mut self, state: StoppedState, wait_for_go: &mut dyn FnMut() -> Option<Go>) -> Option<Answer> {
+        let started = Instant::now();
+        let decoded = self.early_load.as_ref().and_then(|early_load| state.decode(early_load.devices()));
+        let (Some(early_load), Some(state)) = (self.early_load.take_if(|_| decoded.is_some()), decoded) else {
+            return wait_for_go().map(|go| self.resume(&go));
+        };
+        let ConcurrentLoad { message, move_claim, restored } =
+            load_until_go(early_load, state, &self.request, wait_for_go, started);
+        let message = message?;
+        match restored {
+            Err(e) if !move_claim.may_run.load(Ordering::SeqCst) => {
+                let why = with_causes(&e);
+                tracing::warn!("the load of {} before its commit failed; loading from the store: {why}", self.name);
+                Some(self.restore(&message, move_claim, Some(why)))
+            }
+            restored => Some(self.answer(&message, &move_claim, restored, LoadTime::BeforeCommit, started)),
+        }
+    }
+
+    /// Resumes the guest from the store.
+    fn resume(&mut self, go: &Go) -> Answer {
+        let move_claim = MoveClaim { owner_epoch: AtomicU64::new(go.epoch), ..MoveClaim::default() };
+        self.restore(go, Arc::new(move_claim), None)
+    }
+
+    /// Resumes the guest from the store. `early_load_failure`: why the load before the commit was not used.
+    fn restore(&mut self, go: &Go, move_claim: Arc<MoveClaim>, early_load_failure: Option<String>) -> Answer {
+        let started = Instant::now();
+        // The VM stays locked meanwhile.
+        if let Some(early_load) = self.early_load.take() {
+            self.primed = Some(early_load.into_primed());
+        }
+        let request = Request { move_claim: Some(Arc::clone(&move_claim)), ..self.request.clone() };
+        let mut restored = restore_in(self.host, &self.name, &request, self.primed.take());
+        if let Ok(restored) = &mut restored {
+            restored.unused_reason = early_load_failure.or(restored.unused_reason.take());
+        }
+        self.answer(go, &move_claim, restored, LoadTime::AfterCommit, started)
+    }
+
+    fn answer(
+        &mut self,
+        go: &Go,
+        move_claim: &MoveClaim,
+        restored: Result<Restored, RestoreError>,
+        load_time: LoadTime,
+        started: Instant,
+    ) -> Answer {
+        match restored {
+            Ok(restored) => {
+                self.may_have_qemu = false;
+                let total_us = started.elapsed().as_micros() as u64;
+                Answer::Running(Running {
+                    resumed_after_us: restored.resumed_after_us,
+                    answered_after_us: total_us.saturating_sub(restored.resumed_after_us),
+                    pid: restored.pid,
+                    prepared: restored.prepared,
+                    loaded_before_commit: load_time == LoadTime::BeforeCommit,
+                    unused_reason: restored.unused_reason,
+                    clock: restored.clock,
+                })
+            }
+            Err(e) => {
+                let owner_epoch = move_claim.owner_epoch.load(Ordering::SeqCst);
+                Answer::Failed {
+                    why: with_causes(&e),
+                    resumed: move_claim.may_run.load(Ordering::SeqCst),
+                    claimed: (owner_epoch != go.epoch).then_some(owner_epoch),
+                }
+            }
+        }
+    }
+
+    /// Reports the VM to `on_running` if its guest was resumed.
+    fn notify_running(&self, answer: &Answer, on_running: &dyn Fn(&str)) {
+        if matches!(answer, Answer::Running(_)) {
+            on_running(self.name.as_str());
+        }
+    }
+}
+
+impl Drop for IncomingVm<'_> {
+    fn drop(&mut self) {
+        // Releases the VM's lock.
+        (self.primed, self.early_load) = (None, None);
+        let rundir = RunDir::new(&self.host.root, self.name.as_str());
+        let qemu_waits = || State::read(&rundir).ok().flatten().is_some_and(|state| state.prepared.is_some());
+        if self.may_have_qemu
+            && qemu_waits()
+            && let Err(e) = life::stop(self.host, self.name.as_str(), Some(Duration::ZERO))
+        {
+            tracing::warn!("cannot remove what was prepared for {}: {}", self.name, with_causes(&e));
+        }
+    }
+}
+
+/// When the guest was loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LoadTime {
+    /// While its last checkpoint was being committed.
+    BeforeCommit,
+    AfterCommit,
+}
+
+/// A load that has ended, and the message that reported the commit meanwhile, if it arrived.
+struct ConcurrentLoad {
+    message: Option<Go>,
+    move_claim: Arc<MoveClaim>,
+    restored: Result<Restored, RestoreError>,
+}
+
+/// Loads the guest in the background until `wait_for_go` returns.
+fn load_until_go(
+    early_load: EarlyLoad<'_>,
+    state: SentState,
+    request: &Request,
+    wait_for_go: &mut dyn FnMut() -> Option<Go>,
+    started: Instant,
+) -> ConcurrentLoad {
+    let move_claim = Arc::new(MoveClaim { spare: early_load.spare(), ..MoveClaim::default() });
+    let request = Request { move_claim: Some(Arc::clone(&move_claim)), ..request.clone() };
+    thread::scope(|scope| {
+        let (commit_sender, commit_receiver) = mpsc::sync_channel(1);
+        let request = &request;
+        let load = scope.spawn(move || early_load.load(state, commit_receiver, request, started));
+        let message = wait_for_go();
+        if let Some(go) = &message {
+            move_claim.owner_epoch.store(go.epoch, Ordering::SeqCst);
+            // A failure of the load is handled by the caller.
+            let _ = commit_sender.send(());
+        }
+        drop(commit_sender);
+        let restored = load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        ConcurrentLoad { message, move_claim: Arc::clone(&move_claim), restored }
+    })
+}
+
+/// Returns the status of a VM on this host.
+fn vm_status(host: &Host, name: &Name) -> Answer {
+    let rundir = RunDir::new(&host.root, name.as_str());
+    let deadline = Instant::now() + BUSY_TIMEOUT;
+    loop {
+        if !rundir.exists() {
+            return Answer::Found { runs: false, status: "absent".into() };
+        }
+        match life::status(&rundir) {
+            Ok(Status::Busy(_)) if Instant::now() < deadline => thread::sleep(BUSY_POLL_INTERVAL),
+            Ok(status) => {
+                let runs = matches!(status, Status::Running | Status::Degraded(_) | Status::Protected);
+                return Answer::Found { runs, status: status.to_string() };
+            }
+            Err(e) => return Answer::Refused { why: with_causes(&e) },
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Decides how to protect a guest, from its devices and disks: which policy, and what becomes of its disks.
+
+use crate::error::{CheckpointError, ProtectError, TrackingStartError};
+use crate::policy::Policy;
+use crate::target::Target;
+use rekindle_qemu::adopt::{Adopted, Obstacle};
+use rekindle_qemu::command::Disk;
+use rekindle_qemu::foreign::{self, MachineFacts};
+use rekindle_qemu::qmp::{Qmp, QmpError};
+use rekindle_vm::disks;
+use serde_json::Value;
+use std::time::Duration;
+
+/// How long QEMU may take to send its greeting.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Handling of disks that QEMU itself writes, not a disk server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DiskPolicy {
+    /// Reject a guest that has such a disk.
+    Refuse,
+    /// The user accepts that a restored guest finds its disks newer than its memory.
+    CrashConsistent,
+    /// A command of the user snapshots the disks while the guest is stopped.
+    Hook(String),
+}
+
+/// The way in which a guest is protected.
+#[derive(Debug)]
+pub(crate) struct ProtectionPlan {
+    pub(crate) policy: Policy,
+    /// The user's command that snapshots disks.
+    pub(crate) disk_hook: Option<String>,
+    pub(crate) control: Qmp,
+    /// The guest has a device through which it returns memory.
+    pub(crate) returns_memory: bool,
+    /// Set for an attached guest.
+    pub(crate) attached: Option<AttachedDevices>,
+}
+
+/// The devices and disks of an attached guest, as its QEMU's command line lists them. Checkpoints record that command
+/// line, so no device may be added or removed.
+#[derive(Debug)]
+pub(crate) struct AttachedDevices {
+    adopted: Box<Adopted>,
+    facts: MachineFacts,
+}
+
+impl AttachedDevices {
+    /// Returns whether the guest still has the same devices and disks.
+    pub(crate) fn are_unchanged(&self, control: &mut Qmp) -> Result<bool, CheckpointError> {
+        Ok(foreign::read_facts(&self.adopted, control)? == self.facts)
+    }
+}
+
+impl ProtectionPlan {
+    /// Inspects the guest. Rejects a guest that cannot be protected.
+    pub(crate) fn make(
+        target: &Target,
+        wanted_policy: Option<Policy>,
+        disk_policy: &DiskPolicy,
+    ) -> Result<Self, TrackingStartError> {
+        let name = target.name();
+        let (adopted, mut control) = target.vmm().adopt(GREETING_TIMEOUT).map_err(CheckpointError::from)?;
+        // Rekindle's disk servers also write the guest's memory, but report their writes.
+        let served_disks: Vec<_> = disks::served(&target.state().hardware).collect();
+        let is_obstacle = |obstacle: &&Obstacle| !is_served_disk(obstacle, &served_disks);
+        let obstacles: Vec<_> = adopted.obstacles.iter().filter(is_obstacle).cloned().collect();
+        if !obstacles.is_empty() {
+            return Err(ProtectError::Obstacles { name: name.into(), obstacles }.into());
+        }
+        let attached = match target.state().attached {
+            Some(_) => Some(inspect_attached(name, &adopted, &mut control)?),
+            None => None,
+        };
+        let images = open_images(&mut control).map_err(CheckpointError::from)?;
+        let disk_hook = choose_disk_hook(name, disk_policy, &images)?;
+        let policy = choose_policy(name, wanted_policy, &images, &served_disks)?;
+        Ok(Self { policy, disk_hook, control, returns_memory: adopted.gives_back, attached })
+    }
+}
+
+/// Inspects the devices of an attached guest, which may have changed since it was attached.
+fn inspect_attached(name: &str, adopted: &Adopted, control: &mut Qmp) -> Result<AttachedDevices, TrackingStartError> {
+    if let Err(obstacles) = foreign::describe(adopted, control).map_err(CheckpointError::from)? {
+        return Err(ProtectError::Obstacles { name: name.into(), obstacles }.into());
+    }
+    let facts = foreign::read_facts(adopted, control).map_err(CheckpointError::from)?;
+    Ok(AttachedDevices { adopted: Box::new(adopted.clone()), facts })
+}
+
+/// Returns the command that snapshots the disks, if there is one. `images` has the disks that QEMU itself has open:
+/// disks on a disk server are not among them, and have epochs.
+fn choose_disk_hook(
+    name: &str,
+    disk_policy: &DiskPolicy,
+    images: &[OpenImage],
+) -> Result<Option<String>, ProtectError> {
+    match (disk_policy, images.iter().find(|image| image.writable)) {
+        (DiskPolicy::Refuse, Some(image)) => {
+            Err(ProtectError::WritableDisk { name: name.into(), disk: image.file.clone() })
+        }
+        (DiskPolicy::Refuse, None) | (DiskPolicy::CrashConsistent, _) => Ok(None),
+        (DiskPolicy::Hook(command), _) => Ok(Some(command.clone())),
+    }
+}
+
+/// Returns the wanted policy, if the guest's disks permit it; without a wanted one, the best policy that they permit.
+fn choose_policy(
+    name: &str,
+    wanted: Option<Policy>,
+    images: &[OpenImage],
+    served_disks: &[&Disk],
+) -> Result<Policy, ProtectError> {
+    let direct_image = images.iter().find(|image| image.direct);
+    match (wanted, direct_image, served_disks.first()) {
+        (Some(Policy::Precopy), Some(image), _) => {
+            Err(ProtectError::DirectIo { name: name.into(), disk: image.file.clone() })
+        }
+        (Some(Policy::Cow), _, Some(disk)) => {
+            Err(ProtectError::CowDiskServer { name: name.into(), disk: disk.id.clone() })
+        }
+        (Some(policy), _, _) => Ok(policy),
+        // A disk server does not wait for a page to be copied.
+        (None, Some(_), Some(_)) => Ok(Policy::Basic),
+        (None, Some(_), None) => Ok(Policy::Cow),
+        (None, None, _) => Ok(Policy::Precopy),
+    }
+}
+
+/// Returns whether the obstacle is the device of a disk on a disk server.
+fn is_served_disk(obstacle: &Obstacle, served_disks: &[&Disk]) -> bool {
+    served_disks.iter().any(|disk| {
+        let path = format!("(/machine/peripheral/{}", disk.id);
+        let parts = obstacle.what.strip_prefix("vhost-user-blk").and_then(|device| device.split_once(&path));
+        parts.is_some_and(|(bus, child)| {
+            ["", "-pci"].contains(&bus.trim_end()) && [")", "/virtio-backend)"].contains(&child)
+        })
+    })
+}
+
+/// A disk image that QEMU has open for its guest.
+struct OpenImage {
+    file: String,
+    writable: bool,
+    /// The image is open with `O_DIRECT`: the kernel reads it into guest memory past QEMU's page tables.
+    direct: bool,
+}
+
+fn open_images(qmp: &mut Qmp) -> Result<Vec<OpenImage>, QmpError> {
+    let devices: Vec<Value> = qmp.execute("query-block", ())?;
+    let open_image = |device: &Value| {
+        let inserted = device.get("inserted")?;
+        Some(OpenImage {
+            file: inserted.get("file").and_then(Value::as_str).unwrap_or("a disk").to_owned(),
+            writable: inserted.get("ro").and_then(Value::as_bool) != Some(true),
+            direct: inserted.pointer("/cache/direct").and_then(Value::as_bool) != Some(false),
+        })
+    };
+    Ok(devices.iter().filter_map(open_image).collect())
+}

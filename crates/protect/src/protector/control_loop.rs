@@ -1,0 +1,319 @@
+//! The protector's control loop: when a checkpoint is taken, and what happens after a failure.
+//!
+//! ```text
+//!  start a session ──> take a checkpoint ──> wait ──┐
+//!     ^   ^                   ^                     │
+//!     │   │                   └─────────────────────┘
+//!     │   └── QEMU was replaced, or tracking has failed: start again
+//!     └────── QEMU cannot be tracked now: wait, start again
+//! ```
+//!
+//! A store that does not answer, a stopped guest and an unfinished operation on the VM only delay the next checkpoint.
+
+use super::series::CheckpointSeries;
+use super::{ProtectSettings, StopReason, Summary};
+use crate::error::{CheckpointError, ProtectError, TrackingStartError, with_causes};
+use crate::event::{CheckpointReport, ProtectEvent};
+use crate::pause::PauseError;
+use crate::session::TrackingSession;
+use crate::target::{Target, TargetError};
+use rekindle_qemu::guest::run_state;
+use rekindle_qemu::vmm::Vmm;
+use rekindle_store::StoreError;
+use rekindle_store::types::{Guest, Owner};
+use rekindle_vm::disks;
+use rekindle_vm::error::LifeError;
+use rekindle_vm::host::Host;
+use rekindle_vm::lock::RunState;
+use rekindle_vm::qemu::OFF;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Delay before a failed step is tried again.
+const RETRY_DELAY: Duration = Duration::from_millis(200);
+/// How long a reboot of the VM may take to replace a QEMU that has ended.
+const REBOOT_TIMEOUT: Duration = Duration::from_secs(120);
+/// How long QEMU may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Number of consecutive failures after which protection stops.
+const MAX_FAILURES: u32 = 3;
+/// Delay between two checks whether the protector is to stop.
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+pub(super) struct ControlLoop<'a> {
+    host: &'a Host,
+    settings: &'a ProtectSettings,
+    stop: &'a AtomicBool,
+    on_event: &'a mut dyn FnMut(&ProtectEvent),
+    series: CheckpointSeries<'a>,
+    /// Number of checkpoints that were taken.
+    taken: u64,
+    newest: Option<u64>,
+    /// When the newest checkpoint was started; without one, when the protector was started.
+    newest_started: Instant,
+    consecutive_failures: u32,
+    store_has_failed: bool,
+    output_is_held: bool,
+}
+
+/// The next step of the loop.
+enum LoopStep {
+    /// Continue after this time.
+    Wait(Duration),
+    /// Start a new session with this target.
+    Attach(Box<Target>),
+    Stop(StopReason),
+}
+
+impl<'a> ControlLoop<'a> {
+    pub fn new(
+        host: &'a Host,
+        settings: &'a ProtectSettings,
+        stop: &'a AtomicBool,
+        on_event: &'a mut dyn FnMut(&ProtectEvent),
+        series: CheckpointSeries<'a>,
+    ) -> Self {
+        Self {
+            host,
+            settings,
+            stop,
+            on_event,
+            series,
+            taken: 0,
+            newest: None,
+            newest_started: Instant::now(),
+            consecutive_failures: 0,
+            store_has_failed: false,
+            output_is_held: false,
+        }
+    }
+
+    pub fn run(mut self, target: Target) -> Result<Summary, ProtectError> {
+        let mut target = Box::new(target);
+        let ended = loop {
+            let next_step = match self.series.start_session(&target) {
+                Ok(session) => self.run_session(session)?,
+                Err(TrackingStartError::Retryable(e)) => self.after_failure(&target, e)?,
+                Err(TrackingStartError::Fatal(e)) => return Err(e),
+            };
+            match next_step {
+                LoopStep::Attach(new_target) => target = new_target,
+                LoopStep::Stop(reason) => break reason,
+                LoopStep::Wait(time) => {
+                    if self.sleep(time, || false) {
+                        break StopReason::Requested;
+                    }
+                }
+            }
+        };
+        let output_held = self.output_is_held && ended != StopReason::QemuEnded;
+        Ok(Summary { checkpoints: self.taken, newest: self.newest, ended, output_held })
+    }
+
+    /// Takes checkpoints until the protector is to stop or tracking has to start again.
+    fn run_session(&mut self, mut session: TrackingSession) -> Result<LoopStep, ProtectError> {
+        self.output_is_held = session.holds_output();
+        self.report(&ProtectEvent::Attached {
+            pid: session.target.vmm().pid,
+            ram_bytes: session.ram_bytes(),
+            incremental: session.is_incremental(),
+            filling: session.is_filling(),
+        });
+        loop {
+            let next_step = match self.take_checkpoint(&mut session) {
+                Ok(()) if self.settings.count.is_some_and(|count| self.taken >= count) => {
+                    LoopStep::Stop(StopReason::Counted)
+                }
+                Ok(()) => LoopStep::Wait(self.settings.every.saturating_sub(self.newest_started.elapsed())),
+                Err(e) => self.after_failure(&session.target, e)?,
+            };
+            self.report_lag();
+            match next_step {
+                LoopStep::Wait(time) => {
+                    // A complete fill ends the wait early, so that the pager can end.
+                    if self.sleep(time, || session.is_filled()) {
+                        return Ok(LoopStep::Stop(StopReason::Requested));
+                    }
+                }
+                LoopStep::Attach(new_target) => {
+                    let _ = session.detach();
+                    return Ok(LoopStep::Attach(new_target));
+                }
+                LoopStep::Stop(StopReason::Counted) => return self.finish(session).map(LoopStep::Stop),
+                LoopStep::Stop(reason) => return Ok(LoopStep::Stop(reason)),
+            }
+        }
+    }
+
+    fn take_checkpoint(&mut self, session: &mut TrackingSession) -> Result<(), CheckpointError> {
+        let started = Instant::now();
+        let was_filling = session.is_filling();
+        let result = self.series.checkpoint(session);
+        if was_filling && !session.is_filling() {
+            self.report(&ProtectEvent::Filled);
+        }
+        let report = result?;
+        self.consecutive_failures = 0;
+        if std::mem::take(&mut self.store_has_failed) {
+            self.report(&ProtectEvent::StoreBack);
+        }
+        self.newest_started = started;
+        self.note_checkpoint(report);
+        Ok(())
+    }
+
+    fn note_checkpoint(&mut self, report: CheckpointReport) {
+        self.taken += 1;
+        self.newest = Some(report.number);
+        self.report(&ProtectEvent::Checkpoint(Box::new(report)));
+    }
+
+    /// Ends a session after the requested number of checkpoints.
+    fn finish(&mut self, mut session: TrackingSession) -> Result<StopReason, ProtectError> {
+        let name = session.target.name().to_owned();
+        let failed = |e| ProtectError::tracking(&name, e);
+        if self.settings.stay {
+            let report = self.take_last(&mut session).map_err(failed)?;
+            self.note_checkpoint(report);
+            self.output_is_held = false;
+            return Ok(StopReason::Stays);
+        }
+        if self.settings.compare {
+            let comparison = self.series.compare(&mut session, self.newest).map_err(failed)?;
+            self.report(&ProtectEvent::Compared(comparison));
+        }
+        match session.end_hold() {
+            Ok(()) => self.output_is_held = false,
+            Err(e) => tracing::warn!("the guest's network output is still held: {}", with_causes(&e)),
+        }
+        if let Err(e) = session.detach() {
+            tracing::warn!("cannot remove the tracking from QEMU: {e}");
+        }
+        Ok(StopReason::Counted)
+    }
+
+    /// Takes one more checkpoint, at which the guest stays stopped.
+    fn take_last(&mut self, session: &mut TrackingSession) -> Result<CheckpointReport, CheckpointError> {
+        let run_state = session.target.hold_run_state()?;
+        Ok(self.series.last_checkpoint(session, &run_state, &mut |_| {})?.report)
+    }
+
+    /// Decides how the loop continues after a failure.
+    fn after_failure(&mut self, target: &Target, error: CheckpointError) -> Result<LoopStep, ProtectError> {
+        let is_alive = target.vmm().is_alive();
+        let wait = LoopStep::Wait(self.settings.every.max(RETRY_DELAY));
+        match error {
+            CheckpointError::Store(e) => self.after_store_failure(target, e),
+            CheckpointError::Pause(PauseError::NotRunning { state }) if is_alive => {
+                self.report_wait(format!("the guest was stopped by another program ({state})"));
+                Ok(wait)
+            }
+            CheckpointError::DiskEpoch(e) if is_alive && !e.is_gone() => {
+                self.report_wait(with_causes(&e));
+                Ok(wait)
+            }
+            CheckpointError::Filling { .. } if is_alive => {
+                self.report_wait(error.to_string());
+                Ok(LoopStep::Wait(RETRY_DELAY))
+            }
+            CheckpointError::Target(TargetError::Life(e @ LifeError::NeedsRecovery { .. })) => {
+                self.report_wait(e.to_string());
+                Ok(wait)
+            }
+            error => self.track_again(target, error),
+        }
+    }
+
+    fn after_store_failure(&mut self, target: &Target, error: StoreError) -> Result<LoopStep, ProtectError> {
+        if error.may_pass() {
+            if !std::mem::replace(&mut self.store_has_failed, true) {
+                self.report(&ProtectEvent::StoreAway { error: with_causes(&error) });
+            }
+            if matches!(error, StoreError::Closed { .. }) {
+                self.series.close_writer();
+            }
+            return Ok(LoopStep::Wait(self.settings.every.max(RETRY_DELAY)));
+        }
+        let owner_record = self.series.owner_record();
+        match error.guest_is_over(owner_record.run()) {
+            // The guest has shut down; its QEMU is about to end.
+            Some(Owner { guest: Guest::Ended, .. }) if has_ended(target.vmm()) => {
+                Ok(LoopStep::Stop(StopReason::QemuEnded))
+            }
+            Some(owner) => Err(self.series.end_guest(target.rundir(), owner)),
+            None if error.is_no_store() => Err(owner_record.store_gone(target.rundir(), &error).into()),
+            None => Err(error.into()),
+        }
+    }
+
+    /// Starts the tracking again, after `error`: in the QEMU that runs the guest now, or in the same one.
+    fn track_again(&mut self, target: &Target, error: CheckpointError) -> Result<LoopStep, ProtectError> {
+        // A reboot of the VM may be in progress: wait until it has ended.
+        let run_state = RunState::acquire(target.rundir(), REBOOT_TIMEOUT);
+        let current = Target::of(self.host, target.name());
+        drop(run_state);
+        let current = match current {
+            Ok(current) => current,
+            Err(_) if !target.vmm().is_alive() => return Ok(LoopStep::Stop(StopReason::QemuEnded)),
+            Err(e) => return Err(e.into()),
+        };
+        if current.vmm() != target.vmm() {
+            self.consecutive_failures = 0;
+            self.report(&ProtectEvent::Moved { why: format!("QEMU process {} runs the guest now", current.vmm().pid) });
+            return Ok(LoopStep::Attach(Box::new(current)));
+        }
+        self.consecutive_failures += 1;
+        // A disk server may have died: QEMU continues with its replacement.
+        if matches!(error, CheckpointError::DiskServer(_) | CheckpointError::DiskEpoch(_)) {
+            let started = disks::start(target.rundir(), &target.state().hardware);
+            started.map_err(|e| ProtectError::tracking(target.name(), e))?;
+        }
+        if self.consecutive_failures >= MAX_FAILURES {
+            return Err(ProtectError::tracking(target.name(), error));
+        }
+        self.report(&ProtectEvent::Moved { why: with_causes(&error) });
+        Ok(LoopStep::Attach(Box::new(current)))
+    }
+
+    fn report(&mut self, event: &ProtectEvent) {
+        (self.on_event)(event);
+    }
+
+    /// Reports why no checkpoint is possible for now.
+    fn report_wait(&mut self, reason: String) {
+        self.report(&ProtectEvent::Waiting { state: reason });
+    }
+
+    /// Reports if the newest checkpoint is too old.
+    fn report_lag(&mut self) {
+        let lag = self.newest_started.elapsed();
+        if let Some(max_lag) = self.settings.max_lag
+            && lag > max_lag
+        {
+            let (lag_ms, max_ms) = (lag.as_millis() as u64, max_lag.as_millis() as u64);
+            self.report(&ProtectEvent::Lag { lag_ms, max_ms });
+        }
+    }
+
+    /// Sleeps for `time`, or until `wake` returns true. Returns whether a stop was requested.
+    fn sleep(&self, time: Duration, wake: impl Fn() -> bool) -> bool {
+        let end = Instant::now() + time;
+        loop {
+            if self.stop.load(Ordering::Relaxed) {
+                return true;
+            }
+            let remaining = end.saturating_duration_since(Instant::now());
+            if remaining.is_zero() || wake() {
+                return false;
+            }
+            thread::sleep(remaining.min(STOP_POLL_INTERVAL));
+        }
+    }
+}
+
+/// Returns whether the guest has shut down or its QEMU has ended.
+fn has_ended(vmm: &Vmm) -> bool {
+    let state = || vmm.connect_watcher(ANSWER_TIMEOUT).and_then(|mut qmp| run_state(&mut qmp));
+    !vmm.is_alive() || state().is_ok_and(|state| state == OFF)
+}
