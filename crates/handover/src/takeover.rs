@@ -68,7 +68,7 @@ impl TapTakeover {
     pub fn send_again(&mut self, stopped_host_us: u64) -> Vec<Capture> {
         let (sent, waiting) = std::mem::take(&mut self.captures)
             .into_iter()
-            .partition(|capture| network::send_again(capture, stopped_host_us));
+            .partition(|capture| network::resend_frames(capture, stopped_host_us));
         self.captures = waiting;
         sent
     }

@@ -59,7 +59,7 @@ pub(crate) struct EpochDisks {
 impl EpochDisks {
     pub(crate) fn of(target: &Target) -> Self {
         let disks = target.state().hardware.disks.iter().filter(|disk| disk.server && !disk.readonly);
-        let of = |id: &String| (id.clone(), disks::control(target.rundir(), id), None);
+        let of = |id: &String| (id.clone(), disks::control_socket(target.rundir(), id), None);
         Self { disks: disks.map(|disk| of(&disk.id)).collect() }
     }
 

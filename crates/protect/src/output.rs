@@ -3,7 +3,7 @@
 use crate::target::{Target, TargetError};
 use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::QmpError;
-use rekindle_vm::attach::{AttachError, Protection};
+use rekindle_vm::attach::{AttachError, ProtectionLock};
 use rekindle_vm::host::Host;
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ pub enum ReleaseError {
 /// *On failure:* the output is still held.
 pub fn release(host: &Host, name: &str) -> Result<bool, ReleaseError> {
     let target = Target::of(host, name)?;
-    let _protection = Protection::take(target.rundir())?;
+    let _protection = ProtectionLock::take(target.rundir())?;
     let failed = |source| ReleaseError::Qmp { name: name.into(), source };
     let Some(mut qmp) = target.vmm().save(GREETING).map_err(failed)? else { return Ok(false) };
     match Hold::found(&mut qmp).map_err(failed)? {

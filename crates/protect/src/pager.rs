@@ -306,7 +306,7 @@ fn run(
     };
     if progress.complete {
         fault::point("fill.end.closed", None, None);
-        disks::filled(rundir);
+        disks::notify_filled(rundir);
         fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
         let Progress { demanded, filled, zero, worst_ns, .. } = progress;
         on_event(&PagerEvent::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });

@@ -18,11 +18,11 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_store::remote::Identity;
 use rekindle_store::types::{Guest, OnlyIf, Owner};
 use rekindle_store::{Image, Options, ReadOptions, StoreError, StoreUrl, Writer, admin};
-use rekindle_vm::attach::Protection;
+use rekindle_vm::attach::ProtectionLock;
 use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::qemu::OFF;
 use rekindle_vm::rundir::RunDir;
 use serde::{Deserialize, Serialize};
@@ -125,7 +125,7 @@ pub fn protect(
         return Err(ProtectError::Output { name: name.into() });
     }
     // Must precede the claim of the store: if another protector of the VM runs, it can continue.
-    let only = Protection::take(target.rundir()).map_err(|e| ProtectError::session(name, e))?;
+    let only = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::session(name, e))?;
     ProtectLoop::open(host, &target, settings, stop, &format!("protect {name}"), only)?.run(target, on_event)
 }
 
@@ -214,7 +214,7 @@ pub(crate) struct ProtectLoop<'a> {
     store_failed: bool,
     output_held: bool,
     /// Locks out other protectors, detach and moves.
-    _only: Protection,
+    _only: ProtectionLock,
 }
 
 /// The next step of the loop.
@@ -234,7 +234,7 @@ impl<'a> ProtectLoop<'a> {
         settings: &'a ProtectSettings,
         stop: &'a AtomicBool,
         operation: &str,
-        only: Protection,
+        only: ProtectionLock,
     ) -> Result<Self, ProtectError> {
         let mut options = Options::new(target.identity(), operation);
         options.keep = settings.keep;
@@ -430,7 +430,7 @@ impl<'a> ProtectLoop<'a> {
     pub(crate) fn last(
         &mut self,
         session: &mut TrackingSession,
-        held: &RunState,
+        held: &RunStateLock,
         on_stopped: &mut OnStopped<'_>,
     ) -> Result<(CheckpointReport, u64), CheckpointError> {
         let done = self.take_one(session, |session, writer, _| session.last(writer, held, on_stopped))?;
@@ -542,7 +542,7 @@ impl<'a> ProtectLoop<'a> {
             }
             error => {
                 // A reboot of the VM may be in progress: wait until it has ended.
-                let held = RunState::acquire(target.rundir(), REBOOT);
+                let held = RunStateLock::acquire(target.rundir(), REBOOT);
                 let now = Target::of(self.host, target.name());
                 drop(held);
                 match now {

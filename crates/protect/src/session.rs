@@ -27,7 +27,7 @@ use rekindle_qemu::{devices, userfaultfd};
 use rekindle_store::types;
 use rekindle_store::{StoreError, Writer};
 use rekindle_vm::fault;
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::timeline::host_us;
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -291,7 +291,7 @@ impl TrackingSession {
     pub(crate) fn last(
         &mut self,
         writer: &mut Writer,
-        _held: &RunState,
+        _held: &RunStateLock,
         on_stopped: &mut OnStopped<'_>,
     ) -> Result<CheckpointReport, CheckpointError> {
         self.take_one(writer, Duration::ZERO, AfterPause::StayStopped, on_stopped)

@@ -10,8 +10,8 @@ use crate::definition::{
 };
 use crate::error::LifeError;
 use crate::host::Host;
-use crate::life::Held;
-use crate::lock::{Lock, RunState};
+use crate::lock::{OperationLock, RunStateLock};
+use crate::locked_vm::LockedVm;
 use crate::rundir::RunDir;
 use crate::state::{Attached, State, format_of};
 use rekindle_kernel::inject::{InjectError, Injector};
@@ -36,10 +36,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use uuid::Uuid;
 
-/// Limit for a QEMU's greeting.
-const GREETING: Duration = Duration::from_secs(5);
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long to wait for the end of a checkpoint.
-const PAUSE: Duration = Duration::from_secs(30);
+const CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a QEMU could not be attached or detached.
 #[derive(Debug, thiserror::Error)]
@@ -68,7 +67,7 @@ pub enum AttachError {
         attached: bool,
     },
     /// The guest cannot be protected, or could not be restored.
-    #[error("process {pid} cannot be attached to:\n{}", listed(.obstacles))]
+    #[error("process {pid} cannot be attached to:\n{}", list(.obstacles))]
     Obstacles {
         /// QEMU's process number.
         pid: u32,
@@ -106,18 +105,18 @@ pub enum AttachError {
     },
 }
 
-fn listed(obstacles: &[Obstacle]) -> String {
-    obstacles.iter().map(|one| format!("  - {}: {}", one.what, one.why)).collect::<Vec<_>>().join("\n")
+fn list(obstacles: &[Obstacle]) -> String {
+    obstacles.iter().map(|obstacle| format!("  - {}: {}", obstacle.what, obstacle.why)).collect::<Vec<_>>().join("\n")
 }
 
 /// Lock of an attached VM's protector. There is only one protector at a time: the monitor serves one client, and the
 /// changes in QEMU belong to one protector.
 #[derive(Debug)]
-pub struct Protection {
+pub struct ProtectionLock {
     _file: File,
 }
 
-impl Protection {
+impl ProtectionLock {
     /// Takes the lock without waiting.
     ///
     /// # Errors
@@ -154,70 +153,76 @@ pub fn attach(host: &Host, name: &Name, monitor: Monitor) -> Result<State, Attac
     // Another process may attach the same QEMU under another name: lock the root directory.
     let all_vms = File::open(&host.root).map_err(failed)?;
     flock(&all_vms, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
-    let was_there = rundir.exists();
+    let existed_before = rundir.exists();
     host.create_run_dir(&rundir).map_err(failed)?;
-    let made = Lock::acquire(&rundir, "attach").map_err(LifeError::from).map_err(AttachError::from).and_then(|lock| {
-        let state = make(host, &rundir, name, monitor)?;
-        drop(lock);
-        Ok(state)
-    });
-    if made.is_err() && !was_there {
+    let attached = attach_in(host, &rundir, name, monitor);
+    if attached.is_err() && !existed_before {
         let _ = rundir.remove();
     }
-    made
+    attached
 }
 
-fn make(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<State, AttachError> {
+/// Attaches a QEMU as the VM of a run directory that exists.
+fn attach_in(host: &Host, rundir: &RunDir, name: &Name, monitor: Monitor) -> Result<State, AttachError> {
     let failed = |source| AttachError::File { path: rundir.path().to_owned(), source };
-    if let Some(before) = State::read(rundir).map_err(failed)? {
-        match before.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
-            Some(vmm) => return Err(LifeError::Running { name: name.to_string(), pid: vmm.pid }.into()),
-            None if before.attached.is_some() => {
-                clean_up(host, rundir, &before)?;
-                host.create_run_dir(rundir).map_err(failed)?;
-            }
-            // A VM that Rekindle started: the user may want to run it again.
-            None => return Err(LifeError::NameTaken { name: name.to_string() }.into()),
-        }
-    }
+    let _lock = OperationLock::acquire(rundir, "attach").map_err(LifeError::from)?;
+    remove_ended_vm(host, rundir, name)?;
     let monitor = match monitor {
         Monitor::Socket { path } => Monitor::Socket { path: std::path::absolute(path).map_err(failed)? },
-        other @ Monitor::Libvirt { .. } => other,
+        libvirt @ Monitor::Libvirt { .. } => libvirt,
     };
-    let (adopted, mut qmp) = monitor.adopt(GREETING)?;
-    other_name(host, &adopted)?;
-    let pid = adopted.pid;
+    let (adopted, mut qmp) = monitor.adopt(GREETING_TIMEOUT)?;
+    reject_qemu_of_other_vm(host, &adopted)?;
+    let (foreign, generation) = inspect_guest(&adopted, &mut qmp)?;
+    let vcpus = count_processors(&mut qmp)?;
+    check_tracking(&adopted, &mut qmp)?;
+    let guest = AdoptedGuest { adopted: &adopted, foreign, generation, monitor: &monitor, vcpus };
+    let state = guest.into_state(rundir, name);
+    state.write(rundir).map_err(failed)?;
+    Ok(state)
+}
+
+/// Removes an attached VM of the name whose QEMU has ended. Rejects any other VM of the name.
+fn remove_ended_vm(host: &Host, rundir: &RunDir, name: &Name) -> Result<(), AttachError> {
+    let failed = |source| AttachError::File { path: rundir.path().to_owned(), source };
+    let Some(state) = State::read(rundir).map_err(failed)? else { return Ok(()) };
+    if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
+        return Err(LifeError::Running { name: name.to_string(), pid: vmm.pid }.into());
+    }
+    if state.attached.is_none() {
+        // A VM that Rekindle started: the user may want to run it again.
+        return Err(LifeError::NameTaken { name: name.to_string() }.into());
+    }
+    clean_up(host, rundir, &state)?;
+    host.create_run_dir(rundir).map_err(failed)
+}
+
+/// Returns the guest's hardware and its VM generation ID. The error lists every obstacle to protecting it.
+fn inspect_guest(adopted: &Adopted, qmp: &mut Qmp) -> Result<(Foreign, Option<Uuid>), AttachError> {
     let mut obstacles = adopted.obstacles.clone();
     if !["kvm", "tcg"].contains(&adopted.accelerator.as_str()) {
         let why = "neither KVM nor TCG: Rekindle cannot start a QEMU like it".into();
         obstacles.push(Obstacle { what: "its accelerator".into(), why });
     }
-    let state = match foreign::of(&adopted, &mut qmp)? {
-        Ok((foreign, generation)) if obstacles.is_empty() => {
-            state(rundir, name, &adopted, foreign, generation, &monitor, processors(&mut qmp)?)
-        }
-        Ok(_) => return Err(AttachError::Obstacles { pid, obstacles }),
-        Err(more) => {
-            obstacles.extend(more);
-            return Err(AttachError::Obstacles { pid, obstacles });
-        }
-    };
-    prove(&adopted, &mut qmp)?;
-    state.write(rundir).map_err(failed)?;
-    Ok(state)
+    match foreign::of(adopted, qmp)? {
+        Ok(hardware) if obstacles.is_empty() => return Ok(hardware),
+        Ok(_) => {}
+        Err(further) => obstacles.extend(further),
+    }
+    Err(AttachError::Obstacles { pid: adopted.pid, obstacles })
 }
 
 /// Checks that our rights suffice: opens a userfaultfd in QEMU and closes it again.
-fn prove(adopted: &Adopted, qmp: &mut Qmp) -> Result<(), AttachError> {
+fn check_tracking(adopted: &Adopted, qmp: &mut Qmp) -> Result<(), AttachError> {
     let injector = Injector::new(adopted.process())?;
     let device = userfaultfd::hand(qmp, adopted.process())?;
-    let tried = tracker::check_userfaultfd(injector, device);
+    let checked = tracker::check_userfaultfd(injector, device);
     userfaultfd::take_back(qmp)?;
-    Ok(tried?)
+    Ok(checked?)
 }
 
 /// Rejects a QEMU that is already another VM.
-fn other_name(host: &Host, adopted: &Adopted) -> Result<(), AttachError> {
+fn reject_qemu_of_other_vm(host: &Host, adopted: &Adopted) -> Result<(), AttachError> {
     for other in RunDir::list(&host.root).unwrap_or_default() {
         let Ok(Some(state)) = State::read(&RunDir::new(&host.root, &other)) else { continue };
         if state.vmm.is_some_and(|vmm| vmm.process() == adopted.process()) {
@@ -227,110 +232,135 @@ fn other_name(host: &Host, adopted: &Adopted) -> Result<(), AttachError> {
     Ok(())
 }
 
-fn processors(qmp: &mut Qmp) -> Result<u32, QmpError> {
-    let all: Vec<Value> = qmp.execute("query-cpus-fast", ())?;
-    Ok(all.len() as u32)
+fn count_processors(qmp: &mut Qmp) -> Result<u32, QmpError> {
+    let processors: Vec<Value> = qmp.execute("query-cpus-fast", ())?;
+    Ok(processors.len() as u32)
 }
 
-fn state(
-    rundir: &RunDir,
-    name: &Name,
-    adopted: &Adopted,
+/// What is known of a guest whose QEMU is being attached.
+struct AdoptedGuest<'a> {
+    adopted: &'a Adopted,
     foreign: Foreign,
     generation: Option<Uuid>,
-    monitor: &Monitor,
+    monitor: &'a Monitor,
     vcpus: u32,
-) -> State {
-    let bytes = foreign.backends.iter().map(|backend| backend.bytes).sum();
-    let cpu = foreign.words.iter().zip(foreign.words.iter().skip(1)).find(|(option, _)| *option == "-cpu");
-    let cpu = cpu.map(|(_, model)| model.clone()).unwrap_or_default();
-    let mac = |network: &foreign::Network| match network.mac.parse() {
-        Ok(mac) => mac,
-        Err(_) => Mac::derived(name.as_str(), &network.id),
-    };
-    let binary = adopted.binary.clone();
-    let backend = NetBackend::User { forward: Vec::new() };
-    let definition = Definition {
-        name: name.clone(),
-        memory: Bytes::new(bytes),
-        vcpus: vcpus.try_into().unwrap_or(u8::MAX),
-        accel: if adopted.accelerator == "kvm" { Accel::Kvm } else { Accel::Tcg },
-        machine: adopted.machine.clone(),
-        cpu: if cpu.is_empty() { "auto".into() } else { cpu.clone() },
-        qemu: binary.clone(),
-        probe: None,
-        shutdown_timeout: Span::from_secs(60),
-        on_reboot: OnReboot::Reset,
-        on_crash: OnCrash::Leave,
-        save_dir: None,
-        qemu_args: Vec::new(),
-        ram: Ram::default(),
-        boot: None,
-        devices: Devices { vga: false, agent: foreign.agent.is_some(), rng: false, vmgenid: generation.is_some() },
-        phase: Phase::default(),
-        disks: Vec::new(),
-        nets: foreign
-            .networks
-            .iter()
-            .map(|network| Net { id: network.id.clone(), mac: mac(network), backend: backend.clone() })
-            .collect(),
-    };
-    let net = |network: &foreign::Network| command::Net {
-        id: network.id.clone(),
-        mac: network.mac.clone(),
-        backend: command::NetBackend::User(network.forwards.clone()),
-    };
-    let uuid = adopted.uuid.parse().ok().filter(|uuid: &Uuid| !uuid.is_nil()).unwrap_or_else(|| own_uuid(adopted));
-    let hardware = Hardware {
-        name: name.to_string(),
-        uuid: Some(uuid),
-        machine: adopted.machine.clone(),
-        cpu,
-        accel: adopted.accelerator.clone(),
-        vcpus,
-        ram: command::Ram { path: PathBuf::new(), bytes, prealloc: false },
-        boot: None,
-        disks: Vec::new(),
-        nets: foreign.networks.iter().map(net).collect(),
-        vga: false,
-        agent: foreign.agent.is_some(),
-        agent_ports: None,
-        phase: false,
-        panic: false,
-        rng: false,
-        vm_generation: generation,
-        extra: Vec::new(),
-        foreign: Some(foreign),
-    };
-    let vmm = Vmm {
-        binary,
-        pid: adopted.pid,
-        started: adopted.started,
-        directory: rundir.vmm(1).0,
-        monitor: Some(monitor.clone()),
-    };
-    State {
-        format: format_of(&hardware),
-        definition,
-        hardware,
-        generation: 1,
-        vmm: Some(vmm),
-        version: Some(adopted.version.clone()),
-        previous: None,
-        prepared: None,
-        attached: Some(Attached { uid: adopted.uid, starter: starter(adopted, monitor) }),
+}
+
+impl AdoptedGuest<'_> {
+    fn into_state(self, rundir: &RunDir, name: &Name) -> State {
+        let definition = self.definition(name);
+        let Self { adopted, monitor, .. } = self;
+        let vmm = Vmm {
+            binary: adopted.binary.clone(),
+            pid: adopted.pid,
+            started: adopted.started,
+            directory: rundir.vmm(1).0,
+            monitor: Some(monitor.clone()),
+        };
+        let hardware = self.into_hardware(name);
+        State {
+            format: format_of(&hardware),
+            definition,
+            hardware,
+            generation: 1,
+            vmm: Some(vmm),
+            version: Some(adopted.version.clone()),
+            previous: None,
+            prepared: None,
+            attached: Some(Attached { uid: adopted.uid, starter: describe_starter(adopted, monitor) }),
+        }
+    }
+
+    fn ram_bytes(&self) -> u64 {
+        self.foreign.backends.iter().map(|backend| backend.bytes).sum()
+    }
+
+    /// Returns the CPU model in QEMU's command line; empty if it names none.
+    fn cpu_model(&self) -> String {
+        let words = &self.foreign.words;
+        let option = words.iter().position(|word| word == "-cpu");
+        option.and_then(|index| words.get(index + 1)).cloned().unwrap_or_default()
+    }
+
+    /// Returns a definition with what a definition can express of the guest.
+    fn definition(&self, name: &Name) -> Definition {
+        let Self { adopted, foreign, .. } = self;
+        let cpu = self.cpu_model();
+        let net = |network: &foreign::Network| Net {
+            id: network.id.clone(),
+            mac: network.mac.parse().unwrap_or_else(|_| Mac::derived(name.as_str(), &network.id)),
+            backend: NetBackend::User { forward: Vec::new() },
+        };
+        Definition {
+            name: name.clone(),
+            memory: Bytes::new(self.ram_bytes()),
+            vcpus: self.vcpus.try_into().unwrap_or(u8::MAX),
+            accel: if adopted.accelerator == "kvm" { Accel::Kvm } else { Accel::Tcg },
+            machine: adopted.machine.clone(),
+            cpu: if cpu.is_empty() { "auto".into() } else { cpu },
+            qemu: adopted.binary.clone(),
+            probe: None,
+            shutdown_timeout: Span::from_secs(60),
+            on_reboot: OnReboot::Reset,
+            on_crash: OnCrash::Leave,
+            save_dir: None,
+            qemu_args: Vec::new(),
+            ram: Ram::default(),
+            boot: None,
+            devices: Devices {
+                vga: false,
+                agent: foreign.agent.is_some(),
+                rng: false,
+                vmgenid: self.generation.is_some(),
+            },
+            phase: Phase::default(),
+            disks: Vec::new(),
+            nets: foreign.networks.iter().map(net).collect(),
+        }
+    }
+
+    fn into_hardware(self, name: &Name) -> Hardware {
+        let (cpu, ram_bytes) = (self.cpu_model(), self.ram_bytes());
+        let Self { adopted, foreign, generation, vcpus, .. } = self;
+        let net = |network: &foreign::Network| command::Net {
+            id: network.id.clone(),
+            mac: network.mac.clone(),
+            backend: command::NetBackend::User(network.forwards.clone()),
+        };
+        let uuid = adopted.uuid.parse().ok().filter(|uuid: &Uuid| !uuid.is_nil());
+        Hardware {
+            name: name.to_string(),
+            uuid: Some(uuid.unwrap_or_else(|| uuid_of_process(adopted))),
+            machine: adopted.machine.clone(),
+            cpu,
+            accel: adopted.accelerator.clone(),
+            vcpus,
+            ram: command::Ram { path: PathBuf::new(), bytes: ram_bytes, prealloc: false },
+            boot: None,
+            disks: Vec::new(),
+            nets: foreign.networks.iter().map(net).collect(),
+            vga: false,
+            agent: foreign.agent.is_some(),
+            agent_ports: None,
+            phase: false,
+            panic: false,
+            rng: false,
+            vm_generation: generation,
+            extra: Vec::new(),
+            foreign: Some(foreign),
+        }
     }
 }
 
 /// Returns the UUID by which a store identifies a guest without a UUID: the same each time the process is attached.
-fn own_uuid(adopted: &Adopted) -> Uuid {
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let life = format!("{} {} {}", boot.trim(), adopted.pid, adopted.started);
-    Uuid::from_u128(xxhash_rust::xxh3::xxh3_128(life.as_bytes()))
+fn uuid_of_process(adopted: &Adopted) -> Uuid {
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let process = format!("{} {} {}", boot_id.trim(), adopted.pid, adopted.started);
+    Uuid::from_u128(xxhash_rust::xxh3::xxh3_128(process.as_bytes()))
 }
 
 /// Describes the program that started QEMU, as far as that is visible.
-fn starter(adopted: &Adopted, monitor: &Monitor) -> String {
+fn describe_starter(adopted: &Adopted, monitor: &Monitor) -> String {
     if let Monitor::Libvirt { .. } = monitor {
         return monitor.to_string();
     }
@@ -361,34 +391,35 @@ pub enum Detached {
 /// # Errors
 /// [`AttachError`]; also [`AttachError::NotAttached`] for a VM that Rekindle started.
 pub fn detach(host: &Host, name: &str) -> Result<Detached, AttachError> {
-    let (held, _left_behind) = Held::take_anyhow(host, name, "detach")?;
-    if held.state.attached.is_none() {
+    let (vm, _interrupted) = LockedVm::lock_even_if_interrupted(host, name, "detach")?;
+    if vm.state.attached.is_none() {
         return Err(AttachError::NotAttached { name: name.into() });
     }
-    let protection = Protection::take(&held.rundir)?;
-    let alive = held.state.vmm.as_ref().filter(|vmm| vmm.is_alive());
-    if let Some(vmm) = alive {
-        let _run_state = RunState::acquire(&held.rundir, PAUSE).map_err(LifeError::from)?;
-        match release(vmm, &held.rundir.paused()) {
-            // QEMU ended in the meantime.
-            Err(_) if !vmm.is_alive() => {}
-            other => other?,
+    let protection = ProtectionLock::take(&vm.rundir)?;
+    let mut detached = Detached::Ended;
+    if let Some(vmm) = vm.state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
+        let _run_state = RunStateLock::acquire(&vm.rundir, CHECKPOINT_TIMEOUT).map_err(LifeError::from)?;
+        let released = release_qemu(vmm, &vm.rundir.paused());
+        // An error of a QEMU that has ended in the meantime does not matter.
+        if vmm.is_alive() {
+            released?;
+            detached = Detached::Running;
         }
     }
-    let ended = !alive.is_some_and(Vmm::is_alive);
     drop(protection);
-    clean_up(host, &held.rundir, &held.state)?;
-    Ok(if ended { Detached::Ended } else { Detached::Running })
+    clean_up(host, &vm.rundir, &vm.state)?;
+    Ok(detached)
 }
 
-fn release(vmm: &Vmm, mark: &Path) -> Result<(), AttachError> {
+/// Removes from a QEMU what a protector has left in it. `pause_mark` exists if a checkpoint has stopped the guest.
+fn release_qemu(vmm: &Vmm, pause_mark: &Path) -> Result<(), AttachError> {
     // First resume the threads that are blocked in a write to a protected page.
     tracker::close_leftovers(Injector::new(Process { pid: vmm.pid, started: vmm.started })?)?;
-    let mut qmp = vmm.connect(GREETING).map_err(|e| match e {
+    let mut qmp = vmm.connect(GREETING_TIMEOUT).map_err(|e| match e {
         VmmError::Qmp(e) => AttachError::Qmp(e),
         other => LifeError::Vmm(other).into(),
     })?;
-    if mark.exists() && run_state(&mut qmp)? == "paused" {
+    if pause_mark.exists() && run_state(&mut qmp)? == "paused" {
         guest::resume(&mut qmp)?;
     }
     devices::sweep(&mut qmp, true)?;

@@ -19,13 +19,13 @@ use rekindle_qemu::hold::Hold;
 use rekindle_store::listing::Listing;
 use rekindle_store::remote::Identity;
 use rekindle_store::{StoreError, StoreUrl, admin};
-use rekindle_vm::attach::{AttachError, Protection};
+use rekindle_vm::attach::{AttachError, ProtectionLock};
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::Held;
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::host_us;
 use rekindle_vm::{disks, fault};
@@ -162,7 +162,7 @@ pub fn start(
 
 /// A guest that can be moved, and the connection to its destination host.
 struct Movable {
-    held: Held,
+    held: LockedVm,
     target: Target,
     /// The store's listing; none if the store is new or is to be created.
     found: Option<Listing>,
@@ -185,7 +185,7 @@ fn preflight(
     settings: &MoveSettings,
     on_event: &mut dyn FnMut(&MoveEvent),
 ) -> Result<Movable, MoveError> {
-    let held = Held::take(host, name.as_str(), "move")?;
+    let held = LockedVm::lock(host, name.as_str(), "move")?;
     held.refuse_attached("moving it")?;
     held.vmm()?;
     let target = Target::of(host, name.as_str())?;
@@ -210,7 +210,7 @@ fn preflight(
 }
 
 /// Rejects disks that QEMU itself writes: the source QEMU would have them open while the destination host uses them.
-fn reject_disks(held: &Held) -> Result<(), MoveError> {
+fn reject_disks(held: &LockedVm) -> Result<(), MoveError> {
     let disks = &held.state.hardware.disks;
     match disks.iter().find(|disk| !disk.server && !disk.readonly) {
         Some(disk) => Err(MoveError::Disk { name: held.rundir.name().into(), disk: disk.id.clone() }),
@@ -263,11 +263,11 @@ fn unexpected(answer: Answer, name: &str, host: &str) -> MoveError {
 
 /// Stops the VM's protector, because only one process can take checkpoints. Returns the protection lock, and the
 /// protector's pid if there was one.
-fn end_protector(rundir: &RunDir) -> Result<(Protection, Option<u32>), MoveError> {
+fn end_protector(rundir: &RunDir) -> Result<(ProtectionLock, Option<u32>), MoveError> {
     let deadline = Instant::now() + PROTECTOR;
     let mut asked = None;
     loop {
-        match Protection::take(rundir) {
+        match ProtectionLock::take(rundir) {
             Ok(protection) => return Ok((protection, asked)),
             Err(AttachError::Protected { by: Some(pid), .. }) if asked.is_none() => {
                 let path = rundir.file("protection.lock");
@@ -298,7 +298,7 @@ impl<'a> PrecopiedGuest<'a> {
         host: &'a Host,
         target: &Target,
         wanted: &'a protector::ProtectSettings,
-        protection: Protection,
+        protection: ProtectionLock,
         stop: &'a AtomicBool,
         connection: &mut Connection,
         on_event: &mut dyn FnMut(&MoveEvent),
@@ -361,12 +361,12 @@ impl<'a> PrecopiedGuest<'a> {
 /// The final pause of a move, about to start.
 struct FinalPause<'a> {
     host: &'a Host,
-    held: &'a Held,
+    held: &'a LockedVm,
     settings: &'a MoveSettings,
     target: &'a Target,
     connection: Connection,
     journal: Journal,
-    run_state: RunState,
+    run_state: RunStateLock,
 }
 
 struct MovedGuest {

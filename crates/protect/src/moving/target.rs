@@ -13,10 +13,11 @@ use rekindle_store::admin;
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Status};
-use rekindle_vm::place::Site;
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::slot::IdleSlot;
 use rekindle_vm::state::State;
+use rekindle_vm::status::{self, Status};
+use rekindle_vm::stop;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -206,14 +207,14 @@ impl<'a> IncomingVm<'a> {
                 ));
             }
         }
-        let site = Site::take(host, name.as_str(), "move").map_err(|e| chain(&e))?;
+        let idle_slot = IdleSlot::lock(host, name.as_str(), "move").map_err(|e| chain(&e))?;
         let given = definition.is_some();
         let wanted = definition.clone().unwrap_or_else(|| recipe.definition.clone());
         let wanted = Definition { name: name.clone(), ..wanted };
         // The last checkpoint needs all of the disks.
-        let planned = site.plan(wanted, qemu.as_deref(), &Epochs::new(), |hardware| recipe.fit(hardware, given));
+        let planned = idle_slot.plan(wanted, qemu.as_deref(), &Epochs::new(), |hardware| recipe.fit(hardware, given));
         let room = planned.and_then(|plan| plan.check_room());
-        site.leave();
+        idle_slot.release();
         room.map_err(|e| chain(&e))?;
         let request =
             Request { store, identity, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
@@ -227,7 +228,7 @@ impl<'a> IncomingVm<'a> {
         let waits = prepare(self.host, &self.name, &self.request).map_err(|e| chain(&e))?;
         let chosen = ChosenCheckpoint::open(&self.request).map_err(|e| chain(&e))?;
         let state = State::read(&RunDir::new(&self.host.root, self.name.as_str())).map_err(|e| chain(&e))?;
-        let others = state.map(|state| disks::others(&state.hardware, &chosen.epochs)).unwrap_or_default();
+        let others = state.map(|state| disks::identity_problems(&state.hardware, &chosen.epochs)).unwrap_or_default();
         if !others.is_empty() {
             return Err(others.join("; "));
         }
@@ -350,7 +351,7 @@ impl Drop for IncomingVm<'_> {
         let waits = || State::read(&rundir).ok().flatten().is_some_and(|state| state.prepared.is_some());
         if self.prepared
             && waits()
-            && let Err(e) = life::stop(self.host, self.name.as_str(), Some(Duration::ZERO))
+            && let Err(e) = stop::stop_immediately(self.host, self.name.as_str())
         {
             tracing::warn!("cannot remove what was prepared for {}: {}", self.name, chain(&e));
         }
@@ -365,7 +366,7 @@ fn vm_status(host: &Host, name: &Name) -> Answer {
         if !rundir.exists() {
             return Answer::Found { runs: false, status: "absent".into() };
         }
-        match life::status(&rundir) {
+        match status::status(&rundir) {
             Ok(Status::Busy(_)) if Instant::now() < deadline => thread::sleep(Duration::from_millis(50)),
             Ok(status) => {
                 let runs = matches!(status, Status::Running | Status::Degraded(_) | Status::Protected);

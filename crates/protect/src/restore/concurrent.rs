@@ -23,8 +23,8 @@ use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::place::{Plan, Site};
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::slot::{IdleSlot, Plan};
 use rekindle_vm::state::Prepared;
 use rekindle_vm::timeline::Recorder;
 use std::sync::mpsc::Receiver;
@@ -43,7 +43,7 @@ pub(crate) struct SentState {
 
 /// A waiting QEMU, with the data that a load needs of the checkpoint before the last one. The VM is locked.
 pub(crate) struct EarlyLoad<'a> {
-    site: Site<'a>,
+    idle_slot: IdleSlot<'a>,
     plan: Plan,
     prepared: Prepared,
     ready: WaitingQemu,
@@ -67,23 +67,24 @@ impl<'a> EarlyLoad<'a> {
         early: &mut Option<PrimedQemu>,
     ) -> Result<Self, RestoreError> {
         let chosen = ChosenCheckpoint::open(request)?;
-        let site = Site::take(host, name.as_str(), "restore")?;
+        let idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
         let unusable = |why: Option<String>| {
             let why = why.unwrap_or_else(|| "no QEMU waits for it".into());
             RestoreError::Life(LifeError::Unfit { name: name.to_string(), problems: vec![why] })
         };
-        let found = plan(&site, name, request, &chosen).and_then(|(plan, unused)| match (unused, site.prepared()) {
-            (None, Some((_, prepared))) => Ok((plan, prepared.clone())),
-            (unused, _) => Err(unusable(unused.flatten())),
-        });
+        let found =
+            plan(&idle_slot, name, request, &chosen).and_then(|(plan, unused)| match (unused, idle_slot.prepared()) {
+                (None, Some((_, prepared))) => Ok((plan, prepared.clone())),
+                (unused, _) => Err(unusable(unused.flatten())),
+            });
         let (plan, prepared) = match found {
             Ok(found) => found,
             Err(e) => {
-                site.leave();
+                idle_slot.release();
                 return Err(e);
             }
         };
-        let ready = WaitingQemu::of(&prepared, &site.rundir, &plan.state.hardware, early.take());
+        let ready = WaitingQemu::of(&prepared, &idle_slot.rundir, &plan.state.hardware, early.take());
         let ready = ready.map_err(|why| unusable(Some(why)))?;
         let (vm, recipe) = (chosen.image.vm().clone(), chosen.recipe.clone());
         let input = checkpoint::read(chosen)?;
@@ -95,7 +96,7 @@ impl<'a> EarlyLoad<'a> {
         let input = LoadInput { pages: Some(pages), ..input };
         let spare = SpareConnections::default();
         spare.make(&request.store, request.identity.as_ref(), LINES)?;
-        Ok(Self { site, plan, prepared, ready, vm, recipe, input, small, spare })
+        Ok(Self { idle_slot, plan, prepared, ready, vm, recipe, input, small, spare })
     }
 
     pub(crate) fn number(&self) -> u64 {
@@ -131,12 +132,12 @@ impl<'a> EarlyLoad<'a> {
         request: &Request,
         began: Instant,
     ) -> Result<Restored, RestoreError> {
-        let Self { site, plan, prepared, ready, vm, recipe, input, small, spare: _ } = self;
-        let mut recorder = Recorder::new(site.rundir.name(), "restore");
+        let Self { idle_slot, plan, prepared, ready, vm, recipe, input, small, spare: _ } = self;
+        let mut recorder = Recorder::new(idle_slot.rundir.name(), "restore");
         plan.check_room()?;
         let (input, next) = ExpectedCheckpoint::of(input, small, vm, recipe, sent)?;
-        let place = site.place_of(plan);
-        let journal = place.claim(&prepared.vmm)?;
+        let place = idle_slot.into_slot_of_waiting(plan);
+        let journal = place.claim_ram(&prepared.vmm)?;
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
         let WaitingQemu { qmp, ram, registered } = ready;
         recorder.step("claim its RAM");
@@ -233,7 +234,7 @@ impl ExpectedCheckpoint {
         committed.recv().map_err(|_| RestoreError::NotCommitted { number: input.number })?;
         without_epoch(hardware, &self.epochs)
             .map_err(|problems| LifeError::Unfit { name: rundir.name().into(), problems })?;
-        disks::have(rundir, hardware, &self.epochs).map_err(LifeError::from)?;
+        disks::serve_checkpoint(rundir, hardware, &self.epochs).map_err(LifeError::from)?;
         thread::scope(|scope| {
             let owned = scope.spawn(|| checkpoint::fence_during_load(request, &self.vm, input.number, rundir));
             let same = self.is_same(input, request, rundir.name());

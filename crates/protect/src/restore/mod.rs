@@ -45,7 +45,7 @@ use rekindle_vm::disks::Epochs;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
-use rekindle_vm::place::{Made, Plan, Site, VmSlot};
+use rekindle_vm::slot::{IdleSlot, Plan, SlotResources, VmSlot};
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -315,28 +315,30 @@ fn attempt(
     let mut recorder = Recorder::new(name.as_str(), "restore");
     let chosen = ChosenCheckpoint::open(request)?;
     recorder.step("open the store");
-    let mut site = Site::take(host, name.as_str(), "restore")?;
-    let (plan, unused) = match plan(&site, name, request, &chosen) {
+    let mut idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
+    let (plan, unused) = match plan(&idle_slot, name, request, &chosen) {
         Ok(planned) => planned,
         Err(e) => {
-            site.leave();
+            idle_slot.release();
             return Err(e);
         }
     };
-    let waits = site.prepared().map(|(_, prepared)| prepared.clone()).filter(|_| unused.is_none());
+    let waits = idle_slot.prepared().map(|(_, prepared)| prepared.clone()).filter(|_| unused.is_none());
     let mut unused = unused.unwrap_or_default();
     recorder.step("check what it needs");
     if let Some(prepared) = waits {
-        match prepare::WaitingQemu::of(&prepared, &site.rundir, &plan.state.hardware, early.take()) {
-            Ok(ready) => return prepare::resume_in(site, plan, chosen, &prepared, ready, request, recorder, began),
+        match prepare::WaitingQemu::of(&prepared, &idle_slot.rundir, &plan.state.hardware, early.take()) {
+            Ok(ready) => {
+                return prepare::resume_in(idle_slot, plan, chosen, &prepared, ready, request, recorder, began);
+            }
             Err(why) => unused = Some(why),
         }
     }
     if let Some(why) = &unused {
         tracing::warn!("the QEMU that was prepared for {name} cannot be used, starting another one: {why}");
-        site.clear()?;
+        idle_slot.clear()?;
     }
-    let place = site.place(plan)?.at_epochs(chosen.epochs.clone());
+    let place = idle_slot.into_slot(plan)?.at_epochs(chosen.epochs.clone());
     match fresh(&place, chosen, request, recorder, began) {
         Ok(restored) => Ok(Restored { unused, ..restored }),
         Err(e) => Err(undo(place, e)),
@@ -346,7 +348,7 @@ fn attempt(
 /// Undoes a restore that failed with `e`. A QEMU that may run the guest is left for `rekindle recover`: ending it would
 /// lose the guest's work since the resume.
 fn undo(place: VmSlot<'_>, e: RestoreError) -> RestoreError {
-    match place.may_run() {
+    match place.qemu_that_may_run() {
         Some(vmm) => RestoreError::MayRun { name: place.rundir.name().into(), pid: vmm.pid, source: Box::new(e) },
         None => {
             place.undo();
@@ -359,8 +361,13 @@ fn undo(place: VmSlot<'_>, e: RestoreError) -> RestoreError {
 /// is suitable. Inner `None`: there is no prepared QEMU.
 type Planned = (Plan, Option<Option<String>>);
 
-fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &ChosenCheckpoint) -> Result<Planned, RestoreError> {
-    let prepared = site.prepared().map(|(_, prepared)| prepared).or(site.lost());
+fn plan(
+    idle_slot: &IdleSlot<'_>,
+    name: &Name,
+    request: &Request,
+    chosen: &ChosenCheckpoint,
+) -> Result<Planned, RestoreError> {
+    let prepared = idle_slot.prepared().map(|(_, prepared)| prepared).or(idle_slot.ended_prepared());
     let given = prepared.and_then(|prepared| prepared.given.clone());
     let qemu = prepared.and_then(|prepared| prepared.qemu.clone());
     let given = request.definition.clone().or(given);
@@ -368,13 +375,13 @@ fn plan(site: &Site<'_>, name: &Name, request: &Request, chosen: &ChosenCheckpoi
     let definition = given.unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
     let qemu = request.qemu.clone().or(qemu);
-    let mut plan = site.plan(definition, qemu.as_deref(), &chosen.epochs, |hardware| {
+    let mut plan = idle_slot.plan(definition, qemu.as_deref(), &chosen.epochs, |hardware| {
         chosen.recipe.fit(hardware, is_given)?;
         without_epoch(hardware, &chosen.epochs)
     })?;
-    let unused = match site.prepared() {
+    let unused = match idle_slot.prepared() {
         Some((state, prepared)) => prepare::fits(state, prepared, &mut plan).err().map(Some),
-        None => Some(site.lost().and_then(|prepared| prepared.check().err())),
+        None => Some(idle_slot.ended_prepared().and_then(|prepared| prepared.check().err())),
     };
     Ok((plan, unused))
 }
@@ -405,7 +412,7 @@ fn fresh(
     began: Instant,
 ) -> Result<Restored, RestoreError> {
     // All checks precede the claim of the store: if one fails, a protector of the VM can continue.
-    let Made { journal, fds } = place.make(Kind::Restore)?;
+    let SlotResources { journal, fds } = place.make(Kind::Restore)?;
     let mut handover = handover_into(place, journal, recorder);
     handover.pass("restore.prepare.journalled");
     handover.recorder.step("make its place");

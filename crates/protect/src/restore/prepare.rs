@@ -26,8 +26,8 @@ use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::place::{Made, Plan, Site, VmSlot};
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::slot::{IdleSlot, Plan, SlotResources, VmSlot};
 use rekindle_vm::state::{Prepared, State};
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
@@ -69,22 +69,22 @@ pub struct PreparedQemu {
 pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQemu, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore --prepare");
     let chosen = ChosenCheckpoint::open(request)?;
-    let site = Site::take(host, name.as_str(), "restore --prepare")?;
-    let replaced = site.prepared().is_some();
+    let idle_slot = IdleSlot::lock(host, name.as_str(), "restore --prepare")?;
+    let replaced = idle_slot.prepared().is_some();
     let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
-    let planned = site.plan(definition, request.qemu.as_deref(), &chosen.epochs, |hardware| {
+    let planned = idle_slot.plan(definition, request.qemu.as_deref(), &chosen.epochs, |hardware| {
         chosen.recipe.fit(hardware, request.definition.is_some())
     });
     let plan = match planned {
         Ok(plan) => plan,
         Err(e) => {
-            site.leave();
+            idle_slot.release();
             return Err(e.into());
         }
     };
     recorder.step("check what it needs");
-    let place = site.place(plan)?;
+    let place = idle_slot.into_slot(plan)?;
     match start(&place, &chosen, request) {
         Ok((vmm, ram_bytes)) => {
             recorder.step("start QEMU");
@@ -103,7 +103,7 @@ pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQe
 fn start(place: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Result<(Vmm, u64), RestoreError> {
     // Must precede QEMU's reading of the files, so that a later change is detected.
     let mut files = marks(&place.state.hardware).map_err(|(path, source)| RestoreError::Journal { path, source })?;
-    let (Made { journal, fds }, hardware) = place.make_waiting()?;
+    let (SlotResources { journal, fds }, hardware) = place.make_waiting()?;
     let mut handover = handover_into(place, journal, Recorder::new(place.rundir.name(), ""));
     handover.pass("prepare.journalled");
     let environment = OwnRunDir { rundir: &place.rundir, hardware: &hardware, binary: &place.binary };
@@ -207,7 +207,7 @@ impl WaitingQemu {
         hardware: &Hardware,
         early: Option<PrimedQemu>,
     ) -> Result<Self, String> {
-        if let Some(why) = disks::against_waiting(rundir, hardware) {
+        if let Some(why) = disks::why_not_waiting(rundir, hardware) {
             return Err(why);
         }
         match early {
@@ -247,15 +247,15 @@ impl PrimedQemu {
 
     /// Primes the QEMU that was prepared for VM `name`.
     pub(crate) fn take(host: &Host, name: &Name) -> Result<Self, RestoreError> {
-        let site = Site::take(host, name.as_str(), "restore --prepare")?;
-        let found = site.prepared().map(|(state, prepared)| (state.hardware.ram_ids(), prepared.clone()));
+        let idle_slot = IdleSlot::lock(host, name.as_str(), "restore --prepare")?;
+        let found = idle_slot.prepared().map(|(state, prepared)| (state.hardware.ram_ids(), prepared.clone()));
         let registered = found.map(|(paged, prepared)| {
             let mut ready = WaitingQemu::answering(&prepared)?;
             ready.registered = Some(RegisteredMemory::new(&prepared.vmm, &mut ready.qmp, &ready.ram, &paged)?);
             fault::point("move.prepare.registered", None, Some(&prepared.vmm));
             Ok(Self { vmm: prepared.vmm, ready })
         });
-        site.leave();
+        idle_slot.release();
         registered.unwrap_or_else(|| Err(LifeError::Unknown { name: name.to_string() }.into()))
     }
 }
@@ -266,7 +266,7 @@ struct OpenDisks(Option<(RunDir, Hardware)>);
 
 impl OpenDisks {
     fn new(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<Self, LifeError> {
-        disks::have(rundir, hardware, epochs)?;
+        disks::serve_checkpoint(rundir, hardware, epochs)?;
         Ok(Self(Some((rundir.clone(), hardware.clone()))))
     }
 
@@ -286,7 +286,7 @@ impl Drop for OpenDisks {
 /// Resumes the guest in the waiting QEMU.
 #[expect(clippy::too_many_arguments, reason = "the parts of a restore")]
 pub(super) fn resume_in(
-    site: Site<'_>,
+    idle_slot: IdleSlot<'_>,
     plan: Plan,
     chosen: ChosenCheckpoint,
     prepared: &Prepared,
@@ -298,7 +298,7 @@ pub(super) fn resume_in(
     // Must precede the claim of the store: if this fails, a protector of the VM can continue. Until QEMU's RAM is
     // claimed, QEMU continues to wait in any case.
     plan.check_room()?;
-    let rundir = site.rundir.clone();
+    let rundir = idle_slot.rundir.clone();
     let WaitingQemu { qmp, ram, registered } = ready;
     let (vm, number, epochs) = (chosen.image.vm().clone(), chosen.image.info().number, chosen.epochs.clone());
     thread::scope(|scope| {
@@ -310,8 +310,8 @@ pub(super) fn resume_in(
         let fence = scope.spawn(|| checkpoint::fence_during_load(request, &vm, number, &rundir));
         let (input, ram) = read.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         recorder.step("read the pages for the load");
-        let place = site.place_of(plan);
-        let journal = place.claim(&prepared.vmm)?;
+        let place = idle_slot.into_slot_of_waiting(plan);
+        let journal = place.claim_ram(&prepared.vmm)?;
         disks_open.keep();
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
         recorder.step("claim its RAM");

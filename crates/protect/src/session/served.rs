@@ -28,7 +28,7 @@ impl DiskServers {
     pub fn start(target: &Target) -> Result<Self, CheckpointError> {
         let mut served = Self { controls: Vec::new(), complete: true };
         for disk in disks::served(&target.state().hardware) {
-            let mut control = Control::connect(&disks::control(target.rundir(), &disk.id))?;
+            let mut control = Control::connect(&disks::control_socket(target.rundir(), &disk.id))?;
             served.complete &= ask(&mut control, target.vmm().pid)?;
             served.controls.push(control);
         }

@@ -93,7 +93,7 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
     if let Some(source_qemu) = handover.live_source() {
         if handover.journal.operation.step == Step::Prepare {
             // In a reboot by phase, a destination QEMU may have waited with RAM of its own.
-            ram::forget_waiting(&handover.state.hardware)?;
+            ram::remove_waiting(&handover.state.hardware)?;
             handover.discard_destination()?;
             let failed = handover.file_error("operation.json");
             handover.journal.close().map_err(failed)?;
