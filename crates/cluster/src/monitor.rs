@@ -3,6 +3,7 @@
 use crate::loops;
 use crate::resource::Resource;
 use rekindle_kernel::file::flock_holder;
+use rekindle_life::shutdown::pull_the_plug;
 use rekindle_probe::{Target, check};
 use rekindle_protect::owned::OwnerRecord;
 use rekindle_protect::progress::{age, committed};
@@ -14,7 +15,6 @@ use rekindle_vm::definition::{Definition, NetBackend, TapPlace};
 use rekindle_vm::host::Host;
 use rekindle_vm::qemu::{ENDED_RUN_STATES, OFF};
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::pull_the_plug;
 use rekindle_vm::state::State;
 use rekindle_vm::status::{self, Status};
 use serde::Serialize;

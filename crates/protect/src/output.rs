@@ -1,9 +1,9 @@
 //! Releases network output that is still held after its protector has ended.
 
 use crate::target::{Target, TargetError};
+use rekindle_life::attach::{AttachError, ProtectionLock};
 use rekindle_qemu::hold::Hold;
 use rekindle_qemu::qmp::QmpError;
-use rekindle_vm::attach::{AttachError, ProtectionLock};
 use rekindle_vm::host::Host;
 use std::time::Duration;
 

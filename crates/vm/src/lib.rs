@@ -21,16 +21,12 @@
 //! | [`ram`] | a VM's RAM, for a new boot |
 //! | [`status`] | the status of a VM |
 //! | [`locked_vm`] | a VM that is locked for an operation |
-//! | [`stop`] | `rekindle stop` |
 //! | [`cleanup`] | removal of everything that is kept of a VM |
 //! | [`qemu`] | a VM's QEMU processes, and the meaning of the guest's run states |
 //! | [`error`] | errors of operations on a VM |
 //! | [`names`] | names of a VM's files outside the run directory |
-//! | [`shutdown`] | shutting a guest down, or powering it off |
-//! | [`attach`] | VMs whose QEMU Rekindle did not start |
 //! | [`doctor`] | checks of this host, with hints |
 
-pub mod attach;
 pub mod cleanup;
 pub mod definition;
 pub mod disks;
@@ -51,9 +47,7 @@ pub mod qemu;
 pub mod ram;
 pub mod rundir;
 pub mod samples;
-pub mod shutdown;
 pub mod slot;
 pub mod state;
 pub mod status;
-pub mod stop;
 pub mod timeline;

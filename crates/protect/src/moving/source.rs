@@ -14,12 +14,12 @@ use crate::protector::{self, Disks, Failure, ProtectError, ProtectLoop, reject_d
 use crate::session::TrackingSession;
 use crate::target::Target;
 use rekindle_kernel::process::Process;
+use rekindle_life::attach::{AttachError, ProtectionLock};
 use rekindle_pages::PageRun;
 use rekindle_qemu::hold::Hold;
 use rekindle_store::listing::Listing;
 use rekindle_store::remote::Identity;
 use rekindle_store::{StoreError, StoreUrl, admin};
-use rekindle_vm::attach::{AttachError, ProtectionLock};
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;

@@ -20,6 +20,7 @@ pub use kexec::{KexecRequest, LoadedKernel};
 
 use crate::error::{Failure, Problem};
 use crate::vmm::{self, RebootReport};
+use rekindle_life::shutdown::{EndMethod, Ended};
 use rekindle_memory::directory::huge_page_size;
 use rekindle_qemu::agent;
 use rekindle_qemu::command::Hardware;
@@ -29,7 +30,6 @@ use rekindle_vm::host::Host;
 use rekindle_vm::journal::Kind;
 use rekindle_vm::qemu::ENDED_RUN_STATES;
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::{EndMethod, Ended};
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::path::Path;

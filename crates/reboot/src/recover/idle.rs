@@ -4,6 +4,7 @@
 use crate::error::RebootError;
 use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, end_pause, wait_for_answer};
 use crate::vmm::recover::{boot_after_loss, boot_after_shutdown};
+use rekindle_life::shutdown::shut_down;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::cleanup::clean_up;
@@ -14,7 +15,6 @@ use rekindle_vm::journal::{Journal, Kind, Step};
 use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::names::saved_path;
 use rekindle_vm::qemu::ENDED_RUN_STATES;
-use rekindle_vm::shutdown::shut_down;
 use std::fs;
 use std::time::Duration;
 

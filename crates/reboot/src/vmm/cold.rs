@@ -4,10 +4,10 @@ use super::{ColdReboot, Replacement};
 use crate::error::{Failure, RebootError};
 use rekindle_handover::boot::{Booted, PreviousCache, boot};
 use rekindle_handover::{GuestStatus, Handover};
+use rekindle_life::shutdown::EndMethod;
+use rekindle_life::shutdown::Ended;
+use rekindle_life::shutdown::end_guest;
 use rekindle_vm::journal::{Kind, Step};
-use rekindle_vm::shutdown::EndMethod;
-use rekindle_vm::shutdown::Ended;
-use rekindle_vm::shutdown::end_guest;
 use rekindle_vm::timeline::{Phase, host_us};
 
 /// When and how a guest ended.

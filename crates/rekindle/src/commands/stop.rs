@@ -5,11 +5,11 @@ use crate::cli::Stop;
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_cluster::stop::report_shutdown;
+use rekindle_life::shutdown::Ended;
+use rekindle_life::stop::{self, Stoppable};
 use rekindle_reboot::host;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::shutdown::Ended;
-use rekindle_vm::stop::{self, Stoppable};
 use std::process::ExitCode;
 use std::time::Duration;
 

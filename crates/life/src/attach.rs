@@ -4,16 +4,6 @@
 //! userfaultfd, protected pages, a set of descriptors). Detaching removes what is left of these changes, even if the
 //! protector was killed.
 
-use crate::cleanup::clean_up;
-use crate::definition::{
-    Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, OnCrash, OnReboot, Phase, Ram, Span,
-};
-use crate::error::LifeError;
-use crate::host::Host;
-use crate::lock::{OperationLock, RunStateLock};
-use crate::locked_vm::LockedVm;
-use crate::rundir::RunDir;
-use crate::state::{Attached, State, format_of};
 use rekindle_kernel::inject::{InjectError, Injector};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::RemoteError;
@@ -27,6 +17,16 @@ use rekindle_qemu::monitor::Monitor;
 use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::{Vmm, VmmError};
 use rekindle_qemu::{devices, userfaultfd};
+use rekindle_vm::cleanup::clean_up;
+use rekindle_vm::definition::{
+    Accel, Bytes, Definition, Devices, Mac, Name, Net, NetBackend, OnCrash, OnReboot, Phase, Ram, Span,
+};
+use rekindle_vm::error::LifeError;
+use rekindle_vm::host::Host;
+use rekindle_vm::lock::{OperationLock, RunStateLock};
+use rekindle_vm::locked_vm::LockedVm;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::{Attached, State, format_of};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::Value;
 use std::fs::{self, File, OpenOptions};

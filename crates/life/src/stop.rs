@@ -1,15 +1,15 @@
 //! `rekindle stop`: shuts a VM down and removes everything that Rekindle keeps of it.
 
-use crate::cleanup::clean_up;
-use crate::disks;
-use crate::error::LifeError;
-use crate::host::Host;
-use crate::journal::{Journal, Kind};
-use crate::lock::RunStateLock;
-use crate::locked_vm::LockedVm;
-use crate::rundir::RunDir;
 use crate::shutdown::{Ended, has_shut_down, shut_down};
-use crate::state::{PreparedError, State};
+use rekindle_vm::cleanup::clean_up;
+use rekindle_vm::disks;
+use rekindle_vm::error::LifeError;
+use rekindle_vm::host::Host;
+use rekindle_vm::journal::{Journal, Kind};
+use rekindle_vm::lock::RunStateLock;
+use rekindle_vm::locked_vm::LockedVm;
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::{PreparedError, State};
 use std::time::Duration;
 
 /// How long to wait for the end of a checkpoint.

@@ -1,17 +1,17 @@
 //! Ending a guest: through its agent, otherwise by the ACPI power button, otherwise by powering it off. On request
 //! its file systems are frozen, and it is powered off.
 
-use crate::disks;
-use crate::error::LifeError;
-use crate::fault;
-use crate::lock::{self, LockError, OperationLock};
-use crate::qemu::{ENDED_RUN_STATES, OFF, end_all_qemus};
-use crate::rundir::RunDir;
-use crate::state::State;
 use rekindle_qemu::agent;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
+use rekindle_vm::disks;
+use rekindle_vm::error::LifeError;
+use rekindle_vm::fault;
+use rekindle_vm::lock::{self, LockError, OperationLock};
+use rekindle_vm::qemu::{ENDED_RUN_STATES, OFF, end_all_qemus};
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
