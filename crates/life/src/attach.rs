@@ -417,7 +417,7 @@ fn release_qemu(vmm: &Vmm, pause_mark: &Path) -> Result<(), AttachError> {
     tracker::close_leftovers(Injector::new(Process { pid: vmm.pid, started: vmm.started })?)?;
     let mut qmp = vmm.connect(GREETING_TIMEOUT).map_err(|e| match e {
         VmmError::Qmp(e) => AttachError::Qmp(e),
-        other => LifeError::Vmm(other).into(),
+        no_qmp_error => LifeError::Vmm(no_qmp_error).into(),
     })?;
     if pause_mark.exists() && run_state(&mut qmp)? == "paused" {
         guest::resume(&mut qmp)?;

@@ -224,6 +224,6 @@ pub fn end_operation(rundir: &RunDir) -> Result<(), LifeError> {
     if process.wait_end(KILL_TIMEOUT).map_err(failed)? {
         Ok(())
     } else {
-        Err(LifeError::Stuck { name: rundir.name().into(), what: "rekindle", pid: process.pid })
+        Err(LifeError::Stuck { name: rundir.name().into(), program: "rekindle", pid: process.pid })
     }
 }

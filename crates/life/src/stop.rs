@@ -16,7 +16,7 @@ use std::time::Duration;
 const CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Shuts a VM down and removes everything that Rekindle keeps of it. The guest has `patience` to shut down, by default
-/// as long as its definition says; if it is zero, the VM is powered off immediately.
+/// its `shutdown_timeout`; if it is zero, the VM is powered off immediately.
 ///
 /// `may_merge` is called after a clean shutdown of the guest. If it returns false, or the shutdown was not clean, the
 /// redo logs of the VM's disks stay as they are.

@@ -81,25 +81,25 @@ fn check_kvm() -> Finding {
     if has_kvm() {
         return finding("KVM", Level::Good, "kvm_intel or kvm_amd is loaded and /dev/kvm opens", "");
     }
-    let found = if Path::new("/dev/kvm").exists() {
+    let observation = if Path::new("/dev/kvm").exists() {
         "/dev/kvm is there, but no kvm_intel or kvm_amd behind it, or it may not be opened"
     } else {
         "no /dev/kvm"
     };
     let hint = "guests run under TCG, ten times slower; load kvm_intel or kvm_amd, add this user to group kvm";
-    finding("KVM", Level::Limited, found, hint)
+    finding("KVM", Level::Limited, observation, hint)
 }
 
 fn check_run_directory() -> Finding {
     match Host::open() {
         Ok(host) => {
-            let found = host.root.display().to_string();
+            let root = host.root.display().to_string();
             let tmpfs = rustix::fs::statfs(&host.root).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC);
             if tmpfs {
-                finding("run directory", Level::Good, found, "")
+                finding("run directory", Level::Good, root, "")
             } else {
                 let hint = "guests are stopped longer, for each synced write: set REKINDLE_RUN_DIR to one on a tmpfs";
-                finding("run directory", Level::Limited, format!("{found} is not on a tmpfs"), hint)
+                finding("run directory", Level::Limited, format!("{root} is not on a tmpfs"), hint)
             }
         }
         Err(e) => {
@@ -176,10 +176,10 @@ fn check_tracing_rights() -> Finding {
     match scope.trim() {
         "0" => finding("tracing", Level::Good, "a user may trace own processes", ""),
         "1" | "2" if root => finding("tracing", Level::Good, "root may trace", ""),
-        other => finding(
+        scope => finding(
             "tracing",
             Level::Bad,
-            format!("kernel.yama.ptrace_scope is {other}"),
+            format!("kernel.yama.ptrace_scope is {scope}"),
             "a warm reboot reads QEMU's memory: run as root, or sysctl kernel.yama.ptrace_scope=0",
         ),
     }
@@ -195,8 +195,8 @@ mod tests {
         assert_eq!(refused(Errno::PERM, Some("2")).1, "sysctl kernel.io_uring_disabled=0");
         assert!(refused(Errno::PERM, Some("1")).1.contains("kernel.io_uring_group"));
         for disabled in [Some("0"), None] {
-            let (found, hint) = refused(Errno::PERM, disabled);
-            assert!(found.contains("seccomp") && hint.contains("io_uring_setup"), "{found}: {hint}");
+            let (observation, hint) = refused(Errno::PERM, disabled);
+            assert!(observation.contains("seccomp") && hint.contains("io_uring_setup"), "{observation}: {hint}");
         }
         assert!(refused(Errno::NOSYS, None).0.contains("without it"));
         assert!(refused(Errno::NOMEM, Some("0")).1.contains("ulimit -l"));

@@ -228,9 +228,9 @@ fn user_state_dir(fallback: &Path) -> PathBuf {
 /// # Errors
 /// When it cannot be made, or belongs to another user.
 pub fn make_private(path: &Path) -> io::Result<()> {
-    let denied = |what: String, by: &str| {
-        let text = format!("{what}; run this command as {by}, or use a directory of your own");
-        io::Error::new(io::ErrorKind::PermissionDenied, text)
+    let denied = |why: String, user: &str| {
+        let message = format!("{why}; run this command as {user}, or use a directory of your own");
+        io::Error::new(io::ErrorKind::PermissionDenied, message)
     };
     DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|e| match e.kind() {
         io::ErrorKind::PermissionDenied => denied("permission denied".into(), "its owner, usually root (sudo)"),
@@ -240,17 +240,17 @@ pub fn make_private(path: &Path) -> io::Result<()> {
     if owner == rustix::process::geteuid().as_raw() {
         Ok(())
     } else {
-        let by = if owner == 0 { "root (sudo)".to_owned() } else { format!("user {owner}") };
-        Err(denied(format!("it belongs to user {owner}"), &by))
+        let user = if owner == 0 { "root (sudo)".to_owned() } else { format!("user {owner}") };
+        Err(denied(format!("it belongs to user {owner}"), &user))
     }
 }
 
 fn read_config(path: &Path) -> Result<Config, HostError> {
-    let wrong = |message: String| HostError::Config { path: path.to_owned(), message };
+    let invalid = |message: String| HostError::Config { path: path.to_owned(), message };
     match fs::read_to_string(path) {
-        Ok(text) => toml::from_str(&text).map_err(|e| wrong(e.to_string())),
+        Ok(text) => toml::from_str(&text).map_err(|e| invalid(e.to_string())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Config::default()),
-        Err(e) => Err(wrong(e.to_string())),
+        Err(e) => Err(invalid(e.to_string())),
     }
 }
 

@@ -157,7 +157,7 @@ pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     Ok(at_path.is_ok_and(|at_path| (at_path.dev(), at_path.ino()) == (opened.dev(), opened.ino())))
 }
 
-/// OperationLock of the servers of a VM's disks. It is held while servers are started or ended, by an operation or by
+/// Lock of the servers of a VM's disks. It is held while servers are started or ended, by an operation or by
 /// `rekindle watch`, so that a disk never gets two servers, and so that no server is started after the VM's end.
 #[derive(Debug)]
 pub struct ServersLock {
@@ -192,11 +192,11 @@ impl ServersLock {
     }
 }
 
-/// OperationLock of a guest's run state. A process that stops or resumes a guest holds it for as long as another process's
+/// Lock of a guest's run state. A process that stops or resumes a guest holds it for as long as another process's
 /// `cont` or `stop` would do harm.
 ///
-/// Operations on a VM exclude one another by [`OperationLock`]. But a protector is no operation: it runs concurrently, and
-/// pauses the guest for milliseconds at a time. If it resumed the source QEMU that a reboot has stopped, two QEMUs
+/// Operations on a VM exclude one another by [`OperationLock`]. But a protector is no operation: it runs concurrently,
+/// and pauses the guest for milliseconds at a time. If it resumed the source QEMU that a reboot has stopped, two QEMUs
 /// would run the same guest.
 #[derive(Debug)]
 pub struct RunStateLock {

@@ -102,15 +102,15 @@ impl LockedVm {
         Ok((Self { rundir, state, _lock: lock }, interrupted))
     }
 
-    /// Rejects the action `what` for a VM that Rekindle did not start.
+    /// Rejects `action` for a VM that Rekindle did not start.
     ///
     /// # Errors
     /// [`LifeError::Attached`].
-    pub fn refuse_attached(&self, what: &'static str) -> Result<(), LifeError> {
+    pub fn refuse_attached(&self, action: &'static str) -> Result<(), LifeError> {
         match &self.state.attached {
             None => Ok(()),
             Some(attached) => {
-                Err(LifeError::Attached { name: self.rundir.name().into(), starter: attached.starter.clone(), what })
+                Err(LifeError::Attached { name: self.rundir.name().into(), starter: attached.starter.clone(), action })
             }
         }
     }

@@ -45,7 +45,7 @@ pub fn end_all_qemus(rundir: &RunDir, state: &State) -> Result<(), LifeError> {
         for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
             process.kill().map_err(failed)?;
             if !process.wait_end(KILL_TIMEOUT).map_err(failed)? {
-                return Err(LifeError::Stuck { name: rundir.name().into(), what: "QEMU", pid: process.pid });
+                return Err(LifeError::Stuck { name: rundir.name().into(), program: "QEMU", pid: process.pid });
             }
         }
     }

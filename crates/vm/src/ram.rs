@@ -92,8 +92,8 @@ pub fn remove_waiting(hardware: &Hardware) -> Result<(), RamError> {
     hardware.ram_files().into_iter().try_for_each(|(path, _)| ram.remove_waiting(&file_id(&path)))
 }
 
-/// Replaces the RAM of a VM whose previous QEMU has ended by the RAM of [`create_waiting`]: see [`RamDirectory::replace`].
-/// Returns the previous RAM, which can be freed later.
+/// Replaces the RAM of a VM whose previous QEMU has ended by the RAM of [`create_waiting`]: see
+/// [`RamDirectory::replace`]. Returns the previous RAM, which can be freed later.
 ///
 /// # Errors
 /// [`RamError`], when there is not enough memory or a file cannot be renamed.

@@ -53,8 +53,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Checks that there is room for the guest's RAM now. Nothing is reserved: [`VmSlot::make`] and [`VmSlot::claim_ram`]
-    /// do that.
+    /// Checks that there is room for the guest's RAM now. Nothing is reserved: [`VmSlot::make`] and
+    /// [`VmSlot::claim_ram`] do that.
     ///
     /// # Errors
     /// [`LifeError::Ram`] when there is not enough room.
@@ -130,9 +130,9 @@ impl<'a> IdleSlot<'a> {
         }
     }
 
-    /// Plans the VM of `definition` on this host. Nothing is made. `fit` may reject the resulting hardware, or change
-    /// it for a guest that exists already. `epochs` are those of the checkpoint to restore; the newest version of all
-    /// other disks is used.
+    /// Runs all checks that can reject the VM of `definition` on this host. Nothing is made. `fit` may reject the
+    /// resulting hardware, or change it for a guest that exists already. `epochs` are those of the checkpoint to
+    /// restore; the newest version of all other disks is used.
     ///
     /// # Errors
     /// [`LifeError`]: the definition requires something that this host or this QEMU does not have.
@@ -143,7 +143,31 @@ impl<'a> IdleSlot<'a> {
         epochs: &Epochs,
         fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
     ) -> Result<Plan, LifeError> {
-        plan(self.host, &self.rundir, definition, qemu, epochs, fit)
+        let name = definition.name.to_string();
+        let unfit = |problems| LifeError::Unfit { name: name.clone(), problems };
+        let binary_cache = self.host.binaries();
+        let binary = Binary::known(qemu.unwrap_or(&definition.qemu), &binary_cache)?;
+        let ram = self.host.ram_directory(&definition)?;
+        check_memory(&definition, &ram)?;
+        let ram_file = ram.file(&unique_name(&self.rundir));
+        let mut hardware = hardware::pin(&definition, &binary, ram_file).map_err(|problem| unfit(vec![problem]))?;
+        fit(&mut hardware).map_err(unfit)?;
+        reject_any(disks::redo_log_problems(&hardware, epochs, LeftoverLogs::Use)).map_err(unfit)?;
+        let binary = hardware::binary_for(&hardware, binary, &binary_cache)?;
+        reject_any(hardware::missing(&hardware, &binary)).map_err(unfit)?;
+        network::check(&definition)?;
+        let state = State {
+            format: format_of(&hardware),
+            definition: Definition { qemu: binary.path.clone(), ..definition },
+            hardware,
+            generation: 1,
+            vmm: None,
+            version: Some(binary.version.clone()),
+            previous: None,
+            attached: None,
+            prepared: None,
+        };
+        Ok(Plan { state, binary, ram })
     }
 
     /// Uses the slot for the planned VM, in place of a QEMU that waits in it.
@@ -316,42 +340,6 @@ impl<'a> VmSlot<'a> {
             tracing::warn!("after a failed start: {e}");
         }
     }
-}
-
-/// Runs all checks that can reject a VM, before anything is made.
-fn plan(
-    host: &Host,
-    rundir: &RunDir,
-    definition: Definition,
-    qemu: Option<&Path>,
-    epochs: &Epochs,
-    fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
-) -> Result<Plan, LifeError> {
-    let name = definition.name.to_string();
-    let unfit = |problems| LifeError::Unfit { name: name.clone(), problems };
-    let binary_cache = host.binaries();
-    let binary = Binary::known(qemu.unwrap_or(&definition.qemu), &binary_cache)?;
-    let ram = host.ram_directory(&definition)?;
-    check_memory(&definition, &ram)?;
-    let ram_file = ram.file(&unique_name(rundir));
-    let mut hardware = hardware::pin(&definition, &binary, ram_file).map_err(|problem| unfit(vec![problem]))?;
-    fit(&mut hardware).map_err(unfit)?;
-    reject_any(disks::redo_log_problems(&hardware, epochs, LeftoverLogs::Use)).map_err(unfit)?;
-    let binary = hardware::binary_for(&hardware, binary, &binary_cache)?;
-    reject_any(hardware::missing(&hardware, &binary)).map_err(unfit)?;
-    network::check(&definition)?;
-    let state = State {
-        format: format_of(&hardware),
-        definition: Definition { qemu: binary.path.clone(), ..definition },
-        hardware,
-        generation: 1,
-        vmm: None,
-        version: Some(binary.version.clone()),
-        previous: None,
-        attached: None,
-        prepared: None,
-    };
-    Ok(Plan { state, binary, ram })
 }
 
 /// Rejects an amount of memory that the file system of the RAM directory cannot give.

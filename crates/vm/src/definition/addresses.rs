@@ -55,10 +55,10 @@ pub enum AddressError {
     #[error("not an address with a prefix length; write for example 10.77.0.1/24")]
     HostAddress,
     /// An address that a host cannot have.
-    #[error("the {what}, not an address for the host; write the host's own, for example {hint}")]
+    #[error("the {kind}, not an address for the host; write the host's own, for example {hint}")]
     NotAHost {
         /// What the address is instead.
-        what: &'static str,
+        kind: &'static str,
         /// An address that would be valid.
         hint: String,
     },
@@ -123,7 +123,7 @@ impl FromStr for HostAddress {
         let first_host = net.hosts().find(|host| *host != net.network());
         // In a network of one or two addresses, each of them is a host's.
         let has_reserved_addresses = net.max_prefix_len() - net.prefix_len() > 1;
-        let (what, valid_host) = if address.is_multicast() {
+        let (kind, valid_host) = if address.is_multicast() {
             ("address of a group", None)
         } else if has_reserved_addresses && address == net.network() {
             ("address of the network itself", first_host)
@@ -133,7 +133,7 @@ impl FromStr for HostAddress {
             return Ok(Self(net));
         };
         let hint = valid_host.map_or_else(|| "10.77.0.1/24".into(), |host| format!("{host}/{}", net.prefix_len()));
-        Err(AddressError::NotAHost { what, hint })
+        Err(AddressError::NotAHost { kind, hint })
     }
 }
 

@@ -24,8 +24,8 @@ struct UnitSystem {
     /// "size" or "duration".
     quantity: &'static str,
     examples: &'static str,
-    /// Units, the largest first.
-    all: &'static [Unit],
+    /// The largest first.
+    units: &'static [Unit],
     /// The most likely unit of a number without one.
     usual: &'static str,
 }
@@ -33,7 +33,7 @@ struct UnitSystem {
 const SIZES: UnitSystem = UnitSystem {
     quantity: "size",
     examples: "\"512M\" or \"2G\"",
-    all: &[
+    units: &[
         Unit { name: "T", scale: 1 << 40, foreign: &["t", "tb", "tib"] },
         Unit { name: "G", scale: 1 << 30, foreign: &["g", "gb", "gib"] },
         Unit { name: "M", scale: 1 << 20, foreign: &["m", "mb", "mib"] },
@@ -46,7 +46,7 @@ const SIZES: UnitSystem = UnitSystem {
 const SPANS: UnitSystem = UnitSystem {
     quantity: "duration",
     examples: "\"250ms\", \"2s\" or \"1m\"",
-    all: &[
+    units: &[
         Unit { name: "h", scale: 3_600_000, foreign: &["h", "hr", "hour", "hours"] },
         Unit { name: "m", scale: 60_000, foreign: &["m", "min", "mins", "minute", "minutes"] },
         Unit { name: "s", scale: 1000, foreign: &["s", "sec", "secs", "second", "seconds"] },
@@ -200,12 +200,12 @@ impl UnitSystem {
         if unit_text.is_empty() {
             return Err(UnitError::NoUnit { number: number.into(), hint: self.add_usual_unit(number) });
         }
-        let Some(unit) = self.all.iter().find(|unit| unit.name == unit_text) else {
+        let Some(unit) = self.units.iter().find(|unit| unit.name == unit_text) else {
             let hint = match self.unit_named_otherwise(unit_text) {
                 Some(unit) => format!("\"{number}{}\"", unit.name),
                 None => format!(
                     "a unit out of {}",
-                    self.all.iter().rev().map(|unit| unit.name).collect::<Vec<_>>().join(", ")
+                    self.units.iter().rev().map(|unit| unit.name).collect::<Vec<_>>().join(", ")
                 ),
             };
             return Err(UnitError::UnknownUnit { unit: unit_text.trim().into(), hint });
@@ -216,13 +216,13 @@ impl UnitSystem {
     /// Returns the unit that other programs, or other capitals, call by this name.
     fn unit_named_otherwise(&self, unit: &str) -> Option<&Unit> {
         let unit = unit.trim().to_ascii_lowercase();
-        self.all.iter().find(|known| known.foreign.contains(&unit.as_str()))
+        self.units.iter().find(|known| known.foreign.contains(&unit.as_str()))
     }
 
     /// Returns what to write for a number without a unit: the number with the usual unit. A large size is taken for
     /// bytes and written in the largest exact unit.
     fn add_usual_unit(&self, number: &str) -> String {
-        let is_bytes = self.all.iter().any(|unit| unit.name == "B");
+        let is_bytes = self.units.iter().any(|unit| unit.name == "B");
         match number.parse::<u64>() {
             Ok(n) if n >= 1 << 20 && is_bytes => format!("\"{}\"", self.format(n)),
             _ => format!("\"{number}{}\"", self.usual),
@@ -239,8 +239,8 @@ impl UnitSystem {
 
     /// Writes a value in the largest exact unit.
     fn format(&self, value: u64) -> String {
-        let exact = self.all.iter().find(|unit| value != 0 && value.is_multiple_of(unit.scale));
-        exact.or(self.all.last()).map_or_else(String::new, |unit| format!("{}{}", value / unit.scale, unit.name))
+        let exact = self.units.iter().find(|unit| value != 0 && value.is_multiple_of(unit.scale));
+        exact.or(self.units.last()).map_or_else(String::new, |unit| format!("{}{}", value / unit.scale, unit.name))
     }
 }
 

@@ -64,7 +64,7 @@ impl RunDir {
         self.link(&self.file(name), &Path::new(LINK_NAME).join(name));
     }
 
-    /// Links the log of the `generation`-th QEMU, and removes the log of the QEMU [`KEPT_QEMU_LOGS`] generations before.
+    /// Links the log of the `generation`-th QEMU, and removes that of the QEMU [`KEPT_QEMU_LOGS`] generations before.
     pub(super) fn link_qemu_log(&self, generation: u32) {
         let log_name = |generation: u32| format!("qemu-{generation}.log");
         // The user may have removed the directory to free space.

@@ -135,12 +135,12 @@ fn sample_inside(socket: &Path) -> io::Result<(String, Metrics)> {
 
 fn parse_guest_values(text: &str) -> io::Result<(String, Metrics)> {
     let mut lines = text.splitn(3, '\n');
-    let mut next = |what| lines.next().filter(|line| !line.trim().is_empty()).ok_or_else(|| missing_value(what));
-    let (boot, of_files, of_memory) = (next(BOOT_ID)?, next(OPEN_FILES)?, next(MEMINFO)?);
-    let mut found = parse_file_nr(of_files)?;
-    found.extend(parse_meminfo(of_memory)?);
+    let mut next_part = |name| lines.next().filter(|line| !line.trim().is_empty()).ok_or_else(|| missing_value(name));
+    let (boot_id, file_nr, meminfo) = (next_part(BOOT_ID)?, next_part(OPEN_FILES)?, next_part(MEMINFO)?);
+    let mut metrics = parse_file_nr(file_nr)?;
+    metrics.extend(parse_meminfo(meminfo)?);
     let named = |(name, value): (String, Number)| (format!("{GUEST_PREFIX}{name}"), value);
-    Ok((boot.trim().into(), found.into_iter().map(named).collect()))
+    Ok((boot_id.trim().into(), metrics.into_iter().map(named).collect()))
 }
 
 /// Parses `/proc/meminfo`. Free memory includes the caches.
@@ -191,10 +191,10 @@ mod tests {
     #[test]
     fn a_host_without_swap_has_none_used() {
         let text = format!("{MEMINFO_TEXT}SwapTotal: 0 kB\nSwapFree: 0 kB\n");
-        let found = parse_meminfo(&text).unwrap();
-        let names: Vec<_> = found.keys().map(String::as_str).collect();
+        let metrics = parse_meminfo(&text).unwrap();
+        let names: Vec<_> = metrics.keys().map(String::as_str).collect();
         assert_eq!(names, ["free_memory_kib", "slab_kib", "slab_kib_limit"]);
-        assert_eq!(found["free_memory_kib"], 900.into());
+        assert_eq!(metrics["free_memory_kib"], 900.into());
         let text = format!("{MEMINFO_TEXT}SwapTotal: 50 kB\nSwapFree: 20 kB\n");
         assert_eq!(parse_meminfo(&text).unwrap()["swap_used_kib"], 30.into());
         assert_eq!(parse_meminfo("MemTotal: 1 kB\n").unwrap_err().to_string(), "there is no MemAvailable");
@@ -203,10 +203,10 @@ mod tests {
     #[test]
     fn the_values_from_inside_a_guest_are_parsed() {
         let text = format!("5ad1\n300\t12\t9000\n{MEMINFO_TEXT}SwapTotal: 0 kB\nSwapFree: 0 kB\n");
-        let (boot, found) = parse_guest_values(&text).unwrap();
+        let (boot, metrics) = parse_guest_values(&text).unwrap();
         assert_eq!(boot, "5ad1");
-        assert_eq!(found["guest_open_files"], 288.into());
-        assert_eq!(found["guest_slab_kib"], 70.into());
+        assert_eq!(metrics["guest_open_files"], 288.into());
+        assert_eq!(metrics["guest_slab_kib"], 70.into());
         assert!(parse_guest_values("5ad1\n300\t12\t9000\n").is_err(), "incomplete");
         assert!(parse_guest_values("").is_err());
     }

@@ -380,8 +380,7 @@ fn any_nets() -> impl Strategy<Value = Vec<Net>> {
     })
 }
 
-fn any_definition(dir: PathBuf) -> impl Strategy<Value = Definition> {
-    let disk_dir = dir.clone();
+fn any_disk(dir: PathBuf) -> impl Strategy<Value = Disk> {
     let cache = prop_oneof![
         Just(DiskCache::None),
         Just(DiskCache::Unsafe),
@@ -389,26 +388,30 @@ fn any_definition(dir: PathBuf) -> impl Strategy<Value = Definition> {
         Just(DiskCache::Writethrough)
     ];
     let rates = (proptest::option::of(65536u64..), proptest::option::of(1u32..));
-    let disk = (any_word(), any::<(bool, bool, bool)>(), cache, proptest::option::of("[A-Za-z0-9._-]{1,20}"), rates)
-        .prop_map(move |(id, (qcow2, readonly, server), cache, serial, (bps, iops))| {
+    (any_word(), any::<(bool, bool, bool)>(), cache, proptest::option::of("[A-Za-z0-9._-]{1,20}"), rates).prop_map(
+        move |(id, (qcow2, readonly, server), cache, serial, (bps, iops))| {
             let (file, format) = if qcow2 { ("root.qcow2", DiskFormat::Qcow2) } else { ("disk.img", DiskFormat::Raw) };
             let server = server && !qcow2;
             let cache = if server { DiskCache::None } else { cache };
             Disk {
                 id,
-                path: disk_dir.join(file),
+                path: dir.join(file),
                 format,
                 readonly,
                 cache,
                 serial,
                 server,
-
-                redo: bps.filter(|_| server).map(|_| disk_dir.clone()),
+                redo: bps.filter(|_| server).map(|_| dir.clone()),
                 attic_keep: iops.filter(|_| server).map(|n| Span::from_millis(n.into())),
                 bps: bps.map(Bytes::new),
                 iops,
             }
-        });
+        },
+    )
+}
+
+fn any_definition(dir: PathBuf) -> impl Strategy<Value = Definition> {
+    let disk = any_disk(dir.clone());
     let accel = prop_oneof![Just(Accel::Auto), Just(Accel::Kvm), Just(Accel::Tcg)];
     let scalars = ("[a-z0-9][a-z0-9._-]{0,62}", 1u32.., 1u8.., accel, 1u64.., any::<[bool; 7]>());
     // Values with every character that TOML must escape, but no control character.
