@@ -3,6 +3,7 @@
 use crate::loops;
 use crate::resource::Resource;
 use rekindle_kernel::file::flock_holder;
+use rekindle_life::shutdown::pull_the_plug;
 use rekindle_probe::{Target, check};
 use rekindle_protect::owned::OwnerRecord;
 use rekindle_protect::progress::{age, committed};
@@ -12,11 +13,10 @@ use rekindle_qemu::qmp::{Qmp, QmpError};
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::definition::{Definition, NetBackend, TapPlace};
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Status};
-use rekindle_vm::qemu::{OFF, SHUT_DOWN};
+use rekindle_vm::qemu::{ENDED_RUN_STATES, OFF};
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::pull_the_plug;
 use rekindle_vm::state::State;
+use rekindle_vm::status::{self, Status};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt;
@@ -162,7 +162,7 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
     let mut tried = false;
     let mut reboot_until = None;
     loop {
-        let status = match life::status(rundir) {
+        let status = match status::status(rundir) {
             Ok(status) => status,
             Err(e) => return Verdict::Failed(e.to_string()),
         };
@@ -192,7 +192,7 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
 
 /// Returns whether `rekindle watch` may be about to reboot a guest that has ended.
 fn may_reboot(rundir: &RunDir, status: &Status) -> bool {
-    let ended = matches!(status, Status::Stopped(why) if SHUT_DOWN.contains(&why.as_str()));
+    let ended = matches!(status, Status::Stopped(why) if ENDED_RUN_STATES.contains(&why.as_str()));
     let is_watched = |state: State| state.definition.watches_guest();
     ended
         && State::read(rundir).ok().flatten().is_some_and(is_watched)
@@ -214,7 +214,7 @@ fn verdict_for(rundir: &RunDir, status: &Status) -> Option<Verdict> {
         },
         // The guest has shut down cleanly, and must not be reverted to a checkpoint.
         Status::Stopped(why) if why == OFF => Some(Verdict::NotRunning),
-        Status::Stopped(why) if SHUT_DOWN.contains(&why.as_str()) => {
+        Status::Stopped(why) if ENDED_RUN_STATES.contains(&why.as_str()) => {
             Some(Verdict::Failed(format!("its guest is {why}")))
         }
         Status::Stopped(_) | Status::Silent => None,
@@ -325,5 +325,5 @@ fn namespace(definition: &Definition) -> Option<&str> {
 
 /// Returns whether the guest has shut down cleanly, and QEMU waits to be ended.
 pub(crate) fn has_shut_down(rundir: &RunDir) -> bool {
-    matches!(life::status(rundir), Ok(Status::Stopped(why)) if why == OFF)
+    matches!(status::status(rundir), Ok(Status::Stopped(why)) if why == OFF)
 }

@@ -7,6 +7,7 @@ use crate::resource::Resource;
 use crate::stop::report_shutdown;
 use rekindle_handover::HandoverError;
 use rekindle_handover::boot::{self, LeftoverLog, NewVm};
+use rekindle_life::stop;
 use rekindle_protect::owned::{OwnError, OwnerRecord};
 use rekindle_protect::restore::{Request, RestoreError, Restored, restore};
 use rekindle_protect::target::TargetError;
@@ -16,8 +17,8 @@ use rekindle_store::{StoreError, admin};
 use rekindle_vm::definition::{Definition, DefinitionErrors};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Status};
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::status::{self, Status};
 use serde::Serialize;
 use std::error::Error;
 use std::io;
@@ -158,7 +159,7 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
     if matches!(started, StartResult::Booted { .. })
         && let Err(message) = loops::wait_attached(&rundir, deadline)
     {
-        life::stop(host, name, Some(Duration::ZERO))?;
+        stop::stop_immediately(host, name)?;
         return Err(StartError::Unprotected { message });
     }
     Ok(started)
@@ -195,16 +196,16 @@ fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
 
 /// Removes the VM of a previous guest from this node. A QEMU that waits for a restore is kept if there is a checkpoint.
 fn remove_previous(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Instant) -> Result<(), StartError> {
-    if !rundir.exists() || to_restore && matches!(life::status(rundir), Ok(Status::Prepared)) {
+    if !rundir.exists() || to_restore && matches!(status::status(rundir), Ok(Status::Prepared)) {
         return Ok(());
     }
-    if matches!(life::status(rundir), Ok(Status::Silent)) {
+    if matches!(status::status(rundir), Ok(Status::Silent)) {
         return Err(StartError::Silent);
     }
     if let Err(e) = loops::end(rundir, deadline.min(Instant::now() + Duration::from_secs(1))) {
         tracing::warn!("{}: its previous protector does not end: {e}", rundir.name());
     }
-    match life::stop(host, rundir.name(), Some(Duration::ZERO)) {
+    match stop::stop_immediately(host, rundir.name()) {
         Ok(_) | Err(LifeError::Unknown { .. }) => Ok(()),
         Err(e) => Err(e.into()),
     }

@@ -4,16 +4,17 @@
 use crate::loops;
 use crate::monitor::{has_shut_down, pause_at_shutdown, request_shutdown};
 use crate::resource::Resource;
+use rekindle_life::shutdown::Ended;
+use rekindle_life::shutdown::{end_operation, pull_the_plug};
+use rekindle_life::stop;
 use rekindle_protect::owned::OwnerRecord;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Operation, Step};
-use rekindle_vm::life::{self, Status};
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::Ended;
-use rekindle_vm::shutdown::{end_operation, pull_the_plug};
 use rekindle_vm::state::State;
+use rekindle_vm::status::{self, Status};
 use serde::{Deserialize, Serialize};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -86,7 +87,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     if !rundir.exists() {
         return Ok(StopResult { how, ended: Ended::Before, lost: None });
     }
-    let status = life::status(&rundir);
+    let status = status::status(&rundir);
     let runs = matches!(status, Ok(Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Protected));
     let shut_down = has_shut_down(&rundir);
     let lost = match status {
@@ -107,7 +108,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     }
     // Do not wait for the lock's holder. Only a QEMU whose guest has shut down gets time to confirm that.
     let patience = if shut_down { ANSWER_TIMEOUT } else { Duration::ZERO };
-    let stopped = life::stop_with(host, resource.name.as_str(), Some(patience), |rundir, _| {
+    let stopped = stop::stop(host, resource.name.as_str(), Some(patience), |rundir, _| {
         // Report the shutdown only once: afterwards another node may own the store.
         reported = reported || report_shutdown(rundir);
         reported
@@ -115,7 +116,7 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     .or_else(|e| {
         tracing::warn!("{}: {e}; killing its QEMU", resource.name);
         force_off(&rundir)?;
-        life::stop(host, resource.name.as_str(), Some(Duration::ZERO))
+        stop::stop_immediately(host, resource.name.as_str())
     });
     match stopped {
         Ok(ended) => Ok(StopResult { how, ended, lost }),
@@ -143,7 +144,7 @@ fn ask_to_shut_down(rundir: &RunDir, deadline: Instant) {
         return;
     }
     let runs = |status: &Status| matches!(status, Status::Running | Status::Degraded(_) | Status::Stopped(_));
-    while Instant::now() < deadline && life::status(rundir).is_ok_and(|status| runs(&status)) {
+    while Instant::now() < deadline && status::status(rundir).is_ok_and(|status| runs(&status)) {
         if has_shut_down(rundir) {
             return;
         }
@@ -154,12 +155,12 @@ fn ask_to_shut_down(rundir: &RunDir, deadline: Instant) {
 /// Returns whether an interrupted move must be settled first. A move need not be settled if the source QEMU died before
 /// the other node was notified: settling would boot the guest on this node, and its last checkpoint is worth more.
 fn has_unsettled_move(rundir: &RunDir) -> bool {
-    let left = Journal::left_behind(rundir).ok().flatten().map(|journal| journal.operation);
+    let left = Journal::read(rundir).ok().flatten().map(|journal| journal.operation);
     let unsettled = |operation: &Operation| {
         let alive = operation.from.as_ref().is_some_and(Vmm::is_alive);
         operation.kind == Kind::Move && (alive || operation.step >= Step::Resume)
     };
-    matches!(life::status(rundir), Ok(Status::NeedsRecovery)) && left.as_ref().is_some_and(unsettled)
+    matches!(status::status(rundir), Ok(Status::NeedsRecovery)) && left.as_ref().is_some_and(unsettled)
 }
 
 /// Reports to the store that the guest has shut down cleanly, so that its next start boots it. Returns whether the redo

@@ -8,12 +8,12 @@ use rekindle_memory::directory::RamError;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_vm::definition::Definition;
-use rekindle_vm::disks::{Epochs, Kept};
+use rekindle_vm::disks::{Epochs, LeftoverLogs, RetainedCache};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Kind;
-use rekindle_vm::place::{Made, VmSlot};
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::slot::{SlotResources, VmSlot};
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Phase, Recorder};
 use rekindle_vm::{disks, network, phases, ram};
@@ -57,7 +57,11 @@ pub fn start<E: From<HandoverError>>(
     let NewVm { definition, qemu, uuid, leftover_log } = vm;
     let adapt = |hardware: &mut Hardware| {
         hardware.uuid = uuid.or(hardware.uuid);
-        let problems = disks::left_behind(hardware, &Epochs::new(), leftover_log == LeftoverLog::Reject);
+        let leftover_logs = match leftover_log {
+            LeftoverLog::Merge => LeftoverLogs::Use,
+            LeftoverLog::Reject => LeftoverLogs::Reject,
+        };
+        let problems = disks::redo_log_problems(hardware, &Epochs::new(), leftover_logs);
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     };
     let slot = VmSlot::take(host, definition, qemu.as_deref(), "run", adapt).map_err(HandoverError::from)?;
@@ -69,8 +73,8 @@ pub fn start<E: From<HandoverError>>(
 }
 
 fn start_in_slot(slot: &VmSlot<'_>) -> Result<State, HandoverError> {
-    disks::merge_left(&slot.state.hardware).map_err(LifeError::from)?;
-    let Made { journal, fds } = slot.make(Kind::Run)?;
+    disks::merge_leftover_logs(&slot.state.hardware).map_err(LifeError::from)?;
+    let SlotResources { journal, fds } = slot.make(Kind::Run)?;
     let VmSlot { state, binary, rundir, .. } = slot;
     let recorder = Recorder::new(rundir.name(), "run");
     let mut handover = Handover { rundir: rundir.clone(), state: state.clone(), journal, recorder };
@@ -97,7 +101,7 @@ pub enum PreviousCache {
 pub struct Booted {
     pub settled: Settled<NewRam>,
     /// The cache that the disk servers have retained.
-    pub retained: Option<Kept>,
+    pub retained: Option<RetainedCache>,
 }
 
 /// Boots a guest whose previous QEMU has ended, in a new QEMU with new RAM. Uses `taps` or, if there are none, opens
@@ -117,7 +121,7 @@ pub fn boot(
     let retained = renew_ram(&rundir, &hardware, cache)?;
     handover.pass("cold.renew.memory");
     disks::start(&rundir, &hardware).map_err(LifeError::from)?;
-    phases::begin(&rundir, &hardware, &definition);
+    phases::begin_boot(&rundir, &hardware, &definition);
     handover.recorder.step("renew its memory");
     let taps = taps.map_or_else(|| network::reopen(&hardware), Ok)?;
     let environment = OwnRunDir { rundir: &rundir, hardware: &hardware, binary };
@@ -128,7 +132,7 @@ pub fn boot(
 }
 
 /// Makes new RAM files. Returns the retained cache of the previous ones.
-fn renew_ram(rundir: &RunDir, hardware: &Hardware, cache: PreviousCache) -> Result<Option<Kept>, RamError> {
+fn renew_ram(rundir: &RunDir, hardware: &Hardware, cache: PreviousCache) -> Result<Option<RetainedCache>, RamError> {
     match cache {
         PreviousCache::Retain => ram::renew_keeping_cache(rundir, hardware),
         PreviousCache::Discard => ram::renew(rundir, hardware).map(|()| None),

@@ -67,7 +67,7 @@ impl TapTakeover {
     /// call.
     pub fn send_again(&mut self, stopped_host_us: u64) -> Vec<Capture> {
         let captures = std::mem::take(&mut self.captures).into_iter();
-        let (finished, unfinished) = captures.partition(|capture| network::send_again(capture, stopped_host_us));
+        let (finished, unfinished) = captures.partition(|capture| network::resend_frames(capture, stopped_host_us));
         self.captures = unfinished;
         finished
     }

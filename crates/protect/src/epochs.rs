@@ -82,7 +82,7 @@ impl EpochDisks {
         let writable = target.state().hardware.disks.iter().filter(|disk| disk.server && !disk.readonly);
         let disks = writable.map(|disk| EpochDisk {
             id: disk.id.clone(),
-            control_path: disks::control(target.rundir(), &disk.id),
+            control_path: disks::control_socket(target.rundir(), &disk.id),
             connection: None,
         });
         Self { disks: disks.collect() }

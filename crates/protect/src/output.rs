@@ -1,9 +1,9 @@
 //! Releases network output that is still held after its protector has ended.
 
 use crate::target::{Target, TargetError};
+use rekindle_life::attach::{AttachError, ProtectionLock};
 use rekindle_qemu::hold::OutputHold;
 use rekindle_qemu::qmp::QmpError;
-use rekindle_vm::attach::{AttachError, Protection};
 use rekindle_vm::host::Host;
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ pub enum ReleaseError {
 /// *On failure:* the output is still held.
 pub fn release(host: &Host, name: &str) -> Result<bool, ReleaseError> {
     let target = Target::of(host, name)?;
-    let _protection = Protection::take(target.rundir())?;
+    let _protection = ProtectionLock::take(target.rundir())?;
     let failed = |source| ReleaseError::Qmp { name: name.into(), source };
     let Some(mut qmp) = target.vmm().connect_for_saves(GREETING_TIMEOUT).map_err(failed)? else { return Ok(false) };
     match OutputHold::find(&mut qmp).map_err(failed)? {

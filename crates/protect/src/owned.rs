@@ -9,12 +9,12 @@
 use crate::identity_paths::IdentityPaths;
 use crate::progress::Progress;
 use crate::target::TargetError;
+use rekindle_life::shutdown::pull_the_plug;
 use rekindle_store::remote::{Identity, SpareConnections};
 use rekindle_store::types::{Guest, OnlyIf, Owner, Vm, now_us, utc};
 use rekindle_store::{StoreError, StoreUrl, admin};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::rundir::{RunDir, write_json};
-use rekindle_vm::shutdown::pull_the_plug;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::fs;

@@ -156,7 +156,7 @@ fn load_missing_pages(
     };
     if progress.complete {
         fault::point("fill.end.closed", None, None);
-        disks::filled(rundir);
+        disks::notify_filled(rundir);
         fs::remove_file(rundir.fill()).map_err(|source| FillError::File { path: rundir.fill(), source })?;
         let Progress { demanded, filled, zero, worst_ns, .. } = progress;
         on_event(&PagerEvent::Filled { demanded, filled, zero, worst_us: worst_ns / 1000 });

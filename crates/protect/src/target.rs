@@ -7,7 +7,7 @@ use rekindle_store::types::Vm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::lock::{LockError, RunState};
+use rekindle_vm::lock::{LockError, RunStateLock};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::{State, format_of};
 use std::io;
@@ -108,10 +108,10 @@ impl Target {
     ///
     /// # Errors
     /// [`TargetError::Moved`]: another QEMU runs the guest. [`TargetError::Life`]: an operation was interrupted.
-    pub fn hold_run_state(&self) -> Result<RunState, TargetError> {
-        let run_state = RunState::acquire(&self.rundir, REBOOT_TIMEOUT)?;
+    pub fn hold_run_state(&self) -> Result<RunStateLock, TargetError> {
+        let run_state = RunStateLock::acquire(&self.rundir, REBOOT_TIMEOUT)?;
         let failed = |source| TargetError::RunDir { path: self.rundir.file("operation.json"), source };
-        if let Some(Journal { operation, .. }) = Journal::left_behind(&self.rundir).map_err(failed)?
+        if let Some(Journal { operation, .. }) = Journal::read(&self.rundir).map_err(failed)?
             && operation.step >= Step::Suspend
         {
             let (name, kind, step) = (self.name().into(), operation.kind, operation.step);

@@ -9,7 +9,7 @@ use rekindle_qemu::program::Program;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::journal::{Journal, Kind, Operation, Step};
-use rekindle_vm::life::Held;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::qemu::processes_of;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
@@ -90,7 +90,11 @@ impl Default for SilentQemuPolicy {
 /// Waits for an answer from each QEMU that the recovery of an operation depends on.
 ///
 /// *On success:* each of these QEMUs answers, has ended, or was killed because of [`SilentQemuPolicy::force`].
-pub(crate) fn require_answers(held: &Held, operation: &Operation, policy: SilentQemuPolicy) -> Result<(), RebootError> {
+pub(crate) fn require_answers(
+    held: &LockedVm,
+    operation: &Operation,
+    policy: SilentQemuPolicy,
+) -> Result<(), RebootError> {
     // Recovery ends the QEMUs of these operations without asking them: they have run no guest, or the VM is to be
     // removed.
     if matches!(operation.kind, Kind::Stop | Kind::Run | Kind::Prepare) {
@@ -111,7 +115,7 @@ pub(crate) fn require_answers(held: &Held, operation: &Operation, policy: Silent
 }
 
 /// Returns the live QEMU that the operation started, also if the journal does not name it yet.
-fn destination(held: &Held, operation: &Operation) -> Result<Option<Vmm>, RebootError> {
+fn destination(held: &LockedVm, operation: &Operation) -> Result<Option<Vmm>, RebootError> {
     match operation.to.clone().filter(Vmm::is_alive) {
         Some(recorded) => Ok(Some(recorded)),
         None => of_generation(&held.rundir, &held.state, operation.generation),
@@ -175,13 +179,13 @@ pub(crate) fn wait_for_answer(name: &str, vmm: &Vmm, policy: SilentQemuPolicy) -
 }
 
 /// Returns the hand-over of an interrupted operation, for its recovery. The timeline of a recovery is not recorded.
-pub(crate) fn continue_interrupted(held: &Held, journal: Journal) -> Handover {
+pub(crate) fn continue_interrupted(held: &LockedVm, journal: Journal) -> Handover {
     let recorder = Recorder::new(held.rundir.name(), "recover");
     Handover { rundir: held.rundir.clone(), state: held.state.clone(), journal, recorder }
 }
 
 /// Resumes a guest that an interrupted checkpoint or suspend left stopped.
-pub(crate) fn end_pause(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
+pub(crate) fn end_pause(held: &LockedVm, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let mark = held.rundir.paused();
     if !mark.exists() {
         return Ok(Recovered::Nothing);

@@ -8,11 +8,10 @@ use crate::network;
 use crate::phases;
 use crate::qemu;
 use crate::ram;
-use crate::rundir::RunDir;
+use crate::rundir::{RunDir, ignore_missing};
 use crate::state::State;
 use rekindle_memory::directory::RamDirectory;
 use std::fs;
-use std::io;
 
 /// Removes everything that Rekindle keeps of a VM: QEMUs, disk servers, taps, RAM, run directory. Missing parts are
 /// no error, so that it can be repeated after an interruption.
@@ -21,23 +20,17 @@ use std::io;
 /// [`LifeError`], for the first process, tap or file that cannot be removed.
 pub fn clean_up(host: &Host, rundir: &RunDir, state: &State) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
-    qemu::end_all(rundir, state)?;
+    qemu::end_all_qemus(rundir, state)?;
     disks::end(rundir, &state.hardware)?;
     network::remove(host, &state.hardware)?;
     if let Some(directory) = state.hardware.ram.path.parent().filter(|path| path.exists()) {
         for (path, _) in state.hardware.ram_files() {
-            RamDirectory::at(directory)?.remove(&ram::name(&path))?;
+            RamDirectory::at(directory)?.remove(&ram::file_id(&path))?;
         }
     }
     // The disk servers have ended and no longer record writes: the VM's candidates can never be used again.
-    match fs::remove_dir_all(phases::directory(host, rundir, &state.definition)) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
-        _ => {}
-    }
-    match fs::remove_file(saved_path(host, rundir, &state.definition)) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
-        _ => {}
-    }
+    ignore_missing(fs::remove_dir_all(phases::directory(host, rundir, &state.definition))).map_err(failed)?;
+    ignore_missing(fs::remove_file(saved_path(host, rundir, &state.definition))).map_err(failed)?;
     rundir.remove().map_err(failed)?;
     host.release_ram();
     Ok(())

@@ -13,18 +13,19 @@ use std::path::Path;
 use std::process::Command;
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// Entries of the test ring.
-const SERVER_RING: u32 = 8;
+const TEST_RING_ENTRIES: u32 = 8;
 
 /// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
     /// Name of the check.
-    pub what: String,
+    #[serde(rename = "what")]
+    pub check: String,
     /// Severity of the finding.
     pub level: Level,
     /// What was found.
-    pub found: String,
+    #[serde(rename = "found")]
+    pub observation: String,
     /// What to do about it; empty if nothing is to be done.
     #[serde(rename = "mend")]
     pub hint: String,
@@ -45,14 +46,23 @@ pub enum Level {
 /// Runs all checks.
 #[must_use]
 pub fn examine(qemu: &Path) -> Vec<Finding> {
-    vec![binary(qemu), accel(), run_directory(), memory(), disk_servers(), taps(), ip(), tracing_rights()]
+    vec![
+        check_binary(qemu),
+        check_kvm(),
+        check_run_directory(),
+        check_memory(),
+        check_disk_servers(),
+        check_taps(),
+        check_iproute2(),
+        check_tracing_rights(),
+    ]
 }
 
-fn finding(what: &str, level: Level, found: impl Into<String>, hint: impl Into<String>) -> Finding {
-    Finding { what: what.into(), level, found: found.into(), hint: hint.into() }
+fn finding(check: &str, level: Level, observation: impl Into<String>, hint: impl Into<String>) -> Finding {
+    Finding { check: check.into(), level, observation: observation.into(), hint: hint.into() }
 }
 
-fn binary(path: &Path) -> Finding {
+fn check_binary(path: &Path) -> Finding {
     match Binary::probe(path) {
         Ok(binary) if binary.saves_device_state() => {
             finding("QEMU", Level::Good, format!("{} {}", binary.path.display(), binary.version), "")
@@ -67,29 +77,29 @@ fn binary(path: &Path) -> Finding {
     }
 }
 
-fn accel() -> Finding {
+fn check_kvm() -> Finding {
     if has_kvm() {
         return finding("KVM", Level::Good, "kvm_intel or kvm_amd is loaded and /dev/kvm opens", "");
     }
-    let found = if Path::new("/dev/kvm").exists() {
+    let observation = if Path::new("/dev/kvm").exists() {
         "/dev/kvm is there, but no kvm_intel or kvm_amd behind it, or it may not be opened"
     } else {
         "no /dev/kvm"
     };
     let hint = "guests run under TCG, ten times slower; load kvm_intel or kvm_amd, add this user to group kvm";
-    finding("KVM", Level::Limited, found, hint)
+    finding("KVM", Level::Limited, observation, hint)
 }
 
-fn run_directory() -> Finding {
+fn check_run_directory() -> Finding {
     match Host::open() {
         Ok(host) => {
-            let found = host.root.display().to_string();
+            let root = host.root.display().to_string();
             let tmpfs = rustix::fs::statfs(&host.root).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC);
             if tmpfs {
-                finding("run directory", Level::Good, found, "")
+                finding("run directory", Level::Good, root, "")
             } else {
                 let hint = "guests are stopped longer, for each synced write: set REKINDLE_RUN_DIR to one on a tmpfs";
-                finding("run directory", Level::Limited, format!("{found} is not on a tmpfs"), hint)
+                finding("run directory", Level::Limited, format!("{root} is not on a tmpfs"), hint)
             }
         }
         Err(e) => {
@@ -99,7 +109,7 @@ fn run_directory() -> Finding {
     }
 }
 
-fn memory() -> Finding {
+fn check_memory() -> Finding {
     match available_memory() {
         Ok(bytes) => finding("memory", Level::Good, format!("{} MiB available", bytes >> 20), ""),
         Err(e) => finding("memory", Level::Bad, e.to_string(), "mount /proc"),
@@ -107,20 +117,19 @@ fn memory() -> Finding {
 }
 
 /// Disk servers use `io_uring`: create a ring as they do, because the limits of this process may differ from theirs.
-fn disk_servers() -> Finding {
-    const WHAT: &str = "io_uring";
-    const ELSE: &str = "disks need `server = false` until then";
-    let e = match Ring::new(SERVER_RING) {
-        Ok(_) => return finding(WHAT, Level::Good, "disks can have servers", ""),
-        Err(e) => e,
+fn check_disk_servers() -> Finding {
+    const CHECK: &str = "io_uring";
+    let Err(e) = Ring::new(TEST_RING_ENTRIES) else {
+        return finding(CHECK, Level::Good, "disks can have servers", "");
     };
     let disabled = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").ok();
-    let (found, hint) = io_uring_refused(&e, disabled.as_deref().map(str::trim));
-    finding(WHAT, Level::Limited, found, format!("{hint}; {ELSE}"))
+    let (observation, hint) = explain_io_uring_error(&e, disabled.as_deref().map(str::trim));
+    let hint = format!("{hint}; disks need `server = false` until then");
+    finding(CHECK, Level::Limited, observation, hint)
 }
 
-/// Returns why the kernel rejects a ring, and a hint.
-fn io_uring_refused(error: &io::Error, disabled: Option<&str>) -> (String, &'static str) {
+/// Returns why the kernel rejects a ring, and a hint. `disabled` is the content of `kernel.io_uring_disabled`.
+fn explain_io_uring_error(error: &io::Error, disabled: Option<&str>) -> (String, &'static str) {
     match (disabled, Errno::from_io_error(error)) {
         (Some("2"), _) => ("kernel.io_uring_disabled is 2".into(), "sysctl kernel.io_uring_disabled=0"),
         (Some("1"), _) => (
@@ -140,7 +149,7 @@ fn io_uring_refused(error: &io::Error, disabled: Option<&str>) -> (String, &'sta
     }
 }
 
-fn taps() -> Finding {
+fn check_taps() -> Finding {
     let root = rustix::process::geteuid().is_root();
     match OpenOptions::new().read(true).write(true).open("/dev/net/tun") {
         Ok(_) if root => finding("taps", Level::Good, "/dev/net/tun opens", ""),
@@ -153,7 +162,7 @@ fn taps() -> Finding {
     }
 }
 
-fn ip() -> Finding {
+fn check_iproute2() -> Finding {
     match Command::new("ip").arg("-V").output() {
         Ok(output) => finding("iproute2", Level::Good, String::from_utf8_lossy(&output.stdout).trim(), ""),
         Err(e) => finding("iproute2", Level::Limited, format!("ip: {e}"), "apt-get install iproute2 for taps"),
@@ -161,16 +170,16 @@ fn ip() -> Finding {
 }
 
 /// Rights to trace a process are required to read QEMU's memory and to duplicate its taps.
-fn tracing_rights() -> Finding {
+fn check_tracing_rights() -> Finding {
     let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_else(|_| "0".into());
     let root = rustix::process::geteuid().is_root();
     match scope.trim() {
         "0" => finding("tracing", Level::Good, "a user may trace own processes", ""),
         "1" | "2" if root => finding("tracing", Level::Good, "root may trace", ""),
-        other => finding(
+        scope => finding(
             "tracing",
             Level::Bad,
-            format!("kernel.yama.ptrace_scope is {other}"),
+            format!("kernel.yama.ptrace_scope is {scope}"),
             "a warm reboot reads QEMU's memory: run as root, or sysctl kernel.yama.ptrace_scope=0",
         ),
     }
@@ -182,12 +191,12 @@ mod tests {
 
     #[test]
     fn the_reason_for_no_io_uring_is_named_with_a_hint() {
-        let refused = |errno: Errno, disabled| io_uring_refused(&errno.into(), disabled);
+        let refused = |errno: Errno, disabled| explain_io_uring_error(&errno.into(), disabled);
         assert_eq!(refused(Errno::PERM, Some("2")).1, "sysctl kernel.io_uring_disabled=0");
         assert!(refused(Errno::PERM, Some("1")).1.contains("kernel.io_uring_group"));
         for disabled in [Some("0"), None] {
-            let (found, hint) = refused(Errno::PERM, disabled);
-            assert!(found.contains("seccomp") && hint.contains("io_uring_setup"), "{found}: {hint}");
+            let (observation, hint) = refused(Errno::PERM, disabled);
+            assert!(observation.contains("seccomp") && hint.contains("io_uring_setup"), "{observation}: {hint}");
         }
         assert!(refused(Errno::NOSYS, None).0.contains("without it"));
         assert!(refused(Errno::NOMEM, Some("0")).1.contains("ulimit -l"));
@@ -196,7 +205,7 @@ mod tests {
 
     #[test]
     fn the_finding_about_io_uring_is_what_a_server_would_find() {
-        let finding = disk_servers();
+        let finding = check_disk_servers();
         assert_eq!(finding.level == Level::Good, Ring::new(256).is_ok(), "{finding:?}");
         assert_eq!(finding.hint.is_empty(), finding.level == Level::Good, "{finding:?}");
     }

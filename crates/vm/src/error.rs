@@ -59,7 +59,7 @@ pub enum LifeError {
     },
     /// Rekindle did not start the VM's QEMU.
     #[error(
-        "VM {name} was attached to, and not started by Rekindle ({starter}): use the program that started it for {what}; \
+        "VM {name} was attached to, and not started by Rekindle ({starter}): use the program that started it for {action}; \
          rekindle detach {name} releases it"
     )]
     Attached {
@@ -68,7 +68,7 @@ pub enum LifeError {
         /// Description of the program that started QEMU.
         starter: String,
         /// The rejected action.
-        what: &'static str,
+        action: &'static str,
     },
     /// The VM was restored from a VM that Rekindle had not started.
     #[error(
@@ -90,13 +90,13 @@ pub enum LifeError {
     },
     /// A process of the VM was killed but does not end: it may still run, or wait in the kernel.
     #[error(
-        "VM {name}: {what} (process {pid}) was killed and does not end: it may hang in the kernel, on a disk or a share that is away"
+        "VM {name}: {program} (process {pid}) was killed and does not end: it may hang in the kernel, on a disk or a share that is away"
     )]
     Stuck {
         /// Name of the VM.
         name: String,
         /// Name of the program.
-        what: &'static str,
+        program: &'static str,
         /// Process number.
         pid: u32,
     },

@@ -4,10 +4,14 @@
 //! `REKINDLE_FAULT=warm.suspend.stopped:kill-old`. A test runs through all of [`POINTS`], so that a new point is
 //! tested automatically. Without the variable a point costs one check of a flag.
 
+use rekindle_kernel::process::Process;
 use rekindle_qemu::vmm::Vmm;
 use std::env;
 use std::sync::OnceLock;
 use std::time::Duration;
+
+/// Limit for a killed QEMU to end.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Every fault point, grouped by operation and in the order in which the operation passes them: a warm, a saved and a
 /// cold reboot; reboots of a guest by kexec, with its cache and by a phase; the preparation of a restore; a restore;
@@ -111,46 +115,52 @@ enum Action {
     /// Stop this process, as a terminal's Ctrl-Z does.
     Stop,
     /// Kill the QEMU that ran the guest before the operation.
-    KillOld,
+    KillSource,
     /// Kill the QEMU that will run the guest.
-    KillNew,
+    KillDestination,
 }
 
-fn wanted() -> Option<&'static (String, Action)> {
-    static WANTED: OnceLock<Option<(String, Action)>> = OnceLock::new();
-    WANTED
+/// The fault that the environment selects.
+struct SelectedFault {
+    point: String,
+    action: Action,
+}
+
+fn selected_fault() -> Option<&'static SelectedFault> {
+    static SELECTED: OnceLock<Option<SelectedFault>> = OnceLock::new();
+    SELECTED
         .get_or_init(|| {
             let value = env::var("REKINDLE_FAULT").ok()?;
             let (point, action) = value.split_once(':')?;
             let action = match action {
                 "kill" => Action::Kill,
                 "stop" => Action::Stop,
-                "kill-old" => Action::KillOld,
-                "kill-new" => Action::KillNew,
+                "kill-old" => Action::KillSource,
+                "kill-new" => Action::KillDestination,
                 _ => return None,
             };
-            Some((point.to_owned(), action))
+            Some(SelectedFault { point: point.to_owned(), action })
         })
         .as_ref()
 }
 
-/// Passes the fault point `name`. `old` and `new` are the source and destination QEMU of the operation.
-pub fn point(name: &'static str, old: Option<&Vmm>, new: Option<&Vmm>) {
+/// Passes the fault point `name` of an operation with these source and destination QEMUs.
+pub fn point(name: &'static str, source: Option<&Vmm>, destination: Option<&Vmm>) {
     debug_assert!(POINTS.contains(&name), "fault point {name} is not listed");
-    let Some((_, action)) = wanted().filter(|(point, _)| point == name) else { return };
-    let end = |vmm: Option<&Vmm>| {
+    let Some(fault) = selected_fault().filter(|fault| fault.point == name) else { return };
+    let kill = |vmm: Option<&Vmm>| {
         if let Some(vmm) = vmm {
             let _ = vmm.process().kill();
-            let _ = vmm.process().wait_end(Duration::from_secs(10));
+            let _ = vmm.process().wait_end(KILL_TIMEOUT);
         }
     };
-    match action {
+    match fault.action {
         Action::Kill | Action::Stop => {
-            if let Ok(me) = rekindle_kernel::process::Process::current() {
-                let _ = if *action == Action::Kill { me.kill() } else { me.stop() };
+            if let Ok(this_process) = Process::current() {
+                let _ = if fault.action == Action::Kill { this_process.kill() } else { this_process.stop() };
             }
         }
-        Action::KillOld => end(old),
-        Action::KillNew => end(new),
+        Action::KillSource => kill(source),
+        Action::KillDestination => kill(destination),
     }
 }

@@ -1,6 +1,6 @@
 //! The hardware of a definition, with everything pinned that a QEMU binary could otherwise choose.
 
-use crate::definition::{Accel, Bytes, Definition, NetBackend, OnCrash, Span, TapPlace};
+use crate::definition::{self, Accel, Bytes, Definition, Forward, NetBackend, OnCrash, Span, TapPlace};
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::command::{self, AGENT_PORTS, Hardware};
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -12,8 +12,8 @@ use uuid::Uuid;
 /// `/dev/kvm` alone proves nothing: there are paravirtual ones that open and cannot run a stock kernel.
 #[must_use]
 pub fn has_kvm() -> bool {
-    let module = ["kvm_intel", "kvm_amd"].iter().any(|name| Path::new("/sys/module").join(name).exists());
-    module && OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
+    let is_module_loaded = ["kvm_intel", "kvm_amd"].iter().any(|name| Path::new("/sys/module").join(name).exists());
+    is_module_loaded && OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
 }
 
 /// Returns the module that provides KVM on a processor, given its `/proc/cpuinfo`.
@@ -58,35 +58,6 @@ pub fn new_generation() -> Result<Uuid, String> {
 /// A text: the accelerator is unavailable, there are too many devices, or no random bytes.
 pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Hardware, String> {
     let accel = accelerator(definition.accel)?;
-    let nets = definition.nets.iter().map(|net| command::Net {
-        id: net.id.clone(),
-        mac: net.mac.to_string(),
-        backend: match &net.backend {
-            NetBackend::User { forward } => {
-                command::NetBackend::User(forward.iter().map(|rule| rule.hostfwd()).collect())
-            }
-            NetBackend::Tap { ifname, place } => command::NetBackend::Tap(command::Tap {
-                ifname: ifname.clone(),
-                netns: match place {
-                    TapPlace::Netns { netns, .. } => Some(netns.clone()),
-                    TapPlace::Bridge { .. } => None,
-                },
-            }),
-        },
-    });
-    let disks = definition.disks.iter().map(|disk| command::Disk {
-        id: disk.id.clone(),
-        path: disk.path.clone(),
-        format: disk.format.as_str().to_owned(),
-        readonly: disk.readonly,
-        cache: disk.cache.as_str().to_owned(),
-        serial: disk.serial.clone(),
-        server: disk.server,
-        redo: disk.redo.as_ref().map(|folder| redo_folder(folder, definition.name.as_ref(), &disk.id)),
-        attic_keep_ms: disk.attic_keep.map(Span::as_millis),
-        bps: disk.bps.map(Bytes::as_u64),
-        iops: disk.iops,
-    });
     let hardware = Hardware {
         name: definition.name.to_string(),
         uuid: Some(Uuid::new_v4()),
@@ -100,8 +71,8 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
             initrd: boot.initrd.clone(),
             append: boot.append.clone(),
         }),
-        disks: disks.collect(),
-        nets: nets.collect(),
+        disks: definition.disks.iter().map(|disk| pin_disk(disk, definition.name.as_ref())).collect(),
+        nets: definition.nets.iter().map(pin_net).collect(),
         vga: definition.devices.vga,
         agent: definition.devices.agent,
         agent_ports: Some(AGENT_PORTS),
@@ -114,6 +85,36 @@ pub fn pin(definition: &Definition, binary: &Binary, ram: PathBuf) -> Result<Har
     };
     hardware.check_slots()?;
     Ok(hardware)
+}
+
+fn pin_disk(disk: &definition::Disk, vm_name: &str) -> command::Disk {
+    command::Disk {
+        id: disk.id.clone(),
+        path: disk.path.clone(),
+        format: disk.format.as_str().to_owned(),
+        readonly: disk.readonly,
+        cache: disk.cache.as_str().to_owned(),
+        serial: disk.serial.clone(),
+        server: disk.server,
+        redo: disk.redo.as_ref().map(|folder| redo_folder(folder, vm_name, &disk.id)),
+        attic_keep_ms: disk.attic_keep.map(Span::as_millis),
+        bps: disk.bps.map(Bytes::as_u64),
+        iops: disk.iops,
+    }
+}
+
+fn pin_net(net: &definition::Net) -> command::Net {
+    let backend = match &net.backend {
+        NetBackend::User { forward } => command::NetBackend::User(forward.iter().map(Forward::hostfwd).collect()),
+        NetBackend::Tap { ifname, place } => {
+            let netns = match place {
+                TapPlace::Netns { netns, .. } => Some(netns.clone()),
+                TapPlace::Bridge { .. } => None,
+            };
+            command::NetBackend::Tap(command::Tap { ifname: ifname.clone(), netns })
+        }
+    };
+    command::Net { id: net.id.clone(), mac: net.mac.to_string(), backend }
 }
 
 /// Lists the parts of `hardware` that the QEMU `binary` does not support.
@@ -142,8 +143,8 @@ pub fn missing(hardware: &Hardware, binary: &Binary) -> Vec<String> {
 ///
 /// # Errors
 /// [`BinaryError`], when the QEMU cannot be queried.
-pub fn relied_on(hardware: &Hardware, binary: Binary, kept_in: &Path) -> Result<Binary, BinaryError> {
-    if missing(hardware, &binary).is_empty() { Ok(binary) } else { binary.probe_again(kept_in) }
+pub fn binary_for(hardware: &Hardware, binary: Binary, cache: &Path) -> Result<Binary, BinaryError> {
+    if missing(hardware, &binary).is_empty() { Ok(binary) } else { binary.probe_again(cache) }
 }
 
 /// Returns the redo log directory of a disk, in a folder that VMs may share.
@@ -152,9 +153,9 @@ pub fn relied_on(hardware: &Hardware, binary: Binary, kept_in: &Path) -> Result<
 /// `a` with disk `b-c` from VM `a-b` with disk `c`. Earlier versions put a dash between them; such a log is used
 /// where it is.
 fn redo_folder(folder: &Path, name: &str, id: &str) -> PathBuf {
-    let old = folder.join(format!("{name}-{id}.redo"));
-    let new = folder.join(format!("{name}.{id}.redo"));
-    if old.exists() && !new.exists() { old } else { new }
+    let old_path = folder.join(format!("{name}-{id}.redo"));
+    let path = folder.join(format!("{name}.{id}.redo"));
+    if old_path.exists() && !path.exists() { old_path } else { path }
 }
 
 #[cfg(test)]
@@ -174,12 +175,12 @@ mod tests {
     #[test]
     fn no_two_disks_have_one_redo_log() {
         let folder = tempfile::tempdir().unwrap();
-        let mut seen = std::collections::BTreeMap::new();
+        let mut owners = std::collections::BTreeMap::new();
         for name in ["a", "a-b", "a.b", "a-b.c", "a.b-c", "redo", "a.redo"] {
             for id in ["b", "c", "b-c", "redo", "b_c"] {
                 let path = redo_folder(folder.path(), name, id);
-                let before = seen.insert(path, (name, id));
-                assert_eq!(before, None, "and {name} {id}");
+                let same_path = owners.insert(path, (name, id));
+                assert_eq!(same_path, None, "and {name} {id}");
             }
         }
         std::fs::create_dir(folder.path().join("web-disk0.redo")).unwrap();

@@ -36,7 +36,7 @@ pub enum Helper {
 }
 
 impl Helper {
-    /// Returns the helper's name in [`Record`] and in `show --json`.
+    /// Returns the helper's name in [`RestartRecord`] and in `show --json`.
     #[must_use]
     pub fn key(&self) -> String {
         match self {
@@ -88,11 +88,11 @@ pub struct Restarts {
 }
 
 /// `helpers.json`: the restarts of each helper, by [`Helper::key`].
-pub type Record = BTreeMap<String, Restarts>;
+pub type RestartRecord = BTreeMap<String, Restarts>;
 
 /// Returns the record of a VM; empty if there is none, or if it cannot be read.
 #[must_use]
-pub fn record(rundir: &RunDir) -> Record {
+pub fn read_record(rundir: &RunDir) -> RestartRecord {
     let text = fs::read(rundir.helpers()).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()
 }
@@ -101,7 +101,7 @@ pub fn record(rundir: &RunDir) -> Record {
 ///
 /// # Errors
 /// As for [`write_json`].
-pub fn write_record(rundir: &RunDir, record: &Record) -> io::Result<()> {
+pub fn write_record(rundir: &RunDir, record: &RestartRecord) -> io::Result<()> {
     write_json(&rundir.helpers(), record)
 }
 
@@ -131,7 +131,7 @@ pub fn needed(rundir: &RunDir) -> io::Result<Vec<Helper>> {
 
 /// A helper that a VM needs, as shown in a listing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Running {
+pub struct HelperStatus {
     /// The helper's name, as of [`Helper::key`].
     pub helper: String,
     /// Process number; none if the helper is missing.
@@ -145,9 +145,9 @@ pub struct Running {
 ///
 /// # Errors
 /// When the run directory cannot be read.
-pub fn list(rundir: &RunDir) -> io::Result<Vec<Running>> {
-    let mut record = record(rundir);
-    let running = |helper: Helper| Running {
+pub fn list(rundir: &RunDir) -> io::Result<Vec<HelperStatus>> {
+    let mut record = read_record(rundir);
+    let running = |helper: Helper| HelperStatus {
         helper: helper.key(),
         pid: helper.process(rundir).map(|process| process.pid),
         restarts: record.remove(&helper.key()).unwrap_or_default(),
@@ -159,31 +159,32 @@ pub fn list(rundir: &RunDir) -> io::Result<Vec<Running>> {
 ///
 /// # Errors
 /// When the run directory cannot be read.
-pub fn degraded(rundir: &RunDir) -> io::Result<Option<String>> {
+pub fn describe_missing(rundir: &RunDir) -> io::Result<Option<String>> {
     let missing: Vec<_> = needed(rundir)?.into_iter().filter(|helper| helper.process(rundir).is_none()).collect();
     if missing.is_empty() {
         return Ok(None);
     }
     // A helper that has just ended because it is no longer needed is not missing.
-    let still = needed(rundir)?;
-    let missing: Vec<_> = missing.into_iter().filter(|helper| still.contains(helper)).collect();
-    Ok((!missing.is_empty()).then(|| describe(&missing, &record(rundir), rundir.name())))
+    let still_needed = needed(rundir)?;
+    let missing: Vec<_> = missing.into_iter().filter(|helper| still_needed.contains(helper)).collect();
+    Ok((!missing.is_empty()).then(|| describe(&missing, &read_record(rundir), rundir.name())))
 }
 
-fn describe(missing: &[Helper], record: &Record, name: &str) -> String {
-    let unwatched = missing.contains(&Helper::Watch);
-    let mut by_hand = unwatched;
-    let each = missing.iter().map(|helper| {
+fn describe(missing: &[Helper], record: &RestartRecord, vm_name: &str) -> String {
+    let is_unwatched = missing.contains(&Helper::Watch);
+    let mut needs_recover = is_unwatched;
+    let mut descriptions = Vec::new();
+    for helper in missing {
         let abandoned = record.get(&helper.key()).and_then(|restarts| restarts.abandoned.as_deref());
-        by_hand |= abandoned.is_some();
-        match abandoned {
+        needs_recover |= abandoned.is_some();
+        descriptions.push(match abandoned {
             Some(why) => format!("{helper} is missing and is not restarted any more: {why}"),
-            None if unwatched => format!("{helper} is missing"),
+            None if is_unwatched => format!("{helper} is missing"),
             None => format!("{helper} is missing and is being restarted"),
-        }
-    });
-    let text = each.collect::<Vec<_>>().join("; ");
-    if by_hand { format!("{text}; to restart: rekindle recover {name}") } else { text }
+        });
+    }
+    let text = descriptions.join("; ");
+    if needs_recover { format!("{text}; to restart: rekindle recover {vm_name}") } else { text }
 }
 
 #[cfg(test)]
@@ -193,7 +194,7 @@ mod tests {
     #[test]
     fn what_is_missing_is_described_with_what_to_do() {
         let disk = Helper::Disk("disk0".into());
-        let mut record = Record::new();
+        let mut record = RestartRecord::new();
         let text = describe(std::slice::from_ref(&disk), &record, "web");
         assert_eq!(text, "the server of disk disk0 is missing and is being restarted");
         let text = describe(&[disk.clone(), Helper::Watch], &record, "web");
@@ -208,7 +209,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         assert_eq!(needed(&rundir).unwrap(), []);
-        assert_eq!(degraded(&rundir).unwrap(), None);
-        assert_eq!(record(&rundir), Record::new());
+        assert_eq!(describe_missing(&rundir).unwrap(), None);
+        assert_eq!(read_record(&rundir), RestartRecord::new());
     }
 }

@@ -71,13 +71,17 @@ pub struct Host {
     pub log_dir: PathBuf,
     /// Length in bytes above which a log is rotated.
     pub log_limit: u64,
-    ram: RamPlace,
+    ram: RamLocation,
 }
 
+/// Where guest RAM is, unless a definition names a directory.
 #[derive(Debug, Clone)]
-enum RamPlace {
+enum RamLocation {
+    /// The directory that `host.toml` names.
     Named(PathBuf),
+    /// A tmpfs that Rekindle mounts: root's default.
     OwnTmpfs { path: PathBuf, bytes: u64 },
+    /// A directory in `/dev/shm`: other users' default.
     SharedMemory(PathBuf),
 }
 
@@ -87,51 +91,50 @@ impl Host {
     /// # Errors
     /// [`HostError`]; also when a directory belongs to another user.
     pub fn open() -> Result<Self, HostError> {
-        let root_user = rustix::process::geteuid().is_root();
+        let is_root = rustix::process::geteuid().is_root();
         let config_path = env::var_os("REKINDLE_HOST_CONFIG").map_or("/etc/rekindle/host.toml".into(), PathBuf::from);
         let config = read_config(&config_path)?;
-        let named = |name: &str| env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
-        let absolute =
-            |dir: PathBuf| std::path::absolute(&dir).map_err(|source| HostError::RunDir { path: dir, source });
-        let usual = if root_user {
+        let default_root = if is_root {
             Some("/run/rekindle".into())
         } else {
-            named("XDG_RUNTIME_DIR").map(|runtime| runtime.join("rekindle"))
+            path_from_env("XDG_RUNTIME_DIR").map(|runtime| runtime.join("rekindle"))
         };
-        let root = match named("REKINDLE_RUN_DIR") {
+        let root = match path_from_env("REKINDLE_RUN_DIR") {
             Some(dir) => absolute(dir)?,
-            None => usual.clone().ok_or(HostError::NoRunDir)?,
+            None => default_root.clone().ok_or(HostError::NoRunDir)?,
         };
         make_private(&root).map_err(|source| HostError::RunDir { path: root.clone(), source })?;
+        let log_dir = match path_from_env("REKINDLE_LOG_DIR").or(config.log_dir) {
+            Some(dir) => absolute(dir)?,
+            None if Some(&root) != default_root.as_ref() => root.join(".log"),
+            None if is_root => "/var/log/rekindle".into(),
+            None => user_state_dir(&root).join("log"),
+        };
+        let log_limit = config.log_limit.map_or(logs::DEFAULT_LIMIT_BYTES, Bytes::as_u64);
+        if log_limit < logs::MIN_LIMIT_BYTES {
+            let message = format!("log_limit must be at least {} bytes", logs::MIN_LIMIT_BYTES);
+            return Err(HostError::Config { path: config_path, message });
+        }
         let ram = match config.ram_dir {
-            Some(path) => RamPlace::Named(path),
-            None if root_user => {
-                let bytes = config.ram_size.map_or_else(default_ram_size, |bytes| bytes.as_u64());
-                RamPlace::OwnTmpfs { path: root.join(".ram"), bytes }
+            Some(path) => RamLocation::Named(path),
+            None if is_root => {
+                let bytes = config.ram_size.map_or_else(default_ram_size, Bytes::as_u64);
+                RamLocation::OwnTmpfs { path: root.join(".ram"), bytes }
             }
             None => {
                 let uid = rustix::process::geteuid().as_raw();
-                RamPlace::SharedMemory(format!("/dev/shm/rekindle-{uid}").into())
+                RamLocation::SharedMemory(format!("/dev/shm/rekindle-{uid}").into())
             }
         };
-        let save_dir = config.save_dir.unwrap_or_else(|| {
-            if root_user { "/var/lib/rekindle/saved".into() } else { user_state_dir(&root).join("saved") }
-        });
-        let suspend_dir = config.suspend_dir.unwrap_or_else(|| {
-            if root_user { "/var/lib/rekindle/suspended".into() } else { user_state_dir(&root).join("suspended") }
-        });
-        let log_dir = match named("REKINDLE_LOG_DIR").or(config.log_dir) {
-            Some(dir) => absolute(dir)?,
-            None if Some(&root) != usual.as_ref() => root.join(".log"),
-            None if root_user => "/var/log/rekindle".into(),
-            None => user_state_dir(&root).join("log"),
-        };
-        let log_limit = config.log_limit.map_or(logs::LIMIT, |limit| limit.as_u64());
-        if log_limit < logs::SMALLEST {
-            let message = format!("log_limit must be at least {} bytes", logs::SMALLEST);
-            return Err(HostError::Config { path: config_path, message });
-        }
-        Ok(Self { root, save_dir, suspend_dir, log_dir, log_limit, ram })
+        let disk_dir = if is_root { "/var/lib/rekindle".into() } else { user_state_dir(&root) };
+        Ok(Self {
+            save_dir: config.save_dir.unwrap_or_else(|| disk_dir.join("saved")),
+            suspend_dir: config.suspend_dir.unwrap_or_else(|| disk_dir.join("suspended")),
+            root,
+            log_dir,
+            log_limit,
+            ram,
+        })
     }
 
     /// Returns a host for tests, with everything in `root`.
@@ -143,8 +146,8 @@ impl Host {
             save_dir: directory("saved"),
             suspend_dir: directory("suspended"),
             log_dir: directory(".log"),
-            log_limit: logs::LIMIT,
-            ram: RamPlace::Named(directory(".ram")),
+            log_limit: logs::DEFAULT_LIMIT_BYTES,
+            ram: RamLocation::Named(directory(".ram")),
         }
     }
 
@@ -166,9 +169,9 @@ impl Host {
             return RamDirectory::at(dir);
         }
         match &self.ram {
-            RamPlace::Named(path) => RamDirectory::at(path),
-            RamPlace::OwnTmpfs { path, bytes } => RamDirectory::own_tmpfs(path, *bytes),
-            RamPlace::SharedMemory(path) => {
+            RamLocation::Named(path) => RamDirectory::at(path),
+            RamLocation::OwnTmpfs { path, bytes } => RamDirectory::own_tmpfs(path, *bytes),
+            RamLocation::SharedMemory(path) => {
                 make_private(path).map_err(|source| RamError::Directory { path: path.clone(), source })?;
                 RamDirectory::at(path)
             }
@@ -179,20 +182,20 @@ impl Host {
     #[must_use]
     pub fn named_ram_directory(&self) -> Option<&Path> {
         match &self.ram {
-            RamPlace::Named(path) => Some(path),
-            RamPlace::OwnTmpfs { .. } | RamPlace::SharedMemory(_) => None,
+            RamLocation::Named(path) => Some(path),
+            RamLocation::OwnTmpfs { .. } | RamLocation::SharedMemory(_) => None,
         }
     }
 
     /// Returns the directory of the cached answers of QEMU binaries.
     #[must_use]
     pub fn binaries(&self) -> PathBuf {
-        self.root.join(crate::rundir::BINARIES)
+        self.root.join(crate::rundir::BINARY_CACHE)
     }
 
     /// Unmounts Rekindle's own tmpfs if it has no guest's RAM any more. It is no error if it is in use.
     pub fn release_ram(&self) {
-        if let RamPlace::OwnTmpfs { path, .. } = &self.ram {
+        if let RamLocation::OwnTmpfs { path, .. } = &self.ram {
             RamDirectory::release_own_tmpfs(path);
         }
     }
@@ -204,10 +207,19 @@ fn default_ram_size() -> u64 {
     (info.totalram as u64 * u64::from(info.mem_unit)) / 4 * 3
 }
 
+fn absolute(path: PathBuf) -> Result<PathBuf, HostError> {
+    std::path::absolute(&path).map_err(|source| HostError::RunDir { path, source })
+}
+
+/// Returns the path in an environment variable, unless it is empty.
+fn path_from_env(variable: &str) -> Option<PathBuf> {
+    env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
+}
+
+/// Returns the directory of an unprivileged user's data that has to survive a reboot of the host.
 fn user_state_dir(fallback: &Path) -> PathBuf {
-    let set = |name: &str| env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    set("XDG_STATE_HOME")
-        .or_else(|| set("HOME").map(|home| home.join(".local/state")))
+    path_from_env("XDG_STATE_HOME")
+        .or_else(|| path_from_env("HOME").map(|home| home.join(".local/state")))
         .map_or_else(|| fallback.to_owned(), |dir| dir.join("rekindle"))
 }
 
@@ -216,9 +228,9 @@ fn user_state_dir(fallback: &Path) -> PathBuf {
 /// # Errors
 /// When it cannot be made, or belongs to another user.
 pub fn make_private(path: &Path) -> io::Result<()> {
-    let denied = |what: String, by: &str| {
-        let text = format!("{what}; run this command as {by}, or use a directory of your own");
-        io::Error::new(io::ErrorKind::PermissionDenied, text)
+    let denied = |why: String, user: &str| {
+        let message = format!("{why}; run this command as {user}, or use a directory of your own");
+        io::Error::new(io::ErrorKind::PermissionDenied, message)
     };
     DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|e| match e.kind() {
         io::ErrorKind::PermissionDenied => denied("permission denied".into(), "its owner, usually root (sudo)"),
@@ -228,17 +240,17 @@ pub fn make_private(path: &Path) -> io::Result<()> {
     if owner == rustix::process::geteuid().as_raw() {
         Ok(())
     } else {
-        let by = if owner == 0 { "root (sudo)".to_owned() } else { format!("user {owner}") };
-        Err(denied(format!("it belongs to user {owner}"), &by))
+        let user = if owner == 0 { "root (sudo)".to_owned() } else { format!("user {owner}") };
+        Err(denied(format!("it belongs to user {owner}"), &user))
     }
 }
 
 fn read_config(path: &Path) -> Result<Config, HostError> {
-    let wrong = |message: String| HostError::Config { path: path.to_owned(), message };
+    let invalid = |message: String| HostError::Config { path: path.to_owned(), message };
     match fs::read_to_string(path) {
-        Ok(text) => toml::from_str(&text).map_err(|e| wrong(e.to_string())),
+        Ok(text) => toml::from_str(&text).map_err(|e| invalid(e.to_string())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Config::default()),
-        Err(e) => Err(wrong(e.to_string())),
+        Err(e) => Err(invalid(e.to_string())),
     }
 }
 

@@ -191,11 +191,11 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Returns the journal that an interrupted operation has left, if there is one.
+    /// Reads the journal of the operation that runs or was interrupted; `None` if there is none.
     ///
     /// # Errors
     /// When the file exists but cannot be read.
-    pub fn left_behind(rundir: &RunDir) -> io::Result<Option<Self>> {
+    pub fn read(rundir: &RunDir) -> io::Result<Option<Self>> {
         let path = path(rundir);
         match fs::read(&path) {
             Ok(text) => {
@@ -248,14 +248,14 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        assert!(Journal::left_behind(&rundir).unwrap().is_none());
+        assert!(Journal::read(&rundir).unwrap().is_none());
         let mut journal = Journal::open(&rundir, Kind::VmmWarm, None, 2).unwrap();
         journal.advance(Step::Suspend).unwrap();
-        let found = Journal::left_behind(&rundir).unwrap().unwrap();
-        assert_eq!(found.operation, journal.operation);
-        assert_eq!(found.operation.step, Step::Suspend);
+        let journal_read = Journal::read(&rundir).unwrap().unwrap();
+        assert_eq!(journal_read.operation, journal.operation);
+        assert_eq!(journal_read.operation.step, Step::Suspend);
         journal.close().unwrap();
-        assert!(Journal::left_behind(&rundir).unwrap().is_none());
+        assert!(Journal::read(&rundir).unwrap().is_none());
     }
 
     #[test]
@@ -264,6 +264,6 @@ mod tests {
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
         fs::write(rundir.file("operation.json"), "{").unwrap();
-        assert!(Journal::left_behind(&rundir).unwrap_err().to_string().contains("operation.json"));
+        assert!(Journal::read(&rundir).unwrap_err().to_string().contains("operation.json"));
     }
 }

@@ -17,18 +17,16 @@
 //! | [`logs`] | a VM's logs, which are bounded |
 //! | [`network`] | taps, namespaces, bridges |
 //! | [`hardware`] | the hardware of a definition, pinned |
-//! | [`place`] | everything that a VM has before it has a QEMU |
+//! | [`slot`] | everything that a VM has before it has a QEMU |
 //! | [`ram`] | a VM's RAM, for a new boot |
-//! | [`life`] | start, status, stop |
+//! | [`status`] | the status of a VM |
+//! | [`locked_vm`] | a VM that is locked for an operation |
 //! | [`cleanup`] | removal of everything that is kept of a VM |
 //! | [`qemu`] | a VM's QEMU processes, and the meaning of the guest's run states |
 //! | [`error`] | errors of operations on a VM |
 //! | [`names`] | names of a VM's files outside the run directory |
-//! | [`shutdown`] | shutting a guest down, or powering it off |
-//! | [`attach`] | VMs whose QEMU Rekindle did not start |
 //! | [`doctor`] | checks of this host, with hints |
 
-pub mod attach;
 pub mod cleanup;
 pub mod definition;
 pub mod disks;
@@ -39,17 +37,17 @@ pub mod hardware;
 pub mod helpers;
 pub mod host;
 pub mod journal;
-pub mod life;
 pub mod lock;
+pub mod locked_vm;
 pub mod logs;
 pub mod names;
 pub mod network;
 pub mod phases;
-pub mod place;
 pub mod qemu;
 pub mod ram;
 pub mod rundir;
 pub mod samples;
-pub mod shutdown;
+pub mod slot;
 pub mod state;
+pub mod status;
 pub mod timeline;

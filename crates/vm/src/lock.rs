@@ -1,9 +1,16 @@
-//! Locks of a VM: one operation at a time, and which process runs it.
+//! Locks of a VM, each a file of the run directory with `flock(2)`.
+//!
+//! | lock | held by | excludes |
+//! |---|---|---|
+//! | [`OperationLock`] | the process of an operation | other operations on the VM |
+//! | [`ServersLock`] | a process that starts or ends disk servers | a second server of a disk |
+//! | [`RunStateLock`] | a process that stops or resumes the guest | `cont` or `stop` by another process |
 
 use crate::rundir::RunDir;
 use rekindle_kernel::file::flock_holder;
 use rekindle_kernel::process::Process;
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
@@ -17,7 +24,7 @@ use std::time::{Duration, Instant};
 pub enum LockError {
     /// Another process holds the lock.
     #[error("VM {name} is busy: {holder}; wait for it to end, or end it")]
-    Held {
+    LockedVm {
         /// Name of the VM.
         name: String,
         /// Description of the process that holds the lock.
@@ -46,84 +53,92 @@ pub enum LockError {
     },
 }
 
+/// The content of the lock file.
 #[derive(Serialize, Deserialize)]
-struct Holder {
+struct LockHolder {
     pid: u32,
+    /// Start time of the process, as in [`Process`].
     started: u64,
     operation: String,
 }
 
+impl LockHolder {
+    fn process(&self) -> Process {
+        Process { pid: self.pid, started: self.started }
+    }
+}
+
+const SERVERS_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// Shorter than others: a guest may be stopped while this lock is waited for.
+const RUN_STATE_POLL_INTERVAL: Duration = Duration::from_micros(200);
+
 /// Returns the operation that runs on the VM. Does not take the lock, so that no operation is disturbed.
 #[must_use]
-pub fn holder(rundir: &RunDir) -> Option<String> {
-    let holder: Holder = serde_json::from_slice(&std::fs::read(rundir.file("lock")).ok()?).ok()?;
-    Process { pid: holder.pid, started: holder.started }.is_alive().then_some(holder.operation)
+pub fn running_operation(rundir: &RunDir) -> Option<String> {
+    let holder = read_holder(rundir)?;
+    holder.process().is_alive().then_some(holder.operation)
 }
 
 /// Returns the process that runs an operation on the VM, unless it is this process.
 #[must_use]
-pub fn other(rundir: &RunDir) -> Option<Process> {
-    let found = flock_holder(&rundir.file("lock")).ok().flatten().and_then(|pid| Process::of(pid).ok());
-    found.filter(|found| Process::current().ok().as_ref() != Some(found))
+pub fn other_holder(rundir: &RunDir) -> Option<Process> {
+    let holder = process_with_lock(&rundir.file("lock"));
+    holder.filter(|process| Process::current().ok().as_ref() != Some(process))
 }
 
 /// Returns the process that takes checkpoints of an attached VM.
 #[must_use]
 pub fn protector(rundir: &RunDir) -> Option<Process> {
-    flock_holder(&rundir.protection_lock()).ok().flatten().and_then(|pid| Process::of(pid).ok())
+    process_with_lock(&rundir.protection_lock())
 }
 
 /// Returns whether this process runs the operation on a VM.
 #[must_use]
 pub fn is_ours(rundir: &RunDir) -> bool {
-    let holder = std::fs::read(rundir.file("lock")).ok().and_then(|text| serde_json::from_slice::<Holder>(&text).ok());
-    let me = Process::current().ok();
-    holder.is_some_and(|Holder { pid, started, .. }| me == Some(Process { pid, started }))
+    let this_process = Process::current().ok();
+    read_holder(rundir).is_some_and(|holder| this_process == Some(holder.process()))
 }
 
-/// The lock of a VM. Held until dropped, or until the process ends: the kernel then releases it.
+fn read_holder(rundir: &RunDir) -> Option<LockHolder> {
+    serde_json::from_slice(&std::fs::read(rundir.file("lock")).ok()?).ok()
+}
+
+fn process_with_lock(path: &Path) -> Option<Process> {
+    flock_holder(path).ok().flatten().and_then(|pid| Process::of(pid).ok())
+}
+
+/// The lock of a VM. LockedVm until dropped, or until the process ends: the kernel then releases it.
 #[derive(Debug)]
-pub struct Lock {
+pub struct OperationLock {
     file: File,
 }
 
-impl Drop for Lock {
+impl Drop for OperationLock {
     fn drop(&mut self) {
         // Remove the holder's name: this process may live on without an operation on the VM.
         let _ = self.file.set_len(0);
     }
 }
 
-impl Lock {
+impl OperationLock {
     /// Locks the VM of `rundir` for `operation`, without waiting. The run directory must exist.
     ///
     /// # Errors
-    /// [`LockError::Held`] with the holder; [`LockError::File`].
+    /// [`LockError::LockedVm`] with the holder; [`LockError::File`].
     pub fn acquire(rundir: &RunDir, operation: &str) -> Result<Self, LockError> {
         let path = rundir.file("lock");
         let failed = |source: io::Error| LockError::File { path: path.clone(), source };
         loop {
-            let mut file = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .mode(0o600)
-                .open(&path)
-                .map_err(failed)?;
-            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => {}
-                Err(rustix::io::Errno::WOULDBLOCK) => {
-                    let (holder, operation) = describe(&mut file);
-                    return Err(LockError::Held { name: rundir.name().into(), holder, operation });
-                }
-                Err(e) => return Err(failed(e.into())),
+            let mut file = open_lock_file(&path).map_err(failed)?;
+            if !try_lock(&file).map_err(failed)? {
+                let (holder, operation) = describe_holder(&mut file);
+                return Err(LockError::LockedVm { name: rundir.name().into(), holder, operation });
             }
             // The run directory may have been removed and recreated between the open and the lock. Then the lock is
             // on a file that no other process sees.
             if is_at(&file, &path).map_err(failed)? {
                 let Process { pid, started } = Process::current().map_err(failed)?;
-                let holder = Holder { pid, started, operation: operation.into() };
+                let holder = LockHolder { pid, started, operation: operation.into() };
                 let text = serde_json::to_vec(&holder).map_err(|e| failed(e.into()))?;
                 file.set_len(0).and_then(|()| file.rewind()).and_then(|()| file.write_all(&text)).map_err(failed)?;
                 return Ok(Self { file });
@@ -137,18 +152,19 @@ impl Lock {
 /// # Errors
 /// Errors of `fstat(2)` on the open file.
 pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
-    let ours = file.metadata()?;
-    Ok(std::fs::metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (ours.dev(), ours.ino())))
+    let opened = file.metadata()?;
+    let at_path = std::fs::metadata(path);
+    Ok(at_path.is_ok_and(|at_path| (at_path.dev(), at_path.ino()) == (opened.dev(), opened.ino())))
 }
 
 /// Lock of the servers of a VM's disks. It is held while servers are started or ended, by an operation or by
 /// `rekindle watch`, so that a disk never gets two servers, and so that no server is started after the VM's end.
 #[derive(Debug)]
-pub struct Servers {
+pub struct ServersLock {
     _file: File,
 }
 
-impl Servers {
+impl ServersLock {
     /// Waits for the lock, at most for `patience`. `None` if the VM has no run directory.
     ///
     /// # Errors
@@ -157,23 +173,20 @@ impl Servers {
         let path = rundir.file("servers.lock");
         let deadline = Instant::now() + patience;
         loop {
-            let mut options = OpenOptions::new();
-            let file = match options.write(true).create(true).truncate(false).mode(0o600).open(&path) {
+            let file = match open_lock_file(&path) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-                other => other?,
+                opened => opened?,
             };
-            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            if try_lock(&file)? {
                 // The run directory may have been removed and recreated after the file was opened.
-                Ok(()) if is_at(&file, &path)? => return Ok(Some(Self { _file: file })),
-                Ok(()) => {}
-                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) if Instant::now() < deadline => {
-                    thread::sleep(Duration::from_millis(1));
+                if is_at(&file, &path)? {
+                    return Ok(Some(Self { _file: file }));
                 }
-                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => {
-                    let text = format!("{} is locked by another process for {} s", path.display(), patience.as_secs());
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, text));
-                }
-                Err(e) => return Err(e.into()),
+            } else if Instant::now() < deadline {
+                thread::sleep(SERVERS_POLL_INTERVAL);
+            } else {
+                let text = format!("{} is locked by another process for {} s", path.display(), patience.as_secs());
+                return Err(io::Error::new(io::ErrorKind::TimedOut, text));
             }
         }
     }
@@ -182,46 +195,53 @@ impl Servers {
 /// Lock of a guest's run state. A process that stops or resumes a guest holds it for as long as another process's
 /// `cont` or `stop` would do harm.
 ///
-/// Operations on a VM exclude one another by [`Lock`]. But a protector is no operation: it runs concurrently, and
-/// pauses the guest for milliseconds at a time. If it resumed the source QEMU that a reboot has stopped, two QEMUs
+/// Operations on a VM exclude one another by [`OperationLock`]. But a protector is no operation: it runs concurrently,
+/// and pauses the guest for milliseconds at a time. If it resumed the source QEMU that a reboot has stopped, two QEMUs
 /// would run the same guest.
 #[derive(Debug)]
-pub struct RunState {
+pub struct RunStateLock {
     _file: File,
 }
 
-impl RunState {
+impl RunStateLock {
     /// Waits for the lock, at most for `patience`.
     ///
     /// # Errors
-    /// [`LockError::Held`] when another process still holds it after `patience`; [`LockError::File`].
+    /// [`LockError::LockedVm`] when another process still holds it after `patience`; [`LockError::File`].
     pub fn acquire(rundir: &RunDir, patience: Duration) -> Result<Self, LockError> {
         let path = rundir.file("run-state.lock");
         let failed = |source: io::Error| LockError::File { path: path.clone(), source };
-        let mut options = OpenOptions::new();
-        let file = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
+        let file = open_lock_file(&path).map_err(failed)?;
         let deadline = Instant::now() + patience;
-        loop {
-            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => return Ok(Self { _file: file }),
-                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) if Instant::now() < deadline => {
-                    thread::sleep(Duration::from_micros(200));
-                }
-                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => {
-                    let holder = "another process keeps its guest stopped, or a checkpoint of it does not end".into();
-                    return Err(LockError::Held { name: rundir.name().into(), holder, operation: None });
-                }
-                Err(e) => return Err(failed(e.into())),
+        while !try_lock(&file).map_err(failed)? {
+            if Instant::now() >= deadline {
+                let holder = "another process keeps its guest stopped, or a checkpoint of it does not end".into();
+                return Err(LockError::LockedVm { name: rundir.name().into(), holder, operation: None });
             }
+            thread::sleep(RUN_STATE_POLL_INTERVAL);
         }
+        Ok(Self { _file: file })
+    }
+}
+
+fn open_lock_file(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
+/// Returns whether the lock was taken; false if another process holds it, or if a signal interrupted the call.
+fn try_lock(file: &File) -> io::Result<bool> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(false),
+        Err(e) => Err(e.into()),
     }
 }
 
 /// Returns a description of the lock's holder, and its operation if the lock file names it already.
-fn describe(file: &mut File) -> (String, Option<String>) {
+fn describe_holder(file: &mut File) -> (String, Option<String>) {
     let mut text = String::new();
     let _ = file.read_to_string(&mut text);
-    match serde_json::from_str::<Holder>(&text) {
+    match serde_json::from_str::<LockHolder>(&text) {
         Ok(holder) => {
             (format!("`{}` (process {}) is at work on it", holder.operation, holder.pid), Some(holder.operation))
         }
@@ -238,13 +258,13 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        let first = Lock::acquire(&rundir, "reboot vmm --how warm").unwrap();
-        let e = Lock::acquire(&rundir, "stop").unwrap_err().to_string();
+        let first = OperationLock::acquire(&rundir, "reboot vmm --how warm").unwrap();
+        let e = OperationLock::acquire(&rundir, "stop").unwrap_err().to_string();
         assert!(e.contains("reboot vmm --how warm") && e.contains(&std::process::id().to_string()), "{e}");
-        assert_eq!(holder(&rundir).as_deref(), Some("reboot vmm --how warm"));
+        assert_eq!(running_operation(&rundir).as_deref(), Some("reboot vmm --how warm"));
         drop(first);
-        assert_eq!(holder(&rundir), None);
-        Lock::acquire(&rundir, "stop").unwrap();
+        assert_eq!(running_operation(&rundir), None);
+        OperationLock::acquire(&rundir, "stop").unwrap();
     }
 
     #[test]
@@ -252,12 +272,12 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        let first = RunState::acquire(&rundir, Duration::ZERO).unwrap();
-        assert!(matches!(RunState::acquire(&rundir, Duration::from_millis(1)), Err(LockError::Held { .. })));
+        let first = RunStateLock::acquire(&rundir, Duration::ZERO).unwrap();
+        assert!(matches!(RunStateLock::acquire(&rundir, Duration::from_millis(1)), Err(LockError::LockedVm { .. })));
         thread::scope(|scope| {
-            let next = scope.spawn(|| RunState::acquire(&rundir, Duration::from_secs(30)).map(drop));
+            let waiting = scope.spawn(|| RunStateLock::acquire(&rundir, Duration::from_secs(30)).map(drop));
             drop(first);
-            next.join().unwrap().unwrap();
+            waiting.join().unwrap().unwrap();
         });
     }
 
@@ -265,15 +285,15 @@ mod tests {
     fn servers_are_started_and_ended_one_after_another_and_not_without_a_run_directory() {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
-        assert!(Servers::acquire(&rundir, Duration::ZERO).unwrap().is_none());
+        assert!(ServersLock::acquire(&rundir, Duration::ZERO).unwrap().is_none());
         rundir.create().unwrap();
-        let first = Servers::acquire(&rundir, Duration::ZERO).unwrap();
+        let first = ServersLock::acquire(&rundir, Duration::ZERO).unwrap();
         assert!(first.is_some());
-        assert_eq!(Servers::acquire(&rundir, Duration::ZERO).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(ServersLock::acquire(&rundir, Duration::ZERO).unwrap_err().kind(), io::ErrorKind::TimedOut);
         thread::scope(|scope| {
-            let next = scope.spawn(|| Servers::acquire(&rundir, Duration::from_secs(30)).unwrap().is_some());
+            let waiting = scope.spawn(|| ServersLock::acquire(&rundir, Duration::from_secs(30)).unwrap().is_some());
             drop(first);
-            assert!(next.join().unwrap());
+            assert!(waiting.join().unwrap());
         });
     }
 
@@ -282,9 +302,9 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let rundir = RunDir::new(root.path(), "web");
         rundir.create().unwrap();
-        let _old = Lock::acquire(&rundir, "stop").unwrap();
+        let _old = OperationLock::acquire(&rundir, "stop").unwrap();
         rundir.remove().unwrap();
         rundir.create().unwrap();
-        Lock::acquire(&rundir, "run").unwrap();
+        OperationLock::acquire(&rundir, "run").unwrap();
     }
 }

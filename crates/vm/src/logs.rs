@@ -13,38 +13,38 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Default limit of one log in bytes. With its older parts a log may have three times as many.
-pub const LIMIT: u64 = 8 << 20;
+pub const DEFAULT_LIMIT_BYTES: u64 = 8 << 20;
 /// Smallest limit that a configuration may set, in bytes.
-pub const SMALLEST: u64 = 4 << 10;
+pub const MIN_LIMIT_BYTES: u64 = 4 << 10;
 /// Number of older parts that are kept of each log.
-const KEPT: u32 = 2;
+const OLDER_PARTS: u32 = 2;
 
 /// Removes a log and its older parts.
 pub(crate) fn remove(log: &Path) {
-    for path in (1..=KEPT).map(|n| part(log, n)).chain([log.to_owned()]) {
+    for path in (1..=OLDER_PARTS).map(|n| older_part(log, n)).chain([log.to_owned()]) {
         let _ = fs::remove_file(path);
     }
 }
 
-fn part(log: &Path, n: u32) -> PathBuf {
+fn older_part(log: &Path, n: u32) -> PathBuf {
     let mut path = log.as_os_str().to_owned();
     path.push(format!(".{n}"));
     PathBuf::from(path)
 }
 
 fn is_log(path: &Path) -> bool {
-    path.extension().is_some_and(|end| end == "log")
+    path.extension().is_some_and(|extension| extension == "log")
 }
 
-fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
+fn list(directory: &Path) -> io::Result<Vec<PathBuf>> {
     fs::read_dir(directory)?.map(|entry| entry.map(|entry| entry.path())).collect()
 }
 
 /// Renames each log of a directory to its newest older part.
 pub(crate) fn set_aside(directory: &Path) -> io::Result<()> {
-    listed(directory)?.iter().filter(|path| is_log(path)).try_for_each(|log| {
-        shift(log)?;
-        fs::rename(log, part(log, 1))
+    list(directory)?.iter().filter(|path| is_log(path)).try_for_each(|log| {
+        shift_older_parts(log)?;
+        fs::rename(log, older_part(log, 1))
     })
 }
 
@@ -55,8 +55,8 @@ pub(crate) fn set_aside(directory: &Path) -> io::Result<()> {
 pub fn begin_anew(log: &Path) -> io::Result<()> {
     match fs::canonicalize(log) {
         Ok(log) => {
-            shift(&log)?;
-            fs::rename(&log, part(&log, 1))
+            shift_older_parts(&log)?;
+            fs::rename(&log, older_part(&log, 1))
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(e),
@@ -64,9 +64,9 @@ pub fn begin_anew(log: &Path) -> io::Result<()> {
 }
 
 /// Renames the older parts of a log, so that the name of the newest one is free.
-fn shift(log: &Path) -> io::Result<()> {
-    for n in (1..KEPT).rev() {
-        match fs::rename(part(log, n), part(log, n + 1)) {
+fn shift_older_parts(log: &Path) -> io::Result<()> {
+    for n in (1..OLDER_PARTS).rev() {
+        match fs::rename(older_part(log, n), older_part(log, n + 1)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
         }
@@ -77,8 +77,8 @@ fn shift(log: &Path) -> io::Result<()> {
 /// Rotates each log of these directories that is longer than `limit`. Returns the logs that could not be rotated,
 /// with the errors.
 pub(crate) fn bound(directories: &[&Path], limit: u64) -> Vec<(PathBuf, io::Error)> {
-    let logs = directories.iter().flat_map(|directory| listed(directory).unwrap_or_default());
-    let is_long = |path: &PathBuf| is_log(path) && fs::metadata(path).is_ok_and(|found| found.len() > limit);
+    let logs = directories.iter().flat_map(|directory| list(directory).unwrap_or_default());
+    let is_long = |path: &PathBuf| is_log(path) && fs::metadata(path).is_ok_and(|metadata| metadata.len() > limit);
     let mut failed = Vec::new();
     for log in logs.filter(is_long) {
         if let Err(e) = rotate(&log, limit) {
@@ -96,13 +96,13 @@ fn rotate(log: &Path, limit: u64) -> io::Result<()> {
     if file.metadata()?.len() <= limit {
         return Ok(());
     }
-    let copied = shift(&log).and_then(|()| copy(&mut file, &part(&log, 1), limit));
+    let copied = shift_older_parts(&log).and_then(|()| copy_end(&mut file, &older_part(&log, 1), limit));
     // Truncate it even if the copy failed: a full file system has no room for a copy.
     file.set_len(0)?;
-    copied.inspect_err(|_| drop(fs::remove_file(part(&log, 1))))
+    copied.inspect_err(|_| drop(fs::remove_file(older_part(&log, 1))))
 }
 
-fn copy(from: &mut File, to: &Path, limit: u64) -> io::Result<()> {
+fn copy_end(from: &mut File, to: &Path, limit: u64) -> io::Result<()> {
     let mut to = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(to)?;
     let length = from.metadata()?.len();
     from.seek(SeekFrom::Start(length.saturating_sub(limit)))?;
@@ -113,32 +113,39 @@ fn copy(from: &mut File, to: &Path, limit: u64) -> io::Result<()> {
 /// A limit on reports of an event that a guest can cause without end.
 #[derive(Debug)]
 pub struct Throttle {
-    most: u32,
-    every: Duration,
-    /// Start of the current period, and the number of reports in it.
-    period: Option<(Instant, u32)>,
+    max_reports: u32,
+    period_length: Duration,
+    period: Option<Period>,
+    /// Events since the last report that were not reported.
     left_out: u64,
 }
 
+/// The current period of a [`Throttle`].
+#[derive(Debug)]
+struct Period {
+    start: Instant,
+    reports: u32,
+}
+
 impl Throttle {
-    /// Makes a limit of `most` reports in `every`.
+    /// Makes a limit of `max_reports` in each period.
     #[must_use]
-    pub fn new(most: u32, every: Duration) -> Self {
-        Self { most, every, period: None, left_out: 0 }
+    pub fn new(max_reports: u32, period_length: Duration) -> Self {
+        Self { max_reports, period_length, period: None, left_out: 0 }
     }
 
     /// Returns whether to report an event at `now`: if so, the number of events that were left out since the last
     /// report.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
-        let reported = match &mut self.period {
-            Some((began, reported)) if now.saturating_duration_since(*began) < self.every => reported,
-            period => &mut period.insert((now, 0)).1,
+        let period = match &mut self.period {
+            Some(period) if now.saturating_duration_since(period.start) < self.period_length => period,
+            period => period.insert(Period { start: now, reports: 0 }),
         };
-        if *reported >= self.most {
+        if period.reports >= self.max_reports {
             self.left_out += 1;
             return None;
         }
-        *reported += 1;
+        period.reports += 1;
         Some(std::mem::take(&mut self.left_out))
     }
 }
@@ -151,21 +158,21 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
-    fn made(root: &Path) -> RunDir {
+    fn make_run_dir(root: &Path) -> RunDir {
         let rundir = RunDir::new(&root.join("run"), "web");
         rundir.create().unwrap();
         rundir.link_logs(&root.join("log")).unwrap();
         rundir
     }
 
-    fn appending(path: &Path) -> File {
+    fn open_to_append(path: &Path) -> File {
         OpenOptions::new().create(true).append(true).open(path).unwrap()
     }
 
     #[test]
     fn logs_are_outside_the_run_directory_and_those_of_the_vm_before_are_older_parts() {
         let root = tempfile::tempdir().unwrap();
-        let rundir = made(root.path());
+        let rundir = make_run_dir(root.path());
         let log = root.path().join("log/web");
         assert_eq!(rundir.logs(), log);
         fs::write(rundir.console_log(), "first").unwrap();
@@ -179,7 +186,7 @@ mod tests {
         rundir.link_logs(&root.path().join("log")).unwrap();
         assert_eq!(fs::read_to_string(rundir.console_log()).unwrap(), "first");
         rundir.remove().unwrap();
-        made(root.path());
+        make_run_dir(root.path());
         assert!(!log.join("console.log").exists());
         assert_eq!(fs::read_to_string(log.join("console.log.1")).unwrap(), "first");
         rundir.create_vmm(1).unwrap();
@@ -197,27 +204,28 @@ mod tests {
     #[test]
     fn logs_of_few_qemus_are_kept() {
         let root = tempfile::tempdir().unwrap();
-        let rundir = made(root.path());
+        let rundir = make_run_dir(root.path());
         for generation in 1..=10 {
             rundir.create_vmm(generation).unwrap();
             fs::write(rundir.vmm(generation).log(), "x").unwrap();
         }
-        let kept: Vec<_> = (1..=10).filter(|n| root.path().join(format!("log/web/qemu-{n}.log")).exists()).collect();
-        assert_eq!(kept, [8, 9, 10]);
+        let kept_generations: Vec<_> =
+            (1..=10).filter(|n| root.path().join(format!("log/web/qemu-{n}.log")).exists()).collect();
+        assert_eq!(kept_generations, [8, 9, 10]);
     }
 
     #[test]
     fn a_log_that_is_too_long_is_rotated_under_its_writer() {
         let root = tempfile::tempdir().unwrap();
-        let rundir = made(root.path());
-        let mut writer = appending(&rundir.console_log());
+        let rundir = make_run_dir(root.path());
+        let mut writer = open_to_append(&rundir.console_log());
         for part in ["1", "2", "3", "4"] {
             writer.write_all(part.repeat(6000).as_bytes()).unwrap();
-            assert!(rundir.bound_logs(SMALLEST).is_empty());
+            assert!(rundir.bound_logs(MIN_LIMIT_BYTES).is_empty());
             assert_eq!(fs::metadata(rundir.console_log()).unwrap().len(), 0);
         }
         writer.write_all(b"rest").unwrap();
-        assert!(rundir.bound_logs(SMALLEST).is_empty());
+        assert!(rundir.bound_logs(MIN_LIMIT_BYTES).is_empty());
         let log = |name: &str| fs::read_to_string(root.path().join("log/web").join(name)).unwrap();
         assert_eq!(log("console.log"), "rest");
         assert_eq!((log("console.log.1"), log("console.log.2")), ("4".repeat(4096), "3".repeat(4096)));
@@ -228,38 +236,39 @@ mod tests {
     #[test]
     fn a_writer_that_never_stops_fills_no_more_than_a_few_limits() {
         let root = tempfile::tempdir().unwrap();
-        let rundir = made(root.path());
-        let done = AtomicBool::new(false);
+        let rundir = make_run_dir(root.path());
+        let is_done = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
-                let mut writer = appending(&rundir.console_log());
-                while !done.load(Ordering::Relaxed) {
+                let mut writer = open_to_append(&rundir.console_log());
+                while !is_done.load(Ordering::Relaxed) {
                     writer.write_all(&[b'x'; 512]).unwrap();
                 }
             });
             let mut rotated = 0;
             while rotated < 20 {
-                let before = fs::metadata(rundir.console_log()).map_or(0, |found| found.len());
-                assert!(rundir.bound_logs(SMALLEST).is_empty());
-                rotated += u32::from(before > SMALLEST);
-                for n in 1..=KEPT {
-                    let length = fs::metadata(part(&root.path().join("log/web/console.log"), n)).map_or(0, |f| f.len());
-                    assert!(length <= 2 * SMALLEST, "part {n} has {length} bytes");
+                let length_before = fs::metadata(rundir.console_log()).map_or(0, |metadata| metadata.len());
+                assert!(rundir.bound_logs(MIN_LIMIT_BYTES).is_empty());
+                rotated += u32::from(length_before > MIN_LIMIT_BYTES);
+                for n in 1..=OLDER_PARTS {
+                    let length = fs::metadata(older_part(&root.path().join("log/web/console.log"), n))
+                        .map_or(0, |metadata| metadata.len());
+                    assert!(length <= 2 * MIN_LIMIT_BYTES, "part {n} has {length} bytes");
                 }
             }
-            done.store(true, Ordering::Relaxed);
+            is_done.store(true, Ordering::Relaxed);
         });
     }
 
     #[test]
     fn a_log_that_cannot_be_copied_is_bounded_all_the_same() {
         let root = tempfile::tempdir().unwrap();
-        let rundir = made(root.path());
-        appending(&rundir.console_log()).write_all(&[b'x'; 6000]).unwrap();
+        let rundir = make_run_dir(root.path());
+        open_to_append(&rundir.console_log()).write_all(&[b'x'; 6000]).unwrap();
         // Directories in place of the older parts.
         fs::create_dir_all(root.path().join("log/web/console.log.1/in-the-way")).unwrap();
         fs::create_dir_all(root.path().join("log/web/console.log.2/in-the-way")).unwrap();
-        assert_eq!(rundir.bound_logs(SMALLEST).len(), 1);
+        assert_eq!(rundir.bound_logs(MIN_LIMIT_BYTES).len(), 1);
         assert_eq!(fs::metadata(rundir.console_log()).unwrap().len(), 0);
     }
 
@@ -267,10 +276,10 @@ mod tests {
     fn without_a_place_for_logs_they_are_in_the_run_directory() {
         let root = tempfile::tempdir().unwrap();
         fs::write(root.path().join("log"), "a file").unwrap();
-        let rundir = made(root.path());
-        appending(&rundir.console_log()).write_all(&[b'x'; 6000]).unwrap();
+        let rundir = make_run_dir(root.path());
+        open_to_append(&rundir.console_log()).write_all(&[b'x'; 6000]).unwrap();
         assert_eq!(rundir.logs(), rundir.file("logs"));
-        assert!(rundir.bound_logs(SMALLEST).is_empty());
+        assert!(rundir.bound_logs(MIN_LIMIT_BYTES).is_empty());
         assert_eq!(fs::metadata(rundir.console_log()).unwrap().len(), 0);
     }
 }

@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 
 /// How long the kernel may take to close the taps of a QEMU that has ended.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+const BRIDGE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Why a network cannot be set up.
@@ -39,7 +40,7 @@ pub enum NetworkError {
         id: String,
     },
     /// The interface is missing or is not a bridge.
-    #[error("network {id}: `bridge = \"{bridge}\"`: {}", no_bridge(bridge, *exists))]
+    #[error("network {id}: `bridge = \"{bridge}\"`: {}", why_no_bridge(bridge, *exists))]
     NoBridge {
         /// Id of the network.
         id: String,
@@ -76,7 +77,7 @@ pub enum NetworkError {
     },
 }
 
-fn no_bridge(bridge: &str, exists: bool) -> String {
+fn why_no_bridge(bridge: &str, exists: bool) -> String {
     if exists {
         "that interface is no bridge; name one that is, or leave the interface to the host and put it into a bridge"
             .into()
@@ -87,6 +88,7 @@ fn no_bridge(bridge: &str, exists: bool) -> String {
     }
 }
 
+/// Runs `ip` and returns its output.
 fn ip(arguments: &[&str]) -> Result<String, NetworkError> {
     let command = arguments.join(" ");
     let output = Command::new("ip").args(arguments).output().map_err(|e| {
@@ -119,16 +121,16 @@ fn in_namespace<T: Send + 'static>(
 /// It is not known which frame QEMU read. The first frame after the stop is sent again, and those shortly before it,
 /// which a busy QEMU may not have read yet. A frame that had arrived arrives twice, as frames may. Returns whether
 /// there was a frame after the stop.
-pub fn send_again(capture: &Capture, stopped_host_us: u64) -> bool {
+pub fn resend_frames(capture: &Capture, stopped_host_us: u64) -> bool {
     /// Longest delay of QEMU's main loop, in µs.
-    const LAG_US: u64 = 2_000;
+    const MAX_LAG_US: u64 = 2_000;
     let frames = capture.frames().unwrap_or_else(|e| {
         tracing::debug!("{e}");
         Vec::new()
     });
     let (before, after): (Vec<_>, Vec<_>) = frames.into_iter().partition(|frame| frame.host_us < stopped_host_us);
-    let late = before.iter().filter(|frame| frame.host_us + LAG_US >= stopped_host_us);
-    for frame in late.chain(after.first()) {
+    let maybe_unread = before.iter().filter(|frame| frame.host_us + MAX_LAG_US >= stopped_host_us);
+    for frame in maybe_unread.chain(after.first()) {
         if let Err(e) = capture.send(frame) {
             tracing::debug!("a frame could not be sent again: {e}");
         }
@@ -177,7 +179,7 @@ pub fn wait_for_bridges(definition: &Definition, patience: Duration) -> Result<(
             if Instant::now() > deadline {
                 return Err(NetworkError::NoBridge { id: net.id.clone(), bridge: bridge.clone(), exists: false });
             }
-            thread::sleep(Duration::from_millis(20));
+            thread::sleep(BRIDGE_POLL_INTERVAL);
         }
     }
     Ok(())
@@ -207,6 +209,7 @@ pub fn create(host: &Host, state: &State) -> Result<Vec<(OwnedFd, RawFd)>, Netwo
     Ok(fds)
 }
 
+/// Connects a tap to its bridge or namespace.
 fn connect(tap: &Tap, place: &TapPlace) -> Result<(), NetworkError> {
     let ifname = tap.ifname.as_str();
     let failed = |source: io::Error| NetworkError::Connect { ifname: ifname.to_owned(), source };
@@ -247,14 +250,14 @@ pub fn duplicate(hardware: &Hardware, from: Process) -> Result<Duplicates, Netwo
     let mut duplicates = Duplicates { fds: Vec::new(), stand_ins: Vec::new() };
     for (index, tap) in hardware.taps() {
         let failed = |source: io::Error| NetworkError::Tap { ifname: tap.ifname.clone(), source };
-        let real = descriptor::take(from, Tap::fd(index)).map_err(failed)?;
+        let real_tap = descriptor::take(from, Tap::fd(index)).map_err(failed)?;
         // Several VMs may do this concurrently: the name must be unique for this process and this tap.
         let digest = xxhash_rust::xxh3::xxh3_64(tap.ifname.as_bytes()) as u32;
         let name = format!("rk{:x}{digest:06x}", std::process::id() & 0xff_ffff);
         let stand_in = in_namespace(tap, name.get(..15).unwrap_or(&name), StandIn::open)?;
         duplicates.fds.push((stand_in.descriptor().map_err(failed)?, Tap::fd(index)));
         duplicates.stand_ins.push(stand_in);
-        duplicates.fds.push((real, Tap::waiting_fd(index)));
+        duplicates.fds.push((real_tap, Tap::waiting_fd(index)));
     }
     Ok(duplicates)
 }
@@ -320,8 +323,8 @@ pub fn forward_ports(qmp: &mut Qmp, hardware: &Hardware) {
 /// [`NetworkError::Tap`] when a tap is in use; [`NetworkError::Ip`] when a namespace cannot be removed.
 pub fn remove(host: &Host, hardware: &Hardware) -> Result<(), NetworkError> {
     for (_, tap) in hardware.taps() {
-        let gone = tap.netns.as_ref().is_some_and(|namespace| !netns::path(namespace).exists());
-        if !gone {
+        let is_namespace_gone = tap.netns.as_ref().is_some_and(|namespace| !netns::path(namespace).exists());
+        if !is_namespace_gone {
             in_namespace(tap, &tap.ifname, tap::remove)?;
         }
         if let Some(namespace) = &tap.netns {
@@ -331,6 +334,7 @@ pub fn remove(host: &Host, hardware: &Hardware) -> Result<(), NetworkError> {
     Ok(())
 }
 
+/// Returns the file that marks a namespace as made by Rekindle.
 fn marker(host: &Host, namespace: &str) -> PathBuf {
     host.root.join(".netns").join(namespace)
 }
@@ -346,24 +350,25 @@ fn make_namespace(host: &Host, namespace: &str) -> Result<(), NetworkError> {
     match ip(&["netns", "add", namespace]) {
         // Another VM with the same namespace made it in the meantime.
         Err(_) if netns::path(namespace).exists() => {}
-        other => drop(other?),
+        result => drop(result?),
     }
     ip(&["-n", namespace, "link", "set", "lo", "up"]).map(drop)
 }
 
-fn release_namespace(host: &Host, namespace: &str, of: &str) -> Result<(), NetworkError> {
+/// Removes a namespace that Rekindle made, unless a VM other than `vm_name` uses it.
+fn release_namespace(host: &Host, namespace: &str, vm_name: &str) -> Result<(), NetworkError> {
     let marker = marker(host, namespace);
     if !marker.exists() {
         return Ok(());
     }
-    let others = RunDir::list(&host.root).unwrap_or_default();
-    let used = others.iter().filter(|name| *name != of).any(|name| {
+    let names = RunDir::list(&host.root).unwrap_or_default();
+    let is_used = names.iter().filter(|name| *name != vm_name).any(|name| {
         State::read(&RunDir::new(&host.root, name))
             .ok()
             .flatten()
             .is_some_and(|state| state.hardware.taps().any(|(_, tap)| tap.netns.as_deref() == Some(namespace)))
     });
-    if used {
+    if is_used {
         return Ok(());
     }
     if netns::path(namespace).exists() {

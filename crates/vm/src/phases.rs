@@ -8,34 +8,35 @@ use crate::disks;
 use crate::host::Host;
 use crate::names::unique_name;
 use crate::rundir::RunDir;
-use rekindle_disk::control::{Ask, Control, ControlError};
+use rekindle_disk::control::{Ask, ControlError};
 use rekindle_disk::ledger::{Moment, StaleReason};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::file_identity::FileIdentity;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
 
 /// File in the run directory. It exists while the guest is expected to become healthy.
-const EXPECTED: &str = "phase.expected";
+const EXPECTED_FILE: &str = "phase.expected";
 /// Operation of the process that saves a phase, as [`crate::lock::holder`] returns it.
 pub const SAVING: &str = "saving a phase";
 
 /// One disk at the moment of a boot snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DiskThen {
+pub struct DiskSnapshot {
     /// Id of the disk.
     pub id: String,
     /// The record with which a later change is detected.
     #[serde(flatten)]
-    pub known: Known,
+    pub identity: DiskIdentity,
 }
 
 /// The record with which a later change of a disk is detected.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Known {
+pub enum DiskIdentity {
     /// A moment in the ledger of the disk's server.
     Moment(Moment),
     /// The identity of a file that is not written.
@@ -81,15 +82,14 @@ pub fn directory(host: &Host, rundir: &RunDir, definition: &Definition) -> PathB
 }
 
 fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &Ask) -> Result<T, PhaseError> {
-    let asked = Control::connect(&disks::control(rundir, id)).and_then(|mut control| control.ask(ask));
-    asked.map_err(|source| PhaseError::Server { id: id.into(), source })
+    disks::ask(rundir, id, ask).map_err(|source| PhaseError::Server { id: id.into(), source })
 }
 
 /// Notifies the disk servers that a guest is about to boot, so that they record which blocks it touches. Without this
 /// message a boot has no candidates.
 ///
 /// *Needs:* no QEMU is connected to the servers.
-pub fn begin(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
+pub fn begin_boot(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
     expect_healthy(rundir, definition);
     for disk in disks::served(hardware).filter(|_| hardware.phase) {
         if let Err(e) = ask::<()>(rundir, &disk.id, &Ask::PhaseBegin {}) {
@@ -103,9 +103,9 @@ pub fn begin(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
 /// holds more than its boot has put into it.
 pub fn expect_healthy(rundir: &RunDir, definition: &Definition) {
     if definition.phase.healthy.is_some()
-        && let Err(e) = fs::write(rundir.file(EXPECTED), b"")
+        && let Err(e) = fs::write(rundir.file(EXPECTED_FILE), b"")
     {
-        tracing::debug!("{EXPECTED}: {e}: no phase is kept of when it is healthy");
+        tracing::debug!("{EXPECTED_FILE}: {e}: no phase is kept of when it is healthy");
     }
 }
 
@@ -113,70 +113,68 @@ pub fn expect_healthy(rundir: &RunDir, definition: &Definition) {
 /// guest of unknown age.
 #[must_use]
 pub fn take_expected(rundir: &RunDir) -> bool {
-    fs::remove_file(rundir.file(EXPECTED)).is_ok()
+    fs::remove_file(rundir.file(EXPECTED_FILE)).is_ok()
 }
 
 /// Records the disks of a stopped guest as they are now.
 ///
 /// # Errors
 /// [`PhaseError`], for the first disk whose writes are not recorded or whose server fails.
-pub fn mark(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<DiskThen>, PhaseError> {
+pub fn mark_disks(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<DiskSnapshot>, PhaseError> {
     let marked = hardware.disks.iter().map(|disk| {
         let id = disk.id.clone();
-        let known = if disk.server {
-            Known::Moment(ask(rundir, &id, &Ask::PhaseMark {})?)
+        let identity = if disk.server {
+            DiskIdentity::Moment(ask(rundir, &id, &Ask::PhaseMark {})?)
         } else if disk.readonly && disk.format == "raw" {
             let failed = |source| PhaseError::Image { id: id.clone(), path: disk.path.clone(), source };
-            Known::File(FileIdentity::of(&disk.path).map_err(failed)?)
+            DiskIdentity::File(FileIdentity::of(&disk.path).map_err(failed)?)
         } else {
             return Err(PhaseError::Unwatched { id });
         };
-        Ok(DiskThen { id, known })
+        Ok(DiskSnapshot { id, identity })
     });
     marked.collect()
 }
 
-/// Describes why a guest of the moment `then` may not continue with the present disks; `None` if it may.
+/// Describes why a guest of the moment of `snapshot` may not continue with the present disks; `None` if it may.
 #[must_use]
-pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<String> {
-    let named = |disks: &mut dyn Iterator<Item = &String>| {
-        let mut all: Vec<_> = disks.cloned().collect();
-        all.sort();
-        all
-    };
-    if named(&mut then.iter().map(|disk| &disk.id)) != named(&mut hardware.disks.iter().map(|disk| &disk.id)) {
+pub fn why_stale(rundir: &RunDir, hardware: &Hardware, snapshot: &[DiskSnapshot]) -> Option<String> {
+    let ids_then: BTreeSet<_> = snapshot.iter().map(|disk| &disk.id).collect();
+    let ids_now: BTreeSet<_> = hardware.disks.iter().map(|disk| &disk.id).collect();
+    if ids_then != ids_now {
         return Some("it has other disks now".into());
     }
-    then.iter().find_map(|disk| {
-        let void = match &disk.known {
-            Known::Moment(moment) => {
+    snapshot.iter().find_map(|disk| {
+        let why = match &disk.identity {
+            DiskIdentity::Moment(moment) => {
                 match ask::<Option<StaleReason>>(rundir, &disk.id, &Ask::PhaseCheck { moment: *moment }) {
-                    Ok(void) => void.map(|void| void.to_string()),
-                    Err(e) => Some(format!("its server does not report what was written: {e}")),
+                    Ok(stale) => stale?.to_string(),
+                    Err(e) => format!("its server does not report what was written: {e}"),
                 }
             }
-            Known::File(mark) => (!mark.is_unchanged()).then(|| format!("{} has changed since", mark.path.display())),
+            DiskIdentity::File(mark) if mark.is_unchanged() => return None,
+            DiskIdentity::File(mark) => format!("{} has changed since", mark.path.display()),
         };
-        void.map(|why| format!("disk {}: {why}", disk.id))
+        Some(format!("disk {}: {why}", disk.id))
     })
 }
 
-/// Notifies the disk servers that the next guest continues from the moment `then`, and that its memory is loaded
+/// Notifies the disk servers that the next guest continues from the moment of `snapshot`, and that its memory is loaded
 /// while it runs.
 ///
 /// *Needs:* no QEMU is connected to the servers.
 ///
 /// # Errors
 /// The reason why the guest may not continue with the present disks.
-pub fn continue_from(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Result<(), String> {
-    if let Some(why) = check(rundir, hardware, then) {
+pub fn continue_from(rundir: &RunDir, hardware: &Hardware, snapshot: &[DiskSnapshot]) -> Result<(), String> {
+    if let Some(why) = why_stale(rundir, hardware, snapshot) {
         return Err(why);
     }
-    then.iter().try_for_each(|disk| {
-        let Known::Moment(moment) = &disk.known else { return Ok(()) };
+    snapshot.iter().try_for_each(|disk| {
+        let DiskIdentity::Moment(moment) = &disk.identity else { return Ok(()) };
         match ask::<Option<StaleReason>>(rundir, &disk.id, &Ask::PhaseResume { moment: *moment }) {
             Ok(None) => Ok(()),
-            Ok(Some(void)) => Err(format!("disk {}: {void}", disk.id)),
+            Ok(Some(stale)) => Err(format!("disk {}: {stale}", disk.id)),
             Err(e) => Err(e.to_string()),
         }
     })

@@ -10,14 +10,14 @@ use std::io;
 use std::time::Duration;
 
 /// QEMU's run states of a guest that has ended by itself and does not have to be shut down.
-pub const SHUT_DOWN: &[&str] = &[OFF, PANICKED];
+pub const ENDED_RUN_STATES: &[&str] = &[OFF, PANICKED];
 /// Run state of a guest that has powered itself off, or has reset itself while QEMU does not reset in place.
 pub const OFF: &str = "shutdown";
 /// Run state of a guest whose kernel has panicked.
 pub const PANICKED: &str = "guest-panicked";
 
 /// Limit for a killed process to end.
-const END: Duration = Duration::from_secs(10);
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns the processes of the QEMU that was started in `directory`, including its children, whether it was recorded
 /// or not. A process that only names the directory, or has a file of it open, is not among them.
@@ -25,24 +25,27 @@ const END: Duration = Duration::from_secs(10);
 /// # Errors
 /// When the lock of the directory is held by a process that cannot be seen.
 pub fn processes_of(directory: &Directory) -> io::Result<Vec<Process>> {
-    let mut found = lockfile::holders(&directory.lock())?;
+    let mut processes = lockfile::holders(&directory.lock())?;
     // A QEMU that an earlier version of Rekindle has started holds only QEMU's own lock.
     if let Some(process) = lockfile::owner(&directory.pid())?
-        && !found.contains(&process)
+        && !processes.contains(&process)
     {
-        found.push(process);
+        processes.push(process);
     }
-    Ok(found)
+    Ok(processes)
 }
 
-/// Ends every QEMU of a VM immediately.
-pub(crate) fn end_all(rundir: &RunDir, state: &State) -> Result<(), LifeError> {
+/// Ends every QEMU that was started in a VM's run directory immediately.
+///
+/// # Errors
+/// [`LifeError::Stuck`] for a QEMU that does not end.
+pub fn end_all_qemus(rundir: &RunDir, state: &State) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     for generation in 1..=state.generation + 1 {
         for process in processes_of(&rundir.vmm(generation)).map_err(failed)? {
             process.kill().map_err(failed)?;
-            if !process.wait_end(END).map_err(failed)? {
-                return Err(LifeError::Stuck { name: rundir.name().into(), what: "QEMU", pid: process.pid });
+            if !process.wait_end(KILL_TIMEOUT).map_err(failed)? {
+                return Err(LifeError::Stuck { name: rundir.name().into(), program: "QEMU", pid: process.pid });
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The RAM of a VM for a new boot: emptied, or separate from the retained cache, or taken from a QEMU that waits.
 
-use crate::disks::{self, Kept};
+use crate::disks::{self, RetainedCache};
 use crate::fault;
 use crate::rundir::RunDir;
 use rekindle_memory::directory::{PreviousRam, RamDirectory, RamError};
@@ -14,10 +14,10 @@ use std::path::Path;
 /// # Errors
 /// [`RamError`], when there is not enough memory or a file cannot be made.
 pub fn renew(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
-    forget_fill(rundir);
-    let _ = disks::release_memory(rundir, hardware, false);
+    end_fill(rundir);
+    disks::release_memory(rundir, hardware);
     let ram = directory(hardware)?;
-    hardware.ram_files().into_iter().try_for_each(|(path, bytes)| ram.renew(&name(&path), bytes).map(drop))
+    hardware.ram_files().into_iter().try_for_each(|(path, bytes)| ram.renew(&file_id(&path), bytes).map(drop))
 }
 
 /// As [`renew`], but the disk servers keep their retained cache in the previous RAM, which is freed while the guest
@@ -25,15 +25,15 @@ pub fn renew(rundir: &RunDir, hardware: &Hardware) -> Result<(), RamError> {
 ///
 /// # Errors
 /// [`RamError`], as for [`renew`].
-pub fn renew_keeping_cache(rundir: &RunDir, hardware: &Hardware) -> Result<Option<Kept>, RamError> {
-    forget_fill(rundir);
-    if let Some(kept) = disks::release_memory(rundir, hardware, true) {
+pub fn renew_keeping_cache(rundir: &RunDir, hardware: &Hardware) -> Result<Option<RetainedCache>, RamError> {
+    end_fill(rundir);
+    if let Some(cache) = disks::retain_caches(rundir, hardware) {
         let ram = directory(hardware)?;
         let mut files = hardware.ram_files().into_iter();
-        match files.try_for_each(|(path, bytes)| ram.renew_keeping_cache(&name(&path), bytes).map(drop)) {
+        match files.try_for_each(|(path, bytes)| ram.renew_keeping_cache(&file_id(&path), bytes).map(drop)) {
             Ok(()) => {
                 fault::point("cache.renew.memory", None, None);
-                return Ok(Some(kept));
+                return Ok(Some(cache));
             }
             Err(e) => tracing::warn!("nothing of the guest's cache is retained: {e}"),
         }
@@ -42,11 +42,11 @@ pub fn renew_keeping_cache(rundir: &RunDir, hardware: &Hardware) -> Result<Optio
 }
 
 /// Ends the fill of the previous RAM, if a restore had not completed it.
-fn forget_fill(rundir: &RunDir) {
+fn end_fill(rundir: &RunDir) {
     match fs::remove_file(rundir.fill()) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(e) => tracing::warn!("{}: {e}", rundir.fill().display()),
-        Ok(()) => disks::filled(rundir),
+        Ok(()) => disks::notify_filled(rundir),
     }
 }
 
@@ -56,7 +56,7 @@ fn directory(hardware: &Hardware) -> Result<RamDirectory, RamError> {
 
 /// Returns the name by which [`RamDirectory`] knows a RAM file.
 #[must_use]
-pub fn name(path: &Path) -> String {
+pub fn file_id(path: &Path) -> String {
     path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
@@ -65,15 +65,15 @@ pub fn name(path: &Path) -> String {
 ///
 /// # Errors
 /// [`RamError`], when a file cannot be made.
-pub fn waiting(hardware: &Hardware) -> Result<Hardware, RamError> {
-    forget_waiting(hardware)?;
+pub fn create_waiting(hardware: &Hardware) -> Result<Hardware, RamError> {
+    remove_waiting(hardware)?;
     let ram = directory(hardware)?;
     for (path, bytes) in hardware.ram_files() {
-        ram.create_waiting(&name(&path), bytes)?;
+        ram.create_waiting(&file_id(&path), bytes)?;
     }
-    let mut waits = hardware.clone();
-    waits.ram.path = ram.waiting(&name(&hardware.ram.path));
-    Ok(waits)
+    let mut waiting = hardware.clone();
+    waiting.ram.path = ram.waiting(&file_id(&hardware.ram.path));
+    Ok(waiting)
 }
 
 /// Returns whether there is room for all of the VM's RAM in addition to everything that is reserved now.
@@ -83,24 +83,24 @@ pub fn has_room(hardware: &Hardware) -> bool {
     directory(hardware).is_ok_and(|ram| ram.check_room(bytes).is_ok())
 }
 
-/// Removes the RAM of [`waiting`]. Missing files are no error.
+/// Removes the RAM of [`create_waiting`]. Missing files are no error.
 ///
 /// # Errors
 /// [`RamError`], when a file cannot be removed.
-pub fn forget_waiting(hardware: &Hardware) -> Result<(), RamError> {
+pub fn remove_waiting(hardware: &Hardware) -> Result<(), RamError> {
     let Ok(ram) = directory(hardware) else { return Ok(()) };
-    hardware.ram_files().into_iter().try_for_each(|(path, _)| ram.remove_waiting(&name(&path)))
+    hardware.ram_files().into_iter().try_for_each(|(path, _)| ram.remove_waiting(&file_id(&path)))
 }
 
-/// Replaces the RAM of a VM whose previous QEMU has ended by the RAM of [`waiting`]: see [`RamDirectory::replace`].
-/// Returns the previous RAM, which can be freed later.
+/// Replaces the RAM of a VM whose previous QEMU has ended by the RAM of [`create_waiting`]: see
+/// [`RamDirectory::replace`]. Returns the previous RAM, which can be freed later.
 ///
 /// # Errors
 /// [`RamError`], when there is not enough memory or a file cannot be renamed.
 pub fn replace(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<PreviousRam>, RamError> {
-    forget_fill(rundir);
-    let _ = disks::release_memory(rundir, hardware, false);
+    end_fill(rundir);
+    disks::release_memory(rundir, hardware);
     let ram = directory(hardware)?;
-    let replaced = hardware.ram_files().into_iter().map(|(path, bytes)| ram.replace(&name(&path), bytes));
-    replaced.filter_map(Result::transpose).collect()
+    let previous = hardware.ram_files().into_iter().map(|(path, bytes)| ram.replace(&file_id(&path), bytes));
+    previous.filter_map(Result::transpose).collect()
 }

@@ -23,7 +23,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Name of the directory, adjacent to the run directories, with the cached answers of QEMU binaries.
-pub const BINARIES: &str = ".binaries";
+pub const BINARY_CACHE: &str = ".binaries";
 
 /// The run directory of one VM. It need not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,12 +59,12 @@ impl RunDir {
     }
 
     /// Returns the features of the QEMU at `path`, from the answers cached for all VMs of this host, or queried now:
-    /// see [`Binary::probe_cached`].
+    /// see [`Binary::known`].
     ///
     /// # Errors
-    /// As [`Binary::probe_cached`].
+    /// As [`Binary::known`].
     pub fn binary(&self, path: &Path) -> Result<Binary, BinaryError> {
-        Binary::probe_cached(path, &self.path.with_file_name(BINARIES))
+        Binary::probe_cached(path, &self.path.with_file_name(BINARY_CACHE))
     }
 
     /// Returns the VM's name.
@@ -98,15 +98,11 @@ impl RunDir {
     /// # Errors
     /// When the directory cannot be renamed, or a file in it not be removed.
     pub fn remove(&self) -> io::Result<()> {
-        let absent_is_fine = |done: io::Result<()>| match done {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-            _ => Ok(()),
-        };
         // Rename the directory first: a half-removed one would look like a VM with an unknown operation.
-        let aside = self.path.with_file_name(format!(".{}.removed", self.name));
-        absent_is_fine(fs::remove_dir_all(&aside))?;
-        absent_is_fine(fs::rename(&self.path, &aside))?;
-        absent_is_fine(fs::remove_dir_all(&aside))
+        let renamed = self.path.with_file_name(format!(".{}.removed", self.name));
+        ignore_missing(fs::remove_dir_all(&renamed))?;
+        ignore_missing(fs::rename(&self.path, &renamed))?;
+        ignore_missing(fs::remove_dir_all(&renamed))
     }
 
     /// Returns the path of a file in the run directory.
@@ -179,13 +175,10 @@ impl RunDir {
     pub fn create_vmm(&self, generation: u32) -> io::Result<Directory> {
         let directory = self.vmm(generation);
         if let Some(process) = lockfile::holders(&directory.lock())?.first() {
-            let text = format!("QEMU process {} runs in {}", process.pid, directory.0.display());
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, text));
+            let message = format!("QEMU process {} runs in {}", process.pid, directory.0.display());
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, message));
         }
-        match fs::remove_dir_all(&directory.0) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
+        ignore_missing(fs::remove_dir_all(&directory.0))?;
         DirBuilder::new().mode(0o700).create(&directory.0)?;
         self.link_qemu_log(generation);
         Ok(directory)
@@ -216,6 +209,14 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
         return Err(e);
     }
     sync_directory(path.parent().unwrap_or(Path::new("/")))
+}
+
+/// Takes a removal or rename of a missing file for success.
+pub(crate) fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
 }
 
 /// Makes a rename or removal in `directory` durable.

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 /// The newest format that this Rekindle reads. It writes an older format if that is sufficient, so that older
 /// versions can read it.
-pub const FORMAT: u32 = 6;
+pub const NEWEST_FORMAT: u32 = 6;
 
 /// The content of `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -124,13 +124,19 @@ impl State {
         struct Format {
             format: u32,
         }
-        let odd = |e: serde_json::Error| io::Error::other(format!("{} cannot be understood: {e}", path.display()));
-        let Format { format } = serde_json::from_slice(&text).map_err(odd)?;
-        if format > FORMAT {
+        let not_understood =
+            |e: serde_json::Error| io::Error::other(format!("{} cannot be understood: {e}", path.display()));
+        let Format { format } = serde_json::from_slice(&text).map_err(not_understood)?;
+        if format > NEWEST_FORMAT {
             let text = format!("{} is of format {format}, written by a newer Rekindle; use that one", path.display());
             return Err(io::Error::other(text));
         }
-        serde_json::from_slice(&text).map(Some).map_err(odd)
+        serde_json::from_slice(&text).map(Some).map_err(not_understood)
+    }
+
+    /// Returns the recorded QEMUs: the one that runs the guest and the one that waits for a checkpoint.
+    pub fn qemus(&self) -> impl Iterator<Item = &Vmm> {
+        self.vmm.iter().chain(self.prepared.iter().map(|prepared| &prepared.vmm))
     }
 
     /// Rejects a VM that has no guest because its QEMU waits for a checkpoint.

@@ -11,6 +11,10 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+const FILE_NAME: &str = "timeline.jsonl";
+/// Length in bytes above which the next operation starts a new file. One older file is kept, as `timeline.jsonl.1`.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
 /// The phases of every technique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -71,6 +75,19 @@ pub fn mono_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
+/// A moment, by both clocks.
+#[derive(Debug, Clone, Copy)]
+struct Clocks {
+    host_us: u64,
+    mono_ns: u64,
+}
+
+impl Clocks {
+    fn read() -> Self {
+        Self { host_us: host_us(), mono_ns: mono_ns() }
+    }
+}
+
 /// A collector of the steps of one operation. It keeps them in memory, so that writing them costs no time while the
 /// guest is stopped.
 #[derive(Debug)]
@@ -79,36 +96,41 @@ pub struct Recorder {
     operation: String,
     entries: Vec<Entry>,
     phase: Phase,
-    started: (u64, u64),
+    step_start: Clocks,
 }
 
 impl Recorder {
     /// Starts the first step, in the phase `prepare`.
     #[must_use]
     pub fn new(vm: &str, operation: &str) -> Self {
-        let started = (host_us(), mono_ns());
-        Self { vm: vm.into(), operation: operation.into(), entries: Vec::new(), phase: Phase::Prepare, started }
+        Self {
+            vm: vm.into(),
+            operation: operation.into(),
+            entries: Vec::new(),
+            phase: Phase::Prepare,
+            step_start: Clocks::read(),
+        }
     }
 
     /// Starts `phase` and its first step.
     pub fn phase(&mut self, phase: Phase) {
         self.phase = phase;
-        self.started = (host_us(), mono_ns());
+        self.step_start = Clocks::read();
     }
 
     /// Ends the current step, names it `step`, and starts the next one.
     pub fn step(&mut self, step: &str) {
-        let now = (host_us(), mono_ns());
+        let now = Clocks::read();
         self.entries.push(Entry {
             vm: self.vm.clone(),
             operation: self.operation.clone(),
             phase: self.phase,
             step: step.into(),
-            start_host_us: self.started.0,
-            start_mono_ns: self.started.1,
-            us: (now.1 - self.started.1) / 1000,
+            start_host_us: self.step_start.host_us,
+            start_mono_ns: self.step_start.mono_ns,
+            us: (now.mono_ns - self.step_start.mono_ns) / 1000,
         });
-        self.started = now;
+        self.step_start = now;
     }
 
     /// Returns the steps so far.
@@ -120,14 +142,10 @@ impl Recorder {
     /// Appends the steps to the VM's timeline. A failure is only logged: it is no reason to undo the operation.
     pub fn write(&self, rundir: &RunDir) {
         if let Err(e) = append(rundir, &self.entries) {
-            tracing::warn!("{}: {e}", rundir.file(FILE).display());
+            tracing::warn!("{}: {e}", rundir.file(FILE_NAME).display());
         }
     }
 }
-
-const FILE: &str = "timeline.jsonl";
-/// Length in bytes above which the next operation starts a new file. One older file is kept, as `timeline.jsonl.1`.
-const LONGEST: u64 = 1 << 20;
 
 /// Appends steps to the timeline of a VM.
 ///
@@ -139,9 +157,9 @@ pub fn append(rundir: &RunDir, entries: &[Entry]) -> io::Result<()> {
         serde_json::to_writer(&mut text, entry)?;
         text.push(b'\n');
     }
-    let path = rundir.file(FILE);
+    let path = rundir.file(FILE_NAME);
     // A guest that reboots itself again and again extends the timeline without end.
-    if fs::metadata(&path).is_ok_and(|found| found.len() > LONGEST) {
+    if fs::metadata(&path).is_ok_and(|metadata| metadata.len() > MAX_FILE_BYTES) {
         fs::rename(&path, path.with_extension("jsonl.1"))?;
     }
     OpenOptions::new().create(true).append(true).mode(0o600).open(path)?.write_all(&text)
@@ -152,7 +170,7 @@ pub fn append(rundir: &RunDir, entries: &[Entry]) -> io::Result<()> {
 /// # Errors
 /// When the file exists but cannot be read.
 pub fn read(rundir: &RunDir) -> io::Result<Vec<Entry>> {
-    match fs::read_to_string(rundir.file(FILE)) {
+    match fs::read_to_string(rundir.file(FILE_NAME)) {
         Ok(text) => Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
         Err(e) => Err(e),
@@ -171,9 +189,9 @@ mod tests {
         let mut recorder = Recorder::new("web", "reboot os --how warm-cache");
         (0..200).for_each(|_| recorder.step("a step of a guest that reboots itself"));
         (0..100).for_each(|_| recorder.write(&rundir));
-        let all = fs::read_dir(rundir.path()).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len());
-        let lengths: Vec<_> = all.collect();
-        assert!(lengths.len() == 2 && lengths.iter().sum::<u64>() < 3 * LONGEST, "{lengths:?}");
+        let files = fs::read_dir(rundir.path()).unwrap();
+        let lengths: Vec<_> = files.map(|file| file.unwrap().metadata().unwrap().len()).collect();
+        assert!(lengths.len() == 2 && lengths.iter().sum::<u64>() < 3 * MAX_FILE_BYTES, "{lengths:?}");
         assert_eq!(read(&rundir).unwrap().last(), recorder.entries().last());
     }
 
@@ -188,7 +206,8 @@ mod tests {
         recorder.phase(Phase::Suspend);
         recorder.step("stop");
         recorder.write(&rundir);
-        fs::write(rundir.file(FILE), fs::read_to_string(rundir.file(FILE)).unwrap() + "{\"vm\": \"we").unwrap();
+        fs::write(rundir.file(FILE_NAME), fs::read_to_string(rundir.file(FILE_NAME)).unwrap() + "{\"vm\": \"we")
+            .unwrap();
         let entries = read(&rundir).unwrap();
         assert_eq!(entries, recorder.entries());
         assert_eq!(entries[2].phase, Phase::Suspend);

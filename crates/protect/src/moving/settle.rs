@@ -25,7 +25,7 @@ use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::life::Held;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use std::thread;
@@ -107,7 +107,7 @@ pub(super) fn resume_here(
 fn wait_disks_connected(rundir: &RunDir, state: &State) {
     let deadline = Instant::now() + CONNECT_TIMEOUT;
     let is_connected = |id: &str| {
-        let status = Control::connect(&disks::control(rundir, id)).and_then(|mut control| control.status());
+        let status = Control::connect(&disks::control_socket(rundir, id)).and_then(|mut control| control.status());
         status.is_ok_and(|status| status.connected > 0)
     };
     while !disks::served(&state.hardware).all(|disk| is_connected(&disk.id)) && Instant::now() < deadline {
@@ -116,7 +116,7 @@ fn wait_disks_connected(rundir: &RunDir, state: &State) {
 }
 
 /// Removes a VM from this host after another host has claimed its guest.
-pub(super) fn remove_here(host: &Host, held: &Held, mut journal: Journal) -> Result<(), MoveError> {
+pub(super) fn remove_here(host: &Host, held: &LockedVm, mut journal: Journal) -> Result<(), MoveError> {
     let path = held.rundir.file("operation.json");
     journal.advance(Step::Settle).map_err(|source| MoveError::File { path, source })?;
     rekindle_vm::fault::point("move.settle.journalled", held.state.vmm.as_ref(), None);
@@ -150,7 +150,7 @@ pub enum Settled {
 /// *Needs:* the store, if the other host may have been notified.
 /// *On success:* as [`Settled`] describes.
 /// *On failure:* the guest is stopped on this host, or nothing of it is left on this host ([`MoveError::Taken`]).
-pub fn settle(host: &Host, held: &Held, journal: Journal) -> Result<Settled, MoveError> {
+pub fn settle(host: &Host, held: &LockedVm, journal: Journal) -> Result<Settled, MoveError> {
     let name = held.rundir.name();
     let vmm = journal.operation.from.clone();
     let step = journal.operation.step;
@@ -176,7 +176,7 @@ pub fn settle(host: &Host, held: &Held, journal: Journal) -> Result<Settled, Mov
     if runs { Ok(Settled::RunsThere) } else { Err(taken(&record, status)) }
 }
 
-fn qemu_ended(held: &Held) -> MoveError {
+fn qemu_ended(held: &LockedVm) -> MoveError {
     let log = vmm::log_tail(&held.rundir.vmm(held.state.generation), 10);
     LifeError::Ended { name: held.rundir.name().into(), log }.into()
 }

@@ -24,7 +24,7 @@ use rekindle_store::types::{Guest, Owner};
 use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::qemu::OFF;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -250,7 +250,7 @@ impl<'a> ControlLoop<'a> {
     /// Starts the tracking again, after `error`: in the QEMU that runs the guest now, or in the same one.
     fn track_again(&mut self, target: &Target, error: CheckpointError) -> Result<LoopStep, ProtectError> {
         // A reboot of the VM may be in progress: wait until it has ended.
-        let run_state = RunState::acquire(target.rundir(), REBOOT_TIMEOUT);
+        let run_state = RunStateLock::acquire(target.rundir(), REBOOT_TIMEOUT);
         let current = Target::of(self.host, target.name());
         drop(run_state);
         let current = match current {

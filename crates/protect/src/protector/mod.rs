@@ -19,10 +19,10 @@ use crate::event::ProtectEvent;
 use crate::policy::Policy;
 use crate::target::{Target, TargetError};
 use control_loop::ControlLoop;
+use rekindle_life::attach::ProtectionLock;
 use rekindle_memory::directory::is_direct;
 use rekindle_store::StoreUrl;
 use rekindle_store::remote::Identity;
-use rekindle_vm::attach::Protection;
 use rekindle_vm::host::Host;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::AtomicBool;
@@ -103,7 +103,7 @@ pub fn protect(
         return Err(ProtectError::AttachedOutput { name: name.into() });
     }
     // Must precede the claim of the store: if another protector of the VM runs, it can continue.
-    let protection = Protection::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
+    let protection = ProtectionLock::take(target.rundir()).map_err(|e| ProtectError::tracking(name, e))?;
     let series = CheckpointSeries::open(&target, settings, &format!("protect {name}"), protection)?;
     ControlLoop::new(host, settings, stop, on_event, series).run(target)
 }

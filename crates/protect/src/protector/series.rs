@@ -11,11 +11,11 @@ use crate::progress::{CommitId, Progress, uptime};
 use crate::session::{InitialTracking, OnStopped, TrackingSession};
 use crate::target::Target;
 use crate::write_record::{LockedWriteRecord, RecordUsability, judge_write_record};
+use rekindle_life::attach::ProtectionLock;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_store::types::{OnlyIf, Owner};
 use rekindle_store::{Image, Options, ReadOptions, StoreError, Writer};
-use rekindle_vm::attach::Protection;
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::rundir::RunDir;
 
 /// The checkpoints that this process takes of a guest.
@@ -32,7 +32,7 @@ pub(crate) struct CheckpointSeries<'a> {
     /// booted.
     committed_at_ms: Option<u64>,
     /// Locks out other protectors, detach and moves.
-    _protection: Protection,
+    _protection: ProtectionLock,
 }
 
 /// The last checkpoint of a guest that stays stopped.
@@ -48,7 +48,7 @@ impl<'a> CheckpointSeries<'a> {
         target: &Target,
         settings: &'a ProtectSettings,
         operation: &str,
-        protection: Protection,
+        protection: ProtectionLock,
     ) -> Result<Self, ProtectError> {
         let mut store_options = Options::new(target.identity(), operation);
         store_options.keep = settings.keep;
@@ -141,7 +141,7 @@ impl<'a> CheckpointSeries<'a> {
     pub(crate) fn last_checkpoint(
         &mut self,
         session: &mut TrackingSession,
-        run_state: &RunState,
+        run_state: &RunStateLock,
         on_stopped: &mut OnStopped<'_>,
     ) -> Result<LastCheckpoint, CheckpointError> {
         let report =

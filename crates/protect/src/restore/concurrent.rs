@@ -25,8 +25,8 @@ use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::place::{Plan, Site};
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::slot::{IdleSlot, Plan};
 use rekindle_vm::state::Prepared;
 use rekindle_vm::timeline::Recorder;
 use std::sync::mpsc::Receiver;
@@ -45,7 +45,7 @@ pub(crate) struct SentState {
 
 /// A waiting QEMU, with the data that a load needs of the checkpoint before the last one. The VM is locked.
 pub(crate) struct EarlyLoad<'a> {
-    site: Site<'a>,
+    idle_slot: IdleSlot<'a>,
     plan: Plan,
     prepared: Prepared,
     waiting: WaitingQemu,
@@ -69,9 +69,9 @@ impl<'a> EarlyLoad<'a> {
         primed: &mut Option<PrimedQemu>,
     ) -> Result<Self, RestoreError> {
         let chosen = ChosenCheckpoint::open(request)?;
-        let site = Site::take(host, name.as_str(), "restore")?;
+        let idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
         let unusable = |why: String| LifeError::Unfit { name: name.to_string(), problems: vec![why] };
-        let planned = plan_restore(&site, name, request, &chosen).and_then(|planned| match planned {
+        let planned = plan_restore(&idle_slot, name, request, &chosen).and_then(|planned| match planned {
             RestorePlan { plan, prepared: PreparedUse::Suitable(prepared) } => Ok((plan, *prepared)),
             RestorePlan { prepared: PreparedUse::Unsuitable(why), .. } => Err(unusable(why).into()),
             RestorePlan { prepared: PreparedUse::NotPrepared, .. } => {
@@ -81,12 +81,12 @@ impl<'a> EarlyLoad<'a> {
         let (plan, prepared) = match planned {
             Ok(planned) => planned,
             Err(e) => {
-                site.leave();
+                idle_slot.release();
                 return Err(e);
             }
         };
         let waiting =
-            WaitingQemu::of(&prepared, &site.rundir, &plan.state.hardware, primed.take()).map_err(unusable)?;
+            WaitingQemu::of(&prepared, &idle_slot.rundir, &plan.state.hardware, primed.take()).map_err(unusable)?;
         let (vm, recipe) = (chosen.image.vm().clone(), chosen.recipe.clone());
         let input = checkpoint::read(chosen)?;
         let mut small_blocks = input.own_copy(&waiting.ram)?;
@@ -97,7 +97,7 @@ impl<'a> EarlyLoad<'a> {
         let input = LoadInput { pages: Some(pages), ..input };
         let spare = SpareConnections::default();
         spare.make(&request.store, request.identity.as_ref(), SPARE_CONNECTIONS)?;
-        Ok(Self { site, plan, prepared, waiting, vm, recipe, input, small_blocks, spare })
+        Ok(Self { idle_slot, plan, prepared, waiting, vm, recipe, input, small_blocks, spare })
     }
 
     pub(crate) fn number(&self) -> u64 {
@@ -137,12 +137,12 @@ impl<'a> EarlyLoad<'a> {
         request: &Request,
         started: Instant,
     ) -> Result<Restored, RestoreError> {
-        let Self { site, plan, prepared, waiting, vm, recipe, input, small_blocks, spare: _ } = self;
-        let mut recorder = Recorder::new(site.rundir.name(), "restore");
+        let Self { idle_slot, plan, prepared, waiting, vm, recipe, input, small_blocks, spare: _ } = self;
+        let mut recorder = Recorder::new(idle_slot.rundir.name(), "restore");
         plan.check_room()?;
         let (input, expected) = ExpectedCheckpoint::of(input, small_blocks, vm, recipe, sent)?;
-        let slot = site.place_of(plan);
-        let journal = slot.claim(&prepared.vmm)?;
+        let slot = idle_slot.into_slot_of_waiting(plan);
+        let journal = slot.claim_ram(&prepared.vmm)?;
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
         let WaitingQemu { qmp, ram, registered } = waiting;
         recorder.step("claim its RAM");
@@ -233,7 +233,7 @@ impl ExpectedCheckpoint {
         committed.recv().map_err(|_| RestoreError::NotCommitted { number: input.number })?;
         reject_disks_without_epoch(hardware, &self.epochs)
             .map_err(|problems| LifeError::Unfit { name: rundir.name().into(), problems })?;
-        disks::have(rundir, hardware, &self.epochs).map_err(LifeError::from)?;
+        disks::serve_checkpoint(rundir, hardware, &self.epochs).map_err(LifeError::from)?;
         thread::scope(|scope| {
             let claim = scope.spawn(|| checkpoint::claim_during_load(request, &self.vm, input.number, rundir));
             let compared = self.require_same(input, request, rundir.name());

@@ -37,7 +37,7 @@ use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::Epochs;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
-use rekindle_vm::place::{Made, Plan, Site, VmSlot};
+use rekindle_vm::slot::{IdleSlot, Plan, SlotResources, VmSlot};
 use rekindle_vm::state::Prepared;
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
@@ -153,20 +153,20 @@ fn attempt(
     let mut recorder = Recorder::new(name.as_str(), "restore");
     let chosen = ChosenCheckpoint::open(request)?;
     recorder.step("open the store");
-    let mut site = Site::take(host, name.as_str(), "restore")?;
-    let RestorePlan { plan, prepared } = match plan_restore(&site, name, request, &chosen) {
+    let mut idle_slot = IdleSlot::lock(host, name.as_str(), "restore")?;
+    let RestorePlan { plan, prepared } = match plan_restore(&idle_slot, name, request, &chosen) {
         Ok(restore_plan) => restore_plan,
         Err(e) => {
-            site.leave();
+            idle_slot.release();
             return Err(e);
         }
     };
     recorder.step("check what it needs");
     let unused_reason = match prepared {
         PreparedUse::Suitable(prepared) => {
-            match WaitingQemu::of(&prepared, &site.rundir, &plan.state.hardware, primed.take()) {
+            match WaitingQemu::of(&prepared, &idle_slot.rundir, &plan.state.hardware, primed.take()) {
                 Ok(waiting) => {
-                    return prepare::resume_in(site, plan, chosen, &prepared, waiting, request, recorder, started);
+                    return prepare::resume_in(idle_slot, plan, chosen, &prepared, waiting, request, recorder, started);
                 }
                 Err(why) => Some(why),
             }
@@ -176,9 +176,9 @@ fn attempt(
     };
     if let Some(why) = &unused_reason {
         tracing::warn!("the QEMU that was prepared for {name} cannot be used, starting another one: {why}");
-        site.clear()?;
+        idle_slot.clear()?;
     }
-    let slot = site.place(plan)?.at_epochs(chosen.epochs.clone());
+    let slot = idle_slot.into_slot(plan)?.at_epochs(chosen.epochs.clone());
     match restore_in_new_qemu(&slot, chosen, request, recorder, started) {
         Ok(restored) => Ok(Restored { unused_reason, ..restored }),
         Err(e) => Err(undo(slot, e)),
@@ -188,7 +188,7 @@ fn attempt(
 /// Undoes a restore that failed with `e`. A QEMU that may run the guest is left for `rekindle recover`: ending it would
 /// lose the guest's work since the resume.
 fn undo(slot: VmSlot<'_>, e: RestoreError) -> RestoreError {
-    match slot.may_run() {
+    match slot.qemu_that_may_run() {
         Some(vmm) => RestoreError::MayRun { name: slot.rundir.name().into(), pid: vmm.pid, source: Box::new(e) },
         None => {
             slot.undo();
@@ -212,28 +212,28 @@ enum PreparedUse {
 }
 
 fn plan_restore(
-    site: &Site<'_>,
+    idle_slot: &IdleSlot<'_>,
     name: &Name,
     request: &Request,
     chosen: &ChosenCheckpoint,
 ) -> Result<RestorePlan, RestoreError> {
     // The options of the preparation still apply, even if its QEMU has ended.
-    let prepared = site.prepared().map(|(_, prepared)| prepared).or(site.lost());
+    let prepared = idle_slot.prepared().map(|(_, prepared)| prepared).or(idle_slot.ended_prepared());
     let users_definition = request.definition.clone().or_else(|| prepared.and_then(|prepared| prepared.given.clone()));
     let qemu = request.qemu.clone().or_else(|| prepared.and_then(|prepared| prepared.qemu.clone()));
     let is_users_definition = users_definition.is_some();
     let definition = users_definition.unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
-    let mut plan = site.plan(definition, qemu.as_deref(), &chosen.epochs, |hardware| {
+    let mut plan = idle_slot.plan(definition, qemu.as_deref(), &chosen.epochs, |hardware| {
         chosen.recipe.fit(hardware, is_users_definition)?;
         reject_disks_without_epoch(hardware, &chosen.epochs)
     })?;
-    let unsuitable = match site.prepared() {
+    let unsuitable = match idle_slot.prepared() {
         Some((state, prepared)) => match prepare::adapt_plan(state, prepared, &mut plan) {
             Ok(()) => return Ok(RestorePlan { plan, prepared: PreparedUse::Suitable(Box::new(prepared.clone())) }),
             Err(why) => Some(why),
         },
-        None => site.lost().and_then(|prepared| prepared.check().err()),
+        None => idle_slot.ended_prepared().and_then(|prepared| prepared.check().err()),
     };
     Ok(RestorePlan { plan, prepared: unsuitable.map_or(PreparedUse::NotPrepared, PreparedUse::Unsuitable) })
 }
@@ -264,7 +264,7 @@ fn restore_in_new_qemu(
     started: Instant,
 ) -> Result<Restored, RestoreError> {
     // All checks precede the claim of the store: if one fails, a protector of the VM can continue.
-    let Made { journal, fds } = slot.make(Kind::Restore)?;
+    let SlotResources { journal, fds } = slot.make(Kind::Restore)?;
     let mut handover = handover_into(slot, journal, recorder);
     handover.pass("restore.prepare.journalled");
     handover.recorder.step("make its place");

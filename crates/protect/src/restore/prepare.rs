@@ -26,8 +26,8 @@ use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
-use rekindle_vm::place::{Made, Plan, Site, VmSlot};
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::slot::{IdleSlot, Plan, SlotResources, VmSlot};
 use rekindle_vm::state::{Prepared, State};
 use rekindle_vm::timeline::Recorder;
 use serde::{Deserialize, Serialize};
@@ -69,22 +69,22 @@ pub struct PreparedQemu {
 pub fn prepare(host: &Host, name: &Name, request: &Request) -> Result<PreparedQemu, RestoreError> {
     let mut recorder = Recorder::new(name.as_str(), "restore --prepare");
     let chosen = ChosenCheckpoint::open(request)?;
-    let site = Site::take(host, name.as_str(), "restore --prepare")?;
-    let replaced = site.prepared().is_some();
+    let idle_slot = IdleSlot::lock(host, name.as_str(), "restore --prepare")?;
+    let replaced = idle_slot.prepared().is_some();
     let definition = request.definition.clone().unwrap_or_else(|| chosen.recipe.definition.clone());
     let definition = Definition { name: name.clone(), ..definition };
-    let plan = site.plan(definition, request.qemu.as_deref(), &chosen.epochs, |hardware| {
+    let plan = idle_slot.plan(definition, request.qemu.as_deref(), &chosen.epochs, |hardware| {
         chosen.recipe.fit(hardware, request.definition.is_some())
     });
     let plan = match plan {
         Ok(plan) => plan,
         Err(e) => {
-            site.leave();
+            idle_slot.release();
             return Err(e.into());
         }
     };
     recorder.step("check what it needs");
-    let slot = site.place(plan)?;
+    let slot = idle_slot.into_slot(plan)?;
     match start(&slot, &chosen, request) {
         Ok(StartedQemu { vmm, ram_bytes }) => {
             recorder.step("start QEMU");
@@ -110,7 +110,7 @@ struct StartedQemu {
 fn start(slot: &VmSlot<'_>, chosen: &ChosenCheckpoint, request: &Request) -> Result<StartedQemu, RestoreError> {
     // Must precede QEMU's reading of the files, so that a later change is detected.
     let mut files = mark_files(&slot.state.hardware)?;
-    let (Made { journal, fds }, hardware) = slot.make_waiting()?;
+    let (SlotResources { journal, fds }, hardware) = slot.make_waiting()?;
     let mut handover = handover_into(slot, journal, Recorder::new(slot.rundir.name(), ""));
     handover.pass("prepare.journalled");
     let environment = OwnRunDir { rundir: &slot.rundir, hardware: &hardware, binary: &slot.binary };
@@ -222,7 +222,7 @@ impl WaitingQemu {
         hardware: &Hardware,
         primed: Option<PrimedQemu>,
     ) -> Result<Self, String> {
-        if let Some(why) = disks::against_waiting(rundir, hardware) {
+        if let Some(why) = disks::why_not_waiting(rundir, hardware) {
             return Err(why);
         }
         match primed {
@@ -262,12 +262,12 @@ impl PrimedQemu {
 
     /// Primes the QEMU that was prepared for VM `name`.
     pub(crate) fn take(host: &Host, name: &Name) -> Result<Self, RestoreError> {
-        let site = Site::take(host, name.as_str(), "restore --prepare")?;
-        let primed = match site.prepared() {
+        let idle_slot = IdleSlot::lock(host, name.as_str(), "restore --prepare")?;
+        let primed = match idle_slot.prepared() {
             Some((state, prepared)) => Self::prime(prepared, &state.hardware.ram_ids()),
             None => Err(LifeError::Unknown { name: name.to_string() }.into()),
         };
-        site.leave();
+        idle_slot.release();
         primed
     }
 
@@ -286,7 +286,7 @@ struct OpenDisks(Option<(RunDir, Hardware)>);
 
 impl OpenDisks {
     fn open(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<Self, LifeError> {
-        disks::have(rundir, hardware, epochs)?;
+        disks::serve_checkpoint(rundir, hardware, epochs)?;
         Ok(Self(Some((rundir.clone(), hardware.clone()))))
     }
 
@@ -307,7 +307,7 @@ impl Drop for OpenDisks {
 /// Resumes the guest in the waiting QEMU.
 #[expect(clippy::too_many_arguments, reason = "the parts of a restore")]
 pub(super) fn resume_in(
-    site: Site<'_>,
+    idle_slot: IdleSlot<'_>,
     plan: Plan,
     chosen: ChosenCheckpoint,
     prepared: &Prepared,
@@ -319,7 +319,7 @@ pub(super) fn resume_in(
     // Must precede the claim of the store: if this fails, a protector of the VM can continue. Until QEMU's RAM is
     // claimed, QEMU continues to wait in any case.
     plan.check_room()?;
-    let rundir = site.rundir.clone();
+    let rundir = idle_slot.rundir.clone();
     let WaitingQemu { qmp, ram, registered } = waiting;
     let (vm, number, epochs) = (chosen.image.vm().clone(), chosen.image.info().number, chosen.epochs.clone());
     thread::scope(|scope| {
@@ -331,8 +331,8 @@ pub(super) fn resume_in(
         let claim = scope.spawn(|| checkpoint::claim_during_load(request, &vm, number, &rundir));
         let (input, ram) = reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         recorder.step("read the pages for the load");
-        let slot = site.place_of(plan);
-        let journal = slot.claim(&prepared.vmm)?;
+        let slot = idle_slot.into_slot_of_waiting(plan);
+        let journal = slot.claim_ram(&prepared.vmm)?;
         open_disks.keep();
         fault::point("restore.prepare.journalled", None, Some(&prepared.vmm));
         recorder.step("claim its RAM");

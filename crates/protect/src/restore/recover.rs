@@ -7,7 +7,7 @@ use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::life::Held;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::timeline::Recorder;
 
 /// The result of recovering a restore or its preparation.
@@ -23,7 +23,7 @@ pub enum Outcome {
 ///
 /// # Errors
 /// [`RestoreError`]: the recovery can be repeated.
-pub fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Outcome, RestoreError> {
+pub fn recover_restore(host: &Host, held: &LockedVm, journal: Journal) -> Result<Outcome, RestoreError> {
     let destination = journal.operation.to.clone().filter(Vmm::is_alive);
     let Some(vmm) = destination.filter(|_| journal.operation.step >= Step::Resume) else {
         clean_up(host, &held.rundir, &held.state)?;
@@ -41,7 +41,7 @@ pub fn recover_restore(host: &Host, held: &Held, journal: Journal) -> Result<Out
 ///
 /// # Errors
 /// [`RestoreError`]: the recovery can be repeated.
-pub fn recover_prepare(host: &Host, held: &Held, journal: Journal) -> Result<Outcome, RestoreError> {
+pub fn recover_prepare(host: &Host, held: &LockedVm, journal: Journal) -> Result<Outcome, RestoreError> {
     if let Err(LifeError::Prepared { .. }) = held.vmm() {
         let path = held.rundir.file("operation.json");
         journal.close().map_err(|source| RestoreError::Journal { path, source })?;

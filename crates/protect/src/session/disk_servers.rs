@@ -29,7 +29,7 @@ impl DiskServers {
     pub fn start_recording(target: &Target) -> Result<Self, CheckpointError> {
         let mut servers = Self { controls: Vec::new(), record_is_complete: true };
         for disk in disks::served(&target.state().hardware) {
-            let mut control = Control::connect(&disks::control(target.rundir(), &disk.id))?;
+            let mut control = Control::connect(&disks::control_socket(target.rundir(), &disk.id))?;
             servers.record_is_complete &= start_record(&mut control, target.vmm().pid)?;
             servers.controls.push(control);
         }

@@ -35,7 +35,7 @@ use rekindle_qemu::devices::{DescriptorSets, remove_descriptor_sets};
 use rekindle_qemu::userfaultfd;
 use rekindle_store::Writer;
 use rekindle_vm::fault;
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::timeline::host_us;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -181,7 +181,7 @@ impl TrackingSession {
     pub(crate) fn last_checkpoint(
         &mut self,
         writer: &mut Writer,
-        _run_state: &RunState,
+        _run_state: &RunStateLock,
         on_stopped: &mut OnStopped<'_>,
     ) -> Result<CheckpointReport, CheckpointError> {
         self.take_and_commit(writer, Duration::ZERO, AfterPause::StayStopped, on_stopped)

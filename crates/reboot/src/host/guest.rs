@@ -12,6 +12,8 @@ use rekindle_handover::Handover;
 use rekindle_handover::evidence::disk_times;
 use rekindle_handover::saved_state::{StreamWriter, save_with_ram};
 use rekindle_handover::source_state::{SourceState, StateSink};
+use rekindle_life::shutdown::Ended;
+use rekindle_life::shutdown::shut_down;
 use rekindle_memory::digest;
 use rekindle_memory::directory::RamDirectory;
 use rekindle_qemu::binary::{Binary, BinaryError};
@@ -22,11 +24,9 @@ use rekindle_qemu::vmm;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Kind, SavedState, Step};
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
 use rekindle_vm::names::saved_path;
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::Ended;
-use rekindle_vm::shutdown::shut_down;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Phase, host_us};
 use rekindle_vm::{disks, ram};
@@ -88,7 +88,7 @@ impl PreparedSuspend {
         let cpu = cpu::features(&mut qmp)?;
         let mut early = None;
         if how == RebootMethod::Warm {
-            let held = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+            let held = RunStateLock::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
             let mark = replacement.held.rundir.paused();
             early = EarlyDigests::begin(
                 &replacement.source_qemu,
@@ -313,7 +313,7 @@ impl SavedGuest {
             // The saved state on disk contains the RAM, so the RAM files are not needed any more.
             let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
             for (path, _) in hardware.ram_files() {
-                RamDirectory::at(directory)?.remove(&ram::name(&path))?;
+                RamDirectory::at(directory)?.remove(&ram::file_id(&path))?;
             }
         }
         self.handover.recorder.write(&self.replacement.held.rundir);

@@ -11,9 +11,9 @@ use crate::error::{Problem, RebootError};
 use rekindle_kernel::kexec;
 use rekindle_qemu::binary::Binary;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Status};
 use rekindle_vm::rundir::{RunDir, write_json};
 use rekindle_vm::state::State;
+use rekindle_vm::status::{self, Status};
 use rekindle_vm::{disks, lock};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -104,7 +104,7 @@ fn method_for(
 ) -> Result<Option<RebootMethod>, Vec<Problem>> {
     let rundir = RunDir::new(&host.root, name);
     let problem = |text: String| vec![Problem(text)];
-    let status = life::status(&rundir).map_err(|e| problem(e.to_string()))?;
+    let status = status::status(&rundir).map_err(|e| problem(e.to_string()))?;
     match status {
         Status::Ended | Status::Prepared => return Ok(None),
         Status::NeedsRecovery => return Err(problem(format!("it needs recovery first: rekindle recover {name}"))),
@@ -281,7 +281,7 @@ fn keep_over_shutdown(host: &Host, plan: &HostRebootPlan) -> Result<(), HostErro
 pub fn for_manual_suspend(host: &Host, how: RebootMethod) -> Result<HostRebootPlan, HostError> {
     let names = RunDir::list(&host.root).map_err(|source| HostError::File { path: host.root.clone(), source })?;
     let runs = |name: &String| {
-        let status = life::status(&RunDir::new(&host.root, name));
+        let status = status::status(&RunDir::new(&host.root, name));
         !matches!(status, Ok(Status::Ended | Status::Prepared | Status::Suspended) | Err(_))
     };
     let vms = names.into_iter().filter(runs).map(|name| (name, how)).collect();
@@ -308,8 +308,8 @@ pub(super) fn run(program: &str, arguments: &[&str]) -> Result<(), HostError> {
 pub fn still_running(host: &Host, plan: &HostRebootPlan) -> Vec<(String, RebootMethod)> {
     let runs = |name: &str| {
         let rundir = RunDir::new(&host.root, name);
-        let status = life::status(&rundir);
-        if let Some(holder) = lock::holder(&rundir) {
+        let status = status::status(&rundir);
+        if let Some(holder) = lock::running_operation(&rundir) {
             tracing::warn!("{name}: the operation `{holder}` holds it");
         }
         !matches!(status, Ok(Status::Ended) | Err(_)) && rundir.exists()

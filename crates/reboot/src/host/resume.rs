@@ -24,8 +24,8 @@ use rekindle_vm::fault;
 use rekindle_vm::hardware::{self, has_kvm};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::life::Held;
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::network;
 use rekindle_vm::ram;
 use rekindle_vm::rundir::RunDir;
@@ -137,7 +137,7 @@ pub fn drop_suspended(host: &Host, name: &str) -> Result<bool, HostError> {
     // Without the RAM's directory, no RAM file is left to remove.
     if let Ok(directory) = RamDirectory::at(&directory) {
         for (path, _) in entry.state.hardware.ram_files() {
-            let removed = directory.remove(&ram::name(&path));
+            let removed = directory.remove(&ram::file_id(&path));
             removed.map_err(|e| HostError::File { path, source: io::Error::other(e) })?;
         }
     }
@@ -168,7 +168,7 @@ fn resume_one(
             tracing::debug!("{name}: {e}");
         }
     }
-    let (held, left) = Held::take_anyhow(host, name, "host resume")?;
+    let (held, left) = LockedVm::lock_even_if_interrupted(host, name, "host resume")?;
     if let Some(vmm) = held.state.vmm.as_ref().filter(|vmm| left.is_none() && vmm.is_alive()) {
         return Err(LifeError::Running { name: name.clone(), pid: vmm.pid }.into());
     }
@@ -176,7 +176,7 @@ fn resume_one(
         // An earlier resume was interrupted when it resumed the guest: only the journal of that resume shows whether
         // the guest runs.
         Some(journal) if entry.struck => {
-            let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+            let run_state = RunStateLock::acquire(&rundir, crate::vmm::RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
             let recovered = recover(host, &held, journal)?;
             let why = matches!(recovered, Recovered::Booted).then(|| STRUCK_REASON.to_owned());
             // Only the process that holds the record may remove files next to the RAM.
@@ -197,7 +197,7 @@ fn resume_one(
             journal
         }
     };
-    let run_state = RunState::acquire(&rundir, crate::vmm::RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+    let run_state = RunStateLock::acquire(&rundir, crate::vmm::RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let resumed = resume_entry(host, record, continue_interrupted(&held, journal), entry, trust)?;
     drop((run_state, held));
     start_watch(&rundir)?;
@@ -236,7 +236,7 @@ fn steps(record: &SuspendRecord, entry: &SuspendedGuest) -> Vec<timeline::Entry>
 }
 
 /// Finishes or undoes an interrupted suspend or resume of one VM.
-pub(crate) fn recover(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+pub(crate) fn recover(host: &Host, held: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
     let name = held.rundir.name();
     let unread = |error: HostError| RebootError::Record { name: name.into(), why: error.to_string() };
     let record = SuspendRecord::read(&host.suspend_dir).map_err(unread)?;

@@ -11,7 +11,7 @@ use backoff::{Backoff, DEATH_LIMIT, RestartDecision};
 use rekindle_kernel::process::Process;
 use rekindle_protect::restore::start_pager;
 use rekindle_vm::disks;
-use rekindle_vm::helpers::{self, Helper, Record};
+use rekindle_vm::helpers::{self, Helper, RestartRecord};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::host_us;
@@ -45,12 +45,12 @@ pub(super) struct HelperSupervisor<'a> {
     log_limit: u64,
     rotation_failure_reported: bool,
     known: BTreeMap<Helper, HelperState>,
-    record: Record,
+    record: RestartRecord,
 }
 
 impl<'a> HelperSupervisor<'a> {
     pub(super) fn new(rundir: &'a RunDir, log_limit: u64) -> Self {
-        let mut record = helpers::record(rundir);
+        let mut record = helpers::read_record(rundir);
         // Abandonments are those of a previous supervisor: a new one tries all helpers again.
         record.values_mut().for_each(|restarts| restarts.abandoned = None);
         Self { rundir, log_limit, rotation_failure_reported: false, known: BTreeMap::new(), record }

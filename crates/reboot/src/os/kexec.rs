@@ -15,8 +15,8 @@ use rekindle_qemu::qmp::{Event, Qmp, QmpError};
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::Held;
-use rekindle_vm::qemu::SHUT_DOWN;
+use rekindle_vm::locked_vm::LockedVm;
+use rekindle_vm::qemu::ENDED_RUN_STATES;
 use rekindle_vm::timeline::{Phase, Recorder, host_us};
 use rekindle_vm::{disks, fault};
 use serde::{Deserialize, Serialize};
@@ -60,7 +60,7 @@ pub struct LoadedKernel {
 pub(super) fn reboot(host: &Host, name: &str, request: &KexecRequest) -> Result<OsRebootReport, Failure> {
     let mut recorder = Recorder::new(name, "reboot os --how kexec");
     let unchanged = |error: RebootError| Failure { guest: GuestStatus::Unchanged, error: Box::new(error) };
-    let held = Held::take_once_saved(host, name, "reboot os --how kexec").map_err(|e| unchanged(e.into()))?;
+    let held = LockedVm::lock_after_phase_save(host, name, "reboot os --how kexec").map_err(|e| unchanged(e.into()))?;
     let prepared = prepare(&held, request, &mut recorder).map_err(unchanged)?;
     let journal = prepared.journal(&held).map_err(unchanged)?;
     fault::point("kexec.prepare.journalled", Some(&prepared.vmm), None);
@@ -70,7 +70,7 @@ pub(super) fn reboot(host: &Host, name: &str, request: &KexecRequest) -> Result<
 /// Checks that the guest of VM `name` can be asked to reboot by kexec. Loads nothing.
 pub(super) fn check(host: &Host, name: &str, operation: &str) -> Result<(), Failure> {
     let unchanged = |error: RebootError| Failure { guest: GuestStatus::Unchanged, error: Box::new(error) };
-    let held = Held::take_once_saved(host, name, operation).map_err(|e| unchanged(e.into()))?;
+    let held = LockedVm::lock_after_phase_save(host, name, operation).map_err(|e| unchanged(e.into()))?;
     check_guest(&held).map(drop).map_err(unchanged)
 }
 
@@ -83,18 +83,18 @@ struct PreparedKexec {
     loaded: LoadedKernel,
 }
 
-fn prevented(held: &Held, why: impl Into<String>) -> RebootError {
+fn prevented(held: &LockedVm, why: impl Into<String>) -> RebootError {
     RebootError::Prevented { name: held.rundir.name().into(), problem: Problem(why.into()) }
 }
 
 /// Converts an agent's error, and adds another method as the remedy.
-fn agent_unable(held: &Held, error: &ExecError) -> RebootError {
+fn agent_unable(held: &LockedVm, error: &ExecError) -> RebootError {
     let cause = std::error::Error::source(error).map(|cause| format!(" ({cause})")).unwrap_or_default();
     prevented(held, format!("{error}{cause}; or use --how cold"))
 }
 
 /// Runs all checks that can fail before a kernel is loaded. Returns the current boot ID.
-fn check_guest(held: &Held) -> Result<(Vmm, Qmp, String), RebootError> {
+fn check_guest(held: &LockedVm) -> Result<(Vmm, Qmp, String), RebootError> {
     let vmm = held.vmm()?.clone();
     held.refuse_attached("rebooting its guest")?;
     if !held.state.hardware.agent {
@@ -113,7 +113,7 @@ fn check_guest(held: &Held) -> Result<(Vmm, Qmp, String), RebootError> {
 }
 
 /// Runs the checks and loads the kernel, which does not disturb the guest.
-fn prepare(held: &Held, request: &KexecRequest, recorder: &mut Recorder) -> Result<PreparedKexec, RebootError> {
+fn prepare(held: &LockedVm, request: &KexecRequest, recorder: &mut Recorder) -> Result<PreparedKexec, RebootError> {
     let (vmm, qmp, boot) = check_guest(held)?;
     let port = vmm.directory().agent();
     recorder.step("ask its agent");
@@ -159,7 +159,7 @@ fn load_failure(status: Option<i64>, kernel: &str, initrd: &str, out: &str, err:
 }
 
 impl PreparedKexec {
-    fn journal(&self, held: &Held) -> Result<Journal, RebootError> {
+    fn journal(&self, held: &LockedVm) -> Result<Journal, RebootError> {
         let failed = |source| RebootError::File { path: held.rundir.file("operation.json"), source };
         let generation = held.state.generation + 1;
         let mut journal =
@@ -170,7 +170,12 @@ impl PreparedKexec {
     }
 
     /// Makes the guest shut down and enter its new kernel, and waits until that kernel's agent answers.
-    fn execute(mut self, held: &Held, mut journal: Journal, mut recorder: Recorder) -> Result<OsRebootReport, Failure> {
+    fn execute(
+        mut self,
+        held: &LockedVm,
+        mut journal: Journal,
+        mut recorder: Recorder,
+    ) -> Result<OsRebootReport, Failure> {
         let failed = |source| RebootError::File { path: held.rundir.file("operation.json"), source };
         let needs_recovery = |error: RebootError| Failure { guest: GuestStatus::NeedsRecovery, error: Box::new(error) };
         recorder.phase(Phase::Suspend);
@@ -178,7 +183,7 @@ impl PreparedKexec {
         fault::point("kexec.suspend.journalled", Some(&self.vmm), None);
         let port = self.vmm.directory().agent();
         self.qmp.drop_events();
-        let kept = disks::reuse(&held.rundir, &held.state.hardware);
+        let kept = disks::reuse_caches(&held.rundir, &held.state.hardware);
         let stopped = host_us();
         let requested = agent::run(&port, "/bin/sh", &["-c", "systemctl kexec"], ANSWER_TIMEOUT);
         fault::point("kexec.suspend.asked", Some(&self.vmm), None);
@@ -258,7 +263,7 @@ impl PreparedKexec {
 
     /// Returns whether the guest has stopped or was reset.
     fn check_outcome(&mut self) -> Result<Option<KexecOutcome>, QmpError> {
-        let stopped = SHUT_DOWN.contains(&run_state(&mut self.qmp)?.as_str());
+        let stopped = ENDED_RUN_STATES.contains(&run_state(&mut self.qmp)?.as_str());
         let reset = self.qmp.kept_events().any(|Event { name, .. }| name == "RESET");
         Ok(if stopped { Some(KexecOutcome::Stopped) } else { reset.then_some(KexecOutcome::Reset) })
     }
@@ -285,7 +290,7 @@ enum KexecFailure {
     Qmp(#[from] QmpError),
 }
 
-fn not_returned(held: &Held, not_returned: &KexecFailure) -> RebootError {
+fn not_returned(held: &LockedVm, not_returned: &KexecFailure) -> RebootError {
     let name = held.rundir.name();
     // A guest that does not answer may still run.
     let force = if matches!(not_returned, KexecFailure::Silent) { " --force" } else { "" };
@@ -309,7 +314,7 @@ fn is_other_boot(vmm: &Vmm, qmp: &mut Qmp, boot: &str) -> Result<Option<bool>, Q
 ///
 /// # Errors
 /// [`RebootError::Kexec`] if the guest's agent does not answer: the guest may run.
-pub(crate) fn recover(held: &Held, journal: &Journal, force: bool) -> Result<Option<bool>, RebootError> {
+pub(crate) fn recover(held: &LockedVm, journal: &Journal, force: bool) -> Result<Option<bool>, RebootError> {
     let Ok(vmm) = held.vmm() else { return Ok(None) };
     let mut qmp = match vmm.connect(vmm::START_TIMEOUT) {
         Err(_) if !vmm.is_alive() => return Ok(None),
@@ -323,7 +328,7 @@ pub(crate) fn recover(held: &Held, journal: &Journal, force: bool) -> Result<Opt
     let settled = held.state.definition.shutdown_timeout.as_duration();
     let (began, mut same_since) = (Instant::now(), None);
     while began.elapsed() < settled + BOOT_TIMEOUT {
-        if !vmm.is_alive() || SHUT_DOWN.contains(&run_state(&mut qmp)?.as_str()) {
+        if !vmm.is_alive() || ENDED_RUN_STATES.contains(&run_state(&mut qmp)?.as_str()) {
             return Ok(None);
         }
         match is_other_boot(vmm, &mut qmp, &boot)? {

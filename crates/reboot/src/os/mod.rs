@@ -20,16 +20,16 @@ pub use kexec::{KexecRequest, LoadedKernel};
 
 use crate::error::{Failure, Problem};
 use crate::vmm::{self, RebootReport};
+use rekindle_life::shutdown::{EndMethod, Ended};
 use rekindle_memory::directory::huge_page_size;
 use rekindle_qemu::agent;
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::guest::run_state;
-use rekindle_vm::disks::Kept;
+use rekindle_vm::disks::RetainedCache;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::Kind;
-use rekindle_vm::qemu::SHUT_DOWN;
+use rekindle_vm::qemu::ENDED_RUN_STATES;
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::{End, Ended};
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -71,7 +71,7 @@ pub struct OsRebootReport {
     pub report: RebootReport,
     /// Content of the retained cache.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub kept: Option<Kept>,
+    pub kept: Option<RetainedCache>,
     /// How the previous guest ended. `None` by kexec.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ended: Option<Ended>,
@@ -91,7 +91,7 @@ pub struct OsRebootRequest {
     /// The only phase from which [`OsRebootMethod::Phase`] may continue. `None`: the latest usable phase.
     pub candidate: Option<String>,
     /// How the previous guest is ended. With kexec it always shuts itself down.
-    pub end: End,
+    pub end: EndMethod,
 }
 
 /// Reboots the operating system of VM `name`.
@@ -144,7 +144,7 @@ fn shut_down_and_boot(
     host: &Host,
     name: &str,
     warm: bool,
-    end: End,
+    end: EndMethod,
     prevents: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<OsRebootReport, Failure> {
     let (operation, kind) = match warm {
@@ -185,8 +185,8 @@ fn huge_pages(hardware: &Hardware) -> Option<&Path> {
 
 /// Returns the reason why the guest's file systems cannot be frozen, if `end` requires that. A guest that has already
 /// ended needs no freezing.
-fn why_no_freeze(state: &State, end: End) -> Option<Problem> {
-    let vmm = state.vmm.as_ref().filter(|_| end == End::Freeze)?;
+fn why_no_freeze(state: &State, end: EndMethod) -> Option<Problem> {
+    let vmm = state.vmm.as_ref().filter(|_| end == EndMethod::Freeze)?;
     let otherwise = |why: String| Some(Problem(format!("{why}; or omit --end freeze")));
     if !state.hardware.agent {
         return otherwise(
@@ -196,7 +196,7 @@ fn why_no_freeze(state: &State, end: End) -> Option<Problem> {
         );
     }
     let ended = vmm.connect(ANSWER_TIMEOUT).ok().and_then(|mut qmp| run_state(&mut qmp).ok());
-    if ended.is_some_and(|state| SHUT_DOWN.contains(&state.as_str())) {
+    if ended.is_some_and(|state| ENDED_RUN_STATES.contains(&state.as_str())) {
         return None;
     }
     let e = agent::can_freeze(&vmm.directory().agent(), ANSWER_TIMEOUT).err()?;

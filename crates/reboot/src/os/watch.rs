@@ -11,6 +11,7 @@ use super::{OsRebootMethod, default_method, phase, shut_down_and_boot};
 use crate::error::{Failure, Problem, RebootError};
 use rekindle_handover::HandoverError;
 use rekindle_kernel::spawn::{detach, disown};
+use rekindle_life::shutdown::EndMethod;
 use rekindle_protect::owned::{OwnedElsewhere, OwnerRecord};
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::{Event, Qmp, QmpError};
@@ -21,9 +22,8 @@ use rekindle_vm::error::LifeError;
 use rekindle_vm::helpers::Helper;
 use rekindle_vm::host::Host;
 use rekindle_vm::lock::{self, is_at};
-use rekindle_vm::qemu::SHUT_DOWN;
+use rekindle_vm::qemu::ENDED_RUN_STATES;
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::End;
 use rekindle_vm::state::State;
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
@@ -175,7 +175,7 @@ fn reboot_guests(host: &Host, rundir: &RunDir, lock: &File) -> Result<(), WatchE
 /// Returns whether the guest of this QEMU has shut down.
 fn is_shut_down(vmm: &Vmm) -> bool {
     let state = Qmp::connect(&vmm.directory().events(), ANSWER_TIMEOUT).and_then(|mut qmp| run_state(&mut qmp));
-    state.is_ok_and(|state| SHUT_DOWN.contains(&state.as_str()))
+    state.is_ok_and(|state| ENDED_RUN_STATES.contains(&state.as_str()))
 }
 
 /// Takes the lock that ensures a single instance. `None` if another process holds it.
@@ -200,7 +200,7 @@ pub(super) fn current_qemu(rundir: &RunDir) -> io::Result<Option<(Vmm, Definitio
         if !rundir.exists() || Instant::now() > deadline {
             return Ok(None);
         }
-        if lock::holder(rundir).is_some() {
+        if lock::running_operation(rundir).is_some() {
             deadline = Instant::now() + REPLACEMENT_TIMEOUT;
         }
         thread::sleep(POLL_INTERVAL);
@@ -251,7 +251,7 @@ fn wait(rundir: &RunDir, vmm: &Vmm, definition: &Definition) -> Result<Option<Gu
 fn report_end(rundir: &RunDir, vmm: &Vmm) {
     let mut reported = false;
     // An operation that holds the VM's lock has requested the shutdown, or handles it.
-    while vmm.is_alive() && lock::holder(rundir).is_none() {
+    while vmm.is_alive() && lock::running_operation(rundir).is_none() {
         let result = match (OwnerRecord::read(rundir), State::read(rundir)) {
             (Ok(Some(owned)), Ok(Some(state))) => owned.report_shutdown(rundir, &state),
             (Ok(_), Ok(_)) => Ok(()),
@@ -297,9 +297,9 @@ fn reboot_ended_guest(host: &Host, name: &str, ended: &Vmm, how: OsRebootMethod)
     let deadline = Instant::now() + BUSY_TIMEOUT;
     loop {
         let done = match how {
-            OsRebootMethod::Phase => phase::reboot(host, name, None, End::Shutdown, is_another),
+            OsRebootMethod::Phase => phase::reboot(host, name, None, EndMethod::Shutdown, is_another),
             OsRebootMethod::Cold | OsRebootMethod::WarmCache | OsRebootMethod::Kexec => {
-                shut_down_and_boot(host, name, how == OsRebootMethod::WarmCache, End::Shutdown, is_another)
+                shut_down_and_boot(host, name, how == OsRebootMethod::WarmCache, EndMethod::Shutdown, is_another)
             }
         };
         match done {

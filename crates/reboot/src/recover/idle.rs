@@ -4,6 +4,7 @@
 use crate::error::RebootError;
 use crate::interrupted::{Recovered, SilentQemuPolicy, continue_interrupted, end_pause, wait_for_answer};
 use crate::vmm::recover::{boot_after_loss, boot_after_shutdown};
+use rekindle_life::shutdown::shut_down;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::vmm::Vmm;
 use rekindle_vm::cleanup::clean_up;
@@ -11,14 +12,13 @@ use rekindle_vm::disks;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::Held;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::names::saved_path;
-use rekindle_vm::qemu::SHUT_DOWN;
-use rekindle_vm::shutdown::shut_down;
+use rekindle_vm::qemu::ENDED_RUN_STATES;
 use std::fs;
 use std::time::Duration;
 
-pub(super) fn recover_idle(host: &Host, held: &Held, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
+pub(super) fn recover_idle(host: &Host, held: &LockedVm, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
     if let Ok(vmm) = held.vmm()
         && held.state.hardware.disks.iter().any(|disk| disk.server)
     {
@@ -58,7 +58,7 @@ pub(super) fn recover_idle(host: &Host, held: &Held, policy: SilentQemuPolicy) -
 }
 
 /// Boots a guest whose memory was lost with its QEMU.
-fn boot_lost(held: &Held) -> Result<Recovered, RebootError> {
+fn boot_lost(held: &LockedVm) -> Result<Recovered, RebootError> {
     boot_after_loss(continue_interrupted(held, open_journal(held, Kind::VmmCold)?), None)
 }
 
@@ -66,23 +66,23 @@ fn boot_lost(held: &Held) -> Result<Recovered, RebootError> {
 /// the `rekindle watch` that would have handled this has died.
 fn guest_has_ended(vmm: &Vmm, wait: Duration) -> bool {
     let state = vmm.connect(wait).map_err(RebootError::from).and_then(|mut qmp| Ok(run_state(&mut qmp)?));
-    state.is_ok_and(|state| SHUT_DOWN.contains(&state.as_str()))
+    state.is_ok_and(|state| ENDED_RUN_STATES.contains(&state.as_str()))
 }
 
-fn boot_ended(held: &Held, vmm: &Vmm) -> Result<Recovered, RebootError> {
+fn boot_ended(held: &LockedVm, vmm: &Vmm) -> Result<Recovered, RebootError> {
     let mut handover = continue_interrupted(held, open_journal(held, Kind::OsWarmCache)?);
     handover.advance(Step::Suspend)?;
     shut_down(vmm, held.state.definition.shutdown_timeout.as_duration())?;
     boot_after_shutdown(handover, None)
 }
 
-fn open_journal(held: &Held, kind: Kind) -> Result<Journal, RebootError> {
+fn open_journal(held: &LockedVm, kind: Kind) -> Result<Journal, RebootError> {
     let opened = Journal::open(&held.rundir, kind, held.state.vmm.clone(), held.state.generation + 1);
     opened.map_err(|source| RebootError::File { path: held.rundir.file("operation.json"), source })
 }
 
 /// Removes the VM's saved state, which is not needed while the guest runs. The file is found by its path: an
 /// interrupted operation or recovery can leave a saved state that no journal names.
-pub(super) fn forget_saved(host: &Host, held: &Held) {
+pub(super) fn forget_saved(host: &Host, held: &LockedVm) {
     let _ = fs::remove_file(saved_path(host, &held.rundir, &held.state.definition));
 }

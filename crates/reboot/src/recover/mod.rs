@@ -24,9 +24,10 @@ use rekindle_vm::cleanup::clean_up;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind, Step};
-use rekindle_vm::life::{Held, Status, status};
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::status::{Status, status};
 
 /// Finishes or undoes an interrupted operation on VM `name`, or boots a guest whose QEMU has died.
 ///
@@ -37,8 +38,8 @@ use rekindle_vm::rundir::RunDir;
 /// # Errors
 /// [`RebootError`]; [`RebootError::needs_recovery`] if a QEMU that may run the guest does not answer.
 pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
-    let (held, journal) = Held::take_anyhow(host, name, "recover")?;
-    let _run_state = RunState::acquire(&held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+    let (held, journal) = LockedVm::lock_even_if_interrupted(host, name, "recover")?;
+    let _run_state = RunStateLock::acquire(&held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let Some(journal) = journal else { return idle::recover_idle(host, &held, policy) };
     require_answers(&held, &journal.operation, policy)?;
     for vmm in [&journal.operation.from, &journal.operation.to].into_iter().flatten().filter(|vmm| vmm.is_alive()) {
@@ -73,7 +74,7 @@ pub fn recover(host: &Host, name: &str, policy: SilentQemuPolicy) -> Result<Reco
 }
 
 /// Finishes a start if its QEMU was recorded; otherwise undoes the start.
-fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+fn recover_run(host: &Host, held: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
     if held.vmm().is_ok() {
         let path = held.rundir.file("operation.json");
         journal.close().map_err(|source| RebootError::File { path, source })?;
@@ -85,7 +86,7 @@ fn recover_run(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, 
 
 /// Settles a move: the store's owner decides which host has the guest. If the source QEMU died before the destination
 /// host was notified, the memory is lost.
-fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered, RebootError> {
+fn recover_move(host: &Host, held: &LockedVm, journal: Journal) -> Result<Recovered, RebootError> {
     if journal.operation.step < Step::Resume && !journal.operation.from.as_ref().is_some_and(Vmm::is_alive) {
         return crate::vmm::recover::boot_after_loss(continue_interrupted(held, journal), None);
     }
@@ -96,7 +97,7 @@ fn recover_move(host: &Host, held: &Held, journal: Journal) -> Result<Recovered,
 }
 
 /// Recovers a kexec: determines whether the guest runs the other kernel or the previous one. If neither, boots it.
-fn recover_kexec(held: &Held, mut journal: Journal, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
+fn recover_kexec(held: &LockedVm, mut journal: Journal, policy: SilentQemuPolicy) -> Result<Recovered, RebootError> {
     let path = held.rundir.file("operation.json");
     let failed = |source| RebootError::File { path: path.clone(), source };
     match crate::os::recover_kexec(held, &journal, policy.force)? {

@@ -4,10 +4,10 @@ use super::{ColdReboot, Replacement};
 use crate::error::{Failure, RebootError};
 use rekindle_handover::boot::{Booted, PreviousCache, boot};
 use rekindle_handover::{GuestStatus, Handover};
+use rekindle_life::shutdown::EndMethod;
+use rekindle_life::shutdown::Ended;
+use rekindle_life::shutdown::end_guest;
 use rekindle_vm::journal::{Kind, Step};
-use rekindle_vm::shutdown::End;
-use rekindle_vm::shutdown::Ended;
-use rekindle_vm::shutdown::end as end_guest;
 use rekindle_vm::timeline::{Phase, host_us};
 
 /// When and how a guest ended.
@@ -19,7 +19,7 @@ pub(crate) struct Shutdown {
 }
 
 /// Ends the guest as `end` states and boots it in a new QEMU.
-pub(crate) fn reboot(mut replacement: Replacement, kind: Kind, end: End) -> Result<ColdReboot, Failure> {
+pub(crate) fn reboot(mut replacement: Replacement, kind: Kind, end: EndMethod) -> Result<ColdReboot, Failure> {
     let handover = replacement.begin_handover(kind);
     let mut handover = handover.map_err(|error| Failure::new(GuestStatus::Unchanged, error))?;
     let rebooted = shut_down(&mut replacement, &mut handover, end)
@@ -31,7 +31,7 @@ pub(crate) fn reboot(mut replacement: Replacement, kind: Kind, end: End) -> Resu
 pub(crate) fn shut_down(
     replacement: &mut Replacement,
     handover: &mut Handover,
-    end: End,
+    end: EndMethod,
 ) -> Result<Shutdown, RebootError> {
     replacement.hold_run_state()?;
     handover.advance(Step::Suspend)?;

@@ -20,18 +20,18 @@ pub(crate) mod warm;
 use crate::error::{Failure, Problem, RebootError};
 use rekindle_handover::{GuestStatus, Handover, OwnRunDir, Settled};
 use rekindle_kernel::sched::PriorityBoost;
+use rekindle_life::shutdown::{EndMethod, Ended};
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
 use rekindle_qemu::vmm::Vmm;
-use rekindle_vm::disks::Kept;
+use rekindle_vm::disks::RetainedCache;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
-use rekindle_vm::life::Held;
 use rekindle_vm::lock;
-use rekindle_vm::shutdown::{End, Ended};
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Entry, Recorder};
 use serde::{Deserialize, Serialize};
@@ -244,7 +244,7 @@ fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) 
         }
         RebootMethod::Cold => {
             batch.barrier.wait();
-            cold::reboot(replacement?, Kind::VmmCold, End::Shutdown).map(|booted| booted.report)
+            cold::reboot(replacement?, Kind::VmmCold, EndMethod::Shutdown).map(|booted| booted.report)
         }
     }
 }
@@ -253,7 +253,7 @@ fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) 
 pub(crate) struct ColdReboot {
     pub(crate) report: RebootReport,
     /// `None` if no cache was retained.
-    pub(crate) retained: Option<Kept>,
+    pub(crate) retained: Option<RetainedCache>,
     /// How the previous guest ended.
     pub(crate) ended: Ended,
 }
@@ -264,7 +264,7 @@ pub(crate) fn reboot_cold(
     host: &Host,
     name: &str,
     (operation, kind): (&str, Kind),
-    end: End,
+    end: EndMethod,
     prevents: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<ColdReboot, Failure> {
     cold::reboot(begin_cold_reboot(host, name, operation, prevents)?, kind, end)
@@ -289,14 +289,14 @@ pub(crate) fn begin_cold_reboot(
 /// A replacement of a QEMU that has passed the preflight. The VM is locked.
 pub(crate) struct Replacement {
     pub(crate) host: Host,
-    pub(crate) held: Held,
+    pub(crate) held: LockedVm,
     pub(crate) source_qemu: Vmm,
     pub(crate) binary: Binary,
     pub(crate) options: ReplaceOptions,
     pub(crate) recorder: Recorder,
     /// `false` if the VM's owner has paused the guest: it stays paused.
     pub(crate) running: bool,
-    run_state: Option<lock::RunState>,
+    run_state: Option<lock::RunStateLock>,
 }
 
 /// How long to wait for a checkpoint that holds the run-state lock.
@@ -331,7 +331,7 @@ impl Replacement {
 
     /// Prevents other processes from stopping or resuming the guest until this replacement is dropped.
     pub(crate) fn hold_run_state(&mut self) -> Result<(), RebootError> {
-        let lock = lock::RunState::acquire(&self.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+        let lock = lock::RunStateLock::acquire(&self.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         self.run_state = Some(lock);
         Ok(())
     }
@@ -366,7 +366,7 @@ pub(crate) fn begin(
     probe: impl FnOnce(&Path) -> Result<Binary, BinaryError>,
 ) -> Result<Replacement, RebootError> {
     let recorder = Recorder::new(name, operation);
-    let held = Held::take_once_saved(host, name, operation)?;
+    let held = LockedVm::lock_after_phase_save(host, name, operation)?;
     let source_qemu = held.vmm()?.clone();
     held.refuse_attached("giving its guest to another QEMU")?;
     if held.state.hardware.foreign.is_some() {
@@ -377,7 +377,7 @@ pub(crate) fn begin(
         (None, true) => held.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?,
         (None, false) => source_qemu.binary.clone(),
     };
-    let binary = hardware::relied_on(&held.state.hardware, probe(&path)?, &host.binaries())?;
+    let binary = hardware::binary_for(&held.state.hardware, probe(&path)?, &host.binaries())?;
     let options = options.clone();
     let mut replacement = Replacement {
         host: host.clone(),

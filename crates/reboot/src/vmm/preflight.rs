@@ -12,7 +12,7 @@ use rekindle_qemu::ramblock::{MAIN_RAM, RamBlock};
 use rekindle_vm::definition::uncarriable;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
 use rustix::fs::statvfs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -44,7 +44,7 @@ pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
         problems.extend(uncarriable(&state.definition).into_iter().map(Problem));
         // A guest that the VM's owner has paused stays paused. Other pauses must not count as the owner's: wait for a
         // checkpoint that has stopped the guest, and end the pause of an interrupted checkpoint.
-        let quiet = RunState::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+        let quiet = RunStateLock::acquire(&replacement.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         end_pause(&replacement.held, &replacement.source_qemu)?;
         let mut qmp = replacement.source_qemu.connect(Duration::from_secs(10))?;
         let run_state = guest::run_state(&mut qmp)?;

@@ -7,11 +7,11 @@ use rekindle_handover::boot::{PreviousCache, boot};
 use rekindle_handover::ram::Ram;
 use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, HandoverError, LoadedStage, SpawnedStage};
+use rekindle_life::shutdown::shut_down;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::journal::{Kind, SavedState, Step};
-use rekindle_vm::shutdown::shut_down;
 use rekindle_vm::{network, ram};
 use std::fs;
 use std::time::Duration;
@@ -93,7 +93,7 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
     if let Some(source_qemu) = handover.live_source() {
         if handover.journal.operation.step == Step::Prepare {
             // In a reboot by phase, a destination QEMU may have waited with RAM of its own.
-            ram::forget_waiting(&handover.state.hardware)?;
+            ram::remove_waiting(&handover.state.hardware)?;
             handover.discard_destination()?;
             let failed = handover.file_error("operation.json");
             handover.journal.close().map_err(failed)?;

@@ -3,8 +3,8 @@
 use crate::cli::{Attach, NameOnly};
 use crate::output::Output;
 use anyhow::Result;
+use rekindle_life::attach::{self as adopted, Detached};
 use rekindle_qemu::monitor::Monitor;
-use rekindle_vm::attach::{self as adopted, Detached};
 use rekindle_vm::host::Host;
 use std::process::ExitCode;
 

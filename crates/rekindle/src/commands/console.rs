@@ -47,7 +47,7 @@ pub fn console(arguments: &NameOnly) -> Result<ExitCode> {
         let state = State::read(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
         if let Some(attached) = state.attached {
             let (name, starter) = (name.into(), attached.starter);
-            return Err(LifeError::Attached { name, starter, what: "its console" }.into());
+            return Err(LifeError::Attached { name, starter, action: "its console" }.into());
         }
         let vmm = state.vmm.filter(|vmm| vmm.is_alive()).with_context(|| format!("VM {name} does not run"))?;
         let path = vmm.directory().console();

@@ -125,7 +125,7 @@ fn control(DiskAt { disk }: &DiskAt) -> Result<Control> {
         (None, _) => None,
     };
     match found {
-        Some(id) => Ok(Control::connect(&disks::control(&rundir, id))?),
+        Some(id) => Ok(Control::connect(&disks::control_socket(&rundir, id))?),
         None if served.is_empty() => {
             bail!("no disk of {name} has a server; to start one, set `server = true` in its [[disk]]")
         }

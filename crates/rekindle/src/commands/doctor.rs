@@ -19,7 +19,7 @@ pub fn doctor(output: &Output, arguments: &Doctor) -> Result<ExitCode> {
             Level::Bad => ("bad", 31),
         };
         let mark = if colour { format!("\x1b[{code}m{mark:8}\x1b[0m") } else { format!("{mark:8}") };
-        text += &format!("{mark}{:14}{}\n", finding.what, finding.found);
+        text += &format!("{mark}{:14}{}\n", finding.check, finding.observation);
         if !finding.hint.is_empty() {
             text += &format!("{:22}-> {}\n", "", finding.hint);
         }

@@ -11,13 +11,13 @@ use rekindle_cluster::monitor::{Verdict, monitor as check_running};
 use rekindle_cluster::resource::Resource;
 use rekindle_cluster::start::{StartResult, start as begin};
 use rekindle_cluster::stop::{self, stop as end};
+use rekindle_life::stop::{Stoppable, stoppable};
 use rekindle_protect::moving::MoveEvent;
 use rekindle_protect::moving::source::check;
 use rekindle_protect::protector::{DiskPolicy, ProtectSettings};
 use rekindle_vm::definition::Definition;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Stoppable};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -91,7 +91,7 @@ fn stop(output: &Output, arguments: &OcfStop) -> Result<ExitCode> {
             stop::StopMethod::Suspend => "take a last checkpoint",
             stop::StopMethod::ShutDown => "shut its guest down",
         };
-        let would = match life::stoppable(&Host::open()?, &name) {
+        let would = match stoppable(&Host::open()?, &name) {
             Ok(Stoppable::Guest(pid)) => Ok(format!("{first}, and end QEMU process {pid}")),
             Ok(Stoppable::Prepared(pid)) => Ok(format!("end QEMU process {pid}, which waits for a restore")),
             Ok(Stoppable::Files) => Ok("remove what is left of it; its QEMU has ended".to_owned()),

@@ -6,15 +6,15 @@ use crate::output::{Output, Usage, bytes, chain, duration, status_left};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use rekindle_handover::GuestStatus;
+use rekindle_life::shutdown::{EndMethod, Ended};
 use rekindle_reboot::os::phase::{PhaseOutcome, SkippedCandidate, saver};
 use rekindle_reboot::os::{self, OsRebootReport};
 use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome};
-use rekindle_vm::disks::Kept;
+use rekindle_vm::disks::RetainedCache;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Status};
 use rekindle_vm::rundir::RunDir;
-use rekindle_vm::shutdown::{End, Ended};
 use rekindle_vm::state::State;
+use rekindle_vm::status::{self, Status};
 use serde::Serialize;
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -52,7 +52,7 @@ struct OsResult<'a> {
     how: os::OsRebootMethod,
     #[serde(flatten)]
     report: &'a RebootReport,
-    kept: Option<&'a Kept>,
+    kept: Option<&'a RetainedCache>,
     #[serde(skip_serializing_if = "Option::is_none")]
     ended: Option<Ended>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -108,14 +108,14 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
         return Err(Usage("--candidate is for --how phase".into()).into());
     }
     let end = match arguments.end {
-        EndOs::Shutdown => End::Shutdown,
+        EndOs::Shutdown => EndMethod::Shutdown,
         EndOs::Freeze if how == os::OsRebootMethod::Kexec => {
             return Err(Usage(
                 "--end freeze is not for --how kexec: the guest shuts itself down to start the next kernel".into(),
             )
             .into());
         }
-        EndOs::Freeze => End::Freeze,
+        EndOs::Freeze => EndMethod::Freeze,
     };
     let kexec = os::KexecRequest { kernel: arguments.kernel.clone(), initrd: arguments.initrd.clone() };
     let request = os::OsRebootRequest { how, kexec, candidate: arguments.candidate.clone(), end };
@@ -225,7 +225,7 @@ fn would(how: vmm::RebootMethod, planned: &vmm::ReplacementPlan) -> String {
 
 fn running(host: &Host) -> Result<Vec<String>> {
     let mut names = RunDir::list(&host.root)?;
-    let runs = |name: &str| life::status(&RunDir::new(&host.root, name));
+    let runs = |name: &str| status::status(&RunDir::new(&host.root, name));
     names.retain(|name| matches!(runs(name), Ok(Status::Running | Status::Degraded(_))));
     if names.is_empty() {
         return Err(Usage("--all: no VM runs".into()).into());

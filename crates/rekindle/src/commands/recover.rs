@@ -20,7 +20,7 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
         // Another host may have become the owner before the interrupted operation ended the guest on this host.
         owned.may_run(&rundir)?;
     }
-    let discarded = Journal::left_behind(&rundir)?.is_some_and(|left| {
+    let discarded = Journal::read(&rundir)?.is_some_and(|left| {
         matches!(left.operation.kind, Kind::Restore | Kind::OsPhase) && left.operation.step < Step::Resume
     });
     if rundir.fill().exists() && !discarded {

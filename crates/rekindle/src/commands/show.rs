@@ -10,11 +10,11 @@ use rekindle_qemu::vmm::Vmm;
 use rekindle_reboot::os::phase::Candidate;
 use rekindle_reboot::os::phase::candidates;
 use rekindle_vm::error::LifeError;
-use rekindle_vm::helpers::{self, Running};
+use rekindle_vm::helpers::{self, HelperStatus};
 use rekindle_vm::host::Host;
-use rekindle_vm::life;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
+use rekindle_vm::status;
 use rekindle_vm::timeline::{self, Entry};
 use serde_json::{Value, json};
 use std::fs;
@@ -29,7 +29,7 @@ pub fn list(output: &Output) -> Result<ExitCode> {
     let mut all = Vec::new();
     for name in RunDir::list(&host.root)? {
         let rundir = RunDir::new(&host.root, &name);
-        let found = State::read(&rundir).and_then(|state| Ok((state, life::status(&rundir)?)));
+        let found = State::read(&rundir).and_then(|state| Ok((state, status::status(&rundir)?)));
         let (state, status) = match found {
             Ok((Some(state), status)) => (state, status),
             // The VM is just being created or removed.
@@ -70,7 +70,7 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let state = State::read(&rundir)?.ok_or_else(|| LifeError::Unknown { name: name.into() })?;
-    let status = life::status(&rundir)?;
+    let status = status::status(&rundir)?;
     let definition = state.definition.to_toml().context("the definition cannot be written as TOML")?;
     let mut text = format!("# {name} is {status}\n");
     if let Some(attached) = &state.attached {
@@ -109,8 +109,8 @@ pub fn show(output: &Output, arguments: &Show) -> Result<ExitCode> {
 }
 
 /// Formats the line about a process that serves the VM.
-fn helper_line(helper: &Running) -> String {
-    let Running { helper, pid, restarts } = helper;
+fn helper_line(helper: &HelperStatus) -> String {
+    let HelperStatus { helper, pid, restarts } = helper;
     let process = pid.map_or_else(|| "missing".to_owned(), |pid| format!("process {pid}"));
     let restarted = match restarts.count {
         0 => String::new(),
@@ -146,7 +146,7 @@ pub fn description(host: &Host, state: &State) -> Result<Value> {
     let syntax = rundir.binary(binary).map(|binary| binary.syntax).unwrap_or_default();
     Ok(json!({
         "name": state.hardware.name,
-        "status": life::status(&rundir)?,
+        "status": status::status(&rundir)?,
         "run_directory": rundir.path(),
         "logs": rundir.logs(),
         "vmm": state.vmm,

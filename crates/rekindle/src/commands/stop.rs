@@ -5,17 +5,17 @@ use crate::cli::Stop;
 use crate::output::Output;
 use anyhow::Result;
 use rekindle_cluster::stop::report_shutdown;
+use rekindle_life::shutdown::Ended;
+use rekindle_life::stop::{self, Stoppable};
 use rekindle_reboot::host;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Stoppable};
-use rekindle_vm::shutdown::Ended;
 use std::process::ExitCode;
 use std::time::Duration;
 
 /// Describes the action of `stop` on a VM, for `--dry-run`.
 fn would(host: &Host, name: &str, now: bool) -> Result<String, LifeError> {
-    match life::stoppable(host, name) {
+    match stop::stoppable(host, name) {
         Ok(Stoppable::Guest(pid)) => {
             let how = if now { "power its guest off" } else { "shut its guest down" };
             Ok(format!("{how} (QEMU process {pid}), and remove what Rekindle keeps of it but its disks"))
@@ -58,7 +58,7 @@ pub fn stop(output: &Output, arguments: &Stop) -> Result<ExitCode> {
     }
     let mut failed = None;
     for name in &arguments.names {
-        let stopped = match life::stop_with(&host, name.as_str(), patience, |rundir, _| report_shutdown(rundir)) {
+        let stopped = match stop::stop(&host, name.as_str(), patience, |rundir, _| report_shutdown(rundir)) {
             // A suspended VM that has not been resumed in this boot.
             Err(LifeError::Unknown { .. }) if host::drop_suspended(&host, name.as_str())? => {
                 Ok((Ended::Before, DROPPED))

@@ -4,7 +4,7 @@
 use crate::common::huge::{add_huge_pages, mount_hugetlbfs};
 use crate::common::served::{digest, image, kill_server, read, section};
 use crate::common::{CommandResult, DEADLINE, Guest, Lab, wait_for};
-use rekindle_vm::lock::Lock;
+use rekindle_vm::lock::OperationLock;
 use rekindle_vm::phases;
 use rekindle_vm::rundir::RunDir;
 use rustix::fs::inotify;
@@ -309,7 +309,8 @@ fn a_reboot_waits_for_a_phase_that_is_being_saved_and_for_nothing_else() {
     wait_saved(&guest, "kernel");
     let rundir = RunDir::new(&lab.run_root(), &guest.name);
     // The process that saves a phase unlocks the VM a moment after the phase is visible.
-    let lock = |operation| wait_for("the VM to be unlocked", DEADLINE, || Lock::acquire(&rundir, operation).ok());
+    let lock =
+        |operation| wait_for("the VM to be unlocked", DEADLINE, || OperationLock::acquire(&rundir, operation).ok());
     let other = lock("protecting something else");
     reboot(&guest, &[]).status(1).prints(&["is busy", "protecting something else"]);
     drop(other);

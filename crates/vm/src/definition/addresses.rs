@@ -55,10 +55,10 @@ pub enum AddressError {
     #[error("not an address with a prefix length; write for example 10.77.0.1/24")]
     HostAddress,
     /// An address that a host cannot have.
-    #[error("the {what}, not an address for the host; write the host's own, for example {hint}")]
+    #[error("the {kind}, not an address for the host; write the host's own, for example {hint}")]
     NotAHost {
         /// What the address is instead.
-        what: &'static str,
+        kind: &'static str,
         /// An address that would be valid.
         hint: String,
     },
@@ -81,8 +81,8 @@ impl Mac {
     /// bits of a hash of both names. The same names always give the same address, on every host and in every release
     /// of Rekindle.
     pub fn derived(name: &str, id: &str) -> Self {
-        let [a, b, c, ..] = digest(name, id);
-        Self([0x52, 0x54, 0x00, a, b, c])
+        let [byte0, byte1, byte2, ..] = digest(name, id);
+        Self([0x52, 0x54, 0x00, byte0, byte1, byte2])
     }
 
     /// Returns the bytes in the order of the wire.
@@ -119,20 +119,21 @@ impl FromStr for HostAddress {
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
         let net = text.parse().ok().filter(|net: &IpNet| net.prefix_len() > 0).ok_or(AddressError::HostAddress)?;
-        let (address, first) = (net.addr(), net.hosts().find(|host| *host != net.network()));
+        let address = net.addr();
+        let first_host = net.hosts().find(|host| *host != net.network());
         // In a network of one or two addresses, each of them is a host's.
-        let is_large = net.max_prefix_len() - net.prefix_len() > 1;
-        let (what, hint) = if address.is_multicast() {
+        let has_reserved_addresses = net.max_prefix_len() - net.prefix_len() > 1;
+        let (kind, valid_host) = if address.is_multicast() {
             ("address of a group", None)
-        } else if is_large && address == net.network() {
-            ("address of the network itself", first)
-        } else if is_large && address.is_ipv4() && address == net.broadcast() {
-            ("broadcast address of the network", first)
+        } else if has_reserved_addresses && address == net.network() {
+            ("address of the network itself", first_host)
+        } else if has_reserved_addresses && address.is_ipv4() && address == net.broadcast() {
+            ("broadcast address of the network", first_host)
         } else {
             return Ok(Self(net));
         };
-        let hint = hint.map_or_else(|| "10.77.0.1/24".into(), |host| format!("{host}/{}", net.prefix_len()));
-        Err(AddressError::NotAHost { what, hint })
+        let hint = valid_host.map_or_else(|| "10.77.0.1/24".into(), |host| format!("{host}/{}", net.prefix_len()));
+        Err(AddressError::NotAHost { kind, hint })
     }
 }
 
@@ -164,44 +165,44 @@ impl FromStr for Forward {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
-        read_forward(text)?.ok_or_else(|| AddressError::Forward { hint: corrected_forward(text) })
+        parse_forward(text)?.ok_or_else(|| AddressError::Forward { hint: corrected_forward(text) })
     }
 }
 
 /// Parses a forward. Returns `None` if its form or its address is wrong, so that a hint is needed.
-fn read_forward(text: &str) -> Result<Option<Forward>, AddressError> {
-    let (body, protocol) = match text.split_once('/') {
+fn parse_forward(text: &str) -> Result<Option<Forward>, AddressError> {
+    let (addresses, protocol) = match text.split_once('/') {
         None => (text, Protocol::Tcp),
-        Some((body, "tcp")) => (body, Protocol::Tcp),
-        Some((body, "udp")) => (body, Protocol::Udp),
+        Some((addresses, "tcp")) => (addresses, Protocol::Tcp),
+        Some((addresses, "udp")) => (addresses, Protocol::Udp),
         Some(_) => return Ok(None),
     };
-    if body.starts_with('[') || body.starts_with("::") {
+    if addresses.starts_with('[') || addresses.starts_with("::") {
         return Err(AddressError::ForwardIpv6);
     }
-    let &[host, port, guest_port] = body.split(':').collect::<Vec<_>>().as_slice() else { return Ok(None) };
+    let &[host, port, guest_port] = addresses.split(':').collect::<Vec<_>>().as_slice() else { return Ok(None) };
     let Ok(host) = host.parse() else { return Ok(None) };
-    let number = |text: &str| match text.parse::<u16>() {
+    let parse_port = |text: &str| match text.parse::<u16>() {
         Ok(number) if number > 0 => Ok(number),
         _ => Err(AddressError::Port(text.to_owned())),
     };
-    Ok(Some(Forward { protocol, host, port: number(port)?, guest_port: number(guest_port)? }))
+    Ok(Some(Forward { protocol, host, port: parse_port(port)?, guest_port: parse_port(guest_port)? }))
 }
 
 /// Returns the hint for a wrong forward. Other programs write `2222:22` or `tcp:127.0.0.1:2222-:22` (or
 /// `tcp::2222-:22`): the hint has our spelling of it.
 fn corrected_forward(text: &str) -> String {
-    let (body, udp) = match text.split_once(':') {
-        Some(("tcp", rest)) => (rest, ""),
-        Some(("udp", rest)) => (rest, "/udp"),
+    let (addresses, suffix) = match text.split_once(':') {
+        Some(("tcp", addresses)) => (addresses, ""),
+        Some(("udp", addresses)) => (addresses, "/udp"),
         _ => (text, ""),
     };
-    let corrected = match body.split([':', '-']).filter(|part| !part.is_empty()).collect::<Vec<_>>().as_slice() {
-        [port, guest_port] => format!("127.0.0.1:{port}:{guest_port}{udp}"),
-        [host, port, guest_port] => format!("{host}:{port}:{guest_port}{udp}"),
+    let corrected = match addresses.split([':', '-']).filter(|part| !part.is_empty()).collect::<Vec<_>>().as_slice() {
+        [port, guest_port] => format!("127.0.0.1:{port}:{guest_port}{suffix}"),
+        [host, port, guest_port] => format!("{host}:{port}:{guest_port}{suffix}"),
         _ => String::new(),
     };
-    match read_forward(&corrected) {
+    match parse_forward(&corrected) {
         Ok(Some(forward)) => forward.to_string(),
         _ => "127.0.0.1:2222:22".into(),
     }
@@ -209,8 +210,8 @@ fn corrected_forward(text: &str) -> String {
 
 impl fmt::Display for Mac {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [a, b, c, d, e, g] = self.0;
-        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+        let pairs = self.0.map(|octet| format!("{octet:02x}"));
+        f.write_str(&pairs.join(":"))
     }
 }
 
@@ -243,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn macs() {
+    fn macs_are_read_and_group_addresses_are_rejected() {
         assert_eq!("52:54:00:AB:cd:01".parse::<Mac>().unwrap().to_string(), "52:54:00:ab:cd:01");
         for bad in ["52:54:00:ab:cd", "52:54:00:ab:cd:01:02", "52-54-00-ab-cd-01", "52:54:00:ab:cd:+1", ""] {
             assert_eq!(bad.parse::<Mac>(), Err(AddressError::Mac), "{bad}");
@@ -254,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn host_addresses() {
+    fn host_addresses_are_read_and_others_are_rejected() {
         for good in ["10.77.0.1/24", "10.0.0.0/31", "10.0.0.7/32", "fd00::1/64", "fd00::ffff/112"] {
             assert_eq!(good.parse::<HostAddress>().unwrap().to_string(), good);
         }
@@ -284,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn forwards() {
+    fn forwards_are_read_written_and_compared() {
         let ssh: Forward = "127.0.0.1:2222:22".parse().unwrap();
         assert_eq!((ssh.to_string().as_str(), ssh.hostfwd().as_str()), ("127.0.0.1:2222:22", "tcp:127.0.0.1:2222-:22"));
         let dns: Forward = "0.0.0.0:5353:53/udp".parse().unwrap();

@@ -2,10 +2,10 @@
 //! guest to another QEMU.
 
 use super::Definition;
-use super::document::{Found, Section, quoted};
+use super::document::{Section, TextItem, quoted};
 
 /// Options that Rekindle sets itself, or that would take control of the VM away from it, each with a hint.
-const REFUSED: &[(&[&str], &str)] = &[
+const REJECTED_OPTIONS: &[(&[&str], &str)] = &[
     (&["m"], "use the key `memory`"),
     (&["mem-path"], "use the key `dir` under [ram]"),
     (&["mem-prealloc"], "use `prealloc = true` under [ram]"),
@@ -30,49 +30,48 @@ const REFUSED: &[(&[&str], &str)] = &[
     (&["add-fd"], "name a path: a file descriptor is not open any more when QEMU is started again"),
 ];
 
-/// Reports each argument that is not allowed.
-pub(super) fn check(section: &Section<'_>, arguments: &[Found<&str>]) {
-    let refuse =
-        |argument: &Found<&str>, why: &str| section.invalid("qemu_args", quoted(argument.value), argument.at, why);
-    let mut before = None;
+/// Records each argument that is not allowed.
+pub(super) fn check(section: &Section<'_>, arguments: &[TextItem<'_>]) {
+    let mut option_before = None;
     for (index, argument) in arguments.iter().enumerate() {
-        let text = argument.value;
-        if text.contains('\0') {
-            refuse(argument, "holds a null character, which no argument can; take it out");
-        } else if let Some(option) = option(text) {
-            let next = arguments.get(index + 1).map_or("", |next| next.value);
-            if let Some((option, value)) = option.split_once(char::is_whitespace) {
-                let hint = format!(
-                    "is an option and its value in one; write {}, {}",
-                    quoted(&format!("-{option}")),
-                    quoted(value.trim())
-                );
-                refuse(argument, &hint);
-            } else if let Some((_, hint)) = REFUSED.iter().find(|(options, _)| options.contains(&option)) {
-                refuse(argument, &format!("not allowed here; {hint}"));
-            } else if option == "global" && next.starts_with("migration.") {
-                refuse(
-                    argument,
-                    "no `migration.` property is allowed here; leave it out: Rekindle sets them for the states that it saves",
-                );
-            }
-        } else if before == Some("device") && driver(text) == "vmgenid" {
-            refuse(
-                argument,
-                "not allowed here; use the key `vmgenid` under [devices]: the ID must stay the same in every QEMU",
-            );
-        } else if before.is_none() {
-            refuse(
-                argument,
-                "is no option's value: QEMU would take it for a disk; use [[disk]], or put its option before it",
-            );
+        let next_text = arguments.get(index + 1).map_or("", |next| next.text);
+        if let Some(why) = why_rejected(argument.text, option_before, next_text) {
+            section.reject_item("qemu_args", argument, why);
         }
-        before = option(text);
+        option_before = option_name(argument.text);
     }
 }
 
+/// Returns why an argument is not allowed between the option before it (`None` if a value is before it) and the next
+/// argument.
+fn why_rejected(text: &str, option_before: Option<&str>, next_text: &str) -> Option<String> {
+    if text.contains('\0') {
+        return Some("holds a null character, which no argument can; take it out".into());
+    }
+    let Some(option) = option_name(text) else {
+        let why = match option_before {
+            Some("device") if driver_of(text) == "vmgenid" => {
+                "not allowed here; use the key `vmgenid` under [devices]: the ID must stay the same in every QEMU"
+            }
+            Some(_) => return None,
+            None => "is no option's value: QEMU would take it for a disk; use [[disk]], or put its option before it",
+        };
+        return Some(why.into());
+    };
+    if let Some((option, value)) = option.split_once(char::is_whitespace) {
+        let (option, value) = (quoted(&format!("-{option}")), quoted(value.trim()));
+        return Some(format!("is an option and its value in one; write {option}, {value}"));
+    }
+    if let Some((_, hint)) = REJECTED_OPTIONS.iter().find(|(options, _)| options.contains(&option)) {
+        return Some(format!("not allowed here; {hint}"));
+    }
+    (option == "global" && next_text.starts_with("migration.")).then(|| {
+        "no `migration.` property is allowed here; leave it out: Rekindle sets them for the states that it saves".into()
+    })
+}
+
 /// Returns the option's name without its one or two dashes; `None` for a value.
-fn option(argument: &str) -> Option<&str> {
+fn option_name(argument: &str) -> Option<&str> {
     let option = argument.strip_prefix('-')?;
     Some(option.strip_prefix('-').unwrap_or(option))
 }
@@ -99,7 +98,7 @@ const UNCARRIABLE_DEVICES: &[(&str, &str)] = &[
     ("amd-iommu", "QEMU cannot save its state; use intel-iommu or virtio-iommu"),
 ];
 
-/// Objects, TPMs and memory encryption that cannot be carried, by option and prefix of the value.
+/// Objects, TPMs and memory encryption that cannot be carried: the option, a prefix of its value, and the reason.
 const UNCARRIABLE_OPTIONS: &[(&str, &str, &str)] = &[
     ("object", "sev-", "the guest's RAM is encrypted with a key that no new VMM is given"),
     ("object", "tdx-guest", "the guest's RAM is encrypted with a key that no new VMM is given"),
@@ -120,39 +119,45 @@ const UNCARRIABLE_OPTIONS: &[(&str, &str, &str)] = &[
 ///
 /// Devices of the definition's own keys can all be carried, and are not checked.
 pub fn uncarriable(definition: &Definition) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut uncarriable = Vec::new();
     for pair in definition.qemu_args.windows(2) {
-        let [option_text, value] = pair else { continue };
-        let Some(option) = option(option_text) else { continue };
-        let driver = driver(value);
-        let device =
-            UNCARRIABLE_DEVICES.iter().filter(|_| option == "device").find(|(start, _)| driver.starts_with(start));
-        let other = UNCARRIABLE_OPTIONS.iter().find(|(name, start, _)| *name == option && driver.starts_with(start));
-        let vhost = matches!(option, "netdev" | "nic" | "net") && has_vhost(value);
-        let reason = match (device, other) {
-            (Some((_, reason)), _) | (None, Some((_, _, reason))) => reason,
-            (None, None) if vhost => "the queues' state is in the host's kernel, which writes guest RAM unseen by QEMU",
-            (None, None) => continue,
-        };
-        found.push(format!("{option_text} {value}: {reason}"));
+        let [option, value] = pair else { continue };
+        if let Some(reason) = option_name(option).and_then(|name| why_uncarriable(name, value)) {
+            uncarriable.push(format!("{option} {value}: {reason}"));
+        }
     }
-    found
+    uncarriable
+}
+
+/// Returns why a guest with this option of QEMU cannot be carried.
+fn why_uncarriable(option: &str, value: &str) -> Option<&'static str> {
+    let driver = driver_of(value);
+    if option == "device" {
+        return UNCARRIABLE_DEVICES.iter().find(|(start, _)| driver.starts_with(start)).map(|(_, reason)| *reason);
+    }
+    if let Some((.., reason)) =
+        UNCARRIABLE_OPTIONS.iter().find(|(name, start, _)| *name == option && driver.starts_with(start))
+    {
+        return Some(reason);
+    }
+    (matches!(option, "netdev" | "nic" | "net") && uses_vhost(value))
+        .then_some("the queues' state is in the host's kernel, which writes guest RAM unseen by QEMU")
 }
 
 /// Returns the driver or type that a value names: the text before its first comma, or the `driver`, `qom-type` or
 /// `type` of a JSON value.
-fn driver(value: &str) -> String {
-    if let Some(json) = json(value) {
+fn driver_of(value: &str) -> String {
+    if let Some(json) = parse_json(value) {
         let named = ["driver", "qom-type", "type"].iter().find_map(|key| json.get(key)?.as_str());
         return named.unwrap_or_default().to_owned();
     }
-    let first = value.split(',').next().unwrap_or_default();
-    let named = ["driver=", "qom-type=", "type="].iter().find_map(|key| first.strip_prefix(key));
-    named.unwrap_or(first).to_owned()
+    let first_part = value.split(',').next().unwrap_or_default();
+    let named = ["driver=", "qom-type=", "type="].iter().find_map(|key| first_part.strip_prefix(key));
+    named.unwrap_or(first_part).to_owned()
 }
 
-fn has_vhost(value: &str) -> bool {
-    if let Some(json) = json(value) {
+fn uses_vhost(value: &str) -> bool {
+    if let Some(json) = parse_json(value) {
         return json.get("vhost").is_some_and(|vhost| vhost.as_bool() == Some(true) || vhost.as_str() == Some("on"));
     }
     value
@@ -160,6 +165,6 @@ fn has_vhost(value: &str) -> bool {
         .any(|part| matches!(part, "vhost" | "vhost=on" | "vhost=yes" | "vhost=true" | "vhost=y" | "vhostforce=on"))
 }
 
-fn json(value: &str) -> Option<serde_json::Value> {
+fn parse_json(value: &str) -> Option<serde_json::Value> {
     if value.starts_with('{') { serde_json::from_str(value).ok() } else { None }
 }

@@ -11,7 +11,7 @@
 //! | `parse` | the keys, their defaults, and which keys exclude or require each other |
 //! | `files` | checks of kernels, disks and folders |
 //! | `arguments` | `qemu_args`: arguments that are rejected, and arguments that prevent carrying a guest to another QEMU |
-//! | `hints` | the nearest known key to an unknown one |
+//! | `keys` | the known keys, and the nearest one to an unknown key |
 //! | `units`, `names`, `network`, `addresses`, `probe` | the values |
 //! | `error` | the mistakes |
 //!
@@ -44,7 +44,6 @@ mod arguments;
 mod document;
 mod error;
 mod files;
-mod hints;
 mod keys;
 mod names;
 mod network;

@@ -5,6 +5,13 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+const MAX_ID_CHARS: usize = 31;
+/// `IFNAMSIZ` without the final zero.
+pub(super) const MAX_INTERFACE_CHARS: usize = 15;
+const MAX_FILE_NAME_CHARS: usize = 255;
+/// `VIRTIO_BLK_ID_BYTES`.
+const MAX_SERIAL_CHARS: usize = 20;
+
 /// A VM's name. It is also the name of its run directory and the beginning of its interface names. Therefore it never
 /// contains a `/`, never starts with a dot or a dash, and has at most [`Name::MAX`] characters out of `a-z`, `0-9`,
 /// `.`, `_` and `-`.
@@ -52,8 +59,8 @@ impl FromStr for Name {
     type Err = NameError;
 
     fn from_str(text: &str) -> Result<Self, NameError> {
-        let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || ['.', '_', '-'].contains(&c);
-        if let Some(bad) = text.chars().find(|c| !allowed(*c)) {
+        let is_allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || ['.', '_', '-'].contains(&c);
+        if let Some(bad) = text.chars().find(|c| !is_allowed(*c)) {
             return Err(NameError::BadCharacter { bad });
         }
         match text.chars().next() {
@@ -81,8 +88,8 @@ serde_as_text!(Name);
 
 /// Checks the id of a disk or a net, which is part of QEMU's ids and of interface names.
 pub(super) fn check_id(id: &str) -> Result<(), &'static str> {
-    let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || ['_', '-'].contains(&c);
-    if id.starts_with(|c: char| c.is_ascii_lowercase()) && id.chars().all(allowed) && id.len() <= 31 {
+    let is_allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || ['_', '-'].contains(&c);
+    if id.starts_with(|c: char| c.is_ascii_lowercase()) && id.chars().all(is_allowed) && id.len() <= MAX_ID_CHARS {
         Ok(())
     } else {
         Err("not an id; start with a-z, then at most 30 characters out of a-z, 0-9, `_` and `-`")
@@ -91,7 +98,7 @@ pub(super) fn check_id(id: &str) -> Result<(), &'static str> {
 
 /// Checks the name of an interface or a bridge by the kernel's rules.
 pub(super) fn check_interface(name: &str) -> Result<(), &'static str> {
-    if plain(name) && name.len() <= 15 {
+    if is_plain_name(name) && name.len() <= MAX_INTERFACE_CHARS {
         Ok(())
     } else {
         Err("not an interface name; write 1 to 15 characters out of a-z, A-Z, 0-9, `.`, `_` and `-`")
@@ -102,7 +109,7 @@ pub(super) fn check_interface(name: &str) -> Result<(), &'static str> {
 pub(super) fn check_netns(name: &str) -> Result<(), &'static str> {
     if name.contains('/') {
         Err("not a namespace's name; write the name that `ip netns list` shows, not a path")
-    } else if plain(name) && name.len() <= 255 {
+    } else if is_plain_name(name) && name.len() <= MAX_FILE_NAME_CHARS {
         Ok(())
     } else {
         Err("not a namespace's name; use only a-z, A-Z, 0-9, `.`, `_` and `-`")
@@ -111,15 +118,15 @@ pub(super) fn check_netns(name: &str) -> Result<(), &'static str> {
 
 /// Checks the serial number that a virtio disk shows to its guest.
 pub(super) fn check_serial(serial: &str) -> Result<(), &'static str> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || ['.', '_', '-'].contains(&c);
-    if (1..=20).contains(&serial.len()) && serial.chars().all(allowed) {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || ['.', '_', '-'].contains(&c);
+    if (1..=MAX_SERIAL_CHARS).contains(&serial.len()) && serial.chars().all(is_allowed) {
         Ok(())
     } else {
         Err("not a serial number; write 1 to 20 characters out of a-z, A-Z, 0-9, `.`, `_` and `-`")
     }
 }
 
-fn plain(name: &str) -> bool {
+fn is_plain_name(name: &str) -> bool {
     !name.starts_with(['.', '-'])
         && !name.is_empty()
         && name.chars().all(|c| c.is_ascii_alphanumeric() || ['.', '_', '-'].contains(&c))

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::addresses::{Forward, HostAddress, Mac, digest};
+use super::names::MAX_INTERFACE_CHARS;
 
 /// One `[[net]]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,13 +62,13 @@ pub enum TapPlace {
 /// first 8 characters of the VM's name and a hash of both. An id with a dash also gets the hash, so that VM `a` with
 /// net `b-c` and VM `a-b` with net `c` do not claim the same tap.
 pub fn derived_ifname(name: &str, id: &str) -> String {
-    let plain = format!("{name}-{id}");
-    if plain.len() <= 15 && !id.contains('-') {
-        return plain;
+    let short_name = format!("{name}-{id}");
+    if short_name.len() <= MAX_INTERFACE_CHARS && !id.contains('-') {
+        return short_name;
     }
-    let [a, b, c, ..] = digest(name, id);
+    let [byte0, byte1, byte2, ..] = digest(name, id);
     let stem: String = name.chars().take(8).collect();
-    format!("{stem}-{a:02x}{b:02x}{c:02x}")
+    format!("{stem}-{byte0:02x}{byte1:02x}{byte2:02x}")
 }
 
 #[cfg(test)]

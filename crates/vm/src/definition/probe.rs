@@ -86,7 +86,7 @@ impl FromStr for Probe {
     type Err = ProbeError;
 
     fn from_str(text: &str) -> Result<Self, ProbeError> {
-        let (scheme, rest) = text.split_once("://").ok_or(ProbeError::BadScheme)?;
+        let (scheme, address) = text.split_once("://").ok_or(ProbeError::BadScheme)?;
         let kind = match scheme {
             "http" => ProbeKind::Http,
             "tcp" => ProbeKind::Tcp,
@@ -94,7 +94,7 @@ impl FromStr for Probe {
             "https" => return Err(ProbeError::Https),
             _ => return Err(ProbeError::BadScheme),
         };
-        let (authority, path) = rest.split_at(rest.find(['/', '?']).unwrap_or(rest.len()));
+        let (authority, path) = address.split_at(address.find(['/', '?']).unwrap_or(address.len()));
         let (host, port) = split_authority(authority)?;
         let port = match port {
             Some(port) => match port.parse::<u16>() {
@@ -119,23 +119,23 @@ impl FromStr for Probe {
 
 /// Splits an authority into the host and the port, if it has one.
 fn split_authority(authority: &str) -> Result<(String, Option<&str>), ProbeError> {
-    let bad = || ProbeError::BadHost { host: authority.into() };
-    if let Some(rest) = authority.strip_prefix('[') {
-        let (host, port) = rest.split_once(']').ok_or_else(bad)?;
-        let address: Ipv6Addr = host.parse().map_err(|_| bad())?;
+    let bad_host = || ProbeError::BadHost { host: authority.into() };
+    if let Some(bracketed) = authority.strip_prefix('[') {
+        let (host, port) = bracketed.split_once(']').ok_or_else(bad_host)?;
+        let address: Ipv6Addr = host.parse().map_err(|_| bad_host())?;
         return match port {
             "" => Ok((address.to_string(), None)),
-            port => Ok((address.to_string(), Some(port.strip_prefix(':').ok_or_else(bad)?))),
+            port => Ok((address.to_string(), Some(port.strip_prefix(':').ok_or_else(bad_host)?))),
         };
     }
     let (host, port) = match authority.split_once(':') {
-        Some((_, port)) if port.contains(':') => return Err(bad()),
+        Some((_, port)) if port.contains(':') => return Err(bad_host()),
         Some((host, port)) => (host, Some(port)),
         None => (authority, None),
     };
-    let allowed = |c: char| c.is_ascii_alphanumeric() || ['.', '-', '_'].contains(&c);
-    if host.is_empty() || !host.chars().all(allowed) {
-        return Err(bad());
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || ['.', '-', '_'].contains(&c);
+    if host.is_empty() || !host.chars().all(is_allowed) {
+        return Err(bad_host());
     }
     Ok((host.to_owned(), port))
 }

@@ -20,19 +20,20 @@ struct Unit {
 }
 
 /// The difference between sizes and durations.
-struct Units {
-    what: &'static str,
+struct UnitSystem {
+    /// "size" or "duration".
+    quantity: &'static str,
     examples: &'static str,
-    /// Units, the largest first.
-    all: &'static [Unit],
+    /// The largest first.
+    units: &'static [Unit],
     /// The most likely unit of a number without one.
     usual: &'static str,
 }
 
-const SIZES: Units = Units {
-    what: "size",
+const SIZES: UnitSystem = UnitSystem {
+    quantity: "size",
     examples: "\"512M\" or \"2G\"",
-    all: &[
+    units: &[
         Unit { name: "T", scale: 1 << 40, foreign: &["t", "tb", "tib"] },
         Unit { name: "G", scale: 1 << 30, foreign: &["g", "gb", "gib"] },
         Unit { name: "M", scale: 1 << 20, foreign: &["m", "mb", "mib"] },
@@ -42,10 +43,10 @@ const SIZES: Units = Units {
     usual: "M",
 };
 
-const SPANS: Units = Units {
-    what: "duration",
+const SPANS: UnitSystem = UnitSystem {
+    quantity: "duration",
     examples: "\"250ms\", \"2s\" or \"1m\"",
-    all: &[
+    units: &[
         Unit { name: "h", scale: 3_600_000, foreign: &["h", "hr", "hour", "hours"] },
         Unit { name: "m", scale: 60_000, foreign: &["m", "min", "mins", "minute", "minutes"] },
         Unit { name: "s", scale: 1000, foreign: &["s", "sec", "secs", "second", "seconds"] },
@@ -158,7 +159,7 @@ impl FromStr for Bytes {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
-        SIZES.read(text).map(Self)
+        SIZES.parse(text).map(Self)
     }
 }
 
@@ -166,80 +167,80 @@ impl FromStr for Span {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
-        SPANS.read(text).map(Self)
+        SPANS.parse(text).map(Self)
     }
 }
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(&SIZES.write(self.0))
+        f.pad(&SIZES.format(self.0))
     }
 }
 
 impl fmt::Display for Span {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(&SPANS.write(self.0))
+        f.pad(&SPANS.format(self.0))
     }
 }
 
 serde_as_text!(Bytes, Span);
 
-impl Units {
+impl UnitSystem {
     /// Parses a quantity and returns it in the smallest unit.
-    fn read(&self, text: &str) -> Result<u64, UnitError> {
-        let (number, rest) = split_digits(text);
-        if let Some(fraction) = rest.strip_prefix('.').filter(|_| !number.is_empty()) {
+    fn parse(&self, text: &str) -> Result<u64, UnitError> {
+        let (number, unit_text) = split_digits(text);
+        if let Some(fraction) = unit_text.strip_prefix('.').filter(|_| !number.is_empty()) {
             let (fraction, unit) = split_digits(fraction);
-            let hint = self.whole(number, fraction, unit).unwrap_or_else(|| self.examples.into());
+            let hint = self.as_whole_number(number, fraction, unit).unwrap_or_else(|| self.examples.into());
             return Err(UnitError::Fraction { hint });
         }
-        if number.is_empty() || rest.contains(|c: char| !c.is_ascii_alphabetic() && c != ' ') {
-            return Err(UnitError::Malformed { what: self.what, hint: self.examples });
+        if number.is_empty() || unit_text.contains(|c: char| !c.is_ascii_alphabetic() && c != ' ') {
+            return Err(UnitError::Malformed { what: self.quantity, hint: self.examples });
         }
-        if rest.is_empty() {
-            return Err(UnitError::NoUnit { number: number.into(), hint: self.suggest(number) });
+        if unit_text.is_empty() {
+            return Err(UnitError::NoUnit { number: number.into(), hint: self.add_usual_unit(number) });
         }
-        let Some(unit) = self.all.iter().find(|unit| unit.name == rest) else {
-            let hint = match self.meant(rest) {
+        let Some(unit) = self.units.iter().find(|unit| unit.name == unit_text) else {
+            let hint = match self.unit_named_otherwise(unit_text) {
                 Some(unit) => format!("\"{number}{}\"", unit.name),
                 None => format!(
                     "a unit out of {}",
-                    self.all.iter().rev().map(|unit| unit.name).collect::<Vec<_>>().join(", ")
+                    self.units.iter().rev().map(|unit| unit.name).collect::<Vec<_>>().join(", ")
                 ),
             };
-            return Err(UnitError::UnknownUnit { unit: rest.trim().into(), hint });
+            return Err(UnitError::UnknownUnit { unit: unit_text.trim().into(), hint });
         };
         number.parse::<u64>().ok().and_then(|n| n.checked_mul(unit.scale)).ok_or(UnitError::TooLarge)
     }
 
     /// Returns the unit that other programs, or other capitals, call by this name.
-    fn meant(&self, unit: &str) -> Option<&Unit> {
+    fn unit_named_otherwise(&self, unit: &str) -> Option<&Unit> {
         let unit = unit.trim().to_ascii_lowercase();
-        self.all.iter().find(|ours| ours.foreign.contains(&unit.as_str()))
+        self.units.iter().find(|known| known.foreign.contains(&unit.as_str()))
     }
 
     /// Returns what to write for a number without a unit: the number with the usual unit. A large size is taken for
     /// bytes and written in the largest exact unit.
-    fn suggest(&self, number: &str) -> String {
-        let is_bytes = self.all.iter().any(|unit| unit.name == "B");
+    fn add_usual_unit(&self, number: &str) -> String {
+        let is_bytes = self.units.iter().any(|unit| unit.name == "B");
         match number.parse::<u64>() {
-            Ok(n) if n >= 1 << 20 && is_bytes => format!("\"{}\"", self.write(n)),
+            Ok(n) if n >= 1 << 20 && is_bytes => format!("\"{}\"", self.format(n)),
             _ => format!("\"{number}{}\"", self.usual),
         }
     }
 
     /// Returns `1.5` `G` as a whole number of a smaller unit, if that is exact.
-    fn whole(&self, whole: &str, fraction: &str, unit: &str) -> Option<String> {
-        let tens = 10u64.checked_pow(u32::try_from(fraction.len()).ok()?)?;
+    fn as_whole_number(&self, whole: &str, fraction: &str, unit: &str) -> Option<String> {
+        let denominator = 10u64.checked_pow(u32::try_from(fraction.len()).ok()?)?;
         let digits: u64 = format!("{whole}{fraction}").parse().ok()?;
-        let scaled = digits.checked_mul(self.meant(unit)?.scale)?;
-        scaled.is_multiple_of(tens).then(|| format!("\"{}\"", self.write(scaled / tens)))
+        let scaled = digits.checked_mul(self.unit_named_otherwise(unit)?.scale)?;
+        scaled.is_multiple_of(denominator).then(|| format!("\"{}\"", self.format(scaled / denominator)))
     }
 
     /// Writes a value in the largest exact unit.
-    fn write(&self, value: u64) -> String {
-        let exact = self.all.iter().find(|unit| value != 0 && value.is_multiple_of(unit.scale));
-        exact.or(self.all.last()).map_or_else(String::new, |unit| format!("{}{}", value / unit.scale, unit.name))
+    fn format(&self, value: u64) -> String {
+        let exact = self.units.iter().find(|unit| value != 0 && value.is_multiple_of(unit.scale));
+        exact.or(self.units.last()).map_or_else(String::new, |unit| format!("{}{}", value / unit.scale, unit.name))
     }
 }
 

@@ -19,9 +19,8 @@ pub fn served(hardware: &Hardware) -> impl Iterator<Item = &Disk> {
 /// When the run directory cannot be read.
 pub fn served_now(rundir: &RunDir) -> io::Result<Option<Hardware>> {
     let Some(state) = State::read(rundir)? else { return Ok(None) };
-    let left = Journal::left_behind(rundir)?.map(|journal| journal.operation);
     let mut qemus = vec![state.vmm.clone()];
-    if let Some(operation) = left {
+    if let Some(Journal { operation, .. }) = Journal::read(rundir)? {
         // A move has ended the servers of a stopped guest, and the destination host may have its disks by now.
         if operation.kind == Kind::Move && operation.step >= Step::Suspend {
             return Ok(None);

@@ -3,15 +3,16 @@ use rekindle_disk::redo::files::{LocalFiles, LogFile};
 use rekindle_disk::redo::format::{EntryKind, PAGE};
 use rekindle_disk::redo::log::seal::SealRecord;
 use rekindle_disk::redo::log::{Log, SpaceLimit};
+use rekindle_disk::redo::offline;
 use rekindle_disk::redo::state::{LogDirectory, segment_name};
 use rekindle_kernel::uring::Buffer;
 use rekindle_qemu::command::Ram;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use uuid::Uuid;
 
-const BYTES: u64 = 1 << 20;
+const IMAGE_BYTES: u64 = 1 << 20;
 
 fn hardware(image: &Path) -> Hardware {
     let disk = Disk {
@@ -52,9 +53,9 @@ fn hardware(image: &Path) -> Hardware {
 
 /// Creates a log with two sealed epochs of one entry each, none of them merged.
 fn make_log(image: &Path) -> Uuid {
-    File::create(image).unwrap().set_len(BYTES).unwrap();
+    File::create(image).unwrap().set_len(IMAGE_BYTES).unwrap();
     let files = LocalFiles::new(&offline::default_directory(image), false);
-    let mut log_dir = LogDirectory::create(files, BYTES, offline::image_name(image)).unwrap();
+    let mut log_dir = LogDirectory::create(files, IMAGE_BYTES, offline::image_name(image)).unwrap();
     let disk = log_dir.state().disk;
     let mut log = Log::new(disk, 1, 0, 0, u64::MAX);
     for epoch in [1, 2] {
@@ -85,18 +86,18 @@ fn damage_to_a_later_epoch_does_not_prevent_a_restore_of_an_older_checkpoint() {
     let hardware = hardware(&image);
     let at = |epoch| Epochs::from([("disk0".to_owned(), EpochId { disk, epoch })]);
     for epochs in [Epochs::new(), at(1), at(2)] {
-        assert_eq!(left_behind(&hardware, &epochs, false), Vec::<String>::new());
+        assert_eq!(redo_log_problems(&hardware, &epochs, LeftoverLogs::Use), Vec::<String>::new());
     }
     let segment = offline::default_directory(&image).join(segment_name(2));
     OpenOptions::new().write(true).open(&segment).unwrap().write_all_at(&[0xff], PAGE + 20).unwrap();
-    assert_eq!(left_behind(&hardware, &at(1), false), Vec::<String>::new());
+    assert_eq!(redo_log_problems(&hardware, &at(1), LeftoverLogs::Use), Vec::<String>::new());
     // For the newest version, and for the newer checkpoint.
     for epochs in [Epochs::new(), at(2)] {
-        let problems = left_behind(&hardware, &epochs, false);
+        let problems = redo_log_problems(&hardware, &epochs, LeftoverLogs::Use);
         assert!(problems.len() == 1 && problems[0].contains("2.log"), "{problems:?}");
     }
     // The identity of the disk does not depend on its segments.
-    assert_eq!(others(&hardware, &at(2)), Vec::<String>::new());
-    let other = Epochs::from([("disk0".to_owned(), EpochId { disk: Uuid::nil(), epoch: 2 })]);
-    assert!(others(&hardware, &other)[0].contains("another disk"));
+    assert_eq!(identity_problems(&hardware, &at(2)), Vec::<String>::new());
+    let of_other_disk = Epochs::from([("disk0".to_owned(), EpochId { disk: Uuid::nil(), epoch: 2 })]);
+    assert!(identity_problems(&hardware, &of_other_disk)[0].contains("another disk"));
 }

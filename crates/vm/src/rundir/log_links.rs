@@ -14,11 +14,11 @@ use std::os::unix::fs::{DirBuilderExt, symlink};
 use std::path::{Path, PathBuf};
 
 /// Name of the link, in the run directory, to the log directory.
-const DIRECTORY: &str = "logs";
+const LINK_NAME: &str = "logs";
 /// Number of QEMUs whose logs are kept.
-const QEMUS: u32 = 3;
+const KEPT_QEMU_LOGS: u32 = 3;
 /// Logs that are always linked. A guest can make their writers write without end.
-const USUAL: [&str; 5] = ["console.log", "pager.log", "phases.log", "protect.log", "watch.log"];
+const ALWAYS_LINKED: [&str; 5] = ["console.log", "pager.log", "phases.log", "protect.log", "watch.log"];
 
 impl RunDir {
     /// Links the logs of a VM to its directory below `root`. The run directory must exist. Logs of an earlier VM of
@@ -28,14 +28,14 @@ impl RunDir {
     /// # Errors
     /// Errors of `mkdir(2)` in the run directory.
     pub fn link_logs(&self, root: &Path) -> io::Result<()> {
-        let link = self.file(DIRECTORY);
+        let link = self.file(LINK_NAME);
         if link.symlink_metadata().is_ok() {
             return Ok(());
         }
         let directory = root.join(self.name());
-        let made =
+        let created =
             DirBuilder::new().recursive(true).mode(0o700).create(&directory).and_then(|()| logs::set_aside(&directory));
-        match made.and_then(|()| symlink(&directory, &link)) {
+        match created.and_then(|()| symlink(&directory, &link)) {
             Ok(()) => {}
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
             Err(e) => {
@@ -48,43 +48,43 @@ impl RunDir {
                 DirBuilder::new().recursive(true).mode(0o700).create(&link)?;
             }
         }
-        USUAL.iter().for_each(|name| self.link_log(name));
+        ALWAYS_LINKED.iter().for_each(|name| self.link_log(name));
         Ok(())
     }
 
     /// Returns the directory of the VM's logs.
     #[must_use]
     pub fn logs(&self) -> PathBuf {
-        let link = self.file(DIRECTORY);
+        let link = self.file(LINK_NAME);
         fs::read_link(&link).unwrap_or_else(|_| if link.exists() { link } else { self.path().to_owned() })
     }
 
     /// Links the log `name` of the run directory to the log directory.
     pub(crate) fn link_log(&self, name: &str) {
-        self.link(&self.file(name), &Path::new(DIRECTORY).join(name));
+        self.link(&self.file(name), &Path::new(LINK_NAME).join(name));
     }
 
-    /// Links the log of the `generation`-th QEMU, and removes the log of the QEMU [`QEMUS`] generations before.
+    /// Links the log of the `generation`-th QEMU, and removes that of the QEMU [`KEPT_QEMU_LOGS`] generations before.
     pub(super) fn link_qemu_log(&self, generation: u32) {
-        let name = |generation: u32| format!("qemu-{generation}.log");
+        let log_name = |generation: u32| format!("qemu-{generation}.log");
         // The user may have removed the directory to free space.
         let _ = DirBuilder::new().recursive(true).mode(0o700).create(self.logs());
         // Remove the log of an earlier VM of the same name.
-        logs::remove(&self.file(DIRECTORY).join(name(generation)));
-        if let Some(old) = generation.checked_sub(QEMUS) {
-            logs::remove(&self.file(DIRECTORY).join(name(old)));
+        logs::remove(&self.file(LINK_NAME).join(log_name(generation)));
+        if let Some(old_generation) = generation.checked_sub(KEPT_QEMU_LOGS) {
+            logs::remove(&self.file(LINK_NAME).join(log_name(old_generation)));
         }
-        self.link(&self.vmm(generation).log(), &Path::new("..").join(DIRECTORY).join(name(generation)));
+        self.link(&self.vmm(generation).log(), &Path::new("..").join(LINK_NAME).join(log_name(generation)));
     }
 
-    fn link(&self, at: &Path, to: &Path) {
+    fn link(&self, link: &Path, target: &Path) {
         // A run directory that an older Rekindle has made contains its logs.
-        if !self.file(DIRECTORY).exists() {
+        if !self.file(LINK_NAME).exists() {
             return;
         }
-        match symlink(to, at) {
+        match symlink(target, link) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                tracing::debug!("{}: {e}; this log stays in the run directory", at.display());
+                tracing::debug!("{}: {e}; this log stays in the run directory", link.display());
             }
             _ => {}
         }
@@ -93,6 +93,6 @@ impl RunDir {
     /// Rotates each log of the VM that is longer than `limit`. Returns the logs that could not be rotated, with the
     /// errors.
     pub fn bound_logs(&self, limit: u64) -> Vec<(PathBuf, io::Error)> {
-        logs::bound(&[self.path(), &self.file(DIRECTORY)], limit)
+        logs::bound(&[self.path(), &self.file(LINK_NAME)], limit)
     }
 }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 pub enum SampleFileError {
     /// Another process writes to the file.
     #[error("{path}: another `rekindle monitor` writes to it; give this one a file of its own")]
-    Taken {
+    InUse {
         /// Path of the file.
         path: PathBuf,
     },
@@ -44,10 +44,10 @@ impl SampleFile {
         let failed = |source| SampleFileError::Io { path: path.into(), source };
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(failed)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(SampleFileError::Taken { path: path.into() }),
-            other => other.map_err(|e| failed(e.into()))?,
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(SampleFileError::InUse { path: path.into() }),
+            locked => locked.map_err(|e| failed(e.into()))?,
         }
-        let length = whole(&file).map_err(failed)?;
+        let length = complete_length(&file).map_err(failed)?;
         file.set_len(length).map_err(failed)?;
         Ok(Self { path: path.into(), file, length })
     }
@@ -79,17 +79,17 @@ impl SampleFile {
 }
 
 /// Returns the offset of the end of the last complete line.
-fn whole(file: &File) -> io::Result<u64> {
+fn complete_length(file: &File) -> io::Result<u64> {
     let mut end = file.metadata()?.len();
-    let mut piece = [0; 4096];
+    let mut buffer = [0; 4096];
     while end > 0 {
-        let first = end.saturating_sub(piece.len() as u64);
-        let piece = &mut piece[..(end - first) as usize];
-        file.read_exact_at(piece, first)?;
-        if let Some(at) = piece.iter().rposition(|byte| *byte == b'\n') {
-            return Ok(first + at as u64 + 1);
+        let start = end.saturating_sub(buffer.len() as u64);
+        let bytes = &mut buffer[..(end - start) as usize];
+        file.read_exact_at(bytes, start)?;
+        if let Some(newline) = bytes.iter().rposition(|byte| *byte == b'\n') {
+            return Ok(start + newline as u64 + 1);
         }
-        end = first;
+        end = start;
     }
     Ok(0)
 }
@@ -101,17 +101,17 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn a_piece_of_a_line_is_taken_off_and_what_is_whole_stays() {
+    fn an_incomplete_line_is_removed_and_complete_lines_stay() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("samples");
-        let long = "x".repeat(9000);
-        for (before, kept) in
-            [("", ""), ("a\nb\n", "a\nb\n"), ("a\nb", "a\n"), ("b", ""), (&*format!("a\n{long}"), "a\n")]
+        let long_line = "x".repeat(9000);
+        for (content, kept) in
+            [("", ""), ("a\nb\n", "a\nb\n"), ("a\nb", "a\n"), ("b", ""), (&*format!("a\n{long_line}"), "a\n")]
         {
-            fs::write(&path, before).unwrap();
+            fs::write(&path, content).unwrap();
             let mut file = SampleFile::open(&path).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), kept);
-            assert!(matches!(SampleFile::open(&path), Err(SampleFileError::Taken { .. })), "two writers");
+            assert!(matches!(SampleFile::open(&path), Err(SampleFileError::InUse { .. })), "two writers");
             let sample = Sampler::new().unwrap().host().unwrap();
             file.append(&[sample.clone(), sample.clone()]).unwrap();
             file.append(&[sample]).unwrap();

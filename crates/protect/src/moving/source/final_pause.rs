@@ -26,8 +26,8 @@ use crate::target::Target;
 use rekindle_pages::PageRun;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Step};
-use rekindle_vm::life::Held;
-use rekindle_vm::lock::RunState;
+use rekindle_vm::lock::RunStateLock;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::timeline::host_us;
 use rekindle_vm::{disks, fault};
 use std::time::Duration;
@@ -42,12 +42,12 @@ const GO_READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// The final pause of a move, about to start.
 pub(super) struct FinalPause<'a> {
     pub host: &'a Host,
-    pub held: &'a Held,
+    pub held: &'a LockedVm,
     pub settings: &'a MoveSettings,
     pub target: &'a Target,
     pub connection: Connection,
     pub journal: Journal,
-    pub run_state: RunState,
+    pub run_state: RunStateLock,
 }
 
 /// A guest that runs on the destination host.

@@ -22,17 +22,17 @@ use crate::target::Target;
 use final_pause::{FinalPause, MovedGuest};
 use precopy::PrecopiedGuest;
 use rekindle_kernel::process::Process;
+use rekindle_life::attach::{AttachError, ProtectionLock};
 use rekindle_qemu::hold::OutputHold;
 use rekindle_store::listing::Listing;
 use rekindle_store::remote::Identity;
 use rekindle_store::{StoreError, StoreUrl, admin};
-use rekindle_vm::attach::{AttachError, Protection};
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::fault;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
-use rekindle_vm::life::Held;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::timeline::host_us;
 use std::path::PathBuf;
@@ -164,7 +164,7 @@ fn protect_settings(settings: &MoveSettings, listing: Option<&Listing>) -> Prote
 
 /// A guest that can be moved, and the connection to its destination host.
 struct Movable {
-    held: Held,
+    held: LockedVm,
     target: Target,
     /// The store's listing; none if the store is new or is to be created.
     listing: Option<Listing>,
@@ -187,7 +187,7 @@ fn preflight(
     settings: &MoveSettings,
     on_event: &mut dyn FnMut(&MoveEvent),
 ) -> Result<Movable, MoveError> {
-    let held = Held::take(host, name.as_str(), "move")?;
+    let held = LockedVm::lock(host, name.as_str(), "move")?;
     held.refuse_attached("moving it")?;
     held.vmm()?;
     let target = Target::of(host, name.as_str())?;
@@ -217,7 +217,7 @@ fn list_store(settings: &MoveSettings, rundir: &RunDir) -> Result<Option<Listing
 }
 
 /// Rejects disks that QEMU itself writes: the source QEMU would have them open while the destination host uses them.
-fn reject_disks(held: &Held) -> Result<(), MoveError> {
+fn reject_disks(held: &LockedVm) -> Result<(), MoveError> {
     let disks = &held.state.hardware.disks;
     match disks.iter().find(|disk| !disk.server && !disk.readonly) {
         Some(disk) => Err(MoveError::Disk { name: held.rundir.name().into(), disk: disk.id.clone() }),
@@ -266,7 +266,7 @@ fn unexpected(answer: Answer, name: &str, host: &str) -> MoveError {
 
 struct EndedProtector {
     /// Locks out other protectors.
-    protection: Protection,
+    protection: ProtectionLock,
     /// The protector's pid, if there was one.
     pid: Option<u32>,
 }
@@ -276,7 +276,7 @@ fn end_protector(rundir: &RunDir) -> Result<EndedProtector, MoveError> {
     let deadline = Instant::now() + PROTECTOR_END_TIMEOUT;
     let mut signalled_pid = None;
     loop {
-        match Protection::take(rundir) {
+        match ProtectionLock::take(rundir) {
             Ok(protection) => return Ok(EndedProtector { protection, pid: signalled_pid }),
             Err(AttachError::Protected { by: Some(pid), .. }) if signalled_pid.is_none() => {
                 let path = rundir.file("protection.lock");

@@ -9,8 +9,8 @@ use crate::moving::{MoveError, MoveEvent, Round};
 use crate::protector::{CheckpointSeries, ProtectSettings};
 use crate::session::TrackingSession;
 use crate::target::Target;
+use rekindle_life::attach::ProtectionLock;
 use rekindle_pages::PageRun;
-use rekindle_vm::attach::Protection;
 use rekindle_vm::fault;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -36,7 +36,7 @@ impl<'a> PrecopiedGuest<'a> {
     pub fn make(
         target: &Target,
         protect_settings: &'a ProtectSettings,
-        protection: Protection,
+        protection: ProtectionLock,
         stop: &AtomicBool,
         connection: &mut Connection,
         on_event: &mut dyn FnMut(&MoveEvent),

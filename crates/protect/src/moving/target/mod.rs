@@ -14,14 +14,15 @@ use crate::restore::concurrent::{EarlyLoad, SentState};
 use crate::restore::prepare::{PreparedQemu, PrimedQemu, prepare};
 use crate::restore::{MoveClaim, Request, RestoreError, Restored, restore_in};
 use connection::{Rejection, SourceConnection, TIMEOUTS};
+use rekindle_life::stop;
 use rekindle_store::admin;
 use rekindle_vm::definition::{Definition, Name};
 use rekindle_vm::disks::{self, Epochs};
 use rekindle_vm::host::Host;
-use rekindle_vm::life::{self, Status};
-use rekindle_vm::place::Site;
 use rekindle_vm::rundir::RunDir;
+use rekindle_vm::slot::IdleSlot;
 use rekindle_vm::state::State;
+use rekindle_vm::status::{self, Status};
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -145,15 +146,15 @@ impl<'a> IncomingVm<'a> {
                 ));
             }
         }
-        let site = Site::take(host, name.as_str(), "move").map_err(|e| with_causes(&e))?;
+        let idle_slot = IdleSlot::lock(host, name.as_str(), "move").map_err(|e| with_causes(&e))?;
         let is_users_definition = definition.is_some();
         let base_definition = definition.clone().unwrap_or_else(|| recipe.definition.clone());
         let vm_definition = Definition { name: name.clone(), ..base_definition };
         // The last checkpoint needs all of the disks.
-        let plan = site
+        let plan = idle_slot
             .plan(vm_definition, qemu.as_deref(), &Epochs::new(), |hardware| recipe.fit(hardware, is_users_definition));
         let checked = plan.and_then(|plan| plan.check_room());
-        site.leave();
+        idle_slot.release();
         checked.map_err(|e| with_causes(&e))?;
         let request =
             Request { store, identity, at: None, eager: false, definition, qemu, hold_output, move_claim: None };
@@ -167,7 +168,8 @@ impl<'a> IncomingVm<'a> {
         let prepared = prepare(self.host, &self.name, &self.request).map_err(|e| with_causes(&e))?;
         let chosen = ChosenCheckpoint::open(&self.request).map_err(|e| with_causes(&e))?;
         let state = State::read(&RunDir::new(&self.host.root, self.name.as_str())).map_err(|e| with_causes(&e))?;
-        let differing_disks = state.map(|state| disks::others(&state.hardware, &chosen.epochs)).unwrap_or_default();
+        let differing_disks =
+            state.map(|state| disks::identity_problems(&state.hardware, &chosen.epochs)).unwrap_or_default();
         if !differing_disks.is_empty() {
             return Err(differing_disks.join("; "));
         }
@@ -284,7 +286,7 @@ impl Drop for IncomingVm<'_> {
         let qemu_waits = || State::read(&rundir).ok().flatten().is_some_and(|state| state.prepared.is_some());
         if self.may_have_qemu
             && qemu_waits()
-            && let Err(e) = life::stop(self.host, self.name.as_str(), Some(Duration::ZERO))
+            && let Err(e) = stop::stop_immediately(self.host, self.name.as_str())
         {
             tracing::warn!("cannot remove what was prepared for {}: {}", self.name, with_causes(&e));
         }
@@ -340,7 +342,7 @@ fn vm_status(host: &Host, name: &Name) -> Answer {
         if !rundir.exists() {
             return Answer::Found { runs: false, status: "absent".into() };
         }
-        match life::status(&rundir) {
+        match status::status(&rundir) {
             Ok(Status::Busy(_)) if Instant::now() < deadline => thread::sleep(BUSY_POLL_INTERVAL),
             Ok(status) => {
                 let runs = matches!(status, Status::Running | Status::Degraded(_) | Status::Protected);

@@ -12,8 +12,12 @@ const INIT: &str = "rekindle host init --reserve SIZE --write";
 /// Returns all findings. A host that was never set up gets a single finding, of level limited.
 #[must_use]
 pub fn findings() -> Vec<Finding> {
-    let finding =
-        |what: &str, level, found: String, hint: &str| Finding { what: what.into(), level, found, hint: hint.into() };
+    let finding = |check: &str, level, observation: String, hint: &str| Finding {
+        check: check.into(),
+        level,
+        observation,
+        hint: hint.into(),
+    };
     let reserve = command_line().ok().as_deref().and_then(Reserve::of);
     let directory = Host::open().ok().and_then(|host| host.named_ram_directory().map(Path::to_owned));
     let (Some(reserve), Some(directory)) = (reserve, directory.as_ref()) else {

@@ -7,7 +7,7 @@ use rekindle_qemu::command::Hardware;
 use rekindle_qemu::file_identity::FileIdentity;
 use rekindle_store::{StoreError, StoreUrl};
 use rekindle_vm::host::Host;
-use rekindle_vm::phases::{self, DiskThen, PhaseError};
+use rekindle_vm::phases::{self, DiskSnapshot, PhaseError};
 use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
@@ -35,7 +35,7 @@ pub(super) struct CandidateInfo {
     host: String,
     /// Kernel and RAM disk that QEMU has loaded. A cold boot would load the current files.
     files: Vec<FileIdentity>,
-    disks: Vec<DiskThen>,
+    disks: Vec<DiskSnapshot>,
 }
 
 /// Reason why the conditions cannot be determined.
@@ -57,10 +57,10 @@ impl CandidateInfo {
         let mark =
             |path: &PathBuf| FileIdentity::of(path).map_err(|source| InfoError::File { path: path.clone(), source });
         let files = boot_files(hardware).map(mark).collect::<Result<_, _>>()?;
-        Ok(Self { host: host_boot()?, files, disks: phases::mark(rundir, hardware)? })
+        Ok(Self { host: host_boot()?, files, disks: phases::mark_disks(rundir, hardware)? })
     }
 
-    pub(super) fn disks(&self) -> &[DiskThen] {
+    pub(super) fn disks(&self) -> &[DiskSnapshot] {
         &self.disks
     }
 }
@@ -128,7 +128,7 @@ fn judge(rundir: &RunDir, state: &State, found: &StoredCandidate) -> Result<Cand
     if let Some(mark) = about.files.iter().find(|mark| !mark.is_unchanged()) {
         return Err(format!("{} has changed since", mark.path.display()));
     }
-    match phases::check(rundir, &state.hardware, &about.disks) {
+    match phases::why_stale(rundir, &state.hardware, &about.disks) {
         None => Ok(about),
         Some(why) => Err(why),
     }

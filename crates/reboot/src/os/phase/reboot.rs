@@ -12,11 +12,11 @@ use crate::vmm::cold::{self, Shutdown};
 use crate::vmm::{self, Replacement};
 use rekindle_handover::after_resume::ClockOutcome;
 use rekindle_handover::{GuestStatus, Handover};
+use rekindle_life::shutdown::EndMethod;
+use rekindle_life::shutdown::Ended;
 use rekindle_memory::directory::PreviousRam;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Kind, Step};
-use rekindle_vm::shutdown::End;
-use rekindle_vm::shutdown::Ended;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::Phase;
 use rekindle_vm::{disks, ram};
@@ -34,7 +34,7 @@ pub(in crate::os) fn reboot(
     host: &Host,
     name: &str,
     only: Option<&str>,
-    end: End,
+    end: EndMethod,
     other_reason: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<OsRebootReport, Failure> {
     let began = Instant::now();
@@ -88,7 +88,7 @@ fn unusable(only: &str, why: &str) -> String {
 struct Attempt {
     replacement: Replacement,
     only: Option<String>,
-    end: End,
+    end: EndMethod,
     began: Instant,
     /// Set once the previous guest has ended.
     shutdown: Option<Shutdown>,
@@ -168,8 +168,8 @@ impl Attempt {
         }
         handover.discard_destination()?;
         // The disk servers were notified that the guest's memory is being loaded; end that state.
-        disks::filled(&handover.rundir);
-        ram::forget_waiting(&handover.state.hardware)?;
+        disks::notify_filled(&handover.rundir);
+        ram::remove_waiting(&handover.state.hardware)?;
         handover.journal.operation.to = None;
         handover.write_journal()?;
         Ok(Some(handover))

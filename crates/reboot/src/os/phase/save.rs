@@ -10,7 +10,7 @@ use rekindle_store::StoreUrl;
 use rekindle_vm::definition::uncarriable;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
-use rekindle_vm::life::Held;
+use rekindle_vm::locked_vm::LockedVm;
 use rekindle_vm::phases;
 use rekindle_vm::rundir::{RunDir, sync_directory};
 use serde_json::Value;
@@ -95,10 +95,10 @@ fn untracked_image(vmm: &Vmm, hardware: &Hardware) -> Result<Option<String>, Qmp
 }
 
 /// Locks the VM. Waits, because the operation that started the guest may still hold the lock for a moment.
-fn lock_vm(host: &Host, rundir: &RunDir) -> Result<Held, String> {
+fn lock_vm(host: &Host, rundir: &RunDir) -> Result<LockedVm, String> {
     let deadline = Instant::now() + BUSY_TIMEOUT;
     loop {
-        match Held::take(host, rundir.name(), phases::SAVING) {
+        match LockedVm::lock(host, rundir.name(), phases::SAVING) {
             Err(LifeError::Lock(_)) if Instant::now() < deadline => thread::sleep(POLL_INTERVAL),
             held => return held.map_err(|e| chain(&e)),
         }

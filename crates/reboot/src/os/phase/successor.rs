@@ -19,6 +19,7 @@ use rekindle_handover::after_resume::{ClockOutcome, announce, set_clock};
 use rekindle_handover::destination::time_to_resume;
 use rekindle_handover::takeover::TapTakeover;
 use rekindle_handover::{Destination, Handover, OwnRunDir, RunningStage, Settled};
+use rekindle_life::shutdown::EndMethod;
 use rekindle_memory::directory::PreviousRam;
 use rekindle_protect::candidate::{self, PreparedCandidate};
 use rekindle_protect::pager;
@@ -29,7 +30,6 @@ use rekindle_qemu::command::Hardware;
 use rekindle_qemu::vmm::{Vmm, log_tail};
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware::new_generation;
-use rekindle_vm::shutdown::End;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::Phase;
 use rekindle_vm::{disks, fault, network, phases, ram};
@@ -57,7 +57,7 @@ pub(super) struct ResumedGuest {
 pub(super) struct Succession<'a> {
     pub(super) candidate: &'a UsableCandidate,
     /// How the previous guest is to be ended.
-    pub(super) end: End,
+    pub(super) end: EndMethod,
     /// When the reboot command started.
     pub(super) began: Instant,
 }
@@ -78,7 +78,7 @@ pub(super) fn load(
     let is_announced = handover.state.definition.phase.healthy.as_ref() != Some(&candidate.name);
     let mut state = handover.state.clone();
     state.hardware.vm_generation = next_generation(rundir.name(), &state.hardware)?;
-    let waiting_hardware = ram::waiting(&state.hardware)?;
+    let waiting_hardware = ram::create_waiting(&state.hardware)?;
     disks::start(&rundir, &state.hardware).map_err(LifeError::from)?;
     // As long as the source has the real taps, the destination has stand-ins.
     let (start_taps, taps) = match shutdown {

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use super::*;
 
 /// Makes a folder with every file that a definition may name.
-fn folder() -> TempDir {
+fn make_folder() -> TempDir {
     let dir = TempDir::new().unwrap();
     for file in ["bzImage", "initrd.img", "disk.img", "data.img", "debian.raw"] {
         fs::write(dir.path().join(file), "x").unwrap();
@@ -36,14 +36,14 @@ fn errors_in(dir: &TempDir, text: &str) -> Vec<String> {
 
 /// Returns the messages for a definition that is valid except for `text`.
 fn errors(text: &str) -> Vec<String> {
-    let boots = ["[boot]", "[[disk]]", "[disk]", "disk ="].iter().any(|part| text.contains(part));
-    let boot = if boots { "" } else { "\n[boot]\nkernel = \"bzImage\"" };
-    errors_in(&folder(), &format!("name = \"web\"\n{text}{boot}"))
+    let has_boot = ["[boot]", "[[disk]]", "[disk]", "disk ="].iter().any(|part| text.contains(part));
+    let boot = if has_boot { "" } else { "\n[boot]\nkernel = \"bzImage\"" };
+    errors_in(&make_folder(), &format!("name = \"web\"\n{text}{boot}"))
 }
 
 #[test]
 fn the_least_definition_gets_every_default() {
-    let dir = folder();
+    let dir = make_folder();
     let vm = parse(&dir, "name = \"web\"\n[boot]\nkernel = \"bzImage\"\n");
     let expected = Definition {
         name: "web".parse().unwrap(),
@@ -101,7 +101,7 @@ vmgenid = true
 
 #[test]
 fn a_disk_with_a_server_is_not_cached_by_the_host_unless_it_is_given() {
-    let dir = folder();
+    let dir = make_folder();
     let disk = |more: &str| {
         let text = format!("name = \"web\"\n[[disk]]\npath = \"disk.img\"\n{more}");
         parse(&dir, &text).disks.remove(0)
@@ -124,7 +124,7 @@ fn a_disk_with_a_server_is_not_cached_by_the_host_unless_it_is_given() {
 
 #[test]
 fn a_disk_and_a_net_get_every_default() {
-    let dir = folder();
+    let dir = make_folder();
     let vm = parse(
         &dir,
         "name = \"web\"\n[[disk]]\npath = \"./root.qcow2\"\n[[disk]]\npath = \"disk.img\"\n[[net]]\nkind = \"user\"\n[[net]]\nkind = \"tap\"\nnetns = \"blue\"\n",
@@ -160,7 +160,7 @@ fn a_disk_and_a_net_get_every_default() {
 
 #[test]
 fn load_starts_relative_paths_from_the_files_own_folder() {
-    let dir = folder();
+    let dir = make_folder();
     let file = dir.path().join("web.toml");
     fs::write(&file, "name = \"web\"\nqemu = \"./bzImage\"\nsave_dir = \"ram\"\n[ram]\ndir = \"ram\"\n[boot]\nkernel = \"bzImage\"\n").unwrap();
     let vm = Definition::load(&file).unwrap();
@@ -176,7 +176,7 @@ fn load_starts_relative_paths_from_the_files_own_folder() {
 
 #[test]
 fn all_mistakes_are_reported_together_in_the_order_of_the_file() {
-    let dir = folder();
+    let dir = make_folder();
     let text = r#"memmory = "1G"
 vcpus = 0
 accel = "kvn"
@@ -209,33 +209,33 @@ forward = ["127.0.0.1:2222:22"]
 
 #[test]
 fn every_error_of_syntax_is_reported() {
-    let found = errors("memory = 512M\nvcpus = \n");
-    assert_eq!(found.len(), 2, "{found:#?}");
-    assert!(found[0].starts_with("web.toml:2:") && found[0].contains("not valid TOML: "), "{found:#?}");
-    assert!(found[1].starts_with("web.toml:3:"), "{found:#?}");
+    let messages = errors("memory = 512M\nvcpus = \n");
+    assert_eq!(messages.len(), 2, "{messages:#?}");
+    assert!(messages[0].starts_with("web.toml:2:") && messages[0].contains("not valid TOML: "), "{messages:#?}");
+    assert!(messages[1].starts_with("web.toml:3:"), "{messages:#?}");
 }
 
 /// `messages.txt` has texts, each with its messages; to recreate it, delete all except the texts.
 #[test]
 fn every_message_names_key_value_and_hint() {
     let cases = include_str!("messages.txt").split("\n\n").filter(|case| !case.starts_with('#'));
-    let mut seen = 0;
+    let mut count = 0;
     for case in cases {
-        let (answers, text): (Vec<&str>, Vec<&str>) = case.trim().lines().partition(|line| line.starts_with("=> "));
-        let text = text.join("\n");
-        let found: Vec<String> = errors(&text).into_iter().map(|line| format!("=> {line}")).collect();
-        assert_eq!(found, answers, "{text}\n{}", found.join("\n"));
-        seen += 1;
+        let (expected, lines): (Vec<&str>, Vec<&str>) = case.trim().lines().partition(|line| line.starts_with("=> "));
+        let text = lines.join("\n");
+        let actual: Vec<String> = errors(&text).into_iter().map(|line| format!("=> {line}")).collect();
+        assert_eq!(actual, expected, "{text}\n{}", actual.join("\n"));
+        count += 1;
     }
-    assert!(seen > 80, "only {seen} cases");
+    assert!(count > 80, "only {count} cases");
 }
 
 #[test]
 fn names_are_checked() {
-    let dir = folder();
-    let found = errors_in(&dir, "name = \"Web\"\n[boot]\nkernel = \"bzImage\"");
+    let dir = make_folder();
+    let messages = errors_in(&dir, "name = \"Web\"\n[boot]\nkernel = \"bzImage\"");
     assert_eq!(
-        found,
+        messages,
         ["web.toml:1:8: `name = \"Web\"`: `W` is not allowed in a name; use only a-z, 0-9, `.`, `_` and `-`"]
     );
 }
@@ -254,20 +254,20 @@ fn memory_on_huge_pages_is_a_multiple_of_them() {
 
 #[test]
 fn a_disk_may_be_read_twice_but_not_written_twice() {
-    let dir = folder();
-    let twice = |first, second| {
+    let dir = make_folder();
+    let is_accepted = |first_readonly, second_readonly| {
         let text = format!(
-            "name = \"web\"\n[[disk]]\npath = \"disk.img\"\nreadonly = {first}\n[[disk]]\npath = \"link.img\"\nreadonly = {second}\n"
+            "name = \"web\"\n[[disk]]\npath = \"disk.img\"\nreadonly = {first_readonly}\n[[disk]]\npath = \"link.img\"\nreadonly = {second_readonly}\n"
         );
         Definition::parse(&text, dir.path(), "web.toml").is_ok()
     };
-    assert!(twice(true, true));
-    assert!(!twice(false, true) && !twice(true, false) && !twice(false, false));
+    assert!(is_accepted(true, true));
+    assert!(!is_accepted(false, true) && !is_accepted(true, false) && !is_accepted(false, false));
 }
 
 #[test]
 fn an_explicit_format_is_believed() {
-    let dir = folder();
+    let dir = make_folder();
     let vm = parse(
         &dir,
         "name = \"web\"\n[[disk]]\npath = \"hidden.img\"\nformat = \"raw\"\n[[disk]]\npath = \"empty.img\"\n",
@@ -277,17 +277,25 @@ fn an_explicit_format_is_believed() {
 
 #[test]
 fn what_cannot_be_carried_over_is_reported_with_the_reason() {
-    let dir = folder();
-    let args = |list: &[&str]| {
+    let dir = make_folder();
+    let uncarriable_of = |list: &[&str]| {
         let list = serde_json::to_string(list).unwrap();
         uncarriable(&parse(&dir, &format!("name = \"web\"\nqemu_args = {list}\n[boot]\nkernel = \"bzImage\"\n")))
     };
     assert!(
-        args(&["-device", "virtio-balloon-pci", "-netdev", "tap,id=x,vhost=off", "-s", "-device", "intel-iommu"])
-            .is_empty()
+        uncarriable_of(&[
+            "-device",
+            "virtio-balloon-pci",
+            "-netdev",
+            "tap,id=x,vhost=off",
+            "-s",
+            "-device",
+            "intel-iommu"
+        ])
+        .is_empty()
     );
     assert_eq!(
-        args(&["-device", "vfio-pci,host=01:00.0", "-netdev", "tap,id=x,vhost=on"]),
+        uncarriable_of(&["-device", "vfio-pci,host=01:00.0", "-netdev", "tap,id=x,vhost=on"]),
         [
             "-device vfio-pci,host=01:00.0: the state of a passed-through host device is in the device, where a new QEMU cannot get it",
             "-netdev tap,id=x,vhost=on: the queues' state is in the host's kernel, which writes guest RAM unseen by QEMU",
@@ -308,13 +316,13 @@ fn what_cannot_be_carried_over_is_reported_with_the_reason() {
         ["-tpmdev", "emulator,id=t,chardev=c"],
         ["-virtfs", "local,path=/srv"],
     ] {
-        assert_eq!(args(&pair).len(), 1, "{pair:?}");
+        assert_eq!(uncarriable_of(&pair).len(), 1, "{pair:?}");
     }
 }
 
 #[test]
 fn the_documented_examples_are_right() {
-    let dir = folder();
+    let dir = make_folder();
     let book = include_str!("../../../../../docs/vm-definition.md");
     let examples: Vec<&str> = book.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
     assert!(examples.len() >= 3);
@@ -332,23 +340,23 @@ fn the_documented_examples_are_right() {
     }
 }
 
-fn word() -> impl Strategy<Value = String> {
+fn any_word() -> impl Strategy<Value = String> {
     "[a-z][a-z0-9_-]{0,12}"
 }
 
-fn place() -> impl Strategy<Value = TapPlace> {
+fn any_tap_place() -> impl Strategy<Value = TapPlace> {
     let address = (any::<u32>(), 8u8..=30).prop_map(|(bits, prefix)| {
         let host = 1u32 << (31 - prefix);
         let ip = std::net::Ipv4Addr::from((bits & 0x00ff_ffff & !(u32::MAX >> prefix)) | 0x0a00_0000 | host);
         format!("{ip}/{prefix}").parse().unwrap()
     });
     prop_oneof![
-        word().prop_map(|bridge| TapPlace::Bridge { bridge }),
-        (word(), proptest::option::of(address)).prop_map(|(netns, address)| TapPlace::Netns { netns, address }),
+        any_word().prop_map(|bridge| TapPlace::Bridge { bridge }),
+        (any_word(), proptest::option::of(address)).prop_map(|(netns, address)| TapPlace::Netns { netns, address }),
     ]
 }
 
-fn nets() -> impl Strategy<Value = Vec<Net>> {
+fn any_nets() -> impl Strategy<Value = Vec<Net>> {
     let forward = (any::<bool>(), 1u16.., 1u16..).prop_map(|(udp, port, guest_port)| Forward {
         protocol: if udp { Protocol::Udp } else { Protocol::Tcp },
         host: std::net::Ipv4Addr::LOCALHOST,
@@ -357,7 +365,7 @@ fn nets() -> impl Strategy<Value = Vec<Net>> {
     });
     let user =
         proptest::option::of(forward).prop_map(|forward| NetBackend::User { forward: forward.into_iter().collect() });
-    let tap = place().prop_map(|place| NetBackend::Tap { ifname: String::new(), place });
+    let tap = any_tap_place().prop_map(|place| NetBackend::Tap { ifname: String::new(), place });
     let backends = (user, proptest::collection::vec(tap, 0..3));
     backends.prop_map(|(user, taps)| {
         let net = |(index, backend)| {
@@ -372,8 +380,7 @@ fn nets() -> impl Strategy<Value = Vec<Net>> {
     })
 }
 
-fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
-    let disk_dir = dir.clone();
+fn any_disk(dir: PathBuf) -> impl Strategy<Value = Disk> {
     let cache = prop_oneof![
         Just(DiskCache::None),
         Just(DiskCache::Unsafe),
@@ -381,32 +388,37 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
         Just(DiskCache::Writethrough)
     ];
     let rates = (proptest::option::of(65536u64..), proptest::option::of(1u32..));
-    let disk = (word(), any::<(bool, bool, bool)>(), cache, proptest::option::of("[A-Za-z0-9._-]{1,20}"), rates)
-        .prop_map(move |(id, (qcow2, readonly, server), cache, serial, (bps, iops))| {
+    (any_word(), any::<(bool, bool, bool)>(), cache, proptest::option::of("[A-Za-z0-9._-]{1,20}"), rates).prop_map(
+        move |(id, (qcow2, readonly, server), cache, serial, (bps, iops))| {
             let (file, format) = if qcow2 { ("root.qcow2", DiskFormat::Qcow2) } else { ("disk.img", DiskFormat::Raw) };
             let server = server && !qcow2;
             let cache = if server { DiskCache::None } else { cache };
             Disk {
                 id,
-                path: disk_dir.join(file),
+                path: dir.join(file),
                 format,
                 readonly,
                 cache,
                 serial,
                 server,
-
-                redo: bps.filter(|_| server).map(|_| disk_dir.clone()),
+                redo: bps.filter(|_| server).map(|_| dir.clone()),
                 attic_keep: iops.filter(|_| server).map(|n| Span::from_millis(n.into())),
                 bps: bps.map(Bytes::new),
                 iops,
             }
-        });
+        },
+    )
+}
+
+fn any_definition(dir: PathBuf) -> impl Strategy<Value = Definition> {
+    let disk = any_disk(dir.clone());
     let accel = prop_oneof![Just(Accel::Auto), Just(Accel::Kvm), Just(Accel::Tcg)];
     let scalars = ("[a-z0-9][a-z0-9._-]{0,62}", 1u32.., 1u8.., accel, 1u64.., any::<[bool; 7]>());
     // Values with every character that TOML must escape, but no control character.
-    let texts = ("[^\\p{Cc}]{0,20}", proptest::collection::vec("[^\\p{Cc}\\s-][^\\p{Cc}]{0,10}", 0..3), word(), word());
-    (scalars, texts, disk, nets()).prop_map(move |(scalars, (append, values, machine, cpu), disk, nets)| {
-        let (name, mib, vcpus, accel, millis, [prealloc, initrd, vga, agent, rng, vmgenid, some]) = scalars;
+    let texts =
+        ("[^\\p{Cc}]{0,20}", proptest::collection::vec("[^\\p{Cc}\\s-][^\\p{Cc}]{0,10}", 0..3), any_word(), any_word());
+    (scalars, texts, disk, any_nets()).prop_map(move |(scalars, (append, values, machine, cpu), disk, nets)| {
+        let (name, mib, vcpus, accel, millis, [prealloc, initrd, vga, agent, rng, vmgenid, has_options]) = scalars;
         Definition {
             name: name.parse().unwrap(),
             memory: Bytes::from_mib(mib),
@@ -414,18 +426,18 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
             accel,
             machine,
             cpu: format!("m{cpu}"),
-            qemu: if some { dir.join("bzImage") } else { "qemu-kvm".into() },
-            probe: some.then(|| "tcp://10.0.0.1:22".parse().unwrap()),
+            qemu: if has_options { dir.join("bzImage") } else { "qemu-kvm".into() },
+            probe: has_options.then(|| "tcp://10.0.0.1:22".parse().unwrap()),
             shutdown_timeout: Span::from_millis(millis),
-            on_reboot: match (disk.server, some, rng) {
+            on_reboot: match (disk.server, has_options, rng) {
                 (true, true, true) => OnReboot::Phase,
                 (true, true, false) => OnReboot::WarmCache,
                 _ => OnReboot::Reset,
             },
             on_crash: if disk.server && vga { OnCrash::WarmCache } else { OnCrash::Leave },
-            save_dir: some.then(|| dir.join("ram")),
+            save_dir: has_options.then(|| dir.join("ram")),
             qemu_args: values.into_iter().flat_map(|value| ["-set".to_owned(), value]).collect(),
-            ram: Ram { dir: some.then(|| dir.join("ram")), prealloc },
+            ram: Ram { dir: has_options.then(|| dir.join("ram")), prealloc },
             boot: Some(Boot { kernel: dir.join("bzImage"), initrd: initrd.then(|| dir.join("initrd.img")), append }),
             devices: Devices { vga, agent, rng, vmgenid },
             phase: Phase {
@@ -439,12 +451,12 @@ fn definitions(dir: PathBuf) -> impl Strategy<Value = Definition> {
 }
 
 thread_local! {
-    static FOLDER: TempDir = folder();
+    static FOLDER: TempDir = make_folder();
 }
 
 proptest! {
     #[test]
-    fn what_is_written_reads_back(definition in FOLDER.with(|dir| definitions(dir.path().to_owned()))) {
+    fn what_is_written_reads_back(definition in FOLDER.with(|dir| any_definition(dir.path().to_owned()))) {
         let toml = definition.to_toml().unwrap();
         prop_assert_eq!(&Definition::parse(&toml, "/", "again").unwrap(), &definition);
         let json = serde_json::to_string(&definition).unwrap();

@@ -3,9 +3,9 @@
 //! Epochs newer than the checkpoint are discarded when the guest writes for the first time (`docs/disk-epochs.md`). A
 //! server that starts before that must not take them for the guest's.
 
-use super::{DisksError, Epochs, control, served};
+use super::server::server_status;
+use super::{DisksError, Epochs, served};
 use crate::rundir::{RunDir, write_json};
-use rekindle_disk::control::Control;
 use rekindle_disk::redo::keeper::EpochId;
 use rekindle_qemu::command::{Disk, Hardware};
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ use std::path::PathBuf;
 
 /// The point at which the guest of a checkpoint resumed: an argument of a replacement server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Since {
+pub(super) struct ResumePoint {
     /// Disk and epoch of the checkpoint.
     #[serde(flatten)]
     pub at: EpochId,
@@ -28,7 +28,7 @@ fn path(rundir: &RunDir, disk: &Disk) -> PathBuf {
 }
 
 /// Reads the record of a disk. `None` if its guest has not resumed from a checkpoint.
-pub(super) fn read(rundir: &RunDir, disk: &Disk) -> Result<Option<Since>, DisksError> {
+pub(super) fn read(rundir: &RunDir, disk: &Disk) -> Result<Option<ResumePoint>, DisksError> {
     let failed =
         |source| DisksError::Io { id: disk.id.clone(), doing: "reading since which epoch its guest runs", source };
     match fs::read(path(rundir, disk)) {
@@ -38,13 +38,14 @@ pub(super) fn read(rundir: &RunDir, disk: &Disk) -> Result<Option<Since>, DisksE
 }
 
 /// Records the epochs. Must be called before the guest runs.
-pub(super) fn note(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
-    served(hardware).filter_map(|disk| Some((disk, epochs.get(&disk.id)?))).try_for_each(|(disk, at)| {
+pub(super) fn record(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
+    for disk in served(hardware) {
+        let Some(at) = epochs.get(&disk.id) else { continue };
         let refused = |source| DisksError::Refused { id: disk.id.clone(), source };
-        let status = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.status());
-        let Some(redo) = status.map_err(refused)?.redo else { return Ok(()) };
+        let Some(redo) = server_status(rundir, &disk.id).map_err(refused)?.redo else { continue };
         let failed =
             |source| DisksError::Io { id: disk.id.clone(), doing: "noting since which epoch its guest runs", source };
-        write_json(&path(rundir, disk), &Since { at: *at, first: redo.epoch }).map_err(failed)
-    })
+        write_json(&path(rundir, disk), &ResumePoint { at: *at, first: redo.epoch }).map_err(failed)?;
+    }
+    Ok(())
 }

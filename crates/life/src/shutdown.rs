@@ -1,34 +1,36 @@
 //! Ending a guest: through its agent, otherwise by the ACPI power button, otherwise by powering it off. On request
 //! its file systems are frozen, and it is powered off.
 
-use crate::disks;
-use crate::error::LifeError;
-use crate::fault;
-use crate::lock::{self, Lock, LockError};
-use crate::qemu::{OFF, SHUT_DOWN, end_all};
-use crate::rundir::RunDir;
-use crate::state::State;
 use rekindle_qemu::agent;
 use rekindle_qemu::guest::run_state;
 use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm, VmmError};
+use rekindle_vm::disks;
+use rekindle_vm::error::LifeError;
+use rekindle_vm::fault;
+use rekindle_vm::lock::{self, LockError, OperationLock};
+use rekindle_vm::qemu::{ENDED_RUN_STATES, OFF, end_all_qemus};
+use rekindle_vm::rundir::RunDir;
+use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 /// Limit for a running operation to end after its QEMU was killed.
-const BUSY: Duration = Duration::from_secs(10);
-/// Interval between two attempts to take the lock.
-const RETRY: Duration = Duration::from_millis(50);
+const OPERATION_END_TIMEOUT: Duration = Duration::from_secs(10);
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Limit for a killed process to end.
-const END: Duration = Duration::from_secs(10);
-/// Limit for an agent to answer.
-const ANSWER: Duration = Duration::from_secs(1);
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Limit for QEMU to end after `quit`, before it is killed.
+const QUIT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Limit for a QEMU's greeting before `quit`.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+const AGENT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The way to end a guest.
+/// How a guest is to be ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum End {
+pub enum EndMethod {
     /// The guest shuts itself down: services stop cleanly, file systems are unmounted.
     #[default]
     Shutdown,
@@ -75,21 +77,27 @@ impl Ended {
 ///
 /// # Errors
 /// As for [`shut_down`].
-pub fn end(vmm: &Vmm, how: End, patience: Duration) -> Result<Ended, LifeError> {
-    if how == End::Freeze && !patience.is_zero() && !has_ended(vmm) {
-        match agent::freeze(&vmm.directory().agent(), patience / 2) {
-            Ok(count) => {
-                tracing::debug!("{count} file systems are frozen");
-                fault::point("cold.suspend.frozen", Some(vmm), None);
-                return power_off(vmm).map(|()| Ended::Frozen);
-            }
-            Err(e) => {
-                let why = std::error::Error::source(&e).map(|why| format!(": {why}")).unwrap_or_default();
-                tracing::warn!("{e}{why}; it is shut down instead");
-            }
-        }
+pub fn end_guest(vmm: &Vmm, method: EndMethod, patience: Duration) -> Result<Ended, LifeError> {
+    if method == EndMethod::Freeze && !patience.is_zero() && !has_ended(vmm) && has_frozen(vmm, patience / 2) {
+        fault::point("cold.suspend.frozen", Some(vmm), None);
+        return power_off(vmm).map(|()| Ended::Frozen);
     }
     shut_down(vmm, patience)
+}
+
+/// Makes the agent freeze the guest's file systems; returns whether it has done so.
+fn has_frozen(vmm: &Vmm, patience: Duration) -> bool {
+    match agent::freeze(&vmm.directory().agent(), patience) {
+        Ok(count) => {
+            tracing::debug!("{count} file systems are frozen");
+            true
+        }
+        Err(e) => {
+            let cause = std::error::Error::source(&e).map(|cause| format!(": {cause}")).unwrap_or_default();
+            tracing::warn!("{e}{cause}; it is shut down instead");
+            false
+        }
+    }
 }
 
 /// Shuts a guest down: through its agent; by the ACPI power button if no agent answers, or if the guest has not ended
@@ -101,57 +109,69 @@ pub fn end(vmm: &Vmm, how: End, patience: Duration) -> Result<Ended, LifeError> 
 /// # Errors
 /// When QEMU neither accepts `quit` nor can be killed.
 pub fn shut_down(vmm: &Vmm, patience: Duration) -> Result<Ended, LifeError> {
-    let process = vmm.process();
-    let gone = |patience| process.wait_end(patience).unwrap_or(false);
-    let mut ended = Ended::PoweredOff;
     if patience.is_zero() {
-        // Power off without any query.
-    } else if is_shut_down(vmm) {
-        ended = Ended::Before;
-    } else {
-        let deadline = Instant::now() + patience;
-        // If no program in the guest has opened the agent's port, there is no answer to wait for.
-        let listens =
-            vmm.connect(vmm::START_TIMEOUT).is_ok_and(|mut qmp| agent::is_listening(&mut qmp).unwrap_or(true));
-        let asked = listens && agent::shut_down(&vmm.directory().agent(), ANSWER.min(patience)).is_ok();
-        if asked && gone(patience / 2) {
-            return Ok(Ended::ByAgent);
-        }
-        let pressed = vmm.connect(vmm::START_TIMEOUT).map(|mut qmp| qmp.execute::<Value>("system_powerdown", ()));
-        if matches!(pressed, Ok(Ok(_))) && gone(deadline.saturating_duration_since(Instant::now())) {
-            return Ok(Ended::ByAcpi);
-        }
+        return power_off(vmm).map(|()| Ended::PoweredOff);
     }
-    power_off(vmm).map(|()| ended)
+    if has_ended_or_will_end_qemu(vmm) {
+        return power_off(vmm).map(|()| Ended::Before);
+    }
+    let deadline = Instant::now() + patience;
+    if request_by_agent(vmm, patience) && has_gone_within(vmm, patience / 2) {
+        return Ok(Ended::ByAgent);
+    }
+    if press_power_button(vmm) && has_gone_within(vmm, deadline.saturating_duration_since(Instant::now())) {
+        return Ok(Ended::ByAcpi);
+    }
+    power_off(vmm).map(|()| Ended::PoweredOff)
+}
+
+/// Returns whether an agent in the guest has accepted the request to shut down.
+fn request_by_agent(vmm: &Vmm, patience: Duration) -> bool {
+    // If no program in the guest has opened the agent's port, there is no answer to wait for.
+    let listens = vmm.connect(vmm::START_TIMEOUT).is_ok_and(|mut qmp| agent::is_listening(&mut qmp).unwrap_or(true));
+    listens && agent::shut_down(&vmm.directory().agent(), AGENT_TIMEOUT.min(patience)).is_ok()
+}
+
+/// Returns whether QEMU has pressed the guest's ACPI power button.
+fn press_power_button(vmm: &Vmm) -> bool {
+    vmm.connect(vmm::START_TIMEOUT).is_ok_and(|mut qmp| qmp.execute::<Value>("system_powerdown", ()).is_ok())
+}
+
+fn has_gone_within(vmm: &Vmm, patience: Duration) -> bool {
+    vmm.process().wait_end(patience).unwrap_or(false)
 }
 
 /// Powers a guest off. `quit` closes images cleanly; a QEMU that does not end is killed.
 fn power_off(vmm: &Vmm) -> Result<(), LifeError> {
-    if let Ok(mut qmp) = Qmp::connect(&vmm.directory().qmp(), Duration::from_secs(5)) {
+    if let Ok(mut qmp) = Qmp::connect(&vmm.directory().qmp(), GREETING_TIMEOUT) {
         let _ = qmp.execute::<Value>("quit", ());
     }
-    if !vmm.process().wait_end(Duration::from_secs(10)).unwrap_or(false) {
-        vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
+    if !has_gone_within(vmm, QUIT_TIMEOUT) {
+        kill(vmm)?;
     }
     Ok(())
+}
+
+fn kill(vmm: &Vmm) -> Result<(), LifeError> {
+    Ok(vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?)
 }
 
 /// Returns whether the guest has ended by itself.
 fn has_ended(vmm: &Vmm) -> bool {
     let state = vmm.connect(vmm::START_TIMEOUT).map(|mut qmp| run_state(&mut qmp));
-    matches!(state, Ok(Ok(state)) if SHUT_DOWN.contains(&state.as_str()))
+    matches!(state, Ok(Ok(state)) if ENDED_RUN_STATES.contains(&state.as_str()))
 }
 
 /// Returns whether the guest has shut itself down while its QEMU still runs.
-pub(crate) fn has_shut_down(vmm: &Vmm) -> bool {
+pub fn has_shut_down(vmm: &Vmm) -> bool {
     vmm.connect(vmm::START_TIMEOUT).is_ok_and(|mut qmp| run_state(&mut qmp).is_ok_and(|state| state == OFF))
 }
 
 /// Returns whether the guest has ended by itself. If not, makes QEMU end with the guest, whatever its action was
 /// before.
-fn is_shut_down(vmm: &Vmm) -> bool {
+fn has_ended_or_will_end_qemu(vmm: &Vmm) -> bool {
     let Ok(mut qmp) = vmm.connect(vmm::START_TIMEOUT) else { return false };
-    if run_state(&mut qmp).is_ok_and(|state| SHUT_DOWN.contains(&state.as_str())) {
+    if run_state(&mut qmp).is_ok_and(|state| ENDED_RUN_STATES.contains(&state.as_str())) {
         return true;
     }
     // A QEMU without this command ends with its guest by default.
@@ -166,26 +186,27 @@ fn is_shut_down(vmm: &Vmm) -> bool {
 /// [`LifeError`], for a process or an operation that does not end.
 pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
-    let deadline = Instant::now() + BUSY;
+    let deadline = Instant::now() + OPERATION_END_TIMEOUT;
     while let Some(state) = State::read(rundir).map_err(failed)? {
-        let (lock, alone) = match Lock::acquire(rundir, "ending it") {
-            // The running operation is our own: this call is its end.
-            Err(LockError::Held { .. }) if lock::is_ours(rundir) => (None, true),
-            Err(LockError::Held { .. }) if Instant::now() < deadline => (None, false),
-            other => (Some(other?), true),
+        let acquired = OperationLock::acquire(rundir, "ending it");
+        let is_held = matches!(acquired, Err(LockError::LockedVm { .. }));
+        // If the running operation is our own, this call is its end.
+        let must_wait = is_held && !lock::is_ours(rundir);
+        let is_late = Instant::now() >= deadline;
+        let _lock = match acquired {
+            Err(_) if is_held && !(must_wait && is_late) => None,
+            acquired => Some(acquired?),
         };
         // Also during another operation: it must not start anything new after we have the lock.
-        end_all(rundir, &state)?;
+        end_all_qemus(rundir, &state)?;
         // The QEMU of an attached VM does not hold the lock of a directory in the run directory.
         if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
-            vmm.kill().map_err(|source| VmmError::Spawn { path: vmm.binary.clone(), source })?;
+            kill(vmm)?;
         }
-        if alone {
-            disks::end(rundir, &state.hardware)?;
-            drop(lock);
-            return Ok(());
+        if !must_wait {
+            return Ok(disks::end(rundir, &state.hardware)?);
         }
-        std::thread::sleep(RETRY);
+        std::thread::sleep(LOCK_RETRY_INTERVAL);
     }
     Ok(())
 }
@@ -196,13 +217,13 @@ pub fn pull_the_plug(rundir: &RunDir) -> Result<(), LifeError> {
 /// # Errors
 /// [`LifeError::Stuck`] when the process does not end.
 pub fn end_operation(rundir: &RunDir) -> Result<(), LifeError> {
-    let Some(process) = lock::other(rundir) else { return Ok(()) };
+    let Some(process) = lock::other_holder(rundir) else { return Ok(()) };
     let failed = |source| LifeError::RunDir { name: rundir.name().into(), source };
     tracing::warn!("{}: process {}, which is at work on it, is killed", rundir.name(), process.pid);
     process.kill().map_err(failed)?;
-    if process.wait_end(END).map_err(failed)? {
+    if process.wait_end(KILL_TIMEOUT).map_err(failed)? {
         Ok(())
     } else {
-        Err(LifeError::Stuck { name: rundir.name().into(), what: "rekindle", pid: process.pid })
+        Err(LifeError::Stuck { name: rundir.name().into(), program: "rekindle", pid: process.pid })
     }
 }

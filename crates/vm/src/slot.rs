@@ -1,17 +1,21 @@
 //! A VM's slot on this host: run directory, lock, network, RAM file; everything that a VM has before it has a QEMU.
 //!
-//! `rekindle run` boots a guest in it, and `rekindle restore` resumes a guest in it from a checkpoint. First there is
-//! a [`Site`]: the VM is locked, and it has no running guest. With a [`Plan`], the result of all checks, it becomes a
-//! [`VmSlot`].
+//! ```text
+//! IdleSlot ──plan──> Plan                      all checks have passed; nothing is made
+//!     └───────into_slot(plan)──> VmSlot        the state file is written
+//!                                   └──make──> SlotResources: journal, taps, RAM file, disk servers
+//! ```
+//!
+//! `rekindle run` boots a guest in it, and `rekindle restore` resumes a guest in it from a checkpoint.
 
 use crate::cleanup::clean_up;
 use crate::definition::{Bytes, Definition, memory_flaw};
-use crate::disks::{self, DisksError, Epochs};
+use crate::disks::{self, DisksError, Epochs, LeftoverLogs};
 use crate::error::LifeError;
 use crate::hardware;
 use crate::host::Host;
 use crate::journal::{Journal, Kind, Operation, Step};
-use crate::lock::Lock;
+use crate::lock::OperationLock;
 use crate::names::unique_name;
 use crate::network;
 use crate::phases;
@@ -26,16 +30,16 @@ use rekindle_qemu::vmm::Vmm;
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
-/// The locked name of a VM that does not run. A QEMU may wait in it for a checkpoint.
+/// The locked run directory of a VM that does not run. A QEMU may wait in it for a checkpoint.
 #[derive(Debug)]
-pub struct Site<'a> {
+pub struct IdleSlot<'a> {
     host: &'a Host,
     /// Run directory of the VM.
     pub rundir: RunDir,
     state: Option<State>,
     /// A prepared QEMU that has ended by itself.
-    lost: Option<Prepared>,
-    lock: Lock,
+    ended_prepared: Option<Prepared>,
+    lock: OperationLock,
 }
 
 /// A VM that has passed all checks on this host.
@@ -49,8 +53,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Checks that there is room for the guest's RAM now. Nothing is reserved: [`VmSlot::make`] and [`VmSlot::claim`]
-    /// do that.
+    /// Checks that there is room for the guest's RAM now. Nothing is reserved: [`VmSlot::make`] and
+    /// [`VmSlot::claim_ram`] do that.
     ///
     /// # Errors
     /// [`LifeError::Ram`] when there is not enough room.
@@ -60,45 +64,36 @@ impl Plan {
     }
 }
 
-impl<'a> Site<'a> {
+impl<'a> IdleSlot<'a> {
     /// Locks the name of a VM for `operation`. Removes the remains of an earlier VM of the name whose QEMU has ended.
     ///
     /// # Errors
     /// [`LifeError`]: the VM runs, is busy, or needs recovery.
-    pub fn take(host: &'a Host, name: &str, operation: &str) -> Result<Self, LifeError> {
+    pub fn lock(host: &'a Host, name: &str, operation: &str) -> Result<Self, LifeError> {
         let name = name.to_owned();
         let failed = |source| LifeError::RunDir { name: name.clone(), source };
         let rundir = RunDir::new(&host.root, &name);
         host.create_run_dir(&rundir).map_err(failed)?;
-        let lock = Lock::acquire(&rundir, operation)?;
-        if let Some(Journal { operation: Operation { kind, step, .. }, .. }) =
-            Journal::left_behind(&rundir).map_err(failed)?
-        {
+        let lock = OperationLock::acquire(&rundir, operation)?;
+        if let Some(Journal { operation: Operation { kind, step, .. }, .. }) = Journal::read(&rundir).map_err(failed)? {
             return Err(LifeError::NeedsRecovery { name, kind, step });
         }
-        let mut site = Self {
-            host,
-            rundir,
-            state: State::read(&RunDir::new(&host.root, &name)).map_err(failed)?,
-            lost: None,
-            lock,
-        };
-        if let Some(state) = &site.state {
-            let waits = state.prepared.as_ref().map(|prepared| &prepared.vmm);
-            for vmm in [state.vmm.as_ref(), waits].into_iter().flatten() {
-                vmm.wait_released().map_err(failed)?;
-            }
-            if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
-                return Err(LifeError::Running { name, pid: vmm.pid });
-            }
-            // The QEMU has ended by itself: RAM without a QEMU is worthless.
-            if !waits.is_some_and(Vmm::is_alive) {
-                let lost = state.prepared.clone();
-                site.clear()?;
-                site.lost = lost;
-            }
+        let state = State::read(&rundir).map_err(failed)?;
+        let mut slot = Self { host, rundir, state, ended_prepared: None, lock };
+        let Some(state) = &slot.state else { return Ok(slot) };
+        for vmm in state.qemus() {
+            vmm.wait_released().map_err(failed)?;
         }
-        Ok(site)
+        if let Some(vmm) = state.vmm.as_ref().filter(|vmm| vmm.is_alive()) {
+            return Err(LifeError::Running { name, pid: vmm.pid });
+        }
+        let prepared = state.prepared.clone();
+        if !prepared.as_ref().is_some_and(|prepared| prepared.vmm.is_alive()) {
+            // The QEMU has ended by itself: RAM without a QEMU is worthless.
+            slot.clear()?;
+            slot.ended_prepared = prepared;
+        }
+        Ok(slot)
     }
 
     /// Returns the record of the QEMU that waits for a checkpoint, if there is one.
@@ -109,8 +104,8 @@ impl<'a> Site<'a> {
 
     /// Returns the prepared QEMU that had ended by itself. The options given when it was prepared still apply.
     #[must_use]
-    pub fn lost(&self) -> Option<&Prepared> {
-        self.lost.as_ref()
+    pub fn ended_prepared(&self) -> Option<&Prepared> {
+        self.ended_prepared.as_ref()
     }
 
     /// Ends a waiting QEMU and removes the remains of the VM.
@@ -128,16 +123,16 @@ impl<'a> Site<'a> {
     }
 
     /// Releases the lock. Removes the run directory if the VM had no state.
-    pub fn leave(self) {
+    pub fn release(self) {
         if self.state.is_none() {
             let _ = self.rundir.remove();
             self.host.release_ram();
         }
     }
 
-    /// Plans the VM of `definition` on this host. Nothing is made. `fit` may reject the resulting hardware, or change
-    /// it for a guest that exists already. `epochs` are those of the checkpoint to restore; the newest version of all
-    /// other disks is used.
+    /// Runs all checks that can reject the VM of `definition` on this host. Nothing is made. `fit` may reject the
+    /// resulting hardware, or change it for a guest that exists already. `epochs` are those of the checkpoint to
+    /// restore; the newest version of all other disks is used.
     ///
     /// # Errors
     /// [`LifeError`]: the definition requires something that this host or this QEMU does not have.
@@ -148,26 +143,50 @@ impl<'a> Site<'a> {
         epochs: &Epochs,
         fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
     ) -> Result<Plan, LifeError> {
-        plan(self.host, &self.rundir, definition, qemu, epochs, fit)
+        let name = definition.name.to_string();
+        let unfit = |problems| LifeError::Unfit { name: name.clone(), problems };
+        let binary_cache = self.host.binaries();
+        let binary = Binary::probe_cached(qemu.unwrap_or(&definition.qemu), &binary_cache)?;
+        let ram = self.host.ram_directory(&definition)?;
+        check_memory(&definition, &ram)?;
+        let ram_file = ram.file(&unique_name(&self.rundir));
+        let mut hardware = hardware::pin(&definition, &binary, ram_file).map_err(|problem| unfit(vec![problem]))?;
+        fit(&mut hardware).map_err(unfit)?;
+        reject_any(disks::redo_log_problems(&hardware, epochs, LeftoverLogs::Use)).map_err(unfit)?;
+        let binary = hardware::binary_for(&hardware, binary, &binary_cache)?;
+        reject_any(hardware::missing(&hardware, &binary)).map_err(unfit)?;
+        network::check(&definition)?;
+        let state = State {
+            format: format_of(&hardware),
+            definition: Definition { qemu: binary.path.clone(), ..definition },
+            hardware,
+            generation: 1,
+            vmm: None,
+            version: Some(binary.version.clone()),
+            previous: None,
+            attached: None,
+            prepared: None,
+        };
+        Ok(Plan { state, binary, ram })
     }
 
-    /// Uses the site for the planned VM, in place of a QEMU that waits in it.
+    /// Uses the slot for the planned VM, in place of a QEMU that waits in it.
     ///
     /// # Errors
     /// [`LifeError::RunDir`]; nothing is then left behind.
-    pub fn place(mut self, plan: Plan) -> Result<VmSlot<'a>, LifeError> {
+    pub fn into_slot(mut self, plan: Plan) -> Result<VmSlot<'a>, LifeError> {
         self.clear()?;
         if let Err(source) = plan.state.write(&self.rundir) {
             let name = self.rundir.name().to_owned();
-            self.leave();
+            self.release();
             return Err(LifeError::RunDir { name, source });
         }
-        Ok(self.place_of(plan))
+        Ok(self.into_slot_of_waiting(plan))
     }
 
-    /// As [`Site::place`], for a guest that will run in the QEMU that waits in the site.
+    /// As [`IdleSlot::into_slot`], for a guest that will run in the QEMU that waits in the slot.
     #[must_use]
-    pub fn place_of(self, plan: Plan) -> VmSlot<'a> {
+    pub fn into_slot_of_waiting(self, plan: Plan) -> VmSlot<'a> {
         let Plan { state, binary, ram } = plan;
         VmSlot { host: self.host, rundir: self.rundir, state, binary, ram, epochs: None, _lock: self.lock }
     }
@@ -186,12 +205,12 @@ pub struct VmSlot<'a> {
     ram: RamDirectory,
     /// Disk epochs of a checkpoint that will be restored.
     epochs: Option<Epochs>,
-    _lock: Lock,
+    _lock: OperationLock,
 }
 
 /// The resources with which a QEMU is started in a slot.
 #[derive(Debug)]
-pub struct Made {
+pub struct SlotResources {
     /// Journal of the operation.
     pub journal: Journal,
     /// Taps, at the descriptor numbers of the command line.
@@ -213,14 +232,14 @@ impl<'a> VmSlot<'a> {
         operation: &str,
         fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
     ) -> Result<Self, LifeError> {
-        let site = Site::take(host, definition.name.as_str(), operation)?;
-        if let Some((state, _)) = site.prepared() {
+        let idle_slot = IdleSlot::lock(host, definition.name.as_str(), operation)?;
+        if let Some((state, _)) = idle_slot.prepared() {
             state.refuse_prepared()?;
         }
-        match site.plan(definition, qemu, &Epochs::new(), fit) {
-            Ok(plan) => site.place(plan),
+        match idle_slot.plan(definition, qemu, &Epochs::new(), fit) {
+            Ok(plan) => idle_slot.into_slot(plan),
             Err(e) => {
-                site.leave();
+                idle_slot.release();
                 Err(e)
             }
         }
@@ -236,7 +255,7 @@ impl<'a> VmSlot<'a> {
     ///
     /// # Errors
     /// [`LifeError`]; the caller must remove what was made with [`VmSlot::undo`].
-    pub fn make(&self, kind: Kind) -> Result<Made, LifeError> {
+    pub fn make(&self, kind: Kind) -> Result<SlotResources, LifeError> {
         self.make_with(kind, RamDirectory::create, || match &self.epochs {
             Some(epochs) => disks::start_at(&self.rundir, &self.state.hardware, epochs),
             None => disks::start(&self.rundir, &self.state.hardware),
@@ -248,46 +267,46 @@ impl<'a> VmSlot<'a> {
     ///
     /// # Errors
     /// As for [`VmSlot::make`].
-    pub fn make_waiting(&self) -> Result<(Made, Hardware), LifeError> {
-        let made = self.make_with(Kind::Prepare, RamDirectory::create_waiting, || {
+    pub fn make_waiting(&self) -> Result<(SlotResources, Hardware), LifeError> {
+        let resources = self.make_with(Kind::Prepare, RamDirectory::create_waiting, || {
             disks::start_waiting(&self.rundir, &self.state.hardware)
         })?;
         let mut hardware = self.state.hardware.clone();
-        hardware.ram.path = self.ram.waiting(&ram::name(&hardware.ram.path));
-        Ok((made, hardware))
+        hardware.ram.path = self.ram.waiting(&ram::file_id(&hardware.ram.path));
+        Ok((resources, hardware))
     }
 
     fn make_with(
         &self,
         kind: Kind,
-        create: impl Fn(&RamDirectory, &str, u64) -> Result<PathBuf, RamError>,
-        serve: impl FnOnce() -> Result<usize, DisksError>,
-    ) -> Result<Made, LifeError> {
+        create_ram: impl Fn(&RamDirectory, &str, u64) -> Result<PathBuf, RamError>,
+        start_servers: impl FnOnce() -> Result<usize, DisksError>,
+    ) -> Result<SlotResources, LifeError> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         let journal = Journal::open(&self.rundir, kind, None, self.state.generation).map_err(failed)?;
         let fds = network::create(self.host, &self.state)?;
         for (path, bytes) in self.state.hardware.ram_files() {
-            create(&self.ram, &ram::name(&path), bytes)?;
+            create_ram(&self.ram, &ram::file_id(&path), bytes)?;
         }
-        serve()?;
+        start_servers()?;
         // A restored guest knows its disks already.
         if kind == Kind::Run {
-            phases::begin(&self.rundir, &self.state.hardware, &self.state.definition);
+            phases::begin_boot(&self.rundir, &self.state.hardware, &self.state.definition);
         }
-        Ok(Made { journal, fds })
+        Ok(SlotResources { journal, fds })
     }
 
     /// Reserves the RAM for the QEMU that waits in this slot, and opens the journal of its restore.
     ///
     /// # Errors
     /// [`LifeError::Ram`], in which case the QEMU waits as before; [`LifeError::RunDir`].
-    pub fn claim(&self, waits: &Vmm) -> Result<Journal, LifeError> {
+    pub fn claim_ram(&self, waiting_qemu: &Vmm) -> Result<Journal, LifeError> {
         let failed = |source| LifeError::RunDir { name: self.rundir.name().into(), source };
         for (path, bytes) in self.state.hardware.ram_files() {
-            self.ram.claim(&ram::name(&path), bytes)?;
+            self.ram.claim(&ram::file_id(&path), bytes)?;
         }
         let mut journal = Journal::open(&self.rundir, Kind::Restore, None, self.state.generation).map_err(failed)?;
-        journal.operation.to = Some(waits.clone());
+        journal.operation.to = Some(waiting_qemu.clone());
         journal.write().map_err(failed)?;
         self.state.write(&self.rundir).map_err(failed)?;
         Ok(journal)
@@ -307,9 +326,12 @@ impl<'a> VmSlot<'a> {
 
     /// Returns the QEMU that may run the guest of a restore: it was sent `cont`, and has not ended.
     #[must_use]
-    pub fn may_run(&self) -> Option<Vmm> {
-        let left = Journal::left_behind(&self.rundir).ok().flatten().map(|journal| journal.operation);
-        left.filter(|operation| operation.step >= Step::Resume).and_then(|operation| operation.to).filter(Vmm::is_alive)
+    pub fn qemu_that_may_run(&self) -> Option<Vmm> {
+        let Journal { operation, .. } = Journal::read(&self.rundir).ok()??;
+        if operation.step < Step::Resume {
+            return None;
+        }
+        operation.to.filter(Vmm::is_alive)
     }
 
     /// Removes everything that was made, including QEMUs that were started in this slot.
@@ -320,49 +342,17 @@ impl<'a> VmSlot<'a> {
     }
 }
 
-/// Runs all checks that can reject a VM, before anything is made.
-fn plan(
-    host: &Host,
-    rundir: &RunDir,
-    definition: Definition,
-    qemu: Option<&Path>,
-    epochs: &Epochs,
-    fit: impl FnOnce(&mut Hardware) -> Result<(), Vec<String>>,
-) -> Result<Plan, LifeError> {
-    let name = definition.name.to_string();
-    let unfit = |problems| LifeError::Unfit { name: name.clone(), problems };
-    let kept = host.binaries();
-    let binary = Binary::probe_cached(qemu.unwrap_or(&definition.qemu), &kept)?;
-    let ram = host.ram_directory(&definition)?;
-    let page = huge_page_size(ram.path())
+/// Rejects an amount of memory that the file system of the RAM directory cannot give.
+fn check_memory(definition: &Definition, ram: &RamDirectory) -> Result<(), LifeError> {
+    let page_size = huge_page_size(ram.path())
         .map_err(|source| RamError::Directory { path: ram.path().to_owned(), source })?
         .map(Bytes::new);
-    if let Some(why) = memory_flaw(definition.memory, page, &ram.path().display().to_string()) {
-        return Err(unfit(vec![format!("`memory = \"{}\"`: {why}", definition.memory)]));
-    }
-    let file = ram.file(&unique_name(rundir));
-    let mut hardware = hardware::pin(&definition, &binary, file).map_err(|problem| unfit(vec![problem]))?;
-    fit(&mut hardware).map_err(unfit)?;
-    let unseen = disks::left_behind(&hardware, epochs, false);
-    if !unseen.is_empty() {
-        return Err(unfit(unseen));
-    }
-    let binary = hardware::relied_on(&hardware, binary, &kept)?;
-    let missing = hardware::missing(&hardware, &binary);
-    if !missing.is_empty() {
-        return Err(unfit(missing));
-    }
-    network::check(&definition)?;
-    let state = State {
-        format: format_of(&hardware),
-        definition: Definition { qemu: binary.path.clone(), ..definition },
-        hardware,
-        generation: 1,
-        vmm: None,
-        version: Some(binary.version.clone()),
-        previous: None,
-        attached: None,
-        prepared: None,
-    };
-    Ok(Plan { state, binary, ram })
+    let memory = definition.memory;
+    let Some(why) = memory_flaw(memory, page_size, &ram.path().display().to_string()) else { return Ok(()) };
+    let problems = vec![format!("`memory = \"{memory}\"`: {why}")];
+    Err(LifeError::Unfit { name: definition.name.to_string(), problems })
+}
+
+fn reject_any(problems: Vec<String>) -> Result<(), Vec<String>> {
+    if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
