@@ -50,7 +50,7 @@ class Problem:
 
 
 class RunsError(ValueError):
-    """The file of runs cannot be analysed. The text lists the first `MAX_LISTED_PROBLEMS` problems, and counts the rest."""
+    """The file of runs cannot be analysed. The text lists at most `MAX_LISTED_PROBLEMS`, and counts the others."""
 
     def __init__(self, path: Path, problems: list[Problem]) -> None:
         self.problems = problems
