@@ -120,7 +120,7 @@ class GuestRunner:
             with Sampler(about.sample_every_s, lambda: mentioning(str(work)), sample_guest) as sampler:
                 window = load.measure(rekindle, guest, about, about.measure_s)
         measured.samples += [*sampler.samples, {"load": window.raw}]
-        measured.responses |= sampler.share() | (status.responses(sampler.samples) if status else {})
+        measured.responses |= sampler.responses() | (status.responses(sampler.samples) if status else {})
         measured.responses |= {
             "throughput_per_s": window.throughput_per_s,
             "response_time_ms": window.response_time_ms,

@@ -1,4 +1,4 @@
-"""Builds the guest of a run with the settings of its level; definition, disk, memory and network are new in each run."""
+"""Builds the guest of a run with its level's settings; definition, disk, memory and network are new in each run."""
 
 import json
 from dataclasses import dataclass
