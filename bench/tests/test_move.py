@@ -27,7 +27,7 @@ LINE = [
 
 def test_the_target_has_the_hardware_and_its_own_files():
     vm = migrate.Vm("qemu", LINE, "/run/a/vmm-1")
-    out = migrate.arguments(vm, Path("/b"), Path("/ram/b.ram"), 7)
+    out = migrate.destination_arguments(vm, Path("/b"), Path("/ram/b.ram"), 7)
     text = " ".join(out)
     assert out[-2:] == ["-incoming", "defer"] and text.count("-incoming") == 1 and "-S" not in out
     assert "tap,id=net0,fd=7,vhost=off" in out

@@ -135,8 +135,8 @@ def _qemu(env: ProtectEnvironment, there: DestinationHost, guest: Guest, how: st
         with env.qmp(guest) as source:
             ram = there.ram / "migrated.ram"
             vm = migrate.Vm(env.qemu, shown["command_line"], shown["vmm"]["directory"])
-            with migrate.waiting(vm, env.work / "migrated", tap, ram) as target:
-                done = migrate.migrate(source, target, how)
+            with migrate.running_destination(vm, env.work / "migrated", tap, ram) as target:
+                done = migrate.migrate(source, target.qmp, how)
                 there.guest_there(guest).wait_ready()
     except migrate.NotConvergedError as error:
         row.converged = 0
