@@ -27,7 +27,7 @@ LINE = [
 
 def test_the_target_has_the_hardware_and_its_own_files():
     vm = migrate.Vm("qemu", LINE, "/run/a/vmm-1")
-    out = migrate.arguments(vm, Path("/b"), Path("/ram/b.ram"), 7)
+    out = migrate.destination_arguments(vm, Path("/b"), Path("/ram/b.ram"), 7)
     text = " ".join(out)
     assert out[-2:] == ["-incoming", "defer"] and text.count("-incoming") == 1 and "-S" not in out
     assert "tap,id=net0,fd=7,vhost=off" in out
@@ -93,7 +93,7 @@ def test_the_tables_have_the_loss_of_throughput(frame):
 def test_the_models_take_their_figures_from_it(frame, tmp_path):
     path = tmp_path / "move.json"
     path.write_text(json.dumps({"tables": {moves.TABLE: analysis.summary(frame)}}))
-    found, notes = moves.moved(path, "512M", "dirty 20", 3)
+    found, notes = moves.read_moves(path, "512M", "dirty 20", 3)
     assert {"migration", "move", "move-local", "live", "live-20ms"} == set(found)
     assert found["migration"].vmm_downtime_s == pytest.approx(0.7)
     assert found["migration"].degraded_s == pytest.approx(2 * 0.7)
@@ -110,10 +110,10 @@ def test_the_models_take_their_figures_from_it(frame, tmp_path):
     names = [row["technique"] for row in document["techniques"]]
     assert {"warm", "move", "live-20ms"} <= set(names) and names.count("migration") == 1
     with pytest.raises(ParameterError, match=r"no guest '8G' .* 512M with load idle"):
-        moves.moved(path, "8G", "idle", 3)
+        moves.read_moves(path, "8G", "idle", 3)
     path.write_text("{}")
     with pytest.raises(ParameterError, match="TOPIC=move"):
-        moves.moved(path, "512M", "idle", 3)
+        moves.read_moves(path, "512M", "idle", 3)
 
 
 def test_rates_are_of_whole_intervals_before_the_command_and_until_the_stop():

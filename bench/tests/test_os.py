@@ -169,7 +169,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     ("path", "status", "answered"), [("/whole", 200, True), ("/half", 200, False), ("/whole", 503, False)]
 )
 def test_only_a_whole_answer_counts(monkeypatch, path, status, answered):
-    monkeypatch.setattr(page_client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(page_client, "ANSWER_TIMEOUT_S", 0.2)
     monkeypatch.setattr(page_client.netns, "inside", lambda _, function: function())
     monkeypatch.setattr(Handler, "status", status)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""The command `rekindle-lab`."""
+"""The command `rekindle-lab`: one subcommand from each package of the lab."""
 
 import typer
 

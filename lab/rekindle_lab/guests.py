@@ -1,4 +1,4 @@
-"""Guests of experiments: images from `tests/images/build`, VM definitions, and the check that a guest is ready."""
+"""Defines the guests of experiments: images from `tests/images/build`, VM definitions, the check that one is ready."""
 
 import json
 import shutil

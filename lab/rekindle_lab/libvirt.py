@@ -1,4 +1,4 @@
-"""A private libvirtd for an experiment, run by another user, with all of its directories in one folder."""
+"""Runs a private libvirtd for an experiment, run by another user, with all of its directories in one folder."""
 
 import pwd
 import shutil

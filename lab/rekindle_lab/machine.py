@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def find_root(start: Path) -> Path | None:
@@ -63,10 +63,10 @@ def interrupt_on_signals(name: str) -> None:
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        for one in _ENDING:
-            signal.signal(one, signal.SIG_IGN)
+        for ending in _TERMINATION_SIGNALS:
+            signal.signal(ending, signal.SIG_IGN)
         print(f"{name}: interrupted; taking everything down", file=sys.stderr, flush=True)
         raise KeyboardInterrupt
 
-    for one in _ENDING:
-        signal.signal(one, interrupt)
+    for ending in _TERMINATION_SIGNALS:
+        signal.signal(ending, interrupt)

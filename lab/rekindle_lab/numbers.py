@@ -1,4 +1,4 @@
-"""Finite numbers, and numbers that JSON can represent."""
+"""Checks for finite numbers, and replaces numbers that JSON cannot represent."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def finite(value: float) -> bool:
 def for_json(value: Any, instead: Callable[[float], Any] = lambda _: None) -> Any:  # noqa: ANN401
     """Returns the value, tables too, with `instead` (default `None`) in place of numbers that JSON cannot represent."""
     if isinstance(value, dict):
-        return {str(key): for_json(one, instead) for key, one in value.items()}
+        return {str(key): for_json(item, instead) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [for_json(one, instead) for one in value]
+        return [for_json(item, instead) for item in value]
     return instead(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""A guest whose operating system is rebooted: its definition, disk and phases, and commands in it."""
+"""Defines a guest whose operating system is rebooted: its definition, disk and phases, and commands in it."""
 
 import json
 import subprocess
@@ -64,11 +64,11 @@ class OsGuest(Guest):
 
     def disk_lines(self) -> list[str]:
         """Returns the disks of the VM definition."""
-        own = ["[[disk]]", f"path = {json.dumps(str(self.own_disk))}", "server = true"]
+        own_disk = ["[[disk]]", f"path = {json.dumps(str(self.own_disk))}", "server = true"]
         if self.kind != "immutable":
-            return own
+            return own_disk
         shared = json.dumps(str(self.image.folder / "disk.raw"))
-        return ["[[disk]]", f"path = {shared}", "readonly = true", "server = true", *own]
+        return ["[[disk]]", f"path = {shared}", "readonly = true", "server = true", *own_disk]
 
     def qemu_args(self) -> list[str]:
         """Returns the QEMU arguments for the firmware's debug port."""
@@ -138,11 +138,11 @@ def wait_saved(rekindle: Rekindle, guest: OsGuest) -> None:
     if guest.kind == "micro":
         guest.command("phase services")
     while True:
-        void = {phase["name"]: phase["void"] for phase in rekindle.show(guest.name)["phases"] if phase["void"]}
-        if not void:
+        unusable = {phase["name"]: phase["void"] for phase in rekindle.show(guest.name)["phases"] if phase["void"]}
+        if not unusable:
             return
         if time.monotonic() > deadline:
-            raise RekindleError(f"{guest.name}: phases that are not saved: {void}")
+            raise RekindleError(f"{guest.name}: phases that are not saved: {unusable}")
         time.sleep(0.1)
 
 

@@ -2,7 +2,7 @@
 
 The client opens new connections, because a boot kills the old ones, whose retransmissions would be seconds apart.
 It uses many threads, because a connection to a guest that has just ended does not notice the next guest, and waits for
-its answer for `ANSWER_S`.
+its answer for `ANSWER_TIMEOUT_S`.
 """
 
 import itertools
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from rekindle_lab import netns
 from rekindle_lab.rekindle import RekindleError
 
-ASKERS = 16
-EVERY_S = 0.16
+THREADS = 16
+REQUEST_EVERY_S = 0.16
 """Seconds between two requests of one thread; all threads together make at most 100 requests per second."""
-CONNECT_S = 0.1
+CONNECT_TIMEOUT_S = 0.1
 """Timeout of a connection attempt in seconds."""
-ANSWER_S = 2.0
+ANSWER_TIMEOUT_S = 2.0
 """Timeout of the answer after a connection in seconds."""
 WAIT_S = 300.0
 
@@ -56,26 +56,26 @@ class PageClient:
         self.answers: list[Answer] = []
         self._namespace, self._address, self._port = namespace, address, port
         self._request = f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode()
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=[n], daemon=True) for n in range(ASKERS)]
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._run_thread, args=[n], daemon=True) for n in range(THREADS)]
 
-    def _ask(self, number: int) -> None:
-        self._over.wait(number * EVERY_S / ASKERS)
-        netns.inside(self._namespace, self._run)
+    def _run_thread(self, number: int) -> None:
+        self._stopped.wait(number * REQUEST_EVERY_S / THREADS)
+        netns.inside(self._namespace, self._ask_repeatedly)
 
-    def _run(self) -> None:
-        while not self._over.is_set():
+    def _ask_repeatedly(self) -> None:
+        while not self._stopped.is_set():
             begin = time.monotonic_ns()
             if self.ask_once():
                 took = (time.monotonic_ns() - begin) // 1000
                 self.answers.append(Answer(time.time_ns() // 1000, took))
-            self._over.wait(max(0.0, EVERY_S - (time.monotonic_ns() - begin) / 1e9))
+            self._stopped.wait(max(0.0, REQUEST_EVERY_S - (time.monotonic_ns() - begin) / 1e9))
 
     def ask_once(self) -> bool:
         """Returns whether one request is answered completely."""
         try:
-            with socket.create_connection((self._address, self._port), CONNECT_S) as connection:
-                connection.settimeout(ANSWER_S)
+            with socket.create_connection((self._address, self._port), CONNECT_TIMEOUT_S) as connection:
+                connection.settimeout(ANSWER_TIMEOUT_S)
                 connection.sendall(self._request)
                 answer = b""
                 while not _is_whole(answer):
@@ -103,7 +103,7 @@ class PageClient:
 
     def __exit__(self, *_: object) -> None:
         """Ends the requests."""
-        self._over.set()
+        self._stopped.set()
         for thread in self._threads:
             thread.join()
 
@@ -123,8 +123,11 @@ def _is_whole(answer: bytes) -> bool:
 def longest_gap(answers: list[Answer], begin_host_us: int) -> Gap:
     """Returns the longest time between two answers of which the second arrived after `begin_host_us`."""
     ordered = sorted(answers, key=lambda answer: answer.host_us)
-    pairs = [(one, next_) for one, next_ in itertools.pairwise(ordered) if next_.host_us > begin_host_us]
-    if not pairs:
+    gaps = [
+        Gap(answer.host_us, following.host_us, first_us=following.took_us)
+        for answer, following in itertools.pairwise(ordered)
+        if following.host_us > begin_host_us
+    ]
+    if not gaps:
         raise RekindleError("the client has no answers around the reboot")
-    before, after = max(pairs, key=lambda pair: pair[1].host_us - pair[0].host_us)
-    return Gap(before.host_us, after.host_us, after.took_us)
+    return max(gaps, key=lambda gap: gap.us)

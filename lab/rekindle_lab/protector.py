@@ -1,4 +1,4 @@
-"""`rekindle protect` as a child process of an experiment: its events, and its resource use."""
+"""Runs `rekindle protect` as a child process of an experiment, and records its events and its resource use."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +33,12 @@ class Protector:
     """A protector of one VM, with all events that it has reported."""
 
     def __init__(
-        self, rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *more: str
+        self, rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *options: str
     ) -> None:
         """Starts the protector. Without a `policy` it uses Rekindle's default."""
         command = [str(rekindle.binary), "--json", "protect", name, "--store", store.url, *store.options]
         command += ["--create-store"]
-        command += ["--every", every, *(["--policy", policy] if policy else []), *more]
+        command += ["--every", every, *(["--policy", policy] if policy else []), *options]
         self._command = command
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
@@ -54,11 +54,11 @@ class Protector:
             text=True,
             start_new_session=True,
         )
-        self._threads = [threading.Thread(target=read, daemon=True) for read in (self._read, self._listen)]
+        self._threads = [threading.Thread(target=read, daemon=True) for read in (self._read_events, self._read_errors)]
         for thread in self._threads:
             thread.start()
 
-    def _read(self) -> None:
+    def _read_events(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -73,10 +73,10 @@ class Protector:
     def _sample_peak(self) -> None:
         """Samples the peak resident memory. `wait4` cannot be used, since its value starts with the parent's."""
         with suppress(OSError):
-            found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{self._process.pid}/status").read_text())
-            self._peak_kib = int(found[1]) if found else self._peak_kib
+            peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{self._process.pid}/status").read_text())
+            self._peak_kib = int(peak[1]) if peak else self._peak_kib
 
-    def _listen(self) -> None:
+    def _read_errors(self) -> None:
         assert self._process.stderr is not None
         self._errors += list(self._process.stderr)
 
@@ -90,15 +90,15 @@ class Protector:
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
-                found = [event for event in self.events if event.get("event") == kind]
-                if len(found) >= count:
-                    return found
-                left = deadline - time.monotonic()
-                if self._ended or left <= 0:
+                events = [event for event in self.events if event.get("event") == kind]
+                if len(events) >= count:
+                    return events
+                seconds_left = deadline - time.monotonic()
+                if self._ended or seconds_left <= 0:
                     what = "ended" if self._ended else f"gave no {kind} number {count} within {timeout:g} s"
                     output = "".join(self._errors)[-2000:].strip()
                     raise RekindleError(f"{' '.join(self._command[1:])}: {what}; its output: {output or '(nothing)'}")
-                self._changed.wait(left)
+                self._changed.wait(seconds_left)
 
     def stop(self) -> ResourceUse:
         """Ends the protector, and waits for its end. The write tracking stays in QEMU."""
@@ -139,10 +139,10 @@ class Protector:
 
 @contextmanager
 def protected(
-    rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *more: str
+    rekindle: Rekindle, name: str, store: Store, every: str, policy: str | None = None, *options: str
 ) -> Iterator[Protector]:
     """Runs a protector while the body runs. The first, full checkpoint is committed when the body starts."""
-    protector = Protector(rekindle, name, store, every, policy, *more)
+    protector = Protector(rekindle, name, store, every, policy, *options)
     try:
         protector.wait("checkpoint")
         yield protector
@@ -155,5 +155,5 @@ def protected(
 def detach(rekindle: Rekindle, name: str, store: Store, policy: str | None = None) -> None:
     """Takes a last checkpoint and removes the tracking in QEMU, which an ended protector leaves for the next one."""
     if policy != "cow":  # the protection of `cow` ends with the protector's process
-        arguments: Sequence[str] = ["--policy", policy] if policy else []
-        rekindle.call("protect", name, "--store", store.url, *store.options, "--count", "1", *arguments)
+        policy_option = ["--policy", policy] if policy else []
+        rekindle.call("protect", name, "--store", store.url, *store.options, "--count", "1", *policy_option)

@@ -46,7 +46,7 @@ class Qmp:
                     raise QmpError(f"{path}: no QMP socket within {timeout:g} s") from error
                 time.sleep(0.002)
         try:
-            self._message(deadline)
+            self._read_message(deadline)
             self.execute("qmp_capabilities")
         except BaseException:
             self.close()
@@ -73,9 +73,9 @@ class Qmp:
         except OSError as error:
             raise QmpError(f"{self.path}: {command}: {error}") from error
         while True:
-            message = self._message(deadline)
+            message = self._read_message(deadline)
             if "event" in message:
-                self._keep(message)
+                self._keep_event(message)
             elif "error" in message:
                 raise QmpError(f"{self.path}: {command}: {message['error'].get('desc', message['error'])}")
             else:
@@ -89,25 +89,25 @@ class Qmp:
                 event = self._events.pop(0)
                 if event.name == name:
                     return event
-            message = self._message(deadline, what=f"event {name}")
+            message = self._read_message(deadline, what=f"event {name}")
             if "event" in message:
-                self._keep(message)
+                self._keep_event(message)
 
     def forget_events(self) -> None:
         """Drops the events that have arrived so far."""
         self._events.clear()
 
-    def _keep(self, message: dict[str, Any]) -> None:
+    def _keep_event(self, message: dict[str, Any]) -> None:
         stamp = message["timestamp"]
         host_us = stamp["seconds"] * 1_000_000 + stamp["microseconds"]
         self._events.append(Event(message["event"], message.get("data", {}), host_us))
 
-    def _message(self, deadline: float, what: str = "reply") -> dict[str, Any]:
+    def _read_message(self, deadline: float, what: str = "reply") -> dict[str, Any]:
         while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
                 raise QmpError(f"{self.path}: no {what} in time")
-            self._socket.settimeout(left)
+            self._socket.settimeout(seconds_left)
             try:
                 data = self._socket.recv(65536)
             except TimeoutError as error:

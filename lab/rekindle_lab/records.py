@@ -1,13 +1,31 @@
-"""One reboot as a client saw it: `{"how", "reboot": JSON of the reboot, "probe": JSON of the probe's report}`."""
+"""Reads the record of one reboot as a client saw it, and computes its figures.
+
+A record is `{"how", "reboot": JSON of the reboot, "probe": JSON of the probe's report}`.
+"""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rekindle_lab.rekindle import failed_requests, gap_around
+from rekindle_lab.rekindle import ServiceGap, failed_requests, gap_around
+
+
+class Phase(NamedTuple):
+    """A phase of a reboot; start and end by the host's clock in microseconds."""
+
+    name: str
+    begin_host_us: int
+    end_host_us: int
+
+
+class Throughput(NamedTuple):
+    """Good answers per second: the n + 1 edges of n intervals, in s from the zero of plots, and the n rates."""
+
+    edges_s: np.ndarray
+    rates_per_s: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -49,14 +67,14 @@ class Record:
         return self.vm.get("resume_host_us")
 
     @property
-    def gap(self) -> tuple[int, int, int]:
-        """The client's gap around the reboot: start and end by the host clock, and length; in microseconds."""
+    def gap(self) -> ServiceGap:
+        """The client's gap around the reboot."""
         return gap_around(self.probe, self.stop_host_us, self.resume_host_us)
 
     @property
     def gap_ms(self) -> float:
         """Length of the client's gap in ms."""
-        return self.gap[2] / 1e3
+        return self.gap.length_us / 1e3
 
     @property
     def lost(self) -> int:
@@ -64,34 +82,38 @@ class Record:
         return failed_requests(self.probe)
 
     @property
-    def phases(self) -> list[tuple[str, int, int]]:
-        """The phases in their order: name, start and end by the host's clock in microseconds."""
-        spans: dict[str, tuple[int, int]] = {}
+    def phases(self) -> list[Phase]:
+        """The phases in their order."""
+        phases: dict[str, Phase] = {}
         for step in self.vm.get("steps", []):
-            begin, end = step["start_host_us"], step["start_host_us"] + step["us"]
-            old = spans.get(step["phase"], (begin, end))
-            spans[step["phase"]] = (min(old[0], begin), max(old[1], end))
-        return [(name, begin, end) for name, (begin, end) in spans.items()]
+            name, begin_us, end_us = step["phase"], step["start_host_us"], step["start_host_us"] + step["us"]
+            so_far = phases.get(name, Phase(name, begin_us, end_us))
+            phases[name] = Phase(name, min(so_far.begin_host_us, begin_us), max(so_far.end_host_us, end_us))
+        return list(phases.values())
 
     @property
     def zero_host_us(self) -> int:
         """The zero of plots: when the guest was stopped or, in a cold reboot, requested to shut down."""
-        suspend = [begin for name, begin, _ in self.phases if name == "suspend"]
-        if self.stop_host_us is not None and not (self.how == "cold" and suspend):
+        suspend_us = next((phase.begin_host_us for phase in self.phases if phase.name == "suspend"), None)
+        if self.stop_host_us is not None and not (self.how == "cold" and suspend_us is not None):
             return self.stop_host_us
-        return suspend[0] if suspend else self.probe["started_unix_ns"] // 1000
+        return suspend_us if suspend_us is not None else self.probe["started_unix_ns"] // 1000
 
-    def throughput(self, merge: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Returns good answers per second: the n + 1 edges of n intervals, in s from `zero_host_us`, and the n rates.
+    def seconds_from_zero(self, host_us: int) -> float:
+        """Returns a time of the host's clock as a time of plots."""
+        return (host_us - self.zero_host_us) / 1e6
+
+    def throughput(self, merge: int = 1) -> Throughput:
+        """Returns good answers per second in each interval.
 
         `merge`: number of the probe's intervals that are merged into one.
         """
         answered = np.array([interval["answered"] for interval in self.probe["intervals"]], dtype=float)
-        whole = (len(answered) - 1) // merge * merge  # omits a last interval that may be shorter
+        whole_intervals = (len(answered) - 1) // merge * merge  # omits a last interval that may be shorter
         width_s = self.probe["interval_ms"] * merge / 1e3
-        rates = answered[:whole].reshape(-1, merge).sum(axis=1) / width_s
+        rates = answered[:whole_intervals].reshape(-1, merge).sum(axis=1) / width_s
         offset_s = (self.probe["started_unix_ns"] / 1e3 - self.zero_host_us) / 1e6
-        return offset_s + width_s * np.arange(len(rates) + 1), rates
+        return Throughput(offset_s + width_s * np.arange(len(rates) + 1), rates)
 
 
 def parse(document: dict[str, Any]) -> Record:

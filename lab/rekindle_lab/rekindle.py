@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 VMM_WAYS = ("warm", "saved", "cold")
+"""Values of `--how` of `rekindle reboot vmm`."""
 OS_WAYS = ("cold", "kexec", "warm-cache", "phase")
-"""Values of `--how` of `rekindle reboot vmm` (first tuple) and `rekindle reboot os` (second tuple)."""
+"""Values of `--how` of `rekindle reboot os`."""
 COMMAND_DEADLINE_S = 900.0
 MARGIN_S = 0.4
 """Seconds for which a probe runs undisturbed before and after the measured event, so that its gap is distinct."""
@@ -54,7 +55,7 @@ class Rekindle:
         return {**os.environ, "REKINDLE_RUN_DIR": str(self.run_dir)}
 
     def call(self, *arguments: str, ok: Sequence[int] = (0,)) -> dict[str, Any]:
-        """Runs a command and returns its JSON."""
+        """Runs a command and returns its JSON. `ok`: accepted exit statuses."""
         command = [str(self.binary), *arguments, "--json"]
         done = subprocess.run(
             command,
@@ -110,18 +111,7 @@ class Rekindle:
         running: list[subprocess.Popen[str]] = []
         try:
             for url, netns in targets:
-                command = [str(self.binary), "probe", url, "--every", every, "--netns", netns, *options, "--json"]
-                running.append(
-                    subprocess.Popen(
-                        command,
-                        env=self.environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                        start_new_session=True,
-                    )
-                )
+                running.append(self._start_probe(url, netns, every, options))
             time.sleep(margin_s)
             yield probes
             time.sleep(margin_s)
@@ -140,23 +130,43 @@ class Rekindle:
                     process.kill()
                     process.communicate()
 
+    def _start_probe(self, url: str, netns: str, every: str, options: Sequence[str]) -> subprocess.Popen[str]:
+        command = [str(self.binary), "probe", url, "--every", every, "--netns", netns, *options, "--json"]
+        return subprocess.Popen(
+            command,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
-def gap_around(report: dict[str, Any], stop_host_us: int | None, resume_host_us: int | None) -> tuple[int, int, int]:
+
+class ServiceGap(NamedTuple):
+    """A time without an answer, in microseconds; start and end by the host's clock, 0 if they are unknown."""
+
+    start_host_us: int
+    end_host_us: int
+    length_us: int
+
+
+def gap_around(report: dict[str, Any], stop_host_us: int | None, resume_host_us: int | None) -> ServiceGap:
     """Returns the gap in service of a guest that was stopped from one host time to the other (microseconds since 1970).
 
-    Returns `(start, end, length)` in microseconds, the first two by the host clock: the longest gap that overlaps the
-    stop. If no listed gap does, or the times are unknown, returns the longest gap of all, with a start and end of 0 if
-    the report does not list it.
+    Returns the longest gap that overlaps the stop. If no listed gap does, or the times are unknown, returns the longest
+    gap of all.
     """
-    gaps = [(gap["start_unix_ns"] // 1000, gap["length_us"]) for gap in report["gaps"]]
+    gaps = []
+    for gap in report["gaps"]:
+        start_us = gap["start_unix_ns"] // 1000
+        gaps.append(ServiceGap(start_us, start_us + gap["length_us"], gap["length_us"]))
     if stop_host_us is not None and resume_host_us is not None:
-        around = [gap for gap in gaps if gap[0] < resume_host_us and gap[0] + gap[1] > stop_host_us]
-        if around:
-            gaps = around
+        overlapping = [gap for gap in gaps if gap.start_host_us < resume_host_us and gap.end_host_us > stop_host_us]
+        gaps = overlapping or gaps
     if not gaps:
-        return 0, 0, int(report["longest_gap_us"])
-    start, length = max(gaps, key=lambda gap: gap[1])
-    return start, start + length, length
+        return ServiceGap(0, 0, int(report["longest_gap_us"]))
+    return max(gaps, key=lambda gap: gap.length_us)
 
 
 def failed_requests(report: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""A disk whose rates the kernel limits."""
+"""Makes disks whose rates the kernel limits: an ext4 file system on a loop device with the block I/O controller."""
 
 import os
 import shutil

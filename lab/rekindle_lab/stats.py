@@ -45,13 +45,13 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def ratio_interval(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float]:
     """Returns the 95% bootstrap interval of median(ours) / median(peer), without a unit. Samples are independent."""
-    a, b = _sample(ours), _sample(peer)
-    if (b <= 0).any():
+    our_sample, peer_sample = _sample(ours), _sample(peer)
+    if (peer_sample <= 0).any():
         raise ValueError("a ratio needs a peer with positive values only")
-    if np.ptp(a) == 0 and np.ptp(b) == 0:
-        ratio = float(a[0] / b[0])
+    if np.ptp(our_sample) == 0 and np.ptp(peer_sample) == 0:
+        ratio = float(our_sample[0] / peer_sample[0])
         return ratio, ratio
-    return _interval((a, b), lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis))
+    return _interval((our_sample, peer_sample), lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis))
 
 
 def _interval(samples: tuple[np.ndarray, ...], statistic: object) -> tuple[float, float]:
@@ -68,11 +68,11 @@ def _interval(samples: tuple[np.ndarray, ...], statistic: object) -> tuple[float
 
 def permutation_p(ours: Sequence[float], peer: Sequence[float]) -> float:
     """Returns the two-sided p (to 1) of so large a difference of medians if both samples are of one distribution."""
-    a, b = _sample(ours), _sample(peer)
-    if a.size < 2 or b.size < 2:
+    our_sample, peer_sample = _sample(ours), _sample(peer)
+    if our_sample.size < 2 or peer_sample.size < 2:
         return 1.0
     result = stats.permutation_test(
-        (a, b),
+        (our_sample, peer_sample),
         lambda x, y, axis: np.median(x, axis=axis) - np.median(y, axis=axis),
         permutation_type="independent",
         vectorized=True,
@@ -107,16 +107,16 @@ class Comparison:
 
 def compare(ours: Sequence[float], peer: Sequence[float]) -> Comparison:
     """Compares two samples of durations in one unit."""
-    a, b = median(ours), median(peer)
+    our_median, peer_median = median(ours), median(peer)
     low, high = ratio_interval(ours, peer)
     return Comparison(
-        ours=a,
-        peer=b,
+        ours=our_median,
+        peer=peer_median,
         ours_p95=p95(ours),
         peer_p95=p95(peer),
         n_ours=len(ours),
         n_peer=len(peer),
-        ratio=a / b,
+        ratio=our_median / peer_median,
         low=low,
         high=high,
         p=permutation_p(ours, peer),

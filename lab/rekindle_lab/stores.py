@@ -1,4 +1,4 @@
-"""Stores of checkpoints: in a folder of the machine's disk, on a slow disk, on a server over TLS."""
+"""Makes stores of checkpoints: in a folder of the machine's disk, on a slow disk, on a server over TLS."""
 
 import itertools
 import os
@@ -93,16 +93,28 @@ def certificates(folder: Path) -> None:
         run("openssl", "x509", "-req", "-in", request, *signed, "-extfile", extensions, "-out", folder / f"{role}.pem")
 
 
+def _wait_listening(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_DEADLINE_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+            return
+        except OSError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RekindleError(f"store serve: {log.read_text()[-1000:]}") from None
+            time.sleep(0.02)
+
+
 @contextmanager
 def over_tls(rekindle: Rekindle, folder: Path) -> Iterator[Store]:
     """Runs a store server on this machine's loopback, with its stores on the machine's disk."""
-    keys, at = folder / "keys", folder / "stores"
+    keys, stores = folder / "keys", folder / "stores"
     certificates(keys)
-    at.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(rekindle.binary), "store", "serve", "--listen", f"127.0.0.1:{port}", "--dir", str(at)]
+    stores.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free_port:
+        free_port.bind(("127.0.0.1", 0))
+        port = free_port.getsockname()[1]
+    command = [str(rekindle.binary), "store", "serve", "--listen", f"127.0.0.1:{port}", "--dir", str(stores)]
     command += ["--cert", str(keys / "server.pem"), "--key", str(keys / "server.key")]
     log = folder / "server.log"
     with log.open("wb") as out:
@@ -115,17 +127,16 @@ def over_tls(rekindle: Rekindle, folder: Path) -> Iterator[Store]:
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + START_DEADLINE_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise RekindleError(f"store serve: {log.read_text()[-1000:]}") from None
-                time.sleep(0.02)
-        client = ("--cert", str(keys / "client.pem"), "--key", str(keys / "client.key"), "--ca", str(keys / "ca.pem"))
-        yield Store("tls", f"tls://127.0.0.1:{port}", at, client)
+        _wait_listening(server, port, log)
+        client_options = (
+            "--cert",
+            str(keys / "client.pem"),
+            "--key",
+            str(keys / "client.key"),
+            "--ca",
+            str(keys / "ca.pem"),
+        )
+        yield Store("tls", f"tls://127.0.0.1:{port}", stores, client_options)
     finally:
         server.terminate()
         server.wait()

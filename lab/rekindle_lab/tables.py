@@ -10,13 +10,14 @@ def table(rows: list[dict[str, Any]], title: str = "") -> str:
     head = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(key)) for key in head] for row in rows]
     widths = [max(len(text) for text in column) for column in zip(head, *cells, strict=True)]
-    right = [all(isinstance(row.get(key), int | float | None) for row in rows) for key in head]
-    lines = [
-        "  ".join(
-            text.rjust(w) if r else text.ljust(w) for text, w, r in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in [head, ["-" * width for width in widths], *cells]
-    ]
+    is_number_column = [all(isinstance(row.get(key), int | float | None) for row in rows) for key in head]
+    lines = []
+    for texts in [head, ["-" * width for width in widths], *cells]:
+        aligned = [
+            text.rjust(width) if is_number else text.ljust(width)
+            for text, width, is_number in zip(texts, widths, is_number_column, strict=True)
+        ]
+        lines.append("  ".join(aligned).rstrip())
     return "\n".join([title, *lines] if title else lines)
 
 

@@ -16,14 +16,14 @@ def known(table: dict[str, Any], names: Iterable[str], where: str) -> None:
     for key in table:
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
-            mean = f"did you mean {near[0]}? " if near else ""
-            raise DefinitionError(f"{where}: unknown key '{key}'; {mean}there are: {', '.join(names)}")
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise DefinitionError(f"{where}: unknown key '{key}'; {hint}there are: {', '.join(names)}")
 
 
 def tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
     """Returns the array of tables at `key`."""
     value = document.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
         raise DefinitionError(f"{key}: must be [[{key}]]")
     return value
 

@@ -1,17 +1,19 @@
-"""A client of a web server that requests one file after the other, also across a reboot."""
+"""A client of a web server that requests one file after the other, also across a reboot (`Client`), and its `rates`."""
 
 import http.client
 import random
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rekindle_lab import netns
 from rekindle_lab.rekindle import RekindleError
 
-PATIENCE_S = 1.0
+ANSWER_TIMEOUT_S = 1.0
 """Seconds without an answer after which the client sends its request again on a new connection."""
 WAIT_S = 600.0
 
@@ -35,22 +37,22 @@ class Client:
     def __init__(self, namespace: str, address: str, paths: Sequence[str]) -> None:
         self.answers: list[Answer] = []
         self._namespace, self._address, self._paths = namespace, address, paths
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _connect(self) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(self._address, 80, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection(self._address, 80, timeout=ANSWER_TIMEOUT_S)
         target = (self._address, 80)
-        connection.sock = netns.inside(self._namespace, lambda: socket.create_connection(target, PATIENCE_S))
+        connection.sock = netns.inside(self._namespace, lambda: socket.create_connection(target, ANSWER_TIMEOUT_S))
         return connection
 
     def _run(self) -> None:
         order = random.Random(1)
         paths: list[str] = []
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             try:
                 connection = self._connect()
-                while not self._over.is_set():
+                while not self._stopped.is_set():
                     if not paths:
                         paths = order.sample(self._paths, len(self._paths))
                     begin = time.monotonic()
@@ -65,7 +67,7 @@ class Client:
                 connection.close()
             except (OSError, http.client.HTTPException):
                 # The guest is being rebooted; the next request follows soon.
-                self._over.wait(0.02)
+                self._stopped.wait(0.02)
 
     def wait(self, more: int) -> None:
         """Waits until `more` further files have arrived."""
@@ -82,29 +84,35 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         """Ends the requests."""
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
 
-def rates(
-    answers: list[Answer], begin: float, rebooted: float, well: float, end: float
-) -> list[tuple[int, int, int, int]]:
-    """Returns rates by second: number of the second, requests, bytes, and the time that these requests took, in us.
+class SecondRate(NamedTuple):
+    """What a client received in one second, and the time that these requests took, in us."""
+
+    second: int
+    requests: int
+    bytes: int
+    took_us: int
+
+
+def rates(answers: list[Answer], begin: float, rebooted: float, well: float, end: float) -> list[SecondRate]:
+    """Returns the rates of each second from `begin` to `end`.
 
     Seconds before the reboot count from the reboot: the last one is -1. Seconds after it count from 1, from when all
     services of the guest answered again (`well`).
     """
-    seen = [answer for answer in answers if begin <= answer.at <= end]
-    found: dict[int, list[Answer]] = {}
-    for answer in seen:
-        if answer.at <= rebooted:
-            found.setdefault(-1 - int(rebooted - answer.at), []).append(answer)
-        elif answer.at >= well:
-            found.setdefault(1 + int(answer.at - well), []).append(answer)
-    whole = range(-int(rebooted - begin), int(end - well) + 1)
-    return [
-        (second, len(of), sum(one.bytes for one in of), round(sum(one.took_s for one in of) * 1e6))
-        for second in whole
-        if second != 0
-        for of in [found.get(second, [])]
-    ]
+    by_second: dict[int, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        if begin <= answer.at <= min(rebooted, end):
+            by_second[-1 - int(rebooted - answer.at)].append(answer)
+        elif max(begin, well) <= answer.at <= end:
+            by_second[1 + int(answer.at - well)].append(answer)
+    seconds = range(-int(rebooted - begin), int(end - well) + 1)
+    return [_rate(second, by_second[second]) for second in seconds if second != 0]
+
+
+def _rate(second: int, answers: list[Answer]) -> SecondRate:
+    took_s = sum(answer.took_s for answer in answers)
+    return SecondRate(second, len(answers), sum(answer.bytes for answer in answers), round(took_s * 1e6))

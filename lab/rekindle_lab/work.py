@@ -5,14 +5,15 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
 from rekindle_lab.guests import WORK_PORT
 
 POLL_S = 0.002
-DEADLINE_S = 1800.0
-_LINE = re.compile(rb"rekindle-work (begins|at|done)(?: (\w+))?")
+WORK_DEADLINE_S = 1800.0
+_PROGRESS_LINE = re.compile(rb"rekindle-work (begins|at|done)(?: (\w+))?")
 
 
 class WorkError(Exception):
@@ -26,12 +27,12 @@ class Console:
     path: Path
     _inode: int = 0
     _offset: int = 0
-    _rest: bytes = b""
+    _incomplete_line: bytes = b""
 
     def skip(self) -> None:
         """Skips the present content."""
         stat = self.path.stat()
-        self._inode, self._offset, self._rest = stat.st_ino, stat.st_size, b""
+        self._inode, self._offset, self._incomplete_line = stat.st_ino, stat.st_size, b""
 
     def lines(self) -> list[bytes]:
         """Returns the complete lines that were added since the last call."""
@@ -39,14 +40,14 @@ class Console:
             with self.path.open("rb") as file:
                 inode = self.path.stat().st_ino
                 if inode != self._inode:
-                    self._inode, self._offset, self._rest = inode, 0, b""
+                    self._inode, self._offset, self._incomplete_line = inode, 0, b""
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
         self._offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return whole
+        *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
+        return lines
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Window:
     digest: str = ""
     """Digest of the work's result."""
     marks: list[tuple[float, int]] = field(default_factory=list)
-    """Progress by time. After a restore, progress is that of the checkpoint."""
+    """Times with the progress then, in units. After a restore, progress is that of the checkpoint."""
 
     @property
     def seconds(self) -> float:
@@ -69,30 +70,32 @@ class Window:
 
     def position(self, at: float, like: "Window") -> float:
         """Returns the progress at time `at`, in units; between two marks at the speed of `like`, undisturbed work."""
-        index = bisect_right([when for when, _ in self.marks], at) - 1
-        if index < 0:
+        last_mark = bisect_right([time_s for time_s, _ in self.marks], at) - 1
+        if last_mark < 0:
             return 0.0
-        when, mark = self.marks[index]
-        return like.place(like.reached(mark) + at - when)
+        time_s, done = self.marks[last_mark]
+        return like.place(like.reached(done) + at - time_s)
+
+    def _all_marks(self) -> list[tuple[float, float]]:
+        """Returns time and progress of the begin, of each mark, and of the end."""
+        return [(self.began, 0.0), *((time_s, float(done)) for time_s, done in self.marks), (self.ended, self.count)]
 
     def reached(self, position: float) -> float:
         """Returns when the work reached `position` (seconds of the host's clock), by interpolation between marks."""
-        before = (self.began, 0.0)
-        for when, mark in [*((w, float(m)) for w, m in self.marks), (self.ended, float(self.count))]:
-            if mark >= position:
-                share = (position - before[1]) / (mark - before[1]) if mark > before[1] else 1.0
-                return before[0] + share * (when - before[0])
-            before = (when, mark)
+        for (time_before, done_before), (time_after, done_after) in pairwise(self._all_marks()):
+            if done_after >= position:
+                advance = done_after - done_before
+                share = (position - done_before) / advance if advance > 0 else 1.0
+                return time_before + share * (time_after - time_before)
         return self.ended
 
     def place(self, at: float) -> float:
         """Returns the progress at time `at`, by interpolation between two marks."""
-        before = (self.began, 0.0)
-        for when, mark in [*((w, float(m)) for w, m in self.marks), (self.ended, float(self.count))]:
-            if when >= at:
-                share = (at - before[0]) / (when - before[0]) if when > before[0] else 1.0
-                return before[1] + max(0.0, share) * (mark - before[1])
-            before = (when, mark)
+        for (time_before, done_before), (time_after, done_after) in pairwise(self._all_marks()):
+            if time_after >= at:
+                duration = time_after - time_before
+                share = (at - time_before) / duration if duration > 0 else 1.0
+                return done_before + max(0.0, share) * (done_after - done_before)
         return float(self.count)
 
 
@@ -122,40 +125,40 @@ class Work:
         """Switches to another console log, since the guest continues with another run directory."""
         self._console = Console(console)
 
-    def _order(self, line: str) -> None:
+    def _send_command(self, line: str) -> None:
         reply = self.guest.command(line, port=WORK_PORT)
         if reply != "ok":
             raise WorkError(f"{self.guest.name}: {line}: {reply}")
 
     def loop(self, what: str) -> None:
         """Starts the load `what` (`compile` or `transcode`), which runs until `stop`."""
-        self._order(f"{what} loop")
+        self._send_command(f"{what} loop")
 
     def stop(self) -> None:
         """Ends the work under way."""
-        self._order("stop")
+        self._send_command("stop")
 
     def run(self, what: str, count: int, first: int = 1, at: Callable[[Window], None] | None = None) -> Window:
         """Executes a piece of work, and returns its times. Calls `at` at each progress."""
         window = Window(what, count)
         self._console.skip()
-        self._order(f"{what} {count} {first}")
-        deadline = time.monotonic() + DEADLINE_S
+        self._send_command(f"{what} {count} {first}")
+        deadline = time.monotonic() + WORK_DEADLINE_S
         while True:
             for line in self._console.lines():
-                found = _LINE.search(line)
-                if found is None:
+                report = _PROGRESS_LINE.search(line)
+                if report is None:
                     continue
-                now, word = time.time(), (found[2] or b"").decode()
-                if found[1] == b"begins":
+                now, argument = time.time(), (report[2] or b"").decode()
+                if report[1] == b"begins":
                     window.began = now
-                elif found[1] == b"at":
-                    window.marks.append((now, int(word)))
+                elif report[1] == b"at":
+                    window.marks.append((now, int(argument)))
                     if at is not None:
                         at(window)
                 else:
-                    window.ended, window.digest = now, word
+                    window.ended, window.digest = now, argument
                     return window
             if time.monotonic() > deadline:
-                raise WorkError(f"{self.guest.name}: {what} {count}: not done within {DEADLINE_S:g} s")
+                raise WorkError(f"{self.guest.name}: {what} {count}: not done within {WORK_DEADLINE_S:g} s")
             time.sleep(POLL_S)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from rekindle_lab.aging import quiet
 from rekindle_lab.aging.exhaustion import judge
 from rekindle_lab.aging.samples import SamplesError, Series, read, thin
-from rekindle_lab.aging.trend import trend
+from rekindle_lab.aging.trend import fit_trend
 from rekindle_lab.cli import app
 
 DAY_S = 86_400
@@ -24,7 +24,7 @@ def series(values, metric="free_memory_kib", limit=0.0, step_s=3600.0):
 def test_the_count_and_slope_are_the_textbooks():
     seconds = np.arange(12.0)
     values = np.array([1.0, 3, 2, 5, 4, 6, 8, 7, 9, 11, 10, 12])
-    found = trend(seconds, values)
+    found = fit_trend(seconds, values)
     assert found.slope == pytest.approx(stats.theilslopes(values, seconds).slope)
     tau = stats.kendalltau(seconds, values)
     n = 12
@@ -38,7 +38,7 @@ def test_slope_interval_equals_scipys_without_autocorrelation():
     generator = np.random.default_rng(3)
     seconds = np.arange(40.0)
     values = 0.02 * seconds + generator.normal(size=40)
-    found = trend(seconds, values)
+    found = fit_trend(seconds, values)
     other = stats.theilslopes(values, seconds, 0.95)
     assert found.inflation == pytest.approx(1.0, abs=0.4)
     assert (found.slope_low, found.slope_high) == (
@@ -54,7 +54,7 @@ def test_the_slopes_interval_has_scipys_ranks():
     pairs = n * (n - 1) / 2
     for seed in range(20):
         values = np.random.default_rng(seed).normal(size=n)
-        found = trend(seconds, values)
+        found = fit_trend(seconds, values)
         half = stats.t.ppf(0.975, n / found.inflation - 2) * np.sqrt(variance * found.inflation)
         if (pairs + half) / 2 % 1 < 0.5:
             continue  # scipy rounds such a rank down, and the tested code never does
@@ -72,7 +72,7 @@ def test_false_trends_are_as_rare_as_stated_and_far_rarer_than_uncorrected(kind,
     corrected = plain = 0
     for _ in range(rounds):
         values = quiet.KINDS[kind](generator, n)
-        corrected += trend(seconds, values).p < 0.05
+        corrected += fit_trend(seconds, values).p < 0.05
         plain += stats.kendalltau(seconds, values).pvalue < 0.05
     assert corrected / rounds <= most
     if kind == "persistent-0.9":
@@ -84,7 +84,7 @@ def test_the_slopes_interval_covers_it():
     seconds = np.arange(120.0)
     hits = 0
     for _ in range(80):
-        found = trend(seconds, 0.05 * seconds + quiet.persistent(0.5)(generator, 120))
+        found = fit_trend(seconds, 0.05 * seconds + quiet.persistent(0.5)(generator, 120))
         hits += found.slope_low <= 0.05 <= found.slope_high
     assert hits >= 70
 
@@ -137,7 +137,7 @@ def test_thinning_keeps_the_trend():
     long = series(np.arange(5000.0), step_s=60)
     seconds, values = thin(long)
     assert 150 < values.size <= 200
-    assert trend(seconds, values).slope == pytest.approx(1 / 60)
+    assert fit_trend(seconds, values).slope == pytest.approx(1 / 60)
 
 
 def sample(unix_s, **more):

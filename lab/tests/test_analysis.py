@@ -122,24 +122,24 @@ def test_blocks_confounded_with_levels_are_left_out_with_a_note(levels, blocks, 
 def test_variance_tests_do_not_depend_on_the_unit(scale):
     generator = np.random.default_rng(7)
     samples = [generator.normal(3, 1, 16), generator.normal(3, 5, 16)]
-    plain = assumptions.equal_variances(samples)
-    assert [one.p for one in assumptions.equal_variances([sample * scale for sample in samples])] == pytest.approx(
-        [one.p for one in plain]
-    )
+    plain = assumptions.check_equal_variances(samples)
+    assert [
+        one.p for one in assumptions.check_equal_variances([sample * scale for sample in samples])
+    ] == pytest.approx([one.p for one in plain])
 
 
 def test_different_variances_are_detected_by_all_five_tests():
     generator = np.random.default_rng(1)
-    checks = assumptions.equal_variances([generator.normal(0, 1, 30), generator.normal(0, 5, 30)])
+    checks = assumptions.check_equal_variances([generator.normal(0, 1, 30), generator.normal(0, 5, 30)])
     assert [check.name for check in checks] == ["O'Brien", "Brown-Forsythe", "Levene", "Bartlett", "F of variances"]
     assert all(check.p < 0.001 for check in checks)
 
 
 def test_runs_that_drift_are_correlated():
     drift = np.arange(40.0)
-    assert assumptions.independent(drift - drift.mean())[0].p < 0.001
+    assert assumptions.check_independence(drift - drift.mean())[0].p < 0.001
     quiet = np.random.default_rng(2).normal(0, 1, 40)
-    found, watson = assumptions.independent(quiet)
+    found, watson = assumptions.check_independence(quiet)
     assert found.p > 0.05
     assert 1.3 < watson.statistic < 2.7
 
@@ -208,7 +208,7 @@ def share_rejected(rounds, make, alpha=0.05):
         samples = make(generator)
         levels = [str(index) for index, sample in enumerate(samples) for _ in sample]
         groups = [Group.of(sample) for sample in samples]
-        checks = assumptions.equal_variances(samples)
+        checks = assumptions.check_equal_variances(samples)
         p = anova.welch(groups).p if any(check.p < alpha for check in checks) else anova.one_way(groups).factor.p
         assert len(levels) == sum(map(len, samples))
         rejected += p < alpha

@@ -10,11 +10,14 @@ import pytest
 from rekindle_lab.cluster import counter, running, timeline
 from rekindle_lab.cluster.bed import Bed, BedError
 from rekindle_lab.cluster.counter import Answer
+from rekindle_lab.cluster.events import BedEvent
 from rekindle_lab.cluster.running import Span
 from rekindle_lab.cluster.tail import Tail
 
 START = 1_800_000_000_000_000
+"""A time in microseconds since 1970."""
 S = 1_000_000
+"""Microseconds of a second."""
 
 
 def test_a_console_returns_the_first_tick_of_its_own_qemu(tmp_path):
@@ -82,24 +85,24 @@ def test_only_new_lines_of_a_growing_file_are_read(tmp_path):
 
 
 def test_the_watch_must_live_and_see_one_qemu(tmp_path):
-    here = Bed(tmp_path, tmp_path / "bed", {})
+    bed = Bed(tmp_path, tmp_path / "bed", {})
     with pytest.raises(BedError, match="has ended"):
-        here.watched()
+        bed.watched()
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
-        here.client = here.watcher = sleeper
-        ahead = (time.time_ns() // 1000) + 60 * S
-        here.running_file.write_text(json.dumps({"beat": [[7, "n2"]], "host_us": ahead}) + "\n")
-        assert here.watched() == (7, "n2")
-        with here.running_file.open("a") as file:
-            file.write(json.dumps({"beat": [[7, "n2"], [8, "n3"]], "host_us": ahead}) + "\n")
+        bed.client = bed.watcher = sleeper
+        in_a_minute_us = (time.time_ns() // 1000) + 60 * S
+        bed.running_file.write_text(json.dumps({"beat": [[7, "n2"]], "host_us": in_a_minute_us}) + "\n")
+        assert bed.watched() == (7, "n2")
+        with bed.running_file.open("a") as file:
+            file.write(json.dumps({"beat": [[7, "n2"], [8, "n3"]], "host_us": in_a_minute_us}) + "\n")
         with pytest.raises(BedError, match="2 QEMUs"):
-            here.watched()
+            bed.watched()
     finally:
         sleeper.kill()
         sleeper.wait()
     with pytest.raises(BedError, match="has ended"):
-        here.watched()
+        bed.watched()
 
 
 def test_the_counter_is_followed_through_fail_overs():
@@ -129,12 +132,12 @@ def test_only_guests_that_run_at_the_same_time_overlap(tmp_path):
 
 
 def test_a_timeline_has_the_parts_of_a_fail_over():
-    events = [(START / S, "kill n1"), (START / S + 1.5, "switch off n1 rc=0")]
+    events = [BedEvent(START / S, "kill n1"), BedEvent(START / S + 1.5, "switch off n1 rc=0")]
     spans = [Span(1, "n1", START - 9 * S, START), Span(2, "n2", START + 2 * S, START + 9 * S)]
     answers = [Answer(START - 10_000, 50), Answer(START + int(2.1 * S), 40)]
-    node, found = timeline.parts(events, spans, answers)
-    assert node == "n1"
-    assert [round((part.end_us - part.begin_us) / S, 2) for part in found] == [1.5, 0.5, 0.1, 2.11]
-    assert "n2 chosen" in timeline.draw(found)
+    fail_over = timeline.last_fail_over(events, spans, answers)
+    assert fail_over.node == "n1"
+    assert [round((part.end_us - part.begin_us) / S, 2) for part in fail_over.parts] == [1.5, 0.5, 0.1, 2.11]
+    assert "n2 chosen" in timeline.draw(fail_over.parts)
     with pytest.raises(ValueError, match="no node was killed"):
-        timeline.parts([], spans, answers)
+        timeline.last_fail_over([], spans, answers)

@@ -242,7 +242,7 @@ def test_failed_runs_are_kept_counted_and_repeated_only_on_request(tmp_path):
 def test_many_failures_in_a_row_end_it(tmp_path):
     with pytest.raises(ExperimentStoppedError, match="3 runs failed one after the other, the last with: no answer"):
         go(tmp_path / "out", Fake(tmp_path / "log", dict.fromkeys(range(8), fail)))
-    assert len(lines(tmp_path / "out")) == session.MOST_FAILURES
+    assert len(lines(tmp_path / "out")) == session.MAX_FAILURES_IN_A_ROW
 
 
 @pytest.mark.parametrize("value", [float("nan"), None, "1"])
@@ -319,7 +319,7 @@ def test_a_bad_definitions_file_is_named(tmp_path):
         load(path)
 
 
-def test_the_samplers_share_is_that_of_the_processes(tmp_path):
+def test_the_samplers_responses_are_those_of_the_processes(tmp_path):
     mark = str(tmp_path / "mark")
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass", mark])
     try:
@@ -330,10 +330,10 @@ def test_the_samplers_share_is_that_of_the_processes(tmp_path):
     finally:
         busy.kill()
         busy.wait()
-    share = sampler.share()
+    responses = sampler.responses()
     assert [one["pid"] for one in sampler.samples[0]["processes"]] == [busy.pid]
-    assert 0 < share["host_cpu_pct"] <= 110
-    assert share["host_resident_kib"] > 1000
+    assert 0 < responses["host_cpu_pct"] <= 110
+    assert responses["host_resident_kib"] > 1000
 
 
 def test_a_failing_sample_is_reported():

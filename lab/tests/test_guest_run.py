@@ -14,7 +14,7 @@ from rekindle_lab.experiment import load, settings, subject
 from rekindle_lab.experiment.definition import load as load_definition
 from rekindle_lab.experiment.definition import parse
 from rekindle_lab.experiment.guest import GuestRunner
-from rekindle_lab.experiment.inside import END, GuestStatus
+from rekindle_lab.experiment.inside import END_OF_SAMPLE, GuestStatus
 from rekindle_lab.experiment.inside import parse as parse_status
 from rekindle_lab.experiment.runner import RunError
 from rekindle_lab.guests import Image
@@ -148,7 +148,7 @@ LAST = (
 
 
 def test_wrks_output_is_parsed():
-    window = load.of_wrk(WRK + LAST + "\n")
+    window = load.parse_wrk(WRK + LAST + "\n")
     assert (window.throughput_per_s, window.response_time_ms, window.failed) == (24.0, 25.0, 6)
     assert window.raw["wrk"]["bytes"] == 9
 
@@ -156,7 +156,7 @@ def test_wrks_output_is_parsed():
 @pytest.mark.parametrize("output", ["", WRK, "{}", LAST.replace("2000000", "0")])
 def test_other_output_of_wrk_is_rejected(output):
     with pytest.raises(RunError, match="wrk: its last line is not a result"):
-        load.of_wrk(output)
+        load.parse_wrk(output)
 
 
 def test_wrk_runs_the_script(tmp_path):
@@ -180,12 +180,12 @@ def test_wrk_runs_the_script(tmp_path):
             assert time.monotonic() < deadline and server.poll() is None
             time.sleep(0.02)
         url = f"http://127.0.0.1:{port_file.read_text()}/"
-        command = ["wrk", "--threads", "1", "--connections", "2", "--duration", "1s", "--script", load.SCRIPT, url]
+        command = ["wrk", "--threads", "1", "--connections", "2", "--duration", "1s", "--script", load.WRK_SCRIPT, url]
         done = subprocess.run([*command, "--", "/one", "/two"], capture_output=True, text=True, check=True)
     finally:
         server.kill()
         server.wait()
-    window = load.of_wrk(done.stdout)
+    window = load.parse_wrk(done.stdout)
     assert window.throughput_per_s > 0 and window.failed == 0
     # If wrk exits before its last answers, the server has logged more requests than wrk has counted.
     requested = re.findall(r'"(GET [^"]*)"', log.read_text())
@@ -274,7 +274,7 @@ class Shell:
 
 def test_all_samples_come_over_one_session(tmp_path):
     answer = tmp_path / "answer"
-    answer.write_text(f"{STATUS}{END}\n")
+    answer.write_text(f"{STATUS}{END_OF_SAMPLE}\n")
     script = f"echo $$ >>{tmp_path}/pids; while read -r line; do cat {answer}; done"
     with GuestStatus(Shell("sh", "-c", script)) as status:
         assert status.take() == status.take()

@@ -135,8 +135,8 @@ def _qemu(env: ProtectEnvironment, destination: DestinationHost, guest: Guest, h
         with env.qmp(guest) as source:
             ram = destination.ram / "migrated.ram"
             vm = migrate.Vm(env.qemu, shown["command_line"], shown["vmm"]["directory"])
-            with migrate.waiting(vm, env.work / "migrated", tap, ram) as target:
-                migrated = migrate.migrate(source, target, how)
+            with migrate.running_destination(vm, env.work / "migrated", tap, ram) as target:
+                migrated = migrate.migrate(source, target.qmp, how)
                 destination.guest_there(guest).wait_ready()
     except migrate.NotConvergedError as error:
         row.converged = 0

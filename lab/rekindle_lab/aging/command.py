@@ -1,8 +1,9 @@
-"""The command `rekindle-lab aging`."""
+"""The command `rekindle-lab aging`: `trend` judges samples of real hosts, `quiet` measures false alarms."""
 
 import json
 import math
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,48 +17,61 @@ from rekindle_lab.failure import fail
 from rekindle_lab.numbers import finite, for_json
 from rekindle_lab.tables import table
 
+DAY_S = 86_400
+
 app = typer.Typer(no_args_is_help=True, help="Find resources that run out on a host and its guests.")
 
 
-def _pairs(given: list[str] | None, what: str) -> dict[str, str]:
-    found = {}
-    for one in given or []:
-        name, sign, value = one.partition("=")
-        if not sign or not name or not value:
-            raise fail("aging", f"{what} {one}: it must be NAME=VALUE")
-        found[name] = value
-    return found
+def _parse_limits(options: list[str] | None) -> dict[str, float]:
+    """Parses `--limit METRIC=VALUE`. Raises `typer.Exit` for an invalid one."""
+    limits = {}
+    for option in options or []:
+        metric, _, text = option.partition("=")
+        if not metric or not text:
+            raise fail("aging", f"--limit {option}: it must be NAME=VALUE")
+        if metric not in METRICS:
+            raise fail("aging", f"--limit: no metric '{metric}'; there are: {', '.join(METRICS)}")
+        try:
+            limits[metric] = float(text)
+        except ValueError as error:
+            raise fail("aging", f"--limit {metric}={text}: not a number") from error
+        if not finite(limits[metric]):
+            raise fail("aging", f"--limit {metric}={text}: not a finite number")
+    return limits
 
 
-def left(seconds: float | None) -> str:
+def format_time_left(seconds: float | None) -> str:
     """Formats a time to exhaustion for the terminal."""
     if seconds is None:
         return ""
-    return "never" if math.isinf(seconds) else f"{seconds / 86_400:.3g} d"
+    return "never" if math.isinf(seconds) else f"{seconds / DAY_S:.3g} d"
 
 
 def row(finding: Finding) -> dict[str, Any]:
     """Returns a finding as a row of the table."""
-    found = finding.trend
-    a_day = 86_400
+    per_day = ""
+    if finding.trend is not None:
+        slope, low, high = finding.trend.slope, finding.trend.slope_low, finding.trend.slope_high
+        per_day = f"{slope * DAY_S:+.4g} ({low * DAY_S:+.4g} to {high * DAY_S:+.4g})"
+    interval = ""
+    if finding.left_low_s is not None:
+        interval = f"{format_time_left(finding.left_low_s)} to {format_time_left(finding.left_high_s)}"
     return {
         "what": finding.series.name,
         "hours": round(finding.series.hours, 1),
         "samples": finding.series.values.size,
         "of earlier boots": finding.series.before or "",
-        "a day": f"{found.slope * a_day:+.4g} ({found.slope_low * a_day:+.4g} to {found.slope_high * a_day:+.4g})"
-        if found
-        else "",
-        "P-value": f"{finding.p:.3g}" if found else "",
-        "left": left(finding.left_s),
-        "95 %": f"{left(finding.left_low_s)} to {left(finding.left_high_s)}" if finding.left_low_s is not None else "",
+        "a day": per_day,
+        "P-value": f"{finding.p:.3g}" if finding.trend else "",
+        "left": format_time_left(finding.left_s),
+        "95 %": interval,
         "": "ALARM" if finding.alarm else finding.why,
     }
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
     """Returns a finding as JSON; a time that is infinite or unknown is `null`."""
-    found = finding.trend
+    trend = finding.trend
     return for_json(
         {
             "host": finding.series.host,
@@ -68,9 +82,9 @@ def as_json(finding: Finding) -> dict[str, Any]:
             "samples": int(finding.series.values.size),
             "samples_of_earlier_boots": finding.series.before,
             "p": finding.p,
-            "slope_per_s": found.slope if found else None,
-            "slope_ci95_per_s": [found.slope_low, found.slope_high] if found else None,
-            "autocorrelation_inflation": found.inflation if found else None,
+            "slope_per_s": trend.slope if trend else None,
+            "slope_ci95_per_s": [trend.slope_low, trend.slope_high] if trend else None,
+            "autocorrelation_inflation": trend.inflation if trend else None,
             "left_s": finding.left_s,
             "left_ci95_s": [finding.left_low_s, finding.left_high_s],
             "alarm": finding.alarm,
@@ -95,24 +109,14 @@ def trend(
         raise fail("aging", f"--alpha {alpha:g}: it must be between 0 and 1")
     if not 0 < horizon_d < math.inf:
         raise fail("aging", f"--horizon-d {horizon_d:g}: it must be days, more than 0")
-    limits = {}
-    for name, value in _pairs(limit, "--limit").items():
-        if name not in METRICS:
-            raise fail("aging", f"--limit: no metric '{name}'; there are: {', '.join(METRICS)}")
-        try:
-            limits[name] = float(value)
-        except ValueError as error:
-            raise fail("aging", f"--limit {name}={value}: not a number") from error
-        if not finite(limits[name]):
-            raise fail("aging", f"--limit {name}={value}: not a finite number")
     try:
-        series = read(samples, limits)
+        all_series = read(samples, _parse_limits(limit))
     except SamplesError as error:
         raise fail("aging", error) from error
     by_host = defaultdict(list)
-    for one in series:
-        by_host[one.host].append(one)
-    findings = [finding for one in by_host.values() for finding in exhaustion.judge(one, alpha, horizon_d)]
+    for series in all_series:
+        by_host[series.host].append(series)
+    findings = [finding for host in by_host.values() for finding in exhaustion.judge(host, alpha, horizon_d)]
     if json_out:
         print(json.dumps({"findings": [as_json(finding) for finding in findings]}))
     else:
@@ -127,9 +131,9 @@ def quiet(
     json_out: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Measure false alarms per host and week on simulated traces without aging."""
-    found = [false_alarms(kind, host_weeks, seed=seed) for kind in KINDS]
+    rates = [asdict(false_alarms(kind, host_weeks, seed=seed)) for kind in KINDS]
     if json_out:
-        print(json.dumps([one.__dict__ for one in found]))
+        print(json.dumps(rates))
     else:
-        rows = [{**one.__dict__, "high": f"{one.high:.3g}"} for one in found]
+        rows = [{**rate, "high": f"{rate['high']:.3g}"} for rate in rates]
         print(table(rows, "False alarms per host-week (high: upper end of the 95 % interval)"))

@@ -1,18 +1,21 @@
-"""The time until a resource is used up, and whether that time justifies an alarm."""
+"""Judges series of samples: computes the time until a resource is used up, and whether that justifies an alarm.
+
+Entry point: `judge`, for all series of one host.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rekindle_lab.aging.samples import METRICS, Series, thin
-from rekindle_lab.aging.trend import LEAST, Trend, trend
+from rekindle_lab.aging.trend import MIN_POINTS, Trend, fit_trend
 from rekindle_lab.analysis.correct import holm
 
 ALPHA = 0.01
 """An alarm requires a p, corrected for the number of series, below this."""
 HORIZON_D = 28.0
 """An alarm requires exhaustion within this many days."""
-LEAST_H = 24.0
+MIN_SERIES_H = 24.0
 """An alarm requires a series of at least this many hours, since daily variation is not aging."""
 
 
@@ -34,43 +37,56 @@ class Finding:
     why: str
 
 
-def left_s(trend_: Trend, limit: float, slope: float, bad: int) -> float:
-    """Returns the seconds until the limit is reached at a slope."""
-    distance = (limit - trend_.level) * bad
-    if distance <= 0:
-        return 0.0
-    return distance / (slope * bad) if slope * bad > 0 else math.inf
-
-
-def judge(series: Sequence[Series], alpha: float = ALPHA, horizon_d: float = HORIZON_D) -> list[Finding]:
+def judge(all_series: Sequence[Series], alpha: float = ALPHA, horizon_d: float = HORIZON_D) -> list[Finding]:
     """Judges all series of a host together."""
-    trends = [_trend(one) for one in series]
-    tested = {index: found.p for index, found in enumerate(trends) if found is not None}
-    corrected = dict(zip(tested, holm([*tested.values()]), strict=True))
+    trends = [_trend_if_long_enough(series) for series in all_series]
+    p_by_index = {index: trend.p for index, trend in enumerate(trends) if trend is not None}
+    corrected_p = dict(zip(p_by_index, holm([*p_by_index.values()]), strict=True))
     return [
-        _finding(one, found, corrected.get(index, 1.0), alpha, horizon_d)
-        for index, (one, found) in enumerate(zip(series, trends, strict=True))
+        _judge_long_series(series, trend, corrected_p[index], alpha, horizon_d)
+        if trend is not None
+        else _reject_short_series(series)
+        for index, (series, trend) in enumerate(zip(all_series, trends, strict=True))
     ]
 
 
-def _trend(series: Series) -> Trend | None:
-    if series.hours < LEAST_H:
+def _trend_if_long_enough(series: Series) -> Trend | None:
+    if series.hours < MIN_SERIES_H:
         return None
-    seconds, values = thin(series)
-    return trend(seconds, values) if values.size >= LEAST else None
+    thinned = thin(series)
+    return fit_trend(thinned.seconds, thinned.values) if thinned.values.size >= MIN_POINTS else None
 
 
-def _finding(series: Series, found: Trend | None, p: float, alpha: float, horizon_d: float) -> Finding:
-    if found is None:
-        why = f"too short: {series.hours:.1f} h, {series.values.size} samples; a trend needs {LEAST_H:g} h and {LEAST}"
-        return Finding(series, None, 1.0, False, None, None, None, False, why)
-    bad = METRICS[series.metric]
-    worsens = found.slope * bad > 0
+def _reject_short_series(series: Series) -> Finding:
+    why = f"too short: {series.hours:.1f} h, {series.values.size} samples; "
+    why += f"a trend needs {MIN_SERIES_H:g} h and {MIN_POINTS}"
+    return Finding(
+        series, None, p=1.0, worsens=False, left_s=None, left_low_s=None, left_high_s=None, alarm=False, why=why
+    )
+
+
+def _judge_long_series(series: Series, trend: Trend, p: float, alpha: float, horizon_d: float) -> Finding:
+    worse_sign = METRICS[series.metric]
+    worsens = trend.slope * worse_sign > 0
+    is_clear = worsens and p < alpha
     if series.limit is None:
-        return Finding(series, found, p, worsens, None, None, None, worsens and p < alpha, "no limit is known")
-    fast, slow = (found.slope_high, found.slope_low) if bad > 0 else (found.slope_low, found.slope_high)
-    left, low, high = (left_s(found, series.limit, slope, bad) for slope in (found.slope, fast, slow))
-    clear = worsens and p < alpha
-    soon = low <= horizon_d * 86_400
-    why = "clear, and soon" if clear and soon else "clear, but far off" if clear else "no clear trend"
-    return Finding(series, found, p, worsens, left, low, high, clear and soon, why)
+        left_s = earliest_s = latest_s = None
+        alarm, why = is_clear, "no limit is known"
+    else:
+        steepest, flattest = trend.slope_high, trend.slope_low
+        if worse_sign < 0:
+            steepest, flattest = flattest, steepest
+        left_s = _seconds_to_limit(trend.level, series.limit, trend.slope, worse_sign)
+        earliest_s = _seconds_to_limit(trend.level, series.limit, steepest, worse_sign)
+        latest_s = _seconds_to_limit(trend.level, series.limit, flattest, worse_sign)
+        alarm = is_clear and earliest_s <= horizon_d * 86_400
+        why = "clear, and soon" if alarm else "clear, but far off" if is_clear else "no clear trend"
+    return Finding(series, trend, p, worsens, left_s, earliest_s, latest_s, alarm, why)
+
+
+def _seconds_to_limit(level: float, limit: float, slope: float, worse_sign: int) -> float:
+    """Returns when a series at `level` reaches the limit; infinite if `slope` does not lead there."""
+    distance, speed = (limit - level) * worse_sign, slope * worse_sign
+    if distance <= 0:
+        return 0.0
+    return distance / speed if speed > 0 else math.inf

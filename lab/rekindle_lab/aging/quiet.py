@@ -1,4 +1,4 @@
-"""Rate of false alarms on simulated hosts without aging, each judged once a day as a real host would be."""
+"""Measures false alarms on simulated hosts without aging, each judged once a day as a real host would be."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ import numpy as np
 from scipy import stats
 
 from rekindle_lab.aging.exhaustion import judge
-from rekindle_lab.aging.samples import Series
+from rekindle_lab.aging.samples import METRICS, Series
 
 DAY_S = 86_400
 STEP_S = 900
 """Seconds between two samples. More samples would be thinned out before the judgement."""
+HOST_METRICS = ("free_memory_kib", "slab_kib", "open_files", "response_time_ms")
 
 
 def _times(days: int) -> np.ndarray:
@@ -26,15 +27,15 @@ def white(generator: np.random.Generator, n: int) -> np.ndarray:
 def persistent(share: float) -> Callable[[np.random.Generator, int], np.ndarray]:
     """Generates samples that each keep `share` of the previous sample and add noise."""
 
-    def made(generator: np.random.Generator, n: int) -> np.ndarray:
-        new = generator.normal(size=n) * np.sqrt(1 - share**2)
-        out = np.empty(n)
-        out[0] = generator.normal()
+    def generate(generator: np.random.Generator, n: int) -> np.ndarray:
+        noise = generator.normal(size=n) * np.sqrt(1 - share**2)
+        samples = np.empty(n)
+        samples[0] = generator.normal()
         for index in range(1, n):
-            out[index] = share * out[index - 1] + new[index]
-        return out
+            samples[index] = share * samples[index - 1] + noise[index]
+        return samples
 
-    return made
+    return generate
 
 
 def daily(generator: np.random.Generator, n: int) -> np.ndarray:
@@ -45,15 +46,15 @@ def daily(generator: np.random.Generator, n: int) -> np.ndarray:
 
 def sawtooth(generator: np.random.Generator, n: int) -> np.ndarray:
     """Generates a level that rises and is reset every 5 to 8 hours: garbage collection, caches."""
-    out = np.empty(n)
-    at = int(-generator.integers(0, 30))
-    while at < n:
+    samples = np.empty(n)
+    tooth_begin = int(-generator.integers(0, 30))
+    while tooth_begin < n:
         length = int(generator.integers(20, 33))
-        begin, end = max(0, at), min(n, at + length)
+        begin, end = max(0, tooth_begin), min(n, tooth_begin + length)
         if begin < end:
-            out[begin:end] = np.arange(begin - at, end - at) / length * 3
-        at += length
-    return out + 0.3 * generator.normal(size=n)
+            samples[begin:end] = np.arange(begin - tooth_begin, end - tooth_begin) / length * 3
+        tooth_begin += length
+    return samples + 0.3 * generator.normal(size=n)
 
 
 KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
@@ -82,29 +83,22 @@ def false_alarms(kind: str, host_weeks: int, *, seed: int = 1, near: bool = True
     An alarm that lasts for days counts once. With `near`, limits are so near (6 standard deviations) that the time to
     exhaustion suppresses no alarm, so that only the trend test decides.
     """
-    generators = np.random.default_rng(seed).spawn(host_weeks)
     times = _times(14)
     alarms = 0
-    for generator in generators:
-        metrics = ("free_memory_kib", "slab_kib", "open_files", "response_time_ms")
-        values = {metric: KINDS[kind](generator, times.size) for metric in metrics}
+    for generator in np.random.default_rng(seed).spawn(host_weeks):
+        values = {metric: KINDS[kind](generator, times.size) for metric in HOST_METRICS}
         standing: set[str] = set()
         for day in range(8, 15):
-            n = day * DAY_S // STEP_S
-            series = [
-                Series(
-                    "quiet",
-                    None,
-                    metric,
-                    "1",
-                    times[:n],
-                    1000 + 10 * values[metric][:n],
-                    (1000 + (-1 if metric == "free_memory_kib" else 1) * (60 if near else 100_000)),
-                )
-                for metric in metrics
-            ]
-            now = {found.series.metric for found in judge(series) if found.alarm}
-            alarms += len(now - standing)
-            standing = now
+            samples = day * DAY_S // STEP_S
+            host = [_series(metric, times[:samples], values[metric][:samples], near=near) for metric in HOST_METRICS]
+            alarming = {finding.series.metric for finding in judge(host) if finding.alarm}
+            alarms += len(alarming - standing)
+            standing = alarming
     high = float(stats.chi2.ppf(0.975, 2 * (alarms + 1)) / 2)
     return FalseAlarms(kind, host_weeks, alarms, alarms / host_weeks, high / host_weeks)
+
+
+def _series(metric: str, seconds: np.ndarray, unit_values: np.ndarray, *, near: bool) -> Series:
+    """Returns a series with a level of 1000 and a standard deviation of 10, and its limit in the harmful direction."""
+    limit = 1000 + METRICS[metric] * (60 if near else 100_000)
+    return Series("quiet", None, metric, "1", seconds, 1000 + 10 * unit_values, limit)

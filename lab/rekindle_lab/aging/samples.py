@@ -1,17 +1,22 @@
-"""Reads samples (JSON lines) into series: the values of one metric between two reboots."""
+"""Reads samples (JSON lines) into series: the values of one metric between two reboots.
+
+Entry point: `read`. A file with problems is rejected, with all problems at the same time.
+"""
 
 import difflib
 import json
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rekindle_lab.numbers import finite
 
 FORMAT = 1
+MAX_LISTED_PROBLEMS = 20
 METRICS = {
     "free_memory_kib": -1,
     "slab_kib": 1,
@@ -25,9 +30,9 @@ METRICS = {
     "guest_open_files": 1,
 }
 """The metrics that are judged, with the sign of the harmful direction."""
-ABOUT = ("format", "host", "guest", "unix_s", "boot")
+CONTEXT_KEYS = ("format", "host", "guest", "unix_s", "boot")
 """The keys of a sample that are not metrics."""
-KEYS = (*ABOUT, *METRICS, *(f"{metric}_limit" for metric in METRICS))
+KEYS = (*CONTEXT_KEYS, *METRICS, *(f"{metric}_limit" for metric in METRICS))
 LIMITS = {"free_memory_kib": 0.0, "guest_free_memory_kib": 0.0}
 """Built-in limits of metrics. Other limits are in the samples (`open_files_limit`) or given by the user."""
 
@@ -62,95 +67,151 @@ class Series:
 
 
 def read(path: Path, limits: dict[str, float] | None = None) -> list[Series]:
-    """Returns all series of a file, each since the last boot of its host or guest. Raises `SamplesError`."""
-    problems: list[str] = []
-    strange: set[str] = set()
-    found: dict[tuple[str, str | None, str], list[tuple[str, float, float, float | None]]] = defaultdict(list)
+    """Returns all series of a file, each since the last boot of its host or guest. Raises `SamplesError`.
+
+    `limits`: limits by metric, which override those in the samples.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise SamplesError(f"{path}: {error}") from error
+    reader = _Reader()
     for row, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            _sample(row, line, found, problems, strange)
-    if not found and not problems:
-        problems.append("the file has no samples")
-    made = [] if problems else [_series(key, rows, limits or {}, problems) for key, rows in found.items()]
-    if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise SamplesError(f"{path}: {len(problems)} problem{'s' if len(problems) != 1 else ''}\n{shown}{more}")
-    return made
+            reader.read_line(row, line)
+    if not reader.points and not reader.problems:
+        reader.problems.append("the file has no samples")
+    series = []
+    if not reader.problems:
+        series = [reader.make_series(key, points, limits or {}) for key, points in reader.points.items()]
+    if reader.problems:
+        raise SamplesError(_describe_problems(path, reader.problems))
+    return series
 
 
-def _sample(row: int, line: str, found: dict[Any, list[Any]], problems: list[str], strange: set[str]) -> None:
-    """Checks one line and adds its values to `found`. `strange`: unknown keys that were reported already."""
-    try:
-        sample = json.loads(line)
-        if not isinstance(sample, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        problems.append(f"row {row}, column -: not JSON ({error})")
-        return
-    before = len(problems)
-    for key in sample:
-        if key not in KEYS and key not in strange:
-            near = difflib.get_close_matches(key, KEYS, 1)
-            mean = f"did you mean {near[0]}?" if near else f"metrics are: {', '.join(METRICS)}"
-            problems.append(f"row {row}, column {key}: unknown; {mean}")
-            strange.add(key)
-    for key, kind in (("format", int), ("host", str), ("unix_s", int | float), ("boot", str)):
-        if key not in sample or not isinstance(sample[key], kind) or isinstance(sample[key], bool):
-            problems.append(f"row {row}, column {key}: {sample.get(key)!r} is not what it must be")
-    if len(problems) == before and not finite(sample["unix_s"]):
-        problems.append(f"row {row}, column unix_s: {sample['unix_s']!r} is not a finite number")
-    if not isinstance(sample.get("guest"), str | None):
-        problems.append(f"row {row}, column guest: {sample['guest']!r} is not what it must be")
-    if len(problems) == before and sample["format"] != FORMAT:
-        problems.append(f"row {row}, column format: {sample['format']}; this program reads {FORMAT}")
-    for metric in METRICS:
-        for column in (metric, f"{metric}_limit"):
-            value = sample.get(column)
-            good = isinstance(value, int | float) and not isinstance(value, bool) and finite(value)
-            if column in sample and not good:
-                problems.append(f"row {row}, column {column}: {value!r} is not a finite number")
-    if len(problems) > before:
-        return
-    for metric in METRICS:
-        if metric in sample:
-            key = (sample["host"], sample.get("guest"), metric)
-            limit = sample.get(f"{metric}_limit")
-            found[key].append((sample["boot"], float(sample["unix_s"]), float(sample[metric]), limit))
+def _describe_problems(path: Path, problems: list[str]) -> str:
+    text = f"{path}: {len(problems)} problem{'s' if len(problems) != 1 else ''}\n"
+    text += "\n".join(f"  {problem}" for problem in problems[:MAX_LISTED_PROBLEMS])
+    if len(problems) > MAX_LISTED_PROBLEMS:
+        text += f"\n  and {len(problems) - MAX_LISTED_PROBLEMS} more"
+    return text
 
 
-def _series(
-    key: tuple[str, str | None, str],
-    rows: list[tuple[str, float, float, float | None]],
-    limits: dict[str, float],
-    problems: list[str],
-) -> Series:
-    host, guest, metric = key
-    rows = sorted(rows, key=lambda row: row[1])
-    boot = rows[-1][0]
-    mine = [row for row in rows if row[0] == boot]
-    seconds = np.array([row[1] for row in mine])
-    if (np.diff(seconds) == 0).any():
-        at = seconds[int(np.flatnonzero(np.diff(seconds) == 0)[0])]
-        problems.append(f"row -, column unix_s: {host} {guest or ''} has two samples of {metric} at {at:.0f}")
-    recorded = [row[3] for row in mine if row[3] is not None]
-    limit = limits.get(metric, recorded[-1] if recorded else LIMITS.get(metric))
-    values = np.array([row[2] for row in mine])
-    return Series(host, guest, metric, boot, seconds, values, limit, before=len(rows) - len(mine))
+class _SeriesKey(NamedTuple):
+    """What a series is of."""
+
+    host: str
+    guest: str | None
+    metric: str
 
 
-def thin(series: Series, most: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Returns medians over at most `most` equal time spans: the middles of the spans in seconds, and the medians."""
+class _Point(NamedTuple):
+    """One value of a series."""
+
+    boot: str
+    unix_s: float
+    value: float
+    limit: float | None
+
+
+class _Reader:
+    """Collects the values and the problems in the lines of one file."""
+
+    def __init__(self) -> None:
+        self.points: dict[_SeriesKey, list[_Point]] = defaultdict(list)
+        self.problems: list[str] = []
+        self._reported_keys: set[str] = set()
+        """Unknown keys, each of which is reported once."""
+
+    def read_line(self, row: int, line: str) -> None:
+        """Checks one line, and adds its values if it has no problem."""
+        try:
+            sample = json.loads(line)
+            if not isinstance(sample, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            self._report(row, "-", f"not JSON ({error})")
+            return
+        problems_before = len(self.problems)
+        self._check_keys(row, sample)
+        self._check_context(row, sample)
+        self._check_metrics(row, sample)
+        if len(self.problems) > problems_before:
+            return
+        for metric in METRICS:
+            if metric in sample:
+                key = _SeriesKey(sample["host"], sample.get("guest"), metric)
+                limit = sample.get(f"{metric}_limit")
+                self.points[key].append(_Point(sample["boot"], float(sample["unix_s"]), float(sample[metric]), limit))
+
+    def _report(self, row: int | str, column: str, problem: str) -> None:
+        self.problems.append(f"row {row}, column {column}: {problem}")
+
+    def _check_keys(self, row: int, sample: dict[str, Any]) -> None:
+        for key in sample:
+            if key not in KEYS and key not in self._reported_keys:
+                near = difflib.get_close_matches(key, KEYS, 1)
+                hint = f"did you mean {near[0]}?" if near else f"metrics are: {', '.join(METRICS)}"
+                self._report(row, key, f"unknown; {hint}")
+                self._reported_keys.add(key)
+
+    def _check_context(self, row: int, sample: dict[str, Any]) -> None:
+        """Checks the keys that are not metrics."""
+        problems_before = len(self.problems)
+        for key, kind in (("format", int), ("host", str), ("unix_s", int | float), ("boot", str)):
+            if key not in sample or not isinstance(sample[key], kind) or isinstance(sample[key], bool):
+                self._report(row, key, f"{sample.get(key)!r} is not what it must be")
+        if len(self.problems) == problems_before and not finite(sample["unix_s"]):
+            self._report(row, "unix_s", f"{sample['unix_s']!r} is not a finite number")
+        if not isinstance(sample.get("guest"), str | None):
+            self._report(row, "guest", f"{sample['guest']!r} is not what it must be")
+        if len(self.problems) == problems_before and sample["format"] != FORMAT:
+            self._report(row, "format", f"{sample['format']}; this program reads {FORMAT}")
+
+    def _check_metrics(self, row: int, sample: dict[str, Any]) -> None:
+        for metric in METRICS:
+            for column in (metric, f"{metric}_limit"):
+                value = sample.get(column)
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if column in sample and not (is_number and finite(value)):
+                    self._report(row, column, f"{value!r} is not a finite number")
+
+    def make_series(self, key: _SeriesKey, points: list[_Point], limits: dict[str, float]) -> Series:
+        """Returns the values since the last boot, in the order of time."""
+        last_boot = max(points, key=lambda point: point.unix_s).boot
+        since_boot = sorted((point for point in points if point.boot == last_boot), key=lambda point: point.unix_s)
+        for point, following in pairwise(since_boot):
+            if point.unix_s == following.unix_s:
+                where = f"{key.host} {key.guest or ''}"
+                self._report("-", "unix_s", f"{where} has two samples of {key.metric} at {point.unix_s:.0f}")
+                break
+        recorded = [point.limit for point in since_boot if point.limit is not None]
+        return Series(
+            *key,
+            last_boot,
+            seconds=np.array([point.unix_s for point in since_boot]),
+            values=np.array([point.value for point in since_boot]),
+            limit=limits.get(key.metric, recorded[-1] if recorded else LIMITS.get(key.metric)),
+            before=len(points) - len(since_boot),
+        )
+
+
+class Points(NamedTuple):
+    """The points of a series in the order of time."""
+
+    seconds: np.ndarray
+    values: np.ndarray
+
+
+def thin(series: Series, max_points: int = 200) -> Points:
+    """Returns medians over at most `max_points` equal time spans, with the median time of each span."""
     seconds, values = series.seconds, series.values
-    if seconds.size <= most:
-        return seconds, values
-    place = ((seconds - seconds[0]) / (seconds[-1] - seconds[0]) * most).clip(max=most - 1).astype(int)
-    kept = np.unique(place)
-    return (
-        np.array([np.median(seconds[place == one]) for one in kept]),
-        np.array([np.median(values[place == one]) for one in kept]),
+    if seconds.size <= max_points:
+        return Points(seconds, values)
+    share_of_time = (seconds - seconds[0]) / (seconds[-1] - seconds[0])
+    span_of_value = (share_of_time * max_points).clip(max=max_points - 1).astype(int)
+    spans = np.unique(span_of_value)
+    return Points(
+        np.array([np.median(seconds[span_of_value == span]) for span in spans]),
+        np.array([np.median(values[span_of_value == span]) for span in spans]),
     )

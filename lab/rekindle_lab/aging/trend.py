@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-LEAST = 10
+MIN_POINTS = 10
 """Least number of points of a series."""
 
 
@@ -31,7 +31,7 @@ class Trend:
     n: int
 
 
-def effective(values: np.ndarray, seconds: np.ndarray, slope: float) -> float:
+def variance_inflation(values: np.ndarray, seconds: np.ndarray, slope: float) -> float:
     """Returns by how much autocorrelation inflates the variance of Mann and Kendall's count; at least 1.
 
     Autocorrelations of the detrended ranks are summed up to the first that is not positive, since later ones are
@@ -40,49 +40,53 @@ def effective(values: np.ndarray, seconds: np.ndarray, slope: float) -> float:
     n = values.size
     ranks = stats.rankdata(values - slope * (seconds - seconds[0]))
     centred = ranks - ranks.mean()
-    power = float((centred**2).sum())
-    if power == 0:
+    sum_of_squares = float((centred**2).sum())
+    if sum_of_squares == 0:
         return 1.0
     # The direct computation takes O(n²), which is fast enough for a thousand points, and is exact.
-    correlation = np.correlate(centred, centred, "full")[n - 1 :] / power
+    autocorrelation = np.correlate(centred, centred, "full")[n - 1 :] / sum_of_squares
     inflation = 1.0
     for lag in range(1, n - 3):
-        seen = float(correlation[lag])
-        if seen <= 0:
+        observed = float(autocorrelation[lag])
+        if observed <= 0:
             break
-        real = min(0.995, seen + (2 + 4 * seen) / n)
-        inflation += 2 / (n * (n - 1) * (n - 2)) * (n - lag) * (n - lag - 1) * (n - lag - 2) * real
+        unbiased = min(0.995, observed + (2 + 4 * observed) / n)
+        inflation += 2 / (n * (n - 1) * (n - 2)) * (n - lag) * (n - lag - 1) * (n - lag - 2) * unbiased
     return max(1.0, inflation)
 
 
-def trend(seconds: np.ndarray, values: np.ndarray, confidence: float = 0.95) -> Trend:
-    """Fits the trend of a series of at least `LEAST` points. `confidence` is that of the slope's interval."""
+def fit_trend(seconds: np.ndarray, values: np.ndarray, confidence: float = 0.95) -> Trend:
+    """Fits the trend of a series of at least `MIN_POINTS` points. `confidence` is that of the slope's interval."""
     n = values.size
-    if n < LEAST:
-        raise ValueError(f"a trend needs at least {LEAST} points, not {n}")
-    first, second = np.triu_indices(n, 1)
-    rises = values[second] - values[first]
-    slopes = np.sort(rises / (seconds[second] - seconds[first]))
+    if n < MIN_POINTS:
+        raise ValueError(f"a trend needs at least {MIN_POINTS} points, not {n}")
+    earlier, later = np.triu_indices(n, 1)
+    rises = values[later] - values[earlier]
+    slopes = np.sort(rises / (seconds[later] - seconds[earlier]))
     slope = float(np.median(slopes))
-    _, ties = np.unique(values, return_counts=True)
-    variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
-    inflation = effective(values, seconds, slope)
-    spread = math.sqrt(variance * inflation)
-    count = float(np.sign(rises).sum())
-    z = 0.0 if spread == 0 else (count - math.copysign(1, count)) / spread if count else 0.0
+    inflation = variance_inflation(values, seconds, slope)
+    count_sd = math.sqrt(_variance_of_independent_count(values) * inflation)
     df = max(1.0, n / inflation - 2)
-    half = stats.t.ppf((1 + confidence) / 2, df) * spread
-    pairs = slopes.size
+    rising_less_falling = float(np.sign(rises).sum())
+    # Mann and Kendall's correction for continuity moves the count by 1 towards 0.
+    z = (rising_less_falling - np.sign(rising_less_falling)) / count_sd if count_sd else 0.0
+    half_width = stats.t.ppf((1 + confidence) / 2, df) * count_sd
     # Sen's ranks, equally far from both ends.
-    high = min(pairs - 1, math.ceil((pairs + half) / 2))
-    low = max(0, pairs - 1 - high)
-    middle = float(np.median(values - slope * (seconds - seconds[-1])))
+    high_rank = min(slopes.size - 1, math.ceil((slopes.size + half_width) / 2))
+    low_rank = max(0, slopes.size - 1 - high_rank)
     return Trend(
         p=float(2 * stats.t.sf(abs(z), df)),
         slope=slope,
-        slope_low=float(slopes[low]),
-        slope_high=float(slopes[high]),
-        level=middle,
+        slope_low=float(slopes[low_rank]),
+        slope_high=float(slopes[high_rank]),
+        level=float(np.median(values - slope * (seconds - seconds[-1]))),
         inflation=inflation,
         n=n,
     )
+
+
+def _variance_of_independent_count(values: np.ndarray) -> float:
+    """Returns the variance of Mann and Kendall's count for independent samples, corrected for ties."""
+    n = values.size
+    _, ties = np.unique(values, return_counts=True)
+    return (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18

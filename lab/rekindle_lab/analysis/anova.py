@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -68,63 +69,72 @@ def one_way(groups: Sequence[Group], factor: str = "factor") -> Anova:
     if len(groups) < 2:
         raise ValueError(f"an analysis of variance needs at least 2 groups, not {len(groups)}")
     n = sum(group.n for group in groups)
-    mean = sum(group.n * group.mean for group in groups) / n
-    between = sum(group.n * (group.mean - mean) ** 2 for group in groups)
+    grand_mean = sum(group.n * group.mean for group in groups) / n
+    between = sum(group.n * (group.mean - grand_mean) ** 2 for group in groups)
     within = sum((group.n - 1) * group.sd**2 for group in groups)
-    return _table(factor, len(groups) - 1, between, n - len(groups), within, n - 1, between + within)
+    error = AnovaLine("error", n - len(groups), within)
+    total = AnovaLine("total", n - 1, between + within)
+    return Anova((_factor_line(factor, len(groups) - 1, between, error), error, total))
 
 
-def _table(factor: str, df: int, between: float, df_error: int, within: float, df_total: int, total: float) -> Anova:
-    f = (between / df) / (within / df_error) if within > 0 else math.inf if between > 0 else math.nan
-    p = float(stats.f.sf(f, df, df_error)) if not math.isnan(f) else math.nan
-    return Anova(
-        (
-            AnovaLine(factor, df, between, f, p),
-            AnovaLine("error", df_error, within),
-            AnovaLine("total", df_total, total),
-        ),
-    )
+def _factor_line(source: str, df: int, ss: float, error: AnovaLine) -> AnovaLine:
+    """Returns the line of a factor with its F test against the error."""
+    f = (ss / df) / error.ms if error.ss > 0 else math.inf if ss > 0 else math.nan
+    p = float(stats.f.sf(f, df, error.df)) if not math.isnan(f) else math.nan
+    return AnovaLine(source, df, ss, f, p)
 
 
 def blocked(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int], factor: str = "factor") -> Anova:
     """Analyses factor and blocks without interaction; the factor's sum of squares is what it adds to the blocks."""
-    y = np.asarray(values, dtype=float)
+    observed = np.asarray(values, dtype=float)
     level_columns, block_columns = _dummies(levels), _dummies(blocks)
-
-    def residual(*parts: np.ndarray) -> tuple[float, int]:
-        away, rank = _least_squares(y, *parts)
-        return float((away**2).sum()), rank
-
-    (total, _), (only_levels, rank_levels) = residual(), residual(level_columns)
-    (only_blocks, rank_blocks), (both, rank) = residual(block_columns), residual(level_columns, block_columns)
-    df, df_blocks, df_error = rank - rank_blocks, rank - rank_levels, y.size - rank
+    without_both = _fit(observed)
+    by_levels, by_blocks = _fit(observed, level_columns), _fit(observed, block_columns)
+    by_both = _fit(observed, level_columns, block_columns)
+    df, df_blocks = by_both.rank - by_blocks.rank, by_both.rank - by_levels.rank
+    df_error = observed.size - by_both.rank
     if df < level_columns.shape[1] or df_blocks < 1:
         raise ValueError("levels and blocks are confounded and cannot be separated")
     if df_error < 1:
-        raise ValueError(f"{y.size} values are too few for {df + 1} levels in {df_blocks + 1} blocks")
-    main = _table(factor, df, only_blocks - both, df_error, both, y.size - 1, total)
-    f_blocks = ((only_levels - both) / df_blocks) / main.error.ms if main.error.ms > 0 else math.nan
-    p_blocks = float(stats.f.sf(f_blocks, df_blocks, df_error)) if not math.isnan(f_blocks) else math.nan
-    line = AnovaLine("block", df_blocks, only_levels - both, f_blocks, p_blocks)
-    return Anova((main.factor, line, *main.lines[1:]))
+        raise ValueError(f"{observed.size} values are too few for {df + 1} levels in {df_blocks + 1} blocks")
+    error = AnovaLine("error", df_error, by_both.residual_ss)
+    block_ss = by_levels.residual_ss - by_both.residual_ss
+    block_line = AnovaLine("block", df_blocks, block_ss)
+    if error.ms > 0:
+        block_line = _factor_line("block", df_blocks, block_ss, error)
+    factor_line = _factor_line(factor, df, by_blocks.residual_ss - by_both.residual_ss, error)
+    return Anova((factor_line, block_line, error, AnovaLine("total", observed.size - 1, without_both.residual_ss)))
 
 
 def fitted(values: Sequence[float], levels: Sequence[str], blocks: Sequence[int]) -> np.ndarray:
     """Returns the values that level and block predict."""
-    y = np.asarray(values, dtype=float)
-    return y - _least_squares(y, _dummies(levels), _dummies(blocks))[0]
+    observed = np.asarray(values, dtype=float)
+    return observed - _fit(observed, _dummies(levels), _dummies(blocks)).residuals
 
 
-def _least_squares(y: np.ndarray, *parts: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns the residual sum of squares of `y`, and the rank of the explaining columns, including a constant."""
-    x = np.hstack([np.ones((y.size, 1)), *parts])
-    solution, _, rank, _ = np.linalg.lstsq(x, y, rcond=None)
-    return y - x @ solution, int(rank)
+class _LinearFit(NamedTuple):
+    """A least-squares fit: the residuals, and the rank of the explaining columns, including a constant."""
+
+    residuals: np.ndarray
+    rank: int
+
+    @property
+    def residual_ss(self) -> float:
+        """Residual sum of squares."""
+        return float((self.residuals**2).sum())
+
+
+def _fit(observed: np.ndarray, *columns: np.ndarray) -> _LinearFit:
+    """Fits a constant and `columns` (arrays of one or more columns) to the observed values."""
+    design = np.hstack([np.ones((observed.size, 1)), *columns])
+    solution, _, rank, _ = np.linalg.lstsq(design, observed, rcond=None)
+    return _LinearFit(observed - design @ solution, int(rank))
 
 
 def _dummies(names: Sequence[object]) -> np.ndarray:
+    """Returns a column for each distinct name but the first: 1 where it occurs, 0 elsewhere."""
     distinct = list(dict.fromkeys(names))
-    return np.array([[float(name == other) for other in distinct[1:]] for name in names]).reshape(len(names), -1)
+    return np.array([[float(name == column) for column in distinct[1:]] for name in names]).reshape(len(names), -1)
 
 
 @dataclass(frozen=True)
@@ -148,24 +158,33 @@ def welch(groups: Sequence[Group]) -> Welch:
         raise ValueError(f"Welch's test needs at least 2 groups, not {len(groups)}")
     if any(group.sd == 0 for group in groups):
         raise ValueError("Welch's test needs groups that vary")
+    # k, the weights and lambda (`imbalance`) are those of Welch (1951).
     k = len(groups)
     weights = [group.n / group.sd**2 for group in groups]
-    weight = sum(weights)
-    mean = sum(w * group.mean for w, group in zip(weights, groups, strict=True)) / weight
-    spread = sum(w * (group.mean - mean) ** 2 for w, group in zip(weights, groups, strict=True)) / (k - 1)
-    tail = sum((1 - w / weight) ** 2 / (group.n - 1) for w, group in zip(weights, groups, strict=True))
-    f = spread / (1 + 2 * (k - 2) / (k**2 - 1) * tail)
-    df_error = (k**2 - 1) / (3 * tail)
+    total_weight = sum(weights)
+    weighted = list(zip(weights, groups, strict=True))
+    mean = sum(weight * group.mean for weight, group in weighted) / total_weight
+    between = sum(weight * (group.mean - mean) ** 2 for weight, group in weighted) / (k - 1)
+    imbalance = sum((1 - weight / total_weight) ** 2 / (group.n - 1) for weight, group in weighted)
+    f = between / (1 + 2 * (k - 2) / (k**2 - 1) * imbalance)
+    df_error = (k**2 - 1) / (3 * imbalance)
     return Welch(f, k - 1, df_error, float(stats.f.sf(f, k - 1, df_error)))
 
 
-def variance_ratio(one: Group, other: Group) -> tuple[float, float]:
-    """Returns the larger variance over the smaller, and the two-sided p of that ratio under equal variances."""
-    large, small = (one, other) if one.sd >= other.sd else (other, one)
-    if small.sd == 0:
+class VarianceRatio(NamedTuple):
+    """The larger variance over the smaller, and the two-sided p of that ratio under equal variances."""
+
+    ratio: float
+    p: float
+
+
+def variance_ratio(group: Group, other: Group) -> VarianceRatio:
+    """Compares the variances of two groups, which both must vary."""
+    larger, smaller = (group, other) if group.sd >= other.sd else (other, group)
+    if smaller.sd == 0:
         raise ValueError("a ratio of variances needs groups that vary")
-    ratio = (large.sd / small.sd) ** 2
-    return ratio, min(1.0, 2 * float(stats.f.sf(ratio, large.n - 1, small.n - 1)))
+    ratio = (larger.sd / smaller.sd) ** 2
+    return VarianceRatio(ratio, min(1.0, 2 * float(stats.f.sf(ratio, larger.n - 1, smaller.n - 1))))
 
 
 def f_critical(df: float, df_error: float, alpha: float = 0.05) -> float:
@@ -183,7 +202,18 @@ def t_p(t: float, df: float) -> float:
     return float(2 * stats.t.sf(abs(t), df))
 
 
-def pooled_intervals(groups: Sequence[Group], error: AnovaLine, confidence: float = 0.95) -> list[tuple[float, float]]:
+class MeanInterval(NamedTuple):
+    """The confidence interval of a group's mean."""
+
+    low: float
+    high: float
+
+
+def pooled_intervals(groups: Sequence[Group], error: AnovaLine, confidence: float = 0.95) -> list[MeanInterval]:
     """Returns each mean's interval with the error of all groups, as in the paper's "Means for one-way ANOVA"."""
-    half = t_critical(error.df, 1 - confidence) * math.sqrt(error.ms)
-    return [(group.mean - half / math.sqrt(group.n), group.mean + half / math.sqrt(group.n)) for group in groups]
+    half_width_of_one_value = t_critical(error.df, 1 - confidence) * math.sqrt(error.ms)
+    intervals = []
+    for group in groups:
+        half_width = half_width_of_one_value / math.sqrt(group.n)
+        intervals.append(MeanInterval(group.mean - half_width, group.mean + half_width))
+    return intervals

@@ -1,4 +1,4 @@
-"""The command `rekindle-lab analyse`."""
+"""The command `rekindle-lab analyse`: prints the judgement of an experiment's runs, as text or as JSON."""
 
 import json
 from dataclasses import asdict
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # scipy and statsmodels take a second to load, which would sl
 
 def as_json(runs: "Runs", verdicts: "list[Verdict]") -> dict[str, Any]:
     """Returns all results as JSON."""
-    found = {
+    document = {
         "experiment": runs.experiment,
         "factor": runs.factor,
         "planned": runs.planned,
@@ -27,20 +27,20 @@ def as_json(runs: "Runs", verdicts: "list[Verdict]") -> dict[str, Any]:
         "versions": runs.versions,
         "notes": runs.notes,
         "responses": [
-            {**asdict(v.response), "p_bonferroni": v.p_bonferroni, "p_holm": v.p_holm, "differs": v.differs}
-            for v in verdicts
+            asdict(verdict.response)
+            | {"p_bonferroni": verdict.p_bonferroni, "p_holm": verdict.p_holm, "differs": verdict.differs}
+            for verdict in verdicts
         ],
     }
-    return for_json(found)
+    return for_json(document)
 
 
 def text(runs: "Runs", verdicts: "list[Verdict]", alpha: float) -> str:
     """Formats the results for the terminal."""
     from rekindle_lab.analysis import tables
 
-    head = f"{runs.experiment}: {len(runs.done)} of {runs.planned} runs done, {len(runs.failed)} failed attempts"
     parts = [
-        head,
+        f"{runs.experiment}: {len(runs.done)} of {runs.planned} runs done, {len(runs.failed)} failed attempts",
         table(tables.for_people(tables.verdicts_table(verdicts)), "Responses"),
         table(tables.summary(verdicts), "Averages"),
     ]
@@ -99,8 +99,8 @@ def command(
     from rekindle_lab.analysis.runs import load
 
     try:
-        found = load(runs, factor, allow_missing=allow_missing, allow_versions=allow_versions)
+        checked_runs = load(runs, factor, allow_missing=allow_missing, allow_versions=allow_versions)
     except ValueError as error:
         raise fail("analyse", error) from error
-    verdicts = judge(found, alpha)
-    print(json.dumps(as_json(found, verdicts)) if json_out else text(found, verdicts, alpha))
+    verdicts = judge(checked_runs, alpha)
+    print(json.dumps(as_json(checked_runs, verdicts)) if json_out else text(checked_runs, verdicts, alpha))

@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 
 
-def bonferroni(p: Sequence[float]) -> list[float]:
+def bonferroni(p_values: Sequence[float]) -> list[float]:
     """Multiplies each p by the number of p, as the paper did (it divided alpha instead)."""
-    return [min(1.0, value * len(p)) for value in p]
+    return [min(1.0, p * len(p_values)) for p in p_values]
 
 
-def holm(p: Sequence[float]) -> list[float]:
+def holm(p_values: Sequence[float]) -> list[float]:
     """Applies Holm's step-down correction: never larger than Bonferroni's, with the same guarantee."""
-    out = [0.0] * len(p)
-    highest = 0.0
-    for rank, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        highest = max(highest, min(1.0, p[index] * (len(p) - rank)))
-        out[index] = highest
-    return out
+    corrected = [0.0] * len(p_values)
+    largest_so_far = 0.0
+    ascending = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    for rank, index in enumerate(ascending):
+        largest_so_far = max(largest_so_far, min(1.0, p_values[index] * (len(p_values) - rank)))
+        corrected[index] = largest_so_far
+    return corrected

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
 from rekindle_lab.stats import RESAMPLES, SEED
 
-CHUNK = 60_000
+CHUNK_VALUES = 60_000
 """Number of values in one chunk of resamplings: a chunk fits into a processor's cache, which halves the time."""
 
 
@@ -49,24 +50,76 @@ class Effects:
         """Names the figures that have a value but no interval."""
         named = {"eta²": self.eta_squared, "omega²": self.omega_squared}
         named |= {f"Hedges' g of {pair.level} - {pair.other}": pair.hedges_g for pair in self.pairs}
-        return [name for name, one in named.items() if one is not None and one.low is None]
+        return [name for name, figure in named.items() if figure is not None and figure.low is None]
 
 
-def _rounds(width: int, total: int) -> Iterator[int]:
-    """Yields sizes of chunks that make `total` resamplings of `width` values."""
-    size = max(1, min(total, CHUNK // max(1, width)))
+class _Moments(NamedTuple):
+    """Mean and variance (n - 1) of a sample; of all its resamples, as two arrays."""
+
+    mean: np.ndarray
+    variance: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A level's sample: its size, its own moments, and those of its resamples."""
+
+    size: int
+    observed: _Moments
+    resampled: _Moments
+
+
+def effects(samples: dict[str, np.ndarray]) -> Effects:
+    """Computes the effect sizes of the levels' values, at least two values for each level."""
+    generator = np.random.default_rng(SEED)
+    levels = {
+        name: _Level(values.size, _Moments(values.mean(), values.var(ddof=1)), _resample(values, generator))
+        for name, values in samples.items()
+    }
+    sizes = np.array([level.size for level in levels.values()], dtype=float)
+    observed = _explained_variance(sizes, [level.observed for level in levels.values()])
+    resampled = _explained_variance(sizes, [level.resampled for level in levels.values()])
+    return Effects(
+        _interval(float(observed.eta_squared), resampled.eta_squared),
+        _interval(float(observed.omega_squared), resampled.omega_squared),
+        tuple(_compare(name, levels[name], other, levels[other]) for name, other in combinations(levels, 2)),
+    )
+
+
+def _resample(values: np.ndarray, generator: np.random.Generator) -> _Moments:
+    means, variances = [], []
+    for count in _chunk_sizes(values.size, RESAMPLES):
+        drawn = values[generator.integers(0, values.size, (count, values.size))]
+        means.append(drawn.mean(axis=1))
+        variances.append(drawn.var(axis=1, ddof=1))
+    return _Moments(np.concatenate(means), np.concatenate(variances))
+
+
+def _chunk_sizes(values_per_resample: int, total: int) -> Iterator[int]:
+    """Yields the numbers of resamples of chunks that make `total` resamples."""
+    size = max(1, min(total, CHUNK_VALUES // max(1, values_per_resample)))
     for start in range(0, total, size):
         yield min(size, total - start)
 
 
-def _resampled(values: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Returns means and variances (n - 1) of resampled groups."""
-    means, variances = [], []
-    for count in _rounds(values.size, RESAMPLES):
-        drawn = values[generator.integers(0, values.size, (count, values.size))]
-        means.append(drawn.mean(axis=1))
-        variances.append(drawn.var(axis=1, ddof=1))
-    return np.concatenate(means), np.concatenate(variances)
+class _ExplainedVariance(NamedTuple):
+    """The share of the variance that the levels explain, without and with a correction for bias."""
+
+    eta_squared: np.ndarray
+    omega_squared: np.ndarray
+
+
+def _explained_variance(sizes: np.ndarray, levels: Sequence[_Moments]) -> _ExplainedVariance:
+    means = np.stack([level.mean for level in levels], axis=-1)
+    variances = np.stack([level.variance for level in levels], axis=-1)
+    grand_mean = (means * sizes).sum(axis=-1, keepdims=True) / sizes.sum()
+    between = (sizes * (means - grand_mean) ** 2).sum(axis=-1)
+    within = ((sizes - 1) * variances).sum(axis=-1)
+    df, df_error = sizes.size - 1, sizes.sum() - sizes.size
+    total = between + within
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean_error = within / df_error
+        return _ExplainedVariance(between / total, (between - df * mean_error) / (total + mean_error))
 
 
 def _interval(value: float, resampled: np.ndarray) -> Interval | None:
@@ -78,85 +131,51 @@ def _interval(value: float, resampled: np.ndarray) -> Interval | None:
     return Interval(float(value), float(low), float(high))
 
 
-def effects(samples: dict[str, np.ndarray]) -> Effects:
-    """Computes the effect sizes of the levels' values, at least two values for each level."""
-    generator = np.random.default_rng(SEED)
-    drawn = {level: _resampled(values, generator) for level, values in samples.items()}
-    own = {level: (values.mean(), values.var(ddof=1)) for level, values in samples.items()}
-    sizes = np.array([values.size for values in samples.values()], dtype=float)
-
-    def explained(means: np.ndarray, variances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        centre = (means * sizes).sum(axis=-1, keepdims=True) / sizes.sum()
-        between = (sizes * (means - centre) ** 2).sum(axis=-1)
-        within = ((sizes - 1) * variances).sum(axis=-1)
-        df, df_error = sizes.size - 1, sizes.sum() - sizes.size
-        total = between + within
-        with np.errstate(invalid="ignore", divide="ignore"):
-            error = within / df_error
-            return between / total, (between - df * error) / (total + error)
-
-    own_means, own_variances = (np.array([own[level][i] for level in samples]) for i in range(2))
-    all_means, all_variances = (np.stack([drawn[level][i] for level in samples], axis=-1) for i in range(2))
-    eta, omega = explained(own_means, own_variances)
-    etas, omegas = explained(all_means, all_variances)
-    pairs = tuple(_pair(one, other, samples, own, drawn) for one, other in combinations(samples, 2))
-    return Effects(_interval(float(eta), etas), _interval(float(omega), omegas), pairs)
-
-
-def _pair(
-    one: str,
-    other: str,
-    samples: dict[str, np.ndarray],
-    own: dict[str, tuple[float, float]],
-    drawn: dict[str, tuple[np.ndarray, np.ndarray]],
-) -> Pair:
-    n, m = samples[one].size, samples[other].size
-    (mean, variance), (other_mean, other_variance) = own[one], own[other]
-    (means, variances), (other_means, other_variances) = drawn[one], drawn[other]
-    small = 1 - 3 / (4 * (n + m - 2) - 1)
-
-    def g(difference: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return small * difference / np.sqrt(((n - 1) * first + (m - 1) * second) / (n + m - 2))
-
-    difference = _interval(mean - other_mean, means - other_means)
+def _compare(name: str, level: _Level, other_name: str, other: _Level) -> Pair:
+    difference = _interval(level.observed.mean - other.observed.mean, level.resampled.mean - other.resampled.mean)
     assert difference is not None
-    one_side = bool((other_means > 0).all() or (other_means < 0).all()) and other_mean != 0
-    return Pair(
-        one,
-        other,
-        difference,
-        _interval(mean / other_mean - 1, means / other_means - 1) if one_side else None,
-        _interval(
-            float(g(np.asarray(mean - other_mean), np.asarray(variance), np.asarray(other_variance))),
-            g(means - other_means, variances, other_variances),
-        ),
+    other_means = other.resampled.mean
+    has_one_sign = bool((other_means > 0).all() or (other_means < 0).all()) and other.observed.mean != 0
+    relative = None
+    if has_one_sign:
+        relative = _interval(level.observed.mean / other.observed.mean - 1, level.resampled.mean / other_means - 1)
+    hedges_g = _interval(
+        float(_hedges_g(level.observed, level.size, other.observed, other.size)),
+        _hedges_g(level.resampled, level.size, other.resampled, other.size),
     )
+    return Pair(name, other_name, difference, relative, hedges_g)
+
+
+def _hedges_g(moments: _Moments, size: int, other: _Moments, other_size: int) -> np.ndarray:
+    df = size + other_size - 2
+    small_sample_factor = 1 - 3 / (4 * df - 1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        pooled = np.sqrt(((size - 1) * moments.variance + (other_size - 1) * other.variance) / df)
+        return small_sample_factor * np.asarray(moments.mean - other.mean) / pooled
 
 
 def permutation_p(values: np.ndarray, levels: Sequence[str], blocks: Sequence[int] | None = None) -> float:
     """Returns the probability (to 1) of so large an F if levels were assigned by chance, within blocks if any."""
-    labels = np.asarray(levels)
-    strata = np.zeros(values.size, dtype=int) if blocks is None else np.asarray(blocks)
-    generator = np.random.default_rng(SEED)
-    names = list(dict.fromkeys(levels))
-    members = np.stack([labels == name for name in names]).astype(float)
-    counts = members.sum(axis=1)
+    block_of_value = np.zeros(values.size, dtype=int) if blocks is None else np.asarray(blocks)
+    level_of_value = np.asarray(levels)
+    is_in_level = np.stack([level_of_value == level for level in dict.fromkeys(levels)]).astype(float)
+    level_sizes = is_in_level.sum(axis=1)
     centred = values - values.mean()
-
-    def between(rows: np.ndarray) -> np.ndarray:
-        # F grows with this sum alone: the total sum of squares is the same for all arrangements.
-        return ((rows @ members.T) ** 2 / counts).sum(axis=1)
-
-    observed = float(between(centred[None, :])[0])
     if not centred.any():
         return 1.0
-    slack = 1e-9 * max(observed, float((centred**2).sum()))
+
+    def between_levels(arrangements: np.ndarray) -> np.ndarray:
+        # F grows with this sum alone: the total sum of squares is the same for all arrangements.
+        return ((arrangements @ is_in_level.T) ** 2 / level_sizes).sum(axis=1)
+
+    observed = float(between_levels(centred[None, :])[0])
+    rounding_error = 1e-9 * max(observed, float((centred**2).sum()))
+    generator = np.random.default_rng(SEED)
     as_large = 0
-    for count in _rounds(values.size, RESAMPLES):
-        rows = np.tile(centred, (count, 1))
-        for stratum in np.unique(strata):
-            columns = np.flatnonzero(strata == stratum)
-            rows[:, columns] = generator.permuted(rows[:, columns], axis=1)
-        as_large += int((between(rows) >= observed - slack).sum())
+    for count in _chunk_sizes(values.size, RESAMPLES):
+        arrangements = np.tile(centred, (count, 1))
+        for block in np.unique(block_of_value):
+            columns = np.flatnonzero(block_of_value == block)
+            arrangements[:, columns] = generator.permuted(arrangements[:, columns], axis=1)
+        as_large += int((between_levels(arrangements) >= observed - rounding_error).sum())
     return (1 + as_large) / (RESAMPLES + 1)

@@ -4,7 +4,8 @@ import math
 
 from scipy import stats
 
-MOST = 100_000
+MAX_RUNS_PER_LEVEL = 100_000
+"""A search for a number of runs ends with an error above this number."""
 
 
 def effect_from_sd_increase(increase: float) -> float:
@@ -22,8 +23,9 @@ def power(n: int, levels: int, effect: float, alpha: float = 0.05) -> float:
     if n < 2 or levels < 2:
         raise ValueError(f"power needs at least 2 levels of 2 runs, not {levels} of {n}")
     df, df_error = levels - 1, levels * (n - 1)
-    limit = stats.f.isf(alpha, df, df_error)
-    return float(stats.ncf.sf(limit, df, df_error, effect**2 * levels * n))
+    critical_f = stats.f.isf(alpha, df, df_error)
+    noncentrality = effect**2 * levels * n
+    return float(stats.ncf.sf(critical_f, df, df_error, noncentrality))
 
 
 def smallest_n(levels: int, effect: float, alpha: float = 0.05, wanted: float = 0.90) -> int:
@@ -33,8 +35,8 @@ def smallest_n(levels: int, effect: float, alpha: float = 0.05, wanted: float = 
     low, high = 2, 2
     while power(high, levels, effect, alpha) < wanted:
         low, high = high + 1, high * 2
-        if high > MOST:
-            raise ValueError(f"an effect of {effect:g} would need more than {MOST} runs a level")
+        if high > MAX_RUNS_PER_LEVEL:
+            raise ValueError(f"an effect of {effect:g} would need more than {MAX_RUNS_PER_LEVEL} runs a level")
     while low < high:
         middle = (low + high) // 2
         if power(middle, levels, effect, alpha) < wanted:

@@ -9,15 +9,14 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rekindle_lab.numbers import finite
 
 FORMAT = 1
-SHOWN = 20
+MAX_LISTED_PROBLEMS = 20
 """Largest number of problems that an error lists."""
 KEYS = {
     "format": int,
@@ -32,6 +31,7 @@ KEYS = {
     "responses": dict,
     "versions": dict,
 }
+"""The keys that every line must have, with their types."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Problem:
 
 
 class RunsError(ValueError):
-    """The file of runs cannot be analysed. The text lists at most `SHOWN` problems, and counts the others."""
+    """The file of runs cannot be analysed. The text lists at most `MAX_LISTED_PROBLEMS`, and counts the others."""
 
     def __init__(self, path: Path, problems: list[Problem]) -> None:
         self.problems = problems
         lines = [f"{path}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"]
-        lines += [f"  {problem}" for problem in problems[:SHOWN]]
-        if len(problems) > SHOWN:
-            lines.append(f"  and {len(problems) - SHOWN} more")
+        lines += [f"  {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
+        if len(problems) > MAX_LISTED_PROBLEMS:
+            lines.append(f"  and {len(problems) - MAX_LISTED_PROBLEMS} more")
         kinds = {problem.kind for problem in problems}
         if kinds <= {"missing", "versions"}:
             options = " ".join(f"--allow-{kind}" for kind in sorted(kinds))
@@ -105,14 +105,22 @@ class Runs:
 
 
 @dataclass(frozen=True)
+class PlannedRun:
+    """The plan of one run: its level of each factor, and its block."""
+
+    treatment: dict[str, str]
+    block: int
+
+
+@dataclass(frozen=True)
 class Order:
     """The committed order of an experiment: its levels, and the number of runs."""
 
     digest: str
     factors: dict[str, list[str]]
     responses: list[str]
-    planned: dict[int, tuple[dict[str, str], int]]
-    """Treatment and block of each run."""
+    planned: dict[int, PlannedRun]
+    """The planned runs by their numbers."""
     question: str = ""
 
     @property
@@ -129,7 +137,7 @@ class Order:
                 document["digest"],
                 {factor["name"]: [str(level) for level in factor["levels"]] for factor in document["factors"]},
                 [response["name"] for response in document["responses"]],
-                {run["run"]: (_as_texts(run["treatment"]), run["block"]) for run in document["runs"]},
+                {run["run"]: PlannedRun(_as_texts(run["treatment"]), run["block"]) for run in document["runs"]},
                 document.get("question", ""),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -148,52 +156,24 @@ def read(
     path: Path, *, order: Order | None = None, factor: str | None = None, allow: frozenset[str] = frozenset()
 ) -> Runs:
     """Reads and checks runs. `order`: the plan; `allow`: kinds of problems that are noted instead of rejected."""
-    problems: list[Problem] = []
-    lines = list(_lines(path, problems))
-    good = [(row, line) for row, line in lines if _shape(row, line, problems)]
-    _one_experiment(good, order, problems)
-    levels = {row: _level(row, line, order, factor, problems) for row, line in good}
-    _versions(good, problems)
-    attempts: dict[int, tuple[int, dict[str, Any]]] = {}
-    failed: dict[int, tuple[int, dict[str, Any]]] = {}
-    for row, line in good:
-        if line["outcome"] == "failed":
-            failed[row] = (line["run"], line)
-        elif line["outcome"] != "done":
-            problems.append(Problem(row, "outcome", f"'{line['outcome']}'; it must be done or failed"))
-        elif line["run"] in attempts:
-            other = attempts[line["run"]][0]
-            problems.append(Problem(row, "run", f"run {line['run']} is done a second time; the first is row {other}"))
-        else:
-            attempts[line["run"]] = (row, line)
-    names = _response_names(attempts, order)
-    done = []
-    for row, line in attempts.values():
-        responses = _responses(row, line, names, problems)
-        done.append(Run(row, line["run"], line["block"], levels[row], responses))
-    planned = order.runs if order else max((line["of"] for _, line in good), default=0)
-    last = {run: row for row, (run, _) in failed.items()}
-    treatments = {line["run"]: _as_texts(line["treatment"]) for _, line in good}
-    treatments |= {number: treatment for number, (treatment, _) in order.planned.items()} if order else {}
-    _missing(planned, attempts, last, treatments, problems)
-    if not any(problem.kind == "bad" for problem in problems):  # else maybe only a consequence
-        _enough(done, {_label(treatment, factor): None for treatment in treatments.values()}, problems)
-    refused = [problem for problem in problems if problem.kind not in allow]
-    if refused:
-        raise RunsError(path, refused)
-    first = good[0][1] if good else {}
-    names_of = order.factors if order else first.get("treatment", {})
-    notes = [str(problem) for problem in problems if problem.kind in allow]
+    checker = _Checker(order, factor)
+    lines = [line for line in _read_lines(path, checker) if checker.check_keys(line)]
+    runs = checker.check(lines)
+    rejected = [problem for problem in checker.problems if problem.kind not in allow]
+    if rejected:
+        raise RunsError(path, rejected)
+    notes = [str(problem) for problem in checker.problems]
     if order is None:
         notes.append("no order.json next to the runs: levels and responses were not checked against it")
+    first = lines[0].entries if lines else {}
     return Runs(
         path=path,
         experiment=first.get("experiment", ""),
-        factor=factor or ", ".join(names_of),
-        planned=planned,
-        done=sorted(done, key=lambda run: run.row),
-        failed=[line for _, line in failed.values()],
-        lines=[line for _, line in good],
+        factor=factor or ", ".join(order.factors if order else first.get("treatment", {})),
+        planned=checker.planned_runs(lines),
+        done=sorted(runs, key=lambda run: run.row),
+        failed=[line.entries for line in lines if line.entries["outcome"] == "failed"],
+        lines=[line.entries for line in lines],
         versions=dict(first.get("versions", {})),
         notes=notes,
     )
@@ -205,81 +185,216 @@ def content(path: Path) -> bytes:
     return gzip.decompress(data) if path.suffix == ".gz" else data
 
 
-def _lines(path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any]]]:
+class _Line(NamedTuple):
+    """A line of the file. `row` counts from 1."""
+
+    row: int
+    entries: dict[str, Any]
+
+
+def _read_lines(path: Path, checker: "_Checker") -> list[_Line]:
+    """Returns the lines that are JSON objects; reports the others to `checker`."""
     try:
         text = content(path).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise RunsError(path, [Problem(None, "-", f"cannot be read: {error}")]) from error
-    found = []
+    lines = []
     for row, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            entries = json.loads(line)
         except ValueError as error:
-            problems.append(Problem(row, "-", f"not JSON ({error})"))
+            checker.report(row, "-", f"not JSON ({error})")
             continue
-        if isinstance(value, dict):
-            found.append((row, value))
+        if isinstance(entries, dict):
+            lines.append(_Line(row, entries))
         else:
-            problems.append(Problem(row, "-", "not an object"))
-    if not found and not problems:
-        problems.append(Problem(None, "-", "the file has no runs"))
-    return found
+            checker.report(row, "-", "not an object")
+    if not lines and not checker.problems:
+        checker.report(None, "-", "the file has no runs")
+    return lines
 
 
-def _shape(row: int, line: dict[str, Any], problems: list[Problem]) -> bool:
-    """Returns whether a line has the required keys."""
-    before = len(problems)
-    for key, kind in KEYS.items():
-        if key not in line:
-            problems.append(Problem(row, key, "is missing"))
-        elif not isinstance(line[key], kind) or isinstance(line[key], bool):
-            problems.append(Problem(row, key, f"{line[key]!r} is not of the kind {kind.__name__}"))
-    versions = line.get("versions")
-    for name, value in versions.items() if isinstance(versions, dict) else ():
-        if not isinstance(value, str):
-            problems.append(Problem(row, f"versions.{name}", f"{value!r} is not a text"))
-    if len(problems) == before and line["format"] != FORMAT:
-        problems.append(Problem(row, "format", f"{line['format']}; this program reads {FORMAT}"))
-    return len(problems) == before
+@dataclass
+class _Checker:
+    """Checks the lines of one file, against the order if there is one, and collects all problems."""
 
+    order: Order | None
+    factor: str | None
+    """The analysed factor; `None`: all factors together."""
+    problems: list[Problem] = field(default_factory=list)
 
-def _one_experiment(good: list[tuple[int, dict[str, Any]]], order: Order | None, problems: list[Problem]) -> None:
-    for key in ("experiment", "order", "of"):
-        wanted = order.digest if key == "order" and order else good[0][1][key] if good else None
-        for row, line in good:
-            if line[key] != wanted:
-                problems.append(Problem(row, key, f"{line[key]!r}; expected {wanted!r}"))
+    def report(self, row: int | None, column: str, what: str, kind: str = "bad") -> None:
+        self.problems.append(Problem(row, column, what, kind))
 
+    def check_keys(self, line: _Line) -> bool:
+        """Returns whether a line has the required keys with values of the right type."""
+        problems_before = len(self.problems)
+        for key, kind in KEYS.items():
+            if key not in line.entries:
+                self.report(line.row, key, "is missing")
+            elif not isinstance(line.entries[key], kind) or isinstance(line.entries[key], bool):
+                self.report(line.row, key, f"{line.entries[key]!r} is not of the kind {kind.__name__}")
+        versions = line.entries.get("versions")
+        for name, version in versions.items() if isinstance(versions, dict) else ():
+            if not isinstance(version, str):
+                self.report(line.row, f"versions.{name}", f"{version!r} is not a text")
+        if len(self.problems) == problems_before and line.entries["format"] != FORMAT:
+            self.report(line.row, "format", f"{line.entries['format']}; this program reads {FORMAT}")
+        return len(self.problems) == problems_before
 
-def _level(row: int, line: dict[str, Any], order: Order | None, factor: str | None, problems: list[Problem]) -> str:
-    treatment = _as_texts(line["treatment"])
-    if order is not None:
-        before = len(problems)
-        for name in dict.fromkeys([*order.factors, *treatment]):
-            if name not in order.factors:
-                problems.append(Problem(row, f"treatment.{name}", "no such factor in the order"))
-            elif name not in treatment:
-                problems.append(Problem(row, f"treatment.{name}", "is missing"))
-            elif treatment[name] not in order.factors[name]:
-                known = ", ".join(order.factors[name])
-                problems.append(Problem(row, f"treatment.{name}", f"unknown level '{treatment[name]}'; known: {known}"))
-        if len(problems) == before and line["run"] in order.planned:
-            planned, block = order.planned[line["run"]]
-            for name in planned:
-                if treatment[name] != planned[name]:
-                    what = f"'{treatment[name]}'; the order has '{planned[name]}' for run {line['run']}"
-                    problems.append(Problem(row, f"treatment.{name}", what))
-            if line["block"] != block:
-                problems.append(Problem(row, "block", f"{line['block']}; the order has {block} for run {line['run']}"))
-    if factor is not None and factor not in treatment:
-        problems.append(Problem(row, f"treatment.{factor}", "is missing"))
-    return _label(treatment, factor)
+    def check(self, lines: list[_Line]) -> list[Run]:
+        """Checks lines that have the required keys; returns the successful runs."""
+        self._check_same_experiment(lines)
+        levels = {line.row: self._check_treatment(line) for line in lines}
+        self._check_versions(lines)
+        done = self._done_by_run(lines)
+        response_names = self._response_names(done)
+        runs = [
+            Run(
+                line.row,
+                number,
+                line.entries["block"],
+                levels[line.row],
+                self._check_responses(line, response_names),
+            )
+            for number, line in done.items()
+        ]
+        treatments = {line.entries["run"]: _as_texts(line.entries["treatment"]) for line in lines}
+        if self.order:
+            treatments |= {number: planned.treatment for number, planned in self.order.planned.items()}
+        self._check_none_is_missing(lines, done, treatments)
+        if not any(problem.kind == "bad" for problem in self.problems):  # too few runs may follow from other problems
+            self._check_enough_runs(runs, [_label(treatment, self.factor) for treatment in treatments.values()])
+        return runs
+
+    def planned_runs(self, lines: list[_Line]) -> int:
+        """Returns the number of planned runs: of the order or, without one, the largest that a line names."""
+        return self.order.runs if self.order else max((line.entries["of"] for line in lines), default=0)
+
+    def _check_same_experiment(self, lines: list[_Line]) -> None:
+        if not lines:
+            return
+        for key in ("experiment", "order", "of"):
+            expected = self.order.digest if key == "order" and self.order else lines[0].entries[key]
+            for line in lines:
+                if line.entries[key] != expected:
+                    self.report(line.row, key, f"{line.entries[key]!r}; expected {expected!r}")
+
+    def _check_treatment(self, line: _Line) -> str:
+        """Checks a run's levels and block; returns the name of its level."""
+        treatment = _as_texts(line.entries["treatment"])
+        if self.order is not None:
+            problems_before = len(self.problems)
+            self._check_levels(line.row, treatment, self.order)
+            planned = self.order.planned.get(line.entries["run"])
+            if len(self.problems) == problems_before and planned is not None:
+                self._check_as_planned(line, treatment, planned)
+        if self.factor is not None and self.factor not in treatment:
+            self.report(line.row, f"treatment.{self.factor}", "is missing")
+        return _label(treatment, self.factor)
+
+    def _check_levels(self, row: int, treatment: dict[str, str], order: Order) -> None:
+        for factor in dict.fromkeys([*order.factors, *treatment]):
+            column = f"treatment.{factor}"
+            if factor not in order.factors:
+                self.report(row, column, "no such factor in the order")
+            elif factor not in treatment:
+                self.report(row, column, "is missing")
+            elif treatment[factor] not in order.factors[factor]:
+                known = ", ".join(order.factors[factor])
+                self.report(row, column, f"unknown level '{treatment[factor]}'; known: {known}")
+
+    def _check_as_planned(self, line: _Line, treatment: dict[str, str], planned: PlannedRun) -> None:
+        number, block = line.entries["run"], line.entries["block"]
+        for factor, level in planned.treatment.items():
+            if treatment[factor] != level:
+                what = f"'{treatment[factor]}'; the order has '{level}' for run {number}"
+                self.report(line.row, f"treatment.{factor}", what)
+        if block != planned.block:
+            self.report(line.row, "block", f"{block}; the order has {planned.block} for run {number}")
+
+    def _check_versions(self, lines: list[_Line]) -> None:
+        """Checks that all runs are of the same versions."""
+        for name in dict.fromkeys(name for line in lines for name in line.entries["versions"]):
+            # A run that failed early may have only some of the versions.
+            version_of_row = {
+                line.row: line.entries["versions"].get(name)
+                for line in lines
+                if name in line.entries["versions"] or line.entries["outcome"] == "done"
+            }
+            usual = Counter(version_of_row.values()).most_common(1)[0][0]
+            for row, version in version_of_row.items():
+                if version != usual:
+                    self.report(row, f"versions.{name}", f"{version!r}, most runs have {usual!r}", "versions")
+
+    def _done_by_run(self, lines: list[_Line]) -> dict[int, _Line]:
+        """Returns the successful attempt of each run, by the run's number."""
+        done: dict[int, _Line] = {}
+        for line in lines:
+            number, outcome = line.entries["run"], line.entries["outcome"]
+            if outcome not in ("done", "failed"):
+                self.report(line.row, "outcome", f"'{outcome}'; it must be done or failed")
+            elif outcome == "done" and number in done:
+                first_row = done[number].row
+                self.report(line.row, "run", f"run {number} is done a second time; the first is row {first_row}")
+            elif outcome == "done":
+                done[number] = line
+        return done
+
+    def _response_names(self, done: dict[int, _Line]) -> list[str]:
+        if self.order is not None:
+            return self.order.responses
+        return list(dict.fromkeys(name for line in done.values() for name in line.entries["responses"]))
+
+    def _check_responses(self, line: _Line, names: list[str]) -> dict[str, float]:
+        """Returns the responses of a run that are finite numbers; reports the others."""
+        responses = line.entries["responses"]
+        values = {}
+        for name in names:
+            value = responses.get(name)
+            column = f"responses.{name}"
+            if name not in responses:
+                self.report(line.row, column, "is missing")
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                self.report(line.row, column, f"{value!r} is not a number")
+            elif not finite(value):
+                self.report(line.row, column, f"{value} is not a finite number")
+            else:
+                values[name] = float(value)
+        for name in responses:
+            if name not in names:
+                self.report(line.row, f"responses.{name}", "no such response in the order")
+        return values
+
+    def _check_none_is_missing(
+        self, lines: list[_Line], done: dict[int, _Line], treatments: dict[int, dict[str, str]]
+    ) -> None:
+        planned = self.planned_runs(lines)
+        row_of_failure = {line.entries["run"]: line.row for line in lines if line.entries["outcome"] == "failed"}
+        for number in range(1, planned + 1):
+            if number not in done:
+                levels = ", ".join(f"{factor}={level}" for factor, level in treatments.get(number, {}).items())
+                run = f"run {number} of {planned}" + (f" ({levels})" if levels else "")
+                row = row_of_failure.get(number)
+                self.report(row, "run", f"{run} {'is missing' if row is None else 'failed'}", "missing")
+        for number, line in done.items():
+            if not 1 <= number <= planned:
+                self.report(line.row, "run", f"run {number} was not planned; there are 1 to {planned}")
+
+    def _check_enough_runs(self, runs: list[Run], levels: list[str]) -> None:
+        counts = dict.fromkeys(levels, 0) | Counter(run.level for run in runs)
+        if len(counts) == 1:
+            self.report(None, "treatment", f"only one level, '{next(iter(counts))}': nothing to compare")
+        for level, count in counts.items():
+            if count < 2:
+                noun = "runs" if count == 0 else "run"
+                self.report(None, "treatment", f"level '{level}' has {count} {noun}; it needs at least 2")
 
 
 def _as_texts(treatment: dict[str, Any]) -> dict[str, str]:
-    return {name: str(level) for name, level in treatment.items()}
+    return {factor: str(level) for factor, level in treatment.items()}
 
 
 def _label(treatment: dict[str, str], factor: str | None) -> str:
@@ -288,73 +403,4 @@ def _label(treatment: dict[str, str], factor: str | None) -> str:
         return treatment.get(factor, "")
     if len(treatment) == 1:
         return next(iter(treatment.values()))
-    return ", ".join(f"{name}={level}" for name, level in treatment.items())
-
-
-def _versions(good: list[tuple[int, dict[str, Any]]], problems: list[Problem]) -> None:
-    names = dict.fromkeys(name for _, line in good for name in line["versions"])
-    for name in names:
-        # A run that failed early may have only some of the versions.
-        known = [(row, line) for row, line in good if name in line["versions"] or line["outcome"] == "done"]
-        seen = Counter(line["versions"].get(name) for _, line in known)
-        if len(seen) > 1:
-            usual = seen.most_common(1)[0][0]
-            for row, line in known:
-                value = line["versions"].get(name)
-                if value != usual:
-                    what = f"{value!r}, most runs have {usual!r}"
-                    problems.append(Problem(row, f"versions.{name}", what, "versions"))
-
-
-def _response_names(attempts: dict[int, tuple[int, dict[str, Any]]], order: Order | None) -> list[str]:
-    if order is not None:
-        return order.responses
-    return list(dict.fromkeys(name for _, line in attempts.values() for name in line["responses"]))
-
-
-def _responses(row: int, line: dict[str, Any], names: list[str], problems: list[Problem]) -> dict[str, float]:
-    values = {}
-    for name in names:
-        value = line["responses"].get(name)
-        column = f"responses.{name}"
-        if name not in line["responses"]:
-            problems.append(Problem(row, column, "is missing"))
-        elif isinstance(value, bool) or not isinstance(value, int | float):
-            problems.append(Problem(row, column, f"{value!r} is not a number"))
-        elif not finite(value):
-            problems.append(Problem(row, column, f"{value} is not a finite number"))
-        else:
-            values[name] = float(value)
-    for name in line["responses"]:
-        if name not in names:
-            problems.append(Problem(row, f"responses.{name}", "no such response in the order"))
-    return values
-
-
-def _missing(
-    planned: int,
-    attempts: dict[int, tuple[int, dict[str, Any]]],
-    failed: dict[int, int],
-    treatments: dict[int, dict[str, str]],
-    problems: list[Problem],
-) -> None:
-    """Checks that no run is missing. `failed`: the row of each run that failed."""
-    for number in range(1, planned + 1):
-        if number not in attempts:
-            level = ", ".join(f"{name}={level}" for name, level in treatments.get(number, {}).items())
-            which = f"run {number} of {planned}" + (f" ({level})" if level else "")
-            what = f"{which} {'failed' if number in failed else 'is missing'}"
-            problems.append(Problem(failed.get(number), "run", what, "missing"))
-    for number, (row, _) in attempts.items():
-        if not 1 <= number <= planned:
-            problems.append(Problem(row, "run", f"run {number} was not planned; there are 1 to {planned}"))
-
-
-def _enough(done: list[Run], levels: Iterable[str], problems: list[Problem]) -> None:
-    counts = dict.fromkeys(levels, 0) | Counter(run.level for run in done)
-    if len(counts) == 1:
-        problems.append(Problem(None, "treatment", f"only one level, '{next(iter(counts))}': nothing to compare"))
-    for level, count in counts.items():
-        if count < 2:
-            runs = "runs" if count == 0 else "run"
-            problems.append(Problem(None, "treatment", f"level '{level}' has {count} {runs}; it needs at least 2"))
+    return ", ".join(f"{factor}={level}" for factor, level in treatment.items())

@@ -9,7 +9,7 @@ from typing import Any
 
 from rekindle_lab.analysis.anova import f_critical, pooled_intervals, t_critical
 from rekindle_lab.analysis.effects import Interval
-from rekindle_lab.analysis.judge import Response, Verdict
+from rekindle_lab.analysis.judge import ResponseResult, Verdict
 
 Rows = list[dict[str, Any]]
 
@@ -65,16 +65,17 @@ def for_people(rows: Rows) -> Rows:
 
 def for_machines(rows: Rows) -> Rows:
     """Returns rows of numbers: an interval has a column for its value and one for each end; `None` where missing."""
-    flat = []
+    flat_rows = []
     for row in rows:
-        made: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for name, value in row.items():
             if isinstance(value, Spread):
-                one = value.interval or Interval(math.nan)
-                value, made = one.value, made | {name: None, f"{name} low": one.low, f"{name} high": one.high}
-            made[name] = None if isinstance(value, float) and math.isnan(value) else value
-        flat.append(made)
-    return flat
+                interval = value.interval or Interval(math.nan)
+                columns |= {name: None, f"{name} low": interval.low, f"{name} high": interval.high}
+                value = interval.value
+            columns[name] = None if isinstance(value, float) and math.isnan(value) else value
+        flat_rows.append(columns)
+    return flat_rows
 
 
 def summary(verdicts: list[Verdict]) -> Rows:
@@ -109,7 +110,7 @@ def verdicts_table(verdicts: list[Verdict]) -> Rows:
     ]
 
 
-def anova(response: Response, factor: str, alpha: float) -> Rows:
+def anova(response: ResponseResult, factor: str, alpha: float) -> Rows:
     """Lays out tables 3, 5b, 8, 9 and 11: source, df, SS, MS, F, P-value, F crit."""
     if response.anova is None:
         return []
@@ -131,7 +132,7 @@ def anova(response: Response, factor: str, alpha: float) -> Rows:
     return rows
 
 
-def means(response: Response) -> Rows:
+def means(response: ResponseResult) -> Rows:
     """Lays out "Means for one-way ANOVA" of tables 3, 5 and 11. The interval uses the error of all levels."""
     if response.anova is None:
         return [{"Level": level, "n": g.n, "Avg": g.mean, "Std Dev": g.sd} for level, g in response.groups.items()]
@@ -142,49 +143,50 @@ def means(response: Response) -> Rows:
     ]
 
 
-def welch(response: Response, alpha: float) -> Rows:
+def welch(response: ResponseResult, alpha: float) -> Rows:
     """Lays out tables 4, 5a and 10: ratio of variances, t, degrees of freedom, critical t and p."""
-    found = response.welch
-    if found is None:
+    result = response.welch
+    if result is None:
         return []
     if len(response.groups) > 2:
         return [
             {
-                "F": found.f,
-                "df": found.df,
-                "Den. df": found.df_error,
-                "F crit": f_critical(found.df, found.df_error, alpha),
+                "F": result.f,
+                "df": result.df,
+                "Den. df": result.df_error,
+                "F crit": f_critical(result.df, result.df_error, alpha),
+                "P-value": PValue(result.p),
             }
-            | {"P-value": PValue(found.p)}
         ]
-    ratio = next(check for check in response.equal_variances if check.name == "F of variances")
+    variance_ratio = next(check for check in response.equal_variances if check.name == "F of variances")
     return [
         {
-            "F-ratio": ratio.statistic,
-            "Test t": found.t,
-            "Num. df": found.df_error,
-            "T crit": t_critical(found.df_error, alpha),
-            "P-value": PValue(found.p),
+            "F-ratio": variance_ratio.statistic,
+            "Test t": result.t,
+            "Num. df": result.df_error,
+            "T crit": t_critical(result.df_error, alpha),
+            "P-value": PValue(result.p),
         }
     ]
 
 
-def assumptions(response: Response) -> Rows:
+def assumptions(response: ResponseResult) -> Rows:
     """Lists the tests of the assumptions of analysis of variance."""
-    checks = [*response.equal_variances, *([response.normal] if response.normal else []), *response.independent]
-    assumption_names = ["equal variances"] * len(response.equal_variances) + ["normal residuals"] * bool(
-        response.normal
-    )
-    assumption_names += ["independent runs"] * len(response.independent)
+    checks_by_assumption = {
+        "equal variances": response.equal_variances,
+        "normal residuals": (response.normal,) if response.normal else (),
+        "independent runs": response.independent,
+    }
     return [
-        {"assumption": what, "test": check.name, "statistic": check.statistic, "P-value": PValue(check.p)}
-        for what, check in zip(assumption_names, checks, strict=True)
+        {"assumption": assumption, "test": check.name, "statistic": check.statistic, "P-value": PValue(check.p)}
+        for assumption, checks in checks_by_assumption.items()
+        for check in checks
     ]
 
 
-def pairs(response: Response) -> Rows:
+def pairs(response: ResponseResult) -> Rows:
     """Lists each pair of levels: difference, relative difference and Hedges' g, with 95 % bootstrap intervals."""
-    versus = {(v.level, v.other): v.p for v in response.versus}
+    games_howell_p = {(pair.level, pair.other): pair.p for pair in response.versus}
     rows = []
     for pair in response.effects.pairs:
         row = {
@@ -193,8 +195,8 @@ def pairs(response: Response) -> Rows:
             "relative": Spread(pair.relative, percent=True),
             "Hedges' g": Spread(pair.hedges_g),
         }
-        if versus:
-            row["Games-Howell P"] = PValue(versus[pair.level, pair.other])
+        if games_howell_p:
+            row["Games-Howell P"] = PValue(games_howell_p[pair.level, pair.other])
         rows.append(row)
     return rows
 
@@ -212,7 +214,7 @@ def interval_text(interval: Interval | None, *, percent: bool = False) -> str:
     return f"{formatted(interval.value)} ({formatted(interval.low)} to {formatted(interval.high)})"
 
 
-def of_response(response: Response, factor: str, alpha: float) -> dict[str, Rows]:
+def of_response(response: ResponseResult, factor: str, alpha: float) -> dict[str, Rows]:
     """Returns all tables of a response by their titles; the table `notes` explains why others are omitted."""
     titled = {
         "One-way ANOVA": anova(response, factor, alpha),

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from . import counter, running
+from .events import BedEvent, read_events
 from .tail import Tail
 
 T = TypeVar("T")
@@ -22,23 +23,23 @@ ADDRESS = "10.99.0.50"
 STORE = "tls://10.99.0.100:7001/web"
 
 
-class BedError(Exception):
-    """A condition was not met in time, or `tests/cluster/bed` failed."""
-
-
-SELDOM_S = 0.25
+PACEMAKER_POLL_S = 0.25
 """Seconds between queries to Pacemaker, each of which starts processes."""
 BEAT_DEADLINE_S = 10.0
 
 
-def wait_for(what: str, ask: Callable[[], T | None], deadline_s: float = DEADLINE_S, every_s: float = 0.02) -> T:
-    """Polls `ask` until it returns a result; raises `BedError` at the deadline."""
-    until = time.monotonic() + deadline_s
+class BedError(Exception):
+    """A condition was not met in time, or `tests/cluster/bed` failed."""
+
+
+def wait_for(what: str, query: Callable[[], T | None], deadline_s: float = DEADLINE_S, every_s: float = 0.02) -> T:
+    """Polls `query` until it returns neither `None` nor `False`; raises `BedError` at the deadline."""
+    deadline = time.monotonic() + deadline_s
     while True:
-        answer = ask()
-        if answer is not None and answer is not False:
-            return answer
-        if time.monotonic() > until:
+        result = query()
+        if result is not None and result is not False:
+            return result
+        if time.monotonic() > deadline:
             raise BedError(f"{what}: not within {deadline_s:g} s")
         time.sleep(every_s)
 
@@ -60,6 +61,7 @@ class Bed:
     """Node in which the guest last began to run."""
     _checkpoints: list[dict[str, Any]] = field(default_factory=list)
     _tails: dict[str, Tail] = field(default_factory=dict)
+    """The files that are read as they grow, by name."""
 
     @property
     def counter_file(self) -> Path:
@@ -88,13 +90,9 @@ class Bed:
     def start_client(self, patience_s: float = counter.PATIENCE) -> None:
         """Starts a client that waits `patience_s` for an answer; replaces a running client."""
         self.stop_client()
-        inside = [
-            str(self.root / "tests/cluster/bed"),
-            "client",
-            sys.executable,
-            str(Path(__file__).parent / "counter.py"),
-        ]
-        command = [*inside, ADDRESS, str(self.counter_file), "20", str(patience_s)]
+        in_client_network = [str(self.root / "tests/cluster/bed"), "client"]
+        program = [sys.executable, str(Path(__file__).parent / "counter.py")]
+        command = [*in_client_network, *program, ADDRESS, str(self.counter_file), "20", str(patience_s)]
         self.client = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL)
 
     def stop_client(self) -> None:
@@ -113,33 +111,32 @@ class Bed:
         path = self.folder / f"pid.{node}"
         return int(path.read_text()) if path.exists() else None
 
-    def events(self) -> list[tuple[float, str]]:
-        """Returns the faults of nodes and store, and the actions of the power switch: seconds since 1970, and text."""
-        lines = (self.folder / "shared" / "events").read_text().splitlines()
-        return [(float(at), words) for at, words in (line.split(" ", 1) for line in lines)]
+    def events(self) -> list[BedEvent]:
+        """Returns the faults of nodes and store, and the actions of the power switch."""
+        return read_events(self.folder)
 
     def fenced_us(self, node: str, since_us: int) -> int | None:
         """Returns when the power switch had ended a node."""
-        done = f"switch off {node} rc=0"
-        found = [at for at, words in self.events() if words == done and at * 1e6 >= since_us]
-        return int(found[0] * 1e6) if found else None
+        switched_off = f"switch off {node} rc=0"
+        fencings = (event for event in self.events() if event.text == switched_off and event.s * 1e6 >= since_us)
+        return next((int(event.s * 1e6) for event in fencings), None)
 
-    def _new(self, what: str, path: Path) -> list[str]:
-        """Returns the new lines of a file; all lines if the file was replaced since it was last read."""
-        tail = self._tails.get(what)
+    def _new_lines(self, name: str, path: Path) -> list[str]:
+        """Returns the new lines of a file; all lines if `path` is not that of the last call with this name."""
+        tail = self._tails.get(name)
         if tail is None or tail.path != path:
-            tail = self._tails[what] = Tail(path)
+            tail = self._tails[name] = Tail(path)
         return tail.lines()
 
     def answers(self) -> list[counter.Answer]:
         """Returns all answers to the client so far. The list is always the same object, and grows."""
-        lines = self._new("answers", self.counter_file)
+        lines = self._new_lines("answers", self.counter_file)
         self._answers += [counter.Answer(**json.loads(line)) for line in lines]
         return self._answers
 
     def watch_events(self) -> list[dict[str, Any]]:
         """Returns all events of the watch over the QEMUs so far. The list is always the same object, and grows."""
-        for line in self._new("running", self.running_file):
+        for line in self._new_lines("running", self.running_file):
             event = json.loads(line)
             self._watch_events.append(event)
             if event.get("runs"):
@@ -158,16 +155,16 @@ class Bed:
         for name, process in (("the watch over the QEMUs", self.watcher), ("the client", self.client)):
             if process is None or process.poll() is not None:
                 raise BedError(f"{name} has ended")
-        since = time.time_ns() // 1000
+        called_us = time.time_ns() // 1000
 
-        def beat() -> list[tuple[int, str]] | None:
+        def qemus_in_new_beat() -> list[tuple[int, str]] | None:
             last = next((event for event in reversed(self.watch_events()) if "beat" in event), None)
-            return [(pid, node) for pid, node in last["beat"]] if last and last["host_us"] > since else None
+            return [(pid, node) for pid, node in last["beat"]] if last and last["host_us"] > called_us else None
 
-        seen = wait_for("the watch over the QEMUs", beat, BEAT_DEADLINE_S)
-        if len(seen) != 1:
-            raise BedError(f"the watch sees {len(seen)} QEMUs where there should be one: {seen}")
-        return seen[0]
+        qemus = wait_for("the watch over the QEMUs", qemus_in_new_beat, BEAT_DEADLINE_S)
+        if len(qemus) != 1:
+            raise BedError(f"the watch sees {len(qemus)} QEMUs where there should be one: {qemus}")
+        return qemus[0]
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Returns the checkpoint events of the VM's protector on the node that runs the guest."""
@@ -177,11 +174,11 @@ class Bed:
             return []
         # The link in the run directory is absolute, so it would lead out of the node.
         path = Path(f"/proc/{pid}/root/var/log/rekindle/{VM}/protect.log")
-        before = self._tails.get("checkpoints")
-        if before is None or before.path != path:
+        tail = self._tails.get("checkpoints")
+        if tail is None or tail.path != path:
             self._checkpoints = []
         try:
-            lines = self._new("checkpoints", path)
+            lines = self._new_lines("checkpoints", path)
         except OSError:
             return []
         for line in lines:
@@ -195,10 +192,10 @@ class Bed:
 
     def settle(self, checkpoints: int) -> list[dict[str, Any]]:
         """Waits until all nodes are members and the client is answered; then returns the next `checkpoints`."""
-        heard = len(self.answers())
+        answers_before = len(self.answers())
         # Does not query Pacemaker before the first answers, since queries use the processor and delay a fail-over.
-        wait_for("answers", lambda: len(self.answers()) > heard + 10)
-        since = max((event["number"] for event in self.checkpoints()), default=0)
+        wait_for("answers", lambda: len(self.answers()) > answers_before + 10)
+        last_number = max((event["number"] for event in self.checkpoints()), default=0)
 
         def all_online() -> bool:
             # Switches a node on only after its fencing, since the node would otherwise be fenced again, and only after
@@ -208,14 +205,14 @@ class Bed:
                     self.call("on", node)
             return self._online() == set(NODES)
 
-        wait_for("all nodes to be online", all_online, every_s=SELDOM_S)
+        wait_for("all nodes to be online", all_online, every_s=PACEMAKER_POLL_S)
 
-        def newer() -> list[dict[str, Any]] | None:
-            checkpoints_since = [event for event in self.checkpoints() if event["number"] > since]
-            return checkpoints_since[-checkpoints:] if len(checkpoints_since) > checkpoints else None
+        def enough_new_checkpoints() -> list[dict[str, Any]] | None:
+            new = [event for event in self.checkpoints() if event["number"] > last_number]
+            return new[-checkpoints:] if len(new) > checkpoints else None
 
         # The first checkpoint is omitted, since it may have waited for earlier work.
-        return wait_for("checkpoints", newer, every_s=0.1)
+        return wait_for("checkpoints", enough_new_checkpoints, every_s=0.1)
 
     def _online(self) -> set[str]:
         for node in NODES:
@@ -226,7 +223,7 @@ class Bed:
         return set()
 
 
-def is_switched_off(events: list[tuple[float, str]], node: str) -> bool:
+def is_switched_off(events: Iterable[tuple[float, str]], node: str) -> bool:
     """Returns whether the last event of a node is that the power switch has ended it.
 
     >>> is_switched_off([(1.0, "kill n1"), (1.1, "n1 gone")], "n1")
@@ -234,9 +231,9 @@ def is_switched_off(events: list[tuple[float, str]], node: str) -> bool:
     >>> is_switched_off([(1.0, "cut n1"), (3.0, "switch off n1 rc=0"), (3.1, "kill n2"), (4.0, "heal n1")], "n1")
     True
     """
-    off = f"switch off {node} rc=0"
-    about = [words for _, words in events if words in (f"kill {node}", f"{node} on", off)]
-    return bool(about) and about[-1] == off
+    switched_off = f"switch off {node} rc=0"
+    of_node = [text for _, text in events if text in (f"kill {node}", f"{node} on", switched_off)]
+    return bool(of_node) and of_node[-1] == switched_off
 
 
 @contextmanager
@@ -260,18 +257,17 @@ def bed(
         "EVERY": every,
         "NODES": " ".join(NODES),
     }
-    here = Bed(root, work / "bed", environment)
-    source = Path(__file__).parent
+    started_bed = Bed(root, work / "bed", environment)
     with ExitStack() as stack:
-        stack.callback(here.call, "down", check=False)
-        here.call("up")
-        command = [sys.executable, str(source / "running.py"), VM, str(here.running_file)]
-        here.watcher = watcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        stack.callback(started_bed.call, "down", check=False)
+        started_bed.call("up")
+        command = [sys.executable, str(Path(__file__).parent / "running.py"), VM, str(started_bed.running_file)]
+        started_bed.watcher = watcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         stack.callback(watcher.wait)
         stack.callback(watcher.terminate)
-        here.call("vm", VM)
+        started_bed.call("vm", VM)
         if output_commit:
-            here.call("set", VM, "output_commit", "true")
-        here.start_client(patience_s)
-        stack.callback(here.stop_client)
-        yield here
+            started_bed.call("set", VM, "output_commit", "true")
+        started_bed.start_client(patience_s)
+        stack.callback(started_bed.stop_client)
+        yield started_bed

@@ -61,45 +61,45 @@ def drops(answers: Iterable[Answer], silence_s: float = 0.5) -> Iterator[Counter
     >>> list(drops([Answer(0, 5), Answer(100_000, 6), Answer(900_000, 4), Answer(1_000_000, 5)]))[0].back
     2
     """
-    highest, last = 0, None
+    highest_tick, previous = 0, None
     for answer in answers:
-        if last is not None:
-            drop = CounterDrop(last, highest, answer)
+        if previous is not None:
+            drop = CounterDrop(previous, highest_tick, answer)
             if drop.back or drop.gap_s > silence_s:
                 yield drop
-                highest = 0
-        highest, last = max(highest, answer.tick), answer
+                highest_tick = 0
+        highest_tick, previous = max(highest_tick, answer.tick), answer
 
 
-def _exchange(line: socket.socket) -> int:
-    line.sendall(b"tick\n")
+def _request_tick(connection: socket.socket) -> int:
+    connection.sendall(b"tick\n")
     reply = b""
     while not reply.endswith(b"\n"):
-        part = line.recv(64)
+        part = connection.recv(64)
         if not part:
             raise ConnectionError("closed")
         reply += part
-    word, tick = reply.split()
-    if word != b"ok":
+    status, tick = reply.split()
+    if status != b"ok":
         raise ConnectionError(f"unexpected answer {reply!r}")
     return int(tick)
 
 
 def watch(address: str, out: Path, every_s: float, patience_s: float = PATIENCE) -> None:
     """Requests the counter repeatedly, and writes the answers."""
-    line: socket.socket | None = None
+    connection: socket.socket | None = None
     with out.open("a", buffering=1) as file:
         while True:
             began = time.monotonic()
             try:
-                if line is None:
-                    line = socket.create_connection((address, PORT), patience_s)
-                tick = _exchange(line)
+                if connection is None:
+                    connection = socket.create_connection((address, PORT), patience_s)
+                tick = _request_tick(connection)
                 file.write(json.dumps({"host_us": time.time_ns() // 1000, "tick": tick}) + "\n")
             except (OSError, ValueError):
-                if line is not None:
-                    line.close()
-                line = None
+                if connection is not None:
+                    connection.close()
+                connection = None
             time.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
 
@@ -107,8 +107,9 @@ def main() -> None:
     """Runs the client with the arguments of the command line."""
     address, out, *rest = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    every, patience = (*rest, *("20", str(PATIENCE))[len(rest) :])
-    watch(address, Path(out), int(every) / 1000, float(patience))
+    every_ms = int(rest[0]) if rest else 20
+    patience_s = float(rest[1]) if len(rest) > 1 else PATIENCE
+    watch(address, Path(out), every_ms / 1000, patience_s)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,17 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 POLL_S = 0.05
 """Seconds between searches for a new QEMU, and for its first tick. An event of a QEMU wakes the watch immediately."""
-YOUNG_S = 1.0
+INSPECT_NEW_S = 1.0
 """Seconds for which a new process is inspected, since it may execute another program."""
-ALL_S = 2.0
+INSPECT_ALL_EVERY_S = 2.0
 """Seconds between inspections of all processes."""
-BEAT_S = 0.5
+BEAT_EVERY_S = 0.5
 TICK = re.compile(rb"^tick (\d+) \d+\.\d+$")
 
 
@@ -53,10 +53,10 @@ def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
     """
     ordered = sorted(spans, key=lambda span: span.begin_us)
     return [
-        (one, other)
-        for index, one in enumerate(ordered)
-        for other in ordered[index + 1 :]
-        if other.pid != one.pid and other.begin_us < one.end_us
+        (span, later)
+        for index, span in enumerate(ordered)
+        for later in ordered[index + 1 :]
+        if later.pid != span.pid and later.begin_us < span.end_us
     ]
 
 
@@ -67,17 +67,18 @@ def read(path: Path, now_us: int) -> list[Span]:
 
 def spans(events: Iterable[dict[str, Any]], now_us: int) -> list[Span]:
     """Returns the spans in a watch's events; a span without an end lasts until `now_us`."""
-    began: dict[int, tuple[str, int]] = {}
-    found = []
+    open_spans: dict[int, Span] = {}
+    """By pid; each lasts until `now_us` so far."""
+    ended = []
     for event in events:
         if "runs" not in event:
             continue
-        pid, node, host_us = event["pid"], event["node"], event["host_us"]
+        pid, host_us = event["pid"], event["host_us"]
         if event["runs"]:
-            began.setdefault(pid, (node, host_us))
-        elif pid in began:
-            found.append(Span(pid, node, began.pop(pid)[1], host_us))
-    return found + [Span(pid, node, begin, now_us) for pid, (node, begin) in began.items()]
+            open_spans.setdefault(pid, Span(pid, event["node"], host_us, now_us))
+        elif pid in open_spans:
+            ended.append(replace(open_spans.pop(pid), node=event["node"], end_us=host_us))
+    return [*ended, *open_spans.values()]
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,15 @@ class GuestStart:
 
 def starts(events: Iterable[dict[str, Any]]) -> list[GuestStart]:
     """Returns the guest's start in each QEMU in a watch's events, in the order of the starts."""
-    began: dict[int, tuple[str, int]] = {}
-    ticks: dict[int, int] = {}
+    first_runs: dict[int, GuestStart] = {}
+    first_ticks: dict[int, int] = {}
     for event in events:
+        pid = event.get("pid")
         if event.get("runs"):
-            began.setdefault(event["pid"], (event["node"], event["host_us"]))
+            first_runs.setdefault(pid, GuestStart(pid, event["node"], event["host_us"], None))
         elif "tick" in event:
-            ticks.setdefault(event["pid"], event["tick"])
-    found = [GuestStart(pid, node, begin, ticks.get(pid)) for pid, (node, begin) in began.items()]
+            first_ticks.setdefault(pid, event["tick"])
+    found = [replace(start, tick=first_ticks.get(pid)) for pid, start in first_runs.items()]
     return sorted(found, key=lambda start: start.begin_us)
 
 
@@ -108,21 +110,28 @@ class Console:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.at = path.stat().st_size if path.exists() else 0
-        self.rest = b""
+        self.offset = path.stat().st_size if path.exists() else 0
+        self.incomplete_line = b""
 
     def first_tick(self) -> int | None:
         """Returns the first complete tick. A line that another QEMU has started does not match."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            file.seek(self.at)
+            file.seek(self.offset)
             text = file.read()
-            self.at += len(text)
-            *lines, self.rest = (self.rest + text).split(b"\n")
+            self.offset += len(text)
+            *lines, self.incomplete_line = (self.incomplete_line + text).split(b"\n")
             for line in lines:
-                found = TICK.match(line.strip())
-                if found:
-                    return int(found[1])
+                tick = TICK.match(line.strip())
+                if tick:
+                    return int(tick[1])
         return None
+
+
+class RunChange(NamedTuple):
+    """The guest of a QEMU starts or stops running, at a time in microseconds since 1970."""
+
+    runs: bool
+    host_us: int
 
 
 class Qemu:
@@ -143,8 +152,8 @@ class Qemu:
             self.socket.sendall(json.dumps({"execute": command}).encode() + b"\n")
         self.socket.settimeout(0.0)
 
-    def poll(self) -> list[tuple[bool, int]]:
-        """Returns new events: whether the guest runs, and since when. Raises `ConnectionError` if QEMU has ended."""
+    def poll(self) -> list[RunChange]:
+        """Returns the changes since the last call. Raises `ConnectionError` if QEMU has ended."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 part = self.socket.recv(65536)
@@ -154,20 +163,23 @@ class Qemu:
         *lines, self.buffer = self.buffer.split(b"\n")
         changes = []
         for message in map(json.loads, lines):
-            runs, host_us = None, time.time_ns() // 1000
-            answer = message.get("return")
-            if isinstance(answer, dict) and "running" in answer:
-                runs = answer["running"]
-                if runs and not self.new:
-                    self.console = None  # the guest started at an unknown time, and its first tick has passed
-            elif message.get("event") in ("RESUME", "STOP"):
-                runs = message["event"] == "RESUME"
-                stamp = message["timestamp"]
-                host_us = stamp["seconds"] * 1_000_000 + stamp["microseconds"]
-            if runs is not None and runs != self.runs:
-                self.runs = runs
-                changes.append((runs, host_us))
+            change = self._change_in(message)
+            if change is not None and change.runs != self.runs:
+                self.runs = change.runs
+                changes.append(change)
         return changes
+
+    def _change_in(self, message: dict[str, Any]) -> RunChange | None:
+        """Returns the state of the guest that a message reports."""
+        answer = message.get("return")
+        if isinstance(answer, dict) and "running" in answer:
+            if answer["running"] and not self.new:
+                self.console = None  # the guest started at an unknown time, and its first tick has passed
+            return RunChange(answer["running"], time.time_ns() // 1000)
+        if message.get("event") in ("RESUME", "STOP"):
+            stamp = message["timestamp"]
+            return RunChange(message["event"] == "RESUME", stamp["seconds"] * 1_000_000 + stamp["microseconds"])
+        return None
 
 
 def _node(pid: int) -> str:
@@ -185,7 +197,7 @@ class Processes:
     machine: Path = Path("/proc")
     _seen: dict[str, float] = field(default_factory=dict)
     """When each process was first seen."""
-    _all: float = 0.0
+    _all_inspected_at: float = 0.0
     _first_call: float | None = None
 
     def is_new(self, pid: int) -> bool:
@@ -196,72 +208,93 @@ class Processes:
         """Returns the QEMUs among new processes, with their guests' console files. `now`: by the monotonic clock."""
         wanted = f"/run/spy-{self.vm}.sock".encode()
         self._first_call = now if self._first_call is None else self._first_call
-        everything = now - self._all > ALL_S
-        if everything:
-            self._all = now
+        inspect_all = now - self._all_inspected_at > INSPECT_ALL_EVERY_S
+        if inspect_all:
+            self._all_inspected_at = now
         names = [name for name in os.listdir(self.machine) if name.isdigit()]  # noqa: PTH208
         self._seen = {name: self._seen.get(name, now) for name in names}
         found: dict[int, Path | None] = {}
         for name, since in self._seen.items():
-            if not everything and now - since > YOUNG_S:
+            if not inspect_all and now - since > INSPECT_NEW_S:
                 continue
             with contextlib.suppress(OSError):
-                line = (self.machine / name / "cmdline").read_bytes()
-                if wanted in line:
-                    log = re.search(rb"logfile=([^,\0]+)", line)
+                command_line = (self.machine / name / "cmdline").read_bytes()
+                if wanted in command_line:
+                    log = re.search(rb"logfile=([^,\0]+)", command_line)
                     root = self.machine / name / "root"
                     found[int(name)] = root / log[1].decode().lstrip("/") if log else None
         return found
 
 
-def watch(vm: str, out: Path) -> None:
-    """Watches the QEMUs of a VM until this process is ended; appends to `out`."""
-    known: dict[int, Qemu] = {}
-    consoles: dict[int, Console | None] = {}
-    processes = Processes(vm)
-    searched = reported = 0.0
-    with out.open("a", buffering=1) as file:
+class Watch:
+    """The watch over the QEMUs of a VM, which writes its events to a file."""
 
-        def note(qemu: Qemu, host_us: int, **what: Any) -> None:  # noqa: ANN401
-            file.write(json.dumps({"pid": qemu.pid, "node": qemu.node, **what, "host_us": host_us}) + "\n")
+    def __init__(self, vm: str, file: TextIO) -> None:
+        self.vm = vm
+        self.file = file
+        self.processes = Processes(vm)
+        self.consoles: dict[int, Console | None] = {}
+        """Of each QEMU by its pid, also of one that does not listen yet."""
+        self.qemus: dict[int, Qemu] = {}
+        """The QEMUs that are connected, by pid."""
 
+    def run(self) -> None:
+        """Watches until this process is ended."""
+        searched = reported = 0.0
         while True:
             now = time.monotonic()
             if now - searched >= POLL_S:
                 searched = now
-                for pid, log in processes.qemus(now).items():
-                    consoles.setdefault(pid, Console(log) if log else None)
-                for pid in [pid for pid in consoles if pid not in known]:
-                    try:
-                        known[pid] = Qemu(pid, vm, consoles[pid], new=processes.is_new(pid))
-                    except OSError:
-                        if not Path(f"/proc/{pid}").exists():
-                            del consoles[pid]
-                for qemu in known.values():
-                    if qemu.console and qemu.runs and (tick := qemu.console.first_tick()) is not None:
-                        qemu.console = None
-                        note(qemu, time.time_ns() // 1000, tick=tick)
-            if now - reported >= BEAT_S:
+                self.find_qemus(now)
+                self.read_first_ticks()
+            if now - reported >= BEAT_EVERY_S:
                 reported = now
-                beat = [[qemu.pid, qemu.node] for qemu in known.values()]
-                file.write(json.dumps({"beat": beat, "host_us": time.time_ns() // 1000}) + "\n")
-            ready, _, _ = select.select([qemu.socket for qemu in known.values()], [], [], POLL_S)
-            for pid, qemu in [pair for pair in known.items() if pair[1].socket in ready]:
-                try:
-                    for runs, host_us in qemu.poll():
-                        note(qemu, host_us, runs=runs)
-                except OSError:
-                    if qemu.runs:
-                        note(qemu, time.time_ns() // 1000, runs=False)
-                    qemu.socket.close()
-                    del known[pid], consoles[pid]
+                self.write({"beat": [[qemu.pid, qemu.node] for qemu in self.qemus.values()]})
+            ready, _, _ = select.select([qemu.socket for qemu in self.qemus.values()], [], [], POLL_S)
+            for qemu in [qemu for qemu in self.qemus.values() if qemu.socket in ready]:
+                self.read_changes(qemu)
+
+    def find_qemus(self, now: float) -> None:
+        """Finds new QEMUs, and connects to those that listen."""
+        for pid, log in self.processes.qemus(now).items():
+            self.consoles.setdefault(pid, Console(log) if log else None)
+        for pid in [pid for pid in self.consoles if pid not in self.qemus]:
+            try:
+                self.qemus[pid] = Qemu(pid, self.vm, self.consoles[pid], new=self.processes.is_new(pid))
+            except OSError:
+                if not Path(f"/proc/{pid}").exists():
+                    del self.consoles[pid]
+
+    def read_first_ticks(self) -> None:
+        """Reports the first tick of each guest that runs, once its console has it."""
+        for qemu in self.qemus.values():
+            if qemu.console and qemu.runs and (tick := qemu.console.first_tick()) is not None:
+                qemu.console = None
+                self.write({"pid": qemu.pid, "node": qemu.node, "tick": tick})
+
+    def read_changes(self, qemu: Qemu) -> None:
+        """Reports the changes of a QEMU; forgets it if it has ended."""
+        try:
+            for change in qemu.poll():
+                self.write({"pid": qemu.pid, "node": qemu.node, "runs": change.runs}, change.host_us)
+        except OSError:
+            if qemu.runs:
+                self.write({"pid": qemu.pid, "node": qemu.node, "runs": False})
+            qemu.socket.close()
+            del self.qemus[qemu.pid], self.consoles[qemu.pid]
+
+    def write(self, event: dict[str, Any], host_us: int | None = None) -> None:
+        """Writes an event with its time, which is now by default."""
+        event["host_us"] = time.time_ns() // 1000 if host_us is None else host_us
+        self.file.write(json.dumps(event) + "\n")
 
 
 def main() -> None:
     """Watches with the arguments of the command line."""
     vm, out = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    watch(vm, Path(out))
+    with Path(out).open("a", buffering=1) as file:
+        Watch(vm, file).run()
 
 
 if __name__ == "__main__":

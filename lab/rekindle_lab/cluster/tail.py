@@ -9,7 +9,7 @@ class Tail:
     """The complete lines of a file, returned as they are appended."""
 
     path: Path
-    _at: int = 0
+    _offset: int = 0
     _inode: int = 0
 
     def lines(self) -> list[str]:
@@ -18,16 +18,16 @@ class Tail:
         Raises `OSError` for a file that cannot be read.
         """
         try:
-            now = self.path.stat()
+            stat = self.path.stat()
         except FileNotFoundError:
             return []
-        if now.st_ino != self._inode or now.st_size < self._at:
-            self._at, self._inode = 0, now.st_ino
-        if now.st_size == self._at:
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
+            self._offset, self._inode = 0, stat.st_ino
+        if stat.st_size == self._offset:
             return []
         with self.path.open("rb") as file:
-            file.seek(self._at)
+            file.seek(self._offset)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]  # omits a line that is still being written
-        self._at += len(whole)
-        return whole.decode(errors="replace").splitlines()
+        whole_lines = text[: text.rfind(b"\n") + 1]  # omits a line that is still being written
+        self._offset += len(whole_lines)
+        return whole_lines.decode(errors="replace").splitlines()

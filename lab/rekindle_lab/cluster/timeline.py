@@ -10,10 +10,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from . import counter, judge, running
+from .events import BedEvent, read_events
 
-WIDTH = 60
+BAR_WIDTH = 60
 
 
 @dataclass(frozen=True)
@@ -25,60 +27,67 @@ class Part:
     end_us: int
 
 
-def parts(
-    events: list[tuple[float, str]], spans: list[running.Span], answers: list[counter.Answer]
-) -> tuple[str, list[Part]]:
-    """Returns the parts of the last fail-over after a kill.
+class FailOver(NamedTuple):
+    """A fail-over: the node that was killed, and the parts in the order of their drawing."""
+
+    node: str
+    parts: list[Part]
+
+
+def last_fail_over(events: list[BedEvent], spans: list[running.Span], answers: list[counter.Answer]) -> FailOver:
+    """Returns the last fail-over after a kill.
 
     Raises `ValueError` if there was no kill, or no fail-over after it.
     """
-    kills = [(round(at * 1e6), words.removeprefix("kill ")) for at, words in events if words.startswith("kill ")]
-    if not kills:
+    kill = next((event for event in reversed(events) if event.text.startswith("kill ")), None)
+    if kill is None:
         raise ValueError("no node was killed")
-    killed_us, node = kills[-1]
-    done = f"switch off {node} rc=0"
-    fenced = [round(at * 1e6) for at, words in events if words == done and at * 1e6 >= killed_us]
-    began = [span for span in spans if span.begin_us >= killed_us]
-    if not fenced or not began:
+    node, killed_us = kill.text.removeprefix("kill "), kill.host_us
+    switched_off = f"switch off {node} rc=0"
+    fenced_us = next((event.host_us for event in events if event.text == switched_off and event.s >= kill.s), None)
+    restored = next((span for span in spans if span.begin_us >= killed_us), None)
+    if fenced_us is None or restored is None:
         raise ValueError(f"{node} was not fenced, or its guest does not run again")
-    after = [answer for answer in answers if answer.host_us >= began[0].begin_us]
-    if not after:
+    answered_us = next((answer.host_us for answer in answers if answer.host_us >= restored.begin_us), None)
+    if answered_us is None:
         raise ValueError("its guest does not answer")
-    before = [answer.host_us for answer in answers if answer.host_us <= fenced[0]]
-    return node, [
-        Part(f"{node} is dead; seen, fenced, confirmed", killed_us, fenced[0]),
-        Part(f"{began[0].node} chosen; restored", fenced[0], began[0].begin_us),
-        Part("its guest runs; first answer", began[0].begin_us, after[0].host_us),
-        Part("no answer for the client", max(before, default=killed_us), after[0].host_us),
-    ]
+    last_answer_us = max((answer.host_us for answer in answers if answer.host_us <= fenced_us), default=killed_us)
+    return FailOver(
+        node,
+        [
+            Part(f"{node} is dead; seen, fenced, confirmed", killed_us, fenced_us),
+            Part(f"{restored.node} chosen; restored", fenced_us, restored.begin_us),
+            Part("its guest runs; first answer", restored.begin_us, answered_us),
+            Part("no answer for the client", last_answer_us, answered_us),
+        ],
+    )
 
 
-def draw(found: list[Part]) -> str:
+def draw(parts: list[Part]) -> str:
     """Draws a line for each part."""
-    begin = min(part.begin_us for part in found)
-    whole = max(max(part.end_us for part in found) - begin, 1)
+    begin_us = min(part.begin_us for part in parts)
+    total_us = max(max(part.end_us for part in parts) - begin_us, 1)
     lines = []
-    for part in found:
-        at = (part.begin_us - begin) * WIDTH // whole
-        long = max(1, round((part.end_us - part.begin_us) * WIDTH / whole))
-        bar = (" " * at + "█" * long)[:WIDTH]
-        lines.append(f"{part.name:40} {bar:{WIDTH}} {(part.end_us - part.begin_us) / 1e6:6.2f} s")
+    for part in parts:
+        indent = (part.begin_us - begin_us) * BAR_WIDTH // total_us
+        length = max(1, round((part.end_us - part.begin_us) * BAR_WIDTH / total_us))
+        bar = (" " * indent + "█" * length)[:BAR_WIDTH]
+        lines.append(f"{part.name:40} {bar:{BAR_WIDTH}} {(part.end_us - part.begin_us) / 1e6:6.2f} s")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Draws the files named on the command line."""
-    bed, counted, ran = map(Path, sys.argv[1:])
-    lines = (bed / "shared" / "events").read_text().splitlines()
-    events = [(float(at), words) for at, words in (line.split(" ", 1) for line in lines)]
-    answers = counter.read(counted)
+    bed, counter_file, running_file = map(Path, sys.argv[1:])
+    answers = counter.read(counter_file)
     try:
-        _, found = parts(events, running.read(ran, time.time_ns() // 1000), answers)
+        spans = running.read(running_file, time.time_ns() // 1000)
+        fail_over = last_fail_over(read_events(bed), spans, answers)
     except ValueError as error:
         sys.exit(f"timeline: {error}")
-    print(draw(found))
-    watched = map(json.loads, ran.read_text().splitlines())
-    for loss in judge.losses(running.starts(watched), answers):
+    print(draw(fail_over.parts))
+    watch_events = map(json.loads, running_file.read_text().splitlines())
+    for loss in judge.losses(running.starts(watch_events), answers):
         if loss.back and loss.start.tick is not None:
             print(f"the counter was set back from {loss.last_seen} to {loss.start.tick - 1}: {loss.back} ticks")
 

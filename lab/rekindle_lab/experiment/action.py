@@ -1,4 +1,7 @@
-"""The action of a level: a reboot, with a client at the guest. Downtime is the longest time without an answer."""
+"""Does the action of a level: a reboot, with a client at the guest. Downtime is the longest time without an answer.
+
+Entry point: `reboot`.
+"""
 
 import time
 from typing import Any
@@ -10,50 +13,50 @@ from rekindle_lab.os_guest import ask_often
 from rekindle_lab.page_client import PageClient, longest_gap
 from rekindle_lab.rekindle import Rekindle, failed_requests, gap_around
 
-ANSWERS = 10
+ANSWERS_AROUND_GAP = 10
 """Number of answers required before and after a gap, for the gap to count."""
 UNDISTURBED_S = 0.5
+"""Seconds for which the client asks before the reboot, after its first answers."""
 
 
 def reboot(rekindle: Rekindle, guest: Subject, about: About, settings: dict[str, Any], measured: Measured) -> None:
     """Reboots, and adds the responses to `measured`."""
     how = ["--how", settings["how"]] if "how" in settings else []
-    words = ["reboot", settings["reboot"], NAME, *how, *settings.get("options", [])]
-    act = _vmm if settings["reboot"] == "vmm" else _os
-    act(rekindle, guest, about, words, measured)
+    command = ["reboot", settings["reboot"], NAME, *how, *settings.get("options", [])]
+    reboot_kind = _reboot_vmm if settings["reboot"] == "vmm" else _reboot_os
+    reboot_kind(rekindle, guest, about, command, measured)
 
 
-def _vmm(rekindle: Rekindle, guest: Subject, about: About, words: list[str], measured: Measured) -> None:
+def _reboot_vmm(rekindle: Rekindle, guest: Subject, about: About, command: list[str], measured: Measured) -> None:
     """Replaces the QEMU under a guest: the client keeps its connections."""
-    patience = "5s" if "cold" in words else "300s"
-    options = ("--connections", str(about.connections), "--timeout", patience)
+    answer_timeout = "5s" if "cold" in command else "300s"
+    options = ("--connections", str(about.connections), "--timeout", answer_timeout)
     with rekindle.probes([(guest.service_url, guest.netns)], *options, every=about.every) as probes:
-        document = rekindle.call(*words)
+        document = rekindle.call(*command)
         guest.wait_ready()
         time.sleep(about.settle_s)
     report = probes[0].report
-    _, _, length_us = gap_around(report, None, None)
     measured.samples.append({"reboot": document, "client": report})
-    measured.responses["downtime_s"] = length_us / 1e6
+    measured.responses["downtime_s"] = gap_around(report, None, None).length_us / 1e6
     measured.responses["failed_requests"] = measured.responses.get("failed_requests", 0.0) + failed_requests(report)
 
 
-def _os(rekindle: Rekindle, guest: Subject, about: About, words: list[str], measured: Measured) -> None:
+def _reboot_os(rekindle: Rekindle, guest: Subject, about: About, command: list[str], measured: Measured) -> None:
     """Reboots the guest's system. The client connects anew for each request, since a reboot kills connections."""
     ask_often(guest.netns)
     with PageClient(guest.netns, guest.address, guest.path) as client:
-        client.wait(ANSWERS)
+        client.wait(ANSWERS_AROUND_GAP)
         time.sleep(UNDISTURBED_S)
         began_us = time.time_ns() // 1000
-        document = rekindle.call(*words)
-        client.wait(ANSWERS, after_host_us=max(began_us, document["resume_host_us"]))
+        document = rekindle.call(*command)
+        client.wait(ANSWERS_AROUND_GAP, after_host_us=max(began_us, document["resume_host_us"]))
         guest.wait_ready()
         time.sleep(about.settle_s)
     phase = document.get("phase") or {}
     if guest.phases and not phase.get("candidate"):
         raise RunError(f"{NAME}: it was booted, not resumed from a phase: {phase.get('skipped')}", measured=measured)
     gap = longest_gap(client.answers, began_us)
-    at_ms = sorted((answer.host_us - began_us) // 1000 for answer in client.answers)
-    seen = {"began_host_us": began_us, "answers_ms": at_ms, "first_us": gap.first_us}
-    measured.samples.append({"reboot": document, "client": seen})
+    answers_ms = sorted((answer.host_us - began_us) // 1000 for answer in client.answers)
+    client_report = {"began_host_us": began_us, "answers_ms": answers_ms, "first_us": gap.first_us}
+    measured.samples.append({"reboot": document, "client": client_report})
     measured.responses["downtime_s"] = gap.us / 1e6

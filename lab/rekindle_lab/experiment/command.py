@@ -1,4 +1,4 @@
-"""The command `rekindle-lab experiment`."""
+"""The command `rekindle-lab experiment`: shows the order of an experiment, or executes its runs and reports them."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -54,23 +54,29 @@ def command(
     except (DefinitionError, orders.OrderError, OSError) as error:
         raise fail("experiment", error) from error
     if experiment.runner == "guest":
-        root, binary, machine = _machine(rekindle, qemu)
-        key = hashlib.sha256(str(folder).encode()).hexdigest()[:6]
-        runner = GuestRunner(experiment, root, binary, machine, cache() / "lab", key)
+        installation = _find_installation(rekindle, qemu)
+        runner = GuestRunner(
+            experiment,
+            root=installation.root,
+            binary=installation.rekindle,
+            qemu=installation.qemu,
+            disk=cache() / "lab",
+            key=hashlib.sha256(str(folder).encode()).hexdigest()[:6],
+        )
         versions = runner.versions()
     else:
         runner, versions = CommandRunner(experiment, file.resolve().parent), {}
     interrupt_on_signals("experiment")
     try:
-        left = ExperimentSession(experiment, folder, runner, versions).run(retry_failed=retry_failed, most=most)
+        runs_left = ExperimentSession(experiment, folder, runner, versions).run(retry_failed=retry_failed, most=most)
     except KeyboardInterrupt:
         raise fail("experiment", f"interrupted; {folder} has the finished runs, start again to continue", 130) from None
     except (orders.OrderError, DefinitionError) as error:
         raise fail("experiment", error) from error
     except (ExperimentStoppedError, LedgerError, RunError, OSError, subprocess.SubprocessError) as error:
         raise fail("experiment", error, 1) from error
-    if left:
-        raise fail("experiment", f"{left} runs are not done; {folder / RUNS} has the others", 1)
+    if runs_left:
+        raise fail("experiment", f"{runs_left} runs are not done; {folder / RUNS} has the others", 1)
     if report and experiment.replications > 1:
         from rekindle_lab.report.command import write
 
@@ -80,17 +86,26 @@ def command(
             raise fail("experiment", error, 1) from error
 
 
-def _machine(rekindle: Path | None, qemu: str) -> tuple[Path, Path, str]:
-    """Returns the project's root, the binary and QEMU's path; raises `typer.Exit` if something is missing."""
+class _Installation(NamedTuple):
+    """What a run with a guest needs on this machine."""
+
+    root: Path
+    """Folder of the project."""
+    rekindle: Path
+    qemu: str
+
+
+def _find_installation(rekindle: Path | None, qemu: str) -> _Installation:
+    """Raises `typer.Exit` if something is missing."""
     root = find_root(Path.cwd()) or find_root(Path(__file__).resolve())
     if root is None:
         raise fail("experiment", "not inside a clone of the project (no parent folder has tests/images/build)")
     binary = (rekindle or root / "target" / "release" / "rekindle").resolve()
     if not binary.exists():
         raise fail("experiment", f"{binary} does not exist; run: make build")
-    found = shutil.which(qemu)
-    if found is None:
+    qemu_path = shutil.which(qemu)
+    if qemu_path is None:
         raise fail("experiment", f"no {qemu} in PATH; run: scripts/setup")
     if os.geteuid() != 0:
         raise fail("experiment", "guests need root, for taps and network namespaces; run it with sudo")
-    return root, binary, found
+    return _Installation(root, binary, qemu_path)

@@ -1,18 +1,22 @@
-"""The definition of an experiment: factors, levels, responses, repetitions, and the runner."""
+"""Reads the definition of an experiment: factors, levels, responses, repetitions, and the runner.
+
+`Experiment` is a complete definition; `load` reads one from a TOML file.
+"""
 
 import json
 import math
 import re
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rekindle_lab.analysis import power
 from rekindle_lab.toml import DefinitionError, known, tables, text, whole
 
-NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
-RESPONSE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+EXPERIMENT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+RESPONSE_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,9 @@ class Experiment:
 
     def treatments(self) -> list[dict[str, str]]:
         """Returns all combinations of levels, in the order of the file."""
-        found: list[dict[str, str]] = [{}]
-        for factor in self.factors:
-            found = [{**treatment, factor.name: level} for treatment in found for level in factor.levels]
-        return found
+        names = [factor.name for factor in self.factors]
+        combinations = product(*(factor.levels for factor in self.factors))
+        return [dict(zip(names, levels, strict=True)) for levels in combinations]
 
     def settings(self, treatment: dict[str, str]) -> dict[str, Any]:
         """Returns the settings of a treatment, of all factors together."""
@@ -97,9 +100,9 @@ class Experiment:
         return merged
 
 
-TOP = ("name", "question", "seed", "replications", "blocks", "run_s", "runner")
-TOP += ("factor", "response", "guest", "command")
-REPLICATIONS = ("sd_increase", "alpha", "power")
+TOP_LEVEL_KEYS = ("name", "question", "seed", "replications", "blocks", "run_s", "runner")
+TOP_LEVEL_KEYS += ("factor", "response", "guest", "command")
+REPLICATIONS_KEYS = ("sd_increase", "alpha", "power")
 RUNNERS = ("guest", "command")
 
 
@@ -112,34 +115,30 @@ def load(path: Path, trial: int | None = None) -> Experiment:
     try:
         if trial is not None:
             document |= {"replications": trial, "blocks": 1}
-        return parse(document, least=1 if trial else 2)
+        return parse(document, min_replications=1 if trial else 2)
     except (DefinitionError, ValueError, TypeError) as error:
         raise DefinitionError(f"{path}: {error}") from error
 
 
-def parse(document: dict[str, Any], least: int = 2) -> Experiment:
-    """Parses the content of the TOML file. `least`: minimum of replications, since a single one cannot be analysed."""
-    known(document, TOP, "the file")
+def parse(document: dict[str, Any], min_replications: int = 2) -> Experiment:
+    """Parses the content of the TOML file. A single replication cannot be analysed, and is for trials only."""
+    known(document, TOP_LEVEL_KEYS, "the file")
     try:
         json.dumps(document, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DefinitionError(f"dates, NaN and infinity have no meaning here ({error})") from error
     name = text(document, "name")
-    if not NAME.fullmatch(name):
+    if not EXPERIMENT_NAME.fullmatch(name):
         raise DefinitionError(f"name: '{name}'; it must be of a-z, 0-9, _ and -")
     factors = tuple(_factor(table) for table in tables(document, "factor"))
     responses = tuple(_response(table) for table in tables(document, "response"))
-    for what, names in (("factor", [f.name for f in factors]), ("response", list(responses))):
-        if not names:
-            raise DefinitionError(f"no [[{what}]]; at least one is needed")
-        double = next((one for one in names if names.count(one) > 1), None)
-        if double is not None:
-            raise DefinitionError(f"{what}: '{double}' is defined twice")
-    _set_once(factors)
+    _check_unique("factor", [factor.name for factor in factors])
+    _check_unique("response", list(responses))
+    _check_settings_of_one_factor(factors)
     runner = document.get("runner", "guest")
     if runner not in RUNNERS:
         raise DefinitionError(f"runner: '{runner}'; there are: {', '.join(RUNNERS)}")
-    made = Experiment(
+    experiment = Experiment(
         name=name,
         question=text(document, "question", ""),
         seed=whole(document, "seed", low=0),
@@ -153,12 +152,20 @@ def parse(document: dict[str, Any], least: int = 2) -> Experiment:
         command=_filled(Command, document.get("command", {}), "command"),
         document=document,
     )
-    if runner == "command" and not made.command.argv:
+    if runner == "command" and not experiment.command.argv:
         raise DefinitionError("command.argv: is missing; it names the program of a run")
-    replications = _replications(document, len(made.treatments()), least)
-    if replications % made.blocks:
-        raise DefinitionError(f"blocks: {made.blocks}; {replications} replications cannot be split evenly into them")
-    return Experiment(**{**made.__dict__, "replications": replications})
+    replications, blocks = _replications(document, len(experiment.treatments()), min_replications), experiment.blocks
+    if replications % blocks:
+        raise DefinitionError(f"blocks: {blocks}; {replications} replications cannot be split evenly into them")
+    return replace(experiment, replications=replications)
+
+
+def _check_unique(key: str, names: list[str]) -> None:
+    if not names:
+        raise DefinitionError(f"no [[{key}]]; at least one is needed")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise DefinitionError(f"{key}: '{duplicate}' is defined twice")
 
 
 def _run_s(document: dict[str, Any]) -> float | None:
@@ -170,18 +177,18 @@ def _run_s(document: dict[str, Any]) -> float | None:
     return float(value)
 
 
-def _replications(document: dict[str, Any], treatments: int, least: int) -> int:
+def _replications(document: dict[str, Any], treatments: int, min_replications: int) -> int:
     """Returns the number of replications in the file, or that of a power analysis rounded up to whole blocks."""
     given = document.get("replications")
     if isinstance(given, dict):
-        known(given, REPLICATIONS, "replications")
+        known(given, REPLICATIONS_KEYS, "replications")
         if "sd_increase" not in given:
             raise DefinitionError("replications.sd_increase: is missing; 0.15 is the paper's")
         effect = power.effect_from_sd_increase(float(given["sd_increase"]))
         n = power.smallest_n(treatments, effect, float(given.get("alpha", 0.05)), float(given.get("power", 0.90)))
         blocks = document.get("blocks", 1)
         return -(-n // blocks) * blocks
-    return whole(document, "replications", low=least)
+    return whole(document, "replications", low=min_replications)
 
 
 def _factor(table: dict[str, Any]) -> Factor:
@@ -196,7 +203,7 @@ def _factor(table: dict[str, Any]) -> Factor:
     return Factor(name, levels)
 
 
-def _set_once(factors: tuple[Factor, ...]) -> None:
+def _check_settings_of_one_factor(factors: tuple[Factor, ...]) -> None:
     """Checks that each setting belongs to one factor: with two, the value of the first factor would never apply."""
     owner: dict[str, str] = {}
     for factor in factors:
@@ -212,7 +219,7 @@ def _set_once(factors: tuple[Factor, ...]) -> None:
 def _response(table: dict[str, Any]) -> str:
     known(table, ("name",), "response")
     name = text(table, "name")
-    if not RESPONSE.fullmatch(name):
+    if not RESPONSE_NAME.fullmatch(name):
         raise DefinitionError(f"response: '{name}'; names are like downtime_s, with the unit at the end")
     return name
 
@@ -221,19 +228,19 @@ def _filled(kind: type, table: object, where: str) -> Any:  # noqa: ANN401
     """Builds a dataclass from a table: keys and types as its fields, numbers more than 0, or the default."""
     if not isinstance(table, dict):
         raise DefinitionError(f"{where}: must be a table")
-    fields = {name: one.default for name, one in kind.__dataclass_fields__.items()}
-    known(table, fields, where)
+    defaults = {name: field.default for name, field in kind.__dataclass_fields__.items()}
+    known(table, defaults, where)
     values = {}
     for key, value in table.items():
-        default = fields[key]
+        default = defaults[key]
         if isinstance(default, tuple):
-            fits = isinstance(value, list) and all(isinstance(one, str) for one in value)
+            fits = isinstance(value, list) and all(isinstance(word, str) for word in value)
             value = tuple(value) if fits else value
         elif isinstance(default, str | bool):
             fits = isinstance(value, type(default))
         else:
-            number = isinstance(value, int if isinstance(default, int) else int | float)
-            fits = number and not isinstance(value, bool) and (value > 0 or value == default)
+            is_number = isinstance(value, int if isinstance(default, int) else int | float)
+            fits = is_number and not isinstance(value, bool) and (value > 0 or value == default)
         if not fits:
             raise DefinitionError(f"{where}.{key}: {value!r}; it must be like {default!r}")
         values[key] = value

@@ -1,4 +1,4 @@
-"""A run with a guest of Rekindle: fresh state, warm-up, load and samples, the level's action with a client.
+"""Executes a run with a guest of Rekindle: fresh state, warm-up, load and samples, the level's action with a client.
 
 The measured responses (`settings`) decide which parts are executed: a window without a measured response is
 omitted.
@@ -72,13 +72,13 @@ class GuestRunner:
         del planned
         try:
             with Workspace.from_leaves(self.binary, leaves).made() as space:
-                return self._in_place(settings, space)
+                return self._run_in(space, settings)
         except RekindleError as error:
             raise RunError(str(error)) from error
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             raise RunError(f"{type(error).__name__}: {error}") from error
 
-    def _in_place(self, settings: dict[str, Any], space: Workspace) -> Measured:
+    def _run_in(self, space: Workspace, settings: dict[str, Any]) -> Measured:
         about = self.experiment.guest
         image = subject.image(self.root, about)
         guest = subject.subject(about, settings, image, space.namespaces[0], space.ram, space.disk)
@@ -93,46 +93,46 @@ class GuestRunner:
             if "protect_every" in settings:
                 store, every = on_disk(space.disk / "store"), settings["protect_every"]
                 protector = stack.enter_context(protected(rekindle, NAME, store, every))
-            self._before(rekindle, guest, space.work, measured, protector)
+            self._measure_before_action(rekindle, guest, space.work, measured, protector)
             if "reboot" in settings:
-                self._around(rekindle, guest, settings, measured)
+                self._do_action(rekindle, guest, settings, measured)
         return measured
 
-    def _wanted(self, names: tuple[str, ...]) -> bool:
+    def _measures_any_of(self, names: tuple[str, ...]) -> bool:
         return any(name in names for name in self.experiment.responses)
 
-    def _before(
+    def _measure_before_action(
         self, rekindle: Rekindle, guest: Subject, work: Path, measured: Measured, protector: Protector | None
     ) -> None:
         """Warms up, then measures throughput and response time under load, with samples of host and guest."""
         about = self.experiment.guest
         with ExitStack() as stack:
             status = None
-            if self._wanted(IN_WINDOW) and guest.kind != "micro":
+            if self._measures_any_of(IN_WINDOW) and guest.kind != "micro":
                 status = stack.enter_context(GuestStatus(guest))
             stack.enter_context(load.without_caches(guest, about.drop_caches_every_s))
-            warm = load.measure(rekindle, guest, about, about.warm_up_s)
-            measured.samples.append({"warm_up": warm.raw})
-            if not self._wanted(IN_WINDOW):
+            warm_up = load.measure(rekindle, guest, about, about.warm_up_s)
+            measured.samples.append({"warm_up": warm_up.raw})
+            if not self._measures_any_of(IN_WINDOW):
                 return
-            already = len(protector.of("checkpoint")) if protector else 0
-            inside = status.take if status else None
-            with Sampler(about.sample_every_s, lambda: mentioning(str(work)), inside) as sampler:
+            checkpoints_before = len(protector.of("checkpoint")) if protector else 0
+            sample_guest = status.take if status else None
+            with Sampler(about.sample_every_s, lambda: mentioning(str(work)), sample_guest) as sampler:
                 window = load.measure(rekindle, guest, about, about.measure_s)
         measured.samples += [*sampler.samples, {"load": window.raw}]
-        measured.responses |= sampler.share() | (status.responses(sampler.samples) if status else {})
+        measured.responses |= sampler.responses() | (status.responses(sampler.samples) if status else {})
         measured.responses |= {
             "throughput_per_s": window.throughput_per_s,
             "response_time_ms": window.response_time_ms,
             "failed_requests": float(window.failed),
         }
         if protector is not None:
-            taken = protector.of("checkpoint")[already:]
-            measured.samples.append({"checkpoints": taken})
-            if not taken:
+            checkpoints = protector.of("checkpoint")[checkpoints_before:]
+            measured.samples.append({"checkpoints": checkpoints})
+            if not checkpoints:
                 raise RunError(f"{NAME}: no checkpoint in the window, so it was not protected", measured=measured)
 
-    def _around(self, rekindle: Rekindle, guest: Subject, settings: dict[str, Any], measured: Measured) -> None:
+    def _do_action(self, rekindle: Rekindle, guest: Subject, settings: dict[str, Any], measured: Measured) -> None:
         """Executes the action, after a leak if configured, and applies the load afterwards.
 
         Slabs other than the leak differ between ways to boot, by more than the rest of a leak. The guest of a leak has
@@ -141,16 +141,16 @@ class GuestRunner:
         about = self.experiment.guest
         leak = None
         if about.leak_mib:
-            first = Measured()
+            before_leak = Measured()
             try:
-                action.reboot(rekindle, guest, about, settings, first)
+                action.reboot(rekindle, guest, about, settings, before_leak)
             finally:
-                measured.samples.append({"before_leak": first.samples})
+                measured.samples.append({"before_leak": before_leak.samples})
             leak = _Leak(guest, self.root, about.leak_mib)
         action.reboot(rekindle, guest, about, settings, measured)
         if leak is not None:
-            leak.judge(measured)
-        if self._wanted(AFTER):
+            leak.add_responses(measured)
+        if self._measures_any_of(AFTER):
             window = load.measure(rekindle, guest, about, about.after_s)
             measured.samples.append({"after": window.raw})
             measured.responses["throughput_after_per_s"] = window.throughput_per_s
@@ -163,24 +163,22 @@ class _Leak:
     def __init__(self, guest: Subject, root: Path, mib: int) -> None:
         self.guest: Leaky = leaky(guest, leak_image(root))
         self.before = self.guest.memory()
-        self.bytes = self.guest.leak(mib)
-        self.leaked = self.guest.memory()
+        self.leaked_bytes = self.guest.leak(mib)
+        self.with_leak = self.guest.memory()
 
-    def judge(self, measured: Measured) -> None:
+    def add_responses(self, measured: Measured) -> None:
         """Adds the responses: computed from the kernel's allocations and, as in the paper, from free memory."""
         after = self.guest.memory()
-        measured.samples.append(
-            {
-                "leaked_bytes": self.bytes,
-                "memory_kib": [_kib(one) for one in (self.before, self.leaked, after)],
-            }
-        )
-        kib = self.bytes / 1024
-        measured.responses["recovered_memory_pct"] = 100 * (1 - (after.slab_kib - self.before.slab_kib) / kib)
-        measured.responses["recovered_available_pct"] = 100 * (after.available_kib - self.leaked.available_kib) / kib
+        memory_kib = [_memory_as_json(memory) for memory in (self.before, self.with_leak, after)]
+        measured.samples.append({"leaked_bytes": self.leaked_bytes, "memory_kib": memory_kib})
+        leaked_kib = self.leaked_bytes / 1024
+        remaining_kib = after.slab_kib - self.before.slab_kib
+        regained_kib = after.available_kib - self.with_leak.available_kib
+        measured.responses["recovered_memory_pct"] = 100 * (1 - remaining_kib / leaked_kib)
+        measured.responses["recovered_available_pct"] = 100 * regained_kib / leaked_kib
 
 
-def _kib(memory: Memory) -> dict[str, int]:
+def _memory_as_json(memory: Memory) -> dict[str, int]:
     return {"slab": memory.slab_kib, "available": memory.available_kib}
 
 

@@ -1,4 +1,4 @@
-"""Load for a guest's web server, and the results of the client: throughput and response time of a window.
+"""Puts a guest's web server under load, and returns the client's results: throughput and response time of a window.
 
 `probe` is Rekindle's own client, sends at a rate and keeps its connections. `wrk` sends as fast as it is answered, for
 several files in turn.
@@ -19,10 +19,10 @@ from rekindle_lab.experiment.runner import RunError
 from rekindle_lab.experiment.subject import Subject
 from rekindle_lab.rekindle import Rekindle, failed_requests, last_json
 
-SCRIPT = Path(__file__).with_name("wrk.lua")
-PATIENCE_S = 10
+WRK_SCRIPT = Path(__file__).with_name("wrk.lua")
+WRK_TIMEOUT_S = 10
 """Seconds after which wrk counts a missing answer as a timeout."""
-MARGIN_S = 60.0
+WRK_MARGIN_S = 60.0
 """Seconds that wrk may take longer than configured."""
 
 
@@ -40,19 +40,24 @@ class Window:
 
 def measure(rekindle: Rekindle, guest: Subject, about: About, seconds: float) -> Window:
     """Puts the guest under load for `seconds`."""
-    window = _wrk(guest, about, seconds) if about.load == "wrk" else _probe(rekindle, guest, about, seconds)
+    window = _run_wrk(guest, about, seconds) if about.load == "wrk" else _run_probe(rekindle, guest, about, seconds)
     if window.throughput_per_s <= 0:
         raise RunError(f"{guest.name}: no answer under load within {seconds:g} s")
     return window
 
 
-def _probe(rekindle: Rekindle, guest: Subject, about: About, seconds: float) -> Window:
+def _run_probe(rekindle: Rekindle, guest: Subject, about: About, seconds: float) -> Window:
     options = ("--connections", str(about.connections))
     with rekindle.probes([(guest.service_url, guest.netns)], *options, every=about.every, margin_s=0.0) as probes:
         time.sleep(seconds)
     report = probes[0].report
     latency_us = report["latency"]["p50_us"] if report["latency"] else math.nan
-    return Window(report["answered"] / (report["elapsed_us"] / 1e6), latency_us / 1e3, failed_requests(report), report)
+    return Window(
+        throughput_per_s=report["answered"] / (report["elapsed_us"] / 1e6),
+        response_time_ms=latency_us / 1e3,
+        failed=failed_requests(report),
+        raw=report,
+    )
 
 
 def paths(guest: Subject, files: int) -> list[str]:
@@ -60,24 +65,28 @@ def paths(guest: Subject, files: int) -> list[str]:
     return [guest.path] if guest.kind == "micro" else [f"/files/{number:03}.bin" for number in range(files)]
 
 
-def _wrk(guest: Subject, about: About, seconds: float) -> Window:
+def _run_wrk(guest: Subject, about: About, seconds: float) -> Window:
     command = ["ip", "netns", "exec", guest.netns, "wrk", "--threads", "1", "--connections", str(about.connections)]
-    command += ["--duration", f"{math.ceil(seconds)}s", "--timeout", f"{PATIENCE_S}s", "--script", str(SCRIPT)]
+    command += ["--duration", f"{math.ceil(seconds)}s", "--timeout", f"{WRK_TIMEOUT_S}s", "--script", str(WRK_SCRIPT)]
     command += [f"http://{guest.address}/", "--", *paths(guest, about.files)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + MARGIN_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + WRK_MARGIN_S, check=False)
     if done.returncode != 0:
         output = (done.stderr.strip() or done.stdout.strip())[-500:]
         raise RunError(f"wrk: exit status {done.returncode}: {output}", done.returncode)
-    return of_wrk(done.stdout)
+    return parse_wrk(done.stdout)
 
 
-def of_wrk(output: str) -> Window:
+def parse_wrk(output: str) -> Window:
     """Parses the output of wrk with the script `wrk.lua`."""
     try:
         report = last_json(output)
-        failed = sum(report["failed"].values())
-        good = report["requests"] - report["failed"]["status"]
-        return Window(good / (report["duration_us"] / 1e6), report["latency"]["p50_us"] / 1e3, failed, {"wrk": report})
+        good_answers = report["requests"] - report["failed"]["status"]
+        return Window(
+            throughput_per_s=good_answers / (report["duration_us"] / 1e6),
+            response_time_ms=report["latency"]["p50_us"] / 1e3,
+            failed=sum(report["failed"].values()),
+            raw={"wrk": report},
+        )
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise RunError(f"wrk: its last line is not a result ({error!r}): {output[-500:]}") from error
 
@@ -88,24 +97,24 @@ def without_caches(guest: Subject, every_s: float) -> Iterator[None]:
     if not every_s:
         yield
         return
-    over = Event()
+    body_ended = Event()
     failure: list[Exception] = []
 
-    def drop() -> None:
+    def drop_caches() -> None:
         try:
-            while not over.wait(every_s):
+            while not body_ended.wait(every_s):
                 reply = guest.command("drop-caches")
                 if not reply.startswith("ok"):
                     raise RunError(f"{guest.name}: drop-caches: {reply}")
         except Exception as error:  # raised by the thread that waits for this one
             failure.append(error)
 
-    thread = Thread(target=drop, daemon=True)
+    thread = Thread(target=drop_caches, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        body_ended.set()
         thread.join()
     if failure:
         raise failure[0]

@@ -1,4 +1,4 @@
-"""The order of an experiment's runs: drawn at random once, and on disk before the first run starts.
+"""Draws and commits the order of an experiment's runs: drawn at random once, and on disk before the first run starts.
 
 Each treatment occurs equally often in a block, and each block has a new random order. The file has the definition's
 content and a digest over all. The line of every run repeats the digest, so that a run of another order is detected.
@@ -7,6 +7,7 @@ content and a digest over all. The line of every run repeats the digest, so that
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,14 @@ def draw(experiment: Experiment) -> tuple[Planned, ...]:
     """Draws the order from the experiment's seed."""
     generator = np.random.default_rng(experiment.seed)
     treatments = experiment.treatments()
-    each = experiment.replications // experiment.blocks
+    per_block = experiment.replications // experiment.blocks
     runs: list[Planned] = []
     for block in range(1, experiment.blocks + 1):
-        todo = [(treatment, (block - 1) * each + number + 1) for treatment in treatments for number in range(each)]
-        for index in generator.permutation(len(todo)):
-            treatment, replication = todo[int(index)]
+        first_replication = (block - 1) * per_block + 1
+        replications = range(first_replication, first_replication + per_block)
+        runs_of_block = list(product(treatments, replications))
+        for index in generator.permutation(len(runs_of_block)):
+            treatment, replication = runs_of_block[int(index)]
             runs.append(Planned(len(runs) + 1, block, replication, treatment))
     return tuple(runs)
 

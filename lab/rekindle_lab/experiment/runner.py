@@ -1,4 +1,7 @@
-"""The interface of a run: a run takes a treatment, and returns responses, raw samples and versions."""
+"""The interface of a run (`Runner`, `Measured`, `RunError`), and the runner that executes a program (`CommandRunner`).
+
+A run takes a treatment, and returns responses, raw samples and versions.
+"""
 
 import json
 import os
@@ -16,6 +19,7 @@ from rekindle_lab.rekindle import last_json
 from rekindle_lab.runs.processes import with_variable
 
 MARK = "REKINDLE_LAB_MARK"
+"""Environment variable by which the processes of a killed run are found."""
 
 
 class RunError(Exception):
@@ -74,13 +78,32 @@ class CommandRunner:
 
     def run(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> Measured:
         """Runs the program in the definition's folder."""
-        given = {"run": planned.run, "treatment": planned.treatment, "settings": settings}
-        argv = list(self.experiment.command.argv)
+        process = self._start(planned, settings, leaves)
+        program = self.experiment.command.argv[0]
         try:
-            process = subprocess.Popen(
+            output, errors = process.communicate(timeout=self.experiment.command.deadline_s)
+        except BaseException as error:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise RunError(f"{program}: not done within {error.timeout:g} s", 124) from error
+            raise
+        if process.returncode != 0:
+            raise RunError(f"{program}: exit status {process.returncode}: {errors.strip()[-2000:]}", process.returncode)
+        try:
+            return _parse_result(output)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"{program}: its last line is not a result ({error!r}): {output[-500:]}") from error
+
+    def _start(self, planned: Planned, settings: dict[str, Any], leaves: dict[str, Any]) -> subprocess.Popen[str]:
+        run = {"run": planned.run, "treatment": planned.treatment, "settings": settings}
+        argv = self.experiment.command.argv
+        try:
+            return subprocess.Popen(
                 argv,
                 cwd=self.folder,
-                env={**os.environ, "REKINDLE_LAB_RUN": json.dumps(given), MARK: leaves["mark"]},
+                env={**os.environ, "REKINDLE_LAB_RUN": json.dumps(run), MARK: leaves["mark"]},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -90,30 +113,20 @@ class CommandRunner:
             )
         except OSError as error:
             raise RunError(f"{argv[0]}: {error}") from error
-        try:
-            out, err = process.communicate(timeout=self.experiment.command.deadline_s)
-        except BaseException as error:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise RunError(f"{argv[0]}: not done within {error.timeout:g} s", 124) from error
-            raise
-        if process.returncode != 0:
-            raise RunError(f"{argv[0]}: exit status {process.returncode}: {err.strip()[-2000:]}", process.returncode)
-        try:
-            document = last_json(out)
-            measured = Measured(document["responses"], document.get("samples", []), document.get("versions", {}))
-            for name, value, kind in (
-                ("responses", measured.responses, dict),
-                ("samples", measured.samples, list),
-                ("versions", measured.versions, dict),
-            ):
-                if not isinstance(value, kind):
-                    raise ValueError(f"{name}: {value!r} is not of the kind {kind.__name__}")
-            for name, value in measured.versions.items():
-                if not isinstance(value, str):
-                    raise ValueError(f"versions.{name}: {value!r} is not a text")
-            return measured
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{argv[0]}: its last line is not a result ({error!r}): {out[-500:]}") from error
+
+
+def _parse_result(output: str) -> Measured:
+    """Parses the last line of a program's output. Raises `ValueError` or another error for an invalid result."""
+    document = last_json(output)
+    measured = Measured(document["responses"], document.get("samples", []), document.get("versions", {}))
+    for key, value, kind in (
+        ("responses", measured.responses, dict),
+        ("samples", measured.samples, list),
+        ("versions", measured.versions, dict),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(f"{key}: {value!r} is not of the kind {kind.__name__}")
+    for name, version in measured.versions.items():
+        if not isinstance(version, str):
+            raise ValueError(f"versions.{name}: {version!r} is not a text")
+    return measured

@@ -1,4 +1,4 @@
-"""Samples the resource use of QEMU and of Rekindle's processes on the host, from /proc at an interval."""
+"""Takes samples of the resource use of QEMU and of Rekindle's processes on the host, from /proc at an interval."""
 
 import os
 import threading
@@ -11,12 +11,12 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
-def process(pid: int) -> dict[str, Any] | None:
+def sample_process(pid: int) -> dict[str, Any] | None:
     """Returns processor time, memory and disk traffic of a process; `None` once the process has ended."""
     folder = Path("/proc") / str(pid)
     try:
-        name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
-        fields = rest.split()
+        name, _, after_name = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+        fields = after_name.split()
         io = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
     except (OSError, ValueError):
         return None
@@ -30,7 +30,7 @@ def process(pid: int) -> dict[str, Any] | None:
     }
 
 
-def host() -> dict[str, Any]:
+def sample_host() -> dict[str, Any]:
     """Returns load and available memory of the host."""
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return {"load_1min": os.getloadavg()[0], "available_kib": int(memory["MemAvailable"].split()[0])}
@@ -40,12 +40,15 @@ class Sampler:
     """Takes a sample at its start, every `every_s` seconds, and at its end. Used as a context manager."""
 
     def __init__(
-        self, every_s: float, pids: Callable[[], list[int]], inside: Callable[[], dict[str, Any]] | None = None
+        self,
+        every_s: float,
+        find_pids: Callable[[], list[int]],
+        sample_guest: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
+        """`find_pids`: the processes of a sample; `sample_guest`: returns the guest's own figures."""
         self.every_s = every_s
-        self.pids = pids
-        self.inside = inside
-        """Returns the guest's own figures, for each sample."""
+        self.find_pids = find_pids
+        self.sample_guest = sample_guest
         self.error: Exception | None = None
         self.samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
@@ -54,10 +57,10 @@ class Sampler:
 
     def take(self) -> None:
         """Takes a sample now."""
-        at = round(time.monotonic() - self._began, 3)
-        alive = [found for pid in self.pids() if (found := process(pid)) is not None]
-        guest = {"guest": self.inside()} if self.inside else {}
-        self.samples.append({"t_s": at, "host": host(), "processes": alive, **guest})
+        t_s = round(time.monotonic() - self._began, 3)
+        processes = [sample for pid in self.find_pids() if (sample := sample_process(pid)) is not None]
+        guest = {"guest": self.sample_guest()} if self.sample_guest else {}
+        self.samples.append({"t_s": t_s, "host": sample_host(), "processes": processes, **guest})
 
     def _run(self) -> None:
         try:
@@ -79,7 +82,7 @@ class Sampler:
             raise self.error
         self.take()
 
-    def share(self) -> dict[str, float]:
+    def responses(self) -> dict[str, float]:
         """Returns the use of all processes together from the first to the last sample: responses by name.
 
         A process that ended in between counts with its last sample.
@@ -87,15 +90,15 @@ class Sampler:
         first, last = self.samples[0], self.samples[-1]
         seconds = max(last["t_s"] - first["t_s"], 1e-3)
 
-        def grown(key: str) -> float:
-            before = {one["pid"]: one[key] for one in first["processes"]}
-            seen = {one["pid"]: one[key] for sample in self.samples for one in sample["processes"]}
-            return sum(value - before.get(pid, 0) for pid, value in seen.items())
+        def growth(key: str) -> float:
+            at_start = {process["pid"]: process[key] for process in first["processes"]}
+            at_end = {process["pid"]: process[key] for sample in self.samples for process in sample["processes"]}
+            return sum(value - at_start.get(pid, 0) for pid, value in at_end.items())
 
-        resident = [sum(one["resident_kib"] for one in sample["processes"]) for sample in self.samples]
+        resident_kib = [sum(process["resident_kib"] for process in sample["processes"]) for sample in self.samples]
         return {
-            "host_cpu_pct": 100 * grown("cpu_s") / seconds,
-            "host_resident_kib": sum(resident) / len(resident),
-            "host_read_bytes": grown("read_bytes"),
-            "host_written_bytes": grown("written_bytes"),
+            "host_cpu_pct": 100 * growth("cpu_s") / seconds,
+            "host_resident_kib": sum(resident_kib) / len(resident_kib),
+            "host_read_bytes": growth("read_bytes"),
+            "host_written_bytes": growth("written_bytes"),
         }

@@ -1,4 +1,4 @@
-"""Executes the runs in the committed order; resumes after an interruption."""
+"""Executes an experiment's runs in the committed order; resumes after an interruption (`ExperimentSession`)."""
 
 import statistics
 import sys
@@ -18,7 +18,7 @@ from rekindle_lab.runs.execute import Leaves, RunEnd, execute, remove_remains
 from rekindle_lab.runs.ledger import RUNS, Ledger
 
 ORDER = "order.json"
-MOST_FAILURES = 3
+MAX_FAILURES_IN_A_ROW = 3
 """Number of failures in a row that end a session, since their cause is then not the single run."""
 
 
@@ -41,46 +41,59 @@ class ExperimentSession:
         self.folder.mkdir(parents=True, exist_ok=True)
         with Ledger(self.folder) as ledger:
             order = orders.commit(self.experiment, self.folder / ORDER)
-            for row, line in enumerate(ledger.runs, start=1):
-                if line.get("order") != order.digest:
-                    raise orders.OrderError(
-                        f"{self.folder / RUNS}, row {row}, column order: {line.get('order')!r} is not "
-                        f"{order.digest!r} of {ORDER}: these runs belong to another order; give another --out, or "
-                        "their own definition"
-                    )
+            self._check_order(ledger, order)
             if ledger.truncated:
                 self.log(f"{ledger.truncated} line was truncated by a crash; that run is repeated")
             remove_remains(ledger, self.runner.clear, self.log)
-            over = ledger.done if retry_failed else ledger.done | ledger.failed
-            todo = [planned for planned in order.runs if planned.run not in over]
-            usual_s = self._usual_s(ledger)
-            about = f", about {duration(len(todo) * usual_s)}" if todo and usual_s else ""
-            self.log(
-                f"{self.experiment.name}: {len(order.runs)} runs, {len(ledger.done)} done, "
-                f"{len(ledger.failed)} failed, {len(todo)} to do{about}"
-            )
-            in_a_row = 0
-            for index, planned in enumerate(todo[:most]):
-                line = self._one(ledger, order, planned)
-                in_a_row = in_a_row + 1 if line["outcome"] == "failed" else 0
-                self._log_run(ledger, planned, line, len(todo) - index - 1)
-                if in_a_row == MOST_FAILURES:
-                    raise ExperimentStoppedError(
-                        f"{MOST_FAILURES} runs failed one after the other, the last with: {line['error']}; "
-                        f"fix the cause, then start again with --retry-failed"
-                    )
+            finished = ledger.done if retry_failed else ledger.done | ledger.failed
+            remaining = [planned for planned in order.runs if planned.run not in finished]
+            self._log_start(ledger, order, len(remaining))
+            self._execute_all(ledger, order, remaining, most)
             return len(order.runs) - len(ledger.done)
 
-    def _one(self, ledger: Ledger, order: Order, planned: Planned) -> dict[str, Any]:
-        """Executes a run, and returns its line in the ledger."""
-        leaves, work = partial(self.runner.leaves, planned), partial(self._work, order, planned)
-        return execute(ledger, planned.run, leaves, work)
+    def _check_order(self, ledger: Ledger, order: Order) -> None:
+        """Checks that the recorded runs are of this order."""
+        for row, line in enumerate(ledger.runs, start=1):
+            if line.get("order") != order.digest:
+                raise orders.OrderError(
+                    f"{self.folder / RUNS}, row {row}, column order: {line.get('order')!r} is not "
+                    f"{order.digest!r} of {ORDER}: these runs belong to another order; give another --out, or "
+                    "their own definition"
+                )
 
-    def _work(self, order: Order, planned: Planned, leaves: Leaves) -> RunEnd:
+    def _log_start(self, ledger: Ledger, order: Order, remaining: int) -> None:
+        usual_s = self._usual_s(ledger)
+        estimate = f", about {duration(remaining * usual_s)}" if remaining and usual_s else ""
+        self.log(
+            f"{self.experiment.name}: {len(order.runs)} runs, {len(ledger.done)} done, "
+            f"{len(ledger.failed)} failed, {remaining} to do{estimate}"
+        )
+
+    def _execute_all(self, ledger: Ledger, order: Order, remaining: list[Planned], most: int | None) -> None:
+        """Executes runs; raises `ExperimentStoppedError` after `MAX_FAILURES_IN_A_ROW` failed runs."""
+        failures_in_a_row = 0
+        for index, planned in enumerate(remaining[:most]):
+            line = self._execute(ledger, order, planned)
+            failures_in_a_row = failures_in_a_row + 1 if line["outcome"] == "failed" else 0
+            self._log_run(ledger, planned, line, len(remaining) - index - 1)
+            if failures_in_a_row == MAX_FAILURES_IN_A_ROW:
+                raise ExperimentStoppedError(
+                    f"{failures_in_a_row} runs failed one after the other, the last with: {line['error']}; "
+                    f"fix the cause, then start again with --retry-failed"
+                )
+
+    def _execute(self, ledger: Ledger, order: Order, planned: Planned) -> dict[str, Any]:
+        """Executes a run, and returns its line in the ledger."""
+        return execute(
+            ledger, planned.run, partial(self.runner.leaves, planned), partial(self._measure, order, planned)
+        )
+
+    def _measure(self, order: Order, planned: Planned, leaves: Leaves) -> RunEnd:
+        """Executes a run by the runner, and returns what the run's line records."""
         measured, error, status = Measured(), None, 0
         try:
             measured = self.runner.run(planned, self.experiment.settings(planned.treatment), leaves)
-            _check(measured, self.experiment.responses)
+            _keep_responses(measured, self.experiment.responses)
         except RunError as failure:
             error, status, measured = str(failure), failure.exit_status, failure.measured or measured
         entries = {
@@ -101,23 +114,25 @@ class ExperimentSession:
 
     def _usual_s(self, ledger: Ledger) -> float | None:
         """Returns the usual duration of a run in seconds: the median so far, or the estimate in the definition."""
-        return statistics.median(one["took_s"] for one in ledger.runs) if ledger.runs else self.experiment.run_s
+        return statistics.median(line["took_s"] for line in ledger.runs) if ledger.runs else self.experiment.run_s
 
-    def _log_run(self, ledger: Ledger, planned: Planned, line: dict[str, Any], left: int) -> None:
+    def _log_run(self, ledger: Ledger, planned: Planned, line: dict[str, Any], runs_left: int) -> None:
         treatment = ", ".join(f"{name}={level}" for name, level in planned.treatment.items())
-        rest = f"{left} left, about {duration(left * (self._usual_s(ledger) or 0.0))}" if left else "the last"
+        rest = "the last"
+        if runs_left:
+            rest = f"{runs_left} left, about {duration(runs_left * (self._usual_s(ledger) or 0.0))}"
         failed = f" FAILED: {line['error']}" if line["error"] else ""
         took = f"{line['outcome']} in {duration(line['took_s'])}"
         self.log(f"run {planned.run} of {line['of']} ({treatment}): {took}; {rest}{failed}")
 
 
-def _check(measured: Measured, wanted: tuple[str, ...]) -> None:
-    """Raises if a run misses one of the responses `wanted`, or if a response is not a finite number."""
-    for name in wanted:
+def _keep_responses(measured: Measured, names: tuple[str, ...]) -> None:
+    """Keeps only the responses called `names`. Raises if one of them is missing or not a finite number."""
+    for name in names:
         value = measured.responses.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
             raise RunError(f"response {name}: {value!r} is not a finite number", measured=measured)
-    measured.responses = {name: measured.responses[name] for name in wanted}
+    measured.responses = {name: measured.responses[name] for name in names}
 
 
 def duration(seconds: float) -> str:

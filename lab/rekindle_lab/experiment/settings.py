@@ -1,4 +1,4 @@
-"""Settings and responses of a run with a guest, and which of them can be combined.
+"""Checks the settings and responses of a run with a guest, and which of them can be combined (`check`).
 
 Settings of a level: `reboot` (`os` or `vmm`; without it nothing is rebooted), `how` (of that reboot; with `phase` and
 no reboot, the guest keeps phases of its boot), `options` (more arguments of the reboot), `protect_every` (interval of a
@@ -41,22 +41,23 @@ IN_WINDOW = (
 )
 """Responses of the window before the action. Without any of them, a run omits that window."""
 IN_GUEST = tuple(name for name in IN_WINDOW if name.startswith("guest_"))
-AROUND = ("downtime_s", "recovered_memory_pct", "recovered_available_pct")
+RECOVERED = ("recovered_memory_pct", "recovered_available_pct")
+"""Responses of a leak: how much of it the action recovers."""
+OF_ACTION = ("downtime_s", *RECOVERED)
 """Responses of the action."""
-RECOVERED = AROUND[1:]
 AFTER = ("throughput_after_per_s", "response_time_after_ms")
 """Responses of the window after the action."""
-RESPONSES = (*IN_WINDOW, *AROUND, *AFTER)
+RESPONSES = (*IN_WINDOW, *OF_ACTION, *AFTER)
 WAYS = {"os": OS_WAYS, "vmm": VMM_WAYS}
-NEED_SERVERS = ("warm-cache", "phase")
-NEED_AGENT = ("kexec",)
+WAYS_WITH_DISK_SERVERS = ("warm-cache", "phase")
+WAYS_WITH_AGENT = ("kexec",)
 
 
 def check(experiment: Experiment) -> None:
     """Raises `DefinitionError` for settings that a run with a guest does not support. Called before the first run."""
     guest = experiment.guest
-    _one_of("guest.image", guest.image, IMAGES)
-    _one_of("guest.load", guest.load, LOADS)
+    _check_one_of("guest.image", guest.image, IMAGES)
+    _check_one_of("guest.load", guest.load, LOADS)
     if guest.load == "wrk" and shutil.which("wrk") is None:
         raise DefinitionError("guest.load: no wrk in PATH; run: scripts/setup")
     if guest.files > FILES[guest.image]:
@@ -65,7 +66,7 @@ def check(experiment: Experiment) -> None:
         raise DefinitionError(f'guest.files: {guest.files}; only wrk requests several (load = "wrk")')
     for factor in experiment.factors:
         for level, settings in factor.levels.items():
-            _level(f"factor '{factor.name}', level '{level}'", settings)
+            _check_level(f"factor '{factor.name}', level '{level}'", settings)
     for name in experiment.responses:
         if name not in RESPONSES:
             raise DefinitionError(f"response: unknown '{name}'; a guest has: {', '.join(RESPONSES)}")
@@ -74,15 +75,15 @@ def check(experiment: Experiment) -> None:
         if name in RECOVERED and not guest.leak_mib:
             raise DefinitionError(f"response: '{name}', but nothing is leaked; set guest.leak_mib")
     for treatment in experiment.treatments():
-        _treatment(experiment, treatment)
+        _check_treatment(experiment, treatment)
 
 
-def _one_of(where: str, value: str, known: tuple[str, ...]) -> None:
+def _check_one_of(where: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise DefinitionError(f"{where}: '{value}'; there are: {', '.join(known)}")
 
 
-def _level(where: str, settings: dict[str, Any]) -> None:
+def _check_level(where: str, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if key not in SETTINGS:
             raise DefinitionError(f"{where}: unknown setting '{key}'; there are: {', '.join(SETTINGS)}")
@@ -90,7 +91,7 @@ def _level(where: str, settings: dict[str, Any]) -> None:
             raise DefinitionError(f"{where}: {key}: {value!r} is not of the kind {SETTINGS[key].__name__}")
 
 
-def _treatment(experiment: Experiment, treatment: dict[str, str]) -> None:
+def _check_treatment(experiment: Experiment, treatment: dict[str, str]) -> None:
     """Checks the settings of all factors in a treatment together."""
     settings = experiment.settings(treatment)
     reboot, how = settings.get("reboot"), settings.get("how")
@@ -99,14 +100,14 @@ def _treatment(experiment: Experiment, treatment: dict[str, str]) -> None:
             raise DefinitionError(f"treatment {treatment}: how: '{how}' without a reboot; set reboot, or leave how out")
         if "options" in settings:
             raise DefinitionError(f"treatment {treatment}: options without a reboot; set reboot, or leave options out")
-        needs = next((name for name in experiment.responses if name in (*AROUND, *AFTER)), None)
-        if needs is not None:
-            raise DefinitionError(f"response: '{needs}', but treatment {treatment} reboots nothing")
+        of_reboot = next((name for name in experiment.responses if name in (*OF_ACTION, *AFTER)), None)
+        if of_reboot is not None:
+            raise DefinitionError(f"response: '{of_reboot}', but treatment {treatment} reboots nothing")
     else:
-        _one_of(f"treatment {treatment}: reboot", reboot, tuple(WAYS))
+        _check_one_of(f"treatment {treatment}: reboot", reboot, tuple(WAYS))
         if how is not None:
-            _one_of(f"treatment {treatment}: how of the reboot of {reboot}", how, WAYS[reboot])
-    if how in NEED_SERVERS and not settings.get("disk_server", experiment.guest.disk_server):
+            _check_one_of(f"treatment {treatment}: how of the reboot of {reboot}", how, WAYS[reboot])
+    if how in WAYS_WITH_DISK_SERVERS and not settings.get("disk_server", experiment.guest.disk_server):
         raise DefinitionError(f"treatment {treatment}: {how} needs disks with servers; set disk_server = true")
-    if how in NEED_AGENT and experiment.guest.image == "micro":
+    if how in WAYS_WITH_AGENT and experiment.guest.image == "micro":
         raise DefinitionError(f"treatment {treatment}: {how} needs an agent in the guest, which micro does not have")

@@ -1,4 +1,4 @@
-"""The guest of a run. Definition, disk, memory and network are made anew for each run."""
+"""Builds the guest of a run with its level's settings; definition, disk, memory and network are new in each run."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rekindle_lab.leak import leak_image
 from rekindle_lab.os_guest import OsGuest
 
 NAME = "subject"
-SERVED = "server = true"
+SERVER_LINE = "server = true"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Subject(OsGuest):
     """Whether Rekindle's disk servers have the guest's disks; otherwise QEMU has them."""
     cache: str = ""
     """Cache mode of the guest's disks on the host."""
-    more: str = ""
+    definition_lines: str = ""
     """Lines that are added to the VM's definition, before all tables."""
 
     @property
@@ -36,14 +36,14 @@ class Subject(OsGuest):
         """Returns the disks of the VM definition."""
         lines = []
         for line in super().disk_lines():
-            lines.append(line if self.served or line != SERVED else guests.QEMUS_OWN)
-            if line == SERVED and self.cache:
+            lines.append(line if self.served or line != SERVER_LINE else guests.QEMUS_OWN)
+            if line == SERVER_LINE and self.cache:
                 lines.append(f"cache = {json.dumps(self.cache)}")
         return lines
 
     def definition(self, qemu: str) -> str:
         """Returns the VM definition in TOML, for the QEMU binary `qemu`."""
-        return f"{self.more}\n{super().definition(qemu)}"
+        return f"{self.definition_lines}\n{super().definition(qemu)}"
 
 
 def image(root: Path, about: About) -> Image:
@@ -53,20 +53,20 @@ def image(root: Path, about: About) -> Image:
     return guests.build(root, about.image)
 
 
-def subject(about: About, settings: dict[str, Any], image: Image, space: str, ram: Path, disk: Path) -> Subject:
-    """Returns the guest with these settings, in the network namespace `space`, with RAM and disk in these folders."""
+def subject(about: About, settings: dict[str, Any], image: Image, netns: str, ram: Path, disk: Path) -> Subject:
+    """Returns the guest with these settings, in the network namespace `netns`, with RAM and disk in these folders."""
     return Subject(
-        NAME,
-        image,
-        about.memory_mib,
-        1,
-        settings.get("touch"),
-        space,
-        ram,
-        disk,
+        name=NAME,
+        image=image,
+        memory_mib=about.memory_mib,
+        index=1,
+        touch=settings.get("touch"),
+        netns=netns,
+        ram_dir=ram,
+        disk_dir=disk,
         kind=about.image,
         phases=settings.get("how") == "phase",
         served=settings.get("disk_server", about.disk_server),
         cache=about.disk_cache,
-        more="\n".join([about.definition, settings.get("definition", "")]),
+        definition_lines="\n".join([about.definition, settings.get("definition", "")]),
     )

@@ -1,6 +1,7 @@
-"""The command `rekindle-lab model`."""
+"""The command `rekindle-lab model`: availability, throughput and crossings of techniques, as tables or figures."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,8 @@ from rekindle_lab.models.simulation import simulate
 from rekindle_lab.tables import table
 
 
-def chosen(
+def load_parameters(
+    *,
     paper: str | None,
     file: Path | None,
     results: Path | None,
@@ -24,7 +26,7 @@ def chosen(
     os_downtime_s: float | None,
 ) -> Parameters:
     """Returns the parameters that the options select. Raises `ParameterError`."""
-    if sum(given is not None for given in (paper, file, results)) != 1:
+    if sum(option is not None for option in (paper, file, results)) != 1:
         raise ParameterError("give one of --paper, --parameters and --measured")
     if paper is not None:
         if paper not in PAPER:
@@ -37,24 +39,24 @@ def chosen(
     return measured(results, guests, os_guests, os_downtime_s)  # type: ignore[arg-type]
 
 
-def rows(parameters: Parameters, hosts: int) -> list[dict[str, Any]]:
+def technique_rows(parameters: Parameters, hosts: int) -> list[dict[str, Any]]:
     """Returns the models' results for each technique, with units in the names."""
-    found = []
+    os, timers = parameters.os, parameters.timers
+    rows = []
     for name, technique in parameters.techniques.items():
-        at = (technique, parameters.os, parameters.timers)
-        up = availability(*at)
-        found.append(
+        share_of_time_up = availability(technique, os, timers)
+        rows.append(
             {
                 "technique": name,
-                "availability": round(up, 9),
-                "nines": nines(up),
-                "downtime_s_per_vmm_interval": round(downtime_s(*at), 4),
-                "os_reboots_per_vmm_interval": round(os_reboots(technique, parameters.timers), 5),
-                "performance": round(throughput.performance(*at), 9),
-                f"index_of_{hosts}_hosts": round(throughput.index(*at, hosts), 9),
+                "availability": round(share_of_time_up, 9),
+                "nines": nines(share_of_time_up),
+                "downtime_s_per_vmm_interval": round(downtime_s(technique, os, timers), 4),
+                "os_reboots_per_vmm_interval": round(os_reboots(technique, timers), 5),
+                "performance": round(throughput.performance(technique, os, timers), 9),
+                f"index_of_{hosts}_hosts": round(throughput.index(technique, os, timers, hosts), 9),
             }
         )
-    return found
+    return rows
 
 
 def crossings_table(parameters: Parameters) -> list[dict[str, Any]]:
@@ -62,43 +64,32 @@ def crossings_table(parameters: Parameters) -> list[dict[str, Any]]:
 
     Only where both techniques are possible: clusters larger than their spare hosts, intervals longer than a renewal.
     """
-    names = list(parameters.techniques)
-    timers = parameters.timers
-    found = []
-    for index, one in enumerate(names):
-        for other in names[index + 1 :]:
-            places = {
-                "hosts": crossing.in_hosts(parameters, one, other),
-                "os_interval_d": crossing.in_os_interval(
-                    parameters,
-                    one,
-                    other,
-                    timers.os_interval_s / 28,
-                    4 * max(timers.vmm_interval_s, timers.os_interval_s),
-                ),
-                "vmm_interval_d": crossing.in_vmm_interval(
-                    parameters, one, other, timers.vmm_interval_s / 28, timers.vmm_interval_s * 4
-                ),
-            }
-            for what, crossings in places.items():
-                unit = DAY_S if what.endswith("_d") else 1.0
-                found += [
-                    {"of": one, "and": other, "in": what, "at": place.at / unit, "jump": place.jump}
-                    for place in crossings
-                ]
-    return found
+    vmm_s, os_s = parameters.timers.vmm_interval_s, parameters.timers.os_interval_s
+    rows = []
+    for name, other in combinations(parameters.techniques, 2):
+        crossings_by_quantity = {
+            "hosts": crossing.in_hosts(parameters, name, other),
+            "os_interval_d": crossing.in_os_interval(parameters, name, other, os_s / 28, 4 * max(vmm_s, os_s)),
+            "vmm_interval_d": crossing.in_vmm_interval(parameters, name, other, vmm_s / 28, vmm_s * 4),
+        }
+        for quantity, crossings in crossings_by_quantity.items():
+            unit = DAY_S if quantity.endswith("_d") else 1.0
+            rows += [
+                {"of": name, "and": other, "in": quantity, "at": found.at / unit, "jump": found.jump}
+                for found in crossings
+            ]
+    return rows
 
 
-def simulated(parameters: Parameters, seed: int) -> list[dict[str, Any]]:
+def compare_with_simulation(parameters: Parameters, seed: int) -> list[dict[str, Any]]:
     """Compares the closed forms with a simulation."""
-    found = []
+    rows = []
     for name, technique in parameters.techniques.items():
-        at = (technique, parameters.os, parameters.timers)
-        result = simulate(*at, seed=seed)
-        pairs = ((availability, result.availability), (throughput.performance, result.performance))
-        for formula, estimate in pairs:
-            value = formula(*at)
-            found.append(
+        simulated = simulate(technique, parameters.os, parameters.timers, seed=seed)
+        estimates = ((availability, simulated.availability), (throughput.performance, simulated.performance))
+        for formula, estimate in estimates:
+            value = formula(technique, parameters.os, parameters.timers)
+            rows.append(
                 {
                     "technique": name,
                     "what": formula.__name__,
@@ -106,10 +97,10 @@ def simulated(parameters: Parameters, seed: int) -> list[dict[str, Any]]:
                     "simulated": round(estimate.mean, 9),
                     "ci99_low": round(estimate.low, 9),
                     "ci99_high": round(estimate.high, 9),
-                    "agrees": estimate.holds(value),
+                    "agrees": estimate.contains(value),
                 }
             )
-    return found
+    return rows
 
 
 def write_figures(own: Parameters | None, out: Path) -> list[Path]:
@@ -134,17 +125,17 @@ def write_figures(own: Parameters | None, out: Path) -> list[Path]:
     return written
 
 
-SHARES = ("availability", "performance", "formula", "simulated", "ci99_low", "ci99_high")
+SHARE_COLUMNS = ("availability", "performance", "formula", "simulated", "ci99_low", "ci99_high")
 
 
-def readable(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Formats rows for the terminal: shares near 1 with more digits."""
 
     def cell(key: str, value: object) -> object:
-        share = key in SHARES or key.startswith("index_of")
-        return f"{value:.8f}" if share and isinstance(value, float) else value
+        is_share = key in SHARE_COLUMNS or key.startswith("index_of")
+        return f"{value:.8f}" if is_share and isinstance(value, float) else value
 
-    return [{key: cell(key, value) for key, value in row.items()} for row in found]
+    return [{key: cell(key, value) for key, value in row.items()} for row in rows]
 
 
 def command(
@@ -173,7 +164,14 @@ def command(
     Example: rekindle-lab model --paper jboss --simulate
     """
     try:
-        given = chosen(paper, parameters, measured, guests, os_guests, os_downtime_s)
+        given = load_parameters(
+            paper=paper,
+            file=parameters,
+            results=measured,
+            guests=guests,
+            os_guests=os_guests,
+            os_downtime_s=os_downtime_s,
+        )
         if moves is not None:
             given = with_moves(given, moves, move_guest, move_load, move_vms)
         timers = given.timers
@@ -189,11 +187,11 @@ def command(
             "os_interval_s": given.timers.os_interval_s,
             "os_downtime_s": given.os.downtime_s,
             "notes": list(given.notes),
-            "techniques": rows(given, hosts),
+            "techniques": technique_rows(given, hosts),
             "crossings": crossings_table(given),
         }
         if simulation:
-            document["simulated"] = simulated(given, seed)
+            document["simulated"] = compare_with_simulation(given, seed)
         if figures_to is not None:
             document["figures"] = [str(path) for path in write_figures(None if paper else given, figures_to)]
     except (ParameterError, OSError) as error:
@@ -201,12 +199,15 @@ def command(
     if as_json:
         print(json.dumps(document))
         return
-    days = f"VMM every {given.timers.vmm_interval_s / DAY_S:g} days, OS every {given.timers.os_interval_s / DAY_S:g}"
-    print(table(readable(document["techniques"]), f"{given.source}: {days}"))
-    print()
-    print(table(document["crossings"], "Crossings"))
-    if simulation:
-        print()
-        print(table(readable(document["simulated"]), "Formula and simulation"))
-    for note in (*given.notes, *(f"wrote {path}" for path in document.get("figures", []))):
-        print(f"  {note}")
+    print(text(document))
+
+
+def text(document: dict[str, Any]) -> str:
+    """Formats the results for the terminal."""
+    vmm_d, os_d = document["vmm_interval_s"] / DAY_S, document["os_interval_s"] / DAY_S
+    title = f"{document['source']}: VMM every {vmm_d:g} days, OS every {os_d:g}"
+    tables = [table(readable(document["techniques"]), title), table(document["crossings"], "Crossings")]
+    if "simulated" in document:
+        tables.append(table(readable(document["simulated"]), "Formula and simulation"))
+    notes = [*document["notes"], *(f"wrote {path}" for path in document.get("figures", []))]
+    return "\n".join(["\n\n".join(tables), *(f"  {note}" for note in notes)])

@@ -1,4 +1,7 @@
-"""The points at which one technique overtakes another: computed, not read off a figure."""
+"""Computes the points at which one technique overtakes another: in hosts, and in either interval.
+
+`crossings` solves for any difference of two functions; `in_hosts`, `in_os_interval`, `in_vmm_interval` apply it.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,7 +15,7 @@ from rekindle_lab.models import throughput
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import Parameters, Technique, Timers
 
-SAMPLES = 64
+POINTS_PER_PIECE = 64
 """Number of points per smooth piece at which the sign is compared."""
 
 
@@ -29,60 +32,65 @@ def crossings(
 ) -> list[Crossing]:
     """Returns all points between `low` and `high` (more than 0) at which `difference` changes its sign, in order.
 
-    `breaks`: the points at which `difference` is not continuous. `SAMPLES` points at equal
+    `breaks`: the points at which `difference` is not continuous. `POINTS_PER_PIECE` points at equal
     logarithmic distances divide the range between two breaks; between two points it must change its sign at most once.
     """
     if not 0 < low < high:
         raise ValueError(f"crossings need 0 < low < high, not {low:g} and {high:g}")
     edges = sorted({low, high, *(b for b in breaks if low < b < high)})
     found: list[Crossing] = []
-    last_sign = 0.0
+    sign_before = 0.0
     for left, right in pairwise(edges):
         # A floor belongs to one side of its break, so the difference is evaluated just inside the ends of a piece.
         begin, end = math.nextafter(left, math.inf) * (1 + 1e-12), math.nextafter(right, 0.0) * (1 - 1e-12)
-        points = np.geomspace(begin, end, SAMPLES)
+        points = np.geomspace(begin, end, POINTS_PER_PIECE)
         points[0], points[-1] = begin, end
         values = [difference(float(point)) for point in points]
-        first = next((math.copysign(1, value) for value in values if value != 0), 0.0)
-        if last_sign and first and first != last_sign:
+        signs = [math.copysign(1, value) for value in values if value != 0]
+        if sign_before and signs and signs[0] != sign_before:
             found.append(Crossing(left, jump=True))
-        for (a, at_a), (b, at_b) in pairwise(zip(points, values, strict=True)):
-            if at_a * at_b < 0:
-                found.append(Crossing(float(brentq(difference, a, b, xtol=1e-9 * b, rtol=1e-14))))
-            elif at_b == 0 and at_a != 0:
-                found.append(Crossing(float(b)))
-        last_sign = next((math.copysign(1, value) for value in reversed(values) if value != 0), last_sign)
+        for (point, value), (next_point, next_value) in pairwise(zip(points, values, strict=True)):
+            if value * next_value < 0:
+                root = brentq(difference, point, next_point, xtol=1e-9 * next_point, rtol=1e-14)
+                found.append(Crossing(float(root)))
+            elif next_value == 0 and value != 0:
+                found.append(Crossing(float(next_point)))
+        sign_before = signs[-1] if signs else sign_before
     return found
 
 
-def in_hosts(parameters: Parameters, one: str, other: str, high: float = 1e7) -> list[Crossing]:
+def in_hosts(parameters: Parameters, name: str, other_name: str, high: float = 1e7) -> list[Crossing]:
     """Returns the cluster sizes at which the throughputs of two techniques cross (section 6.3), in ascending order."""
-    a, b = parameters.technique(one), parameters.technique(other)
-    low = throughput.fewest_hosts((a, b))
+    technique, other = parameters.technique(name), parameters.technique(other_name)
+    low = throughput.fewest_hosts((technique, other))
     os, timers = parameters.os, parameters.timers
     return crossings(
-        lambda hosts: throughput.index(a, os, timers, hosts) - throughput.index(b, os, timers, hosts), low, high
+        lambda hosts: throughput.index(technique, os, timers, hosts) - throughput.index(other, os, timers, hosts),
+        low,
+        high,
     )
 
 
-def in_os_interval(parameters: Parameters, one: str, other: str, low_s: float, high_s: float) -> list[Crossing]:
+def in_os_interval(parameters: Parameters, name: str, other_name: str, low_s: float, high_s: float) -> list[Crossing]:
     """Returns the OS's intervals, in seconds, at which the availabilities of two techniques cross (figure 9)."""
-    a, b = parameters.technique(one), parameters.technique(other)
+    technique, other = parameters.technique(name), parameters.technique(other_name)
     vmm_s = parameters.timers.vmm_interval_s
-    breaks = [edge for technique in (a, b) for edge in os_breaks(technique, vmm_s, low_s)]
-    return crossings(lambda os_s: _difference(parameters, a, b, Timers(vmm_s, os_s)), low_s, high_s, breaks)
+    breaks = [edge for coupled in (technique, other) for edge in os_breaks(coupled, vmm_s, low_s)]
+    return crossings(lambda os_s: _difference(parameters, technique, other, Timers(vmm_s, os_s)), low_s, high_s, breaks)
 
 
-def in_vmm_interval(parameters: Parameters, one: str, other: str, low_s: float, high_s: float) -> list[Crossing]:
+def in_vmm_interval(parameters: Parameters, name: str, other_name: str, low_s: float, high_s: float) -> list[Crossing]:
     """Returns the VMM's intervals, in seconds, at which the availabilities of two techniques cross (figure 10).
 
     Omits intervals shorter than a renewal.
     """
-    a, b = parameters.technique(one), parameters.technique(other)
-    low_s = max(low_s, a.vmm_downtime_s, b.vmm_downtime_s)
+    technique, other = parameters.technique(name), parameters.technique(other_name)
+    low_s = max(low_s, technique.vmm_downtime_s, other.vmm_downtime_s)
     os_s = parameters.timers.os_interval_s
-    breaks = [edge for technique in (a, b) for edge in vmm_breaks(technique, os_s, high_s)]
-    return crossings(lambda vmm_s: _difference(parameters, a, b, Timers(vmm_s, os_s)), low_s, high_s, breaks)
+    breaks = [edge for coupled in (technique, other) for edge in vmm_breaks(coupled, os_s, high_s)]
+    return crossings(
+        lambda vmm_s: _difference(parameters, technique, other, Timers(vmm_s, os_s)), low_s, high_s, breaks
+    )
 
 
 def vmm_breaks(technique: Technique, os_s: float, high_s: float) -> list[float]:
@@ -101,5 +109,5 @@ def os_breaks(technique: Technique, vmm_s: float, low_s: float) -> list[float]:
     return [room_s / count for count in range(1, math.floor(room_s / low_s) + 1)]
 
 
-def _difference(parameters: Parameters, one: Technique, other: Technique, timers: Timers) -> float:
-    return availability(one, parameters.os, timers) - availability(other, parameters.os, timers)
+def _difference(parameters: Parameters, technique: Technique, other: Technique, timers: Timers) -> float:
+    return availability(technique, parameters.os, timers) - availability(other, parameters.os, timers)

@@ -1,4 +1,4 @@
-"""Figures 9, 10 and 16 of RootHammer, with the paper's parameters or with measured ones: curves as rows, and drawn."""
+"""Computes and draws figures 9, 10 and 16 of RootHammer, with the paper's parameters or with measured ones."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,14 +14,14 @@ from rekindle_lab.models import throughput
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, Parameters, Timers
 
-POINTS = 800
+POINTS_PER_CURVE = 800
 COLOURS = {**style.COLOURS, "migration": "#CC79A7", "live": "#56B4E9", "live-adaptive": "#777777"}
 LINES = {**style.LINES, "migration": (0, (5, 1)), "live": (0, (3, 1, 1, 1)), "live-adaptive": (0, (1, 2))}
 
 
 def figure_9(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
     """Computes availability (share, to 1) by the OS's interval in days, at the given interval of the VMM."""
-    days = np.geomspace(0.25, longest_d, POINTS)
+    days = np.geomspace(0.25, longest_d, POINTS_PER_CURVE)
     vmm_s = parameters.timers.vmm_interval_s
     return _curves(parameters, "os_interval_d", days, lambda day: Timers(vmm_s, day * DAY_S))
 
@@ -29,7 +29,7 @@ def figure_9(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
 def figure_10(parameters: Parameters, longest_d: float = 28) -> pd.DataFrame:
     """Computes availability (share, to 1) by the VMM's interval in days, at the given interval of the OS."""
     renewal_d = max(technique.vmm_downtime_s for technique in parameters.techniques.values()) / DAY_S
-    days = np.geomspace(max(0.25, renewal_d * 1.01), max(longest_d, renewal_d * 100), POINTS)
+    days = np.geomspace(max(0.25, renewal_d * 1.01), max(longest_d, renewal_d * 100), POINTS_PER_CURVE)
     os_s = parameters.timers.os_interval_s
     return _curves(parameters, "vmm_interval_d", days, lambda day: Timers(day * DAY_S, os_s))
 
@@ -49,7 +49,7 @@ def figure_16(parameters: Parameters, most_hosts: float = 1e5) -> pd.DataFrame:
     The first row is the smallest cluster in which every technique is possible.
     """
     fewest = throughput.fewest_hosts(parameters.techniques.values())
-    hosts = np.unique(np.geomspace(fewest, max(most_hosts, fewest * 10), POINTS).round())
+    hosts = np.unique(np.geomspace(fewest, max(most_hosts, fewest * 10), POINTS_PER_CURVE).round())
     table = {"hosts": list(hosts)}
     for name, technique in parameters.techniques.items():
         table[f"{name}_index"] = [
@@ -68,9 +68,11 @@ def draw(curves: Sequence[tuple[str, pd.DataFrame]], path: Path, label: str) -> 
         x = table.columns[0]
         for column in table.columns[1:]:
             name = column.rsplit("_", 1)[0]
-            missing = 1 - table[column].where(table[column] < 1)
-            axes.plot(table[x], missing, label=name, color=COLOURS.get(name, style.FALLBACK), ls=LINES.get(name, "-"))
-        _towards_one(axes, 1 - table[table.columns[1:]].to_numpy())
+            difference_to_1 = 1 - table[column].where(table[column] < 1)
+            axes.plot(
+                table[x], difference_to_1, label=name, color=COLOURS.get(name, style.FALLBACK), ls=LINES.get(name, "-")
+            )
+        _scale_towards_1(axes, 1 - table[table.columns[1:]].to_numpy())
         if x == "hosts":
             axes.set_xscale("log")
         axes.set_xlabel(x.replace("_d", " (days)").replace("_", " "))
@@ -80,11 +82,13 @@ def draw(curves: Sequence[tuple[str, pd.DataFrame]], path: Path, label: str) -> 
     style.save(figure, path)
 
 
-def _towards_one(axes: Axes, missing: np.ndarray) -> None:
+def _scale_towards_1(axes: Axes, differences_to_1: np.ndarray) -> None:
     """Scales the axis so that 0.9, 0.99, 0.999, ... have equal distances, with 1 far above them."""
     axes.set_yscale("log")
-    seen = missing[missing > 0]
-    low, high = (float(seen.min()) / 1.5, min(1.0, float(seen.max()) * 1.5)) if seen.size else (1e-6, 1e-3)
+    positive = differences_to_1[differences_to_1 > 0]
+    low, high = 1e-6, 1e-3
+    if positive.size:
+        low, high = float(positive.min()) / 1.5, min(1.0, float(positive.max()) * 1.5)
     axes.set_ylim(high, low)
     steps = (1, 2, 5) if high < 100 * low else (1,)
     ticks = [step * 10.0**power for power in range(-12, 1) for step in steps if low <= step * 10.0**power <= high]

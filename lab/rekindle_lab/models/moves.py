@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rekindle_lab.models.parameters import ParameterError, Parameters, Technique
 
@@ -10,8 +11,15 @@ TABLE = "By size, load and way (medians; the paper's D_m is `stopped` of non-liv
 """Title of the table of `make bench TOPIC=move` that is read."""
 
 
-def moved(path: Path, guest: str, load: str, vms: int) -> tuple[dict[str, Technique], tuple[str, ...]]:
-    """Returns techniques by name, and the assumptions. `vms` guests of a host move one after the other.
+class MeasuredMoves(NamedTuple):
+    """Techniques that move guests, by name, and the assumptions behind them, as text."""
+
+    techniques: dict[str, Technique]
+    notes: tuple[str, ...]
+
+
+def read_moves(path: Path, guest: str, load: str, vms: int) -> MeasuredMoves:
+    """Reads the techniques, with which `vms` guests of a host move one after the other.
 
     `guest` and `load`: select the rows (`512M`, `dirty 20`). Non-live migration is named `migration`, as in the paper.
     For all other techniques, the guest-stopped time, with earlier pauses, counts as downtime, and each guest is
@@ -21,25 +29,25 @@ def moved(path: Path, guest: str, load: str, vms: int) -> tuple[dict[str, Techni
         raise ParameterError(f"{vms} guests cannot move; give 1 or more")
     try:
         rows = json.loads(path.read_text())["tables"][TABLE]
-        places = list(dict.fromkeys((row["guest"], row["load"]) for row in rows))
-        own = [row for row in rows if (row["guest"], row["load"]) == (guest, load)]
-        stuck = [row["how"] for row in own if row["not converged"]]
-        own = [row for row in own if row["how"] not in stuck]
-        found = {row["how"]: _technique(row, vms) for row in own}
+        measured_cases = list(dict.fromkeys((row["guest"], row["load"]) for row in rows))
+        selected = [row for row in rows if (row["guest"], row["load"]) == (guest, load)]
+        not_converged = [row["how"] for row in selected if row["not converged"]]
+        selected = [row for row in selected if row["how"] not in not_converged]
+        techniques = [_technique(row, vms) for row in selected]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ParameterError(f"{path}: not the JSON of `make bench TOPIC=move`: {error!r}") from error
-    if not found:
-        known = ", ".join(f"{one} with load {other}" for one, other in places)
+    if not techniques:
+        known = ", ".join(f"{size} with load {its_load}" for size, its_load in measured_cases)
         raise ParameterError(f"{path}: no guest '{guest}' with load '{load}'; there are: {known}")
     notes = [f"moves: medians of {guest} with load {load} ({path.name}), {vms} guests one after the other"]
-    if "non-live" in found:
+    if any(row["how"] == "non-live" for row in selected):
         notes.append("how much others are disturbed by a non-live migration is not in these results; it is taken as 0")
-    if stuck:
-        notes.append(f"left out, since not all of them converged: {', '.join(stuck)}")
-    unknown = [row["how"] for row in own if row["degraded"] is None and row["how"] != "non-live"]
+    if not_converged:
+        notes.append(f"left out, since not all of them converged: {', '.join(not_converged)}")
+    unknown = [row["how"] for row in selected if row["degraded"] is None and row["how"] != "non-live"]
     if unknown:
         notes.append(f"degradation of {', '.join(unknown)} is not in these results; it is taken as 0")
-    return {one.name: one for one in found.values()}, tuple(notes)
+    return MeasuredMoves({technique.name: technique for technique in techniques}, tuple(notes))
 
 
 def _technique(row: dict[str, float], vms: int) -> Technique:
@@ -48,16 +56,16 @@ def _technique(row: dict[str, float], vms: int) -> Technique:
     if how == "non-live":
         return Technique("migration", stopped_s, 0.0, (vms - 1) * stopped_s, spare_hosts=1)
     # If the guest was served faster than before, by chance, there was no degradation.
-    slower = min(1.0, max(0.0, row["degraded"] or 0.0))
-    return Technique(how, stopped_s, slower, vms * row["whole s"], spare_hosts=1)
+    degraded_rate = min(1.0, max(0.0, row["degraded"] or 0.0))
+    return Technique(how, stopped_s, degraded_rate, vms * row["whole s"], spare_hosts=1)
 
 
 def with_moves(parameters: Parameters, path: Path, guest: str, load: str, vms: int) -> Parameters:
     """Returns the parameters with the measured moves added; these replace techniques of the same name."""
-    found, notes = moved(path, guest, load, vms)
+    moves = read_moves(path, guest, load, vms)
     return replace(
         parameters,
         source=f"{parameters.source}; {path.name}, {guest}, {load}",
-        techniques={**parameters.techniques, **found},
-        notes=(*parameters.notes, *notes),
+        techniques={**parameters.techniques, **moves.techniques},
+        notes=(*parameters.notes, *moves.notes),
     )

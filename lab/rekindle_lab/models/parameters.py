@@ -190,19 +190,18 @@ def measured(path: Path, guests: str, os_guests: str | None = None, os_downtime_
     """
     try:
         document = json.loads(path.read_text())
-        rows = document["tables"][GAPS_TABLE]
-        found = [(row["guests"], row["how"], row["gap ms"]) for row in rows]
+        rows = [(row["guests"], row["how"], row["gap ms"]) for row in document["tables"][GAPS_TABLE]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ParameterError(f"{path}: not the JSON of `make bench TOPIC=vmm`: {error!r}") from error
-    names = list(dict.fromkeys(name for name, _, _ in found))
 
     def gaps_s(wanted: str) -> dict[str, float]:
-        gaps = {how: gap / 1e3 for name, how, gap in found if name == wanted and gap is not None}
-        if not gaps:
-            raise ParameterError(f"{path}: no guests '{wanted}'; there are: {', '.join(names)}")
-        return gaps
+        """Returns the service gaps of these guests, by technique."""
+        by_technique = {how: gap_ms / 1e3 for name, how, gap_ms in rows if name == wanted and gap_ms is not None}
+        if not by_technique:
+            known = ", ".join(dict.fromkeys(name for name, _, _ in rows))
+            raise ParameterError(f"{path}: no guests '{wanted}'; there are: {known}")
+        return by_technique
 
-    gaps = gaps_s(guests)
     notes = [
         "the VMM renewed here is a guest's QEMU process, not the host",
         "degradation around renewals is not in these results; it is taken as 0",
@@ -210,10 +209,10 @@ def measured(path: Path, guests: str, os_guests: str | None = None, os_downtime_
     if os_downtime_s is None:
         if os_guests is None:
             raise ParameterError("the downtime of an OS reboot is not known: give it, or guests for its cold gap")
-        cold = gaps_s(os_guests)
-        if "cold" not in cold:
+        os_gaps_s = gaps_s(os_guests)
+        if "cold" not in os_gaps_s:
             raise ParameterError(f"{path}: no row 'cold' for guests '{os_guests}'")
-        os_downtime_s = cold["cold"]
+        os_downtime_s = os_gaps_s["cold"]
         notes.append(f"an OS reboot takes as long as a cold reboot of {os_guests}: {os_downtime_s:.3g} s")
-    techniques = {how: Technique(how, gap, coupled=how in COUPLED) for how, gap in gaps.items()}
+    techniques = {how: Technique(how, gap_s, coupled=how in COUPLED) for how, gap_s in gaps_s(guests).items()}
     return Parameters(f"{path.name}, {guests}", OsReboot(os_downtime_s), techniques, notes=tuple(notes))

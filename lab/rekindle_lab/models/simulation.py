@@ -10,6 +10,8 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -36,7 +38,7 @@ class Estimate:
     high: float
     n: int
 
-    def holds(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Returns whether the interval contains `value`."""
         return self.low <= value <= self.high
 
@@ -49,7 +51,36 @@ class Simulated:
     performance: Estimate
 
 
-VMM_DUE, VMM_DONE, OS_DUE, OS_DONE = range(4)
+class _Event(IntEnum):
+    """What happens to a VM."""
+
+    VMM_DUE = 0
+    VMM_DONE = 1
+    OS_DUE = 2
+    OS_DONE = 3
+
+
+class _Queued(NamedTuple):
+    """An event of the queue; `ticket` numbers events, so that those of the same time keep their order."""
+
+    due_s: float
+    ticket: int
+    event: _Event
+
+
+class _Delayed(NamedTuple):
+    """An event that waits for the end of a renewal of the VMM."""
+
+    left_s: float
+    event: _Event
+
+
+@dataclass
+class _Degradation:
+    """A degradation under way."""
+
+    lost_share: float
+    left_s: float
 
 
 @dataclass
@@ -69,33 +100,33 @@ class _Vm:
     """Whether the VMM is being renewed."""
     rebooting: bool = False
     """Whether the OS is being rebooted; a renewal of the VMM may delay that reboot."""
-    windows: list[list[float]] = field(default_factory=list)
-    """Degradations under way: share lost, and seconds left."""
-    queue: list[tuple[float, int, int]] = field(default_factory=list)
-    ticket: int = 0
-    os_event: tuple[int, float, int] | None = None
-    """Ticket, time and kind of the OS's next event. Events of the OS with another ticket are void."""
-    held: tuple[float, int] | None = None
-    """The OS's next event, delayed while the VMM is renewed: seconds left until the event, and its kind."""
-    away_since: float = 0.0
+    degradations: list[_Degradation] = field(default_factory=list)
+    queue: list[_Queued] = field(default_factory=list)
+    last_ticket: int = 0
+    os_event: _Queued | None = None
+    """The OS's next event. Events of the OS with another ticket are void."""
+    delayed: _Delayed | None = None
+    """The OS's next event while the VMM is renewed."""
+    renewal_began: float = 0.0
     """Start of the renewal of the VMM."""
-    began: float = 0.0
+    reboot_began: float = 0.0
     """Start of the OS reboot under way, shifted by the renewals of the VMM since then."""
-    scheduled: float = 0.0
+    renewal_scheduled: float = 0.0
     """When the renewal of the VMM was due: a delay does not shift the next renewal."""
 
-    def spread(self, mean: float) -> float:
+    def draw_duration(self, mean: float) -> float:
         """Returns a random duration with this mean, and with a standard deviation of `variation` times the mean."""
         if mean == 0 or self.variation == 0:
             return mean
         shape = 1 / self.variation**2
         return float(self.generator.gamma(shape, mean / shape))
 
-    def push(self, at: float, kind: int) -> None:
-        self.ticket += 1
-        heapq.heappush(self.queue, (at, self.ticket, kind))
-        if kind in (OS_DUE, OS_DONE):
-            self.os_event = (self.ticket, at, kind)
+    def push(self, due_s: float, event: _Event) -> None:
+        self.last_ticket += 1
+        queued = _Queued(due_s, self.last_ticket, event)
+        heapq.heappush(self.queue, queued)
+        if event in (_Event.OS_DUE, _Event.OS_DONE):
+            self.os_event = queued
 
     def advance(self, to: float) -> None:
         """Advances the time to `to`, and adds up the losses until then."""
@@ -104,79 +135,93 @@ class _Vm:
         if self.renewing or self.rebooting:
             self.down += passed
             return
-        for window in self.windows:
-            used = min(window[1], passed)
-            self.lost += window[0] * used
-            window[1] -= used
-        self.windows = [window for window in self.windows if window[1] > 0]
+        for degradation in self.degradations:
+            degraded_s = min(degradation.left_s, passed)
+            self.lost += degradation.lost_share * degraded_s
+            degradation.left_s -= degraded_s
+        self.degradations = [degradation for degradation in self.degradations if degradation.left_s > 0]
 
     def start(self) -> None:
         """Starts both timers at random points of their intervals."""
-        self.scheduled = float(self.generator.uniform(0, self.timers.vmm_interval_s))
-        self.push(self.scheduled, VMM_DUE)
-        self.push(float(self.generator.uniform(0, self.timers.os_interval_s)), OS_DUE)
+        self.renewal_scheduled = float(self.generator.uniform(0, self.timers.vmm_interval_s))
+        self.push(self.renewal_scheduled, _Event.VMM_DUE)
+        self.push(float(self.generator.uniform(0, self.timers.os_interval_s)), _Event.OS_DUE)
 
     def step(self) -> None:
         """Processes the next event, which must be due at `now`."""
-        _, ticket, kind = heapq.heappop(self.queue)
-        if kind in (OS_DUE, OS_DONE) and (self.os_event is None or self.os_event[0] != ticket):
+        queued = heapq.heappop(self.queue)
+        is_of_os = queued.event in (_Event.OS_DUE, _Event.OS_DONE)
+        if is_of_os and (self.os_event is None or self.os_event.ticket != queued.ticket):
             return
-        (self.vmm_due, self.vmm_done, self.os_due, self.os_done)[kind]()
+        steps = {
+            _Event.VMM_DUE: self.start_renewal,
+            _Event.VMM_DONE: self.end_renewal,
+            _Event.OS_DUE: self.start_reboot,
+            _Event.OS_DONE: self.end_reboot,
+        }
+        steps[queued.event]()
 
-    def vmm_due(self) -> None:
-        free = self.now + self.busy_s()
-        if self.technique.coupled and free > self.now:  # the rest may be shorter than the clock's resolution
-            self.push(free, VMM_DUE)
+    def start_renewal(self) -> None:
+        os_idle_at = self.now + self.os_busy_s()
+        if self.technique.coupled and os_idle_at > self.now:  # the rest may be shorter than the clock's resolution
+            self.push(os_idle_at, _Event.VMM_DUE)
             return
-        self.renewing, self.away_since = True, self.now
+        self.renewing, self.renewal_began = True, self.now
         if self.os_event is not None and (self.rules.os_timer_stops or self.rebooting):
-            _, at, kind = self.os_event
-            self.held, self.os_event = (at - self.now, kind), None
-        self.push(self.now + self.spread(self.technique.vmm_downtime_s), VMM_DONE)
+            self.delayed = _Delayed(self.os_event.due_s - self.now, self.os_event.event)
+            self.os_event = None
+        self.push(self.now + self.draw_duration(self.technique.vmm_downtime_s), _Event.VMM_DONE)
 
-    def busy_s(self) -> float:
+    def os_busy_s(self) -> float:
         """Returns the remaining seconds of an OS reboot with its degraded time."""
-        wait = max((window[1] for window in self.windows), default=0.0)
+        wait = max((degradation.left_s for degradation in self.degradations), default=0.0)
         if self.rebooting and self.os_event is not None:
-            wait = max(wait, self.os.degraded_s) + self.os_event[1] - self.now
+            wait = max(wait, self.os.degraded_s) + self.os_event.due_s - self.now
         return wait
 
-    def vmm_done(self) -> None:
+    def end_renewal(self) -> None:
         self.renewing = False
-        self.began += self.now - self.away_since  # matters only to a reboot that was delayed
-        self.windows.append([self.technique.degraded_rate, self.technique.degraded_s])
+        self.reboot_began += self.now - self.renewal_began  # matters only to a reboot that was delayed
+        self.degradations.append(_Degradation(self.technique.degraded_rate, self.technique.degraded_s))
         if self.technique.coupled and self.rules.coupled_resets:
-            self.push(self.now + self.timers.os_interval_s, OS_DUE)
-        elif self.held is not None:
-            self.push(self.now + self.held[0], self.held[1])
-        self.held = None
-        self.scheduled += self.timers.vmm_interval_s
-        self.push(max(self.scheduled, self.now), VMM_DUE)
+            self.push(self.now + self.timers.os_interval_s, _Event.OS_DUE)
+        elif self.delayed is not None:
+            self.push(self.now + self.delayed.left_s, self.delayed.event)
+        self.delayed = None
+        self.renewal_scheduled += self.timers.vmm_interval_s
+        self.push(max(self.renewal_scheduled, self.now), _Event.VMM_DUE)
 
-    def os_due(self) -> None:
+    def start_reboot(self) -> None:
         if self.renewing:  # only if the timer does not stop: the guest is down, and is rebooted once it is up
             self.os_event = None
-            self.held = (0.0, OS_DUE)
+            self.delayed = _Delayed(0.0, _Event.OS_DUE)
             return
         self.rebooting = True
-        self.began = self.now
-        self.push(self.now + self.spread(self.os.downtime_s), OS_DONE)
+        self.reboot_began = self.now
+        self.push(self.now + self.draw_duration(self.os.downtime_s), _Event.OS_DONE)
 
-    def os_done(self) -> None:
+    def end_reboot(self) -> None:
         # The interval starts with the reboot, as in N = T_vmm / T_os.
         self.rebooting = False
-        self.windows.append([self.os.degraded_rate, self.os.degraded_s])
-        took = self.now - self.began
-        self.push(self.now + max(0.0, self.timers.os_interval_s - took), OS_DUE)
+        self.degradations.append(_Degradation(self.os.degraded_rate, self.os.degraded_s))
+        took_s = self.now - self.reboot_began
+        self.push(self.now + max(0.0, self.timers.os_interval_s - took_s), _Event.OS_DUE)
 
-    def live(self, until: float) -> None:
-        while self.queue and self.queue[0][0] <= until:
-            self.advance(self.queue[0][0])
+    def run(self, until: float) -> None:
+        while self.queue and self.queue[0].due_s <= until:
+            self.advance(self.queue[0].due_s)
             self.step()
         self.advance(until)
 
 
-def one_vm(
+class _Shares(NamedTuple):
+    """Results of one VM, to 1."""
+
+    availability: float
+    performance: float
+
+
+def simulate_vm(
     technique: Technique,
     os: OsReboot,
     timers: Timers,
@@ -185,17 +230,17 @@ def one_vm(
     intervals: int,
     variation: float = 0.2,
     rules: Rules | None = None,
-) -> tuple[float, float]:
-    """Returns availability and performance (to 1) of one VM over `intervals` VMM intervals, after two to settle."""
+) -> _Shares:
+    """Simulates one VM over `intervals` VMM intervals, after two to settle."""
     vm = _Vm(technique, os, timers, rules or Rules(), variation, generator)
     vm.start()
-    settled = 2 * timers.vmm_interval_s
-    vm.live(settled)
-    down, lost = vm.down, vm.lost
-    length = intervals * timers.vmm_interval_s
-    vm.live(settled + length)
-    up = 1 - (vm.down - down) / length
-    return up, up - (vm.lost - lost) / length
+    settled_s = 2 * timers.vmm_interval_s
+    vm.run(settled_s)
+    down_before, lost_before = vm.down, vm.lost
+    length_s = intervals * timers.vmm_interval_s
+    vm.run(settled_s + length_s)
+    share_of_time_up = 1 - (vm.down - down_before) / length_s
+    return _Shares(share_of_time_up, share_of_time_up - (vm.lost - lost_before) / length_s)
 
 
 def simulate(
@@ -212,11 +257,14 @@ def simulate(
 ) -> Simulated:
     """Simulates independent VMs; `variation`: standard deviation of every duration over its mean."""
     generators = np.random.default_rng(seed).spawn(vms)
-    lives = [
-        one_vm(technique, os, timers, generator, intervals=intervals, variation=variation, rules=rules)
+    results = [
+        simulate_vm(technique, os, timers, generator, intervals=intervals, variation=variation, rules=rules)
         for generator in generators
     ]
-    return Simulated(*(estimate([life[i] for life in lives], confidence) for i in range(2)))
+    return Simulated(
+        estimate([result.availability for result in results], confidence),
+        estimate([result.performance for result in results], confidence),
+    )
 
 
 def estimate(values: Sequence[float], confidence: float) -> Estimate:

@@ -75,38 +75,43 @@ def arguments(
     Removes only what serves Rekindle's own hand-over, and adds what `cpr-transfer` requires. `incoming`: the cpr
     channel's socket for a destination QEMU; `None` for the QEMU that boots the guest.
     """
-    given = list(command_line)
-    if given and not given[0].startswith("-"):
-        given.pop(0)  # the binary
-    out: list[str] = []
+    words = list(command_line)
+    if words and not words[0].startswith("-"):
+        words.pop(0)  # the binary
+    result: list[str] = []
     index = 0
-    while index < len(given):
-        option = given[index]
-        value = given[index + 1] if index + 1 < len(given) and not given[index + 1].startswith("-") else None
-        index += 1 if value is None else 2
+    while index < len(words):
+        option = words[index]
+        has_value = index + 1 < len(words) and not words[index + 1].startswith("-")
+        value = words[index + 1] if has_value else None
+        index += 2 if has_value else 1
         if option in ("-S", "-incoming") or (option == "-global" and value == "migration.send-configuration=off"):
             continue
         if option == "-machine" and value is not None:
             value += ",aux-ram-share=on"
         if option == "-netdev" and value is not None:
-            value = re.sub(r"\bfd=(\d+)", lambda m: f"fd={tap_fds[int(m[1])]}", value)
+            value = re.sub(r"\bfd=(\d+)", lambda match: f"fd={tap_fds[int(match[1])]}", value)
         if value is not None:
-            value = _replace(value, paths)
-        out += [option] if value is None else [option, value]
+            value = _replace_paths(value, paths)
+        result += [option] if value is None else [option, value]
     if incoming is not None:
-        out += ["-incoming", "defer", "-incoming", json.dumps(_channel("cpr", incoming))]
-    return out
+        result += ["-incoming", "defer", "-incoming", json.dumps(_channel("cpr", incoming))]
+    return result
 
 
-def _replace(text: str, paths: dict[str, str]) -> str:
+def _replace_paths(text: str, paths: dict[str, str]) -> str:
     if not paths:
         return text
     longest_first = sorted(paths, key=len, reverse=True)
-    return re.sub("|".join(re.escape(path) for path in longest_first), lambda m: paths[m[0]], text)
+    return re.sub("|".join(re.escape(path) for path in longest_first), lambda match: paths[match[0]], text)
 
 
 def _channel(kind: str, path: Path) -> dict[str, Any]:
     return {"channel-type": kind, "addr": {"transport": "socket", "type": "unix", "path": str(path)}}
+
+
+def _step(phase: str, step: str, begin_us: int, end_us: int) -> dict[str, Any]:
+    return {"phase": phase, "step": step, "start_host_us": begin_us, "us": end_us - begin_us}
 
 
 class CprVm:
@@ -151,7 +156,7 @@ class CprVm:
 
     def _spawn(self, incoming: Path | None) -> subprocess.Popen[bytes]:
         self._directory.mkdir()
-        given = arguments(
+        destination_arguments = arguments(
             self._command_line,
             paths={**self._paths, self._vmm_directory: str(self._directory)},
             tap_fds={number: tap.fd for number, tap in self._taps.items()},
@@ -159,7 +164,7 @@ class CprVm:
         )
         with (self._directory / "qemu.log").open("wb") as log:
             return subprocess.Popen(
-                [self._binary, *given],
+                [self._binary, *destination_arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -183,56 +188,56 @@ class CprVm:
         """Replaces the QEMU. After a failure the peer is unusable and should be stopped."""
         if self._process is None:
             raise PeerError("the peer is not running")
-        old, old_qmp = self._process, self._qmp
+        source, source_qmp = self._process, self._qmp
         started_us = host_us()
         self._generation += 1
-        main, cpr = self._directory / "main.sock", self._directory / "cpr.sock"
-        old_qmp.execute("migrate-set-parameters", {"mode": "cpr-transfer"})
-        old_qmp.forget_events()
-        self._next = self._spawn(incoming=cpr)
-        self._hand_descriptors(old_qmp, [_channel("main", main), _channel("cpr", cpr)], cpr)
-        new_qmp = self._connect(self._next)
-        triggered = host_us()
-        new_qmp.execute("migrate-incoming", {"channels": [_channel("main", main)]})
+        main_socket, cpr_socket = self._directory / "main.sock", self._directory / "cpr.sock"
+        main_channel = _channel("main", main_socket)
+        source_qmp.execute("migrate-set-parameters", {"mode": "cpr-transfer"})
+        source_qmp.forget_events()
+        self._next = self._spawn(incoming=cpr_socket)
+        self._hand_descriptors(source_qmp, [main_channel, _channel("cpr", cpr_socket)], cpr_socket)
+        destination_qmp = self._connect(self._next)
+        triggered_us = host_us()
+        destination_qmp.execute("migrate-incoming", {"channels": [main_channel]})
         try:
-            resumed = new_qmp.wait_event("RESUME")
-            stopped = old_qmp.wait_event("STOP")
+            resumed_us = destination_qmp.wait_event("RESUME").host_us
+            stopped_us = source_qmp.wait_event("STOP").host_us
         except QmpError as error:
             raise PeerError(f"cpr-transfer: {error}; the new QEMU's log: {self._log()}") from error
-        downtime = old_qmp.execute("query-migrate").get("downtime")
-        settle = host_us()
-        old_qmp.close()
-        old.kill()
-        old.wait()
-        self._process, self._qmp, self._next = self._next, new_qmp, None
-        spans = [
-            ("prepare", "start", started_us, triggered),
-            ("prepare", "trigger", triggered, stopped.host_us),
-            ("suspend", "hand-over", stopped.host_us, resumed.host_us),
-            ("settle", "end-old", settle, host_us()),
-        ]
+        downtime_ms = source_qmp.execute("query-migrate").get("downtime")
+        settle_us = host_us()
+        source_qmp.close()
+        source.kill()
+        source.wait()
+        self._process, self._qmp, self._next = self._next, destination_qmp, None
         return Handover(
             command_host_us=started_us,
-            stop_host_us=stopped.host_us,
-            resume_host_us=resumed.host_us,
-            downtime_ms=downtime,
-            steps=[{"phase": p, "step": s, "start_host_us": a, "us": b - a} for p, s, a, b in spans],
+            stop_host_us=stopped_us,
+            resume_host_us=resumed_us,
+            downtime_ms=downtime_ms,
+            steps=[
+                _step("prepare", "start", started_us, triggered_us),
+                _step("prepare", "trigger", triggered_us, stopped_us),
+                _step("suspend", "hand-over", stopped_us, resumed_us),
+                _step("settle", "end-old", settle_us, host_us()),
+            ],
         )
 
-    def _hand_descriptors(self, old: Qmp, channels: list[dict[str, Any]], cpr: Path) -> None:
+    def _hand_descriptors(self, source_qmp: Qmp, channels: list[dict[str, Any]], cpr_socket: Path) -> None:
         """Issues `migrate`, repeatedly until the destination listens: its socket file exists a little earlier."""
         deadline = time.monotonic() + START_DEADLINE_S
         assert self._next is not None
         while True:
             try:
-                if cpr.exists():
-                    old.execute("migrate", {"channels": channels})
+                if cpr_socket.exists():
+                    source_qmp.execute("migrate", {"channels": channels})
                     return
             except QmpError as error:
                 if "Failed to connect" not in str(error):
                     raise PeerError(f"cpr-transfer: {error}") from error
             if self._next.poll() is not None or time.monotonic() > deadline:
-                raise PeerError(f"the new QEMU does not listen at {cpr}; its log: {self._log()}")
+                raise PeerError(f"the new QEMU does not listen at {cpr_socket}; its log: {self._log()}")
             time.sleep(0.002)
 
     def stop(self) -> None:

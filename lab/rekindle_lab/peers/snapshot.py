@@ -13,9 +13,6 @@ syncs its file, which is to QEMU's advantage.
 Guest-stopped time runs from QEMU's STOP event to its RESUME event, as for Rekindle.
 """
 
-import re
-import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +21,8 @@ from typing import Any
 
 from rekindle_lab.netns import Tap
 from rekindle_lab.peers.cpr import PeerError
-from rekindle_lab.qmp import Event, Qmp, QmpError
+from rekindle_lab.peers.destination import Vm, resume, running_destination, wait_completed
+from rekindle_lab.qmp import Qmp, QmpError
 
 WAYS = ("background-snapshot", "mapped-ram", "full")
 _CAPABILITIES = ("background-snapshot", "mapped-ram", "events")
@@ -51,10 +49,10 @@ class SaveResult:
 def save(qmp: Qmp, how: str, path: Path) -> SaveResult:
     """Saves the guest to `path` in one of the `WAYS`, and resumes it. Raises `PeerError` if QEMU fails."""
     path.unlink(missing_ok=True)
-    known = {one["capability"] for one in qmp.execute("query-migrate-capabilities")}
+    known = {entry["capability"] for entry in qmp.execute("query-migrate-capabilities")}
     if how in ("background-snapshot", "mapped-ram") and how not in known:
         raise PeerError(f"this QEMU has no {how}")
-    _set(qmp, [how, "events"], known)
+    _set_capabilities(qmp, [how, "events"], known)
     qmp.execute("migrate-set-parameters", {"max-bandwidth": 1 << 50})
     qmp.forget_events()
     started = time.monotonic()
@@ -62,13 +60,13 @@ def save(qmp: Qmp, how: str, path: Path) -> SaveResult:
         if how == "full":
             qmp.execute("stop")
         qmp.execute("migrate", {"uri": f"file:{path}"})
-        stop = qmp.wait_event("STOP", SAVE_DEADLINE_S)
+        stopped = qmp.wait_event("STOP", SAVE_DEADLINE_S)
         if how == "background-snapshot":
-            resume = qmp.wait_event("RESUME", SAVE_DEADLINE_S)
-            _done(qmp)
+            resumed = qmp.wait_event("RESUME", SAVE_DEADLINE_S)
+            wait_completed(qmp, SAVE_DEADLINE_S)
         else:
-            _done(qmp)
-            resume = _continue(qmp)
+            wait_completed(qmp, SAVE_DEADLINE_S)
+            resumed = resume(qmp)
         took_us = int((time.monotonic() - started) * 1e6)
     except QmpError as error:
         state = qmp.execute("query-migrate")
@@ -76,35 +74,13 @@ def save(qmp: Qmp, how: str, path: Path) -> SaveResult:
             qmp.execute("cont")
         raise PeerError(f"{how}: {error}; QEMU reports: {state.get('error-desc', state.get('status'))}") from error
     finally:
-        _set(qmp, [], known)
-    return SaveResult(stop.host_us, resume.host_us, took_us, path.stat().st_blocks * 512)
+        _set_capabilities(qmp, [], known)
+    return SaveResult(stopped.host_us, resumed.host_us, took_us, path.stat().st_blocks * 512)
 
 
-def _continue(qmp: Qmp) -> Event:
-    """Continues the guest; QEMU rejects `cont` for a moment after it has reported completion."""
-    deadline = time.monotonic() + qmp.timeout
-    while True:
-        try:
-            qmp.execute("cont")
-            return qmp.wait_event("RESUME")
-        except QmpError as error:
-            if "not finalized" not in str(error) or time.monotonic() > deadline:
-                raise
-
-
-def _set(qmp: Qmp, wanted: Sequence[str], known: set[str]) -> None:
+def _set_capabilities(qmp: Qmp, wanted: Sequence[str], known: set[str]) -> None:
     settings = [{"capability": name, "state": name in wanted} for name in _CAPABILITIES if name in known]
     qmp.execute("migrate-set-capabilities", {"capabilities": settings})
-
-
-def _done(qmp: Qmp) -> None:
-    """Waits until the save has ended; raises unless it is complete."""
-    while True:
-        status = qmp.wait_event("MIGRATION", SAVE_DEADLINE_S).data["status"]
-        if status == "completed":
-            return
-        if status in ("failed", "cancelled"):
-            raise QmpError(f"{qmp.path}: the migration has {status}")
 
 
 @dataclass(frozen=True)
@@ -123,45 +99,21 @@ def restore(
 
     `command_line` and `vmm_directory` are those of the VM that was saved. `folder` is made and removed.
     """
-    folder.mkdir(parents=True)
-    text = "\n".join(command_line)
-    given = [word for word in command_line if word != "-S"]
-    if not given[0].startswith("-"):
-        given.pop(0)
-    while "-incoming" in given:
-        at = given.index("-incoming")
-        del given[at : at + 2]
-    places = {vmm_directory: str(folder)}
-    places |= {found: str(folder / "console.log") for found in re.findall(r"logfile=([^,\n]+)", text)}
-    places |= {found: str(ram) for found in re.findall(r"mem-path=([^,\n]+)", text)}
-    longest_first = re.compile("|".join(re.escape(place) for place in sorted(places, key=len, reverse=True)))
-    given = [longest_first.sub(lambda found: places[found[0]], word) for word in given]
-    given = [re.sub(r"\bfd=\d+", f"fd={tap.fd}", word) if word.startswith("tap,") else word for word in given]
-    log = folder / "qemu.log"
-    launched = time.time_ns() // 1000
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [binary, *given, "-incoming", "defer"],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            pass_fds=[tap.fd],
-            start_new_session=True,
-        )
-    try:
-        with Qmp(folder / "qmp.sock", SAVE_DEADLINE_S, alive=lambda: process.poll() is None) as qmp:
-            started = time.time_ns() // 1000
-            _set(qmp, ["events"], {"events"})
-            qmp.execute("migrate-incoming", {"uri": f"file:{path}"})
-            _done(qmp)
-            resumed = _continue(qmp)  # the guest was stopped when it was saved
-    except QmpError as error:
-        raise PeerError(f"-incoming file: {error}; QEMU's log: {log.read_text(errors='replace')[-1000:]}") from error
-    finally:
-        process.kill()
-        process.wait()
-        ram.unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-    spans = [("start QEMU", launched, started), ("load everything, resume", started, resumed.host_us)]
-    steps = [{"phase": "renew", "step": step, "start_host_us": a, "us": b - a} for step, a, b in spans]
-    return RestoreResult(resumed.host_us - launched, steps)
+    vm = Vm(binary, command_line, vmm_directory)
+    waiting = running_destination(vm, folder, tap, ram, operation="-incoming file", deadline_s=SAVE_DEADLINE_S)
+    with waiting as destination:
+        connected_us = time.time_ns() // 1000
+        _set_capabilities(destination.qmp, ["events"], {"events"})
+        destination.qmp.execute("migrate-incoming", {"uri": f"file:{path}"})
+        wait_completed(destination.qmp, SAVE_DEADLINE_S)
+        resumed_us = resume(destination.qmp).host_us  # the guest was stopped when it was saved
+    started_us = destination.started_host_us
+    steps = [
+        _step("start QEMU", started_us, connected_us),
+        _step("load everything, resume", connected_us, resumed_us),
+    ]
+    return RestoreResult(resumed_us - started_us, steps)
+
+
+def _step(name: str, begin_us: int, end_us: int) -> dict[str, Any]:
+    return {"phase": "renew", "step": name, "start_host_us": begin_us, "us": end_us - begin_us}

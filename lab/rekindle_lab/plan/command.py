@@ -1,4 +1,4 @@
-"""The command `rekindle-lab plan`."""
+"""The command `rekindle-lab plan`: makes a plan of a fleet (`make`), prints it, and writes one host's timers."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Self
 
 import typer
 
@@ -14,14 +14,14 @@ from rekindle_lab.failure import fail
 from rekindle_lab.models.availability import availability
 from rekindle_lab.models.parameters import DAY_S, ParameterError, Timers
 from rekindle_lab.plan import choose
-from rekindle_lab.plan.choose import Choice, Pair, before_an_os_reboot
-from rekindle_lab.plan.fleet import Fleet, Hosts, load
+from rekindle_lab.plan.choose import Choice, HostChoice, VmKind, interval_with_one_os_reboot_less
+from rekindle_lab.plan.fleet import Fleet, Hosts, Vms, load
 from rekindle_lab.plan.rolling import CapacityLimits, Rolling, capacity_limits, roll, with_vms
 from rekindle_lab.plan.timers import TICK_S, HostPlan, Vm, units
 from rekindle_lab.tables import table
 from rekindle_lab.toml import DefinitionError
 
-SHOWN = 10
+MAX_PRINTED_HOSTS = 10
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,13 @@ class Plan:
         return [*missed, *self.crowded, *self.rolling.conflicts]
 
     def _needs(self, choice: Choice) -> str:
-        target = self.fleet.availability
-        before = before_an_os_reboot(self.fleet.vmm[choice.vmm], choice)
-        if before is not None and target is not None:
-            up = availability(
-                self.fleet.vmm[choice.vmm], self.fleet.os[choice.os], Timers(before, choice.os_interval_s)
-            )
-            if up >= target:
-                days = math.floor(before / DAY_S * 1e4) / 1e4
+        """Returns what would make a missed choice meet the target, as text."""
+        technique, reboot = self.fleet.vmm[choice.vmm], self.fleet.os[choice.os]
+        shorter_s = interval_with_one_os_reboot_less(technique, choice)
+        if shorter_s is not None and self.fleet.availability is not None:
+            shorter = availability(technique, reboot, Timers(shorter_s, choice.os_interval_s))
+            if shorter >= self.fleet.availability:
+                days = math.floor(shorter_s / DAY_S * 1e4) / 1e4
                 return f"an interval of the VMM of {days:g} days: it contains one OS reboot less"
         return "longer intervals or shorter downtimes"
 
@@ -65,49 +64,60 @@ def make(fleet: Fleet) -> Plan:
     """Plans techniques and intervals of each kind of host, then the order of the hosts."""
     longest = Timers(fleet.vmm_interval_max_s, fleet.os_interval_max_s)
     limits = capacity_limits(fleet, longest.vmm_interval_s, TICK_S)
-    taken = cache(lambda vms: _taken(fleet, vms, longest, limits))
-    of_pair = cache(lambda pair: choose.choice(pair, longest, fleet.availability))
+    # A large fleet has many hosts with the same VMs: each combination is computed once.
+    choose_for_host = cache(lambda allowed: _choose_for_host(fleet, allowed, longest, limits))
+    describe_pair = cache(lambda pair: choose.choice(pair, longest, fleet.availability))
     choices: dict[tuple[str, str], Choice] = {}
     crowded = []
-    away_s, spare, served, all_vms = 0.0, 0, 0.0, 0
+    longest_away_s, spare_hosts, performance_of_vms = 0.0, 0, 0.0
     for hosts in fleet.hosts:
-        pairs, host_s = taken(tuple((vms.allow_vmm, vms.allow_os, vms.count) for vms in hosts.vms))
-        away_s = max(away_s, host_s)
-        if not limits.keeps(host_s):
-            crowded.append(_capacity_problem(fleet, hosts, pairs, host_s, limits))
-        for vms, pair in zip(hosts.vms, pairs, strict=True):
-            choice = of_pair(pair)
+        host_choice = choose_for_host(tuple(_Allowed.of(vms) for vms in hosts.vms))
+        longest_away_s = max(longest_away_s, host_choice.away_s)
+        if not limits.keeps(host_choice.away_s):
+            crowded.append(_capacity_problem(fleet, hosts, host_choice, limits))
+        for vms, pair in zip(hosts.vms, host_choice.pairs, strict=True):
+            choice = describe_pair(pair)
             choices[hosts.name, vms.name] = choice
-            spare = max(spare, pair.technique.spare_hosts)
-            count = hosts.count * vms.count
-            served += count * choice.performance
-            all_vms += count
-    performance = served / all_vms * (fleet.size - spare) / fleet.size
-    rolling = roll(fleet, longest.vmm_interval_s, away_s, TICK_S)
+            spare_hosts = max(spare_hosts, pair.technique.spare_hosts)
+            performance_of_vms += hosts.count * vms.count * choice.performance
+    number_of_vms = sum(hosts.count * vms.count for hosts in fleet.hosts for vms in hosts.vms)
+    performance = performance_of_vms / number_of_vms * (fleet.size - spare_hosts) / fleet.size
+    rolling = roll(fleet, longest.vmm_interval_s, longest_away_s, TICK_S)
     return Plan(fleet, choices, rolling, tuple(crowded), performance)
 
 
-def _taken(
-    fleet: Fleet, vms: tuple[tuple[tuple[str, ...], tuple[str, ...], int], ...], longest: Timers, limits: CapacityLimits
-) -> tuple[tuple[Pair, ...], float]:
-    """Returns the pairs for a host whose VMs allow `vms` (VMM, OS, how many), and how long the host is unavailable."""
+class _Allowed(NamedTuple):
+    """The techniques that VMs which are alike allow, and their number."""
+
+    vmm: tuple[str, ...]
+    os: tuple[str, ...]
+    count: int
+
+    @classmethod
+    def of(cls, vms: Vms) -> Self:
+        return cls(vms.allow_vmm, vms.allow_os, vms.count)
+
+
+def _choose_for_host(
+    fleet: Fleet, allowed: tuple[_Allowed, ...], longest: Timers, limits: CapacityLimits
+) -> HostChoice:
     kinds = []
-    for allow_vmm, allow_os, count in vms:
-        techniques = [fleet.vmm[name] for name in allow_vmm]
-        reboots = [(name, fleet.os[name]) for name in allow_os]
-        kinds.append((choose.pairs(techniques, reboots, longest, fleet.availability), count))
+    for vms in allowed:
+        techniques = [fleet.vmm[name] for name in vms.vmm]
+        reboots = [(name, fleet.os[name]) for name in vms.os]
+        kinds.append(VmKind(choose.pairs(techniques, reboots, longest, fleet.availability), vms.count))
     return choose.best(kinds, partial(with_vms, fleet.scope), limits.keeps)
 
 
-def _capacity_problem(
-    fleet: Fleet, hosts: Hosts, pairs: tuple[Pair, ...], host_s: float, limits: CapacityLimits
-) -> str:
+def _capacity_problem(fleet: Fleet, hosts: Hosts, host_choice: HostChoice, limits: CapacityLimits) -> str:
     target = fleet.availability
-    meet = target is not None and all(pair.availability >= target for pair in pairs)
-    by = ", ".join(f"{vms.name} by {pair.technique.name}" for vms, pair in zip(hosts.vms, pairs, strict=True))
+    meets_target = target is not None and all(pair.availability >= target for pair in host_choice.pairs)
+    condition = f" and meet availability {target:g}" if meets_target else ""
+    chosen = zip(hosts.vms, host_choice.pairs, strict=True)
+    best = ", ".join(f"{vms.name} by {pair.technique.name}" for vms, pair in chosen)
     return (
-        f"hosts '{hosts.name}': no techniques that are allowed{f' and meet availability {target:g}' if meet else ''} "
-        f"keep capacity {fleet.capacity:g}: with the best ({by}) a host is unavailable or degraded for {host_s:.4g} s, "
+        f"hosts '{hosts.name}': no techniques that are allowed{condition} keep capacity {fleet.capacity:g}: "
+        f"with the best ({best}) a host is unavailable or degraded for {host_choice.away_s:.4g} s, "
         f"at most {limits.most_s:.4g} s are allowed"
     )
 
@@ -117,20 +127,30 @@ def of_host(plan: Plan, name: str, start_unix_s: int) -> HostPlan:
     if name not in plan.rolling.hosts:
         raise DefinitionError(f"--host: no host '{name}' in the plan")
     place = plan.rolling.hosts.index(name)
-    hosts = next(one for one in plan.fleet.hosts if name in one.names)
-    vms = _vms(plan, hosts, place, start_unix_s)
+    hosts = next(hosts for hosts in plan.fleet.hosts if name in hosts.names)
     phase = start_unix_s + round(place * plan.rolling.spacing_s)
-    return HostPlan(name, plan.fleet.scope, round(plan.fleet.vmm_interval_max_s), phase, tuple(vms))
+    vms = tuple(_vms(plan, hosts, place, start_unix_s))
+    return HostPlan(name, plan.fleet.scope, round(plan.fleet.vmm_interval_max_s), phase, vms)
 
 
 def _vms(plan: Plan, hosts: Hosts, place: int, start_unix_s: int) -> list[Vm]:
+    """Returns the VMs of the host at `place` in the order, with the phases of their OS reboots."""
     named = [(vms, name) for vms in hosts.vms for name in vms.names]
     found = []
     for index, (vms, name) in enumerate(named):
         choice = plan.choices[hosts.name, vms.name]
-        share = (place / plan.fleet.size + index) / len(named)
-        phase = start_unix_s + round(share * choice.os_interval_s)
-        found.append(Vm(name, choice.vmm, choice.os, choice.coupled, round(choice.os_interval_s), phase))
+        share_of_interval = (place / plan.fleet.size + index) / len(named)
+        phase = start_unix_s + round(share_of_interval * choice.os_interval_s)
+        found.append(
+            Vm(
+                name,
+                vmm=choice.vmm,
+                os=choice.os,
+                coupled=choice.coupled,
+                os_interval_s=round(choice.os_interval_s),
+                os_phase_s=phase,
+            )
+        )
     return found
 
 
@@ -180,11 +200,12 @@ def text(plan: Plan, start: datetime) -> str:
         for (hosts, vms), choice in plan.choices.items()
     ]
     rolling = plan.rolling
-    shown = [
+    first_hosts = [
         {"host": name, "first at": f"{start + timedelta(seconds=index * rolling.spacing_s):%Y-%m-%d %H:%M:%S} UTC"}
-        for index, name in enumerate(rolling.hosts[:SHOWN])
+        for index, name in enumerate(rolling.hosts[:MAX_PRINTED_HOSTS])
     ]
-    more = f"\n  and {len(rolling.hosts) - SHOWN} more (--json has all)" if len(rolling.hosts) > SHOWN else ""
+    hidden = len(rolling.hosts) - MAX_PRINTED_HOSTS
+    more = f"\n  and {hidden} more (--json has all)" if hidden > 0 else ""
     size, spacing, away = plan.fleet.size, f"{rolling.spacing_s:.4g} s", f"{rolling.away_s:.4g} s"
     cluster = (
         f"{size} hosts, one every {spacing}, each unavailable or degraded for {away}, started up to {TICK_S} s late: "
@@ -193,8 +214,8 @@ def text(plan: Plan, start: datetime) -> str:
     )
     problems = "".join(f"\n\nNOT REACHED: {problem}" for problem in plan.problems)
     notes = "".join(f"\n  {note}" for note in plan.fleet.notes)
-    what = f"{table(rows, 'Techniques and intervals')}{notes}"
-    return f"{what}\n\n{cluster}\n\n{table(shown, 'Order')}{more}{problems}"
+    techniques = f"{table(rows, 'Techniques and intervals')}{notes}"
+    return f"{techniques}\n\n{cluster}\n\n{table(first_hosts, 'Order')}{more}{problems}"
 
 
 def command(
@@ -216,12 +237,16 @@ def command(
         if timers is not None:
             if host is None and plan.fleet.size > 1:
                 raise DefinitionError("--timers needs --host: units belong to one host")
-            own = of_host(plan, host or plan.rolling.hosts[0], int(begin.timestamp()))
-            timers.mkdir(parents=True, exist_ok=True)
-            for name, content in units(own, rekindle).items():
-                (timers / name).write_text(content)
-            (timers / "rekindle-renew").chmod(0o755)
+            host_plan = of_host(plan, host or plan.rolling.hosts[0], int(begin.timestamp()))
+            _write_units(host_plan, rekindle, timers)
     except (DefinitionError, ParameterError, OSError) as error:
         raise fail("plan", error) from error
     print(json.dumps(as_json(plan, int(begin.timestamp()))) if json_out else text(plan, begin))
     raise typer.Exit(1 if plan.problems else 0)
+
+
+def _write_units(host_plan: HostPlan, rekindle: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in units(host_plan, rekindle).items():
+        (folder / name).write_text(content)
+    (folder / "rekindle-renew").chmod(0o755)

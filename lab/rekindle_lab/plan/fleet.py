@@ -1,4 +1,4 @@
-"""The input of a plan: hosts and their VMs, measured downtimes, the target, and the longest intervals."""
+"""Reads a plan's TOML file: hosts and their VMs, measured downtimes, the target, and the longest intervals."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ SCOPES = ("vmm", "host")
 VM_NAME_MAX = 63
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Allowed host names. Printable characters only, since the name is part of the units' descriptions."""
-TOP = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "measured", "vmm", "os", "hosts")
+TOP_LEVEL_KEYS = ("scope", "vmm_interval_max_d", "os_interval_max_d", "target", "measured", "vmm", "os", "hosts")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def load(path: Path) -> Fleet:
 
 def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
     """Parses the content of the TOML file. File names in it are relative to `folder`."""
-    known(document, TOP, "the file")
+    known(document, TOP_LEVEL_KEYS, "the file")
     scope = text(document, "scope", "vmm")
     if scope not in SCOPES:
         raise DefinitionError(f"scope: '{scope}'; there are: {', '.join(SCOPES)}")
@@ -93,36 +93,37 @@ def parse(document: dict[str, Any], folder: Path = Path()) -> Fleet:
     hosts = tuple(_hosts(table, tuple(vmm), tuple(os)) for table in tables(document, "hosts"))
     if not hosts:
         raise DefinitionError("no [[hosts]]; at least one is needed")
-    names = [name for group in hosts for name in group.names]
+    names = [name for alike in hosts for name in alike.names]
     double = next((name for name in names if names.count(name) > 1), None) if len(set(names)) != len(names) else None
     if double is not None:
         raise DefinitionError(f"hosts: '{double}' is defined twice")
     return Fleet(
-        scope,
-        _days(document, "vmm_interval_max_d"),
-        _days(document, "os_interval_max_d"),
-        _share(target, "availability"),
-        _share(target, "capacity"),
-        vmm,
-        os,
-        hosts,
-        measured.notes,
+        scope=scope,
+        vmm_interval_max_s=_days(document, "vmm_interval_max_d"),
+        os_interval_max_s=_days(document, "os_interval_max_d"),
+        availability=_share(target, "availability"),
+        capacity=_share(target, "capacity"),
+        vmm=vmm,
+        os=os,
+        hosts=hosts,
+        notes=measured.notes,
     )
 
 
-def _table(document: dict[str, Any], key: str, like: str) -> dict[str, Any]:
+def _table(document: dict[str, Any], key: str, example: str) -> dict[str, Any]:
     table = document.get(key, {})
     if not isinstance(table, dict):
-        raise DefinitionError(f"{key}: must be a table: [{key}], and below it {like}")
+        raise DefinitionError(f"{key}: must be a table: [{key}], and below it {example}")
     return table
 
 
 def _by_hand(document: dict[str, Any], key: str, kind: type, *, named: bool, needed: bool) -> dict[str, Any]:
-    given = document.get(key, {})
-    if not isinstance(given, dict) or (needed and not given):
+    """Returns the techniques of the tables `[vmm.NAME]` or `[os.NAME]`. `named`: the dataclass `kind` has a name."""
+    tables_by_name = document.get(key, {})
+    if not isinstance(tables_by_name, dict) or (needed and not tables_by_name):
         raise DefinitionError(f"no [{key}.NAME]; at least one technique with its downtime is needed, or measured.{key}")
-    made = {}
-    for name, table in given.items():
+    techniques = {}
+    for name, table in tables_by_name.items():
         where = f"{key}.{name}"
         if not isinstance(table, dict):
             raise DefinitionError(f"{where}: must be a table")
@@ -132,11 +133,11 @@ def _by_hand(document: dict[str, Any], key: str, kind: type, *, named: bool, nee
         if missing is not None:
             raise DefinitionError(f"{where}.{missing}: is missing; give the measured value")
         try:
-            made[name] = kind(name=name, **table) if named else kind(**table)
+            techniques[name] = kind(name=name, **table) if named else kind(**table)
         except ParameterError as error:
-            own = f"technique.{name}." if named else "os."
-            raise DefinitionError(f"{where}.{str(error).removeprefix(own)}") from error
-    return made
+            models_prefix = f"technique.{name}." if named else "os."
+            raise DefinitionError(f"{where}.{str(error).removeprefix(models_prefix)}") from error
+    return techniques
 
 
 def _days(document: dict[str, Any], key: str) -> float:
@@ -160,10 +161,10 @@ def _hosts(table: dict[str, Any], vmm: tuple[str, ...], os: tuple[str, ...]) -> 
     if not HOST_NAME.fullmatch(name):
         raise DefinitionError(f"hosts: name: '{name}'; it must be of a-z, A-Z, 0-9, `.`, `_` and `-`")
     group = None if "group" not in table else text(table, "group")
-    vms = tuple(_vms(one, name, vmm, os) for one in tables(table, "vms"))
+    vms = tuple(_vms(vms_table, name, vmm, os) for vms_table in tables(table, "vms"))
     if not vms:
         raise DefinitionError(f"hosts '{name}': no [[hosts.vms]]; at least one is needed")
-    names = [one for group in vms for one in group.names]
+    names = [vm_name for alike in vms for vm_name in alike.names]
     if len(set(names)) != len(names):
         raise DefinitionError(f"hosts '{name}': two VMs have the same name")
     return Hosts(name, whole(table, "count", 1, low=1), group, vms)
@@ -173,27 +174,27 @@ def _vms(table: dict[str, Any], host: str, vmm: tuple[str, ...], os: tuple[str, 
     where = f"hosts '{host}', vms"
     known(table, ("name", "count", "allow_vmm", "allow_os"), where)
     allowed = {}
-    for key, there in (("allow_vmm", vmm), ("allow_os", os)):
-        given = table.get(key, list(there))
-        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-            raise DefinitionError(f'{where}: {key}: {given!r}; it must be a list of names, as ["{there[0]}"]')
-        unknown = [name for name in given if name not in there]
-        if unknown or not given:
+    for key, known_names in (("allow_vmm", vmm), ("allow_os", os)):
+        names = table.get(key, list(known_names))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DefinitionError(f'{where}: {key}: {names!r}; it must be a list of names, as ["{known_names[0]}"]')
+        unknown = [name for name in names if name not in known_names]
+        if unknown or not names:
             what = f"'{unknown[0]}' was not measured" if unknown else "is empty"
-            raise DefinitionError(f"{where}: {key}: {what}; there are: {', '.join(there)}")
-        allowed[key] = tuple(given)
-    made = Vms(text(table, "name"), whole(table, "count", 1, low=1), **allowed)
-    wrong = _not_a_name(made.name) or _not_a_name(made.names[-1])
-    if wrong is not None:
-        raise DefinitionError(f"{where}: name: '{made.name}': {wrong}")
-    return made
+            raise DefinitionError(f"{where}: {key}: {what}; there are: {', '.join(known_names)}")
+        allowed[key] = tuple(names)
+    vms = Vms(text(table, "name"), whole(table, "count", 1, low=1), **allowed)
+    name_problem = _name_problem(vms.name) or _name_problem(vms.names[-1])
+    if name_problem is not None:
+        raise DefinitionError(f"{where}: name: '{vms.name}': {name_problem}")
+    return vms
 
 
-def _not_a_name(name: str) -> str | None:
+def _name_problem(name: str) -> str | None:
     """Returns why `name` is not a valid name of a VM, by Rekindle's own rule (crates/vm/src/definition/names.rs)."""
-    bad = re.search(r"[^a-z0-9._-]", name)
-    if bad:
-        return f"`{bad[0]}` is not allowed in a name; use only a-z, 0-9, `.`, `_` and `-`"
+    invalid_character = re.search(r"[^a-z0-9._-]", name)
+    if invalid_character:
+        return f"`{invalid_character[0]}` is not allowed in a name; use only a-z, 0-9, `.`, `_` and `-`"
     if not name:
         return f"empty; write 1 to {VM_NAME_MAX} characters out of a-z, 0-9, `.`, `_` and `-`"
     if name[0] in "._-":

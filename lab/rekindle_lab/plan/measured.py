@@ -51,11 +51,11 @@ def read_measured(table: dict[str, Any], folder: Path) -> MeasuredWays:
         path, guests = folder / text(table, "vmm"), text(table, "vmm_guests")
         # The file has no OS reboots. A cold renewal of the VMM boots the guest, too, so its gap may serve as one.
         guests_of_os = text(table, "os_guests") if "os" not in table and "os_guests" in table else None
-        found = measured(path, guests, guests_of_os, None if guests_of_os else 0.0)
+        parameters = measured(path, guests, guests_of_os, None if guests_of_os else 0.0)
         # The peers in the measurement are not part of a plan.
-        vmm = {way: technique for way, technique in found.techniques.items() if way in VMM_WAYS}
+        vmm = {way: technique for way, technique in parameters.techniques.items() if way in VMM_WAYS}
         if guests_of_os:
-            os = {"cold": found.os}
+            os = {"cold": parameters.os}
             notes.append(_note("OS", f"the cold service gap of {guests_of_os}", path))
         notes.append(_note("VMM", f"median service gaps of {guests}", path))
     if "os" in table:

@@ -1,8 +1,12 @@
-"""The order in which hosts are renewed: evenly over the interval, with the hosts of a group far apart."""
+"""Lays out the order in which hosts are renewed: evenly over the interval, with the hosts of a group far apart.
+
+Entry point: `roll`. `CapacityLimits` has the arithmetic of how many hosts are unavailable at the same time.
+"""
 
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,51 +80,71 @@ def capacity_limits(fleet: Fleet, interval_s: float, late_s: float = 0.0) -> Cap
 def roll(fleet: Fleet, interval_s: float, away_s: float, late_s: float = 0.0) -> Rolling:
     """Lays out the order for an interval, if each host takes `away_s` and its timers are at most `late_s` late."""
     limits = capacity_limits(fleet, interval_s, late_s)
-    size, most = limits.size, limits.most
-    taken, concurrent = limits.taken_s(away_s), limits.concurrent(away_s)
-    conflicts = []
-    if most is not None and not limits.keeps(away_s):
-        possible = (
-            f"an interval of {size * taken / most / 86400:.3g} days would do"
-            if most
-            else (f"with {size} hosts none may be unavailable; {math.ceil(1 / (1 - fleet.capacity))} hosts would do")
-        )
-        conflicts.append(
-            f"capacity {fleet.capacity:g} allows {most} of {size} hosts at a time, it needs {concurrent}: {possible}"
-        )
-    names, groups = _interleave(fleet)
-    conflicts += _overlapping_groups(groups, concurrent, taken)
-    return Rolling(tuple(names), limits.spacing_s, away_s, concurrent, most, tuple(conflicts))
+    hosts = _interleave(fleet)
+    conflicts = [] if limits.keeps(away_s) else [_capacity_conflict(fleet, limits, away_s)]
+    conflicts += _group_conflicts(hosts, limits.concurrent(away_s), limits.taken_s(away_s))
+    return Rolling(
+        hosts=tuple(host.name for host in hosts),
+        spacing_s=limits.spacing_s,
+        away_s=away_s,
+        concurrent=limits.concurrent(away_s),
+        most_concurrent=limits.most,
+        conflicts=tuple(conflicts),
+    )
 
 
-def _interleave(fleet: Fleet) -> tuple[list[str], list[str | None]]:
-    """Orders the hosts so that those of a group are at even distances."""
-    members: dict[object, list[tuple[str, str | None]]] = defaultdict(list)
+def _capacity_conflict(fleet: Fleet, limits: CapacityLimits, away_s: float) -> str:
+    """Describes a capacity that is not kept, with an interval or a number of hosts that would keep it."""
+    assert limits.most is not None and fleet.capacity is not None
+    if limits.most:
+        days = limits.size * limits.taken_s(away_s) / limits.most / 86400
+        remedy = f"an interval of {days:.3g} days would do"
+    else:
+        enough_hosts = math.ceil(1 / (1 - fleet.capacity))
+        remedy = f"with {limits.size} hosts none may be unavailable; {enough_hosts} hosts would do"
+    return (
+        f"capacity {fleet.capacity:g} allows {limits.most} of {limits.size} hosts at a time, "
+        f"it needs {limits.concurrent(away_s)}: {remedy}"
+    )
+
+
+class _Host(NamedTuple):
+    """A host, and the group whose hosts are kept apart."""
+
+    name: str
+    group: str | None
+
+
+def _interleave(fleet: Fleet) -> list[_Host]:
+    """Orders the hosts so that those of a group are at even distances. Hosts without a group count as one by name."""
+    members: dict[object, list[_Host]] = defaultdict(list)
     for hosts in fleet.hosts:
         key = hosts.group if hosts.group is not None else ("alone", hosts.name)
-        members[key] += [(name, hosts.group) for name in hosts.names]
+        members[key] += [_Host(name, hosts.group) for name in hosts.names]
     placed = []
     for rank, group in enumerate(members.values()):
         shift = (rank + 0.5) / len(members)
-        placed += [((index + shift) / len(group), rank, one) for index, one in enumerate(group)]
+        for index, host in enumerate(group):
+            share_of_interval = (index + shift) / len(group)
+            placed.append((share_of_interval, rank, host))
     placed.sort(key=lambda entry: entry[:2])
-    return [one[0] for _, _, one in placed], [one[1] for _, _, one in placed]
+    return [host for _, _, host in placed]
 
 
-def _overlapping_groups(groups: list[str | None], concurrent: int, taken: float) -> list[str]:
+def _group_conflicts(hosts: list[_Host], concurrent: int, taken_s: float) -> list[str]:
     """Describes the groups of which two hosts would be unavailable at the same time; the order is cyclic."""
-    places: dict[str, list[int]] = defaultdict(list)
-    for index, group in enumerate(groups):
-        if group is not None:
-            places[group].append(index)
-    found = []
-    for group, at in places.items():
-        if len(at) < 2:
+    places_of_group: dict[str, list[int]] = defaultdict(list)
+    for place, host in enumerate(hosts):
+        if host.group is not None:
+            places_of_group[host.group].append(place)
+    conflicts = []
+    for group, places in places_of_group.items():
+        if len(places) < 2:
             continue
-        gaps = np.diff([*at, at[0] + len(groups)])
-        if gaps.min() < concurrent:
-            days = len(groups) * taken / gaps.min() / 86400
-            found.append(
-                f"group '{group}': two of its {len(at)} hosts overlap; an interval of {days:.3g} days would do"
+        smallest_distance = np.diff([*places, places[0] + len(hosts)]).min()
+        if smallest_distance < concurrent:
+            days = len(hosts) * taken_s / smallest_distance / 86400
+            conflicts.append(
+                f"group '{group}': two of its {len(places)} hosts overlap; an interval of {days:.3g} days would do"
             )
-    return found
+    return conflicts

@@ -20,7 +20,7 @@ TICK_S = 300
 """Seconds between two firings of a timer: a renewal may start this much later than it is due."""
 RETRY_S = 3600
 
-RENEW = f"""#!/bin/sh
+RENEW_SCRIPT = f"""#!/bin/sh
 # rekindle-renew NAME INTERVAL_S PHASE_S [ALSO]... -- COMMAND...: run COMMAND if the renewal NAME is due.
 #
 # PHASE_S (seconds since 1970): it is due once in each interval that begins there, so delays do not add up.
@@ -110,30 +110,29 @@ def units(plan: HostPlan, rekindle: str) -> dict[str, str]:
 
     Raises `DefinitionError` if `rekindle` has no command for the plan.
     """
-    _check(plan)
-    files = {"rekindle-renew": RENEW}
-    every = f"{plan.vmm_interval_s} {plan.vmm_phase_s}"
+    _check_ways(plan)
+    files = {"rekindle-renew": RENEW_SCRIPT}
+    vmm_timer = f"{plan.vmm_interval_s} {plan.vmm_phase_s}"
     if plan.scope == "host":
         also = "".join(f" os-{vm.name}" for vm in plan.vms if vm.coupled)
-        command = f"host {every}{also} -- {rekindle} reboot host {_reboot_options(plan)}"
-        files |= _pair("host", f"Rekindle: renew the host {plan.name}", command)
+        command = f"host {vmm_timer}{also} -- {rekindle} reboot host {_reboot_options(plan)}"
+        files |= _service_and_timer("host", f"Rekindle: renew the host {plan.name}", command)
     for vm in plan.vms:
         if plan.scope == "vmm":
             also = f" os-{vm.name}" if vm.coupled else ""
-            command = f"vmm-{vm.name} {every}{also} -- {rekindle} reboot vmm {vm.name} --how {vm.vmm}"
-            files |= _pair(f"vmm-{vm.name}", f"Rekindle: renew the VMM of {vm.name}", command)
+            command = f"vmm-{vm.name} {vmm_timer}{also} -- {rekindle} reboot vmm {vm.name} --how {vm.vmm}"
+            files |= _service_and_timer(f"vmm-{vm.name}", f"Rekindle: renew the VMM of {vm.name}", command)
         phase = "-" if vm.coupled else vm.os_phase_s
         command = f"os-{vm.name} {vm.os_interval_s} {phase} -- {rekindle} reboot os {vm.name} --how {vm.os}"
-        files |= _pair(f"os-{vm.name}", f"Rekindle: reboot the OS of {vm.name}", command)
+        files |= _service_and_timer(f"os-{vm.name}", f"Rekindle: reboot the OS of {vm.name}", command)
     return files
 
 
-def _check(plan: HostPlan) -> None:
+def _check_ways(plan: HostPlan) -> None:
     for vm in plan.vms:
         for kind, way, ways in (("vmm", vm.vmm, VMM_WAYS), ("os", vm.os, OS_WAYS)):
             if way not in ways:
-                there = ", ".join(ways)
-                raise DefinitionError(f"VM '{vm.name}': {kind}.{way} cannot be done by timers; {there}")
+                raise DefinitionError(f"VM '{vm.name}': {kind}.{way} cannot be done by timers; {', '.join(ways)}")
 
 
 def _reboot_options(plan: HostPlan) -> str:
@@ -148,10 +147,10 @@ def _reboot_options(plan: HostPlan) -> str:
     return f"--how {first} --others {others[0]}" if others else f"--how {first}"
 
 
-def _pair(name: str, what: str, command: str) -> dict[str, str]:
-    unit = f"[Unit]\nDescription={what}\n\n"
+def _service_and_timer(name: str, description: str, command: str) -> dict[str, str]:
+    unit = f"[Unit]\nDescription={description}\n\n"
     return {
-        f"rekindle-plan-{name}.service": f"{unit}{SERVICE}ExecStart={FOLDER}/rekindle-renew {command}\n",
+        f"rekindle-plan-{name}.service": f"{unit}{SERVICE_SECTION}ExecStart={FOLDER}/rekindle-renew {command}\n",
         f"rekindle-plan-{name}.timer": (
             f"{unit}[Timer]\nOnCalendar=*:0/{TICK_S // 60}\nAccuracySec=1s\nPersistent=true\n\n"
             f"[Install]\nWantedBy=timers.target\n"
@@ -159,7 +158,7 @@ def _pair(name: str, what: str, command: str) -> dict[str, str]:
     }
 
 
-SERVICE = """[Service]
+SERVICE_SECTION = """[Service]
 Type=oneshot
 # The new QEMU is in this unit's control group and must outlive the command.
 KillMode=process

@@ -1,18 +1,19 @@
-"""Writes the page and the files in its folder, from the lines of the runs alone."""
+"""Writes an experiment's HTML page, with the PNG and CSV files in its folder, from the lines of the runs alone."""
 
 import base64
 import csv
 import gzip
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from rekindle_lab.analysis import tables
-from rekindle_lab.analysis.judge import Verdict
+from rekindle_lab.analysis.judge import ResponseResult, Verdict
 from rekindle_lab.analysis.runs import Runs, content
 from rekindle_lab.report import plots
 
@@ -59,71 +60,89 @@ def write(runs: Runs, verdicts: list[Verdict], folder: Path, command: str, order
 
     An existing folder stays until the new one is complete. Raises `ValueError` if the folder has other content.
     """
-    may_replace(folder, PAGE)
-    new_folder = folder.with_name(folder.name + ".new")
-    shutil.rmtree(new_folder, ignore_errors=True)
-    new_folder.mkdir(parents=True)
+    new_folder = start_replacement(folder, PAGE)
     alpha = verdicts[0].alpha
-    responses = []
-    for verdict in verdicts:
-        response = verdict.response
-        png = new_folder / f"{response.name}.png"
-        plots.draw(runs, response, png)
-        found = tables.of_response(response, runs.factor, alpha)
-        for title, rows in found.items():
-            words = "-".join("".join(c if c.isalnum() else " " for c in title.lower().split(" (")[0]).split())
-            (new_folder / f"{response.name}-{words}.csv").write_text(as_csv(tables.for_machines(rows)))
-        responses.append(
-            {
-                "name": response.name,
-                "title": tables.heading(response.name),
-                "png": base64.b64encode(png.read_bytes()).decode(),
-                "notes": response.notes,
-                "tables": {title: tables.for_people(rows) for title, rows in found.items()},
-            }
-        )
-    lines = flat(runs)
-    rows_csv = as_csv(lines)
-    glance = tables.verdicts_table(verdicts)
-    (new_folder / "runs.csv").write_text(rows_csv)
-    (new_folder / "verdicts.csv").write_text(as_csv(tables.for_machines(glance)))
+    responses = [_write_response(runs, verdict.response, alpha, new_folder) for verdict in verdicts]
+    attempts = flat(runs)
+    attempts_csv = as_csv(attempts)
+    (new_folder / "runs.csv").write_text(attempts_csv)
+    verdict_rows = tables.verdicts_table(verdicts)
+    (new_folder / "verdicts.csv").write_text(as_csv(tables.for_machines(verdict_rows)))
+    versions = [{"what": name, "version": version} for name, version in runs.versions.items()]
+    page = _template().render(
+        runs=runs,
+        question=(order or {}).get("question", ""),
+        alpha=alpha,
+        verdicts=tables.for_people(verdict_rows),
+        summary=tables.summary(verdicts),
+        responses=responses,
+        csv=_base64(attempts_csv.encode()),
+        jsonl=_base64(gzip.compress(content(runs.path), mtime=0)),
+        lines=attempts,
+        command=command,
+        versions=versions or [{"what": "", "version": "not known"}],
+        definition=json.dumps(order["definition"], indent=1) if order else "",
+    )
+    (new_folder / PAGE).write_text(page)
+    finish_replacement(new_folder, folder)
+    return folder / PAGE
+
+
+def _write_response(runs: Runs, response: ResponseResult, alpha: float, folder: Path) -> dict[str, Any]:
+    """Writes the plot and the CSV files of a response; returns the variables of its section of the page."""
+    png = folder / f"{response.name}.png"
+    plots.draw(runs, response, png)
+    tables_by_title = tables.of_response(response, runs.factor, alpha)
+    for title, rows in tables_by_title.items():
+        csv_path = folder / f"{response.name}-{_file_name(title)}.csv"
+        csv_path.write_text(as_csv(tables.for_machines(rows)))
+    return {
+        "name": response.name,
+        "title": tables.heading(response.name),
+        "png": _base64(png.read_bytes()),
+        "notes": response.notes,
+        "tables": {title: tables.for_people(rows) for title, rows in tables_by_title.items()},
+    }
+
+
+def _file_name(title: str) -> str:
+    """Returns a title as part of a file name: `Welch's test` is `welch-s-test`; a text in brackets is omitted."""
+    without_brackets = title.lower().split(" (")[0]
+    return "-".join(re.findall(r"[^\W_]+", without_brackets))
+
+
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("rekindle_lab.report", "."), autoescape=True, undefined=StrictUndefined
     )
     environment.filters["cell"] = cell
-    page = environment.get_template("page.html.jinja").render(
-        runs=runs,
-        question=(order or {}).get("question", ""),
-        alpha=alpha,
-        verdicts=tables.for_people(glance),
-        summary=tables.summary(verdicts),
-        responses=responses,
-        csv=base64.b64encode(rows_csv.encode()).decode(),
-        jsonl=base64.b64encode(gzip.compress(content(runs.path), mtime=0)).decode(),
-        lines=lines,
-        command=command,
-        versions=[{"what": name, "version": version} for name, version in runs.versions.items()]
-        or [{"what": "", "version": "not known"}],
-        definition=json.dumps(order["definition"], indent=1) if order else "",
-    )
-    (new_folder / PAGE).write_text(page)
-    replace_folder(new_folder, folder)
-    return folder / PAGE
+    return environment.get_template("page.html.jinja")
 
 
-def may_replace(folder: Path, mark: str) -> None:
-    """Raises `ValueError` unless a folder is missing, empty, or has the file `mark`: then the lab has written it."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / mark).exists():
-        raise ValueError(f"{folder}: is not empty and has no {mark}: it would be removed; give another folder")
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
-def replace_folder(new: Path, folder: Path) -> None:
-    """Replaces a folder, if it exists, by a complete new one."""
+def start_replacement(folder: Path, marker: str) -> Path:
+    """Makes an empty folder next to `folder`, which `finish_replacement` later puts in its place.
+
+    Raises `ValueError` unless `folder` is missing, empty, or has the file `marker`: then the lab has written it.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / marker).exists():
+        raise ValueError(f"{folder}: is not empty and has no {marker}: it would be removed; give another folder")
+    new_folder = folder.with_name(folder.name + ".new")
+    shutil.rmtree(new_folder, ignore_errors=True)
+    new_folder.mkdir(parents=True)
+    return new_folder
+
+
+def finish_replacement(new_folder: Path, folder: Path) -> None:
+    """Puts the complete new folder in the place of `folder`, which may exist."""
     if folder.exists():
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old)
+        old_folder = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old_folder, ignore_errors=True)
+        folder.rename(old_folder)
+        new_folder.rename(folder)
+        shutil.rmtree(old_folder)
     else:
-        new.rename(folder)
+        new_folder.rename(folder)

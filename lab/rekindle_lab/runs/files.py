@@ -1,4 +1,4 @@
-"""Files that are complete or absent."""
+"""Writes files so that they are complete or absent after a crash."""
 
 import os
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file so that after a crash it has either all of `text` or its previous content."""
-    new = path.with_name(path.name + ".new")
-    with new.open("w") as file:
+    new_path = path.with_name(path.name + ".new")
+    with new_path.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    new.rename(path)
+    new_path.rename(path)
     sync_folder(path.parent)
 
 

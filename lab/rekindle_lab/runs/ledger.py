@@ -37,8 +37,8 @@ class Ledger:
         try:
             self.truncated = sum(_remove_truncated_line(path) for path in (self._runs, self._started))
             """Number of lines that a crash had truncated."""
-            self.runs = _lines(self._runs)
-            self.started = _lines(self._started)
+            self.runs = _read_lines(self._runs)
+            self.started = _read_lines(self._started)
         except BaseException:
             os.close(self._lock)
             raise
@@ -68,8 +68,8 @@ class Ledger:
     def interrupted(self) -> list[dict[str, Any]]:
         """Returns attempts that were started but have no result: their remains must be removed."""
         cleared = [line for line in self.started if line.get("cleared")]
-        over = {(line["run"], line["attempt"]) for line in [*self.runs, *cleared]}
-        return [line for line in self.started if (line["run"], line["attempt"]) not in over]
+        finished = {(line["run"], line["attempt"]) for line in [*self.runs, *cleared]}
+        return [line for line in self.started if (line["run"], line["attempt"]) not in finished]
 
     def restart(self) -> None:
         """Deletes the records of all runs: the experiment starts anew."""
@@ -94,19 +94,19 @@ class Ledger:
 
 def _append(path: Path, line: dict[str, Any]) -> None:
     """Appends a line and syncs the file; restores the file if that fails."""
-    new = not path.exists()
+    is_new = not path.exists()
     data = (json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode()
     with path.open("ab", buffering=0) as file:
-        before = file.seek(0, os.SEEK_END)
+        size_before = file.seek(0, os.SEEK_END)
         try:
             written = 0
             while written < len(data):
                 written += file.write(data[written:])
             os.fsync(file.fileno())
         except OSError as error:
-            file.truncate(before)
+            file.truncate(size_before)
             raise LedgerError(f"{path}: {error}; make room, then start the experiment again to continue") from error
-    if new:
+    if is_new:
         sync_folder(path.parent)
 
 
@@ -115,22 +115,22 @@ def _remove_truncated_line(path: Path) -> int:
     if not path.exists():
         return 0
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole == len(data):
+    size_of_whole_lines = data.rfind(b"\n") + 1
+    if size_of_whole_lines == len(data):
         return 0
     with path.open("r+b") as file:
-        file.truncate(whole)
+        file.truncate(size_of_whole_lines)
         os.fsync(file.fileno())
     return 1
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    found = []
+    lines = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError as error:
             raise LedgerError(f"{path}, row {number}: not JSON ({error}); it was changed by hand") from error
-    return found
+    return lines
