@@ -1,17 +1,14 @@
 //! The memory of another process: its content, and which pages are populated.
 
-use crate::inject::{Call, Injector};
 use crate::process::Process;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
 pub use rekindle_pages::PAGE_SIZE;
 use rekindle_pages::PageRuns;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
-use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 /// Pieces per call of `process_vm_readv` (`UIO_MAXIOV` of `linux/uio.h`).
 const IOV_MAX: usize = 1024;
@@ -102,16 +99,6 @@ fn unmapped(process: Process, address: u64) -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, format!("process {} has nothing mapped at {address:#x}", process.pid))
 }
 
-/// Populates all pages of a process's heap now, so that no page faults delay the process later. Needs Linux 5.14.
-///
-/// # Errors
-/// As for [`Injector::call`].
-pub fn populate_heap(injector: Injector) -> io::Result<()> {
-    let Some(heap) = heap(injector.process())? else { return Ok(()) };
-    let arguments = [heap.start, heap.end - heap.start, libc::MADV_POPULATE_WRITE as u64];
-    Ok(injector.call(Call::new("madvise", libc::SYS_madvise, arguments)).map(drop)?)
-}
-
 /// Reserves every huge page that the first `bytes` bytes of `file`, on hugetlbfs, can need.
 ///
 /// The kernel reserves the pages when a file is first mapped shared. They stay reserved for the file, mapped or not,
@@ -130,33 +117,6 @@ pub fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     }
     // SAFETY: exactly the mapping made above, to which there is no reference.
     if unsafe { libc::munmap(start, length) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-fn heap(process: Process) -> io::Result<Option<Range<u64>>> {
-    mapping(process, |_, name| name == "[heap]")
-}
-
-/// Returns the addresses at which `process` has mapped the file at `path` from its first byte on, or `None`.
-///
-/// # Errors
-/// `NotFound` if the process has ended or there is no such file; `PermissionDenied` for the process of another user.
-pub fn mapping_of(process: Process, path: &Path) -> io::Result<Option<Range<u64>>> {
-    let path = path.canonicalize()?;
-    mapping(process, |offset, name| offset == 0 && Path::new(name) == path)
-}
-
-/// Returns the first mapping of a process for which `wanted` holds, given its file offset and its name.
-fn mapping(process: Process, wanted: impl Fn(u64, &str) -> bool) -> io::Result<Option<Range<u64>>> {
-    let maps = fs::read_to_string(format!("/proc/{}/maps", process.pid))?;
-    let number = |text| u64::from_str_radix(text, 16).ok();
-    // `START-END PERM OFFSET DEVICE INODE   NAME`, where a name may contain blanks.
-    Ok(maps.lines().find_map(|line| {
-        let mut words = line.splitn(6, ' ');
-        let (start, end) = words.next()?.split_once('-')?;
-        let offset = number(words.nth(1)?)?;
-        let name = words.nth(2)?.trim_start();
-        if wanted(offset, name) { Some(number(start)?..number(end)?) } else { None }
-    }))
 }
 
 /// The populated pages of a process. An unpopulated page of anonymous memory reads as zeros; skipping it is faster and
@@ -209,8 +169,6 @@ impl PageMap {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{BufRead, BufReader, Write};
-    use std::process::{Command, Stdio};
 
     #[test]
     fn own_memory_is_read_and_its_populated_pages_are_known() {
@@ -227,24 +185,6 @@ mod tests {
         let mut copy = vec![0; 2 * PAGE_SIZE];
         read(me, address + at, &mut copy).unwrap();
         assert_eq!((copy[0], copy[PAGE_SIZE]), (1, 2));
-    }
-
-    #[test]
-    fn a_heap_is_populated_from_outside() {
-        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        child.stdin.as_mut().unwrap().write_all(b"there?\n").unwrap();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
-        let process = Process::of(child.id()).unwrap();
-        let heap = heap(process).unwrap().unwrap();
-        let populated = || {
-            let runs = PageMap::open(process).unwrap().populated(heap.start, heap.end - heap.start).unwrap();
-            runs.iter().map(|run| run.end - run.start).sum::<u64>()
-        };
-        assert!(populated() < heap.end - heap.start);
-        populate_heap(Injector::new(process).unwrap()).unwrap();
-        assert_eq!(populated(), heap.end - heap.start);
-        child.kill().unwrap();
-        child.wait().unwrap();
     }
 
     #[test]
@@ -267,23 +207,6 @@ mod tests {
         write(me, area.as_ptr() as u64, &7u32.to_ne_bytes()).unwrap();
         assert_eq!(area.load(std::sync::atomic::Ordering::SeqCst), 7);
         assert!(write(me, 0x1000, &[0]).is_err());
-    }
-
-    #[test]
-    fn a_mapped_file_is_found_by_its_name() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("two words");
-        fs::write(&path, [0; 2 * PAGE_SIZE]).unwrap();
-        let me = Process::current().unwrap();
-        assert_eq!(mapping_of(me, &path).unwrap(), None);
-        let file = File::open(&path).unwrap();
-        let null = std::ptr::null_mut();
-        let (protection, fd) = (libc::PROT_READ, file.as_raw_fd());
-        // SAFETY: a new mapping at an address of the kernel's choice.
-        let start = unsafe { libc::mmap(null, 2 * PAGE_SIZE, protection, libc::MAP_SHARED, fd, 0) } as u64;
-        assert_eq!(mapping_of(me, &path).unwrap(), Some(start..start + 2 * PAGE_SIZE as u64));
-        // SAFETY: the mapping made above, to which there is no reference.
-        unsafe { libc::munmap(start as *mut _, 2 * PAGE_SIZE) };
     }
 
     #[test]
