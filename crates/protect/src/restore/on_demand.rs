@@ -168,7 +168,7 @@ impl RamSource for OnDemandRam {
                 Some(registered) => registered,
                 None => RegisteredMemory::new(destination, qmp, ram, &input.paged)?,
             };
-            registered.pager.overwrite(ram, &mut UncommittedPages::new(input, ram, &mut |_| {}))?;
+            registered.pager.overwrite_present_pages(ram, &mut UncommittedPages::new(input, ram, &mut |_| {}))?;
             let first = first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             input.put_first(&first, ram, &mut registered.pager)?;
             let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
