@@ -83,8 +83,8 @@ pub fn configuration_commands(definition: &Definition, file: &Path, parameters: 
          # Create the store once, on one node:\n\
          #   rekindle store init {store}\n\
          \n# crmsh\n\
-         crm configure primitive {name} ocf:rekindle:vm \\\n    params {parameter_words} \\\n    {crm_operations} \\\n    \
-         utilization memory={memory} vcpus={vcpus} \\\n    meta {META_ATTRIBUTES}\n\
+         crm configure primitive {name} ocf:rekindle:vm \\\n    params {parameter_words} \\\n    \
+         {crm_operations} \\\n    utilization memory={memory} vcpus={vcpus} \\\n    meta {META_ATTRIBUTES}\n\
          \n# pcs\n\
          pcs resource create {name} ocf:rekindle:vm {parameter_words} \\\n    op {pcs_operations} \\\n    \
          meta {META_ATTRIBUTES}\n\

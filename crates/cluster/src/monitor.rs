@@ -81,8 +81,8 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// Checks the VM. Ends a guest that another node has taken over. Starts a missing protector. With `probes_service`, also
-/// probes the guest's service, if the definition sets `probe`.
+/// Checks the VM. Ends a guest that another node has taken over. Starts a missing protector. With `probes_service`,
+/// also probes the guest's service, if the definition sets `probe`.
 #[must_use]
 pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, probes_service: bool) -> Verdict {
     let rundir = RunDir::new(&host.root, resource.name.as_str());
@@ -185,8 +185,8 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
     }
 }
 
-/// Ends a guest that is known to run on another node: an earlier attempt may have been interrupted. Returns a verdict if
-/// the guest must not run here, or if that cannot be determined.
+/// Ends a guest that is known to run on another node: an earlier attempt may have been interrupted. Returns a verdict
+/// if the guest must not run here, or if that cannot be determined.
 fn end_superseded_guest(rundir: &RunDir) -> Option<Verdict> {
     match OwnerRecord::read(rundir) {
         Ok(Some(record)) if record.may_run(rundir).is_err() => Some(match pull_the_plug(rundir) {

@@ -23,14 +23,13 @@ const POPULATED: u64 = 0b11 << 62;
 /// a part of the range is not mapped.
 pub fn read(process: Process, address: u64, buffer: &mut [u8]) -> io::Result<()> {
     let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
-    let mut done = 0;
-    while done < buffer.len() {
-        let rest = buffer.get_mut(done..).unwrap_or_default();
-        let remote = RemoteIoVec { base: address as usize + done, len: rest.len() };
-        match process_vm_readv(pid, &mut [IoSliceMut::new(rest)], &[remote]) {
-            Ok(0) => return Err(unmapped(process, address + done as u64)),
-            Ok(n) => done += n,
-            Err(nix::Error::EFAULT) => return Err(unmapped(process, address + done as u64)),
+    let mut bytes_read = 0;
+    while bytes_read < buffer.len() {
+        let unread = buffer.get_mut(bytes_read..).unwrap_or_default();
+        let remote = RemoteIoVec { base: address as usize + bytes_read, len: unread.len() };
+        match process_vm_readv(pid, &mut [IoSliceMut::new(unread)], &[remote]) {
+            Ok(0) | Err(nix::Error::EFAULT) => return Err(unmapped(process, address + bytes_read as u64)),
+            Ok(n) => bytes_read += n,
             Err(e) => return Err(failed(process, e)),
         }
     }
@@ -49,21 +48,20 @@ pub fn read_pieces(process: Process, pieces: &[(u64, usize)], mut buffer: &mut [
     }
     for batch in pieces.chunks(IOV_MAX) {
         let remote: Vec<_> = batch.iter().map(|&(base, len)| RemoteIoVec { base: base as usize, len }).collect();
-        let wanted = batch.iter().map(|piece| piece.1).sum();
-        let (now, later) = std::mem::take(&mut buffer).split_at_mut(wanted);
-        buffer = later;
-        let done = match process_vm_readv(pid, &mut [IoSliceMut::new(now)], &remote) {
-            Ok(done) => done,
+        let batch_bytes = batch.iter().map(|piece| piece.1).sum();
+        let (mut batch_buffer, unfilled) = std::mem::take(&mut buffer).split_at_mut(batch_bytes);
+        buffer = unfilled;
+        let bytes_read = match process_vm_readv(pid, &mut [IoSliceMut::new(batch_buffer)], &remote) {
+            Ok(bytes_read) => bytes_read,
             Err(nix::Error::EFAULT) => 0,
             Err(e) => return Err(failed(process, e)),
         };
-        if done < wanted {
+        if bytes_read < batch_bytes {
             // Read again piece by piece, to find the address that failed. If the failure was temporary, this succeeds.
-            let mut rest = now;
             for &(address, length) in batch {
-                let (one, others) = std::mem::take(&mut rest).split_at_mut(length);
-                read(process, address, one)?;
-                rest = others;
+                let (piece_buffer, after) = std::mem::take(&mut batch_buffer).split_at_mut(length);
+                read(process, address, piece_buffer)?;
+                batch_buffer = after;
             }
         }
     }
@@ -77,13 +75,13 @@ pub fn read_pieces(process: Process, pieces: &[(u64, usize)], mut buffer: &mut [
 /// not writable.
 pub fn write(process: Process, address: u64, bytes: &[u8]) -> io::Result<()> {
     let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
-    let mut done = 0;
-    while done < bytes.len() {
-        let rest = bytes.get(done..).unwrap_or_default();
-        let remote = RemoteIoVec { base: address as usize + done, len: rest.len() };
-        match process_vm_writev(pid, &[IoSlice::new(rest)], &[remote]) {
-            Ok(0) | Err(nix::Error::EFAULT) => return Err(unmapped(process, address + done as u64)),
-            Ok(n) => done += n,
+    let mut bytes_written = 0;
+    while bytes_written < bytes.len() {
+        let unwritten = bytes.get(bytes_written..).unwrap_or_default();
+        let remote = RemoteIoVec { base: address as usize + bytes_written, len: unwritten.len() };
+        match process_vm_writev(pid, &[IoSlice::new(unwritten)], &[remote]) {
+            Ok(0) | Err(nix::Error::EFAULT) => return Err(unmapped(process, address + bytes_written as u64)),
+            Ok(n) => bytes_written += n,
             Err(e) => return Err(failed(process, e)),
         }
     }
@@ -144,23 +142,20 @@ impl PageMap {
     /// Errors of reading the page map, e.g. when the process has ended.
     pub fn populated(&self, address: u64, bytes: u64) -> io::Result<PageRuns> {
         const PAGE: u64 = PAGE_SIZE as u64;
+        const ENTRY_BYTES: usize = 8;
+        const ENTRIES_PER_READ: u64 = 8192;
         let pages = bytes.div_ceil(PAGE);
         let mut runs = PageRuns::new();
-        let mut buffer = vec![0u8; 8 * pages.min(8192) as usize];
-        let mut page = 0;
-        while page < pages {
-            let some = (pages - page).min(8192);
-            let chunk = buffer.get_mut(..8 * some as usize).unwrap_or_default();
-            self.file.read_exact_at(chunk, (address / PAGE + page) * 8)?;
-            let (entries, _) = chunk.as_chunks::<8>();
-            for (n, entry) in entries.iter().enumerate() {
-                if u64::from_ne_bytes(*entry) & POPULATED == 0 {
-                    continue;
+        let mut buffer = vec![0u8; ENTRY_BYTES * pages.min(ENTRIES_PER_READ) as usize];
+        for first_page in (0..pages).step_by(ENTRIES_PER_READ as usize) {
+            let count = (pages - first_page).min(ENTRIES_PER_READ);
+            let chunk = buffer.get_mut(..ENTRY_BYTES * count as usize).unwrap_or_default();
+            self.file.read_exact_at(chunk, (address / PAGE + first_page) * ENTRY_BYTES as u64)?;
+            for (page, entry) in (first_page..).zip(chunk.as_chunks::<ENTRY_BYTES>().0) {
+                if u64::from_ne_bytes(*entry) & POPULATED != 0 {
+                    runs.push(page * PAGE..(page + 1) * PAGE);
                 }
-                let at = (page + n as u64) * PAGE;
-                runs.push(at..at + PAGE);
             }
-            page += some;
         }
         Ok(runs)
     }

@@ -27,8 +27,8 @@ fn victim() {
     victim::act();
 }
 
-/// The checkpoint that pages are filled from. It slows down when it has supplied more than [`PAGES_AT_FULL_SPEED`] pages
-/// per new checkpoint, so that checkpoints are taken during the fill on a busy machine too.
+/// The checkpoint that pages are filled from. It slows down when it has supplied more than [`PAGES_AT_FULL_SPEED`]
+/// pages per new checkpoint, so that checkpoints are taken during the fill on a busy machine too.
 struct Checkpoint {
     delay: Duration,
     supplied: u32,

@@ -72,8 +72,8 @@ struct BlockDirty {
 }
 
 impl Filling {
-    /// Starts to read the record of a pager, which fills the blocks that `is_paged` selects, with the guest stopped. For
-    /// these blocks the record continues from the last collection by any process. The other blocks count as not
+    /// Starts to read the record of a pager, which fills the blocks that `is_paged` selects, with the guest stopped.
+    /// For these blocks the record continues from the last collection by any process. The other blocks count as not
     /// written.
     ///
     /// Returns `None` if there is no pager that records writes. Then the caller must wait until all pages are present.
@@ -252,7 +252,7 @@ impl PagedRecord<'_> {
     fn collect_registered(&mut self, registered: &PageRuns, written: &mut PageRuns) -> Result<bool, TrackError> {
         let area = self.area;
         for run in registered {
-            match self.scanner.written_there(run.clone(), Rearm::Yes) {
+            match self.scanner.written_where_present(run.clone(), Rearm::Yes) {
                 Ok(written_now) => *written = written.union(&written_now),
                 Err(ScanError::Unprotected { .. }) => return Ok(false),
                 Err(source) => return Err(TrackError::Scan { id: area.id.clone(), source }),

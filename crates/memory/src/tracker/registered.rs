@@ -4,7 +4,7 @@ use super::{Dirty, TrackError};
 use crate::ram::{self, GuestRam};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory;
-use rekindle_kernel::pagemap::{Categories, Query, Rearm, Scanner, reports_given_back};
+use rekindle_kernel::pagemap::{Categories, Query, Rearm, Scanner, kernel_reports_given_back};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::{self, Existing, Remote, RemoteError};
 use rekindle_kernel::userfault::{Features, Mode};
@@ -86,7 +86,7 @@ impl Area {
     }
 }
 
-/// Pages of a shared block that QEMU has not mapped and that its file lacks, or may lack, as offsets in the block.
+/// Unmapped pages of a shared block that are, or may be, holes of its file, as offsets in the block.
 #[derive(Debug, Default)]
 struct Holes {
     /// Pages that are zero.
@@ -182,7 +182,7 @@ impl Registered {
         let query = Query { none, ..Query::all(Categories::empty()) };
         self.areas
             .iter()
-            .map(|area| match area.is_tracked && !area.is_shared && !reports_given_back() {
+            .map(|area| match area.is_tracked && !area.is_shared && !kernel_reports_given_back() {
                 false => Ok(PageRuns::new()),
                 true => {
                     let absent = scanner.matching(area.used.clone(), query);
