@@ -19,23 +19,37 @@ impl Utilization {
     }
 }
 
-/// Name, interval (s), timeout (s), and check level of each operation of the resource.
-const OPERATIONS: [(&str, u32, u32, u32); 6] = [
-    ("start", 0, 120, 0),
-    ("stop", 0, 120, 0),
-    ("migrate_to", 0, 600, 0),
-    ("migrate_from", 0, 60, 0),
-    ("monitor", 10, 30, 0),
-    ("monitor", 60, 30, 10),
+/// An operation of the resource.
+struct Operation {
+    name: &'static str,
+    interval_s: u32,
+    timeout_s: u32,
+    /// `OCF_CHECK_LEVEL`; 0 for the default.
+    check_level: u32,
+}
+
+impl Operation {
+    const fn new(name: &'static str, timeout_s: u32) -> Self {
+        Self { name, interval_s: 0, timeout_s, check_level: 0 }
+    }
+}
+
+const OPERATIONS: [Operation; 6] = [
+    Operation::new("start", 120),
+    Operation::new("stop", 120),
+    Operation::new("migrate_to", 600),
+    Operation::new("migrate_from", 60),
+    Operation { interval_s: 10, ..Operation::new("monitor", 30) },
+    Operation { interval_s: 60, check_level: 10, ..Operation::new("monitor", 30) },
 ];
 
 /// After three failures on a node, the cluster uses another node; failures expire after a minute.
 const META_ATTRIBUTES: &str = "allow-migrate=true migration-threshold=3 failure-timeout=60s";
 
 /// Quotes a word for a shell command.
-fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
+fn quote(text: &str) -> String {
+    let needs_no_quotes = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
+    if !text.is_empty() && text.chars().all(needs_no_quotes) {
         text.to_owned()
     } else {
         format!("'{}'", text.replace('\'', r"'\''"))
@@ -45,26 +59,18 @@ fn quoted(text: &str) -> String {
 /// Returns two alternative sets of commands: one for `crm` (crmsh), one for `pcs`. `parameters` are the resource
 /// parameters in addition to the definition.
 #[must_use]
-pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]) -> String {
+pub fn configuration_commands(definition: &Definition, file: &Path, parameters: &[(&str, String)]) -> String {
     let Utilization { memory, vcpus } = Utilization::of(definition);
     let name = definition.name.as_str();
-    let file = ("definition", file.display().to_string());
-    let given: Vec<_> =
-        std::iter::once(&file).chain(parameters).map(|(key, value)| quoted(&format!("{key}={value}"))).collect();
-    let given = given.join(" ");
-    // A store on a server needs the node's certificate.
-    let store = parameters.iter().find(|(key, _)| *key == "store").map(|(_, url)| quoted(url)).unwrap_or_default();
-    let tls = parameters.iter().filter(|(key, _)| ["cert", "key", "ca"].contains(key));
-    let store = tls.fold(store, |line, (key, file)| format!("{line} --{key} {}", quoted(file)));
-    let operations = |word: &str, level: &str| {
-        let one = |(name, interval, timeout, depth): &(&str, u32, u32, u32)| {
-            let depth = if *depth > 0 { format!(" {level}={depth}") } else { String::new() };
-            format!("{word}{name} interval={interval}s timeout={timeout}s{depth}")
-        };
-        OPERATIONS.iter().map(one).collect::<Vec<_>>()
-    };
-    let crm = operations("op ", "op_params OCF_CHECK_LEVEL").join(" \\\n    ");
-    let pcs = operations("", "OCF_CHECK_LEVEL").join(" \\\n    ");
+    let definition_file = ("definition", file.display().to_string());
+    let parameter_words: Vec<_> = std::iter::once(&definition_file)
+        .chain(parameters)
+        .map(|(key, value)| quote(&format!("{key}={value}")))
+        .collect();
+    let parameter_words = parameter_words.join(" ");
+    let store = store_arguments(parameters);
+    let crm_operations = operation_lines("op ", "op_params OCF_CHECK_LEVEL");
+    let pcs_operations = operation_lines("", "OCF_CHECK_LEVEL");
     format!(
         "# Set each node's capacity for guests once, in MiB and processors, e.g. 60 GiB and 16:\n\
          #   crm node utilization NODE set memory 61440 && crm node utilization NODE set vcpus 16\n\
@@ -77,13 +83,30 @@ pub fn lines(definition: &Definition, file: &Path, parameters: &[(&str, String)]
          # Create the store once, on one node:\n\
          #   rekindle store init {store}\n\
          \n# crmsh\n\
-         crm configure primitive {name} ocf:rekindle:vm \\\n    params {given} \\\n    {crm} \\\n    \
-         utilization memory={memory} vcpus={vcpus} \\\n    meta {META_ATTRIBUTES}\n\
+         crm configure primitive {name} ocf:rekindle:vm \\\n    params {parameter_words} \\\n    \
+         {crm_operations} \\\n    utilization memory={memory} vcpus={vcpus} \\\n    meta {META_ATTRIBUTES}\n\
          \n# pcs\n\
-         pcs resource create {name} ocf:rekindle:vm {given} \\\n    op {pcs} \\\n    \
+         pcs resource create {name} ocf:rekindle:vm {parameter_words} \\\n    op {pcs_operations} \\\n    \
          meta {META_ATTRIBUTES}\n\
          pcs resource utilization {name} memory={memory} vcpus={vcpus}\n"
     )
+}
+
+/// Returns the store and the options of `rekindle store init`. A store on a server needs the node's certificate.
+fn store_arguments(parameters: &[(&str, String)]) -> String {
+    let store = parameters.iter().find(|(key, _)| *key == "store").map(|(_, url)| quote(url)).unwrap_or_default();
+    let tls_files = parameters.iter().filter(|(key, _)| ["cert", "key", "ca"].contains(key));
+    tls_files.fold(store, |arguments, (key, file)| format!("{arguments} --{key} {}", quote(file)))
+}
+
+/// Returns a line for each of [`OPERATIONS`], which begins with `prefix`. `level_key` is the name of the check level.
+fn operation_lines(prefix: &str, level_key: &str) -> String {
+    let line = |operation: &Operation| {
+        let Operation { name, interval_s, timeout_s, check_level } = operation;
+        let level = if *check_level > 0 { format!(" {level_key}={check_level}") } else { String::new() };
+        format!("{prefix}{name} interval={interval_s}s timeout={timeout_s}s{level}")
+    };
+    OPERATIONS.iter().map(line).collect::<Vec<_>>().join(" \\\n    ")
 }
 
 #[cfg(test)]
@@ -98,19 +121,19 @@ mod tests {
         let text = "name = \"web\"\nmemory = \"1536M\"\nvcpus = 3\n[boot]\nkernel = \"vmlinuz\"\n";
         let definition = Definition::parse(text, folder.path(), "web.toml").unwrap();
         assert_eq!(Utilization::of(&definition), Utilization { memory: 1536, vcpus: 3 });
-        let text = lines(
+        let text = configuration_commands(
             &definition,
             Path::new("/etc/rekindle/my web.toml"),
             &[("store", "tls://s:7001/web".into()), ("cert", "/c.pem".into())],
         );
-        for wanted in [
+        for part in [
             "crm configure primitive web ocf:rekindle:vm \\\n    params 'definition=/etc/rekindle/my web.toml' store=tls://s:7001/web cert=/c.pem \\\n",
             "op monitor interval=60s timeout=30s op_params OCF_CHECK_LEVEL=10 \\\n    utilization memory=1536 vcpus=3 \\\n    meta allow-migrate=true migration-threshold=3 failure-timeout=60s\n",
             "migrate_to interval=0s timeout=600s \\\n    migrate_from interval=0s timeout=60s \\\n",
             "pcs resource utilization web memory=1536 vcpus=3",
             "#   rekindle store init tls://s:7001/web --cert /c.pem\n",
         ] {
-            assert!(text.contains(wanted), "{wanted} is not in:\n{text}");
+            assert!(text.contains(part), "{part} is not in:\n{text}");
         }
     }
 }

@@ -37,26 +37,28 @@ struct ProtectorId {
 /// Returns the protector that is attached to the guest, whichever process has started it; if none is attached, the
 /// protector that this node has started last, if it is alive.
 #[must_use]
-pub fn running(rundir: &RunDir) -> Option<Process> {
-    protector(rundir).or_else(|| recorded(rundir))
+pub fn find_protector(rundir: &RunDir) -> Option<Process> {
+    protector(rundir).or_else(|| started_by_this_node(rundir))
 }
 
-fn recorded(rundir: &RunDir) -> Option<Process> {
+/// Returns the protector that this node has started last, if it is alive.
+fn started_by_this_node(rundir: &RunDir) -> Option<Process> {
     let text = fs::read(rundir.file("protector.json")).ok()?;
     // If the file is unreadable, another protector is started, and the store lets only one of them commit.
     let ProtectorId { pid, started } = serde_json::from_slice(&text).ok()?;
     Some(Process { pid, started }).filter(Process::is_alive)
 }
 
-fn command(rundir: &RunDir, arguments: impl IntoIterator<Item = OsString>) -> io::Result<Command> {
+/// Returns a command of this program that logs to the protector's log.
+fn rekindle_command(rundir: &RunDir, arguments: impl IntoIterator<Item = OsString>) -> io::Result<Command> {
     let log = rundir.file("protect.log");
     let open = || OpenOptions::new().create(true).append(true).mode(0o600).open(&log);
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args(arguments).stdout(open()?).stderr(open()?);
+    let mut rekindle_command = Command::new(std::env::current_exe()?);
+    rekindle_command.args(arguments).stdout(open()?).stderr(open()?);
     if let Some(root) = rundir.path().parent() {
-        command.env("REKINDLE_RUN_DIR", root);
+        rekindle_command.env("REKINDLE_RUN_DIR", root);
     }
-    Ok(command)
+    Ok(rekindle_command)
 }
 
 /// Starts a protector if there is none. Returns whether one was started.
@@ -64,12 +66,12 @@ fn command(rundir: &RunDir, arguments: impl IntoIterator<Item = OsString>) -> io
 /// # Errors
 /// An I/O error if the log or `protector.json` cannot be written, or the process cannot be started.
 pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
-    if running(rundir).is_some() {
+    if find_protector(rundir).is_some() {
         return Ok(false);
     }
     // Start a new log: it must not contain reports of the previous protector.
     begin_anew(&rundir.file("protect.log"))?;
-    let mut command = command(rundir, resource.protect_arguments(false))?;
+    let mut command = rekindle_command(rundir, resource.protect_arguments(false))?;
     let child = detach(&mut command).stdin(Stdio::null()).spawn()?;
     let Process { pid, started } = Process::of(child.id())?;
     disown(child);
@@ -81,8 +83,9 @@ pub fn ensure(rundir: &RunDir, resource: &Resource) -> io::Result<bool> {
 #[must_use]
 pub fn last_message(rundir: &RunDir) -> String {
     let text = last_lines(&rundir.file("protect.log"), LOG_LINES);
-    let last = text.lines().rev().find(|line| !line.trim().is_empty() && !line.starts_with('{')).unwrap_or("nothing");
-    last.chars().take(MAX_MESSAGE_CHARS).collect()
+    let is_message = |line: &&str| !line.trim().is_empty() && !line.starts_with('{');
+    let message = text.lines().rfind(is_message).unwrap_or("nothing");
+    message.chars().take(MAX_MESSAGE_CHARS).collect()
 }
 
 /// Waits until the started protector has attached to the guest or has ended, or `deadline` has passed.
@@ -96,7 +99,7 @@ pub fn wait_attached(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
         if last_lines(&rundir.file("protect.log"), LOG_LINES).contains("\"event\":") || Instant::now() > deadline {
             return Ok(());
         }
-        if running(rundir).is_none() {
+        if find_protector(rundir).is_none() {
             return Err(last_message(rundir));
         }
         thread::sleep(POLL_INTERVAL);
@@ -109,8 +112,8 @@ pub fn wait_attached(rundir: &RunDir, deadline: Instant) -> Result<(), String> {
 /// # Errors
 /// An I/O error if the protector cannot be signalled, or does not end after a kill.
 pub fn end(rundir: &RunDir, deadline: Instant) -> io::Result<()> {
-    let Some(process) = running(rundir) else { return Ok(()) };
-    if recorded(rundir) != Some(process) {
+    let Some(process) = find_protector(rundir) else { return Ok(()) };
+    if started_by_this_node(rundir) != Some(process) {
         tracing::warn!(
             "{}: ending process {}, which takes checkpoints of it and was not started by the cluster",
             rundir.name(),
@@ -149,9 +152,9 @@ fn run_rekindle(
     arguments: impl IntoIterator<Item = OsString>,
     deadline: Instant,
 ) -> Result<(), String> {
-    let spawned = command(rundir, arguments).and_then(|mut command| command.stdin(Stdio::null()).spawn());
+    let spawned = rekindle_command(rundir, arguments).and_then(|mut command| command.stdin(Stdio::null()).spawn());
     let mut child = spawned.map_err(|e| e.to_string())?;
-    match wait_for(&mut child, deadline) {
+    match wait_for_success(&mut child, deadline) {
         Ok(true) => Ok(()),
         Ok(false) => Err(format!("it failed; see {}", rundir.file("protect.log").display())),
         Err(e) => {
@@ -162,7 +165,8 @@ fn run_rekindle(
     }
 }
 
-fn wait_for(child: &mut Child, deadline: Instant) -> io::Result<bool> {
+/// Waits until the child has ended. Returns whether it succeeded.
+fn wait_for_success(child: &mut Child, deadline: Instant) -> io::Result<bool> {
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(status.success());

@@ -34,13 +34,13 @@ pub fn migrate_to(
     report: &mut dyn FnMut(&MoveEvent),
 ) -> Result<MoveReport, MoveError> {
     let settings = settings(resource, remote);
-    let late = Arc::new(AtomicBool::new(false));
-    let is_late = Arc::clone(&late);
+    let is_late = Arc::new(AtomicBool::new(false));
+    let is_late_in_timer = Arc::clone(&is_late);
     thread::spawn(move || {
         thread::sleep(deadline.saturating_duration_since(Instant::now()));
-        is_late.store(true, Ordering::Relaxed);
+        is_late_in_timer.store(true, Ordering::Relaxed);
     });
-    start(host, &resource.name, &settings, &late, report).inspect_err(|e| {
+    start(host, &resource.name, &settings, &is_late, report).inspect_err(|e| {
         let rundir = RunDir::new(&host.root, resource.name.as_str());
         if !e.needs_recovery()
             && rundir.exists()

@@ -26,21 +26,23 @@ use std::time::{Duration, Instant};
 
 /// Interval between checks of a guest that is just being stopped or resumed.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// How long QEMU or the guest's agent may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the store may take to report the guest's owner.
 const STORE_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long the guest's service may take to answer, if network output is not held.
 const SERVICE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of checkpoints before an answer of the guest's service arrives, if network output is held: one each for
 /// address resolution, connection and answer, and the one in progress.
-const HELD_CHECKPOINTS: u32 = 4;
+const CHECKPOINTS_PER_HELD_ANSWER: u32 = 4;
 
 /// How long a guest that has reset itself or has panicked may wait for its reboot before it counts as ended. `rekindle
 /// watch` takes the VM's lock as soon as it notices the end of the guest.
 const REBOOT_TIMEOUT: Duration = Duration::from_secs(3);
 /// After this many intervals without a checkpoint, and at least [`MIN_ALLOWED_AGE`], the guest counts as not protected.
-const MAX_INTERVALS: u32 = 10;
+const MAX_MISSED_INTERVALS: u32 = 10;
 /// Lower limit for short checkpoint intervals: a store may be unreachable this long before it is reported.
-const MIN_ALLOWED_AGE: Duration = Duration::from_secs(60);
+const MIN_AGE_OF_UNPROTECTED: Duration = Duration::from_secs(60);
 
 /// State of the VM on this node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -79,10 +81,10 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// Checks the VM. Ends a guest that another node has taken over. Starts a missing protector. `deep`: also probes the
-/// guest's service, if the definition sets `probe`.
+/// Checks the VM. Ends a guest that another node has taken over. Starts a missing protector. With `probes_service`,
+/// also probes the guest's service, if the definition sets `probe`.
 #[must_use]
-pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, deep: bool) -> Verdict {
+pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, probes_service: bool) -> Verdict {
     let rundir = RunDir::new(&host.root, resource.name.as_str());
     let verdict = check_guest(&rundir, resource, deadline);
     if !matches!(verdict, Verdict::Running | Verdict::Degraded(_)) {
@@ -94,19 +96,20 @@ pub fn monitor(host: &Host, resource: &Resource, deadline: Instant, deep: bool) 
     if let Verdict::Degraded(_) = verdict {
         return verdict;
     }
-    match if deep { check_service(&rundir, resource, deadline) } else { Verdict::Running } {
+    let service = if probes_service { check_service(&rundir, resource, deadline) } else { Verdict::Running };
+    match service {
         Verdict::Running => why_unprotected(&rundir, resource).map_or(Verdict::Running, Verdict::Degraded),
-        other => other,
+        verdict => verdict,
     }
 }
 
 /// Returns why the guest counts as not protected, if it does. Typical causes: the protector ends repeatedly, is
 /// stopped, or writes to another store; or the store is unreachable.
 fn why_unprotected(rundir: &RunDir, resource: &Resource) -> Option<String> {
-    let vmm = qemu(rundir)?;
+    let vmm = qemu_of(rundir)?;
     let ProtectSettings { store, every, .. } = &resource.protect;
     let age = age(rundir, store, &vmm)?;
-    (age > MIN_ALLOWED_AGE.max(*every * MAX_INTERVALS)).then(|| {
+    (age > MIN_AGE_OF_UNPROTECTED.max(*every * MAX_MISSED_INTERVALS)).then(|| {
         let (age, message) = (age.as_secs(), loops::last_message(rundir));
         format!(
             "its guest runs, but no checkpoint of it was committed to {store} for {age} s; last message of its \
@@ -117,7 +120,7 @@ fn why_unprotected(rundir: &RunDir, resource: &Resource) -> Option<String> {
 
 /// Starts a protector if there is none. Returns a verdict if the guest must not run, or no protector can be started.
 fn ensure_protector(rundir: &RunDir, resource: &Resource) -> Option<Verdict> {
-    if loops::running(rundir).is_some() {
+    if loops::find_protector(rundir).is_some() {
         return None;
     }
     // The log contains the reason why the previous protector has ended. But first check whether the guest may run at
@@ -148,39 +151,31 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
     if !rundir.exists() {
         return Verdict::NotRunning;
     }
-    match OwnerRecord::read(rundir) {
-        Ok(Some(owned)) if owned.may_run(rundir).is_err() => {
-            // An earlier attempt to end the guest may have been interrupted.
-            return match pull_the_plug(rundir) {
-                Ok(()) => Verdict::NotRunning,
-                Err(e) => Verdict::Failed(format!("another node has it, but it cannot be ended here: {e}")),
-            };
-        }
-        Ok(_) => {}
-        Err(e) => return Verdict::Failed(e.to_string()),
+    if let Some(verdict) = end_superseded_guest(rundir) {
+        return verdict;
     }
-    let mut tried = false;
-    let mut reboot_until = None;
+    let mut has_tried_protector = false;
+    let mut reboot_deadline = None;
     loop {
         let status = match status::status(rundir) {
             Ok(status) => status,
             Err(e) => return Verdict::Failed(e.to_string()),
         };
         // A protector that was killed during a pause has left the guest stopped. The next protector resumes it.
-        let left = matches!(&status, Status::Stopped(why) if why == "paused") && rundir.paused().exists();
-        if left
-            && !std::mem::replace(&mut tried, true)
+        let is_left_paused = matches!(&status, Status::Stopped(why) if why == "paused") && rundir.paused().exists();
+        if is_left_paused
+            && !std::mem::replace(&mut has_tried_protector, true)
             && let Some(verdict) = ensure_protector(rundir, resource)
         {
             return verdict;
         }
-        let verdict = match verdict_for(rundir, &status) {
-            Some(Verdict::NotRunning | Verdict::Failed(_)) if may_reboot(rundir, &status) => {
-                let until = *reboot_until.get_or_insert_with(|| deadline.min(Instant::now() + REBOOT_TIMEOUT));
-                if Instant::now() < until { None } else { verdict_for(rundir, &status) }
+        let mut verdict = verdict_for(rundir, &status);
+        if matches!(verdict, Some(Verdict::NotRunning | Verdict::Failed(_))) && may_reboot(rundir, &status) {
+            let reboot_deadline = *reboot_deadline.get_or_insert_with(|| deadline.min(Instant::now() + REBOOT_TIMEOUT));
+            if Instant::now() < reboot_deadline {
+                verdict = None;
             }
-            verdict => verdict,
-        };
+        }
         match verdict {
             // A checkpoint stops the guest for milliseconds, a reboot is in progress, or QEMU is slow.
             None if Instant::now() < deadline => thread::sleep(POLL_INTERVAL),
@@ -190,11 +185,24 @@ fn check_guest(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Verdi
     }
 }
 
+/// Ends a guest that is known to run on another node: an earlier attempt may have been interrupted. Returns a verdict
+/// if the guest must not run here, or if that cannot be determined.
+fn end_superseded_guest(rundir: &RunDir) -> Option<Verdict> {
+    match OwnerRecord::read(rundir) {
+        Ok(Some(record)) if record.may_run(rundir).is_err() => Some(match pull_the_plug(rundir) {
+            Ok(()) => Verdict::NotRunning,
+            Err(e) => Verdict::Failed(format!("another node has it, but it cannot be ended here: {e}")),
+        }),
+        Ok(_) => None,
+        Err(e) => Some(Verdict::Failed(e.to_string())),
+    }
+}
+
 /// Returns whether `rekindle watch` may be about to reboot a guest that has ended.
 fn may_reboot(rundir: &RunDir, status: &Status) -> bool {
-    let ended = matches!(status, Status::Stopped(why) if ENDED_RUN_STATES.contains(&why.as_str()));
+    let has_ended = matches!(status, Status::Stopped(why) if ENDED_RUN_STATES.contains(&why.as_str()));
     let is_watched = |state: State| state.definition.watches_guest();
-    ended
+    has_ended
         && State::read(rundir).ok().flatten().is_some_and(is_watched)
         && matches!(flock_holder(&rundir.watch_lock()), Ok(Some(_)))
 }
@@ -231,14 +239,14 @@ fn verdict_for(rundir: &RunDir, status: &Status) -> Option<Verdict> {
 /// Configures QEMU to pause, and not to exit, when its guest powers itself off, so that this can be distinguished from
 /// a crash.
 pub(crate) fn pause_at_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
-    let Some(vmm) = qemu(rundir) else { return Ok(()) };
+    let Some(vmm) = qemu_of(rundir) else { return Ok(()) };
     let mut qmp: Qmp = vmm.connect_watcher(ANSWER_TIMEOUT)?;
     qmp.execute::<Value>("set-action", json!({"shutdown": "pause"})).map(drop)
 }
 
 /// Requests a shutdown of the guest, through its agent if it has one. Does not wait for the shutdown.
 pub(crate) fn request_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
-    let Some(vmm) = qemu(rundir) else { return Ok(()) };
+    let Some(vmm) = qemu_of(rundir) else { return Ok(()) };
     let mut qmp: Qmp = vmm.connect_watcher(ANSWER_TIMEOUT)?;
     if agent::is_listening(&mut qmp).unwrap_or(false)
         && agent::shut_down(&vmm.directory().agent(), ANSWER_TIMEOUT).is_ok()
@@ -248,7 +256,7 @@ pub(crate) fn request_shutdown(rundir: &RunDir) -> Result<(), QmpError> {
     qmp.execute::<Value>("system_powerdown", json!({})).map(drop)
 }
 
-fn qemu(rundir: &RunDir) -> Option<Vmm> {
+fn qemu_of(rundir: &RunDir) -> Option<Vmm> {
     State::read(rundir).ok().flatten().and_then(|state| state.vmm)
 }
 
@@ -257,22 +265,22 @@ fn qemu(rundir: &RunDir) -> Option<Vmm> {
 /// An unreachable store decides nothing: the guest continues to run, as it does while its protector waits for the
 /// store.
 fn superseded_by(rundir: &RunDir) -> Result<Option<String>, String> {
-    let Some(owned) = OwnerRecord::read(rundir).map_err(|e| e.to_string())? else { return Ok(None) };
+    let Some(record) = OwnerRecord::read(rundir).map_err(|e| e.to_string())? else { return Ok(None) };
     let state = State::read(rundir).map_err(|e| e.to_string())?;
     let Some(uuid) = state.and_then(|state| state.hardware.uuid) else { return Ok(None) };
-    let (answer, waits) = mpsc::channel();
-    let asks = owned.clone();
+    let (answer_sender, answers) = mpsc::channel();
+    let queried = record.clone();
     // The limit holds whatever the store connection's timeouts are: the cluster manager counts a check that takes too
     // long as a failed guest.
-    thread::spawn(move || drop(answer.send(asks.query_new_owner(uuid))));
-    let Ok(asked) = waits.recv_timeout(STORE_TIMEOUT) else {
+    thread::spawn(move || drop(answer_sender.send(queried.query_new_owner(uuid))));
+    let Ok(new_owner) = answers.recv_timeout(STORE_TIMEOUT) else {
         tracing::warn!("{}: its store does not answer", rundir.name());
         return Ok(None);
     };
-    match asked {
+    match new_owner {
         Ok(None) => Ok(None),
         Ok(Some(owner)) => {
-            let superseded = owned.end_guest(rundir, &owner);
+            let superseded = record.end_guest(rundir, &owner);
             superseded
                 .map(|superseded| Some(superseded.to_string()))
                 .map_err(|e| format!("another node has it, but it cannot be ended here: {e}"))
@@ -297,14 +305,17 @@ fn check_service(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Ver
         Ok(target) => target,
         Err(e) => return Verdict::Failed(format!("`probe`: {e}")),
     };
-    let held = resource.protect.output_commit;
-    let left = deadline.saturating_duration_since(Instant::now());
-    let patience =
-        if held { (SERVICE_TIMEOUT + resource.protect.every * HELD_CHECKPOINTS).min(left) } else { SERVICE_TIMEOUT };
-    let before = committed(rundir);
-    match check(&target, patience, namespace(&definition)) {
+    let output_is_held = resource.protect.output_commit;
+    let timeout = if output_is_held {
+        let time_left = deadline.saturating_duration_since(Instant::now());
+        (SERVICE_TIMEOUT + resource.protect.every * CHECKPOINTS_PER_HELD_ANSWER).min(time_left)
+    } else {
+        SERVICE_TIMEOUT
+    };
+    let commits_before = committed(rundir);
+    match check(&target, timeout, probe_namespace(&definition)) {
         Ok(_) => Verdict::Running,
-        Err(e) if held && committed(rundir) < before + u64::from(HELD_CHECKPOINTS) => {
+        Err(e) if output_is_held && committed(rundir) < commits_before + u64::from(CHECKPOINTS_PER_HELD_ANSWER) => {
             tracing::warn!(
                 "{}: its service does not answer yet; too few checkpoints were committed since the probe: {e}",
                 rundir.name()
@@ -316,7 +327,7 @@ fn check_service(rundir: &RunDir, resource: &Resource, deadline: Instant) -> Ver
 }
 
 /// Returns the network namespace of the first tap that is in one.
-fn namespace(definition: &Definition) -> Option<&str> {
+fn probe_namespace(definition: &Definition) -> Option<&str> {
     definition.nets.iter().find_map(|net| match &net.backend {
         NetBackend::Tap { place: TapPlace::Netns { netns, .. }, .. } => Some(netns.as_str()),
         NetBackend::Tap { .. } | NetBackend::User { .. } => None,

@@ -5,6 +5,7 @@ use rekindle_vm::definition::Name;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+/// A VM as the cluster manager knows it.
 #[derive(Debug, Clone)]
 pub struct Resource {
     pub name: Name,
@@ -14,15 +15,15 @@ pub struct Resource {
 }
 
 impl Resource {
-    /// Returns the arguments for `rekindle protect`, which takes the checkpoints. With `last`, the arguments for taking
-    /// the last checkpoint, after which the guest stays stopped.
+    /// Returns the arguments for `rekindle protect`, which takes the checkpoints. With `takes_last_checkpoint`, the
+    /// arguments for taking the last checkpoint, after which the guest stays stopped.
     #[must_use]
-    pub fn protect_arguments(&self, last: bool) -> Vec<OsString> {
+    pub fn protect_arguments(&self, takes_last_checkpoint: bool) -> Vec<OsString> {
         let ProtectSettings { store, identity, every, policy, keep, max_lag, disks, output_commit, .. } = &self.protect;
-        let mut all: Vec<OsString> = ["--json", "protect", self.name.as_str(), "--store"].map(OsString::from).into();
-        all.push(store.to_string().into());
-        let ms = |span: &std::time::Duration| format!("{}ms", span.as_millis());
-        let mut add = |flag: &str, value: OsString| all.extend([flag.into(), value]);
+        let mut arguments: Vec<OsString> = ["--json", "protect", self.name.as_str()].map(OsString::from).into();
+        let ms = |duration: &std::time::Duration| format!("{}ms", duration.as_millis());
+        let mut add = |flag: &str, value: OsString| arguments.extend([flag.into(), value]);
+        add("--store", store.to_string().into());
         add("--every", ms(every).into());
         add("--keep", keep.to_string().into());
         if let Some(policy) = policy {
@@ -36,19 +37,18 @@ impl Resource {
             add("--key", identity.key.clone().into());
             add("--ca", identity.ca.clone().into());
         }
-        if *output_commit {
-            all.push("--output-commit".into());
-        }
-        let mut add = |flag: &str, value: OsString| all.extend([flag.into(), value]);
         match disks {
             DiskPolicy::Refuse => {}
             DiskPolicy::CrashConsistent => add("--disk", "crash-consistent".into()),
             DiskPolicy::Hook(command) => add("--disk-hook", command.into()),
         }
-        if last {
-            // Takes one checkpoint while the guest runs, so that less remains for the pause.
-            all.extend(["--count", "1", "--stay"].map(OsString::from));
+        if *output_commit {
+            arguments.push("--output-commit".into());
         }
-        all
+        if takes_last_checkpoint {
+            // Takes one checkpoint while the guest runs, so that less remains for the pause.
+            arguments.extend(["--count", "1", "--stay"].map(OsString::from));
+        }
+        arguments
     }
 }

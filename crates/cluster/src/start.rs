@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 /// How long to wait for a guest that is paused for a checkpoint.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Percentage of the time for waiting for a store that does not answer: the rest is for the guest.
-const STORE_SHARE: u32 = 60;
+const STORE_TIME_PERCENT: u32 = 60;
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Why the VM does not run on this node.
@@ -132,23 +132,20 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
         // Must precede the query of the store, which decides between resuming and booting.
         report_shutdown(&rundir);
     }
-    let found = find_with_retries(
-        resource,
-        Instant::now() + deadline.saturating_duration_since(Instant::now()) * STORE_SHARE / 100,
-    )?;
-    let restorable = found.as_ref().and_then(Listing::restorable);
-    remove_previous(host, &rundir, restorable.is_some(), deadline)?;
-    let started = match (&found, restorable) {
-        (_, Some(_)) => StartResult::Restored(restore(host, &resource.name, &request(resource))?),
-        (found, None) => {
-            boot(host, resource, found.as_ref())?;
-            let why = match found {
-                None => "its store is new",
-                Some(Listing { owner: Some(Owner { guest: Guest::Ended, .. }), .. }) => "it was shut down cleanly",
-                Some(_) => "there is no checkpoint of it since it was booted",
-            };
-            StartResult::Booted { why }
-        }
+    let time_left = deadline.saturating_duration_since(Instant::now());
+    let listing = find_with_retries(resource, Instant::now() + time_left * STORE_TIME_PERCENT / 100)?;
+    let is_restorable = listing.as_ref().and_then(Listing::restorable).is_some();
+    remove_previous(host, &rundir, is_restorable, deadline)?;
+    let started = if is_restorable {
+        StartResult::Restored(restore(host, &resource.name, &restore_request(resource))?)
+    } else {
+        boot(host, resource, listing.as_ref())?;
+        let why = match listing {
+            None => "its store is new",
+            Some(Listing { owner: Some(Owner { guest: Guest::Ended, .. }), .. }) => "it was shut down cleanly",
+            Some(_) => "there is no checkpoint of it since it was booted",
+        };
+        StartResult::Booted { why }
     };
     // If this fails, the next monitor action repeats it.
     if let Err(e) = pause_at_shutdown(&rundir) {
@@ -168,17 +165,17 @@ pub fn start(host: &Host, resource: &Resource, deadline: Instant) -> Result<Star
 /// Queries the store, and repeats the query until `deadline`: the store may itself be failing over to another node.
 /// `None`: no VM has used the store yet.
 fn find_with_retries(resource: &Resource, deadline: Instant) -> Result<Option<Listing>, StartError> {
-    let mut reported = false;
+    let mut is_reported = false;
     loop {
         match find(resource) {
             Err(e) if e.is_transient() && Instant::now() < deadline => {
-                if !std::mem::replace(&mut reported, true) {
+                if !std::mem::replace(&mut is_reported, true) {
                     let why = e.source().map_or_else(|| e.to_string(), ToString::to_string);
                     tracing::warn!("{}: {why}; retrying", resource.name);
                 }
                 thread::sleep(POLL_INTERVAL);
             }
-            other => return other,
+            result => return result,
         }
     }
 }
@@ -187,7 +184,7 @@ fn find_with_retries(resource: &Resource, deadline: Instant) -> Result<Option<Li
 fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
     let store = &resource.protect.store;
     match admin::listing(store, resource.protect.identity.as_ref()) {
-        Ok(found) => Ok(Some(found)),
+        Ok(listing) => Ok(Some(listing)),
         Err(StoreError::NotAStore { store }) => Err(StartError::NotAStore { store }),
         Err(StoreError::Unused { .. }) => Ok(None),
         Err(e) => Err(StartError::Store(e)),
@@ -195,8 +192,8 @@ fn find(resource: &Resource) -> Result<Option<Listing>, StartError> {
 }
 
 /// Removes the VM of a previous guest from this node. A QEMU that waits for a restore is kept if there is a checkpoint.
-fn remove_previous(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Instant) -> Result<(), StartError> {
-    if !rundir.exists() || to_restore && matches!(status::status(rundir), Ok(Status::Prepared)) {
+fn remove_previous(host: &Host, rundir: &RunDir, is_restorable: bool, deadline: Instant) -> Result<(), StartError> {
+    if !rundir.exists() || is_restorable && matches!(status::status(rundir), Ok(Status::Prepared)) {
         return Ok(());
     }
     if matches!(status::status(rundir), Ok(Status::Silent)) {
@@ -211,14 +208,14 @@ fn remove_previous(host: &Host, rundir: &RunDir, to_restore: bool, deadline: Ins
     }
 }
 
-fn request(resource: &Resource) -> Request {
+fn restore_request(resource: &Resource) -> Request {
     let (store, identity) = (resource.protect.store.clone(), resource.protect.identity.clone());
     let hold_output = resource.protect.output_commit;
     Request { store, identity, at: None, eager: false, definition: None, qemu: None, hold_output, move_claim: None }
 }
 
 /// Boots the guest from the newest state of its disks. No checkpoint is valid any more that the disks could belong to.
-fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(), StartError> {
+fn boot(host: &Host, resource: &Resource, listing: Option<&Listing>) -> Result<(), StartError> {
     let name = resource.name.as_str();
     let definition = Definition::load(&resource.definition)?;
     if definition.name != resource.name {
@@ -226,9 +223,9 @@ fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(),
     }
     let (store, identity) = (&resource.protect.store, resource.protect.identity.as_ref());
     // A store belongs to one VM over all of its boots.
-    let uuid = found.map(|found| found.vm.uuid);
+    let uuid = listing.map(|listing| listing.vm.uuid);
     // Redo logs are merged only if the store exists and needs none of them: an unmounted store appears empty, too.
-    let leftover_log = if found.is_some() { LeftoverLog::Merge } else { LeftoverLog::Reject };
+    let leftover_log = if listing.is_some() { LeftoverLog::Merge } else { LeftoverLog::Reject };
     let vm = NewVm { definition, qemu: None, uuid, leftover_log };
     let booted = boot::start(host, vm, |rundir, hardware| {
         let vm = Vm { uuid: hardware.uuid.unwrap_or_default(), name: name.into() };
@@ -237,7 +234,7 @@ fn boot(host: &Host, resource: &Resource, found: Option<&Listing>) -> Result<(),
         Ok::<_, StartError>(())
     });
     match booted {
-        Err(StartError::Life(source @ LifeError::Unfit { .. })) if found.is_none() => {
+        Err(StartError::Life(source @ LifeError::Unfit { .. })) if listing.is_none() => {
             Err(StartError::NoStore { store: store.to_string(), source })
         }
         other => other.map(drop),

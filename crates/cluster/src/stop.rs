@@ -20,13 +20,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Percentage of the time for the guest's last checkpoint or shutdown: the rest is for ending the VM's processes.
-const GUEST_SHARE: u32 = 60;
+const GUEST_TIME_PERCENT: u32 = 60;
 /// Percentage of the guest's time for a shutdown: the rest is for the last checkpoint of a guest that does not shut
 /// down.
-const SHUTDOWN_SHARE: u32 = 80;
+const SHUTDOWN_TIME_PERCENT: u32 = 80;
 /// Percentage of the guest's time in which the protector may finish a checkpoint and end by itself. If the protector is
 /// killed, all of the guest's memory must be read again.
-const PROTECTOR_SHARE: u32 = 50;
+const PROTECTOR_TIME_PERCENT: u32 = 50;
 
 /// How long a QEMU may take to report that its guest has shut down.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
@@ -66,21 +66,18 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
     if !rundir.exists() {
         return Ok(StopResult { how, ended: Ended::Before, lost: None });
     }
-    let all = deadline.saturating_duration_since(Instant::now());
-    let guest = Instant::now() + all * GUEST_SHARE / 100;
+    let guest_time = deadline.saturating_duration_since(Instant::now()) * GUEST_TIME_PERCENT / 100;
+    let guest_deadline = Instant::now() + guest_time;
     if how == StopMethod::ShutDown && !has_shut_down(&rundir) {
         // The protector continues meanwhile: a guest that does not shut down serves its clients, and its network output
         // may be held.
-        ask_to_shut_down(&rundir, Instant::now() + all * GUEST_SHARE / 100 * SHUTDOWN_SHARE / 100);
+        shut_down_guest(&rundir, Instant::now() + guest_time * SHUTDOWN_TIME_PERCENT / 100);
     }
-    let now = Instant::now();
-    if let Err(e) = loops::end(&rundir, now + guest.saturating_duration_since(now) * PROTECTOR_SHARE / 100) {
-        tracing::warn!("{}: its protector does not end: {e}", resource.name);
-    }
-    let mut reported = has_shut_down(&rundir) && report_shutdown(&rundir);
+    end_protector(&rundir, guest_deadline);
+    let is_shutdown_reported = has_shut_down(&rundir) && report_shutdown(&rundir);
     // A guest that this node still owns gets a last checkpoint.
     if has_unsettled_move(&rundir)
-        && let Err(why) = loops::recover(&rundir, guest)
+        && let Err(why) = loops::recover(&rundir, guest_deadline)
     {
         tracing::warn!("{}: cannot settle its interrupted move: {why}", resource.name);
     }
@@ -88,40 +85,62 @@ pub fn stop(host: &Host, resource: &Resource, how: StopMethod, deadline: Instant
         return Ok(StopResult { how, ended: Ended::Before, lost: None });
     }
     let status = status::status(&rundir);
-    let runs = matches!(status, Ok(Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Protected));
-    let shut_down = has_shut_down(&rundir);
+    let has_shut_down = has_shut_down(&rundir);
+    let is_suspended = !has_shut_down
+        && matches!(status, Ok(Status::Running | Status::Degraded(_) | Status::Stopped(_) | Status::Protected));
     let lost = match status {
         Ok(Status::Silent) => Some("its QEMU does not answer".into()),
-        _ if runs && !shut_down => loops::take_last_checkpoint(&rundir, resource, guest).err(),
+        _ if is_suspended => loops::take_last_checkpoint(&rundir, resource, guest_deadline).err(),
         _ => None,
     };
-    let how = if runs && !shut_down { StopMethod::Suspend } else { how };
+    let how = if is_suspended { StopMethod::Suspend } else { how };
     if let Some(why) = &lost {
         tracing::error!(
             "{}: no last checkpoint was taken, so it will resume from the previous one: {why}",
             resource.name
         );
     }
-    if !shut_down {
+    if !has_shut_down {
         // No later work of the guest can be in a checkpoint, whether or not the last one was taken.
         force_off(&rundir)?;
     }
+    let ended = end_qemu(host, &rundir, has_shut_down, is_shutdown_reported)?;
+    Ok(StopResult { how, ended, lost })
+}
+
+/// Ends the protector, which may finish a checkpoint first, in its part of the time until `guest_deadline`.
+fn end_protector(rundir: &RunDir, guest_deadline: Instant) {
+    let now = Instant::now();
+    let protector_time = guest_deadline.saturating_duration_since(now) * PROTECTOR_TIME_PERCENT / 100;
+    if let Err(e) = loops::end(rundir, now + protector_time) {
+        tracing::warn!("{}: its protector does not end: {e}", rundir.name());
+    }
+}
+
+/// Ends QEMU and removes the run directory. Kills QEMU if it does not end otherwise. Reports a clean shutdown of the
+/// guest, unless `is_shutdown_reported`.
+fn end_qemu(
+    host: &Host,
+    rundir: &RunDir,
+    has_shut_down: bool,
+    mut is_shutdown_reported: bool,
+) -> Result<Ended, LifeError> {
+    let name = rundir.name();
     // Do not wait for the lock's holder. Only a QEMU whose guest has shut down gets time to confirm that.
-    let patience = if shut_down { ANSWER_TIMEOUT } else { Duration::ZERO };
-    let stopped = stop::stop(host, resource.name.as_str(), Some(patience), |rundir, _| {
+    let timeout = if has_shut_down { ANSWER_TIMEOUT } else { Duration::ZERO };
+    let stopped = stop::stop(host, name, Some(timeout), |rundir, _| {
         // Report the shutdown only once: afterwards another node may own the store.
-        reported = reported || report_shutdown(rundir);
-        reported
-    })
-    .or_else(|e| {
-        tracing::warn!("{}: {e}; killing its QEMU", resource.name);
-        force_off(&rundir)?;
-        stop::stop_immediately(host, resource.name.as_str())
+        is_shutdown_reported = is_shutdown_reported || report_shutdown(rundir);
+        is_shutdown_reported
+    });
+    let stopped = stopped.or_else(|e| {
+        tracing::warn!("{name}: {e}; killing its QEMU");
+        force_off(rundir)?;
+        stop::stop_immediately(host, name)
     });
     match stopped {
-        Ok(ended) => Ok(StopResult { how, ended, lost }),
-        Err(LifeError::Unknown { .. }) => Ok(StopResult { how, ended: Ended::Before, lost }),
-        Err(e) => Err(e),
+        Err(LifeError::Unknown { .. }) => Ok(Ended::Before),
+        result => result,
     }
 }
 
@@ -133,18 +152,18 @@ fn force_off(rundir: &RunDir) -> Result<(), LifeError> {
             end_operation(rundir)?;
             pull_the_plug(rundir)
         }
-        other => other,
+        result => result,
     }
 }
 
 /// Requests a shutdown of the guest, and waits until `deadline` for it.
-fn ask_to_shut_down(rundir: &RunDir, deadline: Instant) {
+fn shut_down_guest(rundir: &RunDir, deadline: Instant) {
     if let Err(e) = pause_at_shutdown(rundir).and_then(|()| request_shutdown(rundir)) {
         tracing::warn!("{}: cannot request its shutdown: {e}", rundir.name());
         return;
     }
-    let runs = |status: &Status| matches!(status, Status::Running | Status::Degraded(_) | Status::Stopped(_));
-    while Instant::now() < deadline && status::status(rundir).is_ok_and(|status| runs(&status)) {
+    let has_qemu = |status: &Status| matches!(status, Status::Running | Status::Degraded(_) | Status::Stopped(_));
+    while Instant::now() < deadline && status::status(rundir).is_ok_and(|status| has_qemu(&status)) {
         if has_shut_down(rundir) {
             return;
         }
@@ -155,23 +174,23 @@ fn ask_to_shut_down(rundir: &RunDir, deadline: Instant) {
 /// Returns whether an interrupted move must be settled first. A move need not be settled if the source QEMU died before
 /// the other node was notified: settling would boot the guest on this node, and its last checkpoint is worth more.
 fn has_unsettled_move(rundir: &RunDir) -> bool {
-    let left = Journal::read(rundir).ok().flatten().map(|journal| journal.operation);
-    let unsettled = |operation: &Operation| {
-        let alive = operation.from.as_ref().is_some_and(Vmm::is_alive);
-        operation.kind == Kind::Move && (alive || operation.step >= Step::Resume)
+    let interrupted = Journal::read(rundir).ok().flatten().map(|journal| journal.operation);
+    let must_be_settled = |operation: &Operation| {
+        let source_is_alive = operation.from.as_ref().is_some_and(Vmm::is_alive);
+        operation.kind == Kind::Move && (source_is_alive || operation.step >= Step::Resume)
     };
-    matches!(status::status(rundir), Ok(Status::NeedsRecovery)) && left.as_ref().is_some_and(unsettled)
+    matches!(status::status(rundir), Ok(Status::NeedsRecovery)) && interrupted.as_ref().is_some_and(must_be_settled)
 }
 
 /// Reports to the store that the guest has shut down cleanly, so that its next start boots it. Returns whether the redo
 /// logs of its disks may be merged: not if another host may have the guest, because then that host owns the disks.
 pub fn report_shutdown(rundir: &RunDir) -> bool {
-    let reported = match (OwnerRecord::read(rundir), State::read(rundir)) {
-        (Ok(Some(owned)), Ok(Some(state))) => owned.report_shutdown(rundir, &state),
+    let result = match (OwnerRecord::read(rundir), State::read(rundir)) {
+        (Ok(Some(record)), Ok(Some(state))) => record.report_shutdown(rundir, &state),
         (Ok(None), _) => Ok(()),
         _ => Err("the run directory cannot be read".into()),
     };
-    reported
+    result
         .inspect_err(|e| {
             tracing::warn!(
                 "{}: cannot report its shutdown to its store, so the next start resumes it from its last checkpoint: \

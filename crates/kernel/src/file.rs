@@ -36,7 +36,7 @@ pub fn punch_hole(file: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
 const READINGS_OF_A_FREE_LOCK: usize = 5;
 
 /// The kernel returns `/proc/locks` in pieces of up to one page. A text below that length is one consistent piece.
-const ONE_PIECE: usize = 4000;
+const MAX_BYTES_OF_ONE_PIECE: usize = 4000;
 
 /// Returns the process that holds the `flock` of a file, from `/proc/locks`. Unlike an attempt to take the lock,
 /// reading that file disturbs no other process. `None` if the lock is free, or if its holder is not visible in this PID
@@ -53,7 +53,7 @@ pub fn flock_holder(path: &Path) -> io::Result<Option<u32>> {
     for _ in 0..READINGS_OF_A_FREE_LOCK {
         let locks = fs::read_to_string("/proc/locks")?;
         let holder = holder_in(&locks, device, file.st_ino);
-        if holder.is_some() || locks.len() < ONE_PIECE {
+        if holder.is_some() || locks.len() < MAX_BYTES_OF_ONE_PIECE {
             return Ok(holder);
         }
     }
@@ -111,10 +111,10 @@ pub fn lock_byte(file: impl AsFd, byte: u64, lock: Lock) -> io::Result<bool> {
 /// # Errors
 /// Errors of `fcntl(2)`; `InvalidInput` for a position above `i64::MAX`.
 pub fn is_locked(file: impl AsFd, byte: u64) -> io::Result<bool> {
-    let mut asked = byte_lock(libc::F_WRLCK, byte)?;
+    let mut query = byte_lock(libc::F_WRLCK, byte)?;
     // SAFETY: the descriptor is open, because it is borrowed; the call writes the structure, which is ours.
-    let done = unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_GETLK, &raw mut asked) };
-    if done == 0 { Ok(asked.l_type != libc::F_UNLCK as i16) } else { Err(io::Error::last_os_error()) }
+    let done = unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_GETLK, &raw mut query) };
+    if done == 0 { Ok(query.l_type != libc::F_UNLCK as i16) } else { Err(io::Error::last_os_error()) }
 }
 
 mod raw {

@@ -4,8 +4,8 @@
 //!
 //! - processes: identity ([`process::Process`], which cannot be confused with a later process of the same number),
 //!   starting and finding them ([`spawn`], [`lockfile`]), their output ([`output`], [`lines`]), mappings ([`maps`]),
-//!   memory ([`memory`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages ([`userfault`]), injected
-//!   system calls ([`inject`]), descriptors ([`descriptor`]), scheduling priority ([`sched`]);
+//!   memory ([`memory`], [`heap`]), written pages ([`pagemap`], [`softdirty`]), supplying missing pages
+//!   ([`userfault`]), injected system calls ([`inject`]), descriptors ([`descriptor`]), scheduling ([`sched`]);
 //! - networks: tap interfaces ([`tap`], [`stand_in`]), other interfaces ([`link`]), frames ([`packet`]), network
 //!   namespaces ([`netns`]);
 //! - files: concurrent reads and writes ([`uring`]), hints and locks ([`file`]), mapped files ([`mapping`]), large
@@ -19,6 +19,7 @@
 
 pub mod descriptor;
 pub mod file;
+pub mod heap;
 pub mod inject;
 mod ioctl;
 pub mod kexec;

@@ -10,7 +10,7 @@ use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 
 /// Bytes per read.
-const CHUNK: usize = 8192;
+const BYTES_PER_READ: usize = 8192;
 
 /// The reason why there is no line.
 #[derive(Debug, thiserror::Error)]
@@ -53,14 +53,15 @@ pub struct Lines<S> {
     unread: Vec<u8>,
     /// Bytes of `unread` known to contain no line end.
     scanned: usize,
-    broken: bool,
+    /// Whether a line was too long, so that its rest cannot be distinguished from another line.
+    is_broken: bool,
 }
 
 impl<S: Read + AsFd> Lines<S> {
     /// Makes a reader of `stream` for lines of at most `limit` bytes, with their line ends.
     #[must_use]
     pub fn new(stream: S, limit: usize) -> Self {
-        Self { stream, limit, unread: Vec::new(), scanned: 0, broken: false }
+        Self { stream, limit, unread: Vec::new(), scanned: 0, is_broken: false }
     }
 
     /// Returns the stream that lines are read from.
@@ -76,7 +77,7 @@ impl<S: Read + AsFd> Lines<S> {
     /// [`LineError`].
     pub fn next_by(&mut self, deadline: Instant) -> Result<Vec<u8>, LineError> {
         loop {
-            if let Some(line) = self.whole()? {
+            if let Some(line) = self.take_line()? {
                 return Ok(line);
             }
             if !self.fill(deadline.saturating_duration_since(Instant::now()))? {
@@ -93,7 +94,7 @@ impl<S: Read + AsFd> Lines<S> {
     pub fn next_started_by(&mut self, begin: Instant, rest: Duration) -> Result<Vec<u8>, LineError> {
         let mut end = None;
         loop {
-            if let Some(line) = self.whole()? {
+            if let Some(line) = self.take_line()? {
                 return Ok(line);
             }
             let now = Instant::now();
@@ -116,11 +117,11 @@ impl<S: Read + AsFd> Lines<S> {
     }
 
     /// Takes a complete line out of the unread bytes.
-    fn whole(&mut self) -> Result<Option<Vec<u8>>, LineError> {
-        let fresh = self.unread.get(self.scanned..).unwrap_or_default();
-        let end = fresh.iter().position(|&byte| byte == b'\n').map(|at| self.scanned + at + 1);
-        if self.broken || end.unwrap_or(self.unread.len()) > self.limit {
-            self.broken = true;
+    fn take_line(&mut self) -> Result<Option<Vec<u8>>, LineError> {
+        let unscanned = self.unread.get(self.scanned..).unwrap_or_default();
+        let end = unscanned.iter().position(|&byte| byte == b'\n').map(|index| self.scanned + index + 1);
+        if self.is_broken || end.unwrap_or(self.unread.len()) > self.limit {
+            self.is_broken = true;
             self.unread = Vec::new();
             self.scanned = 0;
             return Err(LineError::TooLong { limit: self.limit });
@@ -129,17 +130,17 @@ impl<S: Read + AsFd> Lines<S> {
             self.scanned = self.unread.len();
             return Ok(None);
         };
-        let rest = self.unread.split_off(end);
+        let after_line = self.unread.split_off(end);
         self.scanned = 0;
-        Ok(Some(std::mem::replace(&mut self.unread, rest)))
+        Ok(Some(std::mem::replace(&mut self.unread, after_line)))
     }
 
-    /// Reads available bytes, waiting at most `left`. Returns `false` if nothing arrived.
-    fn fill(&mut self, left: Duration) -> Result<bool, LineError> {
-        if !is_ready(&self.stream, PollFlags::IN, left)? {
+    /// Reads available bytes, waiting at most for `timeout`. Returns `false` if nothing arrived.
+    fn fill(&mut self, timeout: Duration) -> Result<bool, LineError> {
+        if !is_ready(&self.stream, PollFlags::IN, timeout)? {
             return Ok(false);
         }
-        let mut chunk = [0; CHUNK];
+        let mut chunk = [0; BYTES_PER_READ];
         match self.stream.read(&mut chunk) {
             Ok(0) => Err(LineError::Closed),
             Ok(n) => {
@@ -153,14 +154,14 @@ impl<S: Read + AsFd> Lines<S> {
     }
 }
 
-/// Waits until `stream` is ready for `events`, at most `left`. Returns whether it is.
-fn is_ready(stream: &impl AsFd, events: PollFlags, left: Duration) -> io::Result<bool> {
-    let until = Instant::now() + left;
+/// Waits until `stream` is ready for `events`, at most for `timeout`. Returns whether it is.
+fn is_ready(stream: &impl AsFd, events: PollFlags, timeout: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + timeout;
     loop {
-        let left = until.saturating_duration_since(Instant::now());
-        let limit =
-            Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() };
-        match poll(&mut [PollFd::new(stream, events)], Some(&limit)) {
+        let time_left = deadline.saturating_duration_since(Instant::now());
+        let seconds = i64::try_from(time_left.as_secs()).unwrap_or(i64::MAX);
+        let time_left = Timespec { tv_sec: seconds, tv_nsec: time_left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(stream, events)], Some(&time_left)) {
             Ok(ready) => return Ok(ready > 0),
             Err(Errno::INTR) => {}
             Err(e) => return Err(e.into()),
@@ -169,7 +170,7 @@ fn is_ready(stream: &impl AsFd, events: PollFlags, left: Duration) -> io::Result
 }
 
 /// Bytes per write: a pipe or socket that is ready accepts as many without blocking.
-const PIECE: usize = 4096;
+const BYTES_PER_WRITE: usize = 4096;
 
 /// Writes all of `bytes` to a pipe or socket by `deadline`, even if the peer reads little or nothing. After an error,
 /// the peer may have received a part of the bytes.
@@ -177,15 +178,15 @@ const PIECE: usize = 4096;
 /// # Errors
 /// [`LineError`].
 pub fn write_by(stream: &mut (impl Write + AsFd), bytes: &[u8], deadline: Instant) -> Result<(), LineError> {
-    for piece in bytes.chunks(PIECE) {
-        let mut rest = piece;
-        while !rest.is_empty() {
+    for piece in bytes.chunks(BYTES_PER_WRITE) {
+        let mut unwritten = piece;
+        while !unwritten.is_empty() {
             if !is_ready(stream, PollFlags::OUT, deadline.saturating_duration_since(Instant::now()))? {
                 return Err(LineError::Late);
             }
-            match stream.write(rest) {
+            match stream.write(unwritten) {
                 Ok(0) => return Err(LineError::Closed),
-                Ok(n) => rest = rest.get(n..).unwrap_or_default(),
+                Ok(n) => unwritten = unwritten.get(n..).unwrap_or_default(),
                 Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
                     return Err(LineError::Closed);
                 }

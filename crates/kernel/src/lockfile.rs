@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 /// How long the lock may be held without a visible holder. A process that ends disappears from `/proc/PID/fd` before
 /// its lock is released.
-const UNSEEN: Duration = Duration::from_secs(10);
-const PAUSE: Duration = Duration::from_millis(2);
+const UNSEEN_HOLDER_TIMEOUT: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Makes the child lock the file `path` before it starts its program, and hold that lock until it ends. The file is
 /// created if it is missing. The calling process never holds the lock.
@@ -62,9 +62,9 @@ pub fn holders(path: &Path) -> io::Result<Vec<Process>> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(e),
     };
-    let deadline = Instant::now() + UNSEEN;
+    let deadline = Instant::now() + UNSEEN_HOLDER_TIMEOUT;
     while is_locked(&file, 0)? {
-        let found = scan(path, &file)?;
+        let found = find_holders(path, &file)?;
         if !found.is_empty() {
             return Ok(found);
         }
@@ -75,7 +75,7 @@ pub fn holders(path: &Path) -> io::Result<Vec<Process>> {
             );
             return Err(io::Error::other(text));
         }
-        thread::sleep(PAUSE);
+        thread::sleep(POLL_INTERVAL);
     }
     Ok(Vec::new())
 }
@@ -91,16 +91,16 @@ pub fn owner(path: &Path) -> io::Result<Option<Process>> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(e),
     };
-    let mut asked = libc::flock { l_len: 0, ..byte_lock(libc::F_WRLCK, 0)? };
+    let mut query = libc::flock { l_len: 0, ..byte_lock(libc::F_WRLCK, 0)? };
     // SAFETY: the descriptor is open, because it is borrowed; the call writes the structure, which is ours.
-    let done = unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&file), libc::F_GETLK, &raw mut asked) };
+    let done = unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&file), libc::F_GETLK, &raw mut query) };
     if done != 0 {
         return Err(io::Error::last_os_error());
     }
-    if asked.l_type == libc::F_UNLCK as i16 {
+    if query.l_type == libc::F_UNLCK as i16 {
         return Ok(None);
     }
-    match u32::try_from(asked.l_pid) {
+    match u32::try_from(query.l_pid) {
         Ok(pid) if pid > 0 => match Process::of(pid) {
             Ok(process) => Ok(Some(process)),
             // The holder has ended since.
@@ -111,15 +111,19 @@ pub fn owner(path: &Path) -> io::Result<Option<Process>> {
     }
 }
 
-fn scan(path: &Path, file: &File) -> io::Result<Vec<Process>> {
+/// Returns the processes that have the lock of `file` in a descriptor table that we may read.
+fn find_holders(path: &Path, file: &File) -> io::Result<Vec<Process>> {
     let metadata = file.metadata()?;
-    let wanted = Wanted { name: path.file_name().unwrap_or_default().as_bytes(), id: (metadata.dev(), metadata.ino()) };
+    let locked_file =
+        LockedFile { name: path.file_name().unwrap_or_default().as_bytes(), id: (metadata.dev(), metadata.ino()) };
     let pids = fs::read_dir("/proc")?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let mut found = Vec::new();
     for pid in pids {
         // A process may end between any two of these steps.
         let Ok(process) = Process::of(pid) else { continue };
-        if tables(pid).iter().any(|table| wanted.is_held_in(table)) && Process::of(pid).ok() == Some(process) {
+        if descriptor_tables(pid).iter().any(|table| locked_file.is_held_in(table))
+            && Process::of(pid).ok() == Some(process)
+        {
             found.push(process);
         }
     }
@@ -128,7 +132,7 @@ fn scan(path: &Path, file: &File) -> io::Result<Vec<Process>> {
 
 /// Returns the directories that list the descriptors of a process. If its first thread has ended, only those of its
 /// other threads list them.
-fn tables(pid: u32) -> Vec<PathBuf> {
+fn descriptor_tables(pid: u32) -> Vec<PathBuf> {
     let main = PathBuf::from(format!("/proc/{pid}"));
     if fs::read_dir(main.join("fd")).is_ok_and(|mut entries| entries.next().is_some()) {
         return vec![main];
@@ -137,12 +141,14 @@ fn tables(pid: u32) -> Vec<PathBuf> {
     threads.map(|thread| thread.path()).collect()
 }
 
-struct Wanted<'a> {
+/// The file whose lock is searched for.
+struct LockedFile<'a> {
     name: &'a [u8],
+    /// Device and inode number.
     id: (u64, u64),
 }
 
-impl Wanted<'_> {
+impl LockedFile<'_> {
     fn is_held_in(&self, table: &Path) -> bool {
         let descriptors = fs::read_dir(table.join("fd")).into_iter().flatten().flatten();
         descriptors.into_iter().any(|entry| self.is_held_by(table, &entry.path()))
@@ -189,7 +195,7 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(20);
         while !condition() {
             assert!(Instant::now() < deadline, "{what}");
-            thread::sleep(PAUSE);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 

@@ -5,7 +5,7 @@ use vm_memory::bitmap::Bitmap;
 use vm_memory::mmap::MmapRegion;
 
 /// Bytes per unmap, which takes less than a millisecond.
-const PIECE: usize = 4 << 20;
+const BYTES_PER_UNMAP: usize = 4 << 20;
 
 /// Drops the pages of a shared file's mapping from this process, piece by piece. If this is done before unmapping, a
 /// thread that maps memory concurrently waits for one piece only. The file keeps its content, and the mapping stays
@@ -25,7 +25,9 @@ pub fn drop_pages<B: Bitmap>(region: &MmapRegion<B>) -> io::Result<()> {
     };
     // Keeps the kernel from recording for each page that it was used, which is half of the work.
     advise(0, region.size(), libc::MADV_RANDOM)?;
-    (0..region.size()).step_by(PIECE).try_for_each(|at| advise(at, PIECE.min(region.size() - at), libc::MADV_DONTNEED))
+    (0..region.size())
+        .step_by(BYTES_PER_UNMAP)
+        .try_for_each(|at| advise(at, BYTES_PER_UNMAP.min(region.size() - at), libc::MADV_DONTNEED))
 }
 
 #[cfg(test)]
@@ -41,7 +43,7 @@ mod tests {
     #[test]
     fn the_file_keeps_its_pages_and_the_process_has_none_of_them() {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
-        let bytes = 2 * PIECE + PAGE_SIZE;
+        let bytes = 2 * BYTES_PER_UNMAP + PAGE_SIZE;
         file.set_len(bytes as u64).unwrap();
         let region = MmapRegion::<()>::from_file(FileOffset::new(file.try_clone().unwrap(), 0), bytes).unwrap();
         for at in (0..bytes).step_by(PAGE_SIZE) {
@@ -58,7 +60,7 @@ mod tests {
         let mut found = [0; 8];
         file.read_exact_at(&mut found, (bytes - PAGE_SIZE) as u64).unwrap();
         assert_eq!(u64::from_ne_bytes(found), (bytes - PAGE_SIZE) as u64 | 1);
-        assert_eq!(region.as_volatile_slice().read_obj::<u64>(PIECE).unwrap(), PIECE as u64 | 1);
+        assert_eq!(region.as_volatile_slice().read_obj::<u64>(BYTES_PER_UNMAP).unwrap(), BYTES_PER_UNMAP as u64 | 1);
     }
 
     #[test]

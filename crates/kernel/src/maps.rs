@@ -4,6 +4,7 @@ use crate::process::Process;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
+use std::path::Path;
 
 /// One mapping of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,6 +55,17 @@ pub fn of(process: Process) -> io::Result<Vec<Mapping>> {
     text.lines()
         .map(|line| parse(line).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{path}: {line:?}"))))
         .collect()
+}
+
+/// Returns the addresses at which `process` has mapped the file at `path` from its first byte on, or `None`.
+///
+/// # Errors
+/// `NotFound` if the process has ended or there is no such file; `PermissionDenied` for the process of another user.
+pub fn range_of_file(process: Process, path: &Path) -> io::Result<Option<Range<u64>>> {
+    let path = path.canonicalize()?;
+    let mut mappings = of(process)?.into_iter();
+    let mapping = mappings.find(|mapping| mapping.offset == 0 && Path::new(&mapping.name) == path);
+    Ok(mapping.map(|mapping| mapping.range))
 }
 
 /// Parses `START-END PERM OFFSET MAJOR:MINOR INODE   NAME`, where a name may contain blanks.
@@ -123,5 +135,22 @@ mod tests {
             Ok(file) => assert_eq!(file.unwrap().metadata().unwrap().len(), program.metadata().unwrap().len()),
             Err(e) => assert_eq!(e.kind(), io::ErrorKind::PermissionDenied),
         }
+    }
+    #[test]
+    fn a_mapped_file_is_found_by_its_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let bytes = 2 * rekindle_pages::PAGE_SIZE;
+        let path = directory.path().join("two words");
+        fs::write(&path, vec![0; bytes]).unwrap();
+        let me = Process::current().unwrap();
+        assert_eq!(range_of_file(me, &path).unwrap(), None);
+        let file = File::open(&path).unwrap();
+        let null = std::ptr::null_mut();
+        let (protection, fd) = (libc::PROT_READ, std::os::fd::AsRawFd::as_raw_fd(&file));
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let start = unsafe { libc::mmap(null, bytes, protection, libc::MAP_SHARED, fd, 0) } as u64;
+        assert_eq!(range_of_file(me, &path).unwrap(), Some(start..start + bytes as u64));
+        // SAFETY: the mapping made above, to which there is no reference.
+        unsafe { libc::munmap(start as *mut _, bytes) };
     }
 }

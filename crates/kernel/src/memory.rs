@@ -1,17 +1,14 @@
 //! The memory of another process: its content, and which pages are populated.
 
-use crate::inject::{Call, Injector};
 use crate::process::Process;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
 pub use rekindle_pages::PAGE_SIZE;
 use rekindle_pages::PageRuns;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
-use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 /// Pieces per call of `process_vm_readv` (`UIO_MAXIOV` of `linux/uio.h`).
 const IOV_MAX: usize = 1024;
@@ -26,14 +23,13 @@ const POPULATED: u64 = 0b11 << 62;
 /// a part of the range is not mapped.
 pub fn read(process: Process, address: u64, buffer: &mut [u8]) -> io::Result<()> {
     let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
-    let mut done = 0;
-    while done < buffer.len() {
-        let rest = buffer.get_mut(done..).unwrap_or_default();
-        let remote = RemoteIoVec { base: address as usize + done, len: rest.len() };
-        match process_vm_readv(pid, &mut [IoSliceMut::new(rest)], &[remote]) {
-            Ok(0) => return Err(unmapped(process, address + done as u64)),
-            Ok(n) => done += n,
-            Err(nix::Error::EFAULT) => return Err(unmapped(process, address + done as u64)),
+    let mut bytes_read = 0;
+    while bytes_read < buffer.len() {
+        let unread = buffer.get_mut(bytes_read..).unwrap_or_default();
+        let remote = RemoteIoVec { base: address as usize + bytes_read, len: unread.len() };
+        match process_vm_readv(pid, &mut [IoSliceMut::new(unread)], &[remote]) {
+            Ok(0) | Err(nix::Error::EFAULT) => return Err(unmapped(process, address + bytes_read as u64)),
+            Ok(n) => bytes_read += n,
             Err(e) => return Err(failed(process, e)),
         }
     }
@@ -52,21 +48,20 @@ pub fn read_pieces(process: Process, pieces: &[(u64, usize)], mut buffer: &mut [
     }
     for batch in pieces.chunks(IOV_MAX) {
         let remote: Vec<_> = batch.iter().map(|&(base, len)| RemoteIoVec { base: base as usize, len }).collect();
-        let wanted = batch.iter().map(|piece| piece.1).sum();
-        let (now, later) = std::mem::take(&mut buffer).split_at_mut(wanted);
-        buffer = later;
-        let done = match process_vm_readv(pid, &mut [IoSliceMut::new(now)], &remote) {
-            Ok(done) => done,
+        let batch_bytes = batch.iter().map(|piece| piece.1).sum();
+        let (mut batch_buffer, unfilled) = std::mem::take(&mut buffer).split_at_mut(batch_bytes);
+        buffer = unfilled;
+        let bytes_read = match process_vm_readv(pid, &mut [IoSliceMut::new(batch_buffer)], &remote) {
+            Ok(bytes_read) => bytes_read,
             Err(nix::Error::EFAULT) => 0,
             Err(e) => return Err(failed(process, e)),
         };
-        if done < wanted {
+        if bytes_read < batch_bytes {
             // Read again piece by piece, to find the address that failed. If the failure was temporary, this succeeds.
-            let mut rest = now;
             for &(address, length) in batch {
-                let (one, others) = std::mem::take(&mut rest).split_at_mut(length);
-                read(process, address, one)?;
-                rest = others;
+                let (piece_buffer, after) = std::mem::take(&mut batch_buffer).split_at_mut(length);
+                read(process, address, piece_buffer)?;
+                batch_buffer = after;
             }
         }
     }
@@ -80,13 +75,13 @@ pub fn read_pieces(process: Process, pieces: &[(u64, usize)], mut buffer: &mut [
 /// not writable.
 pub fn write(process: Process, address: u64, bytes: &[u8]) -> io::Result<()> {
     let pid = Pid::from_raw(i32::try_from(process.pid).map_err(io::Error::other)?);
-    let mut done = 0;
-    while done < bytes.len() {
-        let rest = bytes.get(done..).unwrap_or_default();
-        let remote = RemoteIoVec { base: address as usize + done, len: rest.len() };
-        match process_vm_writev(pid, &[IoSlice::new(rest)], &[remote]) {
-            Ok(0) | Err(nix::Error::EFAULT) => return Err(unmapped(process, address + done as u64)),
-            Ok(n) => done += n,
+    let mut bytes_written = 0;
+    while bytes_written < bytes.len() {
+        let unwritten = bytes.get(bytes_written..).unwrap_or_default();
+        let remote = RemoteIoVec { base: address as usize + bytes_written, len: unwritten.len() };
+        match process_vm_writev(pid, &[IoSlice::new(unwritten)], &[remote]) {
+            Ok(0) | Err(nix::Error::EFAULT) => return Err(unmapped(process, address + bytes_written as u64)),
+            Ok(n) => bytes_written += n,
             Err(e) => return Err(failed(process, e)),
         }
     }
@@ -100,16 +95,6 @@ fn failed(process: Process, e: nix::Error) -> io::Error {
 
 fn unmapped(process: Process, address: u64) -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, format!("process {} has nothing mapped at {address:#x}", process.pid))
-}
-
-/// Populates all pages of a process's heap now, so that no page faults delay the process later. Needs Linux 5.14.
-///
-/// # Errors
-/// As for [`Injector::call`].
-pub fn populate_heap(injector: Injector) -> io::Result<()> {
-    let Some(heap) = heap(injector.process())? else { return Ok(()) };
-    let arguments = [heap.start, heap.end - heap.start, libc::MADV_POPULATE_WRITE as u64];
-    Ok(injector.call(Call::new("madvise", libc::SYS_madvise, arguments)).map(drop)?)
 }
 
 /// Reserves every huge page that the first `bytes` bytes of `file`, on hugetlbfs, can need.
@@ -130,33 +115,6 @@ pub fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     }
     // SAFETY: exactly the mapping made above, to which there is no reference.
     if unsafe { libc::munmap(start, length) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-fn heap(process: Process) -> io::Result<Option<Range<u64>>> {
-    mapping(process, |_, name| name == "[heap]")
-}
-
-/// Returns the addresses at which `process` has mapped the file at `path` from its first byte on, or `None`.
-///
-/// # Errors
-/// `NotFound` if the process has ended or there is no such file; `PermissionDenied` for the process of another user.
-pub fn mapping_of(process: Process, path: &Path) -> io::Result<Option<Range<u64>>> {
-    let path = path.canonicalize()?;
-    mapping(process, |offset, name| offset == 0 && Path::new(name) == path)
-}
-
-/// Returns the first mapping of a process for which `wanted` holds, given its file offset and its name.
-fn mapping(process: Process, wanted: impl Fn(u64, &str) -> bool) -> io::Result<Option<Range<u64>>> {
-    let maps = fs::read_to_string(format!("/proc/{}/maps", process.pid))?;
-    let number = |text| u64::from_str_radix(text, 16).ok();
-    // `START-END PERM OFFSET DEVICE INODE   NAME`, where a name may contain blanks.
-    Ok(maps.lines().find_map(|line| {
-        let mut words = line.splitn(6, ' ');
-        let (start, end) = words.next()?.split_once('-')?;
-        let offset = number(words.nth(1)?)?;
-        let name = words.nth(2)?.trim_start();
-        if wanted(offset, name) { Some(number(start)?..number(end)?) } else { None }
-    }))
 }
 
 /// The populated pages of a process. An unpopulated page of anonymous memory reads as zeros; skipping it is faster and
@@ -184,23 +142,20 @@ impl PageMap {
     /// Errors of reading the page map, e.g. when the process has ended.
     pub fn populated(&self, address: u64, bytes: u64) -> io::Result<PageRuns> {
         const PAGE: u64 = PAGE_SIZE as u64;
+        const ENTRY_BYTES: usize = 8;
+        const ENTRIES_PER_READ: u64 = 8192;
         let pages = bytes.div_ceil(PAGE);
         let mut runs = PageRuns::new();
-        let mut buffer = vec![0u8; 8 * pages.min(8192) as usize];
-        let mut page = 0;
-        while page < pages {
-            let some = (pages - page).min(8192);
-            let chunk = buffer.get_mut(..8 * some as usize).unwrap_or_default();
-            self.file.read_exact_at(chunk, (address / PAGE + page) * 8)?;
-            let (entries, _) = chunk.as_chunks::<8>();
-            for (n, entry) in entries.iter().enumerate() {
-                if u64::from_ne_bytes(*entry) & POPULATED == 0 {
-                    continue;
+        let mut buffer = vec![0u8; ENTRY_BYTES * pages.min(ENTRIES_PER_READ) as usize];
+        for first_page in (0..pages).step_by(ENTRIES_PER_READ as usize) {
+            let count = (pages - first_page).min(ENTRIES_PER_READ);
+            let chunk = buffer.get_mut(..ENTRY_BYTES * count as usize).unwrap_or_default();
+            self.file.read_exact_at(chunk, (address / PAGE + first_page) * ENTRY_BYTES as u64)?;
+            for (page, entry) in (first_page..).zip(chunk.as_chunks::<ENTRY_BYTES>().0) {
+                if u64::from_ne_bytes(*entry) & POPULATED != 0 {
+                    runs.push(page * PAGE..(page + 1) * PAGE);
                 }
-                let at = (page + n as u64) * PAGE;
-                runs.push(at..at + PAGE);
             }
-            page += some;
         }
         Ok(runs)
     }
@@ -209,8 +164,6 @@ impl PageMap {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{BufRead, BufReader, Write};
-    use std::process::{Command, Stdio};
 
     #[test]
     fn own_memory_is_read_and_its_populated_pages_are_known() {
@@ -227,24 +180,6 @@ mod tests {
         let mut copy = vec![0; 2 * PAGE_SIZE];
         read(me, address + at, &mut copy).unwrap();
         assert_eq!((copy[0], copy[PAGE_SIZE]), (1, 2));
-    }
-
-    #[test]
-    fn a_heap_is_populated_from_outside() {
-        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        child.stdin.as_mut().unwrap().write_all(b"there?\n").unwrap();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
-        let process = Process::of(child.id()).unwrap();
-        let heap = heap(process).unwrap().unwrap();
-        let populated = || {
-            let runs = PageMap::open(process).unwrap().populated(heap.start, heap.end - heap.start).unwrap();
-            runs.iter().map(|run| run.end - run.start).sum::<u64>()
-        };
-        assert!(populated() < heap.end - heap.start);
-        populate_heap(Injector::new(process).unwrap()).unwrap();
-        assert_eq!(populated(), heap.end - heap.start);
-        child.kill().unwrap();
-        child.wait().unwrap();
     }
 
     #[test]
@@ -267,23 +202,6 @@ mod tests {
         write(me, area.as_ptr() as u64, &7u32.to_ne_bytes()).unwrap();
         assert_eq!(area.load(std::sync::atomic::Ordering::SeqCst), 7);
         assert!(write(me, 0x1000, &[0]).is_err());
-    }
-
-    #[test]
-    fn a_mapped_file_is_found_by_its_name() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("two words");
-        fs::write(&path, [0; 2 * PAGE_SIZE]).unwrap();
-        let me = Process::current().unwrap();
-        assert_eq!(mapping_of(me, &path).unwrap(), None);
-        let file = File::open(&path).unwrap();
-        let null = std::ptr::null_mut();
-        let (protection, fd) = (libc::PROT_READ, file.as_raw_fd());
-        // SAFETY: a new mapping at an address of the kernel's choice.
-        let start = unsafe { libc::mmap(null, 2 * PAGE_SIZE, protection, libc::MAP_SHARED, fd, 0) } as u64;
-        assert_eq!(mapping_of(me, &path).unwrap(), Some(start..start + 2 * PAGE_SIZE as u64));
-        // SAFETY: the mapping made above, to which there is no reference.
-        unsafe { libc::munmap(start as *mut _, 2 * PAGE_SIZE) };
     }
 
     #[test]

@@ -27,64 +27,61 @@ pub struct Output {
 /// the program.
 pub fn within(command: &mut Command, limit: usize, deadline: Instant) -> io::Result<Output> {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
-    let printed = printed(&mut child, limit, deadline);
-    let waited = printed.and_then(|(out, err)| {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let ended = Process::of(child.id()).map_or(Ok(true), |process| process.wait_end(left))?;
-        if ended { Ok((out, err)) } else { Err(late()) }
+    let outputs = read_outputs(&mut child, limit, deadline).and_then(|outputs| {
+        let time_left = deadline.saturating_duration_since(Instant::now());
+        let has_ended = Process::of(child.id()).map_or(Ok(true), |process| process.wait_end(time_left))?;
+        if has_ended { Ok(outputs) } else { Err(timed_out()) }
     });
-    if waited.is_err() {
+    if outputs.is_err() {
         let _ = child.kill();
     }
     let status = child.wait()?;
-    waited.map(|(out, err)| Output { status, out, err })
+    outputs.map(|(out, err)| Output { status, out, err })
 }
 
-fn late() -> io::Error {
+fn timed_out() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "it has not ended in time")
 }
 
-fn printed(child: &mut Child, limit: usize, deadline: Instant) -> io::Result<(Vec<u8>, Vec<u8>)> {
+/// Reads standard output and standard error of a child until both are closed.
+fn read_outputs(child: &mut Child, limit: usize, deadline: Instant) -> io::Result<(Vec<u8>, Vec<u8>)> {
     let (Some(mut out), Some(mut err)) = (child.stdout.take(), child.stderr.take()) else {
         return Err(io::ErrorKind::BrokenPipe.into());
     };
     ioctl_fionbio(&out, true)?;
     ioctl_fionbio(&err, true)?;
-    let (mut printed, mut complained) = (Vec::new(), Vec::new());
-    let (mut open_out, mut open_err) = (true, true);
-    while open_out || open_err {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(late());
+    let (mut out_bytes, mut err_bytes) = (Vec::new(), Vec::new());
+    let (mut out_is_open, mut err_is_open) = (true, true);
+    while out_is_open || err_is_open {
+        let time_left = deadline.saturating_duration_since(Instant::now());
+        if time_left.is_zero() {
+            return Err(timed_out());
         }
-        let wanted = |open: bool| if open { PollFlags::IN } else { PollFlags::empty() };
-        let mut fds = [PollFd::new(&out, wanted(open_out)), PollFd::new(&err, wanted(open_err))];
         // A closed pipe would always be ready, so only open pipes are polled.
-        let fds: &mut [PollFd<'_>] = match (open_out, open_err) {
-            (true, true) => &mut fds,
-            (true, false) => &mut fds[..1],
-            _ => &mut fds[1..],
-        };
-        match poll(fds, Some(&timespec(left))) {
-            Ok(0) => return Err(late()),
+        let mut open_pipes = Vec::with_capacity(2);
+        open_pipes.extend(out_is_open.then(|| PollFd::new(&out, PollFlags::IN)));
+        open_pipes.extend(err_is_open.then(|| PollFd::new(&err, PollFlags::IN)));
+        match poll(&mut open_pipes, Some(&timespec(time_left))) {
+            Ok(0) => return Err(timed_out()),
             Ok(_) | Err(Errno::INTR) => {}
             Err(e) => return Err(e.into()),
         }
-        open_out = open_out && take(&mut out, &mut printed, limit)?;
-        open_err = open_err && take(&mut err, &mut complained, limit)?;
+        out_is_open = out_is_open && read_available(&mut out, &mut out_bytes, limit)?;
+        err_is_open = err_is_open && read_available(&mut err, &mut err_bytes, limit)?;
     }
-    Ok((printed, complained))
+    Ok((out_bytes, err_bytes))
 }
 
-fn timespec(left: Duration) -> Timespec {
-    Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() }
+fn timespec(duration: Duration) -> Timespec {
+    let seconds = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
+    Timespec { tv_sec: seconds, tv_nsec: duration.subsec_nanos().into() }
 }
 
-/// Reads the bytes that are in a non-blocking pipe. Returns `false` at its end.
-fn take(pipe: &mut impl Read, taken: &mut Vec<u8>, limit: usize) -> io::Result<bool> {
-    let room = limit.saturating_sub(taken.len());
-    match pipe.take(room as u64 + 1).read_to_end(taken) {
-        _ if taken.len() > limit => {
+/// Appends the bytes that are in a non-blocking pipe to `bytes`. Returns `false` at the pipe's end.
+fn read_available(pipe: &mut impl Read, bytes: &mut Vec<u8>, limit: usize) -> io::Result<bool> {
+    let room = limit.saturating_sub(bytes.len());
+    match pipe.take(room as u64 + 1).read_to_end(bytes) {
+        _ if bytes.len() > limit => {
             Err(io::Error::new(io::ErrorKind::InvalidData, format!("it has printed more than {limit} bytes")))
         }
         Ok(_) => Ok(false),
@@ -95,33 +92,33 @@ fn take(pipe: &mut impl Read, taken: &mut Vec<u8>, limit: usize) -> io::Result<b
 
 /// Reads the bytes that are in a pipe now, at most `limit`, without waiting for its other end to close.
 pub fn waiting_in(pipe: &mut (impl Read + rustix::fd::AsFd), limit: usize) -> Vec<u8> {
-    let mut taken = Vec::new();
+    let mut read = Vec::new();
     if ioctl_fionbio(&*pipe, true).is_ok() {
         // The error shows that the pipe is empty; the bytes read before it count.
-        let _ = pipe.take(limit as u64).read_to_end(&mut taken);
+        let _ = pipe.take(limit as u64).read_to_end(&mut read);
     }
-    taken
+    read
 }
 
 /// Bytes at the end of a log that are searched for its last lines.
-const TAIL: u64 = 16 << 10;
+const TAIL_BYTES: u64 = 16 << 10;
 
 /// Returns the last lines of the log at `path`, at most `lines`. Only the last 16 KiB are read, however long the log
 /// is. Returns an empty string if the log cannot be read.
 #[must_use]
 pub fn last_lines(path: &Path, lines: usize) -> String {
-    let read = || -> io::Result<Vec<u8>> {
+    let read_tail = || -> io::Result<Vec<u8>> {
         let mut file = File::open(path)?;
         let len = file.metadata()?.len();
-        file.seek(SeekFrom::Start(len.saturating_sub(TAIL)))?;
-        let mut end = Vec::new();
-        file.take(TAIL).read_to_end(&mut end)?;
-        Ok(end)
+        file.seek(SeekFrom::Start(len.saturating_sub(TAIL_BYTES)))?;
+        let mut tail = Vec::new();
+        file.take(TAIL_BYTES).read_to_end(&mut tail)?;
+        Ok(tail)
     };
-    let end = read().unwrap_or_default();
-    let text = String::from_utf8_lossy(&end);
-    let all: Vec<_> = text.lines().collect();
-    all.get(all.len().saturating_sub(lines)..).unwrap_or_default().join("\n")
+    let tail = read_tail().unwrap_or_default();
+    let text = String::from_utf8_lossy(&tail);
+    let tail_lines: Vec<_> = text.lines().collect();
+    tail_lines.get(tail_lines.len().saturating_sub(lines)..).unwrap_or_default().join("\n")
 }
 
 #[cfg(test)]

@@ -7,15 +7,15 @@ use std::time::Duration;
 
 /// Size of `struct virtio_net_hdr`, which precedes each frame. With it, checksums and segmentation that the sender left
 /// to the interface are still left to it when the frame is sent again.
-const VNET_HDR: usize = 10;
+const VNET_HEADER_BYTES: usize = 10;
 /// Largest frame in bytes, with segmentation left to the interface.
-const LARGEST: usize = 65536 + 64 + VNET_HDR;
+const MAX_FRAME_BYTES: usize = 65536 + 64 + VNET_HEADER_BYTES;
 /// Size of the receive buffer in bytes: room for the frames between two reads.
-const BUFFER: libc::c_int = 8 << 20;
+const RECEIVE_BUFFER_BYTES: libc::c_int = 8 << 20;
 /// The least bytes of the receive buffer that one frame occupies.
-const SMALLEST: usize = 768;
+const MIN_BYTES_PER_FRAME: usize = 768;
 /// Capacity of the receive buffer: the kernel doubles the requested size.
-const MOST: usize = 2 * BUFFER as usize;
+const BUFFER_CAPACITY_BYTES: usize = 2 * RECEIVE_BUFFER_BYTES as usize;
 
 /// One captured frame with its header.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +23,16 @@ pub struct Frame {
     /// Time of the capture: microseconds of the host's clock since 1970.
     pub host_us: u64,
     bytes: Vec<u8>,
+}
+
+/// A frame that was received into a buffer.
+struct ReceivedFrame {
+    /// Whether the host sent it into the interface.
+    is_outgoing: bool,
+    /// Time since 1970 by the host's clock.
+    time: Duration,
+    /// Its length with the header, which may be more than the buffer has.
+    bytes: usize,
 }
 
 /// A capture of the frames that the host sends into an interface, from the opening of the capture on.
@@ -49,10 +59,10 @@ impl Capture {
         // SAFETY: `fd` was just made by socket() and nothing else has it.
         let socket = unsafe { OwnedFd::from_raw_fd(fd) };
         let capture = Self { socket };
-        capture.set(libc::SOL_PACKET, libc::PACKET_VNET_HDR, 1).map_err(named)?;
-        capture.set(libc::SOL_SOCKET, libc::SO_TIMESTAMPNS, 1).map_err(named)?;
-        if capture.set(libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, BUFFER).is_err() {
-            capture.set(libc::SOL_SOCKET, libc::SO_RCVBUF, BUFFER).map_err(named)?;
+        capture.set_option(libc::SOL_PACKET, libc::PACKET_VNET_HDR, 1).map_err(named)?;
+        capture.set_option(libc::SOL_SOCKET, libc::SO_TIMESTAMPNS, 1).map_err(named)?;
+        if capture.set_option(libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES).is_err() {
+            capture.set_option(libc::SOL_SOCKET, libc::SO_RCVBUF, RECEIVE_BUFFER_BYTES).map_err(named)?;
         }
         let index = rustix::net::netdevice::name_to_index(&capture.socket, name).map_err(|e| named(e.into()))?;
         // SAFETY: sockaddr_ll is plain integers, for which zeroes are valid.
@@ -71,9 +81,9 @@ impl Capture {
         if bound == 0 { Ok(capture) } else { Err(named(io::Error::last_os_error())) }
     }
 
-    fn set(&self, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
+    fn set_option(&self, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
         // SAFETY: the option takes an int; pointer and length describe `value`, which lives through the call.
-        let done = unsafe {
+        let result = unsafe {
             libc::setsockopt(
                 self.socket.as_raw_fd(),
                 level,
@@ -82,7 +92,7 @@ impl Capture {
                 size_of::<libc::c_int>() as libc::socklen_t,
             )
         };
-        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
     /// Returns the frames that the host has sent into the interface since the last call, in order. Frames that the
@@ -94,28 +104,28 @@ impl Capture {
     /// # Errors
     /// `ENETDOWN` when the interface was removed or set down; other errors of `recvmsg(2)`.
     pub fn frames(&self) -> io::Result<Vec<Frame>> {
-        self.some_frames(MOST)
+        self.some_frames(BUFFER_CAPACITY_BYTES)
     }
 
-    /// Returns frames that together occupy about `most` bytes of the buffer.
-    fn some_frames(&self, most: usize) -> io::Result<Vec<Frame>> {
+    /// Returns frames that together occupy about `max_bytes` of the buffer.
+    fn some_frames(&self, max_bytes: usize) -> io::Result<Vec<Frame>> {
         let mut frames = Vec::new();
-        let mut buffer = vec![0u8; LARGEST];
-        let mut taken = 0;
-        while taken < most
-            && let Some((outgoing, at, len)) = self.receive(&mut buffer)?
+        let mut buffer = vec![0u8; MAX_FRAME_BYTES];
+        let mut bytes_received = 0;
+        while bytes_received < max_bytes
+            && let Some(received) = self.receive(&mut buffer)?
         {
-            taken += len.max(SMALLEST);
-            if outgoing && len > VNET_HDR {
-                let bytes = buffer.get(..len.min(LARGEST)).unwrap_or_default().to_vec();
-                frames.push(Frame { host_us: u64::try_from(at.as_micros()).unwrap_or(u64::MAX), bytes });
+            bytes_received += received.bytes.max(MIN_BYTES_PER_FRAME);
+            if received.is_outgoing && received.bytes > VNET_HEADER_BYTES {
+                let bytes = buffer.get(..received.bytes.min(MAX_FRAME_BYTES)).unwrap_or_default().to_vec();
+                frames.push(Frame { host_us: u64::try_from(received.time.as_micros()).unwrap_or(u64::MAX), bytes });
             }
         }
         Ok(frames)
     }
 
-    /// Receives one frame. Returns whether the host sent it, its time, and its length; `None` if none is waiting.
-    fn receive(&self, buffer: &mut [u8]) -> io::Result<Option<(bool, Duration, usize)>> {
+    /// Receives one frame into `buffer`; `None` if none is waiting.
+    fn receive(&self, buffer: &mut [u8]) -> io::Result<Option<ReceivedFrame>> {
         let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
         // An array of `u64`, because control messages must be aligned.
         let mut control = [0u64; 16];
@@ -134,20 +144,21 @@ impl Capture {
             let e = io::Error::last_os_error();
             return if e.kind() == io::ErrorKind::WouldBlock { Ok(None) } else { Err(e) };
         }
-        let mut at = Duration::ZERO;
+        let mut time = Duration::ZERO;
         // SAFETY: the CMSG functions walk `control`, which the kernel has filled up to `msg_controllen`; a timestamp
         // message holds a timespec, read unaligned.
         unsafe {
             let mut header = libc::CMSG_FIRSTHDR(&raw const message);
             while !header.is_null() {
                 if ((*header).cmsg_level, (*header).cmsg_type) == (libc::SOL_SOCKET, libc::SCM_TIMESTAMPNS) {
-                    let time = libc::CMSG_DATA(header).cast::<libc::timespec>().read_unaligned();
-                    at = Duration::new(time.tv_sec as u64, time.tv_nsec as u32);
+                    let stamp = libc::CMSG_DATA(header).cast::<libc::timespec>().read_unaligned();
+                    time = Duration::new(stamp.tv_sec as u64, stamp.tv_nsec as u32);
                 }
                 header = libc::CMSG_NXTHDR(&raw const message, header);
             }
         }
-        Ok(Some((address.sll_pkttype == libc::PACKET_OUTGOING, at, len as usize)))
+        let is_outgoing = address.sll_pkttype == libc::PACKET_OUTGOING;
+        Ok(Some(ReceivedFrame { is_outgoing, time, bytes: len as usize }))
     }
 
     /// Sends a captured frame into the interface again.
@@ -196,7 +207,7 @@ mod tests {
         // More frames than one limited read takes.
         let socket = std::net::UdpSocket::bind("198.51.100.1:0").unwrap();
         (0..20).for_each(|_| assert!(socket.send_to(mark, "198.51.100.2:9").is_ok()));
-        let few = capture.some_frames(5 * SMALLEST).unwrap();
+        let few = capture.some_frames(5 * MIN_BYTES_PER_FRAME).unwrap();
         assert!(few.len() <= 5, "{} frames", few.len());
         let marked = |frames: &[Frame]| frames.iter().filter(|frame| has_mark(&frame.bytes)).count();
         assert_eq!(marked(&few) + marked(&capture.frames().unwrap()), 20);

@@ -158,7 +158,7 @@ impl Rearm {
 }
 
 /// Runs fetched per call; they occupy 192 KiB.
-const RUNS: usize = 8192;
+const RUNS_PER_CALL: usize = 8192;
 
 /// A scanner for the pages of one process.
 #[derive(Debug)]
@@ -176,7 +176,7 @@ impl Scanner {
     pub fn open(process: Process) -> Result<Self, ScanError> {
         let pid = process.pid;
         let file = File::open(format!("/proc/{pid}/pagemap")).map_err(|source| ScanError::Open { pid, source })?;
-        let mut scanner = Self { pid, file, regions: vec![Region::default(); RUNS] };
+        let mut scanner = Self { pid, file, regions: vec![Region::default(); RUNS_PER_CALL] };
         // Scans an empty range to check that the kernel has the call.
         scanner.scan(0..0, 0, Query::all(Categories::PRESENT), |_, _| {})?;
         Ok(scanner)
@@ -198,7 +198,7 @@ impl Scanner {
     ///
     /// # Errors
     /// As for [`Scanner::written`].
-    pub fn written_there(&mut self, range: Range<u64>, rearm: Rearm) -> Result<PageRuns, ScanError> {
+    pub fn written_where_present(&mut self, range: Range<u64>, rearm: Rearm) -> Result<PageRuns, ScanError> {
         let query = Query { any: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::WRITTEN) };
         let mut runs = PageRuns::new();
         self.scan(range, rearm.flags(), query, |run, _| runs.push(run))?;
@@ -265,12 +265,12 @@ impl Scanner {
         limit: u64,
         mut each: impl FnMut(Range<u64>, Categories),
     ) -> Result<(), ScanError> {
-        let mut at = range.start;
+        let mut scan_from = range.start;
         loop {
             let mut argument = Argument {
                 size: size_of::<Argument>() as u64,
                 flags,
-                start: at,
+                start: scan_from,
                 end: range.end,
                 vec: self.regions.as_mut_ptr() as u64,
                 vec_len: self.regions.len() as u64,
@@ -299,10 +299,10 @@ impl Scanner {
                 // that it reports.
                 reached = reached.max(region.end);
             }
-            if reached <= at || reached >= range.end || (limit > 0 && found > 0) {
+            if reached <= scan_from || reached >= range.end || (limit > 0 && found > 0) {
                 return Ok(());
             }
-            at = reached;
+            scan_from = reached;
         }
     }
 }
@@ -311,7 +311,7 @@ impl Scanner {
 /// them was released together. Linux 6.7 does not, 6.18.44 does; the result comes from a trial. If the kernel does not
 /// report them, the caller must search for them.
 #[must_use]
-pub fn reports_given_back() -> bool {
+pub fn kernel_reports_given_back() -> bool {
     static REPORTS: OnceLock<bool> = OnceLock::new();
     *REPORTS.get_or_init(|| try_given_back().unwrap_or(false))
 }

@@ -16,14 +16,14 @@ pub enum Rank {
 }
 
 /// Nice value of the third rank. Not -20, which an owner might choose.
-const THIRD: libc::c_int = -19;
+const THIRD_RANK_NICE: libc::c_int = -19;
 
 /// The name that stands for the main thread of a process in [`PriorityBoost::threads_of`].
 pub const MAIN: &str = "main";
 
 /// The scheduling of a thread before the boost.
 #[derive(Debug, Clone, Copy)]
-struct Before {
+struct OriginalScheduling {
     thread: libc::pid_t,
     policy: libc::c_int,
     nice: libc::c_int,
@@ -36,7 +36,7 @@ struct Before {
 /// restores it.
 #[derive(Debug, Default)]
 pub struct PriorityBoost {
-    before: Vec<Before>,
+    before: Vec<OriginalScheduling>,
 }
 
 impl PriorityBoost {
@@ -62,7 +62,7 @@ impl PriorityBoost {
     }
 
     fn add(&mut self, thread: libc::pid_t, flag: libc::c_int, rank: Rank) -> io::Result<()> {
-        let before = Before { thread, policy: policy(thread)?, nice: nice(thread)? };
+        let before = OriginalScheduling { thread, policy: policy(thread)?, nice: nice(thread)? };
         // A thread that already has real-time priority keeps it.
         if before.policy & !libc::SCHED_RESET_ON_FORK != libc::SCHED_OTHER {
             return Ok(());
@@ -70,7 +70,7 @@ impl PriorityBoost {
         match rank {
             Rank::First => set_policy(thread, libc::SCHED_RR | flag, 2)?,
             Rank::Second => set_policy(thread, libc::SCHED_RR | flag, 1)?,
-            Rank::Third => set_nice(thread, THIRD)?,
+            Rank::Third => set_nice(thread, THIRD_RANK_NICE)?,
         }
         self.before.push(before);
         Ok(())
@@ -79,7 +79,7 @@ impl PriorityBoost {
 
 impl Drop for PriorityBoost {
     fn drop(&mut self) {
-        for Before { thread, policy, nice } in self.before.drain(..) {
+        for OriginalScheduling { thread, policy, nice } in self.before.drain(..) {
             // A thread that has ended causes errors, which do not matter.
             let _ = set_policy(thread, policy, 0);
             let _ = set_nice(thread, nice);
@@ -98,7 +98,7 @@ pub fn normal(process: Process) -> io::Result<()> {
         if policy(thread)? == libc::SCHED_RR | libc::SCHED_RESET_ON_FORK {
             set_policy(thread, libc::SCHED_OTHER, 0)?;
         }
-        if nice(thread)? == THIRD {
+        if nice(thread)? == THIRD_RANK_NICE {
             set_nice(thread, main)?;
         }
     }
@@ -195,13 +195,13 @@ mod tests {
         let main = nice(me.pid.cast_signed()).unwrap();
         let work = move || {
             let thread = rustix::thread::gettid().as_raw_pid();
-            if set_nice(thread, THIRD).is_err() {
+            if set_nice(thread, THIRD_RANK_NICE).is_err() {
                 eprintln!("needs CAP_SYS_NICE: not run");
                 return;
             }
             set_nice(thread, main).unwrap();
             leave_behind(thread, Rank::Third);
-            assert_eq!(nice(thread).unwrap(), THIRD);
+            assert_eq!(nice(thread).unwrap(), THIRD_RANK_NICE);
             normal(me).unwrap();
             assert_eq!(nice(thread).unwrap(), main);
         };

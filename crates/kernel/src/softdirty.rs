@@ -16,9 +16,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 
 /// `CLEAR_REFS_SOFT_DIRTY` of `fs/proc/task_mmu.c`.
-const SOFT_DIRTY: &str = "4";
+const CLEAR_SOFT_DIRTY: &str = "4";
 /// Bit 55 of a page map entry.
-const BIT: u64 = 1 << 55;
+const SOFT_DIRTY_BIT: u64 = 1 << 55;
 
 /// Clears the soft-dirty bits: from now on no page of `process` counts as written.
 ///
@@ -31,18 +31,18 @@ const BIT: u64 = 1 << 55;
 pub fn clear(process: Process) -> io::Result<()> {
     // Held open during the write, so that the number cannot be reused by another process.
     let _pidfd = process.pidfd()?;
-    fs::write(format!("/proc/{}/clear_refs", process.pid), SOFT_DIRTY)
+    fs::write(format!("/proc/{}/clear_refs", process.pid), CLEAR_SOFT_DIRTY)
 }
 
 /// Returns whether this kernel has soft-dirty bits (`CONFIG_MEM_SOFT_DIRTY`), by a trial write to a page.
 #[must_use]
 pub fn works() -> bool {
     static WORKS: OnceLock<bool> = OnceLock::new();
-    *WORKS.get_or_init(|| try_it().unwrap_or(false))
+    *WORKS.get_or_init(|| try_write().unwrap_or(false))
 }
 
 /// Makes the trial on memory of this process.
-fn try_it() -> io::Result<bool> {
+fn try_write() -> io::Result<bool> {
     const PAGE: usize = rekindle_pages::PAGE_SIZE;
     let size = const { NonZero::new(PAGE).unwrap() };
     // SAFETY: a fresh mapping at an address that the kernel chooses, to which nothing refers.
@@ -56,7 +56,7 @@ fn try_it() -> io::Result<bool> {
         .and_then(|map| map.read_exact_at(&mut entry, page.addr().get() as u64 / PAGE as u64 * 8));
     // SAFETY: our own mapping, whose last use was above.
     let _ = unsafe { mman::munmap(page, PAGE) };
-    read.map(|()| u64::from_le_bytes(entry) & BIT != 0)
+    read.map(|()| u64::from_le_bytes(entry) & SOFT_DIRTY_BIT != 0)
 }
 
 #[cfg(test)]

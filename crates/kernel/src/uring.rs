@@ -19,22 +19,21 @@ use std::time::Duration;
 pub const ALIGNMENT: usize = 4096;
 
 /// Bytes of each buffer of [`Buffer::pair`].
-pub const HALF: usize = HUGE / 2;
+pub const HALF_HUGE_PAGE_BYTES: usize = HUGE / 2;
 
 /// Page-aligned memory, fit for `O_DIRECT`.
 pub struct Buffer {
     start: NonNull<u8>,
     len: usize,
-    memory: Memory,
+    allocation: Allocation,
 }
 
 /// The allocation that contains a buffer.
-enum Memory {
-    Allocated(Layout),
+enum Allocation {
+    /// Memory of the buffer alone.
+    Own(Layout),
     /// A half of a huge page. The page is unmapped when both halves are dropped.
-    Half {
-        _page: Arc<Large>,
-    },
+    HalfPage { _page: Arc<Large> },
 }
 
 // SAFETY: only this value, or the operation that owns it, refers to the memory.
@@ -53,7 +52,7 @@ impl Buffer {
         // SAFETY: the layout is not of size zero.
         let start = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
-        Self { start, len: bytes, memory: Memory::Allocated(layout) }
+        Self { start, len: bytes, allocation: Allocation::Own(layout) }
     }
 
     /// Allocates two zeroed buffers of [`HALF`] bytes in one huge page, where the kernel has one. The kernel looks up
@@ -63,18 +62,22 @@ impl Buffer {
     pub fn pair() -> [Self; 2] {
         let mut page = Large::new();
         let starts = {
-            let (first, second) = page.grow(HUGE).split_at_mut(HALF);
+            let (first, second) = page.grow(HUGE).split_at_mut(HALF_HUGE_PAGE_BYTES);
             [NonNull::from(first).cast(), NonNull::from(second).cast()]
         };
         // From now on the page is accessed through the two buffers only, and is unmapped when both are dropped.
         let page = Arc::new(page);
-        starts.map(|start| Self { start, len: HALF, memory: Memory::Half { _page: Arc::clone(&page) } })
+        starts.map(|start| Self {
+            start,
+            len: HALF_HUGE_PAGE_BYTES,
+            allocation: Allocation::HalfPage { _page: Arc::clone(&page) },
+        })
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Memory::Allocated(layout) = self.memory {
+        if let Allocation::Own(layout) = self.allocation {
             // SAFETY: it was allocated with this layout, and nothing refers to it any more, since operations own their
             // buffers.
             unsafe { dealloc(self.start.as_ptr(), layout) }
@@ -140,7 +143,7 @@ pub enum Operation {
 
 /// A completed operation.
 #[derive(Debug)]
-pub struct Done {
+pub struct Completion {
     /// The token with which the operation was started.
     pub token: u64,
     /// The number of bytes read or written (0 for other operations), or the error.
@@ -150,22 +153,24 @@ pub struct Done {
 }
 
 /// The resources that an operation keeps alive until it has completed.
-struct Flight {
+struct OperationInFlight {
     token: u64,
     buffer: Option<Buffer>,
-    _file: Held,
+    _descriptor: HeldDescriptor,
 }
 
-/// The descriptor of an operation.
-enum Held {
+/// The descriptor of an operation, kept open until the operation has completed.
+enum HeldDescriptor {
     File { _file: Arc<File> },
-    Descriptor { _descriptor: Arc<OwnedFd> },
+    Other { _descriptor: Arc<OwnedFd> },
 }
 
 /// An `io_uring` and the operations in progress.
 pub struct Ring {
     ring: IoUring,
-    flights: Vec<Option<Flight>>,
+    /// The operations in progress. The index is the `user_data` of the operation's entry in the kernel's queues.
+    flights: Vec<Option<OperationInFlight>>,
+    /// Indices of the empty elements of `flights`.
     free: Vec<usize>,
 }
 
@@ -176,24 +181,19 @@ impl fmt::Debug for Ring {
 }
 
 impl Ring {
-    /// Makes a ring for at most `most` operations at a time, rounded up to a power of two.
+    /// Makes a ring for at most `capacity` operations at a time, rounded up to a power of two.
+    ///
+    /// Since Linux 6.1 the kernel processes completions only when this thread waits for them, and does not interrupt
+    /// it.
     ///
     /// # Errors
     /// `ENOSYS` or `EPERM` where `io_uring` is unavailable; other errors of `io_uring_setup(2)`.
-    pub fn new(most: u32) -> io::Result<Self> {
-        let most = most.next_power_of_two();
-        let build = |modern: bool| {
-            let mut builder = IoUring::builder();
-            if modern {
-                // The kernel processes completions only when this thread waits for them, and does not interrupt it
-                // (Linux 6.1).
-                builder.setup_single_issuer().setup_defer_taskrun();
-            }
-            builder.build(most)
-        };
-        let ring = build(true).or_else(|_| build(false))?;
-        let most = most as usize;
-        Ok(Self { ring, flights: (0..most).map(|_| None).collect(), free: (0..most).rev().collect() })
+    pub fn new(capacity: u32) -> io::Result<Self> {
+        let capacity = capacity.next_power_of_two();
+        let deferring = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(capacity);
+        let ring = deferring.or_else(|_| IoUring::builder().build(capacity))?;
+        let capacity = capacity as usize;
+        Ok(Self { ring, flights: (0..capacity).map(|_| None).collect(), free: (0..capacity).rev().collect() })
     }
 
     /// Returns the number of operations in progress.
@@ -229,7 +229,8 @@ impl Ring {
                 (opcode::Fallocate::new(fd, len).offset(at).mode(mode).build(), None)
             }
         };
-        self.put(slot, &entry, Flight { token, buffer, _file: Held::File { _file: file.clone() } });
+        let descriptor = HeldDescriptor::File { _file: file.clone() };
+        self.push(slot, &entry, OperationInFlight { token, buffer, _descriptor: descriptor });
         Ok(())
     }
 
@@ -240,15 +241,16 @@ impl Ring {
     pub fn when_readable(&mut self, descriptor: &Arc<OwnedFd>, token: u64) -> Result<(), u64> {
         let Some(slot) = self.free.pop() else { return Err(token) };
         let entry = opcode::PollAdd::new(types::Fd(descriptor.as_raw_fd()), libc::POLLIN as u32).build();
-        let held = Held::Descriptor { _descriptor: descriptor.clone() };
-        self.put(slot, &entry, Flight { token, buffer: None, _file: held });
+        let descriptor = HeldDescriptor::Other { _descriptor: descriptor.clone() };
+        self.push(slot, &entry, OperationInFlight { token, buffer: None, _descriptor: descriptor });
         Ok(())
     }
 
     /// Cancels the operation `token` if it is still in progress. Its completion follows in either case.
     pub fn cancel(&mut self, token: u64) {
-        let same = |flight: &Option<Flight>| flight.as_ref().is_some_and(|flight| flight.token == token);
-        let Some(slot) = self.flights.iter().position(same) else { return };
+        let has_token =
+            |flight: &Option<OperationInFlight>| flight.as_ref().is_some_and(|flight| flight.token == token);
+        let Some(slot) = self.flights.iter().position(has_token) else { return };
         let entry = opcode::AsyncCancel::new(slot as u64).build().user_data(u64::MAX);
         // SAFETY: a cancellation has neither a buffer nor a descriptor.
         while unsafe { self.ring.submission().push(&entry) }.is_err() {
@@ -256,10 +258,11 @@ impl Ring {
         }
     }
 
-    fn put(&mut self, slot: usize, entry: &squeue::Entry, flight: Flight) {
+    /// Queues the entry of an operation for submission, and keeps the operation's resources in `slot`.
+    fn push(&mut self, slot: usize, entry: &squeue::Entry, flight: OperationInFlight) {
         let entry = entry.clone().user_data(slot as u64);
-        if let Some(place) = self.flights.get_mut(slot) {
-            *place = Some(flight);
+        if let Some(free_slot) = self.flights.get_mut(slot) {
+            *free_slot = Some(flight);
         }
         // There are as many entries as flights, and the entries that wait for submission are fewer.
         //
@@ -270,16 +273,16 @@ impl Ring {
         }
     }
 
-    /// Submits the started operations, and waits until one has completed or `limit` has passed.
+    /// Submits the started operations, and waits until one has completed or `timeout` has passed.
     ///
     /// # Errors
     /// Errors of `io_uring_enter(2)`, except interruptions, time-outs and a full completion queue.
-    pub fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
-        let waited = match limit {
+    pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        let waited = match timeout {
             None => self.ring.submit_and_wait(1),
-            Some(limit) => {
-                let limit = types::Timespec::from(limit);
-                let arguments = types::SubmitArgs::new().timespec(&limit);
+            Some(timeout) => {
+                let timeout = types::Timespec::from(timeout);
+                let arguments = types::SubmitArgs::new().timespec(&timeout);
                 self.ring.submitter().submit_with_args(1, &arguments)
             }
         };
@@ -304,22 +307,21 @@ impl Ring {
         }
     }
 
-    /// Returns the operations that have completed.
-    pub fn ended(&mut self) -> Vec<Done> {
-        let (flights, free) = (&mut self.flights, &mut self.free);
-        let completions = self.ring.completion();
-        completions
-            .filter_map(|completion| {
-                let slot = completion.user_data() as usize;
-                let flight = flights.get_mut(slot)?.take()?;
-                free.push(slot);
-                let result = match completion.result() {
-                    failed if failed < 0 => Err(io::Error::from_raw_os_error(-failed)),
-                    moved => Ok(moved as usize),
-                };
-                Some(Done { token: flight.token, result, buffer: flight.buffer })
-            })
-            .collect()
+    /// Returns the operations that have completed since the last call.
+    pub fn completions(&mut self) -> Vec<Completion> {
+        let mut completed = Vec::new();
+        for entry in self.ring.completion() {
+            let slot = entry.user_data() as usize;
+            // The completion of a cancellation has no slot.
+            let Some(flight) = self.flights.get_mut(slot).and_then(Option::take) else { continue };
+            self.free.push(slot);
+            let result = match entry.result() {
+                error if error < 0 => Err(io::Error::from_raw_os_error(-error)),
+                bytes => Ok(bytes as usize),
+            };
+            completed.push(Completion { token: flight.token, result, buffer: flight.buffer });
+        }
+        completed
     }
 }
 
@@ -339,14 +341,15 @@ mod tests {
     use std::io::Write;
     use std::os::unix::net::UnixStream;
 
-    fn all(ring: &mut Ring, count: usize) -> Vec<Done> {
-        let mut done = Vec::new();
-        while done.len() < count {
+    /// Waits until `count` operations have completed, and returns them by token.
+    fn wait_for(ring: &mut Ring, count: usize) -> Vec<Completion> {
+        let mut completed = Vec::new();
+        while completed.len() < count {
             ring.wait(None).unwrap();
-            done.extend(ring.ended());
+            completed.extend(ring.completions());
         }
-        done.sort_by_key(|done| done.token);
-        done
+        completed.sort_by_key(|completion| completion.token);
+        completed
     }
 
     #[test]
@@ -361,26 +364,26 @@ mod tests {
         assert!(!ring.has_room());
         let refused = ring.begin(&file, Operation::Sync, 9);
         assert!(matches!(refused, Err(Operation::Sync)));
-        for done in all(&mut ring, 8) {
-            assert_eq!(done.result.unwrap(), 4096);
-            assert_eq!(done.buffer.unwrap()[0], done.token as u8 + 1);
+        for write in wait_for(&mut ring, 8) {
+            assert_eq!(write.result.unwrap(), 4096);
+            assert_eq!(write.buffer.unwrap()[0], write.token as u8 + 1);
         }
         ring.begin(&file, Operation::Sync, 1).unwrap();
         ring.begin(&file, Operation::Read { at: 3 * 4096, len: 8192, buffer: Buffer::new(8192) }, 2).unwrap();
-        let [sync, read] = all(&mut ring, 2).try_into().unwrap();
+        let [sync, read] = wait_for(&mut ring, 2).try_into().unwrap();
         assert_eq!(sync.result.unwrap(), 0);
         let buffer = read.buffer.unwrap();
         assert_eq!((buffer[0], buffer[4095], buffer[4096], buffer[8191]), (4, 4, 5, 5));
         assert_eq!(ring.under_way(), 0);
         // A read after the end of the file.
         ring.begin(&file, Operation::Read { at: 1 << 20, len: 4096, buffer: Buffer::new(4096) }, 3).unwrap();
-        assert_eq!(all(&mut ring, 1).pop().unwrap().result.unwrap(), 0);
+        assert_eq!(wait_for(&mut ring, 1).pop().unwrap().result.unwrap(), 0);
     }
 
     #[test]
     fn two_buffers_share_a_huge_page_and_not_a_byte() {
         let [mut first, mut second] = Buffer::pair();
-        assert_eq!((first.len(), second.len()), (HALF, HALF));
+        assert_eq!((first.len(), second.len()), (HALF_HUGE_PAGE_BYTES, HALF_HUGE_PAGE_BYTES));
         assert!(first.iter().chain(&*second).all(|byte| *byte == 0));
         assert!([&first, &second].iter().all(|half| (half.as_ptr() as usize).is_multiple_of(ALIGNMENT)));
         first.fill(1);
@@ -391,10 +394,15 @@ mod tests {
         assert!(second.iter().all(|byte| *byte == 2));
         let file = Arc::new(tempfile::tempfile().unwrap());
         let mut ring = Ring::new(2).unwrap();
-        ring.begin(&file, Operation::Write { at: 0, len: HALF, buffer: second }, 1).unwrap();
-        let second = all(&mut ring, 1).pop().unwrap().buffer.unwrap();
-        ring.begin(&file, Operation::Read { at: 0, len: HALF, buffer: Buffer::new(HALF) }, 2).unwrap();
-        assert!(*all(&mut ring, 1).pop().unwrap().buffer.unwrap() == *second);
+        ring.begin(&file, Operation::Write { at: 0, len: HALF_HUGE_PAGE_BYTES, buffer: second }, 1).unwrap();
+        let second = wait_for(&mut ring, 1).pop().unwrap().buffer.unwrap();
+        ring.begin(
+            &file,
+            Operation::Read { at: 0, len: HALF_HUGE_PAGE_BYTES, buffer: Buffer::new(HALF_HUGE_PAGE_BYTES) },
+            2,
+        )
+        .unwrap();
+        assert!(*wait_for(&mut ring, 1).pop().unwrap().buffer.unwrap() == *second);
     }
 
     #[test]
@@ -404,29 +412,29 @@ mod tests {
         let mut ring = Ring::new(4).unwrap();
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         ring.begin(&file, Operation::Allocate { mode, at: 0, len: 4096 }, 1).unwrap();
-        assert!(all(&mut ring, 1).pop().unwrap().result.is_ok());
+        assert!(wait_for(&mut ring, 1).pop().unwrap().result.is_ok());
         let unreadable = Arc::new(std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap());
         ring.begin(&unreadable, Operation::Read { at: 0, len: 1, buffer: Buffer::new(1) }, 2).unwrap();
-        assert_eq!(all(&mut ring, 1).pop().unwrap().result.unwrap_err().raw_os_error(), Some(libc::EBADF));
+        assert_eq!(wait_for(&mut ring, 1).pop().unwrap().result.unwrap_err().raw_os_error(), Some(libc::EBADF));
     }
 
     #[test]
-    fn a_wait_ends_with_its_limit_or_with_what_it_waits_for() {
+    fn a_wait_ends_by_its_timeout_or_when_the_descriptor_is_readable() {
         let mut ring = Ring::new(4).unwrap();
         ring.wait(Some(Duration::from_millis(1))).unwrap();
-        assert!(ring.ended().is_empty());
+        assert!(ring.completions().is_empty());
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         let theirs = Arc::new(OwnedFd::from(theirs));
         ring.when_readable(&theirs, 7).unwrap();
         ring.submit().unwrap();
-        assert!(ring.ended().is_empty());
+        assert!(ring.completions().is_empty());
         ring.cancel(7);
-        assert_eq!(all(&mut ring, 1).pop().unwrap().result.unwrap_err().raw_os_error(), Some(libc::ECANCELED));
+        assert_eq!(wait_for(&mut ring, 1).pop().unwrap().result.unwrap_err().raw_os_error(), Some(libc::ECANCELED));
         assert_eq!(ring.under_way(), 0);
         ring.when_readable(&theirs, 7).unwrap();
         ours.write_all(b"x").unwrap();
-        let [done] = all(&mut ring, 1).try_into().unwrap();
-        assert_eq!(done.token, 7);
-        assert!(done.result.is_ok());
+        let [readable] = wait_for(&mut ring, 1).try_into().unwrap();
+        assert_eq!(readable.token, 7);
+        assert!(readable.result.is_ok());
     }
 }

@@ -14,7 +14,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-const CHUNK: usize = 1 << 20;
+/// Bytes per read.
+const CHUNK_BYTES: usize = 1 << 20;
+const PAGE_BYTES: u64 = PAGE_SIZE as u64;
 
 /// Returns the digest of each page of the RAM file at `path`. The digest of a zero page is 0, whether the page is
 /// populated or not.
@@ -24,28 +26,18 @@ const CHUNK: usize = 1 << 20;
 pub fn file_pages(path: &Path) -> io::Result<Vec<u64>> {
     let file = File::open(path)?;
     let len = file.metadata()?.len();
-    let mut digests = vec![0; (len / PAGE_SIZE as u64) as usize];
-    let mut buffer = vec![0; CHUNK];
-    let mut at = 0;
-    while at < len {
-        let data = match seek(&file, SeekFrom::Data(at)) {
+    let mut digests = vec![0; (len / PAGE_BYTES) as usize];
+    let mut offset = 0;
+    while offset < len {
+        let data = match seek(&file, SeekFrom::Data(offset)) {
             Ok(data) => data,
             Err(rustix::io::Errno::NXIO) => break,
             Err(e) => return Err(e.into()),
         };
-        let end = seek(&file, SeekFrom::Hole(data))?.min(len);
-        at = data - data % PAGE_SIZE as u64;
-        while at < end {
-            let length = (end - at).min(CHUNK as u64).next_multiple_of(PAGE_SIZE as u64).min(len - at);
-            let chunk = buffer.get_mut(..length as usize).unwrap_or_default();
-            file.read_exact_at(chunk, at)?;
-            let (pages, _) = chunk.as_chunks::<PAGE_SIZE>();
-            let slots = digests.iter_mut().skip((at / PAGE_SIZE as u64) as usize);
-            for (digest, page) in slots.zip(pages) {
-                *digest = page_digest(page);
-            }
-            at += length;
-        }
+        let hole = seek(&file, SeekFrom::Hole(data))?.min(len);
+        let whole_pages = data - data % PAGE_BYTES..hole.next_multiple_of(PAGE_BYTES).min(len);
+        offset = whole_pages.end;
+        digest_run(&file, &mut digests, whole_pages)?;
     }
     Ok(digests)
 }
@@ -56,19 +48,22 @@ pub fn file_pages(path: &Path) -> io::Result<Vec<u64>> {
 /// Errors of opening and reading the file; then `digests` is invalid.
 pub fn update_file_pages(path: &Path, digests: &mut [u64], runs: &[Range<u64>]) -> io::Result<()> {
     let file = File::open(path)?;
-    let mut buffer = vec![0; CHUNK];
-    for run in runs {
-        let end = run.end.next_multiple_of(PAGE_SIZE as u64);
-        let mut at = run.start - run.start % PAGE_SIZE as u64;
-        while at < end {
-            let length = (end - at).min(CHUNK as u64);
-            let chunk = buffer.get_mut(..length as usize).unwrap_or_default();
-            file.read_exact_at(chunk, at)?;
-            let slots = digests.iter_mut().skip((at / PAGE_SIZE as u64) as usize);
-            for (digest, page) in slots.zip(chunk.as_chunks::<PAGE_SIZE>().0) {
-                *digest = page_digest(page);
-            }
-            at += length;
+    runs.iter().try_for_each(|run| {
+        let whole_pages = run.start - run.start % PAGE_BYTES..run.end.next_multiple_of(PAGE_BYTES);
+        digest_run(&file, digests, whole_pages)
+    })
+}
+
+/// Computes the digests of the pages in `run`, whose byte offsets in the file are those of whole pages.
+fn digest_run(file: &File, digests: &mut [u64], run: Range<u64>) -> io::Result<()> {
+    let mut buffer = vec![0; CHUNK_BYTES.min((run.end - run.start) as usize)];
+    for offset in run.clone().step_by(CHUNK_BYTES) {
+        let length = (run.end - offset).min(CHUNK_BYTES as u64);
+        let chunk = buffer.get_mut(..length as usize).unwrap_or_default();
+        file.read_exact_at(chunk, offset)?;
+        let digests_of_chunk = digests.iter_mut().skip((offset / PAGE_BYTES) as usize);
+        for (digest, page) in digests_of_chunk.zip(chunk.as_chunks::<PAGE_SIZE>().0) {
+            *digest = page_digest(page);
         }
     }
     Ok(())
@@ -77,7 +72,7 @@ pub fn update_file_pages(path: &Path, digests: &mut [u64], runs: &[Range<u64>]) 
 /// Sets the digests of the pages in `runs` to 0, the digest of a zero page.
 pub fn zero_pages(digests: &mut [u64], runs: &[Range<u64>]) {
     for run in runs {
-        let (first, end) = (run.start / PAGE_SIZE as u64, run.end.div_ceil(PAGE_SIZE as u64));
+        let (first, end) = (run.start / PAGE_BYTES, run.end.div_ceil(PAGE_BYTES));
         digests.iter_mut().take(end as usize).skip(first as usize).for_each(|digest| *digest = 0);
     }
 }
@@ -109,24 +104,25 @@ mod tests {
     #[test]
     fn a_hole_has_the_digest_of_zeroes_and_one_byte_changes_one_digest() {
         let directory = tempfile::tempdir().unwrap();
-        let make = |name: &str, zeroes_at: Option<u64>, byte: u8| {
+        // Returns the digests of a sparse file that contains `byte` and, if requested, two pages of written zeros.
+        let digests_of = |name: &str, zeroes_at: Option<u64>, byte: u8| {
             let path = directory.path().join(name);
             let mut file = File::create(&path).unwrap();
-            file.set_len(5 * CHUNK as u64 + 4096).unwrap();
+            file.set_len(5 * CHUNK_BYTES as u64 + 4096).unwrap();
             if let Some(at) = zeroes_at {
                 file.write_all_at(&[0; 8192], at).unwrap();
             }
-            file.write_all_at(&[byte], 3 * CHUNK as u64 + 77).unwrap();
-            file.write_all_at(&[1], 5 * CHUNK as u64 + 4000).unwrap();
+            file.write_all_at(&[byte], 3 * CHUNK_BYTES as u64 + 77).unwrap();
+            file.write_all_at(&[1], 5 * CHUNK_BYTES as u64 + 4000).unwrap();
             file.flush().unwrap();
             file_pages(&path).unwrap()
         };
-        let sparse = make("a", None, 5);
+        let sparse = digests_of("a", None, 5);
         assert_eq!(sparse.len(), 5 * 256 + 1);
         assert_eq!(sparse.iter().filter(|&&digest| digest != 0).count(), 2);
-        assert_eq!(sparse, make("b", Some(12288), 5));
-        assert_eq!(sparse, make("c", Some(CHUNK as u64 - 4096), 5));
-        let other = make("d", None, 6);
+        assert_eq!(sparse, digests_of("b", Some(12288), 5));
+        assert_eq!(sparse, digests_of("c", Some(CHUNK_BYTES as u64 - 4096), 5));
+        let other = digests_of("d", None, 6);
         let changed: Vec<_> = (0..sparse.len()).filter(|&page| sparse[page] != other[page]).collect();
         assert_eq!(changed, [3 * 256]);
         // An update of the written pages has the same result as a full pass.
@@ -134,11 +130,11 @@ mod tests {
         update_file_pages(
             &directory.path().join("d"),
             &mut updated,
-            &[0..10, 3 * CHUNK as u64 + 70..3 * CHUNK as u64 + 80],
+            &[0..10, 3 * CHUNK_BYTES as u64 + 70..3 * CHUNK_BYTES as u64 + 80],
         )
         .unwrap();
         assert_eq!(updated, other);
-        zero_pages(&mut updated, std::slice::from_ref(&(3 * CHUNK as u64..3 * CHUNK as u64 + 4096)));
+        zero_pages(&mut updated, std::slice::from_ref(&(3 * CHUNK_BYTES as u64..3 * CHUNK_BYTES as u64 + 4096)));
         assert_eq!(updated.iter().filter(|&&digest| digest != 0).count(), 1);
     }
 }

@@ -24,9 +24,10 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-const SUFFIX: &str = "ram";
+/// Suffix of the RAM file of a VM.
+const RAM_SUFFIX: &str = "ram";
 /// Suffix of the RAM file of a QEMU that waits for its guest with untouched RAM.
-const WAITING: &str = "waiting";
+const WAITING_SUFFIX: &str = "waiting";
 
 /// The reason why a RAM file cannot be created or removed.
 #[derive(Debug, thiserror::Error)]
@@ -95,6 +96,16 @@ fn mib(bytes: u64) -> String {
     format!("{} MiB", bytes >> 20)
 }
 
+/// The space of a RAM directory, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// Free space of the file system and the machine.
+    pub free: u64,
+    /// The part of `free` that is not available: on hugetlbfs the pages that the kernel has reserved, elsewhere the
+    /// pages that existing RAM files may still claim.
+    pub promised: u64,
+}
+
 /// A directory for RAM files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RamDirectory {
@@ -132,28 +143,37 @@ impl RamDirectory {
     /// A pager or a protector may still have RAM of the tmpfs mapped, because it notices the end of its QEMU a moment
     /// later. So the unmount is lazy: the kernel frees the file system when the last mapping ends.
     pub fn release_own_tmpfs(path: &Path) {
-        let Ok(_lock) = lock_above(path) else { return };
-        let empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
-        if empty && unmount(path, UnmountFlags::DETACH).is_ok() {
+        let Ok(_lock) = lock_parent(path) else { return };
+        let is_empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+        if is_empty && unmount(path, UnmountFlags::DETACH).is_ok() {
             let _ = fs::remove_dir(path);
         }
     }
 
     /// Prevents other processes from creating RAM files in this directory, and from unmounting Rekindle's own tmpfs.
-    fn lock(&self) -> Result<Locked, RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
-        let above = match self.own_bytes {
+    fn lock(&self) -> Result<DirectoryLock, RamError> {
+        let failed = |source| self.failed(source);
+        let parent = match self.own_bytes {
             Some(bytes) => {
-                let above = lock_above(&self.path).map_err(failed)?;
+                let parent = lock_parent(&self.path).map_err(failed)?;
                 // Mounts the tmpfs again if the process that stopped the last VM has unmounted it.
                 mount_own(&self.path, bytes).map_err(failed)?;
-                Some(above)
+                Some(parent)
             }
             None => None,
         };
         let directory = File::open(&self.path).map_err(failed)?;
         flock(&directory, FlockOperation::LockExclusive).map_err(|e| failed(e.into()))?;
-        Ok(Locked { _above: above, _directory: directory })
+        Ok(DirectoryLock { _parent: parent, _directory: directory })
+    }
+
+    fn failed(&self, source: io::Error) -> RamError {
+        RamError::Directory { path: self.path.clone(), source }
+    }
+
+    fn is_on_hugetlbfs(&self) -> Result<bool, RamError> {
+        let page_size = huge_page_size(&self.path).map_err(|e| self.failed(e))?;
+        Ok(page_size.is_some())
     }
 
     #[must_use]
@@ -164,26 +184,24 @@ impl RamDirectory {
     /// Returns the path of the RAM file of VM `name`, which need not exist.
     #[must_use]
     pub fn file(&self, name: &str) -> PathBuf {
-        self.path.join(format!("{name}.{SUFFIX}"))
+        self.path.join(format!("{name}.{RAM_SUFFIX}"))
     }
 
     /// Returns the path of the RAM file of VM `name` while its QEMU waits for the guest.
     #[must_use]
     pub fn waiting(&self, name: &str) -> PathBuf {
-        self.path.join(format!("{name}.{WAITING}"))
+        self.path.join(format!("{name}.{WAITING_SUFFIX}"))
     }
 
-    /// Returns `(free, promised)` in bytes. `free` is the free space of the file system and the machine. `promised` is
-    /// the part of it that is not available: on hugetlbfs the pages that the kernel has reserved, elsewhere the pages
-    /// that existing RAM files may still claim.
+    /// Returns the space of the directory.
     ///
     /// # Errors
     /// [`RamError::Directory`].
-    pub fn room(&self) -> Result<(u64, u64), RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+    pub fn room(&self) -> Result<Room, RamError> {
+        let failed = |source| self.failed(source);
         let stat = statfs(&self.path).map_err(|e| failed(e.into()))?;
         if let Some(pages) = HugePages::of(&stat).map_err(failed)? {
-            return Ok((pages.left() + pages.reserved, pages.reserved));
+            return Ok(Room { free: pages.left() + pages.reserved, promised: pages.reserved });
         }
         let mut free = free_bytes(&stat);
         if stat.f_type as u64 == TMPFS_MAGIC {
@@ -192,12 +210,12 @@ impl RamDirectory {
         let mut promised = 0;
         for entry in fs::read_dir(&self.path).map_err(failed)? {
             let entry = entry.map_err(failed)?;
-            if entry.path().extension().is_some_and(|extension| extension == SUFFIX) {
+            if entry.path().extension().is_some_and(|extension| extension == RAM_SUFFIX) {
                 let Ok(metadata) = entry.metadata() else { continue };
                 promised += metadata.len().saturating_sub(metadata.blocks() * 512);
             }
         }
-        Ok((free, promised))
+        Ok(Room { free, promised })
     }
 
     /// Creates the RAM file of VM `name` with `bytes` bytes; only this user can read it.
@@ -238,16 +256,16 @@ impl RamDirectory {
     /// [`RamError::TooSmall`], and then the file still waits; [`RamError::Exists`]; [`RamError::Directory`] when there
     /// is no waiting file.
     pub fn claim(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let _lock = self.lock()?;
         let (waiting, path) = (self.waiting(name), self.file(name));
         match (waiting.exists(), path.exists()) {
             (true, true) => return Err(RamError::Exists { path }),
+            // Claimed before.
             (false, true) => return Ok(path),
             (_, false) => {}
         }
         self.check_room(bytes)?;
-        fs::rename(&waiting, &path).map_err(failed)?;
+        fs::rename(&waiting, &path).map_err(|e| self.failed(e))?;
         Ok(path)
     }
 
@@ -257,11 +275,10 @@ impl RamDirectory {
     /// # Errors
     /// [`RamError::TooSmall`] with the requested and the available size.
     pub fn check_room(&self, bytes: u64) -> Result<(), RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
-        if huge_page_size(&self.path).map_err(failed)?.is_some() {
+        if self.is_on_hugetlbfs()? {
             return Ok(());
         }
-        let (free, promised) = self.room()?;
+        let Room { free, promised } = self.room()?;
         let left = free.saturating_sub(promised);
         if bytes > left {
             return Err(RamError::TooSmall { path: self.path.clone(), requested: bytes, left, free, promised });
@@ -270,15 +287,15 @@ impl RamDirectory {
     }
 
     fn create_file(&self, path: PathBuf, bytes: u64) -> Result<PathBuf, RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
+        let failed = |source| self.failed(source);
         if path.exists() {
             return Err(RamError::Exists { path });
         }
-        let huge = huge_page_size(&self.path).map_err(failed)?.is_some();
+        let reserves_pages = self.is_on_hugetlbfs()?;
         let created = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file = created.map_err(failed)?;
         let sized = file.set_len(bytes).map_err(failed);
-        let reserved = sized.and_then(|()| if huge { self.reserve(&file, bytes) } else { Ok(()) });
+        let reserved = sized.and_then(|()| if reserves_pages { self.reserve(&file, bytes) } else { Ok(()) });
         if let Err(e) = reserved {
             let _ = fs::remove_file(&path);
             return Err(e);
@@ -294,10 +311,9 @@ impl RamDirectory {
     /// # Errors
     /// As for [`RamDirectory::create`].
     pub fn renew(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let path = self.file(name);
         let fits = fs::metadata(&path).is_ok_and(|file| file.len() == bytes);
-        if fits && huge_page_size(&self.path).map_err(failed)?.is_some() {
+        if fits && self.is_on_hugetlbfs()? {
             return Ok(path);
         }
         self.remove_and_release(name)?;
@@ -311,9 +327,8 @@ impl RamDirectory {
     /// # Errors
     /// As for [`RamDirectory::renew`]; [`RamError::Exists`] on hugetlbfs, where the old file would be used again.
     pub fn renew_keeping_cache(&self, name: &str, bytes: u64) -> Result<PathBuf, RamError> {
-        let failed = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
         let path = self.file(name);
-        if huge_page_size(&self.path).map_err(failed)?.is_some() {
+        if self.is_on_hugetlbfs()? {
             return Err(RamError::Exists { path });
         }
         let allocated = fs::metadata(&path).map_or(0, |file| file.blocks() * 512);
@@ -325,20 +340,19 @@ impl RamDirectory {
 
     /// Allocates all of a file on DAX. In one call the file gets large extents, which huge pages can map.
     fn allocate_direct(&self, path: &Path, bytes: u64) -> Result<(), RamError> {
-        let failed = |e: rustix::io::Errno| RamError::Directory { path: self.path.clone(), source: e.into() };
-        let failed_at = |source: io::Error| RamError::Directory { path: self.path.clone(), source };
-        if !is_direct(path).map_err(failed_at)? {
+        let failed = |source| self.failed(source);
+        if !is_direct(path).map_err(failed)? {
             return Ok(());
         }
-        let file = OpenOptions::new().write(true).open(path).map_err(failed_at)?;
-        fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(failed)
+        let file = OpenOptions::new().write(true).open(path).map_err(failed)?;
+        fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(|e| failed(e.into()))
     }
 
     /// Makes the kernel reserve the huge pages of a RAM file.
     fn reserve(&self, file: &File, bytes: u64) -> Result<(), RamError> {
         let Err(source) = reserve(file, bytes) else { return Ok(()) };
+        let failed = |source| self.failed(source);
         let path = self.path.clone();
-        let failed = |source: io::Error| RamError::Directory { path: path.clone(), source };
         let stat = statfs(&path).map_err(|e| failed(e.into()))?;
         Err(match HugePages::of(&stat).map_err(failed)? {
             Some(pages) if source.kind() == io::ErrorKind::OutOfMemory && pages.left() < bytes => {
@@ -358,9 +372,7 @@ impl RamDirectory {
     pub fn remove(&self, name: &str) -> Result<(), RamError> {
         for path in [self.file(name), self.waiting(name)] {
             match fs::remove_file(path) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                    return Err(RamError::Directory { path: self.path.clone(), source: e });
-                }
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(self.failed(e)),
                 _ => {}
             }
         }
@@ -369,16 +381,17 @@ impl RamDirectory {
 }
 
 /// The locks held while a RAM file is created.
-struct Locked {
-    _above: Option<OwnedFd>,
+struct DirectoryLock {
+    /// Of Rekindle's own tmpfs only.
+    _parent: Option<OwnedFd>,
     _directory: File,
 }
 
 /// Locks Rekindle's own tmpfs through the parent directory, which is never removed. `path` need not be mounted.
-fn lock_above(path: &Path) -> io::Result<OwnedFd> {
-    let above = path.parent().unwrap_or(Path::new("/"));
-    DirBuilder::new().recursive(true).mode(0o700).create(above)?;
-    let lock = open(above, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+fn lock_parent(path: &Path) -> io::Result<OwnedFd> {
+    let parent = path.parent().unwrap_or(Path::new("/"));
+    DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
+    let lock = open(parent, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
     flock(&lock, FlockOperation::LockExclusive)?;
     Ok(lock)
 }
@@ -386,14 +399,15 @@ fn lock_above(path: &Path) -> io::Result<OwnedFd> {
 /// Mounts a tmpfs with a size of `bytes` at `path`, unless one is mounted.
 fn mount_own(path: &Path, bytes: u64) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-    let above = fs::metadata(path.parent().unwrap_or(Path::new("/")))?.dev();
-    if fs::metadata(path)?.dev() != above {
+    let parent_device = fs::metadata(path.parent().unwrap_or(Path::new("/")))?.dev();
+    let is_mounted = fs::metadata(path)?.dev() != parent_device;
+    if is_mounted {
         return Ok(());
     }
-    let options = |more: &str| CString::new(format!("size={bytes},mode=0700{more}")).map_err(io::Error::other);
-    let try_mount = |more: &str| -> io::Result<()> {
+    let try_mount = |more_options: &str| -> io::Result<()> {
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-        Ok(mount("rekindle-ram", path, "tmpfs", flags, options(more)?.as_c_str())?)
+        let options = CString::new(format!("size={bytes},mode=0700{more_options}")).map_err(io::Error::other)?;
+        Ok(mount("rekindle-ram", path, "tmpfs", flags, options.as_c_str())?)
     };
     // `noswap` needs Linux 6.4. It keeps the guest's memory off the swap disk.
     try_mount(",noswap").or_else(|_| try_mount(""))
@@ -446,14 +460,14 @@ mod tests {
     fn a_file_that_does_not_fit_is_rejected_with_figures_and_promised_pages_count_as_used() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let ram = RamDirectory::at(directory.path()).unwrap();
-        let (free, promised) = ram.room().unwrap();
+        let Room { free, promised } = ram.room().unwrap();
         assert_eq!(promised, 0);
         let e = ram.create("big", free * 2).unwrap_err();
         assert!(matches!(e, RamError::TooSmall { requested, .. } if requested == free * 2));
         assert!(e.to_string().contains(&format!("{} MiB requested", (free * 2) >> 20)), "{e}");
         let most = free / 4 * 3;
         ram.create("first", most).unwrap();
-        assert_eq!(ram.room().unwrap().1, most);
+        assert_eq!(ram.room().unwrap().promised, most);
         assert!(matches!(ram.create("second", most), Err(RamError::TooSmall { .. })));
         assert!(matches!(ram.create("first", 4096), Err(RamError::Exists { .. })));
         ram.remove("first").unwrap();
@@ -466,15 +480,15 @@ mod tests {
     fn any_number_of_files_may_wait_but_only_those_that_fit_are_claimed() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let ram = RamDirectory::at(directory.path()).unwrap();
-        let most = ram.room().unwrap().0 / 4 * 3;
+        let most = ram.room().unwrap().free / 4 * 3;
         for name in ["one", "two", "three"] {
             ram.create_waiting(name, most).unwrap();
         }
-        assert_eq!(ram.room().unwrap().1, 0, "nothing is promised to waiting files");
+        assert_eq!(ram.room().unwrap().promised, 0, "nothing is promised to waiting files");
         assert!(matches!(ram.create_waiting("one", most), Err(RamError::Exists { .. })));
         let file = ram.claim("one", most).unwrap();
         assert_eq!(file, ram.file("one"));
-        assert_eq!(ram.room().unwrap().1, most);
+        assert_eq!(ram.room().unwrap().promised, most);
         assert_eq!(ram.claim("one", most).unwrap(), file, "a second claim is no error");
         assert!(matches!(ram.claim("two", most), Err(RamError::TooSmall { .. })));
         assert!(ram.waiting("two").exists(), "it still waits");
@@ -541,7 +555,7 @@ mod tests {
         let ram = RamDirectory::own_tmpfs(&path, 64 << 20).unwrap();
         let again = RamDirectory::own_tmpfs(&path, 64 << 20).unwrap();
         assert_eq!(ram, again);
-        assert_eq!(ram.room().unwrap().0, 64 << 20);
+        assert_eq!(ram.room().unwrap().free, 64 << 20);
         assert!(matches!(ram.create("x", 65 << 20), Err(RamError::TooSmall { .. })));
         // The last VM is stopped while another is being started.
         RamDirectory::release_own_tmpfs(&path);

@@ -56,12 +56,15 @@ pub enum GuestRamError {
     },
 }
 
-/// The way in which a block is read.
+/// Where a block is read from.
 #[derive(Debug)]
-enum Access {
-    /// From this file; the number is the block's offset in it.
-    File(File, u64),
-    /// From the memory of the process.
+enum ReadFrom {
+    File {
+        file: File,
+        /// Offset of the block in the file.
+        offset: u64,
+    },
+    /// The memory of the process.
     Process,
 }
 
@@ -76,7 +79,7 @@ pub struct Block {
     pub writable: bool,
     /// Whether writes are visible to other processes that map the same file.
     pub shared: bool,
-    access: Access,
+    read_from: ReadFrom,
 }
 
 impl Block {
@@ -96,16 +99,16 @@ impl Block {
     /// Returns the file of shared memory, and the block's offset in it.
     #[must_use]
     pub fn file(&self) -> Option<(&File, u64)> {
-        match &self.access {
-            Access::File(file, offset) => Some((file, *offset)),
-            Access::Process => None,
+        match &self.read_from {
+            ReadFrom::File { file, offset } => Some((file, *offset)),
+            ReadFrom::Process => None,
         }
     }
 }
 
 /// A change of QEMU's block table. The string is the name of the block.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Change {
+pub enum BlockChange {
     /// Memory or a device was plugged in.
     Added(String),
     Removed(String),
@@ -137,7 +140,7 @@ impl GuestRam {
     pub fn from_blocks(process: Process, blocks: Vec<RamBlock>) -> Result<Self, GuestRamError> {
         let pid = process.pid;
         let maps = maps::of(process).map_err(|source| GuestRamError::Maps { pid, source })?;
-        let blocks = blocks.into_iter().map(|info| block(process, &maps, info)).collect::<Result<_, _>>()?;
+        let blocks = blocks.into_iter().map(|info| locate_block(process, &maps, info)).collect::<Result<_, _>>()?;
         Ok(Self { process, blocks, may_shrink: true })
     }
 
@@ -180,27 +183,26 @@ impl GuestRam {
     ///
     /// # Errors
     /// As for [`GuestRam::of`].
-    pub fn changes(&self, qmp: &mut Qmp) -> Result<Vec<Change>, GuestRamError> {
+    pub fn changes(&self, qmp: &mut Qmp) -> Result<Vec<BlockChange>, GuestRamError> {
         Ok(self.compare(&ramblock::list(qmp).map_err(LocateError::Qmp)?))
     }
 
-    fn compare(&self, now: &[RamBlock]) -> Vec<Change> {
+    /// Compares another block table with the table of this value.
+    fn compare(&self, table: &[RamBlock]) -> Vec<BlockChange> {
         let mut changes = Vec::new();
-        for block in &self.blocks {
-            let id = &block.info.id;
-            match now.iter().find(|now| now.id == *id) {
-                None => changes.push(Change::Removed(id.clone())),
-                Some(now) => {
-                    let moved = now.address.is_some_and(|address| address != block.address);
-                    let old = &block.info;
-                    if moved || (now.used, now.total, now.offset) != (old.used, old.total, old.offset) {
-                        changes.push(Change::Resized(id.clone()));
+        for Block { info: old, address, .. } in &self.blocks {
+            match table.iter().find(|new| new.id == old.id) {
+                None => changes.push(BlockChange::Removed(old.id.clone())),
+                Some(new) => {
+                    let is_moved = new.address.is_some_and(|new_address| new_address != *address);
+                    if is_moved || (new.used, new.total, new.offset) != (old.used, old.total, old.offset) {
+                        changes.push(BlockChange::Resized(old.id.clone()));
                     }
                 }
             }
         }
-        let known = |id: &str| self.blocks.iter().any(|block| block.info.id == id);
-        changes.extend(now.iter().filter(|now| !known(&now.id)).map(|now| Change::Added(now.id.clone())));
+        let is_known = |id: &str| self.blocks.iter().any(|block| block.info.id == id);
+        changes.extend(table.iter().filter(|new| !is_known(&new.id)).map(|new| BlockChange::Added(new.id.clone())));
         changes
     }
 
@@ -210,22 +212,22 @@ impl GuestRam {
     /// [`GuestRamError::Read`].
     pub fn read(&self, block: &Block, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<(), GuestRamError> {
         let failed = |range: Range<u64>| move |source| GuestRamError::Read { id: block.info.id.clone(), range, source };
-        match &block.access {
-            Access::Process => {
+        match &block.read_from {
+            ReadFrom::Process => {
                 let whole = runs.first().map_or(0, |run| run.start)..runs.last().map_or(0, |run| run.end);
                 let piece = |run: &Range<u64>| (block.address + run.start, (run.end - run.start) as usize);
                 let pieces: Vec<_> = runs.iter().map(piece).collect();
                 memory::read_pieces(self.process, &pieces, buffer).map_err(failed(whole))
             }
-            Access::File(file, offset) => {
-                let mut rest = buffer;
+            ReadFrom::File { file, offset } => {
+                let mut unfilled = buffer;
                 for run in runs {
                     let length = (run.end - run.start) as usize;
-                    let Some((part, tail)) = std::mem::take(&mut rest).split_at_mut_checked(length) else {
+                    let Some((run_buffer, after)) = std::mem::take(&mut unfilled).split_at_mut_checked(length) else {
                         return Err(failed(run.clone())(io::ErrorKind::InvalidInput.into()));
                     };
-                    file.read_exact_at(part, offset + run.start).map_err(failed(run.clone()))?;
-                    rest = tail;
+                    file.read_exact_at(run_buffer, offset + run.start).map_err(failed(run.clone()))?;
+                    unfilled = after;
                 }
                 Ok(())
             }
@@ -238,13 +240,10 @@ impl GuestRam {
     /// [`GuestRamError::Read`], [`GuestRamError::Scan`].
     pub fn populated(&self, block: &Block) -> Result<PageRuns, GuestRamError> {
         let length = block.used().end - block.address;
-        match &block.access {
-            Access::File(file, offset) => data(file, *offset..*offset + length).map_err(|source| GuestRamError::Read {
-                id: block.info.id.clone(),
-                range: 0..length,
-                source,
-            }),
-            Access::Process => {
+        match &block.read_from {
+            ReadFrom::File { file, offset } => data_runs(file, *offset..*offset + length)
+                .map_err(|source| GuestRamError::Read { id: block.info.id.clone(), range: 0..length, source }),
+            ReadFrom::Process => {
                 let failed = |source| GuestRamError::Scan { id: block.info.id.clone(), source };
                 let query = Query { any: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
                 let mut scanner = Scanner::open(self.process).map_err(failed)?;
@@ -264,16 +263,16 @@ impl GuestRam {
 }
 
 /// Finds the runs of a file that hold data within `range`, in whole pages, relative to the start of `range`.
-pub(crate) fn data(file: &File, range: Range<u64>) -> io::Result<PageRuns> {
+pub(crate) fn data_runs(file: &File, range: Range<u64>) -> io::Result<PageRuns> {
     const PAGE: u64 = PAGE_SIZE as u64;
     let mut runs = PageRuns::new();
-    let mut at = range.start;
-    while at < range.end {
-        let start = match seek(file, SeekFrom::Data(at)) {
-            Ok(start) => start.max(at),
+    let mut search_from = range.start;
+    while search_from < range.end {
+        let start = match seek(file, SeekFrom::Data(search_from)) {
+            Ok(start) => start.max(search_from),
             Err(rustix::io::Errno::NXIO) => break,
             // This file system does not report holes (e.g. hugetlbfs): all of the file counts as data.
-            Err(rustix::io::Errno::INVAL) => at,
+            Err(rustix::io::Errno::INVAL) => search_from,
             Err(e) => return Err(e.into()),
         };
         if start >= range.end {
@@ -284,12 +283,13 @@ pub(crate) fn data(file: &File, range: Range<u64>) -> io::Result<PageRuns> {
             _ => range.end,
         };
         runs.push((start - range.start) / PAGE * PAGE..(end - range.start).next_multiple_of(PAGE));
-        at = end;
+        search_from = end;
     }
     Ok(runs)
 }
 
-fn block(process: Process, maps: &[Mapping], info: RamBlock) -> Result<Block, GuestRamError> {
+/// Finds the mappings of a RAM block, and opens its file if it has one.
+fn locate_block(process: Process, maps: &[Mapping], info: RamBlock) -> Result<Block, GuestRamError> {
     let unmapped = |info: &RamBlock| LocateError::Unmapped {
         id: info.id.clone(),
         bytes: info.total,
@@ -302,24 +302,24 @@ fn block(process: Process, maps: &[Mapping], info: RamBlock) -> Result<Block, Gu
     // One contiguous piece of one file. It may consist of several mappings, because QEMU may change the flags of a
     // part.
     let base = |map: &Mapping| map.offset.wrapping_sub(map.range.start);
-    let one_file = parts.iter().all(|map| map.shared && map.inode == first.inode && base(map) == base(first));
+    let is_in_one_file = parts.iter().all(|map| map.shared && map.inode == first.inode && base(map) == base(first));
     let shared = parts.iter().any(|map| map.shared);
     let writable = parts.iter().all(|map| map.writable);
-    let mut access = Access::Process;
-    if one_file && first.inode != 0 {
+    let mut read_from = ReadFrom::Process;
+    if is_in_one_file && first.inode != 0 {
         let failed = |source| GuestRamError::File { id: info.id.clone(), name: first.name.clone(), source };
-        let file = open(process, first).map_err(failed)?;
+        let file = open_mapped_file(process, first).map_err(failed)?;
         // The file of a device (devdax) cannot be read, but the process's memory can.
         if !file.metadata().map_err(failed)?.file_type().is_char_device() {
-            access = Access::File(file, first.offset + (address - first.range.start));
+            read_from = ReadFrom::File { file, offset: first.offset + (address - first.range.start) };
         }
     }
-    Ok(Block { address, writable, shared, access, info })
+    Ok(Block { address, writable, shared, read_from, info })
 }
 
 /// Opens the file of a mapping through `/proc/PID/map_files`, or else through QEMU's descriptor, which needs fewer
 /// rights.
-fn open(process: Process, map: &Mapping) -> io::Result<File> {
+fn open_mapped_file(process: Process, map: &Mapping) -> io::Result<File> {
     let error = match map.open(process) {
         Ok(Some(file)) => return Ok(file),
         Ok(None) => io::ErrorKind::NotFound.into(),
@@ -327,9 +327,9 @@ fn open(process: Process, map: &Mapping) -> io::Result<File> {
     };
     let descriptors = fs::read_dir(format!("/proc/{}/fd", process.pid))?;
     for entry in descriptors.flatten() {
-        let same = |file: &fs::Metadata| file.ino() == map.inode && file.is_file();
+        let is_mapped_file = |file: &fs::Metadata| file.ino() == map.inode && file.is_file();
         let link = fs::read_link(entry.path()).unwrap_or_default();
-        if link.to_string_lossy() == map.name && fs::metadata(entry.path()).is_ok_and(|file| same(&file)) {
+        if link.to_string_lossy() == map.name && fs::metadata(entry.path()).is_ok_and(|file| is_mapped_file(&file)) {
             return File::open(entry.path());
         }
     }
@@ -377,9 +377,9 @@ mod tests {
         file.set_len(100 * PAGE).unwrap();
         file.write_all_at(&[1], 10 * PAGE).unwrap();
         file.write_all_at(&[1; 2], 21 * PAGE - 1).unwrap();
-        assert_eq!(*data(&file, 0..100 * PAGE).unwrap(), [10 * PAGE..11 * PAGE, 20 * PAGE..22 * PAGE]);
-        assert_eq!(*data(&file, 10 * PAGE..21 * PAGE).unwrap(), [0..PAGE, 10 * PAGE..11 * PAGE]);
-        assert_eq!(*data(&file, 50 * PAGE..60 * PAGE).unwrap(), []);
+        assert_eq!(*data_runs(&file, 0..100 * PAGE).unwrap(), [10 * PAGE..11 * PAGE, 20 * PAGE..22 * PAGE]);
+        assert_eq!(*data_runs(&file, 10 * PAGE..21 * PAGE).unwrap(), [0..PAGE, 10 * PAGE..11 * PAGE]);
+        assert_eq!(*data_runs(&file, 50 * PAGE..60 * PAGE).unwrap(), []);
     }
 
     #[test]
@@ -391,9 +391,9 @@ mod tests {
         let without_address = RamBlock { address: None, ..same.clone() };
         assert_eq!(ram.compare(&[without_address]), [], "a QEMU that does not report addresses");
         let grown = RamBlock { used: 4 * PAGE, ..same.clone() };
-        assert_eq!(ram.compare(&[grown]), [Change::Resized("ram".into())]);
-        assert_eq!(ram.compare(&[same, ram_block("dimm", None, 1)]), [Change::Added("dimm".into())]);
-        assert_eq!(ram.compare(&[]), [Change::Removed("ram".into())]);
+        assert_eq!(ram.compare(&[grown]), [BlockChange::Resized("ram".into())]);
+        assert_eq!(ram.compare(&[same, ram_block("dimm", None, 1)]), [BlockChange::Added("dimm".into())]);
+        assert_eq!(ram.compare(&[]), [BlockChange::Removed("ram".into())]);
     }
 
     #[test]

@@ -6,12 +6,11 @@
 mod common;
 
 use common::victim::{self, Kind, PAGE, Victim, expected};
-use common::wait_for;
+use common::{apply, wait_for};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::userfault::remote;
 use rekindle_memory::missing::{Completion, Content, PageSource, Pager};
-use rekindle_memory::ram::GuestRam;
-use rekindle_memory::tracker::{Asynchronous, Dirty, Filling, TrackError, Tracker};
+use rekindle_memory::tracker::{Asynchronous, Filling, TrackError, Tracker};
 use rekindle_pages::{BlockId, Page, PageNo};
 use rekindle_qemu::stopped::Stopped;
 use rekindle_testing::hugepages::HugePages;
@@ -28,8 +27,8 @@ fn victim() {
     victim::act();
 }
 
-/// The checkpoint that pages are filled from. It slows down when it has supplied more than [`PACE`] pages per new
-/// checkpoint, so that checkpoints are taken during the fill on a busy machine too.
+/// The checkpoint that pages are filled from. It slows down when it has supplied more than [`PAGES_AT_FULL_SPEED`]
+/// pages per new checkpoint, so that checkpoints are taken during the fill on a busy machine too.
 struct Checkpoint {
     delay: Duration,
     supplied: u32,
@@ -37,7 +36,7 @@ struct Checkpoint {
 }
 
 /// Pages that are supplied at full speed for each new checkpoint.
-const PACE: u32 = 400;
+const PAGES_AT_FULL_SPEED: u32 = 400;
 
 fn fill_page(page: u64, buffer: &mut [u8]) -> Content {
     if page.is_multiple_of(3) {
@@ -54,7 +53,7 @@ impl PageSource for Checkpoint {
 
     fn page(&mut self, _: BlockId, PageNo(page): PageNo, buffer: &mut Page) -> io::Result<Content> {
         self.supplied += 1;
-        let is_ahead = self.supplied > PACE * (1 + self.taken.load(Ordering::SeqCst));
+        let is_ahead = self.supplied > PAGES_AT_FULL_SPEED * (1 + self.taken.load(Ordering::SeqCst));
         thread::sleep(if is_ahead { Duration::from_millis(1) } else { self.delay });
         Ok(fill_page(page, buffer))
     }
@@ -64,19 +63,8 @@ impl PageSource for Checkpoint {
     }
 }
 
-fn all(_: &str) -> bool {
+fn every_block(_: &str) -> bool {
     true
-}
-
-/// Overwrites a copy with the reported pages.
-fn apply(ram: &GuestRam, dirty: &Dirty, copy: &mut [u8]) {
-    let block = &ram.blocks()[0];
-    for run in &dirty.zero[0] {
-        copy[run.start as usize..run.end as usize].fill(0);
-    }
-    for run in &dirty.written[0] {
-        ram.read(block, std::slice::from_ref(run), &mut copy[run.start as usize..run.end as usize]).unwrap();
-    }
 }
 
 /// Asserts that a copy equals the memory, and that pages which are not filled have the content of `image`.
@@ -107,7 +95,7 @@ enum CurrentTracker {
 
 fn attach(victim: &Victim) -> Box<Filling> {
     let injector = Injector::new(victim.process).unwrap();
-    let attached = Filling::attach(injector, Arc::clone(&victim.ram), all, &mut Stopped::vouched(), None);
+    let attached = Filling::attach(injector, Arc::clone(&victim.ram), every_block, &mut Stopped::vouched(), None);
     let attached = attached.unwrap_or_else(|e| panic!("{e}: {:?}", std::error::Error::source(&e)));
     Box::new(attached.expect("the pager records"))
 }
@@ -130,14 +118,15 @@ fn a_checkpoint_overwritten_with_the_reported_pages_is_the_memory_at_each_stop()
         let mut copy = image.clone();
         let taken = Arc::new(AtomicU32::new(0));
         let mut source = Checkpoint { delay: Duration::from_micros(60), supplied: 0, taken: Arc::clone(&taken) };
-        let mut pager = Pager::begin(injector, &victim.ram, all, &mut source, None).unwrap();
-        let (end, filled, handed) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
-        let (mut after, mut reported) = (0, 0);
+        let mut pager = Pager::begin(injector, &victim.ram, every_block, &mut source, None).unwrap();
+        let (end, is_filled, is_handed_over) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+        let (mut rounds_after_hand_over, mut reported) = (0, 0);
         thread::scope(|scope| {
-            let (mut pager, mut source, end, filled, handed) = (&mut pager, &mut source, &end, &filled, &handed);
+            let (mut pager, mut source, end, is_filled, is_handed_over) =
+                (&mut pager, &mut source, &end, &is_filled, &is_handed_over);
             let completion = move || {
-                filled.store(true, Ordering::SeqCst);
-                if handed.load(Ordering::SeqCst) { Completion::HandedOver } else { Completion::Wait }
+                is_filled.store(true, Ordering::SeqCst);
+                if is_handed_over.load(Ordering::SeqCst) { Completion::HandedOver } else { Completion::Wait }
             };
             let mut running = Some(scope.spawn(move || {
                 let progress = pager.run_until(source, [], end, completion).unwrap();
@@ -152,10 +141,10 @@ fn a_checkpoint_overwritten_with_the_reported_pages_is_the_memory_at_each_stop()
                 thread::sleep(Duration::from_millis(5));
                 victim.stop();
                 let dirty = match &mut current {
-                    CurrentTracker::Filling(tracker) if filled.load(Ordering::SeqCst) && round > 25 => {
+                    CurrentTracker::Filling(tracker) if is_filled.load(Ordering::SeqCst) && round > 25 => {
                         let (dirty, own) = tracker.hand_over(&mut stopped, None).unwrap();
                         current = CurrentTracker::Own(own);
-                        handed.store(true, Ordering::SeqCst);
+                        is_handed_over.store(true, Ordering::SeqCst);
                         dirty
                     }
                     // The protector dies, and the record stays.
@@ -170,30 +159,30 @@ fn a_checkpoint_overwritten_with_the_reported_pages_is_the_memory_at_each_stop()
                         tracker.everything().unwrap()
                     }
                     CurrentTracker::Filling(tracker) => {
-                        taken.fetch_add(u32::from(!filled.load(Ordering::SeqCst)), Ordering::SeqCst);
+                        taken.fetch_add(u32::from(!is_filled.load(Ordering::SeqCst)), Ordering::SeqCst);
                         tracker.collect(&mut stopped).unwrap()
                     }
                     CurrentTracker::Own(own) => {
-                        after += 1;
+                        rounds_after_hand_over += 1;
                         own.collect(&mut stopped).unwrap()
                     }
                 };
                 reported += dirty.bytes();
-                apply(&victim.ram, &dirty, &mut copy);
+                apply(&victim.ram, &dirty, &mut [&mut copy]);
                 let what = format!("{kind:?}, {give_back}, round {round}");
                 assert_same_or_missing(&victim, &copy, &image, give_back, &what);
                 // The pager dies, and another one continues.
-                if round == 15 && !filled.load(Ordering::SeqCst) {
+                if round == 15 && !is_filled.load(Ordering::SeqCst) {
                     end.store(true, Ordering::SeqCst);
                     (pager, source, _) = running.take().unwrap().join().unwrap();
                     end.store(false, Ordering::SeqCst);
-                    *pager = Pager::take_over(injector, &victim.ram, all).unwrap().expect("a registration");
+                    *pager = Pager::take_over(injector, &victim.ram, every_block).unwrap().expect("a registration");
                     running = Some(scope.spawn(move || {
                         let progress = pager.run_until(source, [], end, completion).unwrap();
                         (pager, source, progress)
                     }));
                 }
-                if after == 15 {
+                if rounds_after_hand_over == 15 {
                     break;
                 }
                 assert!(round < 10_000, "{} of {total} bytes are filled", populated(&victim));
@@ -214,7 +203,7 @@ fn a_checkpoint_overwritten_with_the_reported_pages_is_the_memory_at_each_stop()
         assert!(reported > 0, "{kind:?}");
         assert_eq!(descriptors(victim.process.pid), before, "{kind:?}");
         assert!(!victim.is_registered());
-        assert!(victim.end());
+        victim.end();
     }
 }
 
@@ -222,9 +211,12 @@ fn a_checkpoint_overwritten_with_the_reported_pages_is_the_memory_at_each_stop()
 fn missing_pages_are_neither_reported_nor_read_and_a_read_page_does_not_count_as_written() {
     let mut reader = Victim::mixer(Kind::Shared, 3000, false);
     let injector = Injector::new(reader.process).unwrap();
-    let mut source =
-        Checkpoint { delay: Duration::ZERO, supplied: 0, taken: Arc::new(AtomicU32::new(u32::MAX / PACE - 1)) };
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let mut source = Checkpoint {
+        delay: Duration::ZERO,
+        supplied: 0,
+        taken: Arc::new(AtomicU32::new(u32::MAX / PAGES_AT_FULL_SPEED - 1)),
+    };
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
     let end = AtomicBool::new(false);
     // All pages are filled, and none is written.
     thread::scope(|scope| {
@@ -246,7 +238,11 @@ fn missing_pages_are_neither_reported_nor_read_and_a_read_page_does_not_count_as
     assert!(pager.run(&mut source, [], &AtomicBool::new(false)).unwrap().complete);
     let e = tracker.collect(&mut Stopped::vouched()).unwrap_err();
     assert!(matches!(&e, TrackError::Filled { id } if id == "ram"), "{e}");
-    assert!(Filling::attach(injector, Arc::clone(&reader.ram), all, &mut Stopped::vouched(), None).unwrap().is_none());
+    assert!(
+        Filling::attach(injector, Arc::clone(&reader.ram), every_block, &mut Stopped::vouched(), None)
+            .unwrap()
+            .is_none()
+    );
     reader.begin();
-    assert!(reader.end());
+    reader.end();
 }

@@ -6,8 +6,8 @@
 
 mod common;
 
-use common::qemu::{Config, MIB, Qemu, Ram, everything, overlay, pause};
-use common::{victim, wait_for};
+use common::qemu::{Config, MIB, Qemu, Ram, content_of_blocks, overlay, pause, resume};
+use common::{apply, victim, wait_for};
 use rekindle_kernel::inject::{Call, Injector};
 use rekindle_kernel::userfault::remote;
 use rekindle_memory::missing::{Content, PageSource, Pager};
@@ -31,22 +31,11 @@ use std::thread;
 use std::time::Duration;
 
 /// Bytes that the guest must write between two stops.
-const ENOUGH: u64 = 1 << 20;
+const MIN_WRITTEN_BYTES: u64 = 1 << 20;
 const SANDBOX: [&str; 2] = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
 
 fn binaries() -> [&'static Path; 2] {
     [qemu_new(), qemu_old()]
-}
-
-fn apply(ram: &GuestRam, dirty: &Dirty, copies: &mut [Vec<u8>]) {
-    for (n, (block, copy)) in ram.blocks().iter().zip(copies).enumerate() {
-        for run in &dirty.zero[n] {
-            copy[run.start as usize..run.end as usize].fill(0);
-        }
-        for run in &dirty.written[n] {
-            ram.read(block, std::slice::from_ref(run), &mut copy[run.start as usize..run.end as usize]).unwrap();
-        }
-    }
 }
 
 #[track_caller]
@@ -62,32 +51,29 @@ fn assert_same(ram: &GuestRam, copies: &[Vec<u8>], now: &[Vec<u8>], what: &str) 
 /// comparison is slow.
 #[track_caller]
 fn assert_is_memory(ram: &GuestRam, copies: &[Vec<u8>], what: &str) {
-    let mut piece = vec![0; 1 << 20];
+    const PIECE_BYTES: usize = 1 << 20;
+    let mut piece = vec![0; PIECE_BYTES];
     for (block, copy) in ram.blocks().iter().zip(copies) {
-        let mut different = Vec::new();
-        let mut compare = |at: u64, now: Option<&[u8]>, length: u64| {
-            let copy = &copy[at as usize..(at + length) as usize];
-            for (n, page) in copy.chunks(4096).enumerate() {
-                let same = now
-                    .map_or_else(|| page.iter().all(|&byte| byte == 0), |now| &now[n * 4096..][..page.len()] == page);
-                if !same {
-                    different.push(at / 4096 + n as u64);
+        let mut different_pages = Vec::new();
+        let mut compare = |range: Range<u64>, memory: &[u8]| {
+            let copied_pages = copy[range.start as usize..range.end as usize].chunks(PAGE_SIZE);
+            for (number, (copied, page)) in copied_pages.zip(memory.chunks(PAGE_SIZE)).enumerate() {
+                if copied != page {
+                    different_pages.push(range.start / PAGE_SIZE as u64 + number as u64);
                 }
             }
         };
-        let mut end = 0;
-        for run in ram.populated(block).unwrap() {
-            compare(end, None, run.start - end);
-            for at in run.clone().step_by(piece.len()) {
-                let part = at..run.end.min(at + piece.len() as u64);
-                let now = &mut piece[..(part.end - part.start) as usize];
-                ram.read(block, std::slice::from_ref(&part), now).unwrap();
-                compare(at, Some(now), part.end - part.start);
-            }
-            end = run.end;
+        let zeros = vec![0; PIECE_BYTES];
+        let populated = ram.populated(block).unwrap();
+        for range in populated.complement(copy.len() as u64).split(PIECE_BYTES as u64).iter().flatten() {
+            compare(range.clone(), &zeros[..(range.end - range.start) as usize]);
         }
-        compare(end, None, copy.len() as u64 - end);
-        assert!(different.is_empty(), "{what}: pages {different:?} of {} differ", block.info.id);
+        for range in populated.split(PIECE_BYTES as u64).iter().flatten() {
+            let memory = &mut piece[..(range.end - range.start) as usize];
+            ram.read(block, std::slice::from_ref(range), memory).unwrap();
+            compare(range.clone(), memory);
+        }
+        assert!(different_pages.is_empty(), "{what}: pages {different_pages:?} of {} differ", block.info.id);
     }
 }
 
@@ -198,24 +184,24 @@ fn a_copy_that_follows_a_running_guest_is_its_memory_at_each_stop() {
         let injector = Injector::new(qemu.process).unwrap();
         let before = open_files(qemu.process.pid);
         assert!(matches!(Stopped::check(&mut qmp), Err(NotStopped::Runs { .. })));
-        pause(&mut qmp, true);
+        pause(&mut qmp);
         let mut stopped = Stopped::check(&mut qmp).unwrap();
         let mut tracker = Asynchronous::attach(injector, Arc::clone(&ram), &mut stopped, None).unwrap();
-        let mut copies: Vec<_> = everything(&ram).iter().map(|all| vec![0xff; all.len()]).collect();
+        let mut copies: Vec<_> = content_of_blocks(&ram).iter().map(|all| vec![0xff; all.len()]).collect();
         apply(&ram, &Dirty::everything(&ram).unwrap(), &mut copies);
         let mut reported = 0;
         for round in 0..8 {
             assert_is_memory(&ram, &copies, &format!("{} {kind:?}, round {round}", binary.display()));
-            pause(&mut qmp, false);
-            wait_for(|| qemu.output(), || (tracker.peek().unwrap().bytes() > ENOUGH).then_some(()));
-            pause(&mut qmp, true);
+            resume(&mut qmp);
+            wait_for(|| qemu.output(), || (tracker.peek().unwrap().bytes() > MIN_WRITTEN_BYTES).then_some(()));
+            pause(&mut qmp);
             let mut stopped = Stopped::check(&mut qmp).unwrap();
             let dirty = tracker.collect(&mut stopped).unwrap();
             reported += dirty.bytes();
             apply(&ram, &dirty, &mut copies);
         }
         assert!(reported > 0 && reported < 8 * (MIB << 20) / 2, "{reported}");
-        pause(&mut qmp, false);
+        resume(&mut qmp);
         tracker.detach().unwrap();
         assert_eq!(open_files(qemu.process.pid), before);
         assert!(!victim::is_registered(qemu.process));
@@ -233,8 +219,8 @@ fn checkpoints_are_copied_while_the_guest_runs() {
         let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
         let injector = Injector::new(qemu.process).unwrap();
         let before = open_files(qemu.process.pid);
-        pause(&mut qmp, true);
-        let copies = Arc::new(Mutex::new(everything(&ram)));
+        pause(&mut qmp);
+        let copies = Arc::new(Mutex::new(content_of_blocks(&ram)));
         let copier = Arc::clone(&copies);
         let save = move |ram: &GuestRam, block: BlockId, page: Range<u64>| {
             let mut bytes = vec![0; (page.end - page.start) as usize];
@@ -245,14 +231,14 @@ fn checkpoints_are_copied_while_the_guest_runs() {
         let attached = Synchronous::attach(injector, Arc::clone(&ram), &mut stopped, save.clone(), None);
         let mut tracker = attached.unwrap();
         for round in 0..6 {
-            pause(&mut qmp, false);
-            wait_for(|| qemu.output(), || (tracker.peek().unwrap().bytes() > ENOUGH).then_some(()));
-            pause(&mut qmp, true);
+            resume(&mut qmp);
+            wait_for(|| qemu.output(), || (tracker.peek().unwrap().bytes() > MIN_WRITTEN_BYTES).then_some(()));
+            pause(&mut qmp);
             let mut stopped = Stopped::check(&mut qmp).unwrap();
             let dirty = tracker.collect(&mut stopped).unwrap();
-            let now = everything(&ram);
+            let now = content_of_blocks(&ram);
             tracker.begin(&dirty.written, &mut stopped).unwrap();
-            pause(&mut qmp, false);
+            resume(&mut qmp);
             while let Some(claim) = tracker.claim(64 << 10) {
                 claim.runs.iter().for_each(|run| save(&ram, claim.block, run.clone()));
             }
@@ -278,10 +264,10 @@ fn a_hundred_attachments_leave_no_trace() {
         let injector = Injector::new(qemu.process).unwrap();
         let before = open_files(qemu.process.pid);
         for _ in 0..100 {
-            pause(&mut qmp, true);
+            pause(&mut qmp);
             let mut stopped = Stopped::check(&mut qmp).unwrap();
             let tracker = Asynchronous::attach(injector, Arc::clone(&ram), &mut stopped, None).unwrap();
-            pause(&mut qmp, false);
+            resume(&mut qmp);
             tracker.detach().unwrap();
         }
         assert_eq!(open_files(qemu.process.pid), before);
@@ -300,7 +286,7 @@ fn a_qemu_of_another_user_is_tracked_through_the_device() {
     let mut qmp = qemu.qmp();
     let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
     let injector = Injector::new(qemu.process).unwrap();
-    pause(&mut qmp, true);
+    pause(&mut qmp);
     let mut stopped = Stopped::check(&mut qmp).unwrap();
     let e = Asynchronous::attach(injector, Arc::clone(&ram), &mut stopped, None).unwrap_err();
     assert!(matches!(e, TrackError::Remote(remote::RemoteError::Denied { .. })), "{e}");
@@ -312,7 +298,7 @@ fn a_qemu_of_another_user_is_tracked_through_the_device() {
     let mut stopped = Stopped::check(&mut qmp).unwrap();
     let mut tracker = Asynchronous::attach(injector, ram, &mut stopped, number).unwrap();
     let _: Value = qmp.execute("closefd", &name).unwrap();
-    pause(&mut qmp, false);
+    resume(&mut qmp);
     wait_for(|| "the guest to write".into(), || (tracker.peek().unwrap().bytes() > 1 << 20).then_some(()));
     tracker.detach().unwrap();
     assert_eq!(remote::device_in(qemu.process).unwrap(), None);
@@ -347,22 +333,22 @@ fn pages_written_by_disk_reads_are_reported() {
             let mut qmp = qemu.qmp();
             let ram = Arc::new(GuestRam::of(&mut qmp, qemu.process).unwrap());
             let injector = Injector::new(qemu.process).unwrap();
-            pause(&mut qmp, true);
+            pause(&mut qmp);
             let mut stopped = Stopped::check(&mut qmp).unwrap();
             let mut tracker = Asynchronous::attach(injector, Arc::clone(&ram), &mut stopped, None).unwrap();
-            let mut copies = everything(&ram);
+            let mut copies = content_of_blocks(&ram);
             let before = sums();
             for round in 0..30 {
-                pause(&mut qmp, false);
+                resume(&mut qmp);
                 // No condition to wait for: the stops should hit different moments of the guest's reads.
                 thread::sleep(Duration::from_millis(10 + 7 * (round % 5)));
-                pause(&mut qmp, true);
+                pause(&mut qmp);
                 let mut stopped = Stopped::check(&mut qmp).unwrap();
                 let dirty = tracker.collect(&mut stopped).unwrap();
                 apply(&ram, &dirty, &mut copies);
                 assert_is_memory(&ram, &copies, &format!("{kind:?}, round {round}"));
             }
-            pause(&mut qmp, false);
+            resume(&mut qmp);
             tracker.detach().unwrap();
             wait_for(|| qemu.output(), || (sums() > before + 1).then_some(()));
             let console = qemu.console();
@@ -402,13 +388,13 @@ fn a_guest_runs_in_a_new_qemu_during_the_fill_although_the_pager_is_replaced() {
             let old = Qemu::boot(Config::new(binary, kind));
             old.ask("touch 64M 7");
             let mut qmp = old.qmp();
-            pause(&mut qmp, true);
+            pause(&mut qmp);
             let directory = tempfile::tempdir_in("/dev/shm").unwrap();
             let state: PathBuf = directory.path().join("state");
             let _: Value = qmp.execute("xen-save-devices-state", json!({"filename": state, "live": false})).unwrap();
             let ram = GuestRam::of(&mut qmp, old.process).unwrap();
             let names = ram.blocks().iter().map(|block| block.info.id.clone());
-            let mut saved: BTreeMap<String, Vec<u8>> = names.zip(everything(&ram)).collect();
+            let mut saved: BTreeMap<String, Vec<u8>> = names.zip(content_of_blocks(&ram)).collect();
             drop((qmp, ram, old));
 
             let new = Qemu::start(Config::new(binary, kind).with(&["-incoming", "defer"]));

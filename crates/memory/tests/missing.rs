@@ -30,13 +30,19 @@ fn victim() {
 /// The only block of a victim.
 const RAM: BlockId = BlockId(0);
 
+/// A page that is unavailable for some attempts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FailingPage {
+    page: u64,
+    failures_left: u32,
+}
+
 /// Supplies the pages that the reader expects.
 #[derive(Default)]
 struct Pattern {
-    /// A page that is unavailable, and for how many more attempts.
-    fails: Option<(u64, u32)>,
+    failing_page: Option<FailingPage>,
     /// Whether the source ends the pager after a failure.
-    no_retry: bool,
+    ends_after_failure: bool,
     /// Time to supply each page.
     delay: Duration,
     served: u64,
@@ -47,11 +53,11 @@ impl PageSource for Pattern {
 
     fn page(&mut self, block: BlockId, PageNo(page): PageNo, buffer: &mut Page) -> io::Result<Content> {
         assert_eq!(block, RAM);
-        if let Some((failing, left)) = &mut self.fails
-            && *failing == page
-            && *left > 0
+        if let Some(failing) = &mut self.failing_page
+            && failing.page == page
+            && failing.failures_left > 0
         {
-            *left -= 1;
+            failing.failures_left -= 1;
             return Err(io::Error::other("the store is unreachable"));
         }
         std::thread::sleep(self.delay);
@@ -66,11 +72,11 @@ impl PageSource for Pattern {
     }
 
     fn retry(&mut self, _: &io::Error, _: u32) -> Option<Duration> {
-        (!self.no_retry).then_some(Duration::from_millis(1))
+        (!self.ends_after_failure).then_some(Duration::from_millis(1))
     }
 }
 
-fn all(_: &str) -> bool {
+fn every_block(_: &str) -> bool {
     true
 }
 
@@ -88,7 +94,7 @@ fn every_page_is_right_during_the_fill_and_no_trace_is_left() {
         let before = descriptors(reader.process.pid);
         let injector = Injector::new(reader.process).unwrap();
         let mut source = Pattern::default();
-        let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+        let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
         assert!(reader.is_registered());
         reader.begin();
         // Fills the second half of the pages first.
@@ -101,7 +107,7 @@ fn every_page_is_right_during_the_fill_and_no_trace_is_left() {
             assert!(!reader.is_registered());
             assert_eq!(descriptors(reader.process.pid), before);
         }
-        assert!(reader.is_right());
+        reader.assert_all_right();
     }
 }
 
@@ -111,7 +117,7 @@ fn no_old_content_is_put_where_the_guest_has_given_pages_back() {
         let mut giver = Victim::giver(kind, 1000);
         let injector = Injector::new(giver.process).unwrap();
         let mut source = Pattern { delay: Duration::from_micros(50), ..Pattern::default() };
-        let mut pager = Pager::begin(injector, &giver.ram, all, &mut source, None).unwrap();
+        let mut pager = Pager::begin(injector, &giver.ram, every_block, &mut source, None).unwrap();
         // Some of the pages are filled before they are given back.
         let end = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -125,7 +131,7 @@ fn no_old_content_is_put_where_the_guest_has_given_pages_back() {
         giver.begin();
         let progress = pager.run(&mut source, [], &never()).unwrap();
         assert!(progress.complete && progress.given_back > 0, "{progress:?}");
-        assert!(giver.is_right(), "{kind:?}");
+        giver.assert_all_right();
     }
 }
 
@@ -133,32 +139,33 @@ fn no_old_content_is_put_where_the_guest_has_given_pages_back() {
 fn while_the_source_fails_for_one_page_only_its_readers_wait() {
     let mut reader = Victim::reader(Kind::Shared, 500);
     let injector = Injector::new(reader.process).unwrap();
-    let mut source = Pattern { fails: Some((100, 50)), ..Pattern::default() };
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let mut source = Pattern { failing_page: Some(FailingPage { page: 100, failures_left: 50 }), ..Pattern::default() };
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
     reader.begin();
     let progress = pager.run(&mut source, [], &never()).unwrap();
-    assert_eq!(source.fails, Some((100, 0)));
+    assert_eq!(source.failing_page, Some(FailingPage { page: 100, failures_left: 0 }));
     assert!(progress.complete);
-    assert!(reader.is_right());
+    reader.assert_all_right();
 }
 
 #[test]
 fn the_error_names_an_unavailable_page_and_its_reader_waits_for_the_next_pager() {
     let mut reader = Victim::reader(Kind::Private, 500);
     let injector = Injector::new(reader.process).unwrap();
-    let mut source = Pattern { fails: Some((101, u32::MAX)), no_retry: true, ..Pattern::default() };
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let failing_page = Some(FailingPage { page: 101, failures_left: u32::MAX });
+    let mut source = Pattern { failing_page, ends_after_failure: true, ..Pattern::default() };
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
     reader.begin();
     let e = pager.run(&mut source, [], &never()).unwrap_err();
     assert!(matches!(&e, PagerError::Source { page: PageNo(101), block, .. } if block == "ram"), "{e}");
     drop(pager);
     assert!(reader.is_reading() && reader.is_registered());
     let mut source = Pattern::default();
-    let mut next = Pager::take_over(injector, &reader.ram, all).unwrap().expect("a registration");
+    let mut next = Pager::take_over(injector, &reader.ram, every_block).unwrap().expect("a registration");
     assert!(next.progress().left < 500, "present pages are known");
     assert!(next.run(&mut source, [], &never()).unwrap().complete);
     assert!(source.served < 500);
-    assert!(reader.is_right());
+    reader.assert_all_right();
 }
 
 /// The program of a pager that is killed, not a test. The environment names its victim.
@@ -175,8 +182,8 @@ fn pager() {
     let mut source = Pattern { delay: Duration::from_micros(20), ..Pattern::default() };
     let injector = Injector::new(process).unwrap();
     let mut pager = match is_first {
-        1 => Pager::begin(injector, &ram, all, &mut source, None).unwrap(),
-        _ => Pager::take_over(injector, &ram, all).unwrap().expect("a registration"),
+        1 => Pager::begin(injector, &ram, every_block, &mut source, None).unwrap(),
+        _ => Pager::take_over(injector, &ram, every_block).unwrap().expect("a registration"),
     };
     println!("serving");
     pager.run(&mut source, [], &never()).unwrap();
@@ -220,11 +227,11 @@ fn pagers_are_killed_one_after_the_other_and_every_page_is_right() {
             assert_eq!(remote::existing(reader.process).unwrap().len(), 1);
         }
         assert!(killed > 3, "{killed}");
-        if let Some(mut last) = Pager::take_over(injector, &reader.ram, all).unwrap() {
+        if let Some(mut last) = Pager::take_over(injector, &reader.ram, every_block).unwrap() {
             assert!(last.run(&mut Pattern::default(), [], &never()).unwrap().complete);
             assert_eq!(descriptors(reader.process.pid), before);
         }
-        assert!(reader.is_right(), "{kind:?}");
+        reader.assert_all_right();
     }
 }
 
@@ -236,11 +243,11 @@ fn pages_present_before_the_guest_ran_are_overwritten() {
         rekindle_kernel::memory::write(reader.process, block.address + page * PAGE, &[0x55; PAGE as usize]).unwrap();
     }
     let injector = Injector::new(reader.process).unwrap();
-    let mut source = Pattern { fails: Some((50, 3)), ..Pattern::default() };
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let mut source = Pattern { failing_page: Some(FailingPage { page: 50, failures_left: 3 }), ..Pattern::default() };
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
     reader.begin();
     assert!(pager.run(&mut source, [], &never()).unwrap().complete);
-    assert!(reader.is_right());
+    reader.assert_all_right();
 }
 
 #[test]
@@ -248,7 +255,7 @@ fn the_neighbours_of_a_faulted_page_are_filled_too() {
     let mut reader = Victim::reader(Kind::Shared, 3000);
     let injector = Injector::new(reader.process).unwrap();
     let mut source = Pattern::default();
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
     let end = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let (pager, source, end) = (&mut pager, &mut source, &end);
@@ -266,7 +273,7 @@ fn the_neighbours_of_a_faulted_page_are_filled_too() {
     });
     reader.begin();
     assert!(pager.run(&mut source, [], &never()).unwrap().complete);
-    assert!(reader.is_right());
+    reader.assert_all_right();
 }
 
 #[test]
@@ -274,9 +281,9 @@ fn until_the_guest_is_started_all_of_its_memory_is_filled() {
     let mut reader = Victim::reader(Kind::Shared, 3000);
     let injector = Injector::new(reader.process).unwrap();
     let mut source = Pattern { delay: Duration::from_micros(20), ..Pattern::default() };
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
     let (end, waits) = (AtomicBool::new(false), AtomicBool::new(true));
-    let some = std::thread::scope(|scope| {
+    let before_start = std::thread::scope(|scope| {
         let (pager, source, end, waits) = (&mut pager, &mut source, &end, &waits);
         let serving = scope.spawn(move || pager.run_on_demand(source, end, waits).unwrap());
         let populated = || reader.ram.populated(&reader.ram.blocks()[0]).unwrap().bytes();
@@ -285,9 +292,12 @@ fn until_the_guest_is_started_all_of_its_memory_is_filled() {
         end.store(true, Ordering::Relaxed);
         serving.join().unwrap()
     });
-    assert!(some.filled > 100 && some.left > 0 && some.demanded == 0 && !some.complete, "{some:?}");
+    assert!(
+        before_start.filled > 100 && before_start.left > 0 && before_start.demanded == 0 && !before_start.complete,
+        "{before_start:?}"
+    );
     let (end, waits) = (AtomicBool::new(false), AtomicBool::new(true));
-    let rest = std::thread::scope(|scope| {
+    let after_start = std::thread::scope(|scope| {
         let (pager, source, end, waits) = (&mut pager, &mut source, &end, &waits);
         let serving = scope.spawn(move || pager.run_on_demand(source, end, waits).unwrap());
         let populated = || reader.ram.populated(&reader.ram.blocks()[0]).unwrap().bytes();
@@ -296,10 +306,10 @@ fn until_the_guest_is_started_all_of_its_memory_is_filled() {
         end.store(true, Ordering::Relaxed);
         serving.join().unwrap()
     });
-    assert!(!rest.complete, "more faults are possible: {rest:?}");
+    assert!(!after_start.complete, "more faults are possible: {after_start:?}");
     reader.begin();
     assert!(pager.run(&mut source, [], &never()).unwrap().complete);
-    assert!(reader.is_right());
+    reader.assert_all_right();
 }
 
 #[test]
@@ -307,10 +317,10 @@ fn a_prefilled_page_is_not_fetched_again() {
     let mut reader = Victim::reader(Kind::Shared, 300);
     let injector = Injector::new(reader.process).unwrap();
     let mut source = Pattern::default();
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
-    let ahead: Vec<u64> = (0..300).filter(|page| page % 3 != 0).collect();
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
+    let prefilled: Vec<u64> = (0..300).filter(|page| page % 3 != 0).collect();
     let mut content = [0; PAGE as usize];
-    for &page in &ahead {
+    for &page in &prefilled {
         source.page(RAM, PageNo(page), &mut content).unwrap();
         pager.prefill_page(RAM, PageNo(page), &content).unwrap();
         // The page is present: other content is ignored.
@@ -321,7 +331,7 @@ fn a_prefilled_page_is_not_fetched_again() {
     source.served = 0;
     reader.begin();
     assert!(pager.run(&mut source, [], &never()).unwrap().complete);
-    assert!(reader.is_right());
+    reader.assert_all_right();
     assert_eq!(source.served, 100, "the pages that were not prefilled");
 }
 
@@ -330,7 +340,7 @@ fn a_pager_ends_when_its_flag_is_set_and_another_run_continues() {
     let mut reader = Victim::reader(Kind::Shared, 3000);
     let injector = Injector::new(reader.process).unwrap();
     let mut source = Pattern { delay: Duration::from_micros(100), ..Pattern::default() };
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
     reader.begin();
     let end = AtomicBool::new(false);
     let progress = std::thread::scope(|scope| {
@@ -344,7 +354,7 @@ fn a_pager_ends_when_its_flag_is_set_and_another_run_continues() {
     });
     assert!(!progress.complete && progress.left > 0);
     assert!(pager.run(&mut source, [], &never()).unwrap().complete);
-    assert!(reader.is_right());
+    reader.assert_all_right();
 }
 
 #[test]
@@ -352,7 +362,7 @@ fn a_pager_ends_with_its_process() {
     let reader = Victim::reader(Kind::Shared, 3000);
     let injector = Injector::new(reader.process).unwrap();
     let mut source = Pattern { delay: Duration::from_millis(1), ..Pattern::default() };
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut source, None).unwrap();
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut source, None).unwrap();
     drop(reader);
     let e = pager.run(&mut source, [], &never()).unwrap_err();
     assert!(matches!(e, PagerError::QemuEnded { .. }), "{e}");
@@ -377,7 +387,7 @@ impl PageSource for Unreachable {
 fn a_pager_with_an_unreachable_source_ends_with_its_process() {
     let reader = Victim::reader(Kind::Shared, 500);
     let injector = Injector::new(reader.process).unwrap();
-    let mut pager = Pager::begin(injector, &reader.ram, all, &mut Unreachable, None).unwrap();
+    let mut pager = Pager::begin(injector, &reader.ram, every_block, &mut Unreachable, None).unwrap();
     let end = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let serving = scope.spawn(|| pager.run(&mut Unreachable, [], &end));

@@ -7,7 +7,7 @@
 mod common;
 
 use common::victim::{self, Kind, PAGE, Victim};
-use common::wait_for;
+use common::{apply, wait_for};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::userfault::remote;
 use rekindle_memory::ram::GuestRam;
@@ -29,17 +29,6 @@ fn victim() {
     victim::act();
 }
 
-/// Updates a copy with the reported pages.
-fn apply(ram: &GuestRam, dirty: &Dirty, copy: &mut [u8]) {
-    let block = &ram.blocks()[0];
-    for run in &dirty.zero[0] {
-        copy[run.start as usize..run.end as usize].fill(0);
-    }
-    for run in &dirty.written[0] {
-        ram.read(block, std::slice::from_ref(run), &mut copy[run.start as usize..run.end as usize]).unwrap();
-    }
-}
-
 #[track_caller]
 fn assert_same(copy: &[u8], memory: &[u8], what: &str) {
     assert_same_except(copy, memory, what, |_| false);
@@ -56,29 +45,29 @@ fn assert_same_except(copy: &[u8], memory: &[u8], what: &str, may_differ: impl F
 
 /// Kinds of memory with a number of pages each. Only one test at a time uses them, because of the huge pages.
 struct Kinds {
-    all: Vec<(Kind, u64)>,
+    with_pages: Vec<(Kind, u64)>,
     _huge: Option<HugePages>,
-    _alone: MutexGuard<'static, ()>,
+    _one_test_at_a_time: MutexGuard<'static, ()>,
 }
 
 fn kinds() -> Kinds {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    static ONE_TEST_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let guard = ONE_TEST_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     // Twice the pages in use: a page that was given back is not free immediately, and without a free page its next
     // writer would be killed.
     let huge = HugePages::add(64).ok();
-    let mut all = vec![(Kind::Private, 8000), (Kind::Shared, 8000)];
+    let mut with_pages = vec![(Kind::Private, 8000), (Kind::Shared, 8000)];
     match huge {
-        Some(_) => all.push((Kind::Huge, 32)),
+        Some(_) => with_pages.push((Kind::Huge, 32)),
         None => eprintln!("no huge pages: not run for them"),
     }
-    Kinds { all, _huge: huge, _alone: alone }
+    Kinds { with_pages, _huge: huge, _one_test_at_a_time: guard }
 }
 
 #[test]
 fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
     let kinds = kinds();
-    for &(kind, pages) in &kinds.all {
+    for &(kind, pages) in &kinds.with_pages {
         for give_back in [false, true] {
             let victim = Victim::start(kind, pages, give_back);
             let injector = Injector::new(victim.process).unwrap();
@@ -88,7 +77,7 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
             let attached = Asynchronous::attach(injector, Arc::clone(&victim.ram), &mut stopped, None);
             let mut tracker = attached.unwrap_or_else(|e| panic!("{kind:?}: {e}: {:?}", std::error::Error::source(&e)));
             let mut copy = vec![0xff; victim.memory().len()];
-            apply(&victim.ram, &Dirty::everything(&victim.ram).unwrap(), &mut copy);
+            apply(&victim.ram, &Dirty::everything(&victim.ram).unwrap(), &mut [&mut copy]);
             let (mut reported, mut peeked) = (0, 0);
             for round in 0..40 {
                 // The exception in the module's documentation: a shared page given back whose first write has started.
@@ -101,7 +90,7 @@ fn a_copy_updated_from_the_asynchronous_tracker_is_the_memory_at_each_stop() {
                 victim.stop();
                 let dirty = tracker.collect(&mut stopped).unwrap();
                 reported += dirty.bytes();
-                apply(&victim.ram, &dirty, &mut copy);
+                apply(&victim.ram, &dirty, &mut [&mut copy]);
                 assert_eq!(tracker.peek().unwrap().bytes(), 0, "the record is reset");
             }
             assert!(peeked > 0);
@@ -126,7 +115,7 @@ fn into_copy(copy: Arc<Mutex<Vec<u8>>>) -> impl Fn(&GuestRam, BlockId, Range<u64
 #[test]
 fn with_the_synchronous_tracker_every_page_is_copied_as_it_was_at_the_stop() {
     let kinds = kinds();
-    for &(kind, pages) in &kinds.all {
+    for &(kind, pages) in &kinds.with_pages {
         let victim = Victim::start(kind, pages, false);
         let injector = Injector::new(victim.process).unwrap();
         let before = descriptors(victim.process.pid);
@@ -143,18 +132,19 @@ fn with_the_synchronous_tracker_every_page_is_copied_as_it_was_at_the_stop() {
             thread::sleep(Duration::from_millis(5));
             victim.stop();
             let dirty = tracker.collect(&mut stopped).unwrap();
-            let now = victim.memory();
-            let copied = tracker.copied_for_writers();
+            let memory_at_stop = victim.memory();
+            let copied_before = tracker.copied_for_writers();
             tracker.begin(&dirty.written, &mut stopped).unwrap();
-            let Err(TrackError::InFlight { bytes: left }) = tracker.collect(&mut stopped) else {
+            let Err(TrackError::InFlight { bytes: bytes_in_flight }) = tracker.collect(&mut stopped) else {
                 panic!("{kind:?}, round {round}: collected while {} bytes were in flight", dirty.bytes())
             };
             // A fault from before the stop may be served only now, which copies its page.
-            let served = (tracker.copied_for_writers() - copied) * victim.ram.blocks()[0].info.page_size;
-            let whole = dirty.bytes();
+            let copied_pages = tracker.copied_for_writers() - copied_before;
+            let copied_bytes = copied_pages * victim.ram.blocks()[0].info.page_size;
+            let dirty_bytes = dirty.bytes();
             assert!(
-                left <= whole && left + served >= whole,
-                "{kind:?}, round {round}: {left} of {whole}, {served} served"
+                bytes_in_flight <= dirty_bytes && bytes_in_flight + copied_bytes >= dirty_bytes,
+                "{kind:?}, round {round}: {bytes_in_flight} of {dirty_bytes}, {copied_bytes} copied for writers"
             );
             victim.resume();
             while let Some(claim) = tracker.claim(64 * PAGE) {
@@ -164,7 +154,7 @@ fn with_the_synchronous_tracker_every_page_is_copied_as_it_was_at_the_stop() {
             }
             wait_for(|| "the last pages to be copied for writers".into(), || tracker.check_all_copied().ok());
             // The guest runs, but the copy must have the content of the stop.
-            assert_same(&copy.lock().unwrap(), &now, &format!("{kind:?}, round {round}"));
+            assert_same(&copy.lock().unwrap(), &memory_at_stop, &format!("{kind:?}, round {round}"));
         }
         assert!(tracker.faults() > 0 && tracker.copied_for_writers() > 0, "{kind:?}");
         tracker.detach().unwrap();
@@ -190,11 +180,11 @@ fn starve(name: &str) -> BusyThreads {
         }
     }
     let end = Arc::new(AtomicBool::new(false));
-    let one = || {
+    let spawn_busy_thread = || {
         let end = Arc::clone(&end);
         thread::spawn(move || while !end.load(Ordering::Relaxed) {})
     };
-    let threads = (0..thread::available_parallelism().unwrap().get()).map(|_| one()).collect();
+    let threads = (0..thread::available_parallelism().unwrap().get()).map(|_| spawn_busy_thread()).collect();
     BusyThreads { end, threads }
 }
 
@@ -210,8 +200,8 @@ impl Drop for BusyThreads {
 #[test]
 fn a_fault_that_is_served_late_does_not_allow_a_write_before_the_page_is_copied() {
     let mut kinds = kinds();
-    kinds.all.iter_mut().for_each(|(_, pages)| *pages = (*pages).min(60));
-    for &(kind, pages) in &kinds.all {
+    kinds.with_pages.iter_mut().for_each(|(_, pages)| *pages = (*pages).min(60));
+    for &(kind, pages) in &kinds.with_pages {
         let victim = Victim::start(kind, pages, false);
         let injector = Injector::new(victim.process).unwrap();
         let mut stopped = Stopped::vouched();
@@ -226,7 +216,7 @@ fn a_fault_that_is_served_late_does_not_allow_a_write_before_the_page_is_copied(
             thread::sleep(Duration::from_millis(5));
             victim.stop();
             let dirty = tracker.collect(&mut stopped).unwrap();
-            let now = victim.memory();
+            let memory_at_stop = victim.memory();
             tracker.begin(&dirty.written, &mut stopped).unwrap();
             victim.resume();
             thread::sleep(Duration::from_millis(1));
@@ -234,7 +224,7 @@ fn a_fault_that_is_served_late_does_not_allow_a_write_before_the_page_is_copied(
                 claim.runs.iter().for_each(|run| save(&victim.ram, claim.block, run.clone()));
             }
             wait_for(|| "the last pages to be copied for writers".into(), || tracker.check_all_copied().ok());
-            assert_same(&copy.lock().unwrap(), &now, &format!("{kind:?}, round {round}"));
+            assert_same(&copy.lock().unwrap(), &memory_at_stop, &format!("{kind:?}, round {round}"));
         }
         drop(busy);
         tracker.detach().unwrap();
@@ -281,7 +271,7 @@ fn the_record_of_a_dead_asynchronous_tracker_is_resumed_or_removed() {
     let mut resumed = Asynchronous::resume(injector, ram(), &mut stopped).unwrap().expect("a record");
     let dirty = resumed.collect(&mut stopped).unwrap();
     assert!(dirty.bytes() > 0 && dirty.bytes() < copy.len() as u64);
-    apply(&victim.ram, &dirty, &mut copy);
+    apply(&victim.ram, &dirty, &mut [&mut copy]);
     assert_same(&copy, &victim.memory(), "resumed");
     // A new tracker removes the old one's descriptor.
     drop(resumed);
@@ -327,7 +317,8 @@ fn attaching_and_detaching_a_hundred_times_leaves_no_trace() {
 #[test]
 #[ignore = "prints figures"]
 fn measure() {
-    const DIRTY: u64 = 10_000;
+    /// Number of random pages that are written before each measurement.
+    const WRITES: u64 = 10_000;
     let milliseconds = |start: Instant| start.elapsed().as_secs_f64() * 1e3;
     let kinds = [(Kind::Shared, 512u64), (Kind::Shared, 2048), (Kind::Shared, 8192), (Kind::Private, 512)];
     for ((kind, mib), shrinks) in kinds.into_iter().flat_map(|kind| [(kind, true), (kind, false)]) {
@@ -352,7 +343,7 @@ fn measure() {
         let mut asynchronous = Asynchronous::attach(injector, ram(), &mut stopped, None).unwrap();
         println!("  asynchronous: attach {:.2} ms", milliseconds(start));
         for round in 0..3 {
-            let took = victim.write_some(DIRTY);
+            let took = victim.write_some(WRITES);
             let start = Instant::now();
             let pages = asynchronous.peek().unwrap().bytes() / PAGE;
             let peeked = milliseconds(start);
@@ -361,7 +352,7 @@ fn measure() {
             let collected = milliseconds(start);
             println!(
                 "  asynchronous {round}: {pages} pages, {:.2} us a write, peek {peeked:.2} ms, collect {collected:.2} ms",
-                took as f64 / 1e3 / DIRTY as f64
+                took as f64 / 1e3 / WRITES as f64
             );
             if round == 2 {
                 let block = &victim.ram.blocks()[0];
@@ -387,7 +378,7 @@ fn measure() {
         let start = Instant::now();
         let mut synchronous = Synchronous::attach(injector, ram(), &mut stopped, nothing, None).unwrap();
         println!("  synchronous: attach {:.2} ms", milliseconds(start));
-        for (round, count) in [100, 1000, DIRTY].into_iter().enumerate() {
+        for (round, count) in [100, 1000, WRITES].into_iter().enumerate() {
             let took = victim.write_some(count);
             let start = Instant::now();
             let pages = synchronous.collect(&mut stopped).unwrap().bytes() / PAGE;

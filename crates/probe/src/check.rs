@@ -4,7 +4,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use crate::client::Client;
-use crate::failure::{Broken, Failure};
+use crate::failure::{Failure, NoAnswer};
 use crate::netns::{self, InsideError, NetnsError};
 use crate::options::Options;
 use crate::target::Target;
@@ -34,6 +34,7 @@ pub enum CheckError {
     },
 }
 
+/// Ignores notifications about connections.
 struct NoObserver;
 
 impl Observer for NoObserver {}
@@ -48,21 +49,21 @@ impl Observer for NoObserver {}
 /// [`CheckError::Unhealthy`] if no good answer is received within `timeout`; the other errors if no request could be
 /// sent.
 pub fn check(target: &Target, timeout: Duration, netns: Option<&str>) -> Result<Duration, CheckError> {
-    netns::inside(netns, || ask(target, timeout)).map_err(|error| match error {
+    netns::inside(netns, || send_request(target, timeout)).map_err(|error| match error {
         InsideError::Netns(error) => CheckError::Netns(error),
         InsideError::Thread(error) => CheckError::Thread(error),
     })?
 }
 
-fn ask(target: &Target, timeout: Duration) -> Result<Duration, CheckError> {
+fn send_request(target: &Target, timeout: Duration) -> Result<Duration, CheckError> {
     let dialer = Dialer::resolve(target, Options::default().connect_attempt).map_err(CheckError::Resolve)?;
     let waiter = Waiter::unstoppable();
-    let began = Instant::now();
+    let started = Instant::now();
     match Client::new(target, dialer, 0).exchange(&Io::begin(&waiter, &NoObserver, timeout)) {
-        Ok(()) => Ok(began.elapsed()),
-        Err(Broken::Failed(source)) => Err(CheckError::Unhealthy { url: target.to_string(), source }),
+        Ok(()) => Ok(started.elapsed()),
+        Err(NoAnswer::Failed(source)) => Err(CheckError::Unhealthy { url: target.to_string(), source }),
         // An unstoppable waiter is never stopped. If it were, there would be no answer either.
-        Err(Broken::Stopped) => {
+        Err(NoAnswer::Stopped) => {
             Err(CheckError::Unhealthy { url: target.to_string(), source: Failure::Timeout(timeout) })
         }
     }

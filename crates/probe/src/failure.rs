@@ -57,13 +57,13 @@ impl Failure {
 
 /// Outcome of a request without a good answer.
 #[derive(Debug)]
-pub(crate) enum Broken {
+pub(crate) enum NoAnswer {
     /// The probe was stopped during the request.
     Stopped,
     Failed(Failure),
 }
 
-impl From<Failure> for Broken {
+impl From<Failure> for NoAnswer {
     fn from(failure: Failure) -> Self {
         Self::Failed(failure)
     }

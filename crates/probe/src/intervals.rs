@@ -83,13 +83,14 @@ impl Intervals {
 #[derive(Debug)]
 pub(crate) struct LiveIntervals {
     width_ms: u64,
+    /// Number of the first interval in `buckets`: how many intervals were taken or lost.
     first: u64,
     buckets: VecDeque<Counts>,
 }
 
 impl LiveIntervals {
     /// Limit of unread intervals. Older ones are lost.
-    const MAX_BEHIND: usize = 4096;
+    const MAX_UNREAD: usize = 4096;
 
     pub(crate) fn new(width: Duration) -> Self {
         Self { width_ms: millis(width).max(1), first: 0, buckets: VecDeque::new() }
@@ -125,7 +126,7 @@ impl LiveIntervals {
 
     /// Adds empty intervals up to number `end`, exclusive.
     fn extend_to(&mut self, end: u64) {
-        let oldest = end.saturating_sub(Self::MAX_BEHIND as u64);
+        let oldest = end.saturating_sub(Self::MAX_UNREAD as u64);
         if self.first < oldest {
             let lost = usize::try_from(oldest - self.first).unwrap_or(usize::MAX);
             self.buckets.drain(..lost.min(self.buckets.len()));
@@ -187,7 +188,7 @@ mod tests {
         live.add(ms(0), ONE);
         live.add(ms(10_000), ONE);
         let taken = live.take_all(ms(10_001));
-        assert_eq!(taken.len(), LiveIntervals::MAX_BEHIND);
+        assert_eq!(taken.len(), LiveIntervals::MAX_UNREAD);
         assert_eq!(taken.iter().map(|interval| interval.answered).sum::<u64>(), 1);
         assert_eq!(taken.last().map(|interval| interval.start_ms), Some(10_001));
     }

@@ -9,7 +9,7 @@ use std::thread;
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-const DIRECTORY: &str = "/run/netns";
+const NAMESPACE_DIRECTORY: &str = "/run/netns";
 
 /// Error of entering a network namespace.
 #[derive(Debug, thiserror::Error)]
@@ -41,7 +41,7 @@ pub(crate) fn enter(name: &str) -> Result<(), NetnsError> {
     if name.is_empty() || name.contains('/') || matches!(name, "." | "..") {
         return Err(NetnsError::Name(name.to_owned()));
     }
-    let path = Path::new(DIRECTORY).join(name);
+    let path = Path::new(NAMESPACE_DIRECTORY).join(name);
     let file = File::open(&path).map_err(|source| NetnsError::Open { path: path.clone(), source })?;
     move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
         .map_err(|errno| NetnsError::Enter { path, source: errno.into() })
@@ -63,8 +63,8 @@ pub(crate) fn inside<T: Send>(name: Option<&str>, work: impl FnOnce() -> T + Sen
             .name(format!("in-{name}"))
             .spawn_scoped(scope, || enter(name).map(|()| work()))
             .map_err(InsideError::Thread)?;
-        let done = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
-        done.map_err(InsideError::Netns)
+        let result = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+        result.map_err(InsideError::Netns)
     })
 }
 

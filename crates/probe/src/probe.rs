@@ -74,7 +74,7 @@ impl fmt::Debug for Probe {
 /// A connection's thread that is ready and waits for its run.
 struct Starter {
     thread: JoinHandle<()>,
-    go: Sender<Arc<Run>>,
+    run_sender: Sender<Arc<Run>>,
 }
 
 impl Probe {
@@ -131,27 +131,27 @@ impl Probe {
         }
 
         // The measurement starts.
-        let (gaps, live) = match sink {
+        let (gap_sender, event_source) = match sink {
             Some(sink) => {
-                let (gaps, live) = mpsc::sync_channel(MAX_GAPS_BEHIND);
-                (Some(gaps), Some((live, sink)))
+                let (gap_sender, gaps) = mpsc::sync_channel(MAX_GAPS_BEHIND);
+                (Some(gap_sender), Some((gaps, sink)))
             }
             None => (None, None),
         };
-        let recorder = Recorder::start(target, options, gaps).map_err(StartError::Threads)?;
+        let recorder = Recorder::start(target, options, gap_sender).map_err(StartError::Threads)?;
         let end = options.duration.map(|duration| later(recorder.origin(), duration));
         let (waiter, stop) = Waiter::new(end).map_err(StartError::Threads)?;
         let running = AtomicUsize::new(options.connections);
         let run = Arc::new(Run { recorder, waiter, timeout: options.timeout, running });
         let mut threads = Vec::with_capacity(options.connections + 1);
-        if let Some((gaps, mut sink)) = live {
+        if let Some((gaps, mut sink)) = event_source {
             let (run, interval) = (Arc::clone(&run), options.interval);
-            let work = move || worker::report_live(&run, interval, &gaps, &mut sink);
+            let work = move || worker::report_events(&run, interval, &gaps, &mut sink);
             threads.push(thread::Builder::new().name("probe-events".into()).spawn(work).map_err(StartError::Threads)?);
         }
         for starter in starters {
             // The thread only waits for this message, so it cannot have ended.
-            let _ = starter.go.send(Arc::clone(&run));
+            let _ = starter.run_sender.send(Arc::clone(&run));
             threads.push(starter.thread);
         }
         Ok(Self { run, threads, ended: Mutex::new(ended), stop: Some(stop) })
@@ -201,7 +201,7 @@ fn spawn(
     ready: Sender<Result<(), NetnsError>>,
     ending: Sender<()>,
 ) -> Result<Starter, StartError> {
-    let (go, gone) = mpsc::channel::<Arc<Run>>();
+    let (run_sender, runs) = mpsc::channel::<Arc<Run>>();
     let work = move || {
         let _ending = ending;
         // Makes sleeps precise to a microsecond instead of the usual 50 µs. Without it, ticks are only later.
@@ -210,12 +210,12 @@ fn spawn(
         if ready.send(entered).is_ok()
             && let Ok(run) = {
                 drop(ready);
-                gone.recv()
+                runs.recv()
             }
         {
-            worker::probe(&run, client, schedule);
+            worker::run_connection(&run, client, schedule);
         }
     };
     let thread = thread::Builder::new().name(format!("probe-{index}")).spawn(work).map_err(StartError::Threads)?;
-    Ok(Starter { thread, go })
+    Ok(Starter { thread, run_sender })
 }

@@ -5,12 +5,12 @@ use std::fmt::Write;
 use crate::report::{Failures, Interval, Report};
 
 /// Limit of columns of the throughput line.
-const COLUMNS: usize = 60;
+const MAX_COLUMNS: usize = 60;
 /// Characters for the throughput of a column, from the lowest to the highest.
-const RAMP: &[u8] = b".:-=+*#%@";
+const THROUGHPUT_CHARACTERS: &[u8] = b".:-=+*#%@";
 /// Characters for a column without answers: without failed requests, and with failed requests.
-const SILENT: char = '_';
-const FAILED: char = '!';
+const NO_ANSWERS: char = '_';
+const ONLY_FAILURES: char = '!';
 
 /// Renders a report as a short table in ASCII.
 ///
@@ -28,43 +28,44 @@ fn write_report(out: &mut String, report: &Report) -> std::fmt::Result {
         1 => "1 connection".to_owned(),
         n => format!("{n} connections"),
     };
-    let (elapsed, every) = (time(report.elapsed_us), time(report.every_us));
+    let (elapsed, every) = (format_time(report.elapsed_us), format_time(report.every_us));
     writeln!(out, "{}  {elapsed}, {connections}, every {every}", report.url)?;
     write!(out, "  requests     {} sent, {} answered, {} failed", report.sent, report.answered, report.failed.total())?;
-    write!(out, "{}", causes(&report.failed))?;
+    write!(out, "{}", list_causes(&report.failed))?;
     writeln!(out, ", {} in flight, {} ticks skipped", report.in_flight, report.skipped)?;
     if let Some(failure) = &report.first_failure {
         writeln!(out, "  failure      {failure}")?;
     }
     writeln!(out, "  connections  {} opened, {} lost", report.connections_opened, report.connections_lost)?;
-    let threshold = time(report.gap_threshold_us);
+    let threshold = format_time(report.gap_threshold_us);
     writeln!(
         out,
         "  longest gap  {}{} ({} longer than {threshold})",
-        time(report.longest_gap_us),
+        format_time(report.longest_gap_us),
         gap_start(report),
         report.gaps_total
     )?;
     match report.latency {
         Some(latency) => {
-            let [p50, p95, p99, max] = [latency.p50_us, latency.p95_us, latency.p99_us, latency.max_us].map(time);
+            let [p50, p95, p99, max] =
+                [latency.p50_us, latency.p95_us, latency.p99_us, latency.max_us].map(format_time);
             writeln!(out, "  latency      p50 {p50}, p95 {p95}, p99 {p99}, max {max}")?;
         }
         None => writeln!(out, "  latency      no answer")?,
     }
     let seconds = report.elapsed_us.max(1) as f64 / 1e6;
-    writeln!(out, "  throughput   {:.1} answers/s, {}", report.answered as f64 / seconds, volume(report.bytes))?;
+    writeln!(out, "  throughput   {:.1} answers/s, {}", report.answered as f64 / seconds, format_bytes(report.bytes))?;
     let columns = columns(report);
     if !columns.line.is_empty() {
-        let (best, width) = (columns.best, time(columns.cell_ms.saturating_mul(1000)));
+        let (best, width) = (columns.best, format_time(columns.cell_ms.saturating_mul(1000)));
         writeln!(out, "  |{}|  @ = {best} answers per {width}", columns.line)?;
     }
     Ok(())
 }
 
 /// Lists the causes of failures in parentheses.
-fn causes(failures: &Failures) -> String {
-    let causes: Vec<_> = [
+fn list_causes(failures: &Failures) -> String {
+    let list_causes: Vec<_> = [
         ("timeout", failures.timeouts),
         ("reset", failures.resets),
         ("refused", failures.refused),
@@ -75,7 +76,7 @@ fn causes(failures: &Failures) -> String {
     .filter(|(_, count)| *count > 0)
     .map(|(cause, count)| format!("{count} {cause}"))
     .collect();
-    if causes.is_empty() { String::new() } else { format!(" ({})", causes.join(", ")) }
+    if list_causes.is_empty() { String::new() } else { format!(" ({})", list_causes.join(", ")) }
 }
 
 /// Returns when the longest gap began; nothing if it was below the threshold.
@@ -83,14 +84,47 @@ fn gap_start(report: &Report) -> String {
     let longest = report.gaps.iter().find(|gap| gap.length_us == report.longest_gap_us);
     longest.map_or_else(String::new, |gap| {
         let offset = gap.start_unix_ns.saturating_sub(report.started_unix_ns);
-        format!(" at {}", time(offset / 1000))
+        format!(" at {}", format_time(offset / 1000))
     })
 }
 
+/// The throughput line.
 struct Columns {
+    /// One character per column.
     line: String,
+    /// Answers of the cell with the most answers that is shown.
     best: u64,
+    /// Width of a cell.
     cell_ms: u64,
+}
+
+/// Sums over the intervals of a cell.
+#[derive(Clone, Copy)]
+struct Cell {
+    answered: u64,
+    failed: u64,
+}
+
+impl Cell {
+    fn sum_of(intervals: &[Interval]) -> Self {
+        Self {
+            answered: intervals.iter().map(|interval| interval.answered).sum(),
+            failed: intervals.iter().map(|interval| interval.failed).sum(),
+        }
+    }
+
+    /// Returns the character for a column that shows this cell. `best` is the highest number of answers of a column.
+    fn character(self, best: u64) -> char {
+        match (self.answered, self.failed) {
+            (0, 0) => NO_ANSWERS,
+            (0, _) => ONLY_FAILURES,
+            _ => {
+                let highest = THROUGHPUT_CHARACTERS.len() - 1;
+                let rank = u128::from(self.answered) * highest as u128 / u128::from(best.max(1));
+                char::from(THROUGHPUT_CHARACTERS[usize::try_from(rank).unwrap_or(0).min(highest)])
+            }
+        }
+    }
 }
 
 /// Returns the throughput line. Intervals are first added up to cells in which even one connection should have two
@@ -98,34 +132,23 @@ struct Columns {
 /// column shows the worst of them.
 fn columns(report: &Report) -> Columns {
     let interval_us = report.interval_ms.saturating_mul(1000).max(1);
-    let per_cell =
+    let intervals_per_cell =
         usize::try_from(report.every_us.saturating_mul(2).div_ceil(interval_us)).unwrap_or(usize::MAX).max(1);
     // An interval that the stop has shortened would seem to be an outage.
-    let whole = usize::try_from(report.elapsed_us / interval_us).unwrap_or(usize::MAX).min(report.intervals.len());
-    let cells: Vec<(u64, u64)> = report.intervals[..whole].chunks_exact(per_cell).map(sum).collect();
-    let worst: Vec<(u64, u64)> = cells
-        .chunks(cells.len().div_ceil(COLUMNS).max(1))
-        .filter_map(|cells| cells.iter().copied().min_by_key(|(answered, failed)| (*answered, u64::MAX - failed)))
-        .collect();
-    let best = worst.iter().map(|(answered, _)| *answered).max().unwrap_or(0);
-    let draw = |(answered, failed): &(u64, u64)| match (answered, failed) {
-        (0, 0) => SILENT,
-        (0, _) => FAILED,
-        _ => {
-            let rank = u128::from(*answered) * (RAMP.len() as u128 - 1) / u128::from(best.max(1));
-            char::from(RAMP[usize::try_from(rank).unwrap_or(0).min(RAMP.len() - 1)])
-        }
-    };
-    let cell_ms = report.interval_ms.saturating_mul(per_cell as u64);
-    Columns { line: worst.iter().map(draw).collect(), best, cell_ms }
-}
-
-fn sum(intervals: &[Interval]) -> (u64, u64) {
-    intervals.iter().fold((0, 0), |(answered, failed), i| (answered + i.answered, failed + i.failed))
+    let whole_intervals =
+        usize::try_from(report.elapsed_us / interval_us).unwrap_or(usize::MAX).min(report.intervals.len());
+    let cells: Vec<Cell> =
+        report.intervals[..whole_intervals].chunks_exact(intervals_per_cell).map(Cell::sum_of).collect();
+    let cells_per_column = cells.len().div_ceil(MAX_COLUMNS).max(1);
+    let worst_of = |cells: &[Cell]| cells.iter().copied().min_by_key(|cell| (cell.answered, u64::MAX - cell.failed));
+    let worst_cells: Vec<Cell> = cells.chunks(cells_per_column).filter_map(worst_of).collect();
+    let best = worst_cells.iter().map(|cell| cell.answered).max().unwrap_or(0);
+    let line = worst_cells.iter().map(|cell| cell.character(best)).collect();
+    Columns { line, best, cell_ms: report.interval_ms.saturating_mul(intervals_per_cell as u64) }
 }
 
 /// Formats a time in a suitable unit, with at most two digits after the point.
-fn time(us: u64) -> String {
+fn format_time(us: u64) -> String {
     let number = |value: f64| {
         let text = format!("{value:.*}", if value < 10.0 { 2 } else { 1 });
         text.trim_end_matches('0').trim_end_matches('.').to_owned()
@@ -137,7 +160,7 @@ fn time(us: u64) -> String {
     }
 }
 
-fn volume(bytes: u64) -> String {
+fn format_bytes(bytes: u64) -> String {
     match bytes {
         0..10_240 => format!("{bytes} bytes"),
         10_240..10_485_760 => format!("{:.1} KiB", bytes as f64 / 1024.0),
@@ -205,8 +228,8 @@ mod tests {
         let mut intervals = vec![(100, 0); 1_000];
         intervals[500] = (0, 0);
         let line = columns(&report(&intervals)).line;
-        assert!(line.len() <= COLUMNS);
-        assert_eq!(line.matches(SILENT).count(), 1, "{line}");
+        assert!(line.len() <= MAX_COLUMNS);
+        assert_eq!(line.matches(NO_ANSWERS).count(), 1, "{line}");
     }
 
     #[test]
@@ -225,8 +248,11 @@ mod tests {
 
     #[test]
     fn units() {
-        let times = [0, 999, 1_000, 86_240, 999_999, 1_000_000, 83_400_000].map(time);
+        let times = [0, 999, 1_000, 86_240, 999_999, 1_000_000, 83_400_000].map(format_time);
         assert_eq!(times, ["0 us", "999 us", "1 ms", "86.2 ms", "1000 ms", "1 s", "83.4 s"]);
-        assert_eq!([volume(9), volume(20_480), volume(20 << 20)], ["9 bytes", "20.0 KiB", "20.0 MiB"]);
+        assert_eq!(
+            [format_bytes(9), format_bytes(20_480), format_bytes(20 << 20)],
+            ["9 bytes", "20.0 KiB", "20.0 MiB"]
+        );
     }
 }

@@ -153,7 +153,7 @@ impl Target {
 impl Host {
     /// Parses a host, in which an IPv6 address has brackets.
     fn parse(text: &str) -> Result<Self, UrlFault> {
-        let bad = || UrlFault::BadHost(text.to_owned());
+        let bad_host = || UrlFault::BadHost(text.to_owned());
         if text.is_empty() || text == "[]" {
             return Err(UrlFault::NoHost);
         }
@@ -163,9 +163,9 @@ impl Host {
                 None => (inner, None),
             };
             if zone.is_some_and(|zone| !is_label(zone)) {
-                return Err(bad());
+                return Err(bad_host());
             }
-            return Ok(Self::V6(address.parse().map_err(|_| bad())?, zone.map(str::to_owned)));
+            return Ok(Self::V6(address.parse().map_err(|_| bad_host())?, zone.map(str::to_owned)));
         }
         if let Ok(address) = text.parse() {
             return Ok(Self::V4(address));
@@ -173,9 +173,10 @@ impl Host {
         // The resolver interprets `10.1` and `10.0.0.256` in its own way. Therefore a name must have a letter in its
         // last label.
         let name = text.strip_suffix('.').unwrap_or(text);
-        let labels_good = name.len() <= 253 && name.split('.').all(|label| label.len() <= 63 && is_label(label));
-        let named = name.rsplit('.').next().is_some_and(|last| last.contains(|c: char| c.is_ascii_alphabetic()));
-        if labels_good && named { Ok(Self::Name(text.to_ascii_lowercase())) } else { Err(bad()) }
+        let has_valid_labels = name.len() <= 253 && name.split('.').all(|label| label.len() <= 63 && is_label(label));
+        let has_letter = |label: &str| label.contains(|c: char| c.is_ascii_alphabetic());
+        let is_name = has_valid_labels && name.rsplit('.').next().is_some_and(has_letter);
+        if is_name { Ok(Self::Name(text.to_ascii_lowercase())) } else { Err(bad_host()) }
     }
 }
 
@@ -189,34 +190,35 @@ fn default_port(scheme: Scheme) -> Option<u16> {
 
 /// Splits `HOST[:PORT]`. An IPv6 host keeps its brackets.
 fn split_port(authority: &str) -> Result<(&str, Option<&str>), UrlFault> {
-    let bad = || UrlFault::BadHost(authority.to_owned());
+    let bad_host = || UrlFault::BadHost(authority.to_owned());
     if authority.starts_with('[') {
-        let end = authority.find(']').ok_or_else(bad)? + 1;
-        return match authority[end..].strip_prefix(':') {
-            Some(port) => Ok((&authority[..end], Some(port))),
-            None if end == authority.len() => Ok((authority, None)),
-            None => Err(bad()),
+        let host_end = authority.find(']').ok_or_else(bad_host)? + 1;
+        return match authority[host_end..].strip_prefix(':') {
+            Some(port) => Ok((&authority[..host_end], Some(port))),
+            None if host_end == authority.len() => Ok((authority, None)),
+            None => Err(bad_host()),
         };
     }
     match authority.split_once(':') {
         // Two colons mean an IPv6 address without brackets.
-        Some((_, port)) if port.contains(':') => Err(bad()),
+        Some((_, port)) if port.contains(':') => Err(bad_host()),
         Some((host, port)) => Ok((host, Some(port))),
         None => Ok((authority, None)),
     }
 }
 
 fn parse_port(text: &str) -> Result<u16, UrlFault> {
-    let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+    // The parser of numbers would also accept a sign.
+    let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
     match text.parse() {
-        Ok(port) if digits && port != 0 => Ok(port),
+        Ok(port) if is_number && port != 0 => Ok(port),
         _ => Err(UrlFault::BadPort(text.to_owned())),
     }
 }
 
 fn parse_path(scheme: Scheme, path: &str) -> Result<String, UrlFault> {
-    if let Some(bad) = path.chars().find(|c| !c.is_ascii_graphic() || *c == '#') {
-        return Err(UrlFault::BadPath(bad));
+    if let Some(bad_character) = path.chars().find(|c| !c.is_ascii_graphic() || *c == '#') {
+        return Err(UrlFault::BadPath(bad_character));
     }
     match scheme {
         Scheme::Http if path.starts_with('/') => Ok(path.to_owned()),

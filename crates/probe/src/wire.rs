@@ -11,10 +11,10 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{set_socket_linger, set_tcp_nodelay};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, ipproto, socket_with};
 
-use crate::failure::{Broken, Failure};
+use crate::failure::{Failure, NoAnswer};
 use crate::later;
 use crate::target::Target;
-use crate::waiter::{Waiter, Woken};
+use crate::waiter::{WaitResult, Waiter};
 
 /// Receives notifications about connections.
 pub(crate) trait Observer {
@@ -41,9 +41,9 @@ impl<'a> Io<'a> {
     }
 
     /// Fails if the request has timed out or the probe is stopped.
-    fn check_time(&self) -> Result<(), Broken> {
+    fn check_time(&self) -> Result<(), NoAnswer> {
         if self.waiter.is_stopped() {
-            Err(Broken::Stopped)
+            Err(NoAnswer::Stopped)
         } else if Instant::now() >= self.deadline {
             Err(self.timed_out())
         } else {
@@ -51,7 +51,7 @@ impl<'a> Io<'a> {
         }
     }
 
-    fn timed_out(&self) -> Broken {
+    fn timed_out(&self) -> NoAnswer {
         Failure::Timeout(self.timeout).into()
     }
 }
@@ -70,29 +70,30 @@ pub struct ResolveError {
 #[derive(Debug, Clone)]
 pub(crate) struct Dialer {
     addresses: Vec<SocketAddr>,
-    attempt: Duration,
+    /// Time after which an unanswered attempt to connect is replaced by a new one.
+    attempt_timeout: Duration,
     /// Index of the address to try first: the one that worked last.
-    next: usize,
+    next_address: usize,
 }
 
 /// Outcome of an attempt to connect that did not succeed.
-enum Attempt {
+enum FailedAttempt {
     /// No answer yet: a new attempt may succeed.
     Silent,
-    Broken(Broken),
+    Final(NoAnswer),
 }
 
 impl Dialer {
     /// Resolves the target's name, in the caller's network namespace.
-    pub(crate) fn resolve(target: &Target, attempt: Duration) -> Result<Self, ResolveError> {
+    pub(crate) fn resolve(target: &Target, attempt_timeout: Duration) -> Result<Self, ResolveError> {
         let host = target.host();
         match (host.as_str(), target.port()).to_socket_addrs() {
-            Ok(found) => {
-                let addresses: Vec<_> = found.collect();
+            Ok(addresses) => {
+                let addresses: Vec<_> = addresses.collect();
                 if addresses.is_empty() {
                     return Err(ResolveError { host, source: None });
                 }
-                Ok(Self { addresses, attempt, next: 0 })
+                Ok(Self { addresses, attempt_timeout, next_address: 0 })
             }
             Err(source) => Err(ResolveError { host, source: Some(source) }),
         }
@@ -100,47 +101,48 @@ impl Dialer {
 
     /// Opens a connection. An unanswered attempt is replaced by a new one to the next address. When all addresses have
     /// failed in a row, returns the failure.
-    pub(crate) fn dial(&mut self, io: &Io<'_>) -> Result<Wire, Broken> {
-        let mut failed = 0;
+    pub(crate) fn dial(&mut self, io: &Io<'_>) -> Result<Wire, NoAnswer> {
+        let mut failures_in_a_row = 0;
         loop {
-            match self.attempt(self.addresses[self.next], io) {
+            match self.connect_to(self.addresses[self.next_address], io) {
                 Ok(wire) => {
                     io.observer.opened();
                     return Ok(wire);
                 }
-                Err(Attempt::Silent) => {
-                    failed = 0;
+                Err(FailedAttempt::Silent) => {
+                    failures_in_a_row = 0;
                     io.check_time()?;
                 }
-                Err(Attempt::Broken(Broken::Stopped)) => return Err(Broken::Stopped),
-                Err(Attempt::Broken(broken)) => {
-                    failed += 1;
-                    if failed == self.addresses.len() {
-                        return Err(broken);
+                Err(FailedAttempt::Final(NoAnswer::Stopped)) => return Err(NoAnswer::Stopped),
+                Err(FailedAttempt::Final(failure)) => {
+                    failures_in_a_row += 1;
+                    if failures_in_a_row == self.addresses.len() {
+                        return Err(failure);
                     }
                 }
             }
-            self.next = (self.next + 1) % self.addresses.len();
+            self.next_address = (self.next_address + 1) % self.addresses.len();
         }
     }
 
-    fn attempt(&self, address: SocketAddr, io: &Io<'_>) -> Result<Wire, Attempt> {
+    /// Makes one attempt to connect.
+    fn connect_to(&self, address: SocketAddr, io: &Io<'_>) -> Result<Wire, FailedAttempt> {
         let stream =
-            start_connecting(address).map_err(|errno| Attempt::Broken(connect_failure(errno.into()).into()))?;
-        let deadline = io.deadline.min(later(Instant::now(), self.attempt));
+            start_connecting(address).map_err(|errno| FailedAttempt::Final(connect_failure(errno.into()).into()))?;
+        let deadline = io.deadline.min(later(Instant::now(), self.attempt_timeout));
         match io.waiter.wait_for(stream.as_fd(), PollFlags::OUT, deadline) {
-            Woken::Stopped => return Err(Attempt::Broken(Broken::Stopped)),
-            Woken::Late => return Err(Attempt::Silent),
-            Woken::Ready => {}
+            WaitResult::Stopped => return Err(FailedAttempt::Final(NoAnswer::Stopped)),
+            WaitResult::DeadlinePassed => return Err(FailedAttempt::Silent),
+            WaitResult::Ready => {}
         }
         match stream.take_error() {
             Ok(None) => {}
-            Ok(Some(error)) | Err(error) => return Err(Attempt::Broken(connect_failure(error).into())),
+            Ok(Some(error)) | Err(error) => return Err(FailedAttempt::Final(connect_failure(error).into())),
         }
         // If no process listens on a port of the local host, the kernel may by chance choose the same port as the local
         // port. TCP then connects the socket to itself, and the socket echoes correctly.
         if stream.local_addr().is_ok_and(|local| local == address) {
-            return Err(Attempt::Broken(Failure::Refused.into()));
+            return Err(FailedAttempt::Final(Failure::Refused.into()));
         }
         Ok(Wire { stream })
     }
@@ -166,7 +168,7 @@ fn connect_failure(error: io::Error) -> Failure {
 
 /// State of an open connection between two requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Idle {
+pub(crate) enum IdleState {
     /// Ready for the next request.
     Quiet,
     /// The peer has ended the connection.
@@ -183,20 +185,20 @@ pub(crate) struct Wire {
 
 impl Wire {
     /// Checks the state of the connection between two requests.
-    pub(crate) fn idle(&self) -> Idle {
+    pub(crate) fn idle_state(&self) -> IdleState {
         loop {
             return match self.stream.peek(&mut [0]) {
-                Ok(0) => Idle::Ended,
-                Ok(_) => Idle::Unasked,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => Idle::Quiet,
+                Ok(0) => IdleState::Ended,
+                Ok(_) => IdleState::Unasked,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => IdleState::Quiet,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(_) => Idle::Ended,
+                Err(_) => IdleState::Ended,
             };
         }
     }
 
     /// Sends all of `bytes`.
-    pub(crate) fn send(&mut self, mut bytes: &[u8], io: &Io<'_>) -> Result<(), Broken> {
+    pub(crate) fn send(&mut self, mut bytes: &[u8], io: &Io<'_>) -> Result<(), NoAnswer> {
         while !bytes.is_empty() {
             io.check_time()?;
             match self.stream.write(bytes) {
@@ -208,7 +210,7 @@ impl Wire {
     }
 
     /// Receives some bytes. Returns 0 at the end of the stream.
-    pub(crate) fn receive(&mut self, buffer: &mut [u8], io: &Io<'_>) -> Result<usize, Broken> {
+    pub(crate) fn receive(&mut self, buffer: &mut [u8], io: &Io<'_>) -> Result<usize, NoAnswer> {
         loop {
             io.check_time()?;
             match self.stream.read(buffer) {
@@ -221,13 +223,13 @@ impl Wire {
         }
     }
 
-    fn wait_or_fail(&self, error: io::Error, events: PollFlags, io: &Io<'_>) -> Result<(), Broken> {
+    fn wait_or_fail(&self, error: io::Error, events: PollFlags, io: &Io<'_>) -> Result<(), NoAnswer> {
         match error.kind() {
             io::ErrorKind::Interrupted => Ok(()),
             io::ErrorKind::WouldBlock => match io.waiter.wait_for(self.stream.as_fd(), events, io.deadline) {
-                Woken::Ready => Ok(()),
-                Woken::Late => Err(io.timed_out()),
-                Woken::Stopped => Err(Broken::Stopped),
+                WaitResult::Ready => Ok(()),
+                WaitResult::DeadlinePassed => Err(io.timed_out()),
+                WaitResult::Stopped => Err(NoAnswer::Stopped),
             },
             _ => Err(Failure::Lost(error).into()),
         }
@@ -242,6 +244,6 @@ impl Wire {
 }
 
 /// Returns the failure of a connection that the peer closed before the answer was complete.
-pub(crate) fn closed_early() -> Broken {
+pub(crate) fn closed_early() -> NoAnswer {
     Failure::Lost(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side closed it")).into()
 }

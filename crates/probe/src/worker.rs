@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use crate::client::Client;
 use crate::event::Event;
-use crate::failure::Broken;
+use crate::failure::NoAnswer;
 use crate::later;
 use crate::recorder::Recorder;
 use crate::report::Gap;
 use crate::schedule::{Backoff, Schedule};
-use crate::waiter::{Waiter, Woken};
+use crate::waiter::{WaitResult, Waiter};
 use crate::wire::Io;
 
 /// State that the threads of one probe share.
@@ -26,9 +26,9 @@ pub(crate) struct Run {
 }
 
 /// Decrements the number of running threads on drop, also during a panic.
-struct Running<'a>(&'a Run);
+struct RunningThread<'a>(&'a Run);
 
-impl Drop for Running<'_> {
+impl Drop for RunningThread<'_> {
     fn drop(&mut self) {
         if self.0.running.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.0.recorder.end();
@@ -37,12 +37,12 @@ impl Drop for Running<'_> {
 }
 
 /// Sends requests over one connection until the run is stopped.
-pub(crate) fn probe(run: &Run, mut client: Client, mut schedule: Schedule) {
-    let _running = Running(run);
+pub(crate) fn run_connection(run: &Run, mut client: Client, mut schedule: Schedule) {
+    let _running_thread = RunningThread(run);
     let recorder = &run.recorder;
     let mut backoff = Backoff::default();
     let mut due = schedule.due();
-    while run.waiter.sleep_until(Some(later(recorder.origin(), due))) != Woken::Stopped {
+    while run.waiter.sleep_until(Some(later(recorder.origin(), due))) != WaitResult::Stopped {
         recorder.sent();
         let sent = Instant::now();
         match client.exchange(&Io::begin(&run.waiter, recorder, run.timeout)) {
@@ -50,8 +50,8 @@ pub(crate) fn probe(run: &Run, mut client: Client, mut schedule: Schedule) {
                 recorder.answered(sent.elapsed());
                 backoff.reset();
             }
-            Err(Broken::Stopped) => break,
-            Err(Broken::Failed(failure)) => {
+            Err(NoAnswer::Stopped) => break,
+            Err(NoAnswer::Failed(failure)) => {
                 recorder.failed(&failure);
                 tracing::debug!(failure = failure.describe(), "request failed");
                 if failure.is_outage() {
@@ -68,11 +68,11 @@ pub(crate) fn probe(run: &Run, mut client: Client, mut schedule: Schedule) {
 }
 
 /// Passes each interval to `sink` when it ends, and each gap when it is received, until the record has ended.
-pub(crate) fn report_live(run: &Arc<Run>, interval: Duration, gaps: &Receiver<Gap>, sink: &mut dyn FnMut(Event)) {
-    let mut next = interval;
+pub(crate) fn report_events(run: &Arc<Run>, interval: Duration, gaps: &Receiver<Gap>, sink: &mut dyn FnMut(Event)) {
+    let mut interval_end = interval;
     loop {
-        let left = next.saturating_sub(run.recorder.elapsed());
-        let ended = match gaps.recv_timeout(left) {
+        let time_left = interval_end.saturating_sub(run.recorder.elapsed());
+        let has_ended = match gaps.recv_timeout(time_left) {
             Ok(gap) => {
                 sink(Event::Gap(gap));
                 continue;
@@ -83,9 +83,9 @@ pub(crate) fn report_live(run: &Arc<Run>, interval: Duration, gaps: &Receiver<Ga
         for interval in run.recorder.take_intervals() {
             sink(Event::Interval(interval));
         }
-        if ended {
+        if has_ended {
             return;
         }
-        next = next.saturating_add(interval).max(run.recorder.elapsed());
+        interval_end = interval_end.saturating_add(interval).max(run.recorder.elapsed());
     }
 }

@@ -2,7 +2,7 @@
 
 use super::catalog::PartId;
 use super::command::FrontendId;
-use rekindle_kernel::uring::{Buffer, Done, HALF, Operation, Ring};
+use rekindle_kernel::uring::{Buffer, Completion, HALF_HUGE_PAGE_BYTES, Operation, Ring};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -70,7 +70,7 @@ impl BufferPool {
                 self.bytes -= buffer.len();
                 buffer
             }
-            None if bytes > HALF / 2 && bytes <= HALF => {
+            None if bytes > HALF_HUGE_PAGE_BYTES / 2 && bytes <= HALF_HUGE_PAGE_BYTES => {
                 let [first, second] = Buffer::pair();
                 self.put_back(Some(second));
                 first
@@ -161,8 +161,8 @@ impl DiskIo {
         self.ring.wait(limit)
     }
 
-    pub fn completions(&mut self) -> Vec<Done> {
-        self.ring.ended()
+    pub fn completions(&mut self) -> Vec<Completion> {
+        self.ring.completions()
     }
 }
 

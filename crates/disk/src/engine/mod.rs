@@ -67,7 +67,7 @@ pub use front_end::MAX_QUEUE_ENTRIES;
 use io::{DiskIo, MAX_COPIED_BYTES, Token};
 use reboot_cache::RebootCache;
 use redo_log::{EngineLog, RequestSequence};
-use rekindle_kernel::uring::Done;
+use rekindle_kernel::uring::Completion;
 use rustix::event::{EventfdFlags, eventfd};
 use std::io::Result as IoResult;
 use std::os::fd::OwnedFd;
@@ -215,7 +215,7 @@ impl Engine {
         self.front_end.io.listen(&self.wake, Token::Wake);
     }
 
-    fn complete(&mut self, completion: Done) {
+    fn complete(&mut self, completion: Completion) {
         match Token::unpack(completion.token) {
             Token::Wake => {
                 let _ = rustix::io::read(&self.wake, &mut [0; 8]);

@@ -31,156 +31,30 @@
 //! with the registers of the injected call. Only a death of the whole tracing process in that interval has this effect,
 //! since the tracing thread blocks all signals. `PTRACE_O_EXITKILL` is never set.
 
+mod error;
 mod thread;
 mod trace;
+
+pub use error::InjectError;
 
 use crate::process::Process;
 use nix::sys::signal::SigSet;
 use std::io;
 use std::time::{Duration, Instant};
-use trace::{Doubt, Stop, Tracee};
+use trace::{Cancelled, EntryStop, Tracee};
 
 /// Time that one thread may take to stop before another thread is tried. Stopping takes microseconds unless the thread
 /// waits for a disk.
-const PATIENCE: Duration = Duration::from_millis(250);
+const STOP_TIMEOUT: Duration = Duration::from_millis(250);
 /// Total time for trying threads.
-const ALL: Duration = Duration::from_secs(30);
-/// How many times a thread inside a restartable sequence is resumed and stopped again.
-const ROUNDS: u32 = 20;
+const STOP_TIMEOUT_OF_ALL_THREADS: Duration = Duration::from_secs(30);
+/// How many times a thread that stops inside a restartable sequence is resumed and stopped again.
+const MAX_SEQUENCE_STOPS: u32 = 20;
 /// Time limit of one call, including signals and stops that interrupt it. A call takes microseconds, but a busy machine
 /// may not schedule the thread.
-const CALL: Duration = Duration::from_secs(10);
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Calls that every process makes, so that a filter under which the process runs at all permits them.
-const HARMLESS: [i64; 4] = [libc::SYS_ioctl, libc::SYS_close, libc::SYS_fcntl, libc::SYS_dup3];
-
-/// The reason why a system call could not be injected.
-#[derive(Debug, thiserror::Error)]
-pub enum InjectError {
-    /// The process has ended.
-    #[error("process {pid} has ended")]
-    Gone {
-        /// Number of the process.
-        pid: u32,
-    },
-    /// We may not trace the process.
-    #[error(
-        "process {pid} may not be traced: run as root, or as the user of that process with kernel.yama.ptrace_scope=0"
-    )]
-    Forbidden {
-        /// Number of the process.
-        pid: u32,
-        /// The error of the system call.
-        #[source]
-        source: io::Error,
-    },
-    /// Another process traces it already.
-    #[error(
-        "process {pid} is traced by process {tracer} ({name}), and Linux allows one tracer only: end that one first"
-    )]
-    Traced {
-        /// Number of the process.
-        pid: u32,
-        /// Number of the tracing process.
-        tracer: u32,
-        /// Command name of the tracing process.
-        name: String,
-    },
-    /// The process is not a 64-bit process of x86-64, or has no vDSO.
-    #[error("process {pid} cannot be made to do system calls: {why}")]
-    Unfit {
-        /// Number of the process.
-        pid: u32,
-        /// The property that is missing.
-        why: &'static str,
-    },
-    /// A seccomp filter might kill the process for the call.
-    #[error(
-        "process {pid} has a seccomp filter that might end it for `{call}`, and the filter cannot be suspended: run as \
-         root on a kernel with CONFIG_CHECKPOINT_RESTORE"
-    )]
-    Filtered {
-        /// Number of the process.
-        pid: u32,
-        /// Name of the system call.
-        call: &'static str,
-    },
-    /// No thread stopped in time.
-    #[error(
-        "none of the threads of process {pid} could be stopped within {} ms each: it waits in the kernel (for a disk, or \
-         for memory that a pager does not supply)",
-        PATIENCE.as_millis()
-    )]
-    Stuck {
-        /// Number of the process.
-        pid: u32,
-    },
-    /// The thread did not reach the call, or did not return from it, in time.
-    #[error("`{call}` inside process {pid} was not done within {} s; the process was released as it was", CALL.as_secs())]
-    Late {
-        /// Number of the process.
-        pid: u32,
-        /// Name of the system call.
-        call: &'static str,
-    },
-    /// The thread stopped at another place than the call.
-    #[error(
-        "process {pid} stopped elsewhere than at `{call}`, which it was to make: another program changes its system calls; it was \
-         released as it was"
-    )]
-    Elsewhere {
-        /// Number of the process.
-        pid: u32,
-        /// Name of the system call.
-        call: &'static str,
-    },
-    /// The call itself failed.
-    #[error("`{call}` inside process {pid} failed")]
-    Failed {
-        /// Number of the process.
-        pid: u32,
-        /// Name of the system call.
-        call: &'static str,
-        /// The error that the call returned.
-        #[source]
-        source: io::Error,
-    },
-    /// ptrace or `/proc` failed unexpectedly.
-    #[error("process {pid}: cannot {what}")]
-    Trace {
-        /// Number of the process.
-        pid: u32,
-        /// The step that failed.
-        what: &'static str,
-        /// The error of the system call.
-        #[source]
-        source: io::Error,
-    },
-}
-
-impl InjectError {
-    /// Returns the error number of the call itself, if the call was made.
-    #[must_use]
-    pub fn errno(&self) -> Option<i32> {
-        match self {
-            Self::Failed { source, .. } => source.raw_os_error(),
-            _ => None,
-        }
-    }
-}
-
-impl From<InjectError> for io::Error {
-    fn from(e: InjectError) -> Self {
-        let kind = match &e {
-            InjectError::Gone { .. } => io::ErrorKind::NotFound,
-            InjectError::Forbidden { .. } | InjectError::Traced { .. } => io::ErrorKind::PermissionDenied,
-            InjectError::Unfit { .. } | InjectError::Filtered { .. } => io::ErrorKind::Unsupported,
-            InjectError::Stuck { .. } | InjectError::Late { .. } => io::ErrorKind::TimedOut,
-            InjectError::Elsewhere { .. } => io::ErrorKind::Other,
-            InjectError::Failed { source, .. } | InjectError::Trace { source, .. } => source.kind(),
-        };
-        io::Error::new(kind, e)
-    }
-}
+const CALLS_OF_EVERY_PROCESS: [i64; 4] = [libc::SYS_ioctl, libc::SYS_close, libc::SYS_fcntl, libc::SYS_dup3];
 
 /// A system call that another process is to make.
 #[derive(Debug, Clone, Copy)]
@@ -198,11 +72,11 @@ impl Call {
     #[must_use]
     pub fn new<const N: usize>(name: &'static str, number: i64, arguments: [u64; N]) -> Self {
         const { assert!(N <= 6) };
-        let mut all = [0; 6];
-        for (to, from) in all.iter_mut().zip(arguments) {
-            *to = from;
+        let mut registers = [0; 6];
+        for (register, argument) in registers.iter_mut().zip(arguments) {
+            *register = argument;
         }
-        Self { name, number, arguments: all }
+        Self { name, number, arguments: registers }
     }
 }
 
@@ -210,7 +84,7 @@ impl Call {
 #[derive(Debug, Clone, Copy)]
 pub struct Injector {
     process: Process,
-    instruction: u64,
+    syscall_instruction: u64,
 }
 
 impl Injector {
@@ -219,7 +93,7 @@ impl Injector {
     /// # Errors
     /// [`InjectError::Gone`], [`InjectError::Forbidden`], [`InjectError::Unfit`].
     pub fn new(process: Process) -> Result<Self, InjectError> {
-        Ok(Self { process, instruction: thread::syscall_instruction(process)? })
+        Ok(Self { process, syscall_instruction: thread::syscall_instruction(process)? })
     }
 
     /// Returns the process into which calls are injected.
@@ -233,7 +107,7 @@ impl Injector {
     /// # Errors
     /// [`InjectError`]; the process continues unchanged.
     pub fn call(&self, call: Call) -> Result<u64, InjectError> {
-        self.run(|session| session.call(call))
+        self.run(|stopped_thread| stopped_thread.call(call))
     }
 
     /// Stops a thread of the process once and makes it execute the calls of `work`, in sequence.
@@ -247,12 +121,12 @@ impl Injector {
         // A tracee belongs to the thread that seized it, and the kernel detaches it when that thread ends. A separate
         // tracing thread therefore cannot leave a tracee behind. Each attempt has its own tracing thread: otherwise a
         // tracee that stops too late would stay stopped as long as its tracer runs.
-        let deadline = Instant::now() + ALL;
+        let deadline = Instant::now() + STOP_TIMEOUT_OF_ALL_THREADS;
         let mut work = Some(work);
         loop {
             for tid in thread::candidates(self.process)? {
-                if let Some(done) = self.run_in(tid, &mut work)? {
-                    return Ok(done);
+                if let Some(result) = self.run_in(tid, &mut work)? {
+                    return Ok(result);
                 }
                 if Instant::now() > deadline {
                     return Err(InjectError::Stuck { pid: self.process.pid });
@@ -270,51 +144,31 @@ impl Injector {
         tid: i32,
         work: &mut Option<impl FnOnce(&mut StoppedThread) -> Result<T, InjectError> + Send>,
     ) -> Result<Option<T>, InjectError> {
-        let traced = |source| InjectError::Trace { pid: self.process.pid, what: "start a tracing thread", source };
+        let failed = |source| InjectError::Trace { pid: self.process.pid, what: "start a tracing thread", source };
         std::thread::scope(|scope| {
             std::thread::Builder::new()
                 .name("inject".into())
                 .spawn_scoped(scope, || {
                     // Blocks all signals: no handler may run in this thread while the tracee has injected registers.
-                    SigSet::all().thread_block().map_err(|e| traced(e.into()))?;
-                    let Some(mut session) = self.stop(tid)? else { return Ok(None) };
-                    work.take().map(|work| work(&mut session)).transpose()
+                    SigSet::all().thread_block().map_err(|e| failed(e.into()))?;
+                    let Some(mut stopped_thread) = self.stop(tid)? else { return Ok(None) };
+                    work.take().map(|work| work(&mut stopped_thread)).transpose()
                 })
-                .map_err(traced)?
+                .map_err(failed)?
                 .join()
-                .unwrap_or_else(|_| Err(traced(io::Error::other("it panicked"))))
+                .unwrap_or_else(|_| Err(failed(io::Error::other("it panicked"))))
         })
     }
 
     /// Stops thread `tid`. Returns `None` if it ended, did not stop, or must not be used now.
     fn stop(&self, tid: i32) -> Result<Option<StoppedThread>, InjectError> {
         let pid = self.process.pid;
-        let Ok(filtered) = thread::is_filtered(self.process, tid) else { return Ok(None) };
-        let mut suspended = false;
-        let seized = if filtered {
-            suspended = true;
-            Tracee::seize(tid, libc::PTRACE_O_TRACESYSGOOD | libc::PTRACE_O_SUSPEND_SECCOMP).or_else(|_| {
-                suspended = false;
-                Tracee::seize(tid, libc::PTRACE_O_TRACESYSGOOD)
-            })
-        } else {
-            Tracee::seize(tid, libc::PTRACE_O_TRACESYSGOOD)
-        };
-        let mut tracee = match seized {
-            Ok(tracee) => tracee,
-            Err(_) if thread::is_ending(self.process, tid) => return Ok(None),
-            Err(source) => {
-                return Err(match thread::tracer(self.process, tid) {
-                    Some((tracer, name)) => InjectError::Traced { pid, tracer, name },
-                    None => InjectError::Forbidden { pid, source },
-                });
-            }
-        };
+        let Some((mut tracee, is_filtered)) = self.seize(tid)? else { return Ok(None) };
         // The thread number may have been reused by another process before the seizure. It cannot be reused after it.
-        if !thread::belongs(self.process, tid) {
+        if !thread::is_thread_of(self.process, tid) {
             return Ok(None);
         }
-        match tracee.halt(Instant::now() + PATIENCE) {
+        match tracee.halt(Instant::now() + STOP_TIMEOUT) {
             Ok(true) => {}
             Ok(false) => return Ok(None),
             Err(e) if e.raw_os_error() == Some(libc::ESRCH) => return Ok(None),
@@ -326,7 +180,26 @@ impl Injector {
         if tracee.in_restartable_sequence(self.process) {
             return Ok(None);
         }
-        Ok(Some(StoppedThread { injector: *self, tracee, filtered: filtered && !suspended }))
+        Ok(Some(StoppedThread { injector: *self, tracee, is_filtered }))
+    }
+
+    /// Becomes the tracer of thread `tid`, and suspends its seccomp filter if there is one. Returns the thread, and
+    /// whether a filter remains in force because it could not be suspended; `None` if the thread has ended.
+    fn seize(&self, tid: i32) -> Result<Option<(Tracee, bool)>, InjectError> {
+        const OPTIONS: i32 = libc::PTRACE_O_TRACESYSGOOD;
+        let pid = self.process.pid;
+        let Ok(has_filter) = thread::has_filter(self.process, tid) else { return Ok(None) };
+        if has_filter && let Ok(tracee) = Tracee::seize(tid, OPTIONS | libc::PTRACE_O_SUSPEND_SECCOMP) {
+            return Ok(Some((tracee, false)));
+        }
+        match Tracee::seize(tid, OPTIONS) {
+            Ok(tracee) => Ok(Some((tracee, has_filter))),
+            Err(_) if thread::is_ending(self.process, tid) => Ok(None),
+            Err(source) => Err(match thread::tracer_of(self.process, tid) {
+                Some(tracer) => InjectError::Traced { pid, tracer: tracer.pid, name: tracer.name },
+                None => InjectError::Forbidden { pid, source },
+            }),
+        }
     }
 }
 
@@ -336,7 +209,7 @@ pub struct StoppedThread {
     injector: Injector,
     tracee: Tracee,
     /// Whether a seccomp filter is in force for the thread.
-    filtered: bool,
+    is_filtered: bool,
 }
 
 impl StoppedThread {
@@ -347,44 +220,43 @@ impl StoppedThread {
     /// filter trapped it; [`InjectError::Late`], [`InjectError::Elsewhere`] or [`InjectError::Gone`].
     pub fn call(&mut self, call: Call) -> Result<u64, InjectError> {
         let pid = self.injector.process.pid;
-        if self.filtered && !HARMLESS.contains(&call.number) {
+        if self.is_filtered && !CALLS_OF_EVERY_PROCESS.contains(&call.number) {
             return Err(InjectError::Filtered { pid, call: call.name });
         }
-        let what = "let it make a system call";
         let failed = |source: io::Error| match source.raw_os_error() {
             Some(libc::ESRCH) => InjectError::Gone { pid },
-            _ => InjectError::Trace { pid, what, source },
+            _ => InjectError::Trace { pid, what: "let it make a system call", source },
         };
-        let doubted = |doubt: Doubt| match doubt {
-            Doubt::Late => InjectError::Late { pid, call: call.name },
-            Doubt::Elsewhere => InjectError::Elsewhere { pid, call: call.name },
-            Doubt::Failed(source) => failed(source),
+        let cancelled = |reason: Cancelled| match reason {
+            Cancelled::Late => InjectError::Late { pid, call: call.name },
+            Cancelled::Elsewhere => InjectError::Elsewhere { pid, call: call.name },
+            Cancelled::Failed(source) => failed(source),
         };
-        let deadline = Instant::now() + CALL;
+        let deadline = Instant::now() + CALL_TIMEOUT;
         let result = loop {
             if Instant::now() > deadline {
                 return Err(InjectError::Late { pid, call: call.name });
             }
-            let entered = self.tracee.enter(self.injector.instruction, call.number, call.arguments, deadline);
-            match entered.map_err(doubted)? {
+            let entered = self.tracee.enter_call(self.injector.syscall_instruction, call, deadline);
+            match entered.map_err(cancelled)? {
                 // If there is no result, a signal interrupted the call before it had an effect. The signal is delivered
                 // first.
-                Stop::Call => {
-                    if let Some(result) = self.tracee.leave(deadline).map_err(doubted)? {
+                EntryStop::AtCall => {
+                    if let Some(result) = self.tracee.finish_call(deadline).map_err(cancelled)? {
                         break result;
                     }
                 }
                 // The thread has its own registers again: it enters the handler, or restarts its call, as without
                 // injection.
-                Stop::Signal(signal) => {
+                EntryStop::Signal(signal) => {
                     self.tracee.deliver(signal).map_err(failed)?;
                     self.halt_again(failed)?;
                 }
-                Stop::Trap => {}
+                EntryStop::JobControl => {}
             }
         };
         // `SECCOMP_RET_TRAP` leaves the call's number in the register of the result.
-        if self.filtered && result == call.number && self.tracee.has_pending(self.injector.process, libc::SIGSYS) {
+        if self.is_filtered && result == call.number && self.tracee.has_pending(self.injector.process, libc::SIGSYS) {
             return Err(InjectError::Filtered { pid, call: call.name });
         }
         u64::try_from(result).map_err(|_| {
@@ -395,8 +267,8 @@ impl StoppedThread {
 
     /// Stops the thread again after it was resumed to deliver a signal.
     fn halt_again(&mut self, failed: impl Fn(io::Error) -> InjectError) -> Result<(), InjectError> {
-        for _ in 0..ROUNDS {
-            if !self.tracee.halt(Instant::now() + PATIENCE).map_err(&failed)? {
+        for _ in 0..MAX_SEQUENCE_STOPS {
+            if !self.tracee.halt(Instant::now() + STOP_TIMEOUT).map_err(&failed)? {
                 break;
             }
             if !self.tracee.in_restartable_sequence(self.injector.process) {

@@ -34,7 +34,7 @@ pub(super) const NEVER_RESTARTED: [i64; 17] = [
 ];
 
 /// System calls in which event loops and workers wait, and that Linux restarts with the time that remains.
-const RESTARTED: [i64; 12] = [
+const RESTARTED_WITH_REMAINING_TIME: [i64; 12] = [
     libc::SYS_ppoll,
     libc::SYS_poll,
     libc::SYS_pselect6,
@@ -51,15 +51,15 @@ const RESTARTED: [i64; 12] = [
 
 /// How well a thread is suited for injection, the best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Suited {
+enum Suitability {
     /// Waits in a call that continues as if it had not been interrupted.
-    Waits,
+    WaitsRestartably,
     /// Runs in user mode.
-    Computes,
+    Runs,
     /// Is in any other call.
-    Elsewhere,
+    OtherCall,
     /// Waits in a call whose time-out starts again from the beginning.
-    BeginsAnew,
+    RestartsTimeout,
     /// Waits for a disk or a page: may take long to stop.
     Blocked,
 }
@@ -73,42 +73,42 @@ pub(super) fn candidates(process: Process) -> Result<Vec<i32>, InjectError> {
         Err(source) => return Err(InjectError::Trace { pid, what: "list its threads", source }),
     };
     let threads = listing.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let mut rated: Vec<_> = threads
-        .filter_map(|tid| {
-            // A thread may end between the listing and the read.
-            let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
-            let state = stat.rsplit_once(") ")?.1.chars().next()?;
-            let call = fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).unwrap_or_default();
-            Some((suited(state, &call)?, tid))
-        })
-        .collect();
-    rated.sort_unstable();
-    Ok(rated.into_iter().map(|(_, tid)| tid).collect())
+    let mut rated_threads: Vec<_> = threads.filter_map(|tid| Some((suitability_of(pid, tid)?, tid))).collect();
+    rated_threads.sort_unstable();
+    Ok(rated_threads.into_iter().map(|(_, tid)| tid).collect())
+}
+
+/// Rates a thread. Returns `None` if it has ended.
+fn suitability_of(pid: u32, tid: i32) -> Option<Suitability> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
+    let state = stat.rsplit_once(") ")?.1.chars().next()?;
+    let call = fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).unwrap_or_default();
+    suitability(state, &call)
 }
 
 /// Rates a thread by its state letter and `/proc/PID/task/TID/syscall`. Returns `None` if it has ended.
-fn suited(state: char, call: &str) -> Option<Suited> {
+fn suitability(state: char, call: &str) -> Option<Suitability> {
     match (state, call.split_whitespace().next().map(str::parse::<i64>)) {
         ('Z' | 'X', _) => None,
-        ('D', _) | (_, Some(Ok(-1))) => Some(Suited::Blocked),
+        ('D', _) | (_, Some(Ok(-1))) => Some(Suitability::Blocked),
         // The file contains "running".
-        (_, Some(Err(_))) => Some(Suited::Computes),
-        (_, Some(Ok(number))) if RESTARTED.contains(&number) => Some(Suited::Waits),
-        (_, Some(Ok(number))) if NEVER_RESTARTED.contains(&number) => Some(Suited::BeginsAnew),
-        _ => Some(Suited::Elsewhere),
+        (_, Some(Err(_))) => Some(Suitability::Runs),
+        (_, Some(Ok(number))) if RESTARTED_WITH_REMAINING_TIME.contains(&number) => Some(Suitability::WaitsRestartably),
+        (_, Some(Ok(number))) if NEVER_RESTARTED.contains(&number) => Some(Suitability::RestartsTimeout),
+        _ => Some(Suitability::OtherCall),
     }
 }
 
 /// Reads one numeric line of `/proc/PID/task/TID/status`.
-fn status(process: Process, tid: i32, name: &str) -> io::Result<Option<u32>> {
-    let text = fs::read_to_string(format!("/proc/{}/task/{tid}/status", process.pid))?;
+fn numeric_status(pid: u32, tid: i32, name: &str) -> io::Result<Option<u32>> {
+    let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status"))?;
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     Ok(line.and_then(|value| value.trim().parse().ok()))
 }
 
 /// Returns whether a seccomp filter checks the thread's system calls.
-pub(super) fn is_filtered(process: Process, tid: i32) -> io::Result<bool> {
-    Ok(status(process, tid, "Seccomp")?.is_some_and(|mode| mode != 0))
+pub(super) fn has_filter(process: Process, tid: i32) -> io::Result<bool> {
+    Ok(numeric_status(process.pid, tid, "Seccomp")?.is_some_and(|mode| mode != 0))
 }
 
 /// Returns whether a thread is ending or has ended.
@@ -122,17 +122,24 @@ pub(super) fn is_ending(process: Process, tid: i32) -> bool {
     matches!(state, Some("Z" | "X")) || flags.is_none_or(|flags| flags & EXITING != 0)
 }
 
-/// Returns number and command of the process that traces a thread. `TracerPid` may be a thread of that process.
-pub(super) fn tracer(process: Process, tid: i32) -> Option<(u32, String)> {
-    let tracer = status(process, tid, "TracerPid").ok()?.filter(|&tracer| tracer != 0)?;
-    let of_thread = Process { pid: tracer, started: 0 };
-    let tracer = status(of_thread, i32::try_from(tracer).ok()?, "Tgid").ok().flatten().unwrap_or(tracer);
-    let name = fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
-    Some((tracer, name.trim_end().to_owned()))
+/// A process that traces a thread.
+pub(super) struct Tracer {
+    pub(super) pid: u32,
+    /// Command name of the process.
+    pub(super) name: String,
+}
+
+/// Returns the process that traces a thread.
+pub(super) fn tracer_of(process: Process, tid: i32) -> Option<Tracer> {
+    let tracing_thread = numeric_status(process.pid, tid, "TracerPid").ok()?.filter(|&thread| thread != 0)?;
+    let pid = numeric_status(tracing_thread, i32::try_from(tracing_thread).ok()?, "Tgid").ok().flatten();
+    let pid = pid.unwrap_or(tracing_thread);
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    Some(Tracer { pid, name: name.trim_end().to_owned() })
 }
 
 /// Returns whether `tid` is a thread of `process`, which must still run.
-pub(super) fn belongs(process: Process, tid: i32) -> bool {
+pub(super) fn is_thread_of(process: Process, tid: i32) -> bool {
     process.is_alive() && fs::exists(format!("/proc/{}/task/{tid}", process.pid)).unwrap_or(false)
 }
 
@@ -151,11 +158,11 @@ pub(super) fn syscall_instruction(process: Process) -> Result<u64, InjectError> 
     let vdso = maps.iter().find(|map| map.name == "[vdso]");
     let Range { start, end } =
         vdso.map(|map| map.range.clone()).ok_or(InjectError::Unfit { pid, why: "it has no vDSO to call through" })?;
-    let mut text = vec![0; (end - start) as usize];
-    memory::read(process, start, &mut text).map_err(failed("read its vDSO"))?;
-    let at = text.windows(2).position(|two| two == [0x0f, 0x05]);
-    let at = at.ok_or(InjectError::Unfit { pid, why: "its vDSO has no `syscall` instruction" })?;
-    Ok(start + at as u64)
+    let mut code = vec![0; (end - start) as usize];
+    memory::read(process, start, &mut code).map_err(failed("read its vDSO"))?;
+    let offset = code.windows(2).position(|instruction| instruction == [0x0f, 0x05]);
+    let offset = offset.ok_or(InjectError::Unfit { pid, why: "its vDSO has no `syscall` instruction" })?;
+    Ok(start + offset as u64)
 }
 
 #[cfg(test)]
@@ -164,11 +171,11 @@ mod tests {
 
     #[test]
     fn a_thread_that_waits_is_better_than_one_that_computes_and_than_one_whose_time_begins_anew() {
-        let poll = suited('S', "271 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
-        let computes = suited('R', "running\n").unwrap();
-        let epoll = suited('S', "232 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
-        let disk = suited('D', "0 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
+        let poll = suitability('S', "271 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
+        let computes = suitability('R', "running\n").unwrap();
+        let epoll = suitability('S', "232 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
+        let disk = suitability('D', "0 0x1 0x2 0x3 0x4 0x5 0x6 0x7 0x8").unwrap();
         assert!(poll < computes && computes < epoll && epoll < disk);
-        assert_eq!(suited('Z', "0 0x0"), None);
+        assert_eq!(suitability('Z', "0 0x0"), None);
     }
 }

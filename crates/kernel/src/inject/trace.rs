@@ -1,5 +1,6 @@
-//! One thread under ptrace. While it is stopped, its registers are either its own (*home*) or ours (*away*).
+//! One thread under ptrace. While it is stopped, its registers are either its own or those of an injected call.
 
+use super::Call;
 use crate::memory;
 use crate::process::Process;
 use libc::{c_int, c_long, c_uint, c_void, user_regs_struct};
@@ -12,22 +13,23 @@ use std::time::{Duration, Instant};
 /// Makes the kernel restart the system call unless a signal handler runs (`linux/errno.h`; never visible to a program).
 const ERESTARTNOHAND: i64 = 514;
 /// The results with which the kernel restarts a system call (`linux/errno.h`): the call has had no effect.
-const RESTART: [i64; 4] = [-512, -513, -514, -516];
+const RESTART_RESULTS: [i64; 4] = [-512, -513, -514, -516];
 /// Value of the code segment register in 64-bit programs.
 const USER64_CS: u64 = 0x33;
-/// Time for which a wait for a stop only yields the processor between two polls. Afterwards it sleeps.
-const SPIN: Duration = Duration::from_micros(300);
-const NAP: Duration = Duration::from_micros(50);
+/// Time for which a wait for a stop only yields the processor between two polls. Afterwards it sleeps for
+/// [`POLL_INTERVAL`].
+const YIELD_TIME: Duration = Duration::from_micros(300);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The event that stopped a thread on its way into an injected system call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stop {
+pub(super) enum EntryStop {
     /// The thread is about to execute the call.
-    Call,
+    AtCall,
     /// A signal is about to be delivered; the thread has its own registers again.
     Signal(c_int),
-    /// The thread stopped for job control; its registers are still ours.
-    Trap,
+    /// The thread stopped for job control; its registers are still those of the call.
+    JobControl,
 }
 
 /// `struct ptrace_rseq_configuration`.
@@ -44,7 +46,7 @@ struct RseqConfiguration {
 /// The used part of `struct ptrace_syscall_info`.
 #[repr(C)]
 #[derive(Debug, Default)]
-struct SystemCall {
+struct SyscallInfo {
     /// `OP_ENTRY` or `OP_EXIT`.
     op: u8,
     pad: [u8; 3],
@@ -58,9 +60,9 @@ struct SystemCall {
 const PTRACE_GET_SYSCALL_INFO: c_uint = 0x420e;
 const OP_ENTRY: u8 = 1;
 const OP_EXIT: u8 = 2;
-const _: () = assert!(size_of::<SystemCall>() == 88);
+const _: () = assert!(size_of::<SyscallInfo>() == 88);
 /// Length of the `syscall` instruction.
-const INSTRUCTION: u64 = 2;
+const SYSCALL_INSTRUCTION_BYTES: u64 = 2;
 
 const PTRACE_GET_RSEQ_CONFIGURATION: c_uint = 0x420f;
 const _: () = assert!(size_of::<RseqConfiguration>() == 24);
@@ -68,7 +70,7 @@ const _: () = assert!(size_of::<user_regs_struct>() == 27 * 8);
 
 /// The reason why a call was cancelled. The thread has its own registers.
 #[derive(Debug)]
-pub(super) enum Doubt {
+pub(super) enum Cancelled {
     /// The thread did not reach the expected stop by the deadline.
     Late,
     /// The thread stopped at another place than the call that was set up.
@@ -77,18 +79,18 @@ pub(super) enum Doubt {
     Failed(io::Error),
 }
 
-impl From<io::Error> for Doubt {
+impl From<io::Error> for Cancelled {
     fn from(e: io::Error) -> Self {
         Self::Failed(e)
     }
 }
 
-/// The call that the thread's registers were set up for.
+/// The call for which the thread's registers were set up.
 #[derive(Debug, Clone, Copy)]
-struct SetUp {
+struct InjectedCall {
+    /// Address of the `syscall` instruction.
     instruction: u64,
-    number: c_long,
-    arguments: [u64; 6],
+    call: Call,
 }
 
 /// A seized thread. Dropping it restores the thread's own registers and resumes the thread.
@@ -96,14 +98,14 @@ struct SetUp {
 pub(super) struct Tracee {
     tid: c_int,
     /// The thread's own registers while it is stopped.
-    home: Option<user_regs_struct>,
-    /// Whether the thread's registers are ours.
-    away: bool,
+    own_registers: Option<user_regs_struct>,
+    /// Whether the thread's registers are those of an injected call.
+    has_injected_registers: bool,
     /// Whether the thread is stopped at entry to a system call. On resumption the kernel executes that call with the
     /// registers that the thread has then.
-    at_entry: bool,
+    is_at_entry: bool,
     /// The call that was set up last.
-    set_up: Option<SetUp>,
+    injected_call: Option<InjectedCall>,
     /// The signal for which the thread is stopped. It is delivered when the thread is released.
     signal: c_int,
 }
@@ -112,7 +114,14 @@ impl Tracee {
     /// Becomes the tracer of thread `tid` with these options, without stopping the thread.
     pub(super) fn seize(tid: c_int, options: c_int) -> io::Result<Self> {
         ptrace(libc::PTRACE_SEIZE, tid, 0, options as usize)?;
-        Ok(Self { tid, home: None, away: false, at_entry: false, set_up: None, signal: 0 })
+        Ok(Self {
+            tid,
+            own_registers: None,
+            has_injected_registers: false,
+            is_at_entry: false,
+            injected_call: None,
+            signal: 0,
+        })
     }
 
     /// Stops the thread with its own registers, wherever it is. Returns `false` if it did not stop by the deadline.
@@ -121,36 +130,36 @@ impl Tracee {
     pub(super) fn halt(&mut self, deadline: Instant) -> io::Result<bool> {
         ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
         loop {
-            let Some(stopped) = wait(self.tid, Some(deadline))? else { return Ok(false) };
+            let Some(stopped) = wait_for_stop(self.tid, Some(deadline))? else { return Ok(false) };
             if stopped.event == libc::PTRACE_EVENT_STOP {
                 break;
             }
             // A signal is about to be delivered. The thread's own registers are in place, so the delivery is the usual
             // one.
             let mut registers = self.registers()?;
-            if let Some(changed) = restartable(&mut registers) {
-                self.set_registers(changed)?;
+            if make_restartable(&mut registers) {
+                self.set_registers(&registers)?;
             }
             ptrace(libc::PTRACE_CONT, self.tid, 0, stopped.signal as usize)?;
         }
         let mut registers = self.registers()?;
-        restartable(&mut registers);
-        self.home = Some(registers);
+        make_restartable(&mut registers);
+        self.own_registers = Some(registers);
         Ok(true)
     }
 
     /// Returns whether the stopped thread runs 64-bit code.
     pub(super) fn is_64_bit(&self) -> bool {
-        self.home.is_some_and(|registers| registers.cs == USER64_CS)
+        self.own_registers.is_some_and(|registers| registers.cs == USER64_CS)
     }
 
     /// Returns whether the thread is inside a restartable sequence. If the thread executed another call meanwhile, the
     /// kernel would not abort that sequence as it must.
     pub(super) fn in_restartable_sequence(&self, process: Process) -> bool {
-        let Some(home) = self.home else { return false };
+        let Some(own_registers) = self.own_registers else { return false };
         let mut configuration = RseqConfiguration::default();
         // SAFETY: the kernel writes at most the given size to the address, and both are those of `configuration`.
-        let got = unsafe {
+        let result = unsafe {
             libc::ptrace(
                 PTRACE_GET_RSEQ_CONFIGURATION,
                 self.tid,
@@ -159,37 +168,38 @@ impl Tracee {
             )
         };
         // This kernel does not have the request, or the thread does not use rseq.
-        if got < 0 || configuration.pointer == 0 {
+        if result < 0 || configuration.pointer == 0 {
             return false;
         }
-        let word = |address: u64| {
+        let read_word = |address: u64| {
             let mut bytes = [0; 8];
             memory::read(process, address, &mut bytes).ok().map(|()| u64::from_ne_bytes(bytes))
         };
         // `struct rseq`: `rseq_cs` at 8. `struct rseq_cs`: `start_ip` at 8, `post_commit_offset` at 16.
-        let section = word(configuration.pointer + 8).filter(|&section| section != 0);
+        let section = read_word(configuration.pointer + 8).filter(|&section| section != 0);
         let Some(section) = section else { return false };
-        match (word(section + 8), word(section + 16)) {
-            (Some(start), Some(length)) => home.rip.wrapping_sub(start) < length,
+        match (read_word(section + 8), read_word(section + 16)) {
+            (Some(start), Some(length)) => own_registers.rip.wrapping_sub(start) < length,
             _ => true,
         }
     }
 
-    /// Makes the thread enter system call `number`, through the instruction at `instruction`.
-    pub(super) fn enter(
+    /// Makes the thread enter `call`, through the `syscall` instruction at address `instruction`.
+    pub(super) fn enter_call(
         &mut self,
         instruction: u64,
-        number: c_long,
-        arguments: [u64; 6],
+        call: Call,
         deadline: Instant,
-    ) -> Result<Stop, Doubt> {
-        let Some(home) = self.home else { return Err(Doubt::Failed(io::ErrorKind::InvalidInput.into())) };
-        let [rdi, rsi, rdx, r10, r8, r9] = arguments;
-        // `orig_rax` of -1 means that no system call is in progress. The kernel would otherwise restart a call with our
-        // registers.
-        let ours = user_regs_struct {
+    ) -> Result<EntryStop, Cancelled> {
+        let Some(own_registers) = self.own_registers else {
+            return Err(Cancelled::Failed(io::ErrorKind::InvalidInput.into()));
+        };
+        let [rdi, rsi, rdx, r10, r8, r9] = call.arguments;
+        // `orig_rax` of -1 means that no system call is in progress. The kernel would otherwise restart a call with
+        // these registers.
+        let call_registers = user_regs_struct {
             rip: instruction,
-            rax: number as u64,
+            rax: call.number as u64,
             orig_rax: u64::MAX,
             rdi,
             rsi,
@@ -197,29 +207,29 @@ impl Tracee {
             r10,
             r8,
             r9,
-            ..home
+            ..own_registers
         };
-        self.set_up = Some(SetUp { instruction, number, arguments });
-        self.away = true;
-        self.set_registers(&ours)?;
+        self.injected_call = Some(InjectedCall { instruction, call });
+        self.has_injected_registers = true;
+        self.set_registers(&call_registers)?;
         ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
-        let Some(stopped) = wait(self.tid, Some(deadline))? else {
-            self.recall()?;
-            return Err(Doubt::Late);
+        let Some(stopped) = wait_for_stop(self.tid, Some(deadline))? else {
+            self.stop_and_restore()?;
+            return Err(Cancelled::Late);
         };
         if stopped.is_system_call() {
-            self.at_entry = true;
+            self.is_at_entry = true;
             if self.is_at(OP_ENTRY)? {
-                return Ok(Stop::Call);
+                return Ok(EntryStop::AtCall);
             }
             self.cancel()?;
-            return Err(Doubt::Elsewhere);
+            return Err(Cancelled::Elsewhere);
         }
         if stopped.event != 0 {
-            return Ok(Stop::Trap);
+            return Ok(EntryStop::JobControl);
         }
-        self.go_home()?;
-        Ok(Stop::Signal(stopped.signal))
+        self.restore_registers()?;
+        Ok(EntryStop::Signal(stopped.signal))
     }
 
     /// Makes the thread execute the call that it has entered, and returns the call's result. Returns `None` if the call
@@ -227,17 +237,17 @@ impl Tracee {
     ///
     /// A call that has not returned by the deadline is interrupted. If the kernel does not permit the interruption,
     /// this function waits: a thread inside the kernel cannot get its own registers back, and would continue with ours.
-    pub(super) fn leave(&mut self, deadline: Instant) -> Result<Option<i64>, Doubt> {
-        let mut late = false;
-        self.at_entry = false;
+    pub(super) fn finish_call(&mut self, deadline: Instant) -> Result<Option<i64>, Cancelled> {
+        let mut is_late = false;
+        self.is_at_entry = false;
         loop {
             ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
-            let stopped = match wait(self.tid, Some(deadline))? {
+            let stopped = match wait_for_stop(self.tid, Some(deadline))? {
                 Some(stopped) => stopped,
                 None => {
-                    late = true;
+                    is_late = true;
                     ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
-                    wait_ever(self.tid)?
+                    wait_without_deadline(self.tid)?
                 }
             };
             // Only the exit can follow the entry of a system call; other stops are skipped.
@@ -245,38 +255,41 @@ impl Tracee {
                 continue;
             }
             if !self.is_at(OP_EXIT)? {
-                self.at_entry = true;
+                self.is_at_entry = true;
                 self.cancel()?;
-                return Err(Doubt::Elsewhere);
+                return Err(Cancelled::Elsewhere);
             }
             let registers = self.registers()?;
-            let is_ours = self.set_up.is_some_and(|set_up| registers.orig_rax as i64 == set_up.number);
-            self.go_home()?;
+            let is_injected_call =
+                self.injected_call.is_some_and(|injected| registers.orig_rax as i64 == injected.call.number);
+            self.restore_registers()?;
+            if !is_injected_call {
+                return Err(Cancelled::Elsewhere);
+            }
             let result = registers.rax as i64;
-            return match (is_ours, late && result == -i64::from(libc::EINTR), RESTART.contains(&result)) {
-                (false, ..) => Err(Doubt::Elsewhere),
-                (true, true, _) => Err(Doubt::Late),
-                (true, _, true) if late => Err(Doubt::Late),
-                (true, _, true) => Ok(None),
-                (true, _, false) => Ok(Some(result)),
-            };
+            let had_no_effect = RESTART_RESULTS.contains(&result);
+            if is_late && (had_no_effect || result == -i64::from(libc::EINTR)) {
+                return Err(Cancelled::Late);
+            }
+            return Ok((!had_no_effect).then_some(result));
         }
     }
 
     /// Returns whether the kernel reports that the thread is stopped at this end of the call that was set up.
     fn is_at(&self, op: u8) -> io::Result<bool> {
-        let Some(set_up) = self.set_up else { return Ok(false) };
-        let mut seen = SystemCall::default();
-        // SAFETY: the kernel writes at most the given size to the address, and both are those of `seen`.
-        let got = unsafe {
-            libc::ptrace(PTRACE_GET_SYSCALL_INFO, self.tid, size_of::<SystemCall>(), (&raw mut seen).cast::<c_void>())
+        let Some(InjectedCall { instruction, call }) = self.injected_call else { return Ok(false) };
+        let mut info = SyscallInfo::default();
+        // SAFETY: the kernel writes at most the given size to the address, and both are those of `info`.
+        let result = unsafe {
+            libc::ptrace(PTRACE_GET_SYSCALL_INFO, self.tid, size_of::<SyscallInfo>(), (&raw mut info).cast::<c_void>())
         };
-        if got < 0 {
+        if result < 0 {
             return Err(io::Error::last_os_error());
         }
-        let there = seen.op == op && seen.instruction == set_up.instruction + INSTRUCTION;
-        let [number, arguments @ .., _] = seen.data;
-        Ok(there && (op != OP_ENTRY || (number as c_long == set_up.number && arguments == set_up.arguments)))
+        let is_at_instruction = info.op == op && info.instruction == instruction + SYSCALL_INSTRUCTION_BYTES;
+        let [number, arguments @ .., _] = info.data;
+        let is_call = number as c_long == call.number && arguments == call.arguments;
+        Ok(is_at_instruction && (op == OP_EXIT || is_call))
     }
 
     /// Returns whether `signal` is pending for the thread.
@@ -287,20 +300,20 @@ impl Tracee {
         mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
     }
 
-    /// Stops the thread, wherever it is with our registers, and restores its own.
-    fn recall(&mut self) -> io::Result<()> {
+    /// Stops the thread, wherever it is with the registers of the injected call, and restores its own.
+    fn stop_and_restore(&mut self) -> io::Result<()> {
         ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
         // The wait has no deadline: the registers can be restored only at a stop, and a released thread would continue
-        // with ours.
-        let stopped = wait_ever(self.tid)?;
+        // with those of the call.
+        let stopped = wait_without_deadline(self.tid)?;
         if stopped.is_system_call() {
-            self.at_entry = true;
+            self.is_at_entry = true;
             return self.cancel();
         }
         if stopped.event == 0 {
             self.signal = stopped.signal;
         }
-        self.go_home()
+        self.restore_registers()
     }
 
     /// Cancels the system call at whose entry the thread is stopped: the kernel executes none, and the thread gets its
@@ -308,18 +321,18 @@ impl Tracee {
     fn cancel(&mut self) -> io::Result<()> {
         let registers = self.registers()?;
         self.set_registers(&user_regs_struct { orig_rax: u64::MAX, ..registers })?;
-        self.at_entry = false;
+        self.is_at_entry = false;
         loop {
             ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
-            if wait_ever(self.tid)?.is_system_call() {
-                return self.go_home();
+            if wait_without_deadline(self.tid)?.is_system_call() {
+                return self.restore_registers();
             }
         }
     }
 
     /// Resumes a thread that is stopped for a signal, and delivers the signal.
     pub(super) fn deliver(&mut self, signal: c_int) -> io::Result<()> {
-        self.home = None;
+        self.own_registers = None;
         ptrace(libc::PTRACE_CONT, self.tid, 0, signal as usize)
     }
 
@@ -328,10 +341,11 @@ impl Tracee {
         self.deliver(0)
     }
 
-    fn go_home(&mut self) -> io::Result<()> {
-        if let Some(home) = self.home.filter(|_| self.away) {
-            self.set_registers(&home)?;
-            self.away = false;
+    /// Gives the thread its own registers back, if it has those of an injected call.
+    fn restore_registers(&mut self) -> io::Result<()> {
+        if let Some(own_registers) = self.own_registers.filter(|_| self.has_injected_registers) {
+            self.set_registers(&own_registers)?;
+            self.has_injected_registers = false;
         }
         Ok(())
     }
@@ -339,8 +353,9 @@ impl Tracee {
     fn registers(&self) -> io::Result<user_regs_struct> {
         let mut registers = MaybeUninit::<user_regs_struct>::uninit();
         // SAFETY: the kernel writes one whole user_regs_struct to the address, or fails.
-        let got = unsafe { libc::ptrace(libc::PTRACE_GETREGS, self.tid, null_mut::<c_void>(), registers.as_mut_ptr()) };
-        if got < 0 {
+        let result =
+            unsafe { libc::ptrace(libc::PTRACE_GETREGS, self.tid, null_mut::<c_void>(), registers.as_mut_ptr()) };
+        if result < 0 {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the call succeeded, so it is written.
@@ -349,10 +364,10 @@ impl Tracee {
 
     fn set_registers(&self, registers: &user_regs_struct) -> io::Result<()> {
         // SAFETY: the kernel reads one whole user_regs_struct from the address and touches no memory of ours.
-        let set = unsafe {
+        let result = unsafe {
             libc::ptrace(libc::PTRACE_SETREGS, self.tid, null_mut::<c_void>(), std::ptr::from_ref(registers))
         };
-        if set < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }
 
@@ -360,34 +375,34 @@ impl Drop for Tracee {
     fn drop(&mut self) {
         // The errors are ignored: the thread may have been killed. If it is not stopped, the kernel releases it when
         // the tracing thread ends. On release the kernel checks for signals and for a system call to restart.
-        if self.at_entry {
+        if self.is_at_entry {
             let _ = self.cancel();
         }
-        let _ = self.go_home();
-        if let Some(home) = self.home {
-            let _ = self.set_registers(&home);
+        let _ = self.restore_registers();
+        if let Some(own_registers) = self.own_registers {
+            let _ = self.set_registers(&own_registers);
         }
         let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, self.signal as usize);
     }
 }
 
-/// Makes a call that Linux does not restart restartable, unless a handler runs. Returns the changed registers, or
-/// `None` if the thread was in no such call.
-fn restartable(registers: &mut user_regs_struct) -> Option<&user_regs_struct> {
-    let interrupted = registers.orig_rax as i64 >= 0 && registers.rax as i64 == -i64::from(libc::EINTR);
-    if !interrupted || !super::thread::NEVER_RESTARTED.contains(&(registers.orig_rax as i64)) {
-        return None;
+/// Makes a call that Linux does not restart restartable, unless a handler runs. Returns whether the thread was in such
+/// a call, so that the registers are changed.
+fn make_restartable(registers: &mut user_regs_struct) -> bool {
+    let is_interrupted = registers.orig_rax as i64 >= 0 && registers.rax as i64 == -i64::from(libc::EINTR);
+    if !is_interrupted || !super::thread::NEVER_RESTARTED.contains(&(registers.orig_rax as i64)) {
+        return false;
     }
     registers.rax = -ERESTARTNOHAND as u64;
-    Some(registers)
+    true
 }
 
 fn ptrace(request: c_uint, tid: c_int, address: usize, data: usize) -> io::Result<()> {
     // SAFETY: only requests whose address and data are numbers, not addresses of ours, are passed.
-    let done = unsafe {
+    let result = unsafe {
         libc::ptrace(request, tid, without_provenance_mut::<c_void>(address), without_provenance_mut::<c_void>(data))
     };
-    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// A stop under ptrace.
@@ -405,26 +420,26 @@ impl Stopped {
     }
 }
 
-fn wait_ever(tid: c_int) -> io::Result<Stopped> {
+fn wait_without_deadline(tid: c_int) -> io::Result<Stopped> {
     loop {
-        if let Some(stopped) = wait(tid, None)? {
+        if let Some(stopped) = wait_for_stop(tid, None)? {
             return Ok(stopped);
         }
     }
 }
 
 /// Returns the next stop of thread `tid`, or `None` if there is none by the deadline. Fails with `ESRCH` if it ended.
-fn wait(tid: c_int, deadline: Option<Instant>) -> io::Result<Option<Stopped>> {
+fn wait_for_stop(tid: c_int, deadline: Option<Instant>) -> io::Result<Option<Stopped>> {
     let started = Instant::now();
-    let patience = if deadline.is_some() { libc::WNOHANG } else { 0 };
+    let blocking = if deadline.is_some() { libc::WNOHANG } else { 0 };
     loop {
         // `WNOWAIT` first: the exit status of a process that has ended is left for its parent, which may be this
         // process.
-        let seen = wait_id(tid, libc::WSTOPPED | libc::WEXITED | libc::WNOWAIT | patience)?;
-        match seen.map(|seen| seen.si_code) {
+        let event = next_wait_event(tid, libc::WSTOPPED | libc::WEXITED | libc::WNOWAIT | blocking)?;
+        match event.map(|event| event.si_code) {
             Some(libc::CLD_TRAPPED | libc::CLD_STOPPED) => {
                 // The thread may have been killed since.
-                if let Some(info) = wait_id(tid, libc::WSTOPPED | libc::WNOHANG)? {
+                if let Some(info) = next_wait_event(tid, libc::WSTOPPED | libc::WNOHANG)? {
                     // SAFETY: waitid has filled in a status.
                     let status = unsafe { info.si_status() };
                     return Ok(Some(Stopped { signal: status & 0xff, event: status >> 8 }));
@@ -437,16 +452,16 @@ fn wait(tid: c_int, deadline: Option<Instant>) -> io::Result<Option<Stopped>> {
         if deadline.is_some_and(|deadline| now >= deadline) {
             return Ok(None);
         }
-        if now - started < SPIN {
+        if now - started < YIELD_TIME {
             thread::yield_now();
         } else {
-            thread::sleep(NAP);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
 /// Calls `waitid` for thread `tid`. Returns `None` if there is no event yet.
-fn wait_id(tid: c_int, flags: c_int) -> io::Result<Option<libc::siginfo_t>> {
+fn next_wait_event(tid: c_int, flags: c_int) -> io::Result<Option<libc::siginfo_t>> {
     let id = libc::id_t::try_from(tid).map_err(io::Error::other)?;
     // SAFETY: siginfo_t is numbers and may be all zero, which means "nothing yet".
     let mut info = unsafe { std::mem::zeroed::<libc::siginfo_t>() };

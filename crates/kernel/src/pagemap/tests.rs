@@ -49,15 +49,15 @@ fn written_pages_are_found_again_and_again_until_they_are_rearmed() {
 
 #[test]
 fn more_runs_than_the_buffer_holds() {
-    let area = Area::new(Kind::Shared, 4 * RUNS + 1);
+    let area = Area::new(Kind::Shared, 4 * RUNS_PER_CALL + 1);
     let _userfault = armed(&area);
-    for page in (0..4 * RUNS).step_by(2) {
+    for page in (0..4 * RUNS_PER_CALL).step_by(2) {
         area.set(page, 1);
     }
     let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
     for rearm in [Rearm::No, Rearm::Yes] {
         let written = pages(&area, &scanner.written(area.range(), rearm).unwrap());
-        assert_eq!(written.len(), 2 * RUNS);
+        assert_eq!(written.len(), 2 * RUNS_PER_CALL);
         assert!(written.iter().zip((0..).step_by(2)).all(|(run, page)| *run == (page..page + 1)));
     }
     assert!(scanner.written(area.range(), Rearm::Yes).unwrap().is_empty());
@@ -96,7 +96,7 @@ fn whether_the_kernel_reports_memory_given_back_is_found_by_trying() {
     area.give_back_some(first, 512);
     let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
     let reported = !scanner.written(area.range(), Rearm::No).unwrap().is_empty();
-    assert_eq!(reports_given_back(), reported);
+    assert_eq!(kernel_reports_given_back(), reported);
     // A query for absent pages finds them with any kernel.
     let none = Categories::PRESENT | Categories::SWAPPED;
     let query = Query { none, ..Query::all(Categories::empty()) };
@@ -124,7 +124,7 @@ fn a_page_that_comes_protected_counts_as_written_from_its_first_write_on_and_a_m
         let userfault = Userfault::own(features).unwrap();
         userfault.register(area.range(), Mode::MISSING | Mode::WRITE_PROTECT).unwrap();
         let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
-        let mut written = |rearm| pages(&area, &scanner.written_there(area.range(), rearm).unwrap());
+        let mut written = |rearm| pages(&area, &scanner.written_where_present(area.range(), rearm).unwrap());
         // A page that was present before the registration counts as written: it was never protected.
         assert_eq!(written(Rearm::Yes), vec![7..8; 1], "{kind:?}");
         let content = vec![5; size];
@@ -149,7 +149,7 @@ fn a_page_that_comes_protected_counts_as_written_from_its_first_write_on_and_a_m
         // A range that is no longer registered is reported as untracked.
         userfault.unregister(area.address(5)..area.address(7)).unwrap();
         assert_eq!(pages(&area, &scanner.untracked(area.range()).unwrap()), vec![5..7; 1], "{kind:?}");
-        assert!(matches!(scanner.written_there(area.range(), Rearm::No), Err(ScanError::Unprotected { .. })));
+        assert!(matches!(scanner.written_where_present(area.range(), Rearm::No), Err(ScanError::Unprotected { .. })));
     }
 }
 
@@ -167,7 +167,7 @@ fn an_unmapped_page_of_a_file_keeps_its_marker_if_it_was_protected_and_has_none_
     area.set(1, 6);
     area.give_back_some(0, 2);
     let mut scanner = Scanner::open(Process::current().unwrap()).unwrap();
-    assert!(scanner.written_there(area.range(), Rearm::No).unwrap().is_empty());
+    assert!(scanner.written_where_present(area.range(), Rearm::No).unwrap().is_empty());
     // Page 1 was written, pages 2 and 3 are missing: only the file shows the difference.
     let absent = Query { none: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
     assert_eq!(pages(&area, &scanner.matching(area.range(), absent).unwrap()), vec![1..4; 1]);
@@ -175,7 +175,7 @@ fn an_unmapped_page_of_a_file_keeps_its_marker_if_it_was_protected_and_has_none_
     userfault.write_protect(area.address(1)..area.address(2), true).unwrap();
     assert_eq!(pages(&area, &scanner.matching(area.range(), absent).unwrap()), vec![2..4; 1]);
     assert_eq!((area.get(0), area.get(1)), (5, 6));
-    assert!(scanner.written_there(area.range(), Rearm::No).unwrap().is_empty());
+    assert!(scanner.written_where_present(area.range(), Rearm::No).unwrap().is_empty());
     area.set(1, 7);
-    assert_eq!(pages(&area, &scanner.written_there(area.range(), Rearm::No).unwrap()), vec![1..2; 1]);
+    assert_eq!(pages(&area, &scanner.written_where_present(area.range(), Rearm::No).unwrap()), vec![1..2; 1]);
 }

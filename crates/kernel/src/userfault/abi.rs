@@ -8,6 +8,9 @@
 use crate::ioctl;
 use std::mem::{offset_of, size_of};
 
+/// The device through which a process can create userfaultfds if it may open the device. Linux 6.1.
+pub const DEVICE: &str = "/dev/userfaultfd";
+
 /// The only version of the interface.
 pub const UFFD_API: u64 = 0xaa;
 

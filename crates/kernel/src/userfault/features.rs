@@ -47,7 +47,8 @@ bitflags::bitflags! {
     }
 }
 
-const SINCE: [(Features, (u32, u32)); 17] = [
+/// The version of Linux that introduced each feature.
+const INTRODUCED_IN: [(Features, (u32, u32)); 17] = [
     (Features::MOVE, (6, 8)),
     (Features::WP_ASYNC, (6, 7)),
     (Features::POISON, (6, 6)),
@@ -71,7 +72,8 @@ impl Features {
     /// Returns the first version of Linux that has all of these.
     #[must_use]
     pub fn since(self) -> (u32, u32) {
-        SINCE.iter().filter(|(feature, _)| self.intersects(*feature)).map(|(_, since)| *since).max().unwrap_or((4, 3))
+        let versions = INTRODUCED_IN.iter().filter(|(feature, _)| self.intersects(*feature)).map(|(_, since)| *since);
+        versions.max().unwrap_or((4, 3))
     }
 }
 
@@ -99,9 +101,9 @@ pub(super) fn open_own(flags: i32) -> Result<OwnedFd, UserfaultError> {
     let fd = match RawFd::try_from(fd) {
         Ok(fd) if fd >= 0 => fd,
         _ => {
-            let refused = io::Error::last_os_error();
-            let device = std::fs::File::options().read(true).write(true).open(super::remote::DEVICE);
-            let device = device.map_err(|_| denied(refused))?;
+            let system_call_error = io::Error::last_os_error();
+            let device = std::fs::File::options().read(true).write(true).open(abi::DEVICE);
+            let device = device.map_err(|_| denied(system_call_error))?;
             // SAFETY: the call takes a number and touches no memory.
             unsafe { abi::call::new(device.as_raw_fd(), flags) }.map_err(|e: Errno| denied(e.into()))?
         }

@@ -15,10 +15,10 @@ use std::ops::Range;
 use std::os::fd::RawFd;
 use std::os::unix::fs::MetadataExt;
 
-/// The device through which a process can create userfaultfds if it may open the device. Linux 6.1.
-pub const DEVICE: &str = "/dev/userfaultfd";
+pub use super::abi::DEVICE;
+
 /// The target of a link in `/proc/PID/fd` that is a userfaultfd.
-const LINK: &str = "anon_inode:[userfaultfd]";
+const USERFAULTFD_LINK: &str = "anon_inode:[userfaultfd]";
 
 /// The reason why no userfaultfd could be created in another process.
 #[derive(Debug, thiserror::Error)]
@@ -91,13 +91,13 @@ impl Remote {
             _ => RemoteError::Inject { pid, source },
         })?;
         let number = number as RawFd;
-        let made = descriptor::take(injector.process(), number)
+        let duplicate = descriptor::take(injector.process(), number)
             .map_err(|source| RemoteError::Take { pid, source })
             .and_then(|fd| Ok(Userfault::shake_hands(fd, features)?));
-        match made {
+        match duplicate {
             Ok(userfault) => Ok(Self { userfault, number: Some(number), injector }),
             Err(e) => {
-                close(injector, number)?;
+                close_in_process(injector, number)?;
                 Err(e)
             }
         }
@@ -129,7 +129,7 @@ impl Remote {
     /// [`RemoteError::Inject`].
     pub fn keep_only_ours(&mut self) -> Result<(), RemoteError> {
         if let Some(number) = self.number {
-            close(self.injector, number)?;
+            close_in_process(self.injector, number)?;
             self.number = None;
         }
         Ok(())
@@ -145,7 +145,7 @@ impl Remote {
     }
 }
 
-fn close(injector: Injector, number: RawFd) -> Result<(), RemoteError> {
+fn close_in_process(injector: Injector, number: RawFd) -> Result<(), RemoteError> {
     match injector.call(Call::new("close", libc::SYS_close, [number as u64])) {
         Ok(_) | Err(InjectError::Gone { .. }) => Ok(()),
         Err(source) => Err(RemoteError::Inject { pid: injector.process().pid, source }),
@@ -170,21 +170,24 @@ pub struct Existing {
 /// [`RemoteError::Take`] when the table cannot be read.
 pub fn existing(process: Process) -> Result<Vec<Existing>, RemoteError> {
     let pid = process.pid;
-    let mut found = Vec::new();
-    each_descriptor(process, |number| {
+    let mut userfaultfds = Vec::new();
+    for number in descriptors(process)? {
         let link = fs::read_link(format!("/proc/{pid}/fd/{number}")).ok();
-        if link.is_none_or(|link| link.as_os_str() != LINK) {
-            return;
+        if link.is_some_and(|link| link.as_os_str() == USERFAULTFD_LINK) {
+            let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
+            userfaultfds.push(Existing { number, features: agreed_features(&info) });
         }
-        let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
-        // The line is "API: aa:AGREED FEATURES:KERNEL'S FEATURES" (`fdinfo`).
-        let features = info.lines().find_map(|line| {
-            let features = line.strip_prefix("API:")?.trim().split(':').nth(1)?;
-            u64::from_str_radix(features, 16).ok()
-        });
-        found.push(Existing { number, features: Features::from_bits_truncate(features.unwrap_or(0)) });
-    })?;
-    Ok(found)
+    }
+    Ok(userfaultfds)
+}
+
+/// Parses the line `API: aa:AGREED FEATURES:KERNEL'S FEATURES` of `/proc/PID/fdinfo/FD`.
+fn agreed_features(fdinfo: &str) -> Features {
+    let bits = fdinfo.lines().find_map(|line| {
+        let features = line.strip_prefix("API:")?.trim().split(':').nth(1)?;
+        u64::from_str_radix(features, 16).ok()
+    });
+    Features::from_bits_truncate(bits.unwrap_or(0))
 }
 
 /// Returns the ranges of a process that any userfaultfd has registered for one of `modes`, ascending.
@@ -197,21 +200,22 @@ pub fn registered(process: Process, modes: Mode) -> io::Result<Vec<Range<u64>>> 
     let path = format!("/proc/{}/smaps", process.pid);
     let text = fs::read(&path).map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))?;
     let text = String::from_utf8_lossy(&text);
-    let letters = [(Mode::MISSING, "um"), (Mode::WRITE_PROTECT, "uw"), (Mode::MINOR, "ui")];
-    let (mut current, mut found) = (None, Vec::new());
+    let flag_of_mode = [(Mode::MISSING, "um"), (Mode::WRITE_PROTECT, "uw"), (Mode::MINOR, "ui")];
+    // A mapping starts with the line of its range; one of the lines after that has its flags.
+    let (mut mapping, mut registered) = (None, Vec::new());
     for line in text.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
-            let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
-            if letters.iter().any(|(mode, flag)| modes.contains(*mode) && has(flag)) {
-                found.extend(current.take());
+            let has_flag = |flag: &str| flags.split_whitespace().any(|word| word == flag);
+            if flag_of_mode.iter().any(|(mode, flag)| modes.contains(*mode) && has_flag(flag)) {
+                registered.extend(mapping.take());
             }
         } else if let Some((start, end)) = line.split(' ').next().and_then(|range| range.split_once('-'))
             && let (Ok(start), Ok(end)) = (u64::from_str_radix(start, 16), u64::from_str_radix(end, 16))
         {
-            current = Some(start..end);
+            mapping = Some(start..end);
         }
     }
-    Ok(found)
+    Ok(registered)
 }
 
 /// Returns the number at which a process has [`DEVICE`] open.
@@ -221,22 +225,19 @@ pub fn registered(process: Process, modes: Mode) -> io::Result<Vec<Range<u64>>> 
 pub fn device_in(process: Process) -> Result<Option<RawFd>, RemoteError> {
     let pid = process.pid;
     let Ok(device) = fs::metadata(DEVICE) else { return Ok(None) };
-    let mut found = None;
-    each_descriptor(process, |number| {
-        if fs::metadata(format!("/proc/{pid}/fd/{number}")).is_ok_and(|metadata| metadata.rdev() == device.rdev()) {
-            found = Some(number);
-        }
-    })?;
-    Ok(found)
+    let is_device = |number: &RawFd| {
+        fs::metadata(format!("/proc/{pid}/fd/{number}")).is_ok_and(|metadata| metadata.rdev() == device.rdev())
+    };
+    Ok(descriptors(process)?.into_iter().rfind(is_device))
 }
 
-fn each_descriptor(process: Process, mut each: impl FnMut(RawFd)) -> Result<(), RemoteError> {
+/// Returns the descriptor numbers of a process, which must still run.
+fn descriptors(process: Process) -> Result<Vec<RawFd>, RemoteError> {
     let pid = process.pid;
     let failed = |source| RemoteError::Take { pid, source };
+    let mut numbers = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).map_err(failed)? {
-        if let Some(number) = entry.map_err(failed)?.file_name().to_str().and_then(|name| name.parse().ok()) {
-            each(number);
-        }
+        numbers.extend(entry.map_err(failed)?.file_name().to_str().and_then(|name| name.parse::<RawFd>().ok()));
     }
-    if process.is_alive() { Ok(()) } else { Err(failed(io::ErrorKind::NotFound.into())) }
+    if process.is_alive() { Ok(numbers) } else { Err(failed(io::ErrorKind::NotFound.into())) }
 }

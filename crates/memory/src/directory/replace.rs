@@ -11,7 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// Bytes released per call. Other allocations on the same file system are served between two calls.
-const PIECE: u64 = 16 << 20;
+const BYTES_PER_RELEASE: u64 = 16 << 20;
 
 /// RAM of a guest whose QEMU has ended. The file has no name; its space is used until it is released or dropped.
 #[derive(Debug)]
@@ -35,8 +35,8 @@ impl PreviousRam {
     pub fn release(self) {
         let bytes = self.0.metadata().map_or(0, |file| file.len());
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        for at in (0..bytes).step_by(PIECE as usize) {
-            if let Err(e) = fallocate(&self.0, punch, at, PIECE.min(bytes - at)) {
+        for offset in (0..bytes).step_by(BYTES_PER_RELEASE as usize) {
+            if let Err(e) = fallocate(&self.0, punch, offset, BYTES_PER_RELEASE.min(bytes - offset)) {
                 tracing::debug!("cannot punch out the old RAM; it is freed when its last user closes it: {e}");
                 return;
             }
@@ -81,9 +81,9 @@ impl RamDirectory {
         let allocated = fs::metadata(&waiting).map_err(failed)?.blocks() * 512;
         let required = bytes.saturating_sub(allocated);
         let mut old = PreviousRam::open(&path).map_err(failed)?;
-        let (free, promised) = self.room()?;
-        let promised = promised.saturating_sub(old.as_ref().map_or(0, PreviousRam::promised));
-        if required > free.saturating_sub(promised) {
+        let room = self.room()?;
+        let promised_to_others = room.promised.saturating_sub(old.as_ref().map_or(0, PreviousRam::promised));
+        if required > room.free.saturating_sub(promised_to_others) {
             if let Some(old) = old.take() {
                 fs::remove_file(&path).map_err(failed)?;
                 old.release();
@@ -92,10 +92,6 @@ impl RamDirectory {
         }
         fs::rename(&waiting, &path).map_err(failed)?;
         Ok(old)
-    }
-
-    fn failed(&self, source: io::Error) -> RamError {
-        RamError::Directory { path: self.path.clone(), source }
     }
 }
 

@@ -13,54 +13,54 @@ pub(super) struct PagedBlock {
     /// Addresses in QEMU.
     pub range: Range<u64>,
     /// Bytes of a host page.
-    pub page: u64,
-    /// Host pages that are not done. A page is done if it is present, is zero, or was given back.
+    pub page_bytes: u64,
+    /// Host pages that are neither present, nor zero, nor given back.
     missing: DirtySet,
 }
 
 impl PagedBlock {
     pub(super) fn new(id: BlockId, block: &Block) -> Self {
-        let (range, page) = (block.used(), block.info.page_size);
-        let missing = DirtySet::full((range.end - range.start) / page);
-        Self { id, name: block.info.id.clone(), range, page, missing }
+        let (range, page_bytes) = (block.used(), block.info.page_size);
+        let missing = DirtySet::full((range.end - range.start) / page_bytes);
+        Self { id, name: block.info.id.clone(), range, page_bytes, missing }
     }
 
     pub(super) fn pages(&self) -> u64 {
-        (self.range.end - self.range.start) / self.page
+        (self.range.end - self.range.start) / self.page_bytes
     }
 
-    pub(super) fn left(&self) -> u64 {
+    pub(super) fn missing_pages(&self) -> u64 {
         self.missing.len()
     }
 
-    pub(super) fn is_done(&self, page: u64) -> bool {
-        !self.missing.contains(PageNo(page))
+    pub(super) fn is_missing(&self, page: u64) -> bool {
+        self.missing.contains(PageNo(page))
     }
 
-    pub(super) fn set_done(&mut self, page: u64) {
+    pub(super) fn remove_missing(&mut self, page: u64) {
         self.missing.remove(PageNo(page));
     }
 
     /// Returns the numbers of the pages that overlap a run of offsets.
-    pub(super) fn touched(&self, run: &Range<u64>) -> Range<u64> {
-        run.start / self.page..run.end.div_ceil(self.page).min(self.pages())
+    pub(super) fn pages_overlapping(&self, run: &Range<u64>) -> Range<u64> {
+        run.start / self.page_bytes..run.end.div_ceil(self.page_bytes).min(self.pages())
     }
 
     /// Returns the addresses of a run of pages.
     pub(super) fn addresses(&self, pages: &Range<u64>) -> Range<u64> {
-        self.range.start + pages.start * self.page..self.range.start + pages.end * self.page
+        self.range.start + pages.start * self.page_bytes..self.range.start + pages.end * self.page_bytes
     }
 
     /// Returns the number of the page at an address; `None` outside of the block.
     pub(super) fn page_at(&self, address: u64) -> Option<u64> {
-        self.range.contains(&address).then(|| (address - self.range.start) / self.page)
+        self.range.contains(&address).then(|| (address - self.range.start) / self.page_bytes)
     }
 
-    /// Finds the first run of pages in `within` that are not done, with at most `max` pages.
-    pub(super) fn next_missing(&self, within: &Range<u64>, max: u64) -> Option<Range<u64>> {
+    /// Finds the first run of missing pages in `within`, with at most `max_pages` pages.
+    pub(super) fn next_missing(&self, within: &Range<u64>, max_pages: u64) -> Option<Range<u64>> {
         let start = self.missing.next(PageNo(within.start))?.0;
-        let limit = within.end.min(start + max);
-        let end = (start..limit).find(|&page| self.is_done(page));
+        let limit = within.end.min(start + max_pages);
+        let end = (start..limit).find(|&page| !self.is_missing(page));
         (start < limit).then(|| start..end.unwrap_or(limit))
     }
 }
@@ -75,19 +75,19 @@ mod tests {
             id: BlockId(0),
             name: "ram".into(),
             range: 0x1000_0000..0x1000_0000 + 200 * 4096,
-            page: 4096,
+            page_bytes: 4096,
             missing: DirtySet::full(200),
         };
         for page in [0, 3, 64, 199, 199, 1000] {
-            paged.set_done(page);
+            paged.remove_missing(page);
         }
-        assert_eq!(paged.left(), 196);
+        assert_eq!(paged.missing_pages(), 196);
         assert_eq!(paged.next_missing(&(0..200), 100), Some(1..3));
         assert_eq!(paged.next_missing(&(3..200), 10), Some(4..14));
         assert_eq!(paged.next_missing(&(60..200), 100), Some(60..64));
         assert_eq!(paged.next_missing(&(199..200), 100), None);
-        assert!(paged.is_done(5000), "a page outside of the block is never missing");
-        assert_eq!(paged.touched(&(4095..8193)), 0..3);
+        assert!(!paged.is_missing(5000), "a page outside of the block is never missing");
+        assert_eq!(paged.pages_overlapping(&(4095..8193)), 0..3);
         assert_eq!(paged.page_at(0x1000_1fff), Some(1));
         assert_eq!(paged.page_at(0x1), None);
     }

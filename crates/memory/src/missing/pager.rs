@@ -29,14 +29,17 @@ const RECORDING: Features = PLAIN
     .union(Features::WP_UNPOPULATED)
     .union(Features::WP_ASYNC);
 
-/// Finds the userfaultfd of a pager in QEMU. Returns it with a flag: whether it records writes.
-pub(crate) fn existing_pager(process: Process) -> Result<Option<(Existing, bool)>, RemoteError> {
-    let ours = |existing: Existing| match existing.features {
-        RECORDING => Some((existing, true)),
-        PLAIN => Some((existing, false)),
-        _ => None,
-    };
-    Ok(remote::existing(process)?.into_iter().find_map(ours))
+/// The userfaultfd of a pager in QEMU.
+pub(crate) struct ExistingPager {
+    pub(crate) userfaultfd: Existing,
+    pub(crate) records_writes: bool,
+}
+
+/// Finds the userfaultfd of a pager in QEMU.
+pub(crate) fn existing_pager(process: Process) -> Result<Option<ExistingPager>, RemoteError> {
+    let userfaultfds = remote::existing(process)?;
+    let of_pager = userfaultfds.into_iter().find(|existing| [RECORDING, PLAIN].contains(&existing.features));
+    Ok(of_pager.map(|userfaultfd| ExistingPager { userfaultfd, records_writes: userfaultfd.features == RECORDING }))
 }
 
 /// The reason why a guest's RAM cannot be filled.
@@ -119,12 +122,29 @@ pub enum Completion {
     HandedOver,
 }
 
+/// A page of one of the pager's blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct BlockPage {
+    /// Index of the block in [`Pager::blocks`].
+    pub(super) block: usize,
+    /// Number of the host page.
+    pub(super) page: u64,
+}
+
 /// A fault on a page that has not been supplied yet.
 #[derive(Debug)]
 pub(super) struct PendingFault {
     pub(super) since: Instant,
     pub(super) attempts: u32,
     /// Time of the next attempt.
+    pub(super) due: Instant,
+}
+
+/// The next attempt to fill pages in the background.
+#[derive(Debug)]
+pub(super) struct BackgroundAttempt {
+    /// Failed attempts of the current batch.
+    pub(super) failures: u32,
     pub(super) due: Instant,
 }
 
@@ -135,13 +155,12 @@ pub struct Pager {
     pub(super) process: Process,
     pub(super) remote: Option<Remote>,
     pub(super) blocks: Vec<PagedBlock>,
-    /// The key is block and page.
-    pub(super) pending: BTreeMap<(usize, u64), PendingFault>,
+    pub(super) pending: BTreeMap<BlockPage, PendingFault>,
     pub(super) progress: Progress,
-    /// Stack of the neighbours of faulted pages, which are likely to be needed next.
+    /// Stack of the neighbours of faulted pages, which are likely to be needed next: block and run of page numbers.
     pub(super) neighbours: Vec<(usize, Range<u64>)>,
-    /// Failed attempts of the current background batch, and the time of the next attempt.
-    pub(super) background: (u32, Instant),
+    pub(super) background: BackgroundAttempt,
+    /// Content of the pages that were fetched last.
     pub(super) buffer: Vec<u8>,
     /// Whether pages are filled write-protected, so that writes to them are recorded.
     pub(super) recording: bool,
@@ -158,12 +177,12 @@ impl Pager {
     pub fn begin(
         injector: Injector,
         ram: &GuestRam,
-        chosen: impl Fn(&str) -> bool,
+        is_paged: impl Fn(&str) -> bool,
         source: &mut impl PageSource,
         device: Option<RawFd>,
     ) -> Result<Self, PagerError> {
-        let mut pager = Self::register(injector, ram, chosen, device)?;
-        match pager.overwrite(ram, source) {
+        let mut pager = Self::register(injector, ram, is_paged, device)?;
+        match pager.overwrite_present_pages(ram, source) {
             Ok(()) => Ok(pager),
             Err(e) => {
                 pager.release()?;
@@ -173,17 +192,17 @@ impl Pager {
     }
 
     /// Does the first half of [`Pager::begin`], which needs no data of the guest. The second half is
-    /// [`Pager::overwrite`].
+    /// [`Pager::overwrite_present_pages`].
     ///
     /// # Errors
     /// As for [`Pager::begin`].
     pub fn register(
         injector: Injector,
         ram: &GuestRam,
-        chosen: impl Fn(&str) -> bool,
+        is_paged: impl Fn(&str) -> bool,
         device: Option<RawFd>,
     ) -> Result<Self, PagerError> {
-        let blocks = paged_blocks(ram, chosen);
+        let blocks = paged_blocks(ram, is_paged);
         let (features, mode) = match supported().is_ok_and(|kernel| kernel.contains(RECORDING)) {
             true => (RECORDING, Mode::MISSING | Mode::WRITE_PROTECT),
             false => (PLAIN, Mode::MISSING),
@@ -199,7 +218,7 @@ impl Pager {
             remote.close()?;
             return Err(e);
         }
-        Ok(Self::with(injector.process(), remote, blocks))
+        Ok(Self::from_remote(injector.process(), remote, blocks))
     }
 
     /// Returns whether a pager has registered memory of a QEMU.
@@ -218,11 +237,11 @@ impl Pager {
     pub fn take_over(
         injector: Injector,
         ram: &GuestRam,
-        chosen: impl Fn(&str) -> bool,
+        is_paged: impl Fn(&str) -> bool,
     ) -> Result<Option<Self>, PagerError> {
-        let Some((existing, _)) = existing_pager(injector.process())? else { return Ok(None) };
-        let remote = Remote::take(injector, existing)?;
-        let mut pager = Self::with(injector.process(), remote, paged_blocks(ram, chosen));
+        let Some(existing) = existing_pager(injector.process())? else { return Ok(None) };
+        let remote = Remote::take(injector, existing.userfaultfd)?;
+        let mut pager = Self::from_remote(injector.process(), remote, paged_blocks(ram, is_paged));
         pager.mark_present(ram)?;
         // Faults that the previous pager had read but not served are reported again only after a wake-up.
         for block in &pager.blocks {
@@ -234,51 +253,54 @@ impl Pager {
         Ok(Some(pager))
     }
 
-    fn with(process: Process, remote: Remote, blocks: Vec<PagedBlock>) -> Self {
-        let progress = Progress::default();
-        let background = (0, Instant::now());
-        let recording = remote.userfault.features() == RECORDING;
-        let (remote, pending) = (Some(remote), BTreeMap::new());
-        let (neighbours, buffer) = (Vec::new(), Vec::new());
-        Self { process, remote, blocks, pending, progress, neighbours, background, buffer, recording }
+    fn from_remote(process: Process, remote: Remote, blocks: Vec<PagedBlock>) -> Self {
+        Self {
+            process,
+            recording: remote.userfault.features() == RECORDING,
+            remote: Some(remote),
+            blocks,
+            pending: BTreeMap::new(),
+            progress: Progress::default(),
+            neighbours: Vec::new(),
+            background: BackgroundAttempt { failures: 0, due: Instant::now() },
+            buffer: Vec::new(),
+        }
     }
 
     #[must_use]
     pub fn progress(&self) -> Progress {
-        Progress { left: self.blocks.iter().map(PagedBlock::left).sum(), ..self.progress }
+        Progress { left: self.blocks.iter().map(PagedBlock::missing_pages).sum(), ..self.progress }
     }
 
-    /// Marks pages as done that are present, or that are no longer registered (given back).
+    /// Removes pages from the missing ones that are present, or that are no longer registered (given back).
     fn mark_present(&mut self, ram: &GuestRam) -> Result<(), PagerError> {
         let registered = remote::registered(self.process, Mode::MISSING);
         let registered = registered.map_err(|source| PagerError::Present { id: "all".into(), source })?;
         for paged in &mut self.blocks {
             let Range { start, end } = paged.range;
-            let inside = registered.iter().map(|range| range.start.max(start)..range.end.min(end));
-            let inside = inside.collect::<PageRuns>().relative_to(start);
+            let registered_parts = registered.iter().map(|range| range.start.max(start)..range.end.min(end));
+            let given_back = registered_parts.collect::<PageRuns>().relative_to(start).complement(end - start);
             let present = present(self.process, ram, paged)?;
-            for run in present.iter().chain(&inside.complement(end - start)) {
-                paged.touched(run).for_each(|page| paged.set_done(page));
+            for run in present.iter().chain(&given_back) {
+                paged.pages_overlapping(run).for_each(|page| paged.remove_missing(page));
             }
         }
         Ok(())
     }
 
-    /// Fills a page of a RAM block before it is needed. Does nothing if the page is done or is part of a larger host
-    /// page, or if the pager does not fill the block.
+    /// Fills a page of a RAM block before it is needed. Does nothing if the page is not missing or is part of a larger
+    /// host page, or if the pager does not fill the block.
     ///
     /// # Errors
     /// [`PagerError`]; the page is unchanged.
     pub fn prefill_page(&mut self, id: BlockId, page: PageNo, content: &Page) -> Result<(), PagerError> {
-        let block = self.blocks.iter().position(|paged| paged.id == id && paged.page == PAGE_SIZE as u64);
         let PageNo(page) = page;
-        let Some(block) = block.filter(|block| self.blocks.get(*block).is_some_and(|paged| !paged.is_done(page)))
-        else {
-            return Ok(());
-        };
+        let wants_page =
+            |paged: &PagedBlock| paged.id == id && paged.page_bytes == PAGE_SIZE as u64 && paged.is_missing(page);
+        let Some(block) = self.blocks.iter().position(wants_page) else { return Ok(()) };
         self.buffer.clear();
         self.buffer.extend_from_slice(content);
-        if self.put(block, page..page + 1, Content::Data)? {
+        if self.fill_from_buffer(block, page..page + 1, Content::Data)? {
             self.progress.filled += 1;
         }
         Ok(())
@@ -288,10 +310,11 @@ impl Pager {
     ///
     /// # Errors
     /// [`PagerError`]; then the guest must not run.
-    pub fn overwrite(&mut self, ram: &GuestRam, source: &mut impl PageSource) -> Result<(), PagerError> {
+    pub fn overwrite_present_pages(&mut self, ram: &GuestRam, source: &mut impl PageSource) -> Result<(), PagerError> {
         for index in 0..self.blocks.len() {
             let Some(paged) = self.blocks.get(index) else { continue };
-            let pages: Vec<_> = present(self.process, ram, paged)?.iter().flat_map(|run| paged.touched(run)).collect();
+            let pages: Vec<_> =
+                present(self.process, ram, paged)?.iter().flat_map(|run| paged.pages_overlapping(run)).collect();
             for page in pages {
                 let content = self.fetch_with_retries(index, page, source)?;
                 let Some(paged) = self.blocks.get_mut(index) else { continue };
@@ -301,7 +324,7 @@ impl Pager {
                 let address = paged.addresses(&(page..page + 1)).start;
                 memory::write(self.process, address, &self.buffer)
                     .map_err(|source| PagerError::Present { id: paged.name.clone(), source })?;
-                paged.set_done(page);
+                paged.remove_missing(page);
             }
         }
         Ok(())
@@ -317,9 +340,9 @@ impl Pager {
         loop {
             match self.fetch(block, page..page + 1, source) {
                 Ok(contents) => return Ok(contents.first().copied().unwrap_or(Content::Zero)),
-                Err((at, e)) => {
+                Err((failed_page, e)) => {
                     attempts += 1;
-                    std::thread::sleep(self.retry_delay(block, at, e, attempts, source)?);
+                    std::thread::sleep(self.retry_delay(block, failed_page, e, attempts, source)?);
                 }
             }
         }
@@ -333,16 +356,19 @@ impl Pager {
         source: &mut S,
     ) -> Result<Vec<Content>, (PageNo, S::Error)> {
         let Some(paged) = self.blocks.get(block) else { return Ok(Vec::new()) };
-        let small_per_page = paged.page as usize / PAGE_SIZE;
-        self.buffer.resize((pages.end - pages.start) as usize * paged.page as usize, 0);
+        let page_bytes = paged.page_bytes as usize;
+        // A host page consists of one or more pages of 4 KiB, which the source has.
+        let small_pages_per_page = page_bytes / PAGE_SIZE;
+        self.buffer.resize((pages.end - pages.start) as usize * page_bytes, 0);
         let mut contents = Vec::new();
-        for (page, huge) in pages.zip(self.buffer.chunks_exact_mut(paged.page as usize)) {
+        for (page, host_page) in pages.zip(self.buffer.chunks_exact_mut(page_bytes)) {
             let mut content = Content::Zero;
-            let (small, _) = huge.as_chunks_mut::<PAGE_SIZE>();
-            for (small, at) in small.iter_mut().zip((page * small_per_page as u64..).map(PageNo)) {
-                match source.page(paged.id, at, small).map_err(|e| (at, e))? {
+            let (small_pages, _) = host_page.as_chunks_mut::<PAGE_SIZE>();
+            let numbers = (page * small_pages_per_page as u64..).map(PageNo);
+            for (small_page, number) in small_pages.iter_mut().zip(numbers) {
+                match source.page(paged.id, number, small_page).map_err(|e| (number, e))? {
                     Content::Data => content = Content::Data,
-                    Content::Zero => small.fill(0),
+                    Content::Zero => small_page.fill(0),
                 }
             }
             contents.push(content);
@@ -360,7 +386,7 @@ impl Pager {
         source: &mut S,
     ) -> Result<Duration, PagerError> {
         match source.retry(&error, attempts) {
-            Some(wait) => Ok(wait),
+            Some(delay) => Ok(delay),
             None => {
                 let block = self.blocks.get(block).map(|block| block.name.clone()).unwrap_or_default();
                 Err(PagerError::Source { block, page, source: Box::new(error) })
@@ -379,9 +405,7 @@ impl Pager {
         }
         Ok(remote.close()?)
     }
-}
 
-impl Pager {
     /// Closes the descriptors when a tracker has registered the memory.
     pub(super) fn close(&mut self) -> Result<(), PagerError> {
         match self.remote.take() {
@@ -391,8 +415,8 @@ impl Pager {
     }
 }
 
-fn paged_blocks(ram: &GuestRam, chosen: impl Fn(&str) -> bool) -> Vec<PagedBlock> {
-    let blocks = ram.blocks().iter().zip((0..).map(BlockId)).filter(|(block, _)| chosen(&block.info.id));
+fn paged_blocks(ram: &GuestRam, is_paged: impl Fn(&str) -> bool) -> Vec<PagedBlock> {
+    let blocks = ram.blocks().iter().zip((0..).map(BlockId)).filter(|(block, _)| is_paged(&block.info.id));
     blocks.map(|(block, id)| PagedBlock::new(id, block)).collect()
 }
 
@@ -400,7 +424,7 @@ fn paged_blocks(ram: &GuestRam, chosen: impl Fn(&str) -> bool) -> Vec<PagedBlock
 fn present(process: Process, ram: &GuestRam, paged: &PagedBlock) -> Result<PageRuns, PagerError> {
     let block = ram.block(paged.id);
     // hugetlbfs does not report holes, so mapped pages count as present.
-    match block.filter(|_| paged.page == PAGE_SIZE as u64) {
+    match block.filter(|_| paged.page_bytes == PAGE_SIZE as u64) {
         Some(block) => Ok(ram.populated(block)?),
         None => {
             let runs = Scanner::open(process)?.matching(paged.range.clone(), Query::all(Categories::PRESENT))?;

@@ -22,7 +22,7 @@
 use super::registered::{Area, prove_page};
 use super::{Asynchronous, Dirty, TrackError, Tracker};
 use crate::missing;
-use crate::ram::{Block, GuestRam, data};
+use crate::ram::{Block, GuestRam, data_runs};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::pagemap::{Categories, Query, Rearm, ScanError, Scanner};
 use rekindle_kernel::userfault::UserfaultError;
@@ -33,7 +33,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 /// Attempts to read the record of a block while the guest gives pages back.
-const TRIES: u32 = 100;
+const MAX_COLLECT_ATTEMPTS: u32 = 100;
 
 /// A tracker that reads a pager's record.
 #[derive(Debug)]
@@ -43,10 +43,26 @@ pub struct Filling {
     scanner: Scanner,
     /// Duplicate of the pager's descriptor.
     pager: Remote,
-    /// Blocks that the pager fills, with their index in `ram`.
-    paged: Vec<(usize, Area)>,
-    /// Indices of the other blocks in `ram`, and their tracker.
-    others: Option<(Vec<usize>, Asynchronous)>,
+    /// Blocks that the pager fills.
+    paged: Vec<PagedArea>,
+    /// The other blocks; `None` if there are none.
+    others: Option<OtherBlocks>,
+}
+
+/// A block that the pager fills.
+#[derive(Debug)]
+struct PagedArea {
+    /// Index of the block in the tracked [`GuestRam`].
+    index: usize,
+    area: Area,
+}
+
+/// The blocks that the pager does not fill.
+#[derive(Debug)]
+struct OtherBlocks {
+    /// Indices of the blocks in the tracked [`GuestRam`].
+    indices: Vec<usize>,
+    tracker: Asynchronous,
 }
 
 /// [`Dirty`] of one block.
@@ -56,8 +72,8 @@ struct BlockDirty {
 }
 
 impl Filling {
-    /// Starts to read the record of a pager, which fills the blocks that `paged` selects, with the guest stopped. For
-    /// these blocks the record continues from the last collection by any process. The other blocks count as not
+    /// Starts to read the record of a pager, which fills the blocks that `is_paged` selects, with the guest stopped.
+    /// For these blocks the record continues from the last collection by any process. The other blocks count as not
     /// written.
     ///
     /// Returns `None` if there is no pager that records writes. Then the caller must wait until all pages are present.
@@ -67,25 +83,32 @@ impl Filling {
     pub fn attach(
         injector: Injector,
         ram: Arc<GuestRam>,
-        paged: impl Fn(&str) -> bool,
+        is_paged: impl Fn(&str) -> bool,
         stopped: &mut Stopped<'_>,
         device: Option<RawFd>,
     ) -> Result<Option<Self>, TrackError> {
-        let Some((existing, true)) = missing::existing_pager(injector.process())? else { return Ok(None) };
-        let pager = Remote::take(injector, existing)?;
+        let Some(existing) = missing::existing_pager(injector.process())?.filter(|pager| pager.records_writes) else {
+            return Ok(None);
+        };
+        let pager = Remote::take(injector, existing.userfaultfd)?;
         let scanner = Scanner::open(injector.process()).map_err(TrackError::Scanner)?;
-        let all = || ram.blocks().iter().enumerate();
-        let areas = all().filter(|(_, block)| paged(&block.info.id)).map(|(index, block)| (index, Area::of(block)));
-        let rest: Vec<usize> = all().filter(|(_, block)| !paged(&block.info.id)).map(|(index, _)| index).collect();
-        let (areas, infos) = (areas.collect(), rest.iter().filter_map(|&index| ram.blocks().get(index)));
-        let infos: Vec<_> = infos.map(|block| block.info.clone()).collect();
-        let mut others = None;
-        if !rest.is_empty() {
-            let part = GuestRam::from_blocks(injector.process(), infos)?;
-            let part = Arc::new(if ram.may_shrink() { part } else { part.never_shrinking() });
-            others = Some((rest, Asynchronous::attach(injector, part, stopped, device)?));
+        let (mut paged, mut other_indices, mut other_blocks) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, block) in ram.blocks().iter().enumerate() {
+            if is_paged(&block.info.id) {
+                paged.push(PagedArea { index, area: Area::of(block) });
+            } else {
+                other_indices.push(index);
+                other_blocks.push(block.info.clone());
+            }
         }
-        let mut tracker = Self { injector, ram, scanner, pager, paged: areas, others };
+        let mut others = None;
+        if !other_blocks.is_empty() {
+            let other_ram = GuestRam::from_blocks(injector.process(), other_blocks)?;
+            let other_ram = Arc::new(if ram.may_shrink() { other_ram } else { other_ram.never_shrinking() });
+            let tracker = Asynchronous::attach(injector, other_ram, stopped, device)?;
+            others = Some(OtherBlocks { indices: other_indices, tracker });
+        }
+        let mut tracker = Self { injector, ram, scanner, pager, paged, others };
         match tracker.prove() {
             Ok(()) => Ok(Some(tracker)),
             Err(e) => {
@@ -102,14 +125,12 @@ impl Filling {
     /// [`TrackError`].
     pub fn everything(&mut self) -> Result<Dirty, TrackError> {
         let mut dirty = self.all_of_other_blocks()?;
-        for part in 0..self.paged.len() {
-            let Some((index, area)) = self.paged.get(part) else { continue };
-            let (index, used) = (*index, area.used.clone());
-            let outside = self.untracked(part)?;
-            let present = self.present(part, &PageRuns::from(used))?;
-            let zero = outside.difference(&present);
-            let offsets = |runs| self.paged.get(part).map(|(_, area)| area.offsets(runs)).unwrap_or_default();
-            set(&mut dirty, index, BlockDirty { written: offsets(present), zero: offsets(zero) });
+        for PagedArea { index, area } in &self.paged {
+            let given_back = untracked(&mut self.scanner, area)?;
+            let block = self.ram.blocks().get(*index);
+            let present = present(&mut self.scanner, block, area, &PageRuns::from(area.used.clone()))?;
+            let zero = given_back.difference(&present);
+            set(&mut dirty, *index, BlockDirty { written: area.offsets(present), zero: area.offsets(zero) });
         }
         Ok(dirty)
     }
@@ -121,7 +142,7 @@ impl Filling {
     /// [`TrackError`].
     pub fn all_of_other_blocks(&self) -> Result<Dirty, TrackError> {
         let mut dirty = nothing(&self.ram);
-        for &index in self.others.iter().flat_map(|(indices, _)| indices) {
+        for &index in self.others.iter().flat_map(|others| &others.indices) {
             let Some(block) = self.ram.blocks().get(index) else { continue };
             let written = self.ram.populated(block)?;
             let zero = written.complement(block.used().end - block.address);
@@ -137,15 +158,14 @@ impl Filling {
     /// record may be lost, and the pages of [`Filling::everything`] count as written.
     pub fn collect(&mut self, stopped: &mut Stopped<'_>) -> Result<Dirty, TrackError> {
         let mut dirty = nothing(&self.ram);
-        for part in 0..self.paged.len() {
-            let found = self.collect_block(part)?;
-            if let Some((index, _)) = self.paged.get(part) {
-                set(&mut dirty, *index, found);
-            }
+        for PagedArea { index, area } in &self.paged {
+            let block = self.ram.blocks().get(*index);
+            let collected = PagedRecord { scanner: &mut self.scanner, pager: &self.pager, block, area }.collect()?;
+            set(&mut dirty, *index, collected);
         }
-        if let Some((indices, others)) = &mut self.others {
-            let Dirty { written, zero } = others.collect(stopped)?;
-            for (&index, (written, zero)) in indices.iter().zip(written.into_iter().zip(zero)) {
+        if let Some(others) = &mut self.others {
+            let Dirty { written, zero } = others.tracker.collect(stopped)?;
+            for (&index, (written, zero)) in others.indices.iter().zip(written.into_iter().zip(zero)) {
                 set(&mut dirty, index, BlockDirty { written, zero });
             }
         }
@@ -164,10 +184,10 @@ impl Filling {
         device: Option<RawFd>,
     ) -> Result<(Dirty, Asynchronous), TrackError> {
         let dirty = self.collect(stopped)?;
-        if let Some((_, others)) = self.others.take() {
-            others.detach()?;
+        if let Some(others) = self.others.take() {
+            others.tracker.detach()?;
         }
-        for (_, area) in &self.paged {
+        for PagedArea { area, .. } in &self.paged {
             // Fails for parts that are unregistered already, because the guest gave them back.
             if let Err(e) = self.pager.userfault.unregister(area.total.clone()) {
                 tracing::debug!("{e}: {:?}", std::error::Error::source(&e));
@@ -182,127 +202,128 @@ impl Filling {
     /// [`TrackError::Remote`].
     pub fn detach(self) -> Result<(), TrackError> {
         match self.others {
-            Some((_, others)) => others.detach(),
+            Some(others) => others.tracker.detach(),
             None => Ok(()),
         }
     }
 
-    /// Collects the writes to a block that the pager fills.
-    fn collect_block(&mut self, part: usize) -> Result<BlockDirty, TrackError> {
-        let Some((_, area)) = self.paged.get(part) else {
-            return Ok(BlockDirty { written: PageRuns::new(), zero: PageRuns::new() });
-        };
-        let (used, id) = (PageRuns::from(area.used.clone()), area.id.clone());
+    /// Tests that writes are recorded, with a present, unwritten page of each block, if there is one.
+    fn prove(&mut self) -> Result<(), TrackError> {
+        let process = self.injector.process();
+        self.paged.iter().try_for_each(|paged| prove_page(process, &mut self.scanner, &paged.area))
+    }
+}
+
+/// A pager's record of the writes to one block.
+struct PagedRecord<'a> {
+    scanner: &'a mut Scanner,
+    pager: &'a Remote,
+    /// The block; `None` if it is not in the block table any more.
+    block: Option<&'a Block>,
+    area: &'a Area,
+}
+
+impl PagedRecord<'_> {
+    /// Reads the record, and resets it.
+    fn collect(&mut self) -> Result<BlockDirty, TrackError> {
+        let (area, id) = (self.area, || self.area.id.clone());
+        let used = PageRuns::from(area.used.clone());
         // Kept over all attempts, because each attempt resets the record of the pages that it finds.
         let mut written = PageRuns::new();
-        for _ in 0..TRIES {
-            let outside = self.untracked(part)?;
-            if outside.bytes() == used.bytes() {
-                return Err(TrackError::Filled { id });
+        for _ in 0..MAX_COLLECT_ATTEMPTS {
+            let given_back = untracked(self.scanner, area)?;
+            if given_back.bytes() == used.bytes() {
+                return Err(TrackError::Filled { id: id() });
             }
-            if !self.collect_registered(part, &used.difference(&outside), &mut written)? {
+            if !self.collect_registered(&used.difference(&given_back), &mut written)? {
                 // The guest has just given pages back, so they are not registered any more.
                 continue;
             }
             // A page that is not present is missing or was given back, whatever the page tables record. It is not read.
-            let present = self.present(part, &written.union(&outside))?;
-            let zero = outside.difference(&present);
-            let Some((_, area)) = self.paged.get(part) else { continue };
+            let present = present(self.scanner, self.block, area, &written.union(&given_back))?;
+            let zero = given_back.difference(&present);
             return Ok(BlockDirty { written: area.offsets(present), zero: area.offsets(zero) });
         }
-        Err(TrackError::Restless { id })
+        Err(TrackError::Restless { id: id() })
     }
 
     /// Adds the written pages of these registered runs to `written`, and protects them again. Returns `false` if some
     /// are no longer registered.
-    fn collect_registered(
-        &mut self,
-        part: usize,
-        inside: &PageRuns,
-        written: &mut PageRuns,
-    ) -> Result<bool, TrackError> {
-        let failed = |id: &str, source| TrackError::Scan { id: id.to_owned(), source };
-        let id = self.paged.get(part).map(|(_, area)| area.id.clone()).unwrap_or_default();
-        for run in inside {
-            match self.scanner.written_there(run.clone(), Rearm::Yes) {
-                Ok(found) => *written = written.union(&found),
+    fn collect_registered(&mut self, registered: &PageRuns, written: &mut PageRuns) -> Result<bool, TrackError> {
+        let area = self.area;
+        for run in registered {
+            match self.scanner.written_where_present(run.clone(), Rearm::Yes) {
+                Ok(written_now) => *written = written.union(&written_now),
                 Err(ScanError::Unprotected { .. }) => return Ok(false),
-                Err(source) => return Err(failed(&id, source)),
+                Err(source) => return Err(TrackError::Scan { id: area.id.clone(), source }),
             }
         }
-        let Some((index, area)) = self.paged.get(part) else { return Ok(true) };
-        if area.page > PAGE_SIZE as u64 || self.ram.blocks().get(*index).is_none_or(|block| block.file().is_none()) {
+        if area.page_bytes > PAGE_SIZE as u64 || self.block.is_none_or(|block| block.file().is_none()) {
             // Huge pages and private pages leave a trace in the page table when they are unmapped.
             return Ok(true);
         }
         // A page of a file may have been unmapped after it was written. Only the file distinguishes such a page from a
         // missing one.
         let query = Query { none: Categories::PRESENT | Categories::SWAPPED, ..Query::all(Categories::empty()) };
-        let mut absent = PageRuns::new();
-        for run in inside {
-            let found = self.scanner.matching(run.clone(), query).map_err(|source| failed(&id, source))?;
-            found.into_iter().for_each(|part| absent.push(part));
-        }
-        let unmapped = self.present(part, &absent)?;
+        let absent = matching(self.scanner, area, registered, query)?;
+        let unmapped = present(self.scanner, self.block, area, &absent)?;
         for run in &unmapped {
             match self.pager.userfault.write_protect(run.clone(), true) {
                 Ok(()) => {}
                 Err(UserfaultError::Failed { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
                     return Ok(false);
                 }
-                Err(source) => return Err(TrackError::Block { id, source }),
+                Err(source) => return Err(TrackError::Block { id: area.id.clone(), source }),
             }
         }
         *written = written.union(&unmapped);
         Ok(true)
     }
-
-    /// Finds the runs of addresses of a block that are no longer registered.
-    fn untracked(&mut self, part: usize) -> Result<PageRuns, TrackError> {
-        let Some((_, area)) = self.paged.get(part) else { return Ok(PageRuns::new()) };
-        let untracked = self.scanner.untracked(area.used.clone());
-        untracked.map_err(|source| TrackError::Scan { id: area.id.clone(), source })
-    }
-
-    /// Finds the present pages within these runs of addresses of a block.
-    fn present(&mut self, part: usize, runs: &PageRuns) -> Result<PageRuns, TrackError> {
-        let Some((index, area)) = self.paged.get(part) else { return Ok(PageRuns::new()) };
-        let file = self.ram.blocks().get(*index).and_then(Block::file).filter(|_| area.page == PAGE_SIZE as u64);
-        let mut present = PageRuns::new();
-        for run in runs {
-            match file {
-                Some((file, offset)) => {
-                    let at = offset + (run.start - area.total.start);
-                    let found = data(file, at..at + (run.end - run.start));
-                    let found = found.map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
-                    found.placed_at(run.start).into_iter().for_each(|part| present.push(part));
-                }
-                // hugetlbfs does not report holes, and private memory has no file: use the page tables.
-                None => {
-                    let any = Categories::PRESENT | Categories::SWAPPED;
-                    let query = Query { any, ..Query::all(Categories::empty()) };
-                    let found = self.scanner.matching(run.clone(), query);
-                    let found = found.map_err(|source| TrackError::Scan { id: area.id.clone(), source })?;
-                    found.into_iter().for_each(|part| present.push(part));
-                }
-            }
-        }
-        Ok(present)
-    }
-
-    /// Tests that writes are recorded, with a present, unwritten page of each block, if there is one.
-    fn prove(&mut self) -> Result<(), TrackError> {
-        self.paged.iter().try_for_each(|(_, area)| prove_page(self.injector.process(), &mut self.scanner, area))
-    }
 }
 
+/// Finds the runs of addresses of a block that are no longer registered, because the guest gave them back.
+fn untracked(scanner: &mut Scanner, area: &Area) -> Result<PageRuns, TrackError> {
+    let untracked = scanner.untracked(area.used.clone());
+    untracked.map_err(|source| TrackError::Scan { id: area.id.clone(), source })
+}
+
+/// Finds the present pages within these runs of addresses of a block.
+fn present(scanner: &mut Scanner, block: Option<&Block>, area: &Area, runs: &PageRuns) -> Result<PageRuns, TrackError> {
+    let Some((file, offset)) = block.and_then(Block::file).filter(|_| area.page_bytes == PAGE_SIZE as u64) else {
+        // hugetlbfs does not report holes, and private memory has no file: use the page tables.
+        let any = Categories::PRESENT | Categories::SWAPPED;
+        return matching(scanner, area, runs, Query { any, ..Query::all(Categories::empty()) });
+    };
+    let mut present = PageRuns::new();
+    for run in runs {
+        let file_offset = offset + (run.start - area.total.start);
+        let in_file = data_runs(file, file_offset..file_offset + (run.end - run.start));
+        let in_file = in_file.map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
+        in_file.placed_at(run.start).into_iter().for_each(|run| present.push(run));
+    }
+    Ok(present)
+}
+
+/// Finds the pages within these runs of addresses of a block that match `query` in the page tables.
+fn matching(scanner: &mut Scanner, area: &Area, runs: &PageRuns, query: Query) -> Result<PageRuns, TrackError> {
+    let mut all_matching = PageRuns::new();
+    for run in runs {
+        let in_run = scanner.matching(run.clone(), query);
+        let in_run = in_run.map_err(|source| TrackError::Scan { id: area.id.clone(), source })?;
+        in_run.into_iter().for_each(|run| all_matching.push(run));
+    }
+    Ok(all_matching)
+}
+
+/// Returns that no page of any block is dirty.
 fn nothing(ram: &GuestRam) -> Dirty {
     let none = vec![PageRuns::new(); ram.blocks().len()];
     Dirty { written: none.clone(), zero: none }
 }
 
-fn set(dirty: &mut Dirty, index: usize, found: BlockDirty) {
+/// Sets the dirty pages of block `index`.
+fn set(dirty: &mut Dirty, index: usize, of_block: BlockDirty) {
     if let (Some(written), Some(zero)) = (dirty.written.get_mut(index), dirty.zero.get_mut(index)) {
-        (*written, *zero) = (found.written, found.zero);
+        (*written, *zero) = (of_block.written, of_block.zero);
     }
 }

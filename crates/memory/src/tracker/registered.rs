@@ -4,7 +4,7 @@ use super::{Dirty, TrackError};
 use crate::ram::{self, GuestRam};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory;
-use rekindle_kernel::pagemap::{Categories, Query, Rearm, Scanner, reports_given_back};
+use rekindle_kernel::pagemap::{Categories, Query, Rearm, Scanner, kernel_reports_given_back};
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::remote::{self, Existing, Remote, RemoteError};
 use rekindle_kernel::userfault::{Features, Mode};
@@ -20,15 +20,15 @@ const COMMON: Features =
 pub(super) const ASYNCHRONOUS: Features = COMMON.union(Features::WP_ASYNC);
 pub(super) const SYNCHRONOUS: Features = COMMON.union(Features::EXACT_ADDRESS);
 
-const PAGE: u64 = PAGE_SIZE as u64;
+const PAGE_BYTES: u64 = PAGE_SIZE as u64;
 
 /// Finds userfaultfds of trackers that an earlier process left in QEMU.
 ///
 /// # Errors
 /// [`RemoteError::Take`] when QEMU's descriptors cannot be listed.
 pub fn leftovers(process: Process) -> Result<Vec<Existing>, RemoteError> {
-    let ours = |existing: &Existing| [ASYNCHRONOUS, SYNCHRONOUS].contains(&existing.features);
-    Ok(remote::existing(process)?.into_iter().filter(ours).collect())
+    let is_of_tracker = |existing: &Existing| [ASYNCHRONOUS, SYNCHRONOUS].contains(&existing.features);
+    Ok(remote::existing(process)?.into_iter().filter(is_of_tracker).collect())
 }
 
 /// Closes all [`leftovers`], which ends their protection. Returns their number.
@@ -36,11 +36,11 @@ pub fn leftovers(process: Process) -> Result<Vec<Existing>, RemoteError> {
 /// # Errors
 /// [`RemoteError`] of listing, taking or closing a descriptor.
 pub fn close_leftovers(injector: Injector) -> Result<usize, RemoteError> {
-    let found = leftovers(injector.process())?;
-    for existing in &found {
-        Remote::take(injector, *existing)?.close()?;
+    let leftovers = leftovers(injector.process())?;
+    for leftover in &leftovers {
+        Remote::take(injector, *leftover)?.close()?;
     }
-    Ok(found.len())
+    Ok(leftovers.len())
 }
 
 /// Checks that QEMU can open the userfaultfd that trackers need, by opening and closing one. If this process is killed
@@ -52,7 +52,7 @@ pub fn check_userfaultfd(injector: Injector, device: Option<RawFd>) -> Result<()
     Remote::open(injector, ASYNCHRONOUS, device)?.close()
 }
 
-/// Address range of a RAM block.
+/// Address range of a RAM block, and how its writes are recorded.
 #[derive(Debug)]
 pub(super) struct Area {
     pub id: String,
@@ -61,11 +61,11 @@ pub(super) struct Area {
     /// Addresses in QEMU whose writes are reported: the used part.
     pub used: Range<u64>,
     /// Bytes of a page.
-    pub page: u64,
+    pub page_bytes: u64,
     /// Whether the block is tracked. A block that cannot be written is not.
-    tracked: bool,
+    is_tracked: bool,
     /// Whether the block is shared memory with a file.
-    shared: bool,
+    is_shared: bool,
 }
 
 impl Area {
@@ -74,9 +74,9 @@ impl Area {
             id: block.info.id.clone(),
             total: block.total(),
             used: block.used(),
-            page: block.info.page_size,
-            tracked: block.writable,
-            shared: block.file().is_some(),
+            page_bytes: block.info.page_size,
+            is_tracked: block.writable,
+            is_shared: block.file().is_some(),
         }
     }
 
@@ -86,7 +86,7 @@ impl Area {
     }
 }
 
-/// Unmapped pages of a block's file, as offsets in the block.
+/// Unmapped pages of a shared block that are, or may be, holes of its file, as offsets in the block.
 #[derive(Debug, Default)]
 struct Holes {
     /// Pages that are zero.
@@ -136,7 +136,7 @@ impl Registered {
     }
 
     fn register(&self, area: &Area) -> Result<(), TrackError> {
-        if !area.tracked {
+        if !area.is_tracked {
             return Ok(());
         }
         let registered = self.remote.userfault.register(area.total.clone(), Mode::WRITE_PROTECT);
@@ -145,12 +145,12 @@ impl Registered {
 
     /// Protects runs of addresses of a block against writes, or removes the protection.
     pub(super) fn protect(&self, area: &Area, runs: &[Range<u64>], protect: bool) -> Result<(), TrackError> {
-        if !area.tracked {
+        if !area.is_tracked {
             return Ok(());
         }
         let userfault = &self.remote.userfault;
-        let done = runs.iter().try_for_each(|run| userfault.write_protect(run.clone(), protect));
-        done.map_err(|source| TrackError::Block { id: area.id.clone(), source })
+        let result = runs.iter().try_for_each(|run| userfault.write_protect(run.clone(), protect));
+        result.map_err(|source| TrackError::Block { id: area.id.clone(), source })
     }
 
     /// Protects all blocks.
@@ -163,7 +163,7 @@ impl Registered {
         let mut scanner = lock(&self.scanner);
         self.areas
             .iter()
-            .map(|area| match area.tracked {
+            .map(|area| match area.is_tracked {
                 false => Ok(PageRuns::new()),
                 true => {
                     let written = scanner.written(area.used.clone(), rearm);
@@ -182,7 +182,7 @@ impl Registered {
         let query = Query { none, ..Query::all(Categories::empty()) };
         self.areas
             .iter()
-            .map(|area| match area.tracked && !area.shared && !reports_given_back() {
+            .map(|area| match area.is_tracked && !area.is_shared && !kernel_reports_given_back() {
                 false => Ok(PageRuns::new()),
                 true => {
                     let absent = scanner.matching(area.used.clone(), query);
@@ -195,24 +195,25 @@ impl Registered {
     /// Finds the holes of a shared block.
     fn holes(&self, area: &Area, block: &ram::Block) -> Result<Holes, TrackError> {
         let failed = |source| TrackError::Scan { id: area.id.clone(), source };
-        let Some((file, offset)) = block.file().filter(|_| area.shared) else { return Ok(Holes::default()) };
+        let Some((file, offset)) = block.file().filter(|_| area.is_shared) else { return Ok(Holes::default()) };
         // A page that was punched out is not mapped. The reverse is not true: an unmapped page may be in the file.
         let query = Query { none: Categories::PRESENT, ..Query::all(Categories::empty()) };
-        let absent = lock(&self.scanner).matching(area.used.clone(), query);
-        let absent = area.offsets(absent.map_err(failed)?);
+        let unmapped = lock(&self.scanner).matching(area.used.clone(), query);
+        let unmapped = area.offsets(unmapped.map_err(failed)?);
         let file_failed = |source| TrackError::Proof { id: area.id.clone(), source };
-        if area.page > PAGE {
-            // hugetlbfs does not report holes. If the number of mapped pages is that of the file, all absent pages are
-            // holes.
-            let mapped = (area.used.end - area.used.start) - absent.bytes();
-            return Ok(match mapped == file.metadata().map_err(file_failed)?.blocks() * 512 {
-                true => Holes { zero: absent, unknown: PageRuns::new() },
-                false => Holes { zero: PageRuns::new(), unknown: absent },
+        if area.page_bytes > PAGE_BYTES {
+            // hugetlbfs does not report holes. If the number of mapped pages is that of the file, all unmapped pages
+            // are holes.
+            let mapped_bytes = (area.used.end - area.used.start) - unmapped.bytes();
+            let bytes_in_file = file.metadata().map_err(file_failed)?.blocks() * 512;
+            return Ok(match mapped_bytes == bytes_in_file {
+                true => Holes { zero: unmapped, unknown: PageRuns::new() },
+                false => Holes { zero: PageRuns::new(), unknown: unmapped },
             });
         }
         let mut zero = PageRuns::new();
-        for run in absent {
-            let data = ram::data(file, offset + run.start..offset + run.end).map_err(file_failed)?;
+        for run in unmapped {
+            let data = ram::data_runs(file, offset + run.start..offset + run.end).map_err(file_failed)?;
             let holes = data.complement(run.end - run.start).placed_at(run.start);
             holes.into_iter().for_each(|hole| zero.push(hole));
         }
@@ -227,8 +228,8 @@ impl Registered {
         given_back: Vec<PageRuns>,
     ) -> Result<Dirty, TrackError> {
         let mut dirty = Dirty::default();
-        let found = written.into_iter().zip(given_back);
-        for ((area, block), (written, given_back)) in self.areas.iter().zip(ram.blocks()).zip(found) {
+        let records = written.into_iter().zip(given_back);
+        for ((area, block), (written, given_back)) in self.areas.iter().zip(ram.blocks()).zip(records) {
             let holes = if ram.may_shrink() { self.holes(area, block)? } else { Holes::default() };
             let zero = area.offsets(given_back).union(&holes.zero);
             let written = area.offsets(written).union(&holes.unknown);
@@ -239,10 +240,10 @@ impl Registered {
         Ok(dirty)
     }
 
-    /// Finds a present and protected page of a block for a test write. Returns its address and first byte.
-    pub(super) fn page_for_proof(&self, index: usize) -> Result<Option<(u64, u8)>, TrackError> {
+    /// Finds a byte of a present and protected page of a block for a test write.
+    pub(super) fn byte_for_test_write(&self, index: usize) -> Result<Option<TestByte>, TrackError> {
         match self.areas.get(index) {
-            Some(area) => page_for_proof(self.remote.process(), &mut lock(&self.scanner), area),
+            Some(area) => byte_for_test_write(self.remote.process(), &mut lock(&self.scanner), area),
             None => Ok(None),
         }
     }
@@ -272,7 +273,7 @@ impl Registered {
 
     /// Unregisters all blocks. Writers that wait continue.
     pub(super) fn release(&self) {
-        for area in self.areas.iter().filter(|area| area.tracked) {
+        for area in self.areas.iter().filter(|area| area.is_tracked) {
             // Fails for a block that was unplugged. Closing the descriptor unregisters all remaining ranges.
             let _ = self.remote.userfault.unregister(area.total.clone());
             // Unregistering wakes only threads that wait for a missing page, not writers.
@@ -281,9 +282,15 @@ impl Registered {
     }
 }
 
-/// Finds a present and protected page of `area`. Returns its address and first byte.
-fn page_for_proof(process: Process, scanner: &mut Scanner, area: &Area) -> Result<Option<(u64, u8)>, TrackError> {
-    if !area.tracked {
+/// A byte of QEMU's memory that is written, unchanged, to test that writes are recorded.
+pub(super) struct TestByte {
+    pub address: u64,
+    pub value: u8,
+}
+
+/// Finds the first byte of a present and protected page of `area`.
+fn byte_for_test_write(process: Process, scanner: &mut Scanner, area: &Area) -> Result<Option<TestByte>, TrackError> {
+    if !area.is_tracked {
         return Ok(None);
     }
     let query = Query { none: Categories::WRITTEN, ..Query::all(Categories::PRESENT) };
@@ -291,15 +298,15 @@ fn page_for_proof(process: Process, scanner: &mut Scanner, area: &Area) -> Resul
     let Some(address) = scanner.first(area.total.clone(), query).map_err(failed)? else { return Ok(None) };
     let mut byte = [0];
     memory::read(process, address, &mut byte).map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
-    let [byte] = byte;
-    Ok(Some((address, byte)))
+    let [value] = byte;
+    Ok(Some(TestByte { address, value }))
 }
 
 /// Tests that writes to one block are recorded, if it has a present and protected page.
 pub(super) fn prove_page(process: Process, scanner: &mut Scanner, area: &Area) -> Result<(), TrackError> {
-    let Some((address, byte)) = page_for_proof(process, scanner, area)? else { return Ok(()) };
-    memory::write(process, address, &[byte]).map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
-    let written = scanner.written(address..address + area.page, Rearm::Unchecked);
+    let Some(TestByte { address, value }) = byte_for_test_write(process, scanner, area)? else { return Ok(()) };
+    memory::write(process, address, &[value]).map_err(|source| TrackError::Proof { id: area.id.clone(), source })?;
+    let written = scanner.written(address..address + area.page_bytes, Rearm::Unchecked);
     match written.map_err(|source| TrackError::Scan { id: area.id.clone(), source })?.is_empty() {
         false => Ok(()),
         true => Err(TrackError::Unproven { id: area.id.clone(), address }),

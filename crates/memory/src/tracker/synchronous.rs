@@ -5,7 +5,7 @@
 //! proceeds, and the page is in the record of the next checkpoint. A second write to the page does not fault.
 
 use super::flight::{Flight, WriteAction};
-use super::registered::{Area, Registered, SYNCHRONOUS};
+use super::registered::{Area, Registered, SYNCHRONOUS, TestByte};
 use super::{Dirty, TrackError, Tracker};
 use crate::ram::GuestRam;
 use rekindle_kernel::inject::Injector;
@@ -26,7 +26,7 @@ use std::thread::{self, JoinHandle};
 /// Gaps up to this size are protected together with the runs around them. A separate run costs as much as this many
 /// pages (measured: 2 µs per run, 10 to 20 ns per page; `docs/attach.md`), and the pages in the gap are protected
 /// already.
-const BRIDGE: u64 = 128 * PAGE_SIZE as u64;
+const MAX_BRIDGED_GAP_BYTES: u64 = 128 * PAGE_SIZE as u64;
 
 /// A callback that copies a page of the checkpoint in flight before the guest writes it. The guest waits meanwhile.
 pub trait BeforeWrite: Send {
@@ -53,9 +53,9 @@ struct Shared {
     /// Number of write faults.
     faults: AtomicU64,
     /// Number of pages copied because of a write fault.
-    copied: AtomicU64,
+    copied_for_writers: AtomicU64,
     /// Eventfd that ends the thread.
-    end: OwnedFd,
+    end_request: OwnedFd,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -74,14 +74,23 @@ pub struct Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.shared.copied(self.block.0, &self.runs, false);
+        self.shared.mark_copied(self.block.0, &self.runs, AllowedWrites::ThoseThatWait);
     }
+}
+
+/// The pages to which writes are allowed when they have been copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum AllowedWrites {
+    /// All of them.
+    All,
+    /// The pages for which a writer waits.
+    ThoseThatWait,
 }
 
 /// Allows writes to pages (offsets) of a block. The caller holds the lock of the flight, so that no checkpoint begins
 /// between the caller's decision and this call.
 fn allow(registered: &Registered, flight: &mut Flight, block: usize, runs: &[Range<u64>]) {
-    flight.allowed(block, runs);
+    flight.record_allowed(block, runs);
     let Some(area) = registered.areas.get(block) else { return };
     // Fails for a block that has just been unplugged, which has no writers any more.
     if let Err(e) = registered.protect(area, &addresses(area, runs), false) {
@@ -101,13 +110,13 @@ impl Shared {
 
     /// Serves a write fault at `address`. The fault may be out of date: another fault has allowed the write, and the
     /// page has been protected again at a pause since then.
-    fn fault(&self, address: u64, before: &mut dyn BeforeWrite) {
+    fn serve_fault(&self, address: u64, before_write: &mut dyn BeforeWrite) {
         self.faults.fetch_add(1, Ordering::Relaxed);
         let registered = self.registered();
-        let found = registered.areas.iter().enumerate().find(|(_, area)| area.total.contains(&address));
-        let Some((block, area)) = found else { return };
-        let offset = (address - area.total.start) / area.page * area.page;
-        let page = offset..offset + area.page;
+        let mut areas = registered.areas.iter().enumerate();
+        let Some((block, area)) = areas.find(|(_, area)| area.total.contains(&address)) else { return };
+        let offset = (address - area.total.start) / area.page_bytes * area.page_bytes;
+        let page = offset..offset + area.page_bytes;
         let mut flight = lock(&self.flight);
         match flight.before_write(block, offset) {
             WriteAction::Wait => {}
@@ -115,34 +124,35 @@ impl Shared {
             WriteAction::Copy => {
                 drop((flight, registered));
                 let ram = Arc::clone(&self.ram.read().unwrap_or_else(PoisonError::into_inner));
-                before.before_write(&ram, BlockId(block), page.clone());
-                self.copied.fetch_add(1, Ordering::Relaxed);
+                before_write.before_write(&ram, BlockId(block), page.clone());
+                self.copied_for_writers.fetch_add(1, Ordering::Relaxed);
                 // Another writer of the same page may wait by now; the call allows that write too.
-                self.copied(block, std::slice::from_ref(&page), true);
+                self.mark_copied(block, std::slice::from_ref(&page), AllowedWrites::All);
             }
         }
     }
 
-    /// Notes that pages (offsets) of a block have been copied, and allows writes to those for which writers wait, or
-    /// to all of them if `all` is set.
-    fn copied(&self, block: usize, runs: &[Range<u64>], all: bool) {
+    /// Notes that pages (offsets) of a block have been copied, and allows writes to them.
+    fn mark_copied(&self, block: usize, runs: &[Range<u64>], allowed: AllowedWrites) {
         let registered = self.registered();
         let mut flight = lock(&self.flight);
-        let waited = flight.copied(block, runs);
-        allow(&registered, &mut flight, block, if all { runs } else { &waited });
+        let waited_for = flight.mark_copied(block, runs);
+        let allowed_runs = if allowed == AllowedWrites::All { runs } else { &waited_for };
+        allow(&registered, &mut flight, block, allowed_runs);
     }
 
-    fn serve(&self, before: &mut dyn BeforeWrite) -> io::Result<()> {
+    /// Serves write faults until the tracker requests the end of the thread, or QEMU has ended.
+    fn serve_faults(&self, before: &mut dyn BeforeWrite) -> io::Result<()> {
         // A duplicate, so that no lock is held during the poll.
-        let waiting = self.registered().remote.userfault.as_fd().try_clone_to_owned()?;
+        let userfaultfd = self.registered().remote.userfault.as_fd().try_clone_to_owned()?;
         loop {
-            let mut fds = [PollFd::new(&waiting, PollFlags::IN), PollFd::new(&self.end, PollFlags::IN)];
+            let mut fds = [PollFd::new(&userfaultfd, PollFlags::IN), PollFd::new(&self.end_request, PollFlags::IN)];
             match poll(&mut fds, None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
             }
-            let [_, end] = &fds;
-            if end.revents().contains(PollFlags::IN) {
+            let [_, end_request] = &fds;
+            if end_request.revents().contains(PollFlags::IN) {
                 return Ok(());
             }
             let events = match self.registered().remote.userfault.events() {
@@ -153,7 +163,7 @@ impl Shared {
             };
             for event in events {
                 if let Event::Fault { address, write_protected: true, .. } = event {
-                    self.fault(address, before);
+                    self.serve_fault(address, before);
                 }
             }
         }
@@ -186,22 +196,22 @@ impl Synchronous {
         let mut registered = Registered::attach(injector, &ram, SYNCHRONOUS, device)?;
         // From now on QEMU has no descriptor of it, so the death of this process unblocks QEMU.
         registered.remote.keep_only_ours()?;
-        let end = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
+        let end_request = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
         let shared = Arc::new(Shared {
             registered: RwLock::new(registered),
             ram: RwLock::new(ram),
             flight: Mutex::new(Flight::default()),
             faults: AtomicU64::new(0),
-            copied: AtomicU64::new(0),
-            end,
+            copied_for_writers: AtomicU64::new(0),
+            end_request,
         });
-        let (served, mut before) = (Arc::clone(&shared), before);
+        let (thread_shared, mut before) = (Arc::clone(&shared), before);
         let thread = thread::Builder::new().name("write faults".into()).spawn(move || {
-            let result = served.serve(&mut before);
+            let result = thread_shared.serve_faults(&mut before);
             if let Err(e) = &result {
                 // Writers must not wait for a thread that has ended.
                 tracing::error!("cannot serve the guest's write faults; tracking ends: {e}");
-                served.registered().release();
+                thread_shared.registered().release();
             }
             result
         });
@@ -215,15 +225,16 @@ impl Synchronous {
     fn prove(&self) -> Result<(), TrackError> {
         let blocks = self.shared.registered().areas.len();
         for index in 0..blocks {
-            let (process, page) = {
+            // The lock must not be held during the write, which waits until the thread has served its fault.
+            let (process, test_byte) = {
                 let registered = self.shared.registered();
-                (registered.remote.process(), registered.page_for_proof(index)?)
+                (registered.remote.process(), registered.byte_for_test_write(index)?)
             };
-            let Some((address, byte)) = page else { continue };
+            let Some(TestByte { address, value }) = test_byte else { continue };
             let id = || self.shared.registered().areas.get(index).map(|area| area.id.clone()).unwrap_or_default();
-            let before = self.faults();
-            memory::write(process, address, &[byte]).map_err(|source| TrackError::Proof { id: id(), source })?;
-            if self.faults() == before {
+            let faults_before = self.faults();
+            memory::write(process, address, &[value]).map_err(|source| TrackError::Proof { id: id(), source })?;
+            if self.faults() == faults_before {
                 return Err(TrackError::Unproven { id: id(), address });
             }
         }
@@ -238,7 +249,7 @@ impl Synchronous {
     pub fn begin(&self, pages: &[PageRuns], _stopped: &mut Stopped<'_>) -> Result<(), TrackError> {
         self.check_all_copied()?;
         let registered = self.shared.registered();
-        let sizes = registered.areas.iter().map(|area| (area.total.end - area.total.start, area.page));
+        let sizes = registered.areas.iter().map(|area| (area.total.end - area.total.start, area.page_bytes));
         let mut flight = lock(&self.shared.flight);
         let previous = std::mem::replace(&mut *flight, Flight::new(sizes, pages));
         // A fault that was served late has removed the protection of its page. The page was not written since, because
@@ -262,7 +273,7 @@ impl Synchronous {
     /// # Errors
     /// [`TrackError::InFlight`].
     pub fn check_all_copied(&self) -> Result<(), TrackError> {
-        match lock(&self.shared.flight).left_bytes() {
+        match lock(&self.shared.flight).uncopied_bytes() {
             0 => Ok(()),
             bytes => Err(TrackError::InFlight { bytes }),
         }
@@ -277,7 +288,7 @@ impl Synchronous {
     /// Returns the number of pages that were copied because of a write fault.
     #[must_use]
     pub fn copied_for_writers(&self) -> u64 {
-        self.shared.copied.load(Ordering::Relaxed)
+        self.shared.copied_for_writers.load(Ordering::Relaxed)
     }
 
     fn check_thread(&self) -> Result<(), TrackError> {
@@ -305,11 +316,11 @@ impl Tracker for Synchronous {
         self.check_thread()?;
         self.check_all_copied()?;
         let registered = self.shared.registered();
-        lock(&self.shared.flight).collecting();
+        lock(&self.shared.flight).start_recording_allowed();
         let written = registered.written(Rearm::Unchecked)?;
         let given_back = registered.given_back()?;
         for (area, (written, given_back)) in registered.areas.iter().zip(written.iter().zip(&given_back)) {
-            registered.protect(area, &written.union(given_back).bridged(BRIDGE), true)?;
+            registered.protect(area, &written.union(given_back).bridged(MAX_BRIDGED_GAP_BYTES), true)?;
         }
         registered.dirty(&self.ram(), written, given_back)
     }
@@ -334,7 +345,7 @@ impl Synchronous {
         let Some(thread) = self.thread.take() else { return };
         self.shared.registered().release();
         // A write to an eventfd fails only if its counter is at its limit of 2^64 - 2.
-        let _ = rustix::io::write(&self.shared.end, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.shared.end_request, &1u64.to_ne_bytes());
         if thread.join().is_err() {
             tracing::error!("the thread that serves the guest's write faults panicked");
         }

@@ -102,24 +102,19 @@ impl Qemu {
     }
 }
 
-/// Stops or resumes the guest.
-pub fn pause(qmp: &mut Qmp, stop: bool) {
-    let _: Value = qmp.execute(if stop { "stop" } else { "cont" }, ()).unwrap();
+/// Stops the guest.
+pub fn pause(qmp: &mut Qmp) {
+    let _: Value = qmp.execute("stop", ()).unwrap();
+}
+
+/// Resumes the guest.
+pub fn resume(qmp: &mut Qmp) {
+    let _: Value = qmp.execute("cont", ()).unwrap();
 }
 
 /// Reads all blocks of a stopped guest.
-pub fn everything(ram: &GuestRam) -> Vec<Vec<u8>> {
-    ram.blocks()
-        .iter()
-        .map(|block| {
-            let mut all = vec![0; (block.used().end - block.address) as usize];
-            for run in ram.populated(block).unwrap() {
-                let part = &mut all[run.start as usize..run.end as usize];
-                ram.read(block, std::slice::from_ref(&run), part).unwrap();
-            }
-            all
-        })
-        .collect()
+pub fn content_of_blocks(ram: &GuestRam) -> Vec<Vec<u8>> {
+    ram.blocks().iter().map(|block| super::content(ram, block)).collect()
 }
 
 /// Returns an archive (cpio, `newc`) of files with their modes, for [`Config::overlay`].

@@ -47,7 +47,7 @@ impl Victim {
     }
 
     /// Starts a victim with `pages` missing pages. After [`Victim::begin`] its threads read all of them and compare
-    /// them with [`expected`]. [`Victim::is_right`] returns the result.
+    /// them with [`expected`]. [`Victim::assert_all_right`] checks the result.
     pub fn reader(kind: Kind, pages: u64) -> Self {
         Self::start_as(kind, pages, "read")
     }
@@ -63,10 +63,10 @@ impl Victim {
         Self::start_as(kind, pages, if give_back { "mix-give" } else { "mix" })
     }
 
-    /// Ends a mixer. Panics unless the mixer has found every page as expected.
-    pub fn end(&mut self) -> bool {
+    /// Ends a mixer, and asserts that it has found every page as expected.
+    pub fn end(&mut self) {
         drop(self.input.take());
-        self.is_right()
+        self.assert_all_right();
     }
 
     /// Starts a victim that has all its pages, and writes when [`Victim::write_some`] is called.
@@ -88,14 +88,13 @@ impl Victim {
         std::io::Write::write_all(self.input.as_mut().unwrap(), b"x").unwrap();
     }
 
-    /// Returns true if a reader has found every page as expected, otherwise panics. Call it once.
-    pub fn is_right(&mut self) -> bool {
+    /// Asserts that a reader has found every page as expected. Call it once.
+    pub fn assert_all_right(&mut self) {
         let mut output = self.output.take().unwrap();
         wait_for(|| "the reader to end".into(), || self.child.try_wait().unwrap());
         let mut text = String::new();
         std::io::Read::read_to_string(&mut output, &mut text).unwrap();
         assert!(text.contains("all right"), "{text}");
-        true
     }
 
     /// Returns whether a reader still runs.
@@ -159,14 +158,7 @@ impl Victim {
 
     /// Reads all memory of the victim.
     pub fn memory(&self) -> Vec<u8> {
-        let block = &self.ram.blocks()[0];
-        let mut all = vec![0; block.info.used as usize];
-        // Only populated runs are read, as Rekindle does.
-        for run in self.ram.populated(block).unwrap() {
-            let part = &mut all[run.start as usize..run.end as usize];
-            self.ram.read(block, std::slice::from_ref(&run), part).unwrap();
-        }
-        all
+        super::content(&self.ram, &self.ram.blocks()[0])
     }
 
     /// Returns whether any memory of the victim is registered with a userfaultfd.
@@ -241,6 +233,13 @@ impl Area {
     }
 }
 
+/// Returns the number after `random` in a pseudo-random sequence (xorshift).
+fn next_random(mut random: u64) -> u64 {
+    random ^= random << 13;
+    random ^= random >> 7;
+    random ^ random << 17
+}
+
 /// Runs the role of the victim if this process is one.
 pub fn act() {
     let Ok(kind) = std::env::var(KIND) else { return };
@@ -266,9 +265,7 @@ fn serve(area: &Area) {
         let count: u64 = line.unwrap().parse().unwrap();
         let start = std::time::Instant::now();
         for _ in 0..count {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
+            random = next_random(random);
             area.word((random >> 20) % area.pages * area.page).store(random, Ordering::SeqCst);
         }
         println!("took {}", start.elapsed().as_nanos());
@@ -285,7 +282,7 @@ fn read(area: &Area, give_back: bool) {
     println!("address {}", area.start as u64);
     let mut byte = [0];
     std::io::Read::read_exact(&mut std::io::stdin(), &mut byte).unwrap();
-    let small = area.pages * area.page / PAGE;
+    let small_pages = area.pages * area.page / PAGE;
     if give_back {
         area.give_back(GIVEN_BACK.start, GIVEN_BACK.end - GIVEN_BACK.start);
     }
@@ -293,9 +290,9 @@ fn read(area: &Area, give_back: bool) {
     std::thread::scope(|scope| {
         for thread in 0..4u64 {
             scope.spawn(move || {
-                for n in 0..small {
+                for n in 0..small_pages {
                     // Each page is visited once, because the step and the number of pages have no common factor.
-                    let page = (n * 7919 + thread * small / 4) % small;
+                    let page = (n * 7919 + thread * small_pages / 4) % small_pages;
                     for word in 1..PAGE / 8 {
                         let found = area.word(page * PAGE + word * 8).load(Ordering::SeqCst);
                         // A shared page that was filled before it was given back may keep its content.
@@ -309,7 +306,7 @@ fn read(area: &Area, give_back: bool) {
             });
         }
     });
-    for page in 0..small {
+    for page in 0..small_pages {
         let found = area.word(page * PAGE).load(Ordering::SeqCst);
         let right = found == expected(page, 0).wrapping_add(4) || is_given_back(page, found.wrapping_sub(4));
         assert!(right, "page {page}: {found:#x}");
@@ -323,7 +320,7 @@ fn mix(area: &Area, give_back: bool) {
     println!("address {}", area.start as u64);
     let mut byte = [0];
     std::io::Read::read_exact(&mut std::io::stdin(), &mut byte).unwrap();
-    let small = area.pages * area.page / PAGE;
+    let small_pages = area.pages * area.page / PAGE;
     let end = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for seed in 1..=4u64 {
@@ -331,10 +328,8 @@ fn mix(area: &Area, give_back: bool) {
             scope.spawn(move || {
                 let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 while !end.load(Ordering::Relaxed) {
-                    random ^= random << 13;
-                    random ^= random >> 7;
-                    random ^= random << 17;
-                    let page = (random >> 20) % small;
+                    random = next_random(random);
+                    let page = (random >> 20) % small_pages;
                     // A quarter of the pages is only written, a half is only read.
                     let (read, write) = (!random.is_multiple_of(4), random % 4 < 2);
                     if give_back && seed == 4 && random.is_multiple_of(128) {
@@ -378,9 +373,7 @@ fn write(area: &Area, give_back: bool) {
             scope.spawn(move || {
                 let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 while !end.load(Ordering::Relaxed) {
-                    random ^= random << 13;
-                    random ^= random >> 7;
-                    random ^= random << 17;
+                    random = next_random(random);
                     let page = (random >> 20) % touched;
                     if give_back && random.is_multiple_of(64) {
                         area.give_back(page, 1 + random / 64 % 700);

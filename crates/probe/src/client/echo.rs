@@ -1,6 +1,6 @@
 //! Numbered messages on one connection. The service must return each message unchanged.
 
-use crate::failure::{Broken, Failure};
+use crate::failure::{Failure, NoAnswer};
 use crate::wire::{Io, Wire, closed_early};
 
 use super::Answer;
@@ -19,13 +19,13 @@ impl Echo {
 
     /// Returns the next message. The numbers continue over a new connection, so that an old answer cannot match a new
     /// message.
-    fn next(&mut self) -> String {
+    fn next_message(&mut self) -> String {
         self.number += 1;
         format!("rekindle-probe {:04x} {:016x}\n", self.id, self.number)
     }
 
-    pub(super) fn exchange(&mut self, wire: &mut Wire, io: &Io<'_>) -> Result<Answer, Broken> {
-        let message = self.next();
+    pub(super) fn exchange(&mut self, wire: &mut Wire, io: &Io<'_>) -> Result<Answer, NoAnswer> {
+        let message = self.next_message();
         wire.send(message.as_bytes(), io)?;
         let mut buffer = [0; 64];
         let mut echoed = 0;
@@ -38,11 +38,11 @@ impl Echo {
             if !message.as_bytes()[echoed..].starts_with(bytes) {
                 let text = format!("{:?} is no echo of {:?}", String::from_utf8_lossy(bytes), &message[echoed..]);
                 // Later bytes cannot be assigned to a request any more.
-                return Ok(Answer { keep: false, wrong: Some(Failure::WrongContent(text)) });
+                return Ok(Answer { keeps_connection: false, fault: Some(Failure::WrongContent(text)) });
             }
             echoed += received;
         }
-        Ok(Answer { keep: true, wrong: None })
+        Ok(Answer { keeps_connection: true, fault: None })
     }
 }
 
@@ -53,7 +53,7 @@ mod tests {
     #[test]
     fn messages_are_numbered_lines_of_one_length() {
         let mut echo = Echo::new(0x2a);
-        assert_eq!(echo.next(), "rekindle-probe 002a 0000000000000001\n");
-        assert_eq!(echo.next(), "rekindle-probe 002a 0000000000000002\n");
+        assert_eq!(echo.next_message(), "rekindle-probe 002a 0000000000000001\n");
+        assert_eq!(echo.next_message(), "rekindle-probe 002a 0000000000000002\n");
     }
 }

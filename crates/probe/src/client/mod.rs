@@ -4,9 +4,9 @@ mod echo;
 mod http;
 mod response;
 
-use crate::failure::{Broken, Failure};
+use crate::failure::{Failure, NoAnswer};
 use crate::target::{Scheme, Target};
-use crate::wire::{Dialer, Idle, Io, Observer, Wire};
+use crate::wire::{Dialer, IdleState, Io, Observer, Wire};
 
 use echo::Echo;
 use http::Http;
@@ -14,9 +14,9 @@ use http::Http;
 /// Result of a request whose connection was not lost.
 struct Answer {
     /// The connection can be used for another request.
-    keep: bool,
+    keeps_connection: bool,
     /// Why the answer is wrong; `None` for a good answer.
-    wrong: Option<Failure>,
+    fault: Option<Failure>,
 }
 
 /// Sends requests to a target, one at a time.
@@ -27,6 +27,7 @@ pub(crate) struct Client {
     protocol: Protocol,
 }
 
+/// The protocol of a client, with its state on the connection.
 #[derive(Debug)]
 enum Protocol {
     Http(Http),
@@ -50,8 +51,8 @@ impl Client {
     /// The connection stays open for the next request only if the answer was complete and allows it. If the peer has
     /// ended the connection, the observer is notified. If that happened before this request was sent, a new connection
     /// is opened, and the request does not fail.
-    pub(crate) fn exchange(&mut self, io: &Io<'_>) -> Result<(), Broken> {
-        let mut wire = self.open(io)?;
+    pub(crate) fn exchange(&mut self, io: &Io<'_>) -> Result<(), NoAnswer> {
+        let mut wire = self.take_or_open_wire(io)?;
         let result = match &mut self.protocol {
             Protocol::Http(http) => http.exchange(&mut wire, io),
             Protocol::Echo(echo) => echo.exchange(&mut wire, io),
@@ -61,29 +62,30 @@ impl Client {
             }
         };
         match result {
-            Ok(Answer { keep, wrong }) => {
-                if keep {
+            Ok(Answer { keeps_connection, fault }) => {
+                if keeps_connection {
                     self.wire = Some(wire);
                 } else {
                     wire.abort();
                 }
-                wrong.map_or(Ok(()), |failure| Err(failure.into()))
+                fault.map_or(Ok(()), |failure| Err(failure.into()))
             }
-            Err(broken) => {
-                if matches!(broken, Broken::Failed(Failure::Lost(_))) {
+            Err(no_answer) => {
+                if matches!(no_answer, NoAnswer::Failed(Failure::Lost(_))) {
                     io.observer.lost();
                 }
-                Err(broken)
+                Err(no_answer)
             }
         }
     }
 
-    fn open(&mut self, io: &Io<'_>) -> Result<Wire, Broken> {
+    /// Returns the open connection if it is still usable, or else a new one.
+    fn take_or_open_wire(&mut self, io: &Io<'_>) -> Result<Wire, NoAnswer> {
         if let Some(wire) = self.wire.take() {
-            match wire.idle() {
-                Idle::Quiet => return Ok(wire),
-                Idle::Ended => io.observer.lost(),
-                Idle::Unasked => {
+            match wire.idle_state() {
+                IdleState::Quiet => return Ok(wire),
+                IdleState::Ended => io.observer.lost(),
+                IdleState::Unasked => {
                     return Err(Failure::WrongContent("bytes came between two requests".to_owned()).into());
                 }
             }
@@ -93,7 +95,7 @@ impl Client {
 
     /// Closes the connection. If the peer has already ended it, it counts as lost.
     pub(crate) fn close(&mut self, observer: &dyn Observer) {
-        if self.wire.take().is_some_and(|wire| wire.idle() == Idle::Ended) {
+        if self.wire.take().is_some_and(|wire| wire.idle_state() == IdleState::Ended) {
             observer.lost();
         }
     }

@@ -3,7 +3,7 @@
 use httparse::{EMPTY_HEADER, Header, Status, parse_chunk_size};
 
 /// Limit of bytes in a response's head, or in a line of a chunked body.
-const MAX_HEAD: usize = 64 << 10;
+const MAX_HEAD_BYTES: usize = 64 << 10;
 const MAX_HEADERS: usize = 128;
 
 /// Why bytes are not an HTTP/1 response to a `GET`.
@@ -11,7 +11,7 @@ const MAX_HEADERS: usize = 128;
 pub(super) enum Malformed {
     #[error("not an HTTP/1 response ({0})")]
     Head(httparse::Error),
-    #[error("HTTP head longer than {MAX_HEAD} bytes")]
+    #[error("HTTP head longer than {MAX_HEAD_BYTES} bytes")]
     HeadTooLong,
     #[error("HTTP 101: the server changed the protocol, unasked")]
     Upgrade,
@@ -23,10 +23,10 @@ pub(super) enum Malformed {
     Surplus(usize),
 }
 
-/// A response that is being received.
+/// Parses a response while it is received.
 #[derive(Debug, Default)]
-pub(super) struct Response {
-    stage: Stage,
+pub(super) struct ResponseParser {
+    state: ParserState,
     /// The incomplete head, or the incomplete line of a chunked body.
     partial: Vec<u8>,
     status: u16,
@@ -34,7 +34,7 @@ pub(super) struct Response {
 }
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum ParserState {
     #[default]
     Head,
     /// Number of bytes that are left.
@@ -47,7 +47,7 @@ enum Stage {
     Whole,
 }
 
-impl Response {
+impl ResponseParser {
     /// Returns the status code; 0 before the head is complete.
     pub(super) fn status(&self) -> u16 {
         self.status
@@ -61,42 +61,33 @@ impl Response {
     /// Adds received bytes. Returns whether the response is complete.
     pub(super) fn push(&mut self, mut bytes: &[u8]) -> Result<bool, Malformed> {
         loop {
-            match self.stage {
-                Stage::Whole if bytes.is_empty() => return Ok(true),
-                Stage::Whole => return Err(Malformed::Surplus(bytes.len())),
+            match self.state {
+                ParserState::Whole if bytes.is_empty() => return Ok(true),
+                ParserState::Whole => return Err(Malformed::Surplus(bytes.len())),
                 _ if bytes.is_empty() => return Ok(false),
-                Stage::UntilClose => return Ok(false),
-                Stage::Head => {
+                ParserState::UntilClose => return Ok(false),
+                ParserState::Head => {
                     self.keep_partial(bytes)?;
-                    let mut end = 0;
-                    // A server may send any number of interim responses before the final response.
-                    while self.stage == Stage::Head {
-                        let Some((length, stage)) = self.parse_head(end)? else {
-                            self.partial.drain(..end);
-                            return Ok(false);
-                        };
-                        end += length;
-                        self.stage = stage;
-                    }
-                    let rest = self.partial.split_off(end);
-                    self.partial.clear();
-                    // The rest belongs to the body.
-                    return self.push(&rest);
+                    return match self.parse_heads()? {
+                        Some(start_of_body) => self.push(&start_of_body),
+                        None => Ok(false),
+                    };
                 }
-                Stage::Sized(left) => {
-                    let left = drop_front(&mut bytes, left);
-                    self.stage = if left == 0 { Stage::Whole } else { Stage::Sized(left) };
+                ParserState::Sized(bytes_left) => {
+                    let bytes_left = drop_front(&mut bytes, bytes_left);
+                    self.state = if bytes_left == 0 { ParserState::Whole } else { ParserState::Sized(bytes_left) };
                 }
-                Stage::ChunkData(left) => {
-                    let left = drop_front(&mut bytes, left);
-                    self.stage = if left == 0 { Stage::ChunkEnd } else { Stage::ChunkData(left) };
+                ParserState::ChunkData(bytes_left) => {
+                    let bytes_left = drop_front(&mut bytes, bytes_left);
+                    self.state =
+                        if bytes_left == 0 { ParserState::ChunkEnd } else { ParserState::ChunkData(bytes_left) };
                 }
-                Stage::ChunkSize | Stage::ChunkEnd | Stage::Trailers => {
-                    let end = bytes.iter().position(|byte| *byte == b'\n').map_or(bytes.len(), |at| at + 1);
-                    self.keep_partial(&bytes[..end])?;
-                    bytes = &bytes[end..];
+                ParserState::ChunkSize | ParserState::ChunkEnd | ParserState::Trailers => {
+                    let line_end = bytes.iter().position(|byte| *byte == b'\n').map_or(bytes.len(), |index| index + 1);
+                    self.keep_partial(&bytes[..line_end])?;
+                    bytes = &bytes[line_end..];
                     if self.partial.ends_with(b"\n") {
-                        self.stage = self.after_line()?;
+                        self.state = self.after_line()?;
                         self.partial.clear();
                     }
                 }
@@ -104,37 +95,54 @@ impl Response {
         }
     }
 
+    /// Parses the complete heads in `partial`: a server may send any number of interim responses before the final
+    /// response. After the final head, returns the received part of the body; `None` before that.
+    fn parse_heads(&mut self) -> Result<Option<Vec<u8>>, Malformed> {
+        let mut parsed_bytes = 0;
+        while self.state == ParserState::Head {
+            let Some((length, state)) = self.parse_head(parsed_bytes)? else {
+                self.partial.drain(..parsed_bytes);
+                return Ok(None);
+            };
+            parsed_bytes += length;
+            self.state = state;
+        }
+        let start_of_body = self.partial.split_off(parsed_bytes);
+        self.partial.clear();
+        Ok(Some(start_of_body))
+    }
+
     /// Ends the stream. Returns whether the response is complete.
     pub(super) fn end(&mut self) -> Result<bool, Malformed> {
-        if self.stage == Stage::UntilClose {
-            self.stage = Stage::Whole;
+        if self.state == ParserState::UntilClose {
+            self.state = ParserState::Whole;
         }
-        Ok(self.stage == Stage::Whole)
+        Ok(self.state == ParserState::Whole)
     }
 
     fn keep_partial(&mut self, bytes: &[u8]) -> Result<(), Malformed> {
         self.partial.extend_from_slice(bytes);
-        let open = matches!(self.stage, Stage::Head) || self.partial.len() <= MAX_HEAD;
-        if open { Ok(()) } else { Err(Malformed::HeadTooLong) }
+        let is_within_limit = matches!(self.state, ParserState::Head) || self.partial.len() <= MAX_HEAD_BYTES;
+        if is_within_limit { Ok(()) } else { Err(Malformed::HeadTooLong) }
     }
 
     /// Parses the head that begins at `from` in `partial`. Returns its length and the next stage; `None` if it is
     /// incomplete.
-    fn parse_head(&mut self, from: usize) -> Result<Option<(usize, Stage)>, Malformed> {
+    fn parse_head(&mut self, from: usize) -> Result<Option<(usize, ParserState)>, Malformed> {
         let unread = self.partial.get(from..).unwrap_or_default();
         let mut headers = [EMPTY_HEADER; MAX_HEADERS];
         let mut head = httparse::Response::new(&mut headers);
         let length = match head.parse(unread).map_err(Malformed::Head)? {
             Status::Complete(length) => length,
-            Status::Partial if unread.len() > MAX_HEAD => return Err(Malformed::HeadTooLong),
+            Status::Partial if unread.len() > MAX_HEAD_BYTES => return Err(Malformed::HeadTooLong),
             Status::Partial => return Ok(None),
         };
         let status = head.code.unwrap_or(0);
-        let stage = match status {
+        let state = match status {
             101 => return Err(Malformed::Upgrade),
             // This is an interim response. The final response follows.
-            100..=199 => Stage::Head,
-            204 | 304 => Stage::Whole,
+            100..=199 => ParserState::Head,
+            204 | 304 => ParserState::Whole,
             _ => body_of(head.headers)?,
         };
         let persistent = match head.version {
@@ -142,22 +150,22 @@ impl Response {
             _ => has_token(head.headers, "connection", "keep-alive"),
         };
         self.status = status;
-        self.keep_alive = persistent && stage != Stage::UntilClose;
-        Ok(Some((length, stage)))
+        self.keep_alive = persistent && state != ParserState::UntilClose;
+        Ok(Some((length, state)))
     }
 
     /// Returns the stage that follows the line in `partial`.
-    fn after_line(&self) -> Result<Stage, Malformed> {
+    fn after_line(&self) -> Result<ParserState, Malformed> {
         let line = self.partial.as_slice();
-        match self.stage {
-            Stage::ChunkSize => match parse_chunk_size(line) {
-                Ok(Status::Complete((_, 0))) => Ok(Stage::Trailers),
-                Ok(Status::Complete((_, size))) => Ok(Stage::ChunkData(size)),
+        match self.state {
+            ParserState::ChunkSize => match parse_chunk_size(line) {
+                Ok(Status::Complete((_, 0))) => Ok(ParserState::Trailers),
+                Ok(Status::Complete((_, size))) => Ok(ParserState::ChunkData(size)),
                 Ok(Status::Partial) | Err(_) => Err(Malformed::Chunk),
             },
-            Stage::ChunkEnd if matches!(line, b"\r\n" | b"\n") => Ok(Stage::ChunkSize),
-            Stage::Trailers if matches!(line, b"\r\n" | b"\n") => Ok(Stage::Whole),
-            Stage::Trailers => Ok(Stage::Trailers),
+            ParserState::ChunkEnd if matches!(line, b"\r\n" | b"\n") => Ok(ParserState::ChunkSize),
+            ParserState::Trailers if matches!(line, b"\r\n" | b"\n") => Ok(ParserState::Whole),
+            ParserState::Trailers => Ok(ParserState::Trailers),
             _ => Err(Malformed::Chunk),
         }
     }
@@ -170,12 +178,12 @@ fn drop_front(bytes: &mut &[u8], left: u64) -> u64 {
     left - taken as u64
 }
 
-fn body_of(headers: &[Header<'_>]) -> Result<Stage, Malformed> {
+fn body_of(headers: &[Header<'_>]) -> Result<ParserState, Malformed> {
     if has_token(headers, "transfer-encoding", "chunked") {
-        return Ok(Stage::ChunkSize);
+        return Ok(ParserState::ChunkSize);
     }
     if values(headers, "transfer-encoding").next().is_some() {
-        return Ok(Stage::UntilClose);
+        return Ok(ParserState::UntilClose);
     }
     let mut length = None;
     for text in values(headers, "content-length") {
@@ -189,9 +197,9 @@ fn body_of(headers: &[Header<'_>]) -> Result<Stage, Malformed> {
         length = Some(value);
     }
     Ok(match length {
-        None => Stage::UntilClose,
-        Some(0) => Stage::Whole,
-        Some(length) => Stage::Sized(length),
+        None => ParserState::UntilClose,
+        Some(0) => ParserState::Whole,
+        Some(length) => ParserState::Sized(length),
     })
 }
 
@@ -216,7 +224,7 @@ mod tests {
 
     /// Returns status and `keep_alive` of a response that must be complete at its last byte and not before.
     fn whole(text: &str) -> (u16, bool) {
-        let mut response = Response::default();
+        let mut response = ResponseParser::default();
         let (last, front) = text.as_bytes().split_last().unwrap();
         assert_eq!(response.push(front), Ok(false), "{text}");
         assert_eq!(response.push(&[*last]), Ok(true), "{text}");
@@ -224,7 +232,7 @@ mod tests {
     }
 
     fn malformed(text: &str) -> Malformed {
-        Response::default().push(text.as_bytes()).unwrap_err()
+        ResponseParser::default().push(text.as_bytes()).unwrap_err()
     }
 
     #[test]
@@ -244,7 +252,7 @@ mod tests {
 
     #[test]
     fn interim_responses_without_end_are_passed_over() {
-        let mut response = Response::default();
+        let mut response = ResponseParser::default();
         assert_eq!(response.push("HTTP/1.1 100 \r\n\r\n".repeat(100_000).as_bytes()), Ok(false));
         assert_eq!(response.push(b"HTTP/1.1 204 No Content\r\n\r\n"), Ok(true));
         assert_eq!(response.status(), 204);
@@ -252,7 +260,7 @@ mod tests {
 
     #[test]
     fn a_body_without_length_ends_with_the_connection() {
-        let mut response = Response::default();
+        let mut response = ResponseParser::default();
         assert_eq!(response.push(b"HTTP/1.1 200 OK\r\n\r\nhello"), Ok(false));
         assert_eq!(response.end(), Ok(true));
         assert!(!response.keep_alive());
@@ -260,7 +268,7 @@ mod tests {
 
     #[test]
     fn a_body_cut_short_is_not_whole() {
-        let mut response = Response::default();
+        let mut response = ResponseParser::default();
         assert_eq!(response.push(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nhello"), Ok(false));
         assert_eq!(response.end(), Ok(false));
     }
@@ -275,9 +283,9 @@ mod tests {
         let chunked = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
         assert_eq!(malformed(&format!("{chunked}zz\r\n")), Malformed::Chunk);
         assert_eq!(malformed(&format!("{chunked}1\r\nxy\r\n")), Malformed::Chunk);
-        let endless = format!("HTTP/1.1 200 OK\r\nX: {}", "x".repeat(MAX_HEAD));
+        let endless = format!("HTTP/1.1 200 OK\r\nX: {}", "x".repeat(MAX_HEAD_BYTES));
         assert_eq!(malformed(&endless), Malformed::HeadTooLong);
-        assert_eq!(malformed(&format!("{chunked}{}", "0".repeat(MAX_HEAD + 1))), Malformed::HeadTooLong);
+        assert_eq!(malformed(&format!("{chunked}{}", "0".repeat(MAX_HEAD_BYTES + 1))), Malformed::HeadTooLong);
     }
 
     proptest! {
@@ -290,7 +298,7 @@ mod tests {
             let text = format!(
                 "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{body}0\r\nA: b\r\n\r\n"
             );
-            let mut response = Response::default();
+            let mut response = ResponseParser::default();
             let mut rest = text.as_bytes();
             for cut in cuts.iter().cycle() {
                 let (piece, later) = rest.split_at((*cut).min(rest.len()));
@@ -305,7 +313,7 @@ mod tests {
 
         #[test]
         fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), chunked in any::<bool>()) {
-            let mut response = Response::default();
+            let mut response = ResponseParser::default();
             if chunked {
                 let _ = response.push(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n");
             }

@@ -11,7 +11,7 @@ use rekindle_probe::{CheckError, Failure, Options, Probe, Target, check};
 
 use crate::server::{Server, brisk, ok, read_request, stop_once};
 
-const PATIENT: Duration = Duration::from_secs(60);
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
 fn connections_are_kept_and_answers_counted() {
@@ -37,7 +37,7 @@ fn the_request_is_a_get_with_host_and_path() {
         stream.write_all(&ok(""))
     });
     let target: Target = format!("{}health?full=1", server.target("http")).parse().unwrap();
-    check(&target, PATIENT, None).unwrap();
+    check(&target, LONG_TIMEOUT, None).unwrap();
     let head = requests.recv().unwrap();
     assert!(head.starts_with("GET /health?full=1 HTTP/1.1\r\n"), "{head}");
     assert!(head.contains(&format!("\r\nHost: 127.0.0.1:{}\r\n", target.port())), "{head}");
@@ -131,7 +131,7 @@ fn a_close_between_requests_is_a_lost_connection() {
     });
     // The first request is sent immediately and the next one long after the stop, so the lost connection is only found
     // at the stop.
-    let probe = Probe::start(&idle.target("http"), Options { every: PATIENT, ..Options::default() }).unwrap();
+    let probe = Probe::start(&idle.target("http"), Options { every: LONG_TIMEOUT, ..Options::default() }).unwrap();
     closed.recv().unwrap();
     let report = stop_once(probe, |seen| seen.answered == 1);
     assert_eq!((report.failed.total(), report.connections_opened, report.connections_lost), (0, 1, 1));
@@ -163,7 +163,7 @@ fn what_is_no_http_is_wrong_content() {
 #[test]
 fn a_request_without_answer_times_out() {
     let server = Server::http(|_| {
-        thread::park_timeout(PATIENT);
+        thread::park_timeout(LONG_TIMEOUT);
         None
     });
     let timeout = Duration::from_millis(30);
@@ -177,12 +177,12 @@ fn a_request_without_answer_times_out() {
 #[test]
 fn a_check_reports_what_is_wrong() {
     let healthy = Server::http(|_| Some(ok("hello")));
-    assert!(check(&healthy.target("http"), PATIENT, None).unwrap() > Duration::ZERO);
+    assert!(check(&healthy.target("http"), LONG_TIMEOUT, None).unwrap() > Duration::ZERO);
     let broken = Server::http(|_| Some(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec()));
-    let error = check(&broken.target("http"), PATIENT, None).unwrap_err();
+    let error = check(&broken.target("http"), LONG_TIMEOUT, None).unwrap_err();
     assert_eq!(error.to_string(), format!("{}: not healthy", broken.target("http")));
     assert!(matches!(error, CheckError::Unhealthy { source: Failure::Status(500), .. }), "{error:?}");
     let closing = Server::start(|_: TcpStream, _| Ok(()));
-    let error = check(&closing.target("http"), PATIENT, None).unwrap_err();
+    let error = check(&closing.target("http"), LONG_TIMEOUT, None).unwrap_err();
     assert!(matches!(error, CheckError::Unhealthy { source: Failure::Lost(_), .. }), "{error:?}");
 }

@@ -169,7 +169,7 @@ impl RamSource for OnDemandRam {
                 Some(registered) => registered,
                 None => RegisteredMemory::new(destination, qmp, ram, &input.paged)?,
             };
-            registered.pager.overwrite(ram, &mut UncommittedPages::new(input, ram))?;
+            registered.pager.overwrite_present_pages(ram, &mut UncommittedPages::new(input, ram))?;
             let pages_for_load = pages_for_load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             input.put_pages_for_load(&pages_for_load, ram, &mut registered.pager)?;
             let stream = stream.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;

@@ -120,7 +120,7 @@ fn room_to_read(path: &Path) -> Option<Problem> {
     if huge_page_size(directory).ok()?.is_some() {
         return None;
     }
-    let (free, _) = RamDirectory::at(directory).and_then(|directory| directory.room()).ok()?;
+    let free = RamDirectory::at(directory).and_then(|directory| directory.room()).ok()?.free;
     (missing > free).then(|| {
         Problem(format!(
             "saving reads all of the guest's RAM, which allocates {} MiB more in {}, where {} MiB are free; use --how \

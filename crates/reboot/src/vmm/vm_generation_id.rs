@@ -5,8 +5,8 @@
 //! that fails after it would lose the guest's memory. So the page is made writable in the destination QEMU before the
 //! file is marked: QEMU's later write then does not change the file's modification time.
 
-use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
+use rekindle_kernel::{maps, memory};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::stream;
 use std::fs::File;
@@ -31,7 +31,7 @@ impl VmGenerationId {
     /// Errors of reading the process's mappings and of opening the RAM file.
     pub(crate) fn new(hardware: &Hardware, process: Process) -> io::Result<Option<Self>> {
         let Some(id) = hardware.vm_generation else { return Ok(None) };
-        let Some(mapped) = memory::mapping_of(process, &hardware.ram.path)? else { return Ok(None) };
+        let Some(mapped) = maps::range_of_file(process, &hardware.ram.path)? else { return Ok(None) };
         let ram = File::open(&hardware.ram.path)?;
         Ok(Some(Self { bytes: id.to_bytes_le(), ram, process, mapped: mapped.start }))
     }

@@ -18,8 +18,8 @@ use rekindle_handover::takeover::{TapTakeover, Taps};
 use rekindle_handover::{
     Destination, GuestStatus, Handover, HandoverError, LoadedStage, OwnRunDir, PreparedStage, RunningStage, priority,
 };
+use rekindle_kernel::heap;
 use rekindle_kernel::inject::Injector;
-use rekindle_kernel::memory::populate_heap;
 use rekindle_kernel::packet::Capture;
 use rekindle_kernel::sched::PriorityBoost;
 use rekindle_memory::carried::CarriedBlocks;
@@ -194,7 +194,7 @@ fn prepare_destination(
     let injector = Injector::new(process).map_err(|e| untraceable(e.into()))?;
     // QEMU has returned the freed pages of its heap to the kernel. Each of them would cost a page fault during the
     // load.
-    if let Err(e) = populate_heap(injector) {
+    if let Err(e) = heap::populate(injector) {
         tracing::debug!("cannot populate the destination QEMU's heap in advance: {e}");
     }
     let generation = match resume {

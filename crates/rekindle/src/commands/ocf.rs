@@ -5,7 +5,7 @@ use super::{dry_run, moving};
 use crate::cli::{DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};
 use crate::output::Output;
 use anyhow::Result;
-use rekindle_cluster::config::{Utilization, lines};
+use rekindle_cluster::config::{Utilization, configuration_commands};
 use rekindle_cluster::migrate::{migrate_to as migrate, settings as move_settings};
 use rekindle_cluster::monitor::{Verdict, monitor as check_running};
 use rekindle_cluster::resource::Resource;
@@ -162,6 +162,9 @@ fn show_config(output: &Output, arguments: &OcfResource) -> Result<ExitCode> {
     parameters.extend(arguments.disk_hook.clone().map(|command| ("disk_hook", command)));
     parameters.extend(arguments.output_commit.then(|| ("output_commit", "true".to_owned())));
     let utilization = Utilization::of(&definition);
-    output.result(&utilization, lines(&definition, &std::path::absolute(&file).unwrap_or(file), &parameters))?;
+    output.result(
+        &utilization,
+        configuration_commands(&definition, &std::path::absolute(&file).unwrap_or(file), &parameters),
+    )?;
     Ok(ExitCode::SUCCESS)
 }

@@ -305,7 +305,7 @@ fn a_prepared_qemu_survives_a_failed_restore_and_only_one_of_two_restores_uses_i
     fs::write(lab.path("spare.toml"), "ram_size = \"64M\"\n").unwrap();
     let ram = spare.root.join(".ram");
     let full = ram.join("other.ram");
-    let (free, _) = rekindle_memory::directory::RamDirectory::at(&ram).unwrap().room().unwrap();
+    let free = rekindle_memory::directory::RamDirectory::at(&ram).unwrap().room().unwrap().free;
     fs::File::create(&full).unwrap().set_len(free - (64 << 20)).unwrap();
     spare.rekindle(&["restore", "patient", "--store", &store]).status(1).prints(&["128 MiB requested", "promised"]);
     still_waits();
