@@ -12,10 +12,10 @@
 //! filled, regardless of which packer is done first.
 
 use crate::disk::{Disk, LocalDisk};
-use crate::engine::{self, Engine, Frame, Request, Settings, StartedBlock, State};
+use crate::engine::{self, CheckpointState, Engine, EngineSettings, Frame, OpenedStore, Request, StartedBlock};
 use crate::error::{Result, StoreError};
 use crate::format::page::{Digester, Packer};
-use crate::format::segment::{FRAME_HEADER_LEN, FRAME_RECORDS, RECORD_LEN, Record};
+use crate::format::segment::{FRAME_HEADER_LEN, MAX_FRAME_PAGES, RECORD_LEN, Record};
 use crate::remote::{self, Identity};
 use crate::types::{Block, Committed, Guest, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
@@ -30,7 +30,7 @@ use std::thread::{self, JoinHandle};
 /// Limit of pages in a frame. With its header and directory, the frame fits into a huge page.
 const FRAME_PAGES: usize = 507;
 /// Bytes before the first page of a frame that is being built: space for the longest directory.
-const HEAD: usize = FRAME_HEADER_LEN + FRAME_RECORDS * RECORD_LEN;
+const HEAD: usize = FRAME_HEADER_LEN + MAX_FRAME_PAGES * RECORD_LEN;
 const _: () = assert!(HEAD + FRAME_PAGES * PAGE_SIZE <= HUGE);
 
 /// Options for writing a store.
@@ -66,6 +66,16 @@ impl Options {
     }
 }
 
+impl Options {
+    fn owner(&self) -> Owner {
+        Owner::here(&self.operation).with(self.guest)
+    }
+
+    fn settings(&self) -> EngineSettings {
+        EngineSettings { keep: self.keep.max(1), segment: self.segment, create: self.create }
+    }
+}
+
 /// A frame that is being built. Its pages follow the first [`HEAD`] bytes without gaps.
 #[derive(Debug)]
 struct FrameBuilder {
@@ -78,27 +88,18 @@ impl FrameBuilder {
     fn new(mut frame: Frame) -> Self {
         frame.bytes.clear();
         frame.bytes.grow(HEAD);
-        Self { records: Vec::with_capacity(FRAME_RECORDS), frame }
+        Self { records: Vec::with_capacity(MAX_FRAME_PAGES), frame }
     }
 
     /// Returns the number of pages that still fit.
     fn room(&self) -> usize {
         let pages = self.frame.bytes.len().saturating_sub(HEAD) / PAGE_SIZE;
-        FRAME_PAGES.saturating_sub(pages).min(FRAME_RECORDS.saturating_sub(self.records.len()))
+        FRAME_PAGES.saturating_sub(pages).min(MAX_FRAME_PAGES.saturating_sub(self.records.len()))
     }
 }
 
 /// Job of a packer: pack the frame, then send it.
 type Job = (FrameBuilder, Sender<Frame>);
-
-/// State of a store that was opened for writing.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Opened {
-    pub digester: Digester,
-    /// Number of the newest checkpoint; 0 if there is none.
-    pub newest: u64,
-    pub epoch: u64,
-}
 
 /// The owner of a store, which writes checkpoints into it.
 ///
@@ -132,7 +133,9 @@ impl Writer {
         match url {
             StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), options),
             StoreUrl::Remote(server) => {
-                let session = remote::WriteSession::open(server, options)?;
+                let (identity, owner, settings) = (options.identity.as_ref(), options.owner(), options.settings());
+                let session =
+                    remote::WriteSession::open(server, identity, &options.vm, owner, options.only_if, &settings)?;
                 let opened = session.opened();
                 Self::start(url.to_string(), opened, options, move |requests| session.run(requests))
             }
@@ -144,16 +147,14 @@ impl Writer {
     /// # Errors
     /// Errors of [`Writer::open`] for a store in a directory.
     pub fn on_disk(disk: Arc<dyn Disk>, options: &Options) -> Result<Self> {
-        let settings = Settings { keep: options.keep.max(1), segment: options.segment, create: options.create };
-        let owner = Owner::here(&options.operation).with(options.guest);
-        let engine = Engine::open(disk, &options.vm, &owner, options.only_if, settings)?;
-        let opened = Opened { digester: engine.digester(), newest: engine.newest(), epoch: engine.owner().epoch };
+        let engine = Engine::open(disk, &options.vm, &options.owner(), options.only_if, options.settings())?;
+        let opened = engine.opened();
         Self::start(engine.name().to_owned(), opened, options, move |requests| engine::run(engine, requests))
     }
 
     fn start(
         store: String,
-        opened: Opened,
+        opened: OpenedStore,
         options: &Options,
         serve: impl FnOnce(&Receiver<Request>) + Send + 'static,
     ) -> Result<Self> {
@@ -179,7 +180,7 @@ impl Writer {
             let _ = frames.0.send(Frame::default());
         }
         let (requests, jobs) = (Some(requests), Some(jobs));
-        let Opened { digester, newest, epoch } = opened;
+        let OpenedStore { digester, newest, epoch } = opened;
         Ok(Self {
             store,
             digester,
@@ -450,7 +451,7 @@ impl Checkpoint<'_> {
             serde_json::to_vec(value).map_err(|e| StoreError::io(&self.writer.store, "", "writing JSON", e.into()))
         };
         let (definition, metadata) = (json(definition)?, json(metadata)?);
-        let state = Box::new(State { definition, metadata, devices: devices.to_vec() });
+        let state = Box::new(CheckpointState { definition, metadata, devices: devices.to_vec() });
         let (reply, answer) = mpsc::channel();
         self.writer.ask(Request::Commit(state, self.writer.unchanged, reply))?;
         self.open = false;
@@ -486,7 +487,7 @@ fn pack_all(todo: &Mutex<Receiver<Job>>) {
 fn pack(packer: &mut Packer, raw: FrameBuilder) -> Frame {
     let FrameBuilder { mut records, mut frame } = raw;
     frame.count = records.len();
-    frame.start = HEAD - FRAME_HEADER_LEN - RECORD_LEN * frame.count.min(FRAME_RECORDS);
+    frame.start = HEAD - FRAME_HEADER_LEN - RECORD_LEN * frame.count.min(MAX_FRAME_PAGES);
     let bytes = &mut frame.bytes;
     let (mut from, mut to) = (HEAD, HEAD);
     for record in records.iter_mut().filter(|record| record.len != 0) {

@@ -21,8 +21,8 @@ pub enum Op {
 
 /// The effect of a crash on a step that no sync has made durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
-    Kept,
+pub enum CrashEffect {
+    KeptCheckpoint,
     Lost,
     /// A write of which only the 512-byte sectors are kept whose bit is set; the bits repeat.
     Torn(u64),
@@ -30,7 +30,7 @@ pub enum Fate {
 
 /// Configuration of failing steps.
 #[derive(Debug, Clone, Copy)]
-pub struct Refusal {
+pub struct StepFailures {
     /// Number of steps that still succeed.
     pub after: usize,
     pub error: rustix::io::Errno,
@@ -65,7 +65,7 @@ struct State {
     names: BTreeMap<String, usize>,
     files: Vec<Vec<u8>>,
     ops: Vec<Op>,
-    refusal: Option<Refusal>,
+    refusal: Option<StepFailures>,
     most: u64,
 }
 
@@ -103,16 +103,16 @@ impl MemoryDisk {
     }
 
     /// Makes steps fail from now on.
-    pub fn refuse(&self, refusal: Refusal) {
+    pub fn fail_steps(&self, refusal: StepFailures) {
         self.state().refusal = Some(refusal);
     }
 
-    pub fn relent(&self) {
+    pub fn stop_failing(&self) {
         self.state().refusal = None;
     }
 
     /// Returns whether a step has failed.
-    pub fn has_refused(&self) -> bool {
+    pub fn has_failed(&self) -> bool {
         self.state().refusal.is_some_and(|refusal| refusal.after == 0)
     }
 
@@ -191,25 +191,25 @@ impl MemoryDisk {
         volatile
     }
 
-    /// Returns the state of an empty disk after the first `count` of `ops` and a power failure. `fate` has the effect
+    /// Returns the state of an empty disk after the first `count` of `ops` and a power failure. `effects` has the effect
     /// on each step that was not durable.
-    pub fn after_crash(ops: &[Op], count: usize, fate: &BTreeMap<usize, Fate>) -> Self {
+    pub fn after_crash(ops: &[Op], count: usize, effects: &BTreeMap<usize, CrashEffect>) -> Self {
         let mut state = State::default();
         for (n, op) in ops[..count].iter().enumerate() {
-            let fate = fate.get(&n).copied().unwrap_or(Fate::Kept);
+            let effects = effects.get(&n).copied().unwrap_or(CrashEffect::KeptCheckpoint);
             // A file exists, possibly without a name, even if its name is lost.
             if let Op::Create(_, file) = op {
                 state.files.resize(state.files.len().max(file + 1), Vec::new());
             }
-            if fate == Fate::Lost {
+            if effects == CrashEffect::Lost {
                 continue;
             }
             match op {
                 Op::Mkdir(name) => drop(state.directories.insert(name.clone())),
                 Op::Create(name, file) | Op::Link(name, file) => drop(state.names.insert(name.clone(), *file)),
                 Op::Remove(name) => drop(state.names.remove(name)),
-                Op::Write(file, offset, bytes) => match fate {
-                    Fate::Torn(sectors) => {
+                Op::Write(file, offset, bytes) => match effects {
+                    CrashEffect::Torn(sectors) => {
                         for (sector, chunk) in bytes.chunks(512).enumerate() {
                             if sectors >> (sector % 64) & 1 == 1 {
                                 write_into(&mut state.files[*file], offset + sector as u64 * 512, chunk);
@@ -255,7 +255,7 @@ impl MemoryDisk {
         if let Some(refusal) = &mut state.refusal {
             if refusal.after == 0 && refusal.count > 0 {
                 refusal.count -= 1;
-                let Refusal { error, half, .. } = *refusal;
+                let StepFailures { error, half, .. } = *refusal;
                 if let (true, Op::Write(file, offset, bytes)) = (half, &op) {
                     let part = bytes[..bytes.len() / 2].to_vec();
                     write_into(&mut state.files[*file], *offset, &part);
