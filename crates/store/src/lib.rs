@@ -6,7 +6,7 @@
 //! ```text
 //! use a store            writer   reader   export   admin   fuzz
 //! store on a server      remote: client (write_session, image), server
-//! store in a directory   engine   fencing   listing   verify
+//! store in a directory   engine   packing   fencing   listing   verify
 //! a checkpoint in it     index   image
 //! structures in it       directory   log   checkpoints   segments
 //! base                   types   url   format   disk   error   page_table
@@ -20,6 +20,7 @@
 //! | [`export`] | convert a checkpoint to a migration stream that QEMU loads, and back |
 //! | [`remote`] | stores on a server: the client and the server |
 //! | `engine` | the writer of a store in a directory |
+//! | `packing` | build and compress frames of pages |
 //! | `fencing`, [`listing`], [`verify`] | the same operations as in [`admin`], for a store in a directory |
 //! | [`image`], `index` | read a checkpoint of a store in a directory: its pages, and where they are |
 //! | `checkpoints` | find checkpoints in the log |
@@ -49,6 +50,7 @@ pub mod image;
 mod index;
 pub mod listing;
 pub mod log;
+mod packing;
 mod page_table;
 pub mod reader;
 pub mod remote;

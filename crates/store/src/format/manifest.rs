@@ -233,7 +233,7 @@ impl CheckpointTable {
 }
 
 /// Limit of a VM's RAM in bytes, because the writer needs 16 bytes of memory per page.
-pub const MOST_RAM: u64 = 1 << 44;
+pub const MAX_RAM_BYTES: u64 = 1 << 44;
 
 /// Checks that these blocks can be the RAM blocks of a VM.
 ///
@@ -252,7 +252,7 @@ pub fn check_blocks<'a>(blocks: impl Iterator<Item = &'a Block>) -> Result<(), &
         total = total.saturating_add(block.used);
         names.push(block.id.as_str());
     }
-    if total > MOST_RAM {
+    if total > MAX_RAM_BYTES {
         return Err("it has more than 16 TiB of RAM");
     }
     names.sort_unstable();

@@ -65,10 +65,11 @@ pub fn parse_last(name: &str) -> Option<u64> {
     parse_entry(name.strip_prefix("last-")?)
 }
 
-/// Returns the name of a file in `directory` that the owner of epoch `epoch` is writing.
+/// Returns the name of a file in `directory` that the owner of epoch `epoch` is writing. `unique` is part of no other
+/// such name.
 #[must_use]
-pub fn new(directory: &str, epoch: u64, what: &str) -> String {
-    format!("{directory}/{NEW}{epoch:08}-{what}")
+pub fn new(directory: &str, epoch: u64, unique: &str) -> String {
+    format!("{directory}/{NEW}{epoch:08}-{unique}")
 }
 
 /// Returns the epoch of the owner that is writing the file `name`.
@@ -83,15 +84,15 @@ mod tests {
 
     #[test]
     fn names_are_read_back_and_others_are_not() {
-        let last = |path: String| path.rsplit('/').next().unwrap().to_owned();
-        assert_eq!(parse_entry(&last(entry(42))), Some(42));
+        let file_name = |path: String| path.rsplit('/').next().unwrap().to_owned();
+        assert_eq!(parse_entry(&file_name(entry(42))), Some(42));
         assert_eq!(parse_entry("42"), None);
-        assert_eq!(parse_entry(&last(entry(10u64.pow(15)))), Some(10u64.pow(15)));
-        assert_eq!(parse_segment(&last(segment(7, 123))), Some((7, 123)));
+        assert_eq!(parse_entry(&file_name(entry(10u64.pow(15)))), Some(10u64.pow(15)));
+        assert_eq!(parse_segment(&file_name(segment(7, 123))), Some((7, 123)));
         assert_eq!(parse_segment("7-123"), None);
         assert_eq!(parse_segment("00000007-+000000000000123"), None);
-        assert_eq!(parse_base(&last(base(40, 7))), Some((40, 7)));
-        assert_eq!(parse_new(&last(new(LOG, 7, "x"))), Some(7));
+        assert_eq!(parse_base(&file_name(base(40, 7))), Some((40, 7)));
+        assert_eq!(parse_new(&file_name(new(LOG, 7, "x"))), Some(7));
         assert_eq!(parse_new("other"), None);
     }
 }

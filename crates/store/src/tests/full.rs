@@ -141,7 +141,7 @@ fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
         moved += u64::from(disk.ops().iter().any(|op| matches!(op, Op::Remove(name) if name.starts_with("segments"))));
     }
     assert!(moved > 0, "segments were emptied");
-    let (most, bound) = (disk.most(), 2 * PAGES * PAGE_SIZE as u64);
+    let (most, bound) = (disk.max_bytes(), 2 * PAGES * PAGE_SIZE as u64);
     assert!(
         most <= bound,
         "{most} bytes at most, {bound} allowed: {:.3} times the RAM",
