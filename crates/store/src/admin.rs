@@ -1,23 +1,25 @@
 //! Administration of a store in a directory or on a server.
 
+use crate::directory::StoreDirectory;
 use crate::disk::{Disk, LocalDisk};
 use crate::error::Result;
-use crate::home::Home;
+use crate::fencing::fence_directory;
 use crate::listing::{Listing, list};
-use crate::log;
 use crate::remote::{self, Identity, SpareConnections};
-use crate::types::{Guest, OnlyIf, Owner, Vm};
+use crate::types::{OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
 use crate::verify::{Verified, verify};
 use crate::writer::{Options, Writer};
 use std::path::Path;
 use std::sync::Arc;
 
+pub use crate::fencing::Fenced;
+
 /// Callback for progress: bytes done, bytes in total.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
-pub(crate) fn home(path: &Path) -> Result<Home> {
-    Home::open(Arc::new(LocalDisk::new(path)), None)
+fn open_directory(path: &Path) -> Result<StoreDirectory> {
+    StoreDirectory::open(Arc::new(LocalDisk::new(path)), None)
 }
 
 /// Creates a store without a VM. The first VM that is protected with the store, or that a cluster manager boots with
@@ -30,7 +32,7 @@ pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
     match url {
         StoreUrl::Directory(path) => {
             let disk: Arc<dyn Disk> = Arc::new(LocalDisk::new(path));
-            Home::init(&disk)
+            StoreDirectory::init(&disk)
         }
         StoreUrl::Remote(server) => remote::init(server, identity),
     }
@@ -42,7 +44,7 @@ pub fn init(url: &StoreUrl, identity: Option<&Identity>) -> Result<()> {
 /// [`crate::StoreError::NotAStore`]; damage to the log; for a store on a server also [`crate::StoreError::Connection`].
 pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
     match url {
-        StoreUrl::Directory(path) => list(&home(path)?),
+        StoreUrl::Directory(path) => list(&open_directory(path)?),
         StoreUrl::Remote(server) => remote::listing(server, identity),
     }
 }
@@ -53,7 +55,7 @@ pub fn listing(url: &StoreUrl, identity: Option<&Identity>) -> Result<Listing> {
 /// Errors of [`listing`]. Damage that is found is no error: the result lists it.
 pub fn verified(url: &StoreUrl, identity: Option<&Identity>, progress: Progress<'_>) -> Result<Verified> {
     match url {
-        StoreUrl::Directory(path) => verify(&home(path)?, progress),
+        StoreUrl::Directory(path) => verify(&open_directory(path)?, progress),
         StoreUrl::Remote(server) => remote::verified(server, identity),
     }
 }
@@ -72,15 +74,6 @@ pub fn compact(url: &StoreUrl, identity: Option<&Identity>) -> Result<u64> {
     let freed = writer.compact()?;
     writer.settle()?;
     Ok(freed)
-}
-
-/// Result of [`fence`]: no previous owner can commit to the store any more.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Fenced {
-    /// New owner epoch.
-    pub epoch: u64,
-    /// Number of the newest checkpoint, which cannot change any more; 0 if there is none.
-    pub newest: u64,
 }
 
 /// Becomes the owner of a store without writing to it, so that the previous owner cannot commit any more. A restore
@@ -112,18 +105,8 @@ pub fn fence_over(
 ) -> Result<Fenced> {
     match url {
         StoreUrl::Directory(path) => {
-            fence_in(Arc::new(LocalDisk::new(path)), vm, owner, only_if).map(|(_, fenced)| fenced)
+            fence_directory(Arc::new(LocalDisk::new(path)), vm, owner, only_if).map(|(_, fenced)| fenced)
         }
         StoreUrl::Remote(server) => remote::fence(server, vm, owner, only_if, identity, spare),
     }
-}
-
-pub(crate) fn fence_in(disk: Arc<dyn Disk>, vm: &Vm, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Home, Fenced)> {
-    let home = match (owner.guest, only_if) {
-        (Guest::Booted, None) => Home::open_for(disk, vm, false)?,
-        _ => Home::open(disk, Some(vm.uuid))?,
-    };
-    let (claim, tail) = log::claim(&home, owner, only_if)?;
-    let newest = tail.state.and_then(|(_, manifest)| manifest.newest()).map_or(0, |kept| kept.number);
-    Ok((home, Fenced { epoch: claim.epoch, newest }))
 }

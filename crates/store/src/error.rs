@@ -4,6 +4,8 @@ use crate::format::{Flaw, Structure};
 use crate::types::{Owner, Vm};
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
 use uuid::Uuid;
 
 /// An error of a store. The field `store` is the store's directory or URL.
@@ -163,7 +165,7 @@ pub enum StoreError {
         store: String,
         doing: &'static str,
         #[source]
-        source: crate::remote::ConnectionError,
+        source: ConnectionError,
     },
     /// The server has rejected or failed a request.
     #[error("{store}: the server reports: {text}")]
@@ -189,6 +191,66 @@ pub struct BadPage {
     /// Offset in the file, in bytes.
     pub at: u64,
     pub what: String,
+}
+
+/// Cause of a failed connection to the server of a store.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectionError {
+    /// A certificate or key file cannot be used.
+    #[error("{what} {}: {why}", path.display())]
+    File {
+        path: PathBuf,
+        /// Content that the file should have.
+        what: &'static str,
+        why: String,
+    },
+    /// A server was named, but no certificate was configured.
+    #[error("a server requires a certificate: give --cert, --key and --ca")]
+    NoIdentity,
+    /// The server's name is not valid.
+    #[error("`{host}` is neither a name nor an address of a server")]
+    Host { host: String },
+    /// Connecting to the server failed.
+    #[error("{address} cannot be reached; is `rekindle store serve` running there?")]
+    Connect {
+        address: String,
+        #[source]
+        source: io::Error,
+    },
+    /// A certificate of the client or the server was rejected.
+    #[error("{why}; {remedy}")]
+    Certificate {
+        why: String,
+        /// Action that fixes the cause.
+        remedy: &'static str,
+    },
+    /// The peer has neither sent nor received anything for too long.
+    #[error("the other side has neither sent nor received anything for {} s", after.as_secs())]
+    Silent {
+        /// Limit that was exceeded.
+        after: Duration,
+    },
+    /// The peer is too slow for a whole frame or operation.
+    #[error("the other side is too slow: it has not finished within {} s", after.as_secs())]
+    Slow {
+        /// Limit that was exceeded.
+        after: Duration,
+    },
+    /// The peer has closed the connection.
+    #[error("the other side has closed the connection")]
+    Closed,
+    #[error("the connection failed")]
+    Io(#[source] io::Error),
+    /// The peer has violated the protocol.
+    #[error("{what}")]
+    Protocol { what: String },
+}
+
+impl ConnectionError {
+    pub(crate) fn protocol(what: impl Into<String>) -> Self {
+        Self::Protocol { what: what.into() }
+    }
 }
 
 pub type Result<T> = std::result::Result<T, StoreError>;

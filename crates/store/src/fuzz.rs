@@ -1,9 +1,9 @@
 //! All parsers by name, for the fuzz targets in `fuzz/`. The test below runs each parser on mutated inputs with a fixed
 //! budget on every build.
 
-use crate::format::base::{Base, Header, decode_part};
+use crate::format::base::{BaseHeader, BaseIndex, decode_part};
 use crate::format::entry::{Entry, Section};
-use crate::format::manifest::{Manifest, Table};
+use crate::format::manifest::{CheckpointTable, Manifest};
 use crate::format::page::{Digester, unpack};
 use crate::format::segment::{Directory, check_header};
 use crate::format::superblock::Superblock;
@@ -35,13 +35,14 @@ pub const TARGETS: &[(&str, Target)] = &[
         }
     }),
     ("manifest", |bytes| drop(Manifest::decode(bytes))),
-    ("table", |bytes| drop(Table::decode(bytes))),
+    ("table", |bytes| drop(CheckpointTable::decode(bytes))),
     ("base-header", |bytes| {
-        let _ = Base::decode_header(bytes, Uuid::nil());
+        let _ = BaseIndex::decode_header(bytes, Uuid::nil());
     }),
     ("base-trailer", |bytes| {
-        let (trailer_len, trailer_sum) = (bytes.len() as u64, checksum(bytes));
-        drop(Base::decode(&Header { from: 0, to: 0, trailer_at: 4096, trailer_len, trailer_sum }, bytes));
+        let (trailer_len, trailer_checksum) = (bytes.len() as u64, checksum(bytes));
+        let header = BaseHeader { covers_through: 0, usable_from: 0, trailer_at: 4096, trailer_len, trailer_checksum };
+        drop(BaseIndex::decode(&header, bytes));
     }),
     ("base-part", |bytes| drop(decode_part(bytes, checksum(bytes), 0))),
     ("page", |bytes| {
@@ -65,9 +66,10 @@ pub const TARGETS: &[(&str, Target)] = &[
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::base::{IndexEntry, Location, encode_part};
+    use crate::format::base::{BaseBlock, IndexEntry, Location, encode_part};
     use crate::format::entry::{self, Kind};
-    use crate::format::manifest::{Cut, Extent, Kept, StoredBlock};
+    use crate::format::manifest::{BlockCut, KeptCheckpoint, SegmentExtent, StoredBlock};
+    use crate::format::page::StoredPage;
     use crate::format::segment::{FrameHeader, Kind as FrameKind, Record, encode_header};
     use crate::remote::protocol::{encode_ids, encode_stored};
     use crate::types::{Block, Pages, Vm};
@@ -77,15 +79,21 @@ mod tests {
     /// Returns a valid input for a parser. The test mutates it.
     fn seed(name: &str) -> Vec<u8> {
         let block = Block { id: "ram".into(), used: 8192, max: 8192, page_size: 4096 };
-        let stored = StoredBlock { number: 0, block, cuts: vec![Cut { number: 1, pages: 1 }] };
+        let stored = StoredBlock { number: 0, block, cuts: vec![BlockCut { number: 1, pages: 1 }] };
         let manifest = Manifest {
             claim: 1,
             next_block: 1,
             next_segment: 3,
-            kept: vec![Kept { number: 1, slot: 2, footer: 3 }],
-            segments: vec![Extent { epoch: 1, number: 2, len: 8192 }],
+            kept: vec![KeptCheckpoint { number: 1, log_number: 2, footer: 3 }],
+            segments: vec![SegmentExtent { epoch: 1, number: 2, len: 8192 }],
         };
-        let base = Base { from: 1, to: 2, blocks: vec![(0, 2)], segments: manifest.segments.clone(), sums: vec![5] };
+        let base = BaseIndex {
+            covers_through: 1,
+            usable_from: 2,
+            blocks: vec![BaseBlock { number: 0, pages: 2 }],
+            segments: manifest.segments.clone(),
+            part_checksums: vec![5],
+        };
         match name {
             "superblock" => {
                 let vm = Vm { uuid: Uuid::nil(), name: "web".into() };
@@ -101,24 +109,27 @@ mod tests {
             }
             "entry" => {
                 let sections = [(Section::Manifest, &[1; 100][..]), (Section::Devices, &[2; 999])];
-                entry::encode(Uuid::nil(), Kind::Checkpoint, 1, 1, &sections).0
+                entry::encode(Uuid::nil(), Kind::Checkpoint, 1, 1, &sections).bytes
             }
             "manifest" => manifest.encode(),
             "table" => {
-                Table { number: 1, time_us: 2, pages: Pages::default(), bytes: 3, blocks: vec![stored] }.encode()
+                CheckpointTable { number: 1, time_us: 2, pages: Pages::default(), bytes: 3, blocks: vec![stored] }
+                    .encode()
             }
-            "base-header" => base.encode(Uuid::nil(), 4128).0,
-            "base-trailer" => base.encode(Uuid::nil(), 4128).1,
+            "base-header" => base.encode(Uuid::nil(), 4128).header,
+            "base-trailer" => base.encode(Uuid::nil(), 4128).trailer,
             "base-part" => {
                 let mut part = Vec::new();
-                encode_part([IndexEntry { place: Location(1), digest: 2 }; 3].into_iter(), &mut part);
+                encode_part([IndexEntry { location: Location(1), digest: 2 }; 3].into_iter(), &mut part);
                 part
             }
             "page" => lz4_flex::block::compress(&[7; PAGE_SIZE]),
             "names" => b"000000000042".to_vec(),
             "url" => b"tls://[::1]:7000/web".to_vec(),
             "pages-asked-for" => encode_ids(&[(BlockId(0), PageNo(1)), (BlockId(2), PageNo(3))]),
-            "pages-answered" => encode_stored(&[(1, vec![2; 30]), (0, vec![])]),
+            "pages-answered" => {
+                encode_stored(&[StoredPage { digest: 1, bytes: vec![2; 30] }, StoredPage { digest: 0, bytes: vec![] }])
+            }
             "stream" => {
                 let mut out = HEADER.to_vec();
                 let mut section = RamSection::start_plain(&mut out, [("ram", 8192)].into_iter());

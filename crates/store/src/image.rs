@@ -1,174 +1,87 @@
 //! Reads a checkpoint of a store in a directory.
 
+use crate::checkpoints::{SelectedCheckpoint, describe, read_table};
+use crate::directory::StoreDirectory;
 use crate::error::{BadPage, Result, StoreError};
-use crate::format::base::IndexEntry;
-use crate::format::entry::{Entry, Kind, Section};
-use crate::format::manifest::{Manifest, Table};
+use crate::format::base::{IndexEntry, Location};
+use crate::format::entry::{Entry, Section};
+use crate::format::manifest::CheckpointTable;
 use crate::format::names;
-use crate::format::page::unpack;
-use crate::format::segment::{DIRECTORY_ROOM, Directory};
-use crate::home::Home;
-use crate::index::Index;
+use crate::format::page::{StoredPage, unpack};
+use crate::format::segment::{Directory, MAX_DIRECTORY_BYTES};
+use crate::index::{BaseIndexUse, Index, RecentFrame};
 use crate::log;
-use crate::segments::Files;
+use crate::segments::OpenSegments;
 use crate::types::{Block, CheckpointInfo};
-use rekindle_pages::{BlockId, DirtySet, Page, PageId, PageNo};
+use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageId, PageNo};
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// Limit of a combined read, in bytes.
-const READ: u64 = 1 << 20;
+const MAX_READ_BYTES: u64 = 1 << 20;
 /// Limit of unneeded bytes between two pages whose reads are combined.
-const GAP: u64 = 16 << 10;
+const MAX_GAP_BYTES: u64 = 16 << 10;
+/// Number of pages whose stored bytes are in memory at a time.
+const PAGES_PER_READ: usize = 512;
+/// Attempts to open a checkpoint while the owner replaces files.
+const MAX_OPEN_ATTEMPTS: usize = 3;
 
 /// A checkpoint of a store in a directory.
 #[derive(Debug)]
 pub struct LocalImage {
-    home: Home,
+    store: StoreDirectory,
     entry: Entry,
-    table: Table,
-    files: Files,
+    table: CheckpointTable,
+    open_segments: OpenSegments,
     /// `None` until the first page is read, if the image was opened lazily.
     index: RwLock<Option<Arc<Index>>>,
 }
 
-/// Reads the block table of a checkpoint from its log entry.
-pub(crate) fn table(home: &Home, entry: &Entry) -> Result<Table> {
-    let bytes = log::section(home, entry, Section::Checkpoint)?;
-    Table::decode(&bytes).map_err(|flaw| StoreError::flaw(home.name(), &names::entry(entry.slot), flaw))
-}
-
-/// Describes a checkpoint from its log entry and block table.
-pub(crate) fn describe(entry: &Entry, table: &Table) -> CheckpointInfo {
-    CheckpointInfo {
-        number: table.number,
-        epoch: entry.epoch,
-        time_us: table.time_us,
-        blocks: table.blocks.iter().map(|stored| stored.block.clone()).collect(),
-        pages: table.pages,
-        bytes: table.bytes + entry.len(),
-        devices: entry.section_len(Section::Devices),
-    }
-}
-
-/// Finds the newest manifest, and the log entry of checkpoint `at` or of the newest checkpoint. A damaged entry at the
-/// end of the log is skipped only if `at` is an older checkpoint; the damage is then returned as the third value.
-pub(crate) fn select(home: &Home, at: Option<u64>) -> Result<(Manifest, Entry, Option<StoreError>)> {
-    let (tail_entry, manifest, passed) = match log::tail(home) {
-        Ok(tail) => match tail.state {
-            Some((entry, manifest)) => (Some(entry), manifest, None),
-            None => (None, Manifest::default(), None),
-        },
-        Err(e @ (StoreError::Damaged { .. } | StoreError::Missing { .. })) => {
-            match at.and_then(|at| older_manifest(home, at)) {
-                Some(manifest) => (None, manifest, Some(e)),
-                None => return Err(e),
-            }
-        }
-        Err(e) => return Err(e),
-    };
-    let Some(newest) = manifest.newest() else {
-        return Err(StoreError::Empty { store: home.name().into(), vm: home.vm.name.clone() });
-    };
-    let asked = at.unwrap_or(newest.number);
-    let Some(kept) = manifest.kept.iter().find(|kept| kept.number == asked).copied() else {
-        return Err(StoreError::NoSuchCheckpoint { store: home.name().into(), asked, have: manifest.numbers() });
-    };
-    if let Some(entry) = tail_entry.filter(|entry| entry.slot == kept.slot) {
-        return Ok((manifest, entry, passed));
-    }
-    let entry = kept_entry(home, &manifest, kept)?;
-    Ok((manifest, entry, passed))
-}
-
-/// Reads the log entry of a checkpoint that the manifest keeps.
-pub(crate) fn kept_entry(home: &Home, manifest: &Manifest, kept: crate::format::manifest::Kept) -> Result<Entry> {
-    let entry = log::read(home, kept.slot).map_err(|e| match e {
-        e if e.is_not_found() => {
-            let needed = format!("it is checkpoint {} (kept are {:?})", kept.number, manifest.numbers());
-            StoreError::Missing { store: home.name().into(), file: names::entry(kept.slot), needed }
-        }
-        other => other,
-    })?;
-    if entry.kind != Kind::Checkpoint || (kept.footer != 0 && kept.footer != entry.footer) {
-        let structure = crate::format::Structure::EntryFooter;
-        let flaw = crate::format::Flaw::bad(structure, 0, "it is not the entry that the manifest lists");
-        return Err(StoreError::flaw(home.name(), &names::entry(kept.slot), flaw));
-    }
-    Ok(entry)
-}
-
-/// Returns whether an error is only about a checkpoint or file that the newest manifest does not list any more. While a
-/// process reads a store, the owner of the store may replace files.
-pub(crate) fn is_replaced(home: &Home, e: &StoreError) -> bool {
-    let newest = || Some(log::tail(home).ok()?.state?.1);
-    match e {
-        StoreError::NoSuchCheckpoint { asked, .. } => {
-            newest().is_some_and(|manifest| !manifest.numbers().contains(asked))
-        }
-        StoreError::Missing { file, .. } => newest().is_some_and(|manifest| !needs(&manifest, file)),
-        StoreError::Io { file, .. } if e.is_not_found() => newest().is_some_and(|manifest| !needs(&manifest, file)),
-        _ => false,
-    }
-}
-
-fn needs(manifest: &Manifest, file: &str) -> bool {
-    let entries = manifest.kept.iter().map(|kept| names::entry(kept.slot));
-    let segments = manifest.segments.iter().map(|extent| names::segment(extent.epoch, extent.number));
-    entries.chain(segments).any(|needed| needed == file)
-}
-
-/// Finds the newest readable manifest that keeps checkpoint `at`.
-fn older_manifest(home: &Home, at: u64) -> Option<Manifest> {
-    log::slots(home).ok()?.0.into_iter().rev().find_map(|slot| {
-        let entry = log::read(home, slot).ok().filter(|entry| entry.kind != Kind::Claim)?;
-        log::manifest(home, &entry).ok().filter(|manifest| manifest.numbers().contains(&at))
-    })
-}
-
 impl LocalImage {
-    /// Opens checkpoint `at` of a store, or the newest, without building the index of pages. The first read of a page
-    /// builds the index, and reports damage to it.
-    pub(crate) fn open_lazily(home: Home, at: Option<u64>) -> Result<Self> {
-        let (_, entry, passed) = select(&home, at)?;
-        let table = table(&home, &entry)?;
-        if let Some(damage) = passed {
-            tracing::warn!("{damage}; checkpoint {} is opened without it", table.number);
-        }
-        Ok(Self { home, entry, table, files: Files::default(), index: RwLock::new(None) })
+    /// Opens checkpoint `number` of a store, or the newest, without building the index of pages. The first read of a
+    /// page builds the index, and reports damage to it.
+    pub(crate) fn open_lazily(store: StoreDirectory, number: Option<u64>) -> Result<Self> {
+        let selected = SelectedCheckpoint::find(&store, number)?;
+        let table = read_table(&store, &selected.entry)?;
+        selected.warn_of_skipped_damage(table.number);
+        let open_segments = OpenSegments::default();
+        Ok(Self { store, entry: selected.entry, table, open_segments, index: RwLock::new(None) })
     }
 
-    /// Opens checkpoint `at` of a store, or the newest.
-    pub(crate) fn open(home: Home, at: Option<u64>) -> Result<Self> {
-        let mut tries = 0;
+    /// Opens checkpoint `number` of a store, or the newest.
+    pub(crate) fn open(store: StoreDirectory, number: Option<u64>) -> Result<Self> {
+        let mut attempts = 0;
         loop {
-            tries += 1;
-            let (manifest, entry, passed) = match select(&home, at) {
-                Err(StoreError::Missing { .. }) if tries < 3 => continue,
-                other => other?,
+            attempts += 1;
+            let is_last_attempt = attempts == MAX_OPEN_ATTEMPTS;
+            let selected = match SelectedCheckpoint::find(&store, number) {
+                Err(StoreError::Missing { .. }) if !is_last_attempt => continue,
+                result => result?,
             };
-            let table = table(&home, &entry)?;
-            let files = Files::default();
-            match (Index::build(&home, &files, &manifest, &table, true), passed) {
-                // A writer may have replaced the manifest and removed a file that the old manifest lists.
-                (Err(StoreError::Missing { .. }), None) if tries < 3 => {}
-                // The older manifest lists a file that was removed after the damaged entry replaced the manifest.
-                (Err(StoreError::Missing { .. }), Some(damage)) => return Err(damage),
-                (Err(e), _) => return Err(e),
-                (Ok(index), passed) => {
-                    if let Some(damage) = passed {
-                        tracing::warn!("{damage}; checkpoint {} is opened without it", table.number);
-                    }
-                    return Ok(Self { home, entry, table, files, index: RwLock::new(Some(Arc::new(index))) });
-                }
-            }
+            let table = read_table(&store, &selected.entry)?;
+            let open_segments = OpenSegments::default();
+            let built = Index::build(&store, &open_segments, &selected.manifest, &table, BaseIndexUse::IfUsable);
+            let index = match built {
+                Ok(index) => index,
+                Err(e @ StoreError::Missing { .. }) => match selected.skipped_damage {
+                    // The older manifest lists a file that was removed after the damaged entry replaced the manifest.
+                    Some(damage) => return Err(damage),
+                    // A writer may have replaced the manifest and removed a file that the old manifest lists.
+                    None if !is_last_attempt => continue,
+                    None => return Err(e),
+                },
+                Err(e) => return Err(e),
+            };
+            selected.warn_of_skipped_damage(table.number);
+            let index = RwLock::new(Some(Arc::new(index)));
+            return Ok(Self { store, entry: selected.entry, table, open_segments, index });
         }
     }
 
-    pub(crate) fn home(&self) -> &Home {
-        &self.home
+    pub(crate) fn store(&self) -> &StoreDirectory {
+        &self.store
     }
 
-    pub(crate) fn table(&self) -> &Table {
+    pub(crate) fn table(&self) -> &CheckpointTable {
         &self.table
     }
 
@@ -185,27 +98,30 @@ impl LocalImage {
 
     /// Reads a section of the checkpoint's log entry.
     pub(crate) fn section(&self, section: Section) -> Result<Vec<u8>> {
-        log::section(&self.home, &self.entry, section)
+        log::section(&self.store, &self.entry, section)
     }
 
     pub(crate) fn index(&self) -> Result<Arc<Index>> {
-        let found = self.index.read().unwrap_or_else(PoisonError::into_inner).clone();
-        found.map_or_else(|| self.renew(None, true), Ok)
+        let built = self.index.read().unwrap_or_else(PoisonError::into_inner).clone();
+        built.map_or_else(|| self.rebuild_index(None, BaseIndexUse::IfUsable), Ok)
     }
 
-    /// Rebuilds the index after damaged or missing data was found through it. `seen` is the index that was used.
-    fn renew(&self, seen: Option<&Arc<Index>>, with_base: bool) -> Result<Arc<Index>> {
-        let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(now) = index.as_ref().filter(|now| seen.is_none_or(|seen| !Arc::ptr_eq(now, seen))) {
-            return Ok(now.clone());
+    /// Rebuilds the index after damaged or missing data was found through the index `outdated`, unless another thread
+    /// has rebuilt it since.
+    fn rebuild_index(&self, outdated: Option<&Arc<Index>>, base_use: BaseIndexUse) -> Result<Arc<Index>> {
+        let mut current = self.index.write().unwrap_or_else(PoisonError::into_inner);
+        let is_usable = |index: &&Arc<Index>| outdated.is_none_or(|outdated| !Arc::ptr_eq(index, outdated));
+        if let Some(index) = current.as_ref().filter(is_usable) {
+            return Ok(index.clone());
         }
-        let (manifest, entry, _) = select(&self.home, Some(self.table.number))?;
-        if entry.footer != self.entry.footer {
-            let (asked, have) = (self.table.number, manifest.numbers());
-            return Err(StoreError::NoSuchCheckpoint { store: self.home.name().into(), asked, have });
+        let selected = SelectedCheckpoint::find(&self.store, Some(self.table.number))?;
+        if selected.entry.footer != self.entry.footer {
+            let (asked, have) = (self.table.number, selected.manifest.numbers());
+            return Err(StoreError::NoSuchCheckpoint { store: self.store.name().into(), asked, have });
         }
-        let built = Arc::new(Index::build(&self.home, &self.files, &manifest, &self.table, with_base)?);
-        *index = Some(built.clone());
+        let built = Index::build(&self.store, &self.open_segments, &selected.manifest, &self.table, base_use)?;
+        let built = Arc::new(built);
+        *current = Some(built.clone());
         Ok(built)
     }
 
@@ -216,14 +132,14 @@ impl LocalImage {
             Err(e @ StoreError::Missing { .. }) => e,
             Err(e @ StoreError::Damaged { .. }) if index.has_base() => {
                 tracing::warn!("{e}; rebuilding the index from the segments' directories");
-                let renewed = self.renew(Some(&index), false)?;
-                return work(&renewed);
+                let rebuilt = self.rebuild_index(Some(&index), BaseIndexUse::Never)?;
+                return work(&rebuilt);
             }
-            other => return other,
+            result => return result,
         };
         // Either the writer has moved pages and removed the old segment, or the file is really missing.
-        match self.renew(Some(&index), true) {
-            Ok(renewed) => work(&renewed),
+        match self.rebuild_index(Some(&index), BaseIndexUse::IfUsable) {
+            Ok(rebuilt) => work(&rebuilt),
             Err(e @ StoreError::NoSuchCheckpoint { .. }) => Err(e),
             Err(_) => Err(error),
         }
@@ -238,82 +154,73 @@ impl LocalImage {
     }
 
     fn no_page(&self, block: String, page: PageNo) -> StoreError {
-        let (store, checkpoint) = (self.home.name().into(), self.table.number);
+        let (store, checkpoint) = (self.store.name().into(), self.table.number);
         StoreError::NoSuchPage { store, checkpoint, block, page: page.0 }
     }
 
-    fn bad_page(&self, index: &Index, (block, page): PageId, spot: IndexEntry, what: &str) -> StoreError {
-        let extent = index.segments.get(spot.place.segment());
+    fn bad_page(&self, index: &Index, (block, page): PageId, location: Location, what: &str) -> StoreError {
+        let extent = index.segments.get(location.segment());
         StoreError::from(Box::new(BadPage {
-            store: self.home.name().into(),
-            vm: self.home.vm.name.clone(),
+            store: self.store.name().into(),
+            vm: self.store.vm.name.clone(),
             checkpoint: self.table.number,
             block: self.block(block).map(|block| block.id.clone()).unwrap_or_default(),
             page: page.0,
             file: extent.map(|extent| names::segment(extent.epoch, extent.number)).unwrap_or_default(),
-            at: spot.place.offset(),
+            at: location.offset(),
             what: what.into(),
         }))
     }
 
-    /// Looks up pages in the index, in the given order.
-    pub(crate) fn spots(&self, index: &Index, pages: &[PageId]) -> Result<Vec<IndexEntry>> {
-        let spot = |&(block, page): &PageId| {
-            if page.0 >= self.block(block)?.pages() {
-                return Err(self.no_page(self.block(block)?.id.clone(), page));
-            }
-            index.find(&self.home, (block, page))
-        };
-        pages.iter().map(spot).collect()
+    fn find(&self, index: &Index, (block, page): PageId) -> Result<IndexEntry> {
+        if page.0 >= self.block(block)?.pages() {
+            return Err(self.no_page(self.block(block)?.id.clone(), page));
+        }
+        index.find(&self.store, (block, page))
     }
 
     /// Reads the stored bytes and the digest of each page, in the given order. Combines reads that are close together.
-    pub(crate) fn read_stored(&self, pages: &[PageId]) -> Result<Vec<(u64, Vec<u8>)>> {
+    pub(crate) fn read_stored(&self, pages: &[PageId]) -> Result<Vec<StoredPage>> {
         self.with_index(|index| {
-            let spots = self.spots(index, pages)?;
-            let mut order: Vec<(u64, usize)> = spots
-                .iter()
-                .enumerate()
-                .filter(|(_, spot)| spot.place.len() != 0)
-                .map(|(n, spot)| (spot.place.0, n))
-                .collect();
-            order.sort_unstable();
-            let mut stored: Vec<(u64, Vec<u8>)> = spots.iter().map(|spot| (spot.digest, Vec::new())).collect();
-            let mut rest = order.as_slice();
-            while let Some(&(_, first)) = rest.first() {
-                let Some(begin) = spots.get(first).map(|spot| spot.place) else { break };
-                let mut end = begin.offset() + u64::from(begin.len());
-                let mut taken = 1;
-                for (_, n) in rest.iter().skip(1) {
-                    let Some(place) = spots.get(*n).map(|spot| spot.place) else { break };
-                    let together = place.segment() == begin.segment()
-                        && place.offset() <= end + GAP
-                        && place.offset() + u64::from(place.len()) - begin.offset() <= READ;
-                    if !together {
-                        break;
-                    }
-                    end = end.max(place.offset() + u64::from(place.len()));
-                    taken += 1;
+            let mut stored = Vec::with_capacity(pages.len());
+            let mut wanted = Vec::with_capacity(pages.len());
+            for (position, id) in pages.iter().enumerate() {
+                let IndexEntry { location, digest } = self.find(index, *id)?;
+                stored.push(StoredPage { digest, bytes: Vec::new() });
+                if location.len() != 0 {
+                    wanted.push(WantedPage { location, id: *id, position });
                 }
-                let (group, others) = rest.split_at(taken);
-                rest = others;
-                let Some(extent) = index.segments.get(begin.segment()) else { continue };
-                let file = self.files.get(&self.home, *extent)?;
-                let name = names::segment(extent.epoch, extent.number);
-                let bytes = self.home.read_at(&file, &name, begin.offset(), (end - begin.offset()) as usize)?;
-                for &(_, n) in group {
-                    let (Some(spot), Some((_, content)), Some(id)) = (spots.get(n), stored.get_mut(n), pages.get(n))
-                    else {
-                        continue;
-                    };
-                    let at = (spot.place.offset() - begin.offset()) as usize;
-                    let part = bytes.get(at..at + usize::from(spot.place.len()));
-                    let part = part.ok_or_else(|| self.bad_page(index, *id, *spot, "the file ends before it"))?;
-                    content.extend_from_slice(part);
-                }
+            }
+            wanted.sort_unstable_by_key(|wanted| (wanted.location.0, wanted.position));
+            let mut remaining = wanted.as_slice();
+            while !remaining.is_empty() {
+                let (group, others) = remaining.split_at(count_for_one_read(remaining));
+                self.read_group(index, group, &mut stored)?;
+                remaining = others;
             }
             Ok(stored)
         })
+    }
+
+    /// Reads pages that are close together with one read, and adds their bytes to `stored`.
+    fn read_group(&self, index: &Index, group: &[WantedPage], stored: &mut [StoredPage]) -> Result<()> {
+        let Some(first) = group.first() else { return Ok(()) };
+        let begin = first.location.offset();
+        let end = group.iter().map(WantedPage::end).max().unwrap_or(begin);
+        let Some(extent) = index.segments.get(first.location.segment()) else { return Ok(()) };
+        let file = self.open_segments.get(&self.store, *extent)?;
+        let name = names::segment(extent.epoch, extent.number);
+        let bytes = self.store.read_at(&file, &name, begin, (end - begin) as usize)?;
+        for wanted in group {
+            let offset = (wanted.location.offset() - begin) as usize;
+            let page_bytes = bytes
+                .get(offset..offset + usize::from(wanted.location.len()))
+                .ok_or_else(|| self.bad_page(index, wanted.id, wanted.location, "the file ends before it"))?;
+            if let Some(stored) = stored.get_mut(wanted.position) {
+                stored.bytes.extend_from_slice(page_bytes);
+            }
+        }
+        Ok(())
     }
 
     /// Reads one page with one read of exactly its stored bytes, and checks its digest.
@@ -323,22 +230,23 @@ impl LocalImage {
     /// store does not keep the checkpoint any more.
     pub fn read_page(&self, id: PageId, content: &mut Page) -> Result<()> {
         self.with_index(|index| {
-            let spot = self.spots(index, &[id])?.first().copied().unwrap_or_default();
-            let mut buffer = [0; rekindle_pages::PAGE_SIZE];
-            let stored = buffer.get_mut(..spot.place.len().into()).unwrap_or_default();
+            let IndexEntry { location, digest } = self.find(index, id)?;
+            let mut buffer = [0; PAGE_SIZE];
+            let stored = buffer.get_mut(..location.len().into()).unwrap_or_default();
             if !stored.is_empty() {
-                let Some(extent) = index.segments.get(spot.place.segment()) else {
-                    return Err(self.bad_page(index, id, spot, "its segment is not known"));
+                let Some(extent) = index.segments.get(location.segment()) else {
+                    return Err(self.bad_page(index, id, location, "its segment is not known"));
                 };
-                let file = self.files.get(&self.home, *extent)?;
+                let file = self.open_segments.get(&self.store, *extent)?;
                 let name = names::segment(extent.epoch, extent.number);
-                let found = file.read_at(stored, spot.place.offset()).map_err(self.home.failed(&name, "reading"))?;
-                if found != stored.len() {
-                    return Err(self.bad_page(index, id, spot, "the file ends before it"));
+                let read_bytes =
+                    file.read_at(stored, location.offset()).map_err(self.store.failed(&name, "reading"))?;
+                if read_bytes != stored.len() {
+                    return Err(self.bad_page(index, id, location, "the file ends before it"));
                 }
             }
-            unpack(self.home.digester(), stored, spot.digest, content)
-                .map_err(|what| self.bad_page(index, id, spot, what))
+            unpack(self.store.digester(), stored, digest, content)
+                .map_err(|what| self.bad_page(index, id, location, what))
         })
     }
 
@@ -347,7 +255,7 @@ impl LocalImage {
     /// # Errors
     /// Errors of [`LocalImage::read_page`].
     pub fn digests(&self, pages: &[PageId]) -> Result<Vec<u64>> {
-        self.with_index(|index| Ok(self.spots(index, pages)?.iter().map(|spot| spot.digest).collect()))
+        self.with_index(|index| pages.iter().map(|id| Ok(self.find(index, *id)?.digest)).collect())
     }
 
     /// Reads pages of any blocks, and passes them to `take` in the given order.
@@ -355,14 +263,13 @@ impl LocalImage {
     /// # Errors
     /// Errors of [`LocalImage::read_page`]. The pages before the failed page were passed to `take`.
     pub fn read_many(&self, pages: &[PageId], mut take: impl FnMut(PageId, &Page)) -> Result<()> {
-        let mut content = [0; rekindle_pages::PAGE_SIZE];
-        // Few pages at a time, to use little memory.
-        for some in pages.chunks(512) {
-            for (id, (digest, stored)) in some.iter().zip(self.read_stored(some)?) {
-                unpack(self.home.digester(), &stored, digest, &mut content).or_else(|what| {
+        let mut content = [0; PAGE_SIZE];
+        for ids in pages.chunks(PAGES_PER_READ) {
+            for (id, stored) in ids.iter().zip(self.read_stored(ids)?) {
+                unpack(self.store.digester(), &stored.bytes, stored.digest, &mut content).or_else(|what| {
                     let index = self.index()?;
-                    let spot = self.spots(&index, &[*id]).ok().and_then(|spots| spots.first().copied());
-                    Err(self.bad_page(&index, *id, spot.unwrap_or_default(), what))
+                    let location = self.find(&index, *id).map(|entry| entry.location).unwrap_or_default();
+                    Err(self.bad_page(&index, *id, location, what))
                 })?;
                 take(*id, &content);
             }
@@ -375,71 +282,107 @@ impl LocalImage {
     ///
     /// # Errors
     /// Errors of building the index, if the image was opened lazily.
-    pub fn hot(&self) -> Result<Hot<'_>> {
+    pub fn hot(&self) -> Result<LocalHotPages<'_>> {
         let index = self.index()?;
-        let seen = (0..index.blocks()).map(|_| DirtySet::default()).collect();
-        Ok(Hot { image: self, index, seen, frame: 0, ready: Vec::new(), rest: (BlockId(0), PageNo(0)) })
+        let returned = (0..index.blocks()).map(|_| DirtySet::default()).collect();
+        let next_unlisted = (BlockId(0), PageNo(0));
+        Ok(LocalHotPages { image: self, index, returned, next_frame: 0, frame_pages: Vec::new(), next_unlisted })
     }
 }
 
-/// Nonzero pages of an image, the most recently written first.
-#[derive(Debug)]
-pub struct Hot<'a> {
-    image: &'a LocalImage,
-    index: Arc<Index>,
-    seen: Vec<DirtySet>,
-    frame: usize,
-    ready: Vec<PageId>,
-    rest: PageId,
+/// A page whose stored bytes are to be read.
+struct WantedPage {
+    location: Location,
+    id: PageId,
+    /// Position of the page in the caller's list.
+    position: usize,
 }
 
-impl Hot<'_> {
-    /// Loads the pages of the next frame into `ready`, in reverse, because `pop` takes pages from the end.
-    fn load(&mut self, frame: crate::index::Recent) {
+impl WantedPage {
+    /// Returns the offset after the stored bytes.
+    fn end(&self) -> u64 {
+        self.location.offset() + u64::from(self.location.len())
+    }
+}
+
+/// Returns how many of the first pages are close enough to be read with one read. The pages are sorted by location.
+fn count_for_one_read(wanted: &[WantedPage]) -> usize {
+    let Some(first) = wanted.first() else { return 0 };
+    let mut end = first.end();
+    let is_close = |next: &&WantedPage| {
+        let is_close = next.location.segment() == first.location.segment()
+            && next.location.offset() <= end + MAX_GAP_BYTES
+            && next.end() - first.location.offset() <= MAX_READ_BYTES;
+        end = end.max(next.end());
+        is_close
+    };
+    1 + wanted.iter().skip(1).take_while(is_close).count()
+}
+
+/// Nonzero pages of an image, the most recently written first: the pages of recent frames, then all others by number.
+#[derive(Debug)]
+pub struct LocalHotPages<'a> {
+    image: &'a LocalImage,
+    index: Arc<Index>,
+    /// Pages of each block that were returned.
+    returned: Vec<DirtySet>,
+    /// Position in [`Index::recent`] of the frame to load next.
+    next_frame: usize,
+    /// Pages of the loaded frame, in reverse, because `pop` takes pages from the end.
+    frame_pages: Vec<PageId>,
+    /// Next page to check after all recent frames.
+    next_unlisted: PageId,
+}
+
+impl LocalHotPages<'_> {
+    /// Loads the pages of a frame. A frame affects only the order: the pages of an unreadable frame come with the
+    /// others, and reading such a page returns the error.
+    fn load(&mut self, frame: RecentFrame) {
         let Some(extent) = self.index.segments.get(frame.segment).copied() else { return };
-        let home = &self.image.home;
-        let Ok(file) = self.image.files.get(home, extent) else { return };
-        let Ok(bytes) = home.read_at(&file, "", frame.at, DIRECTORY_ROOM) else { return };
-        // A frame affects only the order. The pages of an unreadable frame come with the rest; reading such a page
-        // returns the error.
-        let Ok(directory) = Directory::decode(&bytes, frame.at) else { return };
-        let position = |number| self.image.table.blocks.iter().position(|stored| stored.number == number).map(BlockId);
-        let pages: Vec<_> = directory
-            .pages()
-            .filter(|found| found.record.len != 0)
-            .filter_map(|found| Some((position(found.record.block)?, PageNo(found.record.page.into()))))
-            .collect();
-        self.ready.extend(pages.into_iter().rev());
+        let store = &self.image.store;
+        let Ok(file) = self.image.open_segments.get(store, extent) else { return };
+        let Ok(bytes) = store.read_at(&file, "", frame.offset, MAX_DIRECTORY_BYTES) else { return };
+        let Ok(directory) = Directory::decode(&bytes, frame.offset) else { return };
+        let blocks = &self.image.table.blocks;
+        for listed in directory.pages().filter(|listed| listed.record.len != 0) {
+            if let Some(position) = blocks.iter().position(|stored| stored.number == listed.record.block) {
+                self.frame_pages.push((BlockId(position), PageNo(listed.record.page.into())));
+            }
+        }
+        self.frame_pages.reverse();
     }
 
     /// Returns whether a page is nonzero and was not returned before.
-    fn wanted(&mut self, (block, page): PageId) -> bool {
+    fn is_wanted(&mut self, (block, page): PageId) -> bool {
         self.index.pages(block).is_some_and(|pages| page.0 < pages)
-            && self.seen.get_mut(block.0).is_some_and(|seen| seen.insert(page))
+            && self.returned.get_mut(block.0).is_some_and(|returned| returned.insert(page))
             // A page whose lookup fails is returned, so that reading it returns the error.
-            && self.index.find(&self.image.home, (block, page)).map_or(true, |spot| spot.place.len() != 0)
+            && self.index.find(&self.image.store, (block, page)).map_or(true, |entry| entry.location.len() != 0)
     }
 }
 
-impl Iterator for Hot<'_> {
+impl Iterator for LocalHotPages<'_> {
     type Item = PageId;
 
     fn next(&mut self) -> Option<PageId> {
         loop {
-            while let Some(id) = self.ready.pop() {
-                if self.wanted(id) {
+            while let Some(id) = self.frame_pages.pop() {
+                if self.is_wanted(id) {
                     return Some(id);
                 }
             }
-            if let Some(frame) = self.index.recent.get(self.frame).copied() {
-                self.frame += 1;
+            if let Some(frame) = self.index.recent.get(self.next_frame).copied() {
+                self.next_frame += 1;
                 self.load(frame);
                 continue;
             }
-            let (block, page) = self.rest;
-            let pages = self.index.pages(block)?;
-            self.rest = if page.0 < pages { (block, page.next()) } else { (BlockId(block.0 + 1), PageNo(0)) };
-            if page.0 < pages && self.wanted((block, page)) {
+            let (block, page) = self.next_unlisted;
+            if page.0 >= self.index.pages(block)? {
+                self.next_unlisted = (BlockId(block.0 + 1), PageNo(0));
+                continue;
+            }
+            self.next_unlisted = (block, page.next());
+            if self.is_wanted((block, page)) {
                 return Some((block, page));
             }
         }

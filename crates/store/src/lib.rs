@@ -1,38 +1,60 @@
 //! Stores of VM checkpoints. A checkpoint is written as a whole and read back page by page (HydraVM, HPL-2011-24,
 //! sections III-A and IV).
 //!
+//! Modules in layers. Each imports only from the layers below it, or from modules of its own line to its left:
+//!
+//! ```text
+//! use a store            writer   reader   export   admin   fuzz
+//! store on a server      remote: client (write_session, image), server
+//! store in a directory   engine   packing   fencing   listing   verify
+//! a checkpoint in it     index   image
+//! structures in it       directory   log   checkpoints   segments
+//! base                   types   url   format   disk   error   page_table
+//! ```
+//!
 //! | module | purpose |
 //! |---|---|
 //! | [`writer`] | write checkpoints, as the owner of a store |
-//! | [`reader`] | read a checkpoint; [`image`] reads one in a directory |
-//! | [`admin`] | list, verify, compact and fence a store |
-//! | [`url`] | address of a store |
+//! | [`reader`] | read a checkpoint |
+//! | [`admin`] | create, list, verify, compact and fence a store |
 //! | [`export`] | convert a checkpoint to a migration stream that QEMU loads, and back |
-//! | [`types`] | VMs, RAM blocks, owners, checkpoints |
-//! | [`error`] | all errors |
+//! | [`remote`] | stores on a server: the client and the server |
+//! | `engine` | the writer of a store in a directory |
+//! | `packing` | build and compress frames of pages |
+//! | `fencing`, [`listing`], [`verify`] | the same operations as in [`admin`], for a store in a directory |
+//! | [`image`], `index` | read a checkpoint of a store in a directory: its pages, and where they are |
+//! | `checkpoints` | find checkpoints in the log |
+//! | `segments` | read segments, which contain the pages |
+//! | [`log`] | the log: claim a store, commit, find the newest state |
+//! | `directory` | open and create the directory of a store |
+//! | `page_table` | tables with a value for every page |
 //! | [`disk`] | file operations |
-//! | [`remote`] | stores on a server |
-//! | [`fuzz`] | all parsers, for fuzzing |
 //! | [`format`] | formats of the files: `docs/store-format.md` |
+//! | [`error`] | all errors |
+//! | [`types`], [`url`] | VMs, RAM blocks, owners, checkpoints; address of a store |
+//! | [`fuzz`] | all parsers, for fuzzing |
 
 #![allow(missing_docs, reason = "a name that needs no explanation gets no comment")]
 
 pub mod admin;
+mod checkpoints;
+mod directory;
 pub mod disk;
 mod engine;
 pub mod error;
 pub mod export;
+mod fencing;
 pub mod format;
 pub mod fuzz;
-mod home;
 pub mod image;
 mod index;
 pub mod listing;
 pub mod log;
+mod packing;
+mod page_table;
 pub mod reader;
 pub mod remote;
 mod segments;
-mod sparse;
 #[cfg(test)]
 mod tests;
 pub mod types;

@@ -1,11 +1,11 @@
 //! Lists the contents of a store.
 
-use crate::error::{Result, StoreError};
-use crate::format::manifest::{Kept, Manifest};
+use crate::checkpoints::{describe, is_replaced, read_kept_entry, read_table};
+use crate::directory::StoreDirectory;
+use crate::error::Result;
+use crate::format::manifest::{KeptCheckpoint, Manifest};
 use crate::format::names;
-use crate::home::Home;
-use crate::image::{describe, is_replaced, kept_entry, table};
-use crate::log;
+use crate::log::{self, LogTail};
 use crate::types::{CheckpointInfo, Owner, Vm};
 use serde::{Deserialize, Serialize};
 
@@ -46,40 +46,59 @@ impl Listing {
     }
 }
 
-fn inspect(home: &Home, manifest: &Manifest, kept: Kept) -> Result<CheckpointInfo> {
-    let entry = kept_entry(home, manifest, kept)?;
-    Ok(describe(&entry, &table(home, &entry)?))
-}
-
-pub(crate) fn list(home: &Home) -> Result<Listing> {
-    let mut tries = 0;
-    let (tail, inspected) = loop {
-        tries += 1;
-        let mut tail = log::tail(home)?;
-        let manifest = tail.state.take().map(|(_, manifest)| manifest).unwrap_or_default();
-        let inspected: Vec<_> =
-            manifest.kept.iter().map(|kept| (kept.number, inspect(home, &manifest, *kept))).collect();
-        // If the owner has removed a checkpoint meanwhile, start again.
-        let is_old = |result: &Result<_>| result.as_ref().is_err_and(|e| is_replaced(home, e));
-        if tries == log::TRIES || !inspected.iter().any(|(_, result)| is_old(result)) {
-            break (tail, inspected);
-        }
-    };
-    let listed = |(number, result)| match result {
-        Ok(info) => ListedCheckpoint { number, info: Some(info), error: None },
-        Err(e) => ListedCheckpoint { number, info: None, error: Some(StoreError::to_string(&e)) },
-    };
-    let checkpoints: Vec<ListedCheckpoint> = inspected.into_iter().map(listed).collect();
-    let mut disk = 0;
-    for directory in ["", names::LOG, names::SEGMENTS, names::INDEX] {
-        let files = home.disk.list(directory).map_err(home.failed(directory, "listing the directory"))?;
-        let subdirectory = |name: &str| [names::LOG, names::SEGMENTS, names::INDEX].contains(&name);
-        // The second name of the last log entry must not be counted.
-        let counts = |name: &str| !subdirectory(name) && names::parse_last(name).is_none();
-        disk += files.iter().filter(|(name, _)| counts(name)).map(|(_, len)| len.next_multiple_of(4096)).sum::<u64>();
-    }
+/// Lists the contents of a store.
+pub(crate) fn list(store: &StoreDirectory) -> Result<Listing> {
+    let (tail, checkpoints) = read_checkpoints(store)?;
     let newest = checkpoints.iter().rev().find_map(|listed| listed.info.as_ref());
     let ram = newest.map_or(0, |info| info.blocks.iter().map(|block| block.used).sum());
-    let owner = if tail.claim == 0 { None } else { Some(log::claim_in(home, tail.claim)?.owner) };
-    Ok(Listing { vm: home.vm.clone(), created_us: home.created_us, epoch: tail.epoch, owner, checkpoints, disk, ram })
+    let owner = if tail.claim == 0 { None } else { Some(log::read_claim(store, tail.claim)?.owner) };
+    let (vm, created_us, disk) = (store.vm.clone(), store.created_us, used_bytes(store)?);
+    Ok(Listing { vm, created_us, epoch: tail.epoch, owner, checkpoints, disk, ram })
+}
+
+/// Reads the end of the log, and the kept checkpoints of that moment. Starts again if the owner has removed a
+/// checkpoint meanwhile.
+fn read_checkpoints(store: &StoreDirectory) -> Result<(LogTail, Vec<ListedCheckpoint>)> {
+    let mut attempts = 0;
+    loop {
+        attempts += 1;
+        let mut tail = log::tail(store)?;
+        let manifest = tail.newest_state.take().map(|state| state.manifest).unwrap_or_default();
+        let mut checkpoints = Vec::with_capacity(manifest.kept.len());
+        let mut is_outdated = false;
+        for kept in &manifest.kept {
+            let (info, error) = match read_info(store, &manifest, *kept) {
+                Ok(info) => (Some(info), None),
+                Err(e) => {
+                    is_outdated |= is_replaced(store, &e);
+                    (None, Some(e.to_string()))
+                }
+            };
+            checkpoints.push(ListedCheckpoint { number: kept.number, info, error });
+        }
+        if !is_outdated || attempts == log::MAX_ATTEMPTS {
+            return Ok((tail, checkpoints));
+        }
+    }
+}
+
+fn read_info(store: &StoreDirectory, manifest: &Manifest, kept: KeptCheckpoint) -> Result<CheckpointInfo> {
+    let entry = read_kept_entry(store, manifest, kept)?;
+    Ok(describe(&entry, &read_table(store, &entry)?))
+}
+
+/// Returns the bytes that the store uses on the disk.
+fn used_bytes(store: &StoreDirectory) -> Result<u64> {
+    const SUBDIRECTORIES: [&str; 3] = [names::LOG, names::SEGMENTS, names::INDEX];
+    let mut bytes = 0;
+    for directory in ["", names::LOG, names::SEGMENTS, names::INDEX] {
+        let files = store.disk.list(directory).map_err(store.failed(directory, "listing the directory"))?;
+        for (name, len) in files {
+            // The second name of the last log entry must not be counted.
+            if !SUBDIRECTORIES.contains(&name.as_str()) && names::parse_last(&name).is_none() {
+                bytes += len.next_multiple_of(4096);
+            }
+        }
+    }
+    Ok(bytes)
 }

@@ -4,32 +4,41 @@
 //! also checks the owner epoch: for a superseded owner the link fails, because the claim of the next owner has the
 //! number.
 
+use crate::directory::{StoreDirectory, read_whole, write_new};
 use crate::error::{Result, StoreError};
 use crate::format::Flaw;
 use crate::format::codec::{Reader, Writer};
 use crate::format::entry::{self, Entry, Kind, Section};
 use crate::format::manifest::Manifest;
 use crate::format::names;
-use crate::home::{Home, read_whole, write_new};
 use crate::types::{Guest, OnlyIf, Owner};
 use std::io;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 /// Limit of attempts to read or claim a store that other processes change concurrently.
-pub(crate) const TRIES: usize = 100;
+pub(crate) const MAX_ATTEMPTS: usize = 100;
+
+/// Attempts to list the log after which a gap in the newest entries is an error.
+const GAP_ATTEMPTS: usize = 3;
 
 /// The end of the log.
 #[derive(Debug)]
-pub(crate) struct Tail {
+pub(crate) struct LogTail {
     /// Number of the newest entry; 0 if the log is empty.
-    pub top: u64,
+    pub newest: u64,
     /// Owner epoch; 0 before the first claim.
     pub epoch: u64,
-    /// Number of the entry by which the current owner claimed the store.
+    /// Number of the entry by which the current owner claimed the store; 0 before the first claim.
     pub claim: u64,
-    /// Newest entry with a manifest, and that manifest.
-    pub state: Option<(Entry, Manifest)>,
+    pub newest_state: Option<StateEntry>,
+}
+
+/// A log entry with a manifest. The newest one determines the state of the store.
+#[derive(Debug)]
+pub(crate) struct StateEntry {
+    pub entry: Entry,
+    pub manifest: Manifest,
 }
 
 /// The ownership of a store in one epoch.
@@ -38,7 +47,7 @@ pub struct Claim {
     pub epoch: u64,
     pub owner: Owner,
     /// Number of the claim's log entry.
-    pub(crate) slot: u64,
+    pub(crate) log_number: u64,
 }
 
 /// Failure of appending an entry to the log.
@@ -52,81 +61,90 @@ pub(crate) enum NotAppended {
     Uncertain(StoreError),
 }
 
-/// Returns the numbers of all entries, ascending, and the number in the newest entry's second name, if there is one.
-pub(crate) fn slots(home: &Home) -> Result<(Vec<u64>, Option<u64>)> {
-    let listed = home.disk.list(names::LOG).map_err(home.failed(names::LOG, "listing the directory"))?;
-    let mut slots: Vec<_> = listed.iter().filter_map(|(name, _)| names::parse_entry(name)).collect();
-    slots.sort_unstable();
-    Ok((slots, listed.iter().filter_map(|(name, _)| names::parse_last(name)).max()))
+/// Numbers of the files in the directory of the log.
+pub(crate) struct LogListing {
+    /// Numbers of all entries, ascending.
+    pub log_numbers: Vec<u64>,
+    /// Number in the second name of the newest entry, if it has one.
+    pub second_name: Option<u64>,
 }
 
-/// Reads the log entry with number `slot`.
-pub(crate) fn read(home: &Home, slot: u64) -> Result<Entry> {
-    let name = names::entry(slot);
-    let bytes = read_whole(&home.disk, &name, entry::LONGEST)?;
-    Entry::decode(bytes, home.id, slot).map_err(|flaw| StoreError::flaw(home.name(), &name, flaw))
+pub(crate) fn list(store: &StoreDirectory) -> Result<LogListing> {
+    let files = store.disk.list(names::LOG).map_err(store.failed(names::LOG, "listing the directory"))?;
+    let mut log_numbers: Vec<_> = files.iter().filter_map(|(name, _)| names::parse_entry(name)).collect();
+    log_numbers.sort_unstable();
+    Ok(LogListing { log_numbers, second_name: files.iter().filter_map(|(name, _)| names::parse_last(name)).max() })
+}
+
+/// Reads the log entry with number `log_number`.
+pub(crate) fn read(store: &StoreDirectory, log_number: u64) -> Result<Entry> {
+    let name = names::entry(log_number);
+    let bytes = read_whole(&store.disk, &name, entry::MAX_ENTRY_BYTES)?;
+    Entry::decode(bytes, store.id, log_number).map_err(|flaw| StoreError::flaw(store.name(), &name, flaw))
 }
 
 /// Decodes a section of an entry.
-pub(crate) fn section(home: &Home, entry: &Entry, section: Section) -> Result<Vec<u8>> {
-    entry.section(section).map_err(|flaw| StoreError::flaw(home.name(), &names::entry(entry.slot), flaw))
+pub(crate) fn section(store: &StoreDirectory, entry: &Entry, section: Section) -> Result<Vec<u8>> {
+    entry.section(section).map_err(|flaw| StoreError::flaw(store.name(), &names::entry(entry.log_number), flaw))
 }
 
 /// Decodes the manifest of an entry, and fills in the checksum of the entry's own footer.
-pub(crate) fn manifest(home: &Home, entry: &Entry) -> Result<Manifest> {
-    let bytes = section(home, entry, Section::Manifest)?;
-    let mut manifest =
-        Manifest::decode(&bytes).map_err(|flaw| StoreError::flaw(home.name(), &names::entry(entry.slot), flaw))?;
-    if let Some(own) = manifest.kept.iter_mut().find(|kept| kept.slot == entry.slot) {
+pub(crate) fn manifest(store: &StoreDirectory, entry: &Entry) -> Result<Manifest> {
+    let bytes = section(store, entry, Section::Manifest)?;
+    let mut manifest = Manifest::decode(&bytes)
+        .map_err(|flaw| StoreError::flaw(store.name(), &names::entry(entry.log_number), flaw))?;
+    if let Some(own) = manifest.kept.iter_mut().find(|kept| kept.log_number == entry.log_number) {
         own.footer = entry.footer;
     }
     Ok(manifest)
 }
 
-/// Reads the claim in the log entry with number `slot`.
-pub(crate) fn claim_in(home: &Home, slot: u64) -> Result<Claim> {
-    let entry = read(home, slot)?;
-    let bytes = section(home, &entry, Section::Claim)?;
+/// Reads the claim in the log entry with number `log_number`.
+pub(crate) fn read_claim(store: &StoreDirectory, log_number: u64) -> Result<Claim> {
+    let entry = read(store, log_number)?;
+    let bytes = section(store, &entry, Section::Claim)?;
     let owner = serde_json::from_slice(&bytes).map_err(|_| {
         let flaw = Flaw::bad(Section::Claim.structure(), 0, "it does not name an owner");
-        StoreError::flaw(home.name(), &names::entry(slot), flaw)
+        StoreError::flaw(store.name(), &names::entry(log_number), flaw)
     })?;
-    Ok(Claim { epoch: entry.epoch, owner, slot })
+    Ok(Claim { epoch: entry.epoch, owner, log_number })
 }
 
-pub(crate) fn tail(home: &Home) -> Result<Tail> {
-    let mut tries = 0;
-    'again: loop {
-        tries += 1;
-        let (slots, last) = slots(home)?;
-        let top = slots.last().copied().max(last).unwrap_or(0);
-        let mut tail = Tail { top, epoch: 0, claim: 0, state: None };
-        let mut slot = tail.top;
-        while slot > 0 {
-            if slots.binary_search(&slot).is_err() {
-                if tries < 3 {
-                    continue 'again;
+/// Reads the end of the log: the newest entry, the claims before it, and the newest entry with a manifest.
+pub(crate) fn tail(store: &StoreDirectory) -> Result<LogTail> {
+    let mut attempts = 0;
+    'attempt: loop {
+        attempts += 1;
+        let LogListing { log_numbers, second_name } = list(store)?;
+        let newest = log_numbers.last().copied().max(second_name).unwrap_or(0);
+        let mut tail = LogTail { newest, epoch: 0, claim: 0, newest_state: None };
+        let mut log_number = newest;
+        while log_number > 0 {
+            if log_numbers.binary_search(&log_number).is_err() {
+                if attempts < GAP_ATTEMPTS {
+                    continue 'attempt;
                 }
                 // Claims are never removed. The newest manifest before each claim is not removed either.
                 let needed = "the newest entries of the log have no gap".to_owned();
-                return Err(StoreError::Missing { store: home.name().into(), file: names::entry(slot), needed });
+                let file = names::entry(log_number);
+                return Err(StoreError::Missing { store: store.name().into(), file, needed });
             }
-            let entry = match read(home, slot) {
+            let entry = match read(store, log_number) {
                 // The owner may have removed an entry that a newer entry replaces.
-                Err(e) if e.is_not_found() && tries < TRIES => continue 'again,
-                other => other?,
+                Err(e) if e.is_not_found() && attempts < MAX_ATTEMPTS => continue 'attempt,
+                result => result?,
             };
             if tail.epoch == 0 {
                 tail.epoch = entry.epoch;
             }
             if entry.kind == Kind::Claim {
-                tail.claim = tail.claim.max(slot);
-                slot = before(home, &entry)?;
+                tail.claim = tail.claim.max(log_number);
+                log_number = state_before_claim(store, &entry)?;
                 continue;
             }
-            let manifest = manifest(home, &entry)?;
+            let manifest = manifest(store, &entry)?;
             tail.claim = tail.claim.max(manifest.claim);
-            tail.state = Some((entry, manifest));
+            tail.newest_state = Some(StateEntry { entry, manifest });
             break;
         }
         return Ok(tail);
@@ -135,53 +153,66 @@ pub(crate) fn tail(home: &Home) -> Result<Tail> {
 
 /// Returns the number of the entry with the newest manifest at the time of `claim`, or 0. A claim of an older Rekindle
 /// does not record it; then the number of the preceding entry is returned.
-fn before(home: &Home, claim: &Entry) -> Result<u64> {
+fn state_before_claim(store: &StoreDirectory, claim: &Entry) -> Result<u64> {
     if claim.section_len(Section::Before) == 0 {
-        return Ok(claim.slot - 1);
+        return Ok(claim.log_number - 1);
     }
-    let bytes = section(home, claim, Section::Before)?;
-    let before = Reader::new(&bytes).u64().filter(|before| *before < claim.slot);
+    let bytes = section(store, claim, Section::Before)?;
+    let before = Reader::new(&bytes).u64().filter(|before| *before < claim.log_number);
     before.ok_or_else(|| {
         let flaw = Flaw::bad(Section::Before.structure(), 0, "it does not name the entry before it");
-        StoreError::flaw(home.name(), &names::entry(claim.slot), flaw)
+        StoreError::flaw(store.name(), &names::entry(claim.log_number), flaw)
     })
 }
 
-/// Appends an entry to the log as number `slot`. Adds the time spent waiting for the disk to `waited`.
+/// Appends an entry to the log as number `log_number`. Adds the time spent waiting for the disk to `sync_time`.
 pub(crate) fn append(
-    home: &Home,
+    store: &StoreDirectory,
     epoch: u64,
-    slot: u64,
+    log_number: u64,
     content: &[u8],
-    waited: &mut Duration,
+    sync_time: &mut Duration,
 ) -> std::result::Result<(), NotAppended> {
-    let new = names::new(names::LOG, epoch, &Uuid::new_v4().simple().to_string());
-    let name = names::entry(slot);
-    let began = Instant::now();
-    let linked = write_new(&home.disk, &new, content).map_err(NotAppended::Failed).and_then(|()| {
-        home.disk.link(&new, &name).or_else(|e| match read_whole(&home.disk, &name, entry::LONGEST) {
-            // The entry is ours: the link succeeded, but the file server's answer was lost.
-            Ok(found) if found == content => Ok(()),
-            Ok(_) => Err(NotAppended::Taken),
-            Err(other) if other.is_not_found() && e.kind() != io::ErrorKind::AlreadyExists => {
-                Err(NotAppended::Failed(home.failed(&name, "linking the log entry")(e)))
-            }
-            Err(other) => Err(NotAppended::Uncertain(other)),
-        })
-    });
-    let done = linked.and_then(|()| {
-        let synced = home.disk.sync_directory(names::LOG);
-        synced.map_err(|e| NotAppended::Uncertain(home.failed(names::LOG, "making the log entry durable")(e)))
-    });
-    *waited += began.elapsed();
-    if done.is_ok() {
+    let temporary = names::new(names::LOG, epoch, &Uuid::new_v4().simple().to_string());
+    let started_at = Instant::now();
+    let appended = write_new(&store.disk, &temporary, content)
+        .map_err(NotAppended::Failed)
+        .and_then(|()| link_entry(store, &temporary, log_number, content))
+        .and_then(|()| {
+            store
+                .disk
+                .sync_directory(names::LOG)
+                .map_err(|e| NotAppended::Uncertain(store.failed(names::LOG, "making the log entry durable")(e)))
+        });
+    *sync_time += started_at.elapsed();
+    if appended.is_ok() {
         // A second name, so that a reader notices if the entry is lost. The name need not be durable.
-        let _ = home.disk.link(&new, &names::last(slot));
-        let _ = home.disk.remove(&names::last(slot.saturating_sub(1)));
+        let _ = store.disk.link(&temporary, &names::last(log_number));
+        let _ = store.disk.remove(&names::last(log_number.saturating_sub(1)));
     }
     // The temporary name is not needed, whether the link succeeded or failed.
-    let _ = home.disk.remove(&new);
-    done
+    let _ = store.disk.remove(&temporary);
+    appended
+}
+
+/// Links the file `temporary` to its number in the log. This is the commit of the entry.
+fn link_entry(
+    store: &StoreDirectory,
+    temporary: &str,
+    log_number: u64,
+    content: &[u8],
+) -> std::result::Result<(), NotAppended> {
+    let name = names::entry(log_number);
+    let Err(link_error) = store.disk.link(temporary, &name) else { return Ok(()) };
+    match read_whole(&store.disk, &name, entry::MAX_ENTRY_BYTES) {
+        // The entry is ours: the link succeeded, but the file server's answer was lost.
+        Ok(existing) if existing == content => Ok(()),
+        Ok(_) => Err(NotAppended::Taken),
+        Err(e) if e.is_not_found() && link_error.kind() != io::ErrorKind::AlreadyExists => {
+            Err(NotAppended::Failed(store.failed(&name, "linking the log entry")(link_error)))
+        }
+        Err(e) => Err(NotAppended::Uncertain(e)),
+    }
 }
 
 /// Becomes the owner of the store: no previous owner can commit any more. With `only_if`, only if that condition holds.
@@ -189,54 +220,60 @@ pub(crate) fn append(
 /// # Errors
 /// [`StoreError::Superseded`] if the condition does not hold; damage; [`StoreError::Io`]. The previous owner is still
 /// the owner then, unless the error occurred while the claim was linked or made durable: the claim may be in the log.
-pub(crate) fn claim(home: &Home, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Claim, Tail)> {
-    for _ in 0..TRIES {
-        let tail = tail(home)?;
-        let owner = follow(home, owner, &tail)?;
-        let over = match only_if {
-            Some(OnlyIf::Epoch(mine)) if mine != tail.epoch => Some(mine),
-            Some(OnlyIf::Run { run }) if run != guest_epochs(home, &tail)?.run => Some(run),
-            _ => None,
-        };
-        if let Some(mine) = over {
-            return Err(superseded(home, mine, tail.claim));
-        }
+pub(crate) fn claim(store: &StoreDirectory, owner: &Owner, only_if: Option<OnlyIf>) -> Result<(Claim, LogTail)> {
+    for _ in 0..MAX_ATTEMPTS {
+        let tail = tail(store)?;
+        let owner = with_guest_epochs(store, owner, &tail)?;
+        check_condition(store, &tail, only_if)?;
         // The existing entries must be durable before a claim that builds on them.
-        home.disk.sync_directory(names::LOG).map_err(home.failed(names::LOG, "making the log durable"))?;
-        let (epoch, slot) = (tail.epoch + 1, tail.top + 1);
-        let text = serde_json::to_vec(&owner).map_err(|e| StoreError::io(home.name(), "", "claiming", e.into()))?;
-        let mut before = Vec::new();
-        before.put_u64(tail.state.as_ref().map_or(0, |(entry, _)| entry.slot));
-        let sections: &[(Section, &[u8])] = &[(Section::Claim, &text), (Section::Before, &before)];
-        let (content, _) = entry::encode(home.id, Kind::Claim, epoch, slot, sections);
-        let mut waited = Duration::ZERO;
-        match append(home, epoch, slot, &content, &mut waited) {
+        store.disk.sync_directory(names::LOG).map_err(store.failed(names::LOG, "making the log durable"))?;
+        let (epoch, log_number) = (tail.epoch + 1, tail.newest + 1);
+        let content = encode_claim(store, epoch, log_number, &owner, &tail)?;
+        match append(store, epoch, log_number, &content, &mut Duration::default()) {
             Ok(()) => {}
             Err(NotAppended::Taken) => continue,
             Err(NotAppended::Failed(e) | NotAppended::Uncertain(e)) => return Err(e),
         }
         // The client of a file server may have listed an old state of the directory. Our change of the directory has
         // refreshed it.
-        if follows(home, epoch, slot)? {
-            return Ok((Claim { epoch, owner, slot }, tail));
+        if claim_number_is_valid(store, epoch, log_number)? {
+            return Ok((Claim { epoch, owner, log_number }, tail));
         }
-        let _ = home.disk.remove(&names::last(slot));
-        let _ = home.disk.remove(&names::entry(slot));
+        let _ = store.disk.remove(&names::last(log_number));
+        let _ = store.disk.remove(&names::entry(log_number));
     }
     let e = io::Error::new(io::ErrorKind::ResourceBusy, "other processes claim it all the time; try again later");
-    Err(StoreError::io(home.name(), "", "claiming", e))
+    Err(StoreError::io(store.name(), "", "claiming", e))
+}
+
+/// Fails with [`StoreError::Superseded`] if the condition for a claim does not hold.
+fn check_condition(store: &StoreDirectory, tail: &LogTail, only_if: Option<OnlyIf>) -> Result<()> {
+    let expected_epoch = match only_if {
+        Some(OnlyIf::Epoch(epoch)) if epoch != tail.epoch => epoch,
+        Some(OnlyIf::Run { run }) if run != guest_epochs(store, tail)?.run => run,
+        _ => return Ok(()),
+    };
+    Err(superseded(store, expected_epoch, tail.claim))
+}
+
+fn encode_claim(store: &StoreDirectory, epoch: u64, log_number: u64, owner: &Owner, tail: &LogTail) -> Result<Vec<u8>> {
+    let owner = serde_json::to_vec(owner).map_err(|e| StoreError::io(store.name(), "", "claiming", e.into()))?;
+    let mut state_number = Vec::new();
+    state_number.put_u64(tail.newest_state.as_ref().map_or(0, |state| state.entry.log_number));
+    let sections: &[(Section, &[u8])] = &[(Section::Claim, &owner), (Section::Before, &state_number)];
+    Ok(entry::encode(store.id, Kind::Claim, epoch, log_number, sections).bytes)
 }
 
 /// Returns whether a new claim has a correct number: all entries after it are of later owners, which have seen the
 /// claim. If an entry after it is of the claim's own epoch or an earlier one, the claim has taken the number of a
 /// removed entry. A correct claim must stay, because the previous owner must always find its next number taken.
-fn follows(home: &Home, epoch: u64, slot: u64) -> Result<bool> {
-    let (slots, _) = slots(home)?;
-    if slots.binary_search(&slot).is_err() {
+fn claim_number_is_valid(store: &StoreDirectory, epoch: u64, log_number: u64) -> Result<bool> {
+    let LogListing { log_numbers, .. } = list(store)?;
+    if log_numbers.binary_search(&log_number).is_err() {
         return Ok(false);
     }
-    for later in slots.into_iter().filter(|other| *other > slot) {
-        match read(home, later) {
+    for later in log_numbers.into_iter().filter(|listed| *listed > log_number) {
+        match read(store, later) {
             Ok(entry) if entry.epoch > epoch => {}
             Ok(_) => return Ok(false),
             // The entry's owner has removed it meanwhile.
@@ -254,31 +291,31 @@ struct GuestEpochs {
     boot: u64,
 }
 
-fn guest_epochs(home: &Home, tail: &Tail) -> Result<GuestEpochs> {
+fn guest_epochs(store: &StoreDirectory, tail: &LogTail) -> Result<GuestEpochs> {
     if tail.claim == 0 {
         return Ok(GuestEpochs::default());
     }
-    let Owner { run, boot, .. } = claim_in(home, tail.claim)?.owner;
+    let Owner { run, boot, .. } = read_claim(store, tail.claim)?.owner;
     Ok(GuestEpochs { run, boot })
 }
 
 /// Returns `owner` with the epochs of its guest filled in for the log.
-fn follow(home: &Home, owner: &Owner, tail: &Tail) -> Result<Owner> {
-    let now = tail.epoch + 1;
+fn with_guest_epochs(store: &StoreDirectory, owner: &Owner, tail: &LogTail) -> Result<Owner> {
+    let new_epoch = tail.epoch + 1;
     let GuestEpochs { run, boot } = match owner.guest {
-        Guest::Booted | Guest::Ended => GuestEpochs { run: now, boot: now },
-        Guest::Restored => GuestEpochs { run: now, ..guest_epochs(home, tail)? },
-        Guest::Same => guest_epochs(home, tail)?,
+        Guest::Booted | Guest::Ended => GuestEpochs { run: new_epoch, boot: new_epoch },
+        Guest::Restored => GuestEpochs { run: new_epoch, ..guest_epochs(store, tail)? },
+        Guest::Same => guest_epochs(store, tail)?,
     };
     Ok(Owner { run, boot, ..owner.clone() })
 }
 
-/// Returns the error for an owner of epoch `mine` that was superseded by entry `slot` of another owner.
-pub(crate) fn superseded(home: &Home, mine: u64, slot: u64) -> StoreError {
+/// Returns the error for an owner of epoch `mine` that was superseded by entry `log_number` of another owner.
+pub(crate) fn superseded(store: &StoreDirectory, mine: u64, log_number: u64) -> StoreError {
     // Later owners may have claimed the store since.
-    let newest = tail(home).map_or(slot, |tail| tail.claim.max(slot));
-    match claim_in(home, newest) {
-        Ok(Claim { epoch, owner, .. }) => StoreError::Superseded { store: home.name().into(), mine, epoch, owner },
+    let newest = tail(store).map_or(log_number, |tail| tail.claim.max(log_number));
+    match read_claim(store, newest) {
+        Ok(Claim { epoch, owner, .. }) => StoreError::Superseded { store: store.name().into(), mine, epoch, owner },
         Err(e) => e,
     }
 }

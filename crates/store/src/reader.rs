@@ -1,11 +1,11 @@
 //! Reads a checkpoint from a directory or a server.
 
+use crate::directory::StoreDirectory;
 use crate::disk::{Disk, LocalDisk};
 use crate::error::{Result, StoreError};
 use crate::format::entry::Section;
-use crate::home::Home;
-use crate::image::{Hot, LocalImage};
-use crate::remote::{Identity, RemoteImage, SpareConnections};
+use crate::image::{LocalHotPages, LocalImage};
+use crate::remote::{CheckpointRequest, Identity, RemoteHotPages, RemoteImage, SpareConnections};
 use crate::types::{CheckpointInfo, Vm};
 use crate::url::StoreUrl;
 use rekindle_pages::{BlockId, Page, PageId, PageNo};
@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use uuid::Uuid;
 
-/// Selects the checkpoint to open.
+/// Which checkpoint to open, and how to reach its store.
 #[derive(Debug, Clone, Default)]
 pub struct ReadOptions {
     /// Number of the checkpoint; `None` for the newest.
@@ -59,7 +59,8 @@ impl Image {
         match url {
             StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), which),
             StoreUrl::Remote(server) => {
-                let (remote, vm, info) = RemoteImage::open(server, which)?;
+                let request = CheckpointRequest { vm: which.vm, at: which.at, lazy: which.lazy };
+                let (remote, vm, info) = RemoteImage::open(server, which.identity.as_ref(), &which.spare, request)?;
                 Ok(Self { source: Source::Remote(Box::new(remote)), vm, info })
             }
         }
@@ -70,10 +71,10 @@ impl Image {
     /// # Errors
     /// Errors of [`Image::open`] for a store in a directory.
     pub fn on_disk(disk: Arc<dyn Disk>, which: &ReadOptions) -> Result<Self> {
-        let home = Home::open(disk, which.vm)?;
-        let vm = home.vm.clone();
+        let store = StoreDirectory::open(disk, which.vm)?;
+        let vm = store.vm.clone();
         let local =
-            if which.lazy { LocalImage::open_lazily(home, which.at)? } else { LocalImage::open(home, which.at)? };
+            if which.lazy { LocalImage::open_lazily(store, which.at)? } else { LocalImage::open(store, which.at)? };
         let info = local.info();
         Ok(Self { source: Source::Local(Box::new(local)), vm, info })
     }
@@ -114,7 +115,7 @@ impl Image {
     /// Returns the name of the store for messages.
     fn name(&self) -> &str {
         match &self.source {
-            Source::Local(local) => local.home().name(),
+            Source::Local(local) => local.store().name(),
             Source::Remote(remote) => remote.name(),
         }
     }
@@ -150,16 +151,16 @@ impl Image {
     pub fn unlike(&self, given: &[(PageId, &Page)]) -> Result<Vec<PageId>> {
         let ids: Vec<PageId> = given.iter().map(|(id, _)| *id).collect();
         let (digester, digests) = match &self.source {
-            Source::Local(image) => (image.home().digester(), image.digests(&ids)?),
+            Source::Local(image) => (image.store().digester(), image.digests(&ids)?),
             Source::Remote(remote) => (remote.digester(), remote.digests(&ids)?),
         };
         // Callers often pass the same page of zeroes many times, so its digest is reused.
-        let mut before: Option<(&Page, u64)> = None;
+        let mut last_digest: Option<(&Page, u64)> = None;
         let mut unlike = Vec::new();
         for ((id, content), stored) in given.iter().zip(digests) {
-            let digest = match before {
-                Some((known, digest)) if std::ptr::eq(known, *content) => digest,
-                _ => before.insert((content, digester.digest(content))).1,
+            let digest = match last_digest {
+                Some((page, digest)) if std::ptr::eq(page, *content) => digest,
+                _ => last_digest.insert((content, digester.digest(content))).1,
             };
             if digest != stored {
                 unlike.push(*id);
@@ -196,12 +197,12 @@ impl Image {
     /// # Errors
     /// Errors of [`Image::read_many`].
     pub fn read_pages(&self, block: BlockId, pages: Range<PageNo>, mut take: impl FnMut(PageNo, &Page)) -> Result<()> {
-        const TOGETHER: u64 = 4096;
+        const PAGES_PER_READ: u64 = 4096;
         let (mut first, last) = (pages.start.0, pages.end.0);
         while first < last {
-            let end = last.min(first + TOGETHER);
-            let some: Vec<PageId> = (first..end).map(|page| (block, PageNo(page))).collect();
-            self.read_many(&some, |(_, page), content| take(page, content))?;
+            let end = last.min(first + PAGES_PER_READ);
+            let ids: Vec<PageId> = (first..end).map(|page| (block, PageNo(page))).collect();
+            self.read_many(&ids, |(_, page), content| take(page, content))?;
             first = end;
         }
         Ok(())
@@ -222,8 +223,8 @@ impl Image {
 /// Nonzero pages of a checkpoint, the most recently written first.
 #[derive(Debug)]
 pub enum HotPages<'a> {
-    Local(Box<Hot<'a>>),
-    Remote(crate::remote::RemoteHot<'a>),
+    Local(Box<LocalHotPages<'a>>),
+    Remote(RemoteHotPages<'a>),
     /// The order cannot be determined. The iterator returns the error once.
     Unknown(Option<Box<StoreError>>),
 }

@@ -1,98 +1,95 @@
 //! Reads segments: keeps their files open, and decodes the directories of frames.
 
+use crate::directory::StoreDirectory;
 use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
-use crate::format::manifest::Extent;
+use crate::format::manifest::SegmentExtent;
 use crate::format::segment::{
-    DIRECTORY_ROOM, Directory, FRAME_HEADER_LEN, FrameHeader, HEADER_LEN, RECORD_LEN, check_header,
+    Directory, FRAME_HEADER_LEN, FrameHeader, HEADER_LEN, MAX_DIRECTORY_BYTES, RECORD_LEN, check_header,
 };
 use crate::format::{Flaw, Structure, names};
-use crate::home::Home;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Limit of open files. By default a process may have 1024.
-const MAX_OPEN: usize = 256;
+const MAX_OPEN_FILES: usize = 256;
 
 /// Bytes that are read first of a frame: enough for a directory of 512 pages.
-const USUAL: usize = FRAME_HEADER_LEN + 512 * RECORD_LEN;
+const USUAL_DIRECTORY_BYTES: usize = FRAME_HEADER_LEN + 512 * RECORD_LEN;
 
 /// Segments that are open for reading, by epoch and number.
 #[derive(Debug, Default)]
-pub(crate) struct Files {
-    open: Mutex<HashMap<(u64, u64), Arc<dyn DiskFile>>>,
+pub(crate) struct OpenSegments {
+    files: Mutex<HashMap<(u64, u64), Arc<dyn DiskFile>>>,
 }
 
-impl Files {
+impl OpenSegments {
     /// Returns an open segment whose header has been checked.
     ///
     /// # Errors
     /// [`StoreError::Missing`], [`StoreError::Damaged`].
-    pub fn get(&self, home: &Home, extent: Extent) -> Result<Arc<dyn DiskFile>> {
+    pub fn get(&self, store: &StoreDirectory, extent: SegmentExtent) -> Result<Arc<dyn DiskFile>> {
         let key = (extent.epoch, extent.number);
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(file) = open.get(&key) {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = files.get(&key) {
             return Ok(file.clone());
         }
-        let file = open_checked(home, extent)?;
-        if open.len() >= MAX_OPEN {
-            open.clear();
+        let file = open_checked(store, extent)?;
+        if files.len() >= MAX_OPEN_FILES {
+            files.clear();
         }
-        open.insert(key, file.clone());
+        files.insert(key, file.clone());
         Ok(file)
     }
 }
 
 /// Opens a segment and checks its header.
-pub(crate) fn open_checked(home: &Home, extent: Extent) -> Result<Arc<dyn DiskFile>> {
+pub(crate) fn open_checked(store: &StoreDirectory, extent: SegmentExtent) -> Result<Arc<dyn DiskFile>> {
     let name = names::segment(extent.epoch, extent.number);
-    let file = match home.disk.open(&name) {
+    let file = match store.disk.open(&name) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             let needed = format!("checkpoints need {} bytes of pages in it", extent.len);
-            return Err(StoreError::Missing { store: home.name().into(), file: name, needed });
+            return Err(StoreError::Missing { store: store.name().into(), file: name, needed });
         }
-        other => other.map_err(home.failed(&name, "opening"))?,
+        opened => opened.map_err(store.failed(&name, "opening"))?,
     };
-    let header = home.read_at(&file, &name, 0, 64)?;
-    check_header(&header, home.id, extent.epoch, extent.number)
-        .map_err(|flaw| StoreError::flaw(home.name(), &name, flaw))?;
+    let header = store.read_at(&file, &name, 0, 64)?;
+    check_header(&header, store.id, extent.epoch, extent.number)
+        .map_err(|flaw| StoreError::flaw(store.name(), &name, flaw))?;
     Ok(file)
 }
 
-/// Passes each frame in the committed part of a segment, from byte `from`, to `take`.
+/// Calls `visit` with the offset and the directory of each frame in the committed part of a segment, from byte `begin`
+/// on.
 ///
 /// # Errors
-/// [`StoreError::Damaged`]; errors of reading the segment; errors of `take`.
-pub(crate) fn frames(
-    home: &Home,
-    extent: Extent,
+/// [`StoreError::Damaged`]; errors of reading the segment; errors of `visit`.
+pub(crate) fn for_each_frame(
+    store: &StoreDirectory,
+    extent: SegmentExtent,
     file: &Arc<dyn DiskFile>,
-    from: u64,
-    mut take: impl FnMut(u64, &Directory<'_>) -> Result<()>,
+    begin: u64,
+    mut visit: impl FnMut(u64, &Directory<'_>) -> Result<()>,
 ) -> Result<()> {
     let name = names::segment(extent.epoch, extent.number);
-    let flawed = |flaw| StoreError::flaw(home.name(), &name, flaw);
-    let mut at = from.max(HEADER_LEN);
-    let mut buffer = vec![0; DIRECTORY_ROOM];
-    while at < extent.len {
+    let flawed = |flaw| StoreError::flaw(store.name(), &name, flaw);
+    let mut offset = begin.max(HEADER_LEN);
+    let mut buffer = vec![0; MAX_DIRECTORY_BYTES];
+    while offset < extent.len {
         // Most directories fit into the first read.
-        let front = buffer.get_mut(..USUAL).unwrap_or_default();
-        let mut found = file.read_at(front, at).map_err(home.failed(&name, "reading"))?;
-        let header = FrameHeader::decode(front.get(..found).unwrap_or_default(), at).map_err(flawed)?;
-        if header.data_offset() > found {
-            found = file.read_at(&mut buffer, at).map_err(home.failed(&name, "reading"))?;
+        let front = buffer.get_mut(..USUAL_DIRECTORY_BYTES).unwrap_or_default();
+        let mut read_bytes = file.read_at(front, offset).map_err(store.failed(&name, "reading"))?;
+        let header = FrameHeader::decode(front.get(..read_bytes).unwrap_or_default(), offset).map_err(flawed)?;
+        if header.data_offset() > read_bytes {
+            read_bytes = file.read_at(&mut buffer, offset).map_err(store.failed(&name, "reading"))?;
         }
-        let directory = Directory::decode(buffer.get(..found).unwrap_or_default(), at).map_err(flawed)?;
-        let next = directory.header.next(at);
-        if at + directory.header.len() > extent.len {
-            return Err(flawed(Flaw::bad(
-                Structure::FrameDirectory,
-                at,
-                "the frame ends after the committed part of the segment",
-            )));
+        let directory = Directory::decode(buffer.get(..read_bytes).unwrap_or_default(), offset).map_err(flawed)?;
+        if offset + directory.header.len() > extent.len {
+            let what = "the frame ends after the committed part of the segment";
+            return Err(flawed(Flaw::bad(Structure::FrameDirectory, offset, what)));
         }
-        take(at, &directory)?;
-        at = next;
+        visit(offset, &directory)?;
+        offset = directory.header.next_frame_offset(offset);
     }
     Ok(())
 }

@@ -1,17 +1,21 @@
 //! Verifies every byte of a store that is in use.
 
+use crate::checkpoints::{SelectedCheckpoint, is_replaced, read_table};
+use crate::directory::StoreDirectory;
 use crate::error::{Result, StoreError};
-use crate::format::entry::Section;
+use crate::format::entry::{Kind, Section};
 use crate::format::names;
 use crate::format::page::unpack;
-use crate::home::Home;
-use crate::image::{LocalImage, is_replaced, select, table};
-use crate::index::{Index, check_bases, check_segment};
+use crate::image::LocalImage;
+use crate::index::{BaseIndexUse, Index, check_bases, check_segment};
 use crate::log;
-use crate::segments::Files;
+use crate::segments::OpenSegments;
 use rekindle_pages::{BlockId, PAGE_SIZE, PageId, PageNo};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
+
+/// Number of pages whose stored bytes are in memory at a time.
+const PAGES_PER_READ: usize = 1024;
 
 /// Result of a verification.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -35,10 +39,10 @@ impl Verified {
     }
 
     /// Returns the value of a successful check. Records the error of a failed check, unless a file was only replaced.
-    fn note<T>(&mut self, home: &Home, result: Result<T>) -> Option<T> {
+    fn note<T>(&mut self, store: &StoreDirectory, result: Result<T>) -> Option<T> {
         match result {
-            Ok(found) => Some(found),
-            Err(e) if is_replaced(home, &e) => None,
+            Ok(value) => Some(value),
+            Err(e) if is_replaced(store, &e) => None,
             Err(e) => {
                 let mut text = e.to_string();
                 if let Some(cause) = std::error::Error::source(&e) {
@@ -58,138 +62,146 @@ impl Verified {
 ///
 /// # Errors
 /// Errors after which nothing can be checked: [`StoreError::NotAStore`], or a damaged superblock.
-pub(crate) fn verify(home: &Home, mut progress: impl FnMut(u64, u64)) -> Result<Verified> {
+pub(crate) fn verify(store: &StoreDirectory, mut progress: impl FnMut(u64, u64)) -> Result<Verified> {
     let mut verified = Verified::default();
-    for (slot, claim) in claims(home, &mut verified) {
-        verified.note(home, if claim { log::claim_in(home, slot).map(drop) } else { log::read(home, slot).map(drop) });
-    }
-    let Some((manifest, _, passed)) = (match select(home, None) {
+    verify_log(store, &mut verified);
+    let newest = match SelectedCheckpoint::find(store, None) {
         Err(StoreError::Empty { .. }) => return Ok(verified),
-        other => verified.note(home, other),
-    }) else {
-        return Ok(verified);
+        result => verified.note(store, result),
     };
-    verified.note(home, passed.map_or(Ok(()), Err));
-    let total = manifest.segments.iter().map(|extent| extent.len).sum();
+    let Some(SelectedCheckpoint { manifest, skipped_damage, .. }) = newest else { return Ok(verified) };
+    verified.note(store, skipped_damage.map_or(Ok(()), Err));
     for extent in &manifest.segments {
-        verified.note(home, check_segment(home, *extent));
+        verified.note(store, check_segment(store, *extent));
     }
-    for flaw in check_bases(home, &manifest)? {
-        verified.warnings.push(format!("{flaw}; it can be deleted"));
+    for error in check_bases(store, &manifest)? {
+        verified.warnings.push(format!("{error}; it can be deleted"));
     }
-    let mut seen = HashSet::new();
+    let total = manifest.segments.iter().map(|extent| extent.len).sum();
+    let mut verifier =
+        PageVerifier { store, verified, checked: HashSet::new(), progress: &mut |bytes| progress(bytes, total) };
     for number in manifest.numbers() {
-        // The owner may remove the checkpoint or move its pages to other segments. The check is then repeated on the
-        // current state.
-        let mut tries = 0;
-        loop {
-            tries += 1;
-            let result = checkpoint(home, number, &mut seen, &mut verified, &mut |done| progress(done, total));
-            match result {
-                Err(e @ StoreError::NoSuchCheckpoint { .. }) if is_replaced(home, &e) => break,
-                Err(e) if is_replaced(home, &e) => {
+        verifier.verify_checkpoint(number);
+    }
+    Ok(verifier.verified)
+}
+
+/// Checks all entries of the log.
+fn verify_log(store: &StoreDirectory, verified: &mut Verified) {
+    let Some(listing) = verified.note(store, log::list(store)) else { return };
+    for log_number in listing.log_numbers {
+        let entry = verified.note(store, log::read(store, log_number));
+        if entry.is_some_and(|entry| entry.kind == Kind::Claim) {
+            verified.note(store, log::read_claim(store, log_number));
+        }
+    }
+}
+
+/// Checks the pages of checkpoints, each stored page once.
+struct PageVerifier<'a> {
+    store: &'a StoreDirectory,
+    verified: Verified,
+    /// Segment number and offset of each page that was checked.
+    checked: HashSet<(u64, u64)>,
+    /// Gets the bytes of pages that were read.
+    progress: &'a mut dyn FnMut(u64),
+}
+
+impl PageVerifier<'_> {
+    /// Checks a checkpoint. The owner may remove the checkpoint or move its pages to other segments meanwhile. The check
+    /// is then repeated on the current state.
+    fn verify_checkpoint(&mut self, number: u64) {
+        for attempt in 1.. {
+            match self.try_verify(number) {
+                Err(e @ StoreError::NoSuchCheckpoint { .. }) if is_replaced(self.store, &e) => return,
+                Err(e) if is_replaced(self.store, &e) => {
                     // A checkpoint that was not checked must not count as good.
-                    if tries == log::TRIES {
-                        verified.bad.push(format!("{e}; its owner changes the store all the time; try again later"));
-                        break;
+                    if attempt == log::MAX_ATTEMPTS {
+                        let text = format!("{e}; its owner changes the store all the time; try again later");
+                        self.verified.bad.push(text);
+                        return;
                     }
                 }
-                other => {
-                    verified.checkpoints += 1;
-                    verified.note(home, other);
-                    break;
+                result => {
+                    self.verified.checkpoints += 1;
+                    self.verified.note(self.store, result);
+                    return;
                 }
             }
         }
     }
-    Ok(verified)
-}
 
-fn checkpoint(
-    home: &Home,
-    number: u64,
-    seen: &mut HashSet<(u64, u64)>,
-    verified: &mut Verified,
-    progress: &mut dyn FnMut(u64),
-) -> Result<()> {
-    let (manifest, entry, _) = select(home, Some(number))?;
-    for section in [Section::Manifest, Section::Definition, Section::Metadata, Section::Devices] {
-        verified.note(home, log::section(home, &entry, section));
-    }
-    table(home, &entry)?;
-    let image = LocalImage::open(home.clone(), Some(number))?;
-    // The base index must agree with the directories of the segments.
-    let plain = Index::build(home, &Files::default(), &manifest, image.table(), false)?;
-    pages(&image, &plain, seen, verified, progress);
-    Ok(())
-}
-
-/// Lists the numbers of all log entries; the second value is whether the entry is a claim.
-fn claims(home: &Home, verified: &mut Verified) -> Vec<(u64, bool)> {
-    let Some((slots, _)) = verified.note(home, log::slots(home)) else { return Vec::new() };
-    let is_claim = |slot| log::read(home, slot).is_ok_and(|entry| entry.kind == crate::format::entry::Kind::Claim);
-    slots.into_iter().map(|slot| (slot, is_claim(slot))).collect()
-}
-
-fn pages(
-    image: &LocalImage,
-    plain: &Index,
-    seen: &mut HashSet<(u64, u64)>,
-    verified: &mut Verified,
-    progress: &mut dyn FnMut(u64),
-) {
-    let home = image.home();
-    let mut to_read: Vec<(u64, PageId)> = Vec::new();
-    for block in (0..plain.blocks()).map(BlockId) {
-        for page in (0..plain.pages(block).unwrap_or(0)).map(PageNo) {
-            let id = (block, page);
-            let Some(spot) = verified.note(home, plain.find(home, id)) else { continue };
-            let by_base = image.with_index(|index| index.find(home, id));
-            if let Some(by_base) = verified.note(home, by_base)
-                && by_base.digest != spot.digest
-            {
-                let text = format!(
-                    "{}: checkpoint {}: for page {page} of block {block} the base index differs from the directories; \
-                     delete the files in {}/{}",
-                    home.name(),
-                    plain.number,
-                    home.name(),
-                    names::INDEX
-                );
-                verified.bad.push(text);
-            }
-            let extent = plain.segments.get(spot.place.segment());
-            if spot.place.len() != 0
-                && let Some(extent) = extent
-                && seen.insert((extent.number, spot.place.offset()))
-            {
-                to_read.push((spot.place.0, id));
-            }
+    fn try_verify(&mut self, number: u64) -> Result<()> {
+        let store = self.store;
+        let selected = SelectedCheckpoint::find(store, Some(number))?;
+        for section in [Section::Manifest, Section::Definition, Section::Metadata, Section::Devices] {
+            self.verified.note(store, log::section(store, &selected.entry, section));
         }
+        read_table(store, &selected.entry)?;
+        let image = LocalImage::open(store.clone(), Some(number))?;
+        let open_segments = OpenSegments::default();
+        let plain_index = Index::build(store, &open_segments, &selected.manifest, image.table(), BaseIndexUse::Never)?;
+        let pages = self.find_unchecked_pages(&image, &plain_index);
+        self.read_pages(&image, &pages);
+        Ok(())
     }
-    // Pages are read in the order of their places on the disk.
-    to_read.sort_unstable();
-    let mut content = [0; PAGE_SIZE];
-    for some in to_read.chunks(1024) {
-        let ids: Vec<PageId> = some.iter().map(|(_, id)| *id).collect();
-        match image.read_stored(&ids) {
-            Ok(stored) => {
-                for (id, (digest, stored)) in ids.iter().zip(stored) {
-                    verified.pages += 1;
-                    verified.bytes += stored.len() as u64;
-                    if unpack(home.digester(), &stored, digest, &mut content).is_err() {
-                        verified.note(home, image.read_page(*id, &mut content));
-                    }
+
+    /// Checks that the index of the image, which may use a base index, agrees with `plain_index`, which is built from
+    /// the directories of the segments. Returns the pages that were not checked yet, in the order of their locations on
+    /// the disk.
+    fn find_unchecked_pages(&mut self, image: &LocalImage, plain_index: &Index) -> Vec<PageId> {
+        let store = self.store;
+        let mut unchecked: Vec<(u64, PageId)> = Vec::new();
+        for block in (0..plain_index.blocks()).map(BlockId) {
+            for page in (0..plain_index.pages(block).unwrap_or(0)).map(PageNo) {
+                let id = (block, page);
+                let Some(entry) = self.verified.note(store, plain_index.find(store, id)) else { continue };
+                let by_base = image.with_index(|index| index.find(store, id));
+                if let Some(by_base) = self.verified.note(store, by_base)
+                    && by_base.digest != entry.digest
+                {
+                    self.note_wrong_base(plain_index.number, id);
+                }
+                if entry.location.len() != 0
+                    && let Some(extent) = plain_index.segments.get(entry.location.segment())
+                    && self.checked.insert((extent.number, entry.location.offset()))
+                {
+                    unchecked.push((entry.location.0, id));
                 }
             }
-            // Each page is read alone, to find the damaged ones.
-            Err(_) => {
+        }
+        unchecked.sort_unstable();
+        unchecked.into_iter().map(|(_, id)| id).collect()
+    }
+
+    fn note_wrong_base(&mut self, checkpoint: u64, (block, page): PageId) {
+        let store = self.store.name();
+        self.verified.bad.push(format!(
+            "{store}: checkpoint {checkpoint}: for page {page} of block {block} the base index differs from the \
+             directories; delete the files in {store}/{}",
+            names::INDEX
+        ));
+    }
+
+    /// Reads pages and checks their digests.
+    fn read_pages(&mut self, image: &LocalImage, pages: &[PageId]) {
+        let mut content = [0; PAGE_SIZE];
+        for ids in pages.chunks(PAGES_PER_READ) {
+            self.verified.pages += ids.len() as u64;
+            if let Ok(stored_pages) = image.read_stored(ids) {
+                for (id, stored) in ids.iter().zip(stored_pages) {
+                    self.verified.bytes += stored.bytes.len() as u64;
+                    if unpack(self.store.digester(), &stored.bytes, stored.digest, &mut content).is_err() {
+                        self.verified.note(self.store, image.read_page(*id, &mut content));
+                    }
+                }
+            } else {
+                // Each page is read alone, to find the damaged ones.
                 for id in ids {
-                    verified.pages += 1;
-                    verified.note(home, image.read_page(id, &mut content));
+                    self.verified.note(self.store, image.read_page(*id, &mut content));
                 }
             }
+            (self.progress)(self.verified.bytes);
         }
-        progress(verified.bytes);
     }
 }

@@ -12,26 +12,23 @@
 //! filled, regardless of which packer is done first.
 
 use crate::disk::{Disk, LocalDisk};
-use crate::engine::{self, Engine, Frame, Request, Settings, StartedBlock, State};
+use crate::engine::{self, CheckpointState, Engine, EngineSettings, Frame, OpenedStore, Request, StartedBlock};
 use crate::error::{Result, StoreError};
-use crate::format::page::{Digester, Packer};
-use crate::format::segment::{FRAME_HEADER_LEN, FRAME_RECORDS, RECORD_LEN, Record};
+use crate::format::page::Digester;
+use crate::format::segment::Record;
+use crate::packing::{FrameBuilder, PackJob, pack_all};
 use crate::remote::{self, Identity};
 use crate::types::{Block, Committed, Guest, OnlyIf, Owner, Vm};
 use crate::url::StoreUrl;
-use rekindle_kernel::large::HUGE;
 use rekindle_pages::{BlockId, DirtySet, PAGE_SIZE, Page, PageNo, PageRuns};
 use serde_json::Value;
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
-/// Limit of pages in a frame. With its header and directory, the frame fits into a huge page.
-const FRAME_PAGES: usize = 507;
-/// Bytes before the first page of a frame that is being built: space for the longest directory.
-const HEAD: usize = FRAME_HEADER_LEN + FRAME_RECORDS * RECORD_LEN;
-const _: () = assert!(HEAD + FRAME_PAGES * PAGE_SIZE <= HUGE);
+/// Limit of threads that compress.
+const MAX_PACKERS: usize = 16;
 
 /// Options for writing a store.
 #[derive(Debug, Clone)]
@@ -66,38 +63,22 @@ impl Options {
     }
 }
 
-/// A frame that is being built. Its pages follow the first [`HEAD`] bytes without gaps.
+impl Options {
+    fn owner(&self) -> Owner {
+        Owner::here(&self.operation).with(self.guest)
+    }
+
+    fn settings(&self) -> EngineSettings {
+        EngineSettings { keep: self.keep.max(1), segment: self.segment, create: self.create }
+    }
+}
+
+/// A block of the open checkpoint.
 #[derive(Debug)]
-struct FrameBuilder {
-    /// A record's `len` is 0 for a page of zeroes, which has no content in the frame.
-    records: Vec<Record>,
-    frame: Frame,
-}
-
-impl FrameBuilder {
-    fn new(mut frame: Frame) -> Self {
-        frame.bytes.clear();
-        frame.bytes.grow(HEAD);
-        Self { records: Vec::with_capacity(FRAME_RECORDS), frame }
-    }
-
-    /// Returns the number of pages that still fit.
-    fn room(&self) -> usize {
-        let pages = self.frame.bytes.len().saturating_sub(HEAD) / PAGE_SIZE;
-        FRAME_PAGES.saturating_sub(pages).min(FRAME_RECORDS.saturating_sub(self.records.len()))
-    }
-}
-
-/// Job of a packer: pack the frame, then send it.
-type Job = (FrameBuilder, Sender<Frame>);
-
-/// State of a store that was opened for writing.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Opened {
-    pub digester: Digester,
-    /// Number of the newest checkpoint; 0 if there is none.
-    pub newest: u64,
-    pub epoch: u64,
+struct OpenBlock {
+    started: StartedBlock,
+    /// Pages that were sent.
+    sent: DirtySet,
 }
 
 /// The owner of a store, which writes checkpoints into it.
@@ -105,18 +86,23 @@ pub(crate) struct Opened {
 /// Dropping the writer ends its threads. Committed checkpoints stay.
 #[derive(Debug)]
 pub struct Writer {
+    /// Name of the store for messages.
     store: String,
     digester: Digester,
+    /// Number of the next checkpoint.
     next: u64,
     epoch: u64,
     requests: Option<Sender<Request>>,
-    jobs: Option<Sender<Job>>,
-    /// Channel of free buffers. The store's thread returns a buffer after writing its frame.
-    frames: (Sender<Frame>, Receiver<Frame>),
+    pack_jobs: Option<Sender<PackJob>>,
+    /// The store's thread returns the buffer of a frame here after writing the frame.
+    return_frame: Sender<Frame>,
+    free_frames: Receiver<Frame>,
     threads: Vec<JoinHandle<()>>,
-    raw: Option<FrameBuilder>,
-    /// The blocks of the open checkpoint, each with the pages that were sent for it.
-    blocks: Vec<(StartedBlock, DirtySet)>,
+    /// Frame that is being filled.
+    filling: Option<FrameBuilder>,
+    /// Blocks of the open checkpoint.
+    blocks: Vec<OpenBlock>,
+    /// Pages that the caller has added but that were unchanged.
     unchanged: u64,
 }
 
@@ -132,7 +118,9 @@ impl Writer {
         match url {
             StoreUrl::Directory(path) => Self::on_disk(Arc::new(LocalDisk::new(path)), options),
             StoreUrl::Remote(server) => {
-                let session = remote::WriteSession::open(server, options)?;
+                let (identity, owner, settings) = (options.identity.as_ref(), options.owner(), options.settings());
+                let session =
+                    remote::WriteSession::open(server, identity, &options.vm, owner, options.only_if, &settings)?;
                 let opened = session.opened();
                 Self::start(url.to_string(), opened, options, move |requests| session.run(requests))
             }
@@ -144,16 +132,14 @@ impl Writer {
     /// # Errors
     /// Errors of [`Writer::open`] for a store in a directory.
     pub fn on_disk(disk: Arc<dyn Disk>, options: &Options) -> Result<Self> {
-        let settings = Settings { keep: options.keep.max(1), segment: options.segment, create: options.create };
-        let owner = Owner::here(&options.operation).with(options.guest);
-        let engine = Engine::open(disk, &options.vm, &owner, options.only_if, settings)?;
-        let opened = Opened { digester: engine.digester(), newest: engine.newest(), epoch: engine.owner().epoch };
+        let engine = Engine::open(disk, &options.vm, &options.owner(), options.only_if, options.settings())?;
+        let opened = engine.opened();
         Self::start(engine.name().to_owned(), opened, options, move |requests| engine::run(engine, requests))
     }
 
     fn start(
         store: String,
-        opened: Opened,
+        opened: OpenedStore,
         options: &Options,
         serve: impl FnOnce(&Receiver<Request>) + Send + 'static,
     ) -> Result<Self> {
@@ -161,35 +147,35 @@ impl Writer {
         let packers = match options.packers {
             // More than two threads would take processor time that the guest needs.
             0 => thread::available_parallelism().map_or(1, |cores| cores.get().min(2)),
-            set => set.min(16),
+            configured => configured.min(MAX_PACKERS),
         };
-        let (requests, asked) = mpsc::channel();
-        let (jobs, todo) = mpsc::channel::<Job>();
-        let frames = mpsc::channel();
+        let (requests, received_requests) = mpsc::channel();
+        let (pack_jobs, received_jobs) = mpsc::channel::<PackJob>();
+        let (return_frame, free_frames) = mpsc::channel();
         let mut threads =
-            vec![thread::Builder::new().name("store".into()).spawn(move || serve(&asked)).map_err(failed)?];
-        let todo = Arc::new(Mutex::new(todo));
+            vec![thread::Builder::new().name("store".into()).spawn(move || serve(&received_requests)).map_err(failed)?];
+        let received_jobs = Arc::new(Mutex::new(received_jobs));
         for _ in 0..packers {
-            let todo = todo.clone();
-            let packer = thread::Builder::new().name("store packer".into()).spawn(move || pack_all(&todo));
+            let received_jobs = received_jobs.clone();
+            let packer = thread::Builder::new().name("store packer".into()).spawn(move || pack_all(&received_jobs));
             threads.push(packer.map_err(failed)?);
         }
         // In addition to a frame for each packer: one is being filled, one is being written, and one is spare.
         for _ in 0..packers + 3 {
-            let _ = frames.0.send(Frame::default());
+            let _ = return_frame.send(Frame::default());
         }
-        let (requests, jobs) = (Some(requests), Some(jobs));
-        let Opened { digester, newest, epoch } = opened;
+        let OpenedStore { digester, newest, epoch } = opened;
         Ok(Self {
             store,
             digester,
             next: newest + 1,
             epoch,
-            requests,
-            jobs,
-            frames,
+            requests: Some(requests),
+            pack_jobs: Some(pack_jobs),
+            return_frame,
+            free_frames,
             threads,
-            raw: None,
+            filling: None,
             blocks: Vec::new(),
             unchanged: 0,
         })
@@ -229,14 +215,12 @@ impl Writer {
         self.ask(Request::Begin(blocks.to_vec(), reply))?;
         let started = self.answer(&answer)??;
         // Reuses the allocated memory of the previous checkpoint's sets.
-        let mut sets = std::mem::take(&mut self.blocks).into_iter().map(|(_, set)| set);
-        let with_set = |started| {
-            let mut set = sets.next().unwrap_or_default();
-            set.clear();
-            (started, set)
-        };
-        let blocks: Vec<_> = started.into_iter().map(with_set).collect();
-        self.blocks = blocks;
+        let mut previous = std::mem::take(&mut self.blocks).into_iter();
+        for started in started {
+            let mut sent = previous.next().map(|block| block.sent).unwrap_or_default();
+            sent.clear();
+            self.blocks.push(OpenBlock { started, sent });
+        }
         self.unchanged = 0;
         Ok(Checkpoint { writer: self, open: true })
     }
@@ -273,30 +257,31 @@ impl Writer {
         answer.recv().map_err(|_| self.ended())
     }
 
-    /// Sends the frame that is being built to a packer, and a receiver for the packed frame to the store's thread.
+    /// Sends the frame that is being filled to a packer, and a receiver for the packed frame to the store's thread.
     fn flush(&mut self) -> Result<()> {
         // An empty frame is kept for the next checkpoint.
-        let Some(raw) = self.raw.take_if(|raw| !raw.records.is_empty()) else { return Ok(()) };
-        let (packed, coming) = mpsc::channel();
-        self.jobs.as_ref().and_then(|jobs| jobs.send((raw, packed)).ok()).ok_or_else(|| self.ended())?;
-        self.ask(Request::Frame(coming, self.frames.0.clone()))
+        let Some(frame) = self.filling.take_if(|frame| !frame.records.is_empty()) else { return Ok(()) };
+        let (send_packed, packed) = mpsc::channel();
+        let job = PackJob { frame, send_packed };
+        self.pack_jobs.as_ref().and_then(|jobs| jobs.send(job).ok()).ok_or_else(|| self.ended())?;
+        self.ask(Request::Frame(packed, self.return_frame.clone()))
     }
 
-    /// Returns a frame with space for at least one page.
-    fn room(&mut self) -> Result<FrameBuilder> {
-        if self.raw.as_ref().is_some_and(|raw| raw.room() == 0) {
+    /// Takes the frame that is being filled, with space for at least one page.
+    fn take_frame_with_space(&mut self) -> Result<FrameBuilder> {
+        if self.filling.as_ref().is_some_and(|frame| frame.free_pages() == 0) {
             self.flush()?;
         }
-        match self.raw.take() {
-            Some(raw) => Ok(raw),
-            None => Ok(FrameBuilder::new(self.frames.1.recv().map_err(|_| self.ended())?)),
+        match self.filling.take() {
+            Some(frame) => Ok(frame),
+            None => Ok(FrameBuilder::new(self.free_frames.recv().map_err(|_| self.ended())?)),
         }
     }
 
     /// Returns the record to store for a page of a block of the open checkpoint; `None` if the page is unchanged.
-    fn record(&mut self, block: BlockId, page: PageNo, content: &Page) -> Option<Record> {
+    fn record_if_changed(&mut self, block: BlockId, page: PageNo, content: &Page) -> Option<Record> {
         let digest = self.digester.digest(content);
-        let (started, sent) = self.blocks.get_mut(block.0)?;
+        let OpenBlock { started, sent } = self.blocks.get_mut(block.0)?;
         // A page that was sent already may have had other content at that time.
         if started.digests.get(page.0) == digest && !sent.contains(page) {
             self.unchanged += 1;
@@ -312,7 +297,7 @@ impl Drop for Writer {
     fn drop(&mut self) {
         // The threads end after the last request, when all senders are dropped.
         self.requests = None;
-        self.jobs = None;
+        self.pack_jobs = None;
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("{}: a thread of the writer panicked", self.store);
@@ -344,16 +329,16 @@ impl Checkpoint<'_> {
     /// # Errors
     /// [`StoreError::NoSuchPage`] for a page that the block does not have; [`StoreError::Closed`].
     pub fn pages<'p>(&mut self, block: BlockId, pages: impl IntoIterator<Item = (PageNo, &'p Page)>) -> Result<()> {
-        self.check(block, None)?;
+        self.check_page_exists(block, None)?;
         for (page, content) in pages {
-            self.check(block, Some(page))?;
-            let Some(record) = self.writer.record(block, page, content) else { continue };
-            let mut raw = self.writer.room()?;
-            raw.records.push(record);
+            self.check_page_exists(block, Some(page))?;
+            let Some(record) = self.writer.record_if_changed(block, page, content) else { continue };
+            let mut filling = self.writer.take_frame_with_space()?;
+            filling.records.push(record);
             if record.len != 0 {
-                raw.frame.bytes.extend_from_slice(content);
+                filling.frame.bytes.extend_from_slice(content);
             }
-            self.writer.raw = Some(raw);
+            self.writer.filling = Some(filling);
         }
         Ok(())
     }
@@ -369,58 +354,60 @@ impl Checkpoint<'_> {
         runs: &PageRuns,
         mut read: impl FnMut(&PageRuns, &mut [u8]) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
-        self.check(block, runs.last().map(|run| PageNo::containing(run.end - 1)))?;
+        self.check_page_exists(block, runs.last().map(|run| PageNo::containing(run.end - 1)))?;
         let mut runs = runs.iter().cloned();
-        let mut rest = runs.next();
-        while rest.is_some() {
-            let mut raw = self.writer.room()?;
-            let kept = raw.frame.bytes.len();
-            let mut left = (raw.room() * PAGE_SIZE) as u64;
-            let mut part = PageRuns::new();
-            while left > 0
-                && let Some(run) = rest.take()
+        let mut unread = runs.next();
+        while unread.is_some() {
+            let mut filling = self.writer.take_frame_with_space()?;
+            // The runs that fit into the frame.
+            let mut fitting = PageRuns::new();
+            let mut free_bytes = (filling.free_pages() * PAGE_SIZE) as u64;
+            while free_bytes > 0
+                && let Some(run) = unread.take()
             {
-                let end = run.end.min(run.start.saturating_add(left));
-                left -= end - run.start;
-                part.push(run.start..end);
-                rest = if end < run.end { Some(end..run.end) } else { runs.next() };
+                let end = run.end.min(run.start.saturating_add(free_bytes));
+                free_bytes -= end - run.start;
+                fitting.push(run.start..end);
+                unread = if end < run.end { Some(end..run.end) } else { runs.next() };
             }
-            let done = read(&part, raw.frame.bytes.grow(part.bytes() as usize));
-            if done.is_ok() {
-                self.drop_unchanged(block, &part, kept, &mut raw);
+            let filled_bytes = filling.frame.bytes.len();
+            let result = read(&fitting, filling.frame.bytes.grow(fitting.bytes() as usize));
+            if result.is_ok() {
+                self.drop_unchanged(block, &fitting, filled_bytes, &mut filling);
             } else {
-                raw.frame.bytes.truncate(kept);
+                filling.frame.bytes.truncate(filled_bytes);
             }
-            self.writer.raw = Some(raw);
-            done?;
+            self.writer.filling = Some(filling);
+            result?;
         }
         Ok(())
     }
 
-    /// Removes unchanged pages from the pages in `runs`, whose contents are in `raw` from `at` on.
-    fn drop_unchanged(&mut self, block: BlockId, runs: &PageRuns, at: usize, raw: &mut FrameBuilder) {
-        let (mut from, mut to) = (at, at);
-        let FrameBuilder { records, frame: Frame { bytes, .. } } = raw;
+    /// Removes unchanged pages from the pages in `runs`, whose contents are in the frame from offset `begin` on.
+    fn drop_unchanged(&mut self, block: BlockId, runs: &PageRuns, begin: usize, filling: &mut FrameBuilder) {
+        let (mut read_at, mut write_at) = (begin, begin);
+        let FrameBuilder { records, frame: Frame { bytes, .. } } = filling;
         for page in runs.numbers() {
-            let content = bytes.get(from..).and_then(|rest| rest.first_chunk::<PAGE_SIZE>());
-            if let Some(record) = content.and_then(|content| self.writer.record(block, page, content)) {
+            let content = bytes.get(read_at..).and_then(|unread| unread.first_chunk::<PAGE_SIZE>());
+            let record = content.and_then(|content| self.writer.record_if_changed(block, page, content));
+            if let Some(record) = record {
                 records.push(record);
                 if record.len != 0 {
-                    if from != to {
-                        bytes.copy_within(from..from + PAGE_SIZE, to);
+                    if read_at != write_at {
+                        bytes.copy_within(read_at..read_at + PAGE_SIZE, write_at);
                     }
-                    to += PAGE_SIZE;
+                    write_at += PAGE_SIZE;
                 }
             }
-            from += PAGE_SIZE;
+            read_at += PAGE_SIZE;
         }
-        bytes.truncate(to);
+        bytes.truncate(write_at);
     }
 
     /// Checks that `block` exists, and with `page`, that the block has this page.
-    fn check(&self, block: BlockId, page: Option<PageNo>) -> Result<()> {
-        let found = self.writer.blocks.get(block.0);
-        if found.is_some_and(|(started, _)| page.is_none_or(|page| page.0 < started.pages)) {
+    fn check_page_exists(&self, block: BlockId, page: Option<PageNo>) -> Result<()> {
+        let open_block = self.writer.blocks.get(block.0);
+        if open_block.is_some_and(|open| page.is_none_or(|page| page.0 < open.started.pages)) {
             return Ok(());
         }
         let (store, checkpoint) = (self.writer.store.clone(), self.writer.next);
@@ -450,7 +437,7 @@ impl Checkpoint<'_> {
             serde_json::to_vec(value).map_err(|e| StoreError::io(&self.writer.store, "", "writing JSON", e.into()))
         };
         let (definition, metadata) = (json(definition)?, json(metadata)?);
-        let state = Box::new(State { definition, metadata, devices: devices.to_vec() });
+        let state = Box::new(CheckpointState { definition, metadata, devices: devices.to_vec() });
         let (reply, answer) = mpsc::channel();
         self.writer.ask(Request::Commit(state, self.writer.unchanged, reply))?;
         self.open = false;
@@ -463,54 +450,10 @@ impl Checkpoint<'_> {
 impl Drop for Checkpoint<'_> {
     fn drop(&mut self) {
         if self.open {
-            if let Some(raw) = &mut self.writer.raw {
-                raw.records.clear();
-                raw.frame.bytes.truncate(HEAD);
+            if let Some(filling) = &mut self.writer.filling {
+                filling.clear();
             }
             let _ = self.writer.ask(Request::Abort);
         }
     }
-}
-
-/// Packs frames until there are no more jobs.
-fn pack_all(todo: &Mutex<Receiver<Job>>) {
-    let mut packer = Packer::default();
-    loop {
-        let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok((raw, packed)) = job else { return };
-        let _ = packed.send(pack(&mut packer, raw));
-    }
-}
-
-/// Compresses the pages in place, and writes the directory in front of them.
-fn pack(packer: &mut Packer, raw: FrameBuilder) -> Frame {
-    let FrameBuilder { mut records, mut frame } = raw;
-    frame.count = records.len();
-    frame.start = HEAD - FRAME_HEADER_LEN - RECORD_LEN * frame.count.min(FRAME_RECORDS);
-    let bytes = &mut frame.bytes;
-    let (mut from, mut to) = (HEAD, HEAD);
-    for record in records.iter_mut().filter(|record| record.len != 0) {
-        let Some(page) = bytes.get(from..).and_then(|rest| rest.first_chunk::<PAGE_SIZE>()) else { break };
-        // The stored bytes are never longer than the page, so they end before the next page.
-        match packer.pack(page) {
-            Some(stored) => {
-                record.len = stored.len() as u16;
-                if let Some(place) = bytes.get_mut(to..to + stored.len()) {
-                    place.copy_from_slice(stored);
-                }
-            }
-            None if from != to => bytes.copy_within(from..from + PAGE_SIZE, to),
-            None => {}
-        }
-        from += PAGE_SIZE;
-        to += usize::from(record.len);
-    }
-    bytes.truncate(to);
-    let head = bytes.get_mut(frame.start..HEAD).unwrap_or_default();
-    let (header, directory) = head.split_at_mut_checked(FRAME_HEADER_LEN).unwrap_or_default();
-    header.fill(0);
-    for (place, record) in directory.as_chunks_mut::<RECORD_LEN>().0.iter_mut().zip(&records) {
-        *place = record.encode();
-    }
-    frame
 }

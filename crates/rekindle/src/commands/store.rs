@@ -221,7 +221,7 @@ pub fn serve(output: &Output, arguments: &StoreServe) -> Result<ExitCode> {
     let StoreServe { listen, dir, cert, key, client_ca, idle } = arguments;
     let identity = Identity { cert: cert.clone(), key: key.clone(), ca: client_ca.clone() };
     let patience = Timeouts { idle: idle.as_duration(), ..Timeouts::default() };
-    let server = Server::bind(listen, dir, &identity)?.with_patience(patience);
+    let server = Server::bind(listen, dir, &identity)?.with_timeouts(patience);
     let address = server.address().map_err(|source| StoreError::Io {
         store: dir.display().to_string(),
         file: String::new(),

@@ -1,166 +1,185 @@
 //! Appends pages of the open checkpoint to segments, and starts to write them to the disk.
 
 use super::pool::{Role, Segment};
-use super::{Engine, Flight, MAX_DIRTY, Pending, SEGMENT_MAX, SEGMENT_MIN};
+use super::{Engine, OpenCheckpoint, PendingPage};
 use crate::disk::DiskFile;
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
-use crate::format::manifest::Extent;
+use crate::format::manifest::SegmentExtent;
 use crate::format::names;
 use crate::format::segment::{self, FRAME_HEADER_LEN, FrameHeader, Kind, RECORD_LEN, Record};
-use rekindle_pages::{PAGE_SIZE, PageNo};
+use rekindle_pages::PageNo;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// Limit of segments with unsynced pages, because the kernel keeps these pages in memory.
+const MAX_DIRTY_SEGMENTS: usize = 4;
 
 impl Engine {
     /// Appends a frame to the open checkpoint. The frame consists of [`FRAME_HEADER_LEN`] free bytes, the directory of
     /// `count` pages, and their content. [`Engine::commit`] returns any error.
     pub fn append(&mut self, frame: &mut [u8], count: usize) {
-        let began = Instant::now();
-        let Some(mut flight) = self.flight.take() else { return };
-        if flight.failed.is_none() {
-            let waited = flight.syncing;
-            flight.failed = self.append_to(&mut flight, frame, count).err();
-            flight.writing += began.elapsed().saturating_sub(flight.syncing - waited);
+        let started_at = Instant::now();
+        let Some(mut checkpoint) = self.checkpoint.take() else { return };
+        if checkpoint.failure.is_none() {
+            let syncing_before = checkpoint.syncing;
+            checkpoint.failure = self.append_to(&mut checkpoint, frame, count).err();
+            checkpoint.writing += started_at.elapsed().saturating_sub(checkpoint.syncing - syncing_before);
         }
-        self.flight = Some(flight);
+        self.checkpoint = Some(checkpoint);
     }
 
-    fn append_to(&mut self, flight: &mut Flight, frame: &mut [u8], count: usize) -> Result<()> {
+    fn append_to(&mut self, checkpoint: &mut OpenCheckpoint, frame: &mut [u8], count: usize) -> Result<()> {
+        let records = check_frame(checkpoint, frame, count).map_err(|what| self.bad_blocks(what))?;
         let data_at = FRAME_HEADER_LEN + count * RECORD_LEN;
-        let data_len = frame.len().saturating_sub(data_at);
+        let data_len = (frame.len() - data_at) as u32;
         let number = self.newest() + 1;
-        let header = FrameHeader { kind: Kind::Pages, count: count as u32, data_len: data_len as u32, number };
-        let wrong = |what: &str| StoreError::Blocks { store: self.home.name().into(), what: what.into() };
-        if count > segment::FRAME_RECORDS || data_len > segment::FRAME_DATA || frame.len() < data_at {
-            return Err(wrong("a frame of pages is too long"));
-        }
-        let records = frame.get(FRAME_HEADER_LEN..data_at).unwrap_or_default().as_chunks::<RECORD_LEN>().0;
-        let mut total = 0;
-        for record in records.iter().map(|bytes| Record::decode(*bytes)) {
-            let block = flight.table.iter().find(|(number, _)| *number == record.block);
-            if block.is_none_or(|(_, block)| u64::from(record.page) >= block.pages()) {
-                return Err(wrong("a page is outside of its block"));
-            }
-            if usize::from(record.len) > PAGE_SIZE || (record.len == 0) != (record.digest == 0) {
-                return Err(wrong("a page has an impossible length or digest"));
-            }
-            total += usize::from(record.len);
-        }
-        if total != data_len {
-            return Err(wrong("the lengths of a frame's pages do not add up"));
-        }
-        header.seal(frame);
-        self.make_room(flight, frame.len() as u64)?;
-        let position = self.place_for(flight, frame.len() as u64)?;
+        FrameHeader { kind: Kind::Pages, count: count as u32, data_len, number }.seal(frame);
+        self.make_room(checkpoint, frame.len() as u64)?;
+        let position = self.choose_segment(checkpoint, frame.len() as u64)?;
         let Some(segment) = self.pool.get_mut(position) else { return Ok(()) };
-        let at = segment.next();
-        let name = names::segment(segment.extent.epoch, segment.extent.number);
-        segment.dirty = true;
-        if !flight.touched.contains(&position) {
-            flight.touched.push(position);
+        if !checkpoint.written_segments.contains(&position) {
+            checkpoint.written_segments.push(position);
         }
+        let frame_offset = segment.next_frame_offset();
+        segment.is_dirty = true;
         if let Some(file) = &segment.file {
-            file.write_at(frame, at).map_err(|e| StoreError::io(self.home.disk.name(), &name, "writing pages", e))?;
-            file.start_writeback(at, frame.len() as u64);
+            let failed = |e| StoreError::io(self.store.disk.name(), &segment.name(), "writing pages", e);
+            file.write_at(frame, frame_offset).map_err(failed)?;
+            file.start_writeback(frame_offset, frame.len() as u64);
         }
-        segment.end = at + frame.len() as u64;
-        flight.bytes += segment.end.next_multiple_of(4096) - at;
-        let mut data = at + data_at as u64;
-        let records = frame.get(FRAME_HEADER_LEN..data_at).unwrap_or_default().as_chunks::<RECORD_LEN>().0;
-        for (record, n) in records.iter().map(|bytes| Record::decode(*bytes)).zip(0u64..) {
-            let own = at + FRAME_HEADER_LEN as u64 + n * RECORD_LEN as u64;
-            let place = Location::new(position, if record.len == 0 { own } else { data }, record.len);
-            data += u64::from(record.len);
-            let Some(block) = self.blocks.iter().position(|state| state.number == record.block) else { continue };
-            let first = flight.sent.get_mut(block).is_some_and(|sent| sent.insert(PageNo(record.page.into())));
-            flight.duplicates |= !first;
-            flight.pending.push(Pending { block: block as u16, page: record.page, place, digest: record.digest });
-            if record.len == 0 {
-                flight.pages.zero += 1;
-            } else {
-                flight.pages.stored += 1;
-                flight.pages.compressed += u64::from(record.len);
-            }
-        }
+        segment.end = frame_offset + frame.len() as u64;
+        checkpoint.bytes += segment.end.next_multiple_of(4096) - frame_offset;
+        self.add_pending(checkpoint, &records, position, frame_offset);
         Ok(())
     }
 
+    /// Adds the pages of a frame, which was written at `frame_offset` of a segment, to the open checkpoint.
+    fn add_pending(&self, checkpoint: &mut OpenCheckpoint, records: &[Record], segment: usize, frame_offset: u64) {
+        let mut record_offset = frame_offset + FRAME_HEADER_LEN as u64;
+        let mut data_offset = record_offset + (records.len() * RECORD_LEN) as u64;
+        for record in records {
+            // A page of zeroes has no content; its record gives it a location.
+            let offset = if record.len == 0 { record_offset } else { data_offset };
+            let location = Location::new(segment, offset, record.len);
+            record_offset += RECORD_LEN as u64;
+            data_offset += u64::from(record.len);
+            let Some(block) = self.blocks.iter().position(|state| state.stored.number == record.block) else {
+                continue;
+            };
+            let page = PageNo(record.page.into());
+            let is_first = checkpoint.appended.get_mut(block).is_some_and(|appended| appended.insert(page));
+            checkpoint.has_duplicates |= !is_first;
+            let Record { page, digest, .. } = *record;
+            checkpoint.pending.push(PendingPage { block: block as u16, page, location, digest });
+            if record.len == 0 {
+                checkpoint.pages.zero += 1;
+            } else {
+                checkpoint.pages.stored += 1;
+                checkpoint.pages.compressed += u64::from(record.len);
+            }
+        }
+    }
+
     /// Returns the position of the segment to which the next `len` bytes are appended.
-    fn place_for(&mut self, flight: &mut Flight, len: u64) -> Result<usize> {
-        let most = self.segment_len_of(flight);
+    fn choose_segment(&mut self, checkpoint: &mut OpenCheckpoint, len: u64) -> Result<usize> {
+        let max_bytes = self.max_segment_bytes(checkpoint.ram_bytes());
         if let Some(position) = self.active
             && let Some(segment) = self.pool.get(position)
-            && segment.sound
+            && segment.is_sound
             && segment.file.is_some()
-            && segment.next() + len <= most
+            && segment.next_frame_offset() + len <= max_bytes
         {
             return Ok(position);
         }
         self.active = None;
-        // Syncs early, so that the commit of a large checkpoint is short and few unsynced pages use the kernel's page
-        // cache.
-        let dirty: Vec<_> =
-            flight.touched.iter().copied().filter(|p| self.pool.get(*p).is_some_and(|s| s.dirty)).collect();
-        for position in dirty.iter().take((dirty.len() + 1).saturating_sub(MAX_DIRTY)) {
-            self.sync_segment(*position, &mut flight.syncing)?;
-        }
-        let position = self.make_segment(Role::Data)?;
-        flight.made = true;
-        flight.touched.push(position);
-        flight.bytes += segment::HEADER_LEN;
+        self.sync_oldest_segments(checkpoint)?;
+        let position = self.create_segment(Role::Data)?;
+        checkpoint.has_new_segments = true;
+        checkpoint.written_segments.push(position);
+        checkpoint.bytes += segment::HEADER_LEN;
         self.active = Some(position);
         Ok(position)
     }
 
-    pub(super) fn segment_len_of(&self, flight: &Flight) -> u64 {
-        match self.settings.segment {
-            0 => {
-                let pages: u64 = flight.table.iter().map(|(_, block)| block.pages()).sum();
-                (pages * PAGE_SIZE as u64 / 32).next_multiple_of(4096).clamp(SEGMENT_MIN, SEGMENT_MAX)
-            }
-            set => set,
+    /// Syncs segments until one more may become dirty. Syncing early keeps the commit of a large checkpoint short, and
+    /// unsynced pages out of the kernel's page cache.
+    fn sync_oldest_segments(&mut self, checkpoint: &mut OpenCheckpoint) -> Result<()> {
+        let is_dirty = |position: &usize| self.pool.get(*position).is_some_and(|segment| segment.is_dirty);
+        let dirty: Vec<usize> = checkpoint.written_segments.iter().copied().filter(is_dirty).collect();
+        let surplus = (dirty.len() + 1).saturating_sub(MAX_DIRTY_SEGMENTS);
+        for position in dirty.into_iter().take(surplus) {
+            self.sync_segment(position, &mut checkpoint.syncing)?;
         }
+        Ok(())
     }
 
     /// Creates a new segment, which no manifest lists yet. Returns its position.
-    pub(super) fn make_segment(&mut self, role: Role) -> Result<usize> {
-        let extent = Extent { epoch: self.claim.epoch, number: self.next_segment, len: 0 };
+    pub(super) fn create_segment(&mut self, role: Role) -> Result<usize> {
+        let extent = SegmentExtent { epoch: self.claim.epoch, number: self.next_segment, len: 0 };
         let name = names::segment(extent.epoch, extent.number);
         self.next_segment += 1;
         let file: Arc<dyn DiskFile> =
-            self.home.disk.create(&name).map_err(self.home.failed(&name, "creating a segment"))?;
-        let header = segment::encode_header(self.home.id, extent.epoch, extent.number);
-        let written = file.write_at(&header, 0).map_err(self.home.failed(&name, "writing its header"));
+            self.store.disk.create(&name).map_err(self.store.failed(&name, "creating a segment"))?;
+        let header = segment::encode_header(self.store.id, extent.epoch, extent.number);
+        let written = file.write_at(&header, 0).map_err(self.store.failed(&name, "writing its header"));
         let added = written.and_then(|()| {
-            let what = "it has too many segments".to_owned();
-            let full = StoreError::Blocks { store: self.home.name().into(), what };
+            let full = self.bad_blocks("it has too many segments");
             self.pool.add(Segment::new(extent, role, file)).ok_or(full)
         });
         if added.is_err() {
-            let _ = self.home.disk.remove(&name);
+            let _ = self.store.disk.remove(&name);
         }
         added
     }
 
     /// Makes the written part of a segment durable. Closes the file if nothing more is appended to the segment.
-    pub(super) fn sync_segment(&mut self, position: usize, waited: &mut Duration) -> Result<()> {
-        let active = self.active == Some(position);
+    pub(super) fn sync_segment(&mut self, position: usize, sync_time: &mut Duration) -> Result<()> {
+        let is_active = self.active == Some(position);
         let Some(segment) = self.pool.get_mut(position) else { return Ok(()) };
-        let began = Instant::now();
+        let started_at = Instant::now();
         let synced = segment.file.as_ref().map_or(Ok(()), |file| file.sync());
-        *waited += began.elapsed();
+        *sync_time += started_at.elapsed();
         if let Err(e) = synced {
             // After a failed sync, the kernel may drop the data and report success for the next sync.
-            segment.sound = false;
-            let name = names::segment(segment.extent.epoch, segment.extent.number);
-            return Err(StoreError::io(self.home.disk.name(), &name, "making pages durable", e));
+            segment.is_sound = false;
+            return Err(StoreError::io(self.store.disk.name(), &segment.name(), "making pages durable", e));
         }
-        segment.dirty = false;
+        segment.is_dirty = false;
         // A segment with committed content stays open, so that an abort can truncate it to that content.
-        if !active && segment.extent.len == 0 {
+        if !is_active && segment.extent.len == 0 {
             segment.file = None;
         }
         Ok(())
     }
+}
+
+/// Checks a frame of pages, and returns the records of its directory.
+///
+/// # Errors
+/// A text that describes what is wrong.
+fn check_frame(
+    checkpoint: &OpenCheckpoint,
+    frame: &[u8],
+    count: usize,
+) -> std::result::Result<Vec<Record>, &'static str> {
+    let data_at = FRAME_HEADER_LEN + count * RECORD_LEN;
+    let data_len = frame.len().saturating_sub(data_at);
+    if count > segment::MAX_FRAME_PAGES || data_len > segment::MAX_FRAME_DATA_BYTES || frame.len() < data_at {
+        return Err("a frame of pages is too long");
+    }
+    let directory = frame.get(FRAME_HEADER_LEN..data_at).unwrap_or_default().as_chunks::<RECORD_LEN>().0;
+    let records: Vec<Record> = directory.iter().map(|bytes| Record::decode(*bytes)).collect();
+    for record in &records {
+        if checkpoint.block(record.block).is_none_or(|block| u64::from(record.page) >= block.pages()) {
+            return Err("a page is outside of its block");
+        }
+        if !record.is_plausible() {
+            return Err("a page has an impossible length or digest");
+        }
+    }
+    if records.iter().map(|record| usize::from(record.len)).sum::<usize>() != data_len {
+        return Err("the lengths of a frame's pages do not add up");
+    }
+    Ok(records)
 }

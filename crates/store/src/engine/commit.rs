@@ -1,19 +1,28 @@
 //! Commits the open checkpoint.
+//!
+//! ```text
+//! sync segments -> plan what the new manifest lists -> append the log entry -> update the state in memory
+//! ----------------------- nothing has changed --------------^ from here on the checkpoint counts
+//! ```
 
-use super::pool::{Role, cost};
-use super::{Engine, Flight, Pending};
+use super::pool::{Role, record_bytes};
+use super::{BlockState, Engine, OpenCheckpoint, PendingPage};
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
-use crate::format::entry::{self, Kind, Section};
-use crate::format::manifest::{Extent, Kept, Manifest, StoredBlock, Table};
+use crate::format::entry::{self, EncodedEntry, Kind, Section};
+use crate::format::manifest::{CheckpointTable, KeptCheckpoint, Manifest, SegmentExtent, StoredBlock};
 use crate::format::names;
 use crate::log::{self, NotAppended};
-use crate::types::{Block, Committed, now_us};
+use crate::types::{Committed, now_us};
 use std::time::{Duration, Instant};
+
+const MAX_DEFINITION_BYTES: usize = 1 << 24;
+const MAX_METADATA_BYTES: usize = 1 << 24;
+const MAX_DEVICE_STATE_BYTES: usize = 1 << 26;
 
 /// The contents of a checkpoint other than pages.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct State {
+pub(crate) struct CheckpointState {
     /// JSON that describes how to rebuild the VM.
     pub definition: Vec<u8>,
     /// JSON with notes of the protector.
@@ -22,13 +31,14 @@ pub(crate) struct State {
 }
 
 /// Changes that the log entry of a commit makes.
-struct Plan {
-    kept: Vec<Kept>,
+struct CommitPlan {
+    kept: Vec<KeptCheckpoint>,
     /// Numbers of log entries that are not needed any more.
-    dropped: Vec<u64>,
+    dropped_entries: Vec<u64>,
     /// Positions of segments that no kept checkpoint needs any more.
-    dead: Vec<usize>,
-    segments: Vec<Extent>,
+    dead_segments: Vec<usize>,
+    /// Segments that the new manifest lists.
+    segments: Vec<SegmentExtent>,
 }
 
 impl Engine {
@@ -38,50 +48,161 @@ impl Engine {
     /// On failure, the checkpoint is not committed, and the store is unchanged. There is one exception: after an error
     /// while the log entry is linked or made durable, it is unknown whether the checkpoint is committed, and every
     /// later call fails with [`StoreError::Closed`].
-    pub fn commit(&mut self, state: &State, unchanged: u64) -> Result<Committed> {
+    pub fn commit(&mut self, state: &CheckpointState, unchanged: u64) -> Result<Committed> {
         self.check_sound()?;
-        let Some(mut flight) = self.flight.take() else {
+        let Some(mut checkpoint) = self.checkpoint.take() else {
             let why = "no checkpoint was started".to_owned();
-            return Err(StoreError::Closed { store: self.home.name().into(), why });
+            return Err(StoreError::Closed { store: self.store.name().into(), why });
         };
-        flight.pages.unchanged = unchanged;
-        let done = match flight.failed.take() {
+        checkpoint.pages.unchanged = unchanged;
+        let committed = match checkpoint.failure.take() {
             Some(e) => Err(e),
-            None => self.commit_flight(&mut flight, state),
+            None => self.commit_open_checkpoint(&mut checkpoint, state),
         };
-        if done.is_err() {
-            if self.broken.is_none() {
-                self.roll_back(flight);
-            }
-        } else {
-            self.release();
+        if committed.is_ok() {
+            self.allow_reuse_of_positions();
+        } else if self.broken.is_none() {
+            self.roll_back(checkpoint);
         }
-        done.map_err(|e| self.explain(e))
+        committed.map_err(|e| self.explain(e))
     }
 
-    fn commit_flight(&mut self, flight: &mut Flight, state: &State) -> Result<Committed> {
-        let began = Instant::now();
-        let waited = flight.syncing;
-        self.sync_flight(flight)?;
+    fn commit_open_checkpoint(
+        &mut self,
+        checkpoint: &mut OpenCheckpoint,
+        state: &CheckpointState,
+    ) -> Result<Committed> {
+        let started_at = Instant::now();
+        let syncing_before = checkpoint.syncing;
+        self.sync_checkpoint(checkpoint)?;
         let number = self.newest() + 1;
-        let slot = self.slot + 1;
-        drop_earlier(flight);
-        let plan = self.plan(flight, number, slot);
-        let manifest = self.manifest(plan.kept.clone(), plan.segments.clone());
-        let blocks = self.stored_blocks(flight, number);
-        let table = Table { number, time_us: now_us(), pages: flight.pages, bytes: flight.bytes, blocks };
-        let lengths = [
-            ("the definition", state.definition.len(), 1 << 24),
-            ("the metadata", state.metadata.len(), 1 << 24),
-            ("the device state", state.devices.len(), 1 << 26),
-        ];
-        for (what, len, max) in lengths {
-            if len > max {
-                let (len, max) = (len as u64, max as u64);
-                return Err(StoreError::TooLarge { store: self.home.name().into(), what, len, max });
+        let log_number = self.newest_entry + 1;
+        drop_earlier_contents(checkpoint);
+        let mut plan = self.plan_commit(checkpoint, number, log_number);
+        let entry = self.encode_checkpoint(checkpoint, &plan, state, number, log_number)?;
+        self.append_entry(log_number, &entry.bytes, &mut checkpoint.syncing)?;
+        let appended_at = Instant::now();
+        if let Some(own) = plan.kept.last_mut() {
+            own.footer = entry.footer;
+        }
+        self.apply_commit(checkpoint, plan, number, log_number);
+        self.log_and_index_bytes += (entry.bytes.len() as u64).next_multiple_of(4096);
+        let syncing = checkpoint.syncing;
+        Ok(Committed {
+            number,
+            pages: checkpoint.pages,
+            bytes: checkpoint.bytes + entry.bytes.len() as u64,
+            writing: checkpoint.writing + (appended_at - started_at).saturating_sub(syncing - syncing_before),
+            syncing,
+        })
+    }
+
+    fn sync_checkpoint(&mut self, checkpoint: &mut OpenCheckpoint) -> Result<()> {
+        for position in checkpoint.written_segments.clone() {
+            if self.pool.get(position).is_some_and(|segment| segment.is_dirty) {
+                self.sync_segment(position, &mut checkpoint.syncing)?;
             }
         }
-        let (manifest, table) = (manifest.encode(), table.encode());
+        if checkpoint.has_new_segments {
+            self.sync_segment_names(&mut checkpoint.syncing)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn sync_segment_names(&self, sync_time: &mut Duration) -> Result<()> {
+        let started_at = Instant::now();
+        let synced = self.store.disk.sync_directory(names::SEGMENTS);
+        *sync_time += started_at.elapsed();
+        synced.map_err(self.store.failed(names::SEGMENTS, "making new segments durable"))
+    }
+
+    /// Plans which checkpoints are kept, and which entries and segments are dropped, once checkpoint `number` is log
+    /// entry `log_number`.
+    fn plan_commit(&self, checkpoint: &OpenCheckpoint, number: u64, log_number: u64) -> CommitPlan {
+        let mut all_checkpoints = self.kept.clone();
+        all_checkpoints.push(KeptCheckpoint { number, log_number, footer: 0 });
+        let surplus = all_checkpoints.len().saturating_sub(self.settings.keep as usize);
+        let (mut kept, mut dropped_entries) = (Vec::new(), Vec::new());
+        for (position, candidate) in all_checkpoints.into_iter().enumerate() {
+            if position >= surplus || self.held == Some(candidate.number) {
+                kept.push(candidate);
+            } else {
+                dropped_entries.push(candidate.log_number);
+            }
+        }
+        let is_kept = |log_number| kept.iter().any(|kept| kept.log_number == log_number);
+        if self.newest_state != 0 && !is_kept(self.newest_state) && !dropped_entries.contains(&self.newest_state) {
+            dropped_entries.push(self.newest_state);
+        }
+        let oldest = kept.first().map_or(number, |kept| kept.number);
+        let replaced_bytes = self.replaced_bytes_by_segment(checkpoint);
+        let (mut dead_segments, mut segments) = (Vec::new(), Vec::new());
+        for (position, segment) in self.pool.iter().filter(|(_, segment)| segment.role == Role::Data) {
+            let is_written = checkpoint.written_segments.contains(&position);
+            let replaced = replaced_bytes.get(position).copied().unwrap_or(0);
+            let is_needed_by_older = replaced > 0 && number > oldest;
+            let is_dead = segment.is_dead(segment.live.saturating_sub(replaced), oldest);
+            if !is_written && !is_needed_by_older && is_dead && self.active != Some(position) {
+                dead_segments.push(position);
+            } else {
+                segments.push(SegmentExtent { len: segment.end, ..segment.extent });
+            }
+        }
+        CommitPlan { kept, dropped_entries, dead_segments, segments }
+    }
+
+    /// Returns for each position of the pool the bytes of records that the open checkpoint replaces.
+    fn replaced_bytes_by_segment(&self, checkpoint: &OpenCheckpoint) -> Vec<u64> {
+        let mut replaced_bytes = vec![0u64; self.pool.positions()];
+        let mut add = |location: Location| {
+            if location.is_stored()
+                && let Some(bytes) = replaced_bytes.get_mut(location.segment())
+            {
+                *bytes += record_bytes(location.len());
+            }
+        };
+        for pending in &checkpoint.pending {
+            if let Some(state) = self.blocks.get(usize::from(pending.block)) {
+                add(state.locations.get(pending.page.into()));
+            }
+        }
+        for (state, remaining) in self.shortened_blocks(checkpoint) {
+            state.locations.values_from(remaining).for_each(|(_, location)| add(location));
+        }
+        replaced_bytes
+    }
+
+    /// Iterates over the blocks that have fewer pages in the open checkpoint, or were removed, with the number of
+    /// remaining pages.
+    fn shortened_blocks<'a>(&'a self, checkpoint: &'a OpenCheckpoint) -> impl Iterator<Item = (&'a BlockState, u64)> {
+        self.blocks.iter().filter_map(|state| {
+            let remaining = checkpoint.block(state.stored.number).map_or(0, |block| block.pages());
+            (remaining < state.stored.block.pages()).then_some((state, remaining))
+        })
+    }
+
+    /// Encodes the log entry of the open checkpoint.
+    fn encode_checkpoint(
+        &self,
+        checkpoint: &OpenCheckpoint,
+        plan: &CommitPlan,
+        state: &CheckpointState,
+        number: u64,
+        log_number: u64,
+    ) -> Result<EncodedEntry> {
+        for (what, content, max) in [
+            ("the definition", &state.definition, MAX_DEFINITION_BYTES),
+            ("the metadata", &state.metadata, MAX_METADATA_BYTES),
+            ("the device state", &state.devices, MAX_DEVICE_STATE_BYTES),
+        ] {
+            if content.len() > max {
+                return Err(self.too_large(what, content.len() as u64, max as u64));
+            }
+        }
+        let manifest = self.manifest(self.next_block_number(), plan.kept.clone(), plan.segments.clone()).encode();
+        let blocks = self.stored_blocks(checkpoint, number);
+        let (pages, bytes) = (checkpoint.pages, checkpoint.bytes);
+        let table = CheckpointTable { number, time_us: now_us(), pages, bytes, blocks }.encode();
         let sections = [
             (Section::Manifest, manifest.as_slice()),
             (Section::Checkpoint, &table),
@@ -89,141 +210,52 @@ impl Engine {
             (Section::Metadata, &state.metadata),
             (Section::Devices, &state.devices),
         ];
-        let (content, footer) = entry::encode(self.home.id, Kind::Checkpoint, self.claim.epoch, slot, &sections);
-        self.append_entry(slot, &content, &mut flight.syncing)?;
-        let apply_began = Instant::now();
-        let bytes = flight.bytes + content.len() as u64;
-        let mut dropped = plan.dropped;
-        if self.state != 0 && !plan.kept.iter().any(|kept| kept.slot == self.state) && !dropped.contains(&self.state) {
-            dropped.push(self.state);
-        }
-        self.state = slot;
-        self.kept = plan.kept;
-        if let Some(own) = self.kept.last_mut() {
-            own.footer = footer;
-        }
-        self.apply(flight, number);
-        self.retire(&plan.dead, &dropped);
-        self.since_base += flight.pages.stored + flight.pages.zero;
-        self.log_and_index_bytes += (content.len() as u64).next_multiple_of(4096);
-        self.background_failed = false;
-        let syncing = flight.syncing;
-        let writing = flight.writing + (apply_began - began).saturating_sub(syncing - waited);
-        Ok(Committed { number, pages: flight.pages, bytes, writing, syncing })
-    }
-
-    /// Returns the block table of the open checkpoint, whose number will be `number`.
-    fn stored_blocks(&self, flight: &Flight, number: u64) -> Vec<StoredBlock> {
-        let stored = |(own, block): &(u16, Block)| {
-            let state = self.blocks.iter().find(|state| state.number == *own);
-            let cuts = state.map(|state| state.cuts.clone()).unwrap_or_default();
-            let mut stored = StoredBlock { number: *own, block: block.clone(), cuts };
-            if state.is_some_and(|state| block.pages() < state.block.pages()) {
-                stored.cut(number, block.pages());
-            }
-            stored
-        };
-        flight.table.iter().map(stored).collect()
-    }
-
-    fn sync_flight(&mut self, flight: &mut Flight) -> Result<()> {
-        for position in flight.touched.clone() {
-            if self.pool.get(position).is_some_and(|segment| segment.dirty) {
-                self.sync_segment(position, &mut flight.syncing)?;
-            }
-        }
-        if flight.made {
-            self.sync_segment_names(&mut flight.syncing)?;
-        }
-        Ok(())
-    }
-
-    pub(super) fn sync_segment_names(&self, waited: &mut Duration) -> Result<()> {
-        let began = Instant::now();
-        let synced = self.home.disk.sync_directory(names::SEGMENTS);
-        *waited += began.elapsed();
-        synced.map_err(self.home.failed(names::SEGMENTS, "making new segments durable"))
-    }
-
-    /// Plans which checkpoints are kept, and which entries and segments are dropped, once checkpoint `number` is log
-    /// entry `slot`.
-    fn plan(&self, flight: &Flight, number: u64, slot: u64) -> Plan {
-        let mut kept = self.kept.clone();
-        kept.push(Kept { number, slot, footer: 0 });
-        let surplus = kept.len().saturating_sub(self.settings.keep as usize);
-        let mut dropped = Vec::new();
-        let mut position = 0;
-        kept.retain(|kept| {
-            position += 1;
-            let stays = position > surplus || self.held == Some(kept.number);
-            if !stays {
-                dropped.push(kept.slot);
-            }
-            stays
-        });
-        let oldest = kept.first().map_or(number, |kept| kept.number);
-        let mut lost_bytes = vec![0u64; self.pool.positions()];
-        let mut lose = |place: Location| {
-            if place.is_stored()
-                && let Some(bytes) = lost_bytes.get_mut(place.segment())
-            {
-                *bytes += cost(place.len());
-            }
-        };
-        for pending in &flight.pending {
-            if let Some(state) = self.blocks.get(usize::from(pending.block)) {
-                lose(Location(state.places.get(pending.page.into())));
-            }
-        }
-        for (state, left) in self.shortened(flight) {
-            state.places.set_from(left).for_each(|(_, place)| lose(Location(place)));
-        }
-        let mut dead = Vec::new();
-        let mut segments = Vec::new();
-        for (position, segment) in self.pool.iter().filter(|(_, segment)| segment.role == Role::Data) {
-            let written = flight.touched.contains(&position);
-            let lost = lost_bytes.get(position).copied().unwrap_or(0);
-            let live = segment.live.saturating_sub(lost);
-            let still_needed = lost > 0 && number > oldest;
-            if !written && !still_needed && segment.is_dead(live, oldest) && self.active != Some(position) {
-                dead.push(position);
-            } else {
-                segments.push(Extent { len: segment.end, ..segment.extent });
-            }
-        }
-        Plan { kept, dropped, dead, segments }
+        Ok(entry::encode(self.store.id, Kind::Checkpoint, self.claim.epoch, log_number, &sections))
     }
 
     /// Returns a manifest with these checkpoints and segments.
-    pub(super) fn manifest(&self, kept: Vec<Kept>, mut segments: Vec<Extent>) -> Manifest {
+    pub(super) fn manifest(
+        &self,
+        next_block: u16,
+        kept: Vec<KeptCheckpoint>,
+        mut segments: Vec<SegmentExtent>,
+    ) -> Manifest {
         segments.sort_unstable_by_key(|extent| extent.number);
-        let next_block = self.blocks.iter().map(|state| state.number + 1).max().unwrap_or(0).max(self.next_block);
-        Manifest { claim: self.claim.slot, next_block, next_segment: self.next_segment, kept, segments }
+        Manifest { claim: self.claim.log_number, next_block, next_segment: self.next_segment, kept, segments }
     }
 
-    /// Iterates over the blocks that have fewer pages in the open checkpoint, or were removed, with the number of pages
-    /// left.
-    fn shortened<'a>(&'a self, flight: &'a Flight) -> impl Iterator<Item = (&'a super::BlockState, u64)> {
-        self.blocks.iter().filter_map(|state| {
-            let now = flight.table.iter().find(|(number, _)| *number == state.number);
-            let left = now.map_or(0, |(_, block)| block.pages());
-            (left < state.block.pages()).then_some((state, left))
-        })
-    }
-
-    /// Appends an entry to the log as number `slot`.
-    pub(super) fn append_entry(&mut self, slot: u64, content: &[u8], waited: &mut Duration) -> Result<()> {
-        if content.len() as u64 > entry::LONGEST {
-            let (len, max) = (content.len() as u64, entry::LONGEST);
-            return Err(StoreError::TooLarge { store: self.home.name().into(), what: "a log entry", len, max });
+    /// Returns the block table of the open checkpoint, whose number will be `number`.
+    fn stored_blocks(&self, checkpoint: &OpenCheckpoint, number: u64) -> Vec<StoredBlock> {
+        let mut blocks = Vec::with_capacity(checkpoint.blocks.len());
+        for numbered in &checkpoint.blocks {
+            let before = self.blocks.iter().find(|state| state.stored.number == numbered.number);
+            let cuts = before.map(|state| state.stored.cuts.clone()).unwrap_or_default();
+            let mut stored = StoredBlock { number: numbered.number, block: numbered.block.clone(), cuts };
+            let pages = numbered.block.pages();
+            if before.is_some_and(|state| pages < state.stored.block.pages()) {
+                stored.cut(number, pages);
+            }
+            blocks.push(stored);
         }
-        match log::append(&self.home, self.claim.epoch, slot, content, waited) {
+        blocks
+    }
+
+    fn too_large(&self, what: &'static str, len: u64, max: u64) -> StoreError {
+        StoreError::TooLarge { store: self.store.name().into(), what, len, max }
+    }
+
+    /// Appends an entry to the log as number `log_number`.
+    pub(super) fn append_entry(&mut self, log_number: u64, content: &[u8], sync_time: &mut Duration) -> Result<()> {
+        if content.len() as u64 > entry::MAX_ENTRY_BYTES {
+            return Err(self.too_large("a log entry", content.len() as u64, entry::MAX_ENTRY_BYTES));
+        }
+        match log::append(&self.store, self.claim.epoch, log_number, content, sync_time) {
             Ok(()) => {
-                self.slot = slot;
+                self.newest_entry = log_number;
                 Ok(())
             }
             Err(NotAppended::Failed(e)) => Err(e),
-            Err(NotAppended::Taken) => Err(log::superseded(&self.home, self.claim.epoch, slot)),
+            Err(NotAppended::Taken) => Err(log::superseded(&self.store, self.claim.epoch, log_number)),
             Err(NotAppended::Uncertain(e)) => {
                 self.broken = Some(e.to_string());
                 Err(e)
@@ -232,72 +264,100 @@ impl Engine {
     }
 
     /// Updates the state in memory after the commit: the pages of the committed checkpoint become the newest.
-    fn apply(&mut self, flight: &mut Flight, number: u64) {
-        for position in &flight.touched {
-            let active = self.active == Some(*position);
+    fn apply_commit(&mut self, checkpoint: &OpenCheckpoint, plan: CommitPlan, number: u64, log_number: u64) {
+        self.newest_state = log_number;
+        self.kept = plan.kept;
+        self.mark_segments_committed(checkpoint);
+        let replaced = self.apply_pages(checkpoint, number);
+        self.apply_blocks(checkpoint, number);
+        self.remember_replaced(replaced, number);
+        self.retire(&plan.dead_segments, &plan.dropped_entries);
+        self.pages_since_base += checkpoint.pages.stored + checkpoint.pages.zero;
+        self.background_failed = false;
+    }
+
+    fn mark_segments_committed(&mut self, checkpoint: &OpenCheckpoint) {
+        for position in &checkpoint.written_segments {
+            let is_active = self.active == Some(*position);
             if let Some(segment) = self.pool.get_mut(*position) {
                 segment.extent.len = segment.end;
-                if !active {
+                if !is_active {
                     segment.file = None;
                 }
             }
         }
-        let needed = number > self.oldest();
+    }
+
+    /// Makes the pages of the committed checkpoint `number` the newest. Returns the locations of the replaced records.
+    fn apply_pages(&mut self, checkpoint: &OpenCheckpoint, number: u64) -> Vec<Location> {
         let mut replaced = Vec::new();
-        for pending in &flight.pending {
+        for pending in &checkpoint.pending {
             let Some(state) = self.blocks.get_mut(usize::from(pending.block)) else { continue };
-            let Some(place) = state.places.get_mut(pending.page.into()) else { continue };
-            let old = Location(std::mem::replace(place, pending.place.0));
+            let Some(location) = state.locations.get_mut(pending.page.into()) else { continue };
+            let previous = std::mem::replace(location, pending.location);
             state.digests.set(pending.page.into(), pending.digest);
-            if let Some(segment) = self.pool.of(pending.place) {
-                segment.live += cost(pending.place.len());
+            if let Some(segment) = self.pool.segment_of(pending.location) {
+                segment.live += record_bytes(pending.location.len());
             }
-            if old.is_stored() {
-                replaced.push(old);
+            if previous.is_stored() {
+                replaced.push(previous);
             }
         }
-        for (state, left) in self.shortened(flight) {
-            replaced.extend(state.places.set_from(left).map(|(_, place)| Location(place)));
+        for (state, remaining) in self.shortened_blocks(checkpoint) {
+            replaced.extend(state.locations.values_from(remaining).map(|(_, location)| location));
         }
-        for old in &replaced {
-            if let Some(segment) = self.pool.of(*old) {
-                segment.live = segment.live.saturating_sub(cost(old.len()));
-                if needed {
-                    segment.replaced(number, cost(old.len()));
+        let is_needed_by_older = number > self.oldest();
+        for location in &replaced {
+            let bytes = record_bytes(location.len());
+            if let Some(segment) = self.pool.segment_of(*location) {
+                segment.live = segment.live.saturating_sub(bytes);
+                if is_needed_by_older {
+                    segment.add_dying(number, bytes);
                 }
             }
         }
-        self.blocks.retain(|state| flight.table.iter().any(|(number, _)| *number == state.number));
+        replaced
+    }
+
+    /// Makes the blocks of the committed checkpoint `number` the newest.
+    fn apply_blocks(&mut self, checkpoint: &OpenCheckpoint, number: u64) {
+        self.blocks.retain(|state| checkpoint.block(state.stored.number).is_some());
         for state in &mut self.blocks {
-            state.new = false;
-            self.next_block = self.next_block.max(state.number + 1);
-            let Some((_, block)) = flight.table.iter().find(|(own, _)| *own == state.number) else { continue };
-            if block.pages() < state.block.pages() {
+            state.is_new = false;
+            self.next_block = self.next_block.max(state.stored.number + 1);
+            let Some(block) = checkpoint.block(state.stored.number) else { continue };
+            if block.pages() < state.stored.block.pages() {
                 state.cut(number, block.pages());
             }
-            state.block.clone_from(block);
+            state.stored.block.clone_from(block);
         }
-        if needed && let Some(compaction) = &mut self.compaction {
-            compaction.also_needed(&replaced);
-        }
+    }
+
+    /// Remembers the records that checkpoint `number` has replaced, as far as older kept checkpoints need them.
+    fn remember_replaced(&mut self, replaced: Vec<Location>, number: u64) {
         let oldest = self.oldest();
-        self.history.prune(oldest);
-        if needed && let Some(until) = self.history.push(number, replaced) {
-            for segment in self.pool.iter_mut().filter(|segment| !segment.dying.is_empty()) {
-                segment.unknown_until = segment.unknown_until.max(until);
+        self.replaced.prune(oldest);
+        if number > oldest {
+            if let Some(compaction) = &mut self.compaction {
+                compaction.keep_replaced(&replaced);
+            }
+            if let Some(until) = self.replaced.add(number, replaced) {
+                for segment in self.pool.iter_mut().filter(|segment| !segment.dying.is_empty()) {
+                    segment.unknown_until = segment.unknown_until.max(until);
+                }
             }
         }
-        self.pool.iter_mut().for_each(|segment| segment.dying.retain(|(n, _)| *n > oldest));
+        self.pool.iter_mut().for_each(|segment| segment.dying.retain(|dying| dying.replaced_by > oldest));
     }
 
     /// Schedules the removal of segments and log entries that the newest manifest does not list any more.
     pub(super) fn retire(&mut self, segments: &[usize], entries: &[u64]) {
         for position in segments {
             if let Some(segment) = self.pool.remove(*position) {
-                self.retired.push(names::segment(segment.extent.epoch, segment.extent.number));
+                self.obsolete_files.push(segment.name());
             }
         }
-        self.retired.extend(entries.iter().map(|slot| names::entry(*slot)));
+        self.obsolete_files.extend(entries.iter().map(|log_number| names::entry(*log_number)));
         if !entries.is_empty() {
             // The sizes are read from the directories instead of counted, so that errors cannot accumulate.
             self.log_and_index_bytes = self.measure_log_and_index();
@@ -306,18 +366,18 @@ impl Engine {
 }
 
 /// Drops all but the last content of each page that was sent more than once.
-fn drop_earlier(flight: &mut Flight) {
-    if !flight.duplicates {
+fn drop_earlier_contents(checkpoint: &mut OpenCheckpoint) {
+    if !checkpoint.has_duplicates {
         return;
     }
     // The sort is stable, so that the content that was sent last comes last.
-    flight.pending.sort_by_key(|pending| (pending.block, pending.page));
-    let mut last: Vec<Pending> = Vec::with_capacity(flight.pending.len());
-    for pending in flight.pending.drain(..) {
-        match last.last_mut() {
-            Some(before) if (before.block, before.page) == (pending.block, pending.page) => *before = pending,
-            _ => last.push(pending),
+    checkpoint.pending.sort_by_key(|pending| (pending.block, pending.page));
+    let mut last_contents: Vec<PendingPage> = Vec::with_capacity(checkpoint.pending.len());
+    for pending in checkpoint.pending.drain(..) {
+        match last_contents.last_mut() {
+            Some(last) if (last.block, last.page) == (pending.block, pending.page) => *last = pending,
+            _ => last_contents.push(pending),
         }
     }
-    flight.pending = last;
+    checkpoint.pending = last_contents;
 }

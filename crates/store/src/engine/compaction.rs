@@ -4,113 +4,212 @@
 //! Each step copies one frame, so that an open checkpoint need not wait long. The store is unchanged until the
 //! compaction's log entry is written.
 
-use super::pool::{Role, cost};
-use super::{Engine, Flight};
+use super::pool::{DyingBytes, Role, record_bytes};
+use super::{Engine, OpenCheckpoint};
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
 use crate::format::entry::{self, Kind as EntryKind, Section};
-use crate::format::manifest::Extent;
-use crate::format::names;
+use crate::format::manifest::SegmentExtent;
 use crate::format::segment::{
-    DIRECTORY_ROOM, Directory, FRAME_HEADER_LEN, FRAME_RECORDS, Found, FrameHeader, HEADER_LEN, Kind,
+    Directory, FRAME_HEADER_LEN, FrameHeader, HEADER_LEN, Kind, ListedPage, MAX_DIRECTORY_BYTES, MAX_FRAME_PAGES,
+    RECORD_LEN,
 };
+use crate::format::{Flaw, Structure, names};
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 /// Bytes of pages after which a frame of copied records is written.
-const FRAME_BYTES: usize = 1 << 20;
+const OUTPUT_FRAME_BYTES: usize = 1 << 20;
 
-/// A record that was copied.
+/// A segment is compacted in the background if at least one of this many of its bytes is garbage.
+const BACKGROUND_GARBAGE_DIVISOR: u64 = 8;
+/// Like [`BACKGROUND_GARBAGE_DIVISOR`], if space is needed.
+const URGENT_GARBAGE_DIVISOR: u64 = 64;
+
+/// How thoroughly to compact.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Urgency {
+    Background,
+    /// Space is needed: also compact segments with little garbage.
+    NeedSpace,
+}
+
+/// A record in the frame that is being built.
 #[derive(Debug)]
-struct Moved {
+struct CopiedRecord {
+    block: u16,
+    page: u32,
+    old: Location,
+}
+
+/// A record that was written to the output.
+#[derive(Debug)]
+struct MovedRecord {
     block: u16,
     page: u32,
     old: Location,
     new: Location,
 }
 
+/// The frame of copied records that is being built.
+#[derive(Debug, Default)]
+struct OutputFrame {
+    records: Vec<u8>,
+    numbers: Vec<u8>,
+    data: Vec<u8>,
+    copied: Vec<CopiedRecord>,
+}
+
+impl OutputFrame {
+    fn push(&mut self, page: &ListedPage, old: Location, content: &[u8]) {
+        self.records.extend_from_slice(&page.record.encode());
+        self.numbers.extend_from_slice(&page.number.to_le_bytes());
+        self.data.extend_from_slice(content);
+        self.copied.push(CopiedRecord { block: page.record.block, page: page.record.page, old });
+    }
+
+    fn is_full(&self) -> bool {
+        self.copied.len() >= MAX_FRAME_PAGES || self.data.len() >= OUTPUT_FRAME_BYTES
+    }
+
+    /// Returns the encoded frame. `newest` is the number of the newest checkpoint.
+    fn encode(&self, newest: u64) -> Vec<u8> {
+        let (count, data_len) = (self.copied.len() as u32, self.data.len() as u32);
+        let header = FrameHeader { kind: Kind::Moved, count, data_len, number: newest };
+        let mut frame = vec![0; FRAME_HEADER_LEN];
+        frame.reserve_exact(self.records.len() + self.numbers.len() + self.data.len());
+        frame.extend_from_slice(&self.records);
+        frame.extend_from_slice(&self.numbers);
+        frame.extend_from_slice(&self.data);
+        header.seal(&mut frame);
+        frame
+    }
+}
+
 /// A compaction in progress. Its victims are the segments that are removed at its end.
 #[derive(Debug)]
 pub(super) struct Compaction {
     victims: Vec<usize>,
-    /// Index of the current victim, and the offset of the next frame in it.
-    at: (usize, u64),
+    /// Index in `victims` of the segment that is being copied.
+    victim: usize,
+    /// Offset of the next frame in that segment.
+    offset: u64,
     /// Records that only older checkpoints need.
     needed: HashSet<Location>,
-    out: Option<usize>,
-    records: Vec<u8>,
-    numbers: Vec<u8>,
-    data: Vec<u8>,
-    /// Records of the frame that is being built: block, page, old place.
-    waiting: Vec<(u16, u32, Location)>,
-    moved: Vec<Moved>,
-    waited: Duration,
+    /// Position of the output segment.
+    output: Option<usize>,
+    frame: OutputFrame,
+    moved: Vec<MovedRecord>,
+    sync_time: Duration,
 }
 
 impl Compaction {
-    /// Adds places that a commit has replaced but older checkpoints still need.
-    pub fn also_needed(&mut self, places: &[Location]) {
-        let victims = &self.victims;
-        self.needed.extend(places.iter().filter(|place| victims.contains(&place.segment())));
+    fn new(victims: Vec<usize>, needed: HashSet<Location>) -> Self {
+        Self {
+            victims,
+            victim: 0,
+            offset: HEADER_LEN,
+            needed,
+            output: None,
+            frame: OutputFrame::default(),
+            moved: Vec::new(),
+            sync_time: Duration::ZERO,
+        }
     }
 
-    fn frame_len(&self) -> usize {
-        FRAME_HEADER_LEN + self.records.len() + self.numbers.len() + self.data.len()
+    /// Adds records that a commit has replaced but older checkpoints still need.
+    pub fn keep_replaced(&mut self, locations: &[Location]) {
+        let victims = &self.victims;
+        self.needed.extend(locations.iter().filter(|location| victims.contains(&location.segment())));
+    }
+
+    fn start_next_victim(&mut self) {
+        self.victim += 1;
+        self.offset = HEADER_LEN;
+    }
+}
+
+/// A frame of a victim, read from the disk.
+struct VictimFrame {
+    header: FrameHeader,
+    pages: Vec<ListedPage>,
+    /// Offset of `data` in the file.
+    data_offset: u64,
+    data: Vec<u8>,
+}
+
+impl VictimFrame {
+    /// Returns the stored content of a page; `None` if the file ends before it.
+    fn content(&self, page: &ListedPage) -> Option<&[u8]> {
+        let len = usize::from(page.record.len);
+        if len == 0 {
+            return Some(&[]);
+        }
+        let begin = page.offset.saturating_sub(self.data_offset) as usize;
+        self.data.get(begin..begin + len)
     }
 }
 
 impl Engine {
-    /// Chooses segments to compact; with `need_space`, also segments with little garbage. Returns whether there are
-    /// any.
-    pub(super) fn start_compaction(&mut self, need_space: bool) -> bool {
+    /// Returns whether there is enough garbage for a compaction in the background.
+    pub(super) fn wants_compaction(&self) -> bool {
+        // The limit is twice the RAM; background compaction starts at three quarters of it.
+        let limit = self.pool.history_bytes(self.oldest()) + self.ram_bytes() / 2 * 3;
+        !self.background_failed && self.used_bytes() > limit
+    }
+
+    /// Starts a compaction, unless one is in progress. Returns whether there is anything to compact.
+    pub(super) fn start_compaction(&mut self, urgency: Urgency) -> bool {
         if self.compaction.is_some() {
             return true;
         }
+        let victims = self.choose_victims(urgency);
+        if victims.is_empty() {
+            return false;
+        }
+        let needed = self.replaced.needed_since(self.oldest()).map(|(_, location)| location);
+        let needed = needed.filter(|location| victims.contains(&location.segment())).collect();
+        self.compaction = Some(Compaction::new(victims, needed));
+        true
+    }
+
+    /// Chooses the segments with the highest share of garbage, as many as fit into one segment when copied.
+    fn choose_victims(&self, urgency: Urgency) -> Vec<usize> {
+        struct Candidate {
+            garbage: u64,
+            len: u64,
+            position: usize,
+        }
         let oldest = self.oldest();
-        let share = if need_space { 64 } else { 8 };
-        let mut candidates: Vec<(u64, u64, usize)> = self
-            .pool
-            .iter()
-            .filter(|(position, segment)| {
-                let settled = segment.extent.len != 0 && segment.extent.len == segment.end && !segment.dirty;
-                segment.role == Role::Data && settled && !segment.damaged && self.active != Some(*position)
-            })
-            .map(|(position, segment)| (segment.garbage(oldest), segment.extent.len, position))
-            .filter(|(garbage, len, _)| *garbage > 0 && garbage * share >= *len)
-            .collect();
-        // Highest share of garbage first.
-        candidates.sort_by(|a, b| (u128::from(b.0) * u128::from(a.1)).cmp(&(u128::from(a.0) * u128::from(b.1))));
-        let room = self.segment_len();
-        let mut rest = 0;
+        let divisor = match urgency {
+            Urgency::Background => BACKGROUND_GARBAGE_DIVISOR,
+            Urgency::NeedSpace => URGENT_GARBAGE_DIVISOR,
+        };
+        let mut candidates = Vec::new();
+        for (position, segment) in self.pool.iter() {
+            let is_settled = segment.extent.len != 0 && segment.extent.len == segment.end && !segment.is_dirty;
+            if segment.role != Role::Data || !is_settled || segment.is_damaged || self.active == Some(position) {
+                continue;
+            }
+            let (garbage, len) = (segment.garbage_bytes(oldest), segment.extent.len);
+            if garbage > 0 && garbage * divisor >= len {
+                candidates.push(Candidate { garbage, len, position });
+            }
+        }
+        candidates.sort_by(|a, b| {
+            (u128::from(b.garbage) * u128::from(a.len)).cmp(&(u128::from(a.garbage) * u128::from(b.len)))
+        });
+        let max_output_bytes = self.max_segment_bytes(self.ram_bytes());
+        let mut output_bytes = 0;
         let mut victims = Vec::new();
-        for (garbage, len, position) in candidates {
-            rest += len - garbage;
-            if !victims.is_empty() && rest > room {
+        for Candidate { garbage, len, position } in candidates {
+            output_bytes += len - garbage;
+            if !victims.is_empty() && output_bytes > max_output_bytes {
                 break;
             }
             victims.push(position);
         }
-        if victims.is_empty() {
-            return false;
-        }
-        let needed = self
-            .history
-            .iter()
-            .filter(|(n, place)| *n > oldest && victims.contains(&place.segment()))
-            .map(|(_, place)| place);
-        self.compaction = Some(Compaction {
-            needed: needed.collect(),
-            victims,
-            at: (0, 0),
-            out: None,
-            records: Vec::new(),
-            numbers: Vec::new(),
-            data: Vec::new(),
-            waiting: Vec::new(),
-            moved: Vec::new(),
-            waited: Duration::ZERO,
-        });
-        true
+        victims
     }
 
     /// Does one step of the compaction. Returns whether more is left.
@@ -118,18 +217,18 @@ impl Engine {
     /// On failure, the compaction is discarded and the store is unchanged.
     pub(super) fn step_compaction(&mut self) -> Result<bool> {
         let Some(mut compaction) = self.compaction.take() else { return Ok(false) };
-        let done = self.copy_frame(&mut compaction).and_then(|more| {
-            if !more {
+        let step = self.copy_frame(&mut compaction).and_then(|has_more| {
+            if !has_more {
                 self.finish_compaction(&mut compaction)?;
             }
-            Ok(more)
+            Ok(has_more)
         });
-        match done {
+        match step {
             Ok(true) => self.compaction = Some(compaction),
-            Ok(false) => self.release(),
+            Ok(false) => self.allow_reuse_of_positions(),
             Err(_) => self.drop_output(&compaction),
         }
-        done
+        step
     }
 
     /// Discards the compaction in progress.
@@ -140,234 +239,206 @@ impl Engine {
     }
 
     fn drop_output(&mut self, compaction: &Compaction) {
-        if let Some(segment) = compaction.out.filter(|_| self.broken.is_none()).and_then(|out| self.pool.remove(out)) {
-            let name = names::segment(segment.extent.epoch, segment.extent.number);
-            if let Err(e) = self.home.disk.remove(&name) {
-                tracing::warn!("cannot remove the unused file {}/{name}: {e}", self.home.name());
-            }
+        // If it is unknown whether the compaction's log entry was written, the output may be in use.
+        let output = compaction.output.filter(|_| self.broken.is_none());
+        if let Some(segment) = output.and_then(|position| self.pool.remove(position)) {
+            self.remove_unused_file(&segment.name());
         }
-        self.release();
+        self.allow_reuse_of_positions();
     }
 
     /// Copies the needed records of the next frame. Returns `false` if all frames are done.
     fn copy_frame(&mut self, compaction: &mut Compaction) -> Result<bool> {
-        let (victim, at) = compaction.at;
-        let Some(position) = compaction.victims.get(victim).copied() else {
-            self.write_frame(compaction)?;
+        let Some(position) = compaction.victims.get(compaction.victim).copied() else {
+            self.write_output_frame(compaction)?;
             return Ok(false);
         };
         // A commit may have removed the segment meanwhile.
-        let Some(extent) = self.pool.get(position).map(|segment| segment.extent) else {
-            compaction.at = (victim + 1, 0);
+        let extent = self.pool.get(position).map(|segment| segment.extent);
+        let offset = compaction.offset;
+        let Some(extent) = extent.filter(|extent| offset < extent.len) else {
+            compaction.start_next_victim();
             return Ok(true);
         };
-        let at = at.max(HEADER_LEN);
-        if at >= extent.len {
-            compaction.at = (victim + 1, 0);
-            return Ok(true);
-        }
-        let name = names::segment(extent.epoch, extent.number);
-        let read = (|| {
-            let file = self.files.get(&self.home, extent)?;
-            let front = self.home.read_at(&file, &name, at, DIRECTORY_ROOM)?;
-            let flawed = |flaw| StoreError::flaw(self.home.name(), &name, flaw);
-            let directory = Directory::decode(&front, at).map_err(flawed)?;
-            let header = directory.header;
-            let found: Vec<Found> = directory.pages().collect();
-            let data_at = at + header.data_offset() as u64;
-            let data = self.home.read_at(&file, &name, data_at, header.data_len as usize)?;
-            Ok::<_, StoreError>((header, found, data_at, data))
-        })();
-        let (header, found, data_at, data) = match read {
-            Ok(read) => read,
-            Err(e) => {
-                // The damaged segment is kept, so that no more data is lost.
-                if let Some(segment) = self.pool.get_mut(position) {
-                    segment.damaged = true;
-                }
-                return Err(e);
+        let frame = self.read_victim_frame(extent, offset).inspect_err(|_| {
+            // The damaged segment is kept, so that no more data is lost.
+            if let Some(segment) = self.pool.get_mut(position) {
+                segment.is_damaged = true;
             }
-        };
-        for found in found {
-            let place = Location::new(position, found.offset, found.record.len);
-            let state = self.blocks.iter().find(|state| state.number == found.record.block);
-            let newest = state.is_some_and(|state| state.places.get(found.record.page.into()) == place.0);
-            if !newest && !compaction.needed.contains(&place) {
+        })?;
+        for page in &frame.pages {
+            let old = Location::new(position, page.offset, page.record.len);
+            if !self.is_newest(page, old) && !compaction.needed.contains(&old) {
                 continue;
             }
-            let begin = found.offset.saturating_sub(data_at) as usize;
-            let len = usize::from(found.record.len);
-            let content = if len == 0 { Some(&[][..]) } else { data.get(begin..begin + len) };
-            let Some(content) = content else {
-                let structure = crate::format::Structure::FrameDirectory;
-                let flaw = crate::format::Flaw::bad(structure, at, "the file ends before the frame does");
-                return Err(StoreError::flaw(self.home.name(), &name, flaw));
-            };
-            compaction.records.extend_from_slice(&found.record.encode());
-            compaction.numbers.extend_from_slice(&found.number.to_le_bytes());
-            compaction.data.extend_from_slice(content);
-            compaction.waiting.push((found.record.block, found.record.page, place));
-            if compaction.waiting.len() >= FRAME_RECORDS || compaction.data.len() >= FRAME_BYTES {
-                self.write_frame(compaction)?;
+            let content = frame.content(page).ok_or_else(|| {
+                let flaw = Flaw::bad(Structure::FrameDirectory, offset, "the file ends before the frame does");
+                StoreError::flaw(self.store.name(), &names::segment(extent.epoch, extent.number), flaw)
+            })?;
+            compaction.frame.push(page, old, content);
+            if compaction.frame.is_full() {
+                self.write_output_frame(compaction)?;
             }
         }
-        compaction.at = (victim, header.next(at));
+        compaction.offset = frame.header.next_frame_offset(offset);
         Ok(true)
     }
 
-    fn write_frame(&mut self, compaction: &mut Compaction) -> Result<()> {
-        if compaction.waiting.is_empty() {
+    /// Reads the frame at `offset` of a segment.
+    fn read_victim_frame(&self, extent: SegmentExtent, offset: u64) -> Result<VictimFrame> {
+        let name = names::segment(extent.epoch, extent.number);
+        let file = self.open_segments.get(&self.store, extent)?;
+        let front = self.store.read_at(&file, &name, offset, MAX_DIRECTORY_BYTES)?;
+        let directory =
+            Directory::decode(&front, offset).map_err(|flaw| StoreError::flaw(self.store.name(), &name, flaw))?;
+        let header = directory.header;
+        let data_offset = offset + header.data_offset() as u64;
+        let data = self.store.read_at(&file, &name, data_offset, header.data_len as usize)?;
+        Ok(VictimFrame { header, pages: directory.pages().collect(), data_offset, data })
+    }
+
+    /// Returns whether the record at `location` is the newest of its page.
+    fn is_newest(&self, page: &ListedPage, location: Location) -> bool {
+        let state = self.blocks.iter().find(|state| state.stored.number == page.record.block);
+        state.is_some_and(|state| state.locations.get(page.record.page.into()) == location)
+    }
+
+    /// Appends the frame that was built to the output segment.
+    fn write_output_frame(&mut self, compaction: &mut Compaction) -> Result<()> {
+        if compaction.frame.copied.is_empty() {
             return Ok(());
         }
-        let position = match compaction.out {
+        let position = match compaction.output {
             Some(position) => position,
-            None => *compaction.out.insert(self.make_segment(Role::Output)?),
+            None => *compaction.output.insert(self.create_segment(Role::Output)?),
         };
-        let mut frame = Vec::with_capacity(compaction.frame_len());
-        frame.resize(FRAME_HEADER_LEN, 0);
-        frame.append(&mut compaction.records);
-        frame.append(&mut compaction.numbers);
-        let data_at = frame.len();
-        let header = FrameHeader {
-            kind: Kind::Moved,
-            count: compaction.waiting.len() as u32,
-            data_len: compaction.data.len() as u32,
-            number: self.newest(),
-        };
-        frame.append(&mut compaction.data);
-        header.seal(&mut frame);
+        let output = std::mem::take(&mut compaction.frame);
+        let frame = output.encode(self.newest());
         let Some(segment) = self.pool.get_mut(position) else { return Ok(()) };
-        let name = names::segment(segment.extent.epoch, segment.extent.number);
-        let at = segment.next();
-        segment.dirty = true;
-        segment.end = at + frame.len() as u64;
+        let frame_offset = segment.next_frame_offset();
+        segment.is_dirty = true;
+        segment.end = frame_offset + frame.len() as u64;
         if let Some(file) = &segment.file {
-            file.write_at(&frame, at).map_err(|e| StoreError::io(self.home.disk.name(), &name, "moving pages", e))?;
-            file.start_writeback(at, frame.len() as u64);
+            let failed = |e| StoreError::io(self.store.disk.name(), &segment.name(), "moving pages", e);
+            file.write_at(&frame, frame_offset).map_err(failed)?;
+            file.start_writeback(frame_offset, frame.len() as u64);
         }
-        let mut data = at + data_at as u64;
-        for ((block, page, old), n) in compaction.waiting.drain(..).zip(0u64..) {
-            let own = at + FRAME_HEADER_LEN as u64 + n * crate::format::segment::RECORD_LEN as u64;
-            let new = Location::new(position, if old.len() == 0 { own } else { data }, old.len());
-            data += u64::from(old.len());
-            compaction.moved.push(Moved { block, page, old, new });
+        let mut record_offset = frame_offset + FRAME_HEADER_LEN as u64;
+        let mut data_offset = frame_offset + (frame.len() - output.data.len()) as u64;
+        for CopiedRecord { block, page, old } in output.copied {
+            let offset = if old.len() == 0 { record_offset } else { data_offset };
+            let new = Location::new(position, offset, old.len());
+            record_offset += RECORD_LEN as u64;
+            data_offset += u64::from(old.len());
+            compaction.moved.push(MovedRecord { block, page, old, new });
         }
         Ok(())
     }
 
     /// Commits the compaction after all frames are copied, and removes the victims.
     fn finish_compaction(&mut self, compaction: &mut Compaction) -> Result<()> {
-        if let Some(out) = compaction.out {
-            self.sync_segment(out, &mut compaction.waited)?;
-            self.sync_segment_names(&mut compaction.waited)?;
+        if let Some(output) = compaction.output {
+            self.sync_segment(output, &mut compaction.sync_time)?;
+            self.sync_segment_names(&mut compaction.sync_time)?;
         }
-        let segments = self
-            .pool
-            .iter()
-            .filter(|(position, segment)| {
-                let data = segment.role == Role::Data && segment.extent.len != 0;
-                (data && !compaction.victims.contains(position)) || compaction.out == Some(*position)
-            })
-            .map(|(position, segment)| {
-                let len = if compaction.out == Some(position) { segment.end } else { segment.extent.len };
-                Extent { len, ..segment.extent }
-            })
-            .collect();
-        let slot = self.slot + 1;
-        let mut manifest = self.manifest(self.kept.clone(), segments);
+        let mut segments = Vec::new();
+        for (position, segment) in self.pool.iter() {
+            let is_committed = segment.role == Role::Data && segment.extent.len != 0;
+            if compaction.output == Some(position) {
+                segments.push(SegmentExtent { len: segment.end, ..segment.extent });
+            } else if is_committed && !compaction.victims.contains(&position) {
+                segments.push(segment.extent);
+            }
+        }
+        let log_number = self.newest_entry + 1;
         // The manifest must not count the new blocks of an open checkpoint.
-        manifest.next_block = self.next_block;
-        let manifest = manifest.encode();
+        let manifest = self.manifest(self.next_block, self.kept.clone(), segments).encode();
         let sections = [(Section::Manifest, manifest.as_slice())];
-        let (content, _) = entry::encode(self.home.id, EntryKind::Compaction, self.claim.epoch, slot, &sections);
-        self.append_entry(slot, &content, &mut compaction.waited)?;
-        let before = std::mem::replace(&mut self.state, slot);
-        self.apply_moves(compaction);
-        let replaced = if self.kept.iter().any(|kept| kept.slot == before) { vec![] } else { vec![before] };
-        self.log_and_index_bytes += (content.len() as u64).next_multiple_of(4096);
-        self.retire(&compaction.victims.clone(), &replaced);
-        self.tidy();
+        let entry = entry::encode(self.store.id, EntryKind::Compaction, self.claim.epoch, log_number, &sections);
+        self.append_entry(log_number, &entry.bytes, &mut compaction.sync_time)?;
+        let previous_state = std::mem::replace(&mut self.newest_state, log_number);
+        if let Some(output) = compaction.output {
+            self.apply_moves(compaction, output);
+        }
+        self.log_and_index_bytes += (entry.bytes.len() as u64).next_multiple_of(4096);
+        let is_checkpoint = self.kept.iter().any(|kept| kept.log_number == previous_state);
+        let dropped_entries = if is_checkpoint { vec![] } else { vec![previous_state] };
+        self.retire(&compaction.victims, &dropped_entries);
+        self.remove_obsolete_files();
         Ok(())
     }
 
-    fn apply_moves(&mut self, compaction: &Compaction) {
-        let oldest = self.oldest();
-        let Some(out) = compaction.out else { return };
-        let mut elsewhere: HashMap<Location, Location> = HashMap::new();
+    /// Updates the state in memory: the moved records are in the segment `output` now.
+    fn apply_moves(&mut self, compaction: &Compaction, output: usize) {
         let mut live = 0;
+        // Moved records that only older checkpoints need, and their new locations.
+        let mut moved_history: HashMap<Location, Location> = HashMap::new();
         for moved in &compaction.moved {
-            let state = self.blocks.iter_mut().find(|state| state.number == moved.block);
-            match state.and_then(|state| state.places.get_mut(moved.page.into())) {
-                Some(place) if *place == moved.old.0 => {
-                    *place = moved.new.0;
-                    live += cost(moved.new.len());
+            let state = self.blocks.iter_mut().find(|state| state.stored.number == moved.block);
+            match state.and_then(|state| state.locations.get_mut(moved.page.into())) {
+                Some(location) if *location == moved.old => {
+                    *location = moved.new;
+                    live += record_bytes(moved.new.len());
                 }
                 // The page was replaced meanwhile, or only older checkpoints need this content.
                 _ => {
-                    elsewhere.insert(moved.old, moved.new);
+                    moved_history.insert(moved.old, moved.new);
                 }
             }
         }
         let mut dying: HashMap<u64, u64> = HashMap::new();
-        for (n, place) in self.history.iter().filter(|(n, place)| *n > oldest && elsewhere.contains_key(place)) {
-            *dying.entry(n).or_default() += cost(place.len());
-        }
-        for place in self.history.places_mut() {
-            if let Some(new) = elsewhere.get(place) {
-                *place = *new;
+        for (replaced_by, location) in self.replaced.needed_since(self.oldest()) {
+            if moved_history.contains_key(&location) {
+                *dying.entry(replaced_by).or_default() += record_bytes(location.len());
             }
         }
-        let unknown = compaction.victims.iter().filter_map(|victim| self.pool.get(*victim));
-        let unknown = unknown.map(|segment| segment.unknown_until).max().unwrap_or(0);
-        let mut dying: Vec<_> = dying.into_iter().collect();
-        dying.sort_unstable();
-        if let Some(segment) = self.pool.get_mut(out) {
+        for location in self.replaced.locations_mut() {
+            if let Some(new) = moved_history.get(location) {
+                *location = *new;
+            }
+        }
+        let victims = compaction.victims.iter().filter_map(|victim| self.pool.get(*victim));
+        let unknown_until = victims.map(|segment| segment.unknown_until).max().unwrap_or(0);
+        if let Some(segment) = self.pool.get_mut(output) {
             segment.role = Role::Data;
             segment.extent.len = segment.end;
             segment.file = None;
             segment.live = live;
-            segment.dying = dying;
-            segment.unknown_until = unknown;
+            segment.dying = dying.into_iter().map(|(replaced_by, bytes)| DyingBytes { replaced_by, bytes }).collect();
+            segment.dying.sort_unstable();
+            segment.unknown_until = unknown_until;
         }
     }
 
     /// Compacts until `more` bytes fit into the limit of the store's size, or until no segment is left to compact.
-    pub(super) fn make_room(&mut self, flight: &Flight, more: u64) -> Result<()> {
-        let pages: u64 = flight.table.iter().map(|(_, block)| block.pages()).sum();
-        let ram = pages * rekindle_pages::PAGE_SIZE as u64;
-        let bound = 2 * ram + self.pool.history(self.oldest());
+    pub(super) fn make_room(&mut self, checkpoint: &OpenCheckpoint, more: u64) -> Result<()> {
+        let ram_bytes = checkpoint.ram_bytes();
+        let limit = 2 * ram_bytes + self.pool.history_bytes(self.oldest());
         // Space for the output of the compaction itself, a base index and a log entry.
-        let log_and_index_bytes = ram / 128;
-        let required = |engine: &Self| engine.used() + more + engine.segment_len_of(flight) + log_and_index_bytes;
-        let mut before = u64::MAX;
-        while required(self) > bound && self.used() < before {
-            before = self.used();
-            if !self.start_compaction(true) {
+        let reserve = self.max_segment_bytes(ram_bytes) + ram_bytes / 128;
+        let mut used_before = u64::MAX;
+        while self.used_bytes() + more + reserve > limit && self.used_bytes() < used_before {
+            used_before = self.used_bytes();
+            if !self.start_compaction(Urgency::NeedSpace) {
                 break;
             }
-            loop {
-                match self.step_compaction() {
-                    Ok(true) => {}
-                    Ok(false) => break,
-                    // A damaged segment is kept. The checkpoint is written nevertheless.
-                    Err(e @ (StoreError::Damaged { .. } | StoreError::Missing { .. }))
-                        if self.check_owner().is_ok() =>
-                    {
-                        tracing::warn!("cannot compact a segment: {e}");
-                        before = u64::MAX;
-                        break;
-                    }
-                    Err(e) => return Err(e),
+            match self.run_compaction() {
+                Ok(()) => {}
+                // A damaged segment is kept. The checkpoint is written nevertheless.
+                Err(e @ (StoreError::Damaged { .. } | StoreError::Missing { .. })) if self.check_owner().is_ok() => {
+                    tracing::warn!("cannot compact a segment: {e}");
+                    used_before = u64::MAX;
                 }
+                Err(e) => return Err(e),
             }
         }
         Ok(())
     }
 
-    /// Returns whether there is enough garbage for a compaction in the background.
-    pub(super) fn wants_compaction(&self) -> bool {
-        // The limit is twice the RAM; background compaction starts at three quarters of it.
-        !self.background_failed && self.used() > self.pool.history(self.oldest()) + self.ram() / 2 * 3
+    /// Does all steps of the compaction in progress.
+    pub(super) fn run_compaction(&mut self) -> Result<()> {
+        while self.step_compaction()? {}
+        Ok(())
     }
 
     /// Compacts until hardly any garbage is left. Returns the number of bytes that were freed.
@@ -376,15 +447,15 @@ impl Engine {
         self.check_owner()?;
         self.active = None;
         self.pool.iter_mut().for_each(|segment| segment.file = None);
-        let first = self.used();
-        let mut before = u64::MAX;
-        while self.used() < before {
-            before = self.used();
-            if !self.start_compaction(true) {
+        let used_at_start = self.used_bytes();
+        let mut used_before = u64::MAX;
+        while self.used_bytes() < used_before {
+            used_before = self.used_bytes();
+            if !self.start_compaction(Urgency::NeedSpace) {
                 break;
             }
-            while self.step_compaction().map_err(|e| self.explain(e))? {}
+            self.run_compaction().map_err(|e| self.explain(e))?;
         }
-        Ok(first.saturating_sub(self.used()))
+        Ok(used_at_start.saturating_sub(self.used_bytes()))
     }
 }

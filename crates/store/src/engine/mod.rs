@@ -3,40 +3,51 @@
 //! A checkpoint is [`Engine::begin`], then [`Engine::append`] for each frame of pages, then [`Engine::commit`] or
 //! [`Engine::abort`]. Between these calls, [`Engine::work`] does a small piece of background work: compaction, or
 //! writing the base index.
+//!
+//! | module | purpose |
+//! |---|---|
+//! | `opening` | claims a store and loads the state of its newest checkpoint |
+//! | `append` | appends pages of the open checkpoint to segments |
+//! | `commit` | commits the open checkpoint |
+//! | `compaction` | copies what is needed out of segments that are mostly garbage |
+//! | `base_index` | writes the base index in pieces |
+//! | `pool`, `replaced` | which bytes of which segment are needed |
+//! | `run` | the thread: serves requests, and does background work between them |
 
 mod append;
-mod basing;
+mod base_index;
 mod commit;
 mod compaction;
 mod opening;
 mod pool;
+mod replaced;
 mod run;
 
+use crate::directory::StoreDirectory;
 use crate::error::{Result, StoreError};
 use crate::format::base::Location;
-use crate::format::manifest::{Cut, Kept, StoredBlock, check_blocks};
+use crate::format::manifest::{KeptCheckpoint, StoredBlock, check_blocks};
 use crate::format::names;
-use crate::home::Home;
+use crate::format::page::Digester;
 use crate::log::{self, Claim};
-use crate::segments::Files;
-use crate::sparse::{Digests, Sparse};
+use crate::page_table::{PageDigests, PageTable};
+use crate::segments::OpenSegments;
 use crate::types::{Block, Pages};
-use pool::{History, Pool};
+use pool::SegmentPool;
 use rekindle_pages::{DirtySet, PAGE_SIZE};
+use replaced::ReplacedRecords;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(crate) use commit::State;
+pub(crate) use commit::CheckpointState;
 pub(crate) use run::{Frame, Request, StartedBlock, run};
 
-/// Limit of a segment's bytes. The last frame of a segment may exceed it.
-const SEGMENT_MAX: u64 = 32 << 20;
-const SEGMENT_MIN: u64 = 256 << 10;
-/// Limit of segments with unsynced pages, because the kernel keeps these pages in memory.
-const MAX_DIRTY: usize = 4;
+/// Limits of a segment's bytes, if the length depends on the guest's RAM. The last frame of a segment may exceed them.
+const MAX_SEGMENT_BYTES: u64 = 32 << 20;
+const MIN_SEGMENT_BYTES: u64 = 256 << 10;
 
 #[derive(Debug, Clone)]
-pub(crate) struct Settings {
+pub(crate) struct EngineSettings {
     /// Number of checkpoints to keep.
     pub keep: u32,
     /// Bytes of a segment; with 0, the length depends on the guest's RAM.
@@ -45,95 +56,139 @@ pub(crate) struct Settings {
     pub create: bool,
 }
 
-/// A RAM block and the state of its stored pages.
+/// State of a store that was opened for writing.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OpenedStore {
+    pub digester: Digester,
+    /// Number of the newest checkpoint; 0 if there is none.
+    pub newest: u64,
+    pub epoch: u64,
+}
+
+/// A RAM block and the newest content of its pages.
 #[derive(Debug)]
 struct BlockState {
-    number: u16,
-    block: Block,
-    cuts: Vec<Cut>,
-    places: Sparse<u64>,
-    digests: Arc<Digests>,
+    stored: StoredBlock,
+    locations: PageTable<Location>,
+    digests: Arc<PageDigests>,
     /// No checkpoint has the block yet.
-    new: bool,
+    is_new: bool,
 }
 
 impl BlockState {
-    /// Records that the block has only `left` pages from checkpoint `number` on, and clears the others.
-    fn cut(&mut self, number: u64, left: u64) {
-        let beyond: Vec<u64> = self.places.set_from(left).map(|(page, _)| page).collect();
-        for page in beyond {
+    /// Returns a block without stored pages.
+    fn new(number: u16, block: Block) -> Self {
+        let pages = block.pages();
+        Self {
+            stored: StoredBlock { number, block, cuts: Vec::new() },
+            locations: PageTable::new(pages),
+            digests: Arc::new(PageDigests::new(pages)),
+            is_new: true,
+        }
+    }
+
+    fn grow(&mut self, pages: u64) {
+        if pages > self.locations.pages() {
+            self.locations.grow(pages);
+            self.digests = Arc::new(self.digests.resized(pages));
+        }
+    }
+
+    /// Records that the block has only `remaining` pages from checkpoint `number` on, and clears the others.
+    fn cut(&mut self, number: u64, remaining: u64) {
+        let removed_pages: Vec<u64> = self.locations.values_from(remaining).map(|(page, _)| page).collect();
+        for page in removed_pages {
             self.digests.set(page, 0);
-            if let Some(place) = self.places.get_mut(page) {
-                *place = 0;
+            if let Some(location) = self.locations.get_mut(page) {
+                *location = Location::default();
             }
         }
-        let cuts = std::mem::take(&mut self.cuts);
-        let mut stored = StoredBlock { number: self.number, block: self.block.clone(), cuts };
-        stored.cut(number, left);
-        self.cuts = stored.cuts;
+        self.stored.cut(number, remaining);
     }
 }
 
 /// A page of the open checkpoint.
 #[derive(Debug, Clone, Copy)]
-struct Pending {
+struct PendingPage {
+    /// Position of the block in [`Engine::blocks`].
     block: u16,
     page: u32,
-    place: Location,
+    location: Location,
     digest: u64,
+}
+
+/// A RAM block of the open checkpoint.
+#[derive(Debug)]
+struct NumberedBlock {
+    number: u16,
+    block: Block,
 }
 
 /// The open checkpoint.
 #[derive(Debug, Default)]
-struct Flight {
-    table: Vec<(u16, Block)>,
-    pending: Vec<Pending>,
-    sent: Vec<DirtySet>,
-    duplicates: bool,
+struct OpenCheckpoint {
+    blocks: Vec<NumberedBlock>,
+    pending: Vec<PendingPage>,
+    /// For each block of [`Engine::blocks`], the pages that were appended.
+    appended: Vec<DirtySet>,
+    /// A page was appended more than once.
+    has_duplicates: bool,
     pages: Pages,
+    /// Bytes written to segments.
     bytes: u64,
     writing: Duration,
     syncing: Duration,
     /// Positions of the segments to which the checkpoint has written.
-    touched: Vec<usize>,
+    written_segments: Vec<usize>,
     /// The checkpoint has created a segment whose name is not durable yet.
-    made: bool,
+    has_new_segments: bool,
     /// Error because of which the checkpoint cannot be committed.
-    failed: Option<StoreError>,
+    failure: Option<StoreError>,
+}
+
+impl OpenCheckpoint {
+    fn block(&self, number: u16) -> Option<&Block> {
+        self.blocks.iter().find(|numbered| numbered.number == number).map(|numbered| &numbered.block)
+    }
+
+    fn ram_bytes(&self) -> u64 {
+        self.blocks.iter().map(|numbered| numbered.block.pages()).sum::<u64>() * PAGE_SIZE as u64
+    }
 }
 
 /// The writer of a store.
 #[derive(Debug)]
 pub(crate) struct Engine {
-    home: Home,
-    settings: Settings,
+    store: StoreDirectory,
+    settings: EngineSettings,
     claim: Claim,
     /// Number of the last log entry that was written or found.
-    slot: u64,
+    newest_entry: u64,
     /// Number of the newest log entry with a manifest; 0 if there is none.
-    state: u64,
-    pool: Pool,
-    files: Files,
+    newest_state: u64,
+    pool: SegmentPool,
+    /// Segments that are open for reading.
+    open_segments: OpenSegments,
     blocks: Vec<BlockState>,
     next_block: u16,
     next_segment: u64,
-    kept: Vec<Kept>,
+    kept: Vec<KeptCheckpoint>,
     /// Number of a checkpoint that is kept regardless of its age.
     held: Option<u64>,
-    history: History,
-    flight: Option<Flight>,
+    replaced: ReplacedRecords,
+    checkpoint: Option<OpenCheckpoint>,
     /// Position of the segment to which pages are appended.
     active: Option<usize>,
     compaction: Option<compaction::Compaction>,
-    basing: Option<basing::BaseInProgress>,
+    base_index: Option<base_index::BaseIndexWriter>,
     /// Background work has failed since the last commit.
     background_failed: bool,
     /// Pages stored since the last base index.
-    since_base: u64,
+    pages_since_base: u64,
     /// Bytes of the log and the base indices.
     log_and_index_bytes: u64,
     /// Names of files that are to be removed.
-    retired: Vec<String>,
+    obsolete_files: Vec<String>,
     /// Why the engine cannot write any more: it is unknown whether the newest log entry was written.
     broken: Option<String>,
 }
@@ -144,29 +199,21 @@ impl Engine {
     }
 
     #[cfg(test)]
-    pub fn slot(&self) -> u64 {
-        self.slot
+    pub fn newest_entry(&self) -> u64 {
+        self.newest_entry
     }
 
     pub fn id(&self) -> uuid::Uuid {
-        self.home.id
+        self.store.id
     }
 
-    pub fn digester(&self) -> crate::format::page::Digester {
-        self.home.digester()
-    }
-
-    /// Makes the commit of the open checkpoint fail with the message `why`.
-    pub fn fail(&mut self, why: &str) {
-        if let Some(flight) = &mut self.flight {
-            let error = StoreError::Closed { store: self.home.name().into(), why: why.into() };
-            flight.failed.get_or_insert(error);
-        }
+    pub fn opened(&self) -> OpenedStore {
+        OpenedStore { digester: self.store.digester(), newest: self.newest(), epoch: self.claim.epoch }
     }
 
     /// Returns the name of the store for messages.
     pub fn name(&self) -> &str {
-        self.home.name()
+        self.store.name()
     }
 
     /// Returns the number of the newest checkpoint; 0 if there is none.
@@ -178,139 +225,6 @@ impl Engine {
         self.kept.first().map_or(0, |kept| kept.number)
     }
 
-    /// Returns the bytes of RAM at the open checkpoint, or at the newest if none is open.
-    fn ram(&self) -> u64 {
-        let pages: u64 = match &self.flight {
-            Some(flight) => flight.table.iter().map(|(_, block)| block.pages()).sum(),
-            None => self.blocks.iter().map(|state| state.block.pages()).sum(),
-        };
-        pages * PAGE_SIZE as u64
-    }
-
-    fn segment_len(&self) -> u64 {
-        match self.settings.segment {
-            0 => (self.ram() / 32).next_multiple_of(4096).clamp(SEGMENT_MIN, SEGMENT_MAX),
-            set => set,
-        }
-    }
-
-    /// Returns the bytes that the store uses on the disk.
-    fn used(&self) -> u64 {
-        self.pool.bytes() + self.log_and_index_bytes
-    }
-
-    /// Begins a checkpoint with these blocks. Aborts an open checkpoint.
-    pub fn begin(&mut self, blocks: Vec<Block>) -> Result<Vec<StartedBlock>> {
-        self.abort();
-        self.check_owner()?;
-        let store = self.home.name().to_owned();
-        check_blocks(blocks.iter()).map_err(|what| StoreError::Blocks { store: store.clone(), what: what.into() })?;
-        let mut flight = Flight::default();
-        let mut started = Vec::with_capacity(blocks.len());
-        let mut next = self.next_block;
-        for block in blocks {
-            let pages = block.pages();
-            let number = match self.blocks.iter_mut().find(|state| state.block.id == block.id) {
-                Some(state) => {
-                    if pages > state.places.pages() {
-                        state.places.grow(pages);
-                        state.digests = Arc::new(state.digests.resized(pages));
-                    }
-                    state.number
-                }
-                None => {
-                    let number = next;
-                    let what = "it has had 65535 different blocks; start a new store".to_owned();
-                    next = next.checked_add(1).ok_or_else(|| StoreError::Blocks { store: store.clone(), what })?;
-                    let (places, digests) = (Sparse::new(pages), Arc::new(Digests::new(pages)));
-                    let (block, cuts) = (block.clone(), Vec::new());
-                    self.blocks.push(BlockState { number, block, cuts, places, digests, new: true });
-                    number
-                }
-            };
-            let digests = self.blocks.iter().find(|state| state.number == number).map(|state| state.digests.clone());
-            started.push(StartedBlock { number, pages, digests: digests.unwrap_or_else(|| Arc::new(Digests::new(0))) });
-            flight.table.push((number, block));
-        }
-        flight.sent = self.blocks.iter().map(|_| DirtySet::default()).collect();
-        self.flight = Some(flight);
-        Ok(started)
-    }
-
-    /// Fails if an earlier error left it unknown whether the newest log entry was written.
-    fn check_sound(&self) -> Result<()> {
-        let closed = |why: &String| StoreError::Closed { store: self.home.name().into(), why: why.clone() };
-        self.broken.as_ref().map_or(Ok(()), |why| Err(closed(why)))
-    }
-
-    /// Checks that this process is still the owner and can write. The check only saves work: a commit is safe without
-    /// it.
-    fn check_owner(&self) -> Result<()> {
-        self.check_sound()?;
-        match self.home.disk.open(&names::entry(self.slot + 1)) {
-            Ok(_) => Err(log::superseded(&self.home, self.claim.epoch, self.slot + 1)),
-            Err(_) => Ok(()),
-        }
-    }
-
-    /// Replaces an error that a new owner has caused with [`StoreError::Superseded`].
-    fn explain(&self, error: StoreError) -> StoreError {
-        match error {
-            e @ (StoreError::Missing { .. } | StoreError::Io { .. }) => match self.check_owner() {
-                Err(superseded @ StoreError::Superseded { .. }) => superseded,
-                _ => e,
-            },
-            other => other,
-        }
-    }
-
-    /// Discards the open checkpoint. The store keeps no trace of it.
-    pub fn abort(&mut self) {
-        if let Some(flight) = self.flight.take() {
-            self.roll_back(flight);
-        }
-    }
-
-    fn roll_back(&mut self, flight: Flight) {
-        for position in flight.touched {
-            let Some(segment) = self.pool.get_mut(position) else { continue };
-            let committed = segment.extent.len;
-            if committed == 0 {
-                let name = names::segment(segment.extent.epoch, segment.extent.number);
-                self.pool.remove(position);
-                self.active = self.active.filter(|active| *active != position);
-                if let Err(e) = self.home.disk.remove(&name) {
-                    tracing::warn!("cannot remove the unused file {}/{name}: {e}", self.home.name());
-                }
-                continue;
-            }
-            segment.end = committed;
-            segment.dirty = false;
-            // Truncating only frees space. If it fails, later frames overwrite the bytes.
-            if let Some(Err(e)) = segment.file.as_ref().map(|file| file.truncate(committed)) {
-                tracing::debug!("cannot truncate a segment: {e}");
-            }
-        }
-        self.blocks.retain(|state| !state.new);
-        self.release();
-    }
-
-    /// Allows the reuse of removed segments' positions, unless an operation in progress refers to them.
-    fn release(&mut self) {
-        if self.compaction.is_none() && self.basing.is_none() && self.flight.is_none() {
-            self.pool.release();
-        }
-    }
-
-    /// Removes the files that are not needed any more.
-    pub fn tidy(&mut self) {
-        for name in std::mem::take(&mut self.retired) {
-            if let Err(e) = self.home.disk.remove(&name) {
-                tracing::warn!("cannot remove the obsolete file {}/{name}: {e}", self.home.name());
-            }
-        }
-    }
-
     /// Sets how many checkpoints the store keeps from the next commit on.
     pub fn keep(&mut self, keep: u32) {
         self.settings.keep = keep.max(1);
@@ -319,5 +233,158 @@ impl Engine {
     /// Keeps checkpoint `number` regardless of its age. `None` releases it.
     pub fn hold(&mut self, number: Option<u64>) {
         self.held = number;
+    }
+
+    /// Begins a checkpoint with these blocks. Aborts an open checkpoint.
+    pub fn begin(&mut self, blocks: Vec<Block>) -> Result<Vec<StartedBlock>> {
+        self.abort();
+        self.check_owner()?;
+        check_blocks(blocks.iter()).map_err(|what| self.bad_blocks(what))?;
+        let mut checkpoint = OpenCheckpoint::default();
+        let mut started = Vec::with_capacity(blocks.len());
+        for block in blocks {
+            let position = self.find_or_add_block(&block)?;
+            let Some(state) = self.blocks.get_mut(position) else { continue };
+            state.grow(block.pages());
+            let (number, digests) = (state.stored.number, state.digests.clone());
+            started.push(StartedBlock { number, pages: block.pages(), digests });
+            checkpoint.blocks.push(NumberedBlock { number, block });
+        }
+        checkpoint.appended = self.blocks.iter().map(|_| DirtySet::default()).collect();
+        self.checkpoint = Some(checkpoint);
+        Ok(started)
+    }
+
+    /// Returns the position of a block in [`Engine::blocks`].
+    fn find_or_add_block(&mut self, block: &Block) -> Result<usize> {
+        if let Some(position) = self.blocks.iter().position(|state| state.stored.block.id == block.id) {
+            return Ok(position);
+        }
+        let number = self.next_block_number();
+        if number == u16::MAX {
+            return Err(self.bad_blocks("it has had 65535 different blocks; start a new store"));
+        }
+        self.blocks.push(BlockState::new(number, block.clone()));
+        Ok(self.blocks.len() - 1)
+    }
+
+    /// Returns the number for the next new block, after the new blocks of the open checkpoint.
+    fn next_block_number(&self) -> u16 {
+        let after_existing = self.blocks.iter().map(|state| state.stored.number + 1).max();
+        after_existing.unwrap_or(0).max(self.next_block)
+    }
+
+    fn bad_blocks(&self, what: &str) -> StoreError {
+        StoreError::Blocks { store: self.store.name().into(), what: what.into() }
+    }
+
+    /// Makes the commit of the open checkpoint fail with the message `why`.
+    pub fn fail(&mut self, why: &str) {
+        if let Some(checkpoint) = &mut self.checkpoint {
+            let error = StoreError::Closed { store: self.store.name().into(), why: why.into() };
+            checkpoint.failure.get_or_insert(error);
+        }
+    }
+
+    /// Discards the open checkpoint. The store keeps no trace of it.
+    pub fn abort(&mut self) {
+        if let Some(checkpoint) = self.checkpoint.take() {
+            self.roll_back(checkpoint);
+        }
+    }
+
+    fn roll_back(&mut self, checkpoint: OpenCheckpoint) {
+        for position in checkpoint.written_segments {
+            let Some(segment) = self.pool.get_mut(position) else { continue };
+            let committed = segment.extent.len;
+            if committed == 0 {
+                let name = segment.name();
+                self.pool.remove(position);
+                self.active = self.active.filter(|active| *active != position);
+                self.remove_unused_file(&name);
+                continue;
+            }
+            segment.end = committed;
+            segment.is_dirty = false;
+            // Truncating only frees space. If it fails, later frames overwrite the bytes.
+            if let Some(Err(e)) = segment.file.as_ref().map(|file| file.truncate(committed)) {
+                tracing::debug!("cannot truncate a segment: {e}");
+            }
+        }
+        self.blocks.retain(|state| !state.is_new);
+        self.allow_reuse_of_positions();
+    }
+
+    /// Allows the reuse of removed segments' positions, unless an operation in progress refers to them.
+    fn allow_reuse_of_positions(&mut self) {
+        if self.compaction.is_none() && self.base_index.is_none() && self.checkpoint.is_none() {
+            self.pool.allow_reuse();
+        }
+    }
+
+    fn remove_unused_file(&self, name: &str) {
+        if let Err(e) = self.store.disk.remove(name) {
+            tracing::warn!("cannot remove the unused file {}/{name}: {e}", self.store.name());
+        }
+    }
+
+    /// Removes the files that are not needed any more.
+    pub fn remove_obsolete_files(&mut self) {
+        for name in std::mem::take(&mut self.obsolete_files) {
+            if let Err(e) = self.store.disk.remove(&name) {
+                tracing::warn!("cannot remove the obsolete file {}/{name}: {e}", self.store.name());
+            }
+        }
+    }
+
+    /// Fails if an earlier error left it unknown whether the newest log entry was written.
+    fn check_sound(&self) -> Result<()> {
+        match &self.broken {
+            Some(why) => Err(StoreError::Closed { store: self.store.name().into(), why: why.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that this process is still the owner and can write. The check only saves work: a commit is safe without
+    /// it.
+    fn check_owner(&self) -> Result<()> {
+        self.check_sound()?;
+        let next_entry = self.newest_entry + 1;
+        match self.store.disk.open(&names::entry(next_entry)) {
+            Ok(_) => Err(log::superseded(&self.store, self.claim.epoch, next_entry)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Replaces an error that a new owner has caused with [`StoreError::Superseded`].
+    fn explain(&self, error: StoreError) -> StoreError {
+        if !matches!(error, StoreError::Missing { .. } | StoreError::Io { .. }) {
+            return error;
+        }
+        match self.check_owner() {
+            Err(superseded @ StoreError::Superseded { .. }) => superseded,
+            _ => error,
+        }
+    }
+
+    /// Returns the bytes of RAM at the open checkpoint, or at the newest if none is open.
+    fn ram_bytes(&self) -> u64 {
+        match &self.checkpoint {
+            Some(checkpoint) => checkpoint.ram_bytes(),
+            None => self.blocks.iter().map(|state| state.stored.block.pages()).sum::<u64>() * PAGE_SIZE as u64,
+        }
+    }
+
+    /// Returns the limit of a segment's bytes for a guest with `ram_bytes` of RAM.
+    fn max_segment_bytes(&self, ram_bytes: u64) -> u64 {
+        match self.settings.segment {
+            0 => (ram_bytes / 32).next_multiple_of(4096).clamp(MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES),
+            configured => configured,
+        }
+    }
+
+    /// Returns the bytes that the store uses on the disk.
+    fn used_bytes(&self) -> u64 {
+        self.pool.bytes() + self.log_and_index_bytes
     }
 }

@@ -1,19 +1,23 @@
 //! Opens a store for writing from the state that the log records.
 
-use super::pool::{History, Pool, Segment, cost};
-use super::{BlockState, Engine, Settings};
+use super::pool::{Segment, SegmentPool, record_bytes};
+use super::replaced::ReplacedRecords;
+use super::{BlockState, Engine, EngineSettings};
+use crate::checkpoints::{read_kept_entry, read_table};
+use crate::directory::StoreDirectory;
 use crate::disk::Disk;
 use crate::error::{Result, StoreError};
-use crate::format::manifest::{Extent, Manifest, StoredBlock, Table};
+use crate::format::manifest::{CheckpointTable, Manifest};
 use crate::format::{entry, names};
-use crate::home::Home;
-use crate::index::Index;
+use crate::index::{BaseIndexUse, Index};
 use crate::log;
-use crate::segments::Files;
-use crate::sparse::{Digests, Sparse};
+use crate::segments::OpenSegments;
 use crate::types::{OnlyIf, Owner, Vm};
 use rekindle_pages::{BlockId, PageNo};
 use std::sync::Arc;
+
+/// Longer entries of the log are no claims, so that they need not be read to find out.
+const MAX_CLAIM_BYTES: u64 = 1024;
 
 impl Engine {
     /// Opens the store in `disk` and becomes its owner. With `only_if`, becomes the owner only if that condition holds,
@@ -23,89 +27,89 @@ impl Engine {
         vm: &Vm,
         owner: &Owner,
         only_if: Option<OnlyIf>,
-        settings: Settings,
+        settings: EngineSettings,
     ) -> Result<Self> {
-        let home = match only_if {
-            None => Home::open_for(disk, vm, settings.create)?,
+        let store = match only_if {
+            None => StoreDirectory::open_for(disk, vm, settings.create)?,
             // A condition cannot hold for a missing store. If a store is missing, its file system may not be mounted.
-            Some(_) => Home::open(disk, Some(vm.uuid))?,
+            Some(_) => StoreDirectory::open(disk, Some(vm.uuid))?,
         };
-        let (claim, tail) = log::claim(&home, owner, only_if)?;
+        let (claim, tail) = log::claim(&store, owner, only_if)?;
         let mut engine = Self {
-            slot: claim.slot,
-            state: 0,
+            newest_entry: claim.log_number,
+            newest_state: 0,
             claim,
-            home,
+            store,
             settings,
-            pool: Pool::default(),
-            files: Files::default(),
+            pool: SegmentPool::default(),
+            open_segments: OpenSegments::default(),
             blocks: Vec::new(),
             next_block: 0,
             next_segment: 1,
             kept: Vec::new(),
             held: None,
-            history: History::default(),
-            flight: None,
+            replaced: ReplacedRecords::default(),
+            checkpoint: None,
             active: None,
             compaction: None,
-            basing: None,
+            base_index: None,
             background_failed: false,
-            since_base: 0,
+            pages_since_base: 0,
             log_and_index_bytes: 0,
-            retired: Vec::new(),
+            obsolete_files: Vec::new(),
             broken: None,
         };
-        if let Some((state, manifest)) = tail.state {
-            engine.state = state.slot;
-            let Some(newest) = manifest.newest() else { return Ok(engine) };
-            let entry = crate::image::kept_entry(&engine.home, &manifest, newest)?;
-            let table = crate::image::table(&engine.home, &entry)?;
-            engine.load(&manifest, &table)?;
-            engine.clean(&manifest);
+        if let Some(state) = tail.newest_state {
+            engine.newest_state = state.entry.log_number;
+            let Some(newest) = state.manifest.newest() else { return Ok(engine) };
+            let entry = read_kept_entry(&engine.store, &state.manifest, newest)?;
+            let table = read_table(&engine.store, &entry)?;
+            engine.load(&state.manifest, &table)?;
+            engine.remove_leftovers(&state.manifest);
         } else {
-            engine.clean(&Manifest::default());
+            engine.remove_leftovers(&Manifest::default());
         }
         engine.log_and_index_bytes = engine.measure_log_and_index();
         Ok(engine)
     }
 
     /// Loads the state of the newest checkpoint.
-    fn load(&mut self, manifest: &Manifest, table: &Table) -> Result<()> {
-        let index = Index::build(&self.home, &self.files, manifest, table, true)?;
-        match self.fill(manifest, table, &index) {
+    fn load(&mut self, manifest: &Manifest, table: &CheckpointTable) -> Result<()> {
+        let index = Index::build(&self.store, &self.open_segments, manifest, table, BaseIndexUse::IfUsable)?;
+        match self.load_from(&index, manifest, table) {
             Err(e @ StoreError::Damaged { .. }) if index.has_base() => {
                 tracing::warn!("{e}; rebuilding the index from the segments' directories");
-                let index = Index::build(&self.home, &self.files, manifest, table, false)?;
-                self.fill(manifest, table, &index)
+                let index = Index::build(&self.store, &self.open_segments, manifest, table, BaseIndexUse::Never)?;
+                self.load_from(&index, manifest, table)
             }
-            other => other,
+            result => result,
         }
     }
 
-    fn fill(&mut self, manifest: &Manifest, table: &Table, index: &Index) -> Result<()> {
-        self.pool = Pool::default();
+    fn load_from(&mut self, index: &Index, manifest: &Manifest, table: &CheckpointTable) -> Result<()> {
+        self.pool = SegmentPool::default();
         self.blocks.clear();
         for extent in &manifest.segments {
-            self.pool.add(Segment::found(*extent));
+            self.pool.add(Segment::committed(*extent));
         }
-        for (position, StoredBlock { number, block, cuts }) in table.blocks.iter().enumerate() {
-            let pages = block.pages();
-            let (mut places, digests) = (Sparse::new(pages), Digests::new(pages));
-            for page in 0..pages {
-                let spot = index.find(&self.home, (BlockId(position), PageNo(page)))?;
-                if !spot.place.is_stored() {
+        for (position, stored) in table.blocks.iter().enumerate() {
+            let mut state = BlockState::new(stored.number, stored.block.clone());
+            state.stored.cuts.clone_from(&stored.cuts);
+            state.is_new = false;
+            for page in 0..stored.block.pages() {
+                let index_entry = index.find(&self.store, (BlockId(position), PageNo(page)))?;
+                if !index_entry.location.is_stored() {
                     continue;
                 }
-                if let Some(place) = places.get_mut(page) {
-                    *place = spot.place.0;
+                if let Some(location) = state.locations.get_mut(page) {
+                    *location = index_entry.location;
                 }
-                digests.set(page, spot.digest);
-                if let Some(segment) = self.pool.of(spot.place) {
-                    segment.live += cost(spot.place.len());
+                state.digests.set(page, index_entry.digest);
+                if let Some(segment) = self.pool.segment_of(index_entry.location) {
+                    segment.live += record_bytes(index_entry.location.len());
                 }
             }
-            let (number, block, cuts, digests) = (*number, block.clone(), cuts.clone(), Arc::new(digests));
-            self.blocks.push(BlockState { number, block, cuts, places, digests, new: false });
+            self.blocks.push(state);
         }
         let newest = manifest.newest().map_or(0, |kept| kept.number);
         if manifest.oldest().is_some_and(|oldest| oldest < newest) {
@@ -115,14 +119,13 @@ impl Engine {
         self.kept.clone_from(&manifest.kept);
         self.next_block = manifest.next_block;
         self.next_segment = manifest.next_segment;
-        self.since_base = index.uncovered;
+        self.pages_since_base = index.uncovered;
         Ok(())
     }
 
     /// Removes files that a previous owner has left. Nothing depends on their removal.
-    fn clean(&self, manifest: &Manifest) {
-        let disk = &self.home.disk;
-        let mine = self.claim.epoch;
+    fn remove_leftovers(&self, manifest: &Manifest) {
+        let disk = &self.store.disk;
         let remove = |name: String| {
             if let Err(e) = disk.remove(&name) {
                 tracing::debug!("cannot remove the unused file {}/{name}: {e}", disk.name());
@@ -135,31 +138,44 @@ impl Engine {
         }
         for directory in [names::LOG, names::SEGMENTS, names::INDEX] {
             for (name, len) in disk.list(directory).unwrap_or_default() {
-                let old_new = names::parse_new(&name).is_some_and(|epoch| epoch < mine)
-                    || names::parse_last(&name).is_some_and(|slot| slot < self.slot);
-                let segment = (directory == names::SEGMENTS).then(|| names::parse_segment(&name)).flatten();
-                let unused = segment.is_some_and(|(epoch, number)| {
-                    let is_it = |extent: &Extent| (extent.epoch, extent.number) == (epoch, number);
-                    epoch < mine && !manifest.segments.iter().any(is_it)
-                });
-                let entry = (directory == names::LOG).then(|| names::parse_entry(&name)).flatten();
-                let replaced = entry.is_some_and(|slot| {
-                    let needed = slot >= self.state || manifest.kept.iter().any(|kept| kept.slot == slot);
-                    // Claims are short entries. They are never removed.
-                    !needed
-                        && (len > 1024 || slot > manifest.claim)
-                        && log::read(&self.home, slot).is_ok_and(|entry| entry.kind != entry::Kind::Claim)
-                });
-                if old_new || unused || replaced {
+                let is_unfinished = names::parse_new(&name).is_some_and(|epoch| epoch < self.claim.epoch);
+                let is_leftover = match directory {
+                    names::LOG => self.is_leftover_in_log(manifest, &name, len),
+                    names::SEGMENTS => self.is_leftover_segment(manifest, &name),
+                    _ => false,
+                };
+                if is_unfinished || is_leftover {
                     remove(format!("{directory}/{name}"));
                 }
             }
         }
     }
 
+    /// Returns whether a file of the log, of `len` bytes, is a replaced entry or the second name of an older entry.
+    fn is_leftover_in_log(&self, manifest: &Manifest, name: &str, len: u64) -> bool {
+        if let Some(log_number) = names::parse_last(name) {
+            return log_number < self.newest_entry;
+        }
+        let Some(log_number) = names::parse_entry(name) else { return false };
+        let is_needed =
+            log_number >= self.newest_state || manifest.kept.iter().any(|kept| kept.log_number == log_number);
+        // Claims are never removed.
+        let may_be_state = len > MAX_CLAIM_BYTES || log_number > manifest.claim;
+        let is_claim = || log::read(&self.store, log_number).map_or(true, |entry| entry.kind == entry::Kind::Claim);
+        !is_needed && may_be_state && !is_claim()
+    }
+
+    /// Returns whether a file is a segment of a previous owner that the manifest does not list.
+    fn is_leftover_segment(&self, manifest: &Manifest, name: &str) -> bool {
+        names::parse_segment(name).is_some_and(|(epoch, number)| {
+            let is_listed = manifest.segments.iter().any(|extent| (extent.epoch, extent.number) == (epoch, number));
+            epoch < self.claim.epoch && !is_listed
+        })
+    }
+
     /// Reads the total size of the log and the base indices.
     pub(super) fn measure_log_and_index(&self) -> u64 {
-        let files = [names::LOG, names::INDEX].map(|directory| self.home.disk.list(directory).unwrap_or_default());
+        let files = [names::LOG, names::INDEX].map(|directory| self.store.disk.list(directory).unwrap_or_default());
         files.iter().flatten().map(|(_, len)| len.next_multiple_of(4096)).sum()
     }
 }

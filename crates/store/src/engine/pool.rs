@@ -3,12 +3,13 @@
 use crate::disk::DiskFile;
 use crate::format::ALIGNMENT;
 use crate::format::base::Location;
-use crate::format::manifest::Extent;
+use crate::format::manifest::SegmentExtent;
+use crate::format::names;
 use crate::format::segment::{HEADER_LEN, RECORD_LEN};
 use std::sync::Arc;
 
 /// Returns the bytes that a record with `len` bytes of content uses in a segment.
-pub(crate) fn cost(len: u16) -> u64 {
+pub(crate) fn record_bytes(len: u16) -> u64 {
     u64::from(len) + RECORD_LEN as u64
 }
 
@@ -21,223 +22,183 @@ pub(crate) enum Role {
     Output,
 }
 
+/// Bytes of a segment that checkpoint `replaced_by` has replaced, but that older kept checkpoints need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct DyingBytes {
+    pub replaced_by: u64,
+    pub bytes: u64,
+}
+
 #[derive(Debug)]
 pub(crate) struct Segment {
     /// Committed part of the segment.
-    pub extent: Extent,
+    pub extent: SegmentExtent,
     /// Bytes written.
     pub end: u64,
     pub role: Role,
     /// Open while pages may be appended, and until the last sync.
     pub file: Option<Arc<dyn DiskFile>>,
     /// Bytes were written since the last sync.
-    pub dirty: bool,
+    pub is_dirty: bool,
     /// Pages may be appended. False after a failed sync.
-    pub sound: bool,
+    pub is_sound: bool,
     /// Bytes of records that are the newest of their page.
     pub live: u64,
-    /// Bytes of records that checkpoint n has replaced but older kept checkpoints need, as `(n, bytes)`.
-    pub dying: Vec<(u64, u64)>,
+    /// Bytes that only checkpoints older than the newest need.
+    pub dying: Vec<DyingBytes>,
     /// Until this checkpoint is the oldest, an older checkpoint may need any of the bytes that are not live.
     pub unknown_until: u64,
     /// The segment's directories are damaged, so that it cannot be compacted.
-    pub damaged: bool,
+    pub is_damaged: bool,
 }
 
 impl Segment {
     /// Returns a segment that was just created.
-    pub fn new(extent: Extent, role: Role, file: Arc<dyn DiskFile>) -> Self {
-        Self {
-            extent,
-            end: HEADER_LEN,
-            role,
-            file: Some(file),
-            dirty: true,
-            sound: true,
-            live: 0,
-            dying: Vec::new(),
-            unknown_until: 0,
-            damaged: false,
-        }
+    pub fn new(extent: SegmentExtent, role: Role, file: Arc<dyn DiskFile>) -> Self {
+        Self { end: HEADER_LEN, role, file: Some(file), is_dirty: true, is_sound: true, ..Self::committed(extent) }
     }
 
     /// Returns a segment that the manifest lists.
-    pub fn found(extent: Extent) -> Self {
+    pub fn committed(extent: SegmentExtent) -> Self {
         Self {
             extent,
             end: extent.len,
             role: Role::Data,
             file: None,
-            dirty: false,
-            sound: false,
+            is_dirty: false,
+            is_sound: false,
             live: 0,
             dying: Vec::new(),
             unknown_until: 0,
-            damaged: false,
+            is_damaged: false,
         }
+    }
+
+    pub fn name(&self) -> String {
+        names::segment(self.extent.epoch, self.extent.number)
     }
 
     /// Returns the bytes that only kept checkpoints older than the newest need, if `oldest` is the oldest.
-    pub fn dying_after(&self, oldest: u64) -> u64 {
-        self.dying.iter().filter(|(n, _)| *n > oldest).map(|(_, bytes)| bytes).sum()
+    pub fn dying_bytes(&self, oldest: u64) -> u64 {
+        self.dying.iter().filter(|dying| dying.replaced_by > oldest).map(|dying| dying.bytes).sum()
+    }
+
+    /// Returns the bytes that are not live but that kept checkpoints need or may need, if `oldest` is the oldest.
+    pub fn history_bytes(&self, oldest: u64) -> u64 {
+        if self.unknown_until > oldest {
+            self.extent.len.saturating_sub(HEADER_LEN + self.live)
+        } else {
+            self.dying_bytes(oldest)
+        }
     }
 
     /// Returns the bytes that no kept checkpoint needs, if `oldest` is the oldest.
-    pub fn garbage(&self, oldest: u64) -> u64 {
-        if self.unknown_until > oldest {
-            return 0;
-        }
-        self.extent.len.saturating_sub(HEADER_LEN + self.live + self.dying_after(oldest))
+    pub fn garbage_bytes(&self, oldest: u64) -> u64 {
+        self.extent.len.saturating_sub(HEADER_LEN + self.live + self.history_bytes(oldest))
     }
 
     /// Returns whether no kept checkpoint needs the segment, if `live` of its bytes are live.
     pub fn is_dead(&self, live: u64, oldest: u64) -> bool {
-        live == 0 && self.unknown_until <= oldest && self.dying_after(oldest) == 0
+        live == 0 && self.unknown_until <= oldest && self.dying_bytes(oldest) == 0
     }
 
-    /// Records that checkpoint `n` has replaced `bytes` of the segment.
-    pub fn replaced(&mut self, n: u64, bytes: u64) {
+    /// Records that checkpoint `replaced_by` has replaced `bytes` of the segment.
+    pub fn add_dying(&mut self, replaced_by: u64, bytes: u64) {
         match self.dying.last_mut() {
-            Some((last, sum)) if *last == n => *sum += bytes,
-            _ => self.dying.push((n, bytes)),
+            Some(last) if last.replaced_by == replaced_by => last.bytes += bytes,
+            _ => self.dying.push(DyingBytes { replaced_by, bytes }),
         }
     }
 
     /// Returns the offset of the next frame.
-    pub fn next(&self) -> u64 {
+    pub fn next_frame_offset(&self) -> u64 {
         self.end.next_multiple_of(ALIGNMENT)
     }
 }
 
 /// All segments by position. A [`Location`] refers to these positions.
 #[derive(Debug, Default)]
-pub(crate) struct Pool {
-    slots: Vec<Option<Segment>>,
+pub(crate) struct SegmentPool {
+    segments: Vec<Option<Segment>>,
     /// The current or last segment at each position.
-    known: Vec<Extent>,
+    last_extents: Vec<SegmentExtent>,
     free: Vec<usize>,
     /// Positions of removed segments. A compaction or base index in progress may still refer to them.
-    limbo: Vec<usize>,
+    awaiting_reuse: Vec<usize>,
 }
 
-impl Pool {
+impl SegmentPool {
     pub fn get(&self, position: usize) -> Option<&Segment> {
-        self.slots.get(position)?.as_ref()
+        self.segments.get(position)?.as_ref()
     }
 
     pub fn get_mut(&mut self, position: usize) -> Option<&mut Segment> {
-        self.slots.get_mut(position)?.as_mut()
+        self.segments.get_mut(position)?.as_mut()
     }
 
-    /// Returns the segment of a place.
-    pub fn of(&mut self, place: Location) -> Option<&mut Segment> {
-        self.get_mut(place.segment())
+    /// Returns the segment that contains the record at `location`.
+    pub fn segment_of(&mut self, location: Location) -> Option<&mut Segment> {
+        self.get_mut(location.segment())
     }
 
     /// Adds a segment and returns its position; `None` if all positions are in use.
     pub fn add(&mut self, segment: Segment) -> Option<usize> {
         let extent = segment.extent;
         if let Some(position) = self.free.pop() {
-            if let (Some(slot), Some(known)) = (self.slots.get_mut(position), self.known.get_mut(position)) {
-                *slot = Some(segment);
-                *known = extent;
+            if let Some(free) = self.segments.get_mut(position) {
+                *free = Some(segment);
+            }
+            if let Some(last_extent) = self.last_extents.get_mut(position) {
+                *last_extent = extent;
             }
             return Some(position);
         }
-        if self.slots.len() >= Location::SEGMENTS {
+        if self.segments.len() >= Location::MAX_SEGMENTS {
             return None;
         }
-        self.slots.push(Some(segment));
-        self.known.push(extent);
-        Some(self.slots.len() - 1)
+        self.segments.push(Some(segment));
+        self.last_extents.push(extent);
+        Some(self.segments.len() - 1)
     }
 
-    /// Removes a segment. [`Pool::release`] makes its position available again.
+    /// Removes a segment. [`SegmentPool::allow_reuse`] makes its position available again.
     pub fn remove(&mut self, position: usize) -> Option<Segment> {
-        let segment = self.slots.get_mut(position)?.take()?;
-        self.limbo.push(position);
+        let segment = self.segments.get_mut(position)?.take()?;
+        self.awaiting_reuse.push(position);
         Some(segment)
     }
 
     /// Makes the positions of all removed segments available again.
-    pub fn release(&mut self) {
-        self.free.append(&mut self.limbo);
+    pub fn allow_reuse(&mut self) {
+        self.free.append(&mut self.awaiting_reuse);
     }
 
     /// Iterates over all segments and their positions.
     pub fn iter(&self) -> impl Iterator<Item = (usize, &Segment)> {
-        self.slots.iter().enumerate().filter_map(|(position, slot)| Some((position, slot.as_ref()?)))
+        self.segments.iter().enumerate().filter_map(|(position, segment)| Some((position, segment.as_ref()?)))
     }
 
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Segment> {
-        self.slots.iter_mut().flatten()
+        self.segments.iter_mut().flatten()
     }
 
     /// Returns the number of positions, including free ones.
     pub fn positions(&self) -> usize {
-        self.slots.len()
+        self.segments.len()
     }
 
     /// Returns the current or last segment at each position.
-    pub fn known(&self) -> &[Extent] {
-        &self.known
+    pub fn last_extents(&self) -> &[SegmentExtent] {
+        &self.last_extents
     }
 
     /// Returns the bytes of all segments on the disk.
     pub fn bytes(&self) -> u64 {
-        self.iter().map(|(_, segment)| segment.next()).sum()
+        self.iter().map(|(_, segment)| segment.next_frame_offset()).sum()
     }
 
-    /// Returns the bytes that only older checkpoints need or may need.
-    pub fn history(&self, oldest: u64) -> u64 {
-        let held = |segment: &Segment| {
-            if segment.unknown_until > oldest {
-                segment.extent.len.saturating_sub(HEADER_LEN + segment.live)
-            } else {
-                segment.dying_after(oldest)
-            }
-        };
-        self.iter().map(|(_, segment)| held(segment)).sum()
-    }
-}
-
-/// For each kept checkpoint, the records that it has replaced.
-#[derive(Debug, Default)]
-pub(crate) struct History {
-    lists: Vec<(u64, Vec<Location>)>,
-}
-
-impl History {
-    /// Limit of remembered places. Each uses 8 bytes.
-    pub const MAX_PLACES: usize = 3_000_000;
-
-    /// Records that checkpoint `n` has replaced these places. If there are too many places, forgets all lists and
-    /// returns the newest checkpoint among them.
-    pub fn push(&mut self, n: u64, places: Vec<Location>) -> Option<u64> {
-        if !places.is_empty() {
-            self.lists.push((n, places));
-        }
-        let total: usize = self.lists.iter().map(|(_, places)| places.len()).sum();
-        if total <= Self::MAX_PLACES {
-            return None;
-        }
-        // All lists are cleared, because a later list alone does not determine which records are needed.
-        let newest = self.lists.last().map(|(n, _)| *n);
-        self.lists.clear();
-        newest
-    }
-
-    /// Drops the lists that are not needed if checkpoint `oldest` is the oldest.
-    pub fn prune(&mut self, oldest: u64) {
-        self.lists.retain(|(n, _)| *n > oldest);
-    }
-
-    /// Iterates over all places, each with the checkpoint that has replaced it.
-    pub fn iter(&self) -> impl Iterator<Item = (u64, Location)> + '_ {
-        self.lists.iter().flat_map(|(n, places)| places.iter().map(move |place| (*n, *place)))
-    }
-
-    pub fn places_mut(&mut self) -> impl Iterator<Item = &mut Location> {
-        self.lists.iter_mut().flat_map(|(_, places)| places)
+    /// Returns the bytes that only older checkpoints need or may need, if `oldest` is the oldest.
+    pub fn history_bytes(&self, oldest: u64) -> u64 {
+        self.iter().map(|(_, segment)| segment.history_bytes(oldest)).sum()
     }
 }

@@ -1,9 +1,10 @@
 //! The thread that owns an engine. It serves requests in order, and does background work between requests.
 
 use super::Engine;
-use super::commit::State;
+use super::commit::CheckpointState;
+use super::compaction::Urgency;
 use crate::error::Result;
-use crate::sparse::Digests;
+use crate::page_table::PageDigests;
 use crate::types::{Block, Committed};
 use rekindle_kernel::large::Large;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ pub(crate) struct StartedBlock {
     pub number: u16,
     pub pages: u64,
     /// Digests of the pages at the previous checkpoint.
-    pub digests: Arc<Digests>,
+    pub digests: Arc<PageDigests>,
 }
 
 /// A frame of pages: free bytes for the header, the directory, the content.
@@ -43,7 +44,7 @@ pub(crate) enum Request {
     /// Appends a frame once it is packed, then sends the buffer back for reuse.
     Frame(Receiver<Frame>, Sender<Frame>),
     /// Commits the checkpoint, given the number of unchanged pages.
-    Commit(Box<State>, u64, Sender<Result<Committed>>),
+    Commit(Box<CheckpointState>, u64, Sender<Result<Committed>>),
     Abort,
     /// Sets how many checkpoints are kept ([`Engine::keep`]).
     Keep(u32),
@@ -61,21 +62,22 @@ impl Engine {
         if self.broken.is_some() {
             return false;
         }
-        let done = if self.compaction.is_some() || (self.wants_compaction() && self.start_compaction(false)) {
-            self.step_compaction().map(|_| true)
-        } else if self.basing.is_some() {
-            self.step_base()
-        } else if self.wants_base() {
-            self.start_base().map(|()| true)
-        } else {
-            Ok(false)
-        };
-        done.unwrap_or_else(|e| {
+        let has_more =
+            if self.compaction.is_some() || (self.wants_compaction() && self.start_compaction(Urgency::Background)) {
+                self.step_compaction().map(|_| true)
+            } else if self.base_index.is_some() {
+                self.step_base_index()
+            } else if self.wants_base_index() {
+                self.start_base_index().map(|()| true)
+            } else {
+                Ok(false)
+            };
+        has_more.unwrap_or_else(|e| {
             // No data is lost: background work changes nothing until it is complete.
             tracing::warn!("background work on the store failed and is tried again after the next checkpoint: {e}");
             self.background_failed = true;
             self.stop_compaction();
-            self.stop_base();
+            self.stop_base_index();
             false
         })
     }
@@ -83,12 +85,10 @@ impl Engine {
     /// Finishes background work, and writes a base index.
     pub fn settle(&mut self) -> Result<()> {
         self.check_sound()?;
-        while self.compaction.is_some() {
-            self.step_compaction().map_err(|e| self.explain(e))?;
-        }
-        if !self.kept.is_empty() && (self.since_base > 0 || self.basing.is_some()) {
-            self.start_base().map_err(|e| self.explain(e))?;
-            while self.step_base().map_err(|e| self.explain(e))? {}
+        self.run_compaction().map_err(|e| self.explain(e))?;
+        if !self.kept.is_empty() && (self.pages_since_base > 0 || self.base_index.is_some()) {
+            self.start_base_index().map_err(|e| self.explain(e))?;
+            while self.step_base_index().map_err(|e| self.explain(e))? {}
         }
         Ok(())
     }
@@ -122,9 +122,9 @@ pub(crate) fn run(mut engine: Engine, requests: &Receiver<Request>) {
                 Err(_) => engine.fail("a thread that compresses pages has ended"),
             },
             Request::Commit(state, unchanged, reply) => {
-                let done = engine.commit(&state, unchanged);
-                let _ = reply.send(done);
-                engine.tidy();
+                // Files are removed after the answer, so that the caller does not wait for that.
+                let _ = reply.send(engine.commit(&state, unchanged));
+                engine.remove_obsolete_files();
             }
             Request::Abort => engine.abort(),
             Request::Keep(keep) => engine.keep(keep),
@@ -136,6 +136,6 @@ pub(crate) fn run(mut engine: Engine, requests: &Receiver<Request>) {
     }
     engine.abort();
     engine.stop_compaction();
-    engine.stop_base();
-    engine.tidy();
+    engine.stop_base_index();
+    engine.remove_obsolete_files();
 }

@@ -1,33 +1,38 @@
-//! Base indices: the places of all pages, so that opening a checkpoint need not read all directories.
+//! Base indices: the locations of all pages, so that opening a checkpoint need not read all directories.
+//!
+//! ```text
+//! header (4096 bytes) | parts: location and digest of each of 4096 pages of a block | trailer: blocks, segments, checksums
+//! ```
 
 use super::codec::{Reader, Writer};
-use super::manifest::Extent;
+use super::manifest::SegmentExtent;
 use super::{ALIGNMENT, Flaw, Structure, VERSION, checksum};
 use uuid::Uuid;
 
 const MAGIC: &[u8; 8] = b"RKBASEIX";
+/// Bytes of the fields at the beginning of the header. The rest of the header is zero.
+pub const HEADER_FIELDS_LEN: usize = 80;
 /// Bytes before the first part.
 pub const HEADER_LEN: u64 = ALIGNMENT;
 /// Number of pages in a part.
 pub const PART_PAGES: u64 = 4096;
 /// Bytes of an entry: place and digest of a page.
 pub const ENTRY_LEN: usize = 16;
-/// Limit of a trailer's bytes.
-const TRAILER_LONGEST: u64 = 256 << 20;
+const MAX_TRAILER_BYTES: u64 = 256 << 20;
 
-/// Place of a stored page: 24 bits of segment position, 27 of offset, 13 of length; 0 for a page that was never stored.
+/// Location of a stored page: 24 bits of segment position, 27 of offset, 13 of length; 0 for a page that was never stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Location(pub u64);
 
 #[expect(clippy::len_without_is_empty, reason = "0 means a page of zeroes")]
 impl Location {
-    /// Number of segments that a place can refer to.
-    pub const SEGMENTS: usize = 1 << 24;
+    /// Number of segments that a location can refer to.
+    pub const MAX_SEGMENTS: usize = 1 << 24;
 
-    /// Returns the place of `len` bytes at `offset` of the segment at position `segment` of a table.
+    /// Returns the location of `len` bytes at `offset` of the segment at position `segment` of a table.
     #[must_use]
     pub fn new(segment: usize, offset: u64, len: u16) -> Self {
-        debug_assert!(segment < Self::SEGMENTS && offset < super::segment::LONGEST && len <= 4096);
+        debug_assert!(segment < Self::MAX_SEGMENTS && offset < super::segment::MAX_SEGMENT_BYTES && len <= 4096);
         Self((segment as u64) << 40 | offset << 13 | u64::from(len))
     }
 
@@ -59,23 +64,37 @@ impl Location {
 /// Index entry of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct IndexEntry {
-    pub place: Location,
+    pub location: Location,
     pub digest: u64,
+}
+
+/// A block that a base index covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BaseBlock {
+    /// Number of the block in the store's records.
+    pub number: u16,
+    pub pages: u64,
+}
+
+/// Encoded header and trailer of a base index. The parts are between them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EncodedBase {
+    pub header: Vec<u8>,
+    pub trailer: Vec<u8>,
 }
 
 /// Contents of a base index other than its parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Base {
+pub struct BaseIndex {
     /// Newest checkpoint when writing began. The index does not cover later checkpoints.
-    pub from: u64,
+    pub covers_through: u64,
     /// Newest checkpoint when writing ended. The index is usable for this checkpoint and later ones.
-    pub to: u64,
-    /// Number and page count of each block, in the order of the parts.
-    pub blocks: Vec<(u16, u64)>,
+    pub usable_from: u64,
+    /// Blocks in the order of their parts.
+    pub blocks: Vec<BaseBlock>,
     /// Segments by position, to which a [`Location`] refers. The index covers the first `len` bytes of each.
-    pub segments: Vec<Extent>,
-    /// Checksum of each part.
-    pub sums: Vec<u64>,
+    pub segments: Vec<SegmentExtent>,
+    pub part_checksums: Vec<u64>,
 }
 
 /// Returns the number of parts of a block with `pages` pages.
@@ -84,15 +103,15 @@ pub fn parts(pages: u64) -> u64 {
     pages.div_ceil(PART_PAGES)
 }
 
-impl Base {
+impl BaseIndex {
     /// Encodes header and trailer. The trailer's place in the file is `trailer_at`, after the parts.
     #[must_use]
-    pub fn encode(&self, id: Uuid, trailer_at: u64) -> (Vec<u8>, Vec<u8>) {
+    pub fn encode(&self, id: Uuid, trailer_at: u64) -> EncodedBase {
         let mut trailer = Vec::new();
         trailer.put_u32(self.blocks.len() as u32);
-        for (number, pages) in &self.blocks {
-            trailer.put_u16(*number);
-            trailer.put_u64(*pages);
+        for block in &self.blocks {
+            trailer.put_u16(block.number);
+            trailer.put_u64(block.pages);
         }
         trailer.put_u32(self.segments.len() as u32);
         for segment in &self.segments {
@@ -100,29 +119,29 @@ impl Base {
             trailer.put_u64(segment.number);
             trailer.put_u64(segment.len);
         }
-        trailer.put_u32(self.sums.len() as u32);
-        self.sums.iter().for_each(|sum| trailer.put_u64(*sum));
+        trailer.put_u32(self.part_checksums.len() as u32);
+        self.part_checksums.iter().for_each(|checksum| trailer.put_u64(*checksum));
         let mut header = Vec::with_capacity(HEADER_LEN as usize);
         header.extend_from_slice(MAGIC);
         header.put_u32(VERSION);
         header.put_u32(0);
         header.extend_from_slice(id.as_bytes());
-        header.put_u64(self.from);
-        header.put_u64(self.to);
+        header.put_u64(self.covers_through);
+        header.put_u64(self.usable_from);
         header.put_u64(trailer_at);
         header.put_u64(trailer.len() as u64);
         header.put_u64(checksum(&trailer));
         let sum = checksum(&header);
         header.put_u64(sum);
         header.resize(HEADER_LEN as usize, 0);
-        (header, trailer)
+        EncodedBase { header, trailer }
     }
 
     /// Decodes the header from the first bytes of a file.
     ///
     /// # Errors
     /// The header is damaged, of a newer version, or of another store.
-    pub fn decode_header(bytes: &[u8], id: Uuid) -> Result<Header, Flaw> {
+    pub fn decode_header(bytes: &[u8], id: Uuid) -> Result<BaseHeader, Flaw> {
         let bad = |at, what| Flaw::bad(Structure::BaseHeader, at, what);
         let mut reader = Reader::new(bytes);
         let mut fields = || {
@@ -130,12 +149,12 @@ impl Base {
             let version = reader.u32()?;
             reader.u32()?;
             let found_id = Uuid::from_bytes(reader.array()?);
-            let header = Header {
-                from: reader.u64()?,
-                to: reader.u64()?,
+            let header = BaseHeader {
+                covers_through: reader.u64()?,
+                usable_from: reader.u64()?,
                 trailer_at: reader.u64()?,
                 trailer_len: reader.u64()?,
-                trailer_sum: reader.u64()?,
+                trailer_checksum: reader.u64()?,
             };
             Some((magic, version, found_id, header, reader.u64()?))
         };
@@ -151,7 +170,7 @@ impl Base {
         if found_id != id {
             return Err(bad(16, "it belongs to another store"));
         }
-        if header.trailer_len > TRAILER_LONGEST || header.from > header.to {
+        if header.trailer_len > MAX_TRAILER_BYTES || header.covers_through > header.usable_from {
             return Err(bad(32, "its content makes no sense"));
         }
         Ok(header)
@@ -161,28 +180,34 @@ impl Base {
     ///
     /// # Errors
     /// The trailer is damaged.
-    pub fn decode(header: &Header, trailer: &[u8]) -> Result<Self, Flaw> {
+    pub fn decode(header: &BaseHeader, trailer: &[u8]) -> Result<Self, Flaw> {
         let bad = |what| Flaw::bad(Structure::BaseTrailer, header.trailer_at, what);
-        if trailer.len() as u64 != header.trailer_len || checksum(trailer) != header.trailer_sum {
+        if trailer.len() as u64 != header.trailer_len || checksum(trailer) != header.trailer_checksum {
             return Err(bad("its checksum is wrong"));
         }
         let mut reader = Reader::new(trailer);
         let mut fields = || {
-            let mut base = Self { from: header.from, to: header.to, blocks: vec![], segments: vec![], sums: vec![] };
+            let mut base = Self {
+                covers_through: header.covers_through,
+                usable_from: header.usable_from,
+                blocks: vec![],
+                segments: vec![],
+                part_checksums: vec![],
+            };
             for _ in 0..reader.count(10)? {
-                base.blocks.push((reader.u16()?, reader.u64()?));
+                base.blocks.push(BaseBlock { number: reader.u16()?, pages: reader.u64()? });
             }
             for _ in 0..reader.count(24)? {
-                base.segments.push(Extent { epoch: reader.u64()?, number: reader.u64()?, len: reader.u64()? });
+                base.segments.push(SegmentExtent { epoch: reader.u64()?, number: reader.u64()?, len: reader.u64()? });
             }
             for _ in 0..reader.count(8)? {
-                base.sums.push(reader.u64()?);
+                base.part_checksums.push(reader.u64()?);
             }
             reader.rest().is_empty().then_some(base)
         };
         let base = fields().ok_or_else(|| bad("its length differs from the stated one"))?;
-        let needed = base.blocks.iter().try_fold(0u64, |sum, (_, pages)| sum.checked_add(parts(*pages)));
-        if needed != Some(base.sums.len() as u64) {
+        let needed = base.blocks.iter().try_fold(0u64, |sum, block| sum.checked_add(parts(block.pages)));
+        if needed != Some(base.part_checksums.len() as u64) {
             return Err(bad("it has another number of parts than its blocks need"));
         }
         Ok(base)
@@ -191,40 +216,40 @@ impl Base {
 
 /// Header of a base index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
-    /// Newest checkpoint when writing began ([`Base::from`]).
-    pub from: u64,
-    /// Newest checkpoint when writing ended ([`Base::to`]).
-    pub to: u64,
+pub struct BaseHeader {
+    /// Like [`BaseIndex::covers_through`].
+    pub covers_through: u64,
+    /// Like [`BaseIndex::usable_from`].
+    pub usable_from: u64,
     /// Offset of the trailer.
     pub trailer_at: u64,
     pub trailer_len: u64,
-    pub trailer_sum: u64,
+    pub trailer_checksum: u64,
 }
 
 /// Appends the encoded part to `out`, and returns the part's checksum.
-pub fn encode_part(spots: impl Iterator<Item = IndexEntry>, out: &mut Vec<u8>) -> u64 {
+pub fn encode_part(entries: impl Iterator<Item = IndexEntry>, out: &mut Vec<u8>) -> u64 {
     let begin = out.len();
-    for spot in spots {
-        out.put_u64(spot.place.0);
-        out.put_u64(spot.digest);
+    for entry in entries {
+        out.put_u64(entry.location.0);
+        out.put_u64(entry.digest);
     }
     checksum(out.get(begin..).unwrap_or_default())
 }
 
-/// Decodes a part. `at` is the part's offset in the file, for errors.
+/// Decodes a part. `offset` is that of the part in the file, for errors.
 ///
 /// # Errors
-/// The bytes do not have the checksum `sum`.
-pub fn decode_part(bytes: &[u8], sum: u64, at: u64) -> Result<Box<[IndexEntry]>, Flaw> {
-    if checksum(bytes) != sum {
-        return Err(Flaw::bad(Structure::BasePart, at, "its checksum is wrong"));
+/// The bytes do not have the checksum `expected`.
+pub fn decode_part(bytes: &[u8], expected: u64, offset: u64) -> Result<Box<[IndexEntry]>, Flaw> {
+    if checksum(bytes) != expected {
+        return Err(Flaw::bad(Structure::BasePart, offset, "its checksum is wrong"));
     }
     let number = |half: &[u8; 8]| u64::from_le_bytes(*half);
-    let spots = bytes.as_chunks::<8>().0.as_chunks::<2>().0;
-    Ok(spots
+    let entries = bytes.as_chunks::<8>().0.as_chunks::<2>().0;
+    Ok(entries
         .iter()
-        .map(|[place, digest]| IndexEntry { place: Location(number(place)), digest: number(digest) })
+        .map(|[location, digest]| IndexEntry { location: Location(number(location)), digest: number(digest) })
         .collect())
 }
 
@@ -236,12 +261,18 @@ mod tests {
     #[test]
     fn a_base_comes_back_and_every_flipped_bit_is_seen() {
         let id = Uuid::from_u128(3);
-        let segments = vec![Extent { epoch: 1, number: 5, len: 1000 }];
-        let base = Base { from: 3, to: 5, blocks: vec![(0, 4097), (3, 1)], segments, sums: vec![1, 2, 3] };
-        let (header, trailer) = base.encode(id, 9999);
-        let read = |header: &[u8], trailer: &[u8]| Base::decode(&Base::decode_header(header, id)?, trailer);
+        let segments = vec![SegmentExtent { epoch: 1, number: 5, len: 1000 }];
+        let base = BaseIndex {
+            covers_through: 3,
+            usable_from: 5,
+            blocks: vec![BaseBlock { number: 0, pages: 4097 }, BaseBlock { number: 3, pages: 1 }],
+            segments,
+            part_checksums: vec![1, 2, 3],
+        };
+        let EncodedBase { header, trailer } = base.encode(id, 9999);
+        let read = |header: &[u8], trailer: &[u8]| BaseIndex::decode(&BaseIndex::decode_header(header, id)?, trailer);
         assert_eq!(read(&header, &trailer), Ok(base));
-        assert!(Base::decode_header(&header, Uuid::nil()).is_err());
+        assert!(BaseIndex::decode_header(&header, Uuid::nil()).is_err());
         for bit in 0..80 * 8 {
             let mut bad = header.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
@@ -257,15 +288,15 @@ mod tests {
     proptest! {
         #[test]
         fn places_keep_what_they_are_made_of(segment in 0usize..1 << 24, offset in 0u64..1 << 27, len in 0u16..=4096) {
-            let place = Location::new(segment, offset, len);
-            prop_assert_eq!((place.segment(), place.offset(), place.len()), (segment, offset, len));
+            let location = Location::new(segment, offset, len);
+            prop_assert_eq!((location.segment(), location.offset(), location.len()), (segment, offset, len));
         }
 
         #[test]
         fn no_bytes_make_a_base_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-            let _ = Base::decode_header(&bytes, Uuid::nil());
-            let header = Header { from: 0, to: 0, trailer_at: 0, trailer_len: bytes.len() as u64, trailer_sum: checksum(&bytes) };
-            let _ = Base::decode(&header, &bytes);
+            let _ = BaseIndex::decode_header(&bytes, Uuid::nil());
+            let header = BaseHeader { covers_through: 0, usable_from: 0, trailer_at: 0, trailer_len: bytes.len() as u64, trailer_checksum: checksum(&bytes) };
+            let _ = BaseIndex::decode(&header, &bytes);
             let _ = decode_part(&bytes, checksum(&bytes), 0);
         }
     }

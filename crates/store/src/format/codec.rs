@@ -54,17 +54,17 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(self.bytes(len.into())?).ok()
     }
 
-    /// Returns the next count of items of at least `least` bytes each; `None` if fewer bytes are left than that.
-    pub fn count(&mut self, least: usize) -> Option<usize> {
+    /// Returns the next count of items of at least `min_item_len` bytes each; `None` if fewer bytes are left than that.
+    pub fn count(&mut self, min_item_len: usize) -> Option<usize> {
         let count = self.u32()? as usize;
-        (count.checked_mul(least)? <= self.bytes.len()).then_some(count)
+        (count.checked_mul(min_item_len)? <= self.bytes.len()).then_some(count)
     }
 }
 
-/// Returns the longest beginning of a text that has at most `most` bytes.
+/// Returns the longest beginning of a text that has at most `max_len` bytes.
 #[must_use]
-pub fn shortened(text: &str, most: usize) -> &str {
-    let end = (0..=text.len().min(most)).rev().find(|&end| text.is_char_boundary(end));
+pub fn shortened(text: &str, max_len: usize) -> &str {
+    let end = (0..=text.len().min(max_len)).rev().find(|&end| text.is_char_boundary(end));
     text.get(..end.unwrap_or(0)).unwrap_or_default()
 }
 

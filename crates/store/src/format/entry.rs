@@ -8,11 +8,12 @@ use uuid::Uuid;
 const MAGIC: &[u8; 8] = b"RKLOGENT";
 const END_MAGIC: &[u8; 8] = b"RKLOGEND";
 const HEADER_LEN: usize = 64;
+/// Bytes of a section's row in the section table.
 const ROW_LEN: usize = 32;
 const FOOTER_LEN: usize = 24;
-const SECTIONS: u16 = 16;
+const MAX_SECTIONS: u16 = 16;
 /// Limit of bytes of an entry, and of a decompressed section.
-pub const LONGEST: u64 = 128 << 20;
+pub const MAX_ENTRY_BYTES: u64 = 128 << 20;
 
 /// Kind of a log entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,32 +82,43 @@ impl Section {
     }
 }
 
+/// A section's row in the section table.
 #[derive(Debug, Clone, Copy)]
-struct Row {
+struct SectionRow {
     code: u32,
-    at: u64,
-    stored: u32,
-    raw: u32,
-    sum: u64,
+    /// Offset of the stored bytes in the entry.
+    offset: u64,
+    stored_len: u32,
+    /// Length before compression; equal to `stored_len` if the section is not compressed.
+    raw_len: u32,
+    checksum: u64,
+}
+
+/// An encoded log entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EncodedEntry {
+    pub bytes: Vec<u8>,
+    /// Checksum in the footer.
+    pub footer: u64,
 }
 
 /// A log entry with a valid header and footer. Each section is checked only when it is read.
 #[derive(Debug, Clone)]
 pub struct Entry {
     bytes: Vec<u8>,
-    rows: Vec<Row>,
+    rows: Vec<SectionRow>,
     pub kind: Kind,
     /// Epoch of the entry's owner.
     pub epoch: u64,
     /// Number of the entry in the log.
-    pub slot: u64,
+    pub log_number: u64,
     /// Checksum in the footer. It covers the checksums of all other parts of the entry.
     pub footer: u64,
 }
 
-/// Returns the encoded entry, and the checksum in its footer.
+/// Encodes an entry of the log of store `id`.
 #[must_use]
-pub fn encode(id: Uuid, kind: Kind, epoch: u64, slot: u64, sections: &[(Section, &[u8])]) -> (Vec<u8>, u64) {
+pub fn encode(id: Uuid, kind: Kind, epoch: u64, log_number: u64, sections: &[(Section, &[u8])]) -> EncodedEntry {
     let mut table = Vec::with_capacity(sections.len() * ROW_LEN);
     let mut content = Vec::new();
     for (section, raw) in sections {
@@ -129,7 +141,7 @@ pub fn encode(id: Uuid, kind: Kind, epoch: u64, slot: u64, sections: &[(Section,
     out.put_u16(sections.len() as u16);
     out.extend_from_slice(id.as_bytes());
     out.put_u64(epoch);
-    out.put_u64(slot);
+    out.put_u64(log_number);
     out.put_u64(length as u64);
     let sum = checksum(&out);
     out.put_u64(sum);
@@ -139,9 +151,9 @@ pub fn encode(id: Uuid, kind: Kind, epoch: u64, slot: u64, sections: &[(Section,
     let footer = checksum(&out);
     out.extend_from_slice(&content);
     out.extend_from_slice(END_MAGIC);
-    out.put_u64(slot);
+    out.put_u64(log_number);
     out.put_u64(footer);
-    (out, footer)
+    EncodedEntry { bytes: out, footer }
 }
 
 #[expect(clippy::len_without_is_empty, reason = "none is empty")]
@@ -150,72 +162,17 @@ impl Entry {
     ///
     /// # Errors
     /// Header, section table or footer are damaged, of a newer version, or of another store or entry.
-    pub fn decode(bytes: Vec<u8>, id: Uuid, slot: u64) -> Result<Self, Flaw> {
-        let head = |at: usize, what| Flaw::bad(Structure::EntryHeader, at as u64, what);
-        let tail = |what| Flaw::bad(Structure::EntryFooter, bytes.len().saturating_sub(FOOTER_LEN) as u64, what);
-        let (header, rest) = bytes.split_at_checked(HEADER_LEN).ok_or_else(|| head(bytes.len(), "it is cut short"))?;
-        let mut reader = Reader::new(header);
-        let mut fields = || {
-            let magic: [u8; 8] = reader.array()?;
-            let (version, kind, sections) = (reader.u32()?, reader.u16()?, reader.u16()?);
-            let found_id = Uuid::from_bytes(reader.array()?);
-            Some((magic, version, kind, sections, found_id, reader.u64()?, reader.u64()?, reader.u64()?, reader.u64()?))
-        };
-        let (magic, version, kind, sections, found_id, epoch, found_slot, length, sum) =
-            fields().ok_or_else(|| head(0, "it is cut short"))?;
-        if magic != *MAGIC {
-            return Err(head(0, "it has no magic number"));
+    pub fn decode(bytes: Vec<u8>, id: Uuid, log_number: u64) -> Result<Self, Flaw> {
+        let header = EntryHeader::decode(&bytes, id, log_number)?;
+        let table_len = usize::from(header.sections) * ROW_LEN;
+        let table = checked_table(&bytes, table_len)?;
+        if header.length != bytes.len() as u64 {
+            return Err(bad_footer(&bytes, "the length of the file differs from the one in its header"));
         }
-        if header.get(..HEADER_LEN - 8).map(checksum) != Some(sum) {
-            return Err(head(HEADER_LEN - 8, "its checksum is wrong"));
-        }
-        Flaw::check_version(version)?;
-        if (found_id, found_slot) != (id, slot) {
-            return Err(head(16, "it belongs to another store or has another number"));
-        }
-        let kind = match kind {
-            1 => Kind::Claim,
-            2 => Kind::Checkpoint,
-            3 => Kind::Compaction,
-            _ => return Err(head(12, "it is of an unknown kind")),
-        };
-        if sections > SECTIONS {
-            return Err(head(14, "it has too many sections"));
-        }
-        let table_len = usize::from(sections) * ROW_LEN;
-        let mut reader = Reader::new(rest);
-        let mut fields = || Some((reader.bytes(table_len)?, reader.u64()?));
-        let (table, sum) = fields().ok_or_else(|| head(HEADER_LEN, "its section table is cut short"))?;
-        if checksum(table) != sum {
-            return Err(head(HEADER_LEN + table_len, "the checksum of its section table is wrong"));
-        }
-        if length != bytes.len() as u64 {
-            return Err(tail("the length of the file differs from the one in its header"));
-        }
-        let (_, footer) = bytes.split_last_chunk::<FOOTER_LEN>().ok_or_else(|| tail("it is cut short"))?;
-        let mut reader = Reader::new(footer);
-        let mut fields = || Some((reader.array()?, reader.u64()?, reader.u64()?));
-        let (magic, end_slot, footer) = fields().ok_or_else(|| tail("it is cut short"))?;
-        let content_at = HEADER_LEN + table_len + 8;
-        if magic != *END_MAGIC || end_slot != slot || bytes.get(..content_at).map(checksum) != Some(footer) {
-            return Err(tail("it does not belong to the entry's header"));
-        }
-        let mut at = content_at as u64;
-        let mut rows = Vec::with_capacity(sections.into());
-        let mut reader = Reader::new(table);
-        while let Some(code) = reader.u32() {
-            let mut fields = || Some((reader.u32()?, reader.u64()?, reader.u64()?, reader.u64()?));
-            let (_, stored, raw, sum) = fields().ok_or_else(|| head(HEADER_LEN, "its section table is cut short"))?;
-            if stored > raw || raw > LONGEST {
-                return Err(head(HEADER_LEN, "a length in its section table makes no sense"));
-            }
-            rows.push(Row { code, at, stored: stored as u32, raw: raw as u32, sum });
-            at += stored;
-        }
-        if at + FOOTER_LEN as u64 != length {
-            return Err(head(HEADER_LEN, "the lengths in its section table do not add up"));
-        }
-        Ok(Self { kind, epoch, slot, footer, rows, bytes })
+        let content_offset = HEADER_LEN + table_len + 8;
+        let footer = checked_footer(&bytes, content_offset, log_number)?;
+        let rows = decode_rows(table, content_offset as u64, header.length)?;
+        Ok(Self { kind: header.kind, epoch: header.epoch, log_number, footer, rows, bytes })
     }
 
     /// Returns the bytes of the whole file.
@@ -227,7 +184,7 @@ impl Entry {
     /// Returns the bytes of a section before compression; 0 if the entry has no such section.
     #[must_use]
     pub fn section_len(&self, section: Section) -> u64 {
-        self.rows.iter().find(|row| row.code == section.code()).map_or(0, |row| row.raw.into())
+        self.rows.iter().find(|row| row.code == section.code()).map_or(0, |row| row.raw_len.into())
     }
 
     /// Returns the decompressed content of a section.
@@ -237,25 +194,125 @@ impl Entry {
     pub fn section(&self, section: Section) -> Result<Vec<u8>, Flaw> {
         let row = self.rows.iter().find(|row| row.code == section.code());
         let row = row.ok_or(Flaw::bad(section.structure(), HEADER_LEN as u64, "the entry has none"))?;
-        let bad = |what| Flaw::bad(section.structure(), row.at, what);
-        let at = row.at as usize;
-        let stored = self.bytes.get(at..at + row.stored as usize).ok_or_else(|| bad("it is cut short"))?;
-        if checksum(stored) != row.sum {
+        let bad = |what| Flaw::bad(section.structure(), row.offset, what);
+        let begin = row.offset as usize;
+        let stored = self.bytes.get(begin..begin + row.stored_len as usize).ok_or_else(|| bad("it is cut short"))?;
+        if checksum(stored) != row.checksum {
             return Err(bad("its checksum is wrong"));
         }
-        if row.stored == row.raw {
+        if row.stored_len == row.raw_len {
             return Ok(stored.to_vec());
         }
         // LZ4 expands data at most 255 times. A larger stated length is rejected before memory is allocated.
-        if u64::from(row.raw) > u64::from(row.stored) * 256 {
+        if u64::from(row.raw_len) > u64::from(row.stored_len) * 256 {
             return Err(bad("its length makes no sense"));
         }
-        let mut raw = vec![0; row.raw as usize];
+        let mut raw = vec![0; row.raw_len as usize];
         match decompress_into(stored, &mut raw) {
             Ok(len) if len == raw.len() => Ok(raw),
             _ => Err(bad("it cannot be decompressed")),
         }
     }
+}
+
+fn bad_header(offset: usize, what: &'static str) -> Flaw {
+    Flaw::bad(Structure::EntryHeader, offset as u64, what)
+}
+
+fn bad_footer(bytes: &[u8], what: &'static str) -> Flaw {
+    Flaw::bad(Structure::EntryFooter, bytes.len().saturating_sub(FOOTER_LEN) as u64, what)
+}
+
+/// The header of an entry, which was checked.
+struct EntryHeader {
+    kind: Kind,
+    /// Number of sections.
+    sections: u16,
+    epoch: u64,
+    /// Bytes of the whole entry.
+    length: u64,
+}
+
+impl EntryHeader {
+    fn decode(bytes: &[u8], id: Uuid, log_number: u64) -> Result<Self, Flaw> {
+        let header = bytes.get(..HEADER_LEN).ok_or_else(|| bad_header(bytes.len(), "it is cut short"))?;
+        let short = || bad_header(0, "it is cut short");
+        let mut reader = Reader::new(header);
+        if reader.array::<8>().ok_or_else(short)? != *MAGIC {
+            return Err(bad_header(0, "it has no magic number"));
+        }
+        let (content, sum) = header.split_last_chunk::<8>().ok_or_else(short)?;
+        if checksum(content) != u64::from_le_bytes(*sum) {
+            return Err(bad_header(HEADER_LEN - 8, "its checksum is wrong"));
+        }
+        Flaw::check_version(reader.u32().ok_or_else(short)?)?;
+        let kind_code = reader.u16().ok_or_else(short)?;
+        let sections = reader.u16().ok_or_else(short)?;
+        let found_id = Uuid::from_bytes(reader.array().ok_or_else(short)?);
+        let epoch = reader.u64().ok_or_else(short)?;
+        let found_number = reader.u64().ok_or_else(short)?;
+        let length = reader.u64().ok_or_else(short)?;
+        if (found_id, found_number) != (id, log_number) {
+            return Err(bad_header(16, "it belongs to another store or has another number"));
+        }
+        let kind = match kind_code {
+            1 => Kind::Claim,
+            2 => Kind::Checkpoint,
+            3 => Kind::Compaction,
+            _ => return Err(bad_header(12, "it is of an unknown kind")),
+        };
+        if sections > MAX_SECTIONS {
+            return Err(bad_header(14, "it has too many sections"));
+        }
+        Ok(Self { kind, sections, epoch, length })
+    }
+}
+
+/// Returns the section table, of `table_len` bytes, if its checksum is correct.
+fn checked_table(bytes: &[u8], table_len: usize) -> Result<&[u8], Flaw> {
+    let short = || bad_header(HEADER_LEN, "its section table is cut short");
+    let mut reader = Reader::new(bytes.get(HEADER_LEN..).unwrap_or_default());
+    let table = reader.bytes(table_len).ok_or_else(short)?;
+    if checksum(table) != reader.u64().ok_or_else(short)? {
+        return Err(bad_header(HEADER_LEN + table_len, "the checksum of its section table is wrong"));
+    }
+    Ok(table)
+}
+
+/// Returns the checksum in the footer if it is that of everything before the content.
+fn checked_footer(bytes: &[u8], content_offset: usize, log_number: u64) -> Result<u64, Flaw> {
+    let short = || bad_footer(bytes, "it is cut short");
+    let (_, footer) = bytes.split_last_chunk::<FOOTER_LEN>().ok_or_else(short)?;
+    let mut reader = Reader::new(footer);
+    let magic: [u8; 8] = reader.array().ok_or_else(short)?;
+    let found_number = reader.u64().ok_or_else(short)?;
+    let found_checksum = reader.u64().ok_or_else(short)?;
+    let expected_checksum = bytes.get(..content_offset).map(checksum);
+    if magic != *END_MAGIC || found_number != log_number || expected_checksum != Some(found_checksum) {
+        return Err(bad_footer(bytes, "it does not belong to the entry's header"));
+    }
+    Ok(found_checksum)
+}
+
+/// Decodes the section table of an entry of `length` bytes, whose content begins at `content_offset`.
+fn decode_rows(table: &[u8], content_offset: u64, length: u64) -> Result<Vec<SectionRow>, Flaw> {
+    let mut rows = Vec::with_capacity(table.len() / ROW_LEN);
+    let mut offset = content_offset;
+    let mut reader = Reader::new(table);
+    while let Some(code) = reader.u32() {
+        let mut fields = || Some((reader.u32()?, reader.u64()?, reader.u64()?, reader.u64()?));
+        let (_, stored_len, raw_len, checksum) =
+            fields().ok_or_else(|| bad_header(HEADER_LEN, "its section table is cut short"))?;
+        if stored_len > raw_len || raw_len > MAX_ENTRY_BYTES {
+            return Err(bad_header(HEADER_LEN, "a length in its section table makes no sense"));
+        }
+        rows.push(SectionRow { code, offset, stored_len: stored_len as u32, raw_len: raw_len as u32, checksum });
+        offset += stored_len;
+    }
+    if offset + FOOTER_LEN as u64 != length {
+        return Err(bad_header(HEADER_LEN, "the lengths in its section table do not add up"));
+    }
+    Ok(rows)
 }
 
 #[cfg(test)]
@@ -267,14 +324,14 @@ mod tests {
 
     fn sample() -> Vec<u8> {
         let sections = [(Section::Manifest, &[1, 2, 3][..]), (Section::Devices, &[7; 1000][..])];
-        encode(ID, Kind::Checkpoint, 3, 42, &sections).0
+        encode(ID, Kind::Checkpoint, 3, 42, &sections).bytes
     }
 
     #[test]
     fn every_flipped_bit_is_seen_and_named() {
         let bytes = sample();
         let entry = Entry::decode(bytes.clone(), ID, 42).unwrap();
-        assert_eq!((entry.kind, entry.epoch, entry.slot), (Kind::Checkpoint, 3, 42));
+        assert_eq!((entry.kind, entry.epoch, entry.log_number), (Kind::Checkpoint, 3, 42));
         assert_eq!(entry.section(Section::Manifest).unwrap(), [1, 2, 3]);
         assert_eq!(entry.section(Section::Devices).unwrap(), [7; 1000]);
         assert!(entry.section(Section::Metadata).is_err());

@@ -6,17 +6,17 @@ use super::{Flaw, Structure};
 use crate::types::{Block, Pages};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Kept {
+pub struct KeptCheckpoint {
     pub number: u64,
     /// Number of the checkpoint's log entry.
-    pub slot: u64,
+    pub log_number: u64,
     /// Checksum in that entry's footer; 0 (unknown) for the entry that contains this manifest.
     pub footer: u64,
 }
 
 /// The committed part of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Extent {
+pub struct SegmentExtent {
     /// Owner epoch in which the segment was written.
     pub epoch: u64,
     /// Number of the segment, which no other segment of the store has or had.
@@ -35,9 +35,9 @@ pub struct Manifest {
     /// Lowest number that the next segment may get.
     pub next_segment: u64,
     /// Kept checkpoints, ascending.
-    pub kept: Vec<Kept>,
+    pub kept: Vec<KeptCheckpoint>,
     /// Segments, ascending by number.
-    pub segments: Vec<Extent>,
+    pub segments: Vec<SegmentExtent>,
 }
 
 impl Manifest {
@@ -50,7 +50,7 @@ impl Manifest {
         out.put_u32(self.kept.len() as u32);
         for kept in &self.kept {
             out.put_u64(kept.number);
-            out.put_u64(kept.slot);
+            out.put_u64(kept.log_number);
             out.put_u64(kept.footer);
         }
         out.put_u32(self.segments.len() as u32);
@@ -77,20 +77,29 @@ impl Manifest {
                 ..Self::default()
             };
             for _ in 0..reader.count(24)? {
-                manifest.kept.push(Kept { number: reader.u64()?, slot: reader.u64()?, footer: reader.u64()? });
+                manifest.kept.push(KeptCheckpoint {
+                    number: reader.u64()?,
+                    log_number: reader.u64()?,
+                    footer: reader.u64()?,
+                });
             }
             for _ in 0..reader.count(24)? {
-                manifest.segments.push(Extent { epoch: reader.u64()?, number: reader.u64()?, len: reader.u64()? });
+                manifest.segments.push(SegmentExtent {
+                    epoch: reader.u64()?,
+                    number: reader.u64()?,
+                    len: reader.u64()?,
+                });
             }
             reader.rest().is_empty().then_some(manifest)
         };
         let manifest = fields().ok_or_else(|| bad("its length differs from the stated one"))?;
-        if !manifest.kept.is_sorted_by(|a, b| a.number < b.number && a.slot < b.slot) {
+        if !manifest.kept.is_sorted_by(|a, b| a.number < b.number && a.log_number < b.log_number) {
             return Err(bad("its checkpoints are not in order"));
         }
         let ordered = manifest.segments.is_sorted_by(|a, b| a.number < b.number);
-        let sensible = |extent: &Extent| {
-            (segment::HEADER_LEN..=segment::LONGEST).contains(&extent.len) && extent.number < manifest.next_segment
+        let sensible = |extent: &SegmentExtent| {
+            (segment::HEADER_LEN..=segment::MAX_SEGMENT_BYTES).contains(&extent.len)
+                && extent.number < manifest.next_segment
         };
         if !ordered || !manifest.segments.iter().all(sensible) {
             return Err(bad("its segments are not in order"));
@@ -106,7 +115,7 @@ impl Manifest {
 
     /// Returns the newest checkpoint.
     #[must_use]
-    pub fn newest(&self) -> Option<Kept> {
+    pub fn newest(&self) -> Option<KeptCheckpoint> {
         self.kept.last().copied()
     }
 
@@ -119,7 +128,7 @@ impl Manifest {
 
 /// A checkpoint at which a block was shortened. Earlier records of the removed pages are void.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cut {
+pub struct BlockCut {
     /// Number of the checkpoint.
     pub number: u64,
     /// Number of pages that the block still had.
@@ -134,7 +143,7 @@ pub struct StoredBlock {
     pub block: Block,
     /// Checkpoints at which the block was shortened, the latest last. Each leaves more pages than the previous one: a
     /// later cut to fewer or equally many pages replaces it.
-    pub cuts: Vec<Cut>,
+    pub cuts: Vec<BlockCut>,
 }
 
 impl StoredBlock {
@@ -147,13 +156,13 @@ impl StoredBlock {
     /// Records that the block has only `pages` pages from checkpoint `number` on.
     pub fn cut(&mut self, number: u64, pages: u64) {
         self.cuts.retain(|cut| cut.pages < pages);
-        self.cuts.push(Cut { number, pages });
+        self.cuts.push(BlockCut { number, pages });
     }
 }
 
 /// Block table and page counts of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Table {
+pub struct CheckpointTable {
     pub number: u64,
     /// Time of the commit, in microseconds since 1970.
     pub time_us: u64,
@@ -163,7 +172,7 @@ pub struct Table {
     pub blocks: Vec<StoredBlock>,
 }
 
-impl Table {
+impl CheckpointTable {
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
@@ -206,7 +215,7 @@ impl Table {
                 let block = Block { id: reader.text()?.to_owned(), used, max, page_size };
                 let mut cuts = Vec::new();
                 for _ in 0..reader.count(16)? {
-                    cuts.push(Cut { number: reader.u64()?, pages: reader.u64()? });
+                    cuts.push(BlockCut { number: reader.u64()?, pages: reader.u64()? });
                 }
                 blocks.push(StoredBlock { number, block, cuts });
             }
@@ -224,7 +233,7 @@ impl Table {
 }
 
 /// Limit of a VM's RAM in bytes, because the writer needs 16 bytes of memory per page.
-pub const MOST_RAM: u64 = 1 << 44;
+pub const MAX_RAM_BYTES: u64 = 1 << 44;
 
 /// Checks that these blocks can be the RAM blocks of a VM.
 ///
@@ -243,7 +252,7 @@ pub fn check_blocks<'a>(blocks: impl Iterator<Item = &'a Block>) -> Result<(), &
         total = total.saturating_add(block.used);
         names.push(block.id.as_str());
     }
-    if total > MOST_RAM {
+    if total > MAX_RAM_BYTES {
         return Err("it has more than 16 TiB of RAM");
     }
     names.sort_unstable();
@@ -265,8 +274,14 @@ mod tests {
             claim: 5,
             next_block: 3,
             next_segment: 12,
-            kept: vec![Kept { number: 1, slot: 6, footer: 77 }, Kept { number: 2, slot: 9, footer: 0 }],
-            segments: vec![Extent { epoch: 1, number: 4, len: 8192 }, Extent { epoch: 2, number: 11, len: 4096 }],
+            kept: vec![
+                KeptCheckpoint { number: 1, log_number: 6, footer: 77 },
+                KeptCheckpoint { number: 2, log_number: 9, footer: 0 },
+            ],
+            segments: vec![
+                SegmentExtent { epoch: 1, number: 4, len: 8192 },
+                SegmentExtent { epoch: 2, number: 11, len: 4096 },
+            ],
         };
         assert_eq!(Manifest::decode(&manifest.encode()), Ok(manifest.clone()));
         let mut bad = manifest.clone();
@@ -277,12 +292,12 @@ mod tests {
         assert!(Manifest::decode(&bad.encode()).is_err());
         let pages = Pages { stored: 1, zero: 2, unchanged: 3, compressed: 4 };
         let stored = |number, block, cuts| StoredBlock { number, block, cuts };
-        let cuts = vec![Cut { number: 3, pages: 1 }];
+        let cuts = vec![BlockCut { number: 3, pages: 1 }];
         let blocks = vec![stored(0, block("ram", 4096), vec![]), stored(2, block("é", 0), cuts)];
-        let mut table = Table { number: 1, time_us: 2, pages, bytes: 5, blocks };
-        assert_eq!(Table::decode(&table.encode()), Ok(table.clone()));
+        let mut table = CheckpointTable { number: 1, time_us: 2, pages, bytes: 5, blocks };
+        assert_eq!(CheckpointTable::decode(&table.encode()), Ok(table.clone()));
         table.blocks.push(stored(2, block("other", 1), vec![]));
-        assert!(Table::decode(&table.encode()).is_err());
+        assert!(CheckpointTable::decode(&table.encode()).is_err());
     }
 
     #[test]
@@ -293,7 +308,7 @@ mod tests {
         assert!(stored.is_void(10, 4) && stored.is_void(20, 7) && stored.is_void(15, 4));
         assert!(!stored.is_void(9, 4) && !stored.is_void(10, 5) && !stored.is_void(15, 7));
         stored.cut(9, 10);
-        assert_eq!(stored.cuts, [Cut { number: 9, pages: 10 }]);
+        assert_eq!(stored.cuts, [BlockCut { number: 9, pages: 10 }]);
     }
 
     #[test]
@@ -310,7 +325,7 @@ mod tests {
         #[test]
         fn no_bytes_make_them_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = Manifest::decode(&bytes);
-            let _ = Table::decode(&bytes);
+            let _ = CheckpointTable::decode(&bytes);
         }
     }
 }

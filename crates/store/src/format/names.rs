@@ -12,17 +12,17 @@ pub const INDEX: &str = "index";
 /// Prefix of the names of files that are being written.
 pub const NEW: &str = "new-";
 
-/// Returns the name of the log entry with number `slot`.
+/// Returns the name of the log entry with number `log_number`.
 #[must_use]
-pub fn entry(slot: u64) -> String {
-    format!("{LOG}/{slot:012}")
+pub fn entry(log_number: u64) -> String {
+    format!("{LOG}/{log_number:012}")
 }
 
 /// Returns the number of the log entry in the file `name` of the directory [`LOG`].
 #[must_use]
 pub fn parse_entry(name: &str) -> Option<u64> {
-    let slot = name.parse().ok()?;
-    (format!("{slot:012}") == name).then_some(slot)
+    let log_number = name.parse().ok()?;
+    (format!("{log_number:012}") == name).then_some(log_number)
 }
 
 /// Returns the name of the segment `number` of epoch `epoch`.
@@ -39,24 +39,24 @@ pub fn parse_segment(name: &str) -> Option<(u64, u64)> {
     (segment(epoch, number).strip_prefix(SEGMENTS)?.strip_prefix('/')? == name).then_some((epoch, number))
 }
 
-/// Returns the name of the base index that the owner of epoch `epoch` wrote after log entry `slot`.
+/// Returns the name of the base index that the owner of epoch `epoch` wrote after log entry `log_number`.
 #[must_use]
-pub fn base(slot: u64, epoch: u64) -> String {
-    format!("{INDEX}/{slot:012}-{epoch:08}")
+pub fn base(log_number: u64, epoch: u64) -> String {
+    format!("{INDEX}/{log_number:012}-{epoch:08}")
 }
 
 /// Returns log entry and epoch of the base index in the file `name` of the directory [`INDEX`].
 #[must_use]
 pub fn parse_base(name: &str) -> Option<(u64, u64)> {
-    let (slot, epoch) = name.split_once('-')?;
-    let (slot, epoch) = (slot.parse().ok()?, epoch.parse().ok()?);
-    (base(slot, epoch).strip_prefix(INDEX)?.strip_prefix('/')? == name).then_some((slot, epoch))
+    let (log_number, epoch) = name.split_once('-')?;
+    let (log_number, epoch) = (log_number.parse().ok()?, epoch.parse().ok()?);
+    (base(log_number, epoch).strip_prefix(INDEX)?.strip_prefix('/')? == name).then_some((log_number, epoch))
 }
 
 /// Returns the second name of the newest log entry, by which a reader notices that the first name is missing.
 #[must_use]
-pub fn last(slot: u64) -> String {
-    format!("{LOG}/last-{slot:012}")
+pub fn last(log_number: u64) -> String {
+    format!("{LOG}/last-{log_number:012}")
 }
 
 /// Returns the number of the log entry whose second name is the file `name` of the directory [`LOG`].
@@ -65,10 +65,11 @@ pub fn parse_last(name: &str) -> Option<u64> {
     parse_entry(name.strip_prefix("last-")?)
 }
 
-/// Returns the name of a file in `directory` that the owner of epoch `epoch` is writing.
+/// Returns the name of a file in `directory` that the owner of epoch `epoch` is writing. `unique` is part of no other
+/// such name.
 #[must_use]
-pub fn new(directory: &str, epoch: u64, what: &str) -> String {
-    format!("{directory}/{NEW}{epoch:08}-{what}")
+pub fn new(directory: &str, epoch: u64, unique: &str) -> String {
+    format!("{directory}/{NEW}{epoch:08}-{unique}")
 }
 
 /// Returns the epoch of the owner that is writing the file `name`.
@@ -83,15 +84,15 @@ mod tests {
 
     #[test]
     fn names_are_read_back_and_others_are_not() {
-        let last = |path: String| path.rsplit('/').next().unwrap().to_owned();
-        assert_eq!(parse_entry(&last(entry(42))), Some(42));
+        let file_name = |path: String| path.rsplit('/').next().unwrap().to_owned();
+        assert_eq!(parse_entry(&file_name(entry(42))), Some(42));
         assert_eq!(parse_entry("42"), None);
-        assert_eq!(parse_entry(&last(entry(10u64.pow(15)))), Some(10u64.pow(15)));
-        assert_eq!(parse_segment(&last(segment(7, 123))), Some((7, 123)));
+        assert_eq!(parse_entry(&file_name(entry(10u64.pow(15)))), Some(10u64.pow(15)));
+        assert_eq!(parse_segment(&file_name(segment(7, 123))), Some((7, 123)));
         assert_eq!(parse_segment("7-123"), None);
         assert_eq!(parse_segment("00000007-+000000000000123"), None);
-        assert_eq!(parse_base(&last(base(40, 7))), Some((40, 7)));
-        assert_eq!(parse_new(&last(new(LOG, 7, "x"))), Some(7));
+        assert_eq!(parse_base(&file_name(base(40, 7))), Some((40, 7)));
+        assert_eq!(parse_new(&file_name(new(LOG, 7, "x"))), Some(7));
         assert_eq!(parse_new("other"), None);
     }
 }

@@ -29,23 +29,33 @@ impl Digester {
     }
 }
 
+/// A page as it is stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredPage {
+    /// Digest of the page's content.
+    pub digest: u64,
+    /// Compressed or plain content; empty for a page of zeroes.
+    pub bytes: Vec<u8>,
+}
+
 /// Distance in bytes between samples of a page before compression. It is not a multiple of a word's length, so that the
 /// samples include every byte position of a word.
-const STEP: usize = 7;
-/// A page with fewer different values among its samples is compressed. 586 random bytes have about 230 different
+const SAMPLE_DISTANCE: usize = 7;
+/// A page with fewer distinct values among its samples is compressed. 586 random bytes have about 230 different
 /// values, and hardly ever fewer than this; machine code has about 150.
-const DIFFERENT: u32 = 210;
+const MIN_RANDOM_VALUES: u32 = 210;
 
 /// Returns whether a page appears to be compressed, encrypted or random. An attempt to compress takes ten times as long
 /// as this check. If the result is wrong, the page only uses more space.
 fn is_probably_random(page: &Page) -> bool {
-    let mut seen = [0u64; 4];
-    for byte in page.iter().step_by(STEP) {
-        if let Some(word) = seen.get_mut(usize::from(byte >> 6)) {
+    // One bit for each value of a byte.
+    let mut seen_values = [0u64; 4];
+    for byte in page.iter().step_by(SAMPLE_DISTANCE) {
+        if let Some(word) = seen_values.get_mut(usize::from(byte >> 6)) {
             *word |= 1 << (byte & 63);
         }
     }
-    seen.iter().map(|word| word.count_ones()).sum::<u32>() >= DIFFERENT
+    seen_values.iter().map(|word| word.count_ones()).sum::<u32>() >= MIN_RANDOM_VALUES
 }
 
 /// Compresses pages. The working memory is reused.
@@ -62,8 +72,8 @@ impl fmt::Debug for Packer {
 
 impl Default for Packer {
     fn default() -> Self {
-        let room = lz4_flex::block::get_maximum_output_size(PAGE_SIZE);
-        Self { table: CompressTable::small(), buffer: vec![0; room] }
+        let max_len = lz4_flex::block::get_maximum_output_size(PAGE_SIZE);
+        Self { table: CompressTable::small(), buffer: vec![0; max_len] }
     }
 }
 

@@ -1,4 +1,9 @@
 //! Segments: a header, then frames of pages.
+//!
+//! ```text
+//! segment: header (4096 bytes) | frame | frame | ...        each frame begins at a multiple of 4096
+//! frame:   header (64) | directory: a record (16) per page; in a frame of moved pages also a number (8) per page | content
+//! ```
 
 use super::codec::{Reader, Writer};
 use super::{ALIGNMENT, Flaw, Structure, VERSION, checksum};
@@ -18,13 +23,13 @@ pub const RECORD_LEN: usize = 16;
 /// Bytes of a page's checkpoint number, which only frames of moved pages have.
 pub const NUMBER_LEN: usize = 8;
 /// Limit of pages in a frame.
-pub const FRAME_RECORDS: usize = 1024;
+pub const MAX_FRAME_PAGES: usize = 1024;
 /// Limit of the bytes of a frame's data.
-pub const FRAME_DATA: usize = 4 << 20;
+pub const MAX_FRAME_DATA_BYTES: usize = 4 << 20;
 /// Bytes that include the header and directory of any frame.
-pub const DIRECTORY_ROOM: usize = FRAME_HEADER_LEN + FRAME_RECORDS * (RECORD_LEN + NUMBER_LEN);
+pub const MAX_DIRECTORY_BYTES: usize = FRAME_HEADER_LEN + MAX_FRAME_PAGES * (RECORD_LEN + NUMBER_LEN);
 /// Limit of a segment's bytes: a place has 27 bits for the offset.
-pub const LONGEST: u64 = 1 << 27;
+pub const MAX_SEGMENT_BYTES: u64 = 1 << 27;
 
 /// Returns the first 4096 bytes of a segment.
 #[must_use]
@@ -95,6 +100,12 @@ impl Record {
         out
     }
 
+    /// Returns whether length and digest can be those of a page: only a page of zeroes has no content.
+    #[must_use]
+    pub fn is_plausible(self) -> bool {
+        usize::from(self.len) <= PAGE_SIZE && (self.len == 0) == (self.digest == 0)
+    }
+
     /// Decodes a record. Any bytes are a valid record.
     #[must_use]
     pub fn decode(bytes: [u8; RECORD_LEN]) -> Self {
@@ -134,8 +145,8 @@ impl FrameHeader {
     /// Returns the bytes of the directory.
     #[must_use]
     pub fn directory_len(&self) -> usize {
-        let each = RECORD_LEN + if self.kind == Kind::Moved { NUMBER_LEN } else { 0 };
-        self.count as usize * each
+        let page_len = RECORD_LEN + if self.kind == Kind::Moved { NUMBER_LEN } else { 0 };
+        self.count as usize * page_len
     }
 
     /// Returns the offset of the content in the frame.
@@ -150,10 +161,10 @@ impl FrameHeader {
         (self.data_offset() + self.data_len as usize) as u64
     }
 
-    /// Returns the offset of the next frame if this frame begins at `at`.
+    /// Returns the offset of the next frame if this frame begins at `offset`.
     #[must_use]
-    pub fn next(&self, at: u64) -> u64 {
-        (at + self.len()).next_multiple_of(ALIGNMENT)
+    pub fn next_frame_offset(&self, offset: u64) -> u64 {
+        (offset + self.len()).next_multiple_of(ALIGNMENT)
     }
 
     /// Writes the header into the first bytes of `frame`, which must contain the directory already.
@@ -172,13 +183,13 @@ impl FrameHeader {
         frame.iter_mut().zip(out).for_each(|(to, from)| *to = from);
     }
 
-    /// Decodes the header of a frame from the frame's first bytes. `at` is the frame's offset in the file, for errors.
-    /// The directory is not checked.
+    /// Decodes the header of a frame from the frame's first bytes. `offset` is that of the frame in the file, for
+    /// errors. The directory is not checked.
     ///
     /// # Errors
     /// The bytes are not a valid header.
-    pub fn decode(bytes: &[u8], at: u64) -> Result<Self, Flaw> {
-        let bad = |what| Flaw::bad(Structure::FrameDirectory, at, what);
+    pub fn decode(bytes: &[u8], offset: u64) -> Result<Self, Flaw> {
+        let bad = |what| Flaw::bad(Structure::FrameDirectory, offset, what);
         let mut reader = Reader::new(bytes);
         let mut fields =
             || Some((reader.array()?, reader.u16()?, reader.u16()?, reader.u32()?, reader.u32()?, reader.u64()?));
@@ -191,7 +202,7 @@ impl FrameHeader {
             2 => Kind::Moved,
             _ => return Err(bad("it is of an unknown kind")),
         };
-        if count as usize > FRAME_RECORDS || data_len as usize > FRAME_DATA {
+        if count as usize > MAX_FRAME_PAGES || data_len as usize > MAX_FRAME_DATA_BYTES {
             return Err(bad("it is longer than a frame can be"));
         }
         Ok(Self { kind, count, data_len, number })
@@ -212,12 +223,12 @@ pub struct Directory<'a> {
     records: &'a [u8],
     numbers: &'a [u8],
     /// Offset of the frame in the file.
-    at: u64,
+    frame_offset: u64,
 }
 
 /// A page that a directory lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Found {
+pub struct ListedPage {
     pub record: Record,
     /// Checkpoint in which the page was written.
     pub number: u64,
@@ -226,14 +237,14 @@ pub struct Found {
 }
 
 impl<'a> Directory<'a> {
-    /// Decodes a directory from the bytes at offset `at` of a file. The bytes must include the whole directory:
-    /// [`DIRECTORY_ROOM`] bytes suffice.
+    /// Decodes a directory from the bytes at `frame_offset` of a file. The bytes must include the whole directory:
+    /// [`MAX_DIRECTORY_BYTES`] bytes suffice.
     ///
     /// # Errors
     /// The directory is damaged.
-    pub fn decode(bytes: &'a [u8], at: u64) -> Result<Self, Flaw> {
-        let bad = |what| Flaw::bad(Structure::FrameDirectory, at, what);
-        let header = FrameHeader::decode(bytes, at)?;
+    pub fn decode(bytes: &'a [u8], frame_offset: u64) -> Result<Self, Flaw> {
+        let bad = |what| Flaw::bad(Structure::FrameDirectory, frame_offset, what);
+        let header = FrameHeader::decode(bytes, frame_offset)?;
         let (front, rest) = bytes.split_at_checked(FRAME_HEADER_LEN).ok_or_else(|| bad("it is cut short"))?;
         let (summed, sum) = front.split_last_chunk::<8>().ok_or_else(|| bad("it is cut short"))?;
         let directory = rest.get(..header.directory_len()).ok_or_else(|| bad("it is cut short"))?;
@@ -242,32 +253,33 @@ impl<'a> Directory<'a> {
         }
         let (records, numbers) =
             directory.split_at_checked(header.count as usize * RECORD_LEN).ok_or_else(|| bad("it is cut short"))?;
-        let mut stored = 0;
+        let mut content_len = 0;
         for bytes in records.as_chunks::<RECORD_LEN>().0 {
             let record = Record::decode(*bytes);
-            if usize::from(record.len) > PAGE_SIZE || (record.len == 0) != (record.digest == 0) {
+            if !record.is_plausible() {
                 return Err(bad("a record of it makes no sense"));
             }
-            stored += u64::from(record.len);
+            content_len += u64::from(record.len);
         }
-        if stored != u64::from(header.data_len) {
+        if content_len != u64::from(header.data_len) {
             return Err(bad("its lengths do not add up"));
         }
-        Ok(Self { header, records, numbers, at })
+        Ok(Self { header, records, numbers, frame_offset })
     }
 
     /// Iterates over the pages in the order in which they are stored.
-    pub fn pages(&self) -> impl Iterator<Item = Found> + use<'a> {
-        let (at, header) = (self.at, self.header);
-        let mut data = at + header.data_offset() as u64;
+    pub fn pages(&self) -> impl Iterator<Item = ListedPage> + use<'a> {
+        let header = self.header;
+        let mut record_offset = self.frame_offset + FRAME_HEADER_LEN as u64;
+        let mut data_offset = self.frame_offset + header.data_offset() as u64;
         let mut numbers = self.numbers.as_chunks::<NUMBER_LEN>().0.iter();
-        self.records.as_chunks::<RECORD_LEN>().0.iter().zip(0u64..).map(move |(bytes, n)| {
+        self.records.as_chunks::<RECORD_LEN>().0.iter().map(move |bytes| {
             let record = Record::decode(*bytes);
             let number = numbers.next().map_or(header.number, |number| u64::from_le_bytes(*number));
-            let own = at + (FRAME_HEADER_LEN + RECORD_LEN * n as usize) as u64;
-            let offset = if record.len == 0 { own } else { data };
-            data += u64::from(record.len);
-            Found { record, number, offset }
+            let offset = if record.len == 0 { record_offset } else { data_offset };
+            record_offset += RECORD_LEN as u64;
+            data_offset += u64::from(record.len);
+            ListedPage { record, number, offset }
         })
     }
 }
@@ -314,12 +326,12 @@ mod tests {
             }).collect();
             let mut bytes = frame(if moved { Kind::Moved } else { Kind::Pages }, &records);
             let found: Vec<_> = Directory::decode(&bytes, 8192).unwrap().pages().collect();
-            let mut data = 8192 + bytes.len() as u64;
+            let mut data_offset = 8192 + bytes.len() as u64;
             for (n, (found, (record, number))) in found.iter().zip(&records).enumerate() {
                 prop_assert_eq!((found.record, found.number), (*record, *number));
-                let own = 8192 + (FRAME_HEADER_LEN + n * RECORD_LEN) as u64;
-                prop_assert_eq!(found.offset, if record.len == 0 { own } else { data });
-                data += u64::from(record.len);
+                let record_offset = 8192 + (FRAME_HEADER_LEN + n * RECORD_LEN) as u64;
+                prop_assert_eq!(found.offset, if record.len == 0 { record_offset } else { data_offset });
+                data_offset += u64::from(record.len);
             }
             prop_assert_eq!(found.len(), records.len());
             let bit = flip as usize % (bytes.len() * 8);

@@ -6,7 +6,7 @@
 
 use super::identity::{Identity, explain};
 use super::protocol::{Failure, Kind};
-use crate::error::{Result, StoreError};
+use crate::error::{ConnectionError, Result, StoreError};
 use crate::url::Remote;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -17,98 +17,44 @@ use serde::de::DeserializeOwned;
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long the peer may neither send nor receive within a frame.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const MAX_SILENCE: Duration = Duration::from_secs(30);
 /// Time limit for connecting, including the handshake.
-const CONNECT: Duration = Duration::from_secs(10);
-/// Bytes of a frame per second that must be transferred after [`PATIENCE`]: 1 Mbit/s. A slower connection is useless
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bytes of a frame per second that must be transferred after [`MAX_SILENCE`]: 1 Mbit/s. A slower connection is useless
 /// for checkpoints. With this limit, 4 MiB of pages may take a minute, and the largest frame 18 minutes.
-const SLOWEST: u64 = 128 << 10;
+const MIN_BYTES_PER_SECOND: u64 = 128 << 10;
+/// Time limit for closing a connection.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(100);
+/// Bytes of a frame's header: length and type.
+const HEADER_LEN: usize = 5;
+/// Shorter frames are sent in one TLS record.
+const SHORT_FRAME_BYTES: u32 = 8192;
 /// How long a server may report that it is still working on a checkpoint, e.g. while its disk is slow. A guest may be
 /// stopped meanwhile.
-const WORK: Duration = Duration::from_secs(3600);
+const MAX_WORK: Duration = Duration::from_secs(3600);
 /// How long a server may report that it is still working on a whole store (verify, compact): enough for 8 TB at 100
 /// MB/s.
-const LONG_WORK: Duration = Duration::from_secs(24 * 3600);
+const MAX_STORE_WORK: Duration = Duration::from_secs(24 * 3600);
 
-/// Cause of a failed connection.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConnectionError {
-    /// A certificate or key file cannot be used.
-    #[error("{what} {}: {why}", path.display())]
-    File {
-        path: PathBuf,
-        /// Content that the file should have.
-        what: &'static str,
-        why: String,
-    },
-    /// A server was named, but no certificate was configured.
-    #[error("a server requires a certificate: give --cert, --key and --ca")]
-    NoIdentity,
-    /// The server's name is not valid.
-    #[error("`{host}` is neither a name nor an address of a server")]
-    Host { host: String },
-    /// Connecting to the server failed.
-    #[error("{address} cannot be reached; is `rekindle store serve` running there?")]
-    Connect {
-        address: String,
-        #[source]
-        source: io::Error,
-    },
-    /// A certificate of the client or the server was rejected.
-    #[error("{why}; {remedy}")]
-    Certificate {
-        why: String,
-        /// Action that fixes the cause.
-        remedy: &'static str,
-    },
-    /// The peer has neither sent nor received anything for too long.
-    #[error("the other side has neither sent nor received anything for {} s", after.as_secs())]
-    Silent {
-        /// Limit that was exceeded.
-        after: Duration,
-    },
-    /// The peer is too slow for a whole frame or operation.
-    #[error("the other side is too slow: it has not finished within {} s", after.as_secs())]
-    Slow {
-        /// Limit that was exceeded.
-        after: Duration,
-    },
-    /// The peer has closed the connection.
-    #[error("the other side has closed the connection")]
-    Closed,
-    #[error("the connection failed")]
-    Io(#[source] io::Error),
-    /// The peer has violated the protocol.
-    #[error("{what}")]
-    Protocol { what: String },
-}
-
-impl ConnectionError {
-    fn of(e: io::Error) -> Self {
-        if let Some(explained) = explain(&e) {
-            return explained;
-        }
-        let e = match e.downcast::<Self>() {
-            Ok(late) => return late,
-            Err(e) => e,
-        };
-        match e.kind() {
-            io::ErrorKind::UnexpectedEof
-            | io::ErrorKind::ConnectionReset
-            | io::ErrorKind::ConnectionAborted
-            | io::ErrorKind::BrokenPipe => Self::Closed,
-            _ => Self::Io(e),
-        }
+/// Converts an error of the connection's streams.
+fn connection_error(e: io::Error) -> ConnectionError {
+    if let Some(explained) = explain(&e) {
+        return explained;
     }
-
-    pub(crate) fn protocol(what: impl Into<String>) -> Self {
-        Self::Protocol { what: what.into() }
+    let e = match e.downcast::<ConnectionError>() {
+        Ok(timeout) => return timeout,
+        Err(e) => e,
+    };
+    match e.kind() {
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::ConnectionAborted
+        | io::ErrorKind::BrokenPipe => ConnectionError::Closed,
+        _ => ConnectionError::Io(e),
     }
 }
 
@@ -116,71 +62,82 @@ impl ConnectionError {
 /// operation. The deadline does not move when bytes are transferred.
 struct TimedStream {
     tcp: TcpStream,
-    silence: Duration,
+    max_silence: Duration,
     /// Time limit of the whole operation. `deadline` is the time at which it ends.
-    whole: Duration,
+    time_limit: Duration,
     deadline: Instant,
     /// Bytes have been transferred since the start of the operation.
-    moved: bool,
+    has_transferred: bool,
 }
 
 impl TimedStream {
     fn new(tcp: TcpStream) -> std::result::Result<Self, ConnectionError> {
         tcp.set_nodelay(true).and_then(|()| tcp.set_nonblocking(true)).map_err(ConnectionError::Io)?;
-        Ok(Self { tcp, silence: CONNECT, whole: CONNECT, deadline: Instant::now() + CONNECT, moved: false })
+        Ok(Self {
+            tcp,
+            max_silence: CONNECT_TIMEOUT,
+            time_limit: CONNECT_TIMEOUT,
+            deadline: Instant::now() + CONNECT_TIMEOUT,
+            has_transferred: false,
+        })
     }
 
-    /// Starts an operation in which the peer may be silent for `silence`, and which may take `whole`.
-    fn begin(&mut self, silence: Duration, whole: Duration) {
-        (self.silence, self.whole, self.deadline) = (silence, whole, Instant::now() + whole);
-        self.moved = false;
+    /// Starts an operation in which the peer may be silent for `max_silence`, and which may take `time_limit`.
+    fn begin(&mut self, max_silence: Duration, time_limit: Duration) {
+        (self.max_silence, self.time_limit, self.deadline) = (max_silence, time_limit, Instant::now() + time_limit);
+        self.has_transferred = false;
     }
 
-    /// Calls `io` until it returns anything but `WouldBlock`, and waits for `events` in between.
-    fn timed(&mut self, events: PollFlags, mut io: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
-        let silent_at = Instant::now() + self.silence;
+    /// Calls `transfer` until it returns anything but `WouldBlock`, and waits for `events` in between.
+    fn transfer(
+        &mut self,
+        events: PollFlags,
+        mut transfer: impl FnMut(&TcpStream) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        let silent_until = Instant::now() + self.max_silence;
         loop {
-            // Tries `io` before polling, since data is usually available.
+            // Tries the transfer before polling, since data is usually available.
             let now = Instant::now();
             if now >= self.deadline {
-                return Err(self.late(silent_at));
+                return Err(self.timeout_error(silent_until));
             }
-            match io(&self.tcp) {
+            match transfer(&self.tcp) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                done => {
-                    self.moved = true;
-                    return done;
+                result => {
+                    self.has_transferred = true;
+                    return result;
                 }
             }
-            let left = silent_at.min(self.deadline).saturating_duration_since(now);
-            let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+            let remaining = silent_until.min(self.deadline).saturating_duration_since(now);
+            let limit =
+                Timespec { tv_sec: remaining.as_secs().cast_signed(), tv_nsec: remaining.subsec_nanos().into() };
             match poll(&mut [PollFd::new(&self.tcp, events)], Some(&limit)) {
-                Ok(0) => return Err(self.late(silent_at)),
+                Ok(0) => return Err(self.timeout_error(silent_until)),
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
             }
         }
     }
 
-    fn late(&self, silent_at: Instant) -> io::Error {
-        let late = if self.moved && silent_at > self.deadline {
-            ConnectionError::Slow { after: self.whole }
+    fn timeout_error(&self, silent_until: Instant) -> io::Error {
+        let cause = if self.has_transferred && silent_until > self.deadline {
+            ConnectionError::Slow { after: self.time_limit }
         } else {
-            ConnectionError::Silent { after: self.silence }
+            ConnectionError::Silent { after: self.max_silence }
         };
-        io::Error::new(io::ErrorKind::TimedOut, late)
+        io::Error::new(io::ErrorKind::TimedOut, cause)
     }
 }
 
 impl Read for TimedStream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.timed(PollFlags::IN, |mut tcp| tcp.read(into))
+        self.transfer(PollFlags::IN, |mut tcp| tcp.read(into))
     }
 }
 
 impl Write for TimedStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.timed(PollFlags::OUT, |mut tcp| tcp.write(bytes))
+        self.transfer(PollFlags::OUT, |mut tcp| tcp.write(bytes))
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -220,27 +177,59 @@ impl Stream for StreamOwned<ServerConnection, TimedStream> {
 /// One end of a connection between a client and a server.
 pub(crate) struct Connection {
     stream: Box<dyn Stream>,
-    /// How long the peer may wait before it begins a frame.
-    patience: Duration,
+    /// How long the peer may be silent before it begins a frame.
+    max_silence: Duration,
     /// How long the peer may be silent within a frame.
-    within: Duration,
-    /// Bytes per second that must be transferred after `within`.
-    slowest: u64,
+    max_silence_in_frame: Duration,
+    /// Bytes per second that must be transferred after `max_silence_in_frame`.
+    min_bytes_per_second: u64,
+}
+
+/// Header of a frame.
+struct FrameHeader {
+    kind: Kind,
+    /// Bytes of the payload.
+    len: usize,
+}
+
+impl FrameHeader {
+    fn decode([a, b, c, d, code]: [u8; HEADER_LEN]) -> std::result::Result<Self, ConnectionError> {
+        let len = u32::from_le_bytes([a, b, c, d]) as usize;
+        let kind = Kind::from_code(code)
+            .ok_or_else(|| ConnectionError::protocol(format!("a frame of the unknown type {code}")))?;
+        if len > kind.limit() {
+            let text = format!("a frame {kind:?} of {len} bytes, more than the {} it may have", kind.limit());
+            return Err(ConnectionError::protocol(text));
+        }
+        Ok(Self { kind, len })
+    }
+}
+
+/// Connects to the first address of a server that accepts the connection.
+fn connect_tcp(server: &Remote) -> std::result::Result<TcpStream, ConnectionError> {
+    let failed = |source| ConnectionError::Connect { address: format!("{}:{}", server.host, server.port), source };
+    let mut last_error = io::Error::new(io::ErrorKind::NotFound, "it has no address");
+    for address in (server.host.as_str(), server.port).to_socket_addrs().map_err(failed)? {
+        match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
+            Ok(tcp) => return Ok(tcp),
+            Err(e) => last_error = e,
+        }
+    }
+    Err(failed(last_error))
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
         // Closing lets the peer distinguish an end from a failure. The time limit is short, because the peer may not
         // receive any more.
-        let a_moment = Duration::from_millis(100);
-        self.stream.timed().begin(a_moment, a_moment);
+        self.stream.timed().begin(CLOSE_TIMEOUT, CLOSE_TIMEOUT);
         self.stream.close();
     }
 }
 
 impl fmt::Debug for Connection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connection").field("patience", &self.patience).finish_non_exhaustive()
+        f.debug_struct("Connection").field("max_silence", &self.max_silence).finish_non_exhaustive()
     }
 }
 
@@ -250,90 +239,92 @@ impl Connection {
         let config = identity.ok_or(ConnectionError::NoIdentity)?.client()?;
         let host = server.host.clone();
         let name = ServerName::try_from(host.clone()).map_err(|_| ConnectionError::Host { host: host.clone() })?;
-        let address = format!("{}:{}", server.host, server.port);
-        let failed = |source| ConnectionError::Connect { address: address.clone(), source };
-        let mut last = io::Error::new(io::ErrorKind::NotFound, "it has no address");
-        let found = (server.host.as_str(), server.port).to_socket_addrs().map_err(failed)?;
-        let connected = found.into_iter().find_map(|to| match TcpStream::connect_timeout(&to, CONNECT) {
-            Ok(tcp) => Some(tcp),
-            Err(e) => {
-                last = e;
-                None
-            }
-        });
-        let Some(tcp) = connected else { return Err(failed(last)) };
+        let tcp = connect_tcp(server)?;
         let connection = ClientConnection::new(config, name).map_err(|e| ConnectionError::protocol(e.to_string()))?;
         let mut stream = StreamOwned::new(connection, TimedStream::new(tcp)?);
         while stream.conn.is_handshaking() {
-            stream.conn.complete_io(&mut stream.sock).map_err(ConnectionError::of)?;
+            stream.conn.complete_io(&mut stream.sock).map_err(connection_error)?;
         }
-        Ok(Self { stream: Box::new(stream), patience: PATIENCE, within: PATIENCE, slowest: SLOWEST })
+        Ok(Self {
+            stream: Box::new(stream),
+            max_silence: MAX_SILENCE,
+            max_silence_in_frame: MAX_SILENCE,
+            min_bytes_per_second: MIN_BYTES_PER_SECOND,
+        })
     }
 
-    /// Accepts a client. `patience` limits the silence before its greeting and within each frame.
+    /// Accepts a client. `max_silence` limits the silence before its greeting and within each frame.
     pub fn accept(
         tcp: TcpStream,
         config: Arc<ServerConfig>,
-        patience: Duration,
+        max_silence: Duration,
     ) -> std::result::Result<Self, ConnectionError> {
         let connection = ServerConnection::new(config).map_err(|e| ConnectionError::protocol(e.to_string()))?;
         let mut stream = StreamOwned::new(connection, TimedStream::new(tcp)?);
-        let greeting = patience.min(CONNECT);
+        let greeting = max_silence.min(CONNECT_TIMEOUT);
         stream.sock.begin(greeting, greeting);
         while stream.conn.is_handshaking() {
-            stream.conn.complete_io(&mut stream.sock).map_err(ConnectionError::of)?;
+            stream.conn.complete_io(&mut stream.sock).map_err(connection_error)?;
         }
-        Ok(Self { stream: Box::new(stream), patience, within: patience, slowest: SLOWEST })
+        Ok(Self {
+            stream: Box::new(stream),
+            max_silence,
+            max_silence_in_frame: max_silence,
+            min_bytes_per_second: MIN_BYTES_PER_SECOND,
+        })
     }
 
-    /// Sets how long the peer may wait before it begins a frame.
-    pub fn set_patience(&mut self, patience: Duration) {
-        self.patience = patience;
+    /// Sets how long the peer may be silent before it begins a frame.
+    pub fn set_max_silence(&mut self, max_silence: Duration) {
+        self.max_silence = max_silence;
     }
 
     /// Sets the limits within a frame.
     #[cfg(test)]
-    pub fn limit(&mut self, within: Duration, slowest: u64) {
-        (self.within, self.slowest) = (within, slowest);
+    pub fn limit(&mut self, max_silence_in_frame: Duration, min_bytes_per_second: u64) {
+        (self.max_silence_in_frame, self.min_bytes_per_second) = (max_silence_in_frame, min_bytes_per_second);
     }
 
     /// Returns the time limit for a frame of `len` bytes.
-    fn whole(&self, len: usize) -> Duration {
-        self.within + Duration::from_secs(len as u64 / self.slowest.max(1))
+    fn time_limit(&self, len: usize) -> Duration {
+        self.max_silence_in_frame + Duration::from_secs(len as u64 / self.min_bytes_per_second.max(1))
     }
 
     /// Sends a frame. Its payload is the concatenation of `parts`.
     pub fn send(&mut self, kind: Kind, parts: &[&[u8]]) -> std::result::Result<(), ConnectionError> {
         let len: usize = parts.iter().map(|part| part.len()).sum();
-        let short = u32::try_from(len).ok().filter(|len| *len as usize <= kind.limit());
-        let len = short.ok_or_else(|| ConnectionError::protocol(format!("{len} bytes are too many for {kind:?}")))?;
+        let allowed = u32::try_from(len).ok().filter(|len| *len as usize <= kind.limit());
+        let len = allowed.ok_or_else(|| ConnectionError::protocol(format!("{len} bytes are too many for {kind:?}")))?;
         let mut front = len.to_le_bytes().to_vec();
         front.push(kind.code());
-        // Sends a short frame in one TLS record.
-        let mut rest = parts;
-        if len < 8192 {
+        let mut separate_parts = parts;
+        if len < SHORT_FRAME_BYTES {
             parts.iter().for_each(|part| front.extend_from_slice(part));
-            rest = &[];
+            separate_parts = &[];
         }
-        let whole = self.whole(len as usize);
-        self.stream.timed().begin(self.within, whole);
-        let sent = self.stream.write_all(&front).and_then(|()| {
-            rest.iter().try_for_each(|part| self.stream.write_all(part))?;
-            self.stream.flush()
-        });
-        sent.map_err(ConnectionError::of)
+        let time_limit = self.time_limit(len as usize);
+        self.stream.timed().begin(self.max_silence_in_frame, time_limit);
+        self.write_parts(&front, separate_parts).map_err(connection_error)
+    }
+
+    fn write_parts(&mut self, front: &[u8], parts: &[&[u8]]) -> io::Result<()> {
+        self.stream.write_all(front)?;
+        for part in parts {
+            self.stream.write_all(part)?;
+        }
+        self.stream.flush()
     }
 
     #[cfg(test)]
     pub fn send_raw(&mut self, bytes: &[u8]) -> std::result::Result<(), ConnectionError> {
-        self.stream.timed().begin(PATIENCE, PATIENCE);
-        self.stream.write_all(bytes).and_then(|()| self.stream.flush()).map_err(ConnectionError::of)
+        self.stream.timed().begin(MAX_SILENCE, MAX_SILENCE);
+        self.stream.write_all(bytes).and_then(|()| self.stream.flush()).map_err(connection_error)
     }
 
     #[cfg(test)]
     pub fn receive_raw(&mut self, bytes: &mut [u8]) -> std::result::Result<usize, ConnectionError> {
-        self.stream.timed().begin(PATIENCE, PATIENCE);
-        self.stream.read(bytes).map_err(ConnectionError::of)
+        self.stream.timed().begin(MAX_SILENCE, MAX_SILENCE);
+        self.stream.read(bytes).map_err(connection_error)
     }
 
     /// Sends only the header of a frame.
@@ -350,55 +341,57 @@ impl Connection {
 
     /// Receives the next frame. Returns `None` if the peer has closed the connection between two frames.
     pub fn receive(&mut self) -> std::result::Result<Option<(Kind, Vec<u8>)>, ConnectionError> {
-        self.receive_within(Duration::ZERO)
+        self.receive_during_work(Duration::ZERO)
     }
 
-    /// Receives the next frame from a server that may report for up to `work` that it is still working
+    /// Receives the next frame from a server that may report for up to `max_work` that it is still working
     /// ([`Kind::Busy`]).
-    pub fn receive_within(&mut self, work: Duration) -> std::result::Result<Option<(Kind, Vec<u8>)>, ConnectionError> {
-        let worked = Instant::now() + work;
+    pub fn receive_during_work(
+        &mut self,
+        max_work: Duration,
+    ) -> std::result::Result<Option<(Kind, Vec<u8>)>, ConnectionError> {
+        let deadline = Instant::now() + max_work;
         loop {
-            let mut front = [0; 5];
-            let mut there = 0;
-            self.stream.timed().begin(self.patience, self.patience);
-            while let Some(room) = front.get_mut(there..).filter(|room| !room.is_empty()) {
-                match self.stream.read(room) {
-                    Ok(0) if there == 0 => return Ok(None),
-                    Ok(0) => return Err(ConnectionError::Closed),
-                    Ok(n) => {
-                        if there == 0 {
-                            self.stream.timed().begin(self.within, self.within);
-                        }
-                        there += n;
-                    }
-                    Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                    Err(e) => return Err(ConnectionError::of(e)),
-                }
-            }
-            let [a, b, c, d, code] = front;
-            let len = u32::from_le_bytes([a, b, c, d]) as usize;
-            let kind = Kind::from_code(code)
-                .ok_or_else(|| ConnectionError::protocol(format!("a frame of the unknown type {code}")))?;
-            if len > kind.limit() {
-                let text = format!("a frame {kind:?} of {len} bytes, more than the {} it may have", kind.limit());
-                return Err(ConnectionError::protocol(text));
-            }
-            // The buffer grows with the received data, so that a large stated length alone uses no memory.
-            let mut payload = Vec::new();
-            let whole = self.whole(len);
-            self.stream.timed().begin(self.within, whole);
-            let mut rest = (&mut self.stream).take(len as u64);
-            rest.read_to_end(&mut payload).map_err(ConnectionError::of)?;
-            if payload.len() != len {
-                return Err(ConnectionError::Closed);
-            }
+            let Some(FrameHeader { kind, len }) = self.receive_header()? else { return Ok(None) };
+            let payload = self.receive_payload(len)?;
             if kind != Kind::Busy {
                 return Ok(Some((kind, payload)));
             }
-            if Instant::now() >= worked {
-                return Err(ConnectionError::Slow { after: work });
+            if Instant::now() >= deadline {
+                return Err(ConnectionError::Slow { after: max_work });
             }
         }
+    }
+
+    /// Receives the header of the next frame. Returns `None` if the peer has closed the connection before it.
+    fn receive_header(&mut self) -> std::result::Result<Option<FrameHeader>, ConnectionError> {
+        let mut header = [0; HEADER_LEN];
+        let mut received = 0;
+        self.stream.timed().begin(self.max_silence, self.max_silence);
+        while let Some(missing) = header.get_mut(received..).filter(|missing| !missing.is_empty()) {
+            match self.stream.read(missing) {
+                Ok(0) if received == 0 => return Ok(None),
+                Ok(0) => return Err(ConnectionError::Closed),
+                Ok(count) => {
+                    if received == 0 {
+                        self.stream.timed().begin(self.max_silence_in_frame, self.max_silence_in_frame);
+                    }
+                    received += count;
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(connection_error(e)),
+            }
+        }
+        FrameHeader::decode(header).map(Some)
+    }
+
+    fn receive_payload(&mut self, len: usize) -> std::result::Result<Vec<u8>, ConnectionError> {
+        // The buffer grows with the received data, so that a large stated length alone uses no memory.
+        let mut payload = Vec::new();
+        let time_limit = self.time_limit(len);
+        self.stream.timed().begin(self.max_silence_in_frame, time_limit);
+        (&mut self.stream).take(len as u64).read_to_end(&mut payload).map_err(connection_error)?;
+        if payload.len() == len { Ok(payload) } else { Err(ConnectionError::Closed) }
     }
 
     /// Sends a request and waits for an answer of type `expected`.
@@ -411,8 +404,9 @@ impl Connection {
     /// Waits for the answer of type `expected` to a request.
     pub fn answer(&mut self, store: &str, doing: &'static str, expected: Kind) -> Result<Vec<u8>> {
         let failed = |source| StoreError::Connection { store: store.to_owned(), doing, source };
-        let work = if matches!(expected, Kind::BlockNumbers | Kind::Committed) { WORK } else { LONG_WORK };
-        match self.receive_within(work).map_err(failed)? {
+        let concerns_checkpoint = matches!(expected, Kind::BlockNumbers | Kind::Committed);
+        let max_work = if concerns_checkpoint { MAX_WORK } else { MAX_STORE_WORK };
+        match self.receive_during_work(max_work).map_err(failed)? {
             Some((kind, payload)) if kind == expected => Ok(payload),
             Some((Kind::Failure, payload)) => {
                 let failure: Failure = serde_json::from_slice(&payload)

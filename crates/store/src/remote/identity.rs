@@ -1,6 +1,6 @@
 //! Certificates of a client or server and of its trusted authority, and messages about unsuitable certificates.
 
-use super::connection::ConnectionError;
+use crate::error::ConnectionError;
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};

@@ -1,14 +1,15 @@
 //! Reads a checkpoint from a server, with read-ahead and several requests in flight. The client checks every page.
 
-use super::connection::{Connection, ConnectionError};
+use super::connection::Connection;
 use super::identity::Identity;
-use super::protocol::{Kind, PAGES, Purpose, decode_ids, decode_stored, encode_ids};
-use super::{greet, greet_over};
-use crate::error::{BadPage, Result, StoreError};
+use super::protocol::{
+    CheckpointRequest, Kind, MAX_PAGES_PER_REQUEST, Purpose, SectionCode, decode_ids, decode_stored, encode_ids,
+};
+use super::{SpareConnections, greet, greet_over};
+use crate::error::{BadPage, ConnectionError, Result, StoreError};
 use crate::format::codec::Writer;
 use crate::format::entry::Section;
-use crate::format::page::{Digester, unpack};
-use crate::reader::ReadOptions;
+use crate::format::page::{Digester, StoredPage, unpack};
 use crate::types::{CheckpointInfo, Vm};
 use crate::url::Remote;
 use rekindle_pages::{PAGE_SIZE, Page, PageId, PageNo};
@@ -16,13 +17,12 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Number of pages in a read of a single page: the neighbours of a page are likely to be read next (HydraVM, figure 5).
-const AHEAD: u64 = 32;
+const PAGES_PER_SINGLE_READ: u64 = 32;
 /// Limit of cached pages that were read ahead.
-const MAX_AHEAD: usize = 4096;
-/// Number of requests in flight.
-const WINDOW: usize = 4;
-/// Number of pages in a request.
-const TOGETHER: usize = 256;
+const MAX_CACHED_PAGES: usize = 4096;
+const MAX_REQUESTS_IN_FLIGHT: usize = 4;
+/// Number of pages in a request, if many pages are read.
+const PAGES_PER_READ: usize = 256;
 
 /// A checkpoint on a server.
 #[derive(Debug)]
@@ -34,21 +34,53 @@ pub(crate) struct RemoteImage {
     digester: Digester,
     vm: String,
     info: CheckpointInfo,
-    inner: Mutex<Inner>,
+    state: Mutex<ImageState>,
 }
 
+/// The connection of an image, and the pages that were read ahead.
 #[derive(Debug)]
-struct Inner {
+struct ImageState {
+    /// `None` after it failed.
     connection: Option<Connection>,
-    ahead: HashMap<PageId, (u64, Vec<u8>)>,
-    order: VecDeque<PageId>,
+    read_ahead: ReadAheadCache,
+}
+
+/// Pages that were read ahead. Each is used once.
+#[derive(Debug, Default)]
+struct ReadAheadCache {
+    pages: HashMap<PageId, StoredPage>,
+    /// The order in which pages were added. It may contain pages that were taken since.
+    added: VecDeque<PageId>,
+}
+
+impl ReadAheadCache {
+    fn take(&mut self, id: PageId) -> Option<StoredPage> {
+        self.pages.remove(&id)
+    }
+
+    /// Adds a page. Drops the oldest pages if there are too many.
+    fn add(&mut self, id: PageId, page: StoredPage) {
+        if self.pages.insert(id, page).is_none() {
+            self.added.push_back(id);
+        }
+        while self.added.len() > MAX_CACHED_PAGES {
+            if let Some(oldest) = self.added.pop_front() {
+                self.pages.remove(&oldest);
+            }
+        }
+    }
 }
 
 impl RemoteImage {
     /// Connects to the server and opens a checkpoint.
-    pub fn open(server: &Remote, which: &ReadOptions) -> Result<(Self, Vm, CheckpointInfo)> {
-        let purpose = Purpose::Read { vm: which.vm, at: which.at, lazy: which.lazy };
-        let (connection, welcome) = greet_over(&which.spare, server, which.identity.as_ref(), &purpose)?;
+    pub fn open(
+        server: &Remote,
+        identity: Option<&Identity>,
+        spare: &SpareConnections,
+        request: CheckpointRequest,
+    ) -> Result<(Self, Vm, CheckpointInfo)> {
+        let lazy = request.lazy;
+        let (connection, welcome) = greet_over(spare, server, identity, &Purpose::Read(request))?;
         let store = server.to_string();
         let info = welcome.info.ok_or_else(|| StoreError::Connection {
             store: store.clone(),
@@ -58,13 +90,13 @@ impl RemoteImage {
         let image = Self {
             server: server.clone(),
             store,
-            identity: which.identity.clone(),
+            identity: identity.cloned(),
             // A later connection must open the same checkpoint.
-            purpose: Purpose::Read { vm: Some(welcome.vm.uuid), at: Some(info.number), lazy: which.lazy },
+            purpose: Purpose::Read(CheckpointRequest { vm: Some(welcome.vm.uuid), at: Some(info.number), lazy }),
             digester: Digester::new(welcome.id),
             vm: welcome.vm.name.clone(),
             info: info.clone(),
-            inner: Mutex::new(Inner { connection: Some(connection), ahead: HashMap::new(), order: VecDeque::new() }),
+            state: Mutex::new(ImageState { connection: Some(connection), read_ahead: ReadAheadCache::default() }),
         };
         Ok((image, welcome.vm, info))
     }
@@ -77,67 +109,69 @@ impl RemoteImage {
         self.digester
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, ImageState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Calls `work` with the connection. If an existing connection fails, calls it again with a new one.
-    fn with_connection<T>(&self, inner: &mut Inner, mut work: impl FnMut(&mut Connection) -> Result<T>) -> Result<T> {
-        let mut fresh = false;
+    fn with_connection<T>(
+        &self,
+        state: &mut ImageState,
+        mut work: impl FnMut(&mut Connection) -> Result<T>,
+    ) -> Result<T> {
+        let mut is_new_connection = false;
         loop {
-            if inner.connection.is_none() {
+            if state.connection.is_none() {
                 let (connection, _) = greet(&self.server, self.identity.as_ref(), &self.purpose)?;
-                inner.connection = Some(connection);
-                fresh = true;
+                state.connection = Some(connection);
+                is_new_connection = true;
             }
-            let Some(connection) = &mut inner.connection else { continue };
+            let Some(connection) = &mut state.connection else { continue };
             match work(connection) {
-                Err(StoreError::Connection { .. }) if !fresh => inner.connection = None,
+                Err(StoreError::Connection { .. }) if !is_new_connection => state.connection = None,
                 Err(e) => {
                     if matches!(e, StoreError::Connection { .. }) {
-                        inner.connection = None;
+                        state.connection = None;
                     }
                     return Err(e);
                 }
-                done => return done,
+                result => return result,
             }
         }
     }
 
     /// Reads a section of the checkpoint's log entry.
     pub fn section(&self, section: Section) -> Result<Vec<u8>> {
-        let code = match section {
-            Section::Devices => 0,
-            Section::Definition => 1,
-            Section::Metadata => 2,
-            Section::Claim | Section::Manifest | Section::Before | Section::Checkpoint => {
-                let text = format!("{} is not read from a server", section.structure());
-                return Err(StoreError::Refused { store: self.store.clone(), kind: "protocol".into(), text });
-            }
+        let Some(code) = SectionCode::encode(section) else {
+            let text = format!("{} is not read from a server", section.structure());
+            return Err(StoreError::Refused { store: self.store.clone(), kind: "protocol".into(), text });
         };
-        self.with_connection(&mut self.inner(), |connection| {
+        self.with_connection(&mut self.lock(), |connection| {
             connection.ask(&self.store, Kind::Section, &[&[code]], Kind::Bytes)
         })
     }
 
-    fn wrong(&self, what: &str) -> StoreError {
-        let (doing, source) = (Kind::Read.doing(), ConnectionError::protocol(what));
-        StoreError::Connection { store: self.store.clone(), doing, source }
+    fn protocol_error(&self, what: &str) -> StoreError {
+        self.connection_failed(ConnectionError::protocol(what))
     }
 
-    fn stored(&self, answer: &[u8], wanted: usize) -> Result<Vec<(u64, Vec<u8>)>> {
-        let pages = decode_stored(answer).filter(|pages| pages.len() == wanted);
-        pages.ok_or_else(|| self.wrong("pages that cannot be read"))
+    fn connection_failed(&self, source: ConnectionError) -> StoreError {
+        StoreError::Connection { store: self.store.clone(), doing: Kind::Read.doing(), source }
     }
 
-    fn unpack(&self, id: PageId, (digest, stored): &(u64, Vec<u8>), content: &mut Page) -> Result<()> {
-        unpack(self.digester, stored, *digest, content).map_err(|what| {
+    fn decode_pages(&self, answer: &[u8], expected: usize) -> Result<Vec<StoredPage>> {
+        let pages = decode_stored(answer).filter(|pages| pages.len() == expected);
+        pages.ok_or_else(|| self.protocol_error("pages that cannot be read"))
+    }
+
+    fn unpack(&self, (block, page): PageId, stored: &StoredPage, content: &mut Page) -> Result<()> {
+        unpack(self.digester, &stored.bytes, stored.digest, content).map_err(|what| {
             StoreError::from(Box::new(BadPage {
                 store: self.store.clone(),
                 vm: self.vm.clone(),
                 checkpoint: self.info.number,
-                block: self.info.blocks.get(id.0.0).map(|block| block.id.clone()).unwrap_or_default(),
-                page: id.1.0,
+                block: self.info.blocks.get(block.0).map(|block| block.id.clone()).unwrap_or_default(),
+                page: page.0,
                 file: "on the server".into(),
                 at: 0,
                 what: what.into(),
@@ -148,49 +182,42 @@ impl RemoteImage {
     /// Reads one page. Caches the pages that follow it.
     pub fn read_page(&self, id: PageId, content: &mut Page) -> Result<()> {
         let (block, PageNo(page)) = id;
-        let mut inner = self.inner();
-        if let Some(found) = inner.ahead.remove(&id) {
-            drop(inner);
-            return self.unpack(id, &found, content);
+        let mut state = self.lock();
+        if let Some(stored) = state.read_ahead.take(id) {
+            drop(state);
+            return self.unpack(id, &stored, content);
         }
         let pages = self.info.blocks.get(block.0).map_or(0, |block| block.pages());
         // A page that does not exist is also requested, so that the error is the same as for a store in a directory.
-        let end = (page + AHEAD).min(pages).max(page.saturating_add(1));
+        let end = (page + PAGES_PER_SINGLE_READ).min(pages).max(page.saturating_add(1));
         let ids: Vec<PageId> = (page..end).map(|page| (block, PageNo(page))).collect();
         let request = encode_ids(&ids);
-        let answer = self.with_connection(&mut inner, |connection| {
+        let answer = self.with_connection(&mut state, |connection| {
             connection.ask(&self.store, Kind::Read, &[&request], Kind::Stored)
         })?;
-        let mut found = ids.iter().copied().zip(self.stored(&answer, ids.len())?);
-        let Some((_, first)) = found.next() else { return Err(self.wrong("no page")) };
-        for (id, page) in found {
-            if inner.ahead.insert(id, page).is_none() {
-                inner.order.push_back(id);
-            }
+        let mut pages = ids.iter().copied().zip(self.decode_pages(&answer, ids.len())?);
+        let Some((_, requested)) = pages.next() else { return Err(self.protocol_error("no page")) };
+        for (id, page) in pages {
+            state.read_ahead.add(id, page);
         }
-        while inner.order.len() > MAX_AHEAD {
-            if let Some(oldest) = inner.order.pop_front() {
-                inner.ahead.remove(&oldest);
-            }
-        }
-        drop(inner);
-        self.unpack(id, &first, content)
+        drop(state);
+        self.unpack(id, &requested, content)
     }
 
     /// Returns the digests of pages, in the given order.
     pub fn digests(&self, pages: &[PageId]) -> Result<Vec<u64>> {
-        let mut inner = self.inner();
+        let mut state = self.lock();
         let mut digests = Vec::with_capacity(pages.len());
-        for some in pages.chunks(PAGES) {
-            let request = encode_ids(some);
-            let answer = self.with_connection(&mut inner, |connection| {
+        for ids in pages.chunks(MAX_PAGES_PER_REQUEST) {
+            let request = encode_ids(ids);
+            let answer = self.with_connection(&mut state, |connection| {
                 connection.ask(&self.store, Kind::Digests, &[&request], Kind::Bytes)
             })?;
             match answer.as_chunks::<8>() {
-                (found, []) if found.len() == some.len() => {
-                    digests.extend(found.iter().copied().map(u64::from_le_bytes))
+                (found, []) if found.len() == ids.len() => {
+                    digests.extend(found.iter().copied().map(u64::from_le_bytes));
                 }
-                _ => return Err(self.wrong("digests that cannot be read")),
+                _ => return Err(self.protocol_error("digests that cannot be read")),
             }
         }
         Ok(digests)
@@ -199,88 +226,107 @@ impl RemoteImage {
     /// Reads pages of any blocks, with several requests in flight.
     pub fn read_many(&self, pages: &[PageId], mut take: impl FnMut(PageId, &Page)) -> Result<()> {
         let mut content = [0; PAGE_SIZE];
-        let mut done = 0;
-        let mut inner = self.inner();
-        self.with_connection(&mut inner, |connection| {
+        let mut passed = 0;
+        self.with_connection(&mut self.lock(), |connection| {
             // After a reconnect, continues with the page after the last one that was passed to `take`.
-            let rest = pages.get(done..).unwrap_or_default();
-            let mut requests = rest.chunks(TOGETHER);
-            let mut in_flight = VecDeque::new();
-            let failed =
-                |source| StoreError::Connection { store: self.store.clone(), doing: Kind::Read.doing(), source };
-            loop {
-                while in_flight.len() < WINDOW
-                    && let Some(some) = requests.next()
-                {
-                    connection.send(Kind::Read, &[&encode_ids(some)]).map_err(failed)?;
-                    in_flight.push_back(some);
-                }
-                let Some(some) = in_flight.pop_front() else { return Ok(()) };
-                let answer = connection.answer(&self.store, Kind::Read.doing(), Kind::Stored);
-                let taken = answer.and_then(|answer| self.stored(&answer, some.len())).and_then(|stored| {
-                    for (id, stored) in some.iter().zip(stored) {
-                        self.unpack(*id, &stored, &mut content)?;
-                        take(*id, &content);
-                        done += 1;
-                    }
-                    Ok(())
-                });
-                if let Err(e) = taken {
-                    // Receives the answers to the other requests, so that they are not mistaken for answers to later
-                    // requests.
-                    let on_connection = matches!(e, StoreError::Connection { .. });
-                    for _ in in_flight.iter().filter(|_| !on_connection) {
-                        let _ = connection.answer(&self.store, Kind::Read.doing(), Kind::Stored);
-                    }
-                    return Err(e);
-                }
-            }
+            let remaining = pages.get(passed..).unwrap_or_default();
+            self.read_pipelined(connection, remaining, |id, stored| {
+                self.unpack(id, stored, &mut content)?;
+                take(id, &content);
+                passed += 1;
+                Ok(())
+            })
         })
     }
 
+    /// Requests pages, several requests at a time, and passes each page to `take`.
+    fn read_pipelined(
+        &self,
+        connection: &mut Connection,
+        pages: &[PageId],
+        mut take: impl FnMut(PageId, &StoredPage) -> Result<()>,
+    ) -> Result<()> {
+        let mut requests = pages.chunks(PAGES_PER_READ);
+        let mut in_flight = VecDeque::new();
+        loop {
+            while in_flight.len() < MAX_REQUESTS_IN_FLIGHT
+                && let Some(ids) = requests.next()
+            {
+                let sent = connection.send(Kind::Read, &[&encode_ids(ids)]);
+                sent.map_err(|source| self.connection_failed(source))?;
+                in_flight.push_back(ids);
+            }
+            let Some(ids) = in_flight.pop_front() else { return Ok(()) };
+            if let Err(e) = self.receive_pages(connection, ids, &mut take) {
+                // Receives the answers to the other requests, so that they are not mistaken for answers to later
+                // requests.
+                if !matches!(e, StoreError::Connection { .. }) {
+                    for _ in in_flight {
+                        let _ = connection.answer(&self.store, Kind::Read.doing(), Kind::Stored);
+                    }
+                }
+                return Err(e);
+            }
+        }
+    }
+
+    /// Receives the answer to a request for pages, and passes each page to `take`.
+    fn receive_pages(
+        &self,
+        connection: &mut Connection,
+        ids: &[PageId],
+        take: &mut impl FnMut(PageId, &StoredPage) -> Result<()>,
+    ) -> Result<()> {
+        let answer = connection.answer(&self.store, Kind::Read.doing(), Kind::Stored)?;
+        for (id, stored) in ids.iter().zip(self.decode_pages(&answer, ids.len())?) {
+            take(*id, &stored)?;
+        }
+        Ok(())
+    }
+
     /// Iterates over the nonzero pages, the most recently written first.
-    pub fn hot(&self) -> RemoteHot<'_> {
-        RemoteHot { image: self, given: 0, ready: Vec::new().into_iter(), end: false }
+    pub fn hot(&self) -> RemoteHotPages<'_> {
+        RemoteHotPages { image: self, position: 0, received: Vec::new().into_iter(), is_at_end: false }
     }
 }
 
 /// Nonzero pages of a checkpoint on a server, the most recently written first.
 #[derive(Debug)]
-pub struct RemoteHot<'a> {
+pub struct RemoteHotPages<'a> {
     image: &'a RemoteImage,
-    given: u64,
-    ready: std::vec::IntoIter<PageId>,
-    end: bool,
+    /// Number of pages that were returned.
+    position: u64,
+    /// Pages that were received and not returned yet.
+    received: std::vec::IntoIter<PageId>,
+    is_at_end: bool,
 }
 
-impl RemoteHot<'_> {
+impl RemoteHotPages<'_> {
     pub(crate) fn next(&mut self) -> Option<Result<PageId>> {
-        if let Some(id) = self.ready.next() {
-            self.given += 1;
-            return Some(Ok(id));
+        if self.received.as_slice().is_empty() && !self.is_at_end {
+            match self.request_more() {
+                Ok(ids) => {
+                    self.is_at_end = ids.is_empty();
+                    self.received = ids.into_iter();
+                }
+                Err(e) => {
+                    self.is_at_end = true;
+                    return Some(Err(e));
+                }
+            }
         }
-        if self.end {
-            return None;
-        }
+        let id = self.received.next()?;
+        self.position += 1;
+        Some(Ok(id))
+    }
+
+    fn request_more(&self) -> Result<Vec<PageId>> {
+        let image = self.image;
         let mut position = Vec::new();
-        position.put_u64(self.given);
-        let store = &self.image.store;
-        let asked = self.image.with_connection(&mut self.image.inner(), |connection| {
-            connection.ask(store, Kind::Hot, &[&position], Kind::Order)
-        });
-        let part = asked.and_then(|answer| {
-            decode_ids(&answer).filter(|ids| ids.len() <= PAGES).ok_or_else(|| self.image.wrong("an order of pages"))
-        });
-        match part {
-            Ok(ids) => {
-                self.end = ids.is_empty();
-                self.ready = ids.into_iter();
-                self.next()
-            }
-            Err(e) => {
-                self.end = true;
-                Some(Err(e))
-            }
-        }
+        position.put_u64(self.position);
+        let answer = image.with_connection(&mut image.lock(), |connection| {
+            connection.ask(&image.store, Kind::Hot, &[&position], Kind::Order)
+        })?;
+        decode_ids(&answer).ok_or_else(|| image.protocol_error("an order of pages"))
     }
 }

@@ -5,7 +5,7 @@
 //! | [`identity`] | certificates, and messages about them |
 //! | `connection` | a connection: frames, limits, timeouts |
 //! | `protocol` | messages of client and server |
-//! | `session` | writes a store on a server |
+//! | `write_session` | writes a store on a server |
 //! | `image` | reads a checkpoint on a server |
 //! | `spare` | connections that are opened before they are needed |
 //! | [`server`] | the server |
@@ -15,25 +15,25 @@ pub mod identity;
 mod image;
 pub(crate) mod protocol;
 pub mod server;
-mod serving;
-mod session;
 mod spare;
+mod write_session;
 
-use crate::admin::Fenced;
 use crate::error::{Result, StoreError};
+use crate::fencing::Fenced;
 use crate::listing::Listing;
 use crate::types::{OnlyIf, Owner, Vm};
 use crate::url::Remote;
 use crate::verify::Verified;
 use connection::Connection;
-use protocol::{Kind, Purpose, Welcome};
+use protocol::{Hello, Kind, Purpose, Welcome};
 
-pub use connection::ConnectionError;
+pub use crate::error::ConnectionError;
 pub use identity::Identity;
-pub use image::RemoteHot;
+pub use image::RemoteHotPages;
 pub(crate) use image::RemoteImage;
-pub(crate) use session::WriteSession;
+pub(crate) use protocol::CheckpointRequest;
 pub use spare::SpareConnections;
+pub(crate) use write_session::WriteSession;
 
 /// Connects to the server and sends a greeting with `purpose`.
 fn greet(server: &Remote, identity: Option<&Identity>, purpose: &Purpose) -> Result<(Connection, Welcome)> {
@@ -48,23 +48,26 @@ fn greet_over(
     purpose: &Purpose,
 ) -> Result<(Connection, Welcome)> {
     let store = server.to_string();
-    let connected = spare.take(server).map_or_else(|| Connection::connect(server, identity), Ok);
-    let mut connection =
-        connected.map_err(|source| StoreError::Connection { store: store.clone(), doing: "connecting", source })?;
-    let hello = protocol::Hello { version: protocol::VERSION, name: server.name.clone(), purpose: purpose.clone() };
-    let welcome = connection.ask_json(&store, Kind::Hello, &hello, Kind::Welcome)?;
+    let mut connection = match spare.take(server) {
+        Some(connection) => connection,
+        None => connect(server, identity)?,
+    };
+    let welcome = connection.ask_json(&store, Kind::Hello, &hello(server, purpose.clone()), Kind::Welcome)?;
     Ok((connection, welcome))
 }
 
+fn connect(server: &Remote, identity: Option<&Identity>) -> Result<Connection> {
+    let failed = |source| StoreError::Connection { store: server.to_string(), doing: "connecting", source };
+    Connection::connect(server, identity).map_err(failed)
+}
+
+fn hello(server: &Remote, purpose: Purpose) -> Hello {
+    Hello { version: protocol::VERSION, name: server.name.clone(), purpose }
+}
+
 pub(crate) fn init(server: &Remote, identity: Option<&Identity>) -> Result<()> {
-    let store = server.to_string();
-    let mut connection = Connection::connect(server, identity).map_err(|source| StoreError::Connection {
-        store: store.clone(),
-        doing: "connecting",
-        source,
-    })?;
-    let hello = protocol::Hello { version: protocol::VERSION, name: server.name.clone(), purpose: Purpose::Init };
-    connection.ask_json(&store, Kind::Hello, &hello, Kind::Done)
+    let mut connection = connect(server, identity)?;
+    connection.ask_json(&server.to_string(), Kind::Hello, &hello(server, Purpose::Init), Kind::Done)
 }
 
 pub(crate) fn listing(server: &Remote, identity: Option<&Identity>) -> Result<Listing> {

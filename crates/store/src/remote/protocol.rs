@@ -2,6 +2,8 @@
 
 use crate::error::StoreError;
 use crate::format::codec::{Reader, Writer};
+use crate::format::entry::Section;
+use crate::format::page::StoredPage;
 use crate::types::{Block, CheckpointInfo, OnlyIf, Owner, Vm};
 use crate::url::ImageName;
 use rekindle_pages::{BlockId, PageId, PageNo};
@@ -9,8 +11,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 pub(crate) const VERSION: u32 = 3;
-/// Limit of pages in a request.
-pub(crate) const PAGES: usize = 1024;
+pub(crate) const MAX_PAGES_PER_REQUEST: usize = 1024;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $code:literal, $limit:expr, $doing:literal;)*) => {
@@ -43,54 +44,55 @@ macro_rules! kinds {
     };
 }
 
-const CONTROL: usize = 64 << 10;
-const TABLE: usize = 4 << 20;
-const SOME_PAGES: usize = (4 << 20) + (64 << 10);
-const STATE: usize = 128 << 20;
+// Limits of payloads, in bytes.
+const MAX_CONTROL: usize = 64 << 10;
+const MAX_TABLE: usize = 4 << 20;
+const MAX_PAGES: usize = (4 << 20) + (64 << 10);
+const MAX_STATE: usize = 128 << 20;
 
 kinds! {
     /// From client: greeting with the purpose of the connection. JSON.
-    Hello = 1, CONTROL, "greeting";
+    Hello = 1, MAX_CONTROL, "greeting";
     /// Begin a checkpoint with these RAM blocks. JSON.
-    Begin = 2, TABLE, "beginning a checkpoint";
+    Begin = 2, MAX_TABLE, "beginning a checkpoint";
     /// Pages of the open checkpoint: number, directory, content. The server sends no answer.
-    Pages = 3, SOME_PAGES, "sending pages";
+    Pages = 3, MAX_PAGES, "sending pages";
     /// Commit the open checkpoint.
-    Commit = 4, STATE, "committing a checkpoint";
+    Commit = 4, MAX_STATE, "committing a checkpoint";
     Abort = 5, 0, "aborting a checkpoint";
-    Read = 6, CONTROL, "reading pages";
+    Read = 6, MAX_CONTROL, "reading pages";
     /// Return the next most recently written pages from a position in their order on.
-    Hot = 7, CONTROL, "requesting the order of pages";
+    Hot = 7, MAX_CONTROL, "requesting the order of pages";
     /// Return a section of a checkpoint.
-    Section = 8, CONTROL, "reading a checkpoint";
-    List = 9, CONTROL, "listing";
-    Verify = 10, CONTROL, "verifying";
+    Section = 8, MAX_CONTROL, "reading a checkpoint";
+    List = 9, MAX_CONTROL, "listing";
+    Verify = 10, MAX_CONTROL, "verifying";
     /// Free all space that can be freed.
-    Compact = 11, CONTROL, "compacting";
+    Compact = 11, MAX_CONTROL, "compacting";
     /// Finish background work and write a base index.
-    Settle = 12, CONTROL, "finishing";
+    Settle = 12, MAX_CONTROL, "finishing";
     /// Set the number of checkpoints to keep and the checkpoint to hold. JSON.
-    Keep = 13, CONTROL, "setting the checkpoints to keep";
+    Keep = 13, MAX_CONTROL, "setting the checkpoints to keep";
     /// Return digests: for a writer, of consecutive pages of a block; for a reader, of any pages.
-    Digests = 14, CONTROL, "requesting digests";
+    Digests = 14, MAX_CONTROL, "requesting digests";
     /// From server: answer to the greeting. JSON.
-    Welcome = 65, TABLE, "greeting";
+    Welcome = 65, MAX_TABLE, "greeting";
     /// Error because of which the request failed. JSON.
-    Failure = 66, CONTROL, "failing";
+    Failure = 66, MAX_CONTROL, "failing";
     /// Numbers of the blocks of the checkpoint that has started. JSON.
-    BlockNumbers = 67, TABLE, "beginning a checkpoint";
+    BlockNumbers = 67, MAX_TABLE, "beginning a checkpoint";
     /// The checkpoint is committed. JSON.
-    Committed = 68, CONTROL, "committing a checkpoint";
-    Done = 69, CONTROL, "answering";
+    Committed = 68, MAX_CONTROL, "committing a checkpoint";
+    Done = 69, MAX_CONTROL, "answering";
     /// Stored bytes of pages.
-    Stored = 70, SOME_PAGES, "reading pages";
+    Stored = 70, MAX_PAGES, "reading pages";
     /// The next pages in the order of the most recently written pages.
-    Order = 71, CONTROL, "requesting the order of pages";
-    Bytes = 72, STATE, "reading";
+    Order = 71, MAX_CONTROL, "requesting the order of pages";
+    Bytes = 72, MAX_STATE, "reading";
     /// Contents of a store. JSON.
-    Listing = 73, TABLE, "listing";
+    Listing = 73, MAX_TABLE, "listing";
     /// Result of a verification. JSON.
-    Verified = 74, STATE, "verifying";
+    Verified = 74, MAX_STATE, "verifying";
     /// The server is still working on the request. The answer follows.
     Busy = 75, 0, "working";
 }
@@ -111,13 +113,8 @@ pub(crate) enum Purpose {
     Write { vm: Vm, owner: Owner, only_if: Option<OnlyIf>, keep: u32, segment: u64, create: bool },
     /// Create a store that no VM uses yet.
     Init,
-    /// Read a checkpoint. With `lazy`, build the index only when the first page is read.
-    Read {
-        vm: Option<Uuid>,
-        at: Option<u64>,
-        #[serde(default, rename = "unlooked")]
-        lazy: bool,
-    },
+    /// Read a checkpoint.
+    Read(CheckpointRequest),
     /// List or verify a store.
     #[serde(rename = "look")]
     Inspect,
@@ -130,6 +127,19 @@ pub(crate) enum Purpose {
     },
 }
 
+/// The checkpoint that a client reads.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct CheckpointRequest {
+    /// Required VM of the store; `None` for any VM.
+    pub vm: Option<Uuid>,
+    /// Number of the checkpoint; `None` for the newest.
+    pub at: Option<u64>,
+    /// Build the index only when the first page is read.
+    #[serde(default, rename = "unlooked")]
+    pub lazy: bool,
+}
+
+/// Answer to a [`Hello`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Welcome {
     /// ID of the store, which seeds the digests of pages.
@@ -220,6 +230,55 @@ impl Failure {
     }
 }
 
+/// Consecutive pages of a block whose digests a writer requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DigestRange {
+    /// Number of the block.
+    pub block: u16,
+    /// First page.
+    pub first: u64,
+    pub count: u64,
+}
+
+impl DigestRange {
+    pub fn encode(self) -> Vec<u8> {
+        let mut out = Vec::new();
+        out.put_u16(self.block);
+        out.put_u64(self.first);
+        out.put_u64(self.count);
+        out
+    }
+
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut reader = Reader::new(bytes);
+        Some(Self { block: reader.u16()?, first: reader.u64()?, count: reader.u64()? })
+    }
+}
+
+/// Codes of the sections that a client can read.
+pub(crate) struct SectionCode;
+
+impl SectionCode {
+    /// Returns the code of a section; `None` if a client cannot read it.
+    pub fn encode(section: Section) -> Option<u8> {
+        match section {
+            Section::Devices => Some(0),
+            Section::Definition => Some(1),
+            Section::Metadata => Some(2),
+            Section::Claim | Section::Manifest | Section::Before | Section::Checkpoint => None,
+        }
+    }
+
+    pub fn decode(bytes: &[u8]) -> Option<Section> {
+        match bytes {
+            [0] => Some(Section::Devices),
+            [1] => Some(Section::Definition),
+            [2] => Some(Section::Metadata),
+            _ => None,
+        }
+    }
+}
+
 /// Encodes a list of pages: the count, then the block and page number of each.
 pub(crate) fn encode_ids(ids: &[PageId]) -> Vec<u8> {
     let mut out = Vec::with_capacity(4 + 12 * ids.len());
@@ -234,32 +293,32 @@ pub(crate) fn encode_ids(ids: &[PageId]) -> Vec<u8> {
 /// Decodes a list of pages; `None` if the list is invalid or too long.
 pub(crate) fn decode_ids(bytes: &[u8]) -> Option<Vec<PageId>> {
     let mut reader = Reader::new(bytes);
-    let count = reader.count(12).filter(|count| *count <= PAGES)?;
+    let count = reader.count(12).filter(|count| *count <= MAX_PAGES_PER_REQUEST)?;
     let ids =
         (0..count).map(|_| Some((BlockId(reader.u32()? as usize), PageNo(reader.u64()?)))).collect::<Option<_>>()?;
     reader.rest().is_empty().then_some(ids)
 }
 
 /// Encodes stored pages: the count, the digest and length of each, then their contents.
-pub(crate) fn encode_stored(pages: &[(u64, Vec<u8>)]) -> Vec<u8> {
+pub(crate) fn encode_stored(pages: &[StoredPage]) -> Vec<u8> {
     let mut out = Vec::new();
     out.put_u32(pages.len() as u32);
-    for (digest, stored) in pages {
-        out.put_u64(*digest);
-        out.put_u16(stored.len() as u16);
+    for page in pages {
+        out.put_u64(page.digest);
+        out.put_u16(page.bytes.len() as u16);
     }
-    pages.iter().for_each(|(_, stored)| out.extend_from_slice(stored));
+    pages.iter().for_each(|page| out.extend_from_slice(&page.bytes));
     out
 }
 
 /// Decodes stored pages; `None` if the bytes are invalid.
-pub(crate) fn decode_stored(bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
+pub(crate) fn decode_stored(bytes: &[u8]) -> Option<Vec<StoredPage>> {
     let mut reader = Reader::new(bytes);
-    let count = reader.count(10).filter(|count| *count <= PAGES)?;
-    let heads = (0..count).map(|_| Some((reader.u64()?, reader.u16()?))).collect::<Option<Vec<_>>>()?;
-    let pages = heads
+    let count = reader.count(10).filter(|count| *count <= MAX_PAGES_PER_REQUEST)?;
+    let digests_and_lengths = (0..count).map(|_| Some((reader.u64()?, reader.u16()?))).collect::<Option<Vec<_>>>()?;
+    let pages = digests_and_lengths
         .into_iter()
-        .map(|(digest, len)| Some((digest, reader.bytes(len.into())?.to_vec())))
+        .map(|(digest, len)| Some(StoredPage { digest, bytes: reader.bytes(len.into())?.to_vec() }))
         .collect::<Option<_>>()?;
     reader.rest().is_empty().then_some(pages)
 }
@@ -282,6 +341,7 @@ mod tests {
         #[test]
         fn lists_are_decoded_as_they_were_encoded(ids in proptest::collection::vec((0usize..9, any::<u64>()), 0..40),
                            pages in proptest::collection::vec((any::<u64>(), proptest::collection::vec(any::<u8>(), 0..90)), 0..20)) {
+            let pages: Vec<_> = pages.into_iter().map(|(digest, bytes)| StoredPage { digest, bytes }).collect();
             let ids: Vec<_> = ids.into_iter().map(|(block, page)| (BlockId(block), PageNo(page))).collect();
             prop_assert_eq!(decode_ids(&encode_ids(&ids)), Some(ids));
             prop_assert_eq!(decode_stored(&encode_stored(&pages)), Some(pages));

@@ -3,13 +3,13 @@
 
 use super::connection::Connection;
 use super::identity::Identity;
-use crate::error::{Result, StoreError};
+use crate::error::Result;
 use crate::url::{Remote, StoreUrl};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Maximum age at which a connection may be used. A server waits 30 s for the greeting.
-const FRESH: Duration = Duration::from_secs(10);
+const MAX_AGE: Duration = Duration::from_secs(10);
 
 /// Open connections to servers, before their greeting. Each connection is used once.
 #[derive(Debug, Clone, Default)]
@@ -17,39 +17,34 @@ pub struct SpareConnections(Arc<Mutex<Vec<SpareConnection>>>);
 
 #[derive(Debug)]
 struct SpareConnection {
-    at: Instant,
+    opened_at: Instant,
     server: Remote,
     connection: Connection,
 }
 
 impl SpareConnections {
-    fn made(&self) -> MutexGuard<'_, Vec<SpareConnection>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<SpareConnection>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Opens `count` connections to the server of `url`. A store in a directory needs none.
     ///
     /// # Errors
-    /// [`StoreError::Connection`] if connecting fails.
+    /// [`crate::StoreError::Connection`] if connecting fails.
     pub fn make(&self, url: &StoreUrl, identity: Option<&Identity>, count: usize) -> Result<()> {
         let StoreUrl::Remote(server) = url else { return Ok(()) };
         for _ in 0..count {
-            let (store, doing) = (server.to_string(), "connecting");
-            let connection = Connection::connect(server, identity).map_err(|source| StoreError::Connection {
-                store,
-                doing,
-                source,
-            })?;
-            self.made().push(SpareConnection { at: Instant::now(), server: server.clone(), connection });
+            let connection = super::connect(server, identity)?;
+            self.lock().push(SpareConnection { opened_at: Instant::now(), server: server.clone(), connection });
         }
         Ok(())
     }
 
     /// Removes a connection to `server` that is fresh enough, and returns it.
     pub(super) fn take(&self, server: &Remote) -> Option<Connection> {
-        let mut made = self.made();
-        made.retain(|made| made.at.elapsed() < FRESH);
-        let at = made.iter().position(|made| made.server == *server)?;
-        Some(made.swap_remove(at).connection)
+        let mut spare = self.lock();
+        spare.retain(|spare| spare.opened_at.elapsed() < MAX_AGE);
+        let position = spare.iter().position(|spare| spare.server == *server)?;
+        Some(spare.swap_remove(position).connection)
     }
 }

@@ -1,7 +1,7 @@
 //! Simulates a crash of the process or a power failure after every step. Unsynced writes are kept, lost or torn, in
 //! every possible combination, or in a sample of the combinations where there are too many.
 
-use super::disk::{Fate, MemoryDisk, Op};
+use super::disk::{CrashEffect, MemoryDisk, Op};
 use super::model::{Change, Expected, Model, check_image, image, open};
 use crate::error::StoreError;
 use proptest::prelude::*;
@@ -42,7 +42,7 @@ fn story(keep: u32) -> Story {
         model.commit(&mut engine, &change(n)).unwrap();
         all.insert(model.newest(), model.checkpoints[&model.newest()].clone());
         marks.push(Mark { step: disk.steps(), model: model.clone() });
-        engine.tidy();
+        engine.remove_obsolete_files();
         match n {
             2 | 6 => engine.settle().unwrap(),
             4 => {
@@ -66,8 +66,8 @@ fn story(keep: u32) -> Story {
 
 impl Story {
     /// Checks a store after a crash at step `count`: every checkpoint committed before must exist, the next may exist.
-    fn check(&self, count: usize, fate: &BTreeMap<usize, Fate>, continues: bool, what: &str) {
-        let disk = MemoryDisk::after_crash(&self.ops, count, fate);
+    fn check(&self, count: usize, effects: &BTreeMap<usize, CrashEffect>, continues: bool, what: &str) {
+        let disk = MemoryDisk::after_crash(&self.ops, count, effects);
         let before = self.marks.iter().rev().find(|mark| mark.step <= count).unwrap();
         let next = self.marks.iter().find(|mark| mark.step > count);
         let context = || format!("{what}, after step {count} ({:?} next)", self.ops.get(count).map(short));
@@ -93,7 +93,7 @@ impl Story {
         model.check(&disk);
         for n in 20..22 {
             model.commit(&mut engine, &change(n)).unwrap_or_else(|e| panic!("{}: {e}", context()));
-            engine.tidy();
+            engine.remove_obsolete_files();
         }
         engine.compact().unwrap_or_else(|e| panic!("{}: {e}", context()));
         model.check(&disk);
@@ -121,7 +121,12 @@ fn killed_at_every_step() {
             // A crash in the middle of a write.
             if let Some(Op::Write(..)) = story.ops.get(count) {
                 for sectors in [1, 0x5555_5555_5555_5555] {
-                    story.check(count + 1, &BTreeMap::from([(count, Fate::Torn(sectors))]), false, "killed in a write");
+                    story.check(
+                        count + 1,
+                        &BTreeMap::from([(count, CrashEffect::Torn(sectors))]),
+                        false,
+                        "killed in a write",
+                    );
                 }
             }
         }
@@ -134,10 +139,10 @@ fn power_lost_at_every_step() {
         let story = story(keep);
         for count in 0..=story.ops.len() {
             let volatile = MemoryDisk::volatile(&story.ops, count);
-            let all_lost: BTreeMap<_, _> = volatile.iter().map(|step| (*step, Fate::Lost)).collect();
+            let all_lost: BTreeMap<_, _> = volatile.iter().map(|step| (*step, CrashEffect::Lost)).collect();
             story.check(count, &all_lost, true, "all lost");
             for step in &volatile {
-                let lost = BTreeMap::from([(*step, Fate::Lost)]);
+                let lost = BTreeMap::from([(*step, CrashEffect::Lost)]);
                 story.check(count, &lost, false, &format!("step {step} lost"));
                 let mut kept = all_lost.clone();
                 kept.remove(step);
@@ -155,7 +160,11 @@ fn power_lost_at_any_step_with_any_mixture() {
         TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
     );
     let fates = proptest::collection::vec(
-        prop_oneof![Just(Fate::Kept), Just(Fate::Lost), any::<u64>().prop_map(Fate::Torn)],
+        prop_oneof![
+            Just(CrashEffect::KeptCheckpoint),
+            Just(CrashEffect::Lost),
+            any::<u64>().prop_map(CrashEffect::Torn)
+        ],
         64,
     );
     for n in 0..1500 {
@@ -164,7 +173,7 @@ fn power_lost_at_any_step_with_any_mixture() {
         let story = &stories[which];
         let count = count.index(story.ops.len() + 1);
         let volatile = MemoryDisk::volatile(&story.ops, count);
-        let fate: BTreeMap<_, _> = volatile.iter().copied().zip(fates.into_iter().cycle()).collect();
-        story.check(count, &fate, n % 4 == 0, &format!("{fate:?}"));
+        let effects: BTreeMap<_, _> = volatile.iter().copied().zip(fates.into_iter().cycle()).collect();
+        story.check(count, &effects, n % 4 == 0, &format!("{effects:?}"));
     }
 }

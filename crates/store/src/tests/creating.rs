@@ -2,12 +2,13 @@
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, image, vm};
-use crate::admin::{self, fence_in};
+use crate::admin;
+use crate::directory::StoreDirectory;
 use crate::disk::Disk;
-use crate::engine::{Engine, Settings};
+use crate::engine::{Engine, EngineSettings};
 use crate::error::{Result, StoreError};
+use crate::fencing::fence_directory;
 use crate::format::names;
-use crate::home::Home;
 use crate::types::{Guest, Owner, Vm};
 use crate::url::StoreUrl;
 use std::fs;
@@ -15,13 +16,13 @@ use std::sync::Arc;
 use uuid::Uuid;
 
 fn open(disk: &MemoryDisk, vm: &Vm, create: bool) -> Result<Engine> {
-    let settings = Settings { keep: 3, segment: 48 << 10, create };
+    let settings = EngineSettings { keep: 3, segment: 48 << 10, create };
     Engine::open(Arc::new(disk.clone()), vm, &Owner::here("protect web"), None, settings)
 }
 
 fn init(disk: &MemoryDisk) -> Result<()> {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
-    Home::init(&disk)
+    StoreDirectory::init(&disk)
 }
 
 fn other() -> Vm {
@@ -33,12 +34,12 @@ fn nothing_creates_a_store_that_was_not_asked_to() {
     let disk = MemoryDisk::default();
     let boot = Owner::here("start web").with(Guest::Booted);
     assert!(matches!(open(&disk, &vm(), false), Err(StoreError::NotAStore { .. })));
-    let fenced = fence_in(Arc::new(disk.clone()), &vm(), &boot, None);
+    let fenced = fence_directory(Arc::new(disk.clone()), &vm(), &boot, None);
     assert!(matches!(fenced, Err(StoreError::NotAStore { .. })));
     assert!(disk.names().is_empty(), "{:?}", disk.names());
     open(&disk, &vm(), true).unwrap();
     open(&disk, &vm(), false).unwrap();
-    fence_in(Arc::new(disk.clone()), &vm(), &boot, None).unwrap();
+    fence_directory(Arc::new(disk.clone()), &vm(), &boot, None).unwrap();
 }
 
 #[test]

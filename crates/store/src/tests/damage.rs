@@ -2,9 +2,9 @@
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, check_image, content, image, open};
+use crate::directory::StoreDirectory;
 use crate::error::StoreError;
 use crate::format::{Structure, names};
-use crate::home::Home;
 use rekindle_pages::{BlockId, PAGE_SIZE, PageNo};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ fn store() -> (MemoryDisk, Model) {
     let mut engine = open(&disk, 3).unwrap();
     for n in 0..6 {
         model.commit(&mut engine, &change(n)).unwrap();
-        engine.tidy();
+        engine.remove_obsolete_files();
         if n == 3 {
             engine.compact().unwrap();
             engine.settle().unwrap();
@@ -29,7 +29,7 @@ fn store() -> (MemoryDisk, Model) {
     }
     model.commit(&mut engine, &change(6)).unwrap();
     engine.settle().unwrap();
-    engine.tidy();
+    engine.remove_obsolete_files();
     drop(engine);
     model.check(&disk);
     (disk.copy(), model)
@@ -156,14 +156,14 @@ fn a_file_that_is_gone_is_named() {
             }
             // A missing file must be reported, except for claims and files that only the owner needs.
             let entry = name.strip_prefix("log/").and_then(names::parse_entry);
-            let claim = entry.is_some_and(|slot| crate::log::claim_in(&home(&disk), slot).is_ok());
+            let claim = entry.is_some_and(|log_number| crate::log::read_claim(&directory(&disk), log_number).is_ok());
             assert!(claim || !errors.is_empty(), "{name} is not missed");
         }
     }
 }
 
-fn home(disk: &MemoryDisk) -> Home {
-    Home::open(Arc::new(disk.clone()), None).unwrap()
+fn directory(disk: &MemoryDisk) -> StoreDirectory {
+    StoreDirectory::open(Arc::new(disk.clone()), None).unwrap()
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn what_cannot_be_opened_is_named() {
     let e = image(&newer, None).unwrap_err();
     assert!(matches!(e, StoreError::Newer { found: 2, known: 1, .. }), "{e}");
     // A store of another VM.
-    let e = Home::open(Arc::new(disk.copy()), Some(uuid::Uuid::from_u128(1))).unwrap_err();
+    let e = StoreDirectory::open(Arc::new(disk.copy()), Some(uuid::Uuid::from_u128(1))).unwrap_err();
     assert!(matches!(&e, StoreError::OtherVm { found, .. } if found.name == "web"), "{e}");
     // A checkpoint that the store does not keep.
     let e = image(&disk, Some(1)).unwrap_err();
@@ -197,7 +197,7 @@ fn what_cannot_be_opened_is_named() {
     for n in 0..3 {
         model.commit(&mut engine, &change(n)).unwrap();
     }
-    bad.change(&names::entry(engine.slot()), |content| content[20] ^= 1);
+    bad.change(&names::entry(engine.newest_entry()), |content| content[20] ^= 1);
     assert!(matches!(image(&bad, None).unwrap_err(), StoreError::Damaged { .. }));
     assert!(matches!(image(&bad, Some(3)).unwrap_err(), StoreError::Damaged { .. }));
     check_image(&image(&bad, Some(2)).unwrap(), 2, &model.checkpoints[&2]);

@@ -21,8 +21,8 @@ pub enum Op {
 
 /// The effect of a crash on a step that no sync has made durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
-    Kept,
+pub enum CrashEffect {
+    KeptCheckpoint,
     Lost,
     /// A write of which only the 512-byte sectors are kept whose bit is set; the bits repeat.
     Torn(u64),
@@ -30,7 +30,7 @@ pub enum Fate {
 
 /// Configuration of failing steps.
 #[derive(Debug, Clone, Copy)]
-pub struct Refusal {
+pub struct StepFailures {
     /// Number of steps that still succeed.
     pub after: usize,
     pub error: rustix::io::Errno,
@@ -43,19 +43,24 @@ pub struct Refusal {
 /// Work of another process that is done just before a step.
 pub type Meanwhile = Box<dyn FnOnce() + Send>;
 
-#[derive(Default)]
-struct Hook(Option<(Moment, usize, Meanwhile)>);
+/// Work that interrupts the operations through one handle.
+struct Interruption {
+    counted: CountedOperation,
+    /// Number of operations that are still done before the work.
+    after: usize,
+    work: Meanwhile,
+}
 
 /// The kind of operation that is counted until the interruption.
 #[derive(Clone, Copy, PartialEq)]
-enum Moment {
+enum CountedOperation {
     Step,
     Read,
 }
 
-impl std::fmt::Debug for Hook {
+impl std::fmt::Debug for Interruption {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Hook")
+        f.write_str("Interruption")
     }
 }
 
@@ -65,16 +70,24 @@ struct State {
     names: BTreeMap<String, usize>,
     files: Vec<Vec<u8>>,
     ops: Vec<Op>,
-    refusal: Option<Refusal>,
-    most: u64,
+    failures: Option<StepFailures>,
+    /// Maximum over time of the total length of all files that have a name.
+    max_bytes: u64,
 }
 
 /// A disk in memory. Clones share the content.
 #[derive(Debug, Default, Clone)]
-pub struct MemoryDisk(Arc<Mutex<State>>, Arc<Mutex<Hook>>);
+pub struct MemoryDisk {
+    state: Arc<Mutex<State>>,
+    interruption: Arc<Mutex<Option<Interruption>>>,
+}
 
 #[derive(Debug)]
-struct MemoryFile(MemoryDisk, usize);
+struct MemoryFile {
+    disk: MemoryDisk,
+    /// Position in [`State::files`].
+    file: usize,
+}
 
 fn parent(name: &str) -> &str {
     name.rsplit_once('/').map_or("", |(parent, _)| parent)
@@ -90,7 +103,7 @@ fn write_into(file: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
 
 impl MemoryDisk {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap()
+        self.state.lock().unwrap()
     }
 
     /// Returns the steps that were recorded so far.
@@ -103,45 +116,49 @@ impl MemoryDisk {
     }
 
     /// Makes steps fail from now on.
-    pub fn refuse(&self, refusal: Refusal) {
-        self.state().refusal = Some(refusal);
+    pub fn fail_steps(&self, failures: StepFailures) {
+        self.state().failures = Some(failures);
     }
 
-    pub fn relent(&self) {
-        self.state().refusal = None;
+    pub fn stop_failing(&self) {
+        self.state().failures = None;
     }
 
     /// Returns whether a step has failed.
-    pub fn has_refused(&self) -> bool {
-        self.state().refusal.is_some_and(|refusal| refusal.after == 0)
+    pub fn has_failed(&self) -> bool {
+        self.state().failures.is_some_and(|failures| failures.after == 0)
     }
 
     /// Returns a handle to the same disk that can be interrupted separately.
     pub fn handle(&self) -> Self {
-        Self(self.0.clone(), Arc::default())
+        Self { state: self.state.clone(), interruption: Arc::default() }
     }
 
     /// Runs `meanwhile` before the `after`-th step through this handle from now on.
     pub fn interrupt(&self, after: usize, meanwhile: Meanwhile) {
-        self.1.lock().unwrap().0 = Some((Moment::Step, after, meanwhile));
+        self.set_interruption(CountedOperation::Step, after, meanwhile);
     }
 
     /// Runs `meanwhile` before the `after`-th read through this handle from now on.
     pub fn interrupt_read(&self, after: usize, meanwhile: Meanwhile) {
-        self.1.lock().unwrap().0 = Some((Moment::Read, after, meanwhile));
+        self.set_interruption(CountedOperation::Read, after, meanwhile);
+    }
+
+    fn set_interruption(&self, counted: CountedOperation, after: usize, work: Meanwhile) {
+        *self.interruption.lock().unwrap() = Some(Interruption { counted, after, work });
     }
 
     /// Returns the maximum over time of the total length of all files that have a name.
-    pub fn most(&self) -> u64 {
-        self.state().most
+    pub fn max_bytes(&self) -> u64 {
+        self.state().max_bytes
     }
 
     /// Returns an independent disk with the same content and without recorded steps.
     pub fn copy(&self) -> Self {
         let mut state = self.state().clone();
         state.ops.clear();
-        state.refusal = None;
-        Self(Arc::new(Mutex::new(state)), Arc::default())
+        state.failures = None;
+        Self { state: Arc::new(Mutex::new(state)), interruption: Arc::default() }
     }
 
     /// Changes a file without recording a step.
@@ -191,25 +208,25 @@ impl MemoryDisk {
         volatile
     }
 
-    /// Returns the state of an empty disk after the first `count` of `ops` and a power failure. `fate` has the effect
+    /// Returns the state of an empty disk after the first `count` of `ops` and a power failure. `effects` has the effect
     /// on each step that was not durable.
-    pub fn after_crash(ops: &[Op], count: usize, fate: &BTreeMap<usize, Fate>) -> Self {
+    pub fn after_crash(ops: &[Op], count: usize, effects: &BTreeMap<usize, CrashEffect>) -> Self {
         let mut state = State::default();
         for (n, op) in ops[..count].iter().enumerate() {
-            let fate = fate.get(&n).copied().unwrap_or(Fate::Kept);
+            let effects = effects.get(&n).copied().unwrap_or(CrashEffect::KeptCheckpoint);
             // A file exists, possibly without a name, even if its name is lost.
             if let Op::Create(_, file) = op {
                 state.files.resize(state.files.len().max(file + 1), Vec::new());
             }
-            if fate == Fate::Lost {
+            if effects == CrashEffect::Lost {
                 continue;
             }
             match op {
                 Op::Mkdir(name) => drop(state.directories.insert(name.clone())),
                 Op::Create(name, file) | Op::Link(name, file) => drop(state.names.insert(name.clone(), *file)),
                 Op::Remove(name) => drop(state.names.remove(name)),
-                Op::Write(file, offset, bytes) => match fate {
-                    Fate::Torn(sectors) => {
+                Op::Write(file, offset, bytes) => match effects {
+                    CrashEffect::Torn(sectors) => {
                         for (sector, chunk) in bytes.chunks(512).enumerate() {
                             if sectors >> (sector % 64) & 1 == 1 {
                                 write_into(&mut state.files[*file], offset + sector as u64 * 512, chunk);
@@ -224,27 +241,27 @@ impl MemoryDisk {
         }
         let State { names, directories, .. } = &mut state;
         names.retain(|name, _| parent(name).is_empty() || directories.contains(parent(name)));
-        Self(Arc::new(Mutex::new(state)), Arc::default())
+        Self { state: Arc::new(Mutex::new(state)), interruption: Arc::default() }
     }
 
-    /// Runs the work that is due at this operation.
-    fn meet(&self, moment: Moment) {
-        let mut hook = self.1.lock().unwrap();
-        match &mut hook.0 {
-            Some((counted, after, _)) if *counted == moment && *after > 0 => *after -= 1,
-            Some((counted, ..)) if *counted == moment => {
-                let due = hook.0.take();
-                drop(hook);
-                if let Some((.., meanwhile)) = due {
-                    meanwhile();
-                }
-            }
-            _ => {}
+    /// Runs the work that is due before this operation.
+    fn run_due_work(&self, operation: CountedOperation) {
+        let mut interruption = self.interruption.lock().unwrap();
+        let Some(next) = interruption.as_mut().filter(|next| next.counted == operation) else { return };
+        if next.after > 0 {
+            next.after -= 1;
+            return;
+        }
+        let due = interruption.take();
+        // The work may use this handle, too.
+        drop(interruption);
+        if let Some(due) = due {
+            (due.work)();
         }
     }
 
     fn step(&self, op: Op) -> io::Result<MutexGuard<'_, State>> {
-        self.meet(Moment::Step);
+        self.run_due_work(CountedOperation::Step);
         // Another process may have taken the name just before.
         if let Op::Create(name, _) | Op::Link(name, _) = &op
             && self.state().names.contains_key(name)
@@ -252,10 +269,10 @@ impl MemoryDisk {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         let mut state = self.state();
-        if let Some(refusal) = &mut state.refusal {
-            if refusal.after == 0 && refusal.count > 0 {
-                refusal.count -= 1;
-                let Refusal { error, half, .. } = *refusal;
+        if let Some(failures) = &mut state.failures {
+            if failures.after == 0 && failures.count > 0 {
+                failures.count -= 1;
+                let StepFailures { error, half, .. } = *failures;
                 if let (true, Op::Write(file, offset, bytes)) = (half, &op) {
                     let part = bytes[..bytes.len() / 2].to_vec();
                     write_into(&mut state.files[*file], *offset, &part);
@@ -263,7 +280,7 @@ impl MemoryDisk {
                 }
                 return Err(error.into());
             }
-            refusal.after = refusal.after.saturating_sub(1);
+            failures.after = failures.after.saturating_sub(1);
         }
         match &op {
             Op::Mkdir(name) => drop(state.directories.insert(name.clone())),
@@ -276,37 +293,37 @@ impl MemoryDisk {
         state.ops.push(op);
         let used =
             state.names.values().collect::<BTreeSet<_>>().iter().map(|file| state.files[**file].len() as u64).sum();
-        state.most = state.most.max(used);
+        state.max_bytes = state.max_bytes.max(used);
         Ok(state)
     }
 }
 
 impl DiskFile for MemoryFile {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        self.0.meet(Moment::Read);
-        let state = self.0.state();
-        let file = state.files[self.1].get(offset as usize..).unwrap_or_default();
+        self.disk.run_due_work(CountedOperation::Read);
+        let state = self.disk.state();
+        let file = state.files[self.file].get(offset as usize..).unwrap_or_default();
         let len = file.len().min(buffer.len());
         buffer[..len].copy_from_slice(&file[..len]);
         Ok(len)
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        self.0.step(Op::Write(self.1, offset, bytes.to_vec())).map(drop)
+        self.disk.step(Op::Write(self.file, offset, bytes.to_vec())).map(drop)
     }
 
     fn start_writeback(&self, _: u64, _: u64) {}
 
     fn sync(&self) -> io::Result<()> {
-        self.0.step(Op::Sync(self.1)).map(drop)
+        self.disk.step(Op::Sync(self.file)).map(drop)
     }
 
     fn truncate(&self, len: u64) -> io::Result<()> {
-        self.0.step(Op::Truncate(self.1, len)).map(drop)
+        self.disk.step(Op::Truncate(self.file, len)).map(drop)
     }
 
     fn length(&self) -> io::Result<u64> {
-        Ok(self.0.state().files[self.1].len() as u64)
+        Ok(self.disk.state().files[self.file].len() as u64)
     }
 }
 
@@ -323,15 +340,15 @@ impl Disk for MemoryDisk {
     }
 
     fn list(&self, name: &str) -> io::Result<Vec<(String, u64)>> {
-        self.meet(Moment::Read);
+        self.run_due_work(CountedOperation::Read);
         let state = self.state();
         if !name.is_empty() && !state.directories.contains(name) {
             return Err(io::ErrorKind::NotFound.into());
         }
         let files = state.names.iter().map(|(name, file)| (name, state.files[*file].len() as u64));
-        let all = files.chain(state.directories.iter().filter(|name| !name.is_empty()).map(|name| (name, 0)));
-        let here = all.filter(|(full, _)| parent(full) == name);
-        Ok(here.map(|(full, len)| (full.rsplit('/').next().unwrap().to_owned(), len)).collect())
+        let entries = files.chain(state.directories.iter().filter(|name| !name.is_empty()).map(|name| (name, 0)));
+        let in_directory = entries.filter(|(path, _)| parent(path) == name);
+        Ok(in_directory.map(|(path, len)| (path.rsplit('/').next().unwrap().to_owned(), len)).collect())
     }
 
     fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
@@ -347,13 +364,13 @@ impl Disk for MemoryDisk {
             state.files.len() - 1
         };
         drop(self.step(Op::Create(name.into(), file))?);
-        Ok(Arc::new(MemoryFile(self.clone(), file)))
+        Ok(Arc::new(MemoryFile { disk: self.clone(), file }))
     }
 
     fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
-        self.meet(Moment::Read);
+        self.run_due_work(CountedOperation::Read);
         let file = self.state().names.get(name).copied().ok_or(io::ErrorKind::NotFound)?;
-        Ok(Arc::new(MemoryFile(self.clone(), file)))
+        Ok(Arc::new(MemoryFile { disk: self.clone(), file }))
     }
 
     fn link(&self, from: &str, to: &str) -> io::Result<()> {

@@ -2,7 +2,7 @@
 
 use super::disk::MemoryDisk;
 use super::model::{Change, Model, open, open_as, owner_of, send};
-use crate::engine::{Engine, State};
+use crate::engine::{CheckpointState, Engine};
 use crate::error::Result;
 use std::sync::{Arc, Mutex};
 
@@ -27,7 +27,7 @@ fn started(keep: u32) -> (MemoryDisk, MemoryDisk, Engine, Model) {
     let mut old = open(&slow, keep).unwrap();
     for n in 0..5 {
         model.commit(&mut old, &change(n)).unwrap();
-        old.tidy();
+        old.remove_obsolete_files();
     }
     (disk, slow, old, model)
 }
@@ -41,10 +41,10 @@ fn the_older_owner_is_refused_at_its_next_checkpoint_and_ever_after() {
     send(&mut old, &[(blocks[0].number, 3, 8)]);
     let mut new = open_as(&disk, 2, "restore web", None).unwrap();
     assert_eq!(new.owner().epoch, 2);
-    refused(old.commit(&State::default(), 0), 1, 2);
+    refused(old.commit(&CheckpointState::default(), 0), 1, 2);
     for n in 6..14 {
         model.commit(&mut new, &change(n)).unwrap();
-        new.tidy();
+        new.remove_obsolete_files();
         new.compact().unwrap();
         refused(old.begin(vec![]), 1, 2);
         refused(old.compact(), 1, 2);
@@ -84,7 +84,7 @@ fn take_over(disk: &MemoryDisk, slow: &MemoryDisk, old: Model, also: Change, aft
         model.check(&plain);
         for n in 10..12 {
             model.commit(&mut new, &change(n)).unwrap();
-            new.tidy();
+            new.remove_obsolete_files();
         }
         new.compact().unwrap();
         model.commit(&mut new, &change(12)).unwrap();
@@ -102,7 +102,7 @@ fn an_owner_that_stalls_anywhere_in_a_commit_spoils_nothing() {
             let (disk, slow, mut old, model) = started(keep);
             let seen = take_over(&disk, &slow, model.clone(), change(5), after);
             let stalled = model.clone().commit(&mut old, &change(5));
-            old.tidy();
+            old.remove_obsolete_files();
             let Some((mut new, mut after_it)) = seen.lock().unwrap().take() else {
                 stalled.unwrap();
                 assert!(after > 8, "a commit has more steps than {after}");
@@ -131,7 +131,7 @@ fn an_owner_that_stalls_anywhere_in_a_compaction_deletes_nothing_that_is_needed(
                 Ok(()) => {}
                 Err(e) => assert_eq!(owner_of(&e), Some((1, 2, "restore web")), "before step {after}: {e}"),
             }
-            old.tidy();
+            old.remove_obsolete_files();
             let Some((mut new, mut after_it)) = seen.lock().unwrap().take() else {
                 let now = disk.names();
                 let gone = before.iter().any(|name| name.starts_with("segments") && !now.contains(name));

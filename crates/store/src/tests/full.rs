@@ -1,6 +1,6 @@
 //! A disk that is full or fails at every step, and the disk space that a store uses.
 
-use super::disk::{MemoryDisk, Op, Refusal};
+use super::disk::{MemoryDisk, Op, StepFailures};
 use super::model::{Change, Model, open};
 use crate::error::StoreError;
 use rekindle_pages::PAGE_SIZE;
@@ -19,7 +19,7 @@ fn walk(error: Errno, half: bool, count: usize) {
             let mut model = Model { keep, ..Model::default() };
             let mut engine = open(&disk, keep).unwrap();
             model.commit(&mut engine, &change(0)).unwrap();
-            disk.refuse(Refusal { after, error, half, count });
+            disk.fail_steps(StepFailures { after, error, half, count });
             let mut failures = 0;
             for n in 1..4 {
                 match model.commit(&mut engine, &change(n)) {
@@ -29,15 +29,15 @@ fn walk(error: Errno, half: bool, count: usize) {
                         check_error(&e, error);
                     }
                 }
-                engine.tidy();
+                engine.remove_obsolete_files();
                 if n == 2
                     && let Err(e) = engine.compact().and_then(|_| engine.settle())
                 {
                     check_error(&e, error);
                 }
             }
-            let all_passed = !disk.has_refused();
-            disk.relent();
+            let all_passed = !disk.has_failed();
+            disk.stop_failing();
             // All committed checkpoints exist. The writer continues, at the latest after the store is opened again.
             match model.commit(&mut engine, &change(5)) {
                 Ok(_) => {}
@@ -54,7 +54,7 @@ fn walk(error: Errno, half: bool, count: usize) {
                 }
                 Err(e) => panic!("{e}"),
             }
-            engine.tidy();
+            engine.remove_obsolete_files();
             model.check(&disk);
             drop(engine);
             let mut engine = open(&disk, keep).unwrap();
@@ -94,16 +94,16 @@ fn a_disk_that_fails_for_a_while_costs_checkpoints_and_nothing_else() {
 fn a_store_cannot_be_made_on_a_full_disk_and_can_be_made_there_later() {
     for after in 0.. {
         let disk = MemoryDisk::default();
-        disk.refuse(Refusal { after, error: Errno::NOSPC, half: true, count: usize::MAX });
+        disk.fail_steps(StepFailures { after, error: Errno::NOSPC, half: true, count: usize::MAX });
         let made = open(&disk, 1);
-        if !disk.has_refused() {
+        if !disk.has_failed() {
             made.unwrap();
             break;
         }
         if let Err(e) = made {
             assert!(matches!(e, StoreError::NoSpace { .. }), "{e}");
         }
-        disk.relent();
+        disk.stop_failing();
         let mut model = Model { keep: 1, ..Model::default() };
         model.commit(&mut open(&disk, 1).unwrap(), &change(0)).unwrap();
         model.check(&disk);
@@ -114,7 +114,7 @@ fn a_store_cannot_be_made_on_a_full_disk_and_can_be_made_there_later() {
 fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
     const PAGES: u64 = 4096;
     let disk = MemoryDisk::default();
-    let settings = crate::engine::Settings { keep: 1, segment: 0, create: true };
+    let settings = crate::engine::EngineSettings { keep: 1, segment: 0, create: true };
     let owner = crate::types::Owner::here("test");
     let mut engine =
         crate::engine::Engine::open(std::sync::Arc::new(disk.clone()), &super::model::vm(), &owner, None, settings)
@@ -136,12 +136,12 @@ fn with_one_checkpoint_kept_the_disk_holds_twice_the_ram_at_most() {
             })
             .collect();
         model.commit(&mut engine, &Change { blocks: blocks.clone(), pages }).unwrap();
-        engine.tidy();
+        engine.remove_obsolete_files();
         while engine.work() {}
         moved += u64::from(disk.ops().iter().any(|op| matches!(op, Op::Remove(name) if name.starts_with("segments"))));
     }
     assert!(moved > 0, "segments were emptied");
-    let (most, bound) = (disk.most(), 2 * PAGES * PAGE_SIZE as u64);
+    let (most, bound) = (disk.max_bytes(), 2 * PAGES * PAGE_SIZE as u64);
     assert!(
         most <= bound,
         "{most} bytes at most, {bound} allowed: {:.3} times the RAM",

@@ -1,13 +1,13 @@
 //! The host of a guest: hosts boot, restore, protect and shut down one VM. A model determines which operation may
 //! succeed.
 
-use super::disk::{MemoryDisk, Refusal};
+use super::disk::{MemoryDisk, StepFailures};
 use super::model::{Change, Model, vm};
-use crate::admin::fence_in;
+use crate::directory::StoreDirectory;
 use crate::disk::Disk;
-use crate::engine::{Engine, Settings};
+use crate::engine::{Engine, EngineSettings};
 use crate::error::{Result, StoreError};
-use crate::home::Home;
+use crate::fencing::fence_directory;
 use crate::listing::{Listing, list};
 use crate::types::{Guest, OnlyIf, Owner};
 use proptest::prelude::*;
@@ -21,26 +21,26 @@ fn shared(disk: &MemoryDisk) -> Arc<dyn Disk> {
 /// Returns an unused store.
 fn new_store() -> MemoryDisk {
     let disk = MemoryDisk::default();
-    Home::init(&shared(&disk)).unwrap();
+    StoreDirectory::init(&shared(&disk)).unwrap();
     disk
 }
 
 /// Claims the store like a restore, a boot or a shutdown. Returns the new epoch.
 fn begin(disk: &MemoryDisk, operation: &str, guest: Guest, only_if: Option<OnlyIf>) -> Result<u64> {
     let owner = Owner::here(operation).with(guest);
-    fence_in(shared(disk), &vm(), &owner, only_if).map(|(_, fenced)| fenced.epoch)
+    fence_directory(shared(disk), &vm(), &owner, only_if).map(|(_, fenced)| fenced.epoch)
 }
 
 /// Opens the store like a protector of the guest that began in epoch `run`; without `run`, of an unknown guest.
 fn protect(disk: &MemoryDisk, run: Option<u64>) -> Result<Engine> {
     let guest = if run.is_some() { Guest::Same } else { Guest::Booted };
     let only_if = run.map(|run| OnlyIf::Run { run });
-    let settings = Settings { keep: 3, segment: 48 << 10, create: false };
+    let settings = EngineSettings { keep: 3, segment: 48 << 10, create: false };
     Engine::open(shared(disk), &vm(), &Owner::here("protect web").with(guest), only_if, settings)
 }
 
 fn listing(disk: &MemoryDisk) -> Listing {
-    list(&Home::open(shared(disk), Some(vm().uuid)).unwrap()).unwrap()
+    list(&StoreDirectory::open(shared(disk), Some(vm().uuid)).unwrap()).unwrap()
 }
 
 fn change(n: u64) -> Change {
@@ -152,7 +152,7 @@ fn play(steps: Vec<(usize, Step)>) {
                     continue;
                 }
                 // An administrator claims the store. No guest must be stopped because of that.
-                let settings = Settings { keep: 3, segment: 48 << 10, create: false };
+                let settings = EngineSettings { keep: 3, segment: 48 << 10, create: false };
                 let engine = Engine::open(shared(&disk), &vm(), &Owner::here("store compact"), None, settings);
                 engine.unwrap().compact().unwrap();
                 truth.epoch += 1;
@@ -279,10 +279,10 @@ fn a_full_disk_lets_the_guest_be_where_it_is_or_takes_it_away_wholly() {
         let mut model = Model { keep: 3, ..Model::default() };
         let mut engine = protect(&disk, Some(1)).unwrap();
         model.commit(&mut engine, &change(0)).unwrap();
-        disk.refuse(Refusal { after, error: Errno::NOSPC, half: true, count: usize::MAX });
+        disk.fail_steps(StepFailures { after, error: Errno::NOSPC, half: true, count: usize::MAX });
         let restored = begin(&disk, "restore web", Guest::Restored, None);
-        let all_passed = !disk.has_refused();
-        disk.relent();
+        let all_passed = !disk.has_failed();
+        disk.stop_failing();
         let is_taken = listing(&disk).owner.unwrap().guest == Guest::Restored;
         assert!(is_taken || restored.is_err(), "after {after} steps");
         match model.commit(&mut engine, &change(1)) {

@@ -57,7 +57,7 @@ fn run(keep: u32, steps: Vec<Step>) {
         match step {
             Step::Commit(change) => {
                 model.commit(&mut engine, &change).unwrap();
-                engine.tidy();
+                engine.remove_obsolete_files();
             }
             Step::Abort(change) => {
                 // Does everything of a commit except the last call.
@@ -120,14 +120,14 @@ fn a_lazily_opened_image_is_read_correctly_or_reported_as_removed() {
     model.commit(&mut engine, &change(3)).unwrap();
     engine.compact().unwrap();
     engine.settle().unwrap();
-    engine.tidy();
+    engine.remove_obsolete_files();
     check_image(&late, 3, &expected);
     let late = lazy(&disk, Some(4)).unwrap();
     for n in 4..7 {
         model.commit(&mut engine, &change(n)).unwrap();
     }
     engine.compact().unwrap();
-    engine.tidy();
+    engine.remove_obsolete_files();
     let mut content = [0; PAGE_SIZE];
     let e = late.read_page((BlockId(0), PageNo(0)), &mut content).unwrap_err();
     assert!(matches!(&e, StoreError::NoSuchCheckpoint { asked: 4, .. }), "{e}");

@@ -1,11 +1,11 @@
 //! A simple model of a store's content, and a driver that applies the same changes to the store and the model.
 
 use super::disk::MemoryDisk;
-use crate::engine::{Engine, Settings, State};
+use crate::directory::StoreDirectory;
+use crate::engine::{CheckpointState, Engine, EngineSettings};
 use crate::error::{Result, StoreError};
 use crate::format::page::Packer;
 use crate::format::segment::{FRAME_HEADER_LEN, Record};
-use crate::home::Home;
 use crate::image::LocalImage;
 use crate::types::{Block, Committed, OnlyIf, Owner, Vm};
 use rekindle_pages::{BlockId, PAGE_SIZE, Page, PageNo};
@@ -25,7 +25,7 @@ pub fn block(id: &str, pages: u64) -> Block {
 pub fn content(kind: u64) -> Page {
     static MADE: [OnceLock<Page>; 64] = [const { OnceLock::new() }; 64];
     match MADE.get(kind as usize) {
-        Some(made) => *made.get_or_init(|| make(kind)),
+        Some(has_new_segments) => *has_new_segments.get_or_init(|| make(kind)),
         None => make(kind),
     }
 }
@@ -81,21 +81,21 @@ pub fn owner_of(error: &StoreError) -> Option<(u64, u64, &str)> {
 }
 
 pub fn open_as(disk: &MemoryDisk, keep: u32, operation: &str, only_if: Option<u64>) -> Result<Engine> {
-    let settings = Settings { keep, segment: 48 << 10, create: true };
+    let settings = EngineSettings { keep, segment: 48 << 10, create: true };
     Engine::open(Arc::new(disk.clone()), &vm(), &Owner::here(operation), only_if.map(OnlyIf::Epoch), settings)
 }
 
 pub fn image(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
-    LocalImage::open(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
+    LocalImage::open(StoreDirectory::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
 
 pub fn lazy(disk: &MemoryDisk, at: Option<u64>) -> Result<LocalImage> {
-    LocalImage::open_lazily(Home::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
+    LocalImage::open_lazily(StoreDirectory::open(Arc::new(disk.clone()), Some(vm().uuid))?, at)
 }
 
 /// Sends pages to an engine in several frames.
 pub fn send(engine: &mut Engine, pages: &[(u16, u64, u64)]) {
-    let digester = engine.digester();
+    let digester = engine.opened().digester;
     let mut packer = Packer::default();
     // Small frames find more errors; large frames waste less time.
     for some in pages.chunks(if pages.len() > 100 { 256 } else { 5 }) {
@@ -143,7 +143,8 @@ impl Model {
         let pages: Vec<_> =
             change.pages.iter().map(|(block, page, kind)| (started[*block].number, *page, *kind)).collect();
         send(engine, &pages);
-        let state = State { definition: b"{}".into(), metadata: b"7".into(), devices: expected.devices.clone() };
+        let state =
+            CheckpointState { definition: b"{}".into(), metadata: b"7".into(), devices: expected.devices.clone() };
         let committed = engine.commit(&state, 0)?;
         assert_eq!(committed.number, self.newest() + 1);
         self.checkpoints.insert(committed.number, expected);

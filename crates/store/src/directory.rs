@@ -12,14 +12,14 @@ use uuid::Uuid;
 
 /// A store directory whose superblock was read.
 #[derive(Debug, Clone)]
-pub(crate) struct Home {
+pub(crate) struct StoreDirectory {
     pub disk: Arc<dyn Disk>,
     pub id: Uuid,
     pub vm: Vm,
     pub created_us: u64,
 }
 
-impl Home {
+impl StoreDirectory {
     /// Opens the store in `disk`; with `expected`, only if the store belongs to that VM.
     ///
     /// # Errors
@@ -50,8 +50,8 @@ impl Home {
         Ok(Self { disk, id: block.id, vm: block.vm, created_us: block.created_us })
     }
 
-    /// Creates a store without a VM in `disk`: [`Home::open_for`] assigns it to the first VM. Completes a store whose
-    /// creation was interrupted.
+    /// Creates a store without a VM in `disk`: [`StoreDirectory::open_for`] assigns it to the first VM. Completes a
+    /// store whose creation was interrupted.
     ///
     /// # Errors
     /// [`StoreError::Exists`] (the existing store is unchanged); [`StoreError::NotEmpty`]; [`StoreError::NoSpace`].
@@ -60,7 +60,7 @@ impl Home {
         match Self::open(disk.clone(), None) {
             Err(StoreError::NotAStore { .. }) => {}
             Err(StoreError::Unused { store }) => return Err(StoreError::Exists { store, vm: None }),
-            Ok(home) => return Err(StoreError::Exists { store, vm: Some(home.vm) }),
+            Ok(existing) => return Err(StoreError::Exists { store, vm: Some(existing.vm) }),
             Err(e) => return Err(e),
         }
         create_directories(disk)?;
@@ -78,7 +78,7 @@ impl Home {
     /// interrupted. Two processes that create the store concurrently get the same store.
     ///
     /// # Errors
-    /// Errors of [`Home::open`]; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`], which leaves only empty
+    /// Errors of [`StoreDirectory::open`]; [`StoreError::NotEmpty`]; [`StoreError::NoSpace`], which leaves only empty
     /// directories.
     pub fn open_for(disk: Arc<dyn Disk>, vm: &Vm, create: bool) -> Result<Self> {
         let name_it = |e| match e {

@@ -22,12 +22,12 @@ fn part_len(pages: u64, part: usize) -> usize {
 
 /// A table with a value for every page. Each value is the default until it is set.
 #[derive(Debug, Clone)]
-pub(crate) struct Sparse<T> {
+pub(crate) struct PageTable<T> {
     pages: u64,
     parts: Vec<Option<Box<[T]>>>,
 }
 
-impl<T: Copy + Default + PartialEq> Sparse<T> {
+impl<T: Copy + Default + PartialEq> PageTable<T> {
     pub fn new(pages: u64) -> Self {
         Self { pages, parts: vec![None; parts(pages)] }
     }
@@ -67,7 +67,7 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
     }
 
     /// Iterates over the pages from `from` on whose value is not the default.
-    pub fn set_from(&self, from: u64) -> impl Iterator<Item = (u64, T)> + '_ {
+    pub fn values_from(&self, from: u64) -> impl Iterator<Item = (u64, T)> + '_ {
         let (first, within) = split(from);
         self.parts.iter().enumerate().skip(first).flat_map(move |(number, part)| {
             let skip = if number == first { within } else { 0 };
@@ -81,12 +81,12 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
 
 /// Digests of a block's pages. The thread that commits sets them, and the thread that sends pages reads them.
 #[derive(Debug)]
-pub(crate) struct Digests {
+pub(crate) struct PageDigests {
     pages: u64,
     parts: Vec<OnceLock<Box<[AtomicU64]>>>,
 }
 
-impl Digests {
+impl PageDigests {
     /// Returns a table of `pages` digests, all 0.
     pub fn new(pages: u64) -> Self {
         Self { pages, parts: (0..parts(pages)).map(|_| OnceLock::new()).collect() }
@@ -139,18 +139,18 @@ mod tests {
     proptest! {
         #[test]
         fn tables_agree_with_maps(sets in proptest::collection::vec((0u64..20_000, 1u64..100), 0..60), from in 0u64..20_000) {
-            let mut sparse = Sparse::<u64>::new(10_000);
-            let digests = Digests::new(10_000);
+            let mut page_table = PageTable::<u64>::new(10_000);
+            let digests = PageDigests::new(10_000);
             // One page before the old end of the table, and one in the part that grows.
             for page in [9_000, 9_999] {
-                *sparse.get_mut(page).unwrap() = 7;
+                *page_table.get_mut(page).unwrap() = 7;
                 digests.set(page, 7);
             }
-            sparse.grow(18_000);
+            page_table.grow(18_000);
             let digests = digests.resized(18_000);
             let mut map = BTreeMap::from([(9_000, 7), (9_999, 7)]);
             for (page, value) in sets {
-                match sparse.get_mut(page) {
+                match page_table.get_mut(page) {
                     Some(place) => *place = value,
                     None => prop_assert!(page >= 18_000),
                 }
@@ -159,12 +159,12 @@ mod tests {
                     map.insert(page, value);
                 }
             }
-            let found: Vec<_> = sparse.set_from(from).collect();
+            let found: Vec<_> = page_table.values_from(from).collect();
             let want: Vec<_> = map.range(from..).map(|(page, value)| (*page, *value)).collect();
             prop_assert_eq!(found, want);
             for page in 0..20_000 {
                 let want = map.get(&page).copied().unwrap_or(0);
-                prop_assert_eq!((sparse.get(page), digests.get(page)), (want, want));
+                prop_assert_eq!((page_table.get(page), digests.get(page)), (want, want));
             }
         }
     }

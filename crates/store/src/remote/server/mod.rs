@@ -1,8 +1,14 @@
 //! The server: serves many stores in one directory, with a thread for each client.
 
-use super::connection::{Connection, ConnectionError, PATIENCE};
+mod answer;
+mod greeting;
+mod inspect;
+mod read;
+mod write;
+
+use super::connection::{Connection, MAX_SILENCE};
 use super::identity::Identity;
-use super::serving::serve;
+use crate::error::ConnectionError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::ServerConfig;
 use std::collections::HashMap;
@@ -10,12 +16,14 @@ use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 /// Limit of concurrent clients.
-const CLIENTS: usize = 256;
+const MAX_CLIENTS: usize = 256;
+/// How often the server checks whether it was stopped.
+const STOP_CHECK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
@@ -52,7 +60,7 @@ pub struct Timeouts {
 
 impl Default for Timeouts {
     fn default() -> Self {
-        Self { within: PATIENCE, idle: Duration::from_secs(600) }
+        Self { within: MAX_SILENCE, idle: Duration::from_secs(600) }
     }
 }
 
@@ -61,14 +69,21 @@ pub struct Server {
     listener: TcpListener,
     config: Arc<ServerConfig>,
     directory: PathBuf,
-    patience: Timeouts,
+    timeouts: Timeouts,
     shared: Arc<Shared>,
 }
 
 #[derive(Debug, Default)]
 struct Shared {
     stop: AtomicBool,
+    /// Connected clients by number.
     clients: Mutex<HashMap<u64, TcpStream>>,
+}
+
+impl Shared {
+    fn clients(&self) -> MutexGuard<'_, HashMap<u64, TcpStream>> {
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Handle that stops a server.
@@ -79,7 +94,7 @@ impl Stop {
     /// Stops the server: it accepts no more clients and disconnects the existing clients. Open checkpoints are aborted.
     pub fn stop(&self) {
         self.0.stop.store(true, Ordering::SeqCst);
-        for client in self.0.clients.lock().unwrap_or_else(PoisonError::into_inner).values() {
+        for client in self.0.clients().values() {
             let _ = client.shutdown(Shutdown::Both);
         }
     }
@@ -101,14 +116,14 @@ impl Server {
             listener,
             config,
             directory: directory.to_owned(),
-            patience: Timeouts::default(),
+            timeouts: Timeouts::default(),
             shared: Arc::default(),
         })
     }
 
     #[must_use]
-    pub fn with_patience(self, patience: Timeouts) -> Self {
-        Self { patience, ..self }
+    pub fn with_timeouts(self, timeouts: Timeouts) -> Self {
+        Self { timeouts, ..self }
     }
 
     /// Returns the address on which the server listens.
@@ -130,65 +145,72 @@ impl Server {
     /// # Errors
     /// [`ServeError::Accept`].
     pub fn run(self) -> Result<(), ServeError> {
+        // The thread scope waits for the remaining clients.
         thread::scope(|scope| {
             let server = &self;
             let mut number = 0;
-            let served = loop {
-                if server.shared.stop.load(Ordering::SeqCst) {
-                    break Ok(());
-                }
-                let a_moment = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
-                match poll(&mut [PollFd::new(&server.listener, PollFlags::IN)], Some(&a_moment)) {
-                    Ok(0) | Err(rustix::io::Errno::INTR) => continue,
-                    Ok(_) => {}
-                    Err(e) => break Err(ServeError::Accept(e.into())),
-                }
-                let (tcp, from) = match server.listener.accept() {
-                    Ok(accepted) => accepted,
-                    Err(e) => {
-                        // Either the client has disconnected already, or too many files are open.
-                        tracing::debug!("cannot accept a client: {e}");
-                        continue;
-                    }
+            let result = loop {
+                let (tcp, address) = match server.wait_for_client() {
+                    Ok(Some(accepted)) => accepted,
+                    Ok(None) => break Ok(()),
+                    Err(e) => break Err(e),
                 };
                 number += 1;
-                let work = move || server.client(tcp, from, number);
-                if let Err(e) = thread::Builder::new().name(format!("client {number}")).spawn_scoped(scope, work) {
-                    tracing::warn!("{from}: cannot start a thread for this client: {e}");
+                let serve = move || server.serve_client(tcp, address, number);
+                if let Err(e) = thread::Builder::new().name(format!("client {number}")).spawn_scoped(scope, serve) {
+                    tracing::warn!("{address}: cannot start a thread for this client: {e}");
                 }
             };
-            // The thread scope waits for the remaining clients.
             server.stopper().stop();
-            served
+            result
         })
     }
 
-    fn client(&self, tcp: TcpStream, from: SocketAddr, number: u64) {
-        let clients = || self.shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
-        let entered = tcp.set_nonblocking(false).and_then(|()| {
-            let own = tcp.try_clone()?;
-            let mut clients = clients();
-            if clients.len() >= CLIENTS {
-                return Err(io::Error::other(format!("there are {CLIENTS} clients already")));
+    /// Waits for the next client. Returns `None` if the server was stopped.
+    fn wait_for_client(&self) -> Result<Option<(TcpStream, SocketAddr)>, ServeError> {
+        while !self.shared.stop.load(Ordering::SeqCst) {
+            match poll(&mut [PollFd::new(&self.listener, PollFlags::IN)], Some(&STOP_CHECK_INTERVAL)) {
+                Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+                Ok(_) => {}
+                Err(e) => return Err(ServeError::Accept(e.into())),
             }
-            clients.insert(number, own);
-            Ok(())
-        });
-        if let Err(e) = entered {
-            tracing::warn!("{from}: client rejected: {e}");
+            match self.listener.accept() {
+                Ok(accepted) => return Ok(Some(accepted)),
+                // Either the client has disconnected already, or too many files are open.
+                Err(e) => tracing::debug!("cannot accept a client: {e}"),
+            }
+        }
+        Ok(None)
+    }
+
+    fn serve_client(&self, tcp: TcpStream, address: SocketAddr, number: u64) {
+        if let Err(e) = self.register_client(&tcp, number) {
+            tracing::warn!("{address}: client rejected: {e}");
             return;
         }
         // The server may have been stopped since it accepted the client.
         if !self.shared.stop.load(Ordering::SeqCst) {
-            let accepted = Connection::accept(tcp, self.config.clone(), self.patience.within);
-            match accepted.and_then(|connection| serve(connection, &self.directory, self.patience)) {
-                Ok(()) => tracing::debug!("{from}: disconnected"),
+            let accepted = Connection::accept(tcp, self.config.clone(), self.timeouts.within);
+            match accepted.and_then(|connection| greeting::serve(connection, &self.directory, self.timeouts)) {
+                Ok(()) => tracing::debug!("{address}: disconnected"),
                 Err(e) => {
                     let cause = std::error::Error::source(&e).map(|cause| format!(": {cause}")).unwrap_or_default();
-                    tracing::warn!("{from}: {e}{cause}");
+                    tracing::warn!("{address}: {e}{cause}");
                 }
             }
         }
-        clients().remove(&number);
+        self.shared.clients().remove(&number);
+    }
+
+    /// Adds a client to those that are disconnected when the server is stopped.
+    fn register_client(&self, tcp: &TcpStream, number: u64) -> io::Result<()> {
+        tcp.set_nonblocking(false)?;
+        let tcp = tcp.try_clone()?;
+        let mut clients = self.shared.clients();
+        if clients.len() >= MAX_CLIENTS {
+            return Err(io::Error::other(format!("there are {MAX_CLIENTS} clients already")));
+        }
+        clients.insert(number, tcp);
+        Ok(())
     }
 }

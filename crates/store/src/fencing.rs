@@ -1,0 +1,37 @@
+//! Becomes the owner of a store in a directory without writing checkpoints to it.
+
+use crate::directory::StoreDirectory;
+use crate::disk::Disk;
+use crate::error::Result;
+use crate::log;
+use crate::types::{Guest, OnlyIf, Owner, Vm};
+use std::sync::Arc;
+
+/// A store that was fenced: no previous owner can commit to it any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fenced {
+    /// New owner epoch.
+    pub epoch: u64,
+    /// Number of the newest checkpoint, which cannot change any more; 0 if there is none.
+    pub newest: u64,
+}
+
+/// Claims the store in `disk` for `owner`. An unused store is assigned to the first guest that is booted
+/// ([`Guest::Booted`]).
+///
+/// # Errors
+/// Errors of opening the store and of [`log::claim`].
+pub(crate) fn fence_directory(
+    disk: Arc<dyn Disk>,
+    vm: &Vm,
+    owner: &Owner,
+    only_if: Option<OnlyIf>,
+) -> Result<(StoreDirectory, Fenced)> {
+    let store = match (owner.guest, only_if) {
+        (Guest::Booted, None) => StoreDirectory::open_for(disk, vm, false)?,
+        _ => StoreDirectory::open(disk, Some(vm.uuid))?,
+    };
+    let (claim, tail) = log::claim(&store, owner, only_if)?;
+    let newest = tail.newest_state.and_then(|state| state.manifest.newest()).map_or(0, |kept| kept.number);
+    Ok((store, Fenced { epoch: claim.epoch, newest }))
+}
