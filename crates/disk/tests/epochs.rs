@@ -4,10 +4,13 @@
 
 mod common;
 
-use common::{Ask, DEADLINE, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, redo, wait_for};
-use rekindle_disk::control::Ask as Control;
+use common::{
+    CompletedRequest, DEADLINE, DataPiece, Disk, FIRST_FREE_FRAME, Guest, GuestRequest, IN, OUT, PAGE, RingState,
+    content, log_options, wait_for,
+};
+use rekindle_disk::control::ControlCommand;
 use rekindle_disk::engine::redo_log::RedoStatus;
-use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::keeper::EpochId;
 use rekindle_disk::redo::offline::{default_directory, inspect, merge_all};
 use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{ServeError, serve};
@@ -27,23 +30,23 @@ fn redo_status(disk: &Disk) -> Option<RedoStatus> {
 }
 
 fn begin(disk: &Disk) -> EpochId {
-    disk.control().ask(&Control::EpochBegin {}).unwrap()
+    disk.control().ask(&ControlCommand::EpochBegin {}).unwrap()
 }
 
 /// Marks an epoch, with the guest's queues stopped.
 fn mark(disk: &Disk, guest: &mut Guest) -> EpochId {
     guest.stop(0);
-    let at = disk.control().ask(&Control::EpochMark {}).unwrap();
+    let at = disk.control().ask(&ControlCommand::EpochMark {}).unwrap();
     guest.run(0, RingState::Kept);
     at
 }
 
 fn seal(disk: &Disk, epoch: u64) {
-    disk.control().ask::<()>(&Control::EpochSeal { epoch }).unwrap();
+    disk.control().ask::<()>(&ControlCommand::EpochSeal { epoch }).unwrap();
 }
 
 fn commit(disk: &Disk, epoch: u64) {
-    disk.control().ask::<()>(&Control::EpochCommitted { epoch }).unwrap();
+    disk.control().ask::<()>(&ControlCommand::EpochCommitted { epoch }).unwrap();
     wait_for("the merge", || redo_status(disk).filter(|redo_status| redo_status.merged >= epoch));
 }
 
@@ -68,7 +71,7 @@ fn write(guest: &mut Guest, versions: &mut BTreeMap<u64, u64>, blocks: impl Iter
 /// Ends the server abruptly, as a failed host would; written data remains.
 fn restart(disk: &mut Disk, wanted: DiskVersion) -> Guest {
     disk.end();
-    let options = redo(wanted);
+    let options = log_options(wanted);
     disk.serve(|service| service.redo = options);
     Guest::start(&disk.socket())
 }
@@ -135,14 +138,14 @@ fn a_mark_of_a_running_guest_and_a_commit_without_a_seal_are_rejected() {
     let disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
     let ask = |ask| disk.control().ask::<serde_json::Value>(&ask).unwrap_err().to_string();
-    assert!(ask(Control::EpochMark {}).contains("no redo log"));
-    assert!(ask(Control::EpochSeal { epoch: 1 }).contains("no redo log"));
+    assert!(ask(ControlCommand::EpochMark {}).contains("no redo log"));
+    assert!(ask(ControlCommand::EpochSeal { epoch: 1 }).contains("no redo log"));
     begin(&disk);
-    assert!(ask(Control::EpochMark {}).contains("the guest runs"));
-    assert!(ask(Control::EpochSeal { epoch: 1 }).contains("has not ended"));
+    assert!(ask(ControlCommand::EpochMark {}).contains("the guest runs"));
+    assert!(ask(ControlCommand::EpochSeal { epoch: 1 }).contains("has not ended"));
     guest.write(1, FIRST_FREE_FRAME, &content(1, 1));
     let at = mark(&disk, &mut guest);
-    assert!(ask(Control::EpochCommitted { epoch: at.epoch }).contains("was not sealed"));
+    assert!(ask(ControlCommand::EpochCommitted { epoch: at.epoch }).contains("was not sealed"));
     seal(&disk, at.epoch);
     commit(&disk, at.epoch);
     assert_eq!(disk.block(1), content(1, 1));
@@ -164,7 +167,7 @@ fn another_or_a_newer_disk_is_not_served_for_a_checkpoint() {
     disk.end();
     let refused = |epoch, of| {
         let mut service = disk.service();
-        service.redo = redo(DiskVersion::Epoch { epoch, disk: of });
+        service.redo = log_options(DiskVersion::Epoch { epoch, disk: of });
         let Err(ServeError::Redo(e)) = serve(service, || ()) else { panic!("it is served") };
         e.to_string()
     };
@@ -202,25 +205,39 @@ fn requests_of_any_shape_pass_through_the_log() {
                 page.resize(PAGE as usize, 0);
                 guest.fill(FIRST_FREE_FRAME, &page);
                 let kind = if random.bool() { 11 } else { 13 };
-                assert_eq!(guest.ask(&Ask { kind, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 16, false)] }), 0);
+                assert_eq!(
+                    guest.request(&GuestRequest {
+                        kind,
+                        sector: 0,
+                        data: vec![DataPiece::readable(FIRST_FREE_FRAME * PAGE, 16)]
+                    }),
+                    0
+                );
                 model[at].fill(0);
             }
-            1 => assert_eq!(guest.ask(&Ask::flush()), 0),
+            1 => assert_eq!(guest.request(&GuestRequest::flush()), 0),
             2 => {
                 let marked = mark(&disk, &mut guest);
                 seal(&disk, marked.epoch);
-                disk.control().ask::<()>(&Control::EpochCommitted { epoch: marked.epoch }).unwrap();
+                disk.control().ask::<()>(&ControlCommand::EpochCommitted { epoch: marked.epoch }).unwrap();
             }
             3..6 => {
                 let address = FIRST_FREE_FRAME * PAGE + random.u64(..8) * 512;
                 random.fill(&mut model[at.clone()]);
                 guest.memory.write_all_at(&model[at.clone()], address).unwrap();
-                let data = vec![(address, at.len() as u32, false)];
-                assert_eq!(guest.ask(&Ask { kind: 1, sector, data }), 0);
+                let data = vec![DataPiece::readable(address, at.len() as u64)];
+                assert_eq!(guest.request(&GuestRequest { kind: OUT, sector, data }), 0);
             }
             _ => {
                 let address = FIRST_FREE_FRAME * PAGE + random.u64(..8) * 512;
-                assert_eq!(guest.ask(&Ask { kind: 0, sector, data: vec![(address, at.len() as u32, true)] }), 0);
+                assert_eq!(
+                    guest.request(&GuestRequest {
+                        kind: IN,
+                        sector,
+                        data: vec![DataPiece::writable(address, at.len() as u64)]
+                    }),
+                    0
+                );
                 let mut got = vec![0; at.len()];
                 guest.memory.read_exact_at(&mut got, address).unwrap();
                 assert!(got == model[at], "round {round}: sectors {sector} and {sectors}");
@@ -248,24 +265,24 @@ fn a_full_log_holds_writes_and_loses_none() {
     write(&mut guest, &mut versions, 100..124, 1);
     for block in blocks.clone() {
         guest.fill(FIRST_FREE_FRAME + block, &content(block, 1));
-        guest.put(0, &Ask::write(block, FIRST_FREE_FRAME + block));
+        guest.add_request(0, &GuestRequest::write(block, FIRST_FREE_FRAME + block));
     }
     guest.kick(0);
     let why = wait_for("writes that wait", || redo_status(&disk)?.waiting);
     assert!(why.contains("has reached its limit") && why.contains("no checkpoint is committed"), "{why}");
-    let mut ended = guest.ended(0).len();
+    let mut ended = guest.take_completed(0).len();
     assert!(ended < blocks.clone().count());
     // Reads do not wait.
-    guest.put(0, &Ask::read(110, FIRST_FREE_FRAME + 40));
+    guest.add_request(0, &GuestRequest::read(110, FIRST_FREE_FRAME + 40));
     guest.kick(0);
     wait_for("a read", || {
-        ended += guest.ended(0).len();
+        ended += guest.take_completed(0).len();
         (guest.frame(FIRST_FREE_FRAME + 40) == content(110, 1)).then_some(())
     });
     // Stopping the guest does not wait; the checkpoint then frees space.
     guest.stop(0);
-    ended += guest.ended(0).len();
-    let at: EpochId = disk.control().ask(&Control::EpochMark {}).unwrap();
+    ended += guest.take_completed(0).len();
+    let at: EpochId = disk.control().ask(&ControlCommand::EpochMark {}).unwrap();
     guest.run(0, RingState::Kept);
     assert_eq!(ended, blocks.clone().count() + 1, "all of them ended before the queue stopped");
     seal(&disk, at.epoch);
@@ -306,13 +323,16 @@ fn a_full_disk_under_the_log_fails_no_write_and_loses_none() {
     for first in (0..BLOCKS * 4).step_by(16) {
         let frame = FIRST_FREE_FRAME + (put % 14) * 16;
         (0..16).for_each(|of| guest.fill(frame + of, &content(first + of, 1)));
-        guest.put(0, &Ask { kind: 1, sector: first * 8, data: vec![(frame * PAGE, 16 * PAGE as u32, false)] });
+        guest.add_request(
+            0,
+            &GuestRequest { kind: OUT, sector: first * 8, data: vec![DataPiece::readable(frame * PAGE, 16 * PAGE)] },
+        );
         guest.kick(0);
         put += 1;
         versions.extend((first..first + 16).map(|block| (block, 1)));
         let why = wait_for("its end, or that it waits", || {
-            let all = guest.ended(0);
-            assert!(all.iter().all(|(_, _, status)| *status == 0), "{all:?}");
+            let all = guest.take_completed(0);
+            assert!(all.iter().all(|completed| completed.status == 0), "{all:?}");
             ended += all.len() as u64;
             if ended == put { Some(None) } else { redo_status(&disk)?.waiting.map(Some) }
         });
@@ -327,8 +347,8 @@ fn a_full_disk_under_the_log_fails_no_write_and_loses_none() {
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
     let more = Rlimit { current: Some(MOST * 4), maximum: Some(MOST * 4) };
     prlimit(Some(pid), Resource::Fsize, more).unwrap();
-    let last = wait_for("the one that waited", || Some(guest.ended(0)).filter(|ended| !ended.is_empty()));
-    assert!(matches!(last[..], [(_, 1, 0)]), "{last:?}");
+    let last = wait_for("the one that waited", || Some(guest.take_completed(0)).filter(|ended| !ended.is_empty()));
+    assert!(matches!(last[..], [CompletedRequest { written: 1, status: 0, .. }]), "{last:?}");
     wait_for("the status", || redo_status(&disk).filter(|redo_status| redo_status.waiting.is_none()));
     for (block, version) in &versions {
         assert!(guest.read(*block, FIRST_FREE_FRAME + 300) == content(*block, *version), "block {block}");
@@ -367,13 +387,13 @@ fn an_unreadable_segment_is_an_error_and_never_other_data() {
     guest.write(3, FIRST_FREE_FRAME, &content(3, 1));
     let file = fs::OpenOptions::new().write(true).open(directory(&disk).join("1.log")).unwrap();
     file.set_len(4096).unwrap();
-    assert_eq!(guest.ask(&Ask::read(3, FIRST_FREE_FRAME + 1)), 1, "an error");
+    assert_eq!(guest.request(&GuestRequest::read(3, FIRST_FREE_FRAME + 1)), 1, "an error");
     assert_ne!(guest.frame(FIRST_FREE_FRAME + 1), content(3, 0), "not what was there before");
     assert_eq!(guest.read(4, FIRST_FREE_FRAME + 1), content(4, 0), "the rest is served as ever");
     // The merge fails, and the status has the reason.
     let at = mark(&disk, &mut guest);
     seal(&disk, at.epoch);
-    disk.control().ask::<()>(&Control::EpochCommitted { epoch: at.epoch }).unwrap();
+    disk.control().ask::<()>(&ControlCommand::EpochCommitted { epoch: at.epoch }).unwrap();
     let why = wait_for("a merge that fails", || redo_status(&disk)?.failed);
     assert!(why.contains("merging it into the image"), "{why}");
     assert_eq!(disk.block(3), content(3, 0));
@@ -392,7 +412,7 @@ fn a_full_log_without_a_protector_ends() {
     // The guest is restored and not protected.
     disk.end();
     disk.serve(|service| {
-        service.redo = redo(DiskVersion::Epoch { epoch: at.epoch, disk: new_log.disk });
+        service.redo = log_options(DiskVersion::Epoch { epoch: at.epoch, disk: new_log.disk });
         service.redo.limit = Some(256 << 10);
     });
     let mut guest = Guest::start(&disk.socket());

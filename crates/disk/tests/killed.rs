@@ -4,9 +4,11 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, service, wait_for};
-use rekindle_disk::control::Ask as Control;
-use rekindle_disk::redo::keeper::EpochId;
+use common::{
+    DataPiece, Disk, FIRST_FREE_FRAME, Guest, GuestRequest, IN, OUT, PAGE, RingState, content, service, wait_for,
+};
+use rekindle_disk::control::ControlCommand;
+use rekindle_disk::keeper::EpochId;
 use rekindle_disk::server::serve;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -48,7 +50,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
     let mut disk = Disk::new(BLOCKS);
     if with_log {
         // Later servers have the log, too.
-        disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
+        disk.control().ask::<EpochId>(&ControlCommand::EpochBegin {}).unwrap();
     }
     disk.end();
     let directory = disk.directory.path().to_owned();
@@ -68,19 +70,19 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
                 let block = (u64::from(queue) * 14 + n) * 18;
                 let frame = FIRST_FREE_FRAME + (u64::from(queue) * 14 + n) * 40;
                 if n % 3 == 2 {
-                    let data = vec![(frame * PAGE, (16 * PAGE) as u32, true)];
-                    guest.put(queue, &Ask { kind: 0, sector: block * 8, data });
+                    let data = vec![DataPiece::writable(frame * PAGE, 16 * PAGE)];
+                    guest.add_request(queue, &GuestRequest { kind: IN, sector: block * 8, data });
                     reads.push((block, frame));
                 } else {
                     for of in 0..16 {
                         guest.fill(frame + of, &content(block + of, round));
                         versions[(block + of) as usize] = round;
                     }
-                    let data = vec![(frame * PAGE, (16 * PAGE) as u32, false)];
-                    guest.put(queue, &Ask { kind: 1, sector: block * 8, data });
+                    let data = vec![DataPiece::readable(frame * PAGE, 16 * PAGE)];
+                    guest.add_request(queue, &GuestRequest { kind: OUT, sector: block * 8, data });
                 }
             }
-            guest.put(queue, &Ask::flush());
+            guest.add_request(queue, &GuestRequest::flush());
         }
         guest.kick(0);
         guest.kick(1);
@@ -88,7 +90,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
         sleep(Duration::from_micros(random.u64(..3000)));
         child.kill().unwrap();
         child.wait().unwrap();
-        let mut ended: Vec<_> = [0, 1].into_iter().flat_map(|queue| guest.ended(queue)).collect();
+        let mut ended: Vec<_> = [0, 1].into_iter().flat_map(|queue| guest.take_completed(queue)).collect();
         again += 30 - ended.len();
         child = start(&directory);
         guest.reconnect(&disk.socket());
@@ -105,10 +107,10 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
         }
         wait_for("all requests", || {
             // `ended` fails on a request that is answered twice.
-            ended.extend([0, 1].into_iter().flat_map(|queue| guest.ended(queue)));
+            ended.extend([0, 1].into_iter().flat_map(|queue| guest.take_completed(queue)));
             (ended.len() == 30).then_some(())
         });
-        assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+        assert!(ended.iter().all(|completed| completed.status == 0), "{ended:?}");
         for (block, frame) in reads {
             for of in 0..16 {
                 assert!(guest.frame(frame + of) == content(block + of, versions[(block + of) as usize]));
@@ -117,8 +119,8 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
         for first in (0..BLOCKS).step_by(16) {
             let frame = FIRST_FREE_FRAME + 2000;
             if with_log {
-                let data = vec![(frame * PAGE, (16 * PAGE) as u32, true)];
-                assert_eq!(guest.ask(&Ask { kind: 0, sector: first * 8, data }), 0);
+                let data = vec![DataPiece::writable(frame * PAGE, 16 * PAGE)];
+                assert_eq!(guest.request(&GuestRequest { kind: IN, sector: first * 8, data }), 0);
             }
             for (block, frame) in (first..first + 16).zip(frame..) {
                 let found = if with_log { guest.frame(frame) } else { disk.block(block) };

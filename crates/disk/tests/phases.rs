@@ -5,10 +5,10 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, wait_for};
-use rekindle_disk::control::Ask as Control;
+use common::{DataPiece, Disk, FIRST_FREE_FRAME, Guest, GuestRequest, OUT, PAGE, RingState, content, wait_for};
+use rekindle_disk::control::ControlCommand;
+use rekindle_disk::keeper::EpochId;
 use rekindle_disk::ledger::{Moment, StaleReason};
-use rekindle_disk::redo::keeper::EpochId;
 use std::collections::BTreeMap;
 use vhost::VhostBackend;
 use vhost::vhost_user::Frontend;
@@ -17,7 +17,7 @@ const BLOCKS: u64 = 64;
 
 fn begin(disk: &Disk) {
     wait_gone(disk);
-    disk.control().ask::<()>(&Control::PhaseBegin {}).unwrap();
+    disk.control().ask::<()>(&ControlCommand::PhaseBegin {}).unwrap();
 }
 
 fn wait_gone(disk: &Disk) {
@@ -26,23 +26,23 @@ fn wait_gone(disk: &Disk) {
 
 fn mark(disk: &Disk, guest: &mut Guest) -> Result<Moment, String> {
     guest.stop(0);
-    let marked = disk.control().ask(&Control::PhaseMark {}).map_err(|e| e.to_string());
+    let marked = disk.control().ask(&ControlCommand::PhaseMark {}).map_err(|e| e.to_string());
     guest.run(0, RingState::Kept);
     marked
 }
 
 fn check(disk: &Disk, moment: Moment) -> Option<StaleReason> {
-    disk.control().ask(&Control::PhaseCheck { moment }).unwrap()
+    disk.control().ask(&ControlCommand::PhaseCheck { moment }).unwrap()
 }
 
 fn resume(disk: &Disk, moment: Moment) -> Option<StaleReason> {
     wait_gone(disk);
-    disk.control().ask(&Control::PhaseResume { moment }).unwrap()
+    disk.control().ask(&ControlCommand::PhaseResume { moment }).unwrap()
 }
 
 /// Reports that the memory of a continued guest is complete, as it always is in these tests.
 fn filled(disk: &Disk) {
-    disk.control().ask::<()>(&Control::Filled {}).unwrap();
+    disk.control().ask::<()>(&ControlCommand::MemoryFilled {}).unwrap();
 }
 
 #[test]
@@ -51,21 +51,22 @@ fn a_moment_is_valid_until_a_touched_block_is_written() {
     let mut guest = Guest::start(&disk.socket());
     let e = mark(&disk, &mut guest).unwrap_err();
     assert!(e.contains("not known"), "{e}");
-    assert!(disk.control().ask::<()>(&Control::PhaseBegin {}).is_err(), "a guest is there");
+    assert!(disk.control().ask::<()>(&ControlCommand::PhaseBegin {}).is_err(), "a guest is there");
     drop(guest);
     begin(&disk);
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     guest.write(7, FIRST_FREE_FRAME, &content(7, 1));
-    assert!(disk.control().ask::<Moment>(&Control::PhaseMark {}).is_err(), "the guest runs");
+    assert!(disk.control().ask::<Moment>(&ControlCommand::PhaseMark {}).is_err(), "the guest runs");
     let moment = mark(&disk, &mut guest).unwrap();
     guest.write(6, FIRST_FREE_FRAME, &content(6, 1));
     assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     assert_eq!(check(&disk, moment), None);
     // The write has the current content, and covers only part of the block.
     guest.fill(FIRST_FREE_FRAME, &content(5, 0));
-    let part = Ask { kind: 1, sector: 5 * 8 + 3, data: vec![(FIRST_FREE_FRAME * PAGE, 512, false)] };
-    assert_eq!(guest.ask(&part), 0);
+    let part =
+        GuestRequest { kind: OUT, sector: 5 * 8 + 3, data: vec![DataPiece::readable(FIRST_FREE_FRAME * PAGE, 512)] };
+    assert_eq!(guest.request(&part), 0);
     assert_eq!(check(&disk, moment), Some(StaleReason::Written { block: 5 }));
     let later = mark(&disk, &mut guest).unwrap();
     guest.write(7, FIRST_FREE_FRAME, &content(7, 2));
@@ -90,15 +91,15 @@ fn a_qemu_that_waits_for_its_guest_does_not_prevent_a_resume() {
     next.get_features().unwrap();
     let status = || disk.control().status().unwrap();
     wait_for("the next one to be seen", || (status().connected == 2).then_some(()));
-    assert_eq!(status().waiting, 1);
-    let resume = || disk.control().ask::<Option<StaleReason>>(&Control::PhaseResume { moment });
+    assert_eq!(status().waiting_for_guest, 1);
+    let resume = || disk.control().ask::<Option<StaleReason>>(&ControlCommand::PhaseResume { moment });
     guest.stop(0);
     assert!(resume().unwrap_err().to_string().contains("still connected"));
-    assert!(disk.control().ask::<()>(&Control::PhaseBegin {}).is_err());
+    assert!(disk.control().ask::<()>(&ControlCommand::PhaseBegin {}).is_err());
     drop(guest);
     let gone = disk.control().wait_gone(common::DEADLINE).unwrap();
-    assert_eq!((gone.connected, gone.waiting), (1, 1));
-    disk.control().ask::<()>(&Control::Drop {}).unwrap();
+    assert_eq!((gone.connected, gone.waiting_for_guest), (1, 1));
+    disk.control().ask::<()>(&ControlCommand::DropCache {}).unwrap();
     assert_eq!(resume().unwrap(), None);
     filled(&disk);
     drop(next);
@@ -112,7 +113,7 @@ fn a_qemu_that_waits_for_its_guest_does_not_prevent_a_resume() {
 fn a_redo_log_changes_nothing_of_what_was_touched() {
     let disk = Disk::new(BLOCKS);
     begin(&disk);
-    disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
+    disk.control().ask::<EpochId>(&ControlCommand::EpochBegin {}).unwrap();
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     let moment = mark(&disk, &mut guest).unwrap();

@@ -5,15 +5,18 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST_FREE_FRAME, GUEST_FRAMES, Guest, PAGE, RingState, content, wait_for};
+use common::{
+    CompletedRequest, DataPiece, Disk, FIRST_FREE_FRAME, GUEST_FRAMES, Guest, GuestRequest, IN, OUT, PAGE, RingState,
+    WRITE_ZEROES, content, wait_for,
+};
 use proptest::prelude::*;
-use rekindle_disk::control::Ask as Control;
+use rekindle_disk::control::ControlCommand;
 use rekindle_disk::retained::CacheCounts;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Duration;
 
-const KEEP: Control = Control::Keep { claim: None };
+const KEEP: ControlCommand = ControlCommand::KeepCache { claim: None };
 
 /// Ends the guest and starts another one with fresh memory. Returns the number of blocks in the retained cache.
 fn reboot(disk: &Disk, guest: Guest) -> (Guest, u64) {
@@ -57,10 +60,10 @@ fn large_with_small() {
     let mut guest = Guest::connect(&disk.socket(), common::memory(), 2);
     guest.run(0, RingState::Empty);
     guest.run(1, RingState::Empty);
-    let large = |kind: u32, number: u64, frame: u64| Ask {
+    let large = |kind: u32, number: u64, frame: u64| GuestRequest {
         kind,
         sector: number * LARGE * 8,
-        data: vec![(frame * PAGE, (LARGE * PAGE) as u32, kind == 0)],
+        data: vec![DataPiece { address: frame * PAGE, len: (LARGE * PAGE) as u32, is_writable: kind == IN }],
     };
     let frame = |number: u64| FIRST_FREE_FRAME + number * LARGE;
     let small = FIRST_FREE_FRAME + 8 * LARGE;
@@ -71,23 +74,23 @@ fn large_with_small() {
             if is_written(number) {
                 (0..LARGE).for_each(|n| guest.fill(frame(number) + n, &content(number * LARGE + n, round)));
             }
-            guest.put(0, &large(u32::from(is_written(number)), number, frame(number)));
+            guest.add_request(0, &large(u32::from(is_written(number)), number, frame(number)));
         }
         // Small writes into blocks that are being read.
         for n in 0..16 {
             let block = (n % 4 * 2 + 1) * LARGE + round * 32 + n;
             guest.fill(small + n, &content(block, round));
-            guest.put(1, &Ask::write(block, small + n));
+            guest.add_request(1, &GuestRequest::write(block, small + n));
         }
         guest.kick(0);
         guest.kick(1);
         let mut ended = Vec::new();
         wait_for("all of them", || {
-            ended.extend(guest.ended(0));
-            ended.extend(guest.ended(1));
+            ended.extend(guest.take_completed(0));
+            ended.extend(guest.take_completed(1));
             (ended.len() == 8 + 16).then_some(())
         });
-        assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+        assert!(ended.iter().all(|completed| completed.status == 0), "{ended:?}");
         for number in (0..8).filter(|number| is_written(*number)) {
             for block in number * LARGE..(number + 1) * LARGE {
                 assert!(disk.block(block) == content(block, round), "round {round}: block {block} of the disk");
@@ -103,7 +106,7 @@ fn large_with_small() {
     let (mut guest, kept) = reboot(&disk, guest);
     assert!(kept >= 4 * LARGE, "{kept}: a read is not known if one of its blocks was written meanwhile");
     for number in 0..8 {
-        assert_eq!(guest.ask(&large(0, number, frame(number))), 0);
+        assert_eq!(guest.request(&large(0, number, frame(number))), 0);
         for n in 0..LARGE {
             let block = number * LARGE + n;
             assert!(guest.frame(frame(number) + n) == disk.block(block), "block {block} after the reboot");
@@ -113,7 +116,7 @@ fn large_with_small() {
 
 /// Starts another kernel in the guest's memory, whose driver starts anew. Returns the number of cached blocks.
 fn jump(disk: &Disk, guest: &mut Guest) -> u64 {
-    let blocks = disk.control().ask(&Control::Reuse {}).unwrap();
+    let blocks = disk.control().ask(&ControlCommand::ReuseCache {}).unwrap();
     guest.stop(0);
     guest.run(0, RingState::Empty);
     blocks
@@ -125,7 +128,7 @@ fn another_kernel_in_the_same_memory_uses_what_is_still_there() {
     let mut guest = Guest::start(&disk.socket());
     (0..64).for_each(|block| drop(guest.read(block, FIRST_FREE_FRAME + block)));
     guest.write(70, FIRST_FREE_FRAME + 70, &content(70, 1));
-    assert_eq!(disk.control().ask::<u64>(&Control::Reuse {}).unwrap(), 65);
+    assert_eq!(disk.control().ask::<u64>(&ControlCommand::ReuseCache {}).unwrap(), 65);
     // A guest that is stopped and continues has not started another kernel: its rings continue at the same position.
     guest.stop(0);
     guest.run(0, RingState::Kept);
@@ -220,11 +223,28 @@ fn a_written_block_is_not_served_with_its_old_content() {
     // Blocks are written whole, in part, zeroed, and by a failing write.
     guest.write(3, FIRST_FREE_FRAME, &content(3, 1));
     guest.fill(FIRST_FREE_FRAME, &[7; PAGE as usize]);
-    assert_eq!(guest.ask(&Ask { kind: 1, sector: 4 * 8 + 2, data: vec![(FIRST_FREE_FRAME * PAGE, 512, false)] }), 0);
+    assert_eq!(
+        guest.request(&GuestRequest {
+            kind: OUT,
+            sector: 4 * 8 + 2,
+            data: vec![DataPiece::readable(FIRST_FREE_FRAME * PAGE, 512)]
+        }),
+        0
+    );
     let range = [&(5u64 * 8).to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat();
     guest.memory.write_all_at(&range, FIRST_FREE_FRAME * PAGE).unwrap();
-    assert_eq!(guest.ask(&Ask { kind: 13, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 16, false)] }), 0);
-    assert_eq!(guest.ask(&Ask { kind: 1, sector: 6 * 8, data: vec![(1 << 40, PAGE as u32, false)] }), 1);
+    assert_eq!(
+        guest.request(&GuestRequest {
+            kind: WRITE_ZEROES,
+            sector: 0,
+            data: vec![DataPiece::readable(FIRST_FREE_FRAME * PAGE, 16)]
+        }),
+        0
+    );
+    assert_eq!(
+        guest.request(&GuestRequest { kind: OUT, sector: 6 * 8, data: vec![DataPiece::readable(1 << 40, PAGE)] }),
+        1
+    );
     for block in 0..32 {
         assert_eq!(guest.read(block, FIRST_FREE_FRAME + 40), disk.block(block), "block {block}");
     }
@@ -266,7 +286,7 @@ fn a_retained_cache_is_of_the_previous_guest_and_is_dropped_on_request() {
     assert_eq!(kept, 1);
     behind(&disk, 1, &content(1, 8));
     assert_eq!(guest.read(1, FIRST_FREE_FRAME), content(1, 8));
-    disk.control().ask::<()>(&Control::Drop {}).unwrap();
+    disk.control().ask::<()>(&ControlCommand::DropCache {}).unwrap();
     assert_eq!(cache_status(&disk), None);
     behind(&disk, 2, &content(2, 8));
     assert_eq!(guest.read(2, FIRST_FREE_FRAME), content(2, 8));
@@ -274,10 +294,10 @@ fn a_retained_cache_is_of_the_previous_guest_and_is_dropped_on_request() {
 
 /// Reads a block through the guest's second queue, which is the other disk's.
 fn read_by(guest: &mut Guest, block: u64, frame: u64) -> Vec<u8> {
-    guest.put(1, &Ask::read(block, frame));
+    guest.add_request(1, &GuestRequest::read(block, frame));
     guest.kick(1);
-    let ended = wait_for("an answer", || Some(guest.ended(1)).filter(|ended| !ended.is_empty()));
-    assert!(matches!(ended[..], [(_, _, 0)]), "{ended:?}");
+    let ended = wait_for("an answer", || Some(guest.take_completed(1)).filter(|ended| !ended.is_empty()));
+    assert!(matches!(ended[..], [CompletedRequest { status: 0, .. }]), "{ended:?}");
     guest.frame(frame)
 }
 
@@ -308,14 +328,14 @@ fn two_disks_keep_their_blocks_in_one_memory_also_when_that_is_repeated() {
     for _ in 0..2 {
         for (disk, claim) in disks.iter().zip(&claims) {
             wait_for("the front end to have gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
-            let kept: u64 = disk.control().ask(&Control::Keep { claim: Some(claim.clone()) }).unwrap();
+            let kept: u64 = disk.control().ask(&ControlCommand::KeepCache { claim: Some(claim.clone()) }).unwrap();
             assert_eq!((kept, frames()), (32, before), "nothing is given back yet");
         }
     }
     let identity = |disk: &Disk| disk.control().status().unwrap().retained_memory.expect("a retained cache");
     assert_eq!(identity(&disks[0]), identity(&disks[1]));
     for (disk, other) in [(0, 1), (1, 0)] {
-        disks[disk].control().ask::<()>(&Control::Share { claims: vec![claims[other].clone()] }).unwrap();
+        disks[disk].control().ask::<()>(&ControlCommand::ShareCache { claims: vec![claims[other].clone()] }).unwrap();
     }
     wait_for("unneeded frames to be released", || (frames() == 48).then_some(()));
     let [mut first, mut second] = both(&disks);
@@ -338,7 +358,7 @@ fn a_server_without_the_other_claims_releases_nothing() {
     drop(guest);
     wait_for("the front end to have gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
     let claim = disk.directory.path().join("claim");
-    assert_eq!(disk.control().ask::<u64>(&Control::Keep { claim: Some(claim) }).unwrap(), 32);
+    assert_eq!(disk.control().ask::<u64>(&ControlCommand::KeepCache { claim: Some(claim) }).unwrap(), 32);
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(cache_status(&disk), None, "it has dropped that");
     behind(&disk, 3, &content(3, 5));
@@ -348,7 +368,8 @@ fn a_server_without_the_other_claims_releases_nothing() {
     let nowhere = disk.directory.path().join("none").join("claim");
     drop(guest);
     wait_for("the front end to have gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
-    let refused = disk.control().ask::<u64>(&Control::Keep { claim: Some(nowhere) }).unwrap_err().to_string();
+    let refused =
+        disk.control().ask::<u64>(&ControlCommand::KeepCache { claim: Some(nowhere) }).unwrap_err().to_string();
     assert!(refused.contains("none/claim"), "{refused}");
     assert_eq!(cache_status(&disk), None);
 }
@@ -392,8 +413,8 @@ proptest! {
             match step {
                 Step::Read { block, blocks, frame, skew } => {
                     let bytes = blocks * PAGE;
-                    let ask = Ask { kind: 0, sector: block * 8, data: vec![(frame * PAGE + skew, bytes as u32, true)] };
-                    prop_assert_eq!(guest.ask(&ask), 0);
+                    let ask = GuestRequest { kind: IN, sector: block * 8, data: vec![DataPiece::writable(frame * PAGE + skew, bytes)] };
+                    prop_assert_eq!(guest.request(&ask), 0);
                     let mut got = vec![0; bytes as usize];
                     guest.memory.read_exact_at(&mut got, frame * PAGE + skew).unwrap();
                     let on_disk: Vec<u8> = (block..block + blocks).flat_map(|block| disk.block(block)).collect();
@@ -402,29 +423,29 @@ proptest! {
                 Step::Write { block, blocks, frame, skew, version } => {
                     let bytes: Vec<u8> = (block..block + blocks).flat_map(|block| content(block, version)).collect();
                     guest.memory.write_all_at(&bytes, frame * PAGE + skew).unwrap();
-                    let data = vec![(frame * PAGE + skew, bytes.len() as u32, false)];
-                    prop_assert_eq!(guest.ask(&Ask { kind: 1, sector: block * 8, data }), 0);
+                    let data = vec![DataPiece::readable(frame * PAGE + skew, bytes.len() as u64)];
+                    prop_assert_eq!(guest.request(&GuestRequest { kind: OUT, sector: block * 8, data }), 0);
                 }
                 Step::Scribble { frame, byte } => guest.memory.write_all_at(&[byte], frame * PAGE + 77).unwrap(),
                 Step::Together { block, frame, version } => {
                     // A concurrent read and write of one block: the read may return either content.
                     guest.fill(frame, &content(block, version));
-                    let asks = [Ask::read(block, FIRST_FREE_FRAME + 30), Ask::write(block, frame), Ask::read(block, FIRST_FREE_FRAME + 31)];
+                    let asks = [GuestRequest::read(block, FIRST_FREE_FRAME + 30), GuestRequest::write(block, frame), GuestRequest::read(block, FIRST_FREE_FRAME + 31)];
                     for ask in &asks {
-                        guest.put(0, ask);
+                        guest.add_request(0, ask);
                     }
                     guest.kick(0);
                     let mut ended = Vec::new();
                     wait_for("all three", || {
-                        ended.extend(guest.ended(0));
+                        ended.extend(guest.take_completed(0));
                         (ended.len() == 3).then_some(())
                     });
-                    prop_assert!(ended.iter().all(|(_, _, status)| *status == 0));
+                    prop_assert!(ended.iter().all(|completed| completed.status == 0));
                 }
                 Step::Zero { block, blocks } => {
                     let range = [&(block * 8).to_le_bytes()[..], &(blocks as u32 * 8).to_le_bytes(), &[0; 4]].concat();
                     guest.memory.write_all_at(&range, 100 * PAGE).unwrap();
-                    prop_assert_eq!(guest.ask(&Ask { kind: 13, sector: 0, data: vec![(100 * PAGE, 16, false)] }), 0);
+                    prop_assert_eq!(guest.request(&GuestRequest { kind: WRITE_ZEROES, sector: 0, data: vec![DataPiece::readable(100 * PAGE, 16)] }), 0);
                 }
                 Step::Reboot => guest = reboot(&disk, guest).0,
             }

@@ -3,8 +3,8 @@
 //! `docs/disk-epochs.md` defines which writes are durable at what time.
 
 use crate::target::Target;
-use rekindle_disk::control::{Ask, Control, ControlError};
-use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::control::{Control, ControlCommand, ControlError};
+use rekindle_disk::keeper::EpochId;
 use rekindle_vm::disks;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -68,7 +68,7 @@ impl EpochDisks {
         self.disks.iter_mut().try_for_each(|(id, path, connected)| {
             // Reconnects each time: the server may have been replaced.
             let connection = Control::connect(path).and_then(|mut control| {
-                control.ask::<EpochId>(&Ask::EpochBegin {})?;
+                control.ask::<EpochId>(&ControlCommand::EpochBegin {})?;
                 Ok(control)
             });
             *connected = Some(connection.map_err(|source| EpochError { id: id.clone(), source })?);
@@ -79,7 +79,7 @@ impl EpochDisks {
     /// Marks the state of the disks while the guest is stopped.
     pub(crate) fn mark(&mut self) -> Result<Vec<DiskEpoch>, EpochError> {
         let marked = self.disks.iter_mut().filter_map(|(id, _, connected)| {
-            let at = connected.as_mut()?.ask(&Ask::EpochMark {});
+            let at = connected.as_mut()?.ask(&ControlCommand::EpochMark {});
             let id = id.clone();
             Some(match at {
                 Ok(at) => Ok(DiskEpoch { id, at }),
@@ -91,18 +91,18 @@ impl EpochDisks {
 
     /// Makes the marked state durable. Must be called before the commit.
     pub(crate) fn seal(&mut self, marked: &[DiskEpoch]) -> Result<(), EpochError> {
-        self.each(marked, |epoch| Ask::EpochSeal { epoch })
+        self.each(marked, |epoch| ControlCommand::EpochSeal { epoch })
     }
 
     /// Reports the commit to the disk servers, which then need no older epochs.
     pub(crate) fn committed(&mut self, marked: &[DiskEpoch]) {
-        if let Err(e) = self.each(marked, |epoch| Ask::EpochCommitted { epoch }) {
+        if let Err(e) = self.each(marked, |epoch| ControlCommand::EpochCommitted { epoch }) {
             // The report of the next commit covers this one, too.
             tracing::debug!("{e}: {}", e.source);
         }
     }
 
-    fn each(&mut self, marked: &[DiskEpoch], ask: impl Fn(u64) -> Ask) -> Result<(), EpochError> {
+    fn each(&mut self, marked: &[DiskEpoch], ask: impl Fn(u64) -> ControlCommand) -> Result<(), EpochError> {
         marked.iter().try_for_each(|DiskEpoch { id, at }| {
             let control =
                 self.disks.iter_mut().find(|(of, _, _)| of == id).and_then(|(_, _, connected)| connected.as_mut());

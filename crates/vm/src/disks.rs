@@ -15,8 +15,8 @@ pub use served::{served, served_now};
 
 use crate::lock::Servers;
 use crate::rundir::RunDir;
-use rekindle_disk::control::{Ask, Control, ControlError};
-use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::control::{Control, ControlCommand, ControlError};
+use rekindle_disk::keeper::EpochId;
 use rekindle_disk::redo::offline::{self, MergeError};
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
@@ -229,7 +229,7 @@ pub fn against_waiting(rundir: &RunDir, hardware: &Hardware) -> Option<String> {
 /// [`DisksError`]: another process has an image open, an image is newer than the checkpoint, or it is another disk.
 pub fn have(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
     let had = served(hardware).try_for_each(|disk| {
-        let ask = Ask::Have { at: epochs.get(&disk.id).copied(), filling: true };
+        let ask = ControlCommand::OpenDisk { epoch: epochs.get(&disk.id).copied(), is_filling: true };
         let asked = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&ask));
         asked.map_err(|source| DisksError::Refused { id: disk.id.clone(), source })
     });
@@ -405,7 +405,8 @@ fn end_server(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError> {
     if found.is_empty() {
         return Ok(());
     }
-    let asked = Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&Ask::End {}));
+    let asked =
+        Control::connect(&control(rundir, &disk.id)).and_then(|mut control| control.ask::<()>(&ControlCommand::End {}));
     if let Err(e) = &asked {
         tracing::debug!("the server of disk {} cannot be asked to end: {e}", disk.id);
     }
@@ -509,8 +510,8 @@ pub fn filled(rundir: &RunDir) {
         Some(name.to_owned())
     };
     for id in entries.filter_map(|entry| of_server(&entry.file_name())) {
-        let notified =
-            Control::connect(&control(rundir, &id)).and_then(|mut control| control.ask::<()>(&Ask::Filled {}));
+        let notified = Control::connect(&control(rundir, &id))
+            .and_then(|mut control| control.ask::<()>(&ControlCommand::MemoryFilled {}));
         if let Err(e) = notified {
             tracing::debug!("disk {id}: its server still checks for missing pages: {e}");
         }

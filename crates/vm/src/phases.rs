@@ -8,7 +8,7 @@ use crate::disks;
 use crate::host::Host;
 use crate::names::unique_name;
 use crate::rundir::RunDir;
-use rekindle_disk::control::{Ask, Control, ControlError};
+use rekindle_disk::control::{Control, ControlCommand, ControlError};
 use rekindle_disk::ledger::{Moment, StaleReason};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::mark::Mark;
@@ -80,7 +80,7 @@ pub fn directory(host: &Host, rundir: &RunDir, definition: &Definition) -> PathB
     directory.join(format!("{}.phase", unique_name(rundir)))
 }
 
-fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &Ask) -> Result<T, PhaseError> {
+fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &ControlCommand) -> Result<T, PhaseError> {
     let asked = Control::connect(&disks::control(rundir, id)).and_then(|mut control| control.ask(ask));
     asked.map_err(|source| PhaseError::Server { id: id.into(), source })
 }
@@ -92,7 +92,7 @@ fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &Ask) -> 
 pub fn begin(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
     expect_healthy(rundir, definition);
     for disk in disks::served(hardware).filter(|_| hardware.phase) {
-        if let Err(e) = ask::<()>(rundir, &disk.id, &Ask::PhaseBegin {}) {
+        if let Err(e) = ask::<()>(rundir, &disk.id, &ControlCommand::PhaseBegin {}) {
             tracing::debug!("{e}: no phase of this boot can be kept");
         }
     }
@@ -124,7 +124,7 @@ pub fn mark(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<DiskThen>, Phase
     let marked = hardware.disks.iter().map(|disk| {
         let id = disk.id.clone();
         let known = if disk.server {
-            Known::Moment(ask(rundir, &id, &Ask::PhaseMark {})?)
+            Known::Moment(ask(rundir, &id, &ControlCommand::PhaseMark {})?)
         } else if disk.readonly && disk.format == "raw" {
             let failed = |source| PhaseError::Image { id: id.clone(), path: disk.path.clone(), source };
             Known::File(Mark::of(&disk.path).map_err(failed)?)
@@ -150,7 +150,7 @@ pub fn check(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) -> Option<
     then.iter().find_map(|disk| {
         let void = match &disk.known {
             Known::Moment(moment) => {
-                match ask::<Option<StaleReason>>(rundir, &disk.id, &Ask::PhaseCheck { moment: *moment }) {
+                match ask::<Option<StaleReason>>(rundir, &disk.id, &ControlCommand::PhaseCheck { moment: *moment }) {
                     Ok(void) => void.map(|void| void.to_string()),
                     Err(e) => Some(format!("its server does not report what was written: {e}")),
                 }
@@ -174,7 +174,7 @@ pub fn continue_from(rundir: &RunDir, hardware: &Hardware, then: &[DiskThen]) ->
     }
     then.iter().try_for_each(|disk| {
         let Known::Moment(moment) = &disk.known else { return Ok(()) };
-        match ask::<Option<StaleReason>>(rundir, &disk.id, &Ask::PhaseResume { moment: *moment }) {
+        match ask::<Option<StaleReason>>(rundir, &disk.id, &ControlCommand::PhaseResume { moment: *moment }) {
             Ok(None) => Ok(()),
             Ok(Some(void)) => Err(format!("disk {}: {void}", disk.id)),
             Err(e) => Err(e.to_string()),

@@ -19,11 +19,11 @@ mod peer;
 mod steps;
 
 use peer::{FLUSH, Peer, READ, WRITE};
-use rekindle_disk::control::{Ask, Control};
+use rekindle_disk::control::{Control, ControlCommand};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::image::OpenMode;
+use rekindle_disk::keeper::{EpochId, LogOptions};
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::{EpochId, LogOptions};
 use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
 use std::fs::{self, File};
@@ -133,9 +133,9 @@ impl World {
         let disk = &mut self.disks[number];
         wait_for("all connections to end", || {
             let status = disk.control.status().unwrap();
-            (status.connected == 0 && status.under_way == 0 && !status.active).then_some(())
+            (status.connected == 0 && status.requests_in_progress == 0 && !status.active).then_some(())
         });
-        disk.control.ask::<()>(&Ask::Limit { bps: None, iops: None }).unwrap();
+        disk.control.ask::<()>(&ControlCommand::SetLimits { bps: None, iops: None }).unwrap();
         if disk.has_log {
             // A guest waits while its log is full.
             disk.commit();
@@ -150,7 +150,7 @@ impl World {
         if is_closed().is_none() {
             // Retained memory of guests has open files.
             for disk in &mut self.disks {
-                disk.control.ask::<()>(&Ask::Drop {}).unwrap();
+                disk.control.ask::<()>(&ControlCommand::DropCache {}).unwrap();
             }
         }
         wait_for("descriptors to be closed", is_closed);
@@ -178,10 +178,10 @@ impl Disk {
         let settings = Settings {
             serial: "hostile".into(),
             limits: Limits::default(),
-            map: true,
+            has_block_map: true,
             queues: peer::QUEUES,
             retain_for: None,
-            filling: Arc::default(),
+            is_filling: Arc::default(),
         };
         let place = LogOptions { version: DiskVersion::Newest, limit: Some(CAPACITY), ..LogOptions::default() };
         let service = Service {
@@ -191,7 +191,7 @@ impl Disk {
             control: directory.join("disk.control"),
             redo: place,
             settings,
-            waits: false,
+            is_awaiting_epoch: false,
         };
         let at = service.control.clone();
         let (ready, is_ready) = channel();
@@ -199,16 +199,16 @@ impl Disk {
         is_ready.recv_timeout(DEADLINE).expect("the server begins");
         let mut control = Control::connect(&at).unwrap();
         if has_log {
-            control.ask::<EpochId>(&Ask::EpochBegin {}).unwrap();
+            control.ask::<EpochId>(&ControlCommand::EpochBegin {}).unwrap();
         }
         Self { directory: directory.into(), image, has_log, control, rounds: 0 }
     }
 
     /// Commits a checkpoint, which frees space in the log.
     fn commit(&mut self) {
-        let at: EpochId = self.control.ask(&Ask::EpochMark {}).unwrap();
-        self.control.ask::<()>(&Ask::EpochSeal { epoch: at.epoch }).unwrap();
-        self.control.ask::<()>(&Ask::EpochCommitted { epoch: at.epoch }).unwrap();
+        let at: EpochId = self.control.ask(&ControlCommand::EpochMark {}).unwrap();
+        self.control.ask::<()>(&ControlCommand::EpochSeal { epoch: at.epoch }).unwrap();
+        self.control.ask::<()>(&ControlCommand::EpochCommitted { epoch: at.epoch }).unwrap();
     }
 
     /// Checks that a well-behaved guest is served.

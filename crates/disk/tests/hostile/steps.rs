@@ -2,7 +2,7 @@
 
 use super::Input;
 use super::peer::{DATA, FRONT, HEADER, MEMORY, Peer, QUEUES, STATUS, ask, message, rings, state, table};
-use rekindle_disk::control::{Ask, Control};
+use rekindle_disk::control::{Control, ControlCommand};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::Value;
@@ -303,18 +303,18 @@ fn change_inflight(peer: &mut Peer, input: &mut Input<'_>) {
 /// Sends commands of a VM manager.
 fn ask_server(control: &mut Control, input: &mut Input<'_>) {
     let ask = match input.u8() % 12 {
-        0 => Ask::Status {},
-        1 => Ask::Limit { bps: Some(200 << 20), iops: None },
-        2 => Ask::Limit { bps: None, iops: Some(2000) },
-        3 => Ask::Resize {},
-        4 => Ask::Keep { claim: None },
-        5 => Ask::Reuse {},
-        6 => Ask::Drop {},
-        7 => Ask::Note { pid: Some(std::process::id()) },
-        8 => Ask::Collect {},
-        9 => Ask::PhaseBegin {},
-        10 => Ask::PhaseMark {},
-        _ => Ask::Note { pid: None },
+        0 => ControlCommand::Status {},
+        1 => ControlCommand::SetLimits { bps: Some(200 << 20), iops: None },
+        2 => ControlCommand::SetLimits { bps: None, iops: Some(2000) },
+        3 => ControlCommand::UpdateLength {},
+        4 => ControlCommand::KeepCache { claim: None },
+        5 => ControlCommand::ReuseCache {},
+        6 => ControlCommand::DropCache {},
+        7 => ControlCommand::RecordPages { pid: Some(std::process::id()) },
+        8 => ControlCommand::CollectPages {},
+        9 => ControlCommand::PhaseBegin {},
+        10 => ControlCommand::PhaseMark {},
+        _ => ControlCommand::RecordPages { pid: None },
     };
     // The server may reject the command, but must answer: a control connection has a timeout.
     match control.ask::<Value>(&ask) {

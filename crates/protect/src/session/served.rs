@@ -4,7 +4,7 @@
 use super::CheckpointError;
 use crate::runs::{Runs, merged, no_pages};
 use crate::target::Target;
-use rekindle_disk::control::{Ask, Control, ControlError};
+use rekindle_disk::control::{Control, ControlCommand, ControlError};
 use rekindle_disk::memory::Span;
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::Dirty;
@@ -57,7 +57,7 @@ impl DiskServers {
     /// Stops the recording.
     pub fn end(mut self) {
         for control in &mut self.controls {
-            if let Err(e) = control.ask::<bool>(&Ask::Note { pid: None }) {
+            if let Err(e) = control.ask::<bool>(&ControlCommand::RecordPages { pid: None }) {
                 tracing::debug!("cannot stop the record of a disk server: {e}");
             }
         }
@@ -69,7 +69,7 @@ impl DiskServers {
 fn ask(control: &mut Control, pid: u32) -> Result<bool, ControlError> {
     let deadline = Instant::now() + CONNECTED;
     loop {
-        match control.ask(&Ask::Note { pid: Some(pid) }) {
+        match control.ask(&ControlCommand::RecordPages { pid: Some(pid) }) {
             Err(ControlError::Refused { .. }) if Instant::now() < deadline => thread::sleep(Duration::from_millis(20)),
             other => return other,
         }

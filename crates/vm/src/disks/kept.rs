@@ -9,7 +9,7 @@ use super::{control, served};
 use crate::fault;
 use crate::rundir::RunDir;
 use rekindle_disk::block::BLOCK;
-use rekindle_disk::control::{Ask, Control};
+use rekindle_disk::control::{Control, ControlCommand};
 use rekindle_qemu::command::{Disk, Hardware};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -80,7 +80,7 @@ pub fn release_memory(rundir: &RunDir, hardware: &Hardware, keep: bool) -> Optio
 pub fn reuse(rundir: &RunDir, hardware: &Hardware) -> Option<Kept> {
     let asked = served(hardware).filter_map(|disk| {
         let connected = Control::connect(&control(rundir, &disk.id));
-        match connected.and_then(|mut control| control.ask::<u64>(&Ask::Reuse {})) {
+        match connected.and_then(|mut control| control.ask::<u64>(&ControlCommand::ReuseCache {})) {
             Ok(blocks) => Some((disk.id.clone(), blocks * BLOCK as u64)),
             Err(e) => {
                 tracing::warn!("what the guest has of disk {} is not used by its next kernel: {e}", disk.id);
@@ -111,7 +111,7 @@ fn of_one_memory(kept: Vec<Keeping<'_>>) -> Vec<Keeping<'_>> {
 
 impl<'a> Idle<'a> {
     fn drop(mut self) {
-        if let Err(e) = self.control.ask::<()>(&Ask::Drop {}) {
+        if let Err(e) = self.control.ask::<()>(&ControlCommand::DropCache {}) {
             tracing::debug!("disk {}: {e}", self.disk.id);
         }
     }
@@ -119,7 +119,7 @@ impl<'a> Idle<'a> {
     /// Makes the server retain its blocks. `is_claimed` means that other servers have blocks in the same memory.
     fn keep(mut self, rundir: &RunDir, is_claimed: bool) -> Option<Keeping<'a>> {
         let claim = rundir.file(&format!("disk-{}.claim", self.disk.id));
-        match self.control.ask::<u64>(&Ask::Keep { claim: is_claimed.then(|| claim.clone()) }) {
+        match self.control.ask::<u64>(&ControlCommand::KeepCache { claim: is_claimed.then(|| claim.clone()) }) {
             Ok(0) => {
                 self.drop();
                 None
@@ -138,7 +138,7 @@ impl Keeping<'_> {
     /// Gives the server the lists of frames that the others need.
     fn share(mut self, claims: &[PathBuf]) -> Option<Self> {
         let others = claims.iter().filter(|claim| **claim != self.claim).cloned().collect();
-        match self.idle.control.ask::<()>(&Ask::Share { claims: others }) {
+        match self.idle.control.ask::<()>(&ControlCommand::ShareCache { claims: others }) {
             Ok(()) => Some(self),
             Err(e) => {
                 // The other servers see that this one needs no frame.
