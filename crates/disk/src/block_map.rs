@@ -225,7 +225,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn each_block_is_in_the_frame_that_it_was_moved_to_last(actions in proptest::collection::vec(map_action(), 0..200)) {
+        fn each_block_is_in_the_frame_that_it_was_moved_to_last(
+            actions in proptest::collection::vec(map_action(), 0..200),
+        ) {
             let mut map = BlockMap::new(20);
             let mut model: BTreeMap<u64, (Frame, Digest)> = BTreeMap::new();
             for action in actions {

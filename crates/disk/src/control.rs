@@ -92,8 +92,8 @@ pub enum ControlCommand {
     PhaseMark {},
     /// Check whether a guest of `moment` may continue. Returns null, or the reason why it may not.
     PhaseCheck { moment: Moment },
-    /// The next guest continues from `moment`, and its memory is filled while it runs, until [`ControlCommand::MemoryFilled`]. Returns
-    /// null, or the reason why the guest may not continue.
+    /// The next guest continues from `moment`, and its memory is filled while it runs, until
+    /// [`ControlCommand::MemoryFilled`]. Returns null, or the reason why the guest may not continue.
     #[serde(rename = "phase-go-on")]
     PhaseResume { moment: Moment },
     /// Start a redo log. Returns the disk's identity and the current epoch.

@@ -140,8 +140,8 @@ mod tests {
     use std::fs::File;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// Maps the pages of a file as QEMU would, and calls `work` with their address. Fills each page with its number plus
-    /// one when it is needed, as a pager would. Returns the number of filled pages.
+    /// Maps the pages of a file as QEMU would, and calls `work` with their address. Fills each page with its number
+    /// plus one when it is needed, as a pager would. Returns the number of filled pages.
     fn with_pager(file: &File, work: impl FnOnce(u64)) -> u64 {
         const PAGES: u64 = 16;
         let theirs = map_file(file, PAGES * PAGE);

@@ -11,7 +11,7 @@ use crate::redo::error::RedoError;
 use crate::report::warn_limited;
 use crate::retained::UNCHECKED;
 use crate::served_disk::{PendingDisk, ServedDisk};
-use crate::session::{FillState, Session};
+use crate::session::{FillState, FrontEndSession};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
@@ -185,7 +185,7 @@ fn serve_front_end(
     engine.send(Command::Connection(connection_id, ConnectionCommand::Join { process }));
     let _leave_on_drop = LeaveOnDrop { engine, connection_id };
     let fill_state = FillState { is_filling: Arc::clone(is_filling), process };
-    let session = Session::new(engine.clone(), connection_id, config, fill_state);
+    let session = FrontEndSession::new(engine.clone(), connection_id, config, fill_state);
     let error = handle_messages(engine, connection_id, session, stream);
     if !matches!(error, Error::Disconnected) {
         warn_limited!("front end {}: {error}; closing its connection", connection_id.0);
@@ -193,7 +193,12 @@ fn serve_front_end(
 }
 
 /// Handles the messages of a front end. Returns the error that ends the connection.
-fn handle_messages(engine: &Handle, connection_id: ConnectionId, session: Session, stream: UnixStream) -> Error {
+fn handle_messages(
+    engine: &Handle,
+    connection_id: ConnectionId,
+    session: FrontEndSession,
+    stream: UnixStream,
+) -> Error {
     let peek_stream = match stream.try_clone() {
         Ok(peek_stream) => peek_stream,
         Err(e) => return Error::SocketError(e),

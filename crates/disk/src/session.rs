@@ -31,7 +31,7 @@ use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut
 
 /// The state of one front end's connection: features, memory and queues.
 #[derive(Debug)]
-pub struct Session {
+pub struct FrontEndSession {
     engine: Handle,
     connection_id: ConnectionId,
     config: DiskConfig,
@@ -95,7 +95,7 @@ fn prepare_eventfd(file: &File) -> io::Result<()> {
     Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
 }
 
-impl Session {
+impl FrontEndSession {
     #[must_use]
     pub fn new(engine: Handle, connection_id: ConnectionId, config: DiskConfig, fill_state: FillState) -> Self {
         let queues = (0..config.queues).map(|_| QueueSetup::default()).collect();
@@ -186,7 +186,7 @@ impl Session {
     }
 }
 
-impl VhostUserBackendReqHandlerMut for Session {
+impl VhostUserBackendReqHandlerMut for FrontEndSession {
     fn set_owner(&mut self) -> Result<()> {
         Ok(())
     }

@@ -50,7 +50,7 @@ fn commit(disk: &Disk, epoch: u64) {
     wait_for("the merge", || redo_status(disk).filter(|redo_status| redo_status.merged >= epoch));
 }
 
-fn directory(disk: &Disk) -> PathBuf {
+fn log_directory(disk: &Disk) -> PathBuf {
     disk.directory.path().join("disk.raw.redo")
 }
 
@@ -82,7 +82,7 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_available_too() {
     let mut guest = Guest::start(&disk.socket());
     let mut newest = BTreeMap::new();
     write(&mut guest, &mut newest, 0..4, 1);
-    assert!(redo_status(&disk).is_none() && !directory(&disk).exists());
+    assert!(redo_status(&disk).is_none() && !log_directory(&disk).exists());
     let new_log = begin(&disk);
     assert_eq!((begin(&disk).disk, new_log.epoch), (new_log.disk, 1), "a disk that has a log keeps it");
     write(&mut guest, &mut newest, 2..20, 2);
@@ -126,7 +126,7 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_available_too() {
     check(&mut guest, &newest, "merged");
     write(&mut guest, &mut newest, 50..60, 6);
     disk.control().end_epochs(DEADLINE).unwrap();
-    assert!(!directory(&disk).exists());
+    assert!(!log_directory(&disk).exists());
     check(&mut guest, &newest, "without a log again");
     write(&mut guest, &mut newest, 60..61, 7);
     assert_eq!(disk.block(60), content(60, 7), "writes go to the image again");
@@ -137,15 +137,15 @@ fn a_checkpoint_has_its_disk_and_the_newest_is_available_too() {
 fn a_mark_of_a_running_guest_and_a_commit_without_a_seal_are_rejected() {
     let disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
-    let ask = |ask| disk.control().ask::<serde_json::Value>(&ask).unwrap_err().to_string();
-    assert!(ask(ControlCommand::EpochMark {}).contains("no redo log"));
-    assert!(ask(ControlCommand::EpochSeal { epoch: 1 }).contains("no redo log"));
+    let refusal = |command| disk.control().ask::<serde_json::Value>(&command).unwrap_err().to_string();
+    assert!(refusal(ControlCommand::EpochMark {}).contains("no redo log"));
+    assert!(refusal(ControlCommand::EpochSeal { epoch: 1 }).contains("no redo log"));
     begin(&disk);
-    assert!(ask(ControlCommand::EpochMark {}).contains("the guest runs"));
-    assert!(ask(ControlCommand::EpochSeal { epoch: 1 }).contains("has not ended"));
+    assert!(refusal(ControlCommand::EpochMark {}).contains("the guest runs"));
+    assert!(refusal(ControlCommand::EpochSeal { epoch: 1 }).contains("has not ended"));
     guest.write(1, FIRST_FREE_FRAME, &content(1, 1));
     let at = mark(&disk, &mut guest);
-    assert!(ask(ControlCommand::EpochCommitted { epoch: at.epoch }).contains("was not sealed"));
+    assert!(refusal(ControlCommand::EpochCommitted { epoch: at.epoch }).contains("was not sealed"));
     seal(&disk, at.epoch);
     commit(&disk, at.epoch);
     assert_eq!(disk.block(1), content(1, 1));
@@ -175,12 +175,12 @@ fn another_or_a_newer_disk_is_not_served_for_a_checkpoint() {
     assert!(refused(2, uuid::Uuid::new_v4()).contains("it is of disk"));
     assert!(refused(9, new_log.disk).contains("never sealed"));
     // Without a server, the log can be inspected and merged.
-    let left = inspect(&directory(&disk), u64::MAX).unwrap().unwrap();
+    let left = inspect(&log_directory(&disk), u64::MAX).unwrap().unwrap();
     assert_eq!((left.disk, left.sealed, left.floor, left.writes), (new_log.disk, 2, 2, 1));
     assert_eq!(disk.block(1), content(1, 2));
     assert!(merge_all(&disk.image, &default_directory(&disk.image), true, None).unwrap().is_some());
     assert_eq!(disk.block(1), content(1, 3));
-    assert_eq!(inspect(&directory(&disk), u64::MAX).unwrap(), None);
+    assert_eq!(inspect(&log_directory(&disk), u64::MAX).unwrap(), None);
     assert_eq!(merge_all(&disk.image, &default_directory(&disk.image), true, None).unwrap(), None);
     assert!(refused(2, new_log.disk).contains("the disk is newer than the checkpoint"));
     disk.serve(|_| ());
@@ -247,7 +247,7 @@ fn requests_of_any_shape_pass_through_the_log() {
     assert!(redo_status(&disk).unwrap().epoch > 10);
     drop(guest);
     disk.end();
-    merge_all(&disk.image, &directory(&disk), true, None).unwrap();
+    merge_all(&disk.image, &log_directory(&disk), true, None).unwrap();
     assert!(fs::read(&disk.image).unwrap() == model);
     disk.serve(|_| ());
 }
@@ -270,21 +270,21 @@ fn a_full_log_holds_writes_and_loses_none() {
     guest.kick(0);
     let why = wait_for("writes that wait", || redo_status(&disk)?.waiting);
     assert!(why.contains("has reached its limit") && why.contains("no checkpoint is committed"), "{why}");
-    let mut ended = guest.take_completed(0).len();
-    assert!(ended < blocks.clone().count());
+    let mut completed = guest.take_completed(0).len();
+    assert!(completed < blocks.clone().count());
     // Reads do not wait.
     guest.add_request(0, &GuestRequest::read(110, FIRST_FREE_FRAME + 40));
     guest.kick(0);
     wait_for("a read", || {
-        ended += guest.take_completed(0).len();
+        completed += guest.take_completed(0).len();
         (guest.frame(FIRST_FREE_FRAME + 40) == content(110, 1)).then_some(())
     });
     // Stopping the guest does not wait; the checkpoint then frees space.
     guest.stop(0);
-    ended += guest.take_completed(0).len();
+    completed += guest.take_completed(0).len();
     let at: EpochId = disk.control().ask(&ControlCommand::EpochMark {}).unwrap();
     guest.run(0, RingState::Kept);
-    assert_eq!(ended, blocks.clone().count() + 1, "all of them ended before the queue stopped");
+    assert_eq!(completed, blocks.clone().count() + 1, "all of them completed before the queue stopped");
     seal(&disk, at.epoch);
     commit(&disk, at.epoch);
     versions.extend(blocks.map(|block| (block, 1)));
@@ -293,17 +293,18 @@ fn a_full_log_holds_writes_and_loses_none() {
     check(&mut guest, &versions, "after it was full");
 }
 
-const AT: &str = "REKINDLE_TEST_DISK";
+/// Environment variable with the directory of the disk, for the server that another process runs.
+const DIRECTORY_VARIABLE: &str = "REKINDLE_TEST_DISK";
 /// The file size limit, until the test raises it.
-const MOST: u64 = 3 << 20;
+const FILE_SIZE_LIMIT: u64 = 3 << 20;
 
 #[test]
 #[ignore = "run by another test"]
 fn server() {
-    let directory = PathBuf::from(std::env::var_os(AT).unwrap());
+    let directory = PathBuf::from(std::env::var_os(DIRECTORY_VARIABLE).unwrap());
     // As on a full disk: the kernel does not extend files.
     signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default()).unwrap();
-    setrlimit(Resource::Fsize, Rlimit { current: Some(MOST), maximum: Some(MOST * 4) }).unwrap();
+    setrlimit(Resource::Fsize, Rlimit { current: Some(FILE_SIZE_LIMIT), maximum: Some(FILE_SIZE_LIMIT * 4) }).unwrap();
     serve(common::service(&directory, &directory.join("disk.raw")), || ()).unwrap();
 }
 
@@ -312,42 +313,43 @@ fn a_full_disk_under_the_log_fails_no_write_and_loses_none() {
     let mut disk = Disk::new(BLOCKS * 4);
     disk.end();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["server", "--exact", "--ignored"]).env(AT, disk.directory.path());
+    command.args(["server", "--exact", "--ignored"]).env(DIRECTORY_VARIABLE, disk.directory.path());
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
     let mut versions = BTreeMap::new();
     // Writes of 64 KiB each, until one waits.
-    let mut ended = 0;
-    let mut put = 0;
+    let mut completed = 0;
+    let mut sent = 0;
     for first in (0..BLOCKS * 4).step_by(16) {
-        let frame = FIRST_FREE_FRAME + (put % 14) * 16;
+        let frame = FIRST_FREE_FRAME + (sent % 14) * 16;
         (0..16).for_each(|of| guest.fill(frame + of, &content(first + of, 1)));
         guest.add_request(
             0,
             &GuestRequest { kind: OUT, sector: first * 8, data: vec![DataPiece::readable(frame * PAGE, 16 * PAGE)] },
         );
         guest.kick(0);
-        put += 1;
+        sent += 1;
         versions.extend((first..first + 16).map(|block| (block, 1)));
         let why = wait_for("its end, or that it waits", || {
             let all = guest.take_completed(0);
             assert!(all.iter().all(|completed| completed.status == 0), "{all:?}");
-            ended += all.len() as u64;
-            if ended == put { Some(None) } else { redo_status(&disk)?.waiting.map(Some) }
+            completed += all.len() as u64;
+            if completed == sent { Some(None) } else { redo_status(&disk)?.waiting.map(Some) }
         });
         if let Some(why) = why {
             assert!(why.contains("no room"), "{why}");
             break;
         }
     }
-    assert_eq!(put, ended + 1, "one of them waits");
-    assert!(redo_status(&disk).unwrap().bytes > MOST / 2);
+    assert_eq!(sent, completed + 1, "one of them waits");
+    assert!(redo_status(&disk).unwrap().bytes > FILE_SIZE_LIMIT / 2);
     // There is space again, and the writes continue without a command.
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
-    let more = Rlimit { current: Some(MOST * 4), maximum: Some(MOST * 4) };
+    let more = Rlimit { current: Some(FILE_SIZE_LIMIT * 4), maximum: Some(FILE_SIZE_LIMIT * 4) };
     prlimit(Some(pid), Resource::Fsize, more).unwrap();
-    let last = wait_for("the one that waited", || Some(guest.take_completed(0)).filter(|ended| !ended.is_empty()));
+    let last =
+        wait_for("the one that waited", || Some(guest.take_completed(0)).filter(|completed| !completed.is_empty()));
     assert!(matches!(last[..], [CompletedRequest { written: 1, status: 0, .. }]), "{last:?}");
     wait_for("the status", || redo_status(&disk).filter(|redo_status| redo_status.waiting.is_none()));
     for (block, version) in &versions {
@@ -371,7 +373,7 @@ fn the_space_of_overwritten_entries_is_used_again() {
         write(&mut guest, &mut versions, 0..16, version);
     }
     check(&mut guest, &versions, "overwritten");
-    let blocks = File::open(directory(&disk).join("1.log")).unwrap().metadata().unwrap();
+    let blocks = File::open(log_directory(&disk).join("1.log")).unwrap().metadata().unwrap();
     let used = std::os::unix::fs::MetadataExt::blocks(&blocks) * 512;
     assert!(used < 8 << 20, "{used}");
     drop(guest);
@@ -385,7 +387,7 @@ fn an_unreadable_segment_is_an_error_and_never_other_data() {
     let mut guest = Guest::start(&disk.socket());
     begin(&disk);
     guest.write(3, FIRST_FREE_FRAME, &content(3, 1));
-    let file = fs::OpenOptions::new().write(true).open(directory(&disk).join("1.log")).unwrap();
+    let file = fs::OpenOptions::new().write(true).open(log_directory(&disk).join("1.log")).unwrap();
     file.set_len(4096).unwrap();
     assert_eq!(guest.request(&GuestRequest::read(3, FIRST_FREE_FRAME + 1)), 1, "an error");
     assert_ne!(guest.frame(FIRST_FREE_FRAME + 1), content(3, 0), "not what was there before");
@@ -419,5 +421,5 @@ fn a_full_log_without_a_protector_ends() {
     write(&mut guest, &mut versions, 50..100, 2);
     wait_for("the log's end", || redo_status(&disk).is_none().then_some(()));
     check(&mut guest, &versions, "after its log has ended");
-    assert!(!directory(&disk).exists());
+    assert!(!log_directory(&disk).exists());
 }

@@ -16,11 +16,11 @@ use vhost::vhost_user::Frontend;
 const BLOCKS: u64 = 64;
 
 fn begin(disk: &Disk) {
-    wait_gone(disk);
+    wait_for_disconnect(disk);
     disk.control().ask::<()>(&ControlCommand::PhaseBegin {}).unwrap();
 }
 
-fn wait_gone(disk: &Disk) {
+fn wait_for_disconnect(disk: &Disk) {
     wait_for("the guest to be gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
 }
 
@@ -36,12 +36,12 @@ fn check(disk: &Disk, moment: Moment) -> Option<StaleReason> {
 }
 
 fn resume(disk: &Disk, moment: Moment) -> Option<StaleReason> {
-    wait_gone(disk);
+    wait_for_disconnect(disk);
     disk.control().ask(&ControlCommand::PhaseResume { moment }).unwrap()
 }
 
 /// Reports that the memory of a continued guest is complete, as it always is in these tests.
-fn filled(disk: &Disk) {
+fn report_filled(disk: &Disk) {
     disk.control().ask::<()>(&ControlCommand::MemoryFilled {}).unwrap();
 }
 
@@ -49,8 +49,8 @@ fn filled(disk: &Disk) {
 fn a_moment_is_valid_until_a_touched_block_is_written() {
     let mut disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
-    let e = mark(&disk, &mut guest).unwrap_err();
-    assert!(e.contains("not known"), "{e}");
+    let error = mark(&disk, &mut guest).unwrap_err();
+    assert!(error.contains("not known"), "{error}");
     assert!(disk.control().ask::<()>(&ControlCommand::PhaseBegin {}).is_err(), "a guest is there");
     drop(guest);
     begin(&disk);
@@ -101,7 +101,7 @@ fn a_qemu_that_waits_for_its_guest_does_not_prevent_a_resume() {
     assert_eq!((gone.connected, gone.waiting_for_guest), (1, 1));
     disk.control().ask::<()>(&ControlCommand::DropCache {}).unwrap();
     assert_eq!(resume().unwrap(), None);
-    filled(&disk);
+    report_filled(&disk);
     drop(next);
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
@@ -133,21 +133,21 @@ fn random_histories() {
     let mut disk = Disk::new(BLOCKS);
     let mut versions = vec![0u64; BLOCKS as usize];
     let mut moments: Vec<(Moment, BTreeMap<u64, u64>)> = Vec::new();
-    let (mut went, mut refused) = (0, 0);
-    for life in 0..60 {
+    let (mut resumed_count, mut rejected_count) = (0, 0);
+    for boot in 0..60 {
         // The blocks that the guest knows; `None`: the guest is older than the server.
         let mut known;
-        let chosen = (!moments.is_empty() && life % 3 != 0).then(|| moments[random.usize(..moments.len())].clone());
+        let chosen = (!moments.is_empty() && boot % 3 != 0).then(|| moments[random.usize(..moments.len())].clone());
         match chosen {
-            Some((moment, then)) if resume(&disk, moment).is_none() => {
-                for (block, version) in &then {
+            Some((moment, known_then)) if resume(&disk, moment).is_none() => {
+                for (block, version) in &known_then {
                     assert_eq!(versions[*block as usize], *version, "a guest continues with another block {block}");
                 }
-                filled(&disk);
-                (known, went) = (Some(then), went + 1);
+                report_filled(&disk);
+                (known, resumed_count) = (Some(known_then), resumed_count + 1);
             }
-            other => {
-                refused += u64::from(other.is_some());
+            rejected => {
+                rejected_count += u64::from(rejected.is_some());
                 begin(&disk);
                 known = Some(BTreeMap::new());
             }
@@ -180,5 +180,5 @@ fn random_histories() {
             moments.iter().for_each(|(moment, _)| assert_eq!(check(&disk, *moment), Some(StaleReason::Server)));
         }
     }
-    assert!(went > 0 && refused > 0, "{went} continued, {refused} were rejected");
+    assert!(resumed_count > 0 && rejected_count > 0, "{resumed_count} continued, {rejected_count} were rejected");
 }

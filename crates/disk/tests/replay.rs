@@ -45,13 +45,13 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
     drop(second);
     third.track();
     third.run_from(0, base).unwrap();
-    let mut ended = Vec::new();
+    let mut completed = Vec::new();
     wait_for("every request to end", || {
         // Fails on a request that is answered twice.
-        ended.extend(third.take_completed(0));
-        (ended.len() as u64 == REQUESTS).then_some(())
+        completed.extend(third.take_completed(0));
+        (completed.len() as u64 == REQUESTS).then_some(())
     });
-    assert!(ended.iter().all(|completed| completed.status == 0), "{ended:?}");
+    assert!(completed.iter().all(|completed| completed.status == 0), "{completed:?}");
     // Requests that are done again do not overwrite later writes.
     third.write(0, FIRST_FREE_FRAME, &content(0, 2));
     third.stop(0);

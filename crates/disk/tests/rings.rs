@@ -26,8 +26,9 @@ fn guest(disk: &Disk) -> Guest {
 fn read(guest: &mut Guest, queue: u16) {
     guest.add_request(queue, &GuestRequest::read(u64::from(queue), FIRST_FREE_FRAME));
     guest.kick(queue);
-    let ended = wait_for("an answer", || Some(guest.take_completed(queue)).filter(|ended| !ended.is_empty()));
-    assert!(matches!(ended[..], [CompletedRequest { status: 0, .. }]), "{ended:?}");
+    let completed =
+        wait_for("an answer", || Some(guest.take_completed(queue)).filter(|completed| !completed.is_empty()));
+    assert!(matches!(completed[..], [CompletedRequest { status: 0, .. }]), "{completed:?}");
     assert_eq!(guest.frame(FIRST_FREE_FRAME), content(u64::from(queue), 0));
 }
 
@@ -86,18 +87,18 @@ fn requests_in_progress_complete_when_their_ring_breaks() {
         guest.add_request(0, &GuestRequest::read(block, FIRST_FREE_FRAME + block));
     }
     guest.kick(0);
-    let mut ended = Vec::new();
+    let mut completed = Vec::new();
     wait_for("some to be taken", || {
-        ended.extend(guest.take_completed(0));
-        (!ended.is_empty()).then_some(())
+        completed.extend(guest.take_completed(0));
+        (!completed.is_empty()).then_some(())
     });
     guest.set_available(0, 1000);
     guest.kick(0);
     wait_for("the error to be reported to the front end", || guest.is_reported_broken(0).then_some(()));
     let base = guest.stop(0);
-    ended.extend(guest.take_completed(0));
-    assert_eq!(ended.len() as u32 + 1, base, "each that was taken has ended");
-    assert!(ended.iter().all(|completed| completed.status == 0), "{ended:?}");
+    completed.extend(guest.take_completed(0));
+    assert_eq!(completed.len() as u32 + 1, base, "each that was taken has completed");
+    assert!(completed.iter().all(|completed| completed.status == 0), "{completed:?}");
 }
 
 /// Adds reads of 24 MiB each, all into the same part of the guest's memory, twice.
@@ -125,10 +126,10 @@ fn a_queue_of_long_requests_stops_after_a_few_of_them() {
     assert_eq!(guest.take_completed(0).len(), usize::from(base));
     disk.control().ask::<()>(&ControlCommand::SetLimits { bps: None, iops: None }).unwrap();
     guest.run_from(0, base).unwrap();
-    let mut ended = usize::from(base);
+    let mut completed = usize::from(base);
     wait_for("the others to end", || {
-        ended += guest.take_completed(0).len();
-        (ended == 16).then_some(())
+        completed += guest.take_completed(0).len();
+        (completed == 16).then_some(())
     });
 }
 
@@ -147,12 +148,12 @@ fn discards_of_a_whole_large_disk_block_no_other_request() {
         );
     }
     guest.kick(0);
-    let mut ended = Vec::new();
+    let mut completed = Vec::new();
     wait_for("all to end", || {
-        ended.extend(guest.take_completed(0));
-        (ended.len() == 15).then_some(())
+        completed.extend(guest.take_completed(0));
+        (completed.len() == 15).then_some(())
     });
-    assert!(ended.iter().all(|completed| completed.status == 0), "{ended:?}");
+    assert!(completed.iter().all(|completed| completed.status == 0), "{completed:?}");
     assert_eq!(disk.control().status().unwrap().mapped_blocks, 0);
 }
 

@@ -62,12 +62,12 @@ fn a_guest_that_checks_only_when_notified_sees_every_answer() {
             }
         }
         guest.kick(0);
-        let mut ended = 0;
-        while ended < count {
+        let mut completed = 0;
+        while completed < count {
             wait_for("a notification", || guest.is_notified(0).then_some(()));
             let found = guest.take_completed(0);
             assert!(found.iter().all(|completed| completed.status == 0));
-            ended += found.len();
+            completed += found.len();
         }
     }
     let call = EventFd::new(libc::EFD_NONBLOCK).unwrap();
@@ -103,12 +103,12 @@ fn requests_of_any_shape_and_many_at_a_time_are_done() {
         guest.kick(queue);
     }
     for queue in [0, 1] {
-        let mut ended = Vec::new();
+        let mut completed = Vec::new();
         wait_for("all of a queue", || {
-            ended.extend(guest.take_completed(queue));
-            (ended.len() == 16).then_some(())
+            completed.extend(guest.take_completed(queue));
+            (completed.len() == 16).then_some(())
         });
-        assert!(ended.iter().all(|completed| (completed.written, completed.status) == (1, 0)), "{ended:?}");
+        assert!(completed.iter().all(|completed| (completed.written, completed.status) == (1, 0)), "{completed:?}");
         for n in (0..16).filter(|n| n % 5 != 4) {
             let block = u64::from(queue) * 100 + n;
             assert_eq!(disk.block(block), content(block, 1));
@@ -309,6 +309,8 @@ fn invalid_commands_on_the_control_socket_get_an_error() {
     for text in ["", "{}", "[1]", r#"{"command": "sing"}"#, r#"{"command": "status", "loud": true}"#] {
         assert!(answer(text).contains("not a question to a disk"), "{text}");
     }
+    // One answer for the whole line, and not one for each 64 KiB.
+    assert!(answer(&"x".repeat(200_000)).contains("at most 65536 bytes"));
     let status: Status = disk.control().status().unwrap();
     assert_eq!((status.bytes, status.active, status.requests_in_progress), (4 * PAGE, false, 0));
 }

@@ -314,7 +314,8 @@ impl EngineLog {
     fn begin_sync(&mut self, io: &mut DiskIo) {
         let is_syncing = |segment_epoch| {
             let mut operations = self.operations.iter();
-            operations.any(|(_, begun)| matches!(begun, LogOperation::Sync { epoch, .. } if *epoch == segment_epoch))
+            operations
+                .any(|(_, operation)| matches!(operation, LogOperation::Sync { epoch, .. } if *epoch == segment_epoch))
         };
         match self.log.reclaimable().into_iter().find(|segment| !is_syncing(segment.epoch)) {
             Some(segment) => {

@@ -1,4 +1,5 @@
-//! Threads and shared values of the keeper, behind traits so that a model checker can replace the system's (`model.rs`).
+//! Threads and shared values of the keeper, behind traits so that a model checker can replace the system's
+//! (`model.rs`).
 
 use std::fmt::Debug;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};

@@ -1,7 +1,7 @@
 //! The record of the pages that are written through a mapping of the guest's memory.
 //!
-//! `vm_memory` calls [`WriteMarks`] for each write to a region. A mark goes to two recipients: a bitmap per region for a
-//! protector, and the dirty log of a migrating QEMU.
+//! `vm_memory` calls [`WriteMarks`] for each write to a region. A mark goes to two recipients: a bitmap per region
+//! for a protector, and the dirty log of a migrating QEMU.
 
 use super::PAGE;
 use std::fs::File;

@@ -196,7 +196,7 @@ impl<D: LogFiles> LogDirectory<D> {
     fn write_state(&mut self, state: EpochState) -> Result<(), RedoError> {
         let count = self.count + 1;
         let written = write_slot(&state, count).and_then(|page| {
-            self.state_file.write_at(page.get(..PAGE_BYTES as usize).unwrap_or_default(), count % STATE_BYTES)?;
+            self.state_file.write_at(page.get(..PAGE_BYTES as usize).unwrap_or_default(), count % 2 * PAGE_BYTES)?;
             self.state_file.sync()
         });
         written.map_err(RedoError::io(self.files.path(), "writing its state"))?;

@@ -150,15 +150,19 @@ impl<B: BlockCatalog> FrontEnd<B> {
 
     /// Starts the operation that changes the image.
     fn change_image(&mut self, id: PartId, part: &Part) {
-        let Part { disk_offset: at, bytes, .. } = *part;
+        let Part { disk_offset, bytes, .. } = *part;
         let len = bytes as usize;
         let operation = match part.work {
-            Work::Discard | Work::Zero { hole: true } => {
-                Operation::Allocate { mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, at, len: bytes }
-            }
-            Work::Zero { hole: false } => {
-                Operation::Allocate { mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, at, len: bytes }
-            }
+            Work::Discard | Work::Zero { hole: true } => Operation::Allocate {
+                mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+                at: disk_offset,
+                len: bytes,
+            },
+            Work::Zero { hole: false } => Operation::Allocate {
+                mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE,
+                at: disk_offset,
+                len: bytes,
+            },
             Work::Read(_) | Work::Write | Work::Sync(_) | Work::ZeroByWriting => {
                 let mut buffer = self.io.buffers.take(len);
                 let data = buffer.get_mut(..len).unwrap_or_default();
@@ -169,10 +173,10 @@ impl<B: BlockCatalog> FrontEnd<B> {
                     return self.end_part(id.request, RequestStatus::Failed);
                 }
                 self.io.bytes_in_flight += len;
-                Operation::Write { at, len, buffer }
+                Operation::Write { at: disk_offset, len, buffer }
             }
         };
-        let image = self.blocks.file_position(DataLocation::Image, at).file;
+        let image = self.blocks.file_position(DataLocation::Image, disk_offset).file;
         self.begin_operation(id, &image, operation);
     }
 
