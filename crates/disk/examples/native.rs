@@ -29,34 +29,43 @@ use vmm_sys_util::eventfd::EventFd;
 /// `VIRTIO_F_VERSION_1`, `VIRTIO_RING_F_EVENT_IDX`, `VIRTIO_BLK_F_FLUSH`, `VHOST_USER_F_PROTOCOL_FEATURES`.
 const FEATURES: u64 = 1 << 32 | EVENT_IDX | 1 << 9 | 1 << 30;
 const EVENT_IDX: u64 = 1 << 29;
-const ENTRIES: u16 = 256;
+const QUEUE_ENTRIES: u16 = 256;
 const PAGE: u64 = 4096;
 /// Addresses in the client's memory: rings, headers and statuses, data.
 const DESCRIPTORS: u64 = PAGE;
-const AVAILABLE: u64 = 3 * PAGE;
-const USED: u64 = 4 * PAGE;
+const AVAILABLE_RING: u64 = 3 * PAGE;
+const USED_RING: u64 = 4 * PAGE;
 const HEADERS: u64 = 8 * PAGE;
 const DATA: u64 = 1 << 20;
 /// The memory's address in the front end, used only as a name.
-const FRONT: u64 = 0x10_0000_0000;
+const FRONT_END_ADDRESS: u64 = 0x10_0000_0000;
 /// Descriptors of a request: header, data, status.
-const EACH: u16 = 3;
+const DESCRIPTORS_PER_REQUEST: u16 = 3;
+/// Requests for which the queue has space.
+const MAX_REQUESTS: u16 = QUEUE_ENTRIES / DESCRIPTORS_PER_REQUEST;
 
+/// The command line.
 struct Options {
     socket: String,
     is_write: bool,
     is_random: bool,
+    /// Bytes of a request.
     bytes: u64,
+    /// Most requests in progress.
     depth: u16,
+    /// Bytes of the disk that are accessed.
     span: u64,
     requests: u64,
     seconds: f64,
+    /// The data's memory is not touched beforehand.
     is_fresh: bool,
+    /// Each request has a buffer of its own that is used repeatedly.
     is_reused: bool,
+    /// Process ID of the server.
     server: Option<u32>,
 }
 
-fn options() -> Result<Options> {
+fn parse_options() -> Result<Options> {
     let mut arguments = std::env::args().skip(1);
     let mut options = Options {
         socket: arguments.next().context("which socket? native SOCKET --what read ...")?,
@@ -89,15 +98,15 @@ fn options() -> Result<Options> {
             _ => bail!("no option {name} {value}"),
         }
     }
-    ensure!(options.depth > 0 && options.depth <= ENTRIES / EACH, "--depth: 1 to {}", ENTRIES / EACH);
-    let buffers = u64::from(ENTRIES / EACH) * options.bytes;
+    ensure!(options.depth > 0 && options.depth <= MAX_REQUESTS, "--depth: 1 to {MAX_REQUESTS}");
+    let buffers = u64::from(MAX_REQUESTS) * options.bytes;
     ensure!(!options.is_reused || buffers <= options.span, "--reuse: --span must have room for the buffers");
     ensure!(options.bytes > 0 && options.span.is_multiple_of(options.bytes), "--span: a multiple of --bytes");
     Ok(options)
 }
 
 /// Returns the processor time of all threads of a process in ns.
-fn used_ns(pid: u32) -> Result<u64> {
+fn cpu_time_ns(pid: u32) -> Result<u64> {
     let mut sum = 0;
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
         let text = fs::read_to_string(thread?.path().join("schedstat"))?;
@@ -114,9 +123,11 @@ struct Client {
     call: EventFd,
     /// Waits for notifications on `call`.
     wait: Epoll,
-    available: u16,
-    used: u16,
-    free: Vec<u16>,
+    /// Index of the next entry of the available ring.
+    next_available: u16,
+    /// Index of the next entry of the used ring to read.
+    next_used: u16,
+    free_slots: Vec<u16>,
 }
 
 impl Client {
@@ -145,91 +156,93 @@ impl Client {
         front.set_mem_table(&[VhostUserMemoryRegionInfo {
             guest_phys_addr: 0,
             memory_size: bytes,
-            userspace_addr: FRONT,
+            userspace_addr: FRONT_END_ADDRESS,
             mmap_offset: 0,
             mmap_handle: handle,
         }])?;
         let (kick, call) = (EventFd::new(0)?, EventFd::new(0)?);
         let wait = Epoll::new()?;
         wait.ctl(ControlOperation::Add, call.as_raw_fd(), EpollEvent::new(EventSet::IN, 0))?;
-        front.set_vring_num(0, ENTRIES)?;
+        front.set_vring_num(0, QUEUE_ENTRIES)?;
         front.set_vring_base(0, 0)?;
         let rings = VringConfigData {
-            queue_max_size: ENTRIES,
-            queue_size: ENTRIES,
+            queue_max_size: QUEUE_ENTRIES,
+            queue_size: QUEUE_ENTRIES,
             flags: 0,
-            desc_table_addr: FRONT + DESCRIPTORS,
-            used_ring_addr: FRONT + USED,
-            avail_ring_addr: FRONT + AVAILABLE,
+            desc_table_addr: FRONT_END_ADDRESS + DESCRIPTORS,
+            used_ring_addr: FRONT_END_ADDRESS + USED_RING,
+            avail_ring_addr: FRONT_END_ADDRESS + AVAILABLE_RING,
             log_addr: None,
         };
         front.set_vring_addr(0, &rings)?;
         front.set_vring_call(0, &call)?;
         front.set_vring_kick(0, &kick)?;
         front.set_vring_enable(0, true)?;
-        let free = (0..ENTRIES / EACH).rev().collect();
-        Ok(Self { memory, front, kick, call, wait, available: 0, used: 0, free })
+        let free_slots = (0..MAX_REQUESTS).rev().collect();
+        Ok(Self { memory, front, kick, call, wait, next_available: 0, next_used: 0, free_slots })
     }
 
     /// Adds a request to the ring, invisible to the device.
-    fn put(&mut self, at: u64, bytes: u64, is_write: bool, is_reused: bool) -> Result<()> {
-        let slot = self.free.pop().context("the queue is full")?;
-        let data = DATA + if is_reused { u64::from(slot) * bytes } else { at };
-        let (head, header) = (slot * EACH, HEADERS + u64::from(slot) * 64);
+    fn add_request(&mut self, disk_offset: u64, options: &Options) -> Result<()> {
+        let Options { bytes, is_write, is_reused, .. } = *options;
+        let slot = self.free_slots.pop().context("the queue is full")?;
+        let data = DATA + if is_reused { u64::from(slot) * bytes } else { disk_offset };
+        let (head, header) = (slot * DESCRIPTORS_PER_REQUEST, HEADERS + u64::from(slot) * 64);
         let status = header + 32;
         self.memory.write_obj(u32::from(is_write).to_le(), GuestAddress(header))?;
-        self.memory.write_obj((at / 512).to_le(), GuestAddress(header + 8))?;
+        self.memory.write_obj((disk_offset / 512).to_le(), GuestAddress(header + 8))?;
         self.memory.write_obj(0xffu8, GuestAddress(status))?;
         let data_flags = if is_write { 1 } else { 3 };
-        let parts = [(header, 16, 1), (data, bytes, data_flags), (status, 1, 2u128)];
-        for (n, (address, len, flags)) in (head..).zip(parts) {
-            let raw = u128::from(address) | u128::from(len) << 64 | flags << 96 | u128::from(n + 1) << 112;
-            self.memory.write_obj(raw.to_le(), GuestAddress(DESCRIPTORS + u64::from(n) * 16))?;
+        let descriptors = [(header, 16, 1), (data, bytes, data_flags), (status, 1, 2u128)];
+        for (number, (address, len, flags)) in (head..).zip(descriptors) {
+            let raw = u128::from(address) | u128::from(len) << 64 | flags << 96 | u128::from(number + 1) << 112;
+            self.memory.write_obj(raw.to_le(), GuestAddress(DESCRIPTORS + u64::from(number) * 16))?;
         }
-        let place = AVAILABLE + 4 + u64::from(self.available % ENTRIES) * 2;
-        self.memory.write_obj(head.to_le(), GuestAddress(place))?;
-        self.available = self.available.wrapping_add(1);
+        let entry_address = AVAILABLE_RING + 4 + u64::from(self.next_available % QUEUE_ENTRIES) * 2;
+        self.memory.write_obj(head.to_le(), GuestAddress(entry_address))?;
+        self.next_available = self.next_available.wrapping_add(1);
         Ok(())
     }
 
     /// Makes the requests since `before` visible to the device, and kicks the device if it requires that.
-    fn show(&mut self, before: u16) -> Result<()> {
-        if before == self.available {
+    fn publish_requests(&mut self, before: u16) -> Result<()> {
+        if before == self.next_available {
             return Ok(());
         }
-        self.memory.store(self.available.to_le(), GuestAddress(AVAILABLE + 2), Ordering::Release)?;
+        self.memory.store(self.next_available.to_le(), GuestAddress(AVAILABLE_RING + 2), Ordering::Release)?;
         fence(Ordering::SeqCst);
-        let wanted: u16 = self.memory.load(GuestAddress(USED + 4 + u64::from(ENTRIES) * 8), Ordering::Acquire)?;
-        if self.available.wrapping_sub(wanted).wrapping_sub(1) < self.available.wrapping_sub(before) {
+        let kick_event: u16 =
+            self.memory.load(GuestAddress(USED_RING + 4 + u64::from(QUEUE_ENTRIES) * 8), Ordering::Acquire)?;
+        if self.next_available.wrapping_sub(kick_event).wrapping_sub(1) < self.next_available.wrapping_sub(before) {
             self.kick.write(1)?;
         }
         Ok(())
     }
 
     /// Takes the completed requests, waiting for at least one. Returns their number.
-    fn take(&mut self) -> Result<u64> {
-        let mut ended = 0;
+    fn wait_completed(&mut self) -> Result<u64> {
+        let mut completed = 0;
         loop {
-            let index: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire)?;
-            while self.used != index {
-                let place = USED + 4 + u64::from(self.used % ENTRIES) * 8;
-                let head: u32 = self.memory.read_obj(GuestAddress(place))?;
-                let slot = u16::try_from(head)? / EACH;
+            let index: u16 = self.memory.load(GuestAddress(USED_RING + 2), Ordering::Acquire)?;
+            while self.next_used != index {
+                let entry_address = USED_RING + 4 + u64::from(self.next_used % QUEUE_ENTRIES) * 8;
+                let head: u32 = self.memory.read_obj(GuestAddress(entry_address))?;
+                let slot = u16::try_from(head)? / DESCRIPTORS_PER_REQUEST;
                 let status: u8 = self.memory.read_obj(GuestAddress(HEADERS + u64::from(slot) * 64 + 32))?;
                 ensure!(status == 0, "a request has ended with status {status}");
-                self.free.push(slot);
-                self.used = self.used.wrapping_add(1);
-                ended += 1;
+                self.free_slots.push(slot);
+                self.next_used = self.next_used.wrapping_add(1);
+                completed += 1;
             }
-            if ended > 0 {
-                return Ok(ended);
+            if completed > 0 {
+                return Ok(completed);
             }
             // The next completion wakes this thread. It may have happened already.
-            let event = GuestAddress(AVAILABLE + 4 + u64::from(ENTRIES) * 2);
-            self.memory.store(self.used.to_le(), event, Ordering::SeqCst)?;
+            let event = GuestAddress(AVAILABLE_RING + 4 + u64::from(QUEUE_ENTRIES) * 2);
+            self.memory.store(self.next_used.to_le(), event, Ordering::SeqCst)?;
             fence(Ordering::SeqCst);
-            let index: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire)?;
-            if index == self.used {
+            let index: u16 = self.memory.load(GuestAddress(USED_RING + 2), Ordering::Acquire)?;
+            if index == self.next_used {
                 // A server may have made the shared file non-blocking.
                 self.wait.wait(-1, &mut [EpollEvent::default()])?;
                 let _ = self.call.read();
@@ -239,34 +252,34 @@ impl Client {
 }
 
 fn main() -> Result<()> {
-    let options = options()?;
+    let options = parse_options()?;
     let Options { bytes, span, .. } = options;
     let mut client = Client::connect(&options.socket, span, options.is_fresh)?;
-    let places = span / bytes;
+    let positions = span / bytes;
     let mut random = fastrand::Rng::with_seed(1);
-    let used = || options.server.map(used_ns).transpose();
-    let (cpu, begin) = (used()?, Instant::now());
+    let server_cpu_ns = || options.server.map(cpu_time_ns).transpose();
+    let (cpu, begin) = (server_cpu_ns()?, Instant::now());
     let limit = Duration::try_from_secs_f64(options.seconds).unwrap_or(Duration::MAX);
-    let (mut started, mut ended, mut is_over) = (0u64, 0u64, false);
+    let (mut started, mut completed, mut is_over) = (0u64, 0u64, false);
     loop {
-        let before = client.available;
-        while !is_over && started < options.requests && started - ended < u64::from(options.depth) {
-            let place = if options.is_random { random.u64(..places) } else { started % places };
-            client.put(place * bytes, bytes, options.is_write, options.is_reused)?;
+        let before = client.next_available;
+        while !is_over && started < options.requests && started - completed < u64::from(options.depth) {
+            let position = if options.is_random { random.u64(..positions) } else { started % positions };
+            client.add_request(position * bytes, &options)?;
             started += 1;
         }
-        client.show(before)?;
-        if started == ended {
+        client.publish_requests(before)?;
+        if started == completed {
             break;
         }
-        ended += client.take()?;
+        completed += client.wait_completed()?;
         is_over = begin.elapsed() >= limit;
     }
-    let (took, cpu_after) = (begin.elapsed(), used()?);
+    let (took, cpu_after) = (begin.elapsed(), server_cpu_ns()?);
     client.front.get_vring_base(0)?;
     let report = json!({
-        "requests": ended,
-        "bytes": ended * bytes,
+        "requests": completed,
+        "bytes": completed * bytes,
         "ns": took.as_nanos() as u64,
         "server_cpu_ns": cpu_after.zip(cpu).map(|(after, before)| after - before),
     });

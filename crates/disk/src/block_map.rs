@@ -22,16 +22,18 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub type Frame = u32;
 
 /// Larger block numbers are not recorded: 16 TiB.
-pub const MOST_BLOCKS: u64 = u32::MAX as u64 - 1;
+pub const MAX_BLOCKS: u64 = u32::MAX as u64 - 1;
 
-/// A frame's record: block + 1 (0: no block), and the digest. The record of an unused frame is zero, so that it takes
-/// no memory.
+/// A frame's record: the block's key (0: no block), and the four words of the digest. The record of an unused frame is
+/// zero, so that it takes no memory.
 type Record = [u32; 5];
 
 /// A map between the frames of one guest's memory and the blocks that they hold.
 #[derive(Debug)]
 pub struct BlockMap {
+    /// The record of each frame.
     records: Vec<Record>,
+    /// The table from blocks to frames.
     frames: HashTable<Frame>,
     /// Seed of the hash table, so that a guest cannot slow the table down by its choice of blocks.
     seed: u64,
@@ -53,16 +55,19 @@ impl BlockMap {
         Some(Self::new(frames))
     }
 
+    /// Returns the number of frames of the guest's memory.
     #[must_use]
     pub fn frames(&self) -> Frame {
         self.records.len() as Frame
     }
 
+    /// Returns the block that a frame holds.
     #[must_use]
     pub fn block_in(&self, frame: Frame) -> Option<u64> {
         Some(u64::from(self.records.get(frame as usize)?[0].checked_sub(1)?))
     }
 
+    /// Returns the number of blocks.
     #[must_use]
     pub fn len(&self) -> usize {
         self.frames.len()
@@ -75,23 +80,23 @@ impl BlockMap {
 
     /// Records that `block`, which has this digest on the disk, was moved into or out of `frame`.
     pub fn moved(&mut self, block: u64, frame: Frame, digest: Digest) {
-        let Some(key) = key(block) else { return self.reused(frame) };
+        let Some(key) = key_of(block) else { return self.reused(frame) };
         let Some(record) = self.records.get_mut(frame as usize) else { return self.changed(block) };
-        let [a, b, c, d] = split(digest);
-        let before = std::mem::replace(record, [key, a, b, c, d])[0];
-        if before == key {
+        let [a, b, c, d] = words_of(digest);
+        let previous_key = std::mem::replace(record, [key, a, b, c, d])[0];
+        if previous_key == key {
             return;
         }
-        if before != 0 {
-            self.remove(before, frame);
+        if previous_key != 0 {
+            self.remove_from_table(previous_key, frame);
         }
         let (records, seed) = (&self.records, self.seed);
-        let holds = |of: &Frame| records.get(*of as usize).map_or(0, |record| record[0]);
+        let key_in = |frame: &Frame| records.get(*frame as usize).map_or(0, |record| record[0]);
         // The record of `frame` has `key` already, but the table does not: a match is the block's previous frame.
-        match self.frames.entry(hash(key, seed), |of| holds(of) == key, |of| hash(holds(of), seed)) {
+        match self.frames.entry(hash(key, seed), |frame| key_in(frame) == key, |frame| hash(key_in(frame), seed)) {
             Entry::Occupied(mut entry) => {
-                let other = std::mem::replace(entry.get_mut(), frame);
-                if let Some(record) = self.records.get_mut(other as usize) {
+                let previous_frame = std::mem::replace(entry.get_mut(), frame);
+                if let Some(record) = self.records.get_mut(previous_frame as usize) {
                     *record = [0; 5];
                 }
             }
@@ -106,27 +111,29 @@ impl BlockMap {
 
     /// Removes a block and returns its frame and digest.
     pub fn take(&mut self, block: u64) -> Option<(Frame, Digest)> {
-        let key = key(block)?;
+        let key = key_of(block)?;
         let records = &self.records;
-        let same = |frame: &Frame| records.get(*frame as usize).is_some_and(|record| record[0] == key);
-        let frame = self.frames.find_entry(hash(key, self.seed), same).ok()?.remove().0;
+        let has_key = |frame: &Frame| records.get(*frame as usize).is_some_and(|record| record[0] == key);
+        let frame = self.frames.find_entry(hash(key, self.seed), has_key).ok()?.remove().0;
         let [_, a, b, c, d] = std::mem::take(self.records.get_mut(frame as usize)?);
-        Some((frame, joined([a, b, c, d])))
+        Some((frame, digest_from([a, b, c, d])))
     }
 
-    /// Removes a range of blocks and calls `each` with their frames. Inspects each frame at most once, even if the
+    /// Removes a range of blocks and calls `visit` with their frames. Inspects each frame at most once, even if the
     /// range is long.
-    pub fn take_all(&mut self, blocks: Range<u64>, mut each: impl FnMut(Frame)) {
-        let few = blocks.end.saturating_sub(blocks.start) <= u64::from(self.frames()) / 8;
+    pub fn take_all(&mut self, blocks: Range<u64>, mut visit: impl FnMut(Frame)) {
         if self.is_empty() {
-        } else if few {
-            blocks.filter_map(|block| self.take(block)).for_each(|(frame, _)| each(frame));
-        } else {
-            for frame in 0..self.frames() {
-                if self.block_in(frame).is_some_and(|block| blocks.contains(&block)) {
-                    self.reused(frame);
-                    each(frame);
-                }
+            return;
+        }
+        let is_short = blocks.end.saturating_sub(blocks.start) <= u64::from(self.frames()) / 8;
+        if is_short {
+            blocks.filter_map(|block| self.take(block)).for_each(|(frame, _)| visit(frame));
+            return;
+        }
+        for frame in 0..self.frames() {
+            if self.block_in(frame).is_some_and(|block| blocks.contains(&block)) {
+                self.reused(frame);
+                visit(frame);
             }
         }
     }
@@ -134,33 +141,33 @@ impl BlockMap {
     /// Records that `frame` was overwritten with something other than a whole block.
     pub fn reused(&mut self, frame: Frame) {
         let Some(record) = self.records.get_mut(frame as usize) else { return };
-        let held = std::mem::take(record)[0];
-        if held != 0 {
-            self.remove(held, frame);
+        let held_key = std::mem::take(record)[0];
+        if held_key != 0 {
+            self.remove_from_table(held_key, frame);
         }
     }
 
     /// Removes `frame`, which held `key`, from the table.
-    fn remove(&mut self, key: u32, frame: Frame) {
-        if let Ok(found) = self.frames.find_entry(hash(key, self.seed), |of| *of == frame) {
-            found.remove();
+    fn remove_from_table(&mut self, key: u32, frame: Frame) {
+        if let Ok(entry) = self.frames.find_entry(hash(key, self.seed), |candidate| *candidate == frame) {
+            entry.remove();
         }
     }
 
+    /// Returns the frame that holds a block, and the block's digest.
     #[must_use]
     pub fn get(&self, block: u64) -> Option<(Frame, Digest)> {
-        let key = key(block)?;
-        let record = |frame: &Frame| self.records.get(*frame as usize);
-        let same = |frame: &Frame| record(frame).is_some_and(|record| record[0] == key);
-        let frame = self.frames.find(hash(key, self.seed), same)?;
-        let [_, a, b, c, d] = *record(frame)?;
-        Some((*frame, joined([a, b, c, d])))
+        let key = key_of(block)?;
+        let record_of = |frame: &Frame| self.records.get(*frame as usize);
+        let has_key = |frame: &Frame| record_of(frame).is_some_and(|record| record[0] == key);
+        let frame = self.frames.find(hash(key, self.seed), has_key)?;
+        let [_, a, b, c, d] = *record_of(frame)?;
+        Some((*frame, digest_from([a, b, c, d])))
     }
 
     /// Returns all frames that hold a block, in order, each with its block.
-    pub fn held(&self) -> impl Iterator<Item = (Frame, u64)> {
-        let numbered = self.records.iter().zip(0..);
-        numbered.filter_map(|(record, frame)| Some((frame, u64::from(record[0].checked_sub(1)?))))
+    pub fn held_blocks(&self) -> impl Iterator<Item = (Frame, u64)> {
+        (0..self.frames()).filter_map(|frame| Some((frame, self.block_in(frame)?)))
     }
 
     /// Returns the bytes of memory in use.
@@ -174,20 +181,21 @@ impl BlockMap {
 /// for several blocks. `hashbrown` takes the slot from the low bits, and distinguishes keys of one slot by the upper
 /// 7 bits.
 fn hash(key: u32, seed: u64) -> u64 {
-    let (run, within) = (key >> 4, u64::from(key & 15));
-    let of_run = xxh3_64_with_seed(&run.to_ne_bytes(), seed);
-    (of_run & !15 | within) ^ within << 60
+    let (run, position_in_run) = (key >> 4, u64::from(key & 15));
+    let hash_of_run = xxh3_64_with_seed(&run.to_ne_bytes(), seed);
+    (hash_of_run & !15 | position_in_run) ^ position_in_run << 60
 }
 
-fn key(block: u64) -> Option<u32> {
-    (block < MOST_BLOCKS).then(|| block as u32 + 1)
+/// Returns the key of a block, which is not 0; `None` if the number is too large.
+fn key_of(block: u64) -> Option<u32> {
+    (block < MAX_BLOCKS).then(|| block as u32 + 1)
 }
 
-fn split(digest: Digest) -> [u32; 4] {
+fn words_of(digest: Digest) -> [u32; 4] {
     [digest as u32, (digest >> 32) as u32, (digest >> 64) as u32, (digest >> 96) as u32]
 }
 
-fn joined([a, b, c, d]: [u32; 4]) -> Digest {
+fn digest_from([a, b, c, d]: [u32; 4]) -> Digest {
     u128::from(a) | u128::from(b) << 32 | u128::from(c) << 64 | u128::from(d) << 96
 }
 
@@ -205,10 +213,11 @@ mod tests {
         Reused(Frame),
     }
 
-    fn step() -> impl Strategy<Value = MapAction> {
-        let (blocks, frames) = (prop_oneof![0..40u64, MOST_BLOCKS - 2..MOST_BLOCKS + 3], 0..24u32);
+    fn map_action() -> impl Strategy<Value = MapAction> {
+        let (blocks, frames) = (prop_oneof![0..40u64, MAX_BLOCKS - 2..MAX_BLOCKS + 3], 0..24u32);
         prop_oneof![
-            (blocks.clone(), frames.clone(), any::<Digest>()).prop_map(|(b, f, d)| MapAction::Moved(b, f, d)),
+            (blocks.clone(), frames.clone(), any::<Digest>())
+                .prop_map(|(block, frame, digest)| MapAction::Moved(block, frame, digest)),
             blocks.prop_map(MapAction::Changed),
             frames.prop_map(MapAction::Reused),
         ]
@@ -216,15 +225,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_finds_what_was_moved_last(steps in proptest::collection::vec(step(), 0..200)) {
+        fn each_block_is_in_the_frame_that_it_was_moved_to_last(
+            actions in proptest::collection::vec(map_action(), 0..200),
+        ) {
             let mut map = BlockMap::new(20);
             let mut model: BTreeMap<u64, (Frame, Digest)> = BTreeMap::new();
-            for step in steps {
-                match step {
+            for action in actions {
+                match action {
                     MapAction::Moved(block, frame, digest) => {
                         map.moved(block, frame, digest);
-                        model.retain(|of, (held, _)| *of != block && *held != frame);
-                        if block < MOST_BLOCKS && frame < 20 {
+                        model.retain(|other, (holder, _)| *other != block && *holder != frame);
+                        if block < MAX_BLOCKS && frame < 20 {
                             model.insert(block, (frame, digest));
                         }
                     }
@@ -234,11 +245,11 @@ mod tests {
                     }
                     MapAction::Reused(frame) => {
                         map.reused(frame);
-                        model.retain(|_, (held, _)| *held != frame);
+                        model.retain(|_, (holder, _)| *holder != frame);
                     }
                 }
                 prop_assert_eq!(map.len(), model.len());
-                for block in (0..40).chain(MOST_BLOCKS - 2..MOST_BLOCKS + 3) {
+                for block in (0..40).chain(MAX_BLOCKS - 2..MAX_BLOCKS + 3) {
                     prop_assert_eq!(map.get(block), model.get(&block).copied());
                 }
                 let mut held: Vec<_> = model.iter().map(|(block, (frame, _))| (*frame, *block)).collect();
@@ -247,7 +258,7 @@ mod tests {
                     prop_assert_eq!(map.block_in(*frame), Some(*block));
                 }
                 prop_assert_eq!((0..30).filter(|frame| map.block_in(*frame).is_some()).count(), held.len());
-                prop_assert_eq!(map.held().collect::<Vec<_>>(), held);
+                prop_assert_eq!(map.held_blocks().collect::<Vec<_>>(), held);
             }
         }
     }
@@ -262,22 +273,22 @@ mod tests {
             taken.sort_unstable();
             let expected: Vec<_> = (24..64).filter(|frame| range.contains(&u64::from(63 - frame))).collect();
             assert_eq!(taken, expected);
-            let left = (0..40).filter(|block| !range.contains(block)).collect::<Vec<_>>();
-            assert_eq!((0..40).filter(|block| map.get(*block).is_some()).collect::<Vec<_>>(), left);
-            assert_eq!(map.len(), left.len());
+            let remaining = (0..40).filter(|block| !range.contains(block)).collect::<Vec<_>>();
+            assert_eq!((0..40).filter(|block| map.get(*block).is_some()).collect::<Vec<_>>(), remaining);
+            assert_eq!(map.len(), remaining.len());
         }
     }
 
     #[test]
     fn a_cached_block_takes_at_most_32_bytes() {
         let mut map = BlockMap::new(1 << 18);
-        let mut worst = 0.0f64;
-        for n in 0..1u32 << 18 {
-            map.moved(u64::from(n) * 7919 % MOST_BLOCKS, n, u128::from(n));
+        let mut most_bytes = 0.0f64;
+        for frame in 0..1u32 << 18 {
+            map.moved(u64::from(frame) * 7919 % MAX_BLOCKS, frame, u128::from(frame));
             if map.len() > 1000 {
-                worst = worst.max(map.bytes() as f64 / map.len() as f64);
+                most_bytes = most_bytes.max(map.bytes() as f64 / map.len() as f64);
             }
         }
-        assert!(worst <= 32.0, "{worst} bytes");
+        assert!(most_bytes <= 32.0, "{most_bytes} bytes");
     }
 }

@@ -5,12 +5,17 @@
 
 use crate::request::BufferSegment;
 
+/// `VIRTQ_DESC_F_*`.
 const NEXT: u16 = 1;
 const WRITABLE: u16 = 2;
 const INDIRECT: u16 = 4;
-pub const DESCRIPTOR: usize = 16;
+
+/// Bytes of a descriptor.
+const DESCRIPTOR_BYTES: usize = 16;
 /// Most descriptors of a chain.
-const MOST: usize = 1024;
+const MAX_DESCRIPTORS: usize = 1024;
+/// Most descriptors of an indirect table, so that their numbers have 16 bits.
+const MAX_TABLE_ENTRIES: u64 = 1 << 16;
 
 /// The reason why a chain cannot be followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -19,54 +24,89 @@ pub enum ChainError {
     Outside,
     #[error("it names descriptor {0}, which does not exist")]
     NoSuch(u16),
-    #[error("it has more than {MOST} descriptors, or no end")]
+    #[error("it has more than {MAX_DESCRIPTORS} descriptors, or no end")]
     Endless,
     /// An indirect descriptor that is nested, is not the last one, or has an invalid length.
     #[error("it has an invalid indirect descriptor")]
     Indirect,
 }
 
-/// Returns the parts of memory that a chain names, in order.
-///
-/// `read` copies bytes of the guest's memory. `table`: address of the queue's `size` descriptors.
-pub fn walk(
+/// A table of descriptors in the guest's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DescriptorTable {
+    pub address: u64,
+    /// Number of descriptors.
+    pub entries: u32,
+}
+
+/// One descriptor (`struct virtq_desc`).
+struct Descriptor {
+    address: u64,
+    len: u32,
+    flags: u16,
+    /// Number of the next descriptor of the chain.
+    next: u16,
+}
+
+impl Descriptor {
+    /// Reads descriptor `number` of a table.
+    fn read(
+        read: &mut impl FnMut(u64, &mut [u8]) -> Option<()>,
+        table: DescriptorTable,
+        number: u32,
+    ) -> Result<Self, ChainError> {
+        if number >= table.entries {
+            return Err(ChainError::NoSuch(number as u16));
+        }
+        let mut raw = [0; DESCRIPTOR_BYTES];
+        let address = table.address.checked_add(u64::from(number) * DESCRIPTOR_BYTES as u64);
+        read(address.ok_or(ChainError::Outside)?, &mut raw).ok_or(ChainError::Outside)?;
+        let raw = u128::from_le_bytes(raw);
+        Ok(Self { address: raw as u64, len: (raw >> 64) as u32, flags: (raw >> 96) as u16, next: (raw >> 112) as u16 })
+    }
+
+    fn has_flag(&self, flag: u16) -> bool {
+        self.flags & flag != 0
+    }
+
+    /// Returns the table that an indirect descriptor describes. `None`: its length or its flags are invalid.
+    fn indirect_table(&self) -> Option<DescriptorTable> {
+        let bytes = u64::from(self.len);
+        let entries = bytes / DESCRIPTOR_BYTES as u64;
+        let is_whole = bytes > 0 && bytes.is_multiple_of(DESCRIPTOR_BYTES as u64) && entries <= MAX_TABLE_ENTRIES;
+        let is_valid = is_whole && !self.has_flag(NEXT);
+        is_valid.then_some(DescriptorTable { address: self.address, entries: entries as u32 })
+    }
+}
+
+/// Returns the parts of memory that the chain from descriptor `head` of a table on names, in order. `read` copies bytes
+/// of the guest's memory.
+pub fn read_chain(
     mut read: impl FnMut(u64, &mut [u8]) -> Option<()>,
-    table: u64,
-    size: u16,
+    table: DescriptorTable,
     head: u16,
 ) -> Result<Vec<BufferSegment>, ChainError> {
     let mut segments = Vec::new();
-    let (mut table, mut size, mut at, mut is_indirect) = (table, u32::from(size), u32::from(head), false);
+    let (mut table, mut number, mut is_indirect) = (table, u32::from(head), false);
     loop {
-        if at >= size {
-            return Err(ChainError::NoSuch(at as u16));
-        }
-        if segments.len() >= MOST {
+        if number < table.entries && segments.len() >= MAX_DESCRIPTORS {
             return Err(ChainError::Endless);
         }
-        let mut raw = [0; DESCRIPTOR];
-        let address = table.checked_add(u64::from(at) * DESCRIPTOR as u64).ok_or(ChainError::Outside)?;
-        read(address, &mut raw).ok_or(ChainError::Outside)?;
-        let (first, second) = raw.split_at(8);
-        let number = |bytes: &[u8]| bytes.iter().rev().fold(0u64, |sum, byte| sum << 8 | u64::from(*byte));
-        let (len, rest) = second.split_at(4);
-        let (flags, next) = rest.split_at(2);
-        let (address, len) = (number(first), number(len));
-        let (flags, next) = (number(flags) as u16, number(next) as u32);
-        if flags & INDIRECT != 0 {
-            let entries = len / DESCRIPTOR as u64;
-            let is_whole = len > 0 && len.is_multiple_of(DESCRIPTOR as u64) && entries <= 1 << 16;
-            if is_indirect || flags & NEXT != 0 || !is_whole {
+        let descriptor = Descriptor::read(&mut read, table, number)?;
+        if descriptor.has_flag(INDIRECT) {
+            if is_indirect {
                 return Err(ChainError::Indirect);
             }
-            (table, size, at, is_indirect) = (address, entries as u32, 0, true);
+            table = descriptor.indirect_table().ok_or(ChainError::Indirect)?;
+            (number, is_indirect) = (0, true);
             continue;
         }
-        segments.push(BufferSegment { address, len, writable: flags & WRITABLE != 0 });
-        if flags & NEXT == 0 {
+        let Descriptor { address, len, .. } = descriptor;
+        segments.push(BufferSegment { address, len: len.into(), writable: descriptor.has_flag(WRITABLE) });
+        if !descriptor.has_flag(NEXT) {
             return Ok(segments);
         }
-        at = next;
+        number = descriptor.next.into();
     }
 }
 
@@ -80,40 +120,41 @@ mod tests {
         [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
     }
 
-    fn of(bytes: &[u8], size: u16, head: u16) -> Result<Vec<BufferSegment>, ChainError> {
-        let read = |at: u64, into: &mut [u8]| {
-            let at = usize::try_from(at).ok()?;
-            into.copy_from_slice(bytes.get(at..at.checked_add(into.len())?)?);
+    /// Follows a chain in a guest's memory of these bytes, whose table of descriptors begins at address 0.
+    fn chain_in(memory: &[u8], entries: u32, head: u16) -> Result<Vec<BufferSegment>, ChainError> {
+        let read = |address: u64, target: &mut [u8]| {
+            let start = usize::try_from(address).ok()?;
+            target.copy_from_slice(memory.get(start..start.checked_add(target.len())?)?);
             Some(())
         };
-        walk(read, 0, size, head)
+        read_chain(read, DescriptorTable { address: 0, entries }, head)
     }
 
     #[test]
-    fn a_chain_is_followed_also_through_a_table_of_its_own() {
-        let mut bytes =
+    fn a_chain_is_followed_also_through_an_indirect_table() {
+        let mut table =
             [descriptor(0x1000, 16, NEXT, 2), descriptor(64, 32, INDIRECT, 0), descriptor(7, 1, WRITABLE, 0)];
-        let direct = of(&bytes.concat(), 3, 0).unwrap();
-        let part = |address, len, writable| BufferSegment { address, len, writable };
-        assert_eq!(direct, [part(0x1000, 16, false), part(7, 1, true)]);
-        let table = [vec![0; 16], descriptor(5, 6, NEXT | WRITABLE, 1), descriptor(8, 9, 0, 0)].concat();
-        let indirect = [&bytes.concat()[..], &table].concat();
-        assert_eq!(of(&indirect, 3, 1).unwrap(), [part(5, 6, true), part(8, 9, false)]);
-        bytes[2] = descriptor(7, 1, NEXT, 0);
-        assert_eq!(of(&bytes.concat(), 3, 0), Err(ChainError::Endless));
-        assert_eq!(of(&bytes.concat(), 3, 3), Err(ChainError::NoSuch(3)));
-        bytes[2] = descriptor(7, 1, NEXT, 9);
-        assert_eq!(of(&bytes.concat(), 3, 0), Err(ChainError::NoSuch(9)));
-        assert_eq!(of(&bytes.concat(), 300, 200), Err(ChainError::Outside));
-        assert_eq!(of(&descriptor(0, 33, INDIRECT, 0), 1, 0), Err(ChainError::Indirect));
-        assert_eq!(of(&descriptor(0, 16, INDIRECT, 0), 1, 0), Err(ChainError::Indirect), "a table in a table");
+        let direct = chain_in(&table.concat(), 3, 0).unwrap();
+        let segment = |address, len, writable| BufferSegment { address, len, writable };
+        assert_eq!(direct, [segment(0x1000, 16, false), segment(7, 1, true)]);
+        let indirect_table = [vec![0; 16], descriptor(5, 6, NEXT | WRITABLE, 1), descriptor(8, 9, 0, 0)].concat();
+        let memory = [&table.concat()[..], &indirect_table].concat();
+        assert_eq!(chain_in(&memory, 3, 1).unwrap(), [segment(5, 6, true), segment(8, 9, false)]);
+        table[2] = descriptor(7, 1, NEXT, 0);
+        assert_eq!(chain_in(&table.concat(), 3, 0), Err(ChainError::Endless));
+        assert_eq!(chain_in(&table.concat(), 3, 3), Err(ChainError::NoSuch(3)));
+        table[2] = descriptor(7, 1, NEXT, 9);
+        assert_eq!(chain_in(&table.concat(), 3, 0), Err(ChainError::NoSuch(9)));
+        assert_eq!(chain_in(&table.concat(), 300, 200), Err(ChainError::Outside));
+        assert_eq!(chain_in(&descriptor(0, 33, INDIRECT, 0), 1, 0), Err(ChainError::Indirect));
+        assert_eq!(chain_in(&descriptor(0, 16, INDIRECT, 0), 1, 0), Err(ChainError::Indirect), "a table in a table");
     }
 
     proptest! {
         #[test]
         fn any_content_ends(bytes in proptest::collection::vec(any::<u8>(), 0..512), head in 0..64u16) {
-            if let Ok(segments) = of(&bytes, 32, head) {
-                prop_assert!(!segments.is_empty() && segments.len() <= MOST);
+            if let Ok(segments) = chain_in(&bytes, 32, head) {
+                prop_assert!(!segments.is_empty() && segments.len() <= MAX_DESCRIPTORS);
             }
         }
     }

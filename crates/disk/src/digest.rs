@@ -10,6 +10,7 @@ use twox_hash::XxHash3_128;
 
 pub type Digest = u128;
 
+/// Computes digests with a seed.
 #[derive(Debug, Clone, Copy)]
 pub struct Digester {
     seed: u64,
@@ -26,8 +27,9 @@ impl Digester {
         Ok(Self { seed: u64::from_ne_bytes(seed) })
     }
 
+    /// Returns the digest of a block.
     #[must_use]
-    pub fn of(self, block: &Block) -> Digest {
+    pub fn digest(self, block: &Block) -> Digest {
         XxHash3_128::oneshot_with_seed(self.seed, block)
     }
 }
@@ -43,11 +45,11 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn it_is_the_same_whichever_instructions_the_processor_has(
+        fn a_digest_is_the_same_whichever_instructions_the_processor_has(
             seed in any::<u64>(), bytes in proptest::collection::vec(any::<u8>(), BLOCK),
         ) {
             let block: &Block = bytes.as_slice().try_into().unwrap();
-            prop_assert_eq!(Digester { seed }.of(block), xxh3_128_with_seed(block, seed));
+            prop_assert_eq!(Digester { seed }.digest(block), xxh3_128_with_seed(block, seed));
         }
     }
 }

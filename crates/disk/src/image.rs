@@ -4,6 +4,7 @@
 //! the guest caches. The image is locked as QEMU locks it (`OFD` locks at bytes 100 and 200, `locking=on`), so that
 //! two servers, or a server and a QEMU, exclude each other.
 
+use crate::block::SECTOR;
 use rekindle_kernel::file::{self, Lock};
 use rustix::fs::{Mode, OFlags};
 use std::fs::File;
@@ -15,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// How an image is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OpenMode {
     /// Reject writes.
@@ -59,6 +61,7 @@ pub enum ImageError {
     Shorter { path: PathBuf, bytes: u64, before: u64 },
 }
 
+/// An open image.
 #[derive(Debug)]
 pub struct Image {
     pub path: PathBuf,
@@ -94,46 +97,46 @@ impl Durability {
 }
 
 /// How long a killed server may hold its image: until its I/O has ended.
-const RELEASE: Duration = Duration::from_secs(3);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Interval between attempts to lock the image.
-const AGAIN: Duration = Duration::from_millis(5);
+const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// QEMU's permissions on an image: bit numbers, and offsets of the locked bytes after [`PERMITTED`] and [`UNSHARED`].
+/// QEMU's permissions on an image: offsets of the locked bytes from [`USED_BASE`] and [`DENIED_BASE`].
 const READ: u64 = 0;
 const WRITE: u64 = 1;
 const RESIZE: u64 = 3;
-/// First byte of the range that a process locks (shared) for its permissions.
-const PERMITTED: u64 = 100;
+/// First byte of the range that a process locks (shared) for the permissions that it uses.
+const USED_BASE: u64 = 100;
 /// First byte of the range that a process locks (shared) for the permissions that it denies to others.
-const UNSHARED: u64 = 200;
+const DENIED_BASE: u64 = 200;
 
 impl Image {
     /// Opens and locks the image at `path`.
     ///
     /// *On success:* no other process that respects the locks can open the image for writing.
     pub fn open(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
-        Self::open_within(path, mode, RELEASE)
+        Self::open_within(path, mode, RELEASE_TIMEOUT)
     }
 
     /// Inspects the image at `path` without locking it. The image's content may change at any time.
     pub fn inspect(path: &Path) -> Result<Self, ImageError> {
-        Self::unlocked(path, OpenMode { readonly: true, direct: false })
+        Self::open_unlocked(path, OpenMode { readonly: true, direct: false })
     }
 
-    /// Opens an image like [`Image::open`], and waits up to `patience` for a process that is releasing it.
-    fn open_within(path: &Path, mode: OpenMode, patience: Duration) -> Result<Self, ImageError> {
-        let image = Self::unlocked(path, mode)?;
-        let deadline = Instant::now() + patience;
+    /// Opens an image like [`Image::open`], and waits up to `timeout` for a process that is releasing it.
+    fn open_within(path: &Path, mode: OpenMode, timeout: Duration) -> Result<Self, ImageError> {
+        let image = Self::open_unlocked(path, mode)?;
+        let deadline = Instant::now() + timeout;
         loop {
             match image.lock() {
                 Ok(()) => return Ok(image),
-                Err(ImageError::InUse { .. }) if Instant::now() < deadline => thread::sleep(AGAIN),
+                Err(ImageError::InUse { .. }) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
                 Err(e) => return Err(e),
             }
         }
     }
 
-    fn unlocked(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
+    fn open_unlocked(path: &Path, mode: OpenMode) -> Result<Self, ImageError> {
         let failed = |doing| {
             let path = path.to_owned();
             move |source: io::Error| ImageError::Io { path, doing, source }
@@ -149,16 +152,15 @@ impl Image {
             Some(Err(e)) => return Err(failed("opening it")(e.into())),
         };
         let metadata = file.metadata().map_err(failed("reading its metadata"))?;
-        let kind = metadata.file_type();
-        let (bytes, is_device) = match kind {
-            kind if kind.is_file() => (metadata.len(), false),
-            kind if kind.is_block_device() => (file::device_bytes(&file).map_err(failed("asking its length"))?, true),
-            kind => {
-                let what = if kind.is_dir() { "a directory" } else { "no file" };
-                return Err(ImageError::Kind { path: path.to_owned(), what });
-            }
-        };
-        if !bytes.is_multiple_of(crate::block::SECTOR) {
+        let file_type = metadata.file_type();
+        let is_device = file_type.is_block_device();
+        if !is_device && !file_type.is_file() {
+            let what = if file_type.is_dir() { "a directory" } else { "no file" };
+            return Err(ImageError::Kind { path: path.to_owned(), what });
+        }
+        let bytes =
+            if is_device { file::device_bytes(&file).map_err(failed("asking its length"))? } else { metadata.len() };
+        if !bytes.is_multiple_of(SECTOR) {
             return Err(ImageError::Odd { path: path.to_owned(), bytes });
         }
         let alignment = if direct { file::direct_alignment(&file).unwrap_or(4096) } else { 1 };
@@ -167,44 +169,45 @@ impl Image {
         Ok(Self { path: path.to_owned(), file, bytes, mode, alignment, is_device, durability })
     }
 
-    /// Returns the current length. Fails if the image is shorter than `before`.
-    pub fn measure(&self, before: u64) -> Result<u64, ImageError> {
+    /// Returns the current length in whole sectors. Fails if the image is shorter than `previous_bytes`.
+    pub fn current_length(&self, previous_bytes: u64) -> Result<u64, ImageError> {
         let failed = |source| ImageError::Io { path: self.path.clone(), doing: "asking its length", source };
-        let bytes = match self.is_device {
-            true => file::device_bytes(&self.file).map_err(failed)?,
-            false => self.file.metadata().map_err(failed)?.len(),
+        let file_bytes = if self.is_device {
+            file::device_bytes(&self.file).map_err(failed)?
+        } else {
+            self.file.metadata().map_err(failed)?.len()
         };
-        let bytes = bytes - bytes % crate::block::SECTOR;
-        if bytes < before {
-            return Err(ImageError::Shorter { path: self.path.clone(), bytes, before });
+        let bytes = file_bytes - file_bytes % SECTOR;
+        if bytes < previous_bytes {
+            return Err(ImageError::Shorter { path: self.path.clone(), bytes, before: previous_bytes });
         }
         Ok(bytes)
     }
 
+    /// Locks the image as QEMU does: first the own permissions, then a check of those of other processes.
     fn lock(&self) -> Result<(), ImageError> {
         let failed = |source| ImageError::Io { path: self.path.clone(), doing: "locking it", source };
-        let ours: &[u64] = if self.mode.readonly { &[READ] } else { &[READ, WRITE, RESIZE] };
-        let kept = [WRITE, RESIZE];
-        let bytes = ours.iter().map(|bit| PERMITTED + bit).chain(kept.iter().map(|bit| UNSHARED + bit));
-        for byte in bytes {
-            match file::lock_byte(&self.file, byte, Lock::Shared).map_err(failed)? {
-                true => {}
-                false => return Err(self.in_use("it does not share it")),
+        let in_use = |what| ImageError::InUse { path: self.path.clone(), what };
+        let used: &[u64] = if self.mode.readonly { &[READ] } else { &[READ, WRITE, RESIZE] };
+        let denied = [WRITE, RESIZE];
+        let used_bytes = used.iter().map(|permission| USED_BASE + permission);
+        let denied_bytes = denied.iter().map(|permission| DENIED_BASE + permission);
+        for byte in used_bytes.chain(denied_bytes) {
+            if !file::lock_byte(&self.file, byte, Lock::Shared).map_err(failed)? {
+                return Err(in_use("it does not share it"));
             }
         }
-        // Another process denies a permission that we use, or uses one that we deny.
-        let against = ours.iter().map(|bit| (UNSHARED + bit, "it does not share it"));
-        let against = against.chain(kept.iter().map(|bit| (PERMITTED + bit, "it writes it")));
-        for (byte, what) in against {
-            if file::is_locked(&self.file, byte).map_err(failed)? {
-                return Err(self.in_use(what));
+        for permission in used {
+            if file::is_locked(&self.file, DENIED_BASE + permission).map_err(failed)? {
+                return Err(in_use("it does not share it"));
+            }
+        }
+        for permission in denied {
+            if file::is_locked(&self.file, USED_BASE + permission).map_err(failed)? {
+                return Err(in_use("it writes it"));
             }
         }
         Ok(())
-    }
-
-    fn in_use(&self, what: &'static str) -> ImageError {
-        ImageError::InUse { path: self.path.clone(), what }
     }
 }
 
@@ -217,7 +220,7 @@ mod tests {
     const WRITABLE: OpenMode = OpenMode { readonly: false, direct: true };
     const READONLY: OpenMode = OpenMode { readonly: true, direct: true };
 
-    fn image(bytes: u64) -> (tempfile::TempDir, PathBuf) {
+    fn create_image(bytes: u64) -> (tempfile::TempDir, PathBuf) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk.raw");
         File::create(&path).unwrap().set_len(bytes).unwrap();
@@ -225,8 +228,8 @@ mod tests {
     }
 
     #[test]
-    fn one_process_writes_it_or_several_read_it() {
-        let (_directory, path) = image(1 << 20);
+    fn one_process_writes_an_image_or_several_read_it() {
+        let (_directory, path) = create_image(1 << 20);
         let open = |mode| Image::open_within(&path, mode, Duration::ZERO);
         let writer = Image::open(&path, WRITABLE).unwrap();
         assert_eq!(writer.bytes, 1 << 20);
@@ -246,8 +249,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_disk_image_is_an_error() {
-        let (directory, path) = image(1000);
+    fn only_files_and_devices_of_whole_sectors_are_disk_images() {
+        let (directory, path) = create_image(1000);
         assert!(matches!(Image::open(&path, WRITABLE), Err(ImageError::Odd { bytes: 1000, .. })));
         let missing = Image::open(&directory.path().join("none"), WRITABLE).unwrap_err();
         assert!(missing.to_string().contains("none: opening it"), "{missing}");
@@ -256,13 +259,13 @@ mod tests {
     }
 
     #[test]
-    fn it_may_grow_but_not_shrink() {
-        let (_directory, path) = image(8192);
+    fn an_image_may_grow_but_not_shrink() {
+        let (_directory, path) = create_image(8192);
         let image = Image::open(&path, WRITABLE).unwrap();
-        let grow = |bytes| fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
-        grow(16384);
-        assert_eq!(image.measure(8192).unwrap(), 16384);
-        grow(4096);
-        assert!(matches!(image.measure(8192), Err(ImageError::Shorter { bytes: 4096, before: 8192, .. })));
+        let set_length = |bytes| fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
+        set_length(16384);
+        assert_eq!(image.current_length(8192).unwrap(), 16384);
+        set_length(4096);
+        assert!(matches!(image.current_length(8192), Err(ImageError::Shorter { bytes: 4096, before: 8192, .. })));
     }
 }

@@ -19,25 +19,28 @@ use vm_memory::mmap::MmapRegion;
 use vm_memory::{AtomicAccess, Bytes, FileOffset, VolatileMemory};
 
 const VERSION: u16 = 1;
-const HEADER: usize = 16;
-const DESCRIPTOR: usize = 16;
+/// Bytes of a queue's header, of each of its descriptors, and of the unit to which its record is rounded up.
+const HEADER_BYTES: usize = 16;
+const DESCRIPTOR_BYTES: usize = 16;
 const ALIGNMENT: usize = 64;
 
-const AT_VERSION: usize = 8;
-const AT_DESCRIPTORS: usize = 10;
-const AT_LAST: usize = 12;
-const AT_USED: usize = 14;
-/// Offsets within a descriptor.
-const AT_NEXT: usize = 6;
-const AT_COUNTER: usize = 8;
+/// Offsets in a queue's header.
+mod header {
+    pub const VERSION: usize = 8;
+    pub const DESCRIPTORS: usize = 10;
+    pub const LAST: usize = 12;
+    pub const USED: usize = 14;
+}
+
+/// Offsets in a descriptor.
+mod descriptor {
+    pub const IN_PROGRESS: usize = 0;
+    pub const NEXT: usize = 6;
+    pub const COUNTER: usize = 8;
+}
 
 /// Far more requests than any queue has in its lifetime.
-const MOST_REQUESTS: u64 = u64::MAX / 2;
-
-/// Returns the length of a file in bytes.
-fn length(file: &File) -> io::Result<u64> {
-    Ok(file.metadata()?.len())
-}
+const MAX_COUNTER: u64 = u64::MAX / 2;
 
 /// The record of the requests in progress of all queues.
 #[derive(Debug)]
@@ -51,7 +54,7 @@ pub struct Inflight {
 
 /// Returns the bytes that the record of one queue takes.
 fn queue_bytes(descriptors: u16) -> usize {
-    (HEADER + usize::from(descriptors) * DESCRIPTOR).next_multiple_of(ALIGNMENT)
+    (HEADER_BYTES + usize::from(descriptors) * DESCRIPTOR_BYTES).next_multiple_of(ALIGNMENT)
 }
 
 impl Inflight {
@@ -63,8 +66,8 @@ impl Inflight {
         let bytes = (queue_bytes(descriptors) * usize::from(queues)) as u64;
         let file = File::from(memfd_create("rekindle-inflight", MemfdFlags::CLOEXEC)?);
         file.set_len(bytes)?;
-        let made = Self::open(file.try_clone()?, 0, bytes, queues, descriptors)?;
-        Ok((made, file, bytes))
+        let record = Self::open(file.try_clone()?, 0, bytes, queues, descriptors)?;
+        Ok((record, file, bytes))
     }
 
     /// Opens the record of a previous server. The record may have any content, because QEMU passes it.
@@ -76,112 +79,119 @@ impl Inflight {
             |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("the requests under way: {what}"));
         let needed = queue_bytes(descriptors) * usize::from(queues);
         // Access to a mapping past the end of the file would kill this process.
-        let is_there = offset.checked_add(needed as u64).is_some_and(|end| end <= length(&file).unwrap_or(0));
-        if bytes < needed as u64 || needed == 0 || !is_there {
+        let file_length = file.metadata().map_or(0, |metadata| metadata.len());
+        let is_in_file = offset.checked_add(needed as u64).is_some_and(|end| end <= file_length);
+        if bytes < needed as u64 || needed == 0 || !is_in_file {
             return Err(invalid("the memory is too small for the queues"));
         }
         let region = MmapRegion::from_file(FileOffset::new(file, offset), needed).map_err(io::Error::other)?;
-        let mut opened = Self { region, descriptors, queues, counters: vec![0; queues.into()] };
+        let mut record = Self { region, descriptors, queues, counters: Vec::new() };
         for queue in 0..queues {
-            let at = opened.base(queue);
-            match opened.load::<u16>(at + AT_VERSION)? {
+            let start = record.queue_offset(queue);
+            match record.load::<u16>(start + header::VERSION)? {
                 0 => {
-                    opened.store(at + AT_DESCRIPTORS, descriptors)?;
-                    opened.store(at + AT_VERSION, VERSION)?;
+                    record.store(start + header::DESCRIPTORS, descriptors)?;
+                    record.store(start + header::VERSION, VERSION)?;
                 }
-                VERSION if opened.load::<u16>(at + AT_DESCRIPTORS)? == descriptors => {}
+                VERSION if record.load::<u16>(start + header::DESCRIPTORS)? == descriptors => {}
                 VERSION => return Err(invalid("they are of queues of another size")),
                 _ => return Err(invalid("they are of another version")),
             }
-            let counters = (0..descriptors).map(|head| opened.load::<u64>(opened.descriptor(queue, head) + AT_COUNTER));
+            let counters = (0..descriptors).map(|head| record.counter(queue, head));
             let highest = counters.collect::<io::Result<Vec<_>>>()?.into_iter().max().unwrap_or(0);
-            if highest > MOST_REQUESTS {
+            if highest > MAX_COUNTER {
                 return Err(invalid("a counter has an impossible value"));
             }
-            if let Some(counter) = opened.counters.get_mut(usize::from(queue)) {
-                *counter = highest;
-            }
+            record.counters.push(highest);
         }
-        Ok(opened)
+        Ok(record)
     }
 
-    fn base(&self, queue: u16) -> usize {
+    fn queue_offset(&self, queue: u16) -> usize {
         queue_bytes(self.descriptors) * usize::from(queue)
     }
 
-    fn descriptor(&self, queue: u16, head: u16) -> usize {
-        self.base(queue) + HEADER + usize::from(head) * DESCRIPTOR
+    fn descriptor_offset(&self, queue: u16, head: u16) -> usize {
+        self.queue_offset(queue) + HEADER_BYTES + usize::from(head) * DESCRIPTOR_BYTES
+    }
+
+    fn counter(&self, queue: u16, head: u16) -> io::Result<u64> {
+        self.load(self.descriptor_offset(queue, head) + descriptor::COUNTER)
+    }
+
+    fn set_in_progress(&self, queue: u16, head: u16, is_in_progress: bool) -> io::Result<()> {
+        self.store(self.descriptor_offset(queue, head) + descriptor::IN_PROGRESS, u8::from(is_in_progress))
     }
 
     /// Loads a value from the record. Loads and stores access the memory in program order: a killed process has
     /// completed the earlier ones.
-    fn load<T: AtomicAccess>(&self, at: usize) -> io::Result<T> {
-        self.region.as_volatile_slice().load(at, Ordering::SeqCst).map_err(io::Error::other)
+    fn load<T: AtomicAccess>(&self, offset: usize) -> io::Result<T> {
+        self.region.as_volatile_slice().load(offset, Ordering::SeqCst).map_err(io::Error::other)
     }
 
-    fn store<T: AtomicAccess>(&self, at: usize, value: T) -> io::Result<()> {
-        self.region.as_volatile_slice().store(value, at, Ordering::SeqCst).map_err(io::Error::other)
+    fn store<T: AtomicAccess>(&self, offset: usize, value: T) -> io::Result<()> {
+        self.region.as_volatile_slice().store(value, offset, Ordering::SeqCst).map_err(io::Error::other)
     }
 
-    fn knows(&self, queue: u16, head: u16) -> bool {
+    fn has_descriptor(&self, queue: u16, head: u16) -> bool {
         queue < self.queues && head < self.descriptors
     }
 
     /// Records that the chain at descriptor `head` was taken from the available ring. Ignores a queue or descriptor
     /// that is out of range.
-    pub fn taken(&mut self, queue: u16, head: u16) -> io::Result<()> {
-        if !self.knows(queue, head) {
+    pub fn record_taken(&mut self, queue: u16, head: u16) -> io::Result<()> {
+        if !self.has_descriptor(queue, head) {
             return Ok(());
         }
         let Some(counter) = self.counters.get_mut(usize::from(queue)) else { return Ok(()) };
         *counter += 1;
-        let (counter, at) = (*counter, self.descriptor(queue, head));
-        self.store(at + AT_COUNTER, counter)?;
-        self.store(at, 1u8)
+        let counter = *counter;
+        self.store(self.descriptor_offset(queue, head) + descriptor::COUNTER, counter)?;
+        self.set_in_progress(queue, head, true)
     }
 
     /// Records that the chain at descriptor `head` is about to be put into the used ring.
-    pub fn answering(&mut self, queue: u16, head: u16) -> io::Result<()> {
-        if !self.knows(queue, head) {
+    pub fn record_answering(&mut self, queue: u16, head: u16) -> io::Result<()> {
+        if !self.has_descriptor(queue, head) {
             return Ok(());
         }
-        let last: u16 = self.load(self.base(queue) + AT_LAST)?;
-        self.store(self.descriptor(queue, head) + AT_NEXT, last)?;
-        self.store(self.base(queue) + AT_LAST, head)
+        let last_offset = self.queue_offset(queue) + header::LAST;
+        let last: u16 = self.load(last_offset)?;
+        self.store(self.descriptor_offset(queue, head) + descriptor::NEXT, last)?;
+        self.store(last_offset, head)
     }
 
     /// Records that the chain at descriptor `head` is in the used ring, whose index is now `used`.
-    pub fn answered(&mut self, queue: u16, head: u16, used: u16) -> io::Result<()> {
-        if !self.knows(queue, head) {
+    pub fn record_answered(&mut self, queue: u16, head: u16, used: u16) -> io::Result<()> {
+        if !self.has_descriptor(queue, head) {
             return Ok(());
         }
-        self.store(self.descriptor(queue, head), 0u8)?;
-        self.store(self.base(queue) + AT_USED, used)
+        self.set_in_progress(queue, head, false)?;
+        self.store(self.queue_offset(queue) + header::USED, used)
     }
 
-    /// Returns the requests to do again, in order. `used`: the used ring's index in the guest's memory.
-    pub fn unfinished(&mut self, queue: u16, used: u16) -> io::Result<Vec<u16>> {
+    /// Returns the heads of the requests to do again, in order. `used`: the used ring's index in the guest's memory.
+    pub fn unfinished_heads(&mut self, queue: u16, used: u16) -> io::Result<Vec<u16>> {
         if queue >= self.queues {
             return Ok(Vec::new());
         }
-        let base = self.base(queue);
+        let start = self.queue_offset(queue);
         // The previous server was killed after it answered a request, and before it recorded the answer.
-        if self.load::<u16>(base + AT_USED)? != used {
-            let last: u16 = self.load(base + AT_LAST)?;
+        if self.load::<u16>(start + header::USED)? != used {
+            let last: u16 = self.load(start + header::LAST)?;
             if last < self.descriptors {
-                self.store(self.descriptor(queue, last), 0u8)?;
+                self.set_in_progress(queue, last, false)?;
             }
-            self.store(base + AT_USED, used)?;
+            self.store(start + header::USED, used)?;
         }
-        let mut found = Vec::new();
+        let mut heads_by_counter = Vec::new();
         for head in 0..self.descriptors {
-            let at = self.descriptor(queue, head);
-            if self.load::<u8>(at)? == 1 {
-                found.push((self.load::<u64>(at + AT_COUNTER)?, head));
+            if self.load::<u8>(self.descriptor_offset(queue, head) + descriptor::IN_PROGRESS)? == 1 {
+                heads_by_counter.push((self.counter(queue, head)?, head));
             }
         }
-        found.sort_unstable();
-        Ok(found.into_iter().map(|(_, head)| head).collect())
+        heads_by_counter.sort_unstable();
+        Ok(heads_by_counter.into_iter().map(|(_, head)| head).collect())
     }
 }
 
@@ -191,7 +201,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn again(file: &File, bytes: u64) -> Inflight {
+    fn reopen(file: &File, bytes: u64) -> Inflight {
         Inflight::open(file.try_clone().unwrap(), 0, bytes, 2, 8).unwrap()
     }
 
@@ -199,7 +209,7 @@ mod tests {
     fn its_layout_is_that_of_the_protocol() {
         let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
         assert_eq!(bytes, 2 * 192);
-        inflight.taken(1, 3).unwrap();
+        inflight.record_taken(1, 3).unwrap();
         let mut raw = vec![0; bytes as usize];
         std::os::unix::fs::FileExt::read_exact_at(&file, &mut raw, 0).unwrap();
         let queue = &raw[192..];
@@ -228,47 +238,47 @@ mod tests {
     fn an_answered_request_is_not_done_again_even_if_that_was_not_recorded() {
         let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
         for head in [5, 2] {
-            inflight.taken(0, head).unwrap();
+            inflight.record_taken(0, head).unwrap();
         }
-        inflight.answering(0, 5).unwrap();
+        inflight.record_answering(0, 5).unwrap();
         drop(inflight);
         // The server was killed before it wrote the used ring, or after that.
-        assert_eq!(again(&file, bytes).unfinished(0, 0).unwrap(), [5, 2]);
-        assert_eq!(again(&file, bytes).unfinished(0, 1).unwrap(), [2]);
-        assert_eq!(again(&file, bytes).unfinished(0, 1).unwrap(), [2]);
+        assert_eq!(reopen(&file, bytes).unfinished_heads(0, 0).unwrap(), [5, 2]);
+        assert_eq!(reopen(&file, bytes).unfinished_heads(0, 1).unwrap(), [2]);
+        assert_eq!(reopen(&file, bytes).unfinished_heads(0, 1).unwrap(), [2]);
     }
 
     proptest! {
         #[test]
         fn after_a_kill_exactly_the_unanswered_requests_are_unfinished(
-            steps in proptest::collection::vec((0..8u16, any::<bool>()), 0..60), killed in 0..4u8,
+            steps in proptest::collection::vec((0..8u16, any::<bool>()), 0..60), kill_point in 0..4u8,
         ) {
             let (mut inflight, file, bytes) = Inflight::create(2, 8).unwrap();
             let (mut model, mut used): (Vec<u16>, u16) = (Vec::new(), 0);
             let count = steps.len();
-            for (n, (head, take)) in steps.into_iter().enumerate() {
-                if take && !model.contains(&head) {
-                    inflight.taken(0, head).unwrap();
+            for (number, (head, is_take)) in steps.into_iter().enumerate() {
+                if is_take && !model.contains(&head) {
+                    inflight.record_taken(0, head).unwrap();
                     model.push(head);
-                } else if let Some(position) = model.iter().position(|of| *of == head).filter(|_| !take) {
-                    let last = n + 1 == count;
-                    if last && killed == 0 {
+                } else if let Some(position) = model.iter().position(|taken| *taken == head).filter(|_| !is_take) {
+                    let is_last = number + 1 == count;
+                    if is_last && kill_point == 0 {
                         break;
                     }
-                    inflight.answering(0, head).unwrap();
-                    if last && killed == 1 {
+                    inflight.record_answering(0, head).unwrap();
+                    if is_last && kill_point == 1 {
                         break;
                     }
                     used = used.wrapping_add(1);
                     model.remove(position);
-                    if last && killed == 2 {
+                    if is_last && kill_point == 2 {
                         break;
                     }
-                    inflight.answered(0, head, used).unwrap();
+                    inflight.record_answered(0, head, used).unwrap();
                 }
             }
             drop(inflight);
-            prop_assert_eq!(again(&file, bytes).unfinished(0, used).unwrap(), model);
+            prop_assert_eq!(reopen(&file, bytes).unfinished_heads(0, used).unwrap(), model);
         }
     }
 }

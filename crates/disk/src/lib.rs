@@ -20,6 +20,7 @@
 //! | [`report`] | rate-limited warnings |
 //! | [`block`], [`digest`], [`block_map`] | which frame holds which block, and its digest |
 //! | [`redo`] | the redo log of a protected VM's disk |
+//! | [`keeper`] | requests about the epochs of a served disk, and the background work on its redo log |
 //! | [`ledger`] | the blocks that a guest has read or written until a moment, and whether they were written since |
 //! | `background` | slow work that no thread waits for |
 //! | [`retained`] | the retained cache: the memory of the guest's previous boot |
@@ -40,6 +41,7 @@ pub mod engine;
 pub mod fuzz;
 pub mod image;
 pub mod inflight;
+pub mod keeper;
 pub mod ledger;
 pub mod limit;
 pub mod memory;

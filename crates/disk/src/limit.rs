@@ -8,8 +8,9 @@ use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
 /// Capacity of a bucket, in seconds of its rate.
-const BURST: f64 = 0.1;
+const BURST_SECONDS: f64 = 0.1;
 
+/// The rate limits of a disk; `None`: unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Limits {
     /// Bytes per second, of reads and writes together.
@@ -18,26 +19,30 @@ pub struct Limits {
     pub iops: Option<u64>,
 }
 
+/// A leaky bucket.
 #[derive(Debug)]
 struct Bucket {
+    /// Units that leak per second.
     rate: f64,
+    /// Units in the bucket at `updated`.
     level: f64,
-    at: Instant,
+    updated: Instant,
 }
 
 impl Bucket {
     fn new(rate: u64, now: Instant) -> Self {
-        Self { rate: rate.max(1) as f64, level: 0.0, at: now }
+        Self { rate: rate.max(1) as f64, level: 0.0, updated: now }
     }
 
     fn leak(&mut self, now: Instant) {
-        let leaked = now.saturating_duration_since(self.at).as_secs_f64() * self.rate;
+        let leaked = now.saturating_duration_since(self.updated).as_secs_f64() * self.rate;
         self.level = (self.level - leaked).max(0.0);
-        self.at = now;
+        self.updated = now;
     }
 
-    fn wait(&self) -> f64 {
-        (self.level / self.rate - BURST).max(0.0)
+    /// Returns the seconds until the bucket has space for another request.
+    fn seconds_to_wait(&self) -> f64 {
+        (self.level / self.rate - BURST_SECONDS).max(0.0)
     }
 }
 
@@ -61,13 +66,13 @@ impl Throttle {
     /// # Errors
     /// The time to wait until the next attempt.
     pub fn admit(&mut self, bytes: u64, now: Instant) -> Result<(), Duration> {
-        let mut wait = 0.0f64;
+        let mut seconds = 0.0f64;
         for bucket in [&mut self.bytes, &mut self.requests].into_iter().flatten() {
             bucket.leak(now);
-            wait = wait.max(bucket.wait());
+            seconds = seconds.max(bucket.seconds_to_wait());
         }
-        if wait > 0.0 {
-            return Err(Duration::from_secs_f64(wait));
+        if seconds > 0.0 {
+            return Err(Duration::from_secs_f64(seconds));
         }
         self.charge(bytes);
         Ok(())
@@ -97,33 +102,33 @@ mod tests {
         ) {
             let begin = Instant::now();
             let mut throttle = Throttle::new(Limits { bps: Some(bps), iops: Some(iops) }, begin);
-            let (mut now, mut done) = (begin, 0u32);
+            let (mut now, mut admitted) = (begin, 0u32);
             // There is enough work that the first burst does not matter.
-            while now.duration_since(begin) < Duration::from_secs(20) && done < 20_000 {
+            while now.duration_since(begin) < Duration::from_secs(20) && admitted < 20_000 {
                 match throttle.admit(bytes, now) {
-                    Ok(()) => done += 1,
+                    Ok(()) => admitted += 1,
                     Err(wait) => now += wait + Duration::from_nanos(1),
                 }
             }
-            let time = now.duration_since(begin).as_secs_f64();
-            let by_bytes = f64::from(done) * bytes as f64 / bps as f64;
-            let by_requests = f64::from(done) / iops as f64;
-            let longest = by_bytes.max(by_requests);
+            let elapsed = now.duration_since(begin).as_secs_f64();
+            let by_bytes = f64::from(admitted) * bytes as f64 / bps as f64;
+            let by_requests = f64::from(admitted) / iops as f64;
+            let expected = by_bytes.max(by_requests);
             // The buckets may hold a tenth of a second's work, and the last request.
-            let slack = BURST + (bytes as f64 / bps as f64).max(1.0 / iops as f64) + 0.001;
-            prop_assert!(time + slack >= longest, "too fast: {time} s for {longest} s of work");
-            prop_assert!(time <= longest + 0.001, "too slow: {time} s for {longest} s of work");
+            let slack = BURST_SECONDS + (bytes as f64 / bps as f64).max(1.0 / iops as f64) + 0.001;
+            prop_assert!(elapsed + slack >= expected, "too fast: {elapsed} s for {expected} s of work");
+            prop_assert!(elapsed <= expected + 0.001, "too slow: {elapsed} s for {expected} s of work");
         }
     }
 
     #[test]
     fn without_limits_no_request_waits_and_a_pause_saves_up_no_more_than_a_burst() {
         let now = Instant::now();
-        let mut free = Throttle::new(Limits::default(), now);
-        assert!((0..1000).all(|_| free.admit(1 << 20, now).is_ok()));
-        let mut slow = Throttle::new(Limits { bps: None, iops: Some(100) }, now);
+        let mut unlimited = Throttle::new(Limits::default(), now);
+        assert!((0..1000).all(|_| unlimited.admit(1 << 20, now).is_ok()));
+        let mut limited = Throttle::new(Limits { bps: None, iops: Some(100) }, now);
         let later = now + Duration::from_secs(3600);
-        let admitted = (0..1000).take_while(|_| slow.admit(4096, later).is_ok()).count();
+        let admitted = (0..1000).take_while(|_| limited.admit(4096, later).is_ok()).count();
         assert_eq!(admitted, 11, "a tenth of a second, and the one that is over it");
     }
 }

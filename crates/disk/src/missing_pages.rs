@@ -14,6 +14,7 @@
 use rekindle_kernel::memory;
 use rekindle_kernel::process::Process;
 use rekindle_kernel::userfault::{Event, Features, Mode, Userfault, UserfaultError};
+use rekindle_pages::PAGE_SIZE;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::io;
 use std::ops::Range;
@@ -23,8 +24,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// Interval between two attempts to read a page from QEMU.
-const AGAIN: Duration = Duration::from_millis(100);
-const PAGE: u64 = memory::PAGE_SIZE as u64;
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Memory that this process and another process map.
 #[derive(Debug, Clone)]
@@ -39,38 +40,38 @@ pub struct DoubleMapping {
 #[derive(Debug)]
 pub struct MissingPages {
     faults: Arc<Userfault>,
-    places: Vec<DoubleMapping>,
+    mappings: Vec<DoubleMapping>,
+    /// Readable when the thread is to end.
     end: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl MissingPages {
-    /// Starts to block each access to a missing page of `places` until `front` has the page.
+    /// Starts to block each access to a missing page of `mappings` until the process `front_end` has the page.
     ///
     /// # Errors
     /// Errors of `userfaultfd(2)`, also if it is unavailable. Access does not block then, so the memory must not be
     /// used.
-    pub fn begin(places: Vec<DoubleMapping>, front: Process) -> io::Result<Self> {
+    pub fn begin(mappings: Vec<DoubleMapping>, front_end: Process) -> io::Result<Self> {
         let faults = Arc::new(Userfault::own(Features::empty()).map_err(io::Error::other)?);
-        for place in &places {
-            faults.register(place.ours.clone(), Mode::MISSING).map_err(io::Error::other)?;
+        for mapping in &mappings {
+            faults.register(mapping.ours.clone(), Mode::MISSING).map_err(io::Error::other)?;
         }
         let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
-        let serve = (Arc::clone(&faults), places.clone(), Arc::clone(&end));
+        let (thread_faults, thread_mappings, thread_end) = (Arc::clone(&faults), mappings.clone(), Arc::clone(&end));
         let thread = thread::Builder::new().name("missing pages".into()).spawn(move || {
-            let (faults, places, end) = serve;
-            if let Err(e) = supply_pages(&faults, &places, &end, front) {
+            if let Err(e) = supply_pages(&thread_faults, &thread_mappings, &thread_end, front_end) {
                 // Blocked accesses stay blocked.
                 tracing::error!("missing pages of the guest can no longer be supplied: {e}");
             }
         })?;
-        Ok(Self { faults, places, end, thread: Some(thread) })
+        Ok(Self { faults, mappings, end, thread: Some(thread) })
     }
 
     /// Stops blocking accesses, because no page is missing any more.
-    pub fn filled(&self) {
-        for place in &self.places {
-            if let Err(e) = self.faults.unregister(place.ours.clone()) {
+    pub fn set_filled(&self) {
+        for mapping in &self.mappings {
+            if let Err(e) = self.faults.unregister(mapping.ours.clone()) {
                 tracing::debug!("cannot stop watching for missing pages: {e}");
             }
         }
@@ -89,16 +90,16 @@ impl Drop for MissingPages {
 /// Supplies missing pages until `end` is readable.
 fn supply_pages(
     faults: &Userfault,
-    places: &[DoubleMapping],
+    mappings: &[DoubleMapping],
     end: &OwnedFd,
-    front: Process,
+    front_end: Process,
 ) -> Result<(), UserfaultError> {
     let failed = |source: rustix::io::Errno| UserfaultError::Descriptor { what: "wait", source: source.into() };
     loop {
         let mut ready = [PollFd::new(faults, PollFlags::IN), PollFd::new(end, PollFlags::IN)];
         match poll(&mut ready, None) {
             Err(rustix::io::Errno::INTR) => continue,
-            other => other.map_err(failed)?,
+            polled => polled.map_err(failed)?,
         };
         if !ready[1].revents().is_empty() {
             return Ok(());
@@ -106,19 +107,19 @@ fn supply_pages(
         for event in faults.events()? {
             let Event::Fault { address, .. } = event else { continue };
             let page = address - address % PAGE;
-            if let Some(place) = places.iter().find(|place| place.ours.contains(&page)) {
-                read_in_front(front, place.theirs + (page - place.ours.start));
+            if let Some(mapping) = mappings.iter().find(|mapping| mapping.ours.contains(&page)) {
+                fetch_page(front_end, mapping.theirs + (page - mapping.ours.start));
             }
             faults.wake(page..page + PAGE)?;
         }
     }
 }
 
-/// Makes `front` fetch the page at `address`: reading the page blocks until the pager has filled it.
-fn read_in_front(front: Process, address: u64) {
+/// Makes the process `front_end` fetch the page at `address`: reading the page blocks until the pager has filled it.
+fn fetch_page(front_end: Process, address: u64) {
     let mut is_reported = false;
-    while let Err(e) = memory::read(front, address, &mut [0]) {
-        if !front.is_alive() {
+    while let Err(e) = memory::read(front_end, address, &mut [0]) {
+        if !front_end.is_alive() {
             // The guest has ended, and an access that is blocked cannot be made to fail. Zeros must not be supplied:
             // they could reach the disk.
             tracing::error!("QEMU ended before its guest's memory was filled; this server ends, too");
@@ -127,7 +128,7 @@ fn read_in_front(front: Process, address: u64) {
         if !std::mem::replace(&mut is_reported, true) {
             tracing::error!("cannot supply a page of the guest, so its disk waits: {e}");
         }
-        thread::sleep(AGAIN);
+        thread::sleep(RETRY_INTERVAL);
     }
 }
 
@@ -139,10 +140,11 @@ mod tests {
     use std::fs::File;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// Maps the pages of a file as QEMU would, and fills them with a delay as a pager would.
+    /// Maps the pages of a file as QEMU would, and calls `work` with their address. Fills each page with its number
+    /// plus one when it is needed, as a pager would. Returns the number of filled pages.
     fn with_pager(file: &File, work: impl FnOnce(u64)) -> u64 {
         const PAGES: u64 = 16;
-        let theirs = mapped(file, PAGES * PAGE);
+        let theirs = map_file(file, PAGES * PAGE);
         let faults = Userfault::own(Features::empty()).unwrap();
         faults.register(theirs..theirs + PAGES * PAGE, Mode::MISSING).unwrap();
         let (supplied, done) = (AtomicU64::new(0), eventfd(0, EventfdFlags::CLOEXEC).unwrap());
@@ -168,7 +170,7 @@ mod tests {
         supplied.load(Ordering::Relaxed)
     }
 
-    fn mapped(file: &File, bytes: u64) -> u64 {
+    fn map_file(file: &File, bytes: u64) -> u64 {
         let region = vm_memory::mmap::MmapRegion::<()>::from_file(
             vm_memory::FileOffset::new(file.try_clone().unwrap(), 0),
             bytes as usize,
@@ -178,14 +180,19 @@ mod tests {
     }
 
     #[test]
-    fn access_to_a_missing_page_waits_and_sees_what_was_filled() {
+    fn access_to_a_missing_page_waits_until_it_is_filled() {
         let fd = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let file = File::from(fd);
         file.set_len(16 * PAGE).unwrap();
         let supplied = with_pager(&file, |theirs| {
             let me = Process::of(std::process::id()).unwrap();
-            let region =
-                Region { address: 0, bytes: 16 * PAGE, file: file.try_clone().unwrap(), offset: 0, front: theirs };
+            let region = Region {
+                address: 0,
+                bytes: 16 * PAGE,
+                file: file.try_clone().unwrap(),
+                offset: 0,
+                front_end_address: theirs,
+            };
             let memory = Memory::map_missing(vec![region], me).unwrap();
             let mut bytes = [0; 10];
             memory.read(3 * PAGE - 5, &mut bytes).unwrap();
@@ -197,10 +204,10 @@ mod tests {
             assert_eq!(bytes, [8, 99, 8, 8, 8, 8, 8, 8, 8, 8]);
             memory.read(9 * PAGE + 6, &mut bytes).unwrap();
             assert_eq!(bytes, [10, 10, 98, 98, 98, 98, 10, 10, 10, 10]);
-            memory.filled();
+            memory.set_filled();
             memory.read(3 * PAGE, &mut bytes).unwrap();
             assert_eq!(bytes, [4; 10]);
         });
-        assert_eq!(supplied, 4, "each once");
+        assert_eq!(supplied, 4, "each needed page once");
     }
 }

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Most warnings of one kind that are logged in one [`WINDOW`].
-const BURST: u32 = 5;
+const MAX_WARNINGS: u32 = 5;
 const WINDOW: Duration = Duration::from_secs(60);
 
 /// A limit on the rate of one kind of warning.
@@ -13,8 +13,11 @@ pub struct RateLimit(Mutex<WindowState>);
 
 #[derive(Debug)]
 struct WindowState {
-    window: Option<Instant>,
+    /// Start of the current window.
+    started: Option<Instant>,
+    /// Number of warnings logged in the window.
     logged: u32,
+    /// Number of warnings omitted since the last logged one.
     omitted: u64,
 }
 
@@ -22,17 +25,17 @@ impl RateLimit {
     /// Creates a limit with nothing logged yet.
     #[must_use]
     pub const fn new() -> Self {
-        Self(Mutex::new(WindowState { window: None, logged: 0, omitted: 0 }))
+        Self(Mutex::new(WindowState { started: None, logged: 0, omitted: 0 }))
     }
 
     /// Decides whether to log the warning at `now`. Returns the number of warnings omitted since the last logged one,
     /// or `None` to omit this warning, too.
     pub fn admit(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.window.is_none_or(|began| now.saturating_duration_since(began) >= WINDOW) {
-            (state.window, state.logged) = (Some(now), 0);
+        if state.started.is_none_or(|started| now.saturating_duration_since(started) >= WINDOW) {
+            (state.started, state.logged) = (Some(now), 0);
         }
-        if state.logged == BURST {
+        if state.logged == MAX_WARNINGS {
             state.omitted = state.omitted.saturating_add(1);
             return None;
         }
@@ -67,12 +70,13 @@ mod tests {
     #[test]
     fn a_few_a_minute_are_logged_and_the_others_are_counted() {
         let (limit, begin) = (RateLimit::new(), Instant::now());
-        let logged = |from: u64, count: u64| {
-            let at = |n| begin + Duration::from_millis(from + n);
-            (0..count).filter_map(|n| limit.admit(at(n))).collect::<Vec<_>>()
+        // One warning per millisecond.
+        let logged = |first_ms: u64, count: u64| {
+            let times = (first_ms..first_ms + count).map(|ms| begin + Duration::from_millis(ms));
+            times.filter_map(|time| limit.admit(time)).collect::<Vec<_>>()
         };
-        assert_eq!(logged(0, 1000), [0; BURST as usize]);
+        assert_eq!(logged(0, 1000), [0; MAX_WARNINGS as usize]);
         assert!(logged(59_000, 900).is_empty());
-        assert_eq!(logged(60_000, 3), [1000 - u64::from(BURST) + 900, 0, 0]);
+        assert_eq!(logged(60_000, 3), [1000 - u64::from(MAX_WARNINGS) + 900, 0, 0]);
     }
 }

@@ -6,10 +6,11 @@
 //! epoch. Then the server opens and locks the image as usual, or rejects the command and continues to wait.
 
 use crate::engine::Handle;
-use crate::engine::command::{Command, Refused};
+use crate::engine::command::{Command, OpenDisk};
+use crate::engine::refusal::Refusal;
 use crate::image::{Image, OpenMode};
-use crate::redo::error::chain;
-use crate::redo::keeper::{self, EpochId, Keeper, LogOptions};
+use crate::keeper::{self, EpochId, Keeper, LogOptions};
+use crate::redo::error::error_chain;
 use crate::redo::recover::DiskVersion;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +24,7 @@ pub struct PendingDisk {
     /// How to open the disk's log.
     pub redo: LogOptions,
     /// Whether a restore is still filling the guest's memory.
-    pub filling: Arc<AtomicBool>,
+    pub is_filling: Arc<AtomicBool>,
 }
 
 /// The engine, with the keeper of the disk's log or the disk that the server waits for.
@@ -31,50 +32,50 @@ pub struct PendingDisk {
 pub struct ServedDisk {
     pub engine: Handle,
     keeper: OnceLock<Arc<Keeper>>,
-    waiting: Mutex<Option<PendingDisk>>,
+    pending: Mutex<Option<PendingDisk>>,
 }
 
 impl ServedDisk {
     /// Creates the state of a server that has its disk.
     #[must_use]
     pub fn new(engine: Handle, keeper: Arc<Keeper>) -> Self {
-        Self { engine, keeper: OnceLock::from(keeper), waiting: Mutex::new(None) }
+        Self { engine, keeper: OnceLock::from(keeper), pending: Mutex::new(None) }
     }
 
     /// Creates the state of a server that waits for its disk.
     #[must_use]
-    pub fn waiting(engine: Handle, waiting: PendingDisk) -> Self {
-        Self { engine, keeper: OnceLock::new(), waiting: Mutex::new(Some(waiting)) }
+    pub fn awaited(engine: Handle, pending: PendingDisk) -> Self {
+        Self { engine, keeper: OnceLock::new(), pending: Mutex::new(Some(pending)) }
     }
 
     /// Returns the keeper of the log.
     ///
     /// # Errors
-    /// [`Refused`] while the server waits for its disk.
-    pub fn keeper(&self) -> Result<&Arc<Keeper>, Refused> {
-        self.keeper.get().ok_or_else(|| Refused("it waits for a restore, and has no disk yet".into()))
+    /// [`Refusal`] while the server waits for its disk.
+    pub fn keeper(&self) -> Result<&Arc<Keeper>, Refusal> {
+        self.keeper.get().ok_or_else(|| Refusal("it waits for a restore, and has no disk yet".into()))
     }
 
-    /// Opens the disk as of epoch `at`; by default the newest disk. `filling`: a restore is still filling the guest's
+    /// Opens the disk as of an epoch; by default the newest disk. `is_filling`: a restore is still filling the guest's
     /// memory.
     ///
     /// *On success:* queues may run. *On failure:* the server continues to wait, and the image is not locked.
     ///
     /// # Errors
-    /// [`Refused`] if another process has the image, the log is of another disk, or the disk is open already.
-    pub fn open(&self, at: Option<EpochId>, filling: bool) -> Result<(), Refused> {
-        let mut waits = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        let waiting = waits.as_ref().ok_or_else(|| Refused("it has its disk already".into()))?;
-        let image = Image::open(&waiting.image, waiting.mode).map_err(|e| Refused(chain(&e)))?;
-        let version = at.map_or(DiskVersion::Newest, |EpochId { disk, epoch }| DiskVersion::Epoch { epoch, disk });
-        let options = LogOptions { version, ..waiting.redo.clone() };
-        let mut opened = keeper::open(&image, options).map_err(|e| Refused(chain(&e)))?;
-        let log = opened.engine_log.take();
-        waiting.filling.store(filling, Ordering::Relaxed);
-        self.engine.ask(|answer| Command::Open(Box::new((image, log)), answer))?;
-        // Set only in this function, while `waits` is locked.
-        let _ = self.keeper.set(opened.start(&self.engine));
-        *waits = None;
+    /// [`Refusal`] if another process has the image, the log is of another disk, or the disk is open already.
+    pub fn open(&self, epoch: Option<EpochId>, is_filling: bool) -> Result<(), Refusal> {
+        let mut pending_disk = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let pending = pending_disk.as_ref().ok_or_else(|| Refusal("it has its disk already".into()))?;
+        let image = Image::open(&pending.image, pending.mode).map_err(|e| Refusal(error_chain(&e)))?;
+        let version = epoch.map_or(DiskVersion::Newest, |EpochId { disk, epoch }| DiskVersion::Epoch { epoch, disk });
+        let options = LogOptions { version, ..pending.redo.clone() };
+        let mut opened_log = keeper::open(&image, options).map_err(|e| Refusal(error_chain(&e)))?;
+        let log = opened_log.engine_log.take();
+        pending.is_filling.store(is_filling, Ordering::Relaxed);
+        self.engine.ask(|answer| Command::OpenDisk(Box::new(OpenDisk { image, log }), answer))?;
+        // Set only in this function, while `pending_disk` is locked.
+        let _ = self.keeper.set(opened_log.start(&self.engine));
+        *pending_disk = None;
         Ok(())
     }
 

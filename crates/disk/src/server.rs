@@ -3,15 +3,15 @@
 use crate::channel;
 use crate::config::DiskConfig;
 use crate::control;
-use crate::engine::command::{Command, ConnectionCommand, FrontendId};
-use crate::engine::{self, EngineDisk, Handle, Settings};
+use crate::engine::command::{Command, ConnectionCommand, OpenDisk};
+use crate::engine::{self, ConnectionId, EngineDisk, Handle, Settings};
 use crate::image::{Image, ImageError, OpenMode};
+use crate::keeper::{self, LogOptions};
 use crate::redo::error::RedoError;
-use crate::redo::keeper::{self, LogOptions};
 use crate::report::warn_limited;
 use crate::retained::UNCHECKED;
 use crate::served_disk::{PendingDisk, ServedDisk};
-use crate::session::{FillState, Frontend};
+use crate::session::{FillState, FrontEndSession};
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{self, Permissions};
 use std::io;
@@ -21,7 +21,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 use vhost::vhost_user::{BackendReqHandler, Error};
+
+/// Most connections of a socket: each has a thread.
+const MAX_CONNECTIONS: usize = 64;
+/// How long to wait after a failed `accept`.
+const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The reason why a disk cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -57,7 +63,7 @@ pub struct Service {
     pub redo: LogOptions,
     pub settings: Settings,
     /// The server waits until a command names the epoch. The image is not locked until then.
-    pub waits: bool,
+    pub is_awaiting_epoch: bool,
 }
 
 /// Serves a disk until a command ends the server. Calls `ready` when both sockets exist.
@@ -66,7 +72,7 @@ pub struct Service {
 /// *On success:* all writes that the guest has flushed are on the disk.
 /// *On failure:* nothing was served, the image is unchanged.
 pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
-    let Service { image: path, mode, socket, control, redo, settings, waits } = service;
+    let Service { image: path, mode, socket, control, redo, settings, is_awaiting_epoch } = service;
     if UNCHECKED {
         tracing::error!(
             "BUILT WITH unchecked-attic, for the fault experiment: blocks of {} are served unchecked, which damages its guest's data",
@@ -74,33 +80,34 @@ pub fn serve(service: Service, ready: impl FnOnce()) -> Result<(), ServeError> {
         );
     }
     // The image is locked, unless the server waits: of two servers only one gets as far as its sockets.
-    let image = if waits { Image::inspect(&path)? } else { Image::open(&path, mode)? };
-    let filling = Arc::clone(&settings.filling);
-    let shape = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
-    let (guests, asked) = (listen(&socket)?, listen(&control)?);
+    let image = if is_awaiting_epoch { Image::inspect(&path)? } else { Image::open(&path, mode)? };
+    let is_filling = Arc::clone(&settings.is_filling);
+    let config = DiskConfig { capacity: image.bytes, readonly: mode.readonly, queues: settings.queues };
+    let (front_ends, control_clients) = (listen(&socket)?, listen(&control)?);
     let failed = |source| ServeError::Engine { image: path.clone(), source };
-    let (disk, thread) = if waits {
-        let (engine, thread) = engine::start(EngineDisk::Awaited(image), settings).map_err(failed)?;
-        let waiting = PendingDisk { image: path.clone(), mode, redo, filling: Arc::clone(&filling) };
-        (ServedDisk::waiting(engine, waiting), thread)
+    let (disk, engine_thread) = if is_awaiting_epoch {
+        let (engine, engine_thread) = engine::start(EngineDisk::Awaited(image), settings).map_err(failed)?;
+        let pending = PendingDisk { image: path.clone(), mode, redo, is_filling: Arc::clone(&is_filling) };
+        (ServedDisk::awaited(engine, pending), engine_thread)
     } else {
-        let mut redo = keeper::open(&image, redo)?;
-        let disk = EngineDisk::Open(image, redo.engine_log.take().map(Box::new));
-        let (engine, thread) = engine::start(disk, settings).map_err(failed)?;
-        (ServedDisk::new(engine.clone(), redo.start(&engine)), thread)
+        let mut opened_log = keeper::open(&image, redo)?;
+        let disk = OpenDisk { image, log: opened_log.engine_log.take() };
+        let (engine, engine_thread) = engine::start(EngineDisk::Open(Box::new(disk)), settings).map_err(failed)?;
+        (ServedDisk::new(engine.clone(), opened_log.start(&engine)), engine_thread)
     };
     let disk = Arc::new(disk);
-    accept(guests, &disk.engine, move |engine, number, stream| {
-        serve_front(engine, FrontendId(number), shape, &filling, stream);
+    let engine = disk.engine.clone();
+    accept(front_ends, move |number, stream| {
+        serve_front_end(&engine, ConnectionId(number), config, &is_filling, stream);
     });
-    let controlled = Arc::clone(&disk);
-    accept(asked, &disk.engine, move |_, _, stream| {
-        if let Err(e) = control::serve(&controlled, &stream) {
+    let controlled_disk = Arc::clone(&disk);
+    accept(control_clients, move |_, stream| {
+        if let Err(e) = control::serve(&controlled_disk, &stream) {
             tracing::debug!("a control connection: {e}");
         }
     });
     ready();
-    let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    let ended = engine_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     disk.release();
     for socket in [&socket, &control] {
         let _ = fs::remove_file(socket);
@@ -123,34 +130,31 @@ fn listen(path: &Path) -> Result<UnixListener, ServeError> {
     Ok(listener)
 }
 
-/// Most connections of a socket: each has a thread.
-const MOST_CONNECTIONS: usize = 64;
-
-/// Starts a thread for each connection. Connections above the limit are closed.
-fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, UnixStream) + Clone + Send + 'static) {
-    let engine = engine.clone();
+/// Starts a thread for each connection, which calls `serve` with the connection's number and socket. Connections above
+/// the limit are closed.
+fn accept(listener: UnixListener, serve: impl Fn(u32, UnixStream) + Clone + Send + 'static) {
+    // Each connection holds a clone, so that their number is known.
     let connected = Arc::new(());
     thread::spawn(move || {
         for (stream, number) in listener.incoming().zip(1..) {
-            let (engine, each) = (engine.clone(), each.clone());
             match stream {
-                Ok(_) if Arc::strong_count(&connected) > MOST_CONNECTIONS => {
-                    warn_limited!("closed a connection: there are {MOST_CONNECTIONS} already");
+                Ok(_) if Arc::strong_count(&connected) > MAX_CONNECTIONS => {
+                    warn_limited!("closed a connection: there are {MAX_CONNECTIONS} already");
                 }
                 Ok(stream) => {
-                    let connected = Arc::clone(&connected);
-                    let served = thread::Builder::new().spawn(move || {
-                        each(engine, number, stream);
+                    let (serve, connected) = (serve.clone(), Arc::clone(&connected));
+                    let started = thread::Builder::new().spawn(move || {
+                        serve(number, stream);
                         drop(connected);
                     });
-                    if let Err(e) = served {
+                    if let Err(e) = started {
                         warn_limited!("rejected a connection: no thread can be started: {e}");
                     }
                 }
                 Err(e) => {
                     warn_limited!("cannot accept a connection: {e}");
                     // Probably out of descriptors: wait before the next attempt.
-                    thread::sleep(std::time::Duration::from_millis(100));
+                    thread::sleep(ACCEPT_RETRY_INTERVAL);
                 }
             }
         }
@@ -158,42 +162,60 @@ fn accept(listener: UnixListener, engine: &Handle, each: impl Fn(Handle, u32, Un
 }
 
 /// Removes a front end from the engine on drop, also during a panic.
-struct LeaveOnDrop<'a>(&'a Handle, FrontendId);
+struct LeaveOnDrop<'a> {
+    engine: &'a Handle,
+    connection_id: ConnectionId,
+}
 
 impl Drop for LeaveOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.send(Command::Connection(self.1, ConnectionCommand::Leave));
+        self.engine.send(Command::Connection(self.connection_id, ConnectionCommand::Leave));
     }
 }
 
 /// Serves vhost-user to one front end until it disconnects.
-fn serve_front(engine: Handle, session: FrontendId, shape: DiskConfig, filling: &Arc<AtomicBool>, stream: UnixStream) {
+fn serve_front_end(
+    engine: &Handle,
+    connection_id: ConnectionId,
+    config: DiskConfig,
+    is_filling: &Arc<AtomicBool>,
+    stream: UnixStream,
+) {
     let process = socket_peercred(&stream).ok().and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok());
-    engine.send(Command::Connection(session, ConnectionCommand::Join { process }));
-    let _leave = LeaveOnDrop(&engine, session);
-    let frontend = Arc::new(Mutex::new(Frontend::new(
-        engine.clone(),
-        session,
-        shape,
-        FillState { is: Arc::clone(filling), process },
-    )));
-    let ahead = stream.try_clone();
-    let mut handler = BackendReqHandler::from_stream(stream, frontend);
-    let why = loop {
-        match ahead.as_ref().map(channel::offered) {
+    engine.send(Command::Connection(connection_id, ConnectionCommand::Join { process }));
+    let _leave_on_drop = LeaveOnDrop { engine, connection_id };
+    let fill_state = FillState { is_filling: Arc::clone(is_filling), process };
+    let session = FrontEndSession::new(engine.clone(), connection_id, config, fill_state);
+    let error = handle_messages(engine, connection_id, session, stream);
+    if !matches!(error, Error::Disconnected) {
+        warn_limited!("front end {}: {error}; closing its connection", connection_id.0);
+    }
+}
+
+/// Handles the messages of a front end. Returns the error that ends the connection.
+fn handle_messages(
+    engine: &Handle,
+    connection_id: ConnectionId,
+    session: FrontEndSession,
+    stream: UnixStream,
+) -> Error {
+    let peek_stream = match stream.try_clone() {
+        Ok(peek_stream) => peek_stream,
+        Err(e) => return Error::SocketError(e),
+    };
+    let mut handler = BackendReqHandler::from_stream(stream, Arc::new(Mutex::new(session)));
+    loop {
+        match channel::peek_offered_channel(&peek_stream) {
             // Waits for the answer, so that a front end that passes many channels has at most one in this process.
-            Ok(Ok(Some(channel))) => {
-                drop(engine.ask(|answer| Command::Connection(session, ConnectionCommand::Channel(channel, answer))))
+            Ok(Some(channel)) => {
+                let set_channel = |answer| ConnectionCommand::SetChannel(channel, answer);
+                drop(engine.ask(|answer| Command::Connection(connection_id, set_channel(answer))));
             }
-            Ok(Ok(None)) => {}
-            Ok(Err(e)) => break Error::SocketError(e),
-            Err(e) => break Error::SocketError(e.kind().into()),
+            Ok(None) => {}
+            Err(e) => return Error::SocketError(e),
         }
         if let Err(e) = handler.handle_request() {
-            break e;
+            return e;
         }
-    };
-    if !matches!(why, Error::Disconnected) {
-        warn_limited!("front end {}: {why}; closing its connection", session.0);
     }
 }

@@ -8,11 +8,10 @@
 //! Several front ends may be connected, as during a restart of the VMM. Only one of them has running queues. If
 //! another front end starts a queue meanwhile, the command is rejected.
 
-use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL};
-use crate::engine::command::{
-    Answer, Command, ConnectionCommand, FrontendId, Notification, QueueDescriptors, Refused, Rings,
-};
-use crate::engine::{Handle, MAX_QUEUE_ENTRIES};
+use crate::config::{DiskConfig, EVENT_IDX, LOG_ALL, PROTOCOL_FEATURES};
+use crate::engine::command::{Command, ConnectionCommand, Notification, QueueDescriptors, Rings};
+use crate::engine::refusal::{Answer, Refusal};
+use crate::engine::{ConnectionId, Handle, MAX_QUEUE_ENTRIES};
 use crate::inflight::Inflight;
 use crate::memory::{Memory, Region};
 use rekindle_kernel::process::Process;
@@ -30,40 +29,52 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
+/// The state of one front end's connection: features, memory and queues.
+#[derive(Debug)]
+pub struct FrontEndSession {
+    engine: Handle,
+    connection_id: ConnectionId,
+    config: DiskConfig,
+    /// The features that the front end has accepted.
+    features: u64,
+    regions: Vec<FrontEndRegion>,
+    memory: Option<Arc<Memory>>,
+    queues: Vec<QueueSetup>,
+    fill_state: FillState,
+}
+
+/// A region of the guest's memory, as the front end addresses it.
+#[derive(Debug, Clone, Copy)]
+struct FrontEndRegion {
+    /// First address in the front end.
+    front_end_address: u64,
+    bytes: u64,
+    /// First address in the guest.
+    guest_address: u64,
+}
+
 /// A queue that is being set up.
 #[derive(Debug, Default)]
-struct Queue {
+struct QueueSetup {
     rings: Rings,
     kick: Option<OwnedFd>,
     call: Option<File>,
     error: Option<File>,
-    enabled: bool,
-    runs: bool,
+    is_enabled: bool,
+    /// The engine serves the queue.
+    is_running: bool,
 }
 
 /// The fill state of a guest's memory, and the process that has the memory.
 #[derive(Debug)]
 pub struct FillState {
-    pub is: Arc<AtomicBool>,
-    /// The front end's process.
+    /// A restore is still filling the guest's memory.
+    pub is_filling: Arc<AtomicBool>,
+    /// The front end's process; `None` if the kernel does not report it.
     pub process: Option<u32>,
 }
 
-/// The state of one front end's connection: features, memory and queues.
-#[derive(Debug)]
-pub struct Frontend {
-    engine: Handle,
-    session: FrontendId,
-    shape: DiskConfig,
-    features: u64,
-    /// The memory regions: address in the front end, bytes, address in the guest.
-    regions: Vec<(u64, u64, u64)>,
-    memory: Option<Arc<Memory>>,
-    queues: Vec<Queue>,
-    filling: FillState,
-}
-
-fn refused(e: Refused) -> Error {
+fn refused(e: Refusal) -> Error {
     Error::ReqHandlerError(io::Error::other(e))
 }
 
@@ -84,90 +95,98 @@ fn prepare_eventfd(file: &File) -> io::Result<()> {
     Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
 }
 
-impl Frontend {
+impl FrontEndSession {
     #[must_use]
-    pub fn new(engine: Handle, session: FrontendId, shape: DiskConfig, filling: FillState) -> Self {
-        let queues = (0..shape.queues).map(|_| Queue::default()).collect();
-        Self { engine, session, shape, features: 0, regions: Vec::new(), memory: None, queues, filling }
+    pub fn new(engine: Handle, connection_id: ConnectionId, config: DiskConfig, fill_state: FillState) -> Self {
+        let queues = (0..config.queues).map(|_| QueueSetup::default()).collect();
+        Self { engine, connection_id, config, features: 0, regions: Vec::new(), memory: None, queues, fill_state }
     }
 
-    fn queue(&mut self, index: u32) -> Result<&mut Queue> {
+    fn queue(&mut self, index: u32) -> Result<&mut QueueSetup> {
         usize::try_from(index).ok().and_then(|index| self.queues.get_mut(index)).ok_or(Error::InvalidParam)
     }
 
-    fn map(&self, regions: Vec<Region>) -> io::Result<Arc<Memory>> {
-        if !self.filling.is.load(Ordering::Relaxed) {
+    /// Maps the guest's memory. While a restore fills it, access to a missing page blocks.
+    fn map_memory(&self, regions: Vec<Region>) -> io::Result<Arc<Memory>> {
+        if !self.fill_state.is_filling.load(Ordering::Relaxed) {
             return Ok(Arc::new(Memory::map(regions)?));
         }
-        let unknown = || {
+        let unknown_process = || {
             io::Error::other("its memory is still being filled, and the kernel does not report which process has it")
         };
-        let process = Process::of(self.filling.process.ok_or_else(unknown)?)?;
+        let process = Process::of(self.fill_state.process.ok_or_else(unknown_process)?)?;
         Ok(Arc::new(Memory::map_missing(regions, process)?))
     }
 
     /// Translates an address of the front end to an address of the guest.
-    fn in_guest(&self, address: u64) -> Result<u64> {
-        let found = self.regions.iter().find_map(|(theirs, bytes, guest)| {
-            let offset = address.checked_sub(*theirs).filter(|offset| offset < bytes)?;
-            guest.checked_add(offset)
+    fn guest_address(&self, front_end_address: u64) -> Result<u64> {
+        let translated = self.regions.iter().find_map(|region| {
+            let offset = front_end_address.checked_sub(region.front_end_address)?;
+            if offset < region.bytes { region.guest_address.checked_add(offset) } else { None }
         });
-        found.ok_or(Error::InvalidParam)
+        translated.ok_or(Error::InvalidParam)
     }
 
     /// Sends a command of this connection to the engine, and waits for the answer.
     fn ask_engine<T>(&self, command: impl FnOnce(Answer<T>) -> ConnectionCommand) -> Result<T> {
-        self.engine.ask(|answer| Command::Connection(self.session, command(answer))).map_err(refused)
+        self.engine.ask(|answer| Command::Connection(self.connection_id, command(answer))).map_err(refused)
     }
 
     /// Starts a queue once it is set up completely.
-    fn start(&mut self, index: u32) -> Result<()> {
-        let event_idx = self.features & EVENT_IDX != 0;
+    fn start_if_ready(&mut self, index: u32) -> Result<()> {
+        let has_event_idx = self.features & EVENT_IDX != 0;
         let queue = self.queue(index)?;
-        let ready = queue.enabled && !queue.runs && queue.rings.size > 0 && queue.rings.descriptors != 0;
-        let Some(kick) = queue.kick.as_ref().filter(|_| ready) else { return Ok(()) };
+        let is_ready = queue.is_enabled && !queue.is_running && queue.rings.size > 0 && queue.rings.descriptors != 0;
+        let Some(kick) = queue.kick.as_ref().filter(|_| is_ready) else { return Ok(()) };
         let kick = kick.try_clone().map_err(failed)?;
         let call = queue.call.as_ref().map(File::try_clone).transpose().map_err(failed)?;
         let error = queue.error.as_ref().map(File::try_clone).transpose().map_err(failed)?;
-        let rings = Rings { event_idx, ..queue.rings };
-        let ends = QueueDescriptors { kick, call, error };
-        self.ask_engine(|answer| ConnectionCommand::StartQueue(index as u16, rings, ends, answer))?;
-        self.queue(index)?.runs = true;
-        Ok(())
-    }
-
-    /// Rejects memory for more requests than there can be, because all of the memory is read.
-    fn check_inflight(&self, about: &VhostUserInflight) -> Result<()> {
-        let fits = about.num_queues <= self.shape.queues && about.queue_size <= MAX_QUEUE_ENTRIES;
-        if fits { Ok(()) } else { Err(Error::InvalidParam) }
-    }
-
-    fn set_notify(&mut self, index: u8, which: Notification, fd: Option<File>) -> Result<()> {
-        fd.as_ref().map_or(Ok(()), prepare_eventfd).map_err(failed)?;
-        let queue = self.queue(index.into())?;
-        let copy = fd.as_ref().map(File::try_clone).transpose().map_err(failed)?;
-        match which {
-            Notification::Call => queue.call = fd,
-            Notification::Error => queue.error = fd,
-        }
-        if queue.runs {
-            self.ask_engine(|answer| ConnectionCommand::Notification(index.into(), which, copy, answer))?;
-        }
+        let rings = Rings { has_event_idx, ..queue.rings };
+        let descriptors = QueueDescriptors { kick, call, error };
+        let queue_index = index as u16;
+        self.ask_engine(|answer| ConnectionCommand::StartQueue { queue_index, rings, descriptors, answer })?;
+        self.queue(index)?.is_running = true;
         Ok(())
     }
 
     /// Stops a queue and waits until none of its requests is in progress.
     fn stop(&mut self, index: u32) -> Result<()> {
-        if self.queue(index)?.runs {
-            let next = self.ask_engine(|answer| ConnectionCommand::StopQueue(index as u16, answer))?;
+        if self.queue(index)?.is_running {
+            let queue_index = index as u16;
+            let position = self.ask_engine(|answer| ConnectionCommand::StopQueue { queue_index, answer })?;
             let queue = self.queue(index)?;
-            (queue.runs, queue.rings.next) = (false, next);
+            (queue.is_running, queue.rings.next_available) = (false, position);
         }
         Ok(())
     }
+
+    fn set_notification(&mut self, index: u8, which: Notification, descriptor: Option<File>) -> Result<()> {
+        descriptor.as_ref().map_or(Ok(()), prepare_eventfd).map_err(failed)?;
+        let queue = self.queue(index.into())?;
+        let engine_copy = descriptor.as_ref().map(File::try_clone).transpose().map_err(failed)?;
+        match which {
+            Notification::Call => queue.call = descriptor,
+            Notification::Error => queue.error = descriptor,
+        }
+        if queue.is_running {
+            self.ask_engine(|answer| ConnectionCommand::SetNotification {
+                queue_index: index.into(),
+                which,
+                descriptor: engine_copy,
+                answer,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Rejects memory for more requests than there can be, because all of the memory is read.
+    fn check_inflight(&self, inflight: &VhostUserInflight) -> Result<()> {
+        let is_within_limits = inflight.num_queues <= self.config.queues && inflight.queue_size <= MAX_QUEUE_ENTRIES;
+        if is_within_limits { Ok(()) } else { Err(Error::InvalidParam) }
+    }
 }
 
-impl VhostUserBackendReqHandlerMut for Frontend {
+impl VhostUserBackendReqHandlerMut for FrontEndSession {
     fn set_owner(&mut self) -> Result<()> {
         Ok(())
     }
@@ -179,25 +198,25 @@ impl VhostUserBackendReqHandlerMut for Frontend {
     fn reset_device(&mut self) -> Result<()> {
         for index in 0..self.queues.len() as u32 {
             self.stop(index)?;
-            *self.queue(index)? = Queue::default();
+            *self.queue(index)? = QueueSetup::default();
         }
         self.features = 0;
         Ok(())
     }
 
     fn get_features(&mut self) -> Result<u64> {
-        Ok(self.shape.features())
+        Ok(self.config.features())
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
-        if features & !self.shape.features() != 0 {
+        if features & !self.config.features() != 0 {
             return Err(Error::InvalidParam);
         }
         self.features = features;
         if features & LOG_ALL == 0
             && let Some(memory) = &self.memory
         {
-            memory.end_log();
+            memory.end_dirty_log();
         }
         Ok(())
     }
@@ -211,22 +230,27 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         if regions.len() != files.len() {
             return Err(Error::IncorrectFds);
         }
-        let of = |(region, file): (&VhostUserMemoryRegion, File)| Region {
+        let mapped_region = |(region, file): (&VhostUserMemoryRegion, File)| Region {
             address: region.guest_phys_addr,
             bytes: region.memory_size,
             file,
             offset: region.mmap_offset,
-            front: region.user_addr,
+            front_end_address: region.user_addr,
         };
-        let memory = self.map(regions.iter().zip(files).map(of).collect()).map_err(failed)?;
+        let memory = self.map_memory(regions.iter().zip(files).map(mapped_region).collect()).map_err(failed)?;
         // QEMU changes the table of a running guest when memory is hot-plugged.
         let running: Vec<u32> =
-            (0..).zip(&self.queues).filter(|(_, queue)| queue.runs).map(|(index, _)| index).collect();
+            (0..).zip(&self.queues).filter(|(_, queue)| queue.is_running).map(|(index, _)| index).collect();
         running.iter().try_for_each(|index| self.stop(*index))?;
-        self.ask_engine(|answer| ConnectionCommand::Memory(Arc::clone(&memory), answer))?;
-        self.regions = regions.iter().map(|of| (of.user_addr, of.memory_size, of.guest_phys_addr)).collect();
+        self.ask_engine(|answer| ConnectionCommand::SetMemory(Arc::clone(&memory), answer))?;
+        let front_end_region = |region: &VhostUserMemoryRegion| FrontEndRegion {
+            front_end_address: region.user_addr,
+            bytes: region.memory_size,
+            guest_address: region.guest_phys_addr,
+        };
+        self.regions = regions.iter().map(front_end_region).collect();
         self.memory = Some(memory);
-        running.iter().try_for_each(|index| self.start(*index))?;
+        running.iter().try_for_each(|index| self.start_if_ready(*index))?;
         Ok(None)
     }
 
@@ -245,14 +269,15 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         _log: u64,
     ) -> Result<()> {
         // The used ring is written through the mapping, so that its pages are logged, too.
-        let found = (self.in_guest(descriptor)?, self.in_guest(available)?, self.in_guest(used)?);
+        let (descriptors, available, used) =
+            (self.guest_address(descriptor)?, self.guest_address(available)?, self.guest_address(used)?);
         let rings = &mut self.queue(index)?.rings;
-        (rings.descriptors, rings.available, rings.used) = found;
+        (rings.descriptors, rings.available, rings.used) = (descriptors, available, used);
         Ok(())
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        self.queue(index)?.rings.next = base as u16;
+        self.queue(index)?.rings.next_available = base as u16;
         Ok(())
     }
 
@@ -260,7 +285,7 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         self.stop(index)?;
         let queue = self.queue(index)?;
         queue.kick = None;
-        Ok(VhostUserVringState::new(index, queue.rings.next.into()))
+        Ok(VhostUserVringState::new(index, queue.rings.next_available.into()))
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
@@ -268,18 +293,18 @@ impl VhostUserBackendReqHandlerMut for Frontend {
         self.stop(index.into())?;
         self.queue(index.into())?.kick = fd.map(OwnedFd::from);
         // Without protocol features a queue is enabled from the start.
-        if self.features & crate::config::PROTOCOL == 0 {
-            self.queue(index.into())?.enabled = true;
+        if self.features & PROTOCOL_FEATURES == 0 {
+            self.queue(index.into())?.is_enabled = true;
         }
-        self.start(index.into())
+        self.start_if_ready(index.into())
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.set_notify(index, Notification::Call, fd)
+        self.set_notification(index, Notification::Call, fd)
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.set_notify(index, Notification::Error, fd)
+        self.set_notification(index, Notification::Error, fd)
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
@@ -296,44 +321,44 @@ impl VhostUserBackendReqHandlerMut for Frontend {
     }
 
     fn get_queue_num(&mut self) -> Result<u64> {
-        Ok(self.shape.queues.into())
+        Ok(self.config.queues.into())
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        self.queue(index)?.enabled = enable;
-        if enable { self.start(index) } else { self.stop(index) }
+        self.queue(index)?.is_enabled = enable;
+        if enable { self.start_if_ready(index) } else { self.stop(index) }
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         let status = self.engine.ask(Command::Status).map_err(refused)?;
-        let space = DiskConfig { capacity: status.bytes, ..self.shape }.space();
+        let space = DiskConfig { capacity: status.bytes, ..self.config }.config_space();
         // A newer front end knows more fields; they read as zeros.
-        Ok((offset..offset.saturating_add(size)).map(|at| space.get(at as usize).copied().unwrap_or(0)).collect())
+        let offsets = offset..offset.saturating_add(size);
+        Ok(offsets.map(|offset| space.get(offset as usize).copied().unwrap_or(0)).collect())
     }
 
     fn set_config(&mut self, _offset: u32, _bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         Err(Error::InvalidOperation("nothing of this disk's configuration can be written"))
     }
 
-    fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        let (queues, size) = (wanted.num_queues, wanted.queue_size);
-        self.check_inflight(wanted)?;
-        let (inflight, file, bytes) = Inflight::create(queues, size).map_err(failed)?;
+    fn get_inflight_fd(&mut self, requested: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let (queues, size) = (requested.num_queues, requested.queue_size);
+        self.check_inflight(requested)?;
         // The front end passes the file to this server now, and to the next server after a restart.
-        drop(inflight);
+        let (_, file, bytes) = Inflight::create(queues, size).map_err(failed)?;
         Ok((VhostUserInflight::new(bytes, 0, queues, size), file))
     }
 
-    fn set_inflight_fd(&mut self, given: &VhostUserInflight, file: File) -> Result<()> {
-        self.check_inflight(given)?;
-        let opened = Inflight::open(file, given.mmap_offset, given.mmap_size, given.num_queues, given.queue_size)
-            .map_err(failed)?;
-        self.ask_engine(|answer| ConnectionCommand::Inflight(opened, answer))
+    fn set_inflight_fd(&mut self, passed: &VhostUserInflight, file: File) -> Result<()> {
+        self.check_inflight(passed)?;
+        let inflight = Inflight::open(file, passed.mmap_offset, passed.mmap_size, passed.num_queues, passed.queue_size);
+        let inflight = inflight.map_err(failed)?;
+        self.ask_engine(|answer| ConnectionCommand::SetInflight(inflight, answer))
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
         let memory = self.memory.as_ref().ok_or(Error::InvalidOperation("there is no memory to log"))?;
-        memory.log(file, log.mmap_offset, log.mmap_size).map_err(failed)
+        memory.set_dirty_log(file, log.mmap_offset, log.mmap_size).map_err(failed)
     }
 
     fn set_gpu_socket(&mut self, _backend: GpuBackend) -> Result<()> {
@@ -386,7 +411,7 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
 
     #[test]
-    fn only_an_eventfd_is_a_notification_and_it_never_blocks() {
+    fn only_an_eventfd_is_accepted_and_it_never_blocks() {
         let event = File::from(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
         prepare_eventfd(&event).unwrap();
         assert_eq!(rustix::io::read(&event, &mut [0; 8]), Err(rustix::io::Errno::AGAIN));

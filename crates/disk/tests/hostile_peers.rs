@@ -9,8 +9,9 @@ use hostile::World;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 
+/// Programs of one run.
 const PROGRAMS: u64 = 400;
-const LONGEST: usize = 400;
+const MAX_PROGRAM_BYTES: usize = 400;
 
 #[test]
 fn after_any_actions_of_a_guest_and_its_qemu_the_server_serves_the_next_one() {
@@ -19,7 +20,7 @@ fn after_any_actions_of_a_guest_and_its_qemu_the_server_serves_the_next_one() {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut world = World::start(Path::new(env!("CARGO_TARGET_TMPDIR")));
     for number in 0..PROGRAMS {
-        let program: Vec<u8> = (0..random.usize(1..LONGEST)).map(|_| random.u8(..)).collect();
+        let program: Vec<u8> = (0..random.usize(1..MAX_PROGRAM_BYTES)).map(|_| random.u8(..)).collect();
         let ended = catch_unwind(AssertUnwindSafe(|| {
             world.run(&program);
             world.check_growth();

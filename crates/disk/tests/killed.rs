@@ -4,51 +4,71 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, service, wait_for};
-use rekindle_disk::control::Ask as Control;
-use rekindle_disk::redo::keeper::EpochId;
+use common::{
+    DataPiece, Disk, FIRST_FREE_FRAME, Guest, GuestRequest, IN, OUT, PAGE, RingState, content, service, wait_for,
+};
+use rekindle_disk::control::ControlCommand;
+use rekindle_disk::keeper::EpochId;
 use rekindle_disk::server::serve;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-const AT: &str = "REKINDLE_TEST_DISK";
+/// Environment variable with the directory of the disk, for the server that another process runs.
+const DIRECTORY_VARIABLE: &str = "REKINDLE_TEST_DISK";
 const BLOCKS: u64 = 512;
 
 #[test]
 #[ignore = "run by the other test"]
 fn server() {
-    let directory = PathBuf::from(std::env::var_os(AT).unwrap());
+    let directory = PathBuf::from(std::env::var_os(DIRECTORY_VARIABLE).unwrap());
     serve(service(&directory, &directory.join("disk.raw")), || ()).unwrap();
 }
 
 fn start(directory: &Path) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["server", "--exact", "--ignored"]).env(AT, directory);
+    command.args(["server", "--exact", "--ignored"]).env(DIRECTORY_VARIABLE, directory);
     command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap()
 }
 
 #[test]
 fn no_request_is_lost_and_none_is_answered_twice() {
-    rounds(60, false, false);
+    kill_repeatedly(60, LogUse::None, AfterKill::Reconnect);
 }
 
 #[test]
 fn no_request_is_lost_when_another_qemu_takes_the_guest_over_right_afterwards() {
-    rounds(25, false, true);
+    kill_repeatedly(25, LogUse::None, AfterKill::HandOver);
 }
 
 #[test]
 fn no_request_is_lost_that_is_only_in_a_log() {
-    rounds(25, true, false);
+    kill_repeatedly(25, LogUse::AllWrites, AfterKill::Reconnect);
 }
 
-fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
+/// Whether the disk has a redo log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LogUse {
+    None,
+    AllWrites,
+}
+
+/// What happens when the next server runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum AfterKill {
+    /// QEMU reconnects.
+    Reconnect,
+    /// QEMU reconnects, and another QEMU continues the guest.
+    HandOver,
+}
+
+fn kill_repeatedly(rounds: u64, log: LogUse, after_kill: AfterKill) {
+    let (with_log, with_hand_over) = (log == LogUse::AllWrites, after_kill == AfterKill::HandOver);
     let mut disk = Disk::new(BLOCKS);
     if with_log {
         // Later servers have the log, too.
-        disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
+        disk.control().ask::<EpochId>(&ControlCommand::EpochBegin {}).unwrap();
     }
     disk.end();
     let directory = disk.directory.path().to_owned();
@@ -59,7 +79,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
     guest.run(1, RingState::Empty);
     let mut versions = vec![0u64; BLOCKS as usize];
     let mut random = fastrand::Rng::with_seed(1);
-    let mut again = 0;
+    let mut unanswered = 0;
     for round in 1..=rounds {
         // Writes of long ranges, which take some time, with reads in between.
         let mut reads = Vec::new();
@@ -68,19 +88,19 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
                 let block = (u64::from(queue) * 14 + n) * 18;
                 let frame = FIRST_FREE_FRAME + (u64::from(queue) * 14 + n) * 40;
                 if n % 3 == 2 {
-                    let data = vec![(frame * PAGE, (16 * PAGE) as u32, true)];
-                    guest.put(queue, &Ask { kind: 0, sector: block * 8, data });
+                    let data = vec![DataPiece::writable(frame * PAGE, 16 * PAGE)];
+                    guest.add_request(queue, &GuestRequest { kind: IN, sector: block * 8, data });
                     reads.push((block, frame));
                 } else {
                     for of in 0..16 {
                         guest.fill(frame + of, &content(block + of, round));
                         versions[(block + of) as usize] = round;
                     }
-                    let data = vec![(frame * PAGE, (16 * PAGE) as u32, false)];
-                    guest.put(queue, &Ask { kind: 1, sector: block * 8, data });
+                    let data = vec![DataPiece::readable(frame * PAGE, 16 * PAGE)];
+                    guest.add_request(queue, &GuestRequest { kind: OUT, sector: block * 8, data });
                 }
             }
-            guest.put(queue, &Ask::flush());
+            guest.add_request(queue, &GuestRequest::flush());
         }
         guest.kick(0);
         guest.kick(1);
@@ -88,8 +108,8 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
         sleep(Duration::from_micros(random.u64(..3000)));
         child.kill().unwrap();
         child.wait().unwrap();
-        let mut ended: Vec<_> = [0, 1].into_iter().flat_map(|queue| guest.ended(queue)).collect();
-        again += 30 - ended.len();
+        let mut completed: Vec<_> = [0, 1].into_iter().flat_map(|queue| guest.take_completed(queue)).collect();
+        unanswered += 30 - completed.len();
         child = start(&directory);
         guest.reconnect(&disk.socket());
         if with_hand_over {
@@ -104,11 +124,11 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
             }
         }
         wait_for("all requests", || {
-            // `ended` fails on a request that is answered twice.
-            ended.extend([0, 1].into_iter().flat_map(|queue| guest.ended(queue)));
-            (ended.len() == 30).then_some(())
+            // `take_completed` fails on a request that is answered twice.
+            completed.extend([0, 1].into_iter().flat_map(|queue| guest.take_completed(queue)));
+            (completed.len() == 30).then_some(())
         });
-        assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+        assert!(completed.iter().all(|completed| completed.status == 0), "{completed:?}");
         for (block, frame) in reads {
             for of in 0..16 {
                 assert!(guest.frame(frame + of) == content(block + of, versions[(block + of) as usize]));
@@ -117,8 +137,8 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
         for first in (0..BLOCKS).step_by(16) {
             let frame = FIRST_FREE_FRAME + 2000;
             if with_log {
-                let data = vec![(frame * PAGE, (16 * PAGE) as u32, true)];
-                assert_eq!(guest.ask(&Ask { kind: 0, sector: first * 8, data }), 0);
+                let data = vec![DataPiece::writable(frame * PAGE, 16 * PAGE)];
+                assert_eq!(guest.request(&GuestRequest { kind: IN, sector: first * 8, data }), 0);
             }
             for (block, frame) in (first..first + 16).zip(frame..) {
                 let found = if with_log { guest.frame(frame) } else { disk.block(block) };
@@ -126,7 +146,7 @@ fn rounds(rounds: u64, with_log: bool, with_hand_over: bool) {
             }
         }
     }
-    assert!(again as u64 > rounds / 2, "it was hardly ever killed with requests under way: {again}");
+    assert!(unanswered as u64 > rounds / 2, "it was hardly ever killed with requests under way: {unanswered}");
     child.kill().unwrap();
     child.wait().unwrap();
     disk.serve(|_| ());

@@ -5,10 +5,10 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, wait_for};
-use rekindle_disk::control::Ask as Control;
+use common::{DataPiece, Disk, FIRST_FREE_FRAME, Guest, GuestRequest, OUT, PAGE, RingState, content, wait_for};
+use rekindle_disk::control::ControlCommand;
+use rekindle_disk::keeper::EpochId;
 use rekindle_disk::ledger::{Moment, StaleReason};
-use rekindle_disk::redo::keeper::EpochId;
 use std::collections::BTreeMap;
 use vhost::VhostBackend;
 use vhost::vhost_user::Frontend;
@@ -16,56 +16,57 @@ use vhost::vhost_user::Frontend;
 const BLOCKS: u64 = 64;
 
 fn begin(disk: &Disk) {
-    wait_gone(disk);
-    disk.control().ask::<()>(&Control::PhaseBegin {}).unwrap();
+    wait_for_disconnect(disk);
+    disk.control().ask::<()>(&ControlCommand::PhaseBegin {}).unwrap();
 }
 
-fn wait_gone(disk: &Disk) {
+fn wait_for_disconnect(disk: &Disk) {
     wait_for("the guest to be gone", || (disk.control().status().unwrap().connected == 0).then_some(()));
 }
 
 fn mark(disk: &Disk, guest: &mut Guest) -> Result<Moment, String> {
     guest.stop(0);
-    let marked = disk.control().ask(&Control::PhaseMark {}).map_err(|e| e.to_string());
+    let marked = disk.control().ask(&ControlCommand::PhaseMark {}).map_err(|e| e.to_string());
     guest.run(0, RingState::Kept);
     marked
 }
 
 fn check(disk: &Disk, moment: Moment) -> Option<StaleReason> {
-    disk.control().ask(&Control::PhaseCheck { moment }).unwrap()
+    disk.control().ask(&ControlCommand::PhaseCheck { moment }).unwrap()
 }
 
 fn resume(disk: &Disk, moment: Moment) -> Option<StaleReason> {
-    wait_gone(disk);
-    disk.control().ask(&Control::PhaseResume { moment }).unwrap()
+    wait_for_disconnect(disk);
+    disk.control().ask(&ControlCommand::PhaseResume { moment }).unwrap()
 }
 
 /// Reports that the memory of a continued guest is complete, as it always is in these tests.
-fn filled(disk: &Disk) {
-    disk.control().ask::<()>(&Control::Filled {}).unwrap();
+fn report_filled(disk: &Disk) {
+    disk.control().ask::<()>(&ControlCommand::MemoryFilled {}).unwrap();
 }
 
 #[test]
 fn a_moment_is_valid_until_a_touched_block_is_written() {
     let mut disk = Disk::new(BLOCKS);
     let mut guest = Guest::start(&disk.socket());
-    let e = mark(&disk, &mut guest).unwrap_err();
-    assert!(e.contains("not known"), "{e}");
-    assert!(disk.control().ask::<()>(&Control::PhaseBegin {}).is_err(), "a guest is there");
+    let error = mark(&disk, &mut guest).unwrap_err();
+    assert!(error.contains("not known"), "{error}");
+    assert!(disk.control().ask::<()>(&ControlCommand::PhaseBegin {}).is_err(), "a guest is there");
     drop(guest);
     begin(&disk);
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     guest.write(7, FIRST_FREE_FRAME, &content(7, 1));
-    assert!(disk.control().ask::<Moment>(&Control::PhaseMark {}).is_err(), "the guest runs");
+    assert!(disk.control().ask::<Moment>(&ControlCommand::PhaseMark {}).is_err(), "the guest runs");
     let moment = mark(&disk, &mut guest).unwrap();
     guest.write(6, FIRST_FREE_FRAME, &content(6, 1));
     assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     assert_eq!(check(&disk, moment), None);
     // The write has the current content, and covers only part of the block.
     guest.fill(FIRST_FREE_FRAME, &content(5, 0));
-    let part = Ask { kind: 1, sector: 5 * 8 + 3, data: vec![(FIRST_FREE_FRAME * PAGE, 512, false)] };
-    assert_eq!(guest.ask(&part), 0);
+    let part =
+        GuestRequest { kind: OUT, sector: 5 * 8 + 3, data: vec![DataPiece::readable(FIRST_FREE_FRAME * PAGE, 512)] };
+    assert_eq!(guest.request(&part), 0);
     assert_eq!(check(&disk, moment), Some(StaleReason::Written { block: 5 }));
     let later = mark(&disk, &mut guest).unwrap();
     guest.write(7, FIRST_FREE_FRAME, &content(7, 2));
@@ -90,17 +91,17 @@ fn a_qemu_that_waits_for_its_guest_does_not_prevent_a_resume() {
     next.get_features().unwrap();
     let status = || disk.control().status().unwrap();
     wait_for("the next one to be seen", || (status().connected == 2).then_some(()));
-    assert_eq!(status().waiting, 1);
-    let resume = || disk.control().ask::<Option<StaleReason>>(&Control::PhaseResume { moment });
+    assert_eq!(status().waiting_for_guest, 1);
+    let resume = || disk.control().ask::<Option<StaleReason>>(&ControlCommand::PhaseResume { moment });
     guest.stop(0);
     assert!(resume().unwrap_err().to_string().contains("still connected"));
-    assert!(disk.control().ask::<()>(&Control::PhaseBegin {}).is_err());
+    assert!(disk.control().ask::<()>(&ControlCommand::PhaseBegin {}).is_err());
     drop(guest);
     let gone = disk.control().wait_gone(common::DEADLINE).unwrap();
-    assert_eq!((gone.connected, gone.waiting), (1, 1));
-    disk.control().ask::<()>(&Control::Drop {}).unwrap();
+    assert_eq!((gone.connected, gone.waiting_for_guest), (1, 1));
+    disk.control().ask::<()>(&ControlCommand::DropCache {}).unwrap();
     assert_eq!(resume().unwrap(), None);
-    filled(&disk);
+    report_filled(&disk);
     drop(next);
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
@@ -112,7 +113,7 @@ fn a_qemu_that_waits_for_its_guest_does_not_prevent_a_resume() {
 fn a_redo_log_changes_nothing_of_what_was_touched() {
     let disk = Disk::new(BLOCKS);
     begin(&disk);
-    disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
+    disk.control().ask::<EpochId>(&ControlCommand::EpochBegin {}).unwrap();
     let mut guest = Guest::start(&disk.socket());
     assert_eq!(guest.read(5, FIRST_FREE_FRAME), content(5, 0));
     let moment = mark(&disk, &mut guest).unwrap();
@@ -132,21 +133,21 @@ fn random_histories() {
     let mut disk = Disk::new(BLOCKS);
     let mut versions = vec![0u64; BLOCKS as usize];
     let mut moments: Vec<(Moment, BTreeMap<u64, u64>)> = Vec::new();
-    let (mut went, mut refused) = (0, 0);
-    for life in 0..60 {
+    let (mut resumed_count, mut rejected_count) = (0, 0);
+    for boot in 0..60 {
         // The blocks that the guest knows; `None`: the guest is older than the server.
         let mut known;
-        let chosen = (!moments.is_empty() && life % 3 != 0).then(|| moments[random.usize(..moments.len())].clone());
+        let chosen = (!moments.is_empty() && boot % 3 != 0).then(|| moments[random.usize(..moments.len())].clone());
         match chosen {
-            Some((moment, then)) if resume(&disk, moment).is_none() => {
-                for (block, version) in &then {
+            Some((moment, known_then)) if resume(&disk, moment).is_none() => {
+                for (block, version) in &known_then {
                     assert_eq!(versions[*block as usize], *version, "a guest continues with another block {block}");
                 }
-                filled(&disk);
-                (known, went) = (Some(then), went + 1);
+                report_filled(&disk);
+                (known, resumed_count) = (Some(known_then), resumed_count + 1);
             }
-            other => {
-                refused += u64::from(other.is_some());
+            rejected => {
+                rejected_count += u64::from(rejected.is_some());
                 begin(&disk);
                 known = Some(BTreeMap::new());
             }
@@ -179,5 +180,5 @@ fn random_histories() {
             moments.iter().for_each(|(moment, _)| assert_eq!(check(&disk, *moment), Some(StaleReason::Server)));
         }
     }
-    assert!(went > 0 && refused > 0, "{went} continued, {refused} were rejected");
+    assert!(resumed_count > 0 && rejected_count > 0, "{resumed_count} continued, {rejected_count} were rejected");
 }

@@ -5,10 +5,10 @@
 
 mod common;
 
-use common::{Ask, DEADLINE, Disk, FIRST_FREE_FRAME, Guest, PAGE, RingState, content, redo, wait_for};
-use rekindle_disk::control::Ask as Control;
+use common::{DEADLINE, Disk, FIRST_FREE_FRAME, Guest, GuestRequest, PAGE, RingState, content, log_options, wait_for};
+use rekindle_disk::control::ControlCommand;
 use rekindle_disk::engine::redo_log::RedoStatus;
-use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::keeper::EpochId;
 use rekindle_disk::redo::offline::merge_all;
 use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
@@ -32,7 +32,7 @@ fn log_status(disk: &Disk) -> Option<RedoStatus> {
 }
 
 fn begin_log(disk: &Disk) -> Result<EpochId, String> {
-    disk.control().ask(&Control::EpochBegin {}).map_err(|e| e.to_string())
+    disk.control().ask(&ControlCommand::EpochBegin {}).map_err(|e| e.to_string())
 }
 
 /// Merges and removes the log, and waits until that is done.
@@ -43,13 +43,13 @@ fn end_log(disk: &Disk) {
 /// Ends the current epoch, with the guest's queue stopped, and returns its number.
 fn mark_epoch(disk: &Disk, guest: &mut Guest) -> u64 {
     guest.stop(0);
-    let EpochId { epoch, .. } = disk.control().ask(&Control::EpochMark {}).unwrap();
+    let EpochId { epoch, .. } = disk.control().ask(&ControlCommand::EpochMark {}).unwrap();
     guest.run(0, RingState::Kept);
     epoch
 }
 
 fn seal_epoch(disk: &Disk, epoch: u64) -> Result<(), String> {
-    disk.control().ask(&Control::EpochSeal { epoch }).map_err(|e| e.to_string())
+    disk.control().ask(&ControlCommand::EpochSeal { epoch }).map_err(|e| e.to_string())
 }
 
 fn mark_and_seal(disk: &Disk, guest: &mut Guest) -> u64 {
@@ -60,7 +60,7 @@ fn mark_and_seal(disk: &Disk, guest: &mut Guest) -> u64 {
 
 /// Reports that a checkpoint with this epoch is committed, so that the epoch may be merged.
 fn report_commit(disk: &Disk, epoch: u64) {
-    disk.control().ask::<()>(&Control::EpochCommitted { epoch }).unwrap();
+    disk.control().ask::<()>(&ControlCommand::EpochCommitted { epoch }).unwrap();
 }
 
 /// Writes a block as the guest.
@@ -206,7 +206,7 @@ fn a_commit_of_a_log_that_has_ended_does_not_count_for_the_next_log() {
     assert_eq!(log_status(&disk).unwrap().merged, committed, "an epoch was merged that no checkpoint has");
     drop(guest);
     disk.end();
-    disk.serve(|service| service.redo = redo(DiskVersion::Epoch { epoch: committed, disk: next_log.disk }));
+    disk.serve(|service| service.redo = log_options(DiskVersion::Epoch { epoch: committed, disk: next_log.disk }));
     let mut guest = Guest::start(&disk.socket());
     assert_reads(&mut guest, 1, 4);
 }
@@ -351,16 +351,16 @@ fn after_a_failed_sync_of_the_image_later_flushes_and_seals_fail() {
                 let error = seal_epoch(&disk, epoch).unwrap_err();
                 assert!(error.contains("making it durable"), "{error}");
             }
-            FailingSync::Flush => assert_eq!(guest.ask(&Ask::flush()), 1, "the flush reports the error"),
+            FailingSync::Flush => assert_eq!(guest.request(&GuestRequest::flush()), 1, "the flush reports the error"),
         }
         device.free();
         // The kernel reports the error once; the data is lost all the same.
-        assert_eq!(guest.ask(&Ask::flush()), 1, "a later flush of the guest");
+        assert_eq!(guest.request(&GuestRequest::flush()), 1, "a later flush of the guest");
         let error = seal_epoch(&disk, epoch).unwrap_err();
         assert!(error.contains("start the disk's server"), "a later seal: {error}");
         // Merging must not remove segments either.
         write(&mut guest, 4, 1);
-        disk.control().ask::<()>(&Control::EpochEnd {}).unwrap();
+        disk.control().ask::<()>(&ControlCommand::EpochEnd {}).unwrap();
         wait_for("the end to fail", || log_status(&disk)?.failed);
         assert_reads(&mut guest, 4, 1);
         drop(guest);
@@ -375,7 +375,7 @@ fn check_after_restart(disk: &mut Disk, device: &LoopDevice) {
     let mut guest = Guest::start(&disk.socket());
     assert_reads(&mut guest, 4, 1);
     write(&mut guest, 3, 1);
-    assert_eq!(guest.ask(&Ask::flush()), 0, "after a new start");
+    assert_eq!(guest.request(&GuestRequest::flush()), 0, "after a new start");
     end_log(disk);
     assert_reads(&mut guest, 4, 1);
     drop(guest);

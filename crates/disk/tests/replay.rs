@@ -4,10 +4,10 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, RingState, content, wait_for};
-use rekindle_disk::control::Ask as Control;
+use common::{Disk, FIRST_FREE_FRAME, Guest, GuestRequest, RingState, content, wait_for};
+use rekindle_disk::control::ControlCommand;
+use rekindle_disk::keeper::EpochId;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::EpochId;
 
 const REQUESTS: u64 = 12;
 
@@ -23,10 +23,10 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
     first.run(0, RingState::Empty);
     for block in 0..REQUESTS {
         first.fill(FIRST_FREE_FRAME + block, &content(block, 1));
-        first.put(0, &Ask::write(block, FIRST_FREE_FRAME + block));
+        first.add_request(0, &GuestRequest::write(block, FIRST_FREE_FRAME + block));
     }
     first.kick(0);
-    wait_for("requests to be taken", || (status().under_way > 4).then_some(()));
+    wait_for("requests to be taken", || (status().requests_in_progress > 4).then_some(()));
     // The first front end's connection breaks. Its requests are still done, and no request of the next front end
     // starts before.
     let (about, memory) = first.inflight.take().unwrap();
@@ -37,7 +37,7 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
     second.inflight = Some((about, memory));
     second.track();
     second.run(0, RingState::Kept);
-    assert!(status().under_way > 0, "the first one's requests were to be under way");
+    assert!(status().requests_in_progress > 0, "the first one's requests were to be under way");
     let base = second.stop(0) as u16;
     assert_eq!(u64::from(base), REQUESTS, "all were in the ring");
     let mut third = Guest::connect(&disk.socket(), second.memory.try_clone().unwrap(), 1);
@@ -45,17 +45,17 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
     drop(second);
     third.track();
     third.run_from(0, base).unwrap();
-    let mut ended = Vec::new();
+    let mut completed = Vec::new();
     wait_for("every request to end", || {
         // Fails on a request that is answered twice.
-        ended.extend(third.ended(0));
-        (ended.len() as u64 == REQUESTS).then_some(())
+        completed.extend(third.take_completed(0));
+        (completed.len() as u64 == REQUESTS).then_some(())
     });
-    assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+    assert!(completed.iter().all(|completed| completed.status == 0), "{completed:?}");
     // Requests that are done again do not overwrite later writes.
     third.write(0, FIRST_FREE_FRAME, &content(0, 2));
     third.stop(0);
-    wait_for("nothing to be under way", || (status().under_way == 0).then_some(()));
+    wait_for("nothing to be under way", || (status().requests_in_progress == 0).then_some(()));
     for block in 0..REQUESTS {
         assert_eq!(disk.block(block), content(block, if block == 0 { 2 } else { 1 }), "block {block}");
     }
@@ -65,19 +65,19 @@ fn a_queue_stops_after_all_requests_taken_before_are_done() {
 #[test]
 fn writes_that_wait_for_space_in_the_log_do_not_block_others_when_their_qemu_has_disconnected() {
     let mut disk = Disk::with(256, |service| service.redo.limit = Some(1 << 20));
-    disk.control().ask::<EpochId>(&Control::EpochBegin {}).unwrap();
+    disk.control().ask::<EpochId>(&ControlCommand::EpochBegin {}).unwrap();
     let is_waiting = |disk: &Disk| disk.control().status().unwrap().redo.is_some_and(|redo| redo.waiting.is_some());
     for last in [false, true] {
         let mut guest = Guest::start(&disk.socket());
         let mut block = 0;
         wait_for("a write to wait", || {
             // Each write is to another block: overwritten space would be reclaimed.
-            while block < 256 && guest.under_way() < 8 {
-                guest.put(0, &Ask::write(block, FIRST_FREE_FRAME + block));
+            while block < 256 && guest.requests_in_progress() < 8 {
+                guest.add_request(0, &GuestRequest::write(block, FIRST_FREE_FRAME + block));
                 block += 1;
             }
             guest.kick(0);
-            drop(guest.ended(0));
+            drop(guest.take_completed(0));
             (is_waiting(&disk) || block == 256).then_some(())
         });
         if last {
@@ -87,7 +87,7 @@ fn writes_that_wait_for_space_in_the_log_do_not_block_others_when_their_qemu_has
         }
         assert!(is_waiting(&disk), "the log was to be full");
         drop(guest);
-        wait_for("all to end", || (disk.control().status().unwrap().under_way == 0).then_some(()));
+        wait_for("all to end", || (disk.control().status().unwrap().requests_in_progress == 0).then_some(()));
         let mut next = Guest::start(&disk.socket());
         next.read(255, FIRST_FREE_FRAME);
     }

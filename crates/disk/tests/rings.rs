@@ -4,8 +4,11 @@
 
 mod common;
 
-use common::{Ask, Disk, FIRST_FREE_FRAME, Guest, PAGE, QUEUE_ENTRIES, RingState, content, wait_for};
-use rekindle_disk::control::Ask as Control;
+use common::{
+    CompletedRequest, DISCARD, DataPiece, Disk, FIRST_FREE_FRAME, Guest, GuestRequest, IN, PAGE, QUEUE_ENTRIES,
+    RingState, content, wait_for,
+};
+use rekindle_disk::control::ControlCommand;
 use std::fs::OpenOptions;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserInflight;
@@ -21,10 +24,11 @@ fn guest(disk: &Disk) -> Guest {
 }
 
 fn read(guest: &mut Guest, queue: u16) {
-    guest.put(queue, &Ask::read(u64::from(queue), FIRST_FREE_FRAME));
+    guest.add_request(queue, &GuestRequest::read(u64::from(queue), FIRST_FREE_FRAME));
     guest.kick(queue);
-    let ended = wait_for("an answer", || Some(guest.ended(queue)).filter(|ended| !ended.is_empty()));
-    assert!(matches!(ended[..], [(_, _, 0)]), "{ended:?}");
+    let completed =
+        wait_for("an answer", || Some(guest.take_completed(queue)).filter(|completed| !completed.is_empty()));
+    assert!(matches!(completed[..], [CompletedRequest { status: 0, .. }]), "{completed:?}");
     assert_eq!(guest.frame(FIRST_FREE_FRAME), content(u64::from(queue), 0));
 }
 
@@ -34,18 +38,18 @@ fn only_its_queue_stops(damage: impl FnOnce(&mut Guest), why: &str) {
     let mut guest = guest(&disk);
     damage(&mut guest);
     guest.kick(0);
-    wait_for("the error to be reported to the front end", || guest.is_failed(0).then_some(()));
+    wait_for("the error to be reported to the front end", || guest.is_reported_broken(0).then_some(()));
     read(&mut guest, 1);
     let broken = disk.control().status().unwrap().broken;
     assert_eq!(broken.iter().map(|broken| broken.queue).collect::<Vec<_>>(), [0]);
     assert!(broken[0].why.contains(why), "{}", broken[0].why);
     // The queue stays stopped whatever the driver does; this is reported once.
     for _ in 0..3 {
-        guest.put(0, &Ask::read(1, FIRST_FREE_FRAME + 1));
+        guest.add_request(0, &GuestRequest::read(1, FIRST_FREE_FRAME + 1));
         guest.kick(0);
         read(&mut guest, 1);
     }
-    assert!(guest.ended(0).is_empty() && !guest.is_failed(0) && !guest.is_failed(1));
+    assert!(guest.take_completed(0).is_empty() && !guest.is_reported_broken(0) && !guest.is_reported_broken(1));
     assert_eq!(guest.stop(0), 1, "where it was when it broke");
     assert_eq!(guest.stop(1), 5);
     assert!(disk.control().status().unwrap().broken.is_empty());
@@ -68,7 +72,7 @@ fn an_available_index_that_decreases_stops_its_queue() {
 fn a_head_that_is_no_descriptor_stops_its_queue() {
     only_its_queue_stops(
         |guest| {
-            let head = guest.put(0, &Ask::read(1, FIRST_FREE_FRAME + 1));
+            let head = guest.add_request(0, &GuestRequest::read(1, FIRST_FREE_FRAME + 1));
             guest.replace_head(0, head, QUEUE_ENTRIES);
         },
         "descriptor 64",
@@ -80,28 +84,28 @@ fn requests_in_progress_complete_when_their_ring_breaks() {
     let disk = Disk::new(16);
     let mut guest = guest(&disk);
     for block in 0..8 {
-        guest.put(0, &Ask::read(block, FIRST_FREE_FRAME + block));
+        guest.add_request(0, &GuestRequest::read(block, FIRST_FREE_FRAME + block));
     }
     guest.kick(0);
-    let mut ended = Vec::new();
+    let mut completed = Vec::new();
     wait_for("some to be taken", || {
-        ended.extend(guest.ended(0));
-        (!ended.is_empty()).then_some(())
+        completed.extend(guest.take_completed(0));
+        (!completed.is_empty()).then_some(())
     });
     guest.set_available(0, 1000);
     guest.kick(0);
-    wait_for("the error to be reported to the front end", || guest.is_failed(0).then_some(()));
+    wait_for("the error to be reported to the front end", || guest.is_reported_broken(0).then_some(()));
     let base = guest.stop(0);
-    ended.extend(guest.ended(0));
-    assert_eq!(ended.len() as u32 + 1, base, "each that was taken has ended");
-    assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
+    completed.extend(guest.take_completed(0));
+    assert_eq!(completed.len() as u32 + 1, base, "each that was taken has completed");
+    assert!(completed.iter().all(|completed| completed.status == 0), "{completed:?}");
 }
 
 /// Adds reads of 24 MiB each, all into the same part of the guest's memory, twice.
 fn long_reads(guest: &mut Guest, count: usize) {
     for _ in 0..count {
-        let piece = (FIRST_FREE_FRAME * PAGE, 12 << 20, true);
-        guest.put(0, &Ask { kind: 0, sector: 0, data: vec![piece, piece] });
+        let piece = DataPiece::writable(FIRST_FREE_FRAME * PAGE, 12 << 20);
+        guest.add_request(0, &GuestRequest { kind: IN, sector: 0, data: vec![piece, piece] });
     }
     guest.kick(0);
 }
@@ -110,22 +114,22 @@ fn long_reads(guest: &mut Guest, count: usize) {
 fn a_queue_of_long_requests_stops_after_a_few_of_them() {
     let disk = Disk::with(16, |service| service.settings.limits.bps = Some(1 << 20));
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(32 << 20).unwrap();
-    disk.control().ask::<u64>(&Control::Resize {}).unwrap();
+    disk.control().ask::<u64>(&ControlCommand::UpdateLength {}).unwrap();
     let mut guest = Guest::start(&disk.socket());
     long_reads(&mut guest, 16);
-    let under_way = || disk.control().status().unwrap().under_way;
+    let under_way = || disk.control().status().unwrap().requests_in_progress;
     wait_for("requests to be taken", || (under_way() > 1).then_some(()));
     assert!(under_way() <= 6, "as many as have 128 MiB");
     // The reads do not wait for the rate limit, which would take two minutes.
     let base = guest.stop(0) as u16;
     assert!((2..=7).contains(&base), "{base}");
-    assert_eq!(guest.ended(0).len(), usize::from(base));
-    disk.control().ask::<()>(&Control::Limit { bps: None, iops: None }).unwrap();
+    assert_eq!(guest.take_completed(0).len(), usize::from(base));
+    disk.control().ask::<()>(&ControlCommand::SetLimits { bps: None, iops: None }).unwrap();
     guest.run_from(0, base).unwrap();
-    let mut ended = usize::from(base);
+    let mut completed = usize::from(base);
     wait_for("the others to end", || {
-        ended += guest.ended(0).len();
-        (ended == 16).then_some(())
+        completed += guest.take_completed(0).len();
+        (completed == 16).then_some(())
     });
 }
 
@@ -133,21 +137,24 @@ fn a_queue_of_long_requests_stops_after_a_few_of_them() {
 fn discards_of_a_whole_large_disk_block_no_other_request() {
     let disk = Disk::with(16, |_| ());
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(1 << 40).unwrap();
-    disk.control().ask::<u64>(&Control::Resize {}).unwrap();
+    disk.control().ask::<u64>(&ControlCommand::UpdateLength {}).unwrap();
     let mut guest = guest(&disk);
     let range = |n: u64| [(n << 21).to_le_bytes(), (1u64 << 21).to_le_bytes()].concat();
     guest.fill(FIRST_FREE_FRAME, &(0..64).flat_map(range).chain([0; 3072]).collect::<Vec<_>>());
     for _ in 0..15 {
-        guest.put(0, &Ask { kind: 11, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 1024, false)] });
+        guest.add_request(
+            0,
+            &GuestRequest { kind: DISCARD, sector: 0, data: vec![DataPiece::readable(FIRST_FREE_FRAME * PAGE, 1024)] },
+        );
     }
     guest.kick(0);
-    let mut ended = Vec::new();
+    let mut completed = Vec::new();
     wait_for("all to end", || {
-        ended.extend(guest.ended(0));
-        (ended.len() == 15).then_some(())
+        completed.extend(guest.take_completed(0));
+        (completed.len() == 15).then_some(())
     });
-    assert!(ended.iter().all(|(_, _, status)| *status == 0), "{ended:?}");
-    assert_eq!(disk.control().status().unwrap().mapped, 0);
+    assert!(completed.iter().all(|completed| completed.status == 0), "{completed:?}");
+    assert_eq!(disk.control().status().unwrap().mapped_blocks, 0);
 }
 
 #[test]

@@ -4,8 +4,11 @@
 
 mod common;
 
-use common::{Ask, DEADLINE, Disk, FIRST_FREE_FRAME, FRONT_END_ADDRESS, Guest, PAGE, RingState, content, wait_for};
-use rekindle_disk::control::Ask as Control;
+use common::{
+    DEADLINE, DataPiece, Disk, FIRST_FREE_FRAME, FRONT_END_ADDRESS, GET_ID, Guest, GuestRequest, IN, OUT, PAGE,
+    RingState, content, wait_for,
+};
+use rekindle_disk::control::ControlCommand;
 use rekindle_disk::engine::command::Status;
 use rekindle_disk::image::ImageError;
 use rekindle_disk::limit::Limits;
@@ -30,7 +33,7 @@ fn written_data_is_on_the_disk_and_is_read_back() {
         assert_eq!(disk.block(block), content(block, 1));
         assert_eq!(guest.read(block, FIRST_FREE_FRAME + 1), content(block, 1));
     }
-    assert_eq!(guest.ask(&Ask::flush()), 0);
+    assert_eq!(guest.request(&GuestRequest::flush()), 0);
     assert_eq!(disk.block(1), content(1, 0), "its neighbour is as it was");
 }
 
@@ -39,7 +42,7 @@ fn a_guest_that_checks_only_when_notified_sees_every_answer() {
     let disk = Disk::new(1024);
     let mut guest = Guest::start(&disk.socket());
     // A previous server may have been killed between an answer and its notification.
-    wait_for("the notification of a queue that starts", || guest.is_called(0).then_some(()));
+    wait_for("the notification of a queue that starts", || guest.is_notified(0).then_some(()));
     let seed = fastrand::u64(..);
     println!("seed {seed}");
     let mut random = fastrand::Rng::with_seed(seed);
@@ -48,23 +51,23 @@ fn a_guest_that_checks_only_when_notified_sees_every_answer() {
         for n in 0..count as u64 {
             // Answers of large requests are notified without delay, those of small ones together.
             let pages = if random.u8(..8) == 0 { 150 } else { 1 };
-            let data = vec![((FIRST_FREE_FRAME + n * 150) * PAGE, (pages * PAGE) as u32, true)];
+            let data = vec![DataPiece::writable((FIRST_FREE_FRAME + n * 150) * PAGE, pages * PAGE)];
             let ask = match random.u8(..4) {
-                0 => Ask::flush(),
-                _ => Ask { kind: 0, sector: random.u64(..512) * 8, data },
+                0 => GuestRequest::flush(),
+                _ => GuestRequest { kind: IN, sector: random.u64(..512) * 8, data },
             };
-            guest.put(0, &ask);
+            guest.add_request(0, &ask);
             if random.bool() {
                 guest.kick(0);
             }
         }
         guest.kick(0);
-        let mut ended = 0;
-        while ended < count {
-            wait_for("a notification", || guest.is_called(0).then_some(()));
-            let found = guest.ended(0);
-            assert!(found.iter().all(|(_, _, status)| *status == 0));
-            ended += found.len();
+        let mut completed = 0;
+        while completed < count {
+            wait_for("a notification", || guest.is_notified(0).then_some(()));
+            let found = guest.take_completed(0);
+            assert!(found.iter().all(|completed| completed.status == 0));
+            completed += found.len();
         }
     }
     let call = EventFd::new(libc::EFD_NONBLOCK).unwrap();
@@ -79,8 +82,9 @@ fn requests_of_any_shape_and_many_at_a_time_are_done() {
     guest.run(0, RingState::Empty);
     guest.run(1, RingState::Empty);
     // Half sectors apart, across several pages, longer than one operation.
-    let long = Ask { kind: 0, sector: 3, data: vec![(FIRST_FREE_FRAME * PAGE + 100, 3 << 20, true)] };
-    assert_eq!(guest.ask(&long), 0);
+    let long =
+        GuestRequest { kind: IN, sector: 3, data: vec![DataPiece::writable(FIRST_FREE_FRAME * PAGE + 100, 3 << 20)] };
+    assert_eq!(guest.request(&long), 0);
     let mut expected: Vec<u8> = (0..1024).flat_map(|block| content(block, 0)).collect();
     expected.drain(..3 * 512);
     expected.truncate(3 << 20);
@@ -93,18 +97,18 @@ fn requests_of_any_shape_and_many_at_a_time_are_done() {
             let block = u64::from(queue) * 100 + n;
             let frame = FIRST_FREE_FRAME + u64::from(queue) * 16 + n;
             guest.fill(frame, &content(block, 1));
-            let ask = if n % 5 == 4 { Ask::flush() } else { Ask::write(block, frame) };
-            guest.put(queue, &ask);
+            let ask = if n % 5 == 4 { GuestRequest::flush() } else { GuestRequest::write(block, frame) };
+            guest.add_request(queue, &ask);
         }
         guest.kick(queue);
     }
     for queue in [0, 1] {
-        let mut ended = Vec::new();
+        let mut completed = Vec::new();
         wait_for("all of a queue", || {
-            ended.extend(guest.ended(queue));
-            (ended.len() == 16).then_some(())
+            completed.extend(guest.take_completed(queue));
+            (completed.len() == 16).then_some(())
         });
-        assert!(ended.iter().all(|(_, written, status)| (*written, *status) == (1, 0)), "{ended:?}");
+        assert!(completed.iter().all(|completed| (completed.written, completed.status) == (1, 0)), "{completed:?}");
         for n in (0..16).filter(|n| n % 5 != 4) {
             let block = u64::from(queue) * 100 + n;
             assert_eq!(disk.block(block), content(block, 1));
@@ -116,15 +120,29 @@ fn requests_of_any_shape_and_many_at_a_time_are_done() {
 fn an_invalid_request_fails_and_later_ones_are_served() {
     let disk = Disk::new(16);
     let mut guest = Guest::start(&disk.socket());
-    let page = (FIRST_FREE_FRAME * PAGE, PAGE as u32, true);
-    let behind = Ask { kind: 0, sector: 16 * 8, data: vec![page] };
-    assert_eq!(guest.ask(&behind), 1);
-    assert_eq!(guest.ask(&Ask { kind: 77, sector: 0, data: vec![page] }), 2);
-    assert_eq!(guest.ask(&Ask { kind: 0, sector: 0, data: vec![(1 << 40, PAGE as u32, true)] }), 1, "no memory there");
-    assert_eq!(guest.ask(&Ask { kind: 1, sector: 0, data: vec![(1 << 40, PAGE as u32, false)] }), 1);
+    let page = DataPiece::writable(FIRST_FREE_FRAME * PAGE, PAGE);
+    let behind = GuestRequest { kind: IN, sector: 16 * 8, data: vec![page] };
+    assert_eq!(guest.request(&behind), 1);
+    assert_eq!(guest.request(&GuestRequest { kind: 77, sector: 0, data: vec![page] }), 2);
+    assert_eq!(
+        guest.request(&GuestRequest { kind: IN, sector: 0, data: vec![DataPiece::writable(1 << 40, PAGE)] }),
+        1,
+        "no memory there"
+    );
+    assert_eq!(
+        guest.request(&GuestRequest { kind: OUT, sector: 0, data: vec![DataPiece::readable(1 << 40, PAGE)] }),
+        1
+    );
     assert_eq!(disk.block(0), content(0, 0));
     // The serial number.
-    assert_eq!(guest.ask(&Ask { kind: 8, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 20, true)] }), 0);
+    assert_eq!(
+        guest.request(&GuestRequest {
+            kind: GET_ID,
+            sector: 0,
+            data: vec![DataPiece::writable(FIRST_FREE_FRAME * PAGE, 20)]
+        }),
+        0
+    );
     assert_eq!(&guest.frame(FIRST_FREE_FRAME)[..13], b"rekindle-test");
     assert_eq!(guest.read(3, FIRST_FREE_FRAME), content(3, 0), "it is served as ever");
 }
@@ -140,7 +158,15 @@ fn discarded_and_zeroed_blocks_are_zero_and_their_neighbours_are_not() {
         let mut page = range(block * 8, 32, flags);
         page.resize(PAGE as usize, 0);
         guest.fill(FIRST_FREE_FRAME, &page);
-        assert_eq!(guest.ask(&Ask { kind, sector: 0, data: vec![(FIRST_FREE_FRAME * PAGE, 16, false)] }), 0, "{kind}");
+        assert_eq!(
+            guest.request(&GuestRequest {
+                kind,
+                sector: 0,
+                data: vec![DataPiece::readable(FIRST_FREE_FRAME * PAGE, 16)]
+            }),
+            0,
+            "{kind}"
+        );
         for of in block..block + 4 {
             assert!(guest.read(of, FIRST_FREE_FRAME + 1).iter().all(|byte| *byte == 0), "{kind}: block {of}");
         }
@@ -165,21 +191,21 @@ fn a_guest_learns_the_size_of_its_disk_and_that_it_has_grown() {
     // The disk may have grown since QEMU read its length: before this server started, or between the two.
     let mut message = [0; 12];
     (&channel).read_exact(&mut message).unwrap();
-    assert_eq!(guest.ask(&Ask::write(0, FIRST_FREE_FRAME)), 1);
-    assert_eq!(guest.ask(&Ask::read(16, FIRST_FREE_FRAME)), 1);
+    assert_eq!(guest.request(&GuestRequest::write(0, FIRST_FREE_FRAME)), 1);
+    assert_eq!(guest.request(&GuestRequest::read(16, FIRST_FREE_FRAME)), 1);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(32 * PAGE).unwrap();
-    assert_eq!(disk.control().ask::<u64>(&Control::Resize {}).unwrap(), 32 * PAGE);
+    assert_eq!(disk.control().ask::<u64>(&ControlCommand::UpdateLength {}).unwrap(), 32 * PAGE);
     (&channel).read_exact(&mut message).unwrap();
     assert_eq!(message, *[2u32, 1, 0].map(u32::to_ne_bytes).concat(), "VHOST_USER_BACKEND_CONFIG_CHANGE_MSG");
     assert_eq!(capacity(&mut guest), 256);
-    assert_eq!(guest.ask(&Ask::read(31, FIRST_FREE_FRAME)), 0);
+    assert_eq!(guest.request(&GuestRequest::read(31, FIRST_FREE_FRAME)), 0);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(16 * PAGE).unwrap();
-    let refused = disk.control().ask::<u64>(&Control::Resize {}).unwrap_err().to_string();
+    let refused = disk.control().ask::<u64>(&ControlCommand::UpdateLength {}).unwrap_err().to_string();
     assert!(refused.contains("was 131072"), "{refused}");
     // A stopped guest's QEMU is notified again when the guest continues: it does not listen before.
     guest.stop(0);
     OpenOptions::new().write(true).open(&disk.image).unwrap().set_len(64 * PAGE).unwrap();
-    assert_eq!(disk.control().ask::<u64>(&Control::Resize {}).unwrap(), 64 * PAGE);
+    assert_eq!(disk.control().ask::<u64>(&ControlCommand::UpdateLength {}).unwrap(), 64 * PAGE);
     (&channel).read_exact(&mut message).unwrap();
     guest.run(0, RingState::Empty);
     (&channel).read_exact(&mut message).unwrap();
@@ -210,13 +236,13 @@ fn of_two_front_ends_only_one_has_running_queues() {
     assert!(new.try_run(0, RingState::Kept).is_err(), "the old one still runs");
     drop(new);
     let mut new = Guest::connect(&disk.socket(), old.memory.try_clone().unwrap(), 1);
-    let block = disk.control().status().unwrap().mapped;
+    let block = disk.control().status().unwrap().mapped_blocks;
     let base = old.stop(0);
     assert_eq!(base, 1);
     new.continue_from(&old);
     new.run(0, RingState::Kept);
     assert_eq!(new.read(2, FIRST_FREE_FRAME + 1), content(2, 0));
-    assert_eq!(disk.control().status().unwrap().mapped, block + 1, "the map is kept: it is the same guest");
+    assert_eq!(disk.control().status().unwrap().mapped_blocks, block + 1, "the map is kept: it is the same guest");
     drop(old);
     assert_eq!(new.read(3, FIRST_FREE_FRAME + 2), content(3, 0));
     // After it disconnects, another guest with other memory is served.
@@ -224,7 +250,7 @@ fn of_two_front_ends_only_one_has_running_queues() {
     wait_for("the front end to have gone", || (!disk.control().status().unwrap().active).then_some(()));
     let mut other = Guest::start(&disk.socket());
     assert_eq!(other.read(4, FIRST_FREE_FRAME), content(4, 0));
-    assert_eq!(disk.control().status().unwrap().mapped, 1);
+    assert_eq!(disk.control().status().unwrap().mapped_blocks, 1);
 }
 
 #[test]
@@ -233,7 +259,7 @@ fn pages_that_the_server_writes_are_reported_on_request() {
     let mut guest = Guest::start(&disk.socket());
     guest.read(1, FIRST_FREE_FRAME);
     let mut control = disk.control();
-    let mut note = |pid| control.ask::<bool>(&Control::Note { pid });
+    let mut note = |pid| control.ask::<bool>(&ControlCommand::RecordPages { pid });
     assert!(disk.control().collect().is_err(), "not requested");
     assert!(note(Some(1)).is_err(), "no such front end");
     let me = Some(std::process::id());
@@ -265,7 +291,7 @@ fn a_disk_keeps_its_rate_limit() {
     };
     // Checks only the shortest time: a longest time would depend on the machine.
     assert!(took(&mut guest, 60).as_secs_f64() >= 39.0 / 200.0);
-    disk.control().ask::<()>(&Control::Limit { bps: None, iops: None }).unwrap();
+    disk.control().ask::<()>(&ControlCommand::SetLimits { bps: None, iops: None }).unwrap();
     assert!(took(&mut guest, 60) < DEADLINE);
 }
 
@@ -283,6 +309,8 @@ fn invalid_commands_on_the_control_socket_get_an_error() {
     for text in ["", "{}", "[1]", r#"{"command": "sing"}"#, r#"{"command": "status", "loud": true}"#] {
         assert!(answer(text).contains("not a question to a disk"), "{text}");
     }
+    // One answer for the whole line, and not one for each 64 KiB.
+    assert!(answer(&"x".repeat(200_000)).contains("at most 65536 bytes"));
     let status: Status = disk.control().status().unwrap();
-    assert_eq!((status.bytes, status.active, status.under_way), (4 * PAGE, false, 0));
+    assert_eq!((status.bytes, status.active, status.requests_in_progress), (4 * PAGE, false, 0));
 }

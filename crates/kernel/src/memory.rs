@@ -3,8 +3,7 @@
 use crate::process::Process;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
-pub use rekindle_pages::PAGE_SIZE;
-use rekindle_pages::PageRuns;
+use rekindle_pages::{PAGE_SIZE, PageRuns};
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::AsRawFd;

@@ -3,8 +3,8 @@
 //! `docs/disk-epochs.md` defines which writes are durable at what time.
 
 use crate::target::Target;
-use rekindle_disk::control::{Ask, Control, ControlError};
-use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::control::{Control, ControlCommand, ControlError};
+use rekindle_disk::keeper::EpochId;
 use rekindle_vm::disks;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -71,7 +71,7 @@ impl EpochDisk {
     /// Reconnects, because the server may have been replaced, and redirects writes to the redo log.
     fn begin(&mut self) -> Result<(), ControlError> {
         let mut connection = Control::connect(&self.control_path)?;
-        connection.ask::<EpochId>(&Ask::EpochBegin {})?;
+        connection.ask::<EpochId>(&ControlCommand::EpochBegin {})?;
         self.connection = Some(connection);
         Ok(())
     }
@@ -98,7 +98,7 @@ impl EpochDisks {
         let mut marked = Vec::new();
         for disk in &mut self.disks {
             let Some(connection) = &mut disk.connection else { continue };
-            let epoch_id = connection.ask(&Ask::EpochMark {});
+            let epoch_id = connection.ask(&ControlCommand::EpochMark {});
             marked.push(DiskEpoch { id: disk.id.clone(), epoch_id: epoch_id.map_err(|source| disk.failed(source))? });
         }
         Ok(marked)
@@ -106,19 +106,19 @@ impl EpochDisks {
 
     /// Makes the marked state durable. Must be called before the commit.
     pub(crate) fn seal(&mut self, marked: &[DiskEpoch]) -> Result<(), EpochError> {
-        self.ask_each(marked, |epoch| Ask::EpochSeal { epoch })
+        self.ask_each(marked, |epoch| ControlCommand::EpochSeal { epoch })
     }
 
     /// Reports the commit to the disk servers, which then need no older epochs.
     pub(crate) fn report_commit(&mut self, marked: &[DiskEpoch]) {
-        if let Err(e) = self.ask_each(marked, |epoch| Ask::EpochCommitted { epoch }) {
+        if let Err(e) = self.ask_each(marked, |epoch| ControlCommand::EpochCommitted { epoch }) {
             // The report of the next commit covers this one, too.
             tracing::debug!("{e}: {}", e.source);
         }
     }
 
     /// Sends the server of each marked disk the request that `request` returns for its epoch.
-    fn ask_each(&mut self, marked: &[DiskEpoch], request: impl Fn(u64) -> Ask) -> Result<(), EpochError> {
+    fn ask_each(&mut self, marked: &[DiskEpoch], request: impl Fn(u64) -> ControlCommand) -> Result<(), EpochError> {
         for DiskEpoch { id, epoch_id } in marked {
             let Some(disk) = self.disks.iter_mut().find(|disk| disk.id == *id) else { continue };
             let Some(connection) = &mut disk.connection else { continue };

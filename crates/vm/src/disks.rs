@@ -30,8 +30,8 @@ pub use server::{control_socket, server, servers};
 
 use crate::lock::ServersLock;
 use crate::rundir::RunDir;
-use rekindle_disk::control::Ask;
-use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::control::ControlCommand;
+use rekindle_disk::keeper::EpochId;
 use rekindle_qemu::command::{Disk, Hardware};
 use resume_point::ResumePoint;
 use server::{answers, end_server, refuse_silent, server_command, server_status, spawn, wait_until_it_answers};
@@ -191,7 +191,7 @@ pub fn why_not_waiting(rundir: &RunDir, hardware: &Hardware) -> Option<String> {
 /// [`DisksError`]: another process has an image open, an image is newer than the checkpoint, or it is another disk.
 pub fn serve_checkpoint(rundir: &RunDir, hardware: &Hardware, epochs: &Epochs) -> Result<(), DisksError> {
     let open_disk = |disk: &Disk| {
-        let command = Ask::Have { at: epochs.get(&disk.id).copied(), filling: true };
+        let command = ControlCommand::OpenDisk { epoch: epochs.get(&disk.id).copied(), is_filling: true };
         ask(rundir, &disk.id, &command).map_err(|source| DisksError::Refused { id: disk.id.clone(), source })
     };
     let opened = served(hardware).try_for_each(open_disk);
@@ -220,7 +220,7 @@ pub fn notify_filled(rundir: &RunDir) {
         let file_name = entry.file_name();
         let id = file_name.to_str().and_then(|name| name.strip_prefix("disk-")?.strip_suffix(".control"));
         if let Some(id) = id
-            && let Err(e) = ask::<()>(rundir, id, &Ask::Filled {})
+            && let Err(e) = ask::<()>(rundir, id, &ControlCommand::MemoryFilled {})
         {
             tracing::debug!("disk {id}: its server still checks for missing pages: {e}");
         }

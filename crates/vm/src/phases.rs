@@ -8,7 +8,7 @@ use crate::disks;
 use crate::host::Host;
 use crate::names::unique_name;
 use crate::rundir::RunDir;
-use rekindle_disk::control::{Ask, ControlError};
+use rekindle_disk::control::{ControlCommand, ControlError};
 use rekindle_disk::ledger::{Moment, StaleReason};
 use rekindle_qemu::command::Hardware;
 use rekindle_qemu::file_identity::FileIdentity;
@@ -81,7 +81,7 @@ pub fn directory(host: &Host, rundir: &RunDir, definition: &Definition) -> PathB
     directory.join(format!("{}.phase", unique_name(rundir)))
 }
 
-fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &Ask) -> Result<T, PhaseError> {
+fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &ControlCommand) -> Result<T, PhaseError> {
     disks::ask(rundir, id, ask).map_err(|source| PhaseError::Server { id: id.into(), source })
 }
 
@@ -92,7 +92,7 @@ fn ask<T: serde::de::DeserializeOwned>(rundir: &RunDir, id: &str, ask: &Ask) -> 
 pub fn begin_boot(rundir: &RunDir, hardware: &Hardware, definition: &Definition) {
     expect_healthy(rundir, definition);
     for disk in disks::served(hardware).filter(|_| hardware.phase) {
-        if let Err(e) = ask::<()>(rundir, &disk.id, &Ask::PhaseBegin {}) {
+        if let Err(e) = ask::<()>(rundir, &disk.id, &ControlCommand::PhaseBegin {}) {
             tracing::debug!("{e}: no phase of this boot can be kept");
         }
     }
@@ -124,7 +124,7 @@ pub fn mark_disks(rundir: &RunDir, hardware: &Hardware) -> Result<Vec<DiskSnapsh
     let marked = hardware.disks.iter().map(|disk| {
         let id = disk.id.clone();
         let identity = if disk.server {
-            DiskIdentity::Moment(ask(rundir, &id, &Ask::PhaseMark {})?)
+            DiskIdentity::Moment(ask(rundir, &id, &ControlCommand::PhaseMark {})?)
         } else if disk.readonly && disk.format == "raw" {
             let failed = |source| PhaseError::Image { id: id.clone(), path: disk.path.clone(), source };
             DiskIdentity::File(FileIdentity::of(&disk.path).map_err(failed)?)
@@ -147,7 +147,7 @@ pub fn why_stale(rundir: &RunDir, hardware: &Hardware, snapshot: &[DiskSnapshot]
     snapshot.iter().find_map(|disk| {
         let why = match &disk.identity {
             DiskIdentity::Moment(moment) => {
-                match ask::<Option<StaleReason>>(rundir, &disk.id, &Ask::PhaseCheck { moment: *moment }) {
+                match ask::<Option<StaleReason>>(rundir, &disk.id, &ControlCommand::PhaseCheck { moment: *moment }) {
                     Ok(stale) => stale?.to_string(),
                     Err(e) => format!("its server does not report what was written: {e}"),
                 }
@@ -172,7 +172,7 @@ pub fn continue_from(rundir: &RunDir, hardware: &Hardware, snapshot: &[DiskSnaps
     }
     snapshot.iter().try_for_each(|disk| {
         let DiskIdentity::Moment(moment) = &disk.identity else { return Ok(()) };
-        match ask::<Option<StaleReason>>(rundir, &disk.id, &Ask::PhaseResume { moment: *moment }) {
+        match ask::<Option<StaleReason>>(rundir, &disk.id, &ControlCommand::PhaseResume { moment: *moment }) {
             Ok(None) => Ok(()),
             Ok(Some(stale)) => Err(format!("disk {}: {stale}", disk.id)),
             Err(e) => Err(e.to_string()),

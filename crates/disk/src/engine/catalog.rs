@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! a request is taken    record_request
-//! a read                take_retained ─> record_served;   locate ─> disk_file ─ (I/O) ─> record_moved
+//! a read                take_retained ─> record_served;   locate ─> file_position ─ (I/O) ─> record_moved
 //! a change              forget_blocks; reserve ─> the image, or an entry ─ (I/O) ─> record_entry, record_moved
 //! a flush               sync_targets ─> file_to_sync ─ (I/O) ─> record_sync
 //! a failure             forget_moved
@@ -13,28 +13,21 @@
 //!
 //! The trait is a type parameter of the front end, so that no call is dynamic.
 
+use super::ids::PartId;
 use super::io::BufferPool;
+use crate::block::overlapping_blocks;
 use crate::block_map::Frame;
 use crate::digest::Digest;
 use crate::memory::Memory;
 use crate::redo::format::EntryKind;
 use crate::redo::log::{LogEntry, SpaceLimit};
-use crate::request::{Disk, Kind, Range};
+use crate::request::{DiskProperties, DiskRange, RequestKind};
 use rekindle_kernel::uring::Buffer;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-
-/// The identity of a part of a request in progress.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PartId {
-    /// Number of the request.
-    pub request: u32,
-    /// Number of the part in the request.
-    pub part: u32,
-}
 
 /// The location of data of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +65,7 @@ pub(super) struct DurabilityLost;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Change {
     /// First byte on the disk.
-    pub at: u64,
+    pub disk_offset: u64,
     pub bytes: u64,
     pub kind: EntryKind,
 }
@@ -109,8 +102,7 @@ pub(super) enum Direction {
 /// Adjacent blocks that were moved between the disk and the guest.
 pub(super) struct MovedBlocks {
     pub memory: Arc<Memory>,
-    /// Number of the first block.
-    pub first: u64,
+    pub first_block: u64,
     /// The guest's frame of each block; `None` if the block is not in one frame.
     pub frames: Vec<Option<Frame>>,
     pub direction: Direction,
@@ -120,9 +112,9 @@ pub(super) struct MovedBlocks {
 
 impl MovedBlocks {
     /// Returns whether one of the blocks is in `range`.
-    pub fn overlaps(&self, range: Range) -> bool {
-        let blocks = crate::block::touched(range.at, range.bytes);
-        self.first < blocks.end && blocks.start < self.first + self.frames.len() as u64
+    pub fn overlaps(&self, range: DiskRange) -> bool {
+        let blocks = overlapping_blocks(range.start, range.bytes);
+        self.first_block < blocks.end && blocks.start < self.first_block + self.frames.len() as u64
     }
 }
 
@@ -141,33 +133,33 @@ pub(super) trait BlockCatalog {
     fn is_open(&self) -> bool;
 
     /// Returns the properties of the disk that requests are checked against.
-    fn disk(&self) -> Disk;
+    fn disk_properties(&self) -> DiskProperties;
 
     /// Returns the path of the image, for messages.
-    fn path(&self) -> &Path;
+    fn image_path(&self) -> &Path;
 
     // Where is this block?
 
     /// Returns whether [`Self::take_retained`] may find blocks.
     fn has_retained_blocks(&self) -> bool;
 
-    /// Copies blocks from `first` on out of the retained cache, as many as fit into `into`. Returns the digest of
-    /// each block that the cache had and that equals the disk's. Removes all of these blocks from the retained cache,
-    /// also those that differ from the disk's.
-    fn take_retained(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>>;
+    /// Copies blocks from `first_block` on out of the retained cache, as many as fit into `target`. Returns the digest
+    /// of each block that the cache had and that equals the disk's. Removes all of these blocks from the retained
+    /// cache, also those that differ from the disk's.
+    fn take_retained(&mut self, first_block: u64, target: &mut [u8]) -> Vec<Option<Digest>>;
 
-    /// Calls `piece` with each piece of a range and the location of its data, in order.
-    fn locate(&self, range: Range, piece: impl FnMut(Range, DataLocation));
+    /// Calls `visit_piece` with each piece of a range and the location of its data, in order.
+    fn locate(&self, range: DiskRange, visit_piece: impl FnMut(DiskRange, DataLocation));
 
-    /// Returns the file and offset of byte `at` of the disk, which was found at `location` earlier. A byte that was
-    /// merged since is in the image.
-    fn disk_file(&self, location: DataLocation, at: u64) -> FilePosition;
+    /// Returns the file and offset of byte `disk_offset` of the disk, which was found at `location` earlier. A byte
+    /// that was merged since is in the image.
+    fn file_position(&self, location: DataLocation, disk_offset: u64) -> FilePosition;
 
-    /// Calls `target` with each target that a flush must sync.
+    /// Returns the targets that a flush must sync.
     ///
     /// # Errors
     /// [`DurabilityLost`] if a sync has failed before.
-    fn sync_targets(&self, target: impl FnMut(SyncTarget)) -> Result<(), DurabilityLost>;
+    fn sync_targets(&self) -> Result<Vec<SyncTarget>, DurabilityLost>;
 
     /// Returns the file to sync for a target. `None`: there is nothing left to sync.
     fn file_to_sync(&self, target: SyncTarget) -> Option<Arc<File>>;
@@ -177,17 +169,18 @@ pub(super) trait BlockCatalog {
     /// Decides where a part writes a change. `entry`: the entry of an earlier attempt.
     fn reserve(&mut self, part: PartId, change: Change, entry: Option<LogEntry>, limit: SpaceLimit) -> WriteTarget;
 
-    /// Writes the header of an entry with this data to `into`. `None`: the log has ended, which happens only while no
-    /// entry is reserved.
-    fn write_entry_header(&self, entry: &LogEntry, data: &[u8], into: &mut [u8]) -> Option<()>;
+    /// Writes the header of an entry with this data to `target`. `None`: the log has ended, which happens only while
+    /// no entry is reserved.
+    fn write_entry_header(&self, entry: &LogEntry, data: &[u8], target: &mut [u8]) -> Option<()>;
 
+    /// Returns the segment in which the entry is.
     fn entry_file(&self, entry: &LogEntry) -> Option<Arc<File>>;
 
     /// Moves all waiting parts to `waiting`, for another attempt.
     fn retry_waiting(&mut self, waiting: &mut VecDeque<PartId>);
 
     /// Does the same as [`Self::retry_waiting`], if it is time for another attempt.
-    fn retry_due(&mut self, waiting: &mut VecDeque<PartId>);
+    fn retry_waiting_if_due(&mut self, waiting: &mut VecDeque<PartId>);
 
     // What must be recorded?
 
@@ -198,24 +191,25 @@ pub(super) trait BlockCatalog {
     fn begin_records(&mut self, memory: &Arc<Memory>, driver: DriverState, buffers: &mut BufferPool);
 
     /// Records which blocks a request reads or changes, before any of it is done.
-    fn record_request(&mut self, kind: &Kind);
+    fn record_request(&mut self, kind: &RequestKind);
 
     /// Returns whether moved blocks are recorded.
     fn records_moves(&self) -> bool;
 
     /// Forgets the content of blocks that are about to change.
-    fn forget_blocks(&mut self, range: Range);
+    fn forget_blocks(&mut self, range: DiskRange);
 
     /// Forgets in which frames blocks are, because their content on the disk is unknown.
-    fn forget_moved(&mut self, range: Range);
+    fn forget_moved(&mut self, range: DiskRange);
 
     /// Records that a block with this digest was moved to a frame.
     fn record_served(&mut self, block: u64, frame: Frame, digest: Digest);
 
-    /// Records moved blocks, whose data begins at byte `start` of the buffer. Returns the buffer if it is not needed
-    /// any more.
-    fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, start: usize) -> Option<Buffer>;
+    /// Records moved blocks, whose data begins at byte `data_offset` of the buffer. Returns the buffer if it is not
+    /// needed any more.
+    fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, data_offset: usize) -> Option<Buffer>;
 
+    /// Records how the write of an entry ended.
     fn record_entry(&mut self, entry: &LogEntry, result: EntryResult<'_>);
 
     /// Records the result of a sync. Returns an error also if another sync has received it.

@@ -1,20 +1,22 @@
 //! The disk's blocks as the front end sees them: the image, its redo log, and the cache, behind one [`BlockCatalog`].
 
 use super::catalog::{
-    BlockCatalog, Change, DataLocation, DriverState, DurabilityLost, EntryResult, FilePosition, MovedBlocks, PartId,
+    BlockCatalog, Change, DataLocation, DriverState, DurabilityLost, EntryResult, FilePosition, MovedBlocks,
     SyncTarget, WriteTarget,
 };
-use super::command::Refused;
+use super::command::OpenDisk;
+use super::ids::PartId;
 use super::io::BufferPool;
 use super::reboot_cache::RebootCache;
 use super::redo_log::EngineLog;
+use super::refusal::Refusal;
 use crate::block_map::Frame;
 use crate::digest::Digest;
 use crate::image::Image;
 use crate::ledger::{ImageStamp, ImageState};
 use crate::memory::Memory;
 use crate::redo::log::{LogEntry, SpaceLimit};
-use crate::request::{Disk, Kind, Range};
+use crate::request::{DiskProperties, DiskRange, RequestKind};
 use rekindle_kernel::uring::Buffer;
 use std::collections::VecDeque;
 use std::fs::File;
@@ -36,7 +38,8 @@ pub(super) struct DiskBlocks {
 }
 
 impl DiskBlocks {
-    pub fn new(image: Image, log: Option<EngineLog>, cache: RebootCache) -> Self {
+    pub fn new(disk: OpenDisk, cache: RebootCache) -> Self {
+        let OpenDisk { image, log } = disk;
         Self { capacity: image.bytes, image, is_awaited: false, log, cache }
     }
 
@@ -50,11 +53,11 @@ impl DiskBlocks {
     }
 
     /// Adds the disk that the server has waited for. No queue has run before.
-    pub fn open(&mut self, image: Image, log: Option<EngineLog>) -> Result<(), Refused> {
+    pub fn open(&mut self, disk: OpenDisk) -> Result<(), Refusal> {
         if !std::mem::replace(&mut self.is_awaited, false) {
-            return Err(Refused("it has its disk already".into()));
+            return Err(Refusal("it has its disk already".into()));
         }
-        (self.capacity, self.image, self.log) = (image.bytes, image, log);
+        (self.capacity, self.image, self.log) = (disk.image.bytes, disk.image, disk.log);
         Ok(())
     }
 
@@ -63,10 +66,11 @@ impl DiskBlocks {
         self.capacity
     }
 
-    /// Updates the length of the image. Returns the previous length.
-    pub fn measure(&mut self) -> Result<u64, Refused> {
-        let measured = self.image.measure(self.capacity).map_err(|e| Refused(e.to_string()))?;
-        Ok(std::mem::replace(&mut self.capacity, measured))
+    /// Updates the length of the disk to that of the image. Returns whether it has grown.
+    pub fn update_capacity(&mut self) -> Result<bool, Refusal> {
+        let previous = self.capacity;
+        self.capacity = self.image.current_length(previous).map_err(|e| Refusal(e.to_string()))?;
+        Ok(self.capacity > previous)
     }
 
     /// Returns the length and times of the image. For a device, and for an image into which a log is merged, the
@@ -95,8 +99,9 @@ impl DiskBlocks {
         }
     }
 
-    fn segment(&self, epoch: u64) -> Option<Arc<File>> {
-        Some(self.log.as_ref()?.log.file(epoch)?.0)
+    /// Returns the segment of an epoch; `None` if it was merged, or there is no log.
+    fn segment_file(&self, epoch: u64) -> Option<Arc<File>> {
+        Some(self.log.as_ref()?.log.segment_file(epoch)?.0)
     }
 }
 
@@ -105,11 +110,11 @@ impl BlockCatalog for DiskBlocks {
         !self.is_awaited
     }
 
-    fn disk(&self) -> Disk {
-        Disk { capacity: self.capacity, readonly: self.image.mode.readonly }
+    fn disk_properties(&self) -> DiskProperties {
+        DiskProperties { capacity: self.capacity, readonly: self.image.mode.readonly }
     }
 
-    fn path(&self) -> &Path {
+    fn image_path(&self) -> &Path {
         &self.image.path
     }
 
@@ -117,41 +122,45 @@ impl BlockCatalog for DiskBlocks {
         self.cache.has_retained_blocks()
     }
 
-    fn take_retained(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>> {
-        self.cache.take_retained(first, into)
+    fn take_retained(&mut self, first_block: u64, target: &mut [u8]) -> Vec<Option<Digest>> {
+        self.cache.take_retained(first_block, target)
     }
 
-    fn locate(&self, range: Range, mut piece: impl FnMut(Range, DataLocation)) {
+    fn locate(&self, range: DiskRange, mut visit_piece: impl FnMut(DiskRange, DataLocation)) {
         match &self.log {
-            Some(log) => log.locate(range, piece),
-            None => piece(range, DataLocation::Image),
+            Some(log) => log.locate(range, visit_piece),
+            None => visit_piece(range, DataLocation::Image),
         }
     }
 
-    fn disk_file(&self, location: DataLocation, at: u64) -> FilePosition {
+    fn file_position(&self, location: DataLocation, disk_offset: u64) -> FilePosition {
         if let DataLocation::Segment { epoch, offset } = location
-            && let Some(file) = self.segment(epoch)
+            && let Some(file) = self.segment_file(epoch)
         {
             return FilePosition { file, offset };
         }
-        FilePosition { file: Arc::clone(&self.image.file), offset: at }
+        FilePosition { file: Arc::clone(&self.image.file), offset: disk_offset }
     }
 
-    fn sync_targets(&self, mut target: impl FnMut(SyncTarget)) -> Result<(), DurabilityLost> {
+    fn sync_targets(&self) -> Result<Vec<SyncTarget>, DurabilityLost> {
+        let mut targets = Vec::new();
         if self.log.as_ref().is_none_or(|log| log.is_image_dirty) {
             if self.image.durability.is_broken() {
                 return Err(DurabilityLost);
             }
-            target(SyncTarget::Image);
+            targets.push(SyncTarget::Image);
         }
-        self.log.as_ref().map_or(Ok(()), |log| log.sync_targets(target))
+        if let Some(log) = &self.log {
+            targets.extend(log.sync_targets()?);
+        }
+        Ok(targets)
     }
 
     fn file_to_sync(&self, target: SyncTarget) -> Option<Arc<File>> {
         match target {
             SyncTarget::Image => Some(Arc::clone(&self.image.file)),
             // `None`: the segment was merged since, and the image was synced.
-            SyncTarget::Segment { epoch, .. } => self.segment(epoch),
+            SyncTarget::Segment { epoch, .. } => self.segment_file(epoch),
         }
     }
 
@@ -159,20 +168,20 @@ impl BlockCatalog for DiskBlocks {
         self.log.as_mut().map_or(WriteTarget::Image, |log| log.reserve(part, change, entry, limit))
     }
 
-    fn write_entry_header(&self, entry: &LogEntry, data: &[u8], into: &mut [u8]) -> Option<()> {
-        into.copy_from_slice(&self.log.as_ref()?.log.header(entry, data));
+    fn write_entry_header(&self, entry: &LogEntry, data: &[u8], target: &mut [u8]) -> Option<()> {
+        target.copy_from_slice(&self.log.as_ref()?.log.entry_header(entry, data));
         Some(())
     }
 
     fn entry_file(&self, entry: &LogEntry) -> Option<Arc<File>> {
-        self.segment(entry.epoch)
+        self.segment_file(entry.epoch)
     }
 
     fn retry_waiting(&mut self, waiting: &mut VecDeque<PartId>) {
         self.log.iter_mut().for_each(|log| log.retry_waiting(waiting));
     }
 
-    fn retry_due(&mut self, waiting: &mut VecDeque<PartId>) {
+    fn retry_waiting_if_due(&mut self, waiting: &mut VecDeque<PartId>) {
         if self.log.as_ref().is_some_and(EngineLog::is_retry_due) {
             self.retry_waiting(waiting);
         }
@@ -186,7 +195,7 @@ impl BlockCatalog for DiskBlocks {
         self.cache.begin_records(memory, driver, buffers);
     }
 
-    fn record_request(&mut self, kind: &Kind) {
+    fn record_request(&mut self, kind: &RequestKind) {
         self.cache.record_request(kind);
     }
 
@@ -194,11 +203,11 @@ impl BlockCatalog for DiskBlocks {
         self.cache.records_moves()
     }
 
-    fn forget_blocks(&mut self, range: Range) {
+    fn forget_blocks(&mut self, range: DiskRange) {
         self.cache.forget_blocks(range);
     }
 
-    fn forget_moved(&mut self, range: Range) {
+    fn forget_moved(&mut self, range: DiskRange) {
         self.cache.forget_moved(range);
     }
 
@@ -206,8 +215,8 @@ impl BlockCatalog for DiskBlocks {
         self.cache.record_served(block, frame, digest);
     }
 
-    fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, start: usize) -> Option<Buffer> {
-        self.cache.record_moved(moved, buffer, start)
+    fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, data_offset: usize) -> Option<Buffer> {
+        self.cache.record_moved(moved, buffer, data_offset)
     }
 
     fn record_entry(&mut self, entry: &LogEntry, result: EntryResult<'_>) {
@@ -217,6 +226,7 @@ impl BlockCatalog for DiskBlocks {
     }
 
     fn record_sync(&mut self, target: SyncTarget, result: io::Result<usize>) -> io::Result<usize> {
+        // The sync was not done, and is repeated.
         if matches!(&result, Err(e) if e.kind() == io::ErrorKind::Interrupted || e.kind() == io::ErrorKind::WouldBlock)
         {
             return result;
@@ -228,6 +238,7 @@ impl BlockCatalog for DiskBlocks {
                 self.image.durability.set_broken();
                 result
             }
+            // The kernel has reported the error to an earlier sync.
             (SyncTarget::Image, _) if self.image.durability.is_broken() => Err(io::Error::from_raw_os_error(libc::EIO)),
             (SyncTarget::Image, _) => result,
         }

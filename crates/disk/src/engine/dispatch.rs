@@ -1,9 +1,11 @@
 //! Carries out commands of other threads.
 
 use super::Engine;
-use super::command::{CacheCommand, Command, PageCommand, Refused, Status};
+use super::command::{CacheCommand, Command, PageCommand, Status};
 use super::front_end::FrontEndCounts;
 use super::redo_log::EngineLog;
+use super::refusal::Refusal;
+use super::visit::{EngineView, Visit};
 use crate::retained::{RetainedCache, UNCHECKED};
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -18,25 +20,22 @@ impl Engine {
 
     fn carry_out(&mut self, command: Command) {
         match command {
-            Command::Connection(session, command) => self.front_end.carry_out(session, command),
+            Command::Connection(connection_id, command) => self.front_end.carry_out(connection_id, command),
             Command::Pages(command) => self.carry_out_page_command(command),
             Command::Cache(command) => self.carry_out_cache_command(command),
             Command::Ledger(command) => self.carry_out_ledger_command(command),
             Command::Visit(visit) => self.run_visit(visit),
-            Command::Limit(limits, answer) => {
+            Command::SetLimits(limits, answer) => {
                 self.front_end.set_limits(limits);
                 let _ = answer.send(Ok(()));
             }
-            Command::Measure(answer) => drop(answer.send(self.measure())),
-            Command::Filled(answer) => {
-                self.filling.store(false, Ordering::Relaxed);
-                self.front_end.memories().for_each(|memory| memory.filled());
+            Command::UpdateLength(answer) => drop(answer.send(self.update_length())),
+            Command::MemoryFilled(answer) => {
+                self.is_filling.store(false, Ordering::Relaxed);
+                self.front_end.memories().for_each(|memory| memory.set_filled());
                 let _ = answer.send(Ok(()));
             }
-            Command::Open(disk, answer) => {
-                let (image, log) = *disk;
-                drop(answer.send(self.front_end.blocks.open(image, log)));
-            }
+            Command::OpenDisk(disk, answer) => drop(answer.send(self.front_end.blocks.open(*disk))),
             Command::Status(answer) => {
                 self.front_end.blocks.cache.record_all(&mut self.front_end.io.buffers);
                 drop(answer.send(Ok(self.status())));
@@ -46,6 +45,21 @@ impl Engine {
                 let _ = answer.send(Ok(()));
             }
         }
+    }
+
+    /// Runs a function of the redo log's keeper.
+    fn run_visit(&mut self, visit: Visit) {
+        let is_running = self.front_end.is_running();
+        let mut log = self.front_end.blocks.log.take();
+        let mut view = EngineView { log: &mut log, is_running, ended: None };
+        visit.run(&mut view);
+        // Writes that waited for the log continue into the image.
+        if let Some(mut ended) = view.ended {
+            self.front_end.requeue_parts(ended.take_waiting());
+        }
+        self.front_end.blocks.log = log;
+        // Writes that waited may have space now.
+        self.front_end.retry_waiting_parts();
     }
 
     fn carry_out_page_command(&mut self, command: PageCommand) {
@@ -74,18 +88,16 @@ impl Engine {
         }
     }
 
-    /// Updates the length of the image, and notifies the guest if it has grown.
-    fn measure(&mut self) -> Result<u64, Refused> {
-        let previous = self.front_end.blocks.measure()?;
-        let measured = self.front_end.blocks.capacity();
-        if previous < measured {
+    /// Updates the length of the disk, and notifies the guest if it has grown. Returns the length.
+    fn update_length(&mut self) -> Result<u64, Refusal> {
+        if self.front_end.blocks.update_capacity()? {
             self.front_end.notify_grown();
         }
-        Ok(measured)
+        Ok(self.front_end.blocks.capacity())
     }
 
     /// Turns the memory of the ended guest into the retained cache of the next one.
-    fn keep(&mut self, claim: Option<&Path>) -> Result<usize, Refused> {
+    fn keep(&mut self, claim: Option<&Path>) -> Result<usize, Refusal> {
         // Queues that do not run are no proof: a guest that is only stopped continues with its memory.
         self.front_end.check_unused()?;
         self.front_end.blocks.cache.keep(claim, &mut self.front_end.io.buffers)
@@ -110,10 +122,10 @@ impl Engine {
         Status {
             bytes: blocks.capacity(),
             connected,
-            waiting,
+            waiting_for_guest: waiting,
             active: self.front_end.is_active(),
-            under_way: requests,
-            mapped: cache.mapped_blocks(),
+            requests_in_progress: requests,
+            mapped_blocks: cache.mapped_blocks(),
             map_bytes: cache.map_bytes(),
             retained: retained.map(|retained| (retained.len(), retained.counts())),
             retained_memory: retained.map(RetainedCache::identity),

@@ -1,7 +1,6 @@
-//! The engine's I/O: the ring, its buffers, and the bytes in progress.
+//! The engine's I/O: the io_uring ring, its buffers, and the bytes in progress.
 
-use super::catalog::PartId;
-use super::command::FrontendId;
+use super::ids::{ConnectionId, PartId};
 use rekindle_kernel::uring::{Buffer, Completion, HALF_HUGE_PAGE_BYTES, Operation, Ring};
 use std::fs::File;
 use std::io;
@@ -20,13 +19,13 @@ const MAX_POOLED_BYTES: usize = 16 << 20;
 /// Most bytes to copy between buffers and the guest before new operations are submitted, so that the disk is not idle.
 pub(super) const MAX_COPIED_BYTES: usize = 256 << 10;
 
-/// The origin of a completion.
+/// The origin of a completion: 64 bits that the ring returns with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Token {
     /// Another thread has queued a command or a result.
     Wake,
     /// A queue was kicked.
-    Kick(FrontendId, u16),
+    Kick(ConnectionId, u16),
     Part(PartId),
     /// An operation of the redo log itself has completed.
     LogOperation(u32),
@@ -36,7 +35,7 @@ impl Token {
     pub fn pack(self) -> u64 {
         match self {
             Self::Wake => 0,
-            Self::Kick(session, queue) => 1 << 62 | u64::from(session.0) << 16 | u64::from(queue),
+            Self::Kick(connection_id, queue) => 1 << 62 | u64::from(connection_id.0) << 16 | u64::from(queue),
             Self::Part(PartId { request, part }) => 2 << 62 | u64::from(request) << 24 | u64::from(part),
             Self::LogOperation(number) => 3 << 62 | u64::from(number),
         }
@@ -45,7 +44,7 @@ impl Token {
     pub fn unpack(token: u64) -> Self {
         match token >> 62 {
             0 => Self::Wake,
-            1 => Self::Kick(FrontendId((token >> 16) as u32), token as u16),
+            1 => Self::Kick(ConnectionId((token >> 16) as u32), token as u16),
             3 => Self::LogOperation(token as u32),
             _ => Self::Part(PartId { request: (token >> 24) as u32, part: (token & 0xff_ffff) as u32 }),
         }
@@ -63,8 +62,8 @@ pub(super) struct BufferPool {
 impl BufferPool {
     /// Returns a buffer of at least `bytes` bytes.
     pub fn take(&mut self, bytes: usize) -> Buffer {
-        let fits = self.unused.iter().rposition(|buffer| buffer.len() >= bytes && buffer.len() <= bytes.max(1) * 4);
-        match fits {
+        let is_suitable = |buffer: &Buffer| buffer.len() >= bytes && buffer.len() <= bytes.max(1) * 4;
+        match self.unused.iter().rposition(is_suitable) {
             Some(position) => {
                 let buffer = self.unused.swap_remove(position);
                 self.bytes -= buffer.len();
@@ -99,7 +98,7 @@ pub(super) struct DiskIo {
     /// Bytes of all operations in progress.
     pub bytes_in_flight: usize,
     /// Bytes copied since operations were last submitted.
-    pub copied: usize,
+    pub copied_bytes: usize,
 }
 
 impl DiskIo {
@@ -109,7 +108,7 @@ impl DiskIo {
     /// If io_uring is unavailable.
     pub fn new() -> io::Result<Self> {
         let ring = Ring::new(RING_ENTRIES)?;
-        Ok(Self { ring, buffers: BufferPool::default(), bytes_in_flight: 0, copied: 0 })
+        Ok(Self { ring, buffers: BufferPool::default(), bytes_in_flight: 0, copied_bytes: 0 })
     }
 
     /// Requests one completion with `token` when `descriptor` is readable.
@@ -132,8 +131,9 @@ impl DiskIo {
     /// Returns whether an operation of a request that moves `bytes` bytes may begin.
     pub fn has_room(&self, bytes: usize) -> bool {
         let free_entries = (RING_ENTRIES as usize).saturating_sub(self.ring.under_way());
-        let fits = bytes == 0 || self.bytes_in_flight == 0 || self.bytes_in_flight + bytes <= MAX_BYTES_IN_FLIGHT;
-        free_entries > RESERVED_ENTRIES && fits
+        let is_within_limit =
+            bytes == 0 || self.bytes_in_flight == 0 || self.bytes_in_flight + bytes <= MAX_BYTES_IN_FLIGHT;
+        free_entries > RESERVED_ENTRIES && is_within_limit
     }
 
     /// Returns the number of entries for work that nothing waits for. Half of the ring is kept for requests, and for
@@ -145,9 +145,9 @@ impl DiskIo {
     /// Returns whether more than [`MAX_COPIED_BYTES`] were copied since the last call that returned true, or since
     /// operations were submitted.
     pub fn take_copied_much(&mut self) -> bool {
-        let has_copied_much = self.copied > MAX_COPIED_BYTES;
+        let has_copied_much = self.copied_bytes > MAX_COPIED_BYTES;
         if has_copied_much {
-            self.copied = 0;
+            self.copied_bytes = 0;
         }
         has_copied_much
     }
@@ -171,11 +171,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_comes_back_as_it_was() {
+    fn an_unpacked_token_equals_the_packed_one() {
         for token in [
             Token::Wake,
-            Token::Kick(FrontendId(7), 3),
-            Token::Kick(FrontendId(u32::MAX), u16::MAX),
+            Token::Kick(ConnectionId(7), 3),
+            Token::Kick(ConnectionId(u32::MAX), u16::MAX),
             Token::Part(PartId { request: u32::MAX, part: 0xff_ffff }),
             Token::LogOperation(u32::MAX),
         ] {

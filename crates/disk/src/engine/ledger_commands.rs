@@ -1,22 +1,21 @@
 //! Commands for phase-based reboots: [`crate::ledger`].
 
 use super::Engine;
-use super::command::Refused;
+use super::refusal::{Answer, Refusal};
 use crate::ledger::{Moment, StaleReason};
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::Sender;
 
 /// A command about the ledger.
 #[derive(Debug)]
 pub enum LedgerCommand {
     /// A guest that has read and written nothing boots.
-    Begin(Sender<Result<(), Refused>>),
+    Begin(Answer<()>),
     /// Mark the current moment.
-    Mark(Sender<Result<Moment, Refused>>),
-    /// Check whether a guest of a moment may continue.
-    Check(Moment, Sender<Result<Option<StaleReason>, Refused>>),
+    Mark(Answer<Moment>),
+    /// Check whether a guest of a moment may continue. Answered with the reason why not.
+    Check(Moment, Answer<Option<StaleReason>>),
     /// Continue the next guest from that moment, if it may. Its memory is filled while it runs.
-    Resume(Moment, Sender<Result<Option<StaleReason>, Refused>>),
+    Resume(Moment, Answer<Option<StaleReason>>),
 }
 
 impl Engine {
@@ -35,26 +34,26 @@ impl Engine {
         }
     }
 
-    fn mark_moment(&mut self) -> Result<Moment, Refused> {
+    fn mark_moment(&mut self) -> Result<Moment, Refusal> {
         if self.front_end.is_running() {
-            return Err(Refused(
+            return Err(Refusal(
                 "the guest runs, so its snapshot would miss its latest actions; stop the guest first".into(),
             ));
         }
         let state = self.front_end.blocks.image_state();
         self.front_end.blocks.cache.ledger.mark(state).ok_or_else(|| {
-            Refused(
+            Refusal(
                 "its server has been started again under the guest: what that had touched before is not known".into(),
             )
         })
     }
 
-    fn resume_from(&mut self, moment: Moment) -> Result<Option<StaleReason>, Refused> {
+    fn resume_from(&mut self, moment: Moment) -> Result<Option<StaleReason>, Refusal> {
         self.front_end.check_unused()?;
         let state = self.front_end.blocks.image_state();
         let stale = self.front_end.blocks.cache.ledger.resume(moment, &state).err();
         if stale.is_none() {
-            self.filling.store(true, Ordering::Relaxed);
+            self.is_filling.store(true, Ordering::Relaxed);
         }
         Ok(stale)
     }

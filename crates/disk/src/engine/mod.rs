@@ -25,7 +25,7 @@
 //!  │ space to reclaim       │ │ of touched blocks        │
 //!  └────────────────────────┘ └──────────────────────────┘
 //!    epochs, seals, merges:     how blocks are kept, checked and given back:
-//!    crate::redo                crate::retained, crate::block_map, crate::ledger
+//!    crate::keeper, crate::redo crate::retained, crate::block_map, crate::ledger
 //! ```
 //!
 //! | module | contents |
@@ -33,7 +33,8 @@
 //! | `catalog` | the trait, and the types of its questions and answers |
 //! | `front_end`, `disk_blocks`, [`redo_log`], `reboot_cache` | the parts |
 //! | `io` | the ring and its buffers |
-//! | [`command`], `dispatch` | commands of other threads, and how they are carried out |
+//! | `ids` | numbers of connections and of parts of requests |
+//! | `handle`, [`command`], [`refusal`], `dispatch` | sending commands, their answers, and how they are carried out |
 //! | [`ledger_commands`] | commands for phase-based reboots |
 //! | [`visit`] | functions of the redo log's keeper that run on this thread |
 //!
@@ -51,19 +52,23 @@ pub mod command;
 mod disk_blocks;
 mod dispatch;
 mod front_end;
+mod handle;
+mod ids;
 mod io;
 pub mod ledger_commands;
 mod reboot_cache;
 pub mod redo_log;
+pub mod refusal;
 pub mod visit;
 
 use crate::image::Image;
 use crate::limit::Limits;
-pub use catalog::PartId;
-use command::{Command, Refused};
+use command::{Command, OpenDisk};
 use disk_blocks::DiskBlocks;
 use front_end::FrontEnd;
 pub use front_end::MAX_QUEUE_ENTRIES;
+pub use handle::Handle;
+pub use ids::{ConnectionId, PartId};
 use io::{DiskIo, MAX_COPIED_BYTES, Token};
 use reboot_cache::RebootCache;
 use redo_log::{EngineLog, RequestSequence};
@@ -73,12 +78,12 @@ use std::io::Result as IoResult;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// Most bytes of one operation. A longer request is divided.
-pub const CHUNK: usize = 1 << 20;
+pub const MAX_OPERATION_BYTES: usize = 1 << 20;
 
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -86,50 +91,21 @@ pub struct Settings {
     pub serial: String,
     pub limits: Limits,
     /// Maintain a block map, for a warm cache.
-    pub map: bool,
+    pub has_block_map: bool,
     /// Most queues that a guest may use.
     pub queues: u16,
     /// How long to keep a retained cache.
     pub retain_for: Option<Duration>,
-    /// A restore is still filling the guest's memory, until [`Command::Filled`].
-    pub filling: Arc<AtomicBool>,
+    /// A restore is still filling the guest's memory, until [`Command::MemoryFilled`].
+    pub is_filling: Arc<AtomicBool>,
 }
 
 /// The disk that an engine serves.
 #[derive(Debug)]
 pub enum EngineDisk {
-    /// The open image, with its redo log if there is one.
-    Open(Image, Option<Box<EngineLog>>),
-    /// An image that was only inspected. No queue runs until [`Command::Open`].
+    Open(Box<OpenDisk>),
+    /// An image that was only inspected. No queue runs until [`Command::OpenDisk`].
     Awaited(Image),
-}
-
-/// A handle through which threads send commands to the engine.
-#[derive(Debug, Clone)]
-pub struct Handle {
-    commands: Sender<Command>,
-    wake: Arc<OwnedFd>,
-}
-
-impl Handle {
-    /// Sends a command and waits for the answer.
-    ///
-    /// # Errors
-    /// [`Refused`], also if the engine has ended.
-    pub fn ask<T>(&self, command: impl FnOnce(Sender<Result<T, Refused>>) -> Command) -> Result<T, Refused> {
-        let (sender, answer) = channel();
-        let gone = || Refused("the disk's engine has ended".into());
-        self.commands.send(command(sender)).map_err(|_| gone())?;
-        rustix::io::write(&self.wake, &1u64.to_ne_bytes()).map_err(|_| gone())?;
-        answer.recv().map_err(|_| gone())?
-    }
-
-    /// Sends a command that has no answer.
-    pub fn send(&self, command: Command) {
-        if self.commands.send(command).is_ok() {
-            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-        }
-    }
 }
 
 /// The state of the engine's thread.
@@ -138,8 +114,8 @@ struct Engine {
     commands: Receiver<Command>,
     /// Readable when another thread has queued a command or a result.
     wake: Arc<OwnedFd>,
-    /// [`Settings::filling`].
-    filling: Arc<AtomicBool>,
+    /// [`Settings::is_filling`].
+    is_filling: Arc<AtomicBool>,
 }
 
 /// Serves `disk` in a new thread until [`Command::End`].
@@ -149,31 +125,33 @@ struct Engine {
 pub fn start(disk: EngineDisk, settings: Settings) -> IoResult<(Handle, JoinHandle<IoResult<()>>)> {
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
     let (sender, commands) = channel();
-    let handle = Handle { commands: sender, wake: Arc::clone(&wake) };
+    let handle = Handle::new(sender, Arc::clone(&wake));
     let cache = RebootCache::new(&settings, Arc::clone(&wake))?;
-    let (io_result, has_io) = channel();
+    let (io_result_sender, io_result) = channel();
     let thread = thread::Builder::new().name("disk".into()).spawn(move || {
+        // The ring belongs to the thread that creates it.
         let io = match DiskIo::new() {
             Ok(io) => io,
             Err(e) => {
-                let _ = io_result.send(Err(e));
+                let _ = io_result_sender.send(Err(e));
                 return Ok(());
             }
         };
-        let _ = io_result.send(Ok(()));
+        let _ = io_result_sender.send(Ok(()));
         let blocks = match disk {
-            EngineDisk::Open(image, log) => DiskBlocks::new(image, log.map(|log| *log), cache),
+            EngineDisk::Open(disk) => DiskBlocks::new(*disk, cache),
             EngineDisk::Awaited(image) => DiskBlocks::awaited(image, cache),
         };
-        let Settings { serial, limits, filling, .. } = settings;
+        let Settings { serial, limits, is_filling, .. } = settings;
         let front_end = FrontEnd::new(blocks, io, serial, limits);
-        Engine { front_end, commands, wake, filling }.run()
+        Engine { front_end, commands, wake, is_filling }.run()
     })?;
-    has_io.recv().map_err(std::io::Error::other)??;
+    io_result.recv().map_err(std::io::Error::other)??;
     Ok((handle, thread))
 }
 
 impl Engine {
+    /// Serves requests and commands until the server ends.
     fn run(mut self) -> IoResult<()> {
         self.listen_for_wake();
         loop {
@@ -186,12 +164,12 @@ impl Engine {
             if self.front_end.has_ended() {
                 return Ok(());
             }
-            let limit = self.longest_wait();
-            self.front_end.io.wait(limit)?;
+            let longest_wait = self.longest_wait();
+            self.front_end.io.wait(longest_wait)?;
             for completion in self.front_end.io.completions() {
                 self.complete(completion);
                 // Moving data takes time: submit operations, so that the disk works meanwhile.
-                if std::mem::take(&mut self.front_end.io.copied) > MAX_COPIED_BYTES {
+                if std::mem::take(&mut self.front_end.io.copied_bytes) > MAX_COPIED_BYTES {
                     self.front_end.notify();
                     self.front_end.take_requests();
                     self.front_end.start_waiting_parts();
@@ -206,22 +184,23 @@ impl Engine {
     fn longest_wait(&mut self) -> Option<Duration> {
         let throttled = self.front_end.throttled_until().map(|until| until.saturating_duration_since(Instant::now()));
         let maintenance = self.front_end.blocks.cache.next_maintenance();
-        let log = self.front_end.blocks.log.as_mut().and_then(EngineLog::work);
-        let more = self.front_end.has_more().then_some(Duration::ZERO);
-        throttled.into_iter().chain(maintenance).chain(log).chain(more).min()
+        let log_work = self.front_end.blocks.log.as_mut().and_then(EngineLog::work);
+        let untaken_requests = self.front_end.has_more().then_some(Duration::ZERO);
+        [throttled, maintenance, log_work, untaken_requests].into_iter().flatten().min()
     }
 
     fn listen_for_wake(&mut self) {
         self.front_end.io.listen(&self.wake, Token::Wake);
     }
 
+    /// Passes a completion to the part that waits for it.
     fn complete(&mut self, completion: Completion) {
         match Token::unpack(completion.token) {
             Token::Wake => {
                 let _ = rustix::io::read(&self.wake, &mut [0; 8]);
                 self.listen_for_wake();
             }
-            Token::Kick(session, queue) => self.front_end.handle_kick(session, queue),
+            Token::Kick(connection_id, queue_index) => self.front_end.handle_kick(connection_id, queue_index),
             Token::LogOperation(number) => self.front_end.blocks.log_operation_completed(number, completion.result),
             Token::Part(id) => self.front_end.part_completed(id, completion.result, completion.buffer),
         }

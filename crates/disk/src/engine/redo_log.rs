@@ -5,13 +5,14 @@
 //! ([`super::visit`]). The front end writes the entries. This module decides where, and does the log's own syncs and
 //! holes.
 
-use super::catalog::{Change, DataLocation, DurabilityLost, EntryResult, PartId, SyncTarget, WriteTarget};
+use super::catalog::{Change, DataLocation, DurabilityLost, EntryResult, SyncTarget, WriteTarget};
+use super::ids::PartId;
 use super::io::{DiskIo, Token};
 use crate::redo::files::LocalFile;
-use crate::redo::index::Source;
-use crate::redo::log::{CannotAllocate, Log, LogEntry, SpaceLimit, SyncOutcome};
+use crate::redo::index::{LocatedPiece, Source};
+use crate::redo::log::{CannotAllocate, Log, LogEntry, ReclaimedSpace, SpaceLimit, SyncOutcome, Unsynced};
 use crate::report::warn_limited;
-use crate::request::Range;
+use crate::request::DiskRange;
 use rekindle_kernel::uring::Operation;
 use serde::{Deserialize, Serialize};
 use slab::Slab;
@@ -35,9 +36,7 @@ enum LogOperation {
 /// Space to reclaim once all present requests have ended: one of them may be about to read it.
 #[derive(Debug)]
 struct PendingReclaim<F> {
-    file: F,
-    offset: u64,
-    bytes: u64,
+    space: ReclaimedSpace<F>,
     /// Sequence number of the first request that cannot read the space.
     unread_from: u64,
 }
@@ -145,14 +144,13 @@ impl<F: Clone> EngineLog<F> {
     /// Returns the state of the log as far as the engine knows it.
     #[must_use]
     pub fn status(&self) -> RedoStatus {
-        let (bytes, limit) = self.log.bytes();
         RedoStatus {
             disk: self.log.disk(),
             epoch: self.log.epoch(),
             sealed: 0,
             merged: self.log.merged(),
-            bytes,
-            limit,
+            bytes: self.log.bytes(),
+            limit: self.log.limit(),
             extents: self.log.extents(),
             rewound: false,
             waiting: self.why_waiting.clone(),
@@ -175,19 +173,20 @@ impl<F: Clone> EngineLog<F> {
     }
 
     /// Requests a segment or free space for a write that has no place yet.
-    pub(crate) fn want(&mut self, missing: CannotAllocate) {
+    pub(crate) fn request_space(&mut self, missing: CannotAllocate) {
         self.is_full |= missing == CannotAllocate::Limit;
         self.keeper.send();
     }
 
     /// Records that a write into the log has completed.
-    pub(crate) fn written(&mut self, entry: &LogEntry) {
-        self.log.written(entry);
+    pub(crate) fn complete_write(&mut self, entry: &LogEntry) {
+        self.log.complete_write(entry);
         if self.waiting.is_empty() {
             (self.why_waiting, self.is_full) = (None, false);
         }
     }
 
+    /// Keeps a part until the next attempt. `why`: why it waits.
     fn keep_waiting(&mut self, part: PartId, why: &str) {
         if self.why_waiting.as_deref() != Some(why) {
             warn_limited!("writes wait: {why}");
@@ -212,24 +211,23 @@ impl<F: Clone> EngineLog<F> {
         self.retry_at.is_some_and(|retry_at| retry_at <= Instant::now())
     }
 
-    /// Calls `piece` with each piece of a range and the location of its data, in order.
-    pub(super) fn locate(&self, range: Range, mut piece: impl FnMut(Range, DataLocation)) {
-        for (at, bytes, source) in self.log.look_up(range.at, range.bytes) {
+    /// Calls `visit_piece` with each piece of a range and the location of its data, in order.
+    pub(super) fn locate(&self, range: DiskRange, mut visit_piece: impl FnMut(DiskRange, DataLocation)) {
+        for LocatedPiece { start, bytes, source } in self.log.look_up(range.start, range.bytes) {
             let location = match source {
                 None => DataLocation::Image,
-                Some(Source::Data { epoch, at }) => DataLocation::Segment { epoch, offset: at },
+                Some(Source::Data { epoch, offset }) => DataLocation::Segment { epoch, offset },
                 Some(Source::Zeroes { .. }) => DataLocation::Zeroes,
             };
-            piece(Range { at, bytes }, location);
+            visit_piece(DiskRange { start, bytes }, location);
         }
     }
 
-    /// Calls `target` with each segment that a flush must sync.
-    pub(super) fn sync_targets(&self, mut target: impl FnMut(SyncTarget)) -> Result<(), DurabilityLost> {
-        for segment in self.log.unsynced(u64::MAX).ok_or(DurabilityLost)? {
-            target(SyncTarget::Segment { epoch: segment.epoch, entries: segment.written });
-        }
-        Ok(())
+    /// Returns the segments that a flush must sync.
+    pub(super) fn sync_targets(&self) -> Result<Vec<SyncTarget>, DurabilityLost> {
+        let unsynced = self.log.unsynced(u64::MAX).ok_or(DurabilityLost)?;
+        let target = |segment: Unsynced<F>| SyncTarget::Segment { epoch: segment.epoch, entries: segment.written };
+        Ok(unsynced.into_iter().map(target).collect())
     }
 
     /// Reserves an entry for a change, or keeps the part until it is tried again.
@@ -242,7 +240,7 @@ impl<F: Clone> EngineLog<F> {
     ) -> WriteTarget {
         if self.is_closing {
             if let Some(entry) = entry {
-                self.log.abandoned(&entry);
+                self.log.abandon_write(&entry);
             }
             self.keep_waiting(part, "the log is about to end");
             return WriteTarget::Wait;
@@ -250,15 +248,15 @@ impl<F: Clone> EngineLog<F> {
         if let Some(entry) = entry {
             return WriteTarget::Entry(entry);
         }
-        let missing = match self.log.allocate(change.at, change.bytes, change.kind, limit) {
+        let missing = match self.log.allocate(change.disk_offset, change.bytes, change.kind, limit) {
             Ok(entry) => return WriteTarget::Entry(entry),
             Err(missing) => missing,
         };
-        self.want(missing);
+        self.request_space(missing);
         match missing {
             CannotAllocate::Segment(epoch) => self.keep_waiting(part, &format!("epoch {epoch} has no segment yet")),
             CannotAllocate::Limit => {
-                let (_, limit) = self.log.bytes();
+                let limit = self.log.limit();
                 let why = format!(
                     "the redo log has reached its limit of {limit} bytes, because no checkpoint is committed. Check that \
                      rekindle protect runs, or discard the disk of the last checkpoint: rekindle disk merge"
@@ -273,10 +271,10 @@ impl<F: Clone> EngineLog<F> {
     /// Records how the write of an entry ended.
     pub(super) fn record_entry(&mut self, entry: &LogEntry, result: EntryResult<'_>) {
         match result {
-            EntryResult::Written => self.written(entry),
-            EntryResult::Failed => self.log.abandoned(entry),
+            EntryResult::Written => self.complete_write(entry),
+            EntryResult::Failed => self.log.abandon_write(entry),
             EntryResult::NoSpace { part, error } => {
-                self.want(CannotAllocate::Limit);
+                self.request_space(CannotAllocate::Limit);
                 let detail = error.map_or(String::new(), |e| format!(" ({e})"));
                 self.keep_waiting(part, &format!("there is no room for the redo log where it is{detail}"));
             }
@@ -305,8 +303,7 @@ impl EngineLog {
         if std::mem::take(&mut self.is_reclaim_wanted) {
             let unread_from = requests.next;
             let reclaimed = self.log.reclaim().into_iter();
-            let pending = |(file, offset, bytes)| PendingReclaim { file, offset, bytes, unread_from };
-            self.reclaims.extend(reclaimed.map(pending));
+            self.reclaims.extend(reclaimed.map(|space| PendingReclaim { space, unread_from }));
         }
         if !self.reclaims.is_empty() {
             self.punch_unread(io, requests.oldest.unwrap_or(u64::MAX));
@@ -315,9 +312,10 @@ impl EngineLog {
 
     /// Syncs a segment whose overwritten entries could then be reclaimed.
     fn begin_sync(&mut self, io: &mut DiskIo) {
-        let is_syncing = |wanted| {
+        let is_syncing = |segment_epoch| {
             let mut operations = self.operations.iter();
-            operations.any(|(_, own)| matches!(own, LogOperation::Sync { epoch, .. } if *epoch == wanted))
+            operations
+                .any(|(_, operation)| matches!(operation, LogOperation::Sync { epoch, .. } if *epoch == segment_epoch))
         };
         match self.log.reclaimable().into_iter().find(|segment| !is_syncing(segment.epoch)) {
             Some(segment) => {
@@ -328,6 +326,7 @@ impl EngineLog {
         }
     }
 
+    /// Punches holes in place of entries that no request in progress can be about to read.
     fn punch_unread(&mut self, io: &mut DiskIo, oldest_request: u64) {
         let mut spare_entries = io.spare_entries();
         let is_unread = |reclaim: &mut PendingReclaim<LocalFile>| {
@@ -336,14 +335,14 @@ impl EngineLog {
             is_unread
         };
         let unread: Vec<PendingReclaim<LocalFile>> = self.reclaims.extract_if(.., is_unread).collect();
-        for PendingReclaim { file, offset, bytes, .. } in unread {
+        for ReclaimedSpace { file, offset, bytes } in unread.into_iter().map(|reclaim| reclaim.space) {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             self.begin_operation(io, &file, Operation::Allocate { mode, at: offset, len: bytes }, LogOperation::Punch);
         }
     }
 
-    fn begin_operation(&mut self, io: &mut DiskIo, file: &LocalFile, operation: Operation, own: LogOperation) {
-        let number = self.operations.insert(own);
+    fn begin_operation(&mut self, io: &mut DiskIo, file: &LocalFile, operation: Operation, kind: LogOperation) {
+        let number = self.operations.insert(kind);
         if io.begin(&file.0, operation, Token::LogOperation(number as u32)).is_err() {
             self.operations.remove(number);
         }

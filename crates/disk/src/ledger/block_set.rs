@@ -11,24 +11,34 @@ const PIECE_WORDS: usize = (PIECE_BLOCKS / 64) as usize;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BlockSet(BTreeMap<u64, Box<[u64; PIECE_WORDS]>>);
 
-/// Returns the words of a piece that contain blocks of a range, with the bits of these blocks.
-fn words(piece: u64, range: &Range<u64>) -> impl Iterator<Item = (usize, u64)> {
-    let begin = range.start.max(piece * PIECE_BLOCKS) - piece * PIECE_BLOCKS;
-    let end = range.end.min((piece + 1) * PIECE_BLOCKS) - piece * PIECE_BLOCKS;
-    (begin / 64..end.div_ceil(64)).map(move |word| {
-        let (first, last) = (begin.max(word * 64) - word * 64, end.min((word + 1) * 64) - word * 64);
-        let ones = if last - first == 64 { u64::MAX } else { ((1 << (last - first)) - 1) << first };
-        (word as usize, ones)
+/// The bits of some blocks in one word of a piece.
+struct WordMask {
+    /// Index of the word in the piece.
+    index: usize,
+    bits: u64,
+}
+
+/// Returns the masks of the blocks of a range that are in a piece.
+fn word_masks(piece: u64, range: &Range<u64>) -> impl Iterator<Item = WordMask> {
+    let piece_start = piece * PIECE_BLOCKS;
+    let start = range.start.max(piece_start) - piece_start;
+    let end = range.end.min(piece_start + PIECE_BLOCKS) - piece_start;
+    (start / 64..end.div_ceil(64)).map(move |index| {
+        let word_start = index * 64;
+        let (first_bit, end_bit) = (start.max(word_start) - word_start, end.min(word_start + 64) - word_start);
+        let count = end_bit - first_bit;
+        let bits = if count == 64 { u64::MAX } else { ((1 << count) - 1) << first_bit };
+        WordMask { index: index as usize, bits }
     })
 }
 
 impl BlockSet {
     pub fn insert(&mut self, range: Range<u64>) {
         for piece in range.start / PIECE_BLOCKS..range.end.div_ceil(PIECE_BLOCKS) {
-            let bits = self.0.entry(piece).or_insert_with(|| Box::new([0; PIECE_WORDS]));
-            for (word, ones) in words(piece, &range) {
-                if let Some(bits) = bits.get_mut(word) {
-                    *bits |= ones;
+            let words = self.0.entry(piece).or_insert_with(|| Box::new([0; PIECE_WORDS]));
+            for mask in word_masks(piece, &range) {
+                if let Some(word) = words.get_mut(mask.index) {
+                    *word |= mask.bits;
                 }
             }
         }
@@ -38,17 +48,22 @@ impl BlockSet {
     #[must_use]
     pub fn first_in(&self, range: &Range<u64>) -> Option<u64> {
         let pieces = self.0.range(range.start / PIECE_BLOCKS..range.end.div_ceil(PIECE_BLOCKS));
-        pieces.into_iter().find_map(|(piece, bits)| {
-            let mut common =
-                words(*piece, range).map(|(word, ones)| (word, bits.get(word).copied().unwrap_or(0) & ones));
-            let first = common.find(|(_, bits)| *bits != 0);
-            first.map(|(word, bits)| piece * PIECE_BLOCKS + word as u64 * 64 + u64::from(bits.trailing_zeros()))
-        })
+        for (piece, words) in pieces {
+            for mask in word_masks(*piece, range) {
+                let common_bits = words.get(mask.index).copied().unwrap_or(0) & mask.bits;
+                if common_bits != 0 {
+                    let first_bit = mask.index as u64 * 64 + u64::from(common_bits.trailing_zeros());
+                    return Some(piece * PIECE_BLOCKS + first_bit);
+                }
+            }
+        }
+        None
     }
 
+    /// Returns the number of blocks.
     #[must_use]
     pub fn len(&self) -> u64 {
-        self.0.values().flat_map(|bits| bits.iter()).map(|word| u64::from(word.count_ones())).sum()
+        self.0.values().flat_map(|words| words.iter()).map(|word| u64::from(word.count_ones())).sum()
     }
 
     #[must_use]
@@ -66,19 +81,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_equals_a_set_of_numbers(
+        fn a_block_set_equals_a_set_of_numbers(
             ranges in prop::collection::vec((0u64..20_000, 0u64..5000), 0..12),
-            asked in prop::collection::vec((0u64..26_000, 0u64..9000), 1..12),
+            queries in prop::collection::vec((0u64..26_000, 0u64..9000), 1..12),
         ) {
             let (mut blocks, mut model) = (BlockSet::default(), BTreeSet::new());
-            for (begin, count) in ranges {
-                blocks.insert(begin..begin + count);
-                model.extend(begin..begin + count);
+            for (start, count) in ranges {
+                blocks.insert(start..start + count);
+                model.extend(start..start + count);
             }
             prop_assert_eq!(blocks.len(), model.len() as u64);
             prop_assert_eq!(blocks.is_empty(), model.is_empty());
-            for (begin, count) in asked {
-                let range = begin..begin + count;
+            for (start, count) in queries {
+                let range = start..start + count;
                 prop_assert_eq!(blocks.first_in(&range), model.range(range).next().copied());
             }
         }

@@ -89,16 +89,16 @@ struct LedgerMark {
     touched: BlockSet,
     image: ImageState,
     /// Number of the guest's writes until the mark.
-    writes: u64,
+    write_count: u64,
     /// The first of the touched blocks that was written since.
-    overwritten: Option<u64>,
+    overwritten_block: Option<u64>,
 }
 
 impl LedgerMark {
     /// Checks that the guest of this mark cannot notice any difference between the disk at the mark and the disk now.
-    /// `writes`: number of the guest's writes until now.
-    fn check_unchanged(&self, image: &ImageState, writes: u64) -> Result<(), StaleReason> {
-        if let Some(block) = self.overwritten {
+    /// `write_count`: number of the guest's writes until now.
+    fn check_unchanged(&self, image: &ImageState, write_count: u64) -> Result<(), StaleReason> {
+        if let Some(block) = self.overwritten_block {
             return Err(StaleReason::Written { block });
         }
         if self.image.capacity != image.capacity {
@@ -106,7 +106,7 @@ impl LedgerMark {
         }
         // A write of the guest changes the image's times, too. Until the guest writes, only another process can have
         // changed them.
-        let is_stamp_valid = self.writes == writes;
+        let is_stamp_valid = self.write_count == write_count;
         let is_same_stamp = self.image.stamp.is_some() && self.image.stamp == image.stamp;
         if is_stamp_valid && !is_same_stamp {
             return Err(StaleReason::Foreign);
@@ -126,12 +126,12 @@ pub struct Ledger {
     marks: VecDeque<LedgerMark>,
     next_mark: u64,
     /// Number of the guest's writes.
-    writes: u64,
+    write_count: u64,
 }
 
 impl Default for Ledger {
     fn default() -> Self {
-        Self { server: Uuid::new_v4(), touched: None, marks: VecDeque::new(), next_mark: 1, writes: 0 }
+        Self { server: Uuid::new_v4(), touched: None, marks: VecDeque::new(), next_mark: 1, write_count: 0 }
     }
 }
 
@@ -150,9 +150,9 @@ impl Ledger {
 
     /// Records that the guest is about to write blocks. Called before the write, which may fail.
     pub fn record_write(&mut self, blocks: Range<u64>) {
-        self.writes += 1;
-        for mark in self.marks.iter_mut().filter(|mark| mark.overwritten.is_none()) {
-            mark.overwritten = mark.touched.first_in(&blocks);
+        self.write_count += 1;
+        for mark in self.marks.iter_mut().filter(|mark| mark.overwritten_block.is_none()) {
+            mark.overwritten_block = mark.touched.first_in(&blocks);
         }
         // A guest knows the blocks that it has written.
         self.record_read(blocks);
@@ -172,7 +172,8 @@ impl Ledger {
         }
         let number = self.next_mark;
         self.next_mark += 1;
-        self.marks.push_back(LedgerMark { number, touched, image, writes: self.writes, overwritten: None });
+        let write_count = self.write_count;
+        self.marks.push_back(LedgerMark { number, touched, image, write_count, overwritten_block: None });
         Some(Moment { server: self.server, mark: number })
     }
 
@@ -182,7 +183,7 @@ impl Ledger {
             return Err(StaleReason::Server);
         }
         let mark = self.marks.iter().find(|mark| mark.number == moment.mark).ok_or(StaleReason::Dropped)?;
-        mark.check_unchanged(image, self.writes)?;
+        mark.check_unchanged(image, self.write_count)?;
         Ok(mark)
     }
 

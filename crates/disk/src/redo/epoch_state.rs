@@ -1,6 +1,6 @@
 //! The durable state of a disk's epochs, in one of two slots (`docs/disk-epochs.md`, Files).
 
-use super::format::PAGE;
+use super::format::PAGE_BYTES;
 use rekindle_kernel::uring::Buffer;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -10,8 +10,10 @@ use xxhash_rust::xxh3::xxh3_128;
 /// Version of the state. Format 1 has neither `image` nor `segments`, and can still be read.
 pub const FORMAT: u32 = 2;
 pub(super) const MAGIC: &[u8; 8] = b"RKREDOST";
-/// Bytes of a slot around the JSON text.
-const AROUND: usize = 8 + 8 + 4 + 16;
+/// Bytes of the checksum at the end of a slot.
+pub(super) const CHECKSUM_BYTES: usize = 16;
+/// Bytes of a slot around the JSON text: magic, count, length and checksum.
+const OVERHEAD_BYTES: usize = 8 + 8 + 4 + CHECKSUM_BYTES;
 
 /// The durable state of a disk's epochs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,15 +31,49 @@ pub struct EpochState {
     pub floor: u64,
     /// The image has all writes of epochs up to this.
     pub merged: u64,
-    /// Discarded epochs: first and last of each range.
-    pub dead: Vec<(u64, u64)>,
+    /// Discarded epochs.
+    pub dead: Vec<EpochRange>,
     /// File name of the image; `None` if an earlier version created the log.
     #[serde(default)]
     pub image: Option<String>,
-    /// Sealed epochs whose segments have a seal record: first and last of each range. Some may be merged or
-    /// discarded. The oldest ranges are missing if there is no space for them.
+    /// Sealed epochs whose segments have a seal record. Some may be merged or discarded. The oldest ranges are missing
+    /// if there is no space for them.
     #[serde(default)]
-    pub segments: Vec<(u64, u64)>,
+    pub segments: Vec<EpochRange>,
+}
+
+/// The epochs from `first` to `last`, both included. In JSON: an array of the two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(from = "(u64, u64)", into = "(u64, u64)")]
+pub struct EpochRange {
+    pub first: u64,
+    pub last: u64,
+}
+
+impl EpochRange {
+    #[must_use]
+    pub fn contains(&self, epoch: u64) -> bool {
+        (self.first..=self.last).contains(&epoch)
+    }
+}
+
+impl From<(u64, u64)> for EpochRange {
+    fn from((first, last): (u64, u64)) -> Self {
+        Self { first, last }
+    }
+}
+
+impl From<EpochRange> for (u64, u64) {
+    fn from(range: EpochRange) -> Self {
+        (range.first, range.last)
+    }
+}
+
+/// A state, and its count: the newer of two slots has the higher count.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CountedState {
+    pub count: u64,
+    pub state: EpochState,
 }
 
 /// The format field alone, to report the format of a newer version.
@@ -50,95 +86,97 @@ impl EpochState {
     /// Returns whether an epoch is discarded.
     #[must_use]
     pub fn is_dead(&self, epoch: u64) -> bool {
-        self.dead.iter().any(|(first, last)| (*first..=*last).contains(&epoch))
+        self.dead.iter().any(|range| range.contains(epoch))
     }
 
     /// Returns the sealed epochs that are neither merged nor discarded. Their segments must have a seal record.
     pub fn sealed_segments(&self) -> impl Iterator<Item = u64> {
-        let needed = |epoch: &u64| *epoch > self.merged && *epoch <= self.sealed && !self.is_dead(*epoch);
-        self.segments
-            .iter()
-            .flat_map(|(first, last)| (*first).max(self.merged.saturating_add(1))..=*last)
-            .filter(needed)
+        let is_needed = |epoch: &u64| *epoch > self.merged && *epoch <= self.sealed && !self.is_dead(*epoch);
+        let first_unmerged = self.merged.saturating_add(1);
+        self.segments.iter().flat_map(move |range| range.first.max(first_unmerged)..=range.last).filter(is_needed)
     }
 
     /// Records that all epochs up to `epoch` are durable, and that the segments of `sealed` have seal records.
     pub fn seal(&mut self, epoch: u64, sealed: &[u64]) {
         self.sealed = self.sealed.max(epoch);
-        for epoch in sealed {
-            match self.segments.iter_mut().find(|(first, last)| (*first..=last.saturating_add(1)).contains(epoch)) {
-                Some((_, last)) => *last = (*last).max(*epoch),
-                None => self.segments.push((*epoch, *epoch)),
+        for &epoch in sealed {
+            let is_in_or_after =
+                |range: &&mut EpochRange| (range.first..=range.last.saturating_add(1)).contains(&epoch);
+            match self.segments.iter_mut().find(is_in_or_after) {
+                Some(range) => range.last = range.last.max(epoch),
+                None => self.segments.push(EpochRange { first: epoch, last: epoch }),
             }
         }
     }
 
     /// Drops the ranges of `segments` that are merged or discarded. Then drops the oldest other ranges until the
-    /// state fits into its slot, because the other fields must always be recorded. Returns the first and last epoch
-    /// of these oldest ranges.
-    pub fn fit_segments(&mut self) -> Option<(u64, u64)> {
+    /// state fits into its slot, because the other fields must always be recorded. Returns the epochs from the first to
+    /// the last of these oldest ranges.
+    pub fn fit_segments(&mut self) -> Option<EpochRange> {
         let (merged, dead) = (self.merged, &self.dead);
-        let is_dead = |first, last| dead.iter().any(|(from, to)| *from <= first && last <= *to);
-        self.segments.retain(|(first, last)| *last > merged && !is_dead(*first, *last));
-        if self.fits() {
+        let is_dead = |range: &EpochRange| dead.iter().any(|dead| dead.first <= range.first && range.last <= dead.last);
+        self.segments.retain(|range| range.last > merged && !is_dead(range));
+        if self.fits_into_slot() {
             return None;
         }
         self.segments.sort_unstable();
-        let first = self.segments.first().map(|(first, _)| *first);
-        let mut last = None;
-        while !self.fits() && !self.segments.is_empty() {
-            last = Some(self.segments.remove(0).1);
+        let first = self.segments.first()?.first;
+        let mut dropped = None;
+        while !self.fits_into_slot() && !self.segments.is_empty() {
+            dropped = Some(EpochRange { first, last: self.segments.remove(0).last });
         }
-        first.zip(last)
+        dropped
     }
 
-    fn fits(&self) -> bool {
-        serde_json::to_vec(self).is_ok_and(|json| json.len() + AROUND <= PAGE as usize)
+    fn fits_into_slot(&self) -> bool {
+        serde_json::to_vec(self).is_ok_and(|json| json.len() + OVERHEAD_BYTES <= PAGE_BYTES as usize)
     }
 }
 
+/// Returns the content of a slot with this state.
 pub(super) fn write_slot(state: &EpochState, count: u64) -> io::Result<Buffer> {
     let json = serde_json::to_vec(state)?;
-    let mut page = Buffer::new(PAGE as usize);
-    if json.len() + AROUND > page.len() {
+    let mut page = Buffer::new(PAGE_BYTES as usize);
+    if json.len() + OVERHEAD_BYTES > page.len() {
         return Err(io::Error::other("it does not fit into its slot"));
     }
     let length = (json.len() as u32).to_le_bytes();
     let content = [&MAGIC[..], &count.to_le_bytes(), &length, &json].concat();
-    page.iter_mut().zip(content).for_each(|(place, byte)| *place = byte);
-    let (body, sum) = page.split_at_mut(PAGE as usize - 16);
+    page.iter_mut().zip(content).for_each(|(target, byte)| *target = byte);
+    let (body, sum) = page.split_at_mut(PAGE_BYTES as usize - CHECKSUM_BYTES);
     sum.copy_from_slice(&xxh3_128(body).to_le_bytes());
     Ok(page)
 }
 
-/// Returns the state in a slot and its count, if the slot is valid.
-fn read_slot(page: &[u8]) -> Option<(u64, EpochState)> {
+/// Returns the state in a slot, if the slot is valid.
+fn read_slot(page: &[u8]) -> Option<CountedState> {
     let (count, json) = read_json(page)?;
-    Some((count, serde_json::from_slice(json).ok()?))
+    Some(CountedState { count, state: serde_json::from_slice(json).ok()? })
 }
 
+/// Returns the count and the JSON text of a slot, if its checksum is valid.
 fn read_json(page: &[u8]) -> Option<(u64, &[u8])> {
-    let (body, sum) = page.get(..PAGE as usize)?.split_at(PAGE as usize - 16);
-    let rest = body.strip_prefix(MAGIC)?;
+    let (body, sum) = page.get(..PAGE_BYTES as usize)?.split_at(PAGE_BYTES as usize - CHECKSUM_BYTES);
+    let after_magic = body.strip_prefix(MAGIC)?;
     if xxh3_128(body).to_le_bytes() != sum {
         return None;
     }
-    let (count, rest) = rest.split_first_chunk::<8>()?;
-    let (length, rest) = rest.split_first_chunk::<4>()?;
-    let json = rest.get(..u32::from_le_bytes(*length) as usize)?;
+    let (count, after_count) = after_magic.split_first_chunk::<8>()?;
+    let (length, after_length) = after_count.split_first_chunk::<4>()?;
+    let json = after_length.get(..u32::from_le_bytes(*length) as usize)?;
     Some((u64::from_le_bytes(*count), json))
 }
 
-/// Returns the newest valid state in a state file, and its count.
+/// Returns the newest valid state in a state file.
 ///
 /// # Errors
 /// The format, if a newer version wrote the newest slot. The older state must not be used then.
-pub(crate) fn newest_slot(bytes: &[u8]) -> Result<Option<(u64, EpochState)>, u32> {
-    let slots = || bytes.chunks(PAGE as usize);
+pub(crate) fn newest_slot(bytes: &[u8]) -> Result<Option<CountedState>, u32> {
+    let slots = || bytes.chunks(PAGE_BYTES as usize);
     let formats = slots().filter_map(read_json).filter_map(|(_, json)| serde_json::from_slice::<Format>(json).ok());
     match formats.map(|Format { format }| format).max() {
         Some(format) if format > FORMAT => Err(format),
-        _ => Ok(slots().filter_map(read_slot).max_by_key(|(count, _)| *count)),
+        _ => Ok(slots().filter_map(read_slot).max_by_key(|slot| slot.count)),
     }
 }
 
@@ -147,15 +185,19 @@ pub(crate) fn newest_slot(bytes: &[u8]) -> Result<Option<(u64, EpochState)>, u32
 pub(super) mod tests {
     use super::*;
 
+    pub(in crate::redo) fn ranges<const N: usize>(ranges: [(u64, u64); N]) -> Vec<EpochRange> {
+        ranges.into_iter().map(EpochRange::from).collect()
+    }
+
     #[test]
-    fn a_slot_comes_back_and_no_changed_one_does() {
-        let dead = vec![(3, 4)];
+    fn a_slot_is_read_and_a_changed_one_is_not() {
+        let dead = ranges([(3, 4)]);
         let (disk, image) = (Uuid::new_v4(), Some("disk.raw".to_owned()));
-        let (sealed, floor, merged, segments) = (7, 6, 5, vec![(1, 2), (6, 7)]);
+        let (sealed, floor, merged, segments) = (7, 6, 5, ranges([(1, 2), (6, 7)]));
         let state = EpochState { format: FORMAT, disk, bytes: 4096, sealed, floor, merged, dead, image, segments };
         assert!(state.is_dead(3) && state.is_dead(4) && !state.is_dead(5));
         let page = write_slot(&state, 9).unwrap();
-        assert_eq!(read_slot(&page), Some((9, state)));
+        assert_eq!(read_slot(&page), Some(CountedState { count: 9, state }));
         for at in (0..64).chain([200, 4079, 4080, 4095]) {
             let mut changed = page.to_vec();
             changed[at] ^= 1;
@@ -166,10 +208,10 @@ pub(super) mod tests {
 
     /// Returns a slot with JSON text of an earlier or later version.
     pub(in crate::redo) fn slot(json: &str, count: u64) -> Vec<u8> {
-        let mut page = vec![0; PAGE as usize];
+        let mut page = vec![0; PAGE_BYTES as usize];
         let content = [&MAGIC[..], &count.to_le_bytes(), &(json.len() as u32).to_le_bytes(), json.as_bytes()].concat();
         page[..content.len()].copy_from_slice(&content);
-        let (body, sum) = page.split_at_mut(PAGE as usize - 16);
+        let (body, sum) = page.split_at_mut(PAGE_BYTES as usize - CHECKSUM_BYTES);
         sum.copy_from_slice(&xxh3_128(body).to_le_bytes());
         page
     }
@@ -179,7 +221,7 @@ pub(super) mod tests {
         let disk = Uuid::from_u128(5);
         let old =
             format!(r#"{{"format":1,"disk":"{disk}","bytes":4096,"sealed":3,"floor":1,"merged":1,"dead":[[2,2]]}}"#);
-        let (count, state) = newest_slot(&slot(&old, 4)).unwrap().unwrap();
+        let CountedState { count, state } = newest_slot(&slot(&old, 4)).unwrap().unwrap();
         assert_eq!((count, state.format, state.sealed, state.image.as_deref()), (4, 1, 3, None));
         assert_eq!(state.sealed_segments().count(), 0);
         // The same result if the other slot has a readable state, because that state is older.
@@ -189,7 +231,7 @@ pub(super) mod tests {
 
     #[test]
     fn sealed_segments_are_those_that_are_neither_merged_nor_discarded() {
-        let (disk, dead) = (Uuid::nil(), vec![(5, 6)]);
+        let (disk, dead) = (Uuid::nil(), ranges([(5, 6)]));
         let mut state = EpochState {
             format: FORMAT,
             disk,
@@ -206,7 +248,7 @@ pub(super) mod tests {
         state.seal(3, &[3]);
         state.seal(6, &[5, 6]);
         state.seal(9, &[8, 9]);
-        assert_eq!(state.segments, [(1, 6), (8, 9)]);
+        assert_eq!(state.segments, ranges([(1, 6), (8, 9)]));
         assert_eq!(state.sealed_segments().collect::<Vec<_>>(), [3, 4, 8, 9]);
     }
 }

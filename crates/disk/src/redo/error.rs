@@ -37,7 +37,7 @@ pub enum RedoError {
     #[error(
         "redo log {}{}: it has {name}, which is not a file of a redo log, so nothing in it was changed. Use an empty or a \
          new directory (--redo DIR, or `redo = \"FOLDER\"` in the [[disk]]), or move {name} elsewhere",
-        path.display(), leads_to(target.as_deref())
+        path.display(), link_note(target.as_deref())
     )]
     ForeignFile {
         path: PathBuf,
@@ -122,7 +122,8 @@ pub enum RedoError {
     ReadOnly { path: PathBuf },
 }
 
-fn leads_to(target: Option<&std::path::Path>) -> String {
+/// Returns the note that a directory is a symbolic link, if it is one.
+fn link_note(target: Option<&std::path::Path>) -> String {
     target.map_or(String::new(), |target| format!(" (a symbolic link to {})", target.display()))
 }
 
@@ -136,12 +137,12 @@ impl RedoError {
 
 /// Returns an error with its causes, in one line.
 #[must_use]
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
+    let mut source = error.source();
+    while let Some(cause) = source {
         text += &format!(": {cause}");
-        next = cause.source();
+        source = cause.source();
     }
     text
 }

@@ -24,8 +24,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// An open file. Offsets, lengths and memory are aligned for `O_DIRECT`.
 pub trait LogFile: Clone + Debug + Send + Sync + 'static {
-    /// Reads from `offset` until `into` is full or the file ends. Returns the number of bytes.
-    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize>;
+    /// Reads from `offset` until `target` is full or the file ends. Returns the number of bytes.
+    fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize>;
     /// Writes all of `bytes` at `offset`.
     ///
     /// # Errors
@@ -53,7 +53,7 @@ pub trait LogFiles: Debug + Send + Sync + 'static {
     type Claim: Debug + Send;
     fn path(&self) -> &Path;
     /// Creates the directory durably. An existing directory is no error.
-    fn make(&self) -> io::Result<()>;
+    fn create_directory(&self) -> io::Result<()>;
     /// Locks the directory for this log; `None` if there is no directory.
     ///
     /// # Errors
@@ -66,11 +66,11 @@ pub trait LogFiles: Debug + Send + Sync + 'static {
     /// # Errors
     /// `AlreadyExists` if there is a file with this name.
     fn create(&self, name: &str) -> io::Result<Self::File>;
-    /// Reads up to `most` bytes of a file, without locking it. `None`: it is not a regular file.
+    /// Reads up to `max_bytes` bytes of a file, without locking it. `None`: it is not a regular file.
     ///
     /// # Errors
     /// `NotFound` if there is no such file.
-    fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>>;
+    fn peek(&self, name: &str, max_bytes: u64) -> io::Result<Option<FileStart>>;
     /// Opens a file and locks it for this process, once no other process has I/O in progress on it. Does not follow
     /// symbolic links.
     ///
@@ -85,7 +85,7 @@ pub trait LogFiles: Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// `DirectoryNotEmpty` if the directory has files.
-    fn remove_all(&self) -> io::Result<()>;
+    fn remove_directory(&self) -> io::Result<()>;
 }
 
 /// The beginning of a file.
@@ -144,20 +144,18 @@ impl<F: LogFile> Synced<F> {
 pub struct LocalFile(pub Arc<File>);
 
 impl LogFile for LocalFile {
-    fn read_at(&self, mut into: &mut [u8], mut offset: u64) -> io::Result<usize> {
-        let wanted = into.len();
-        while !into.is_empty() {
-            match self.0.read_at(into, offset) {
+    fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut filled = 0;
+        while filled < target.len() {
+            let unfilled = target.get_mut(filled..).unwrap_or_default();
+            match self.0.read_at(unfilled, offset + filled as u64) {
                 Ok(0) => break,
-                Ok(n) => {
-                    into = into.get_mut(n..).unwrap_or_default();
-                    offset += n as u64;
-                }
+                Ok(read) => filled += read,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
             }
         }
-        Ok(wanted - into.len())
+        Ok(filled)
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
@@ -201,7 +199,7 @@ impl LocalFiles {
     fn open_with(&self, name: &str, flags: OFlags) -> io::Result<LocalFile> {
         let path = self.path.join(name);
         match fs::symlink_metadata(&path) {
-            Ok(found) if !found.is_file() && !flags.contains(OFlags::EXCL) => {
+            Ok(metadata) if !metadata.is_file() && !flags.contains(OFlags::EXCL) => {
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{name} is not a regular file")));
             }
             _ => {}
@@ -240,7 +238,7 @@ impl LogFiles for LocalFiles {
         &self.path
     }
 
-    fn make(&self) -> io::Result<()> {
+    fn create_directory(&self) -> io::Result<()> {
         match DirBuilder::new().mode(0o700).create(&self.path) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
             _ => {}
@@ -267,27 +265,28 @@ impl LogFiles for LocalFiles {
             }
             // A previous log may have removed the directory before the lock was taken, and another log may have
             // created a new directory.
-            let ours = directory.metadata()?;
-            if fs::metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
+            let locked = directory.metadata()?;
+            let is_locked = |current: fs::Metadata| (current.dev(), current.ino()) == (locked.dev(), locked.ino());
+            if fs::metadata(&self.path).is_ok_and(is_locked) {
                 return Ok(Some(LocalClaim { _directory: directory }));
             }
         }
     }
 
-    fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>> {
+    fn peek(&self, name: &str, max_bytes: u64) -> io::Result<Option<FileStart>> {
         let path = self.path.join(name);
         if !fs::symlink_metadata(&path)?.is_file() {
             return Ok(None);
         }
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let file = File::from(rustix::fs::open(&path, flags, Mode::empty())?);
-        let found = file.metadata()?;
-        if !found.is_file() {
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
             return Ok(None);
         }
         let mut bytes = Vec::new();
-        file.take(most).read_to_end(&mut bytes)?;
-        Ok(Some(FileStart { bytes, length: found.len() }))
+        file.take(max_bytes).read_to_end(&mut bytes)?;
+        Ok(Some(FileStart { bytes, length: metadata.len() }))
     }
 
     fn list(&self) -> io::Result<Vec<String>> {
@@ -314,7 +313,7 @@ impl LogFiles for LocalFiles {
         File::open(&self.path)?.sync_all()
     }
 
-    fn remove_all(&self) -> io::Result<()> {
+    fn remove_directory(&self) -> io::Result<()> {
         if fs::symlink_metadata(&self.path)?.is_symlink() {
             return Ok(());
         }
@@ -333,8 +332,8 @@ fn sync_parent(path: &Path) -> io::Result<()> {
 /// # Errors
 /// `UnexpectedEof` if the file ends earlier.
 #[cfg(test)]
-pub fn read_any(file: &impl LogFile, offset: u64, len: usize) -> io::Result<(Buffer, usize)> {
-    let skip = (offset % super::format::PAGE) as usize;
+pub fn read_unaligned(file: &impl LogFile, offset: u64, len: usize) -> io::Result<(Buffer, usize)> {
+    let skip = (offset % super::format::PAGE_BYTES) as usize;
     let mut buffer = Buffer::new(skip + len);
     let read = file.read_at(&mut buffer, offset - skip as u64)?;
     if read < skip + len {
@@ -349,21 +348,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_of_one_process_and_is_read_from_anywhere() {
+    fn files_are_created_once_read_at_any_offset_and_removed() {
         let directory = tempfile::tempdir().unwrap();
         let files = LocalFiles::new(&directory.path().join("disk.redo"), true);
         assert!(files.list().unwrap().is_empty());
-        files.make().unwrap();
-        files.make().unwrap();
+        files.create_directory().unwrap();
+        files.create_directory().unwrap();
         let file = files.create("1.log").unwrap();
         assert_eq!(files.create("1.log").unwrap_err().kind(), io::ErrorKind::AlreadyExists);
         let mut buffer = Buffer::new(8192);
-        (0..8192).for_each(|n| buffer[n] = (n / 512) as u8);
+        (0..8192).for_each(|byte| buffer[byte] = (byte / 512) as u8);
         file.write_at(&buffer, 0).unwrap();
         file.sync().unwrap();
-        let (read, skip) = read_any(&file, 4096 + 512, 1024).unwrap();
+        let (read, skip) = read_unaligned(&file, 4096 + 512, 1024).unwrap();
         assert_eq!((read[skip], read[skip + 1023]), (9, 10));
-        assert_eq!(read_any(&file, 4096, 8192).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert_eq!(read_unaligned(&file, 4096, 8192).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
         drop(file);
         files.open("1.log").unwrap();
         let first = files.peek("1.log", 513).unwrap().unwrap();
@@ -374,24 +373,24 @@ mod tests {
         assert_eq!(files.open("2.log").unwrap_err().kind(), io::ErrorKind::InvalidInput);
         assert_eq!(files.peek("2.log", 1).unwrap(), None);
         files.remove("2.log").unwrap();
-        files.remove_all().unwrap();
+        files.remove_directory().unwrap();
         assert!(!files.path().exists());
     }
 
     #[test]
-    fn a_directory_has_one_owner_also_when_it_is_removed_and_made_anew() {
+    fn a_directory_has_one_owner_also_when_it_is_removed_and_created_again() {
         let directory = tempfile::tempdir().unwrap();
         let files = LocalFiles::new(&directory.path().join("disk.redo"), true);
         assert!(files.claim().unwrap().is_none());
-        files.make().unwrap();
+        files.create_directory().unwrap();
         let claim = files.claim().unwrap().unwrap();
         assert_eq!(files.claim().unwrap_err().kind(), io::ErrorKind::ResourceBusy);
-        files.remove_all().unwrap();
-        files.make().unwrap();
-        let anew = files.claim().unwrap().unwrap();
+        files.remove_directory().unwrap();
+        files.create_directory().unwrap();
+        let second_claim = files.claim().unwrap().unwrap();
         drop(claim);
         assert_eq!(files.claim().unwrap_err().kind(), io::ErrorKind::ResourceBusy);
-        drop(anew);
+        drop(second_claim);
         files.claim().unwrap().unwrap();
     }
 }

@@ -1,11 +1,13 @@
 //! The place of the newest content of each sector: a segment or the image.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
+/// The place of content in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
-    /// In the segment of `epoch`, starting at byte `at`.
-    Data { epoch: u64, at: u64 },
+    /// In the segment of `epoch`, starting at byte `offset`.
+    Data { epoch: u64, offset: u64 },
     /// Zeros, recorded in the segment of `epoch`. `hole`: they need no space.
     Zeroes { epoch: u64, hole: bool },
 }
@@ -22,10 +24,39 @@ impl Source {
     #[must_use]
     pub fn skip(self, bytes: u64) -> Self {
         match self {
-            Self::Data { epoch, at } => Self::Data { epoch, at: at + bytes },
+            Self::Data { epoch, offset } => Self::Data { epoch, offset: offset + bytes },
             zeroes @ Self::Zeroes { .. } => zeroes,
         }
     }
+}
+
+/// A part of the disk whose content is in one place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocatedPiece {
+    /// First byte on the disk.
+    pub start: u64,
+    pub bytes: u64,
+    /// `None`: the content is in the image.
+    pub source: Option<Source>,
+}
+
+/// Bytes of an entry that a newer entry has overwritten.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Overwritten {
+    pub epoch: u64,
+    /// Sequence number of the overwritten entry.
+    pub sequence: u64,
+    pub bytes: u64,
+}
+
+/// A part of the disk whose newest content is in one entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EntryPiece {
+    /// First byte on the disk.
+    pub start: u64,
+    pub bytes: u64,
+    /// Sequence number of the entry.
+    pub sequence: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,6 +71,7 @@ struct Extent {
 pub struct Index(BTreeMap<u64, Extent>);
 
 impl Index {
+    /// Returns the number of extents.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
@@ -50,72 +82,83 @@ impl Index {
         self.0.is_empty()
     }
 
-    fn over(&self, at: u64, end: u64) -> Vec<(u64, Extent)> {
-        if at >= end {
+    /// Returns the extents that overlap a range, each with its first byte.
+    fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, Extent)> {
+        if range.is_empty() {
             return Vec::new();
         }
-        let before = self.0.range(..at).next_back().filter(|(_, extent)| extent.end > at);
-        before.into_iter().chain(self.0.range(at..end)).map(|(at, extent)| (*at, *extent)).collect()
+        let before = self.0.range(..range.start).next_back().filter(|(_, extent)| extent.end > range.start);
+        let extents = before.into_iter().chain(self.0.range(range.clone()));
+        extents.map(|(start, extent)| (*start, *extent)).collect()
     }
 
-    /// Records that the entry with `sequence` has the content of `at..end`, except where a newer entry is recorded.
-    /// Calls `loses` with epoch, sequence number and byte count of each entry that is overwritten.
-    pub fn insert(&mut self, at: u64, end: u64, sequence: u64, source: Source, mut loses: impl FnMut(u64, u64, u64)) {
-        let mut from = at;
-        let put = |map: &mut BTreeMap<u64, Extent>, from: u64, to: u64| {
-            if from < to {
-                map.insert(from, Extent { end: to, sequence, source: source.skip(from - at) });
+    /// Records that the entry with `sequence` has the content of `range`, except where a newer entry is recorded. Calls
+    /// `report` with each part of an entry that is overwritten.
+    pub fn insert(&mut self, range: Range<u64>, sequence: u64, source: Source, mut report: impl FnMut(Overwritten)) {
+        let insert_piece = |map: &mut BTreeMap<u64, Extent>, piece: Range<u64>| {
+            if !piece.is_empty() {
+                let source = source.skip(piece.start - range.start);
+                map.insert(piece.start, Extent { end: piece.end, sequence, source });
             }
         };
-        for (first, extent) in self.over(at, end) {
+        // The first byte that is not handled yet.
+        let mut next = range.start;
+        for (start, extent) in self.overlapping(&range) {
+            let common_bytes = extent.end.min(range.end) - start.max(range.start);
             if extent.sequence > sequence {
-                put(&mut self.0, from, first);
-                loses(source.epoch(), sequence, extent.end.min(end) - first.max(at));
-                from = extent.end;
+                insert_piece(&mut self.0, next..start);
+                report(Overwritten { epoch: source.epoch(), sequence, bytes: common_bytes });
+                next = extent.end;
                 continue;
             }
-            loses(extent.source.epoch(), extent.sequence, extent.end.min(end) - first.max(at));
-            self.0.remove(&first);
-            if first < at {
-                self.0.insert(first, Extent { end: at, ..extent });
+            report(Overwritten { epoch: extent.source.epoch(), sequence: extent.sequence, bytes: common_bytes });
+            self.0.remove(&start);
+            if start < range.start {
+                self.0.insert(start, Extent { end: range.start, ..extent });
             }
-            if extent.end > end {
-                self.0.insert(end, Extent { source: extent.source.skip(end - first), ..extent });
+            if extent.end > range.end {
+                let source = extent.source.skip(range.end - start);
+                self.0.insert(range.end, Extent { source, ..extent });
             }
         }
-        put(&mut self.0, from, end);
+        insert_piece(&mut self.0, next..range.end);
     }
 
-    /// Returns the pieces of `at..end`, in order and without gaps: first byte, bytes, and the source, which is `None`
-    /// for the image.
+    /// Returns the pieces of a range, in order and without gaps.
     #[must_use]
-    pub fn look_up(&self, at: u64, end: u64) -> Vec<(u64, u64, Option<Source>)> {
+    pub fn look_up(&self, range: Range<u64>) -> Vec<LocatedPiece> {
         let mut pieces = Vec::new();
-        let mut from = at;
-        for (first, extent) in self.over(at, end) {
-            let (begin, stop) = (first.max(at), extent.end.min(end));
-            if from < begin {
-                pieces.push((from, begin - from, None));
+        let mut next = range.start;
+        for (extent_start, extent) in self.overlapping(&range) {
+            let (start, end) = (extent_start.max(range.start), extent.end.min(range.end));
+            if next < start {
+                pieces.push(LocatedPiece { start: next, bytes: start - next, source: None });
             }
-            pieces.push((begin, stop - begin, Some(extent.source.skip(begin - first))));
-            from = stop;
+            let source = Some(extent.source.skip(start - extent_start));
+            pieces.push(LocatedPiece { start, bytes: end - start, source });
+            next = end;
         }
-        if from < end {
-            pieces.push((from, end - from, None));
+        if next < range.end {
+            pieces.push(LocatedPiece { start: next, bytes: range.end - next, source: None });
         }
         pieces
     }
 
-    /// Returns all extents, in disk order: first byte, bytes, the sequence number of their entry.
-    pub fn all(&self) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
-        self.0.iter().map(|(at, extent)| (*at, extent.end - at, extent.sequence))
+    /// Returns all extents, in disk order.
+    pub fn entry_pieces(&self) -> impl Iterator<Item = EntryPiece> + '_ {
+        let piece = |(start, extent): (&u64, &Extent)| EntryPiece {
+            start: *start,
+            bytes: extent.end - start,
+            sequence: extent.sequence,
+        };
+        self.0.iter().map(piece)
     }
 
-    /// Removes the extents in `at..end` of epochs up to `epoch`: their content is in the image.
-    pub fn forget(&mut self, at: u64, end: u64, epoch: u64) {
-        for (first, extent) in self.over(at, end) {
+    /// Removes the extents in a range of epochs up to `epoch`: their content is in the image.
+    pub fn forget(&mut self, range: &Range<u64>, epoch: u64) {
+        for (start, extent) in self.overlapping(range) {
             if extent.source.epoch() <= epoch {
-                self.0.remove(&first);
+                self.0.remove(&start);
             }
         }
     }
@@ -127,63 +170,80 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const LEN: u64 = 64;
+    const DISK_BYTES: u64 = 64;
+
+    /// An entry of the test. Its sequence number is its position.
+    #[derive(Debug, Clone)]
+    struct TestEntry {
+        start: u64,
+        bytes: u64,
+        is_zeroes: bool,
+        /// Entries complete in the order of this number.
+        completion: u32,
+    }
+
+    fn test_entry() -> impl Strategy<Value = TestEntry> {
+        (0..DISK_BYTES, 1..20u64, any::<bool>(), any::<u32>())
+            .prop_map(|(start, bytes, is_zeroes, completion)| TestEntry { start, bytes, is_zeroes, completion })
+    }
 
     proptest! {
         #[test]
         fn each_byte_is_where_the_newest_entry_has_it_in_whichever_order_they_end(
-            entries in proptest::collection::vec((0..LEN, 1..20u64, any::<bool>(), any::<u32>()), 0..30),
+            entries in proptest::collection::vec(test_entry(), 0..30),
         ) {
-            // The random number gives the order in which they complete, the position their sequence.
             let mut order: Vec<usize> = (0..entries.len()).collect();
-            order.sort_by_key(|n| entries[*n].3);
+            order.sort_by_key(|number| entries[*number].completion);
             let mut index = Index::default();
-            let mut model: Vec<Option<(usize, Source)>> = vec![None; LEN as usize];
-            let mut live: Vec<u64> = vec![0; entries.len()];
-            for n in order {
-                let (at, bytes, zeroes, _) = entries[n];
-                let end = (at + bytes).min(LEN);
-                let epoch = n as u64 / 10;
-                let source = match zeroes {
-                    true => Source::Zeroes { epoch, hole: false },
-                    false => Source::Data { epoch, at: 1000 * n as u64 },
+            // The newest entry of each byte, and its source there.
+            let mut model: Vec<Option<(usize, Source)>> = vec![None; DISK_BYTES as usize];
+            let mut live_bytes: Vec<u64> = vec![0; entries.len()];
+            for number in order {
+                let TestEntry { start, bytes, is_zeroes, .. } = entries[number];
+                let end = (start + bytes).min(DISK_BYTES);
+                let epoch = number as u64 / 10;
+                let source = if is_zeroes {
+                    Source::Zeroes { epoch, hole: false }
+                } else {
+                    Source::Data { epoch, offset: 1000 * number as u64 }
                 };
-                live[n] = end - at;
-                index.insert(at, end, n as u64, source, |of, sequence, bytes| {
-                    assert_eq!(of, sequence / 10);
-                    live[sequence as usize] -= bytes;
+                live_bytes[number] = end - start;
+                index.insert(start..end, number as u64, source, |Overwritten { epoch, sequence, bytes }| {
+                    assert_eq!(epoch, sequence / 10);
+                    live_bytes[sequence as usize] -= bytes;
                 });
-                for byte in at..end {
-                    let place = &mut model[byte as usize];
-                    if place.is_none_or(|(other, _)| other < n) {
-                        *place = Some((n, source.skip(byte - at)));
+                for byte in start..end {
+                    let newest = &mut model[byte as usize];
+                    if newest.is_none_or(|(other, _)| other < number) {
+                        *newest = Some((number, source.skip(byte - start)));
                     }
                 }
             }
-            for (at, end) in [(0, LEN), (3, 40), (20, 21), (5, 5)] {
-                let mut next = at;
-                for (first, bytes, source) in index.look_up(at, end) {
-                    prop_assert_eq!(first, next);
+            for range in [0..DISK_BYTES, 3..40, 20..21, 5..5] {
+                let mut next = range.start;
+                for LocatedPiece { start, bytes, source } in index.look_up(range.clone()) {
+                    prop_assert_eq!(start, next);
                     prop_assert!(bytes > 0);
-                    for byte in first..first + bytes {
+                    for byte in start..start + bytes {
                         let expected = model[byte as usize].map(|(_, source)| source);
-                        prop_assert_eq!(source.map(|source| source.skip(byte - first)), expected);
+                        prop_assert_eq!(source.map(|source| source.skip(byte - start)), expected);
                     }
-                    next = first + bytes;
+                    next = start + bytes;
                 }
-                prop_assert_eq!(next, end);
+                prop_assert_eq!(next, range.end);
             }
-            for (n, live) in live.iter().enumerate() {
-                let held = model.iter().flatten().filter(|(other, _)| *other == n).count();
-                prop_assert_eq!(*live, held as u64, "entry {}", n);
+            for (number, live) in live_bytes.iter().enumerate() {
+                let held = model.iter().flatten().filter(|(newest, _)| *newest == number).count();
+                prop_assert_eq!(*live, held as u64, "entry {}", number);
             }
-            prop_assert_eq!(index.all().map(|(_, bytes, _)| bytes).sum::<u64>(), model.iter().flatten().count() as u64);
+            let indexed: u64 = index.entry_pieces().map(|piece| piece.bytes).sum();
+            prop_assert_eq!(indexed, model.iter().flatten().count() as u64);
             // Only merged content is forgotten.
-            index.forget(0, LEN, 0);
-            for (first, bytes, source) in index.look_up(0, LEN) {
-                for byte in first..first + bytes {
-                    let expected = model[byte as usize].filter(|(n, _)| *n >= 10).map(|(_, source)| source);
-                    prop_assert_eq!(source.map(|source| source.skip(byte - first)), expected);
+            index.forget(&(0..DISK_BYTES), 0);
+            for LocatedPiece { start, bytes, source } in index.look_up(0..DISK_BYTES) {
+                for byte in start..start + bytes {
+                    let expected = model[byte as usize].filter(|(number, _)| *number >= 10).map(|(_, source)| source);
+                    prop_assert_eq!(source.map(|source| source.skip(byte - start)), expected);
                 }
             }
         }

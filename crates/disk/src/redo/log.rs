@@ -3,16 +3,17 @@
 //! This module does no I/O. The caller allocates an entry, writes it and reports the result. So the engine
 //! (`io_uring`, many writes at a time) and tests that lose, tear and reorder writes use the same code.
 
-use super::format::{EntryHeader, EntryKind, PAGE, Page, checksum, length, write_header};
-use super::index::{Index, Source};
+use super::format::{EntryHeader, EntryKind, PAGE_BYTES, Page, checksum, entry_length, write_header};
+use super::index::{EntryPiece, Index, LocatedPiece, Overwritten, Source};
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use uuid::Uuid;
 
 pub mod seal;
 
-/// Most records of merged segments that one [`Log::sweep`] forgets.
-const SWEEP_RECORDS: usize = 4096;
+/// Most merged entries that one [`Log::sweep`] forgets.
+const MAX_SWEPT_ENTRIES: usize = 4096;
 
 /// The place of a write in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,21 +24,26 @@ pub struct LogEntry {
     /// Newer entries have a higher number.
     pub sequence: u64,
     /// First byte on the disk.
-    pub at: u64,
+    pub disk_offset: u64,
     pub bytes: u64,
-    pub what: EntryKind,
+    pub kind: EntryKind,
 }
 
 impl LogEntry {
     /// Returns the entry's bytes in the segment.
     #[must_use]
     pub fn length(&self) -> u64 {
-        length(self.what, self.bytes)
+        entry_length(self.kind, self.bytes)
+    }
+
+    /// Returns the part of the disk that the entry has content for.
+    fn disk_range(&self) -> Range<u64> {
+        self.disk_offset..self.disk_offset + self.bytes
     }
 
     fn source(&self) -> Source {
-        match self.what {
-            EntryKind::Data => Source::Data { epoch: self.epoch, at: self.offset + PAGE },
+        match self.kind {
+            EntryKind::Data => Source::Data { epoch: self.epoch, offset: self.offset + PAGE_BYTES },
             EntryKind::Zeroes => Source::Zeroes { epoch: self.epoch, hole: false },
             EntryKind::Hole => Source::Zeroes { epoch: self.epoch, hole: true },
         }
@@ -65,9 +71,9 @@ pub enum CannotAllocate {
 /// An entry that was written.
 #[derive(Debug, Clone, Copy)]
 struct WrittenEntry {
-    placed: LogEntry,
+    entry: LogEntry,
     /// Bytes that no newer entry has overwritten.
-    live: u64,
+    live_bytes: u64,
 }
 
 /// An entry that later entries of the same epoch have overwritten.
@@ -91,6 +97,7 @@ impl<T> From<&io::Result<T>> for SyncOutcome {
     }
 }
 
+/// The segment of one epoch.
 #[derive(Debug)]
 pub struct Segment<F> {
     epoch: u64,
@@ -98,8 +105,8 @@ pub struct Segment<F> {
     file: F,
     /// Offset of the next entry.
     tail: u64,
-    /// Entries by sequence number.
-    records: BTreeMap<u64, WrittenEntry>,
+    /// Written entries by sequence number.
+    entries: BTreeMap<u64, WrittenEntry>,
     /// Bytes in use.
     bytes: u64,
     /// Number of completed entries. `synced`: number of them that are durable.
@@ -122,9 +129,9 @@ impl<F> Segment<F> {
             epoch,
             nonce,
             file,
-            tail: PAGE,
-            records: BTreeMap::new(),
-            bytes: PAGE,
+            tail: PAGE_BYTES,
+            entries: BTreeMap::new(),
+            bytes: PAGE_BYTES,
             written: 0,
             synced: 0,
             unfinished: 0,
@@ -154,27 +161,56 @@ pub struct Unsynced<F> {
 pub struct Batch<F> {
     /// The last epoch of the batch.
     pub upto: u64,
-    /// The segments by epoch: the file, and the nonce of its entries.
-    pub segments: BTreeMap<u64, (F, u128)>,
+    /// The segments by epoch.
+    pub segments: BTreeMap<u64, BatchSegment<F>>,
     entries: Vec<LogEntry>,
 }
 
+/// A segment to merge.
+#[derive(Debug)]
+pub struct BatchSegment<F> {
+    pub file: F,
+    /// The nonce of the segment's entries.
+    pub nonce: u128,
+}
+
+/// A part of the disk to merge, and the entry that has its newest content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MergePiece {
+    /// First byte on the disk.
+    pub start: u64,
+    pub bytes: u64,
+    pub entry: LogEntry,
+}
+
+/// Space of a segment that is free again.
+#[derive(Debug)]
+pub struct ReclaimedSpace<F> {
+    pub file: F,
+    pub offset: u64,
+    pub bytes: u64,
+}
+
 impl<F> Batch<F> {
-    /// Returns the newest content of each sector, in disk order: first byte, bytes, the entry that has it.
+    /// Returns the newest content of each sector, in disk order.
     #[must_use]
-    pub fn resolve(&self) -> Vec<(u64, u64, LogEntry)> {
+    pub fn newest_pieces(&self) -> Vec<MergePiece> {
         let mut index = Index::default();
         for entry in &self.entries {
-            index.insert(entry.at, entry.at + entry.bytes, entry.sequence, entry.source(), |_, _, _| ());
+            index.insert(entry.disk_range(), entry.sequence, entry.source(), |_| ());
         }
         let entries: BTreeMap<u64, &LogEntry> = self.entries.iter().map(|entry| (entry.sequence, entry)).collect();
-        let pieces = index.all();
-        pieces.filter_map(|(at, bytes, sequence)| Some((at, bytes, **entries.get(&sequence)?))).collect()
+        let piece =
+            |EntryPiece { start, bytes, sequence }| Some(MergePiece { start, bytes, entry: **entries.get(&sequence)? });
+        index.entry_pieces().filter_map(piece).collect()
     }
 }
 
-/// A callback for the moment when no write is in progress.
-struct WhenIdle(Box<dyn FnOnce() + Send>);
+/// A callback for the moment when no write into epochs up to `upto` is in progress.
+struct WhenIdle {
+    upto: u64,
+    call: Box<dyn FnOnce() + Send>,
+}
 
 impl std::fmt::Debug for WhenIdle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -192,19 +228,22 @@ pub struct Log<F> {
     closed: u64,
     /// The image has all writes of epochs up to this.
     merged: u64,
-    sequence: u64,
+    /// Sequence number of the next entry.
+    next_sequence: u64,
     segments: BTreeMap<u64, Segment<F>>,
     /// Segments of epochs without writes.
-    ready: BTreeMap<u64, Segment<F>>,
+    ready_segments: BTreeMap<u64, Segment<F>>,
     index: Index,
+    /// Bytes in use.
     bytes: u64,
+    /// Most bytes in use.
     limit: u64,
     /// Parts of the disk whose extents are still to be forgotten: their entries are in the image.
-    retired: Vec<(u64, u64)>,
-    /// The callback to call when no write into epochs up to this one is in progress.
-    when_idle: Option<(u64, WhenIdle)>,
+    merged_ranges: Vec<Range<u64>>,
+    when_idle: Option<WhenIdle>,
 }
 
+/// Returns whether a write into an epoch up to `upto` is in progress.
 fn is_busy<F>(segments: &BTreeMap<u64, Segment<F>>, upto: u64) -> bool {
     segments.range(..=upto).any(|(_, segment)| segment.unfinished > 0)
 }
@@ -213,9 +252,20 @@ impl<F: Clone> Log<F> {
     /// Creates a log without segments.
     #[must_use]
     pub fn new(disk: Uuid, epoch: u64, closed: u64, merged: u64, limit: u64) -> Self {
-        let (segments, ready, index) = (BTreeMap::new(), BTreeMap::new(), Index::default());
-        let (retired, when_idle) = (Vec::new(), None);
-        Self { disk, epoch, closed, merged, sequence: 1, segments, ready, index, bytes: 0, limit, retired, when_idle }
+        Self {
+            disk,
+            epoch,
+            closed,
+            merged,
+            next_sequence: 1,
+            segments: BTreeMap::new(),
+            ready_segments: BTreeMap::new(),
+            index: Index::default(),
+            bytes: 0,
+            limit,
+            merged_ranges: Vec::new(),
+            when_idle: None,
+        }
     }
 
     #[must_use]
@@ -235,10 +285,16 @@ impl<F: Clone> Log<F> {
         self.merged
     }
 
-    /// Returns the bytes in use, and the limit.
+    /// Returns the bytes in use.
     #[must_use]
-    pub fn bytes(&self) -> (u64, u64) {
-        (self.bytes, self.limit)
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the most bytes that may be in use.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.limit
     }
 
     /// Returns the number of extents in memory.
@@ -258,11 +314,11 @@ impl<F: Clone> Log<F> {
     pub(crate) fn add_segment(&mut self, segment: Segment<F>, end: u64, entries: Vec<LogEntry>, is_sealed: bool) {
         let epoch = segment.epoch;
         self.segments.insert(epoch, Segment { tail: end, ..segment });
-        self.bytes += PAGE;
-        for placed in entries {
-            self.sequence = self.sequence.max(placed.sequence + 1);
-            self.account(&placed);
-            self.record_written(&placed);
+        self.bytes += PAGE_BYTES;
+        for entry in entries {
+            self.next_sequence = self.next_sequence.max(entry.sequence + 1);
+            self.count_bytes(&entry);
+            self.record_written(&entry);
         }
         if let Some(segment) = self.segments.get_mut(&epoch) {
             segment.synced = segment.written;
@@ -272,104 +328,106 @@ impl<F: Clone> Log<F> {
         }
     }
 
-    fn account(&mut self, placed: &LogEntry) {
-        self.bytes += placed.length();
-        if let Some(segment) = self.segments.get_mut(&placed.epoch) {
-            segment.bytes += placed.length();
+    fn count_bytes(&mut self, entry: &LogEntry) {
+        self.bytes += entry.length();
+        if let Some(segment) = self.segments.get_mut(&entry.epoch) {
+            segment.bytes += entry.length();
         }
     }
 
     /// Returns the epochs that need a segment: the current epoch, and the next one, so that a mark need not wait.
     #[must_use]
     pub fn missing_segments(&self) -> Vec<u64> {
-        let next = [self.epoch, self.epoch + 1].into_iter();
-        next.filter(|epoch| !self.segments.contains_key(epoch) && !self.ready.contains_key(epoch)).collect()
+        let has_segment = |epoch: &u64| self.segments.contains_key(epoch) || self.ready_segments.contains_key(epoch);
+        [self.epoch, self.epoch + 1].into_iter().filter(|epoch| !has_segment(epoch)).collect()
     }
 
     /// Adds a segment for an epoch without writes.
     pub fn add_ready(&mut self, segment: Segment<F>) {
-        self.ready.insert(segment.epoch, segment);
+        self.ready_segments.insert(segment.epoch, segment);
     }
 
     /// Allocates an entry for a write of whole sectors.
     pub fn allocate(
         &mut self,
-        at: u64,
+        disk_offset: u64,
         bytes: u64,
-        what: EntryKind,
+        kind: EntryKind,
         limit: SpaceLimit,
     ) -> Result<LogEntry, CannotAllocate> {
         let epoch = self.epoch;
-        if limit == SpaceLimit::Enforced && self.bytes + length(what, bytes) > self.limit {
+        if limit == SpaceLimit::Enforced && self.bytes + entry_length(kind, bytes) > self.limit {
             return Err(CannotAllocate::Limit);
         }
         if !self.segments.contains_key(&epoch) {
-            let segment = self.ready.remove(&epoch).ok_or(CannotAllocate::Segment(epoch))?;
+            let segment = self.ready_segments.remove(&epoch).ok_or(CannotAllocate::Segment(epoch))?;
             self.bytes += segment.bytes;
             self.segments.insert(epoch, segment);
         }
         let segment = self.segments.get_mut(&epoch).ok_or(CannotAllocate::Segment(epoch))?;
-        let placed = LogEntry { epoch, offset: segment.tail, sequence: self.sequence, at, bytes, what };
-        segment.tail += placed.length();
+        let entry = LogEntry { epoch, offset: segment.tail, sequence: self.next_sequence, disk_offset, bytes, kind };
+        segment.tail += entry.length();
         segment.unfinished += 1;
-        self.sequence += 1;
-        self.account(&placed);
-        Ok(placed)
+        self.next_sequence += 1;
+        self.count_bytes(&entry);
+        Ok(entry)
     }
 
     /// Returns the header of an allocated entry.
     #[must_use]
-    pub fn header(&self, placed: &LogEntry, data: &[u8]) -> Page {
-        let LogEntry { sequence, at, bytes, what, .. } = *placed;
-        let nonce = self.segments.get(&placed.epoch).map_or(0, |segment| segment.nonce);
-        write_header(&EntryHeader { sequence, at, bytes, what, data: checksum(data) }, nonce, placed.offset)
+    pub fn entry_header(&self, entry: &LogEntry, data: &[u8]) -> Page {
+        let LogEntry { sequence, disk_offset, bytes, kind, .. } = *entry;
+        let nonce = self.segments.get(&entry.epoch).map_or(0, |segment| segment.nonce);
+        let header = EntryHeader { sequence, disk_offset, bytes, kind, data_checksum: checksum(data) };
+        write_header(&header, nonce, entry.offset)
     }
 
+    /// Returns the segment of an epoch; `None` if the epoch has no writes or was merged.
     #[must_use]
-    pub fn file(&self, epoch: u64) -> Option<F> {
+    pub fn segment_file(&self, epoch: u64) -> Option<F> {
         self.segments.get(&epoch).map(|segment| segment.file.clone())
     }
 
     /// Records that a write has completed: later reads return its data.
-    pub fn written(&mut self, placed: &LogEntry) {
-        self.abandoned(placed);
-        self.record_written(placed);
+    pub fn complete_write(&mut self, entry: &LogEntry) {
+        self.abandon_write(entry);
+        self.record_written(entry);
     }
 
     /// Records that a write has failed and is not repeated: its entry is never read.
-    pub fn abandoned(&mut self, placed: &LogEntry) {
-        if let Some(segment) = self.segments.get_mut(&placed.epoch) {
+    pub fn abandon_write(&mut self, entry: &LogEntry) {
+        if let Some(segment) = self.segments.get_mut(&entry.epoch) {
             segment.unfinished = segment.unfinished.saturating_sub(1);
         }
-        if let Some((_, WhenIdle(call))) = self.when_idle.take_if(|(upto, _)| !is_busy(&self.segments, *upto)) {
-            call();
+        if let Some(idle) = self.when_idle.take_if(|idle| !is_busy(&self.segments, idle.upto)) {
+            (idle.call)();
         }
     }
 
-    fn record_written(&mut self, placed: &LogEntry) {
-        let Some(segment) = self.segments.get_mut(&placed.epoch) else { return };
+    fn record_written(&mut self, entry: &LogEntry) {
+        let Some(segment) = self.segments.get_mut(&entry.epoch) else { return };
         segment.written += 1;
-        segment.records.insert(placed.sequence, WrittenEntry { placed: *placed, live: placed.bytes });
+        segment.entries.insert(entry.sequence, WrittenEntry { entry: *entry, live_bytes: entry.bytes });
         let segments = &mut self.segments;
-        let loses = |epoch: u64, sequence: u64, bytes: u64| {
+        let record_overwritten = |Overwritten { epoch, sequence, bytes }| {
             let Some(segment) = segments.get_mut(&epoch) else { return };
-            let Some(record) = segment.records.get_mut(&sequence) else { return };
-            record.live = record.live.saturating_sub(bytes);
+            let Some(overwritten) = segment.entries.get_mut(&sequence) else { return };
+            overwritten.live_bytes = overwritten.live_bytes.saturating_sub(bytes);
             // A newer epoch does not overwrite the disk of an older one.
-            if record.live == 0 && epoch == placed.epoch {
+            if overwritten.live_bytes == 0 && epoch == entry.epoch {
                 let after_written = segment.written;
                 segment.overwritten.push(OverwrittenEntry { sequence, after_written });
             }
         };
-        self.index.insert(placed.at, placed.at + placed.bytes, placed.sequence, placed.source(), loses);
+        self.index.insert(entry.disk_range(), entry.sequence, entry.source(), record_overwritten);
     }
 
-    /// Returns the pieces of a part of the disk: first byte, bytes, and the source, which is `None` for the image.
+    /// Returns the pieces of `bytes` bytes of the disk from byte `disk_offset` on, in order and without gaps.
     #[must_use]
-    pub fn look_up(&self, at: u64, bytes: u64) -> Vec<(u64, u64, Option<Source>)> {
-        let mut pieces = self.index.look_up(at, at + bytes);
-        for (_, _, source) in &mut pieces {
-            source.take_if(|source| source.epoch() <= self.merged);
+    pub fn look_up(&self, disk_offset: u64, bytes: u64) -> Vec<LocatedPiece> {
+        let mut pieces = self.index.look_up(disk_offset..disk_offset + bytes);
+        for piece in &mut pieces {
+            piece.source.take_if(|source| source.epoch() <= self.merged);
         }
         pieces
     }
@@ -379,7 +437,7 @@ impl<F: Clone> Log<F> {
     /// without writes.
     pub fn mark(&mut self) -> Option<u64> {
         if self.segments.contains_key(&self.epoch) {
-            if !self.ready.contains_key(&(self.epoch + 1)) {
+            if !self.ready_segments.contains_key(&(self.epoch + 1)) {
                 return None;
             }
             self.closed = self.epoch;
@@ -426,25 +484,27 @@ impl<F: Clone> Log<F> {
     /// Returns the segments with space that could be reclaimed if they were durable.
     #[must_use]
     pub fn reclaimable(&self) -> Vec<Unsynced<F>> {
-        let has = |epoch: u64| self.segments.get(&epoch).is_some_and(|segment| !segment.overwritten.is_empty());
-        let all = self.unsynced(u64::MAX).unwrap_or_default();
-        all.into_iter().filter(|unsynced| has(unsynced.epoch)).collect()
+        let has_overwritten =
+            |epoch: u64| self.segments.get(&epoch).is_some_and(|segment| !segment.overwritten.is_empty());
+        let unsynced = self.unsynced(u64::MAX).unwrap_or_default();
+        unsynced.into_iter().filter(|segment| has_overwritten(segment.epoch)).collect()
     }
 
     /// Reclaims the space of entries that durable entries of the same epoch have overwritten, but only when the log
-    /// is over half its limit. Returns the reclaimed parts: file, first byte, bytes.
-    pub fn reclaim(&mut self) -> Vec<(F, u64, u64)> {
+    /// is over half its limit.
+    pub fn reclaim(&mut self) -> Vec<ReclaimedSpace<F>> {
         let mut reclaimed = Vec::new();
         if self.bytes * 2 <= self.limit {
             return reclaimed;
         }
         for segment in self.segments.values_mut().filter(|segment| !segment.has_failed_sync) {
             let synced = segment.synced;
-            for entry in segment.overwritten.extract_if(.., |entry| entry.after_written <= synced) {
-                if let Some(WrittenEntry { placed, .. }) = segment.records.remove(&entry.sequence) {
-                    segment.bytes -= placed.length();
-                    self.bytes -= placed.length();
-                    reclaimed.push((segment.file.clone(), placed.offset, placed.length()));
+            for overwritten in segment.overwritten.extract_if(.., |entry| entry.after_written <= synced) {
+                if let Some(WrittenEntry { entry, .. }) = segment.entries.remove(&overwritten.sequence) {
+                    let bytes = entry.length();
+                    segment.bytes -= bytes;
+                    self.bytes -= bytes;
+                    reclaimed.push(ReclaimedSpace { file: segment.file.clone(), offset: entry.offset, bytes });
                 }
             }
         }
@@ -466,7 +526,7 @@ impl<F: Clone> Log<F> {
     /// block.
     pub fn when_idle(&mut self, upto: u64, call: impl FnOnce() + Send + 'static) {
         if is_busy(&self.segments, upto) {
-            self.when_idle = Some((upto, WhenIdle(Box::new(call))));
+            self.when_idle = Some(WhenIdle { upto, call: Box::new(call) });
         } else {
             call();
         }
@@ -475,15 +535,18 @@ impl<F: Clone> Log<F> {
     /// Returns the entries to merge up to an epoch; `None` if there are none. Only ended epochs are merged.
     #[must_use]
     pub fn batch(&self, upto: u64) -> Option<Batch<F>> {
-        let busy = self.segments.values().find(|segment| segment.unfinished > 0).map(|segment| segment.epoch - 1);
-        let upto = upto.min(self.closed).min(busy.unwrap_or(u64::MAX));
+        let first_busy = self.segments.values().find(|segment| segment.unfinished > 0);
+        let last_idle_epoch = first_busy.map_or(u64::MAX, |segment| segment.epoch - 1);
+        let upto = upto.min(self.closed).min(last_idle_epoch);
         if upto <= self.merged {
             return None;
         }
-        let segments = || self.segments.range(..=upto);
-        let files = segments().map(|(epoch, segment)| (*epoch, (segment.file.clone(), segment.nonce))).collect();
-        let records = segments().flat_map(|(_, segment)| segment.records.values());
-        Some(Batch { upto, segments: files, entries: records.map(|record| record.placed).collect() })
+        let (mut segments, mut entries) = (BTreeMap::new(), Vec::new());
+        for (epoch, segment) in self.segments.range(..=upto) {
+            segments.insert(*epoch, BatchSegment { file: segment.file.clone(), nonce: segment.nonce });
+            entries.extend(segment.entries.values().map(|written| written.entry));
+        }
+        Some(Batch { upto, segments, entries })
     }
 
     /// Records that all writes up to an epoch are in the image.
@@ -492,19 +555,17 @@ impl<F: Clone> Log<F> {
         let later = self.segments.split_off(&(upto + 1));
         for segment in std::mem::replace(&mut self.segments, later).into_values() {
             self.bytes -= segment.bytes;
-            let ranges =
-                segment.records.values().map(|WrittenEntry { placed, .. }| (placed.at, placed.at + placed.bytes));
-            self.retired.extend(ranges);
+            self.merged_ranges.extend(segment.entries.values().map(|written| written.entry.disk_range()));
         }
     }
 
     /// Removes some merged extents from the index. Returns whether there are more. One call does not remove all of
     /// them, because a guest may be waiting.
     pub fn sweep(&mut self) -> bool {
-        let from = self.retired.len().saturating_sub(SWEEP_RECORDS);
-        for (at, end) in self.retired.drain(from..) {
-            self.index.forget(at, end, self.merged);
+        let first_swept = self.merged_ranges.len().saturating_sub(MAX_SWEPT_ENTRIES);
+        for range in self.merged_ranges.drain(first_swept..) {
+            self.index.forget(&range, self.merged);
         }
-        !self.retired.is_empty()
+        !self.merged_ranges.is_empty()
     }
 }

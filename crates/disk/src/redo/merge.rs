@@ -3,20 +3,20 @@
 //! There is one merge at a time: a merge needs the [`MergeTarget`], which exists once for an open image and cannot be
 //! cloned.
 
+use super::directory::LogDirectory;
 use super::error::RedoError;
 use super::files::{LogFile, LogFiles, Synced};
-use super::format::{EntryKind, MAX_DATA, PAGE, checksum, read_header};
-use super::log::{Batch, LogEntry};
-use super::state::{LogDirectory, segment_name};
+use super::format::{EntryHeader, EntryKind, MAX_DATA_BYTES, PAGE_BYTES, checksum, read_header, segment_name};
+use super::log::{Batch, LogEntry, MergePiece};
 use rekindle_kernel::uring::Buffer;
 use std::collections::VecDeque;
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes to zero in one step.
-const ZERO_STEP: u64 = 64 << 20;
+/// Most bytes to zero in one step.
+const MAX_ZERO_BYTES: u64 = 64 << 20;
 /// Entries to keep in memory, because pieces of them follow.
-const CACHED_ENTRIES: usize = 8;
+const MAX_CACHED_ENTRIES: usize = 8;
 
 /// The image to merge into.
 #[derive(Debug)]
@@ -76,58 +76,60 @@ pub fn merge<D: LogFiles>(
     target: &mut MergeTarget<D::File>,
     mut pace: impl FnMut() -> io::Result<()>,
 ) -> Result<(), RedoError> {
-    let (upto, pieces) = (batch.upto, batch.resolve());
-    let mut started = target.image.check().and_then(|()| verify(batch, &pieces, &mut pace));
+    let (upto, pieces) = (batch.upto, batch.newest_pieces());
+    let mut verified = target.image.check().and_then(|()| verify(batch, &pieces, &mut pace));
     // Recorded before the first write, which makes the older epochs unavailable.
     log_dir.with_directory(&mut |log_dir| {
         let failed = RedoError::io(log_dir.files().path(), "merging it into the image");
-        std::mem::replace(&mut started, Ok(())).map_err(failed)?;
+        std::mem::replace(&mut verified, Ok(())).map_err(failed)?;
         log_dir.record(|state| state.floor = state.floor.max(upto))
     })?;
-    let mut merged = copy(batch, &pieces, &target.image, pace).and_then(|()| target.image.sync());
+    let mut copied = copy(batch, &pieces, target.image.file(), pace).and_then(|()| target.image.sync());
     log_dir.with_directory(&mut |log_dir| {
         let failed = RedoError::io(log_dir.files().path(), "merging it into the image");
-        std::mem::replace(&mut merged, Ok(())).map_err(failed)?;
+        std::mem::replace(&mut copied, Ok(())).map_err(failed)?;
         log_dir.record(|state| state.merged = state.merged.max(upto))
     })
 }
 
-/// A range of the disk: its first byte, its length in bytes, and the entry that has its newest content.
-type Piece = (u64, u64, LogEntry);
-
 /// Checks the entries that [`copy`] reads.
-fn verify<F: LogFile>(batch: &Batch<F>, pieces: &[Piece], mut pace: impl FnMut() -> io::Result<()>) -> io::Result<()> {
-    let mut entries = EntryReader { batch, read: VecDeque::new() };
-    for (.., placed) in pieces {
-        entries.get(placed)?;
+fn verify<F: LogFile>(
+    batch: &Batch<F>,
+    pieces: &[MergePiece],
+    mut pace: impl FnMut() -> io::Result<()>,
+) -> io::Result<()> {
+    let mut reader = EntryReader::new(batch);
+    for piece in pieces {
+        reader.get(&piece.entry)?;
         pace()?;
     }
     Ok(())
 }
 
+/// Writes the pieces to the image.
 fn copy<F: LogFile>(
     batch: &Batch<F>,
-    pieces: &[Piece],
-    image: &Synced<F>,
+    pieces: &[MergePiece],
+    image: &F,
     mut pace: impl FnMut() -> io::Result<()>,
 ) -> io::Result<()> {
-    let image = image.file();
-    let mut entries = EntryReader { batch, read: VecDeque::new() };
-    for &(at, bytes, placed) in pieces {
-        let data = entries.get(&placed)?;
-        let hole = placed.what == EntryKind::Hole;
-        let mut done = 0;
-        while done < bytes {
-            let len = if placed.what == EntryKind::Data { MAX_DATA } else { ZERO_STEP }.min(bytes - done);
-            if placed.what == EntryKind::Data {
-                let from = (at + done - placed.at) as usize;
-                let piece = data.get(PAGE as usize + from..).and_then(|data| data.get(..len as usize));
-                let piece = piece.ok_or(io::ErrorKind::InvalidData)?;
-                write(image, piece, at + done)?;
-            } else {
-                zero(image, at + done, len, hole)?;
+    let mut reader = EntryReader::new(batch);
+    for &MergePiece { start, bytes, entry } in pieces {
+        let entry_bytes = reader.get(&entry)?;
+        let max_step = if entry.kind == EntryKind::Data { MAX_DATA_BYTES } else { MAX_ZERO_BYTES };
+        let mut copied = 0;
+        while copied < bytes {
+            let (disk_offset, len) = (start + copied, max_step.min(bytes - copied));
+            match entry.kind {
+                EntryKind::Data => {
+                    let data_start = (PAGE_BYTES + disk_offset - entry.disk_offset) as usize;
+                    let data = entry_bytes.get(data_start..data_start + len as usize);
+                    write(image, data.ok_or(io::ErrorKind::InvalidData)?, disk_offset)?;
+                }
+                EntryKind::Zeroes => zero(image, disk_offset, len, false)?,
+                EntryKind::Hole => zero(image, disk_offset, len, true)?,
             }
-            done += len;
+            copied += len;
             pace()?;
         }
     }
@@ -137,80 +139,99 @@ fn copy<F: LogFile>(
 /// A reader of entries that checks their checksums.
 struct EntryReader<'a, F> {
     batch: &'a Batch<F>,
-    read: VecDeque<(u64, Buffer)>,
+    /// The entries that were read last, the newest first.
+    cached: VecDeque<CachedEntry>,
 }
 
-impl<F: LogFile> EntryReader<'_, F> {
+struct CachedEntry {
+    sequence: u64,
+    bytes: Buffer,
+}
+
+impl<'a, F: LogFile> EntryReader<'a, F> {
+    fn new(batch: &'a Batch<F>) -> Self {
+        Self { batch, cached: VecDeque::new() }
+    }
+
     /// Returns the header and data of an entry as in the segment.
-    fn get(&mut self, placed: &LogEntry) -> io::Result<&[u8]> {
-        let position = match self.read.iter().position(|(sequence, _)| *sequence == placed.sequence) {
+    fn get(&mut self, entry: &LogEntry) -> io::Result<&[u8]> {
+        let position = match self.cached.iter().position(|cached| cached.sequence == entry.sequence) {
             Some(position) => position,
             None => {
-                self.read.truncate(CACHED_ENTRIES - 1);
-                self.read.push_front((placed.sequence, self.read_entry(placed)?));
+                self.cached.truncate(MAX_CACHED_ENTRIES - 1);
+                self.cached.push_front(CachedEntry { sequence: entry.sequence, bytes: self.read_entry(entry)? });
                 0
             }
         };
-        Ok(self.read.get(position).map_or(&[], |(_, entry)| entry))
+        Ok(self.cached.get(position).map_or(&[], |cached| &cached.bytes))
     }
 
-    fn read_entry(&self, placed: &LogEntry) -> io::Result<Buffer> {
-        let (file, nonce) = self.batch.segments.get(&placed.epoch).ok_or(io::ErrorKind::NotFound)?;
-        let data = if placed.what == EntryKind::Data { placed.bytes } else { 0 };
-        let mut entry = Buffer::new(placed.length() as usize);
-        let read = file.read_at(&mut entry, placed.offset)?;
+    fn read_entry(&self, entry: &LogEntry) -> io::Result<Buffer> {
+        let segment = self.batch.segments.get(&entry.epoch).ok_or(io::ErrorKind::NotFound)?;
+        let data_bytes = if entry.kind == EntryKind::Data { entry.bytes } else { 0 };
+        let mut bytes = Buffer::new(entry.length() as usize);
+        let read = segment.file.read_at(&mut bytes, entry.offset)?;
         // The padding of a segment's last entry may be missing.
-        if (read as u64) < PAGE + data {
+        if (read as u64) < PAGE_BYTES + data_bytes {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let (header, rest) = entry.split_at(PAGE as usize);
-        let is_sound = read_header(header, *nonce, placed.offset).is_some_and(|header| {
-            (header.sequence, header.at, header.bytes, header.what)
-                == (placed.sequence, placed.at, placed.bytes, placed.what)
-                && (placed.what != EntryKind::Data
-                    || rest.get(..data as usize).is_some_and(|data| checksum(data) == header.data))
+        let (header, data_and_padding) = bytes.split_at(PAGE_BYTES as usize);
+        let header = read_header(header, segment.nonce, entry.offset);
+        let data = data_and_padding.get(..data_bytes as usize);
+        let is_sound = header.is_some_and(|header| {
+            is_header_of(&header, entry)
+                && (entry.kind != EntryKind::Data || data.is_some_and(|data| checksum(data) == header.data_checksum))
         });
         if is_sound {
-            return Ok(entry);
+            return Ok(bytes);
         }
         let why = format!(
             "{}: the entry at byte {} does not have its checksum, so it is not what the guest has written to the {} \
              bytes of its disk from byte {} on; nothing of it was written to the image, and the segment is kept. Check \
              the device under the redo log; restore the VM from a checkpoint if the entry stays damaged",
-            segment_name(placed.epoch),
-            placed.offset,
-            placed.bytes,
-            placed.at
+            segment_name(entry.epoch),
+            entry.offset,
+            entry.bytes,
+            entry.disk_offset
         );
         Err(io::Error::new(io::ErrorKind::InvalidData, why))
     }
 }
 
+/// Returns whether a header describes this entry.
+fn is_header_of(header: &EntryHeader, entry: &LogEntry) -> bool {
+    header.sequence == entry.sequence
+        && header.disk_offset == entry.disk_offset
+        && header.bytes == entry.bytes
+        && header.kind == entry.kind
+}
+
 /// Writes bytes, which may be unaligned, from aligned memory.
-fn write(image: &impl LogFile, bytes: &[u8], at: u64) -> io::Result<()> {
+fn write(image: &impl LogFile, bytes: &[u8], offset: u64) -> io::Result<()> {
     // An entry's data is aligned, but a piece of the data may not be.
-    if (bytes.as_ptr() as u64).is_multiple_of(PAGE) {
-        return image.write_at(bytes, at);
+    if (bytes.as_ptr() as u64).is_multiple_of(PAGE_BYTES) {
+        return image.write_at(bytes, offset);
     }
     let mut aligned = Buffer::new(bytes.len());
     // The buffer is rounded up to whole pages.
-    let Some(piece) = aligned.get_mut(..bytes.len()) else { return Err(io::ErrorKind::InvalidData.into()) };
-    piece.copy_from_slice(bytes);
-    image.write_at(piece, at)
+    let Some(copy) = aligned.get_mut(..bytes.len()) else { return Err(io::ErrorKind::InvalidData.into()) };
+    copy.copy_from_slice(bytes);
+    image.write_at(copy, offset)
 }
 
-fn zero(image: &impl LogFile, at: u64, len: u64, hole: bool) -> io::Result<()> {
-    match image.zero(at, len, hole) {
+/// Zeroes a range of the image. `hole`: its space may be released.
+fn zero(image: &impl LogFile, offset: u64, len: u64, hole: bool) -> io::Result<()> {
+    match image.zero(offset, len, hole) {
         // The file system or device cannot zero a range: write zeros.
         Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOTTY | libc::ENOSYS | libc::EINVAL)) => {}
-        done => return done,
+        result => return result,
     }
-    let zeroes = Buffer::new(len.min(MAX_DATA) as usize);
-    let mut done = 0;
-    while done < len {
-        let now = MAX_DATA.min(len - done);
-        image.write_at(zeroes.get(..now as usize).unwrap_or_default(), at + done)?;
-        done += now;
+    let zeros = Buffer::new(len.min(MAX_DATA_BYTES) as usize);
+    let mut written = 0;
+    while written < len {
+        let step = MAX_DATA_BYTES.min(len - written);
+        image.write_at(zeros.get(..step as usize).unwrap_or_default(), offset + written)?;
+        written += step;
     }
     Ok(())
 }

@@ -2,27 +2,27 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`format`] | segment heads, entry headers, checksums |
+//! | [`format`] | names of segments; segment heads, entry headers, checksums |
 //! | [`files`] | the directory and its files |
 //! | [`epoch_state`] | the durable state of the epochs |
-//! | [`state`] | the log's directory: records that state, creates and removes segments |
+//! | [`directory`] | the log's directory: records that state, creates and removes segments |
 //! | [`index`] | where each sector is |
 //! | [`log`] | allocates entries, ends epochs, tracks durable entries and entries to merge |
 //! | [`recover`] | opens a log |
 //! | [`merge`] | copies epochs into the image |
-//! | [`keeper`] | a server's requests about epochs, and its background work |
 //! | [`offline`] | inspects and merges the log of a disk that has no server |
+//!
+//! A server uses the log through [`crate::engine`], for requests, and [`crate::keeper`], for epochs.
 
+pub mod directory;
 pub mod epoch_state;
 pub mod error;
 pub mod files;
 pub mod format;
 pub mod index;
-pub mod keeper;
 pub mod log;
 pub mod merge;
 pub mod offline;
 pub mod recover;
-pub mod state;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,19 +1,19 @@
 //! Inspection and merging of the log of a disk that has no server.
 
-use super::epoch_state::{EpochState, newest_slot};
+use super::epoch_state::{CountedState, EpochState, newest_slot};
 use super::error::RedoError;
 use super::files::{LocalFile, LocalFiles, Synced};
+use super::format::{segment_epoch, segment_name};
 use super::merge::{MergeTarget, merge};
-use super::recover::{self, DiskVersion, scan, sealed_content};
-use super::state::{segment_epoch, segment_name};
-use crate::image::{Image, ImageError};
+use super::recover::{self, DiskVersion, RecoveredLog, scan, sealed_content};
+use crate::image::{Image, ImageError, OpenMode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use uuid::Uuid;
 
 /// Returns the default directory of an image's log. A block device has no default directory.
@@ -41,7 +41,7 @@ pub struct LogSummary {
 /// Returns the file name by which a log identifies its image. Follows symbolic links, except for a block device.
 #[must_use]
 pub fn image_name(image: &Path) -> Option<String> {
-    let is_device = fs::metadata(image).is_ok_and(|found| found.file_type().is_block_device());
+    let is_device = fs::metadata(image).is_ok_and(|metadata| metadata.file_type().is_block_device());
     // The kernel's name of a device (dm-3) may change with the next boot.
     let path = if is_device { image.to_owned() } else { fs::canonicalize(image).unwrap_or_else(|_| image.to_owned()) };
     path.file_name().map(|name| name.to_string_lossy().into_owned())
@@ -54,15 +54,17 @@ pub fn image_name(image: &Path) -> Option<String> {
 /// # Errors
 /// [`RedoError`], also for a damaged log.
 pub fn inspect(directory: &Path, upto: u64) -> Result<Option<LogSummary>, RedoError> {
-    let mut seen = None;
+    let mut inspected_count = None;
     loop {
-        let (count, left) = inspect_once(directory, upto)?;
-        match left {
+        let Inspection { state_count, summary } = inspect_once(directory, upto)?;
+        match summary {
             // A server may have created a log or removed merged segments since the state was read.
-            Err(RedoError::DamagedSegment { .. } | RedoError::DamagedState { .. }) if seen != Some(count) => {
-                seen = Some(count)
+            Err(RedoError::DamagedSegment { .. } | RedoError::DamagedState { .. })
+                if inspected_count != Some(state_count) =>
+            {
+                inspected_count = Some(state_count);
             }
-            left => return left,
+            summary => return summary,
         }
     }
 }
@@ -77,62 +79,83 @@ pub fn inspect_log(
     upto: u64,
     renamed_from: Option<&str>,
 ) -> Result<Option<LogSummary>, RedoError> {
-    let left = inspect(directory, upto)?;
-    let found = left.as_ref().and_then(|left| left.image.as_deref());
-    match (found, image_name(image)) {
-        (Some(found), Some(image)) if found != image && renamed_from != Some(found) => {
-            Err(RedoError::OtherImage { path: directory.to_owned(), found: found.into(), image })
+    let summary = inspect(directory, upto)?;
+    let recorded = summary.as_ref().and_then(|summary| summary.image.as_deref());
+    match (recorded, image_name(image)) {
+        (Some(recorded), Some(image)) if recorded != image && renamed_from != Some(recorded) => {
+            Err(RedoError::OtherImage { path: directory.to_owned(), found: recorded.into(), image })
         }
-        _ => Ok(left),
+        _ => Ok(summary),
     }
 }
 
-/// Inspects a directory once. Returns the count of the state that was read, and the summary.
-#[allow(clippy::type_complexity, reason = "only `inspect` calls it")]
-fn inspect_once(directory: &Path, upto: u64) -> Result<(u64, Result<Option<LogSummary>, RedoError>), RedoError> {
+/// The result of inspecting a directory once.
+struct Inspection {
+    /// The count of the state that was read.
+    state_count: u64,
+    summary: Result<Option<LogSummary>, RedoError>,
+}
+
+/// Inspects a directory once.
+///
+/// # Errors
+/// An error that repeating the inspection cannot remove.
+fn inspect_once(directory: &Path, upto: u64) -> Result<Inspection, RedoError> {
     let failed = |doing| RedoError::io(directory, doing);
     let slots = match fs::read(directory.join("state")) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
         slots => slots.map_err(failed("reading its state"))?,
     };
     let entries = match fs::read_dir(directory) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((0, Ok(None))),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Inspection { state_count: 0, summary: Ok(None) }),
         entries => entries.map_err(failed("reading the directory"))?,
     };
     let epochs: Vec<u64> =
         entries.flatten().filter_map(|entry| segment_epoch(&entry.file_name().to_string_lossy())).collect();
     let newest = newest_slot(&slots).map_err(|found| RedoError::NewerFormat { path: directory.to_owned(), found })?;
-    let Some((count, state)) = newest else {
-        let damaged = || RedoError::DamagedState { path: directory.to_owned() };
-        return Ok((0, if epochs.is_empty() { Ok(None) } else { Err(damaged()) }));
+    let Some(CountedState { count: state_count, state }) = newest else {
+        let damaged = RedoError::DamagedState { path: directory.to_owned() };
+        let summary = if epochs.is_empty() { Ok(None) } else { Err(damaged) };
+        return Ok(Inspection { state_count: 0, summary });
     };
-    let must_be_whole: BTreeSet<u64> = state.sealed_segments().filter(|epoch| *epoch <= upto).collect();
-    let lost =
+    let writes = match count_writes(directory, &state, &epochs, upto) {
+        Ok(writes) => writes,
+        Err(e) => return Ok(Inspection { state_count, summary: Err(e) }),
+    };
+    let EpochState { disk, sealed, floor, image, .. } = state;
+    Ok(Inspection { state_count, summary: Ok(Some(LogSummary { disk, sealed, floor, writes, image })) })
+}
+
+/// Returns the number of writes in epochs up to `upto` that are not merged. `epochs`: those that have a segment.
+///
+/// # Errors
+/// [`RedoError::DamagedSegment`] if the segment of a sealed epoch is not complete.
+fn count_writes(directory: &Path, state: &EpochState, epochs: &[u64], upto: u64) -> Result<usize, RedoError> {
+    let failed = |doing| RedoError::io(directory, doing);
+    let damaged =
         |epoch, what| RedoError::DamagedSegment { path: directory.to_owned(), name: segment_name(epoch), epoch, what };
+    let must_be_whole: BTreeSet<u64> = state.sealed_segments().filter(|epoch| *epoch <= upto).collect();
     if let Some(epoch) = must_be_whole.iter().find(|epoch| !epochs.contains(epoch)) {
-        return Ok((count, Err(lost(*epoch, "the file is missing".into()))));
+        return Err(damaged(*epoch, "the file is missing".into()));
     }
     let mut writes = 0;
     let is_needed = |epoch: &u64| *epoch <= upto && *epoch > state.merged && !state.is_dead(*epoch);
-    for epoch in epochs.into_iter().filter(is_needed) {
+    for epoch in epochs.iter().copied().filter(is_needed) {
         let file = match File::open(directory.join(segment_name(epoch))) {
             // The segment was merged since the directory was read.
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
             file => LocalFile(Arc::new(file.map_err(failed("opening a segment"))?)),
         };
-        let mut found = scan(&file, epoch, state.disk).map_err(failed("reading a segment"))?;
+        let mut content = scan(&file, epoch, state.disk).map_err(failed("reading a segment"))?;
         if must_be_whole.contains(&epoch) {
-            match sealed_content(found) {
-                Ok(whole) => found = Some(whole),
-                Err(what) => return Ok((count, Err(lost(epoch, what)))),
-            }
+            content = Some(sealed_content(content).map_err(|what| damaged(epoch, what))?);
         }
-        writes += found.map_or(0, |found| found.entries.len());
+        writes += content.map_or(0, |content| content.entries.len());
     }
-    let EpochState { disk, sealed, floor, image, .. } = state;
-    Ok((count, Ok(Some(LogSummary { disk, sealed, floor, writes, image }))))
+    Ok(writes)
 }
 
+/// The reason why a log cannot be merged.
 #[derive(Debug, thiserror::Error)]
 pub enum MergeError {
     #[error(transparent)]
@@ -153,24 +176,24 @@ pub fn merge_all(
     direct: bool,
     renamed_from: Option<&str>,
 ) -> Result<Option<usize>, MergeError> {
-    let opened = Image::open(image, crate::image::OpenMode { readonly: false, direct })?;
-    let files = LocalFiles::new(directory, opened.mode.direct);
-    let Some((mut log_dir, log)) = recover::open(files, opened.bytes, DiskVersion::Newest, u64::MAX)? else {
-        return Ok(None);
-    };
+    let opened_image = Image::open(image, OpenMode { readonly: false, direct })?;
+    let files = LocalFiles::new(directory, opened_image.mode.direct);
+    let recovered = recover::open(files, opened_image.bytes, DiskVersion::Newest, u64::MAX)?;
+    let Some(RecoveredLog { mut log_dir, log }) = recovered else { return Ok(None) };
     if let Some(name) = image_name(image) {
         log_dir.check_image(&name, renamed_from)?;
     }
     let log_dir = Mutex::new(Some(log_dir));
-    let mut merged = 0;
+    let mut merged_epochs = 0;
     if let Some(batch) = log.batch(log.closed()) {
-        merged = batch.segments.len();
-        let image = Synced::new(LocalFile(Arc::clone(&opened.file)), Arc::clone(&opened.durability));
+        merged_epochs = batch.segments.len();
+        let file = LocalFile(Arc::clone(&opened_image.file));
+        let image = Synced::new(file, Arc::clone(&opened_image.durability));
         merge(&log_dir, &batch, &mut MergeTarget::new(image), || Ok(()))?;
     }
-    if let Some(mut log_dir) = log_dir.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
+    if let Some(mut log_dir) = log_dir.into_inner().unwrap_or_else(PoisonError::into_inner) {
         log_dir.close(log.epoch())?;
         log_dir.destroy()?;
     }
-    Ok(Some(merged))
+    Ok(Some(merged_epochs))
 }

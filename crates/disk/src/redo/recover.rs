@@ -1,16 +1,22 @@
 //! Opening a log after a crash, after a server was killed, or to return to a checkpoint.
 
+use super::directory::LogDirectory;
+use super::epoch_state::{EpochRange, EpochState};
 use super::error::RedoError;
 use super::files::{LogFile, LogFiles};
-use super::format::{EntryKind, PAGE, checksum, read_head, read_header, read_seal, seal_length};
+use super::format::{
+    EntryHeader, EntryKind, PAGE_BYTES, SealHeader, checksum, read_head, read_header, read_seal, seal_length,
+    segment_epoch, segment_name,
+};
 use super::log::{Log, LogEntry, Segment};
-use super::state::{LogDirectory, segment_epoch, segment_name};
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeSet;
 use std::io;
+use std::path::Path;
 use uuid::Uuid;
 
-const WINDOW: u64 = 4 << 20;
+/// Most bytes to read in one step.
+const MAX_WINDOW_BYTES: u64 = 4 << 20;
 
 /// The version of the disk to open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -30,19 +36,25 @@ pub enum DiskVersion {
     },
 }
 
+/// A log that was opened, and its directory.
+#[derive(Debug)]
+pub struct RecoveredLog<D: LogFiles> {
+    pub log_dir: LogDirectory<D>,
+    pub log: Log<D::File>,
+}
+
 /// Opens the log in `files` of a disk of `bytes` bytes; `None` if there is no log.
 ///
 /// *On success:* all writes that were found are durable, in ended epochs. Nothing is discarded yet.
 ///
 /// # Errors
 /// After a [`RedoError`] nothing has changed.
-#[allow(clippy::type_complexity, reason = "a log and where it is, or none")]
 pub fn open<D: LogFiles>(
     files: D,
     bytes: u64,
     version: DiskVersion,
     limit: u64,
-) -> Result<Option<(LogDirectory<D>, Log<D::File>)>, RedoError> {
+) -> Result<Option<RecoveredLog<D>>, RedoError> {
     let path = files.path().to_owned();
     let failed = |doing| RedoError::io(&path, doing);
     let Some(mut log_dir) = LogDirectory::open(files)? else {
@@ -55,49 +67,34 @@ pub fn open<D: LogFiles>(
     let names = log_dir.files().list().map_err(failed("reading the directory"))?;
     let mut epochs: Vec<u64> = names.iter().filter_map(|name| segment_epoch(name)).collect();
     epochs.sort_unstable();
-    let version = match version {
-        DiskVersion::Since { epoch, disk, first } => {
-            let is_there = |of: &u64| (epoch + 1..first).contains(of) && *of > state.merged && !state.is_dead(*of);
-            let is_left = disk == state.disk && epochs.iter().any(is_there);
-            if is_left { DiskVersion::Epoch { epoch, disk } } else { DiskVersion::Newest }
+    let newest = newest_epoch(&state, &epochs);
+    // The last epoch that belongs to the disk.
+    let last = match resolve_since(version, &state, &epochs) {
+        DiskVersion::Epoch { epoch, disk } => {
+            check_available(&path, &state, epoch, disk)?;
+            epoch
         }
-        other => other,
-    };
-    if let DiskVersion::Epoch { epoch, disk } = version {
-        let path = path.clone();
-        if disk != state.disk {
-            return Err(RedoError::OtherDisk { path, found: state.disk, wanted: disk });
-        } else if state.floor > epoch {
-            return Err(RedoError::NewerDisk { path, epoch, floor: state.floor });
-        } else if state.is_dead(epoch) {
-            return Err(RedoError::Discarded { path, epoch });
-        } else if epoch > state.sealed {
-            return Err(RedoError::NotSealed { path, epoch, sealed: state.sealed });
-        }
-    }
-    let given = [state.sealed, state.floor, state.merged].into_iter();
-    let given = given.chain(state.dead.iter().map(|(_, last)| *last)).chain(epochs.iter().copied());
-    let newest = given.max().unwrap_or(0);
-    let closed = match version {
-        DiskVersion::Epoch { epoch, .. } => epoch,
         DiskVersion::Newest | DiskVersion::Since { .. } => {
             (0..=newest).rev().find(|epoch| !state.is_dead(*epoch)).unwrap_or(0)
         }
     };
-    let mut log = Log::new(state.disk, newest + 1, closed, state.merged, limit);
-    let must_be_whole: BTreeSet<u64> = state.sealed_segments().filter(|epoch| *epoch <= closed).collect();
-    let lost = |epoch, what| RedoError::DamagedSegment { path: path.clone(), name: segment_name(epoch), epoch, what };
+    let mut log = Log::new(state.disk, newest + 1, last, state.merged, limit);
+    let must_be_whole: BTreeSet<u64> = state.sealed_segments().filter(|epoch| *epoch <= last).collect();
+    let damaged =
+        |epoch, what| RedoError::DamagedSegment { path: path.clone(), name: segment_name(epoch), epoch, what };
     if let Some(epoch) = must_be_whole.iter().find(|epoch| !epochs.contains(epoch)) {
-        return Err(lost(*epoch, "the file is missing".into()));
+        return Err(damaged(*epoch, "the file is missing".into()));
     }
-    for epoch in epochs.into_iter().filter(|epoch| *epoch <= closed && *epoch > state.merged && !state.is_dead(*epoch))
-    {
+    let is_unmerged = |epoch: &u64| *epoch <= last && *epoch > state.merged && !state.is_dead(*epoch);
+    for epoch in epochs.into_iter().filter(is_unmerged) {
         let file = log_dir.files().open(&segment_name(epoch)).map_err(failed("opening a segment"))?;
         let is_sealed = must_be_whole.contains(&epoch);
-        let found = scan(&file, epoch, state.disk).map_err(failed("reading a segment"))?;
-        let found = if is_sealed { Some(sealed_content(found).map_err(|what| lost(epoch, what))?) } else { found };
-        let Some(SegmentContent { nonce, end, entries, .. }) = found else { continue };
-        if let Some(end) = entries.iter().map(|entry| entry.at + entry.bytes).find(|end| *end > bytes) {
+        let scanned = scan(&file, epoch, state.disk).map_err(failed("reading a segment"))?;
+        let content =
+            if is_sealed { Some(sealed_content(scanned).map_err(|what| damaged(epoch, what))?) } else { scanned };
+        let Some(SegmentContent { nonce, end, entries, .. }) = content else { continue };
+        let ends = entries.iter().map(|entry| entry.disk_offset + entry.bytes);
+        if let Some(end) = ends.into_iter().find(|end| *end > bytes) {
             return Err(RedoError::ImageTooShort { path, end, bytes });
         }
         // A killed server may not have synced the segment.
@@ -106,33 +103,72 @@ pub fn open<D: LogFiles>(
             log.add_segment(Segment::new(epoch, nonce, file), end, entries, is_sealed);
         }
     }
-    if (closed + 1..=newest).any(|epoch| !state.is_dead(epoch)) {
-        log_dir.rewind(closed + 1, newest);
+    if (last + 1..=newest).any(|epoch| !state.is_dead(epoch)) {
+        log_dir.rewind(EpochRange { first: last + 1, last: newest });
     }
     // A server was killed while it removed these segments. They are not read.
     if let Err(e) = log_dir.remove_done() {
         tracing::warn!("{e}");
     }
-    Ok(Some((log_dir, log)))
+    Ok(Some(RecoveredLog { log_dir, log }))
+}
+
+/// Returns the newest epoch that the log knows.
+fn newest_epoch(state: &EpochState, segment_epochs: &[u64]) -> u64 {
+    let recorded = [state.sealed, state.floor, state.merged].into_iter();
+    let dead = state.dead.iter().map(|range| range.last);
+    recorded.chain(dead).chain(segment_epochs.iter().copied()).max().unwrap_or(0)
+}
+
+/// Replaces [`DiskVersion::Since`] with the version that it means.
+fn resolve_since(version: DiskVersion, state: &EpochState, segment_epochs: &[u64]) -> DiskVersion {
+    let DiskVersion::Since { epoch, disk, first } = version else { return version };
+    let is_left_over = |candidate: &u64| {
+        (epoch + 1..first).contains(candidate) && *candidate > state.merged && !state.is_dead(*candidate)
+    };
+    if disk == state.disk && segment_epochs.iter().any(is_left_over) {
+        DiskVersion::Epoch { epoch, disk }
+    } else {
+        DiskVersion::Newest
+    }
+}
+
+/// Checks that the disk of an epoch is available.
+fn check_available(path: &Path, state: &EpochState, epoch: u64, disk: Uuid) -> Result<(), RedoError> {
+    let path = path.to_owned();
+    if disk != state.disk {
+        Err(RedoError::OtherDisk { path, found: state.disk, wanted: disk })
+    } else if state.floor > epoch {
+        Err(RedoError::NewerDisk { path, epoch, floor: state.floor })
+    } else if state.is_dead(epoch) {
+        Err(RedoError::Discarded { path, epoch })
+    } else if epoch > state.sealed {
+        Err(RedoError::NotSealed { path, epoch, sealed: state.sealed })
+    } else {
+        Ok(())
+    }
 }
 
 /// A reader of a file, in pieces that are longer than requested. Keeps the last piece.
 struct Window<'a, F> {
     file: &'a F,
     buffer: Buffer,
-    at: u64,
-    held: usize,
+    /// Offset of the buffer in the file.
+    offset: u64,
+    /// Bytes in the buffer.
+    len: usize,
 }
 
 impl<F: LogFile> Window<'_, F> {
+    /// Returns `len` bytes at `offset`; `None` if the file ends before.
     fn get(&mut self, offset: u64, len: u64) -> io::Result<Option<&[u8]>> {
-        let is_held = offset >= self.at && offset + len <= self.at + self.held as u64;
-        if !is_held {
-            self.at = offset;
-            self.held = self.file.read_at(&mut self.buffer, offset)?;
+        let is_buffered = offset >= self.offset && offset + len <= self.offset + self.len as u64;
+        if !is_buffered {
+            self.offset = offset;
+            self.len = self.file.read_at(&mut self.buffer, offset)?;
         }
-        let from = (offset - self.at) as usize;
-        Ok(self.buffer.get(..self.held).and_then(|held| held.get(from..from + len as usize)))
+        let start = (offset - self.offset) as usize;
+        Ok(self.buffer.get(..self.len).and_then(|buffered| buffered.get(start..start + len as usize)))
     }
 }
 
@@ -153,57 +189,47 @@ pub struct SegmentContent {
 ///
 /// # Errors
 /// A description of the damaged or missing part.
-pub fn sealed_content(found: Option<SegmentContent>) -> Result<SegmentContent, String> {
-    let mut found = found.ok_or("its head, at byte 0, is damaged or missing")?;
-    let Some(seal) = &found.seal else {
-        return Err(format!("its seal record is damaged or missing; entries end at byte {}", found.end));
+pub fn sealed_content(scanned: Option<SegmentContent>) -> Result<SegmentContent, String> {
+    let mut content = scanned.ok_or("its head, at byte 0, is damaged or missing")?;
+    let Some(seal) = &content.seal else {
+        return Err(format!("its seal record is damaged or missing; entries end at byte {}", content.end));
     };
-    let there: BTreeSet<u64> = found.entries.iter().map(|entry| entry.offset).collect();
-    let mut missing = seal.iter().filter(|offset| !there.contains(offset));
-    if let Some(first) = missing.clone().min() {
-        let (count, all) = (missing.by_ref().count(), seal.len());
+    let entry_offsets: BTreeSet<u64> = content.entries.iter().map(|entry| entry.offset).collect();
+    let missing: Vec<u64> = seal.iter().copied().filter(|offset| !entry_offsets.contains(offset)).collect();
+    if let Some(first) = missing.iter().min() {
+        let (count, all) = (missing.len(), seal.len());
         return Err(format!("the entry at byte {first} is damaged or missing ({count} of {all} entries are)"));
     }
     // The other entries were overwritten within the epoch, or their write failed.
     let listed: BTreeSet<u64> = seal.iter().copied().collect();
-    found.entries.retain(|entry| listed.contains(&entry.offset));
-    Ok(found)
+    content.entries.retain(|entry| listed.contains(&entry.offset));
+    Ok(content)
 }
 
 /// Reads a segment. Returns `None` if the head is invalid: then no entry of an unsealed segment was ever durable.
 pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<SegmentContent>> {
     let length = file.length()?;
-    let buffer = Buffer::new(WINDOW.min(length).max(PAGE) as usize);
-    let mut window = Window { file, buffer, at: 0, held: 0 };
-    let head = window.get(0, PAGE)?.and_then(read_head).filter(|head| head.epoch == epoch && head.disk == disk);
-    let Some(head) = head else { return Ok(None) };
+    let buffer = Buffer::new(MAX_WINDOW_BYTES.min(length).max(PAGE_BYTES) as usize);
+    let mut window = Window { file, buffer, offset: 0, len: 0 };
+    let head = window.get(0, PAGE_BYTES)?.and_then(read_head);
+    let Some(head) = head.filter(|head| head.epoch == epoch && head.disk == disk) else { return Ok(None) };
     let (mut entries, mut seal) = (Vec::new(), None);
-    let mut offset = PAGE;
-    while offset + PAGE <= length {
-        let page = window.get(offset, PAGE)?.unwrap_or_default();
+    let mut offset = PAGE_BYTES;
+    while offset + PAGE_BYTES <= length {
+        let page = window.get(offset, PAGE_BYTES)?.unwrap_or_default();
         if let Some(header) = read_seal(page, head.nonce, offset) {
-            let list = header.list_bytes().filter(|list| *list <= length - offset - PAGE);
-            let list = list.map(|list| read_list(file, offset + PAGE, list)).transpose()?;
-            let list = list.and_then(|list| header.read_list(&list));
-            offset += if list.is_some() { seal_length(header.entries) } else { PAGE };
+            let list = read_seal_list(file, &header, offset + PAGE_BYTES, length)?;
+            offset += if list.is_some() { seal_length(header.entries) } else { PAGE_BYTES };
             seal = list.or(seal);
             continue;
         }
         let Some(header) = read_header(page, head.nonce, offset) else {
-            offset += PAGE;
+            offset += PAGE_BYTES;
             continue;
         };
-        let is_whole = match header.what {
-            EntryKind::Data => {
-                // The padding of the last entry may be missing.
-                let len = header.bytes.min(length.saturating_sub(offset + PAGE));
-                window.get(offset + PAGE, len)?.is_some_and(|data| len == header.bytes && checksum(data) == header.data)
-            }
-            EntryKind::Zeroes | EntryKind::Hole => true,
-        };
-        if is_whole {
-            let super::format::EntryHeader { sequence, at, bytes, what, .. } = header;
-            entries.push(LogEntry { epoch, offset, sequence, at, bytes, what });
+        if has_valid_data(&mut window, &header, offset + PAGE_BYTES, length)? {
+            let EntryHeader { sequence, disk_offset, bytes, kind, .. } = header;
+            entries.push(LogEntry { epoch, offset, sequence, disk_offset, bytes, kind });
         }
         offset += header.length();
     }
@@ -211,8 +237,34 @@ pub fn scan(file: &impl LogFile, epoch: u64, disk: Uuid) -> io::Result<Option<Se
     Ok(Some(SegmentContent { nonce: head.nonce, end: offset, entries, seal }))
 }
 
-fn read_list(file: &impl LogFile, offset: u64, bytes: u64) -> io::Result<Buffer> {
-    let mut list = Buffer::new(bytes.next_multiple_of(PAGE).max(PAGE) as usize);
-    file.read_at(&mut list, offset)?;
-    Ok(list)
+/// Returns whether the data of an entry, at byte `data_offset` of a segment of `length` bytes, has its checksum.
+fn has_valid_data<F: LogFile>(
+    window: &mut Window<'_, F>,
+    header: &EntryHeader,
+    data_offset: u64,
+    length: u64,
+) -> io::Result<bool> {
+    match header.kind {
+        EntryKind::Data => {
+            // The padding of the last entry may be missing.
+            let len = header.bytes.min(length.saturating_sub(data_offset));
+            let data = window.get(data_offset, len)?;
+            Ok(data.is_some_and(|data| len == header.bytes && checksum(data) == header.data_checksum))
+        }
+        EntryKind::Zeroes | EntryKind::Hole => Ok(true),
+    }
+}
+
+/// Reads the list of a seal record, at byte `list_offset` of a segment of `length` bytes. `None`: it is damaged.
+fn read_seal_list(
+    file: &impl LogFile,
+    header: &SealHeader,
+    list_offset: u64,
+    length: u64,
+) -> io::Result<Option<Vec<u64>>> {
+    let list_bytes = header.list_bytes().filter(|bytes| *bytes <= length - list_offset);
+    let Some(list_bytes) = list_bytes else { return Ok(None) };
+    let mut list = Buffer::new(list_bytes.next_multiple_of(PAGE_BYTES).max(PAGE_BYTES) as usize);
+    file.read_at(&mut list, list_offset)?;
+    Ok(header.read_list(&list))
 }

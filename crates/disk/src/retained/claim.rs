@@ -26,7 +26,10 @@ use vm_memory::{FileOffset, VolatileMemory};
 
 const MAGIC: [u8; 8] = *b"RKCLAIM1";
 /// Bytes before the bits.
-const HEAD: u64 = 4096;
+const HEADER_BYTES: usize = 4096;
+/// Offsets in the header.
+const IDENTITY_OFFSET: u64 = 8;
+const FRAMES_OFFSET: u64 = 16;
 
 /// The frames that one server needs.
 #[derive(Debug)]
@@ -37,19 +40,21 @@ pub(super) struct FrameClaim {
     words: usize,
 }
 
-fn words(frames: u64) -> usize {
+/// Returns the words of the bitmap.
+fn word_count(frames: u64) -> usize {
     frames.div_ceil(64) as usize
 }
 
-fn bytes(frames: u64) -> usize {
-    HEAD as usize + words(frames) * 8
+/// Returns the bytes of the file.
+fn claim_bytes(frames: u64) -> usize {
+    HEADER_BYTES + word_count(frames) * 8
 }
 
 impl FrameClaim {
     /// Creates an empty claim on `frames` frames that is invisible to other servers.
     pub fn private(frames: Frame) -> io::Result<Self> {
-        let bits = MmapRegion::new(bytes(frames.into())).map_err(io::Error::other)?;
-        Ok(Self { file: None, bits, words: words(frames.into()) })
+        let bits = MmapRegion::new(claim_bytes(frames.into())).map_err(io::Error::other)?;
+        Ok(Self { file: None, bits, words: word_count(frames.into()) })
     }
 
     /// Creates an empty claim on the frames of memory `identity`, in a new file at `path`.
@@ -63,18 +68,18 @@ impl FrameClaim {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
         }
-        let long = bytes(frames.into());
+        let length = claim_bytes(frames.into());
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
         if !file::lock_byte(&file, 0, Lock::Exclusive)? {
             return Err(io::ErrorKind::ResourceBusy.into());
         }
         // A full disk is an error of `fallocate`, not a signal at a later access.
-        fallocate(&file, FallocateFlags::empty(), 0, long as u64)?;
-        file.write_all_at(&identity.to_le_bytes(), 8)?;
-        file.write_all_at(&u64::from(frames).to_le_bytes(), 16)?;
+        fallocate(&file, FallocateFlags::empty(), 0, length as u64)?;
+        file.write_all_at(&identity.to_le_bytes(), IDENTITY_OFFSET)?;
+        file.write_all_at(&u64::from(frames).to_le_bytes(), FRAMES_OFFSET)?;
         file.write_all_at(&MAGIC, 0)?;
-        let bits = MmapRegion::from_file(FileOffset::new(file.try_clone()?, 0), long).map_err(io::Error::other)?;
-        Ok(Self { file: Some(file), bits, words: words(frames.into()) })
+        let bits = MmapRegion::from_file(FileOffset::new(file.try_clone()?, 0), length).map_err(io::Error::other)?;
+        Ok(Self { file: Some(file), bits, words: word_count(frames.into()) })
     }
 
     /// Opens the claim of another server. `None`: that server needs nothing of memory `identity`.
@@ -86,21 +91,21 @@ impl FrameClaim {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };
-        let odd = || io::Error::new(io::ErrorKind::InvalidData, "not a list of the frames that a server needs");
-        let mut head = [0; 24];
-        file.read_exact_at(&mut head, 0)?;
-        let (magic, rest) = head.split_first_chunk::<8>().ok_or_else(odd)?;
-        let (about, rest) = rest.split_first_chunk::<8>().ok_or_else(odd)?;
-        let frames = rest.first_chunk::<8>().map(|frames| u64::from_le_bytes(*frames)).ok_or_else(odd)?;
-        let fits = Frame::try_from(frames).is_ok_and(|frames| bytes(frames.into()) as u64 <= file_bytes(&file));
-        if *magic != MAGIC || !fits {
-            return Err(odd());
+        let not_a_claim = || io::Error::new(io::ErrorKind::InvalidData, "not a list of the frames that a server needs");
+        let mut header = [0; 24];
+        file.read_exact_at(&mut header, 0)?;
+        let [magic, claimed_identity, frames] = header.as_chunks::<8>().0 else { return Err(not_a_claim()) };
+        let (claimed_identity, frames) = (u64::from_le_bytes(*claimed_identity), u64::from_le_bytes(*frames));
+        let file_bytes = file.metadata()?.len();
+        let is_complete = Frame::try_from(frames).is_ok_and(|frames| claim_bytes(frames.into()) as u64 <= file_bytes);
+        if *magic != MAGIC || !is_complete {
+            return Err(not_a_claim());
         }
-        if u64::from_le_bytes(*about) != identity || !file::is_locked(&file, 0)? {
+        if claimed_identity != identity || !file::is_locked(&file, 0)? {
             return Ok(None);
         }
-        let bits = MmapRegion::from_file(FileOffset::new(file.try_clone()?, 0), bytes(frames));
-        Ok(Some(Self { file: Some(file), bits: bits.map_err(io::Error::other)?, words: words(frames) }))
+        let bits = MmapRegion::from_file(FileOffset::new(file.try_clone()?, 0), claim_bytes(frames));
+        Ok(Some(Self { file: Some(file), bits: bits.map_err(io::Error::other)?, words: word_count(frames) }))
     }
 
     /// Returns whether other servers can read the claim.
@@ -116,7 +121,7 @@ impl FrameClaim {
 
     /// Returns the bits of frames 64 * `word` and up, lowest bit first.
     pub fn word(&self, word: usize) -> u64 {
-        self.at_word(word, |bits| bits.load(Ordering::SeqCst))
+        self.access_word(word, |bits| bits.load(Ordering::SeqCst))
     }
 
     #[cfg(test)]
@@ -125,18 +130,18 @@ impl FrameClaim {
     }
 
     pub fn set_needed(&self, frame: Frame) {
-        self.at_word(frame as usize / 64, |bits| bits.fetch_or(bit(frame), Ordering::SeqCst));
+        self.access_word(frame as usize / 64, |bits| bits.fetch_or(bit(frame), Ordering::SeqCst));
     }
 
     /// Releases a frame. If two servers release a frame at the same time, at least one sees afterwards that the other
     /// has released it.
     pub fn release(&self, frame: Frame) {
-        self.at_word(frame as usize / 64, |bits| bits.fetch_and(!bit(frame), Ordering::SeqCst));
+        self.access_word(frame as usize / 64, |bits| bits.fetch_and(!bit(frame), Ordering::SeqCst));
     }
 
     pub fn release_all(&self) {
         for word in 0..self.words {
-            self.at_word(word, |bits| bits.swap(0, Ordering::SeqCst));
+            self.access_word(word, |bits| bits.swap(0, Ordering::SeqCst));
         }
     }
 
@@ -145,22 +150,19 @@ impl FrameClaim {
         (0..self.words).map(|word| self.word(word).count_ones() as usize).sum()
     }
 
-    /// Applies `then` to a word. Frames after the end of the claim are not needed.
-    fn at_word(&self, word: usize, then: impl FnOnce(&AtomicU64) -> u64) -> u64 {
+    /// Applies `access` to a word. Frames after the end of the claim are not needed.
+    fn access_word(&self, word: usize, access: impl FnOnce(&AtomicU64) -> u64) -> u64 {
         if word >= self.words {
             return 0;
         }
         let bits = self.bits.as_volatile_slice();
-        bits.get_atomic_ref::<AtomicU64>(HEAD as usize + word * 8).map_or(0, then)
+        bits.get_atomic_ref::<AtomicU64>(HEADER_BYTES + word * 8).map_or(0, access)
     }
 }
 
+/// Returns the bit of a frame in its word.
 fn bit(frame: Frame) -> u64 {
     1 << (frame % 64)
-}
-
-fn file_bytes(file: &File) -> u64 {
-    file.metadata().map_or(0, |metadata| metadata.len())
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ use std::path::{Path, PathBuf};
 /// from damage.
 pub const UNCHECKED: bool = cfg!(feature = "unchecked-attic");
 /// Frames that are released together: 1 MiB.
-const RELEASE_BATCH: usize = 256;
+const RELEASE_BATCH_FRAMES: usize = 256;
 
 /// The other users of the memory.
 #[derive(Debug)]
@@ -54,10 +54,10 @@ pub struct RetainedCache {
     map: BlockMap,
     digester: Digester,
     /// The claim on the frames of the map.
-    own: FrameClaim,
+    own_claim: FrameClaim,
     others: OtherUsers,
     /// Frames that are not needed any more and not released yet.
-    done: Vec<Frame>,
+    unneeded_frames: Vec<Frame>,
     maintenance: Maintenance,
     is_discarded: bool,
     counts: CacheCounts,
@@ -84,14 +84,24 @@ impl RetainedCache {
     /// If the claim cannot be created.
     pub fn new(memory: &Memory, map: BlockMap, digester: Digester, claim: Option<&Path>) -> io::Result<Self> {
         let (files, identity) = (memory.files(), memory.identity());
-        let own = match claim {
+        let own_claim = match claim {
             Some(path) => FrameClaim::create(path, identity, map.frames())?,
             None => FrameClaim::private(map.frames())?,
         };
-        map.held().for_each(|(frame, _)| own.set_needed(frame));
+        map.held_blocks().for_each(|(frame, _)| own_claim.set_needed(frame));
         let others = if claim.is_some() { OtherUsers::Unknown } else { OtherUsers::Known(Vec::new()) };
-        let (done, maintenance, is_discarded, counts) = (Vec::new(), Maintenance::new(), false, CacheCounts::default());
-        Ok(Self { files, identity, map, digester, own, others, done, maintenance, is_discarded, counts })
+        Ok(Self {
+            files,
+            identity,
+            map,
+            digester,
+            own_claim,
+            others,
+            unneeded_frames: Vec::new(),
+            maintenance: Maintenance::new(),
+            is_discarded: false,
+            counts: CacheCounts::default(),
+        })
     }
 
     /// Creates the cache of a guest that continues in its memory with another kernel.
@@ -106,10 +116,10 @@ impl RetainedCache {
     /// # Errors
     /// If the claim cannot be created.
     pub fn publish(&mut self, path: &Path) -> io::Result<()> {
-        if !self.own.is_shared() {
-            let own = FrameClaim::create(path, self.identity, self.map.frames())?;
-            self.map.held().for_each(|(frame, _)| own.set_needed(frame));
-            (self.own, self.others) = (own, OtherUsers::Unknown);
+        if !self.own_claim.is_shared() {
+            let claim = FrameClaim::create(path, self.identity, self.map.frames())?;
+            self.map.held_blocks().for_each(|(frame, _)| claim.set_needed(frame));
+            (self.own_claim, self.others) = (claim, OtherUsers::Unknown);
         }
         Ok(())
     }
@@ -167,65 +177,68 @@ impl RetainedCache {
         self.counts
     }
 
-    /// Takes the blocks from `first` on, as many as fit into `into`. Returns the digest of each block that matches
-    /// the disk. Removes all of these blocks from the cache, matching or not.
-    pub fn take(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>> {
-        let blocks = into.as_chunks_mut::<BLOCK>().0;
-        let known: Vec<_> = (first..).zip(blocks.iter()).map(|(block, _)| self.map.take(block)).collect();
-        let mut found = Vec::with_capacity(known.len());
-        let mut rest: &mut [Block] = blocks;
-        // Contiguous frames are read together.
-        for run in known.chunk_by(|one, next| match (one, next) {
-            (Some((one, _)), Some((next, _))) => one + 1 == *next,
-            (one, next) => one.is_none() && next.is_none(),
-        }) {
-            let (now, later) = std::mem::take(&mut rest).split_at_mut(run.len());
-            rest = later;
-            let begin = run.first().copied().flatten();
-            let is_there = begin.is_some_and(|(frame, _)| {
-                self.files.read(u64::from(frame) * BLOCK as u64, now.as_flattened_mut()).is_some()
-            });
-            for (block, known) in now.iter().zip(run) {
-                let Some((frame, digest)) = *known else {
-                    found.push(None);
-                    continue;
-                };
-                // The digest is of the copy that the guest gets.
-                let content = self.digester.of(block);
-                let is_right = is_there && (content == digest || UNCHECKED);
-                if is_right {
-                    self.counts.served += 1;
-                } else {
-                    self.counts.refused += 1;
-                }
-                found.push(is_right.then_some(content));
-                self.done.push(frame);
-            }
+    /// Takes the blocks from `first_block` on, as many as fit into `target`. Returns the digest of each block that
+    /// matches the disk. Removes all of these blocks from the cache, matching or not.
+    pub fn take(&mut self, first_block: u64, target: &mut [u8]) -> Vec<Option<Digest>> {
+        let blocks = target.as_chunks_mut::<BLOCK>().0;
+        let held: Vec<Option<(Frame, Digest)>> =
+            (first_block..).zip(blocks.iter()).map(|(block, _)| self.map.take(block)).collect();
+        let mut digests = Vec::with_capacity(held.len());
+        let mut remaining: &mut [Block] = blocks;
+        for run in held.chunk_by(|one, next| are_in_one_run(*one, *next)) {
+            let (run_blocks, after) = std::mem::take(&mut remaining).split_at_mut(run.len());
+            remaining = after;
+            self.take_run(run, run_blocks, &mut digests);
         }
-        if self.done.len() >= RELEASE_BATCH {
+        if self.unneeded_frames.len() >= RELEASE_BATCH_FRAMES {
             self.release_frames();
         }
-        found
+        digests
+    }
+
+    /// Reads the blocks of contiguous frames together, and adds the digest of each that matches the disk to `digests`.
+    /// `held`: frame and expected digest of each block; `None` for all of them if the cache does not have them.
+    fn take_run(&mut self, held: &[Option<(Frame, Digest)>], blocks: &mut [Block], digests: &mut Vec<Option<Digest>>) {
+        let first_frame = held.first().copied().flatten().map(|(frame, _)| frame);
+        let is_read = first_frame
+            .is_some_and(|frame| self.files.read(u64::from(frame) * BLOCK as u64, blocks.as_flattened_mut()).is_some());
+        for (block, held) in blocks.iter().zip(held) {
+            let Some((frame, expected)) = *held else {
+                digests.push(None);
+                continue;
+            };
+            // The digest is of the copy that the guest gets.
+            let digest = self.digester.digest(block);
+            let is_served = is_read && (digest == expected || UNCHECKED);
+            if is_served {
+                self.counts.served += 1;
+            } else {
+                self.counts.refused += 1;
+            }
+            digests.push(is_served.then_some(digest));
+            self.unneeded_frames.push(frame);
+        }
     }
 
     /// Removes blocks whose content on the disk changes.
     pub fn changed(&mut self, blocks: Range<u64>) {
-        let (mut done, before) = (std::mem::take(&mut self.done), self.map.len());
-        self.map.take_all(blocks, |frame| done.push(frame));
-        self.done = done;
-        self.counts.overwritten += (before - self.map.len()) as u64;
-        if self.done.len() >= RELEASE_BATCH {
+        let previous_len = self.map.len();
+        let unneeded_frames = &mut self.unneeded_frames;
+        self.map.take_all(blocks, |frame| unneeded_frames.push(frame));
+        self.counts.overwritten += (previous_len - self.map.len()) as u64;
+        if self.unneeded_frames.len() >= RELEASE_BATCH_FRAMES {
             self.release_frames();
         }
     }
 
-    fn forget(&mut self, block: u64) -> bool {
-        let Some((frame, _)) = self.map.take(block) else { return false };
-        self.done.push(frame);
-        if self.done.len() >= RELEASE_BATCH {
+    /// Drops a block because memory is short.
+    fn drop_block(&mut self, block: u64) {
+        let Some((frame, _)) = self.map.take(block) else { return };
+        self.counts.dropped += 1;
+        self.unneeded_frames.push(frame);
+        if self.unneeded_frames.len() >= RELEASE_BATCH_FRAMES {
             self.release_frames();
         }
-        true
     }
 
     /// Releases frames that are not needed any more, except those that other servers need. A frame that cannot be
@@ -234,45 +247,54 @@ impl RetainedCache {
         if matches!(self.others, OtherUsers::Unknown) {
             return;
         }
-        let mut done = std::mem::take(&mut self.done);
+        let mut frames = std::mem::take(&mut self.unneeded_frames);
         if self.is_in_running_guest() {
             return;
         }
         // Release all claims first, then check the claims of the other servers: of two servers, at least one sees
         // that neither needs the frame.
-        done.iter().for_each(|frame| self.own.release(*frame));
-        done.retain(|frame| self.needed(*frame as usize / 64) >> (frame % 64) & 1 == 0);
-        done.sort_unstable();
-        for run in done.chunk_by(|one, next| one + 1 == *next) {
+        frames.iter().for_each(|frame| self.own_claim.release(*frame));
+        frames.retain(|frame| self.needed_word(*frame as usize / 64) >> (frame % 64) & 1 == 0);
+        frames.sort_unstable();
+        for run in frames.chunk_by(|one, next| one + 1 == *next) {
             let Some(first) = run.first() else { continue };
-            if let Err(e) = self.punch(*first, run.len() as u64) {
+            if let Err(e) = self.release_run(*first, run.len() as u64) {
                 tracing::debug!("{} frames of the retained cache from {first} on cannot be released: {e}", run.len());
             }
         }
     }
 
     /// Returns the frames 64 * `word` and up that any server needs, one bit each.
-    fn needed(&self, word: usize) -> u64 {
+    fn needed_word(&self, word: usize) -> u64 {
         let others = match &self.others {
             OtherUsers::Unknown | OtherUsers::Guest => &[][..],
             OtherUsers::Known(others) => others,
         };
-        others.iter().fold(self.own.word(word), |needed, other| needed | other.word(word))
+        others.iter().fold(self.own_claim.word(word), |needed, other| needed | other.word(word))
     }
 
     /// Discards the cache without releasing its memory, which has another user now.
     pub fn detach(mut self) {
-        self.done.clear();
+        self.unneeded_frames.clear();
     }
 
     /// Returns whether the cache is in a file of `memory`.
     #[must_use]
     pub fn is_in(&self, memory: &Memory) -> bool {
-        self.files.shares(memory)
+        self.files.are_used_by(memory)
     }
 
-    fn punch(&self, frame: Frame, frames: u64) -> io::Result<()> {
-        self.files.punch(u64::from(frame) * BLOCK as u64, frames * BLOCK as u64)
+    /// Releases adjacent frames to the host.
+    fn release_run(&self, first: Frame, count: u64) -> io::Result<()> {
+        self.files.release(u64::from(first) * BLOCK as u64, count * BLOCK as u64)
+    }
+}
+
+/// Returns whether two adjacent blocks are in adjacent frames, or in none.
+fn are_in_one_run(one: Option<(Frame, Digest)>, next: Option<(Frame, Digest)>) -> bool {
+    match (one, next) {
+        (Some((one, _)), Some((next, _))) => one + 1 == next,
+        (one, next) => one.is_none() && next.is_none(),
     }
 }
 

@@ -2,11 +2,11 @@
 
 #![allow(dead_code, reason = "each test uses what it needs")]
 
-use rekindle_disk::control::Control;
+use rekindle_disk::control::{Control, ControlCommand};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::image::OpenMode;
+use rekindle_disk::keeper::LogOptions;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::LogOptions;
 use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{ServeError, Service, serve};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -31,6 +31,8 @@ pub const PAGE: u64 = 4096;
 pub const FRONT_END_ADDRESS: u64 = 0x7f00_0000_0000;
 /// Requests per queue.
 pub const QUEUE_ENTRIES: u16 = 64;
+/// Descriptors that each request has space for.
+const DESCRIPTORS_PER_REQUEST: u16 = 4;
 /// Frames of a guest.
 pub const GUEST_FRAMES: u64 = 4096;
 /// The first frame after rings and headers.
@@ -52,7 +54,16 @@ pub struct Disk {
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
 
-pub fn redo(version: DiskVersion) -> LogOptions {
+/// `VIRTIO_BLK_T_*`: the type of a request.
+pub const IN: u32 = 0;
+pub const OUT: u32 = 1;
+pub const FLUSH: u32 = 4;
+pub const GET_ID: u32 = 8;
+pub const DISCARD: u32 = 11;
+pub const WRITE_ZEROES: u32 = 13;
+
+/// Returns the options to open a log with this version of the disk.
+pub fn log_options(version: DiskVersion) -> LogOptions {
     LogOptions { version, ..LogOptions::default() }
 }
 
@@ -60,10 +71,10 @@ pub fn service(directory: &Path, image: &Path) -> Service {
     let settings = Settings {
         serial: "rekindle-test".into(),
         limits: Limits::default(),
-        map: true,
+        has_block_map: true,
         queues: 4,
         retain_for: None,
-        filling: Arc::default(),
+        is_filling: Arc::default(),
     };
     let mode = OpenMode { readonly: false, direct: true };
     Service {
@@ -71,9 +82,9 @@ pub fn service(directory: &Path, image: &Path) -> Service {
         mode,
         socket: directory.join("disk.sock"),
         control: directory.join("disk.control"),
-        redo: redo(DiskVersion::Newest),
+        redo: log_options(DiskVersion::Newest),
         settings,
-        waits: false,
+        is_awaiting_epoch: false,
     }
 }
 
@@ -126,7 +137,7 @@ impl Disk {
 
     pub fn end(&mut self) {
         if let Some(thread) = self.thread.take() {
-            self.control().ask::<()>(&rekindle_disk::control::Ask::End {}).unwrap();
+            self.control().ask::<()>(&ControlCommand::End {}).unwrap();
             thread.join().unwrap().unwrap();
         }
     }
@@ -146,24 +157,35 @@ pub fn content(block: u64, version: u64) -> Vec<u8> {
     words.flat_map(u64::to_le_bytes).collect()
 }
 
-pub fn wait_for<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+/// Waits until `poll` returns a value.
+pub fn wait_for<T>(what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + DEADLINE;
     loop {
-        if let Some(found) = found() {
-            return found;
+        if let Some(value) = poll() {
+            return value;
         }
         assert!(Instant::now() < deadline, "{what}: not within {DEADLINE:?}");
         thread::sleep(Duration::from_millis(1));
     }
 }
 
+/// A queue as its driver sees it.
 struct Queue {
     kick: EventFd,
     call: EventFd,
     error: EventFd,
+    /// Index of the next entry of the available ring.
     available: u16,
+    /// Index of the next entry of the used ring to read.
     used: u16,
-    free: Vec<u16>,
+    free_slots: Vec<u16>,
+}
+
+/// The addresses of a queue's rings in the guest.
+struct RingAddresses {
+    descriptors: u64,
+    available: u64,
+    used: u64,
 }
 
 /// A guest's memory and its driver.
@@ -172,28 +194,60 @@ pub struct Guest {
     pub front: Frontend,
     queues: Vec<Queue>,
     pub inflight: Option<(VhostUserInflight, File)>,
-    /// Address of the status, by queue and head.
-    under_way: BTreeMap<(u16, u16), u64>,
+    /// Address of the status of each request in progress, by queue and head.
+    status_addresses: BTreeMap<(u16, u16), u64>,
 }
 
-/// A request as the driver makes it: type, sector, data in pieces (address, bytes, written by the device).
-pub struct Ask {
+/// A request as the driver makes it.
+pub struct GuestRequest {
+    /// `VIRTIO_BLK_T_*`.
     pub kind: u32,
     pub sector: u64,
-    pub data: Vec<(u64, u32, bool)>,
+    pub data: Vec<DataPiece>,
 }
 
-impl Ask {
+/// A piece of a request's data in the guest's memory.
+#[derive(Debug, Clone, Copy)]
+pub struct DataPiece {
+    pub address: u64,
+    pub len: u32,
+    /// The device writes the piece.
+    pub is_writable: bool,
+}
+
+impl DataPiece {
+    /// Returns a piece that the device reads.
+    pub fn readable(address: u64, len: u64) -> Self {
+        Self { address, len: len as u32, is_writable: false }
+    }
+
+    /// Returns a piece that the device writes.
+    pub fn writable(address: u64, len: u64) -> Self {
+        Self { address, len: len as u32, is_writable: true }
+    }
+}
+
+/// A request that the device has completed.
+#[derive(Debug, Clone, Copy)]
+pub struct CompletedRequest {
+    /// The first descriptor.
+    pub head: u16,
+    /// Bytes that the device has written.
+    pub written: u32,
+    pub status: u8,
+}
+
+impl GuestRequest {
     pub fn read(block: u64, frame: u64) -> Self {
-        Self { kind: 0, sector: block * 8, data: vec![(frame * PAGE, PAGE as u32, true)] }
+        Self { kind: IN, sector: block * 8, data: vec![DataPiece::writable(frame * PAGE, PAGE)] }
     }
 
     pub fn write(block: u64, frame: u64) -> Self {
-        Self { kind: 1, sector: block * 8, data: vec![(frame * PAGE, PAGE as u32, false)] }
+        Self { kind: OUT, sector: block * 8, data: vec![DataPiece::readable(frame * PAGE, PAGE)] }
     }
 
     pub fn flush() -> Self {
-        Self { kind: 4, sector: 0, data: Vec::new() }
+        Self { kind: FLUSH, sector: 0, data: Vec::new() }
     }
 }
 
@@ -214,15 +268,15 @@ impl Guest {
             error: EventFd::new(libc::EFD_NONBLOCK).unwrap(),
             available: 0,
             used: 0,
-            free: (0..QUEUE_ENTRIES / 4).rev().collect(),
+            free_slots: (0..QUEUE_ENTRIES / DESCRIPTORS_PER_REQUEST).rev().collect(),
         };
         let queues = (0..queues).map(|_| queue()).collect();
-        let mut guest = Self { memory, front, queues, inflight: None, under_way: BTreeMap::new() };
-        guest.introduce();
+        let mut guest = Self { memory, front, queues, inflight: None, status_addresses: BTreeMap::new() };
+        guest.negotiate();
         guest
     }
 
-    fn introduce(&mut self) {
+    fn negotiate(&mut self) {
         let features = self.front.get_features().unwrap();
         self.front.set_owner().unwrap();
         let protocol = self.front.get_protocol_features().unwrap();
@@ -266,9 +320,9 @@ impl Guest {
         self.inflight = Some((about, file));
     }
 
-    fn rings(queue: u16) -> (u64, u64, u64) {
-        let at = PAGE + u64::from(queue) * 4 * PAGE;
-        (at, at + PAGE, at + 2 * PAGE)
+    fn rings(queue: u16) -> RingAddresses {
+        let first = PAGE + u64::from(queue) * 4 * PAGE;
+        RingAddresses { descriptors: first, available: first + PAGE, used: first + 2 * PAGE }
     }
 
     /// Starts a queue.
@@ -278,7 +332,7 @@ impl Guest {
 
     pub fn try_run(&mut self, number: u16, rings: RingState) -> Result<(), vhost::Error> {
         if rings == RingState::Empty {
-            let (descriptors, _, _) = Self::rings(number);
+            let RingAddresses { descriptors, .. } = Self::rings(number);
             self.memory.write_all_at(&vec![0; 3 * PAGE as usize], descriptors).unwrap();
             let queue = &mut self.queues[usize::from(number)];
             (queue.available, queue.used) = (0, 0);
@@ -290,7 +344,7 @@ impl Guest {
 
     /// Starts a queue at entry `base` of its available ring.
     pub fn run_from(&mut self, number: u16, base: u16) -> Result<(), vhost::Error> {
-        let (descriptors, available, used) = Self::rings(number);
+        let RingAddresses { descriptors, available, used } = Self::rings(number);
         let queue = &mut self.queues[usize::from(number)];
         let index = usize::from(number);
         self.front.set_vring_num(index, QUEUE_ENTRIES)?;
@@ -314,9 +368,9 @@ impl Guest {
     /// Continues with the rings of another front end of the same guest.
     pub fn continue_from(&mut self, other: &Self) {
         for (ours, theirs) in self.queues.iter_mut().zip(&other.queues) {
-            (ours.available, ours.used, ours.free) = (theirs.available, theirs.used, theirs.free.clone());
+            (ours.available, ours.used, ours.free_slots) = (theirs.available, theirs.used, theirs.free_slots.clone());
         }
-        self.under_way = other.under_way.clone();
+        self.status_addresses = other.status_addresses.clone();
     }
 
     pub fn stop(&mut self, queue: u16) -> u32 {
@@ -327,55 +381,57 @@ impl Guest {
     pub fn reconnect(&mut self, socket: &Path) {
         let queues = self.queues.len() as u16;
         self.front = wait_for("the server", || Frontend::connect(socket, queues.into()).ok());
-        self.introduce();
+        self.negotiate();
         self.track();
         for queue in 0..queues {
             self.run(queue, RingState::Kept);
         }
     }
 
-    /// Adds a request to a queue.
-    pub fn put(&mut self, number: u16, ask: &Ask) -> u16 {
-        let (descriptors, available, _) = Self::rings(number);
+    /// Adds a request to a queue. Returns its first descriptor.
+    pub fn add_request(&mut self, number: u16, request: &GuestRequest) -> u16 {
+        let RingAddresses { descriptors, available, .. } = Self::rings(number);
         let queue = &mut self.queues[usize::from(number)];
-        let slot = queue.free.pop().expect("room in the queue");
-        // Each request has four descriptors. Headers and statuses are after the rings.
-        let head = slot * 4;
-        let header = 64 * PAGE + (u64::from(number) * u64::from(QUEUE_ENTRIES) + u64::from(slot)) * 64;
-        let status = header + 32;
-        let bytes = [&ask.kind.to_le_bytes()[..], &[0; 4], &ask.sector.to_le_bytes()].concat();
-        self.memory.write_all_at(&bytes, header).unwrap();
-        self.memory.write_all_at(&[0xff], status).unwrap();
-        let parts = [&[(header, 16, false)][..], &ask.data, &[(status, 1, true)]].concat();
-        assert!(parts.len() <= 4);
-        for (n, (address, len, writable)) in (0..).zip(&parts) {
-            let last = usize::from(n) + 1 == parts.len();
-            let flags = u16::from(!last) | u16::from(*writable) << 1;
-            let next = if last { 0 } else { head + n + 1 };
+        let slot = queue.free_slots.pop().expect("room in the queue");
+        let head = slot * DESCRIPTORS_PER_REQUEST;
+        // Headers and statuses are after the rings.
+        let header_address = 64 * PAGE + (u64::from(number) * u64::from(QUEUE_ENTRIES) + u64::from(slot)) * 64;
+        let status_address = header_address + 32;
+        let header = [&request.kind.to_le_bytes()[..], &[0; 4], &request.sector.to_le_bytes()].concat();
+        self.memory.write_all_at(&header, header_address).unwrap();
+        self.memory.write_all_at(&[0xff], status_address).unwrap();
+        let (header_piece, status_piece) =
+            (DataPiece::readable(header_address, 16), DataPiece::writable(status_address, 1));
+        let pieces = [&[header_piece][..], &request.data, &[status_piece]].concat();
+        assert!(pieces.len() <= usize::from(DESCRIPTORS_PER_REQUEST));
+        for (index, DataPiece { address, len, is_writable }) in (0..).zip(&pieces) {
+            let is_last = usize::from(index) + 1 == pieces.len();
+            let flags = u16::from(!is_last) | u16::from(*is_writable) << 1;
+            let next = if is_last { 0 } else { head + index + 1 };
             let raw =
                 [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat();
-            self.memory.write_all_at(&raw, descriptors + u64::from(head + n) * 16).unwrap();
+            self.memory.write_all_at(&raw, descriptors + u64::from(head + index) * 16).unwrap();
         }
-        let place = available + 4 + u64::from(queue.available % QUEUE_ENTRIES) * 2;
-        self.memory.write_all_at(&head.to_le_bytes(), place).unwrap();
+        let entry_address = available + 4 + u64::from(queue.available % QUEUE_ENTRIES) * 2;
+        self.memory.write_all_at(&head.to_le_bytes(), entry_address).unwrap();
         queue.available = queue.available.wrapping_add(1);
         self.memory.write_all_at(&queue.available.to_le_bytes(), available + 2).unwrap();
-        self.under_way.insert((number, head), status);
+        self.status_addresses.insert((number, head), status_address);
         head
     }
 
     /// Replaces the index of the available ring with any number.
     pub fn set_available(&mut self, number: u16, index: u16) {
-        let (_, available, _) = Self::rings(number);
+        let RingAddresses { available, .. } = Self::rings(number);
         self.memory.write_all_at(&index.to_le_bytes(), available + 2).unwrap();
     }
 
     /// Replaces the newest entry of the available ring, which is `head`.
     pub fn replace_head(&mut self, number: u16, head: u16, other: u16) {
-        let (_, available, _) = Self::rings(number);
+        let RingAddresses { available, .. } = Self::rings(number);
         let newest = self.queues[usize::from(number)].available.wrapping_sub(1) % QUEUE_ENTRIES;
         self.memory.write_all_at(&other.to_le_bytes(), available + 4 + u64::from(newest) * 2).unwrap();
-        self.under_way.remove(&(number, head));
+        self.status_addresses.remove(&(number, head));
     }
 
     pub fn kick(&self, queue: u16) {
@@ -383,47 +439,53 @@ impl Guest {
     }
 
     /// Returns the number of requests in progress.
-    pub fn under_way(&self) -> usize {
-        self.under_way.len()
+    pub fn requests_in_progress(&self) -> usize {
+        self.status_addresses.len()
     }
 
-    /// Returns the requests that have completed since the last call: head, bytes written, status.
-    pub fn ended(&mut self, number: u16) -> Vec<(u16, u32, u8)> {
-        let (_, _, used) = Self::rings(number);
+    /// Returns the requests that have completed since the last call.
+    pub fn take_completed(&mut self, number: u16) -> Vec<CompletedRequest> {
+        let RingAddresses { used, .. } = Self::rings(number);
         let queue = &mut self.queues[usize::from(number)];
-        let mut index = [0; 2];
-        self.memory.read_exact_at(&mut index, used + 2).unwrap();
-        let mut found = Vec::new();
-        while queue.used != u16::from_le_bytes(index) {
+        let mut used_index = [0; 2];
+        self.memory.read_exact_at(&mut used_index, used + 2).unwrap();
+        let mut completed = Vec::new();
+        while queue.used != u16::from_le_bytes(used_index) {
             let mut raw = [0; 8];
             self.memory.read_exact_at(&mut raw, used + 4 + u64::from(queue.used % QUEUE_ENTRIES) * 8).unwrap();
             let head = u32::from_le_bytes(raw[..4].try_into().unwrap()) as u16;
             let written = u32::from_le_bytes(raw[4..].try_into().unwrap());
-            let at = self.under_way.remove(&(number, head)).expect("a request that was under way ends once");
+            let status_address =
+                self.status_addresses.remove(&(number, head)).expect("a request that was under way ends once");
             let mut status = [0];
-            self.memory.read_exact_at(&mut status, at).unwrap();
-            found.push((head, written, status[0]));
-            queue.free.push(head / 4);
+            self.memory.read_exact_at(&mut status, status_address).unwrap();
+            completed.push(CompletedRequest { head, written, status: status[0] });
+            queue.free_slots.push(head / DESCRIPTORS_PER_REQUEST);
             queue.used = queue.used.wrapping_add(1);
         }
-        found
+        completed
+    }
+
+    /// Waits until requests have completed.
+    pub fn wait_completed(&mut self, number: u16) -> Vec<CompletedRequest> {
+        wait_for("an answer", || Some(self.take_completed(number)).filter(|completed| !completed.is_empty()))
     }
 
     /// Does one request and returns its status.
-    pub fn ask(&mut self, ask: &Ask) -> u8 {
-        self.put(0, ask);
+    pub fn request(&mut self, request: &GuestRequest) -> u8 {
+        self.add_request(0, request);
         self.kick(0);
-        let [(_, _, status)] =
-            wait_for("an answer", || Some(self.ended(0)).filter(|ended| !ended.is_empty())).try_into().unwrap();
-        status
+        let [completed] = self.wait_completed(0).try_into().unwrap();
+        completed.status
     }
 
-    pub fn is_called(&self, queue: u16) -> bool {
+    /// Returns whether the server has notified the guest since the last call.
+    pub fn is_notified(&self, queue: u16) -> bool {
         self.queues[usize::from(queue)].call.read().is_ok()
     }
 
     /// Returns whether the server has reported a broken ring since the last call.
-    pub fn is_failed(&self, queue: u16) -> bool {
+    pub fn is_reported_broken(&self, queue: u16) -> bool {
         self.queues[usize::from(queue)].error.read().is_ok()
     }
 
@@ -439,13 +501,13 @@ impl Guest {
 
     /// Reads a block into a frame and returns the content.
     pub fn read(&mut self, block: u64, frame: u64) -> Vec<u8> {
-        assert_eq!(self.ask(&Ask::read(block, frame)), 0, "block {block}");
+        assert_eq!(self.request(&GuestRequest::read(block, frame)), 0, "block {block}");
         self.frame(frame)
     }
 
     pub fn write(&mut self, block: u64, frame: u64, bytes: &[u8]) {
         self.fill(frame, bytes);
-        assert_eq!(self.ask(&Ask::write(block, frame)), 0, "block {block}");
+        assert_eq!(self.request(&GuestRequest::write(block, frame)), 0, "block {block}");
     }
 }
 

@@ -19,11 +19,11 @@ mod peer;
 mod steps;
 
 use peer::{FLUSH, Peer, READ, WRITE};
-use rekindle_disk::control::{Ask, Control};
+use rekindle_disk::control::{Control, ControlCommand};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::image::OpenMode;
+use rekindle_disk::keeper::{EpochId, LogOptions};
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::{EpochId, LogOptions};
 use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
 use std::fs::{self, File};
@@ -39,7 +39,7 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 /// Bytes of a disk.
 const CAPACITY: u64 = 64 << 20;
 /// Most bytes that the process may need in addition to those after its first programs.
-const GROWTH: u64 = 128 << 20;
+const MAX_GROWTH: u64 = 128 << 20;
 
 /// A source of decisions from bytes.
 pub struct Input<'a>(&'a [u8]);
@@ -113,7 +113,7 @@ impl World {
             programs: 0,
         };
         (0..world.disks.len()).for_each(|disk| world.check(disk));
-        (world.threads, world.descriptors) = (entries("task"), entries("fd"));
+        (world.threads, world.descriptors) = (count_proc_entries("task"), count_proc_entries("fd"));
         world
     }
 
@@ -133,9 +133,9 @@ impl World {
         let disk = &mut self.disks[number];
         wait_for("all connections to end", || {
             let status = disk.control.status().unwrap();
-            (status.connected == 0 && status.under_way == 0 && !status.active).then_some(())
+            (status.connected == 0 && status.requests_in_progress == 0 && !status.active).then_some(())
         });
-        disk.control.ask::<()>(&Ask::Limit { bps: None, iops: None }).unwrap();
+        disk.control.ask::<()>(&ControlCommand::SetLimits { bps: None, iops: None }).unwrap();
         if disk.has_log {
             // A guest waits while its log is full.
             disk.commit();
@@ -145,12 +145,12 @@ impl World {
         wait_for("the front end to have gone", || (disk.control.status().unwrap().connected == 0).then_some(()));
         // Memory may be freed in the background.
         let (threads, descriptors) = (self.threads, self.descriptors);
-        wait_for("threads to end", || (entries("task") <= threads).then_some(()));
-        let is_closed = || (entries("fd") <= descriptors).then_some(());
+        wait_for("threads to end", || (count_proc_entries("task") <= threads).then_some(()));
+        let is_closed = || (count_proc_entries("fd") <= descriptors).then_some(());
         if is_closed().is_none() {
             // Retained memory of guests has open files.
             for disk in &mut self.disks {
-                disk.control.ask::<()>(&Ask::Drop {}).unwrap();
+                disk.control.ask::<()>(&ControlCommand::DropCache {}).unwrap();
             }
         }
         wait_for("descriptors to be closed", is_closed);
@@ -163,10 +163,10 @@ impl World {
     pub fn check_growth(&mut self) {
         self.programs += 1;
         if self.programs == 200 {
-            self.memory = resident();
+            self.memory = private_memory();
         }
-        let now = resident();
-        assert!(now < self.memory.saturating_add(GROWTH), "{now} bytes, and {} after 200 programs", self.memory);
+        let now = private_memory();
+        assert!(now < self.memory.saturating_add(MAX_GROWTH), "{now} bytes, and {} after 200 programs", self.memory);
     }
 }
 
@@ -178,37 +178,37 @@ impl Disk {
         let settings = Settings {
             serial: "hostile".into(),
             limits: Limits::default(),
-            map: true,
+            has_block_map: true,
             queues: peer::QUEUES,
             retain_for: None,
-            filling: Arc::default(),
+            is_filling: Arc::default(),
         };
-        let place = LogOptions { version: DiskVersion::Newest, limit: Some(CAPACITY), ..LogOptions::default() };
+        let redo = LogOptions { version: DiskVersion::Newest, limit: Some(CAPACITY), ..LogOptions::default() };
         let service = Service {
             image: image.clone(),
             mode: OpenMode { readonly: false, direct: false },
             socket: directory.join("disk.sock"),
             control: directory.join("disk.control"),
-            redo: place,
+            redo,
             settings,
-            waits: false,
+            is_awaiting_epoch: false,
         };
-        let at = service.control.clone();
+        let control_path = service.control.clone();
         let (ready, is_ready) = channel();
         thread::spawn(move || serve(service, || ready.send(()).unwrap()));
         is_ready.recv_timeout(DEADLINE).expect("the server begins");
-        let mut control = Control::connect(&at).unwrap();
+        let mut control = Control::connect(&control_path).unwrap();
         if has_log {
-            control.ask::<EpochId>(&Ask::EpochBegin {}).unwrap();
+            control.ask::<EpochId>(&ControlCommand::EpochBegin {}).unwrap();
         }
         Self { directory: directory.into(), image, has_log, control, rounds: 0 }
     }
 
     /// Commits a checkpoint, which frees space in the log.
     fn commit(&mut self) {
-        let at: EpochId = self.control.ask(&Ask::EpochMark {}).unwrap();
-        self.control.ask::<()>(&Ask::EpochSeal { epoch: at.epoch }).unwrap();
-        self.control.ask::<()>(&Ask::EpochCommitted { epoch: at.epoch }).unwrap();
+        let marked: EpochId = self.control.ask(&ControlCommand::EpochMark {}).unwrap();
+        self.control.ask::<()>(&ControlCommand::EpochSeal { epoch: marked.epoch }).unwrap();
+        self.control.ask::<()>(&ControlCommand::EpochCommitted { epoch: marked.epoch }).unwrap();
     }
 
     /// Checks that a well-behaved guest is served.
@@ -221,7 +221,7 @@ impl Disk {
         let content = [self.rounds as u8 | 1; 4096];
         peer.write(peer::DATA, &content);
         for (number, kind, data) in [(1, WRITE, peer::DATA), (2, FLUSH, 0), (3, READ, peer::DATA + 4096)] {
-            peer.put(0, kind, block * 8, data, if kind == FLUSH { 0 } else { 4096 });
+            peer.add_request(0, kind, block * 8, data, if kind == FLUSH { 0 } else { 4096 });
             peer.kick(0);
             wait_for("an answer", || (peer.used(0) == number).then_some(()));
             assert_eq!(peer.status(), 0, "request {number}");
@@ -253,12 +253,12 @@ fn wait_for<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
 }
 
 /// Returns the number of entries in a directory of this process in `/proc`.
-fn entries(of: &str) -> usize {
-    fs::read_dir(format!("/proc/self/{of}")).unwrap().count()
+fn count_proc_entries(directory: &str) -> usize {
+    fs::read_dir(format!("/proc/self/{directory}")).unwrap().count()
 }
 
 /// Returns the bytes of private memory of this process.
-fn resident() -> u64 {
+fn private_memory() -> u64 {
     let text = fs::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10

@@ -20,7 +20,7 @@ pub const QUEUES: u16 = 2;
 /// Bytes of the guest's memory.
 pub const MEMORY: u64 = 4 << 20;
 /// Address of that memory in the front end.
-pub const FRONT: u64 = 0x7f00_0000_0000;
+pub const FRONT_END_ADDRESS: u64 = 0x7f00_0000_0000;
 /// Addresses of requests' headers and data.
 pub const HEADER: u64 = 0x20_0000;
 pub const STATUS: u64 = 0x20_0100;
@@ -182,7 +182,7 @@ impl Peer {
         self.send_valid(ask::SET_OWNER, &[], &[]);
         self.send_valid(ask::SET_FEATURES, &message([offered & features]), &[]);
         let memory = self.memory.try_clone().unwrap();
-        let is_open = self.send_valid(ask::SET_MEM_TABLE, &table(0, MEMORY, FRONT, 0), &[memory.as_fd()]);
+        let is_open = self.send_valid(ask::SET_MEM_TABLE, &table(0, MEMORY, FRONT_END_ADDRESS, 0), &[memory.as_fd()]);
         if tracks && is_open {
             let about = [message([0, 0]), QUEUES.to_ne_bytes().to_vec(), 1024u16.to_ne_bytes().to_vec(), vec![0; 4]];
             let Some((about, Some(file))) = self.ask(ask::GET_INFLIGHT_FD, &about.concat()[..]) else { return false };
@@ -205,7 +205,8 @@ impl Peer {
         self.sizes[usize::from(queue)] = size;
         let (descriptors, available, used) = rings(queue);
         let number = u32::from(queue);
-        let address = message([FRONT + descriptors, FRONT + used, FRONT + available, 0]);
+        let address =
+            message([FRONT_END_ADDRESS + descriptors, FRONT_END_ADDRESS + used, FRONT_END_ADDRESS + available, 0]);
         let event = |events: &[OwnedFd]| events[usize::from(queue)].try_clone().unwrap();
         let (kick, call) = (event(&self.kicks), event(&self.calls));
         self.send_valid(ask::SET_VRING_NUM, &state(number, size.into()), &[]);
@@ -255,7 +256,7 @@ impl Peer {
     }
 
     /// Adds a request as a driver does.
-    pub fn put(&mut self, queue: u16, kind: u32, sector: u64, data: u64, len: u32) {
+    pub fn add_request(&mut self, queue: u16, kind: u32, sector: u64, data: u64, len: u32) {
         let (descriptors, _, _) = rings(queue);
         let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
         self.write(HEADER, &header);

@@ -37,7 +37,7 @@ pub(super) enum Message {
     /// [`Answer::Failed`].
     Go(Go),
     /// Queries a VM's status. Sent instead of [`Message::Hello`], and answered by [`Answer::Found`].
-    Ask { version: u32, name: Name },
+    ControlCommand { version: u32, name: Name },
 }
 
 /// The description of a VM that is to be moved.

@@ -4,7 +4,7 @@
 use crate::error::CheckpointError;
 use crate::runs::{BlockRuns, merged, no_pages};
 use crate::target::Target;
-use rekindle_disk::control::{Ask, Control, ControlError};
+use rekindle_disk::control::{Control, ControlCommand, ControlError};
 use rekindle_disk::memory::Span;
 use rekindle_memory::ram::GuestRam;
 use rekindle_memory::tracker::Dirty;
@@ -54,7 +54,7 @@ impl DiskServers {
 
     pub fn stop_recording(mut self) {
         for control in &mut self.controls {
-            if let Err(e) = control.ask::<bool>(&Ask::Note { pid: None }) {
+            if let Err(e) = control.ask::<bool>(&ControlCommand::RecordPages { pid: None }) {
                 tracing::debug!("cannot stop the record of a disk server: {e}");
             }
         }
@@ -67,7 +67,7 @@ impl DiskServers {
 fn start_record(control: &mut Control, qemu_pid: u32) -> Result<bool, ControlError> {
     let deadline = Instant::now() + CONNECT_TIMEOUT;
     loop {
-        match control.ask(&Ask::Note { pid: Some(qemu_pid) }) {
+        match control.ask(&ControlCommand::RecordPages { pid: Some(qemu_pid) }) {
             Err(ControlError::Refused { .. }) if Instant::now() < deadline => thread::sleep(CONNECT_POLL_INTERVAL),
             answer => return answer,
         }

@@ -3,12 +3,12 @@
 use crate::cli::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 use crate::output::{Output, bytes};
 use anyhow::{Context, Result, bail};
-use rekindle_disk::control::{Ask, Control, ControlError};
+use rekindle_disk::control::{Control, ControlCommand, ControlError};
 use rekindle_disk::engine::Settings;
 use rekindle_disk::engine::command::Status;
 use rekindle_disk::image::OpenMode;
+use rekindle_disk::keeper::LogOptions;
 use rekindle_disk::limit::Limits;
-use rekindle_disk::redo::keeper::LogOptions;
 use rekindle_disk::redo::offline::{default_directory, inspect_log, merge_all};
 use rekindle_disk::redo::recover::DiskVersion;
 use rekindle_disk::server::{Service, serve};
@@ -41,22 +41,22 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
         }
         Disk::Limit(DiskLimit { at, rate }) => {
             let Limits { bps, iops } = limits(&rate);
-            control(&at)?.ask::<()>(&Ask::Limit { bps, iops })?;
+            control(&at)?.ask::<()>(&ControlCommand::SetLimits { bps, iops })?;
             output.result(&json!({"bps": bps, "iops": iops}), "done")?;
         }
         Disk::Resize(at) => {
-            let length: u64 = control(&at)?.ask(&Ask::Resize {})?;
+            let length: u64 = control(&at)?.ask(&ControlCommand::UpdateLength {})?;
             output.result(&json!({"bytes": length}), format!("the disk has {} now", bytes(length)))?;
         }
         Disk::Keep(at) => {
-            let blocks: u64 = control(&at)?.ask(&Ask::Keep { claim: None })?;
+            let blocks: u64 = control(&at)?.ask(&ControlCommand::KeepCache { claim: None })?;
             output.result(
                 &json!({"blocks": blocks}),
                 format!("{} are retained for the guest's next boot", bytes(blocks * 4096)),
             )?;
         }
         Disk::Drop(at) => {
-            control(&at)?.ask::<()>(&Ask::Drop {})?;
+            control(&at)?.ask::<()>(&ControlCommand::DropCache {})?;
             output.result(&json!({}), "done")?;
         }
         Disk::Merge(DiskMerge { image, redo, image_renamed_from, dry_run, buffered }) => {
@@ -79,7 +79,7 @@ pub fn run(output: &Output, disk: Disk) -> Result<ExitCode> {
             output.result(&json!({"epochs": merged}), text)?;
         }
         Disk::End(at) => {
-            control(&at)?.ask::<()>(&Ask::End {})?;
+            control(&at)?.ask::<()>(&ControlCommand::End {})?;
             output.result(&json!({}), "done")?;
         }
     }
@@ -168,10 +168,10 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
     let settings = Settings {
         serial,
         limits: limits(&rate),
-        map: !no_map,
+        has_block_map: !no_map,
         queues,
         retain_for: attic_keep.map(|keep| Duration::from_millis(keep.as_millis())),
-        filling: Arc::new(AtomicBool::new(filling)),
+        is_filling: Arc::new(AtomicBool::new(filling)),
     };
     let mode = OpenMode { readonly, direct: !buffered };
     let service = Service {
@@ -181,7 +181,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
         control: control.clone(),
         redo,
         settings,
-        waits: wait,
+        is_awaiting_epoch: wait,
     };
     // A signal ends the server as `rekindle disk end` does, after all requests are done.
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
@@ -190,7 +190,7 @@ fn serve_disk(output: &Output, arguments: DiskServe) -> Result<ExitCode> {
     let waiting = thread::spawn(move || {
         if signals.forever().next().is_some() {
             let ended: Result<(), ControlError> =
-                Control::connect(&at).and_then(|mut control| control.ask(&Ask::End {}));
+                Control::connect(&at).and_then(|mut control| control.ask(&ControlCommand::End {}));
             if let Err(e) = ended {
                 tracing::debug!("the server has already ended: {e}");
             }
@@ -213,8 +213,8 @@ fn draw(status: &Status) -> String {
     let Status {
         bytes: length,
         active,
-        under_way,
-        mapped,
+        requests_in_progress,
+        mapped_blocks,
         map_bytes,
         retained,
         emptied,
@@ -226,9 +226,9 @@ fn draw(status: &Status) -> String {
     } = status;
     let state = if *active { "in use" } else { "not in use" };
     let mut text = format!(
-        "{}, {state}, {under_way} requests in progress; {} of its guest's cache are mapped ({} for the map)",
+        "{}, {state}, {requests_in_progress} requests in progress; {} of its guest's cache are mapped ({} for the map)",
         bytes(*length),
-        bytes(*mapped as u64 * 4096),
+        bytes(*mapped_blocks as u64 * 4096),
         bytes(*map_bytes as u64)
     );
     if let Some((blocks, counts)) = retained.or(emptied.map(|counts| (0, counts))) {

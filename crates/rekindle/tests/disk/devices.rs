@@ -62,7 +62,7 @@ fn a_failing_device_causes_errors_in_the_guest_only_for_the_failing_blocks() {
     assert_eq!(read(&guest, 0, KEPT), digest(&device.backing, 0, KEPT), "the other blocks can be read");
     ask(&guest, "write vda 10 16 2");
     let status = status(&guest);
-    assert!(status.active && status.under_way == 0, "{status:?}");
+    assert!(status.active && status.requests_in_progress == 0, "{status:?}");
     // Repair the device.
     small.empty();
     device.repair();

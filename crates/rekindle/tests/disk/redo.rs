@@ -2,11 +2,11 @@
 //! whose sealed epoch is damaged.
 
 use crate::common::Lab;
+use rekindle_disk::redo::directory::LogDirectory;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
-use rekindle_disk::redo::format::{EntryKind, PAGE};
+use rekindle_disk::redo::format::{EntryKind, PAGE_BYTES};
 use rekindle_disk::redo::log::seal::SealRecord;
 use rekindle_disk::redo::log::{Log, SpaceLimit};
-use rekindle_disk::redo::state::LogDirectory;
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,15 +25,15 @@ fn image_with_log(lab: &Lab, name: &str) -> (PathBuf, PathBuf) {
     let mut log_dir = LogDirectory::create(LocalFiles::new(&redo, false), BYTES, Some(name.into())).unwrap();
     let mut log = Log::new(log_dir.state().disk, 1, 0, 0, u64::MAX);
     for epoch in [1, 2] {
-        log.add_ready(log_dir.prepare(epoch).unwrap());
+        log.add_ready(log_dir.create_segment(epoch).unwrap());
     }
-    let placed = log.allocate(PAGE, PAGE, EntryKind::Data, SpaceLimit::Enforced).unwrap();
-    let mut entry = Buffer::new(2 * PAGE as usize);
-    entry[PAGE as usize..].fill(1);
-    let header = log.header(&placed, &entry[PAGE as usize..]);
-    entry[..PAGE as usize].copy_from_slice(&header);
-    log.file(1).unwrap().write_at(&entry, placed.offset).unwrap();
-    log.written(&placed);
+    let placed = log.allocate(PAGE_BYTES, PAGE_BYTES, EntryKind::Data, SpaceLimit::Enforced).unwrap();
+    let mut entry = Buffer::new(2 * PAGE_BYTES as usize);
+    entry[PAGE_BYTES as usize..].fill(1);
+    let header = log.entry_header(&placed, &entry[PAGE_BYTES as usize..]);
+    entry[..PAGE_BYTES as usize].copy_from_slice(&header);
+    log.segment_file(1).unwrap().write_at(&entry, placed.offset).unwrap();
+    log.complete_write(&placed);
     let epoch = log.mark().unwrap();
     for segment in log.segments_to_seal(epoch).unwrap() {
         assert_eq!(segment.make_durable(&redo).unwrap(), SealRecord::Written);
@@ -73,7 +73,7 @@ fn the_log_of_another_image_is_neither_merged_nor_served() {
     // The image is renamed, as the option states.
     fs::rename(&a, &b).unwrap();
     lab.rekindle([&merge[..], &["--image-renamed-from", "a.raw"]].concat()).ok();
-    assert_eq!(fs::read(&b).unwrap()[PAGE as usize..2 * PAGE as usize], [1; PAGE as usize]);
+    assert_eq!(fs::read(&b).unwrap()[PAGE_BYTES as usize..2 * PAGE_BYTES as usize], [1; PAGE_BYTES as usize]);
     assert!(!redo.exists());
 }
 
@@ -83,7 +83,7 @@ fn a_damaged_sealed_epoch_is_not_merged_and_its_segment_is_named() {
     let (image, redo) = image_with_log(&lab, "disk.raw");
     let segment = redo.join("1.log");
     let mut bytes = fs::read(&segment).unwrap();
-    bytes[2 * PAGE as usize + 9] ^= 1;
+    bytes[2 * PAGE_BYTES as usize + 9] ^= 1;
     fs::write(&segment, bytes).unwrap();
     let before = content(&redo);
     for arguments in [&["disk", "merge", text(&image), "--buffered"][..], &["disk", "merge", text(&image), "--dry-run"]]

@@ -117,10 +117,10 @@ fn a_disk_follows_its_guest_from_qemu_to_qemu() {
         assert_eq!(server(&guest), Some(served_by), "{how}: the server was replaced");
     }
     // The server keeps its knowledge of the guest's cache when QEMU is replaced.
-    let known = status(&guest).mapped;
+    let known = status(&guest).mapped_blocks;
     guest.warm(&[]);
     assert_eq!(read(&guest, 3000, 16), digest(&path, 3000, 16));
-    assert!(status(&guest).mapped >= known, "{} of {known}", status(&guest).mapped);
+    assert!(status(&guest).mapped_blocks >= known, "{} of {known}", status(&guest).mapped_blocks);
 }
 
 #[test]

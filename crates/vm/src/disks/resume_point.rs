@@ -6,7 +6,7 @@
 use super::server::server_status;
 use super::{DisksError, Epochs, served};
 use crate::rundir::{RunDir, write_json};
-use rekindle_disk::redo::keeper::EpochId;
+use rekindle_disk::keeper::EpochId;
 use rekindle_qemu::command::{Disk, Hardware};
 use serde::{Deserialize, Serialize};
 use std::fs;

@@ -10,7 +10,7 @@ use super::server::{ask, connect};
 use crate::fault;
 use crate::rundir::RunDir;
 use rekindle_disk::block::BLOCK;
-use rekindle_disk::control::{Ask, Control};
+use rekindle_disk::control::{Control, ControlCommand};
 use rekindle_qemu::command::{Disk, Hardware};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -72,7 +72,7 @@ pub fn retain_caches(rundir: &RunDir, hardware: &Hardware) -> Option<RetainedCac
 pub fn reuse_caches(rundir: &RunDir, hardware: &Hardware) -> Option<RetainedCache> {
     let mut reused = Vec::new();
     for disk in served(hardware) {
-        match ask(rundir, &disk.id, &Ask::Reuse {}) {
+        match ask(rundir, &disk.id, &ControlCommand::ReuseCache {}) {
             Ok(blocks) => reused.push((disk, blocks)),
             Err(e) => tracing::warn!("what the guest has of disk {} is not used by its next kernel: {e}", disk.id),
         }
@@ -130,7 +130,7 @@ fn release_other_memories(servers: Vec<RetainingServer<'_>>) -> Vec<RetainingSer
 impl<'a> IdleServer<'a> {
     /// Makes the server release the guest's memory.
     fn release(mut self) {
-        if let Err(e) = self.control.ask::<()>(&Ask::Drop {}) {
+        if let Err(e) = self.control.ask::<()>(&ControlCommand::DropCache {}) {
             tracing::debug!("disk {}: {e}", self.disk.id);
         }
     }
@@ -138,7 +138,7 @@ impl<'a> IdleServer<'a> {
     /// Makes the server retain its blocks. `is_shared` means that other servers have blocks in the same memory.
     fn retain(mut self, rundir: &RunDir, is_shared: bool) -> Option<RetainingServer<'a>> {
         let claim = rundir.file(&format!("disk-{}.claim", self.disk.id));
-        match self.control.ask::<u64>(&Ask::Keep { claim: is_shared.then(|| claim.clone()) }) {
+        match self.control.ask::<u64>(&ControlCommand::KeepCache { claim: is_shared.then(|| claim.clone()) }) {
             Ok(0) => {
                 self.release();
                 None
@@ -157,7 +157,7 @@ impl RetainingServer<'_> {
     /// Gives the server the lists of frames that the others need.
     fn share(mut self, claims: &[PathBuf]) -> Option<Self> {
         let others = claims.iter().filter(|claim| **claim != self.claim).cloned().collect();
-        match self.idle.control.ask::<()>(&Ask::Share { claims: others }) {
+        match self.idle.control.ask::<()>(&ControlCommand::ShareCache { claims: others }) {
             Ok(()) => Some(self),
             Err(e) => {
                 // The other servers see that this one needs no frame.

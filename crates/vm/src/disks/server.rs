@@ -2,7 +2,7 @@
 
 use super::DisksError;
 use crate::rundir::RunDir;
-use rekindle_disk::control::{Ask, Control, ControlError};
+use rekindle_disk::control::{Control, ControlCommand, ControlError};
 use rekindle_disk::engine::command::Status;
 use rekindle_kernel::lockfile;
 use rekindle_kernel::output::last_lines;
@@ -49,7 +49,7 @@ pub(super) fn connect(rundir: &RunDir, id: &str) -> Result<Control, ControlError
 }
 
 /// Sends a command to a disk's server and returns its answer.
-pub(crate) fn ask<T: DeserializeOwned>(rundir: &RunDir, id: &str, command: &Ask) -> Result<T, ControlError> {
+pub(crate) fn ask<T: DeserializeOwned>(rundir: &RunDir, id: &str, command: &ControlCommand) -> Result<T, ControlError> {
     connect(rundir, id)?.ask(command)
 }
 
@@ -164,7 +164,7 @@ pub(super) fn end_server(rundir: &RunDir, disk: &Disk) -> Result<(), DisksError>
     if processes.is_empty() {
         return Ok(());
     }
-    let asked = ask::<()>(rundir, &disk.id, &Ask::End {});
+    let asked = ask::<()>(rundir, &disk.id, &ControlCommand::End {});
     if let Err(e) = &asked {
         tracing::debug!("the server of disk {} cannot be asked to end: {e}", disk.id);
     }

@@ -1,10 +1,10 @@
 use super::*;
+use rekindle_disk::redo::directory::LogDirectory;
 use rekindle_disk::redo::files::{LocalFiles, LogFile};
-use rekindle_disk::redo::format::{EntryKind, PAGE};
+use rekindle_disk::redo::format::{EntryKind, PAGE_BYTES, segment_name};
 use rekindle_disk::redo::log::seal::SealRecord;
 use rekindle_disk::redo::log::{Log, SpaceLimit};
 use rekindle_disk::redo::offline;
-use rekindle_disk::redo::state::{LogDirectory, segment_name};
 use rekindle_kernel::uring::Buffer;
 use rekindle_qemu::command::Ram;
 use std::fs::{File, OpenOptions};
@@ -60,14 +60,14 @@ fn make_log(image: &Path) -> Uuid {
     let mut log = Log::new(disk, 1, 0, 0, u64::MAX);
     for epoch in [1, 2] {
         for missing in log.missing_segments() {
-            log.add_ready(log_dir.prepare(missing).unwrap());
+            log.add_ready(log_dir.create_segment(missing).unwrap());
         }
-        let placed = log.allocate(0, PAGE, EntryKind::Data, SpaceLimit::Enforced).unwrap();
+        let placed = log.allocate(0, PAGE_BYTES, EntryKind::Data, SpaceLimit::Enforced).unwrap();
         let mut entry = Buffer::new(placed.length() as usize);
-        let header = log.header(&placed, &[0; PAGE as usize]);
-        entry[..PAGE as usize].copy_from_slice(&header);
-        log.file(epoch).unwrap().write_at(&entry, placed.offset).unwrap();
-        log.written(&placed);
+        let header = log.entry_header(&placed, &[0; PAGE_BYTES as usize]);
+        entry[..PAGE_BYTES as usize].copy_from_slice(&header);
+        log.segment_file(epoch).unwrap().write_at(&entry, placed.offset).unwrap();
+        log.complete_write(&placed);
         assert_eq!(log.mark(), Some(epoch));
         for segment in log.segments_to_seal(epoch).unwrap() {
             assert_eq!(segment.make_durable(image).unwrap(), SealRecord::Written);
@@ -89,7 +89,7 @@ fn damage_to_a_later_epoch_does_not_prevent_a_restore_of_an_older_checkpoint() {
         assert_eq!(redo_log_problems(&hardware, &epochs, LeftoverLogs::Use), Vec::<String>::new());
     }
     let segment = offline::default_directory(&image).join(segment_name(2));
-    OpenOptions::new().write(true).open(&segment).unwrap().write_all_at(&[0xff], PAGE + 20).unwrap();
+    OpenOptions::new().write(true).open(&segment).unwrap().write_all_at(&[0xff], PAGE_BYTES + 20).unwrap();
     assert_eq!(redo_log_problems(&hardware, &at(1), LeftoverLogs::Use), Vec::<String>::new());
     // For the newest version, and for the newer checkpoint.
     for epochs in [Epochs::new(), at(2)] {

@@ -1,11 +1,13 @@
-//! A connected QEMU: its memory and its queues.
+//! A connected QEMU: its memory and its queues, and the commands that change them.
 
 use super::FrontEnd;
 use super::queue::RunningQueue;
 use crate::channel;
 use crate::engine::catalog::BlockCatalog;
-use crate::engine::command::{ConnectionCommand, FrontendId, Notification, Refused};
+use crate::engine::command::{ConnectionCommand, Notification};
+use crate::engine::ids::ConnectionId;
 use crate::engine::io::Token;
+use crate::engine::refusal::Refusal;
 use crate::inflight::Inflight;
 use crate::memory::Memory;
 use crate::report::warn_limited;
@@ -39,56 +41,61 @@ impl Connection {
 
     pub fn notify_grown(&mut self) {
         self.is_growth_unreported = self.queues.is_empty();
-        if let Some(Err(e)) = self.channel.as_ref().map(channel::config_changed) {
+        if let Some(Err(e)) = self.channel.as_ref().map(channel::notify_config_changed) {
             warn_limited!("cannot notify QEMU that the disk has grown: {e}; the guest sees it after a reboot");
         }
     }
 }
 
 impl<B: BlockCatalog> FrontEnd<B> {
-    /// Carries out a command of a QEMU's session.
-    pub fn carry_out(&mut self, session: FrontendId, command: ConnectionCommand) {
+    /// Carries out a command of a connected QEMU.
+    pub fn carry_out(&mut self, connection_id: ConnectionId, command: ConnectionCommand) {
         match command {
-            ConnectionCommand::Join { process } => self.join(session, process),
-            ConnectionCommand::Leave => self.leave(session),
-            ConnectionCommand::Channel(channel, answer) => {
-                self.set_channel(session, channel);
+            ConnectionCommand::Join { process } => self.join(connection_id, process),
+            ConnectionCommand::Leave => self.leave(connection_id),
+            ConnectionCommand::SetChannel(channel, answer) => {
+                self.set_channel(connection_id, channel);
                 let _ = answer.send(Ok(()));
             }
-            ConnectionCommand::Memory(memory, answer) => drop(answer.send(self.set_memory(session, memory))),
-            ConnectionCommand::Inflight(inflight, answer) => drop(answer.send(self.set_inflight(session, inflight))),
-            ConnectionCommand::StartQueue(queue, rings, descriptors, answer) => {
-                drop(answer.send(self.start_queue(session, queue, &rings, descriptors)));
+            ConnectionCommand::SetMemory(memory, answer) => drop(answer.send(self.set_memory(connection_id, memory))),
+            ConnectionCommand::SetInflight(inflight, answer) => {
+                drop(answer.send(self.set_inflight(connection_id, inflight)));
             }
-            ConnectionCommand::Notification(queue, which, descriptor, answer) => {
-                drop(answer.send(self.set_notification(session, queue, which, descriptor)));
+            ConnectionCommand::StartQueue { queue_index, rings, descriptors, answer } => {
+                drop(answer.send(self.start_queue(connection_id, queue_index, &rings, descriptors)));
             }
-            ConnectionCommand::StopQueue(queue, answer) => self.stop_queue(session, queue, answer),
+            ConnectionCommand::SetNotification { queue_index, which, descriptor, answer } => {
+                drop(answer.send(self.set_notification(connection_id, queue_index, which, descriptor)));
+            }
+            ConnectionCommand::StopQueue { queue_index, answer } => {
+                self.stop_queue(connection_id, queue_index, answer);
+            }
         }
     }
 
     /// Adds a QEMU that has connected.
-    fn join(&mut self, session: FrontendId, process: Option<u32>) {
-        self.connections.insert(session, Connection { process, is_growth_unreported: true, ..Connection::default() });
+    fn join(&mut self, connection_id: ConnectionId, process: Option<u32>) {
+        self.connections
+            .insert(connection_id, Connection { process, is_growth_unreported: true, ..Connection::default() });
     }
 
     /// Removes a QEMU. Its requests in progress still complete, without notification. This includes requests that
     /// wait because the log is full.
-    fn leave(&mut self, session: FrontendId) {
-        let connection = self.connections.remove(&session);
-        for number in connection.iter().flat_map(|connection| connection.queues.keys()) {
-            self.io.stop_listening(Token::Kick(session, *number));
+    fn leave(&mut self, connection_id: ConnectionId) {
+        let connection = self.connections.remove(&connection_id);
+        for queue_index in connection.iter().flat_map(|connection| connection.queues.keys()) {
+            self.io.stop_listening(Token::Kick(connection_id, *queue_index));
         }
-        self.stopping.retain(|stopping| stopping.session != session);
-        if self.active == Some(session) {
+        self.stopping_queues.retain(|stopping| stopping.connection_id != connection_id);
+        if self.active == Some(connection_id) {
             self.active = None;
         }
-        self.written_pages.take_if(|pages| pages.session == session);
+        self.written_pages.take_if(|pages| pages.connection_id == connection_id);
         self.retry_waiting_parts();
     }
 
-    fn set_channel(&mut self, session: FrontendId, channel: OwnedFd) {
-        if let Some(connection) = self.connections.get_mut(&session) {
+    fn set_channel(&mut self, connection_id: ConnectionId, channel: OwnedFd) {
+        if let Some(connection) = self.connections.get_mut(&connection_id) {
             connection.channel = Some(channel);
         }
     }
@@ -98,37 +105,37 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.connections.values_mut().for_each(Connection::notify_grown);
     }
 
-    pub(super) fn connection(&mut self, session: FrontendId) -> Result<&mut Connection, Refused> {
-        self.connections.get_mut(&session).ok_or_else(|| Refused("there is no such front end".into()))
+    pub(super) fn connection(&mut self, connection_id: ConnectionId) -> Result<&mut Connection, Refusal> {
+        self.connections.get_mut(&connection_id).ok_or_else(|| Refusal("there is no such front end".into()))
     }
 
     /// Replaces a QEMU's memory. *Needs:* none of its queues runs.
-    fn set_memory(&mut self, session: FrontendId, memory: Arc<Memory>) -> Result<(), Refused> {
-        let connection = self.connection(session)?;
+    fn set_memory(&mut self, connection_id: ConnectionId, memory: Arc<Memory>) -> Result<(), Refusal> {
+        let connection = self.connection(connection_id)?;
         if connection.has_queues() {
-            return Err(Refused("its queues run, so its memory cannot be replaced".into()));
+            return Err(Refusal("its queues run, so its memory cannot be replaced".into()));
         }
         let previous = connection.memory.replace(Arc::clone(&memory));
-        if let Some(pages) = self.written_pages.as_mut().filter(|pages| pages.session == session) {
+        if let Some(pages) = self.written_pages.as_mut().filter(|pages| pages.connection_id == connection_id) {
             pages.remap(previous, &memory);
         }
         self.blocks.note_mapped(&memory);
         Ok(())
     }
 
-    fn set_inflight(&mut self, session: FrontendId, inflight: Inflight) -> Result<(), Refused> {
-        self.connection(session)?.inflight = Some(inflight);
+    fn set_inflight(&mut self, connection_id: ConnectionId, inflight: Inflight) -> Result<(), Refusal> {
+        self.connection(connection_id)?.inflight = Some(inflight);
         Ok(())
     }
 
     fn set_notification(
         &mut self,
-        session: FrontendId,
-        queue: u16,
+        connection_id: ConnectionId,
+        queue_index: u16,
         which: Notification,
         descriptor: Option<File>,
-    ) -> Result<(), Refused> {
-        if let Some(queue) = self.connection(session)?.queues.get_mut(&queue) {
+    ) -> Result<(), Refusal> {
+        if let Some(queue) = self.connection(connection_id)?.queues.get_mut(&queue_index) {
             match which {
                 Notification::Call => {
                     queue.call = descriptor;

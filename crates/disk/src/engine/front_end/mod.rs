@@ -16,27 +16,29 @@ mod queues;
 mod request;
 mod written_pages;
 
-use super::catalog::{BlockCatalog, PartId};
-use super::command::{Broken, FrontendId, Refused};
+use super::catalog::BlockCatalog;
+use super::command::BrokenQueue;
+use super::ids::{ConnectionId, PartId};
 use super::io::DiskIo;
+use super::refusal::{Answer, Refusal};
 use crate::limit::{Limits, Throttle};
 use crate::memory::Memory;
 use connection::Connection;
+use queue::RunningQueue;
 pub use queues::MAX_QUEUE_ENTRIES;
 use request::ActiveRequest;
 use slab::Slab;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 use std::time::Instant;
 use written_pages::WrittenPages;
 
 /// A queue that is being stopped.
 struct StoppingQueue {
-    session: FrontendId,
-    queue: u16,
+    connection_id: ConnectionId,
+    queue_index: u16,
     /// Receives the queue's position once none of its requests is in progress.
-    answer: Sender<Result<u16, Refused>>,
+    answer: Answer<u16>,
 }
 
 /// The connected QEMUs, their queues and their requests in progress.
@@ -46,19 +48,19 @@ pub(super) struct FrontEnd<B> {
     pub io: DiskIo,
     /// Serial number that the guest sees.
     serial: String,
-    connections: BTreeMap<FrontendId, Connection>,
+    connections: BTreeMap<ConnectionId, Connection>,
     /// The connection whose queues run.
-    active: Option<FrontendId>,
+    active: Option<ConnectionId>,
     /// Pages of the guest's memory that the server writes, for a protector.
     written_pages: Option<WrittenPages>,
-    stopping: Vec<StoppingQueue>,
+    stopping_queues: Vec<StoppingQueue>,
     requests: Slab<ActiveRequest>,
     /// Sequence number of the next request.
     next_sequence: u64,
     /// Bytes of all requests in progress.
     requested_bytes: u64,
     /// Parts that wait for space in the ring, or for the rate limit.
-    waiting: VecDeque<PartId>,
+    waiting_parts: VecDeque<PartId>,
     throttle: Throttle,
     /// Time at which the first part that waits for the rate limit may start.
     throttled_until: Option<Instant>,
@@ -67,7 +69,7 @@ pub(super) struct FrontEnd<B> {
     /// A queue may have more requests than one turn takes.
     has_more: bool,
     /// Number of answers that guests have not been notified of.
-    unnotified: usize,
+    unnotified_answers: usize,
     /// The server is ending: no request is taken any more.
     is_ending: bool,
 }
@@ -81,16 +83,16 @@ impl<B: BlockCatalog> FrontEnd<B> {
             connections: BTreeMap::new(),
             active: None,
             written_pages: None,
-            stopping: Vec::new(),
+            stopping_queues: Vec::new(),
             requests: Slab::new(),
             next_sequence: 0,
             requested_bytes: 0,
-            waiting: VecDeque::new(),
+            waiting_parts: VecDeque::new(),
             throttle: Throttle::new(limits, Instant::now()),
             throttled_until: None,
             has_room: false,
             has_more: false,
-            unnotified: 0,
+            unnotified_answers: 0,
             is_ending: false,
         }
     }
@@ -130,12 +132,12 @@ impl<B: BlockCatalog> FrontEnd<B> {
 
     /// Retries parts that wait for the redo log.
     pub fn retry_waiting_parts(&mut self) {
-        self.blocks.retry_waiting(&mut self.waiting);
+        self.blocks.retry_waiting(&mut self.waiting_parts);
     }
 
     /// Queues parts again that have waited for a redo log that has ended.
     pub fn requeue_parts(&mut self, parts: impl IntoIterator<Item = PartId>) {
-        self.waiting.extend(parts);
+        self.waiting_parts.extend(parts);
     }
 
     /// Returns the sequence number of the oldest request in progress.
@@ -161,8 +163,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
     }
 
     /// Rejects a command while a guest uses the disk or may continue with it.
-    pub fn check_unused(&self) -> Result<(), Refused> {
-        if self.is_used() { Err(Refused("a QEMU is still connected".into())) } else { Ok(()) }
+    pub fn check_unused(&self) -> Result<(), Refusal> {
+        if self.is_used() { Err(Refusal("a QEMU is still connected".into())) } else { Ok(()) }
     }
 
     /// Returns the memories of all connected QEMUs.
@@ -183,9 +185,11 @@ impl<B: BlockCatalog> FrontEnd<B> {
         self.active.is_some()
     }
 
-    pub fn broken_queues(&self) -> Vec<Broken> {
+    pub fn broken_queues(&self) -> Vec<BrokenQueue> {
         let queues = self.connections.values().flat_map(|connection| &connection.queues);
-        queues.filter_map(|(number, queue)| Some(Broken { queue: *number, why: queue.broken.clone()? })).collect()
+        let broken =
+            |(index, queue): (&u16, &RunningQueue)| Some(BrokenQueue { queue: *index, why: queue.why_broken.clone()? });
+        queues.filter_map(broken).collect()
     }
 }
 

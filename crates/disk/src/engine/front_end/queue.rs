@@ -47,6 +47,12 @@ pub(super) enum QueueStep {
     WaitForKick,
 }
 
+/// One queue's part of the record of requests in progress.
+pub(super) struct InflightQueue<'a> {
+    pub record: &'a mut Inflight,
+    pub queue_index: u16,
+}
+
 /// A queue that runs: its rings, its descriptors and its state.
 pub(super) struct RunningQueue {
     pub rings: Queue,
@@ -59,9 +65,9 @@ pub(super) struct RunningQueue {
     /// The queue is being stopped: no new requests are taken.
     pub is_stopping: bool,
     /// The reason why no request is taken any more.
-    pub broken: Option<String>,
+    pub why_broken: Option<String>,
     /// The used ring has entries that the guest has not been notified of.
-    has_unnotified: bool,
+    has_unnotified_answers: bool,
 }
 
 impl RunningQueue {
@@ -75,15 +81,15 @@ impl RunningQueue {
             error,
             unfinished: unfinished.into(),
             is_stopping: false,
-            broken: None,
-            has_unnotified: false,
+            why_broken: None,
+            has_unnotified_answers: false,
         }
     }
 
     /// Takes the next request from the queue.
     pub fn next_request(&mut self, memory: &Memory) -> Result<QueueStep, RingError> {
         let size = self.rings.size();
-        if self.broken.is_some() {
+        if self.why_broken.is_some() {
             return Ok(QueueStep::WaitForKick);
         }
         if let Some(head) = self.unfinished.pop_front() {
@@ -96,6 +102,7 @@ impl RunningQueue {
         self.next_available(memory)
     }
 
+    /// Takes the next request from the available ring.
     fn next_available(&mut self, memory: &Memory) -> Result<QueueStep, RingError> {
         let size = self.rings.size();
         let map: &GuestMemoryMmap<WriteMarks> = &memory.map;
@@ -107,7 +114,7 @@ impl RunningQueue {
                 let index = index.map_err(RingError::Access)?.0;
                 return Err(RingError::Index { index, next, size });
             }
-            other => other.map_err(RingError::Access)?,
+            iterator => iterator.map_err(RingError::Access)?,
         };
         match available.next().map(|chain| chain.head_index()) {
             Some(head) if head < size => Ok(QueueStep::ServeNew { head }),
@@ -116,8 +123,8 @@ impl RunningQueue {
                 Err(RingError::Head { head, size })
             }
             None => {
-                let has_more = self.rings.enable_notification(map).map_err(RingError::Access)?;
-                Ok(if has_more { QueueStep::Retry } else { QueueStep::WaitForKick })
+                let has_new_request = self.rings.enable_notification(map).map_err(RingError::Access)?;
+                Ok(if has_new_request { QueueStep::Retry } else { QueueStep::WaitForKick })
             }
         }
     }
@@ -136,23 +143,30 @@ impl RunningQueue {
     pub fn answer(
         &mut self,
         memory: &Memory,
-        inflight: Option<(&mut Inflight, u16)>,
+        inflight: Option<InflightQueue<'_>>,
         head: u16,
         written: u32,
     ) -> Result<std::io::Result<()>, RingError> {
-        let mut inflight = inflight;
-        let noted = inflight.as_mut().map_or(Ok(()), |(inflight, number)| inflight.answering(*number, head));
+        let Some(InflightQueue { record, queue_index }) = inflight else {
+            self.add_used(memory, head, written)?;
+            return Ok(Ok(()));
+        };
+        let recorded = record.record_answering(queue_index, head);
+        self.add_used(memory, head, written)?;
+        Ok(recorded.and_then(|()| record.record_answered(queue_index, head, self.rings.next_used())))
+    }
+
+    fn add_used(&mut self, memory: &Memory, head: u16, written: u32) -> Result<(), RingError> {
         self.rings.add_used(&memory.map, head, written).map_err(RingError::Access)?;
-        let used = self.rings.next_used();
-        let noted =
-            noted.and_then(|()| inflight.map_or(Ok(()), |(inflight, number)| inflight.answered(number, head, used)));
-        self.has_unnotified = true;
-        Ok(noted)
+        self.has_unnotified_answers = true;
+        Ok(())
     }
 
     /// Notifies the guest of new entries in the used ring, if its driver requires that.
     pub fn notify(&mut self, memory: &Memory) {
-        if std::mem::take(&mut self.has_unnotified) && self.rings.needs_notification(&memory.map).unwrap_or(true) {
+        if std::mem::take(&mut self.has_unnotified_answers)
+            && self.rings.needs_notification(&memory.map).unwrap_or(true)
+        {
             self.interrupt();
         }
     }
@@ -163,18 +177,18 @@ impl RunningQueue {
     }
 
     /// Stops taking requests permanently. Returns whether the queue was not broken before.
-    pub fn break_off(&mut self, error: &RingError) -> bool {
-        let is_first = self.broken.is_none();
-        if is_first {
-            self.broken = Some(error.to_string());
+    pub fn set_broken(&mut self, error: &RingError) -> bool {
+        let is_first_error = self.why_broken.is_none();
+        if is_first_error {
+            self.why_broken = Some(error.to_string());
             self.error.iter().for_each(signal);
         }
-        is_first
+        is_first_error
     }
 
     /// Returns whether requests of a previous server are still to be done.
     pub fn has_unfinished(&self) -> bool {
-        self.broken.is_none() && !self.unfinished.is_empty()
+        self.why_broken.is_none() && !self.unfinished.is_empty()
     }
 }
 

@@ -16,7 +16,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
 /// Smallest piece, in bytes, that is worth passing to the thread.
-pub(super) const LARGE: usize = 128 << 10;
+pub(super) const MIN_PIECE_BYTES: usize = 128 << 10;
 /// Most pieces in the thread's queue.
 const MAX_QUEUED_PIECES: usize = 4;
 
@@ -37,6 +37,7 @@ pub(super) struct DigestedPiece {
 }
 
 impl Piece {
+    /// Digests the piece on the calling thread.
     pub fn digest(self) -> DigestedPiece {
         let Self { pending, buffer, bytes, digester } = self;
         let digests = digests(digester, buffer.get(bytes).unwrap_or_default()).collect();
@@ -46,7 +47,7 @@ impl Piece {
 
 /// Returns the digests of whole blocks.
 pub(super) fn digests(digester: Digester, bytes: &[u8]) -> impl Iterator<Item = Digest> {
-    bytes.as_chunks::<BLOCK>().0.iter().map(move |block| digester.of(block))
+    bytes.as_chunks::<BLOCK>().0.iter().map(move |block| digester.digest(block))
 }
 
 /// A handle to the thread, which ends when the handle is dropped.
@@ -63,11 +64,11 @@ impl DigestThread {
     /// # Errors
     /// If no thread can be started.
     pub fn start(wake: Arc<OwnedFd>) -> io::Result<Self> {
-        let (pieces, work) = channel::<Piece>();
-        let (results, digested) = channel();
+        let (pieces, queued_pieces) = channel::<Piece>();
+        let (digested_sender, digested) = channel();
         thread::Builder::new().name("disk-digest".into()).spawn(move || {
-            for piece in work {
-                if results.send(piece.digest()).is_err() {
+            for piece in queued_pieces {
+                if digested_sender.send(piece.digest()).is_err() {
                     return;
                 }
                 let _ = write(&wake, &1u64.to_ne_bytes());
@@ -85,21 +86,21 @@ impl DigestThread {
     ///
     /// # Errors
     /// The piece, if the thread has ended.
-    pub fn give(&mut self, piece: Piece) -> Result<(), Piece> {
-        self.pieces.send(piece).map_err(|refused| refused.0)?;
+    pub fn send(&mut self, piece: Piece) -> Result<(), Piece> {
+        self.pieces.send(piece).map_err(|unsent| unsent.0)?;
         self.outstanding += 1;
         Ok(())
     }
 
     /// Returns a digested piece, if there is one.
-    pub fn take_back(&mut self) -> Option<DigestedPiece> {
+    pub fn try_receive(&mut self) -> Option<DigestedPiece> {
         let piece = self.digested.try_recv().ok()?;
         self.outstanding -= 1;
         Some(piece)
     }
 
     /// Waits for a digested piece. `None`: the thread has no piece, or has ended.
-    pub fn wait_back(&mut self) -> Option<DigestedPiece> {
+    pub fn receive(&mut self) -> Option<DigestedPiece> {
         if self.outstanding == 0 {
             return None;
         }

@@ -21,14 +21,14 @@ mod retain;
 use super::Settings;
 use super::catalog::{Direction, MovedBlocks};
 use super::io::BufferPool;
-use crate::block::{BLOCK, touched};
+use crate::block::{BLOCK, overlapping_blocks};
 use crate::block_map::{BlockMap, Frame};
 use crate::digest::{Digest, Digester};
 use crate::ledger::Ledger;
 use crate::memory::Memory;
-use crate::request::{Kind, Range};
+use crate::request::{DiskRange, RequestKind};
 use crate::retained::RetainedCache;
-use digest_thread::{DigestThread, DigestedPiece, LARGE, Piece, digests};
+use digest_thread::{DigestThread, DigestedPiece, MIN_PIECE_BYTES, Piece, digests};
 use rekindle_kernel::uring::Buffer;
 use retain::RetainedState;
 use slab::Slab;
@@ -51,7 +51,7 @@ pub(super) struct RebootCache {
     pending: Slab<MovedBlocks>,
     /// Maintain a block map, for a warm cache.
     is_enabled: bool,
-    map: Option<GuestMap>,
+    guest_map: Option<GuestMap>,
     retained: Option<RetainedCache>,
     state: RetainedState,
     /// How long to keep a retained cache.
@@ -70,8 +70,8 @@ impl RebootCache {
             digester: Digester::new()?,
             digest_thread: DigestThread::start(wake)?,
             pending: Slab::new(),
-            is_enabled: settings.map,
-            map: None,
+            is_enabled: settings.has_block_map,
+            guest_map: None,
             retained: None,
             state: RetainedState::new(),
             retain_for: settings.retain_for,
@@ -81,38 +81,38 @@ impl RebootCache {
 
     /// Returns whether moved blocks are recorded.
     pub fn records_moves(&self) -> bool {
-        self.map.is_some()
+        self.guest_map.is_some()
     }
 
     /// Returns the number of blocks in the block map.
     pub fn mapped_blocks(&self) -> usize {
-        self.map.as_ref().map_or(0, |map| map.blocks.len())
+        self.guest_map.as_ref().map_or(0, |map| map.blocks.len())
     }
 
     /// Returns the memory of the block map in bytes.
     pub fn map_bytes(&self) -> usize {
-        self.map.as_ref().map_or(0, |map| map.blocks.bytes())
+        self.guest_map.as_ref().map_or(0, |map| map.blocks.bytes())
     }
 
     /// Records the blocks of a request in the ledger, before any of it is done.
-    pub fn record_request(&mut self, kind: &Kind) {
-        let blocks = |range: &Range| touched(range.at, range.bytes);
-        match kind {
-            Kind::Read(range) => self.ledger.record_read(blocks(range)),
-            Kind::Write(range) => self.ledger.record_write(blocks(range)),
-            Kind::Discard(ranges) => ranges.iter().for_each(|range| self.ledger.record_write(blocks(range))),
-            Kind::Zeroes(ranges) => ranges.iter().for_each(|(range, _)| self.ledger.record_write(blocks(range))),
-            Kind::Flush | Kind::Identity => {}
+    pub fn record_request(&mut self, kind: &RequestKind) {
+        for range in kind.ranges() {
+            let blocks = overlapping_blocks(range.start, range.bytes);
+            if kind.changes_disk() {
+                self.ledger.record_write(blocks);
+            } else {
+                self.ledger.record_read(blocks);
+            }
         }
     }
 
     /// Forgets the content of blocks that are about to change.
-    pub fn forget_blocks(&mut self, range: Range) {
-        let blocks = touched(range.at, range.bytes);
+    pub fn forget_blocks(&mut self, range: DiskRange) {
+        let blocks = overlapping_blocks(range.start, range.bytes);
         if let Some(retained) = &mut self.retained {
             retained.changed(blocks.clone());
         }
-        if let Some(map) = &mut self.map {
+        if let Some(map) = &mut self.guest_map {
             map.blocks.take_all(blocks, |_| ());
             let overlapping = self.pending.iter_mut().filter(|(_, moved)| moved.overlaps(range));
             overlapping.for_each(|(_, moved)| moved.is_stale = true);
@@ -120,26 +120,26 @@ impl RebootCache {
     }
 
     /// Forgets in which frames blocks are.
-    pub fn forget_moved(&mut self, range: Range) {
-        if let Some(map) = &mut self.map {
-            map.blocks.take_all(touched(range.at, range.bytes), |_| ());
+    pub fn forget_moved(&mut self, range: DiskRange) {
+        if let Some(map) = &mut self.guest_map {
+            map.blocks.take_all(overlapping_blocks(range.start, range.bytes), |_| ());
         }
     }
 
     /// Records that a block with this digest was moved to a frame.
     pub fn record_served(&mut self, block: u64, frame: Frame, digest: Digest) {
-        if let Some(map) = &mut self.map {
+        if let Some(map) = &mut self.guest_map {
             map.blocks.moved(block, frame, digest);
         }
     }
 
-    /// Records moved blocks, whose data begins at byte `start` of the buffer. Returns the buffer if it is not needed
-    /// any more.
-    pub fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, start: usize) -> Option<Buffer> {
-        let bytes = start..start + moved.frames.len() * BLOCK;
-        if bytes.len() >= LARGE && !moved.is_stale && self.digest_thread.is_free() {
+    /// Records moved blocks, whose data begins at byte `data_offset` of the buffer. Returns the buffer if it is not
+    /// needed any more.
+    pub fn record_moved(&mut self, moved: MovedBlocks, buffer: Buffer, data_offset: usize) -> Option<Buffer> {
+        let bytes = data_offset..data_offset + moved.frames.len() * BLOCK;
+        if bytes.len() >= MIN_PIECE_BYTES && !moved.is_stale && self.digest_thread.is_free() {
             let pending = self.pending.insert(moved);
-            return match self.digest_thread.give(Piece { pending, buffer, bytes, digester: self.digester }) {
+            return match self.digest_thread.send(Piece { pending, buffer, bytes, digester: self.digester }) {
                 Ok(()) => None,
                 // The digest thread has ended: digest the piece on this thread.
                 Err(piece) => Some(self.record_piece(piece.digest())),
@@ -149,6 +149,7 @@ impl RebootCache {
         Some(buffer)
     }
 
+    /// Records a digested piece. Returns its buffer.
     fn record_piece(&mut self, piece: DigestedPiece) -> Buffer {
         let DigestedPiece { pending, buffer, digests } = piece;
         if let Some(moved) = self.pending.try_remove(pending) {
@@ -159,11 +160,11 @@ impl RebootCache {
 
     /// Enters moved blocks into the block map.
     fn enter(&mut self, moved: &MovedBlocks, digests: impl Iterator<Item = Digest>) {
-        let Some(map) = &mut self.map else { return };
-        let is_known = Arc::ptr_eq(&map.memory, &moved.memory) && !moved.is_stale;
-        for (block, (frame, digest)) in (moved.first..).zip(moved.frames.iter().zip(digests)) {
+        let Some(map) = &mut self.guest_map else { return };
+        let is_current = Arc::ptr_eq(&map.memory, &moved.memory) && !moved.is_stale;
+        for (block, (frame, digest)) in (moved.first_block..).zip(moved.frames.iter().zip(digests)) {
             match frame {
-                Some(frame) if is_known => map.blocks.moved(block, *frame, digest),
+                Some(frame) if is_current => map.blocks.moved(block, *frame, digest),
                 // A written block that is in no frame: its content in the block map is outdated.
                 _ if moved.direction == Direction::GuestToDisk => map.blocks.changed(block),
                 _ => {}
@@ -173,7 +174,7 @@ impl RebootCache {
 
     /// Records the pieces that have been digested.
     pub fn record_digested(&mut self, buffers: &mut BufferPool) {
-        while let Some(piece) = self.digest_thread.take_back() {
+        while let Some(piece) = self.digest_thread.try_receive() {
             buffers.put_back(Some(self.record_piece(piece)));
         }
     }
@@ -182,7 +183,7 @@ impl RebootCache {
     /// milliseconds at most.
     pub fn record_all(&mut self, buffers: &mut BufferPool) {
         while !self.pending.is_empty()
-            && let Some(piece) = self.digest_thread.wait_back()
+            && let Some(piece) = self.digest_thread.receive()
         {
             buffers.put_back(Some(self.record_piece(piece)));
         }

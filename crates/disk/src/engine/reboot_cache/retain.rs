@@ -6,8 +6,8 @@ use crate::background::run_in_background;
 use crate::block_map::BlockMap;
 use crate::digest::Digest;
 use crate::engine::catalog::DriverState;
-use crate::engine::command::Refused;
 use crate::engine::io::BufferPool;
+use crate::engine::refusal::Refusal;
 use crate::memory::Memory;
 use crate::report::warn_limited;
 use crate::retained::{CacheCounts, RetainedCache};
@@ -24,7 +24,7 @@ pub(super) struct RetainedState {
     /// The next start of the guest's driver turns the block map into a retained cache in the same memory.
     is_reuse_announced: bool,
     /// Time at which the retained cache was created.
-    since: Instant,
+    created: Instant,
     /// Time of the last update.
     updated: Instant,
     /// The cache's memory is to be released between requests.
@@ -36,7 +36,7 @@ pub(super) struct RetainedState {
 impl RetainedState {
     pub fn new() -> Self {
         let now = Instant::now();
-        Self { is_reuse_announced: false, since: now, updated: now, is_releasing: false, final_counts: None }
+        Self { is_reuse_announced: false, created: now, updated: now, is_releasing: false, final_counts: None }
     }
 }
 
@@ -45,9 +45,9 @@ impl RebootCache {
         self.retained.is_some()
     }
 
-    /// Copies blocks from `first` on out of the retained cache, like [`RetainedCache::take`].
-    pub fn take_retained(&mut self, first: u64, into: &mut [u8]) -> Vec<Option<Digest>> {
-        self.retained.as_mut().map_or(Vec::new(), |retained| retained.take(first, into))
+    /// Copies blocks from `first_block` on out of the retained cache, like [`RetainedCache::take`].
+    pub fn take_retained(&mut self, first_block: u64, target: &mut [u8]) -> Vec<Option<Digest>> {
+        self.retained.as_mut().map_or(Vec::new(), |retained| retained.take(first_block, target))
     }
 
     /// Returns the retained cache, unless it serves nothing any more.
@@ -78,7 +78,7 @@ impl RebootCache {
     /// Prepares to record the blocks of a guest in `memory`. Called when one of its queues starts.
     pub fn begin_records(&mut self, memory: &Arc<Memory>, driver: DriverState, buffers: &mut BufferPool) {
         if driver == DriverState::Started && std::mem::take(&mut self.state.is_reuse_announced) {
-            self.begin_reuse(buffers);
+            self.start_reuse(buffers);
         }
         if self.is_enabled {
             self.prepare_map(memory, buffers);
@@ -87,16 +87,16 @@ impl RebootCache {
 
     /// Turns the block map into a retained cache in the same memory, in which the guest has started another kernel.
     /// The blocks that the previous kernel cached stay in memory until the new kernel uses the frames.
-    fn begin_reuse(&mut self, buffers: &mut BufferPool) {
+    fn start_reuse(&mut self, buffers: &mut BufferPool) {
         self.record_all(buffers);
-        let Some(GuestMap { blocks, memory }) = self.map.take() else { return };
+        let Some(GuestMap { blocks, memory }) = self.guest_map.take() else { return };
         match RetainedCache::in_running_guest(&memory, blocks, self.digester) {
             Ok(retained) => {
                 // Of two previous kernels, the blocks of the older one are less useful.
                 if let Some(previous) = self.retained.replace(retained) {
                     run_in_background("retained", previous, drop);
                 }
-                (self.state.final_counts, self.state.since) = (None, Instant::now());
+                (self.state.final_counts, self.state.created) = (None, Instant::now());
             }
             Err(e) => warn_limited!("cannot use what the guest's previous kernel cached: {e}"),
         }
@@ -106,12 +106,12 @@ impl RebootCache {
     /// or if the memory table divides the memory differently, as firmware and kernel do.
     fn prepare_map(&mut self, memory: &Arc<Memory>, buffers: &mut BufferPool) {
         self.record_all(buffers);
-        match &mut self.map {
+        match &mut self.guest_map {
             Some(map) if map.memory.is_same(memory) => map.memory = Arc::clone(memory),
             _ => {
                 let blocks = BlockMap::try_new(memory.frames());
-                self.map = blocks.map(|blocks| GuestMap { blocks, memory: Arc::clone(memory) });
-                if self.map.is_none() {
+                self.guest_map = blocks.map(|blocks| GuestMap { blocks, memory: Arc::clone(memory) });
+                if self.guest_map.is_none() {
                     warn_limited!(
                         "the host has no memory for the block map: the cache will be cold after the next reboot"
                     );
@@ -130,40 +130,40 @@ impl RebootCache {
 
     /// Turns the memory of the ended guest into the retained cache of the next guest. Returns the number of blocks in
     /// the cache. `claim`: see [`RetainedCache::new`].
-    pub fn keep(&mut self, claim: Option<&Path>, buffers: &mut BufferPool) -> Result<usize, Refused> {
-        let failed = |e: io::Error| {
+    pub fn keep(&mut self, claim: Option<&Path>, buffers: &mut BufferPool) -> Result<usize, Refusal> {
+        let claim_failed = |e: io::Error| {
             let file = claim.map_or(String::new(), |path| format!("{}: ", path.display()));
-            Refused(format!("{file}cannot record which of the guest's memory is needed: {e}"))
+            Refusal(format!("{file}cannot record which of the guest's memory is needed: {e}"))
         };
         self.record_all(buffers);
-        let Some(GuestMap { blocks, memory }) = self.map.take() else {
+        let Some(GuestMap { blocks, memory }) = self.guest_map.take() else {
             // The command is repeated by a process that finishes an interrupted operation: the disk was not used
             // since.
             let Some(retained) = self.retained.as_mut().filter(|retained| !retained.is_discarded()) else {
                 return Ok(0);
             };
-            claim.map_or(Ok(()), |path| retained.publish(path)).map_err(failed)?;
+            claim.map_or(Ok(()), |path| retained.publish(path)).map_err(claim_failed)?;
             return Ok(retained.len());
         };
         // The previous cache is dropped first: the new cache's claim may have the same file.
         self.retained = None;
-        (self.state.final_counts, self.state.since) = (None, Instant::now());
+        (self.state.final_counts, self.state.created) = (None, Instant::now());
         self.state.is_reuse_announced = false;
         if blocks.is_empty() {
             return Ok(0);
         }
-        let retained = self.retained.insert(RetainedCache::new(&memory, blocks, self.digester, claim).map_err(failed)?);
-        let kept = retained.len();
+        let retained = RetainedCache::new(&memory, blocks, self.digester, claim).map_err(claim_failed)?;
+        let kept_blocks = self.retained.insert(retained).len();
         Memory::unmap_in_background(memory);
-        Ok(kept)
+        Ok(kept_blocks)
     }
 
     /// Sets the files in which the servers of the VM's other disks show which frames they need.
-    pub fn share(&mut self, claims: &[PathBuf]) -> Result<(), Refused> {
+    pub fn share(&mut self, claims: &[PathBuf]) -> Result<(), Refusal> {
         let Some(retained) = self.retained.as_mut() else {
-            return Err(Refused("there is no retained cache".into()));
+            return Err(Refusal("there is no retained cache".into()));
         };
-        retained.share(claims).map_err(|e| Refused(format!("cannot read which memory the VM's other disks need: {e}")))
+        retained.share(claims).map_err(|e| Refusal(format!("cannot read which memory the VM's other disks need: {e}")))
     }
 
     /// Discards the retained cache while a guest runs. Its memory is released in slices, because the guest would wait
@@ -181,7 +181,7 @@ impl RebootCache {
             run_in_background("retained", retained, drop);
         }
         self.record_all(buffers);
-        if let Some(GuestMap { memory, .. }) = self.map.take() {
+        if let Some(GuestMap { memory, .. }) = self.guest_map.take() {
             Memory::unmap_in_background(memory);
         }
     }
@@ -191,10 +191,10 @@ impl RebootCache {
         let Some(retained) = &mut self.retained else { return };
         if self.state.updated.elapsed() >= UPDATE_INTERVAL {
             self.state.updated = Instant::now();
-            if self.retain_for.is_some_and(|retain_for| self.state.since.elapsed() >= retain_for) {
+            if self.retain_for.is_some_and(|retain_for| self.state.created.elapsed() >= retain_for) {
                 retained.discard();
             }
-            retained.update(self.map.as_ref().map(|map| map.memory.room()));
+            retained.update(self.guest_map.as_ref().map(|map| map.memory.unallocated_frames()));
         }
         self.state.is_releasing = retained.maintain();
         if retained.is_done() {

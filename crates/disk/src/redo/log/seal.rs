@@ -9,8 +9,7 @@
 
 use super::{Log, Segment};
 use crate::redo::files::LogFile;
-use crate::redo::format::{seal_length, write_seal};
-use crate::redo::state::segment_name;
+use crate::redo::format::{seal_length, segment_name, write_seal};
 use crate::report::warn_limited;
 use rekindle_kernel::uring::Buffer;
 use std::collections::BTreeSet;
@@ -91,17 +90,18 @@ impl<F: LogFile> SegmentToSeal<F> {
 }
 
 impl<F: Clone> Segment<F> {
+    /// Returns what is needed to seal the segment outside the engine's thread.
     fn to_seal(&self) -> SegmentToSeal<F> {
         // Other entries have overwritten these entries, whose space may be reclaimed at any time.
         let overwritten: BTreeSet<u64> = self.overwritten.iter().map(|entry| entry.sequence).collect();
-        let remaining = self.records.iter().filter(|(sequence, _)| !overwritten.contains(sequence));
+        let remaining = self.entries.iter().filter(|(sequence, _)| !overwritten.contains(sequence));
         SegmentToSeal {
             epoch: self.epoch,
             written: self.written,
             file: self.file.clone(),
             nonce: self.nonce,
             record_offset: self.tail,
-            entry_offsets: remaining.map(|(_, record)| record.placed.offset).collect(),
+            entry_offsets: remaining.map(|(_, written)| written.entry.offset).collect(),
         }
     }
 }
@@ -127,7 +127,7 @@ impl<F: Clone> Log<F> {
     pub fn mark_sealed(&mut self, epochs: &[u64]) {
         for epoch in epochs {
             let Some(segment) = self.segments.get_mut(epoch).filter(|segment| !segment.is_sealed) else { continue };
-            let record_bytes = seal_length(segment.records.len() as u64);
+            let record_bytes = seal_length(segment.entries.len() as u64);
             segment.is_sealed = true;
             segment.bytes += record_bytes;
             self.bytes += record_bytes;

@@ -2,10 +2,10 @@
 //! can be opened with its content until a newer epoch is committed.
 
 use super::files::{CrashDisk, Fate, Step};
-use super::model::{BYTES, Content, Guarantee, ProtectedDisk, content, image, initial};
+use super::model::{BYTES, Content, Guarantee, ProtectedDisk, content, initial_content, initial_image, unwritten};
 use crate::redo::error::RedoError;
 use crate::redo::format::EntryKind;
-use crate::redo::recover::{DiskVersion, open};
+use crate::redo::recover::{DiskVersion, RecoveredLog, open};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, TestRng, TestRunner};
@@ -13,23 +13,38 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use uuid::Uuid;
 
+/// The limit of the log, which is never full.
+const LIMIT: u64 = 1 << 30;
+
+/// An action of the guest, the protector or the server.
 #[derive(Debug, Clone, Copy)]
 enum Action {
-    Write(u64, u64, EntryKind),
+    Write {
+        sector: u64,
+        sectors: u64,
+        kind: EntryKind,
+    },
+    /// Complete one of the writes in progress.
     EndWrite(usize),
     Flush,
     Mark,
+    /// Seal the epoch that was marked last.
     Seal,
+    /// Commit the epoch that was sealed last.
     Commit,
+    /// Restart the server.
     Reopen,
+    /// Restart the server with a sealed epoch.
     OpenOlder(prop::sample::Index),
+    /// Merge and remove the log.
     End,
 }
 
 fn action() -> impl Strategy<Value = Action> {
-    let what = prop_oneof![4 => Just(EntryKind::Data), 1 => Just(EntryKind::Zeroes), 1 => Just(EntryKind::Hole)];
+    let kind = prop_oneof![4 => Just(EntryKind::Data), 1 => Just(EntryKind::Zeroes), 1 => Just(EntryKind::Hole)];
     prop_oneof![
-        10 => (0..36u64, 1..12u64, what).prop_map(|(sector, sectors, what)| Action::Write(sector, sectors, what)),
+        10 => (0..36u64, 1..12u64, kind)
+            .prop_map(|(sector, sectors, kind)| Action::Write { sector, sectors, kind }),
         8 => any::<usize>().prop_map(Action::EndWrite),
         3 => Just(Action::Flush),
         2 => Just(Action::Mark),
@@ -43,33 +58,39 @@ fn action() -> impl Strategy<Value = Action> {
 
 /// The steps of a history, the guarantees after each action, and the disk of each epoch of each log.
 struct History {
-    ops: Vec<Step>,
-    marks: Vec<(usize, Guarantee)>,
+    steps: Vec<Step>,
+    guarantees: Vec<GuaranteeAt>,
     epochs: BTreeMap<(Uuid, u64), Content>,
-    /// The step at which each epoch was marked.
+    /// The number of steps after which each epoch was marked.
     marked: BTreeMap<u64, usize>,
 }
 
+/// The guarantee after a number of steps.
+struct GuaranteeAt {
+    steps: usize,
+    guarantee: Guarantee,
+}
+
 fn make_history(actions: &[Action]) -> History {
-    let disk = CrashDisk::new(image());
-    let all: Vec<_> = initial().into_iter().map(|value| BTreeSet::from([value])).collect();
+    let disk = CrashDisk::new(initial_image());
+    let newest: Vec<_> = initial_content().into_iter().map(|value| BTreeSet::from([value])).collect();
     let mut history = History {
-        ops: Vec::new(),
-        marks: vec![(0, Guarantee { newest: all, sealed: BTreeSet::new() })],
+        steps: Vec::new(),
+        guarantees: vec![GuaranteeAt { steps: 0, guarantee: Guarantee { newest, sealed: BTreeSet::new() } }],
         epochs: BTreeMap::new(),
         marked: BTreeMap::new(),
     };
     let mut model = ProtectedDisk::begin(disk);
-    history.marks.push((model.disk.steps(), model.guarantee.clone()));
+    history.record_guarantee(&model);
     let (mut marked, mut sealed) = (None, None);
     let mut ended = false;
     for action in actions {
         // Until the action has ended, its effect may or may not be durable: both guarantees hold.
         match *action {
-            Action::Write(sector, sectors, what) => {
+            Action::Write { sector, sectors, kind } => {
                 model.prepare().unwrap();
-                history.marks.push((model.disk.steps(), model.guarantee.clone()));
-                model.write(sector, sectors, what);
+                history.record_guarantee(&model);
+                model.write(sector, sectors, kind);
             }
             Action::EndWrite(which) => model.end_write(which),
             Action::Flush => model.flush(),
@@ -106,7 +127,7 @@ fn make_history(actions: &[Action]) -> History {
                 ended = true;
             }
         }
-        history.marks.push((model.disk.steps(), model.guarantee.clone()));
+        history.record_guarantee(&model);
         model.check();
         if ended {
             break;
@@ -114,36 +135,48 @@ fn make_history(actions: &[Action]) -> History {
     }
     let uuid = model.uuid;
     history.epochs.extend(model.epochs.into_iter().map(|(epoch, content)| ((uuid, epoch), content)));
-    history.ops = model.disk.ops();
+    history.steps = model.disk.recorded_steps();
     history
 }
 
 impl History {
-    fn check(&self, count: usize, fate: &BTreeMap<usize, Fate>, continues: bool, what: &str) {
-        let place = self.marks.iter().rposition(|(step, _)| *step <= count).unwrap();
+    fn record_guarantee(&mut self, model: &ProtectedDisk) {
+        self.guarantees.push(GuaranteeAt { steps: model.disk.steps(), guarantee: model.guarantee.clone() });
+    }
+
+    /// Returns the guarantees of which each may hold after `count` steps.
+    fn guarantees_around(&self, count: usize) -> Vec<&Guarantee> {
+        let newest = self.guarantees.iter().rposition(|at| at.steps <= count).unwrap();
         // Several actions may have ended at this step, and the power may fail after each of them.
-        let first = self.marks.iter().position(|(step, _)| *step == self.marks[place].0).unwrap();
-        let last = (place + 1).min(self.marks.len() - 1);
-        let around: Vec<&Guarantee> = self.marks[first..=last].iter().map(|(_, guarantee)| guarantee).collect();
-        let context = || format!("{what}, after step {count} ({:?} next)", self.ops.get(count).map(short));
-        let disk = CrashDisk::after_crash(&image(), &self.ops, count, fate);
+        let first = self.guarantees.iter().position(|at| at.steps == self.guarantees[newest].steps).unwrap();
+        let last = (newest + 1).min(self.guarantees.len() - 1);
+        self.guarantees[first..=last].iter().map(|at| &at.guarantee).collect()
+    }
+
+    /// Checks what a server finds after a crash that follows `count` steps. `fates`: of steps that are not durable.
+    /// `continues`: the server then also writes. `crash`: for messages.
+    fn check(&self, count: usize, fates: &BTreeMap<usize, Fate>, continues: bool, crash: &str) {
+        let around = self.guarantees_around(count);
+        let context = || format!("{crash}, after step {count} ({:?} next)", self.steps.get(count).map(describe));
+        let disk = CrashDisk::after_crash(&initial_image(), &self.steps, count, fates);
         let opened =
-            open(disk.clone(), BYTES, DiskVersion::Newest, 1 << 30).unwrap_or_else(|e| panic!("{}: {e}", context()));
-        let newest = content(&disk, opened.as_ref().map(|(_, log)| log));
+            open(disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap_or_else(|e| panic!("{}: {e}", context()));
+        let newest = content(&disk, opened.as_ref().map(|opened| &opened.log));
         for (sector, value) in newest.iter().enumerate() {
-            let may: BTreeSet<u64> = around.iter().flat_map(|guarantee| &guarantee.newest[sector]).copied().collect();
-            assert!(may.contains(value), "{}: sector {sector} is {value} and may be {may:?}", context());
+            let allowed: BTreeSet<u64> =
+                around.iter().flat_map(|guarantee| &guarantee.newest[sector]).copied().collect();
+            assert!(allowed.contains(value), "{}: sector {sector} is {value} and may be {allowed:?}", context());
         }
         for ((uuid, epoch), expected) in &self.epochs {
-            let disk = CrashDisk::after_crash(&image(), &self.ops, count, fate);
-            let wanted = DiskVersion::Epoch { epoch: *epoch, disk: *uuid };
-            let must = around.iter().all(|guarantee| guarantee.sealed.contains(epoch));
+            let disk = CrashDisk::after_crash(&initial_image(), &self.steps, count, fates);
+            let version = DiskVersion::Epoch { epoch: *epoch, disk: *uuid };
+            let must_be_available = around.iter().all(|guarantee| guarantee.sealed.contains(epoch));
             // A marked epoch without a seal becomes available with the next sealed one.
-            let may = around.iter().any(|guarantee| guarantee.sealed.last() >= Some(epoch));
-            match open(disk.clone(), BYTES, wanted, 1 << 30) {
+            let may_be_available = around.iter().any(|guarantee| guarantee.sealed.last() >= Some(epoch));
+            match open(disk.clone(), BYTES, version, LIMIT) {
                 Ok(opened) => {
-                    let (_, log) = opened.unwrap();
-                    assert!(may, "{}: epoch {epoch} can be opened", context());
+                    let RecoveredLog { log, .. } = opened.unwrap();
+                    assert!(may_be_available, "{}: epoch {epoch} can be opened", context());
                     assert_eq!(content(&disk, Some(&log)), *expected, "{}: epoch {epoch}", context());
                 }
                 Err(
@@ -151,7 +184,7 @@ impl History {
                     | RedoError::NewerDisk { .. }
                     | RedoError::NotSealed { .. }
                     | RedoError::Discarded { .. },
-                ) => assert!(!must, "{}: epoch {epoch} cannot be opened", context()),
+                ) => assert!(!must_be_available, "{}: epoch {epoch} cannot be opened", context()),
                 Err(e) => panic!("{}: epoch {epoch}: {e}", context()),
             }
         }
@@ -162,11 +195,12 @@ impl History {
 
     /// Lets the next server write, flush and reopen the disk that was found.
     fn continue_with(&self, disk: &CrashDisk, count: usize, newest: &[u64], context: &dyn Fn() -> String) {
-        let (log_dir, log) = open(disk.clone(), BYTES, DiskVersion::Newest, 1 << 30).unwrap().unwrap();
+        let opened = open(disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
+        let RecoveredLog { log_dir, log } = opened;
         let uuid = log_dir.state().disk;
-        let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+        let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
         (model.disk, model.uuid, model.log, model.log_dir) = (disk.clone(), uuid, Some(log), Some(log_dir).into());
-        model.now = newest.iter().map(|value| (0, *value)).collect();
+        model.expected = unwritten(newest);
         model.check();
         model.prepare().unwrap_or_else(|e| panic!("{}: {e}", context()));
         model.write(3, 9, EntryKind::Data);
@@ -183,10 +217,10 @@ impl History {
     }
 }
 
-fn short(op: &Step) -> String {
-    match op {
-        Step::Write(file, at, bytes) => format!("Write({file}, {at}, {} bytes)", bytes.len()),
-        other => format!("{other:?}"),
+fn describe(step: &Step) -> String {
+    match step {
+        Step::Write(file, offset, bytes) => format!("Write({file}, {offset}, {} bytes)", bytes.len()),
+        _ => format!("{step:?}"),
     }
 }
 
@@ -205,11 +239,11 @@ fn random_histories(count: usize, actions: usize) -> Vec<History> {
 fn killed_at_every_step() {
     let (mut steps, mut epochs) = (0, 0);
     for history in random_histories(8, 40) {
-        steps += history.ops.len();
+        steps += history.steps.len();
         epochs += history.epochs.len();
-        for count in 0..=history.ops.len() {
+        for count in 0..=history.steps.len() {
             history.check(count, &BTreeMap::new(), true, "killed");
-            if let Some(Step::Write(..)) = history.ops.get(count) {
+            if let Some(Step::Write(..)) = history.steps.get(count) {
                 for sectors in [1, 0x5555_5555_5555_5555, !1] {
                     history.check(
                         count + 1,
@@ -227,8 +261,8 @@ fn killed_at_every_step() {
 #[test]
 fn power_lost_at_every_step() {
     for history in random_histories(6, 36) {
-        for count in 0..=history.ops.len() {
-            let volatile = CrashDisk::volatile(&history.ops, count);
+        for count in 0..=history.steps.len() {
+            let volatile = CrashDisk::volatile(&history.steps, count);
             let all_lost: BTreeMap<_, _> = volatile.iter().map(|step| (*step, Fate::Lost)).collect();
             history.check(count, &all_lost, true, "all lost");
             for step in &volatile {
@@ -245,64 +279,70 @@ fn power_lost_at_every_step() {
 fn power_lost_at_any_step_with_any_mixture_of_lost_steps() {
     let random_histories = random_histories(24, 60);
     let mut runner = runner();
-    let fate = prop_oneof![Just(Fate::Kept), Just(Fate::Lost), any::<u64>().prop_map(Fate::Torn)];
-    let cases = (any::<prop::sample::Index>(), any::<prop::sample::Index>(), proptest::collection::vec(fate, 48));
+    let fates = prop_oneof![Just(Fate::Kept), Just(Fate::Lost), any::<u64>().prop_map(Fate::Torn)];
+    let cases = (any::<prop::sample::Index>(), any::<prop::sample::Index>(), proptest::collection::vec(fates, 48));
     for n in 0..600 {
         let (which, count, fates) = cases.new_tree(&mut runner).unwrap().current();
         let history = &random_histories[which.index(random_histories.len())];
-        let count = count.index(history.ops.len() + 1);
-        let volatile = CrashDisk::volatile(&history.ops, count);
-        let fate: BTreeMap<_, _> = volatile.iter().copied().zip(fates.into_iter().cycle()).collect();
-        history.check(count, &fate, n % 4 == 0, &format!("{fate:?}"));
+        let count = count.index(history.steps.len() + 1);
+        let volatile = CrashDisk::volatile(&history.steps, count);
+        let fates: BTreeMap<_, _> = volatile.iter().copied().zip(fates.into_iter().cycle()).collect();
+        history.check(count, &fates, n % 4 == 0, &format!("{fates:?}"));
     }
 }
 
 /// Returns a history in which the file system becomes full. The seal record has two pages, and there is space for
 /// `room` of them. One epoch is sealed, committed and merged.
 fn history_of_full_disk(room: usize) -> History {
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     let before = Guarantee { sealed: BTreeSet::new(), ..model.guarantee.clone() };
-    let mut marks = vec![(0, before), (model.disk.steps(), model.guarantee.clone())];
-    let mut note = |model: &ProtectedDisk| marks.push((model.disk.steps(), model.guarantee.clone()));
+    let mut history = History {
+        steps: Vec::new(),
+        guarantees: vec![GuaranteeAt { steps: 0, guarantee: before }],
+        epochs: BTreeMap::new(),
+        marked: BTreeMap::new(),
+    };
+    history.record_guarantee(&model);
     model.prepare().unwrap();
     model.write(0, 8, EntryKind::Data);
-    note(&model);
+    history.record_guarantee(&model);
     model.write(8, 8, EntryKind::Data);
-    note(&model);
+    history.record_guarantee(&model);
     let epoch = model.mark();
-    let marked = BTreeMap::from([(epoch, model.disk.steps())]);
+    history.marked.insert(epoch, model.disk.steps());
     model.prepare().unwrap();
-    note(&model);
+    history.record_guarantee(&model);
     model.disk.leave_room(0);
     model.write(4, 8, EntryKind::Data);
-    note(&model);
+    history.record_guarantee(&model);
     assert_eq!(model.try_end_write(0).unwrap_err().kind(), ErrorKind::StorageFull);
     model.disk.leave_room(room);
     model.seal(epoch).unwrap_or_else(|e| panic!("{room} pages: {e:?}"));
-    note(&model);
+    history.record_guarantee(&model);
     assert_eq!(
         model.log().segments_to_seal(epoch).unwrap().is_empty(),
         room == 2,
         "the next seal repeats a missing record"
     );
     model.commit(epoch).unwrap();
-    note(&model);
+    history.record_guarantee(&model);
     model.end_write(0);
-    note(&model);
+    history.record_guarantee(&model);
     model.check();
     let uuid = model.uuid;
-    let epochs = model.epochs.into_iter().map(|(epoch, content)| ((uuid, epoch), content)).collect();
-    History { ops: model.disk.ops(), marks, epochs, marked }
+    history.steps = model.disk.recorded_steps();
+    history.epochs.extend(model.epochs.into_iter().map(|(epoch, content)| ((uuid, epoch), content)));
+    history
 }
 
 #[test]
 fn a_full_file_system_prevents_no_seal_and_no_merge() {
     for room in 0..=2 {
         let history = history_of_full_disk(room);
-        for count in 0..=history.ops.len() {
+        for count in 0..=history.steps.len() {
             let context = format!("{room} pages");
             history.check(count, &BTreeMap::new(), true, &context);
-            let volatile = CrashDisk::volatile(&history.ops, count);
+            let volatile = CrashDisk::volatile(&history.steps, count);
             let all_lost = volatile.iter().map(|step| (*step, Fate::Lost)).collect();
             history.check(count, &all_lost, true, &context);
             for step in volatile {

@@ -1,19 +1,19 @@
 //! Logs that are damaged or full, belong to another disk, or cannot be written.
 
 use super::files::CrashDisk;
-use super::model::{BYTES, ProtectedDisk, content, image};
+use super::model::{BYTES, ProtectedDisk, content, initial_image};
+use crate::redo::directory::LogDirectory;
 use crate::redo::error::RedoError;
 use crate::redo::format::EntryKind;
 use crate::redo::log::SpaceLimit;
-use crate::redo::recover::{DiskVersion, open};
-use crate::redo::state::LogDirectory;
+use crate::redo::recover::{DiskVersion, RecoveredLog, open};
 use uuid::Uuid;
 
 const LIMIT: u64 = 1 << 30;
 
 /// Returns a disk with two epochs, of which the first is sealed, and a flushed write.
 fn model() -> ProtectedDisk {
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     model.prepare().unwrap();
     model.write(0, 8, EntryKind::Data);
     model.end_writes();
@@ -31,7 +31,7 @@ fn model() -> ProtectedDisk {
 fn an_epoch_that_is_unavailable_fails_with_an_error_that_names_the_reason() {
     let model = model();
     let version = |epoch, disk| DiskVersion::Epoch { epoch, disk };
-    let opened = |disk: &CrashDisk, wanted| open(disk.clone(), BYTES, wanted, LIMIT).map(|opened| opened.is_some());
+    let opened = |disk: &CrashDisk, version| open(disk.clone(), BYTES, version, LIMIT).map(|opened| opened.is_some());
     assert!(opened(&model.disk, version(1, model.uuid)).unwrap());
     assert!(matches!(opened(&model.disk, version(1, Uuid::new_v4())), Err(RedoError::OtherDisk { .. })));
     assert!(matches!(opened(&model.disk, version(2, model.uuid)), Err(RedoError::NotSealed { sealed: 1, .. })));
@@ -58,13 +58,13 @@ fn opening_an_older_epoch_discards_nothing_until_a_write() {
     let newest = content(&model.disk, model.log.as_ref());
     model.reopen(DiskVersion::Epoch { epoch: 1, disk: model.uuid });
     // Nothing was written since: the newest disk is still available.
-    let (_, log) = open(model.disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
+    let RecoveredLog { log, .. } = open(model.disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
     assert_eq!(content(&model.disk, Some(&log)), newest);
     model.reopen(DiskVersion::Epoch { epoch: 1, disk: model.uuid });
     model.prepare().unwrap();
     model.write(20, 1, EntryKind::Data);
     model.end_writes();
-    let (_, log) = open(model.disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
+    let RecoveredLog { log, .. } = open(model.disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
     assert_eq!(content(&model.disk, Some(&log))[..20], model.epochs[&1][..20]);
     let epoch = model.mark();
     assert!(epoch > 3, "epochs 2 and 3 were used before");
@@ -87,7 +87,7 @@ fn one_damaged_slot_is_tolerated_and_two_are_an_error() {
 
 #[test]
 fn a_damaged_entry_hides_no_other_entry() {
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     model.prepare().unwrap();
     for sector in [0, 8, 16] {
         model.write(sector, 8, EntryKind::Data);
@@ -98,14 +98,14 @@ fn a_damaged_entry_hides_no_other_entry() {
     for at in [4096 + 8192 + 20, 4096 + 8192 + 4096 + 7] {
         let disk = model.disk.clone();
         disk.change("1.log", |bytes| bytes[at] ^= 0x40);
-        let (_, log) = open(disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
+        let RecoveredLog { log, .. } = open(disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
         let after = content(&disk, Some(&log));
         assert_eq!((&after[..8], &after[16..]), (&before[..8], &before[16..]), "byte {at}");
-        assert_eq!(after[8..16], super::model::initial()[8..16], "byte {at}");
+        assert_eq!(after[8..16], super::model::initial_content()[8..16], "byte {at}");
         disk.change("1.log", |bytes| bytes[at] ^= 0x40);
     }
     // An entry of an older log, or a copy of one that the guest wrote, is not valid.
-    let stale = ProtectedDisk::begin(CrashDisk::new(image()));
+    let stale = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     let mut stale = stale;
     stale.prepare().unwrap();
     stale.write(30, 8, EntryKind::Data);
@@ -113,7 +113,7 @@ fn a_damaged_entry_hides_no_other_entry() {
     let mut entry = Vec::new();
     stale.disk.change("1.log", |bytes| entry = bytes[4096..].to_vec());
     model.disk.change("1.log", |bytes| bytes.extend(entry));
-    let (_, log) = open(model.disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
+    let RecoveredLog { log, .. } = open(model.disk.clone(), BYTES, DiskVersion::Newest, LIMIT).unwrap().unwrap();
     assert_eq!(content(&model.disk, Some(&log)), before);
 }
 
@@ -157,8 +157,8 @@ fn an_end_that_cannot_remove_its_files_leaves_no_available_epoch() {
         let destroyed = log_dir.destroy();
         model.disk.stop_failing();
         // The guest now writes to the image itself.
-        let wanted = DiskVersion::Epoch { epoch, disk: model.uuid };
-        let opened = open(model.disk.clone(), BYTES, wanted, LIMIT);
+        let version = DiskVersion::Epoch { epoch, disk: model.uuid };
+        let opened = open(model.disk.clone(), BYTES, version, LIMIT);
         assert!(
             matches!(opened, Err(RedoError::NewerDisk { .. } | RedoError::NoLog { .. })),
             "{after} steps after {used}: {opened:?}"
@@ -244,7 +244,7 @@ fn a_failed_seal_or_segment_changes_nothing() {
 
 #[test]
 fn overwritten_space_is_reclaimed_and_the_limit_is_kept() {
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     let uuid = model.uuid;
     model.log = Some(crate::redo::log::Log::new(uuid, 1, 0, 0, 256 << 10));
     model.prepare().unwrap();
@@ -253,13 +253,13 @@ fn overwritten_space_is_reclaimed_and_the_limit_is_kept() {
         model.write(0, 8, EntryKind::Data);
         model.end_writes();
         model.flush();
-        let (bytes, limit) = model.log().bytes();
-        assert!(bytes <= limit, "{bytes}");
+        let bytes = model.log().bytes();
+        assert!(bytes <= model.log().limit(), "{bytes}");
     }
     model.check();
     model.reopen(DiskVersion::Newest);
     // Without a flush no space can be reclaimed.
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     model.log = Some(crate::redo::log::Log::new(model.uuid, 1, 0, 0, 256 << 10));
     model.prepare().unwrap();
     let placed =

@@ -10,14 +10,17 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// A recorded operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step {
-    Make,
+    CreateDirectory,
+    /// Name and index of the file.
     Create(String, usize),
     Remove(String),
+    /// Index of the file, offset and bytes.
     Write(usize, u64, Vec<u8>),
+    /// Index of the file, offset and length.
     Zero(usize, u64, u64),
     Sync(usize),
     SyncDirectory,
-    RemoveAll,
+    RemoveDirectory,
 }
 
 /// The result of a step that no sync has made durable.
@@ -29,17 +32,24 @@ pub enum Fate {
     Torn(u64),
 }
 
+/// Steps that are to fail.
+#[derive(Debug, Clone, Copy)]
+struct PlannedFailure {
+    /// Number of steps that succeed before.
+    steps_before: usize,
+    error: i32,
+    /// Only the first of the failing steps fails.
+    is_once: bool,
+}
+
 #[derive(Debug, Default, Clone)]
 struct DiskState {
-    is_made: bool,
+    exists: bool,
     names: BTreeMap<String, usize>,
     /// The contents of the files, of which the first is the image.
     files: Vec<Vec<u8>>,
-    ops: Vec<Step>,
-    /// Number of steps until all steps fail, and the error.
-    refusal: Option<(usize, i32)>,
-    /// Only the first of the failing steps fails.
-    is_refused_once: bool,
+    steps: Vec<Step>,
+    failure: Option<PlannedFailure>,
     /// Most pages of all files together for which the file system has space.
     capacity: Option<usize>,
 }
@@ -63,7 +73,11 @@ impl DiskState {
 pub struct CrashDisk(Arc<Mutex<DiskState>>);
 
 #[derive(Debug, Clone)]
-pub struct CrashFile(CrashDisk, usize);
+pub struct CrashFile {
+    disk: CrashDisk,
+    /// Index of the file; 0 is the image.
+    index: usize,
+}
 
 fn write_into(file: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
     let end = offset as usize + bytes.len();
@@ -84,30 +98,30 @@ impl CrashDisk {
     }
 
     pub fn image(&self) -> CrashFile {
-        CrashFile(self.clone(), 0)
+        CrashFile { disk: self.clone(), index: 0 }
     }
 
-    pub fn ops(&self) -> Vec<Step> {
-        self.state().ops.clone()
+    pub fn recorded_steps(&self) -> Vec<Step> {
+        self.state().steps.clone()
     }
 
     pub fn steps(&self) -> usize {
-        self.state().ops.len()
+        self.state().steps.len()
     }
 
     pub fn fail_after(&self, after: usize, error: i32) {
         let mut state = self.state();
-        (state.refusal, state.is_refused_once) = (Some((after, error)), false);
+        state.failure = Some(PlannedFailure { steps_before: after, error, is_once: false });
     }
 
     /// Lets one step fail.
     pub fn fail_once_after(&self, after: usize, error: i32) {
         let mut state = self.state();
-        (state.refusal, state.is_refused_once) = (Some((after, error)), true);
+        state.failure = Some(PlannedFailure { steps_before: after, error, is_once: true });
     }
 
     pub fn stop_failing(&self) {
-        self.state().refusal = None;
+        self.state().failure = None;
     }
 
     /// Leaves space for `pages` more pages in the log's files.
@@ -127,51 +141,51 @@ impl CrashDisk {
     }
 
     /// Returns which of the first `count` steps are lost if the power fails after them.
-    pub fn volatile(ops: &[Step], count: usize) -> Vec<usize> {
-        let (mut files, mut directory) = (BTreeSet::new(), false);
+    pub fn volatile(steps: &[Step], count: usize) -> Vec<usize> {
+        let (mut synced_files, mut is_directory_synced) = (BTreeSet::new(), false);
         let mut volatile = Vec::new();
-        for (n, op) in ops[..count].iter().enumerate().rev() {
-            let is_durable = match op {
+        for (index, step) in steps[..count].iter().enumerate().rev() {
+            let is_durable = match step {
                 Step::Sync(file) => {
-                    files.insert(*file);
+                    synced_files.insert(*file);
                     true
                 }
                 Step::SyncDirectory => {
-                    directory = true;
+                    is_directory_synced = true;
                     true
                 }
-                Step::Write(file, ..) | Step::Zero(file, ..) => files.contains(file),
-                Step::Create(..) | Step::Remove(_) => directory,
-                Step::RemoveAll => {
-                    directory = true;
+                Step::Write(file, ..) | Step::Zero(file, ..) => synced_files.contains(file),
+                Step::Create(..) | Step::Remove(_) => is_directory_synced,
+                Step::RemoveDirectory => {
+                    is_directory_synced = true;
                     true
                 }
-                Step::Make => true,
+                Step::CreateDirectory => true,
             };
             if !is_durable {
-                volatile.push(n);
+                volatile.push(index);
             }
         }
         volatile.reverse();
         volatile
     }
 
-    /// Returns the disk after a power failure when `count` of `ops` were done, with `fate` for each step that was not
+    /// Returns the disk after a power failure when `count` of `steps` were done, with `fates` for each step that was not
     /// durable.
-    pub fn after_crash(image: &[u8], ops: &[Step], count: usize, fate: &BTreeMap<usize, Fate>) -> Self {
+    pub fn after_crash(image: &[u8], steps: &[Step], count: usize, fates: &BTreeMap<usize, Fate>) -> Self {
         let mut state = DiskState { files: vec![image.to_vec()], ..DiskState::default() };
-        for (n, op) in ops[..count].iter().enumerate() {
-            let fate = fate.get(&n).copied().unwrap_or(Fate::Kept);
-            if let Step::Create(_, file) = op {
+        for (index, step) in steps[..count].iter().enumerate() {
+            let fate = fates.get(&index).copied().unwrap_or(Fate::Kept);
+            if let Step::Create(_, file) = step {
                 state.files.resize(state.files.len().max(file + 1), Vec::new());
             }
             if fate == Fate::Lost {
                 continue;
             }
-            match op {
-                Step::Make => state.is_made = true,
-                Step::RemoveAll => {
-                    state.is_made = false;
+            match step {
+                Step::CreateDirectory => state.exists = true,
+                Step::RemoveDirectory => {
+                    state.exists = false;
                     state.names.clear();
                 }
                 Step::Create(name, file) => drop(state.names.insert(name.clone(), *file)),
@@ -193,37 +207,36 @@ impl CrashDisk {
         Self(Arc::new(Mutex::new(state)))
     }
 
-    fn step(&self, op: Step) -> io::Result<MutexGuard<'_, DiskState>> {
+    fn record(&self, step: Step) -> io::Result<MutexGuard<'_, DiskState>> {
         let mut state = self.state();
-        let is_once = state.is_refused_once;
-        match &mut state.refusal {
-            Some((0, error)) => {
+        match &mut state.failure {
+            Some(PlannedFailure { steps_before: 0, error, .. }) => {
                 let error = io::Error::from_raw_os_error(*error);
-                state.refusal.take_if(|_| is_once);
+                state.failure.take_if(|failure| failure.is_once);
                 return Err(error);
             }
-            Some((left, _)) => *left -= 1,
+            Some(failure) => failure.steps_before -= 1,
             None => {}
         }
-        state.ops.push(op);
+        state.steps.push(step);
         Ok(state)
     }
 }
 
 impl LogFile for CrashFile {
-    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
-        let state = self.0.state();
-        let file = state.files[self.1].get(offset as usize..).unwrap_or_default();
-        let len = file.len().min(into.len());
-        into[..len].copy_from_slice(&file[..len]);
+    fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
+        let state = self.disk.state();
+        let file = state.files[self.index].get(offset as usize..).unwrap_or_default();
+        let len = file.len().min(target.len());
+        target[..len].copy_from_slice(&file[..len]);
         Ok(len)
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        let room = self.0.state().room(self.1, offset, bytes.len());
-        let fitting = &bytes[..room];
-        let mut state = self.0.step(Step::Write(self.1, offset, fitting.to_vec()))?;
-        write_into(&mut state.files[self.1], offset, fitting);
+        let room = self.disk.state().room(self.index, offset, bytes.len());
+        let written = &bytes[..room];
+        let mut state = self.disk.record(Step::Write(self.index, offset, written.to_vec()))?;
+        write_into(&mut state.files[self.index], offset, written);
         if room < bytes.len() { Err(io::Error::from_raw_os_error(libc::ENOSPC)) } else { Ok(()) }
     }
 
@@ -232,19 +245,19 @@ impl LogFile for CrashFile {
         if !hole {
             return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
         }
-        let mut state = self.0.step(Step::Zero(self.1, offset, len))?;
-        write_into(&mut state.files[self.1], offset, &vec![0; len as usize]);
+        let mut state = self.disk.record(Step::Zero(self.index, offset, len))?;
+        write_into(&mut state.files[self.index], offset, &vec![0; len as usize]);
         Ok(())
     }
 
     fn reserve(&self, _len: u64) {}
 
     fn sync(&self) -> io::Result<()> {
-        self.0.step(Step::Sync(self.1)).map(drop)
+        self.disk.record(Step::Sync(self.index)).map(drop)
     }
 
     fn length(&self) -> io::Result<u64> {
-        Ok(self.0.state().files[self.1].len() as u64)
+        Ok(self.disk.state().files[self.index].len() as u64)
     }
 }
 
@@ -253,13 +266,13 @@ impl LogFiles for CrashDisk {
     type Claim = ();
 
     fn claim(&self) -> io::Result<Option<()>> {
-        Ok(self.state().is_made.then_some(()))
+        Ok(self.state().exists.then_some(()))
     }
 
-    fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>> {
+    fn peek(&self, name: &str, max_bytes: u64) -> io::Result<Option<FileStart>> {
         let state = self.state();
         let file = &state.files[*state.names.get(name).ok_or(io::ErrorKind::NotFound)?];
-        let bytes = file[..file.len().min(most as usize)].to_vec();
+        let bytes = file[..file.len().min(max_bytes as usize)].to_vec();
         Ok(Some(FileStart { bytes, length: file.len() as u64 }))
     }
 
@@ -267,8 +280,8 @@ impl LogFiles for CrashDisk {
         Path::new("disk.redo")
     }
 
-    fn make(&self) -> io::Result<()> {
-        self.step(Step::Make)?.is_made = true;
+    fn create_directory(&self) -> io::Result<()> {
+        self.record(Step::CreateDirectory)?.exists = true;
         Ok(())
     }
 
@@ -279,36 +292,36 @@ impl LogFiles for CrashDisk {
     fn create(&self, name: &str) -> io::Result<CrashFile> {
         let number = {
             let state = self.state();
-            assert!(state.is_made);
+            assert!(state.exists);
             if state.names.contains_key(name) {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
             state.files.len()
         };
-        let mut state = self.step(Step::Create(name.into(), number))?;
+        let mut state = self.record(Step::Create(name.into(), number))?;
         state.names.insert(name.into(), number);
         state.files.push(Vec::new());
-        Ok(CrashFile(self.clone(), number))
+        Ok(CrashFile { disk: self.clone(), index: number })
     }
 
     fn open(&self, name: &str) -> io::Result<CrashFile> {
         let number = self.state().names.get(name).copied().ok_or(io::ErrorKind::NotFound)?;
-        Ok(CrashFile(self.clone(), number))
+        Ok(CrashFile { disk: self.clone(), index: number })
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
-        let removed = self.step(Step::Remove(name.into()))?.names.remove(name);
+        let removed = self.record(Step::Remove(name.into()))?.names.remove(name);
         removed.map(drop).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.step(Step::SyncDirectory).map(drop)
+        self.record(Step::SyncDirectory).map(drop)
     }
 
-    fn remove_all(&self) -> io::Result<()> {
-        let mut state = self.step(Step::RemoveAll)?;
+    fn remove_directory(&self) -> io::Result<()> {
+        let mut state = self.record(Step::RemoveDirectory)?;
         assert!(state.names.is_empty(), "{:?}", state.names);
-        state.is_made = false;
+        state.exists = false;
         Ok(())
     }
 }

@@ -4,6 +4,6 @@
 
 mod crash;
 mod damage;
-pub(super) mod files;
+pub(crate) mod files;
 mod model;
 mod sealed;

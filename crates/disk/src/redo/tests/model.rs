@@ -3,15 +3,15 @@
 
 use super::files::{CrashDisk, CrashFile};
 use crate::image::Durability;
+use crate::redo::directory::LogDirectory;
 use crate::redo::error::RedoError;
-use crate::redo::files::{LogFile, Synced, read_any};
-use crate::redo::format::{EntryKind, PAGE};
-use crate::redo::index::Source;
+use crate::redo::files::{LogFile, Synced, read_unaligned};
+use crate::redo::format::{EntryKind, PAGE_BYTES};
+use crate::redo::index::{LocatedPiece, Source};
 use crate::redo::log::seal::SealRecord;
-use crate::redo::log::{Log, LogEntry, SpaceLimit, SyncOutcome};
+use crate::redo::log::{Log, LogEntry, ReclaimedSpace, SpaceLimit, SyncOutcome};
 use crate::redo::merge::{MergeTarget, merge};
-use crate::redo::recover::{self, DiskVersion};
-use crate::redo::state::LogDirectory;
+use crate::redo::recover::{self, DiskVersion, RecoveredLog};
 use rekindle_kernel::uring::Buffer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -27,36 +27,37 @@ const LIMIT: u64 = 1 << 30;
 /// The content of a disk: the number that fills each sector.
 pub type Content = Vec<u64>;
 
-pub fn initial() -> Content {
+/// Returns the content of the image before any write.
+pub fn initial_content() -> Content {
     (0..SECTORS).map(|sector| 1_000_000 + sector).collect()
 }
 
-pub fn image() -> Vec<u8> {
-    bytes(&initial())
+pub fn initial_image() -> Vec<u8> {
+    bytes_of(&initial_content())
 }
 
-fn bytes(content: &[u64]) -> Vec<u8> {
+fn bytes_of(content: &[u64]) -> Vec<u8> {
     content.iter().flat_map(|value| value.to_le_bytes().repeat(64)).collect()
 }
 
 /// Returns the content of a disk, through its log if it has one. Fails on a torn sector.
 pub fn content(disk: &CrashDisk, log: Option<&Log<CrashFile>>) -> Content {
-    let mut all = vec![0xee; BYTES as usize];
-    let pieces = log.map_or(vec![(0, BYTES, None)], |log| log.look_up(0, BYTES));
-    for (at, len, source) in pieces {
-        let into = &mut all[at as usize..(at + len) as usize];
-        let (file, from) = match source {
-            None => (disk.image(), at),
-            Some(Source::Data { epoch, at }) => (log.unwrap().file(epoch).unwrap(), at),
+    let mut disk_bytes = vec![0xee; BYTES as usize];
+    let whole_image = vec![LocatedPiece { start: 0, bytes: BYTES, source: None }];
+    for LocatedPiece { start, bytes, source } in log.map_or(whole_image, |log| log.look_up(0, BYTES)) {
+        let target = &mut disk_bytes[start as usize..(start + bytes) as usize];
+        let (file, offset) = match source {
+            None => (disk.image(), start),
+            Some(Source::Data { epoch, offset }) => (log.unwrap().segment_file(epoch).unwrap(), offset),
             Some(Source::Zeroes { .. }) => {
-                into.fill(0);
+                target.fill(0);
                 continue;
             }
         };
-        let (read, skip) = read_any(&file, from, len as usize).unwrap();
-        into.copy_from_slice(&read[skip..skip + len as usize]);
+        let (buffer, skip) = read_unaligned(&file, offset, bytes as usize).unwrap();
+        target.copy_from_slice(&buffer[skip..skip + bytes as usize]);
     }
-    let sectors = all.chunks(512).map(|sector| {
+    let sectors = disk_bytes.chunks(512).map(|sector| {
         assert!(sector[..504] == sector[8..], "a torn sector: {sector:?}");
         u64::from_le_bytes(sector[..8].try_into().unwrap())
     });
@@ -74,9 +75,29 @@ pub struct Guarantee {
 
 #[derive(Debug)]
 struct PendingWrite {
-    placed: LogEntry,
-    entry: Buffer,
+    entry: LogEntry,
+    /// Header and data of the entry.
+    bytes: Buffer,
+    /// The value of each written sector.
     values: Vec<u64>,
+}
+
+impl PendingWrite {
+    fn first_sector(&self) -> u64 {
+        self.entry.disk_offset / 512
+    }
+}
+
+/// The expected value of a sector, and the sequence number of the write that it is of.
+#[derive(Debug, Clone, Copy)]
+pub struct SectorValue {
+    pub sequence: u64,
+    pub value: u64,
+}
+
+/// Returns the expected values of a disk with this content, before any write.
+pub fn unwritten(content: &[u64]) -> Vec<SectorValue> {
+    content.iter().map(|value| SectorValue { sequence: 0, value: *value }).collect()
 }
 
 /// A disk with its log, its writes in progress and its expected content.
@@ -85,18 +106,18 @@ pub struct ProtectedDisk {
     pub log_dir: Mutex<Option<LogDirectory<CrashDisk>>>,
     pub log: Option<Log<CrashFile>>,
     pending: Vec<PendingWrite>,
-    version: u64,
-    /// The expected result of reads: sequence number of the newest write, and its number.
-    pub now: Vec<(u64, u64)>,
+    /// The value of the newest written sector.
+    newest_value: u64,
+    /// The expected result of reads.
+    pub expected: Vec<SectorValue>,
     pub guarantee: Guarantee,
     /// The disk of each marked epoch.
     pub epochs: BTreeMap<u64, Content>,
     pub uuid: Uuid,
     /// Whether all syncs of the image have succeeded.
     pub durability: Arc<Durability>,
-    committed: u64,
     /// The newest disk, while an older epoch is open and nothing was discarded.
-    left: Option<Vec<(u64, u64)>>,
+    undiscarded: Option<Vec<SectorValue>>,
 }
 
 impl ProtectedDisk {
@@ -104,21 +125,19 @@ impl ProtectedDisk {
     pub fn begin(disk: CrashDisk) -> Self {
         let log_dir = LogDirectory::create(disk.clone(), BYTES, None).unwrap();
         let uuid = log_dir.state().disk;
-        let now: Vec<_> = initial().into_iter().map(|value| (0, value)).collect();
-        let newest = initial().into_iter().map(|value| BTreeSet::from([value])).collect();
+        let newest = initial_content().into_iter().map(|value| BTreeSet::from([value])).collect();
         Self {
             disk,
             log_dir: Mutex::new(Some(log_dir)),
             log: Some(Log::new(uuid, 1, 0, 0, LIMIT)),
             pending: Vec::new(),
-            version: 0,
-            now,
+            newest_value: 0,
+            expected: unwritten(&initial_content()),
             guarantee: Guarantee { newest, sealed: BTreeSet::from([0]) },
-            epochs: BTreeMap::from([(0, initial())]),
+            epochs: BTreeMap::from([(0, initial_content())]),
             uuid,
             durability: Arc::default(),
-            committed: 0,
-            left: None,
+            undiscarded: None,
         }
     }
 
@@ -132,40 +151,39 @@ impl ProtectedDisk {
             let mut log_dir = self.log_dir.lock().unwrap();
             let log_dir = log_dir.as_mut().unwrap();
             let was_rewound = log_dir.is_rewound();
-            let made = log_dir.prepare(epoch);
+            let created = log_dir.create_segment(epoch);
             if was_rewound && !log_dir.is_rewound() {
-                self.left = None;
-                let now = self.now.iter().map(|(_, value)| BTreeSet::from([*value]));
-                self.guarantee.newest = now.collect();
+                self.undiscarded = None;
+                self.guarantee.newest = only_values(&self.expected);
                 let newest = self.log.as_ref().unwrap().closed();
                 self.guarantee.sealed.retain(|epoch| *epoch <= newest);
             }
-            self.log.as_mut().unwrap().add_ready(made?);
+            self.log.as_mut().unwrap().add_ready(created?);
         }
         Ok(())
     }
 
     /// Starts a write of some sectors, or zeroes them.
-    pub fn write(&mut self, sector: u64, sectors: u64, what: EntryKind) {
-        let (at, bytes_of) = (sector * 512, sectors.min(SECTORS - sector) * 512);
-        let placed = self.log().allocate(at, bytes_of, what, SpaceLimit::Enforced).unwrap();
-        let values: Vec<u64> = (0..bytes_of / 512)
-            .map(|_| match what {
+    pub fn write(&mut self, sector: u64, sectors: u64, kind: EntryKind) {
+        let (disk_offset, len) = (sector * 512, sectors.min(SECTORS - sector) * 512);
+        let entry = self.log().allocate(disk_offset, len, kind, SpaceLimit::Enforced).unwrap();
+        let values: Vec<u64> = (0..len / 512)
+            .map(|_| match kind {
                 EntryKind::Data => {
-                    self.version += 1;
-                    self.version
+                    self.newest_value += 1;
+                    self.newest_value
                 }
                 _ => 0,
             })
             .collect();
-        let data = if what == EntryKind::Data { bytes(&values) } else { Vec::new() };
-        let mut entry = Buffer::new(placed.length() as usize);
-        entry[..PAGE as usize].copy_from_slice(&self.log().header(&placed, &data));
-        entry[PAGE as usize..][..data.len()].copy_from_slice(&data);
+        let data = if kind == EntryKind::Data { bytes_of(&values) } else { Vec::new() };
+        let mut bytes = Buffer::new(entry.length() as usize);
+        bytes[..PAGE_BYTES as usize].copy_from_slice(&self.log().entry_header(&entry, &data));
+        bytes[PAGE_BYTES as usize..][..data.len()].copy_from_slice(&data);
         for (sector, value) in (sector..).zip(&values) {
             self.guarantee.newest[sector as usize].insert(*value);
         }
-        self.pending.push(PendingWrite { placed, entry, values });
+        self.pending.push(PendingWrite { entry, bytes, values });
     }
 
     /// Completes one of the writes in progress.
@@ -179,14 +197,15 @@ impl ProtectedDisk {
             return Ok(());
         }
         let which = which % self.pending.len();
-        let PendingWrite { placed, entry, .. } = &self.pending[which];
-        let file = self.log.as_ref().unwrap().file(placed.epoch).unwrap();
-        file.write_at(&entry[..placed.length() as usize], placed.offset)?;
-        let PendingWrite { placed, values, .. } = self.pending.swap_remove(which);
-        self.log().written(&placed);
-        for (place, value) in self.now[(placed.at / 512) as usize..].iter_mut().zip(values) {
-            if place.0 < placed.sequence {
-                *place = (placed.sequence, value);
+        let PendingWrite { entry, bytes, .. } = &self.pending[which];
+        let file = self.log.as_ref().unwrap().segment_file(entry.epoch).unwrap();
+        file.write_at(&bytes[..entry.length() as usize], entry.offset)?;
+        let completed = self.pending.swap_remove(which);
+        self.log().complete_write(&completed.entry);
+        let (sequence, first_sector) = (completed.entry.sequence, completed.first_sector() as usize);
+        for (expected, value) in self.expected[first_sector..].iter_mut().zip(completed.values) {
+            if expected.sequence < sequence {
+                *expected = SectorValue { sequence, value };
             }
         }
         Ok(())
@@ -204,21 +223,16 @@ impl ProtectedDisk {
             segment.file.sync().unwrap();
             self.log().record_sync(segment.epoch, segment.written, SyncOutcome::Synced);
         }
-        for (sector, (_, value)) in self.now.iter().enumerate() {
-            let over = |pending: &&PendingWrite| {
-                let first = pending.placed.at / 512;
-                (first..first + pending.placed.bytes / 512).contains(&(sector as u64))
-            };
-            let may = self
-                .pending
-                .iter()
-                .filter(over)
-                .map(|pending| pending.values[sector - (pending.placed.at / 512) as usize]);
-            self.guarantee.newest[sector] = may.chain([*value]).collect();
+        for (sector, expected) in self.expected.iter().enumerate() {
+            let pending_values = self.pending.iter().filter_map(|pending| {
+                let index = sector.checked_sub(pending.first_sector() as usize)?;
+                pending.values.get(index).copied()
+            });
+            self.guarantee.newest[sector] = pending_values.chain([expected.value]).collect();
         }
         // The space of overwritten entries is reclaimed; all reads of it have ended.
-        for (file, at, bytes) in self.log().reclaim() {
-            file.zero(at, bytes, true).unwrap();
+        for ReclaimedSpace { file, offset, bytes } in self.log().reclaim() {
+            file.zero(offset, bytes, true).unwrap();
         }
     }
 
@@ -227,31 +241,32 @@ impl ProtectedDisk {
         self.end_writes();
         self.prepare().unwrap();
         let epoch = self.log().mark().unwrap();
-        let now: Content = self.now.iter().map(|(_, value)| *value).collect();
+        let content = self.expected_content();
         // Each epoch has only one content.
-        assert_eq!(*self.epochs.entry(epoch).or_insert_with(|| now.clone()), now, "epoch {epoch}");
+        assert_eq!(*self.epochs.entry(epoch).or_insert_with(|| content.clone()), content, "epoch {epoch}");
         epoch
     }
 
     pub fn seal(&mut self, epoch: u64) -> Result<(), RedoError> {
-        let mut sealed = Vec::new();
+        let mut epochs_with_record = Vec::new();
         let failed = |e| RedoError::io(Path::new("log"), "making it durable")(e);
         for segment in self.log().segments_to_seal(epoch).unwrap() {
             if segment.make_durable(Path::new("log")).map_err(failed)? == SealRecord::Written {
-                sealed.push(segment.epoch);
+                epochs_with_record.push(segment.epoch);
             }
             self.log().record_sync(segment.epoch, segment.written, SyncOutcome::Synced);
         }
-        self.log_dir.lock().unwrap().as_mut().unwrap().record(|state| state.seal(epoch, &sealed))?;
-        self.log().mark_sealed(&sealed);
+        self.log_dir.lock().unwrap().as_mut().unwrap().record(|state| state.seal(epoch, &epochs_with_record))?;
+        self.log().mark_sealed(&epochs_with_record);
         self.guarantee.sealed.insert(epoch);
         // All earlier writes are durable.
-        let sealed = &self.epochs[&epoch];
-        for (sector, may) in self.guarantee.newest.iter_mut().enumerate() {
-            if self.now[sector].1 == sealed[sector]
-                && !self.pending.iter().any(|way| way.placed.at / 512 <= sector as u64)
+        let sealed_content = &self.epochs[&epoch];
+        for (sector, allowed) in self.guarantee.newest.iter_mut().enumerate() {
+            let sealed_value = sealed_content[sector];
+            if self.expected[sector].value == sealed_value
+                && !self.pending.iter().any(|pending| pending.first_sector() <= sector as u64)
             {
-                *may = BTreeSet::from([sealed[sector]]);
+                *allowed = BTreeSet::from([sealed_value]);
             }
         }
         Ok(())
@@ -264,7 +279,6 @@ impl ProtectedDisk {
 
     /// Commits the checkpoint and merges it.
     pub fn commit(&mut self, epoch: u64) -> Result<(), RedoError> {
-        self.committed = self.committed.max(epoch);
         self.guarantee.sealed.retain(|sealed| *sealed >= epoch);
         let Some(batch) = self.log().batch(epoch) else { return Ok(()) };
         merge(&self.log_dir, &batch, &mut self.target(), || Ok(()))?;
@@ -281,44 +295,53 @@ impl ProtectedDisk {
         if let Some(batch) = self.log().batch(upto) {
             merge(&self.log_dir, &batch, &mut self.target(), || Ok(())).unwrap();
         }
-        let next = self.log().epoch();
+        let next_epoch = self.log().epoch();
         let mut log_dir = self.log_dir.lock().unwrap().take().unwrap();
-        log_dir.close(next).unwrap();
+        log_dir.close(next_epoch).unwrap();
         log_dir.destroy().unwrap();
         self.log = None;
         self.guarantee.sealed.clear();
-        self.guarantee.newest = self.now.iter().map(|(_, value)| BTreeSet::from([*value])).collect();
+        self.guarantee.newest = only_values(&self.expected);
     }
 
     /// Kills the server, loses the writes in progress, and opens the disk with another server.
-    pub fn reopen(&mut self, wanted: DiskVersion) {
+    pub fn reopen(&mut self, version: DiskVersion) {
         self.pending.clear();
         self.durability = Arc::default();
-        let (log_dir, log) = recover::open(self.disk.clone(), BYTES, wanted, LIMIT).unwrap().unwrap();
+        let recovered = recover::open(self.disk.clone(), BYTES, version, LIMIT).unwrap().unwrap();
+        let RecoveredLog { log_dir, log } = recovered;
         let is_rewound = log_dir.is_rewound();
         self.log_dir = Mutex::new(Some(log_dir));
-        if wanted == DiskVersion::Newest {
-            self.now = self.left.take().unwrap_or_else(|| self.now.clone());
+        if version == DiskVersion::Newest {
+            self.expected = self.undiscarded.take().unwrap_or_else(|| self.expected.clone());
         }
-        if let DiskVersion::Epoch { epoch, .. } = wanted {
+        if let DiskVersion::Epoch { epoch, .. } = version {
             if is_rewound {
-                self.left.get_or_insert_with(|| self.now.clone());
+                self.undiscarded.get_or_insert_with(|| self.expected.clone());
             }
-            self.now = self.epochs[&epoch].iter().map(|value| (0, *value)).collect();
+            self.expected = unwritten(&self.epochs[&epoch]);
         }
         self.log = Some(log);
         // After a complete merge, sequence numbers start again.
-        self.now.iter_mut().for_each(|(sequence, _)| *sequence = 0);
-        if wanted == DiskVersion::Newest {
+        self.expected.iter_mut().for_each(|expected| expected.sequence = 0);
+        if version == DiskVersion::Newest {
             // Opening made these writes durable.
-            self.guarantee.newest = self.now.iter().map(|(_, value)| BTreeSet::from([*value])).collect();
+            self.guarantee.newest = only_values(&self.expected);
         }
         self.check();
     }
 
+    fn expected_content(&self) -> Content {
+        self.expected.iter().map(|expected| expected.value).collect()
+    }
+
     /// Checks that reads return the written content.
     pub fn check(&self) {
-        let now: Content = self.now.iter().map(|(_, value)| *value).collect();
-        assert_eq!(content(&self.disk, self.log.as_ref()), now);
+        assert_eq!(content(&self.disk, self.log.as_ref()), self.expected_content());
     }
+}
+
+/// Returns the allowed values if each sector has its expected value.
+fn only_values(expected: &[SectorValue]) -> Vec<BTreeSet<u64>> {
+    expected.iter().map(|expected| BTreeSet::from([expected.value])).collect()
 }

@@ -1,21 +1,21 @@
 //! Damage to the segment of a sealed epoch: opening the log fails, and names the segment.
 
 use super::files::CrashDisk;
-use super::model::{BYTES, ProtectedDisk, content, image};
-use crate::redo::epoch_state::tests::slot;
-use crate::redo::epoch_state::{FORMAT, newest_slot};
+use super::model::{BYTES, ProtectedDisk, content, initial_image};
+use crate::redo::directory::LogDirectory;
+use crate::redo::epoch_state::tests::{ranges, slot};
+use crate::redo::epoch_state::{EpochRange, FORMAT, newest_slot};
 use crate::redo::files::LogFiles;
-use crate::redo::format::{EntryKind, PAGE};
+use crate::redo::format::{EntryKind, PAGE_BYTES};
 use crate::redo::log::seal::CannotSeal;
 use crate::redo::recover::{DiskVersion, open};
-use crate::redo::state::LogDirectory;
 
 const LIMIT: u64 = 1 << 30;
 
 /// Returns a disk with three epochs, of which the first and the second are sealed. Each epoch has two writes; in the
 /// first epoch one overwrites the other.
 fn model() -> ProtectedDisk {
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     for _ in 0..2 {
         model.prepare().unwrap();
         for sector in [0, 0, 8] {
@@ -32,8 +32,8 @@ fn model() -> ProtectedDisk {
     model
 }
 
-fn opened(model: &ProtectedDisk, wanted: DiskVersion) -> Result<(), String> {
-    open(model.disk.clone(), BYTES, wanted, LIMIT).map(drop).map_err(|e| e.to_string())
+fn opened(model: &ProtectedDisk, version: DiskVersion) -> Result<(), String> {
+    open(model.disk.clone(), BYTES, version, LIMIT).map(drop).map_err(|e| e.to_string())
 }
 
 fn length(model: &ProtectedDisk, name: &str) -> usize {
@@ -47,8 +47,8 @@ fn length(model: &ProtectedDisk, name: &str) -> usize {
 #[track_caller]
 fn check_rejected(model: &ProtectedDisk, epoch: u64, context: &str) {
     let name = format!("{epoch}.log");
-    for wanted in [DiskVersion::Newest, DiskVersion::Epoch { epoch: 2, disk: model.uuid }] {
-        let error = opened(model, wanted).expect_err(context);
+    for version in [DiskVersion::Newest, DiskVersion::Epoch { epoch: 2, disk: model.uuid }] {
+        let error = opened(model, version).expect_err(context);
         assert!(error.contains(&name) && error.contains("restore"), "{context}: {error}");
     }
     let older = opened(model, DiskVersion::Epoch { epoch: 1, disk: model.uuid });
@@ -57,7 +57,7 @@ fn check_rejected(model: &ProtectedDisk, epoch: u64, context: &str) {
 
 #[test]
 fn a_flipped_bit_in_a_sealed_epoch_is_an_error_and_not_older_data() {
-    let page = PAGE as usize;
+    let page = PAGE_BYTES as usize;
     for epoch in [1, 2] {
         let name = format!("{epoch}.log");
         let model = model();
@@ -75,9 +75,9 @@ fn a_flipped_bit_in_a_sealed_epoch_is_an_error_and_not_older_data() {
 fn a_truncated_segment_of_a_sealed_epoch_is_an_error() {
     for epoch in [1, 2] {
         let name = format!("{epoch}.log");
-        for pages in 0..length(&model(), &name) / PAGE as usize {
+        for pages in 0..length(&model(), &name) / PAGE_BYTES as usize {
             let model = model();
-            model.disk.change(&name, |bytes| bytes.truncate(pages * PAGE as usize));
+            model.disk.change(&name, |bytes| bytes.truncate(pages * PAGE_BYTES as usize));
             check_rejected(&model, epoch, &format!("{name} of {pages} pages"));
         }
     }
@@ -95,7 +95,7 @@ fn a_missing_segment_of_a_sealed_epoch_is_an_error() {
 #[test]
 fn damage_to_an_unsealed_epoch_is_a_torn_write() {
     let model = model();
-    model.disk.change("3.log", |bytes| bytes[PAGE as usize + 20] ^= 1);
+    model.disk.change("3.log", |bytes| bytes[PAGE_BYTES as usize + 20] ^= 1);
     opened(&model, DiskVersion::Newest).unwrap();
     model.disk.remove("3.log").unwrap();
     opened(&model, DiskVersion::Newest).unwrap();
@@ -118,7 +118,7 @@ fn what_was_merged_or_discarded_may_be_missing() {
 
 #[test]
 fn the_next_seal_covers_epochs_that_a_killed_server_left() {
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     model.prepare().unwrap();
     model.write(0, 8, EntryKind::Data);
     model.end_writes();
@@ -128,14 +128,14 @@ fn the_next_seal_covers_epochs_that_a_killed_server_left() {
     let epoch = model.mark();
     model.seal(epoch).unwrap();
     opened(&model, DiskVersion::Newest).unwrap();
-    model.disk.change("1.log", |bytes| bytes[2 * PAGE as usize] ^= 1);
+    model.disk.change("1.log", |bytes| bytes[2 * PAGE_BYTES as usize] ^= 1);
     let error = opened(&model, DiskVersion::Newest).unwrap_err();
     assert!(error.contains("1.log"), "{error}");
 }
 
 #[test]
 fn overwritten_entries_of_a_sealed_epoch_may_be_reclaimed() {
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     model.log = Some(crate::redo::log::Log::new(model.uuid, 1, 0, 0, 48 << 10));
     model.prepare().unwrap();
     for _ in 0..4 {
@@ -155,7 +155,7 @@ fn overwritten_entries_of_a_sealed_epoch_may_be_reclaimed() {
 /// Returns a log of version 1: epoch 1 is sealed without a seal record, and the state has neither segments nor an
 /// image.
 fn log_of_format_1() -> ProtectedDisk {
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     model.prepare().unwrap();
     model.write(0, 8, EntryKind::Data);
     let epoch = model.mark();
@@ -176,15 +176,15 @@ fn a_log_of_format_1_is_read_and_the_next_seal_covers_its_segments() {
     model.reopen(DiskVersion::Epoch { epoch: 1, disk: model.uuid });
     model.reopen(DiskVersion::Newest);
     // As in version 1, a damaged entry is mistaken for a torn one.
-    model.disk.change("1.log", |bytes| bytes[PAGE as usize + 20] ^= 1);
+    model.disk.change("1.log", |bytes| bytes[PAGE_BYTES as usize + 20] ^= 1);
     opened(&model, DiskVersion::Newest).unwrap();
-    model.disk.change("1.log", |bytes| bytes[PAGE as usize + 20] ^= 1);
+    model.disk.change("1.log", |bytes| bytes[PAGE_BYTES as usize + 20] ^= 1);
     model.prepare().unwrap();
     model.write(8, 8, EntryKind::Data);
     let epoch = model.mark();
     model.seal(epoch).unwrap();
     opened(&model, DiskVersion::Newest).unwrap();
-    model.disk.change("1.log", |bytes| bytes[PAGE as usize + 20] ^= 1);
+    model.disk.change("1.log", |bytes| bytes[PAGE_BYTES as usize + 20] ^= 1);
     let error = opened(&model, DiskVersion::Newest).unwrap_err();
     assert!(error.contains("1.log"), "{error}");
 }
@@ -195,7 +195,7 @@ fn an_earlier_version_finds_no_older_state_of_a_changed_log() {
     model.log_dir.lock().unwrap().as_mut().unwrap().record(|state| state.floor = 1).unwrap();
     let mut formats = Vec::new();
     model.disk.change("state", |bytes| {
-        let states = bytes.chunks(PAGE as usize).map(|slot| newest_slot(slot).unwrap().unwrap().1);
+        let states = bytes.chunks(PAGE_BYTES as usize).map(|slot| newest_slot(slot).unwrap().unwrap().state);
         formats = states.map(|state| (state.format, state.floor)).collect();
     });
     formats.sort_unstable();
@@ -212,7 +212,7 @@ fn a_failed_change_of_format_is_repeated_for_both_slots() {
         log_dir.record(|state| state.floor = 1).unwrap_err();
         log_dir.record(|state| state.floor = 1).unwrap();
         model.disk.change("state", |bytes| {
-            let states = bytes.chunks(PAGE as usize).map(|slot| newest_slot(slot).unwrap().unwrap().1);
+            let states = bytes.chunks(PAGE_BYTES as usize).map(|slot| newest_slot(slot).unwrap().unwrap().state);
             assert_eq!(states.map(|state| state.format).collect::<Vec<_>>(), [FORMAT, FORMAT], "step {after} fails");
         });
     }
@@ -220,26 +220,27 @@ fn a_failed_change_of_format_is_repeated_for_both_slots() {
 
 #[test]
 fn a_state_with_more_ranges_than_fit_drops_the_oldest_and_can_be_recorded() {
-    let model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
-    let ranges: Vec<(u64, u64)> = (0..400).map(|n| (1_000_000 + 3 * n, 1_000_001 + 3 * n)).collect();
-    let newest = ranges[399];
+    let sealed: Vec<EpochRange> =
+        (0..400).map(|n| EpochRange { first: 1_000_000 + 3 * n, last: 1_000_001 + 3 * n }).collect();
+    let newest = sealed[399].last;
     log_dir
         .record(|state| {
-            state.sealed = newest.1;
+            state.sealed = newest;
             // The order in which they were sealed does not matter.
-            state.segments = ranges.iter().copied().rev().collect();
+            state.segments = sealed.iter().copied().rev().collect();
         })
         .unwrap();
     log_dir.record(|state| (state.floor, state.merged) = (7, 6)).unwrap();
-    log_dir.record(|state| state.seal(newest.1 + 2, &[newest.1 + 2])).unwrap();
+    log_dir.record(|state| state.seal(newest + 2, &[newest + 2])).unwrap();
     drop(log_dir);
     let state = LogDirectory::open(model.disk.clone()).unwrap().unwrap().state().clone();
-    assert_eq!((state.floor, state.merged, state.sealed), (7, 6, newest.1 + 2));
+    assert_eq!((state.floor, state.merged, state.sealed), (7, 6, newest + 2));
     let kept = state.segments.len();
     assert!(kept > 100, "{kept}");
-    let mut expected = ranges[401 - kept..].to_vec();
-    expected.push((newest.1 + 2, newest.1 + 2));
+    let mut expected = sealed[401 - kept..].to_vec();
+    expected.push(EpochRange { first: newest + 2, last: newest + 2 });
     let mut segments = state.segments;
     segments.sort_unstable();
     assert_eq!(segments, expected);
@@ -247,21 +248,21 @@ fn a_state_with_more_ranges_than_fit_drops_the_oldest_and_can_be_recorded() {
 
 #[test]
 fn discarded_ranges_are_dropped_from_the_state() {
-    let model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
     log_dir
         .record(|state| {
-            (state.sealed, state.dead) = (9, vec![(4, 8)]);
-            state.segments = vec![(1, 2), (3, 5), (7, 8)];
+            (state.sealed, state.dead) = (9, ranges([(4, 8)]));
+            state.segments = ranges([(1, 2), (3, 5), (7, 8)]);
         })
         .unwrap();
-    assert_eq!(log_dir.state().segments, [(1, 2), (3, 5)]);
+    assert_eq!(log_dir.state().segments, ranges([(1, 2), (3, 5)]));
     assert_eq!(log_dir.state().sealed_segments().collect::<Vec<_>>(), [1, 2, 3]);
 }
 
 #[test]
 fn the_log_of_another_image_is_rejected_and_a_renamed_one_is_recorded() {
-    let model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     let mut log_dir = model.log_dir.lock().unwrap().take().unwrap();
     // A log of an earlier version adopts the first image name.
     log_dir.check_image("a.raw", None).unwrap();
@@ -288,7 +289,7 @@ fn the_log_of_another_image_is_rejected_and_a_renamed_one_is_recorded() {
 
 #[test]
 fn an_epoch_with_a_write_in_progress_cannot_be_sealed() {
-    let mut model = ProtectedDisk::begin(CrashDisk::new(image()));
+    let mut model = ProtectedDisk::begin(CrashDisk::new(initial_image()));
     model.prepare().unwrap();
     model.write(0, 8, EntryKind::Data);
     let epoch = model.log().mark().unwrap();

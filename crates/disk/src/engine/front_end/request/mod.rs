@@ -8,15 +8,15 @@
 mod plan;
 mod transfer;
 
-use crate::block::{BLOCK, touched, whole};
+use crate::block::{BLOCK, overlapping_blocks, whole_blocks};
 use crate::block_map::Frame;
-use crate::engine::CHUNK;
+use crate::engine::MAX_OPERATION_BYTES;
 use crate::engine::catalog::{DataLocation, Direction, MovedBlocks, SyncTarget};
-use crate::engine::command::FrontendId;
+use crate::engine::ids::ConnectionId;
 use crate::memory::Memory;
 use crate::redo::format::EntryKind;
 use crate::redo::log::LogEntry;
-use crate::request::{BufferSegment, Kind, Range, Request, RequestStatus};
+use crate::request::{BufferSegment, DiskRange, Request, RequestKind, RequestStatus};
 use std::sync::Arc;
 
 /// The operation on a part of the disk.
@@ -62,22 +62,23 @@ impl Work {
     }
 }
 
+/// A part of a request, which one operation of the ring can do.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     work: Work,
     /// First byte on the disk.
-    at: u64,
+    disk_offset: u64,
     bytes: u64,
     /// Offset in the request's data.
-    offset: u64,
+    data_offset: u64,
     /// The reserved entry of the redo log in which a change is written.
     entry: Option<LogEntry>,
 }
 
 /// A request in progress.
 pub(super) struct ActiveRequest {
-    pub session: FrontendId,
-    pub queue: u16,
+    pub connection_id: ConnectionId,
+    pub queue_index: u16,
     /// The first descriptor of the request's chain.
     head: u16,
     memory: Arc<Memory>,
@@ -99,47 +100,47 @@ pub(super) struct ActiveRequest {
 
 impl ActiveRequest {
     /// Returns the parts of the disk that the request accesses.
-    fn ranges(&self) -> impl Iterator<Item = Range> {
-        self.request.what.as_ref().ok().into_iter().flat_map(Kind::ranges)
+    fn ranges(&self) -> impl Iterator<Item = DiskRange> {
+        self.request.kind.as_ref().ok().into_iter().flat_map(RequestKind::ranges)
     }
 
     /// Returns whether the request has a block of `range`. Checks the request's ranges, because a long request has
     /// many more parts.
-    fn overlaps(&self, range: Range) -> bool {
-        let other = touched(range.at, range.bytes);
-        let mut own = self.ranges().map(|range| touched(range.at, range.bytes));
-        own.any(|own| own.start < other.end && other.start < own.end)
+    fn overlaps(&self, range: DiskRange) -> bool {
+        let blocks = overlapping_blocks(range.start, range.bytes);
+        let mut own_blocks = self.ranges().map(|own| overlapping_blocks(own.start, own.bytes));
+        own_blocks.any(|own| own.start < blocks.end && blocks.start < own.end)
     }
 
     fn changes_disk(&self) -> bool {
-        matches!(self.request.what, Ok(Kind::Write(_) | Kind::Discard(_) | Kind::Zeroes(_)))
+        self.request.kind.as_ref().is_ok_and(RequestKind::changes_disk)
     }
 
-    /// Moves the data of part `number` between `bytes` and the guest. `None`: the data is outside the guest's memory.
-    fn copy(&self, number: u32, bytes: &mut [u8]) -> Option<()> {
-        let part = self.parts.get(number as usize)?;
-        let (data, len) = (&self.request.data, bytes.len());
+    /// Moves the data of a part between `buffer` and the guest. `None`: the data is outside the guest's memory.
+    fn copy_part(&self, part_number: u32, buffer: &mut [u8]) -> Option<()> {
+        let part = self.parts.get(part_number as usize)?;
+        let (segments, len) = (&self.request.data, buffer.len());
         if matches!(part.work, Work::Read(_)) {
-            let write = |piece: Piece| self.memory.write(piece.address, bytes.get(piece.range())?);
-            for_each_piece(data, part.offset, len, write)
+            let to_guest = |piece: Piece| self.memory.write(piece.address, buffer.get(piece.range())?);
+            for_each_piece(segments, part.data_offset, len, to_guest)
         } else {
-            let read = |piece: Piece| self.memory.read(piece.address, bytes.get_mut(piece.range())?);
-            for_each_piece(data, part.offset, len, read)
+            let from_guest = |piece: Piece| self.memory.read(piece.address, buffer.get_mut(piece.range())?);
+            for_each_piece(segments, part.data_offset, len, from_guest)
         }
     }
 
-    /// Copies blocks of the retained cache to the guest, from `offset` of the request's data on. `None`: the place is
-    /// outside the guest's memory.
-    fn fill(&self, offset: u64, bytes: &[u8]) -> Option<()> {
-        let fill = |piece: Piece| self.memory.fill(piece.address, bytes.get(piece.range())?);
-        for_each_piece(&self.request.data, offset, bytes.len(), fill)
+    /// Copies blocks of the retained cache to the guest, from `data_offset` of the request's data on. `None`: the
+    /// data is outside the guest's memory.
+    fn copy_retained(&self, data_offset: u64, blocks: &[u8]) -> Option<()> {
+        let to_guest = |piece: Piece| self.memory.fill(piece.address, blocks.get(piece.range())?);
+        for_each_piece(&self.request.data, data_offset, blocks.len(), to_guest)
     }
 
-    /// Returns the frames of the request's blocks, starting at `offset` of the data; `None` for a block that is not
-    /// in one page.
-    fn frames(&self, offset: u64) -> impl Iterator<Item = Option<Frame>> {
+    /// Returns the frames of the request's blocks, starting at `first_offset` of the data; `None` for a block that is
+    /// not in one page.
+    fn frames(&self, first_offset: u64) -> impl Iterator<Item = Option<Frame>> {
         let (mut segment_start, mut segments) = (0, self.request.data.iter().peekable());
-        (offset..).step_by(BLOCK).map(move |offset| {
+        (first_offset..).step_by(BLOCK).map(move |offset| {
             while let Some(previous) = segments.next_if(|segment| segment_start + segment.len <= offset) {
                 segment_start += previous.len;
             }
@@ -151,21 +152,28 @@ impl ActiveRequest {
         })
     }
 
-    /// Returns the whole blocks that part `number` moves, and the offset of the first one in the part's data. `None`:
-    /// the part moves no whole block.
-    fn moved_blocks(&self, number: u32) -> Option<(MovedBlocks, usize)> {
-        let part = self.parts.get(number as usize)?;
+    /// Returns the whole blocks that a part moves. `None`: the part moves no whole block.
+    fn moved_blocks(&self, part_number: u32) -> Option<PartBlocks> {
+        let part = self.parts.get(part_number as usize)?;
         let direction = match part.work {
             Work::Write => Direction::GuestToDisk,
             Work::Read(_) => Direction::DiskToGuest,
             _ => return None,
         };
-        let mut blocks = whole(part.at, part.bytes);
-        let (first, start) = blocks.next()?;
-        let frames = self.frames(part.offset + start as u64).take(1 + blocks.count()).collect();
+        let mut blocks = whole_blocks(part.disk_offset, part.bytes);
+        let first = blocks.next()?;
+        let frames = self.frames(part.data_offset + first.offset as u64).take(1 + blocks.count()).collect();
         let memory = Arc::clone(&self.memory);
-        Some((MovedBlocks { memory, first, frames, direction, is_stale: self.is_stale }, start))
+        let moved = MovedBlocks { memory, first_block: first.number, frames, direction, is_stale: self.is_stale };
+        Some(PartBlocks { moved, first_offset: first.offset })
     }
+}
+
+/// The whole blocks of a part.
+struct PartBlocks {
+    moved: MovedBlocks,
+    /// Offset of the first block in the part's data.
+    first_offset: usize,
 }
 
 /// Bytes of a request's data that are contiguous in the guest's memory.
@@ -185,15 +193,15 @@ impl Piece {
     }
 }
 
-/// Divides `bytes` bytes of the data that `segments` describe, starting at `offset`, into contiguous pieces, and
-/// calls `each` with each piece. `None`: the segments are shorter, or `each` has returned `None`.
+/// Divides `bytes` bytes of the data that `segments` describe, starting at `data_offset`, into contiguous pieces, and
+/// calls `copy` with each piece. `None`: the segments are shorter, or `copy` has returned `None`.
 fn for_each_piece(
     segments: &[BufferSegment],
-    offset: u64,
+    data_offset: u64,
     bytes: usize,
-    mut each: impl FnMut(Piece) -> Option<()>,
+    mut copy: impl FnMut(Piece) -> Option<()>,
 ) -> Option<()> {
-    let (mut skip, mut position) = (offset, 0);
+    let (mut skip, mut position) = (data_offset, 0);
     for segment in segments {
         if position == bytes {
             break;
@@ -203,24 +211,25 @@ fn for_each_piece(
             continue;
         }
         let len = usize::try_from(segment.len - skip).unwrap_or(usize::MAX).min(bytes - position);
-        each(Piece { address: segment.address.checked_add(skip)?, position, len })?;
+        copy(Piece { address: segment.address.checked_add(skip)?, position, len })?;
         (skip, position) = (0, position + len);
     }
     (position == bytes).then_some(())
 }
 
-/// Divides a range into parts of at most [`CHUNK`] bytes. `offset`: offset of the range in the request's data.
-fn divide(work: Work, range: Range, offset: u64) -> impl Iterator<Item = Part> {
-    (0..range.bytes).step_by(CHUNK).map(move |start| Part {
+/// Divides a range into parts of at most [`MAX_OPERATION_BYTES`]. `data_offset`: offset of the range in the request's
+/// data.
+fn divide(work: Work, range: DiskRange, data_offset: u64) -> impl Iterator<Item = Part> {
+    (0..range.bytes).step_by(MAX_OPERATION_BYTES).map(move |start| Part {
         work: match work {
             Work::Read(DataLocation::Segment { epoch, offset }) => {
                 Work::Read(DataLocation::Segment { epoch, offset: offset + start })
             }
-            other => other,
+            _ => work,
         },
-        at: range.at + start,
-        bytes: (range.bytes - start).min(CHUNK as u64),
-        offset: offset + start,
+        disk_offset: range.start + start,
+        bytes: (range.bytes - start).min(MAX_OPERATION_BYTES as u64),
+        data_offset: data_offset + start,
         entry: None,
     })
 }
@@ -232,11 +241,11 @@ mod tests {
 
     #[test]
     fn a_long_range_is_divided_and_nothing_is_lost() {
-        let chunk = CHUNK as u64;
+        let chunk = MAX_OPERATION_BYTES as u64;
         let divided = |work, range| -> Vec<_> {
-            divide(work, range, 4096).map(|part| (part.work, part.at, part.bytes, part.offset)).collect()
+            divide(work, range, 4096).map(|part| (part.work, part.disk_offset, part.bytes, part.data_offset)).collect()
         };
-        let range = Range { at: 512, bytes: 2 * chunk + 1024 };
+        let range = DiskRange { start: 512, bytes: 2 * chunk + 1024 };
         assert_eq!(
             divided(Work::Write, range),
             [
@@ -245,9 +254,9 @@ mod tests {
                 (Work::Write, 512 + 2 * chunk, 1024, 4096 + 2 * chunk)
             ]
         );
-        assert_eq!(divided(Work::Write, Range { at: 0, bytes: 0 }), []);
+        assert_eq!(divided(Work::Write, DiskRange { start: 0, bytes: 0 }), []);
         let read = |offset| Work::Read(DataLocation::Segment { epoch: 3, offset });
-        let range = Range { at: 0, bytes: chunk + 512 };
+        let range = DiskRange { start: 0, bytes: chunk + 512 };
         assert_eq!(
             divided(read(8192), range),
             [(read(8192), 0, chunk, 4096), (read(8192 + chunk), chunk, 512, 4096 + chunk)]
@@ -255,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_go_along_the_segments_and_not_beyond() {
+    fn pieces_follow_the_segments_and_end_with_them() {
         let segment = |address, len| BufferSegment { address, len, writable: true };
         let segments = [segment(100, 10), segment(500, 0), segment(200, 20)];
         let pieces = |offset, bytes| {

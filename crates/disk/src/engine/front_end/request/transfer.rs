@@ -6,14 +6,15 @@
 //!     └──────────── interrupted, or no space ────────────┘
 //! ```
 
-use super::{Part, Work, divide};
-use crate::engine::catalog::{BlockCatalog, Change, DataLocation, EntryResult, PartId, SyncTarget, WriteTarget};
+use super::{Part, PartBlocks, Work, divide};
+use crate::engine::catalog::{BlockCatalog, Change, DataLocation, EntryResult, SyncTarget, WriteTarget};
 use crate::engine::front_end::FrontEnd;
+use crate::engine::ids::PartId;
 use crate::engine::io::Token;
-use crate::redo::format::{EntryKind, PAGE};
+use crate::redo::format::{EntryKind, PAGE_BYTES};
 use crate::redo::log::{LogEntry, SpaceLimit};
 use crate::report::warn_limited;
-use crate::request::{Range, RequestStatus};
+use crate::request::{DiskRange, RequestStatus};
 use rekindle_kernel::uring::{Buffer, Operation};
 use std::fs::File;
 use std::io;
@@ -58,17 +59,17 @@ impl<B: BlockCatalog> FrontEnd<B> {
     /// Starts waiting parts while there is space and the rate limit allows it.
     pub(in crate::engine) fn start_waiting_parts(&mut self) {
         self.throttled_until = None;
-        self.blocks.retry_due(&mut self.waiting);
-        while let Some(&id) = self.waiting.front() {
+        self.blocks.retry_waiting_if_due(&mut self.waiting_parts);
+        while let Some(&id) = self.waiting_parts.front() {
             let Some(part) = self.part(id) else {
-                self.waiting.pop_front();
+                self.waiting_parts.pop_front();
                 continue;
             };
             let bytes_to_move = if part.work.moves_data() { part.bytes as usize } else { 0 };
             if !self.io.has_room(bytes_to_move) || !self.admit(id, &part) {
                 break;
             }
-            self.waiting.pop_front();
+            self.waiting_parts.pop_front();
             self.start_part(id, &part);
             // Copying takes time: submit operations, so that the disk works meanwhile.
             if part.work == Work::Write && self.io.take_copied_much() {
@@ -87,7 +88,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
         }
         let bytes = active.parts.iter().map(|part| part.bytes).sum();
         // A QEMU that stops its guest waits for these requests, and does nothing else meanwhile.
-        if !self.stopping.is_empty() {
+        if !self.stopping_queues.is_empty() {
             self.throttle.charge(bytes);
         } else if let Err(wait) = self.throttle.admit(bytes, Instant::now()) {
             self.throttled_until = Some(Instant::now() + wait);
@@ -113,7 +114,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
             buffer.get_mut(..len).unwrap_or_default().fill(0);
             return self.part_completed(id, Ok(len), Some(buffer));
         }
-        let source = self.blocks.disk_file(location, part.at);
+        let source = self.blocks.file_position(location, part.disk_offset);
         self.begin_operation(id, &source.file, Operation::Read { at: source.offset, len, buffer });
     }
 
@@ -125,7 +126,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
     }
 
     fn start_change(&mut self, id: PartId, part: &Part) {
-        let change = Change { at: part.at, bytes: part.bytes, kind: part.work.entry_kind() };
+        let change = Change { disk_offset: part.disk_offset, bytes: part.bytes, kind: part.work.entry_kind() };
         let limit = self.space_limit(id);
         match self.blocks.reserve(id, change, part.entry, limit) {
             WriteTarget::Image => self.change_image(id, part),
@@ -141,48 +142,53 @@ impl<B: BlockCatalog> FrontEnd<B> {
     fn space_limit(&self, id: PartId) -> SpaceLimit {
         // The requests of a QEMU that stops its guest, or has disconnected, need not wait for a checkpoint; later
         // requests wait for them.
-        let session = self.requests.get(id.request as usize).map(|active| active.session);
-        let is_connected = session.is_some_and(|session| self.connections.contains_key(&session));
-        let must_complete = !self.stopping.is_empty() || !is_connected || self.is_ending;
+        let connection_id = self.requests.get(id.request as usize).map(|active| active.connection_id);
+        let is_connected = connection_id.is_some_and(|connection_id| self.connections.contains_key(&connection_id));
+        let must_complete = !self.stopping_queues.is_empty() || !is_connected || self.is_ending;
         if must_complete { SpaceLimit::MayBeExceeded } else { SpaceLimit::Enforced }
     }
 
+    /// Starts the operation that changes the image.
     fn change_image(&mut self, id: PartId, part: &Part) {
-        let Part { at, bytes, .. } = *part;
+        let Part { disk_offset, bytes, .. } = *part;
         let len = bytes as usize;
         let operation = match part.work {
-            Work::Discard | Work::Zero { hole: true } => {
-                Operation::Allocate { mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, at, len: bytes }
-            }
-            Work::Zero { hole: false } => {
-                Operation::Allocate { mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, at, len: bytes }
-            }
+            Work::Discard | Work::Zero { hole: true } => Operation::Allocate {
+                mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+                at: disk_offset,
+                len: bytes,
+            },
+            Work::Zero { hole: false } => Operation::Allocate {
+                mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE,
+                at: disk_offset,
+                len: bytes,
+            },
             Work::Read(_) | Work::Write | Work::Sync(_) | Work::ZeroByWriting => {
                 let mut buffer = self.io.buffers.take(len);
                 let data = buffer.get_mut(..len).unwrap_or_default();
                 if part.work == Work::ZeroByWriting {
                     data.fill(0);
-                } else if self.copy(id, data).is_none() {
+                } else if self.copy_data(id, data).is_none() {
                     self.io.buffers.put_back(Some(buffer));
                     return self.end_part(id.request, RequestStatus::Failed);
                 }
                 self.io.bytes_in_flight += len;
-                Operation::Write { at, len, buffer }
+                Operation::Write { at: disk_offset, len, buffer }
             }
         };
-        let image = self.blocks.disk_file(DataLocation::Image, at).file;
+        let image = self.blocks.file_position(DataLocation::Image, disk_offset).file;
         self.begin_operation(id, &image, operation);
     }
 
     /// Writes an entry of the redo log: a header, and the data if the entry has data.
     fn write_entry(&mut self, id: PartId, part: &Part, entry: &LogEntry) {
         let mut buffer = self.io.buffers.take(entry.length() as usize);
-        let (header, after_header) = buffer.split_at_mut(PAGE as usize);
-        let data: &[u8] = match entry.what {
+        let (header, after_header) = buffer.split_at_mut(PAGE_BYTES as usize);
+        let data: &[u8] = match entry.kind {
             EntryKind::Data => {
                 let (data, padding) = after_header.split_at_mut(part.bytes as usize);
                 padding.fill(0);
-                if self.copy(id, data).is_none() {
+                if self.copy_data(id, data).is_none() {
                     self.io.buffers.put_back(Some(buffer));
                     return self.fail_entry(id, entry);
                 }
@@ -232,7 +238,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
             Work::Sync(target) => self.blocks.record_sync(target, result),
             _ => result,
         };
-        let status = match self.judge(&part, &result) {
+        let status = match self.interpret_result(&part, &result) {
             PartOutcome::Moved => match self.copy_read_data(id, &part, buffer.as_mut()) {
                 Some(()) => return self.finish_move(id, buffer, 0),
                 None => RequestStatus::Failed,
@@ -241,7 +247,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
             PartOutcome::Failed => RequestStatus::Failed,
             PartOutcome::NeedsWrittenZeros => return self.zero_by_writing(id, &part),
             PartOutcome::Interrupted => {
-                self.waiting.push_back(id);
+                self.waiting_parts.push_back(id);
                 return self.io.buffers.put_back(buffer);
             }
         };
@@ -250,11 +256,11 @@ impl<B: BlockCatalog> FrontEnd<B> {
     }
 
     /// Interprets the result of an operation, and logs failures.
-    fn judge(&self, part: &Part, result: &io::Result<usize>) -> PartOutcome {
-        let path = self.blocks.path().display();
+    fn interpret_result(&self, part: &Part, result: &io::Result<usize>) -> PartOutcome {
+        let path = self.blocks.image_path().display();
         match result {
             Ok(moved) if part.work.moves_data() && *moved as u64 != part.bytes => {
-                warn_limited!("{path}: {moved} bytes instead of {} at {}", part.bytes, part.at);
+                warn_limited!("{path}: {moved} bytes instead of {} at {}", part.bytes, part.disk_offset);
                 PartOutcome::Failed
             }
             Ok(_) => PartOutcome::Moved,
@@ -264,7 +270,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
                 PartOutcome::NeedsWrittenZeros
             }
             Err(e) => {
-                warn_limited!("{path}: {} of {} bytes at {}: {e}", part.work.name(), part.bytes, part.at);
+                warn_limited!("{path}: {} of {} bytes at {}: {e}", part.work.name(), part.bytes, part.disk_offset);
                 PartOutcome::Failed
             }
         }
@@ -273,7 +279,7 @@ impl<B: BlockCatalog> FrontEnd<B> {
     /// Copies the data of a read to the guest. `None`: the request's buffers are outside the guest's memory.
     fn copy_read_data(&mut self, id: PartId, part: &Part, buffer: Option<&mut Buffer>) -> Option<()> {
         match (part.work, buffer) {
-            (Work::Read(_), Some(buffer)) => self.copy(id, buffer.get_mut(..part.bytes as usize)?),
+            (Work::Read(_), Some(buffer)) => self.copy_data(id, buffer.get_mut(..part.bytes as usize)?),
             _ => Some(()),
         }
     }
@@ -283,16 +289,16 @@ impl<B: BlockCatalog> FrontEnd<B> {
         match result {
             Ok(written) if written as u64 == entry.length() => {
                 self.blocks.record_entry(entry, EntryResult::Written);
-                return self.finish_move(id, buffer, PAGE as usize);
+                return self.finish_move(id, buffer, PAGE_BYTES as usize);
             }
             // A short write: there is no space for the rest.
             Ok(_) => self.blocks.record_entry(entry, EntryResult::NoSpace { part: id, error: None }),
-            Err(e) if is_interrupted(&e) => self.waiting.push_back(id),
+            Err(e) if is_interrupted(&e) => self.waiting_parts.push_back(id),
             Err(e) if is_out_of_space(&e) => {
                 self.blocks.record_entry(entry, EntryResult::NoSpace { part: id, error: Some(&e) });
             }
             Err(e) => {
-                let path = self.blocks.path().display();
+                let path = self.blocks.image_path().display();
                 warn_limited!("the redo log of {path}: writing {} bytes: {e}", entry.length());
                 self.fail_entry(id, entry);
             }
@@ -303,36 +309,39 @@ impl<B: BlockCatalog> FrontEnd<B> {
     /// Writes zeros, for a file system that cannot zero a range.
     fn zero_by_writing(&mut self, id: PartId, part: &Part) {
         let Some(active) = self.requests.get_mut(id.request as usize) else { return };
-        let mut parts = divide(Work::ZeroByWriting, Range { at: part.at, bytes: part.bytes }, 0);
-        let (Some(place), Some(first)) = (active.parts.get_mut(id.part as usize), parts.next()) else { return };
-        *place = first;
-        self.waiting.push_back(id);
+        let mut parts = divide(Work::ZeroByWriting, DiskRange { start: part.disk_offset, bytes: part.bytes }, 0);
+        let (Some(replaced), Some(first)) = (active.parts.get_mut(id.part as usize), parts.next()) else { return };
+        *replaced = first;
+        self.waiting_parts.push_back(id);
         for part in parts {
-            self.waiting.push_back(PartId { part: active.parts.len() as u32, ..id });
+            self.waiting_parts.push_back(PartId { part: active.parts.len() as u32, ..id });
             active.parts.push(part);
             active.unfinished_parts += 1;
         }
     }
 
     /// Moves the data of a part between the buffer and the guest.
-    fn copy(&mut self, id: PartId, bytes: &mut [u8]) -> Option<()> {
-        self.io.copied += bytes.len();
-        self.requests.get(id.request as usize)?.copy(id.part, bytes)
+    fn copy_data(&mut self, id: PartId, buffer: &mut [u8]) -> Option<()> {
+        self.io.copied_bytes += buffer.len();
+        self.requests.get(id.request as usize)?.copy_part(id.part, buffer)
     }
 
-    /// Completes a part whose data begins at byte `start` of the buffer, and records the blocks that it has moved.
-    fn finish_move(&mut self, id: PartId, buffer: Option<Buffer>, start: usize) {
+    /// Completes a part whose data begins at byte `data_start` of the buffer, and records the blocks that it has moved.
+    fn finish_move(&mut self, id: PartId, buffer: Option<Buffer>, data_start: usize) {
         // Must be done before the request ends, which may be now.
         let active = self.requests.get(id.request as usize).filter(|_| self.blocks.records_moves());
         let moved = active.and_then(|active| active.moved_blocks(id.part));
         self.end_part(id.request, RequestStatus::Ok);
         let unused = match (moved, buffer) {
-            (Some((moved, first)), Some(buffer)) => self.blocks.record_moved(moved, buffer, start + first),
+            (Some(PartBlocks { moved, first_offset }), Some(buffer)) => {
+                self.blocks.record_moved(moved, buffer, data_start + first_offset)
+            }
             (_, buffer) => buffer,
         };
         self.io.buffers.put_back(unused);
     }
 
+    /// Records that a part of a request has ended, and answers the request after its last part.
     fn end_part(&mut self, request: u32, status: RequestStatus) {
         let Some(active) = self.requests.get_mut(request as usize) else { return };
         if status != RequestStatus::Ok {
@@ -345,8 +354,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
     }
 
     /// Answers a request that has no unfinished part.
-    pub(super) fn finish_request(&mut self, number: u32) {
-        let Some(active) = self.requests.try_remove(number as usize) else { return };
+    pub(super) fn finish_request(&mut self, request_number: u32) {
+        let Some(active) = self.requests.try_remove(request_number as usize) else { return };
         self.requested_bytes = self.requested_bytes.saturating_sub(active.bytes);
         let is_ok = active.status == RequestStatus::Ok;
         if !is_ok {
@@ -354,8 +363,8 @@ impl<B: BlockCatalog> FrontEnd<B> {
             active.ranges().for_each(|range| self.blocks.forget_moved(range));
         }
         let written = if is_ok { active.request.written } else { 1 };
-        let is_answered = active.memory.write(active.request.status, &[active.status as u8]).is_some();
-        self.answer_chain(active.session, active.queue, active.head, if is_answered { written } else { 0 });
+        let is_answered = active.memory.write(active.request.status_address, &[active.status as u8]).is_some();
+        self.answer_chain(active.connection_id, active.queue_index, active.head, if is_answered { written } else { 0 });
         self.has_room = true;
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// The checks at each file operation.
 #[derive(Debug, Default)]
-pub(super) struct Watch {
+pub(super) struct StepChecks {
     steps: AtomicUsize,
     /// The merge that has written to the image and not synced it yet.
     pub merging: std::sync::Mutex<Option<u32>>,
@@ -21,27 +21,27 @@ pub(super) struct Watch {
 #[derive(Debug, Clone)]
 pub(super) struct StepFile {
     file: CrashFile,
-    watch: Arc<Watch>,
+    checks: Arc<StepChecks>,
     /// Number of the merge that uses the file, if the file is the image.
     merge: Option<u32>,
 }
 
 impl StepFile {
-    fn step(&self, is_end: bool) {
-        self.watch.steps.fetch_add(1, Ordering::SeqCst);
+    fn step(&self, ends_merge: bool) {
+        self.checks.steps.fetch_add(1, Ordering::SeqCst);
         if let Some(merge) = self.merge {
-            let mut merging = self.watch.merging.lock().unwrap();
-            let is_other = merging.is_some_and(|other| other != merge);
-            assert!(!(is_other && self.watch.is_strict), "two concurrent merges of one log");
-            *merging = (!is_end).then_some(merge);
+            let mut merging = self.checks.merging.lock().unwrap();
+            let is_other_merge = merging.is_some_and(|other| other != merge);
+            assert!(!(is_other_merge && self.checks.is_strict), "two concurrent merges of one log");
+            *merging = (!ends_merge).then_some(merge);
         }
     }
 }
 
 impl LogFile for StepFile {
-    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
-        self.watch.steps.fetch_add(1, Ordering::SeqCst);
-        self.file.read_at(into, offset)
+    fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.checks.steps.fetch_add(1, Ordering::SeqCst);
+        self.file.read_at(target, offset)
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
@@ -71,7 +71,7 @@ impl LogFile for StepFile {
 #[derive(Debug, Clone)]
 pub(super) struct StepFiles {
     pub memory: CrashDisk,
-    pub watch: Arc<Watch>,
+    pub checks: Arc<StepChecks>,
     is_claimed: Arc<AtomicBool>,
 }
 
@@ -86,12 +86,12 @@ impl Drop for Claim {
 
 impl StepFiles {
     pub fn new(image: Vec<u8>, is_strict: bool) -> Self {
-        let watch = Arc::new(Watch { is_strict, ..Watch::default() });
-        Self { memory: CrashDisk::new(image), watch, is_claimed: Arc::default() }
+        let checks = Arc::new(StepChecks { is_strict, ..StepChecks::default() });
+        Self { memory: CrashDisk::new(image), checks, is_claimed: Arc::default() }
     }
 
     fn file(&self, file: CrashFile) -> StepFile {
-        StepFile { file, watch: Arc::clone(&self.watch), merge: None }
+        StepFile { file, checks: Arc::clone(&self.checks), merge: None }
     }
 
     /// Returns the image. `merge`: number of the merge that uses it; `None` for the engine.
@@ -108,8 +108,8 @@ impl LogFiles for StepFiles {
         self.memory.path()
     }
 
-    fn make(&self) -> io::Result<()> {
-        self.memory.make()
+    fn create_directory(&self) -> io::Result<()> {
+        self.memory.create_directory()
     }
 
     fn claim(&self) -> io::Result<Option<Claim>> {
@@ -128,8 +128,8 @@ impl LogFiles for StepFiles {
         self.memory.create(name).map(|file| self.file(file))
     }
 
-    fn peek(&self, name: &str, most: u64) -> io::Result<Option<FileStart>> {
-        self.memory.peek(name, most)
+    fn peek(&self, name: &str, max_bytes: u64) -> io::Result<Option<FileStart>> {
+        self.memory.peek(name, max_bytes)
     }
 
     fn open(&self, name: &str) -> io::Result<StepFile> {
@@ -137,7 +137,7 @@ impl LogFiles for StepFiles {
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
-        self.watch.steps.fetch_add(1, Ordering::SeqCst);
+        self.checks.steps.fetch_add(1, Ordering::SeqCst);
         self.memory.remove(name)
     }
 
@@ -145,7 +145,7 @@ impl LogFiles for StepFiles {
         self.memory.sync()
     }
 
-    fn remove_all(&self) -> io::Result<()> {
-        self.memory.remove_all()
+    fn remove_directory(&self) -> io::Result<()> {
+        self.memory.remove_directory()
     }
 }

@@ -1,4 +1,5 @@
-//! Threads and shared values, so that a model checker can replace the system's (`model.rs`).
+//! Threads and shared values of the keeper, behind traits so that a model checker can replace the system's
+//! (`model.rs`).
 
 use std::fmt::Debug;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,8 +13,8 @@ pub trait Monitor<T>: Send + Sync + 'static {
     fn with<R>(&self, run: impl FnOnce(&mut T) -> R) -> R;
     /// Waits until `until` returns a value, and returns that value.
     fn wait<R>(&self, until: impl FnMut(&mut T) -> Option<R>) -> R;
-    /// Waits like [`Self::wait`], but stops after `patience`.
-    fn wait_timeout<R>(&self, patience: Duration, until: impl FnMut(&mut T) -> Option<R>) -> Option<R>;
+    /// Waits like [`Self::wait`], but stops after `timeout`.
+    fn wait_timeout<R>(&self, timeout: Duration, until: impl FnMut(&mut T) -> Option<R>) -> Option<R>;
 }
 
 /// An implementation of threads and monitors.
@@ -49,31 +50,31 @@ impl<T: Send + 'static> Monitor<T> for SystemMonitor<T> {
     }
 
     fn with<R>(&self, run: impl FnOnce(&mut T) -> R) -> R {
-        let given = run(&mut self.lock());
+        let result = run(&mut self.lock());
         self.changed.notify_all();
-        given
+        result
     }
 
     fn wait<R>(&self, mut until: impl FnMut(&mut T) -> Option<R>) -> R {
         let mut value = self.lock();
         loop {
-            if let Some(given) = until(&mut value) {
-                return given;
+            if let Some(result) = until(&mut value) {
+                return result;
             }
             value = self.changed.wait(value).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn wait_timeout<R>(&self, patience: Duration, mut until: impl FnMut(&mut T) -> Option<R>) -> Option<R> {
-        let deadline = Instant::now() + patience;
+    fn wait_timeout<R>(&self, timeout: Duration, mut until: impl FnMut(&mut T) -> Option<R>) -> Option<R> {
+        let deadline = Instant::now() + timeout;
         let mut value = self.lock();
         loop {
-            let given = until(&mut value);
-            let left = deadline.saturating_duration_since(Instant::now());
-            if given.is_some() || left.is_zero() {
-                return given;
+            let result = until(&mut value);
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if result.is_some() || remaining.is_zero() {
+                return result;
             }
-            value = self.changed.wait_timeout(value, left).unwrap_or_else(PoisonError::into_inner).0;
+            value = self.changed.wait_timeout(value, remaining).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }

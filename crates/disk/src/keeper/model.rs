@@ -15,16 +15,16 @@ mod files;
 use super::merging::Merger;
 use super::threads::{Monitor, Threads};
 use super::{EpochId, Keeper, OpenedLog, Tasks};
-use crate::engine::command::Refused;
 use crate::engine::redo_log::EngineLog;
+use crate::engine::refusal::Refusal;
 use crate::engine::visit::{EngineView, VisitEngine};
+use crate::redo::directory::LogDirectory;
 use crate::redo::files::{LogFile, LogFiles, Synced};
-use crate::redo::format::{EntryKind, PAGE};
+use crate::redo::format::{EntryKind, PAGE_BYTES};
 use crate::redo::index::Source;
-use crate::redo::log::{LogEntry, SpaceLimit};
+use crate::redo::log::{Log, LogEntry, SpaceLimit};
 use crate::redo::merge::MergeTarget;
 use crate::redo::recover::{self, DiskVersion};
-use crate::redo::state::LogDirectory;
 use files::{StepFile, StepFiles};
 use rekindle_kernel::uring::Buffer;
 use shuttle::rand::{Rng, thread_rng};
@@ -40,13 +40,13 @@ use uuid::Uuid;
 const SECTOR: u64 = 512;
 /// Sectors of the disk at first, and after it has grown.
 const SECTORS: u64 = 4;
-const GROWN: u64 = 6;
+const GROWN_SECTORS: u64 = 6;
 /// Number of requests of each guest thread, of checkpoints, and of the operator's commands.
 const REQUESTS: u32 = 6;
 const CHECKPOINTS: u32 = 3;
 const COMMANDS: u32 = 3;
 /// The limit of a log that is full after some writes, and of a log that is never full.
-const LIMITS: [u64; 2] = [PAGE + 5 * 2 * PAGE, 1 << 30];
+const LIMITS: [u64; 2] = [PAGE_BYTES + 5 * 2 * PAGE_BYTES, 1 << 30];
 
 /// The threads of the model checker.
 #[derive(Debug)]
@@ -64,22 +64,22 @@ impl<T: Send + 'static> Monitor<T> for ModelMonitor<T> {
     }
 
     fn with<R>(&self, run: impl FnOnce(&mut T) -> R) -> R {
-        let given = run(&mut self.value.lock().unwrap());
+        let result = run(&mut self.value.lock().unwrap());
         self.changed.notify_all();
-        given
+        result
     }
 
     fn wait<R>(&self, mut until: impl FnMut(&mut T) -> Option<R>) -> R {
         let mut value = self.value.lock().unwrap();
         loop {
-            if let Some(given) = until(&mut value) {
-                return given;
+            if let Some(result) = until(&mut value) {
+                return result;
             }
             value = self.changed.wait(value).unwrap();
         }
     }
 
-    fn wait_timeout<R>(&self, _patience: Duration, mut until: impl FnMut(&mut T) -> Option<R>) -> Option<R> {
+    fn wait_timeout<R>(&self, _timeout: Duration, mut until: impl FnMut(&mut T) -> Option<R>) -> Option<R> {
         thread::yield_now();
         until(&mut self.value.lock().unwrap())
     }
@@ -123,11 +123,11 @@ impl VisitEngine for ModelEngine {
 
     fn visit<T: Send + 'static>(
         &self,
-        visit: impl FnOnce(&mut EngineView<'_, StepFile>) -> Result<T, Refused> + Send + 'static,
-    ) -> Result<T, Refused> {
+        visit: impl FnOnce(&mut EngineView<'_, StepFile>) -> Result<T, Refusal> + Send + 'static,
+    ) -> Result<T, Refusal> {
         self.0.with(|state| {
             if state.has_ended {
-                return Err(Refused("the disk's engine has ended".into()));
+                return Err(Refusal("the disk's engine has ended".into()));
             }
             let is_running = !state.is_stopped || state.pending > 0;
             visit(&mut EngineView { log: &mut state.engine_log, is_running, ended: None })
@@ -135,10 +135,21 @@ impl VisitEngine for ModelEngine {
     }
 }
 
+/// A write into the log.
+struct PlacedWrite {
+    entry: LogEntry,
+    /// The segment.
+    file: StepFile,
+    /// Header and data of the entry.
+    bytes: Buffer,
+}
+
+/// Returns the content of a sector that is filled with a value.
 fn sector_of(value: u64) -> Vec<u8> {
     value.to_le_bytes().repeat(SECTOR as usize / 8)
 }
 
+/// Returns the value that fills a sector.
 fn value_of(sector: &[u8]) -> u64 {
     assert!(sector[8..] == sector[..sector.len() - 8], "a torn sector");
     u64::from_le_bytes(sector[..8].try_into().unwrap())
@@ -146,14 +157,13 @@ fn value_of(sector: &[u8]) -> u64 {
 
 impl ModelEngine {
     fn new(image: StepFile, engine_log: Option<EngineLog<StepFile>>) -> Self {
-        let (sectors, pending) = (SECTORS, 0);
         let state = ModelEngineState {
             engine_log,
             image,
-            sectors,
+            sectors: SECTORS,
             is_stopping: false,
             is_stopped: false,
-            pending,
+            pending: 0,
             has_ended: false,
         };
         Self(Arc::new(Monitor::new(state)))
@@ -167,34 +177,36 @@ impl ModelEngine {
     /// Writes a sector as the guest, and waits for the answer.
     fn write(&self, sector: u64, value: u64) {
         self.admit();
-        let (mut asked, data) = (None, sector_of(value));
-        let placed: Result<(LogEntry, StepFile, Buffer), StepFile> = self.0.wait(|state| {
+        let (mut requested, data) = (None, sector_of(value));
+        // `Err`: the disk has no log, and the image is written.
+        let placed: Result<PlacedWrite, StepFile> = self.0.wait(|state| {
             let limit = if state.is_stopping { SpaceLimit::MayBeExceeded } else { SpaceLimit::Enforced };
             let Some(engine_log) = &mut state.engine_log else { return Some(Err(state.image.clone())) };
             if engine_log.is_closing {
                 return None;
             }
             match engine_log.log.allocate(sector * SECTOR, SECTOR, EntryKind::Data, limit) {
-                Ok(placed) => {
-                    let mut entry = Buffer::new(placed.length() as usize);
-                    entry[..PAGE as usize].copy_from_slice(&engine_log.log.header(&placed, &data));
-                    entry[PAGE as usize..][..data.len()].copy_from_slice(&data);
-                    Some(Ok((placed, engine_log.log.file(placed.epoch).unwrap(), entry)))
+                Ok(entry) => {
+                    let mut bytes = Buffer::new(entry.length() as usize);
+                    bytes[..PAGE_BYTES as usize].copy_from_slice(&engine_log.log.entry_header(&entry, &data));
+                    bytes[PAGE_BYTES as usize..][..data.len()].copy_from_slice(&data);
+                    let file = engine_log.log.segment_file(entry.epoch).unwrap();
+                    Some(Ok(PlacedWrite { entry, file, bytes }))
                 }
                 // The real engine retries, which does not change the result.
-                Err(wait) if asked == Some(wait) => None,
-                Err(wait) => {
-                    asked = Some(wait);
-                    engine_log.want(wait);
+                Err(missing) if requested == Some(missing) => None,
+                Err(missing) => {
+                    requested = Some(missing);
+                    engine_log.request_space(missing);
                     None
                 }
             }
         });
         match placed {
-            Ok((placed, file, entry)) => {
-                file.write_at(&entry, placed.offset).unwrap();
+            Ok(PlacedWrite { entry, file, bytes }) => {
+                file.write_at(&bytes, entry.offset).unwrap();
                 self.0.with(|state| {
-                    state.engine_log.as_mut().expect("the log ended during a write").written(&placed);
+                    state.engine_log.as_mut().expect("the log ended during a write").complete_write(&entry);
                     state.pending -= 1;
                 });
             }
@@ -210,20 +222,22 @@ impl ModelEngine {
         self.admit();
         let source = self.0.with(|state| {
             let pieces = state.engine_log.as_ref().map(|engine_log| engine_log.log.look_up(sector * SECTOR, SECTOR));
-            pieces.and_then(|pieces| pieces[0].2)
+            pieces.and_then(|pieces| pieces[0].source)
         });
         // The log may change between planning a request and starting it.
-        let (file, at) = self.0.with(|state| {
+        let (file, offset) = self.0.with(|state| {
             let segment = match source {
-                Some(Source::Data { epoch, at }) => {
-                    state.engine_log.as_ref().and_then(|engine_log| engine_log.log.file(epoch)).map(|file| (file, at))
-                }
+                Some(Source::Data { epoch, offset }) => state
+                    .engine_log
+                    .as_ref()
+                    .and_then(|engine_log| engine_log.log.segment_file(epoch))
+                    .map(|file| (file, offset)),
                 _ => None,
             };
             segment.unwrap_or_else(|| (state.image.clone(), sector * SECTOR))
         });
         let mut bytes = Buffer::new(SECTOR as usize);
-        file.read_at(&mut bytes[..SECTOR as usize], at).unwrap();
+        file.read_at(&mut bytes[..SECTOR as usize], offset).unwrap();
         self.0.with(|state| state.pending -= 1);
         value_of(&bytes[..SECTOR as usize])
     }
@@ -242,7 +256,7 @@ type ModelKeeper = Keeper<StepFiles, ModelThreads>;
 
 /// Runs one of two threads of the guest, which uses every second sector. Returns the final content of its sectors.
 fn guest(engine: &ModelEngine, number: u64) -> Vec<(u64, u64)> {
-    let mut now: Vec<(u64, u64)> = (number..GROWN).step_by(2).map(|sector| (sector, 1000 + sector)).collect();
+    let mut now: Vec<(u64, u64)> = (number..GROWN_SECTORS).step_by(2).map(|sector| (sector, 1000 + sector)).collect();
     for request in 0..REQUESTS {
         let sectors = engine.0.with(|state| state.sectors);
         let known = now.iter().filter(|(sector, _)| *sector < sectors).count();
@@ -281,7 +295,7 @@ fn operate(keeper: &ModelKeeper, engine: &ModelEngine) {
         match thread_rng().gen_range(0..4) {
             0 | 1 => keeper.end(),
             2 => drop(keeper.begin(engine)),
-            _ => engine.0.with(|state| state.sectors = GROWN),
+            _ => engine.0.with(|state| state.sectors = GROWN_SECTORS),
         }
     }
 }
@@ -289,30 +303,30 @@ fn operate(keeper: &ModelKeeper, engine: &ModelEngine) {
 /// Ends the log and waits until it has ended.
 fn end(keeper: &ModelKeeper) {
     keeper.end();
-    let failed = keeper.tasks.wait(|tasks: &mut Tasks| (!tasks.is_end_wanted).then(|| tasks.failed.clone()));
+    let failed = keeper.tasks.wait(|tasks: &mut Tasks| (!tasks.is_end_wanted).then(|| tasks.why_failed.clone()));
     assert_eq!(failed, None);
     // The directory and the engine's log have been removed before.
     keeper.current.with(|current| assert!(current.log_dir.is_none()));
 }
 
 fn open(files: &StepFiles, version: DiskVersion, limit: u64) -> OpenedLog<StepFiles, ModelThreads> {
-    let found = recover::open(files.clone(), GROWN * SECTOR, version, limit).unwrap();
+    let found = recover::open(files.clone(), GROWN_SECTORS * SECTOR, version, limit).unwrap();
     let image = Synced::new(files.image(Some(0)), Arc::default());
-    OpenedLog::new(files.clone(), found, image, GROWN * SECTOR, limit)
+    OpenedLog::new(files.clone(), found, image, GROWN_SECTORS * SECTOR, limit)
 }
 
 /// Creates a log with a sealed epoch, as a restore finds it.
 fn leave_log(files: &StepFiles) -> Uuid {
-    let mut log_dir = LogDirectory::create(files.clone(), GROWN * SECTOR, None).unwrap();
-    let segment = log_dir.prepare(1).unwrap();
-    let mut log = crate::redo::log::Log::new(log_dir.state().disk, 1, 0, 0, LIMITS[1]);
+    let mut log_dir = LogDirectory::create(files.clone(), GROWN_SECTORS * SECTOR, None).unwrap();
+    let segment = log_dir.create_segment(1).unwrap();
+    let mut log = Log::new(log_dir.state().disk, 1, 0, 0, LIMITS[1]);
     log.add_ready(segment);
-    let placed = log.allocate(0, SECTOR, EntryKind::Data, SpaceLimit::Enforced).unwrap();
+    let entry = log.allocate(0, SECTOR, EntryKind::Data, SpaceLimit::Enforced).unwrap();
     let data = sector_of(1000);
-    let mut entry = Buffer::new(placed.length() as usize);
-    entry[..PAGE as usize].copy_from_slice(&log.header(&placed, &data));
-    entry[PAGE as usize..][..data.len()].copy_from_slice(&data);
-    log.file(1).unwrap().write_at(&entry, placed.offset).unwrap();
+    let mut bytes = Buffer::new(entry.length() as usize);
+    bytes[..PAGE_BYTES as usize].copy_from_slice(&log.entry_header(&entry, &data));
+    bytes[PAGE_BYTES as usize..][..data.len()].copy_from_slice(&data);
+    log.segment_file(1).unwrap().write_at(&bytes, entry.offset).unwrap();
     log_dir.record(|state| state.sealed = 1).unwrap();
     log_dir.state().disk
 }
@@ -324,7 +338,7 @@ fn add_merge(keeper: &Arc<ModelKeeper>, engine: &ModelEngine, files: &StepFiles)
     let tasks = Arc::clone(&keeper.tasks);
     let next = |tasks: &mut Tasks| {
         let is_wanted = std::mem::take(&mut tasks.is_merge_wanted);
-        (tasks.stop || is_wanted).then_some((!tasks.stop).then_some(tasks.committed))
+        (tasks.is_stopping || is_wanted).then_some((!tasks.is_stopping).then_some(tasks.committed_epoch))
     };
     let merge = ModelThreads::spawn(move || {
         while let Some(upto) = tasks.wait(next) {
@@ -335,7 +349,7 @@ fn add_merge(keeper: &Arc<ModelKeeper>, engine: &ModelEngine, files: &StepFiles)
 }
 
 fn image() -> Vec<u8> {
-    (0..GROWN).flat_map(|sector| sector_of(1000 + sector)).collect()
+    (0..GROWN_SECTORS).flat_map(|sector| sector_of(1000 + sector)).collect()
 }
 
 /// Runs one server from start to end. `mergers`: 1, or 2 to check that the checker finds the defect.
@@ -376,7 +390,7 @@ fn run_server(mergers: u32) {
     drop(engine.0.with(|state| state.engine_log.take()));
     if is_restarted {
         // The next server repeats the interrupted merge.
-        *files.watch.merging.lock().unwrap() = None;
+        *files.checks.merging.lock().unwrap() = None;
         let mut opened = open(&files, DiskVersion::Newest, limit);
         let engine = ModelEngine::new(files.image(None), opened.engine_log.take());
         let keeper = opened.start(&engine);

@@ -1,9 +1,11 @@
 //! The directory of a log: the state file and the segments.
 
-use super::epoch_state::{EpochState, FORMAT, MAGIC, newest_slot, write_slot};
+use super::epoch_state::{
+    CHECKSUM_BYTES, CountedState, EpochRange, EpochState, FORMAT, MAGIC, newest_slot, write_slot,
+};
 use super::error::RedoError;
 use super::files::{FileStart, LogFile, LogFiles};
-use super::format::{PAGE, SegmentHead, read_head, write_head};
+use super::format::{PAGE_BYTES, SegmentHead, read_head, segment_epoch, segment_name, write_head};
 use super::log::Segment;
 use crate::report::warn_limited;
 use rekindle_kernel::uring::Buffer;
@@ -12,48 +14,39 @@ use std::io;
 use uuid::Uuid;
 
 /// File name of the state.
-const NAME: &str = "state";
+const STATE_NAME: &str = "state";
+/// Bytes of the state file: two slots.
+const STATE_BYTES: u64 = 2 * PAGE_BYTES;
 /// Bytes that are reserved for a new segment.
-const RESERVED: u64 = 4 << 20;
-
-/// Returns the epoch in the file name of a segment.
-#[must_use]
-pub fn segment_epoch(name: &str) -> Option<u64> {
-    let epoch = name.strip_suffix(".log")?.parse().ok()?;
-    (segment_name(epoch) == name).then_some(epoch)
-}
-
-/// Returns the file name of an epoch's segment.
-#[must_use]
-pub fn segment_name(epoch: u64) -> String {
-    format!("{epoch}.log")
-}
+const RESERVED_BYTES: u64 = 4 << 20;
 
 /// Returns whether name and content are those of a file that a log created. The file may be incomplete after a crash.
-fn is_ours(name: &str, FileStart { bytes, length }: &FileStart) -> bool {
+fn is_file_of_log(name: &str, FileStart { bytes, length }: &FileStart) -> bool {
     let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
     // Only zeros have been written to the file.
-    let is_empty = *length == bytes.len() as u64 && is_zero(bytes);
-    if name == NAME {
-        let is_slot = |slot: &[u8]| slot.starts_with(MAGIC) || is_zero(slot.get(..PAGE as usize - 16).unwrap_or(slot));
-        return *length <= 2 * PAGE && bytes.chunks(PAGE as usize).all(is_slot);
+    let has_only_zeros = *length == bytes.len() as u64 && is_zero(bytes);
+    if name == STATE_NAME {
+        let is_slot = |slot: &[u8]| {
+            slot.starts_with(MAGIC) || is_zero(slot.get(..PAGE_BYTES as usize - CHECKSUM_BYTES).unwrap_or(slot))
+        };
+        return *length <= STATE_BYTES && bytes.chunks(PAGE_BYTES as usize).all(is_slot);
     }
-    segment_epoch(name).is_some() && (is_empty || bytes.get(..PAGE as usize).and_then(read_head).is_some())
+    segment_epoch(name).is_some() && (has_only_zeros || bytes.get(..PAGE_BYTES as usize).and_then(read_head).is_some())
 }
 
 /// Returns whether a log created the file with this name.
-fn recognise(files: &impl LogFiles, name: &str) -> io::Result<bool> {
-    let Some(first) = files.peek(name, 2 * PAGE)? else { return Ok(false) };
-    if is_ours(name, &first) {
+fn was_created_by_log(files: &impl LogFiles, name: &str) -> io::Result<bool> {
+    let Some(beginning) = files.peek(name, STATE_BYTES)? else { return Ok(false) };
+    if is_file_of_log(name, &beginning) {
         return Ok(true);
     }
     // Space was reserved for a segment, and its head is not durable yet.
-    let whole = if first.length <= RESERVED { files.peek(name, RESERVED)? } else { None };
-    Ok(whole.is_some_and(|whole| is_ours(name, &whole)))
+    let whole = if beginning.length <= RESERVED_BYTES { files.peek(name, RESERVED_BYTES)? } else { None };
+    Ok(whole.is_some_and(|whole| is_file_of_log(name, &whole)))
 }
 
 /// Returns the error for a file that no log created.
-fn foreign(files: &impl LogFiles, name: &str) -> RedoError {
+fn foreign_file(files: &impl LogFiles, name: &str) -> RedoError {
     let path = files.path().to_owned();
     let target = std::fs::read_link(&path).ok();
     RedoError::ForeignFile { path, target, name: name.into() }
@@ -63,15 +56,17 @@ fn foreign(files: &impl LogFiles, name: &str) -> RedoError {
 #[derive(Debug)]
 pub struct LogDirectory<D: LogFiles> {
     files: D,
-    file: D::File,
+    state_file: D::File,
     state: EpochState,
+    /// The count of the state's slot.
     count: u64,
     /// Epochs to discard before the first write: the disk was opened at an older epoch.
-    rewound: Option<(u64, u64)>,
+    rewound: Option<EpochRange>,
     /// Prevents changes by other processes.
     _claim: D::Claim,
 }
 
+/// Locks the directory; `None` if there is no directory.
 fn claim<D: LogFiles>(files: &D) -> Result<Option<D::Claim>, RedoError> {
     files.claim().map_err(|e| match e.kind() {
         io::ErrorKind::ResourceBusy => RedoError::InUse { path: files.path().to_owned() },
@@ -85,43 +80,49 @@ impl<D: LogFiles> LogDirectory<D> {
     /// *On failure:* there is no log. Files that no log created are unchanged; they may be the reason.
     pub fn create(files: D, bytes: u64, image: Option<String>) -> Result<Self, RedoError> {
         let failed = |doing| RedoError::io(files.path(), doing);
-        files.make().map_err(failed("making the directory"))?;
+        files.create_directory().map_err(failed("making the directory"))?;
         let claim = claim(&files)?.ok_or(io::ErrorKind::NotFound.into()).map_err(failed("locking the directory"))?;
-        Self::clear(&files)?;
-        let file = files.create(NAME).map_err(failed("making its state"))?;
-        let (format, disk) = (FORMAT, Uuid::new_v4());
-        let (dead, segments) = (Vec::new(), Vec::new());
-        let state = EpochState { format, disk, bytes, sealed: 0, floor: 0, merged: 0, dead, image, segments };
-        let empty = Buffer::new(2 * PAGE as usize);
-        file.write_at(&empty, 0).map_err(failed("making its state"))?;
-        let mut log_dir = Self { files, file, state, count: 0, rewound: None, _claim: claim };
+        Self::remove_remains(&files)?;
+        let state_file = files.create(STATE_NAME).map_err(failed("making its state"))?;
+        let state = EpochState {
+            format: FORMAT,
+            disk: Uuid::new_v4(),
+            bytes,
+            sealed: 0,
+            floor: 0,
+            merged: 0,
+            dead: Vec::new(),
+            image,
+            segments: Vec::new(),
+        };
+        let empty_slots = Buffer::new(STATE_BYTES as usize);
+        state_file.write_at(&empty_slots, 0).map_err(failed("making its state"))?;
+        let mut log_dir = Self { files, state_file, state, count: 0, rewound: None, _claim: claim };
         log_dir.record(|_| ())?;
         log_dir.files.sync().map_err(RedoError::io(log_dir.files.path(), "making its directory durable"))?;
         Ok(log_dir)
     }
 
     /// Removes the files of an interrupted `begin` or `end`. Removes nothing if there is any other file.
-    fn clear(files: &D) -> Result<(), RedoError> {
+    fn remove_remains(files: &D) -> Result<(), RedoError> {
         let failed = |doing| RedoError::io(files.path(), doing);
         let mut names = files.list().map_err(failed("reading the directory"))?;
         names.sort_unstable();
         for name in &names {
-            if !recognise(files, name).map_err(failed("reading what is in the directory"))? {
-                return Err(foreign(files, name));
+            if !was_created_by_log(files, name).map_err(failed("reading what is in the directory"))? {
+                return Err(foreign_file(files, name));
             }
         }
         let has_segments = names.iter().any(|name| segment_epoch(name).is_some());
-        let state = match files.peek(NAME, 2 * PAGE) {
+        let slots = match files.peek(STATE_NAME, STATE_BYTES) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-            found => found.map_err(failed("reading its state"))?,
+            peeked => peeked.map_err(failed("reading its state"))?,
         };
-        let state = match state.as_ref().map_or(Ok(None), |found| newest_slot(&found.bytes)) {
-            Err(found) => return Err(RedoError::NewerFormat { path: files.path().to_owned(), found }),
-            Ok(state) => state,
-        };
-        match state {
+        let newest = slots.as_ref().map_or(Ok(None), |slots| newest_slot(&slots.bytes));
+        let newer_format = |found| RedoError::NewerFormat { path: files.path().to_owned(), found };
+        match newest.map_err(newer_format)? {
             None if has_segments => return Err(RedoError::DamagedState { path: files.path().to_owned() }),
-            Some((_, state)) => {
+            Some(CountedState { state, .. }) => {
                 let is_done = |epoch| epoch <= state.merged || state.is_dead(epoch);
                 if !names.iter().filter_map(|name| segment_epoch(name)).all(is_done) {
                     return Err(RedoError::Occupied { path: files.path().to_owned(), found: state.disk });
@@ -130,7 +131,7 @@ impl<D: LogFiles> LogDirectory<D> {
             None => {}
         }
         // The state is removed last: segments without a state are a damaged log.
-        names.sort_unstable_by_key(|name| name == NAME);
+        names.sort_unstable_by_key(|name| name == STATE_NAME);
         names.iter().try_for_each(|name| files.remove(name)).map_err(failed("removing what was left there"))
     }
 
@@ -141,18 +142,20 @@ impl<D: LogFiles> LogDirectory<D> {
         let names = files.list().map_err(failed("reading the directory"))?;
         let has_segments = names.iter().any(|name| segment_epoch(name).is_some());
         let damaged = || RedoError::DamagedState { path: files.path().to_owned() };
-        let file = match files.open(NAME) {
+        let state_file = match files.open(STATE_NAME) {
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
                 return if has_segments { Err(damaged()) } else { Ok(None) };
             }
             opened => opened.map_err(failed("opening its state"))?,
         };
-        let mut slots = Buffer::new(2 * PAGE as usize);
-        file.read_at(&mut slots, 0).map_err(failed("reading its state"))?;
+        let mut slots = Buffer::new(STATE_BYTES as usize);
+        state_file.read_at(&mut slots, 0).map_err(failed("reading its state"))?;
         match newest_slot(&slots).map_err(|found| RedoError::NewerFormat { path: files.path().to_owned(), found })? {
             None if has_segments => Err(damaged()),
             None => Ok(None),
-            Some((count, state)) => Ok(Some(Self { files, file, state, count, rewound: None, _claim: claim })),
+            Some(CountedState { count, state }) => {
+                Ok(Some(Self { files, state_file, state, count, rewound: None, _claim: claim }))
+            }
         }
     }
 
@@ -173,9 +176,9 @@ impl<D: LogFiles> LogDirectory<D> {
     pub fn record(&mut self, change: impl FnOnce(&mut EpochState)) -> Result<(), RedoError> {
         let mut state = self.state.clone();
         change(&mut state);
-        let floor = state.merged;
-        state.dead.retain(|(_, last)| *last > floor);
-        if let Some((first, last)) = state.fit_segments() {
+        let merged = state.merged;
+        state.dead.retain(|range| range.last > merged);
+        if let Some(EpochRange { first, last }) = state.fit_segments() {
             warn_limited!(
                 "the redo log {}: its state has no space for all ranges of sealed epochs, so damage to segments of epochs {first} to \
                  {last} would not be detected when the log is opened",
@@ -184,16 +187,17 @@ impl<D: LogFiles> LogDirectory<D> {
         }
         if self.state.format < FORMAT {
             // An earlier version must not find the old state in the other slot.
-            self.write(EpochState { format: FORMAT, ..self.state.clone() })?;
+            self.write_state(EpochState { format: FORMAT, ..self.state.clone() })?;
         }
-        self.write(EpochState { format: FORMAT, ..state })
+        self.write_state(EpochState { format: FORMAT, ..state })
     }
 
-    fn write(&mut self, state: EpochState) -> Result<(), RedoError> {
+    /// Writes the state to the older slot.
+    fn write_state(&mut self, state: EpochState) -> Result<(), RedoError> {
         let count = self.count + 1;
         let written = write_slot(&state, count).and_then(|page| {
-            self.file.write_at(page.get(..PAGE as usize).unwrap_or_default(), count % 2 * PAGE)?;
-            self.file.sync()
+            self.state_file.write_at(page.get(..PAGE_BYTES as usize).unwrap_or_default(), count % 2 * PAGE_BYTES)?;
+            self.state_file.sync()
         });
         written.map_err(RedoError::io(self.files.path(), "writing its state"))?;
         (self.state, self.count) = (state, count);
@@ -222,9 +226,9 @@ impl<D: LogFiles> LogDirectory<D> {
         }
     }
 
-    /// Discards epochs `first..=last` before the next segment is created.
-    pub fn rewind(&mut self, first: u64, last: u64) {
-        self.rewound = Some((first, last));
+    /// Discards epochs before the next segment is created.
+    pub fn rewind(&mut self, discarded: EpochRange) {
+        self.rewound = Some(discarded);
     }
 
     /// Returns whether there are epochs that the next segment discards.
@@ -234,28 +238,28 @@ impl<D: LogFiles> LogDirectory<D> {
     }
 
     /// Creates the segment of a new epoch durably, after discarding the epochs of [`Self::rewind`].
-    pub fn prepare(&mut self, epoch: u64) -> Result<Segment<D::File>, RedoError> {
-        if let Some((first, last)) = self.rewound {
+    pub fn create_segment(&mut self, epoch: u64) -> Result<Segment<D::File>, RedoError> {
+        if let Some(discarded) = self.rewound {
             self.record(|state| {
                 // Earlier ranges within this range stay discarded.
-                state.dead.retain(|(from, to)| *from < first || *to > last);
-                state.dead.push((first, last));
+                state.dead.retain(|dead| dead.first < discarded.first || dead.last > discarded.last);
+                state.dead.push(discarded);
             })?;
             self.rewound = None;
             if let Err(e) = self.remove_done() {
                 tracing::warn!("cannot remove discarded epochs; trying again later: {e}");
             }
         }
-        let made = self.make(epoch);
-        made.map_err(RedoError::io(self.files.path(), "making a segment"))
+        let created = self.create_segment_file(epoch);
+        created.map_err(RedoError::io(self.files.path(), "making a segment"))
     }
 
-    fn make(&self, epoch: u64) -> io::Result<Segment<D::File>> {
+    fn create_segment_file(&self, epoch: u64) -> io::Result<Segment<D::File>> {
         let name = segment_name(epoch);
         let file = match self.files.create(&name) {
             // A failed attempt left the file and made nothing durable: the file is unused.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                self.remove_ours(&name)?;
+                self.remove_file_of_log(&name)?;
                 self.files.create(&name)?
             }
             created => created?,
@@ -263,9 +267,9 @@ impl<D: LogFiles> LogDirectory<D> {
         let mut nonce = [0; 16];
         getrandom(&mut nonce, GetRandomFlags::empty())?;
         let head = SegmentHead { epoch, disk: self.state.disk, nonce: u128::from_ne_bytes(nonce) };
-        let mut page = Buffer::new(PAGE as usize);
+        let mut page = Buffer::new(PAGE_BYTES as usize);
         page.copy_from_slice(&write_head(&head));
-        file.reserve(RESERVED);
+        file.reserve(RESERVED_BYTES);
         let durable = file.write_at(&page, 0).and_then(|()| file.sync()).and_then(|()| self.files.sync());
         if let Err(e) = durable {
             let _ = self.files.remove(&name);
@@ -275,8 +279,8 @@ impl<D: LogFiles> LogDirectory<D> {
     }
 
     /// Removes a file if a log created it. Fails otherwise.
-    fn remove_ours(&self, name: &str) -> io::Result<()> {
-        if recognise(&self.files, name)? {
+    fn remove_file_of_log(&self, name: &str) -> io::Result<()> {
+        if was_created_by_log(&self.files, name)? {
             return self.files.remove(name);
         }
         let why = format!("{name} is not a file of a redo log; move it elsewhere");
@@ -291,7 +295,7 @@ impl<D: LogFiles> LogDirectory<D> {
         let failed = |doing| RedoError::io(self.files.path(), doing);
         for name in self.files.list().map_err(failed("reading the directory"))? {
             if segment_epoch(&name).is_some_and(|epoch| epoch <= self.state.merged || self.state.is_dead(epoch)) {
-                self.remove_ours(&name).map_err(failed("removing a segment"))?;
+                self.remove_file_of_log(&name).map_err(failed("removing a segment"))?;
             }
         }
         Ok(())
@@ -300,8 +304,11 @@ impl<D: LogFiles> LogDirectory<D> {
     /// Records that the log is about to end: the image has all writes of the log, and may become newer than each of
     /// its epochs. `next`: the current epoch. It and the epoch after it may have segments, which are empty.
     pub fn close(&mut self, next: u64) -> Result<(), RedoError> {
-        let done = next + 1;
-        self.record(|state| (state.floor, state.merged) = (state.floor.max(done), state.merged.max(done)))
+        let last_used = next + 1;
+        self.record(|state| {
+            state.floor = state.floor.max(last_used);
+            state.merged = state.merged.max(last_used);
+        })
     }
 
     /// Removes the log. All of it must be merged, and [`Self::close`] must have succeeded. Files that no log created
@@ -312,26 +319,26 @@ impl<D: LogFiles> LogDirectory<D> {
     pub fn destroy(self) -> Result<(), RedoError> {
         let failed = |doing| RedoError::io(self.files.path(), doing);
         let names = self.files.list().map_err(failed("reading the directory"))?;
-        let mut others = Vec::new();
-        for name in names.into_iter().filter(|name| *name != NAME) {
-            match segment_epoch(&name).map(|_| self.remove_ours(&name)) {
+        let mut foreign_names = Vec::new();
+        for name in names.into_iter().filter(|name| *name != STATE_NAME) {
+            match segment_epoch(&name).map(|_| self.remove_file_of_log(&name)) {
                 Some(Ok(())) => {}
                 Some(Err(e)) if e.kind() != io::ErrorKind::AlreadyExists => {
                     return Err(failed("removing a segment")(e));
                 }
-                _ => others.push(name),
+                _ => foreign_names.push(name),
             }
         }
         self.files.sync().map_err(failed("making its directory durable"))?;
         // Without a state, a file with the name of a segment would be mistaken for a damaged log.
-        if !others.iter().any(|name| segment_epoch(name).is_some()) {
-            self.files.remove(NAME).map_err(failed("removing its state"))?;
+        if !foreign_names.iter().any(|name| segment_epoch(name).is_some()) {
+            self.files.remove(STATE_NAME).map_err(failed("removing its state"))?;
         }
-        match others.first() {
-            None => self.files.remove_all().map_err(failed("removing the directory")),
+        match foreign_names.first() {
+            None => self.files.remove_directory().map_err(failed("removing the directory")),
             Some(name) => {
                 self.files.sync().map_err(failed("making its directory durable"))?;
-                Err(foreign(&self.files, name))
+                Err(foreign_file(&self.files, name))
             }
         }
     }

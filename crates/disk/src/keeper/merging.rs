@@ -2,25 +2,30 @@
 
 use super::threads::{Monitor, Threads};
 use super::{CurrentLog, Keeper, Tasks, no_log, refused};
-use crate::engine::command::Refused;
+use crate::engine::refusal::Refusal;
 use crate::engine::visit::VisitEngine;
-use crate::redo::error::{RedoError, chain};
+use crate::redo::directory::LogDirectory;
+use crate::redo::error::{RedoError, error_chain};
 use crate::redo::files::LogFiles;
 use crate::redo::merge::{MergeTarget, merge};
-use crate::redo::state::LogDirectory;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A log with fewer bytes in its current epoch is merged completely while the guest's writes wait.
-const SHORT_LOG: u64 = 8 << 20;
+const SHORT_LOG_BYTES: u64 = 8 << 20;
 /// How often to merge first, to make the log that short.
-const ROUNDS: u32 = 16;
+const MAX_ROUNDS: u32 = 16;
 /// How long a merge works before it pauses.
-const WORK_TIME: Duration = Duration::from_millis(20);
+const MAX_WORK_TIME: Duration = Duration::from_millis(20);
 
+/// The next work of the thread.
 enum Task {
-    Merge { upto: u64 },
+    /// The server ends.
+    Stop,
+    Merge {
+        upto: u64,
+    },
     End,
 }
 
@@ -38,69 +43,69 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
 
     /// Carries out tasks until the server ends.
     pub(super) fn run(mut self) {
-        let next = |tasks: &mut Tasks| {
-            if tasks.stop {
-                Some(None)
-            } else if tasks.is_end_wanted {
-                Some(Some(Task::End))
-            } else {
-                let is_merge_wanted = std::mem::take(&mut tasks.is_merge_wanted);
-                is_merge_wanted.then_some(Some(Task::Merge { upto: tasks.committed }))
-            }
-        };
-        while let Some(task) = self.keeper.tasks.wait(next) {
-            match task {
-                Task::Merge { upto } => {
-                    let failed = self.merge_to(upto).err().map(|Refused(why)| why);
-                    if let Some(why) = &failed {
-                        tracing::warn!("cannot merge the redo log: {why}");
-                    }
-                    // A caller that waits for the end of the log must not mistake this failure for its result.
-                    self.keeper.tasks.with(|tasks| {
-                        if !tasks.is_end_wanted {
-                            tasks.failed = failed;
-                        }
-                    });
-                }
+        loop {
+            match self.keeper.tasks.wait(next_task) {
+                Task::Stop => return,
+                Task::Merge { upto } => self.merge_committed(upto),
                 Task::End => {
-                    if let Err(Refused(why)) = self.end_log() {
-                        tracing::warn!("cannot remove the redo log: {why}");
-                        let reopened = self.engine.visit(|view| {
-                            view.log.iter_mut().for_each(|engine_log| engine_log.is_closing = false);
-                            Ok(())
-                        });
-                        // An engine that has ended needs no log.
-                        drop(reopened);
-                        self.keeper.tasks.with(|tasks| (tasks.failed, tasks.is_end_wanted) = (Some(why), false));
+                    if let Err(Refusal(why)) = self.end_log() {
+                        self.abandon_end(why);
                     }
                 }
             }
         }
     }
 
+    /// Merges committed epochs and records whether that failed.
+    fn merge_committed(&mut self, upto: u64) {
+        let why_failed = self.merge_to(upto).err().map(|Refusal(why)| why);
+        if let Some(why) = &why_failed {
+            tracing::warn!("cannot merge the redo log: {why}");
+        }
+        // A caller that waits for the end of the log must not mistake this failure for its result.
+        self.keeper.tasks.with(|tasks| {
+            if !tasks.is_end_wanted {
+                tasks.why_failed = why_failed;
+            }
+        });
+    }
+
+    /// Lets the log continue, because it cannot be ended.
+    fn abandon_end(&self, why: String) {
+        tracing::warn!("cannot remove the redo log: {why}");
+        let reopened = self.engine.visit(|view| {
+            view.log.iter_mut().for_each(|engine_log| engine_log.is_closing = false);
+            Ok(())
+        });
+        // An engine that has ended needs no log.
+        drop(reopened);
+        self.keeper.tasks.with(|tasks| (tasks.why_failed, tasks.is_end_wanted) = (Some(why), false));
+    }
+
     /// Merges ended epochs up to `upto`.
-    pub(super) fn merge_to(&mut self, upto: u64) -> Result<(), Refused> {
+    pub(super) fn merge_to(&mut self, upto: u64) -> Result<(), Refusal> {
         let Self { keeper, engine, target } = self;
         let batch =
             engine.visit(move |view| Ok(view.log.as_ref().and_then(|engine_log| engine_log.log.batch(upto))))?;
         let Some(batch) = batch else { return Ok(()) };
-        let mut since = Instant::now();
+        let mut work_started = Instant::now();
         let pace = || {
-            if keeper.tasks.with(|tasks| tasks.stop) {
+            if keeper.tasks.with(|tasks| tasks.is_stopping) {
                 return Err(io::Error::new(io::ErrorKind::Interrupted, "the disk's server is ending"));
             }
-            let worked = T::elapsed(since);
-            if worked < WORK_TIME {
+            let worked = T::elapsed(work_started);
+            if worked < MAX_WORK_TIME {
                 return Ok(());
             }
-            let is_long = engine.visit(|view| {
-                let (bytes, limit) = view.log.as_ref().map_or((0, 1), |engine_log| engine_log.log.bytes());
-                Ok(bytes > limit / 2 || view.log.as_ref().is_some_and(|engine_log| engine_log.is_closing))
+            let is_urgent = engine.visit(|view| {
+                Ok(view.log.as_ref().is_some_and(|engine_log| {
+                    engine_log.log.bytes() > engine_log.log.limit() / 2 || engine_log.is_closing
+                }))
             });
-            if matches!(is_long, Ok(false)) {
-                keeper.tasks.wait_timeout(worked, |tasks| (tasks.stop || tasks.is_end_wanted).then_some(()));
+            if matches!(is_urgent, Ok(false)) {
+                keeper.tasks.wait_timeout(worked, |tasks| (tasks.is_stopping || tasks.is_end_wanted).then_some(()));
             }
-            since = Instant::now();
+            work_started = Instant::now();
             Ok(())
         };
         merge(&**keeper, &batch, target, pace).map_err(|e| refused(&e))?;
@@ -114,13 +119,13 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
         let removed =
             keeper.current.with(|current| current.log_dir.as_ref().map_or(Ok(()), |log_dir| log_dir.remove_done()));
         if let Err(e) = removed {
-            tracing::warn!("{}", chain(&e));
+            tracing::warn!("{}", error_chain(&e));
         }
         Ok(())
     }
 
     /// Merges all epochs and removes the log. On success also completes the task.
-    fn end_log(&mut self) -> Result<(), Refused> {
+    fn end_log(&mut self) -> Result<(), Refusal> {
         let has_log = |current: &mut CurrentLog<D>| {
             if current.log_dir.is_none() {
                 self.keeper.tasks.with(|tasks| tasks.is_end_wanted = false);
@@ -132,20 +137,21 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
         }
         for round in 0.. {
             // If there is no space for another segment, the guest waits a little longer.
-            let prepared = self.keeper.current.with(|current| Keeper::<D, T>::prepare(current, &self.engine));
-            let is_last = prepared.is_err() || round >= ROUNDS;
-            let (is_short, upto) = self.engine.visit(move |view| {
+            let created =
+                self.keeper.current.with(|current| Keeper::<D, T>::create_missing_segments(current, &self.engine));
+            let is_last_round = created.is_err() || round >= MAX_ROUNDS;
+            // The epoch that the guest has ended; `None`: its writes wait from now on.
+            let marked_epoch = self.engine.visit(move |view| {
                 let engine_log = view.log.as_mut().ok_or_else(no_log)?;
-                let is_short = engine_log.log.current_bytes() < SHORT_LOG || is_last;
-                if is_short {
+                if engine_log.log.current_bytes() < SHORT_LOG_BYTES || is_last_round {
                     engine_log.is_closing = true;
-                } else {
-                    engine_log.log.mark();
+                    return Ok(None);
                 }
-                Ok((is_short, if is_short { u64::MAX } else { engine_log.log.closed() }))
+                engine_log.log.mark();
+                Ok(Some(engine_log.log.closed()))
             })?;
-            self.wait_idle(upto)?;
-            if is_short {
+            self.wait_idle(marked_epoch.unwrap_or(u64::MAX))?;
+            if marked_epoch.is_none() {
                 break;
             }
             self.merge_to(u64::MAX)?;
@@ -159,27 +165,27 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
     }
 
     /// Removes the log, which is merged completely. Later writes go to the image.
-    fn remove_log(&self) -> Result<(), Refused> {
+    fn remove_log(&self) -> Result<(), Refusal> {
         let Self { keeper, engine, .. } = self;
         keeper.current.with(|current| {
-            let (is_empty, next) = engine.visit(|view| {
+            let (is_empty, next_epoch) = engine.visit(|view| {
                 let log = &view.log.as_ref().ok_or_else(no_log)?.log;
                 Ok((log.is_empty(), log.epoch()))
             })?;
             if !is_empty {
-                return Err(Refused("the guest wrote to the log while it was merged".into()));
+                return Err(Refusal("the guest wrote to the log while it was merged".into()));
             }
             let log_dir = current.log_dir.as_mut().ok_or_else(|| refused(&RedoError::Closed))?;
-            log_dir.close(next).map_err(|e| refused(&e))?;
+            log_dir.close(next_epoch).map_err(|e| refused(&e))?;
             if let Some(Err(e)) = current.log_dir.take().map(LogDirectory::destroy) {
                 // All writes of the remaining files are in the image, and none of the epochs can be opened.
-                tracing::warn!("{}", chain(&e));
+                tracing::warn!("{}", error_chain(&e));
             }
-            current.next = current.next.max(next);
+            current.next_epoch = current.next_epoch.max(next_epoch);
             // The commits were of this log. Another log may begin once `current` is unlocked.
             keeper.tasks.with(|tasks| {
-                (tasks.committed, tasks.is_merge_wanted) = (0, false);
-                (tasks.failed, tasks.is_end_wanted) = (None, false);
+                (tasks.committed_epoch, tasks.is_merge_wanted) = (0, false);
+                (tasks.why_failed, tasks.is_end_wanted) = (None, false);
             });
             // Must be last: callers that wait for the end check whether the engine has a log.
             engine.visit(|view| {
@@ -190,18 +196,29 @@ impl<D: LogFiles + Clone, E: VisitEngine<File = D::File>, T: Threads> Merger<D, 
     }
 
     /// Waits until no write into epochs up to `upto` is in progress.
-    fn wait_idle(&self, upto: u64) -> Result<(), Refused> {
+    fn wait_idle(&self, upto: u64) -> Result<(), Refusal> {
         let tasks = &self.keeper.tasks;
         tasks.with(|tasks| tasks.is_idle = false);
-        let idle = Arc::clone(tasks);
+        let callback_tasks = Arc::clone(tasks);
         self.engine.visit(move |view| {
             let log = &mut view.log.as_mut().ok_or_else(no_log)?.log;
-            log.when_idle(upto, move || idle.with(|tasks| tasks.is_idle = true));
+            log.when_idle(upto, move || callback_tasks.with(|tasks| tasks.is_idle = true));
             Ok(())
         })?;
-        tasks.wait(|tasks| match tasks {
-            tasks if tasks.stop => Some(Err(refused(&RedoError::Closed))),
-            tasks => tasks.is_idle.then_some(Ok(())),
+        tasks.wait(|tasks| {
+            if tasks.is_stopping { Some(Err(refused(&RedoError::Closed))) } else { tasks.is_idle.then_some(Ok(())) }
         })
     }
+}
+
+/// Takes the next task; `None`: there is nothing to do yet.
+fn next_task(tasks: &mut Tasks) -> Option<Task> {
+    if tasks.is_stopping {
+        return Some(Task::Stop);
+    }
+    if tasks.is_end_wanted {
+        return Some(Task::End);
+    }
+    let is_merge_wanted = std::mem::take(&mut tasks.is_merge_wanted);
+    is_merge_wanted.then_some(Task::Merge { upto: tasks.committed_epoch })
 }
