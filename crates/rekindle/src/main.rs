@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).without_time().init();
     let output = Output::new(cli.json);
-    let done = match cli.command {
+    let result = match cli.command {
         Command::Run(arguments) => commands::run::run(&output, arguments),
         Command::Ls => commands::show::list(&output),
         Command::Show(arguments) => commands::show::show(&output, &arguments),
@@ -52,11 +52,11 @@ fn main() -> ExitCode {
         Command::Completions(arguments) => commands::generate::completions(&arguments),
         Command::Man(arguments) => commands::generate::man(&arguments),
     };
-    match done {
+    match result {
         Ok(status) => status,
         Err(error) => {
             output.error(&error);
-            ExitCode::from(output::status_of(&error))
+            ExitCode::from(output::exit_status_of(&error))
         }
     }
 }

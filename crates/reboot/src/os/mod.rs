@@ -10,16 +10,18 @@
 //! The first two methods shut the guest down and boot it in a new QEMU. `docs/disk.md` has the argument for a warm
 //! cache, `docs/os-reboot.md` for kexec and phases.
 
-mod helpers;
+mod helper_process;
 mod kexec;
 pub mod phase;
+mod supervisor;
 pub mod watch;
 
-pub(crate) use kexec::recover as recover_kexec;
+pub use helper_process::HelperError;
+pub(crate) use kexec::{KexecRecovery, recover as recover_kexec};
 pub use kexec::{KexecRequest, LoadedKernel};
 
-use crate::error::{Failure, Problem};
-use crate::vmm::{self, RebootReport};
+use crate::error::{Failure, Problem, with_causes};
+use crate::vmm::{self, ColdReboot, RebootReport};
 use rekindle_memory::directory::huge_page_size;
 use rekindle_qemu::agent;
 use rekindle_qemu::command::Hardware;
@@ -101,17 +103,12 @@ pub struct OsRebootRequest {
 /// *On success:* the guest boots; by kexec its agent answers again.
 /// *On failure:* [`Failure::guest`] states whether the guest runs.
 pub fn reboot(host: &Host, name: &str, request: &OsRebootRequest) -> Result<OsRebootReport, Failure> {
+    let freeze = |state: &State| why_no_freeze(state, request.end);
     match request.how {
-        OsRebootMethod::Cold => {
-            shut_down_and_boot(host, name, false, request.end, |state| why_no_freeze(state, request.end))
-        }
-        OsRebootMethod::WarmCache => {
-            shut_down_and_boot(host, name, true, request.end, |state| why_no_freeze(state, request.end))
-        }
+        OsRebootMethod::Cold => shut_down_and_boot(host, name, CacheUse::Discard, request.end, freeze),
+        OsRebootMethod::WarmCache => shut_down_and_boot(host, name, CacheUse::Retain, request.end, freeze),
         OsRebootMethod::Kexec => kexec::reboot(host, name, &request.kexec),
-        OsRebootMethod::Phase => phase::reboot(host, name, request.candidate.as_deref(), request.end, |state| {
-            why_no_freeze(state, request.end)
-        }),
+        OsRebootMethod::Phase => phase::reboot(host, name, request.candidate.as_deref(), request.end, freeze),
     }
 }
 
@@ -131,11 +128,18 @@ pub fn check(host: &Host, name: &str, request: &OsRebootRequest) -> Result<(), F
         OsRebootMethod::Kexec => kexec::check(host, name, operation),
         OsRebootMethod::Phase => {
             let rundir = RunDir::new(&host.root, name);
-            let only = request.candidate.as_deref();
-            let prevents = |state: &State| freeze(state).or_else(|| phase::prevents(host, &rundir, state, only));
+            let candidate = request.candidate.as_deref();
+            let prevents = |state: &State| freeze(state).or_else(|| phase::prevents(host, &rundir, state, candidate));
             vmm::begin_cold_reboot(host, name, operation, prevents).map(drop)
         }
     }
+}
+
+/// What happens to the previous guest's cache in a reboot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CacheUse {
+    Retain,
+    Discard,
 }
 
 /// Ends the guest and boots it, with a warm or a cold cache. If `prevents` returns a problem for the locked VM, fails
@@ -143,22 +147,21 @@ pub fn check(host: &Host, name: &str, request: &OsRebootRequest) -> Result<(), F
 fn shut_down_and_boot(
     host: &Host,
     name: &str,
-    warm: bool,
+    cache: CacheUse,
     end: End,
     prevents: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<OsRebootReport, Failure> {
-    let (operation, kind) = match warm {
-        false => ("reboot os --how cold", Kind::OsCold),
-        true => ("reboot os --how warm-cache", Kind::OsWarmCache),
+    let (operation, kind) = match cache {
+        CacheUse::Discard => ("reboot os --how cold", Kind::OsCold),
+        CacheUse::Retain => ("reboot os --how warm-cache", Kind::OsWarmCache),
     };
-    let prevents = |state: &State| prevents(state).or_else(|| warm.then(|| why_no_cache(&state.hardware)).flatten());
-    vmm::reboot_cold(host, name, (operation, kind), end, prevents).map(|booted| OsRebootReport {
-        report: booted.report,
-        kept: booted.retained,
-        ended: Some(booted.ended),
-        kexec: None,
-        phase: None,
-    })
+    let prevents = |state: &State| match (prevents(state), cache) {
+        (None, CacheUse::Retain) => why_no_cache(&state.hardware),
+        (problem, _) => problem,
+    };
+    let ColdReboot { report, retained, ended } =
+        vmm::cold::reboot(vmm::begin_cold_reboot(host, name, operation, prevents)?, kind, end)?;
+    Ok(OsRebootReport { report, kept: retained, ended: Some(ended), kexec: None, phase: None })
 }
 
 /// Returns the reason why no cache can be retained, or `None` if it can.
@@ -187,19 +190,17 @@ fn huge_pages(hardware: &Hardware) -> Option<&Path> {
 /// ended needs no freezing.
 fn why_no_freeze(state: &State, end: End) -> Option<Problem> {
     let vmm = state.vmm.as_ref().filter(|_| end == End::Freeze)?;
-    let otherwise = |why: String| Some(Problem(format!("{why}; or omit --end freeze")));
+    let problem = |why: &str| Some(Problem(format!("{why}; or omit --end freeze")));
     if !state.hardware.agent {
-        return otherwise(
+        return problem(
             "it has no port for the agent that would freeze its file systems; remove agent = false under [devices] \
-             and restart the VM"
-                .into(),
+             and restart the VM",
         );
     }
-    let ended = vmm.connect(ANSWER_TIMEOUT).ok().and_then(|mut qmp| run_state(&mut qmp).ok());
-    if ended.is_some_and(|state| SHUT_DOWN.contains(&state.as_str())) {
+    let run_state = vmm.connect(ANSWER_TIMEOUT).ok().and_then(|mut qmp| run_state(&mut qmp).ok());
+    if run_state.is_some_and(|run_state| SHUT_DOWN.contains(&run_state.as_str())) {
         return None;
     }
-    let e = agent::can_freeze(&vmm.directory().agent(), ANSWER_TIMEOUT).err()?;
-    let cause = std::error::Error::source(&e).map(|cause| format!(" ({cause})")).unwrap_or_default();
-    otherwise(format!("{e}{cause}"))
+    let error = agent::can_freeze(&vmm.directory().agent(), ANSWER_TIMEOUT).err()?;
+    problem(&with_causes(&error))
 }

@@ -18,22 +18,21 @@ mod vm_generation_id;
 pub(crate) mod warm;
 
 use crate::error::{Failure, Problem, RebootError};
-use rekindle_handover::{GuestStatus, Handover, OwnRunDir, Settled};
+use rekindle_handover::{Handover, OwnRunDir, Settled};
 use rekindle_kernel::sched::PriorityBoost;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
 use rekindle_qemu::vmm::Vmm;
-use rekindle_vm::disks::Kept;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::hardware;
 use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::life::Held;
 use rekindle_vm::lock;
-use rekindle_vm::shutdown::{End, Ended};
+use rekindle_vm::shutdown::End;
 use rekindle_vm::state::State;
-use rekindle_vm::timeline::{Entry, Recorder};
+use rekindle_vm::timeline::{Entry, Recorder, host_us};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::io;
@@ -103,10 +102,14 @@ pub struct RebootReport {
     pub memory: Option<MemoryComparison>,
 }
 
+pub(crate) use cold::ColdReboot;
 pub use verify::MemoryComparison;
 
 /// Result of a reboot for one VM.
-pub type VmOutcome = (String, Result<RebootReport, Failure>);
+pub struct VmOutcome {
+    pub name: String,
+    pub result: Result<RebootReport, Failure>,
+}
 
 /// Replaces the QEMUs of `names`, in parallel.
 ///
@@ -118,26 +121,20 @@ pub type VmOutcome = (String, Result<RebootReport, Failure>);
 /// [`RebootMethod::Warm`], as many guests are handed over at a time as there are processors.
 #[must_use]
 pub fn reboot(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmOutcome> {
-    let batch = Batch { barrier: Barrier::new(names.len()), gate: HandoverGate::new(), binaries: Mutex::default() };
+    let batch = Batch::new(names.len());
     thread::scope(|scope| {
-        let workers: Vec<_> = names
-            .iter()
-            .map(|name| {
-                let batch = &batch;
-                (name, scope.spawn(move || reboot_one(host, name, options, batch)))
-            })
-            .collect();
-        workers
-            .into_iter()
-            .map(|(name, worker)| {
-                let outcome = worker.join().unwrap_or_else(|_| {
-                    let source = io::Error::other("the thread that rebooted this VM panicked");
-                    let error = RebootError::File { path: host.root.join(name), source };
-                    Err(Failure::new(GuestStatus::NeedsRecovery, error))
-                });
-                (name.clone(), outcome)
-            })
-            .collect()
+        let batch = &batch;
+        let workers: Vec<_> =
+            names.iter().map(|name| scope.spawn(move || reboot_one(host, name, options, batch))).collect();
+        let mut outcomes = Vec::new();
+        for (name, worker) in names.iter().zip(workers) {
+            let result = worker.join().unwrap_or_else(|_| {
+                let source = io::Error::other("the thread that rebooted this VM panicked");
+                Err(Failure::needs_recovery(RebootError::file(&host.root.join(name))(source)))
+            });
+            outcomes.push(VmOutcome { name: name.clone(), result });
+        }
+        outcomes
     })
 }
 
@@ -149,27 +146,23 @@ pub struct ReplacementPlan {
     pub version: Version,
 }
 
-/// Returns, for each of `names`, the replacement that [`reboot`] would do or the error that prevents it. Changes
-/// nothing.
+/// The replacement that [`reboot`] would do for one VM, or the error that prevents it.
+pub struct VmPlan {
+    pub name: String,
+    pub result: Result<ReplacementPlan, RebootError>,
+}
+
+/// Plans what [`reboot`] would do for each of `names`. Changes nothing.
 #[must_use]
-pub fn plan(
-    host: &Host,
-    names: &[String],
-    options: &ReplaceOptions,
-) -> Vec<(String, Result<ReplacementPlan, RebootError>)> {
-    let batch = Batch { barrier: Barrier::new(1), gate: HandoverGate::new(), binaries: Mutex::default() };
+pub fn plan(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmPlan> {
+    let batch = Batch::new(1);
     let operation = format!("reboot vmm --how {} --dry-run", options.how);
-    let reboot_one = |name: &String| {
+    let plan_one = |name: &String| {
         let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))?;
-        let (version, pid) = (replacement.held.state.version.clone(), replacement.source_qemu.pid);
-        let from = QemuInfo { binary: replacement.source_qemu.binary.clone(), version, pid };
-        Ok(ReplacementPlan {
-            from,
-            binary: replacement.binary.path.clone(),
-            version: replacement.binary.version.clone(),
-        })
+        let (binary, version) = (replacement.binary.path.clone(), replacement.binary.version.clone());
+        Ok(ReplacementPlan { from: replacement.source_info(), binary, version })
     };
-    names.iter().map(|name| (name.clone(), reboot_one(name))).collect()
+    names.iter().map(|name| VmPlan { name: name.clone(), result: plan_one(name) }).collect()
 }
 
 /// State shared by all VMs of one call of [`reboot`].
@@ -182,6 +175,10 @@ struct Batch {
 }
 
 impl Batch {
+    fn new(vms: usize) -> Self {
+        Self { barrier: Barrier::new(vms), gate: HandoverGate::new(), binaries: Mutex::default() }
+    }
+
     fn probe(&self, host: &Host, path: &Path) -> Result<Binary, BinaryError> {
         // Hold the lock during the probe: otherwise other threads would probe the same binary.
         let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
@@ -212,18 +209,18 @@ impl HandoverGate {
         let mut free = self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
         *free -= 1;
         drop(free);
-        let done = work();
+        let result = work();
         *self.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
         self.freed.notify_one();
-        done
+        result
     }
 }
 
 /// Reboots one VM. Waits at the barrier as often as all other VMs do, also after a failure: the others wait for it.
 fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) -> Result<RebootReport, Failure> {
     let operation = format!("reboot vmm --how {}", options.how);
-    let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))
-        .map_err(|error| Failure::new(GuestStatus::Unchanged, error));
+    let replacement =
+        begin(host, name, &operation, options, |path| batch.probe(host, path)).map_err(Failure::unchanged);
     match options.how {
         RebootMethod::Warm => {
             let prepared = replacement.and_then(warm::PreparedHandover::new);
@@ -249,27 +246,6 @@ fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) 
     }
 }
 
-/// Result of shutting a guest down and booting it.
-pub(crate) struct ColdReboot {
-    pub(crate) report: RebootReport,
-    /// `None` if no cache was retained.
-    pub(crate) retained: Option<Kept>,
-    /// How the previous guest ended.
-    pub(crate) ended: Ended,
-}
-
-/// Ends the guest of VM `name` as `end` states and boots it, as an operation of `kind`. If `prevents` returns a
-/// problem, fails and changes nothing.
-pub(crate) fn reboot_cold(
-    host: &Host,
-    name: &str,
-    (operation, kind): (&str, Kind),
-    end: End,
-    prevents: impl FnOnce(&State) -> Option<Problem>,
-) -> Result<ColdReboot, Failure> {
-    cold::reboot(begin_cold_reboot(host, name, operation, prevents)?, kind, end)
-}
-
 /// Begins a cold reboot: locks the VM and runs the preflight. Stops nothing.
 pub(crate) fn begin_cold_reboot(
     host: &Host,
@@ -279,17 +255,17 @@ pub(crate) fn begin_cold_reboot(
 ) -> Result<Replacement, Failure> {
     let options = ReplaceOptions { how: RebootMethod::Cold, qemu: None, rollback: false, verify_memory: false };
     let replacement = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
-    let replacement = replacement.and_then(|replacement| match prevents(&replacement.held.state) {
+    let replacement = replacement.and_then(|replacement| match prevents(&replacement.locked_vm.state) {
         None => Ok(replacement),
         Some(problem) => Err(RebootError::Prevented { name: name.into(), problem }),
     });
-    replacement.map_err(|error| Failure::new(GuestStatus::Unchanged, error))
+    replacement.map_err(Failure::unchanged)
 }
 
 /// A replacement of a QEMU that has passed the preflight. The VM is locked.
 pub(crate) struct Replacement {
     pub(crate) host: Host,
-    pub(crate) held: Held,
+    pub(crate) locked_vm: Held,
     pub(crate) source_qemu: Vmm,
     pub(crate) binary: Binary,
     pub(crate) options: ReplaceOptions,
@@ -304,7 +280,15 @@ pub(crate) const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Replacement {
     pub(crate) fn name(&self) -> &str {
-        self.held.rundir.name()
+        self.locked_vm.rundir.name()
+    }
+
+    fn source_info(&self) -> QemuInfo {
+        QemuInfo {
+            binary: self.source_qemu.binary.clone(),
+            version: self.locked_vm.state.version.clone(),
+            pid: self.source_qemu.pid,
+        }
     }
 
     /// Returns the report of a guest that was stopped at `stopped_host_us` and whose hand-over has been settled.
@@ -315,11 +299,7 @@ impl Replacement {
             stop_host_us: stopped_host_us,
             resume_host_us: settled.resumed_host_us,
             steps: settled.recorder.entries().to_vec(),
-            from: QemuInfo {
-                binary: self.source_qemu.binary.clone(),
-                version: self.held.state.version.clone(),
-                pid: self.source_qemu.pid,
-            },
+            from: self.source_info(),
             to: QemuInfo {
                 binary: settled.vmm.binary.clone(),
                 version: settled.state.version.clone(),
@@ -331,7 +311,7 @@ impl Replacement {
 
     /// Prevents other processes from stopping or resuming the guest until this replacement is dropped.
     pub(crate) fn hold_run_state(&mut self) -> Result<(), RebootError> {
-        let lock = lock::RunState::acquire(&self.held.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
+        let lock = lock::RunState::acquire(&self.locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
         self.run_state = Some(lock);
         Ok(())
     }
@@ -339,25 +319,26 @@ impl Replacement {
     /// Journals the operation. The returned hand-over has the recorder of this replacement and records all further
     /// steps.
     pub(crate) fn begin_handover(&mut self, kind: Kind) -> Result<Handover, RebootError> {
-        let rundir = self.held.rundir.clone();
+        let rundir = self.locked_vm.rundir.clone();
         let source = Some(self.source_qemu.clone());
-        let journal = Journal::open_for(&rundir, kind, source, self.held.state.generation + 1, self.running);
+        let journal = Journal::open_for(&rundir, kind, source, self.locked_vm.state.generation + 1, self.running);
         let journal = journal.map_err(self.file_error("operation.json"))?;
-        let recorder = std::mem::replace(&mut self.recorder, Recorder::new(self.held.rundir.name(), ""));
-        Ok(Handover { rundir, state: self.held.state.clone(), journal, recorder })
+        let recorder = std::mem::replace(&mut self.recorder, Recorder::new(self.locked_vm.rundir.name(), ""));
+        Ok(Handover { rundir, state: self.locked_vm.state.clone(), journal, recorder })
     }
 
     /// Returns the environment of the destination QEMU: the VM's own run directory.
     pub(crate) fn environment(&self) -> OwnRunDir<'_> {
-        OwnRunDir { rundir: &self.held.rundir, hardware: &self.held.state.hardware, binary: &self.binary }
+        OwnRunDir { rundir: &self.locked_vm.rundir, hardware: &self.locked_vm.state.hardware, binary: &self.binary }
     }
 
     pub(crate) fn file_error(&self, file: &str) -> impl Fn(io::Error) -> RebootError + use<> {
-        let path = self.held.rundir.file(file);
-        move |source| RebootError::File { path: path.clone(), source }
+        RebootError::file(&self.locked_vm.rundir.file(file))
     }
 }
 
+/// Begins a replacement: locks the VM, probes the destination's binary with `probe`, and runs the preflight. Stops
+/// nothing.
 pub(crate) fn begin(
     host: &Host,
     name: &str,
@@ -366,22 +347,24 @@ pub(crate) fn begin(
     probe: impl FnOnce(&Path) -> Result<Binary, BinaryError>,
 ) -> Result<Replacement, RebootError> {
     let recorder = Recorder::new(name, operation);
-    let held = Held::take_once_saved(host, name, operation)?;
-    let source_qemu = held.vmm()?.clone();
-    held.refuse_attached("giving its guest to another QEMU")?;
-    if held.state.hardware.foreign.is_some() {
+    let locked_vm = Held::take_once_saved(host, name, operation)?;
+    let source_qemu = locked_vm.vmm()?.clone();
+    locked_vm.refuse_attached("giving its guest to another QEMU")?;
+    if locked_vm.state.hardware.foreign.is_some() {
         return Err(LifeError::Foreign { name: name.into() }.into());
     }
-    let path = match (&options.qemu, options.rollback) {
+    let binary_path = match (&options.qemu, options.rollback) {
         (Some(path), _) => path.clone(),
-        (None, true) => held.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?,
+        (None, true) => {
+            locked_vm.state.previous.clone().ok_or_else(|| RebootError::NoRollback { name: name.into() })?
+        }
         (None, false) => source_qemu.binary.clone(),
     };
-    let binary = hardware::relied_on(&held.state.hardware, probe(&path)?, &host.binaries())?;
+    let binary = hardware::relied_on(&locked_vm.state.hardware, probe(&binary_path)?, &host.binaries())?;
     let options = options.clone();
     let mut replacement = Replacement {
         host: host.clone(),
-        held,
+        locked_vm,
         source_qemu,
         binary,
         options,
@@ -396,5 +379,5 @@ pub(crate) fn begin(
 
 /// Stops the guest if it is `running`. Returns the time of the stop, in µs since 1970; of this call if it is not.
 pub(crate) fn stop(qmp: &mut Qmp, running: bool) -> Result<u64, QmpError> {
-    if running { guest::stop(qmp) } else { Ok(rekindle_vm::timeline::host_us()) }
+    if running { guest::stop(qmp) } else { Ok(host_us()) }
 }

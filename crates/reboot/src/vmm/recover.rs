@@ -2,7 +2,7 @@
 
 use super::{saved, warm};
 use crate::error::RebootError;
-use crate::interrupted::{Recovered, of_generation};
+use crate::interrupted::{Recovered, live_qemu_of_generation};
 use rekindle_handover::boot::{PreviousCache, boot};
 use rekindle_handover::ram::Ram;
 use rekindle_handover::takeover::Taps;
@@ -33,13 +33,13 @@ pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootEr
             handover.return_to_source()?;
             Ok(Recovered::Undone)
         }
-        (None, Some(saved)) => resume_from(handover, &saved),
+        (None, Some(saved)) => resume_from_state(handover, &saved),
         (None, None) => boot_after_loss(handover, None),
     }
 }
 
 /// Loads the saved state into a new QEMU and resumes the guest.
-fn resume_from(mut handover: Handover, saved: &SavedState) -> Result<Recovered, RebootError> {
+fn resume_from_state(mut handover: Handover, saved: &SavedState) -> Result<Recovered, RebootError> {
     let hardware = handover.state.hardware.clone();
     // The guest has not run, and another QEMU is to load it. If this recovery is interrupted, the next one must not
     // assume that the new QEMU may run the guest.
@@ -108,9 +108,8 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
 
 /// Returns the destination QEMU and a connection to it. `None` if that QEMU has ended.
 fn running_destination(handover: &Handover) -> Result<Option<(Vmm, Qmp)>, RebootError> {
-    let Some(vmm) = of_generation(&handover.rundir, &handover.state, handover.journal.operation.generation)? else {
-        return Ok(None);
-    };
+    let generation = handover.journal.operation.generation;
+    let Some(vmm) = live_qemu_of_generation(&handover.rundir, &handover.state, generation)? else { return Ok(None) };
     let has_ended = |vmm: &Vmm| vmm.process().wait_end(Duration::ZERO).map_err(handover.file_error("qemu"));
     match vmm.connect(vmm::START) {
         Ok(qmp) => Ok(Some((vmm, qmp))),

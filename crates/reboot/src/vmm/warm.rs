@@ -10,14 +10,12 @@ use super::verify::MemoryDigests;
 use super::vm_generation_id::VmGenerationId;
 use super::{MemoryComparison, RebootReport, Replacement, stop};
 use crate::error::{Failure, RebootError};
-use rekindle_handover::destination::{Loading, STAGED_RESUME_TIMEOUT, failed_to_load};
+use rekindle_handover::destination::{STAGED_RESUME_TIMEOUT, failed_to_load};
 use rekindle_handover::ram::SharedRam;
 use rekindle_handover::saved_state::{DISK_TIMEOUT, StreamWriter, read_stream};
 use rekindle_handover::source_state::{SourceState, StateSink};
 use rekindle_handover::takeover::{TapTakeover, Taps};
-use rekindle_handover::{
-    Destination, GuestStatus, Handover, HandoverError, Loaded, OwnRunDir, Prepared, Running, priority,
-};
+use rekindle_handover::{Destination, Handover, HandoverError, Loaded, OwnRunDir, Prepared, Running, priority};
 use rekindle_kernel::inject::Injector;
 use rekindle_kernel::memory::populate_heap;
 use rekindle_kernel::packet::Capture;
@@ -27,7 +25,7 @@ use rekindle_memory::digest;
 use rekindle_qemu::binary::Binary;
 use rekindle_qemu::command::{Hardware, Start};
 use rekindle_qemu::qmp::Qmp;
-use rekindle_qemu::ramblock;
+use rekindle_qemu::ramblock::{self, RamBlock};
 use rekindle_qemu::stream;
 use rekindle_qemu::vmm::{self, Vmm, log_tail};
 use rekindle_vm::disks;
@@ -75,11 +73,10 @@ impl PreparedHandover {
     ///
     /// *On failure:* the destination QEMU has ended, and the guest runs in the source as before.
     pub(crate) fn new(mut replacement: Replacement) -> Result<Self, Failure> {
-        let handover = replacement.begin_handover(Kind::VmmWarm);
-        let mut handover = handover.map_err(|error| Failure::new(GuestStatus::Unchanged, error))?;
+        let mut handover = replacement.begin_handover(Kind::VmmWarm).map_err(Failure::unchanged)?;
         handover.pass("warm.prepare.journalled");
         match prepare_destination(&replacement, &mut handover) {
-            Ok((taps, parts)) => Ok(Self { replacement, handover, taps, parts }),
+            Ok(PreparedParts { taps, parts }) => Ok(Self { replacement, handover, taps, parts }),
             Err(error) => {
                 let error = with_log(&handover, "prepare", error);
                 let (guest, error) = handover.abandon(error);
@@ -134,9 +131,9 @@ impl CompletedHandover {
     pub(crate) fn settle(self) -> Result<RebootReport, Failure> {
         let Self { replacement, handover, running, mut taps, times, .. } = self;
         let settled = running.settle(handover, "end the old QEMU");
-        let settled = settled.map_err(|error| Failure::new(GuestStatus::NeedsRecovery, error.into()))?;
+        let settled = settled.map_err(Failure::needs_recovery)?;
         taps.send_again(times.stopped_host_us);
-        settled.recorder.write(&replacement.held.rundir);
+        settled.recorder.write(&replacement.locked_vm.rundir);
         let report = replacement.report(&settled, times.stopped_host_us);
         Ok(RebootReport { memory: times.memory, ..report })
     }
@@ -153,13 +150,16 @@ fn with_log(handover: &Handover, doing: &'static str, error: RebootError) -> Reb
     }
 }
 
+/// Result of [`prepare_destination`].
+struct PreparedParts {
+    taps: TapTakeover,
+    parts: HandoverParts,
+}
+
 /// Prepares the hand-over as far as possible while the source QEMU runs the guest: starts the destination, compares it
 /// with the source, and loads the memory that it cannot map.
-fn prepare_destination(
-    replacement: &Replacement,
-    handover: &mut Handover,
-) -> Result<(TapTakeover, HandoverParts), RebootError> {
-    let hardware = &replacement.held.state.hardware;
+fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Result<PreparedParts, RebootError> {
+    let hardware = &replacement.locked_vm.state.hardware;
     let source_qemu = &replacement.source_qemu;
     disks::start(&handover.rundir, hardware).map_err(LifeError::from)?;
     let (start_taps, mut taps) = TapTakeover::prepare(hardware, source_qemu.process())?;
@@ -168,12 +168,7 @@ fn prepare_destination(
     handover.recorder.step("start the new QEMU");
 
     let mut source_qmp = source_qemu.connect(vmm::START)?;
-    let mut problems = compare_cpus(&mut source_qmp, &mut destination.qmp)?;
-    let source_blocks = ramblock::list(&mut source_qmp)?;
-    problems.extend(compare_blocks(&source_blocks, &ramblock::list(&mut destination.qmp)?));
-    if !problems.is_empty() {
-        return Err(RebootError::Preflight { name: handover.name().into(), problems });
-    }
+    let source_blocks = compare_qemus(handover.name(), &mut source_qmp, &mut destination.qmp)?;
     let mut destination = destination.prepare(SharedRam { path: hardware.ram.path.clone() })?;
     let mut stream = StreamWriter::begin(&handover.rundir)?;
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
@@ -182,15 +177,14 @@ fn prepare_destination(
     // With a memory comparison, the destination gets further commands before the one that resumes the guest.
     let is_early = state.is_resumable_during_load() && replacement.running && !replacement.options.verify_memory;
     let resume = if is_early { ResumeTime::DuringLoad } else { ResumeTime::AfterLoad };
-    if resume == ResumeTime::DuringLoad {
-        destination.stage_resume()?;
-    } else {
-        destination.qmp.drop_events();
+    match resume {
+        ResumeTime::DuringLoad => destination.stage_resume()?,
+        ResumeTime::AfterLoad => destination.qmp.drop_events(),
     }
     handover.recorder.step("send ahead");
     handover.pass("warm.prepare.ready");
     let process = destination.vmm.process();
-    let untraceable = |source| RebootError::File { path: format!("/proc/{}/maps", process.pid).into(), source };
+    let untraceable = RebootError::file(Path::new(&format!("/proc/{}/maps", process.pid)));
     let injector = Injector::new(process).map_err(|e| untraceable(e.into()))?;
     // QEMU has returned the freed pages of its heap to the kernel. Each of them would cost a page fault during the
     // load.
@@ -202,7 +196,19 @@ fn prepare_destination(
         ResumeTime::DuringLoad => VmGenerationId::new(hardware, process).map_err(untraceable)?,
         ResumeTime::AfterLoad => None,
     };
-    Ok((taps, HandoverParts { source_qmp, destination, state, stream, injector, generation, resume }))
+    let parts = HandoverParts { source_qmp, destination, state, stream, injector, generation, resume };
+    Ok(PreparedParts { taps, parts })
+}
+
+/// Rejects a destination QEMU that is a different machine. Returns the RAM blocks of the source.
+fn compare_qemus(name: &str, source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<RamBlock>, RebootError> {
+    let mut problems = compare_cpus(source, destination)?;
+    let source_blocks = ramblock::list(source)?;
+    problems.extend(compare_blocks(&source_blocks, &ramblock::list(destination)?));
+    if problems.is_empty() {
+        return Ok(source_blocks);
+    }
+    Err(RebootError::Preflight { name: name.into(), problems })
 }
 
 /// Raises the priority of the threads that the stopped guest waits for.
@@ -229,9 +235,9 @@ fn transfer_guest(
     parts: HandoverParts,
 ) -> Result<TransferredGuest, RebootError> {
     let HandoverParts { mut source_qmp, mut destination, mut state, mut stream, injector, generation, resume } = parts;
-    let hardware = replacement.held.state.hardware.clone();
+    let hardware = replacement.locked_vm.state.hardware.clone();
     let stopped_host_us = stop_guest(replacement, handover, &mut source_qmp)?;
-    let digests_before = match replacement.options.verify_memory {
+    let ram_digests = match replacement.options.verify_memory {
         true => Some(digest_ram(handover, &hardware.ram.path)?),
         false => None,
     };
@@ -263,8 +269,19 @@ fn transfer_guest(
         // The destination has received everything, so the decision can be made while it still loads.
         ResumeTime::DuringLoad => (loading.resume_when_loaded(), None),
         ResumeTime::AfterLoad => {
-            let before = digests_before.map(|pages| (pages, small_blocks));
-            wait_and_compare(handover, loading, before, &saved, &hardware.ram.path)?
+            handover.recorder.phase(Phase::Renew);
+            let mut loaded = loading.wait(handover, DISK_TIMEOUT)?;
+            handover.recorder.step("load");
+            let memory = match ram_digests {
+                Some(ram_digests) => {
+                    let before = digest_source(handover.name(), ram_digests, small_blocks, &saved)?;
+                    let after = digest_destination(&mut loaded, &hardware.ram.path)?;
+                    handover.recorder.step("compare memory");
+                    Some(before.compare(&after))
+                }
+                None => None,
+            };
+            (loaded, memory)
         }
     };
     let step = if resume == ResumeTime::DuringLoad { "load and resume" } else { "resume" };
@@ -292,35 +309,31 @@ fn stop_guest(
 }
 
 fn digest_ram(handover: &mut Handover, ram: &Path) -> Result<Vec<u64>, RebootError> {
-    let digests = digest::file_pages(ram).map_err(|source| RebootError::File { path: ram.to_owned(), source })?;
+    let digests = digest::file_pages(ram).map_err(RebootError::file(ram))?;
     handover.recorder.step("digest memory");
     Ok(digests)
 }
 
-/// Waits for the load. Compares the memory if `before` has the digests of the RAM's pages and the small blocks from
-/// before the load.
-fn wait_and_compare(
-    handover: &mut Handover,
-    loading: Loading<SharedRam>,
-    before: Option<(Vec<u64>, Option<CarriedBlocks>)>,
+/// Combines the digests of the source's RAM with those of its small blocks, as they were read or else as they were
+/// `saved`.
+fn digest_source(
+    name: &str,
+    ram_digests: Vec<u64>,
+    small_blocks: Option<CarriedBlocks>,
     saved: &SavedState,
-    ram: &Path,
-) -> Result<(Destination<Loaded<SharedRam>>, Option<MemoryComparison>), RebootError> {
-    handover.recorder.phase(Phase::Renew);
-    let mut loaded = loading.wait(handover, DISK_TIMEOUT)?;
-    handover.recorder.step("load");
-    let Some((pages, small_blocks)) = before else { return Ok((loaded, None)) };
+) -> Result<MemoryDigests, HandoverError> {
     let small_blocks = match small_blocks {
         Some(blocks) => Some(blocks),
-        None => stream::ram_blocks(&read_stream(handover.name(), saved)?).ok().map(CarriedBlocks::from_stream),
+        None => stream::ram_blocks(&read_stream(name, saved)?).ok().map(CarriedBlocks::from_stream),
     };
-    let before = MemoryDigests::new(pages, small_blocks.as_ref());
-    let table = ramblock::list(&mut loaded.qmp)?;
-    let small_blocks = CarriedBlocks::read(loaded.vmm.process(), &table).ok();
-    let pages = digest::file_pages(ram).map_err(|source| RebootError::File { path: ram.to_owned(), source })?;
-    let memory = before.compare(&MemoryDigests::new(pages, small_blocks.as_ref()));
-    handover.recorder.step("compare memory");
-    Ok((loaded, Some(memory)))
+    Ok(MemoryDigests::new(ram_digests, small_blocks.as_ref()))
+}
+
+fn digest_destination(loaded: &mut Destination<Loaded<SharedRam>>, ram: &Path) -> Result<MemoryDigests, RebootError> {
+    let blocks = ramblock::list(&mut loaded.qmp)?;
+    let small_blocks = CarriedBlocks::read(loaded.vmm.process(), &blocks).ok();
+    let ram_digests = digest::file_pages(ram).map_err(RebootError::file(ram))?;
+    Ok(MemoryDigests::new(ram_digests, small_blocks.as_ref()))
 }
 
 /// Starts a destination QEMU and loads a saved stream into it. The RAM file must be in place, and no other QEMU may run
@@ -348,23 +361,27 @@ fn fail(replacement: &Replacement, handover: Handover, destination_qemu: &Vmm, e
     if handover.journal.operation.step >= Step::Resume {
         let log = log_tail(&destination_qemu.directory(), 10);
         let is_silent = matches!(&error, RebootError::Handover(error) if error.is_silence());
-        if is_silent && destination_qemu.is_alive() {
-            // The destination may run the guest. Once its threads are stopped, the RAM file shows whether it has.
-            let process = destination_qemu.process();
-            if !process.stop_fully(STOP_TIMEOUT).is_ok_and(|stopped| stopped && handover.has_not_run()) {
-                let _ = process.resume();
-                tracing::warn!("{name}: {error}");
-                let (pid, waited) = (destination_qemu.pid, STAGED_RESUME_TIMEOUT);
-                let error = HandoverError::Silent { name: name.into(), pid, waited };
-                return Failure::new(GuestStatus::NeedsRecovery, error.into());
-            }
+        if is_silent && destination_qemu.is_alive() && !stop_unstarted(&handover, destination_qemu) {
+            tracing::warn!("{name}: {error}");
+            let (pid, waited) = (destination_qemu.pid, STAGED_RESUME_TIMEOUT);
+            return Failure::needs_recovery(HandoverError::Silent { name: name.into(), pid, waited });
         }
-        let ended = destination_qemu.kill();
-        if ended.is_err() || !handover.has_not_run() {
-            let error = HandoverError::DiedRunning { name: name.into(), log };
-            return Failure::new(GuestStatus::NeedsRecovery, error.into());
+        let is_killed = destination_qemu.kill().is_ok();
+        if !is_killed || !handover.has_not_run() {
+            return Failure::needs_recovery(HandoverError::DiedRunning { name: name.into(), log });
         }
     }
     let (guest, error) = handover.abandon(error);
     Failure::new(guest, error)
+}
+
+/// Stops the threads of a silent destination QEMU: from then on the RAM file shows whether it has run the guest. Returns
+/// `true` if it has not. Otherwise lets it continue, because it may run the guest.
+fn stop_unstarted(handover: &Handover, destination_qemu: &Vmm) -> bool {
+    let process = destination_qemu.process();
+    if process.stop_fully(STOP_TIMEOUT).is_ok_and(|is_stopped| is_stopped && handover.has_not_run()) {
+        return true;
+    }
+    let _ = process.resume();
+    false
 }

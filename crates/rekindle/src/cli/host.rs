@@ -1,7 +1,7 @@
-//! `rekindle host` and `rekindle reboot host`.
+//! `rekindle host`: suspending and resuming guests, and preparing the host for reboots.
 
 use super::RebootMethod;
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use rekindle_vm::definition::{Bytes, Name};
 
 #[derive(Debug, Subcommand)]
@@ -81,28 +81,4 @@ pub struct HostSuspend {
     /// Only show what would be done to each VM and what prevents it; change nothing.
     #[arg(long)]
     pub dry_run: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct RebootHost {
-    /// Where guests' RAM is kept.
-    #[arg(long, value_enum, default_value_t = RebootMethod::Warm)]
-    pub how: RebootMethod,
-    /// What to do with VMs that cannot be kept in this way.
-    #[arg(long, value_enum, default_value_t = Others::Refuse)]
-    pub others: Others,
-    /// Only show what would be done to each VM; change nothing.
-    #[arg(long)]
-    pub dry_run: bool,
-}
-
-/// What to do with VMs for which the chosen method is not possible.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum Others {
-    /// Do not reboot the host.
-    Refuse,
-    /// Save their RAM to disk.
-    Saved,
-    /// Shut them down, and boot them again.
-    Cold,
 }

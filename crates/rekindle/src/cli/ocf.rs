@@ -1,6 +1,6 @@
 //! `rekindle ocf`: what the resource agent `ocf:rekindle:vm` calls.
 
-use super::moving::Far;
+use super::moving::RemoteHost;
 use super::protect::DiskRule;
 use super::store::Tls;
 use clap::{Args, Subcommand, ValueEnum};
@@ -138,7 +138,7 @@ pub struct OcfMigrate {
     #[command(flatten)]
     pub resource: OcfResource,
     #[command(flatten)]
-    pub far: Far,
+    pub remote: RemoteHost,
     /// Only check, here and on the other node, whether the VM can be moved; change nothing.
     #[arg(long)]
     pub dry_run: bool,

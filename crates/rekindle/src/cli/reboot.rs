@@ -1,6 +1,5 @@
 //! `rekindle reboot`: the QEMU of a VM, its guest, and the host.
 
-use super::RebootHost;
 use clap::{Args, Subcommand, ValueEnum};
 use rekindle_vm::definition::Name;
 use std::path::PathBuf;
@@ -137,4 +136,28 @@ pub enum OsMethod {
     Kexec,
     /// Continue from a state saved in an earlier boot.
     Phase,
+}
+
+#[derive(Debug, Args)]
+pub struct RebootHost {
+    /// Where guests' RAM is kept.
+    #[arg(long, value_enum, default_value_t = RebootMethod::Warm)]
+    pub how: RebootMethod,
+    /// What to do with VMs that cannot be kept in this way.
+    #[arg(long, value_enum, default_value_t = Others::Refuse)]
+    pub others: Others,
+    /// Only show what would be done to each VM; change nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// What to do with VMs for which the chosen method is not possible.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Others {
+    /// Do not reboot the host.
+    Refuse,
+    /// Save their RAM to disk.
+    Saved,
+    /// Shut them down, and boot them again.
+    Cold,
 }

@@ -1,7 +1,10 @@
-//! One file per command.
+//! The commands, one file for each group, and what they share.
 
+use crate::cli::{DiskRule, RebootMethod};
 use crate::output::Usage;
 use anyhow::Result;
+use rekindle_protect::protector::Disks;
+use rekindle_reboot::vmm;
 use rekindle_vm::definition::Name;
 use rekindle_vm::error::LifeError;
 use rekindle_vm::host::Host;
@@ -30,9 +33,9 @@ pub mod stop;
 pub mod store;
 
 /// Rejects names that are given twice.
-fn distinct(given: &[Name]) -> Result<Vec<String>> {
+fn distinct_names(arguments: &[Name]) -> Result<Vec<String>> {
     let mut names: Vec<String> = Vec::new();
-    for name in given.iter().map(ToString::to_string) {
+    for name in arguments.iter().map(ToString::to_string) {
         if names.contains(&name) {
             return Err(Usage(format!("VM {name} is named twice")).into());
         }
@@ -42,9 +45,26 @@ fn distinct(given: &[Name]) -> Result<Vec<String>> {
 }
 
 /// Returns the run directory of an existing VM.
-fn known(host: &Host, name: &str) -> Result<RunDir> {
+fn existing_run_dir(host: &Host, name: &str) -> Result<RunDir> {
     let rundir = RunDir::new(&host.root, name);
     if rundir.exists() { Ok(rundir) } else { Err(LifeError::Unknown { name: name.into() }.into()) }
+}
+
+fn reboot_method(argument: RebootMethod) -> vmm::RebootMethod {
+    match argument {
+        RebootMethod::Warm => vmm::RebootMethod::Warm,
+        RebootMethod::Saved => vmm::RebootMethod::Saved,
+        RebootMethod::Cold => vmm::RebootMethod::Cold,
+    }
+}
+
+/// Returns how `protect` treats disks that Rekindle does not serve.
+fn disk_policy(hook: Option<&String>, rule: Option<DiskRule>) -> Disks {
+    match (hook, rule) {
+        (Some(command), _) => Disks::Hook(command.clone()),
+        (None, Some(DiskRule::CrashConsistent)) => Disks::CrashConsistent,
+        (None, None) => Disks::Refuse,
+    }
 }
 
 /// Returns a flag that SIGINT and SIGTERM set, for commands that then shut down cleanly.

@@ -1,13 +1,14 @@
 //! `rekindle reboot`.
 
-use super::{distinct, dry_run, known};
-use crate::cli::{EndOs, NameOnly, OsMethod, RebootMethod, RebootOs, RebootVmm};
-use crate::output::{Output, Usage, bytes, chain, duration, status_left};
+use super::dry_run::{self, PlannedAction};
+use super::{distinct_names, existing_run_dir, reboot_method};
+use crate::cli::{EndOs, NameOnly, OsMethod, RebootOs, RebootVmm};
+use crate::output::{Output, Usage, bytes, chain, duration, exit_status_for};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use rekindle_handover::GuestStatus;
 use rekindle_reboot::os::phase::{PhaseOutcome, SkippedCandidate, saver};
-use rekindle_reboot::os::{self, OsRebootReport};
+use rekindle_reboot::os::{self, OsRebootMethod, OsRebootReport, OsRebootRequest};
 use rekindle_reboot::vmm::{self, RebootReport, ReplaceOptions, VmOutcome};
 use rekindle_vm::disks::Kept;
 use rekindle_vm::host::Host;
@@ -49,7 +50,7 @@ enum VmResult<'a> {
 /// The JSON result of `rekindle reboot os`.
 #[derive(Serialize)]
 struct OsResult<'a> {
-    how: os::OsRebootMethod,
+    how: OsRebootMethod,
     #[serde(flatten)]
     report: &'a RebootReport,
     kept: Option<&'a Kept>,
@@ -63,12 +64,8 @@ struct OsResult<'a> {
 
 pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
     let host = Host::open()?;
-    let names = if arguments.all { running(&host)? } else { distinct(&arguments.names)? };
-    let how = match arguments.how {
-        RebootMethod::Warm => vmm::RebootMethod::Warm,
-        RebootMethod::Saved => vmm::RebootMethod::Saved,
-        RebootMethod::Cold => vmm::RebootMethod::Cold,
-    };
+    let names = if arguments.all { running_vms(&host)? } else { distinct_names(&arguments.names)? };
+    let how = reboot_method(arguments.how);
     let options = ReplaceOptions {
         how,
         qemu: arguments.qemu.clone(),
@@ -76,77 +73,102 @@ pub fn vmm(output: &Output, arguments: &RebootVmm) -> Result<ExitCode> {
         verify_memory: arguments.verify_memory,
     };
     if arguments.dry_run {
-        let planned: Vec<_> = vmm::plan(&host, &names, &options)
+        let plans: Vec<_> = vmm::plan(&host, &names, &options)
             .into_iter()
-            .map(|(name, planned)| (name, planned.map(|planned| would(how, &planned))))
+            .map(|plan| PlannedAction {
+                name: plan.name,
+                action: plan.result.map(|replacement| describe_plan(how, &replacement)),
+            })
             .collect();
-        return dry_run::print(output, &planned);
+        return dry_run::print(output, &plans);
     }
-    let waiting = spinner(output, format!("{how} reboot of {}", names.join(", ")));
+    let spinner = start_spinner(output, format!("{how} reboot of {}", names.join(", ")));
     let outcomes = vmm::reboot(&host, &names, &options);
-    waiting.finish_and_clear();
+    spinner.finish_and_clear();
     names.iter().for_each(|name| start_helpers(&host, name));
-    print(output, how, &outcomes)?;
-    let worst = outcomes.iter().map(|(_, outcome)| outcome.as_ref().map_or_else(|e| status_left(e.guest), |_| 0)).max();
+    print_vmm_outcomes(output, how, &outcomes)?;
+    let worst = outcomes.iter().map(|vm| vm.result.as_ref().map_or_else(|e| exit_status_for(e.guest), |_| 0)).max();
     Ok(ExitCode::from(worst.unwrap_or(0)))
 }
 
 pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     let host = Host::open()?;
     let name = arguments.name.as_str();
-    let how = match arguments.how {
-        Some(OsMethod::Cold) => os::OsRebootMethod::Cold,
-        Some(OsMethod::WarmCache) => os::OsRebootMethod::WarmCache,
-        Some(OsMethod::Kexec) => os::OsRebootMethod::Kexec,
-        Some(OsMethod::Phase) => os::OsRebootMethod::Phase,
-        None => os::default_method(&host, name),
-    };
-    if how != os::OsRebootMethod::Kexec && (arguments.kernel.is_some() || arguments.initrd.is_some()) {
-        return Err(Usage("--kernel and --initrd are for --how kexec".into()).into());
+    let request = os_request(&host, arguments)?;
+    if arguments.dry_run {
+        let checked = os::check(&host, name, &request).map_err(|failure| *failure.error);
+        let action = checked.map(|()| describe_os_method(request.how).to_owned());
+        return dry_run::print(output, &[PlannedAction { name: name.to_owned(), action }]);
     }
-    if how != os::OsRebootMethod::Phase && arguments.candidate.is_some() {
-        return Err(Usage("--candidate is for --how phase".into()).into());
+    let spinner = start_spinner(output, format!("reboot of {name}"));
+    let rebooted = os::reboot(&host, name, &request);
+    spinner.finish_and_clear();
+    let rebooted = rebooted?;
+    start_helpers(&host, name);
+    let text = describe_os_reboot(name, request.how, &rebooted);
+    let OsRebootReport { report, kept, ended, kexec, phase } = &rebooted;
+    let result = OsResult {
+        how: request.how,
+        report,
+        kept: kept.as_ref(),
+        ended: *ended,
+        kexec: kexec.as_ref(),
+        phase: phase.as_ref(),
+    };
+    output.result(&result, text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Converts the arguments. Rejects options that do not belong to the method.
+fn os_request(host: &Host, arguments: &RebootOs) -> Result<OsRebootRequest> {
+    let how = match arguments.how {
+        Some(OsMethod::Cold) => OsRebootMethod::Cold,
+        Some(OsMethod::WarmCache) => OsRebootMethod::WarmCache,
+        Some(OsMethod::Kexec) => OsRebootMethod::Kexec,
+        Some(OsMethod::Phase) => OsRebootMethod::Phase,
+        None => os::default_method(host, arguments.name.as_str()),
+    };
+    let usage = |text: &str| Err(Usage(text.into()).into());
+    if how != OsRebootMethod::Kexec && (arguments.kernel.is_some() || arguments.initrd.is_some()) {
+        return usage("--kernel and --initrd are for --how kexec");
+    }
+    if how != OsRebootMethod::Phase && arguments.candidate.is_some() {
+        return usage("--candidate is for --how phase");
     }
     let end = match arguments.end {
         EndOs::Shutdown => End::Shutdown,
-        EndOs::Freeze if how == os::OsRebootMethod::Kexec => {
-            return Err(Usage(
-                "--end freeze is not for --how kexec: the guest shuts itself down to start the next kernel".into(),
-            )
-            .into());
+        EndOs::Freeze if how == OsRebootMethod::Kexec => {
+            return usage("--end freeze is not for --how kexec: the guest shuts itself down to start the next kernel");
         }
         EndOs::Freeze => End::Freeze,
     };
     let kexec = os::KexecRequest { kernel: arguments.kernel.clone(), initrd: arguments.initrd.clone() };
-    let request = os::OsRebootRequest { how, kexec, candidate: arguments.candidate.clone(), end };
-    if arguments.dry_run {
-        let would = match how {
-            os::OsRebootMethod::Cold => "shut its guest down and boot it",
-            os::OsRebootMethod::WarmCache => "shut its guest down and boot it, with what it has cached of its disks",
-            os::OsRebootMethod::Kexec => "have its guest load another kernel and start that",
-            os::OsRebootMethod::Phase => {
-                "shut its guest down and continue from a saved phase of an earlier boot, or else boot it"
-            }
-        };
-        let checked = os::check(&host, name, &request).map(|()| would.to_owned()).map_err(|failure| *failure.error);
-        return dry_run::print(output, &[(name.to_owned(), checked)]);
+    Ok(OsRebootRequest { how, kexec, candidate: arguments.candidate.clone(), end })
+}
+
+/// Describes what a reboot would do, for `--dry-run`.
+fn describe_os_method(how: OsRebootMethod) -> &'static str {
+    match how {
+        OsRebootMethod::Cold => "shut its guest down and boot it",
+        OsRebootMethod::WarmCache => "shut its guest down and boot it, with what it has cached of its disks",
+        OsRebootMethod::Kexec => "have its guest load another kernel and start that",
+        OsRebootMethod::Phase => {
+            "shut its guest down and continue from a saved phase of an earlier boot, or else boot it"
+        }
     }
-    let waiting = spinner(output, format!("reboot of {name}"));
-    let rebooted = os::reboot(&host, name, &request);
-    waiting.finish_and_clear();
-    let OsRebootReport { report, kept, ended, kexec, phase } = &rebooted?;
-    start_helpers(&host, name);
+}
+
+fn describe_os_reboot(name: &str, how: OsRebootMethod, rebooted: &OsRebootReport) -> String {
+    let OsRebootReport { report, kept, ended, kexec, phase } = rebooted;
+    let stopped = duration(report.stopped_us);
     let candidate = phase.as_ref().and_then(|phase| phase.candidate.as_ref());
-    let mut text = match (how, kexec) {
-        _ if candidate.is_some() => {
-            let (candidate, stopped) = (candidate.map_or("", String::as_str), duration(report.stopped_us));
-            format!("{name}: continued from phase {candidate} after {stopped}")
+    let mut text = match (how, candidate, kexec) {
+        (_, Some(candidate), _) => format!("{name}: continued from phase {candidate} after {stopped}"),
+        (OsRebootMethod::Kexec, _, Some(loaded)) => {
+            format!("{name}: runs again after {stopped}, with kernel {}", loaded.kernel.display())
         }
-        (os::OsRebootMethod::Kexec, Some(loaded)) => {
-            format!("{name}: runs again after {}, with kernel {}", duration(report.stopped_us), loaded.kernel.display())
-        }
-        (os::OsRebootMethod::Kexec, None) => format!("{name}: was rebooted by its firmware, not by kexec"),
-        _ => format!("{name}: booted after {}", duration(report.stopped_us)),
+        (OsRebootMethod::Kexec, _, None) => format!("{name}: was rebooted by its firmware, not by kexec"),
+        _ => format!("{name}: booted after {stopped}"),
     };
     if let Some(ended) = ended {
         text += &format!("; it was {}", ended.step());
@@ -157,17 +179,13 @@ pub fn os(output: &Output, arguments: &RebootOs) -> Result<ExitCode> {
     match kept {
         Some(kept) => {
             let disks: Vec<_> = kept.disks.keys().map(String::as_str).collect();
-            let disks = format!("{}{}", if disks.len() == 1 { "disk " } else { "disks " }, disks.join(", "));
-            text += &format!("; {} of its cache of {disks} are retained", bytes(kept.bytes));
+            let noun = if disks.len() == 1 { "disk" } else { "disks" };
+            text += &format!("; {} of its cache of {noun} {} are retained", bytes(kept.bytes), disks.join(", "));
         }
-        None if how == os::OsRebootMethod::WarmCache => text += "; nothing of its cache is retained",
+        None if how == OsRebootMethod::WarmCache => text += "; nothing of its cache is retained",
         None => {}
     }
-    output.result(
-        &OsResult { how, report, kept: kept.as_ref(), ended: *ended, kexec: kexec.as_ref(), phase: phase.as_ref() },
-        text,
-    )?;
-    Ok(ExitCode::SUCCESS)
+    text
 }
 
 /// Starts the processes that watch a VM and save phases of its guest's boot, unless they run. A failure is only logged,
@@ -188,19 +206,21 @@ pub fn start_helpers(host: &Host, name: &str) {
 }
 
 pub fn phases(arguments: &NameOnly) -> Result<ExitCode> {
-    known(&Host::open()?, arguments.name.as_str())?;
-    saver::run(&Host::open()?, arguments.name.as_str())?;
+    let host = Host::open()?;
+    existing_run_dir(&host, arguments.name.as_str())?;
+    saver::run(&host, arguments.name.as_str())?;
     Ok(ExitCode::SUCCESS)
 }
 
 pub fn watch(arguments: &NameOnly) -> Result<ExitCode> {
-    known(&Host::open()?, arguments.name.as_str())?;
-    os::watch::run(&Host::open()?, arguments.name.as_str())?;
+    let host = Host::open()?;
+    existing_run_dir(&host, arguments.name.as_str())?;
+    os::watch::run(&host, arguments.name.as_str())?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Shows a spinner while an operation runs. The duration depends on guest and disk, so no progress can be shown.
-fn spinner(output: &Output, message: String) -> ProgressBar {
+fn start_spinner(output: &Output, message: String) -> ProgressBar {
     if output.json() || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
@@ -212,40 +232,41 @@ fn spinner(output: &Output, message: String) -> ProgressBar {
     bar
 }
 
-fn would(how: vmm::RebootMethod, planned: &vmm::ReplacementPlan) -> String {
-    let vmm::ReplacementPlan { from, binary, version } = planned;
+/// Describes what a replacement would do, for `--dry-run`.
+fn describe_plan(how: vmm::RebootMethod, plan: &vmm::ReplacementPlan) -> String {
+    let vmm::ReplacementPlan { from, binary, version } = plan;
     let guest = match how {
         vmm::RebootMethod::Warm => "its guest stopped for milliseconds",
         vmm::RebootMethod::Saved => "its guest stopped while its RAM is saved to disk and loaded",
         vmm::RebootMethod::Cold => "its guest shut down and booted",
     };
-    let old = from.version.as_ref().map(|version| format!(" ({version})")).unwrap_or_default();
-    format!("replace QEMU process {}{old} by {} ({version}), {guest}", from.pid, binary.display())
+    let source_version = from.version.as_ref().map(|version| format!(" ({version})")).unwrap_or_default();
+    format!("replace QEMU process {}{source_version} by {} ({version}), {guest}", from.pid, binary.display())
 }
 
-fn running(host: &Host) -> Result<Vec<String>> {
+fn running_vms(host: &Host) -> Result<Vec<String>> {
     let mut names = RunDir::list(&host.root)?;
-    let runs = |name: &str| life::status(&RunDir::new(&host.root, name));
-    names.retain(|name| matches!(runs(name), Ok(Status::Running | Status::Degraded(_))));
+    names.retain(|name| {
+        let status = life::status(&RunDir::new(&host.root, name));
+        matches!(status, Ok(Status::Running | Status::Degraded(_)))
+    });
     if names.is_empty() {
         return Err(Usage("--all: no VM runs".into()).into());
     }
     Ok(names)
 }
 
-fn print(output: &Output, how: vmm::RebootMethod, outcomes: &[VmOutcome]) -> Result<()> {
-    let done = || outcomes.iter().filter_map(|(_, outcome)| outcome.as_ref().ok());
-    let first = done().map(|report| report.stop_host_us).min();
-    let last = done().map(|report| report.resume_host_us).max();
-    let span = first.zip(last).map(|(first, last)| last.saturating_sub(first));
+fn print_vmm_outcomes(output: &Output, how: vmm::RebootMethod, outcomes: &[VmOutcome]) -> Result<()> {
     let mut text = String::new();
     let mut vms = Vec::new();
-    for (name, outcome) in outcomes {
-        match outcome {
+    let mut reports = Vec::new();
+    for VmOutcome { name, result } in outcomes {
+        match result {
             Ok(report) => {
-                text += &line(report);
+                text += &replacement_line(report);
                 let memory_changed_bytes = report.memory.as_ref().map(|memory| memory.ram_changed_bytes);
                 vms.push(VmResult::Done { report, memory_changed_bytes });
+                reports.push(report);
             }
             Err(failure) => {
                 let error = chain(failure);
@@ -257,17 +278,22 @@ fn print(output: &Output, how: vmm::RebootMethod, outcomes: &[VmOutcome]) -> Res
             }
         }
     }
-    if let (Some(span), true) = (span, outcomes.len() > 1) {
-        text += &format!("from the first stop to the last resume: {}\n", duration(span));
+    let first_stop_us = reports.iter().map(|report| report.stop_host_us).min();
+    let last_resume_us = reports.iter().map(|report| report.resume_host_us).max();
+    let total_us = first_stop_us.zip(last_resume_us).map(|(stop, resume)| resume.saturating_sub(stop));
+    if let Some(total_us) = total_us
+        && outcomes.len() > 1
+    {
+        text += &format!("from the first stop to the last resume: {}\n", duration(total_us));
     }
     if output.json() || !text.is_empty() {
-        output.result(&VmmResult { how, vms, first_stop_to_last_resume_us: span }, text)?;
+        output.result(&VmmResult { how, vms, first_stop_to_last_resume_us: total_us }, text)?;
     }
     Ok(())
 }
 
-fn line(report: &RebootReport) -> String {
-    let version = |side: &vmm::QemuInfo| side.version.as_ref().map(ToString::to_string).unwrap_or_default();
+fn replacement_line(report: &RebootReport) -> String {
+    let version = |qemu: &vmm::QemuInfo| qemu.version.as_ref().map(ToString::to_string).unwrap_or_default();
     let mut line = format!(
         "{}: stopped for {}; QEMU {} (process {}) -> QEMU {} (process {})",
         report.name,
@@ -278,7 +304,8 @@ fn line(report: &RebootReport) -> String {
         report.to.pid
     );
     if let Some(memory) = &report.memory {
-        let changed: Vec<_> = memory.blocks_changed.iter().filter(|(_, changed)| **changed).map(|(id, _)| id).collect();
+        let changed: Vec<_> =
+            memory.blocks_changed.iter().filter(|(_, is_changed)| **is_changed).map(|(id, _)| id).collect();
         line += &format!("; memory changed: {} bytes of RAM, blocks {changed:?}", memory.ram_changed_bytes);
         if !memory.not_compared.is_empty() {
             line += &format!(", not compared {:?}", memory.not_compared);

@@ -7,6 +7,7 @@
 mod backoff;
 
 use super::phase::saver;
+use crate::error::with_causes;
 use backoff::{Backoff, DEATH_LIMIT, RestartDecision};
 use rekindle_kernel::process::Process;
 use rekindle_protect::restore::start_pager;
@@ -18,7 +19,6 @@ use rekindle_vm::timeline::host_us;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
 use std::collections::BTreeMap;
-use std::error::Error;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -29,14 +29,29 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 const START_GRACE: Duration = Duration::from_secs(1);
 /// How long a started helper may take until it serves the VM.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
+const START_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// State of one helper.
+#[derive(Default)]
 struct HelperState {
-    /// The helper's process, the time since when it is known, and a pidfd that reports its death.
-    process: Option<(Process, Instant, OwnedFd)>,
+    process: Option<RunningHelper>,
     backoff: Backoff,
-    /// The time since when the helper is missing, and the time of its next restart: `None` if the helper is abandoned.
-    missing: Option<(Instant, Option<Instant>)>,
+    missing: Option<MissingHelper>,
+}
+
+struct RunningHelper {
+    process: Process,
+    known_since: Instant,
+    /// Reports the death of the process.
+    pidfd: OwnedFd,
+}
+
+/// A helper that should run and does not.
+#[derive(Clone, Copy)]
+struct MissingHelper {
+    since: Instant,
+    /// When it is to be restarted. `None`: it is abandoned.
+    restart_at: Option<Instant>,
 }
 
 /// Supervises the helpers of one VM.
@@ -56,9 +71,9 @@ impl<'a> HelperSupervisor<'a> {
         Self { rundir, log_limit, rotation_failure_reported: false, known: BTreeMap::new(), record }
     }
 
-    /// Supervises the helpers until `end` is set.
-    pub(super) fn supervise(mut self, end: &AtomicBool) {
-        while !end.load(Ordering::Relaxed) {
+    /// Supervises the helpers until `has_ended` is set.
+    pub(super) fn supervise(mut self, has_ended: &AtomicBool) {
+        while !has_ended.load(Ordering::Relaxed) {
             if let Err(e) = self.check_all() {
                 tracing::debug!("{}: {e}", self.rundir.name());
             }
@@ -68,8 +83,8 @@ impl<'a> HelperSupervisor<'a> {
     }
 
     fn bound_logs(&mut self) {
-        let failed = self.rundir.bound_logs(self.log_limit);
-        if let Some((log, e)) = failed.first()
+        let failures = self.rundir.bound_logs(self.log_limit);
+        if let Some((log, e)) = failures.first()
             && !std::mem::replace(&mut self.rotation_failure_reported, true)
         {
             // The log that cannot be rotated may be this process's own, so report the failure only once.
@@ -84,19 +99,15 @@ impl<'a> HelperSupervisor<'a> {
         self.known.retain(|helper, _| needed.contains(helper));
         for helper in needed {
             let now = Instant::now();
-            let known = self.known.entry(helper.clone()).or_insert_with(|| HelperState {
-                process: None,
-                backoff: Backoff::default(),
-                missing: None,
-            });
-            if known.process.as_ref().is_some_and(|(process, ..)| process.is_alive()) {
+            let state = self.known.entry(helper.clone()).or_default();
+            if state.process.as_ref().is_some_and(|running| running.process.is_alive()) {
                 continue;
             }
             if let Some(process) = helper.process(self.rundir)
                 && let Ok(pidfd) = process.pidfd()
             {
-                known.process = Some((process, now, pidfd));
-                known.missing = None;
+                state.process = Some(RunningHelper { process, known_since: now, pidfd });
+                state.missing = None;
                 self.clear_abandoned(&helper);
                 continue;
             }
@@ -110,88 +121,90 @@ impl<'a> HelperSupervisor<'a> {
         if let Some(restarts) = self.record.get_mut(&helper.key())
             && restarts.abandoned.take().is_some()
         {
-            self.write();
+            self.write_record();
         }
     }
 
+    /// Restarts a helper that does not run if its time has come.
     fn handle_missing(&mut self, helper: &Helper, now: Instant) {
-        let Some(known) = self.known.get_mut(helper) else { return };
-        let (since, at) = match (known.process.take(), known.missing) {
-            (Some((process, since, _)), _) => {
-                tracing::warn!("{}: {helper} (process {}) has died", self.rundir.name(), process.pid);
-                let next = known.backoff.died(now, now.saturating_duration_since(since));
-                self.decide(helper, now, next, None)
+        let Some(state) = self.known.get_mut(helper) else { return };
+        let missing = match (state.process.take(), state.missing) {
+            (Some(dead), _) => {
+                tracing::warn!("{}: {helper} (process {}) has died", self.rundir.name(), dead.process.pid);
+                let served = now.saturating_duration_since(dead.known_since);
+                let decision = state.backoff.died(now, served);
+                self.apply_decision(helper, now, decision, None)
             }
             (None, Some(missing)) => missing,
-            (None, None) => *known.missing.insert((now, Some(now + START_GRACE))),
+            (None, None) => *state.missing.insert(MissingHelper { since: now, restart_at: Some(now + START_GRACE) }),
         };
-        if at.is_some_and(|at| at <= now) {
-            self.restart(helper, since);
+        if missing.restart_at.is_some_and(|restart_at| restart_at <= now) {
+            self.restart(helper, missing.since);
         }
     }
 
-    /// Decides when to restart a helper that is missing since `since`, and records the decision. `why`: the reason why
-    /// its last start failed.
-    fn decide(
+    /// Records the decision on a helper that is missing since `since`. `start_error`: why its last start failed.
+    fn apply_decision(
         &mut self,
         helper: &Helper,
         since: Instant,
-        next: RestartDecision,
-        why: Option<&str>,
-    ) -> (Instant, Option<Instant>) {
-        let missing = match next {
-            RestartDecision::RestartAt(at) => (since, Some(at)),
+        decision: RestartDecision,
+        start_error: Option<&str>,
+    ) -> MissingHelper {
+        let restart_at = match decision {
+            RestartDecision::RestartAt(restart_at) => Some(restart_at),
             RestartDecision::Abandon => {
-                let why = match why {
-                    Some(why) => format!("it failed {DEATH_LIMIT} times in a row, the last time because: {why}"),
-                    None => format!("it died {DEATH_LIMIT} times in a row"),
-                };
-                let name = self.rundir.name();
-                tracing::error!(
-                    "{name}: {helper} is not restarted any more: {why}; to restart it: rekindle recover {name}"
-                );
-                self.record.entry(helper.key()).or_default().abandoned = Some(why);
-                self.write();
-                (since, None)
+                self.abandon(helper, start_error);
+                None
             }
         };
-        if let Some(known) = self.known.get_mut(helper) {
-            known.missing = Some(missing);
+        let missing = MissingHelper { since, restart_at };
+        if let Some(state) = self.known.get_mut(helper) {
+            state.missing = Some(missing);
         }
         missing
     }
 
-    fn restart(&mut self, helper: &Helper, since: Instant) {
+    fn abandon(&mut self, helper: &Helper, start_error: Option<&str>) {
+        let why = match start_error {
+            Some(error) => format!("it failed {DEATH_LIMIT} times in a row, the last time because: {error}"),
+            None => format!("it died {DEATH_LIMIT} times in a row"),
+        };
+        let name = self.rundir.name();
+        tracing::error!("{name}: {helper} is not restarted any more: {why}; to restart it: rekindle recover {name}");
+        self.record.entry(helper.key()).or_default().abandoned = Some(why);
+        self.write_record();
+    }
+
+    fn restart(&mut self, helper: &Helper, missing_since: Instant) {
         let name = self.rundir.name();
         match start(self.rundir, helper) {
             Ok(Some(process)) => {
-                let (now, took) = (Instant::now(), since.elapsed());
-                tracing::warn!(
-                    "{name}: {helper} was restarted (process {}) after {} ms",
-                    process.pid,
-                    took.as_millis()
-                );
+                let (now, downtime) = (Instant::now(), missing_since.elapsed());
+                let (pid, ms) = (process.pid, downtime.as_millis());
+                tracing::warn!("{name}: {helper} was restarted (process {pid}) after {ms} ms");
                 let restarts = self.record.entry(helper.key()).or_default();
                 restarts.count += 1;
                 restarts.last_host_us = Some(host_us());
-                restarts.last_took_us = Some(u64::try_from(took.as_micros()).unwrap_or(u64::MAX));
-                self.write();
-                if let (Some(known), Ok(pidfd)) = (self.known.get_mut(helper), process.pidfd()) {
-                    known.process = Some((process, now, pidfd));
-                    known.missing = None;
+                restarts.last_took_us = Some(u64::try_from(downtime.as_micros()).unwrap_or(u64::MAX));
+                self.write_record();
+                if let (Some(state), Ok(pidfd)) = (self.known.get_mut(helper), process.pidfd()) {
+                    state.process = Some(RunningHelper { process, known_since: now, pidfd });
+                    state.missing = None;
                 }
             }
             Ok(None) => drop(self.known.remove(helper)),
             Err(why) => {
                 tracing::warn!("{name}: cannot restart {helper}: {why}");
                 let now = Instant::now();
-                let next = self.known.get_mut(helper).map(|known| known.backoff.died(now, Duration::ZERO));
-                self.decide(helper, since, next.unwrap_or(RestartDecision::Abandon), Some(&why));
+                let decision = self.known.get_mut(helper).map(|state| state.backoff.died(now, Duration::ZERO));
+                let decision = decision.unwrap_or(RestartDecision::Abandon);
+                self.apply_decision(helper, missing_since, decision, Some(&why));
             }
         }
     }
 
-    fn write(&self) {
+    fn write_record(&self) {
         if let Err(e) = helpers::write_record(self.rundir, &self.record) {
             tracing::debug!("{}: {e}", self.rundir.helpers().display());
         }
@@ -199,13 +212,15 @@ impl<'a> HelperSupervisor<'a> {
 
     /// Waits until a helper dies, a restart is due, or new helpers are to be searched for.
     fn wait(&self) {
-        let now = Instant::now();
-        let restarts = self.known.values().filter_map(|known| known.missing?.1);
-        let until = restarts.min().map_or(POLL_INTERVAL, |at| at.saturating_duration_since(now).min(POLL_INTERVAL));
-        let all = self.known.values().filter_map(|known| known.process.as_ref());
-        let mut fds: Vec<_> = all.map(|(_, _, pidfd)| PollFd::new(pidfd, PollFlags::IN)).collect();
-        let timeout = Timespec { tv_sec: 0, tv_nsec: until.subsec_nanos().into() };
-        if let Err(e) = poll(&mut fds, Some(&timeout)) {
+        let next_restart = self.known.values().filter_map(|state| state.missing?.restart_at).min();
+        let timeout = next_restart.map_or(POLL_INTERVAL, |restart_at| {
+            restart_at.saturating_duration_since(Instant::now()).min(POLL_INTERVAL)
+        });
+        let running = self.known.values().filter_map(|state| state.process.as_ref());
+        let mut pidfds: Vec<_> = running.map(|running| PollFd::new(&running.pidfd, PollFlags::IN)).collect();
+        // Less than a second.
+        let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
+        if let Err(e) = poll(&mut pidfds, Some(&timeout)) {
             tracing::debug!("cannot wait for helpers: {e}");
             thread::sleep(POLL_INTERVAL);
         }
@@ -214,17 +229,16 @@ impl<'a> HelperSupervisor<'a> {
 
 /// Starts a helper and waits until it serves the VM. `None` if it is not needed any more.
 fn start(rundir: &RunDir, helper: &Helper) -> Result<Option<Process>, String> {
-    let started = match helper {
-        Helper::Disk(_) => disks::restart(rundir).map(drop).map_err(|e| chain(&e)),
-        Helper::Pager => start_pager(rundir).map_err(|e| chain(&e)),
-        Helper::Phases => match State::read(rundir) {
-            Ok(Some(state)) => saver::start(rundir, &state.definition).map_err(|e| e.to_string()),
-            Ok(None) => Ok(()),
-            Err(e) => Err(e.to_string()),
-        },
-        Helper::Watch => Ok(()),
-    };
-    started?;
+    match helper {
+        Helper::Disk(_) => disks::restart(rundir).map(drop).map_err(|e| with_causes(&e))?,
+        Helper::Pager => start_pager(rundir).map_err(|e| with_causes(&e))?,
+        Helper::Phases => {
+            if let Some(state) = State::read(rundir).map_err(|e| e.to_string())? {
+                saver::start(rundir, &state.definition).map_err(|e| e.to_string())?;
+            }
+        }
+        Helper::Watch => {}
+    }
     let deadline = Instant::now() + START_TIMEOUT;
     loop {
         if let Some(process) = helper.process(rundir) {
@@ -236,17 +250,6 @@ fn start(rundir: &RunDir, helper: &Helper) -> Result<Option<Process>, String> {
         if Instant::now() > deadline {
             return Err(format!("it did not serve within {} s", START_TIMEOUT.as_secs()));
         }
-        thread::sleep(Duration::from_millis(1));
+        thread::sleep(START_POLL_INTERVAL);
     }
-}
-
-/// Formats an error and all its causes in one line.
-pub(super) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text += &format!(": {error}");
-        cause = error.source();
-    }
-    text
 }
