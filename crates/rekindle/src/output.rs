@@ -1,4 +1,4 @@
-//! Output of the commands: text or JSON.
+//! Output of the commands: results as text or JSON, errors with their causes, and the exit status of an error.
 
 use rekindle_handover::GuestStatus;
 use rekindle_protect::moving::MoveError;

@@ -62,7 +62,8 @@ impl EarlyDigests {
     /// Digests the RAM of a running guest, which is stopped a few times for milliseconds each. The caller holds the
     /// guest's run state.
     ///
-    /// `paused_mark`: as for [`with_guest_stopped`]. Returns `None` if writes to this guest's RAM cannot be tracked. The
+    /// `paused_mark`: as for [`with_guest_stopped`]. Returns `None` if writes to this guest's RAM cannot be tracked.
+    /// The
     /// guest is then unchanged.
     ///
     /// # Errors

@@ -55,7 +55,7 @@ pub(super) fn suspend_kind(how: RebootMethod) -> Kind {
 /// Runs the preflight of a suspend of VM `name`. Changes nothing.
 pub(super) fn preflight(host: &Host, name: &str, how: RebootMethod) -> Result<Replacement, RebootError> {
     let operation = format!("host suspend --how {how}");
-    let options = ReplaceOptions { how, qemu: None, rollback: false, verify_memory: false };
+    let options = ReplaceOptions::same_qemu(how);
     let replacement = begin(host, name, &operation, &options, |path| Binary::known(path, &host.binaries()))?;
     if how == RebootMethod::Warm {
         let ram = &replacement.locked_vm.state.hardware.ram;
@@ -158,12 +158,12 @@ impl PreparedSuspend {
             state: replacement.locked_vm.state.clone(),
             running: replacement.running,
             saved,
-            pages: page_digests,
+            page_digests,
             cpu,
-            disks: disk_times(&replacement.locked_vm.state.hardware),
+            disk_times: disk_times(&replacement.locked_vm.state.hardware),
             stop_us: stopped_host_us,
             fell_back,
-            struck: false,
+            resume_started: false,
             steps: Vec::new(),
             files,
         };

@@ -1,4 +1,4 @@
-//! The kernel that a host reboots into: finding the newest one that is installed, and loading it for kexec.
+//! The kernel that a host reboots into: finds the newest one that is installed, and loads it for kexec.
 
 use super::HostError;
 use super::survived::{TOKEN_PARAMETER, command_line};

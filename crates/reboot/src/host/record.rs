@@ -76,17 +76,20 @@ pub struct SuspendedGuest {
     /// The saved state; `None` if the guest was shut down.
     pub saved: Option<SavedState>,
     /// Digests of the pages of the guest's RAM.
-    pub pages: Option<FileDigest>,
+    #[serde(rename = "pages")]
+    pub page_digests: Option<FileDigest>,
     /// Processor features that the guest saw.
     pub cpu: Features,
     /// Modification times of the guest's disk images; `None` if they do not show writes.
-    pub disks: Option<Vec<(PathBuf, i128)>>,
+    #[serde(rename = "disks")]
+    pub disk_times: Option<Vec<(PathBuf, i128)>>,
     /// When the guest was stopped: host clock, microseconds since 1970.
     pub stop_us: u64,
     /// Reason why the guest was shut down although another method was requested.
     pub fell_back: Option<String>,
     /// Set before a QEMU resumes the guest: from then on no other QEMU may get its state.
-    pub struck: bool,
+    #[serde(rename = "struck")]
+    pub resume_started: bool,
     /// Steps of the guest's suspend.
     pub steps: Vec<StepEntry>,
     /// Files from which the guest's QEMU is started, to be read ahead.
@@ -102,15 +105,15 @@ impl SuspendedGuest {
         Self {
             token: token.into(),
             how: RebootMethod::Cold,
-            disks: None,
+            disk_times: None,
             state,
             running: true,
             saved: None,
-            pages: None,
+            page_digests: None,
             cpu: Features::new(),
             stop_us: host_us(),
             fell_back: Some(why),
-            struck: false,
+            resume_started: false,
             steps: Vec::new(),
             files: Vec::new(),
         }
@@ -268,8 +271,8 @@ impl SuspendRecord {
     ///
     /// # Errors
     /// [`HostError::Record`] if the entry cannot be written: then it is unchanged.
-    pub fn mark_struck(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
-        self.write_entry(&SuspendedGuest { struck: true, ..entry.clone() })
+    pub fn mark_resume_started(&self, entry: &SuspendedGuest) -> Result<(), HostError> {
+        self.write_entry(&SuspendedGuest { resume_started: true, ..entry.clone() })
     }
 
     /// Removes the entry of VM `name` and its files next to the RAM. A missing entry is not an error.
@@ -287,7 +290,7 @@ impl SuspendRecord {
         }
         sync_directory(&self.directory).map_err(&failed)?;
         let saved_state = entry.saved.as_ref().map(|saved| &saved.path);
-        let page_digests = entry.pages.as_ref().map(|pages| &pages.path);
+        let page_digests = entry.page_digests.as_ref().map(|digests| &digests.path);
         for path in saved_state.into_iter().chain(page_digests) {
             remove_if_exists(path).map_err(&failed)?;
         }

@@ -4,7 +4,7 @@ use super::command::run;
 use super::guest::suspend_kind;
 use super::parallel::in_parallel;
 use super::record::{SuspendRecord, SuspendedGuest};
-use super::resume_guest::{ResumedGuest, STRUCK_REASON, resume_guest};
+use super::resume_guest::{INTERRUPTED_RESUME_REASON, ResumedGuest, resume_guest};
 use super::survived::Trust;
 use super::{HostError, RebootMethod};
 use crate::error::{RebootError, with_causes};
@@ -150,7 +150,7 @@ fn resume_vm(
     }
     let run_state = RunState::acquire(&rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
     let resumed = match interrupted {
-        Some(journal) if entry.struck => finish_resume(host, &locked_vm, journal, record, entry)?,
+        Some(journal) if entry.resume_started => finish_resume(host, &locked_vm, journal, record, entry)?,
         Some(journal) => resume_guest(host, record, continue_interrupted(&locked_vm, journal), entry, trust)?,
         None => {
             let journal = open_journal(&locked_vm, entry)?;
@@ -225,7 +225,7 @@ fn finish_resume(
     entry: &SuspendedGuest,
 ) -> Result<ResumedGuest, RebootError> {
     let recovered = recover(host, locked_vm, journal)?;
-    let loss = (recovered == Recovered::Booted).then(|| STRUCK_REASON.to_owned());
+    let loss = (recovered == Recovered::Booted).then(|| INTERRUPTED_RESUME_REASON.to_owned());
     // Only the process that holds the record may remove files next to the RAM.
     record.remove_leftovers(&locked_vm.rundir, &entry.state);
     Ok(ResumedGuest { recovered, loss, resumed_host_us: host_us() })
@@ -250,7 +250,7 @@ pub(crate) fn recover(host: &Host, locked_vm: &Held, journal: Journal) -> Result
     let name = locked_vm.rundir.name();
     let unreadable = |error: HostError| RebootError::Record { name: name.into(), why: error.to_string() };
     let record = SuspendRecord::read(&host.suspend_dir).map_err(unreadable)?;
-    let entry = record.entry(name).map_err(unreadable)?.filter(|entry| !entry.struck);
+    let entry = record.entry(name).map_err(unreadable)?.filter(|entry| !entry.resume_started);
     let kind = journal.operation.kind;
     let is_stopped_by_suspend = journal.operation.step <= Step::Saved;
     let handover = continue_interrupted(locked_vm, journal);
@@ -258,7 +258,7 @@ pub(crate) fn recover(host: &Host, locked_vm: &Held, journal: Journal) -> Result
         Some(entry) if is_stopped_by_suspend => {
             if handover.live_source().is_some() && entry.how != RebootMethod::Cold {
                 // From here on the guest is not suspended, and its source QEMU may run it.
-                record.mark_struck(&entry).map_err(unreadable)?;
+                record.mark_resume_started(&entry).map_err(unreadable)?;
                 handover.return_to_source()?;
                 Recovered::Undone
             } else {

@@ -27,7 +27,7 @@ use std::time::Duration;
 /// How long a bridge may take to appear after a boot.
 const BRIDGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Reported reason for the loss of a guest's memory if the guest may have run already.
-pub(super) const STRUCK_REASON: &str = "the host went down just as the guest was resumed";
+pub(super) const INTERRUPTED_RESUME_REASON: &str = "the host went down just as the guest was resumed";
 
 /// A guest that runs again.
 pub(super) struct ResumedGuest {
@@ -76,7 +76,7 @@ fn boot_guest(
 ) -> Result<ResumedGuest, RebootError> {
     let name = handover.name().to_owned();
     // The guest is booted in any case: if this attempt is interrupted, the next one boots it too.
-    record.mark_struck(entry).map_err(unwritten(&name))?;
+    record.mark_resume_started(entry).map_err(unwritten(&name))?;
     fault::point("host.resume.struck", None, None);
     let recovered = match &loss {
         Some(why) => {
@@ -133,7 +133,7 @@ fn resume_loaded<R: Ram>(
         let _ = loaded.vmm.kill();
         return Err(error);
     }
-    record.mark_struck(entry).map_err(unwritten(&name))?;
+    record.mark_resume_started(entry).map_err(unwritten(&name))?;
     handover.pass("host.resume.struck");
     let running = loaded.commit(&mut handover, "resume")?;
     handover.pass("host.resume.resumed");
@@ -167,10 +167,10 @@ fn loss_reason(entry: &SuspendedGuest, trust: Trust) -> Option<String> {
     if entry.how == RebootMethod::Cold {
         return None;
     }
-    if entry.struck {
-        return Some(STRUCK_REASON.into());
+    if entry.resume_started {
+        return Some(INTERRUPTED_RESUME_REASON.into());
     }
-    if disk_times(&entry.state.hardware) != entry.disks {
+    if disk_times(&entry.state.hardware) != entry.disk_times {
         return Some("its disks were written while it was suspended".into());
     }
     match entry.how {

@@ -76,7 +76,7 @@ pub(super) fn check_ram(entry: &SuspendedGuest, trust: Trust) -> Result<(), Stri
     if trust != Trust::Digests {
         return Ok(());
     }
-    let Some(digest_file) = &entry.pages else { return Err("its pages have no digests".into()) };
+    let Some(digest_file) = &entry.page_digests else { return Err("its pages have no digests".into()) };
     let saved_digests = read_page_digests(digest_file).map_err(|e| format!("{}: {e}", digest_file.path.display()))?;
     let digests = digest::file_pages(&ram.path).map_err(unreadable)?;
     let changed = saved_digests.iter().zip(&digests).filter(|(saved, current)| saved != current).count();

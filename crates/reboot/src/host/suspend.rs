@@ -76,7 +76,10 @@ pub fn suspend(
     }
     fault::point("host.suspend.committed", saved_guests.first().map(SavedGuest::vmm), None);
     let reports = saved_guests.iter().map(|guest| report(&guest.entry)).collect();
-    end_all(saved_guests, |guest| (guest.name().to_owned(), guest.end()))?;
+    end_all(saved_guests, |guest| {
+        let name = guest.name().to_owned();
+        guest.end().map_err(|error| FailedVm { name, error })
+    })?;
     Ok(reports)
 }
 
@@ -230,15 +233,9 @@ fn preparation_error(failed: Vec<FailedVm>) -> HostError {
     HostError::Preflight(failed.into_iter().map(with_problems).collect())
 }
 
-/// Ends the QEMUs of suspended guests in parallel. `end_one` returns the name of a VM and the result.
-fn end_all<T: Send>(
-    guests: Vec<T>,
-    end_one: impl Fn(T) -> (String, Result<(), RebootError>) + Sync,
-) -> Result<(), HostError> {
-    let mut failed = Vec::new();
-    for (name, ended) in in_parallel(guests, end_one) {
-        failed.extend(ended.err().map(|error| FailedVm { name, error }));
-    }
+/// Ends the QEMUs of suspended guests in parallel.
+fn end_all<T: Send>(guests: Vec<T>, end_one: impl Fn(T) -> Result<(), FailedVm> + Sync) -> Result<(), HostError> {
+    let failed: Vec<_> = in_parallel(guests, end_one).into_iter().filter_map(Result::err).collect();
     if failed.is_empty() { Ok(()) } else { Err(HostError::Ending(failed)) }
 }
 
@@ -272,14 +269,19 @@ pub(crate) fn end_committed_suspend(host: &Host, token: &str) -> Result<bool, Ho
         return Ok(false);
     }
     // No guest was resumed since then: only another boot, or a process that holds the record, resumes guests.
-    end_all(record.entries()?, |entry| (entry.state.hardware.name.clone(), end_remaining(host, &entry)))?;
+    end_all(record.entries()?, |entry| {
+        let name = entry.state.hardware.name.clone();
+        end_remaining(host, &entry).map_err(|error| FailedVm { name, error })
+    })?;
     Ok(true)
 }
 
 /// Ends the QEMU and the disk servers of a suspended guest, if they still run.
 fn end_remaining(host: &Host, entry: &SuspendedGuest) -> Result<(), RebootError> {
     let rundir = RunDir::new(&host.root, &entry.state.hardware.name);
-    if let Some(source_qemu) = entry.state.vmm.as_ref().filter(|source_qemu| !entry.struck && source_qemu.is_alive()) {
+    if let Some(source_qemu) =
+        entry.state.vmm.as_ref().filter(|source_qemu| !entry.resume_started && source_qemu.is_alive())
+    {
         source_qemu.kill().map_err(RebootError::file(rundir.path()))?;
     }
     Ok(disks::end(&rundir, &entry.state.hardware).map_err(LifeError::from)?)

@@ -59,7 +59,7 @@ pub enum OsRebootMethod {
 #[must_use]
 pub fn default_method(host: &Host, name: &str) -> OsRebootMethod {
     match State::read(&RunDir::new(&host.root, name)) {
-        Ok(Some(state)) if why_no_cache(&state.hardware).is_none() => OsRebootMethod::WarmCache,
+        Ok(Some(state)) if why_no_warm_cache(&state.hardware).is_none() => OsRebootMethod::WarmCache,
         _ => OsRebootMethod::Cold,
     }
 }
@@ -103,7 +103,7 @@ pub struct OsRebootRequest {
 /// *On success:* the guest boots; by kexec its agent answers again.
 /// *On failure:* [`Failure::guest`] states whether the guest runs.
 pub fn reboot(host: &Host, name: &str, request: &OsRebootRequest) -> Result<OsRebootReport, Failure> {
-    let freeze = |state: &State| why_no_freeze(state, request.end);
+    let freeze = |state: &State| why_not_freezable(state, request.end);
     match request.how {
         OsRebootMethod::Cold => shut_down_and_boot(host, name, CacheUse::Discard, request.end, freeze),
         OsRebootMethod::WarmCache => shut_down_and_boot(host, name, CacheUse::Retain, request.end, freeze),
@@ -118,19 +118,20 @@ pub fn reboot(host: &Host, name: &str, request: &OsRebootRequest) -> Result<OsRe
 /// [`Failure`] with the reason. The guest is unchanged.
 pub fn check(host: &Host, name: &str, request: &OsRebootRequest) -> Result<(), Failure> {
     let operation = "reboot os --dry-run";
-    let freeze = |state: &State| why_no_freeze(state, request.end);
+    let freeze = |state: &State| why_not_freezable(state, request.end);
     match request.how {
         OsRebootMethod::Cold => vmm::begin_cold_reboot(host, name, operation, freeze).map(drop),
         OsRebootMethod::WarmCache => {
-            let prevents = |state: &State| freeze(state).or_else(|| why_no_cache(&state.hardware));
-            vmm::begin_cold_reboot(host, name, operation, prevents).map(drop)
+            let find_problem = |state: &State| freeze(state).or_else(|| why_no_warm_cache(&state.hardware));
+            vmm::begin_cold_reboot(host, name, operation, find_problem).map(drop)
         }
         OsRebootMethod::Kexec => kexec::check(host, name, operation),
         OsRebootMethod::Phase => {
             let rundir = RunDir::new(&host.root, name);
             let candidate = request.candidate.as_deref();
-            let prevents = |state: &State| freeze(state).or_else(|| phase::prevents(host, &rundir, state, candidate));
-            vmm::begin_cold_reboot(host, name, operation, prevents).map(drop)
+            let find_problem =
+                |state: &State| freeze(state).or_else(|| phase::find_problem(host, &rundir, state, candidate));
+            vmm::begin_cold_reboot(host, name, operation, find_problem).map(drop)
         }
     }
 }
@@ -142,36 +143,37 @@ enum CacheUse {
     Discard,
 }
 
-/// Ends the guest and boots it, with a warm or a cold cache. If `prevents` returns a problem for the locked VM, fails
+/// Ends the guest and boots it, with a warm or a cold cache. If `find_problem` returns a problem for the locked VM,
+/// fails
 /// and changes nothing.
 fn shut_down_and_boot(
     host: &Host,
     name: &str,
     cache: CacheUse,
     end: End,
-    prevents: impl FnOnce(&State) -> Option<Problem>,
+    find_problem: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<OsRebootReport, Failure> {
     let (operation, kind) = match cache {
         CacheUse::Discard => ("reboot os --how cold", Kind::OsCold),
         CacheUse::Retain => ("reboot os --how warm-cache", Kind::OsWarmCache),
     };
-    let prevents = |state: &State| match (prevents(state), cache) {
-        (None, CacheUse::Retain) => why_no_cache(&state.hardware),
+    let find_problem = |state: &State| match (find_problem(state), cache) {
+        (None, CacheUse::Retain) => why_no_warm_cache(&state.hardware),
         (problem, _) => problem,
     };
     let ColdReboot { report, retained, ended } =
-        vmm::cold::reboot(vmm::begin_cold_reboot(host, name, operation, prevents)?, kind, end)?;
+        vmm::cold::reboot(vmm::begin_cold_reboot(host, name, operation, find_problem)?, kind, end)?;
     Ok(OsRebootReport { report, kept: retained, ended: Some(ended), kexec: None, phase: None })
 }
 
 /// Returns the reason why no cache can be retained, or `None` if it can.
-fn why_no_cache(hardware: &Hardware) -> Option<Problem> {
+fn why_no_warm_cache(hardware: &Hardware) -> Option<Problem> {
     if !hardware.disks.iter().any(|disk| disk.server) {
         let why = "none of its disks has a server, which records what the guest has cached; set `server = true` for a \
                    disk and restart the VM, or use --how cold";
         return Some(Problem(why.into()));
     }
-    huge_pages(hardware).map(|directory| {
+    huge_page_directory(hardware).map(|directory| {
         let directory = directory.display();
         Problem(format!(
             "its RAM is in huge pages ({directory}), which the next guest needs as soon as it starts; put `ram.dir` \
@@ -181,14 +183,14 @@ fn why_no_cache(hardware: &Hardware) -> Option<Problem> {
 }
 
 /// Returns the directory of the guest's RAM if the RAM is in huge pages.
-fn huge_pages(hardware: &Hardware) -> Option<&Path> {
+fn huge_page_directory(hardware: &Hardware) -> Option<&Path> {
     let directory = hardware.ram.path.parent().unwrap_or(Path::new("/"));
     matches!(huge_page_size(directory), Ok(Some(_))).then_some(directory)
 }
 
 /// Returns the reason why the guest's file systems cannot be frozen, if `end` requires that. A guest that has already
 /// ended needs no freezing.
-fn why_no_freeze(state: &State, end: End) -> Option<Problem> {
+fn why_not_freezable(state: &State, end: End) -> Option<Problem> {
     let vmm = state.vmm.as_ref().filter(|_| end == End::Freeze)?;
     let problem = |why: &str| Some(Problem(format!("{why}; or omit --end freeze")));
     if !state.hardware.agent {

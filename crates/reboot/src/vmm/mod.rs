@@ -9,6 +9,7 @@
 //! `docs/vmm-restart.md` has the sequence and the argument for it; `docs/run-directory.md` lists the journal entries of
 //! each step.
 
+mod batch;
 pub(crate) mod cold;
 mod preflight;
 pub(crate) mod recover;
@@ -17,9 +18,12 @@ mod verify;
 mod vm_generation_id;
 pub(crate) mod warm;
 
+pub use batch::{ReplacementPlan, VmOutcome, VmPlan, plan, reboot};
+pub(crate) use cold::ColdReboot;
+pub use verify::MemoryComparison;
+
 use crate::error::{Failure, Problem, RebootError};
 use rekindle_handover::{Handover, OwnRunDir, Settled};
-use rekindle_kernel::sched::PriorityBoost;
 use rekindle_qemu::binary::{Binary, BinaryError};
 use rekindle_qemu::guest;
 use rekindle_qemu::qmp::{Qmp, QmpError, Version};
@@ -30,16 +34,15 @@ use rekindle_vm::host::Host;
 use rekindle_vm::journal::{Journal, Kind};
 use rekindle_vm::life::Held;
 use rekindle_vm::lock;
-use rekindle_vm::shutdown::End;
 use rekindle_vm::state::State;
 use rekindle_vm::timeline::{Entry, Recorder, host_us};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Barrier, Condvar, Mutex, PoisonError};
-use std::thread;
 use std::time::Duration;
+
+/// How long to wait for a checkpoint that holds the run-state lock.
+pub(crate) const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Method by which a QEMU is replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,6 +78,13 @@ pub struct ReplaceOptions {
     pub verify_memory: bool,
 }
 
+impl ReplaceOptions {
+    /// Returns the options of a replacement by the same binary, without a memory comparison.
+    pub(crate) fn same_qemu(how: RebootMethod) -> Self {
+        Self { how, qemu: None, rollback: false, verify_memory: false }
+    }
+}
+
 /// A QEMU as reports show it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct QemuInfo {
@@ -102,166 +112,6 @@ pub struct RebootReport {
     pub memory: Option<MemoryComparison>,
 }
 
-pub(crate) use cold::ColdReboot;
-pub use verify::MemoryComparison;
-
-/// Result of a reboot for one VM.
-pub struct VmOutcome {
-    pub name: String,
-    pub result: Result<RebootReport, Failure>,
-}
-
-/// Replaces the QEMUs of `names`, in parallel.
-///
-/// *Needs:* the VMs run; no other operation holds them; the new binary passes the preflight.
-/// *On success:* each guest runs in its destination QEMU; the source QEMU has ended.
-/// *On failure:* [`Failure::guest`] states the guest's status for each VM. The other VMs continue.
-///
-/// No guest is stopped before all destinations are prepared, so that guest-stopped time contains no preparation. With
-/// [`RebootMethod::Warm`], as many guests are handed over at a time as there are processors.
-#[must_use]
-pub fn reboot(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmOutcome> {
-    let batch = Batch::new(names.len());
-    thread::scope(|scope| {
-        let batch = &batch;
-        let workers: Vec<_> =
-            names.iter().map(|name| scope.spawn(move || reboot_one(host, name, options, batch))).collect();
-        let mut outcomes = Vec::new();
-        for (name, worker) in names.iter().zip(workers) {
-            let result = worker.join().unwrap_or_else(|_| {
-                let source = io::Error::other("the thread that rebooted this VM panicked");
-                Err(Failure::needs_recovery(RebootError::file(&host.root.join(name))(source)))
-            });
-            outcomes.push(VmOutcome { name: name.clone(), result });
-        }
-        outcomes
-    })
-}
-
-/// The source QEMU of one VM, and the binary that would replace it.
-#[derive(Debug, Clone)]
-pub struct ReplacementPlan {
-    pub from: QemuInfo,
-    pub binary: PathBuf,
-    pub version: Version,
-}
-
-/// The replacement that [`reboot`] would do for one VM, or the error that prevents it.
-pub struct VmPlan {
-    pub name: String,
-    pub result: Result<ReplacementPlan, RebootError>,
-}
-
-/// Plans what [`reboot`] would do for each of `names`. Changes nothing.
-#[must_use]
-pub fn plan(host: &Host, names: &[String], options: &ReplaceOptions) -> Vec<VmPlan> {
-    let batch = Batch::new(1);
-    let operation = format!("reboot vmm --how {} --dry-run", options.how);
-    let plan_one = |name: &String| {
-        let replacement = begin(host, name, &operation, options, |path| batch.probe(host, path))?;
-        let (binary, version) = (replacement.binary.path.clone(), replacement.binary.version.clone());
-        Ok(ReplacementPlan { from: replacement.source_info(), binary, version })
-    };
-    names.iter().map(|name| VmPlan { name: name.clone(), result: plan_one(name) }).collect()
-}
-
-/// State shared by all VMs of one call of [`reboot`].
-struct Batch {
-    /// Delays every stop of a guest until all destinations are prepared.
-    barrier: Barrier,
-    gate: HandoverGate,
-    /// Probed binaries by path. Each binary is probed once.
-    binaries: Mutex<HashMap<PathBuf, Binary>>,
-}
-
-impl Batch {
-    fn new(vms: usize) -> Self {
-        Self { barrier: Barrier::new(vms), gate: HandoverGate::new(), binaries: Mutex::default() }
-    }
-
-    fn probe(&self, host: &Host, path: &Path) -> Result<Binary, BinaryError> {
-        // Hold the lock during the probe: otherwise other threads would probe the same binary.
-        let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(binary) = binaries.get(path) {
-            return Ok(binary.clone());
-        }
-        let binary = Binary::known(path, &host.binaries())?;
-        binaries.insert(path.to_owned(), binary.clone());
-        Ok(binary)
-    }
-}
-
-/// Limits concurrent hand-overs to the number of processors. A hand-over is pure computation: with more at a time, each
-/// guest would be stopped for longer and no hand-over would finish sooner.
-struct HandoverGate {
-    free: Mutex<usize>,
-    freed: Condvar,
-}
-
-impl HandoverGate {
-    fn new() -> Self {
-        let processors = thread::available_parallelism().map_or(1, usize::from);
-        Self { free: Mutex::new(processors), freed: Condvar::new() }
-    }
-
-    fn pass<T>(&self, work: impl FnOnce() -> T) -> T {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut free = self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
-        *free -= 1;
-        drop(free);
-        let result = work();
-        *self.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        self.freed.notify_one();
-        result
-    }
-}
-
-/// Reboots one VM. Waits at the barrier as often as all other VMs do, also after a failure: the others wait for it.
-fn reboot_one(host: &Host, name: &str, options: &ReplaceOptions, batch: &Batch) -> Result<RebootReport, Failure> {
-    let operation = format!("reboot vmm --how {}", options.how);
-    let replacement =
-        begin(host, name, &operation, options, |path| batch.probe(host, path)).map_err(Failure::unchanged);
-    match options.how {
-        RebootMethod::Warm => {
-            let prepared = replacement.and_then(warm::PreparedHandover::new);
-            batch.barrier.wait();
-            // Guests that already run again must not delay this hand-over. Without the privilege to raise its priority,
-            // they do; the hand-over then takes longer.
-            let mut boost = PriorityBoost::default();
-            let _ = boost.this_thread();
-            let completed = prepared.and_then(|prepared| batch.gate.pass(|| prepared.hand_over()));
-            drop(boost);
-            // Ending a source QEMU takes processor time, which guests that are still stopped need more.
-            batch.barrier.wait();
-            completed?.settle()
-        }
-        RebootMethod::Saved => {
-            batch.barrier.wait();
-            saved::reboot(replacement?)
-        }
-        RebootMethod::Cold => {
-            batch.barrier.wait();
-            cold::reboot(replacement?, Kind::VmmCold, End::Shutdown).map(|booted| booted.report)
-        }
-    }
-}
-
-/// Begins a cold reboot: locks the VM and runs the preflight. Stops nothing.
-pub(crate) fn begin_cold_reboot(
-    host: &Host,
-    name: &str,
-    operation: &str,
-    prevents: impl FnOnce(&State) -> Option<Problem>,
-) -> Result<Replacement, Failure> {
-    let options = ReplaceOptions { how: RebootMethod::Cold, qemu: None, rollback: false, verify_memory: false };
-    let replacement = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
-    let replacement = replacement.and_then(|replacement| match prevents(&replacement.locked_vm.state) {
-        None => Ok(replacement),
-        Some(problem) => Err(RebootError::Prevented { name: name.into(), problem }),
-    });
-    replacement.map_err(Failure::unchanged)
-}
-
 /// A replacement of a QEMU that has passed the preflight. The VM is locked.
 pub(crate) struct Replacement {
     pub(crate) host: Host,
@@ -272,11 +122,9 @@ pub(crate) struct Replacement {
     pub(crate) recorder: Recorder,
     /// `false` if the VM's owner has paused the guest: it stays paused.
     pub(crate) running: bool,
-    run_state: Option<lock::RunState>,
+    /// Prevents other processes from stopping or resuming the guest.
+    run_state_lock: Option<lock::RunState>,
 }
-
-/// How long to wait for a checkpoint that holds the run-state lock.
-pub(crate) const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Replacement {
     pub(crate) fn name(&self) -> &str {
@@ -312,7 +160,7 @@ impl Replacement {
     /// Prevents other processes from stopping or resuming the guest until this replacement is dropped.
     pub(crate) fn hold_run_state(&mut self) -> Result<(), RebootError> {
         let lock = lock::RunState::acquire(&self.locked_vm.rundir, RUN_STATE_TIMEOUT).map_err(LifeError::from)?;
-        self.run_state = Some(lock);
+        self.run_state_lock = Some(lock);
         Ok(())
     }
 
@@ -370,11 +218,27 @@ pub(crate) fn begin(
         options,
         recorder,
         running: true,
-        run_state: None,
+        run_state_lock: None,
     };
     replacement.running = preflight::check(&replacement)?;
     replacement.recorder.step("preflight");
     Ok(replacement)
+}
+
+/// Begins a cold reboot: locks the VM and runs the preflight. Stops nothing.
+pub(crate) fn begin_cold_reboot(
+    host: &Host,
+    name: &str,
+    operation: &str,
+    find_problem: impl FnOnce(&State) -> Option<Problem>,
+) -> Result<Replacement, Failure> {
+    let options = ReplaceOptions::same_qemu(RebootMethod::Cold);
+    let replacement = begin(host, name, operation, &options, |path| Binary::known(path, &host.binaries()));
+    let replacement = replacement.and_then(|replacement| match find_problem(&replacement.locked_vm.state) {
+        None => Ok(replacement),
+        Some(problem) => Err(RebootError::Prevented { name: name.into(), problem }),
+    });
+    replacement.map_err(Failure::unchanged)
 }
 
 /// Stops the guest if it is `running`. Returns the time of the stop, in µs since 1970; of this call if it is not.

@@ -21,13 +21,6 @@ use std::time::Duration;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Whether the owner of the VM lets its guest run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum OwnerIntent {
-    Running,
-    Paused,
-}
-
 /// Runs all checks that need only the source QEMU, while the guest runs. Returns `false` if the owner of the VM has
 /// paused the guest.
 ///
@@ -36,11 +29,11 @@ enum OwnerIntent {
 pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
     let hardware = &replacement.locked_vm.state.hardware;
     let mut problems: Vec<_> = hardware::missing(hardware, &replacement.binary).into_iter().map(Problem).collect();
-    let mut intent = OwnerIntent::Running;
+    let mut is_running = true;
     if replacement.options.how != RebootMethod::Cold {
         problems.extend(incomplete_memory(replacement));
         problems.extend(uncarriable(&replacement.locked_vm.state.definition).into_iter().map(Problem));
-        intent = check_guest(replacement, &mut problems)?;
+        is_running = check_guest(replacement, &mut problems)?;
     }
     match replacement.options.how {
         RebootMethod::Warm => problems.extend(check_ram_file(&hardware.ram.path, hardware.ram.bytes)),
@@ -61,7 +54,7 @@ pub(crate) fn check(replacement: &Replacement) -> Result<bool, RebootError> {
     }
     problems.extend(missing_boot_files(hardware));
     if problems.is_empty() {
-        return Ok(intent == OwnerIntent::Running);
+        return Ok(is_running);
     }
     Err(RebootError::Preflight { name: replacement.name().into(), problems })
 }
@@ -78,8 +71,9 @@ fn incomplete_memory(replacement: &Replacement) -> Option<Problem> {
     )))
 }
 
-/// Checks that the guest is in a state in which it can be handed over, and that its network output is not held.
-fn check_guest(replacement: &Replacement, problems: &mut Vec<Problem>) -> Result<OwnerIntent, RebootError> {
+/// Checks that the guest is in a state in which it can be handed over, and that its network output is not held. Returns
+/// whether the guest runs.
+fn check_guest(replacement: &Replacement, problems: &mut Vec<Problem>) -> Result<bool, RebootError> {
     // A guest that the VM's owner has paused stays paused. Other pauses must not count as the owner's: wait for a
     // checkpoint that has stopped the guest, and end the pause of an interrupted checkpoint.
     let run_state_lock =
@@ -96,15 +90,15 @@ fn check_guest(replacement: &Replacement, problems: &mut Vec<Problem>) -> Result
         )));
     }
     match run_state.as_str() {
-        "running" => Ok(OwnerIntent::Running),
-        "paused" => Ok(OwnerIntent::Paused),
+        "running" => Ok(true),
+        "paused" => Ok(false),
         // All other states are errors or transitions.
         _ => {
             problems.push(Problem(format!(
                 "its guest is in QEMU's run state `{run_state}`, which cannot be handed over; fix the cause, or use \
                  --how cold"
             )));
-            Ok(OwnerIntent::Running)
+            Ok(true)
         }
     }
 }
@@ -211,7 +205,8 @@ pub(crate) fn compare_blocks(source: &[RamBlock], destination: &[RamBlock]) -> V
     let main_ram_size = |blocks: &[RamBlock]| blocks.iter().find(|block| block.id == MAIN_RAM).map(|block| block.used);
     let resized = match (main_ram_size(source), main_ram_size(destination)) {
         (Some(source), Some(destination)) if source != destination => Some(Problem(format!(
-            "the destination QEMU has {destination} bytes of RAM, but the source has {source}: it is a different machine"
+            "the destination QEMU has {destination} bytes of RAM, but the source has {source}: it is a \
+             different machine"
         ))),
         _ => None,
     };

@@ -8,7 +8,6 @@ use rekindle_handover::ram::Ram;
 use rekindle_handover::takeover::Taps;
 use rekindle_handover::{Destination, Handover, HandoverError, Loaded, Spawned};
 use rekindle_qemu::binary::Binary;
-use rekindle_qemu::qmp::Qmp;
 use rekindle_qemu::vmm::{self, Vmm};
 use rekindle_vm::journal::{Kind, SavedState, Step};
 use rekindle_vm::shutdown::shut_down;
@@ -20,9 +19,9 @@ use std::time::Duration;
 pub(crate) fn recover_handover(handover: Handover) -> Result<Recovered, RebootError> {
     // The decision for the destination QEMU was journalled, so it may run the guest.
     if handover.journal.operation.step >= Step::Resume
-        && let Some((vmm, qmp)) = running_destination(&handover)?
+        && let Some(destination) = live_destination(&handover)?
     {
-        return finish(handover, Destination::adopt(vmm, qmp)?, Recovered::Finished);
+        return finish(handover, destination, Recovered::Finished);
     }
     handover.end_destination()?;
     if !handover.has_not_run() {
@@ -81,10 +80,10 @@ fn with_either_binary<T>(
 pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError> {
     let is_lost = handover.journal.operation.lost;
     if handover.journal.operation.step >= Step::Resume
-        && let Some((vmm, qmp)) = running_destination(&handover)?
+        && let Some(destination) = live_destination(&handover)?
     {
         let recovered = if is_lost { Recovered::Booted } else { Recovered::Started };
-        return finish(handover, Destination::adopt(vmm, qmp)?, recovered);
+        return finish(handover, destination, recovered);
     }
     handover.end_destination()?;
     if is_lost {
@@ -106,13 +105,13 @@ pub(crate) fn recover_cold(handover: Handover) -> Result<Recovered, RebootError>
     boot_after_shutdown(handover, None)
 }
 
-/// Returns the destination QEMU and a connection to it. `None` if that QEMU has ended.
-fn running_destination(handover: &Handover) -> Result<Option<(Vmm, Qmp)>, RebootError> {
+/// Returns the destination QEMU, connected. `None` if that QEMU has ended.
+fn live_destination(handover: &Handover) -> Result<Option<Destination<Spawned>>, RebootError> {
     let generation = handover.journal.operation.generation;
     let Some(vmm) = live_qemu_of_generation(&handover.rundir, &handover.state, generation)? else { return Ok(None) };
     let has_ended = |vmm: &Vmm| vmm.process().wait_end(Duration::ZERO).map_err(handover.file_error("qemu"));
     match vmm.connect(vmm::START) {
-        Ok(qmp) => Ok(Some((vmm, qmp))),
+        Ok(qmp) => Ok(Some(Destination::adopt(vmm, qmp)?)),
         Err(_) if has_ended(&vmm)? => Ok(None),
         Err(_) => Err(HandoverError::Silent { name: handover.name().into(), pid: vmm.pid, waited: vmm::START }.into()),
     }

@@ -51,13 +51,13 @@ pub(crate) struct PreparedHandover {
 struct HandoverParts {
     source_qmp: Qmp,
     destination: Destination<Prepared<SharedRam>>,
-    state: SourceState,
+    source_state: SourceState,
     /// File that receives a copy of everything that is sent to the destination.
     stream: StreamWriter,
     /// Injects system calls into the destination QEMU.
     injector: Injector,
-    generation: Option<VmGenerationId>,
-    resume: ResumeTime,
+    vm_generation_id: Option<VmGenerationId>,
+    resume_time: ResumeTime,
 }
 
 /// Moment at which the destination QEMU gets the command that resumes the guest.
@@ -172,12 +172,12 @@ fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Re
     let mut destination = destination.prepare(SharedRam { path: hardware.ram.path.clone() })?;
     let mut stream = StreamWriter::begin(&handover.rundir)?;
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
-    let mut state = SourceState::prepare(source_qemu, &mut source_qmp, source_blocks, &mut sink)?;
-    state.stage()?;
+    let mut source_state = SourceState::prepare(source_qemu, &mut source_qmp, source_blocks, &mut sink)?;
+    source_state.stage()?;
     // With a memory comparison, the destination gets further commands before the one that resumes the guest.
-    let is_early = state.is_resumable_during_load() && replacement.running && !replacement.options.verify_memory;
-    let resume = if is_early { ResumeTime::DuringLoad } else { ResumeTime::AfterLoad };
-    match resume {
+    let is_early = source_state.is_resumable_during_load() && replacement.running && !replacement.options.verify_memory;
+    let resume_time = if is_early { ResumeTime::DuringLoad } else { ResumeTime::AfterLoad };
+    match resume_time {
         ResumeTime::DuringLoad => destination.stage_resume()?,
         ResumeTime::AfterLoad => destination.qmp.drop_events(),
     }
@@ -191,12 +191,13 @@ fn prepare_destination(replacement: &Replacement, handover: &mut Handover) -> Re
     if let Err(e) = populate_heap(injector) {
         tracing::debug!("cannot populate the destination QEMU's heap in advance: {e}");
     }
-    let generation = match resume {
+    let vm_generation_id = match resume_time {
         // The decision is journalled during the load.
         ResumeTime::DuringLoad => VmGenerationId::new(hardware, process).map_err(untraceable)?,
         ResumeTime::AfterLoad => None,
     };
-    let parts = HandoverParts { source_qmp, destination, state, stream, injector, generation, resume };
+    let parts =
+        HandoverParts { source_qmp, destination, source_state, stream, injector, vm_generation_id, resume_time };
     Ok(PreparedParts { taps, parts })
 }
 
@@ -234,7 +235,15 @@ fn transfer_guest(
     taps: &TapTakeover,
     parts: HandoverParts,
 ) -> Result<TransferredGuest, RebootError> {
-    let HandoverParts { mut source_qmp, mut destination, mut state, mut stream, injector, generation, resume } = parts;
+    let HandoverParts {
+        mut source_qmp,
+        mut destination,
+        mut source_state,
+        mut stream,
+        injector,
+        vm_generation_id,
+        resume_time,
+    } = parts;
     let hardware = replacement.locked_vm.state.hardware.clone();
     let stopped_host_us = stop_guest(replacement, handover, &mut source_qmp)?;
     let ram_digests = match replacement.options.verify_memory {
@@ -242,49 +251,41 @@ fn transfer_guest(
         false => None,
     };
     // The source computes its state in the meantime.
-    state.begin(&mut source_qmp)?;
+    source_state.begin(&mut source_qmp)?;
     // No QEMU runs the guest, so the destination may get the taps. It gets them now, while it is idle; during the load
     // it is busy.
     taps.give(&hardware, injector)?;
     handover.pass("warm.suspend.taps");
     let mut sink = StateSink { feed: Some(&mut destination.stage.feed), file: &mut stream };
-    let small_blocks = state.send_blocks(&mut sink)?;
+    let small_blocks = source_state.send_blocks(&mut sink)?;
     handover.recorder.step("read blocks");
-    let devices = state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
+    let devices = source_state.send_devices(&mut source_qmp, Some(&mut destination.stage.feed))?;
     let loading = destination.finish_feed();
-    if let Some(generation) = generation {
-        generation.write(&devices.bytes);
+    if let Some(vm_generation_id) = vm_generation_id {
+        vm_generation_id.write(&devices.bytes);
     }
     handover.recorder.step("save devices");
     handover.pass("warm.suspend.saved");
     // While the destination loads, make the state durable, in case both QEMUs die.
-    stream.write(&devices.bytes)?;
-    let saved = stream.finish()?;
-    handover.journal.operation.saved = Some(saved.clone());
-    handover.advance(Step::Saved)?;
-    handover.recorder.step("keep the state");
-    handover.pass("warm.suspend.written");
+    let saved = keep_state(handover, stream, &devices.bytes)?;
 
-    let (loaded, memory) = match resume {
+    let mut memory = None;
+    let loaded = match resume_time {
         // The destination has received everything, so the decision can be made while it still loads.
-        ResumeTime::DuringLoad => (loading.resume_when_loaded(), None),
+        ResumeTime::DuringLoad => loading.resume_when_loaded(),
         ResumeTime::AfterLoad => {
             handover.recorder.phase(Phase::Renew);
             let mut loaded = loading.wait(handover, DISK_TIMEOUT)?;
             handover.recorder.step("load");
-            let memory = match ram_digests {
-                Some(ram_digests) => {
-                    let before = digest_source(handover.name(), ram_digests, small_blocks, &saved)?;
-                    let after = digest_destination(&mut loaded, &hardware.ram.path)?;
-                    handover.recorder.step("compare memory");
-                    Some(before.compare(&after))
-                }
-                None => None,
-            };
-            (loaded, memory)
+            if let Some(ram_digests) = ram_digests {
+                let before = digest_source(handover.name(), ram_digests, small_blocks, &saved)?;
+                memory = Some(before.compare(&digest_destination(&mut loaded, &hardware.ram.path)?));
+                handover.recorder.step("compare memory");
+            }
+            loaded
         }
     };
-    let step = if resume == ResumeTime::DuringLoad { "load and resume" } else { "resume" };
+    let step = if resume_time == ResumeTime::DuringLoad { "load and resume" } else { "resume" };
     let running = loaded.commit(handover, step)?;
     Ok(TransferredGuest { running, times: StopTimes { stopped_host_us, memory } })
 }
@@ -312,6 +313,17 @@ fn digest_ram(handover: &mut Handover, ram: &Path) -> Result<Vec<u64>, RebootErr
     let digests = digest::file_pages(ram).map_err(RebootError::file(ram))?;
     handover.recorder.step("digest memory");
     Ok(digests)
+}
+
+/// Makes the state of the stopped guest durable and journals it.
+fn keep_state(handover: &mut Handover, mut stream: StreamWriter, devices: &[u8]) -> Result<SavedState, RebootError> {
+    stream.write(devices)?;
+    let saved = stream.finish()?;
+    handover.journal.operation.saved = Some(saved.clone());
+    handover.advance(Step::Saved)?;
+    handover.recorder.step("keep the state");
+    handover.pass("warm.suspend.written");
+    Ok(saved)
 }
 
 /// Combines the digests of the source's RAM with those of its small blocks, as they were read or else as they were
@@ -375,7 +387,8 @@ fn fail(replacement: &Replacement, handover: Handover, destination_qemu: &Vmm, e
     Failure::new(guest, error)
 }
 
-/// Stops the threads of a silent destination QEMU: from then on the RAM file shows whether it has run the guest. Returns
+/// Stops the threads of a silent destination QEMU: from then on the RAM file shows whether it has run the guest.
+/// Returns
 /// `true` if it has not. Otherwise lets it continue, because it may run the guest.
 fn stop_unstarted(handover: &Handover, destination_qemu: &Vmm) -> bool {
     let process = destination_qemu.process();

@@ -1,4 +1,4 @@
-//! `rekindle host`: suspending and resuming guests, and preparing the host for reboots.
+//! Arguments of `rekindle host`: suspending and resuming guests, and preparing the host for reboots.
 
 use super::RebootMethod;
 use clap::{Args, Subcommand};
@@ -10,7 +10,8 @@ pub enum Host {
     ///
     /// Needs: root for --write; systemd, kexec-tools; a kernel with legacy persistent memory, DAX and kexec.
     ///
-    /// On success: without --write, the steps are printed; with it, they are done. The command can be repeated at any time.
+    /// On success: without --write, the steps are printed; with it, they are done. The command can be repeated at any
+    /// time.
     ///
     /// On failure: the error names the obstacle; steps that were done are kept, and the same command continues.
     #[command(after_help = "\

@@ -1,4 +1,5 @@
-//! Commands and flags, declared once: help, completions and man pages come from here. Each group of commands has a file.
+//! Commands and flags, declared once: help, completions and man pages come from here. Each group of commands has a
+//! file.
 
 mod disk;
 mod host;
@@ -72,8 +73,8 @@ pub fn parse() -> Cli {
 pub enum Command {
     /// Start a VM from its definition.
     ///
-    /// Needs: the files that the definition names; room for its RAM; root for taps; if a failure has left a disk with a redo log,
-    /// --newest-disk (or `rekindle restore` instead).
+    /// Needs: the files that the definition names; room for its RAM; root for taps; if a failure has left a disk with a
+    /// redo log, --newest-disk (or `rekindle restore` instead).
     ///
     /// On success: the guest boots in a QEMU that does not depend on this command.
     ///
@@ -147,7 +148,8 @@ Example:
     ///
     /// On success: exactly one QEMU runs the guest; the output states whether its memory was kept.
     ///
-    /// On failure: nothing was killed or started; exit status 3 if a QEMU that may run the guest does not answer. The command can be repeated.
+    /// On failure: nothing was killed or started; exit status 3 if a QEMU that may run the guest does not answer. The
+    /// command can be repeated.
     #[command(after_help = "\
 Examples:
   rekindle recover web
@@ -159,8 +161,8 @@ Examples:
     ///
     /// On success: the store holds the newest checkpoint; the guest continues to run.
     ///
-    /// On failure: the guest continues to run; the store holds what was committed before. Only if the guest was restored from that store, or
-    /// booted with it, on another host since then, it is ended here.
+    /// On failure: the guest continues to run; the store holds what was committed before. Only if the guest was
+    /// restored from that store, or booted with it, on another host since then, it is ended here.
     #[command(after_help = "\
 Examples:
   rekindle protect web --store /srv/checkpoints/web
@@ -170,7 +172,8 @@ Examples:
     ///
     /// Needs: the VM runs; no protector that takes checkpoints of it.
     ///
-    /// On success: its network works without delay. A fail-over to its last checkpoint can undo what its clients see from now on.
+    /// On success: its network works without delay. A fail-over to its last checkpoint can undo what its clients see
+    /// from now on.
     ///
     /// On failure: the output is still held.
     #[command(after_help = "\
@@ -181,11 +184,11 @@ Example:
     ///
     /// Needs: the store; room for the guest's RAM; no running VM of that name; a QEMU that supports its machine type.
     ///
-    /// On success: the guest runs, and a pager loads the rest of its memory. With --prepare: a QEMU waits with empty RAM, and the store is
-    /// unchanged.
+    /// On success: the guest runs, and a pager loads the rest of its memory. With --prepare: a QEMU waits with empty
+    /// RAM, and the store is unchanged.
     ///
-    /// On failure: nothing is left behind; the checkpoint is unchanged. A prepared QEMU still waits, unless it had already loaded the
-    /// guest's state.
+    /// On failure: nothing is left behind; the checkpoint is unchanged. A prepared QEMU still waits, unless it had
+    /// already loaded the guest's state.
     #[command(after_help = "\
 Examples:
   rekindle restore web --store /srv/checkpoints/web
@@ -195,11 +198,13 @@ Examples:
     ///
     /// Both hosts reach the same store and disk images. The guest's memory is loaded on demand on the other host.
     ///
-    /// Needs: the VM runs, with disks that Rekindle serves or that are read-only; ssh to the other host, and rekindle there.
+    /// Needs: the VM runs, with disks that Rekindle serves or that are read-only; ssh to the other host, and rekindle
+    /// there.
     ///
     /// On success: the guest runs there; nothing of it is left here.
     ///
-    /// On failure: the guest continues here. With exit status 3: do first what the error names; no two hosts run the guest.
+    /// On failure: the guest continues here. With exit status 3: do first what the error names; no two hosts run the
+    /// guest.
     #[command(after_help = "\
 Examples:
   rekindle move web --to host2 --store /srv/checkpoints/web --dry-run
@@ -228,7 +233,8 @@ Example:
     /// On failure: later phases are not saved; the guest continues to boot.
     #[command(hide = true)]
     Phases(NameOnly),
-    /// Restart helpers of a VM that die, rotate its logs, and boot its guest when it reboots or panics, until the VM is stopped.
+    /// Restart helpers of a VM that die, rotate its logs, and boot its guest when it reboots or panics, until the VM is
+    /// stopped.
     ///
     /// Needs: a VM. `rekindle run`, `restore`, `reboot` and `recover` start this.
     ///

@@ -1,4 +1,4 @@
-//! `rekindle move`.
+//! Arguments of `rekindle move`, and how another host is reached.
 
 use super::store::Tls;
 use clap::Args;

@@ -1,4 +1,4 @@
-//! `rekindle attach` and `rekindle detach`.
+//! `rekindle attach` and `rekindle detach`: adopt a QEMU that Rekindle did not start, and release it.
 
 use super::show::{description, version_text};
 use crate::cli::{Attach, NameOnly};
@@ -21,7 +21,8 @@ pub fn attach(output: &Output, arguments: Attach) -> Result<ExitCode> {
     let pid = state.vmm.as_ref().map(|vmm| vmm.pid).unwrap_or_default();
     let starter = state.attached.as_ref().map(|attached| attached.starter.clone()).unwrap_or_default();
     let text = format!(
-        "{name} is QEMU {version} (process {pid}), started {starter}; protect it: rekindle protect {name} --store DIR --create-store"
+        "{name} is QEMU {version} (process {pid}), started {starter}; protect it: \
+         rekindle protect {name} --store DIR --create-store"
     );
     output.result(&description(&host, &state)?, text)?;
     Ok(ExitCode::SUCCESS)

@@ -1,4 +1,4 @@
-//! `rekindle disk`.
+//! `rekindle disk`: runs the server of a disk, and controls running servers over their control sockets.
 
 use crate::cli::{Disk, DiskAt, DiskLimit, DiskMerge, DiskRate, DiskServe};
 use crate::output::{Output, bytes};
@@ -218,7 +218,8 @@ fn describe(status: &Status) -> String {
     );
     if let Some((blocks, counts)) = retained.or(emptied.map(|counts| (0, counts))) {
         text += &format!(
-            "; retained cache: {} left, {} served, {} different from the disk, {} dropped because the guest needed the memory",
+            "; retained cache: {} left, {} served, {} different from the disk, {} dropped \
+             because the guest needed the memory",
             bytes(blocks as u64 * BLOCK_BYTES),
             bytes(counts.served * BLOCK_BYTES),
             bytes(counts.refused * BLOCK_BYTES),

@@ -1,4 +1,4 @@
-//! Output of `--dry-run`: the planned action for each VM, or the reason that prevents it.
+//! Output of `--dry-run`, the same for all commands: the planned action for each VM, or the reason that prevents it.
 
 use crate::output::{Output, chain};
 use anyhow::Result;

@@ -1,4 +1,4 @@
-//! `rekindle host` and `rekindle reboot host`.
+//! `rekindle host` and `rekindle reboot host`: prints the plans and reports of [`rekindle_reboot::host`].
 
 use super::dry_run::{self, PlannedAction};
 use super::{distinct_names, reboot_method};

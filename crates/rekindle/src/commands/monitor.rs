@@ -1,4 +1,4 @@
-//! `rekindle monitor`.
+//! `rekindle monitor`: writes samples of the host and its guests at intervals, until interrupted.
 
 use super::interrupts;
 use crate::cli::Monitor;

@@ -1,4 +1,4 @@
-//! `rekindle move`, and the command that it starts on the destination host.
+//! `rekindle move`, and `rekindle receive`, which it starts on the destination host.
 
 use super::dry_run::{self, PlannedAction};
 use super::interrupts;

@@ -1,4 +1,4 @@
-//! `rekindle ocf`.
+//! `rekindle ocf`: the actions of the resource agent, which [`rekindle_cluster`] carries out.
 
 use super::dry_run::{self, PlannedAction};
 use super::reboot::start_helpers;

@@ -1,4 +1,4 @@
-//! `rekindle protect` and `release`.
+//! `rekindle protect` takes checkpoints until interrupted; `rekindle release` releases held network output.
 
 use super::store::identity;
 use super::{disk_policy, interrupts};

@@ -1,4 +1,4 @@
-//! `rekindle reboot`.
+//! `rekindle reboot vmm` and `rekindle reboot os`, and the helpers of a VM that every start of a guest needs.
 
 use super::dry_run::{self, PlannedAction};
 use super::{distinct_names, existing_run_dir, reboot_method};

@@ -1,4 +1,4 @@
-//! `rekindle recover`.
+//! `rekindle recover`: starts the pager if it is needed, recovers the VM, and starts its helpers.
 
 use crate::cli::Recover;
 use crate::output::Output;

@@ -1,4 +1,4 @@
-//! `rekindle restore` and `rekindle pager`.
+//! `rekindle restore` resumes a guest from a checkpoint; `rekindle pager` loads the rest of its memory.
 
 use super::store::identity;
 use super::{existing_run_dir, interrupts};
@@ -28,7 +28,8 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
     if arguments.prepare {
         let prepared = prepare(&host, &arguments.name, &request)?;
         let text = format!(
-            "{} is prepared{}: QEMU process {} waits with empty RAM ({} resident, {} for the guest) for: rekindle restore {} --store {}",
+            "{} is prepared{}: QEMU process {} waits with empty RAM ({} resident, {} for the guest) for: \
+             rekindle restore {} --store {}",
             prepared.name,
             if prepared.replaced { " again" } else { "" },
             prepared.pid,

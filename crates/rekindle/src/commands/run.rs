@@ -1,4 +1,4 @@
-//! `rekindle run`.
+//! `rekindle run`: starts a VM from its definition.
 
 use super::show::{description, version_text};
 use crate::cli::Run;

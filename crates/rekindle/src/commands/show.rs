@@ -1,4 +1,5 @@
-//! `rekindle ls` and `rekindle show`.
+//! `rekindle ls` and `rekindle show`: the VMs of this host, one VM with all defaults, and a timeline of its last
+//! operation.
 
 use super::existing_run_dir;
 use crate::cli::Show;
@@ -131,12 +132,12 @@ fn helper_line(helper: &Running) -> String {
 
 /// Formats the line about a phase that is or will be saved.
 fn candidate_line(candidate: &Candidate) -> String {
-    let Candidate { name, taken_us, bytes, void } = candidate;
+    let Candidate { name, taken_us, bytes, unusable_because } = candidate;
     let Some(taken_us) = taken_us else {
-        return format!("# phase {name}: {}\n", void.as_deref().unwrap_or_default());
+        return format!("# phase {name}: {}\n", unusable_because.as_deref().unwrap_or_default());
     };
     let (size, age) = (output::bytes(*bytes), duration(timeline::host_us().saturating_sub(*taken_us)));
-    let usability = void.as_ref().map_or("may be used".to_owned(), |why| format!("may not be used: {why}"));
+    let usability = unusable_because.as_ref().map_or("may be used".to_owned(), |why| format!("may not be used: {why}"));
     format!("# phase {name}: {size}, {age} old; {usability}\n")
 }
 

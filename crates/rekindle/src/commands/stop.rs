@@ -1,4 +1,4 @@
-//! `rekindle stop`.
+//! `rekindle stop`: shuts VMs down, also VMs that a suspend of the host has saved.
 
 use super::distinct_names;
 use super::dry_run::{self, PlannedAction};

@@ -1,4 +1,4 @@
-//! `rekindle store`.
+//! `rekindle store`: creates, lists, verifies, compacts, exports, imports and serves stores of checkpoints.
 
 use crate::cli::{StoreAt, StoreExport, StoreImport, StoreServe, Tls};
 use crate::output::{Output, Usage, bytes, duration};

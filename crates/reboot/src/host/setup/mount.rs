@@ -133,7 +133,7 @@ fn is_mounted(device: &Path, mount_point: &Path) -> std::io::Result<bool> {
 fn holds_guests(host: &Host, device: &Path) -> Result<bool, HostError> {
     let record = SuspendRecord::read(&host.suspend_dir)?;
     let Some(header) = &record.header else { return Ok(false) };
-    if !record.entries()?.iter().any(|entry| entry.how == RebootMethod::Warm && !entry.struck) {
+    if !record.entries()?.iter().any(|entry| entry.how == RebootMethod::Warm && !entry.resume_started) {
         return Ok(false);
     }
     match Trust::of(header).map_err(HostError::file(Path::new("/proc")))? {

@@ -1,4 +1,4 @@
-//! The host that is set up.
+//! The host that `rekindle host init` sets up. In tests it is a directory, in place of the root.
 
 use std::fs;
 use std::io;

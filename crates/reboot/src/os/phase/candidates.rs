@@ -13,6 +13,7 @@ use rekindle_vm::rundir::RunDir;
 use rekindle_vm::state::State;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use uuid::Uuid;
@@ -26,14 +27,16 @@ pub struct Candidate {
     /// Size on disk, in bytes.
     pub bytes: u64,
     /// Reason why the candidate is not usable. `None`: it is usable.
-    pub void: Option<String>,
+    #[serde(rename = "void")]
+    pub unusable_because: Option<String>,
 }
 
 /// Conditions under which a candidate stays usable. They are stored with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CandidateInfo {
     /// Boot ID of the host. In another boot, file times may be those from before a crash.
-    host: String,
+    #[serde(rename = "host")]
+    host_boot_id: String,
     /// Kernel and RAM disk that QEMU has loaded. A cold boot would load the current files.
     files: Vec<Mark>,
     disks: Vec<DiskThen>,
@@ -57,7 +60,7 @@ impl CandidateInfo {
     pub(super) fn record(rundir: &RunDir, hardware: &Hardware) -> Result<Self, InfoError> {
         let mark = |path: &PathBuf| Mark::of(path).map_err(|source| InfoError::File { path: path.clone(), source });
         let files = boot_files(hardware).map(mark).collect::<Result<_, _>>()?;
-        Ok(Self { host: host_boot_id()?, files, disks: phases::mark(rundir, hardware)? })
+        Ok(Self { host_boot_id: host_boot_id()?, files, disks: phases::mark(rundir, hardware)? })
     }
 
     pub(super) fn disks(&self) -> &[DiskThen] {
@@ -71,13 +74,8 @@ fn boot_files(hardware: &Hardware) -> impl Iterator<Item = &PathBuf> {
 
 fn host_boot_id() -> Result<String, InfoError> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
-    let read = std::fs::read_to_string(path);
-    read.map(|text| text.trim().to_owned()).map_err(|source| InfoError::File { path: path.to_owned(), source })
-}
-
-/// Returns the path of a phase's candidate.
-pub(super) fn path_of(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> PathBuf {
-    phases::directory(host, rundir, &state.definition).join(phase)
+    let boot_id = fs::read_to_string(path).map_err(|source| InfoError::File { path: path.to_owned(), source })?;
+    Ok(boot_id.trim().to_owned())
 }
 
 /// A candidate that may be used.
@@ -101,7 +99,7 @@ pub(super) struct CandidateCheck {
 /// Finds the candidate of a phase and checks it.
 pub(super) fn find(host: &Host, rundir: &RunDir, state: &State, phase: &str) -> CandidateCheck {
     let missing = |why: String| CandidateCheck { taken_us: None, bytes: 0, usable: Err(why) };
-    let path = path_of(host, rundir, state, phase);
+    let path = phases::directory(host, rundir, &state.definition).join(phase);
     let store = StoreUrl::Directory(path.clone());
     match candidate::describe(&store) {
         _ if !path.exists() => missing("none was saved of this phase".into()),
@@ -123,7 +121,7 @@ fn check_usable(rundir: &RunDir, state: &State, stored: &StoredCandidate) -> Res
         return Err("the VM has other hardware now".into());
     }
     match host_boot_id() {
-        Ok(boot_id) if boot_id == info.host => {}
+        Ok(boot_id) if boot_id == info.host_boot_id => {}
         Ok(_) => return Err("the host was booted since".into()),
         Err(e) => return Err(one_line(&e)),
     }
@@ -151,18 +149,20 @@ pub(super) struct CandidateChoice {
     pub(super) skipped: Vec<SkippedCandidate>,
 }
 
-/// Chooses the candidate of the latest phase that has a usable one. `only`: consider this phase alone. `failed`: candidates that could not be loaded.
+/// Chooses the candidate of the latest phase that has a usable one. `only_phase`: consider this phase alone. `failed`:
+/// candidates that could not be loaded.
 pub(super) fn choose(
     host: &Host,
     rundir: &RunDir,
     state: &State,
-    only: Option<&str>,
+    only_phase: Option<&str>,
     failed: &[SkippedCandidate],
 ) -> CandidateChoice {
     let mut skipped = Vec::new();
-    let considered =
-        state.definition.phase.save.iter().rev().filter(|name| only.is_none_or(|only| only == name.as_str()));
-    for name in considered {
+    for name in state.definition.phase.save.iter().rev() {
+        if only_phase.is_some_and(|only_phase| only_phase != name) {
+            continue;
+        }
         match find(host, rundir, state, name).usable {
             Ok(usable) => match failed.iter().find(|failed| failed.name == *name) {
                 Some(failed) => skipped.push(failed.clone()),
@@ -179,7 +179,7 @@ pub(super) fn choose(
 pub fn list(host: &Host, rundir: &RunDir, state: &State) -> Vec<Candidate> {
     let describe = |name: &String| {
         let CandidateCheck { taken_us, bytes, usable } = find(host, rundir, state, name);
-        Candidate { name: name.clone(), taken_us, bytes, void: usable.err() }
+        Candidate { name: name.clone(), taken_us, bytes, unusable_because: usable.err() }
     };
     state.definition.phase.save.iter().map(describe).collect()
 }

@@ -24,32 +24,44 @@ use std::time::Instant;
 
 const OPERATION: &str = "reboot os --how phase";
 
-/// Reboots the guest of VM `name` from a candidate; if `only` is given, from the candidate of that phase. If
-/// `other_reason` returns a problem for the locked VM, fails and changes nothing.
+/// Reboots the guest of VM `name` from a candidate; if `only_phase` is given, from the candidate of that phase. If
+/// `find_other_problem` returns a problem for the locked VM, fails and changes nothing.
 ///
-/// *Needs:* a VM whose definition saves phases; no other operation on the VM; a usable candidate `only`, if given.
+/// *Needs:* a VM whose definition saves phases; no other operation on the VM; a usable candidate `only_phase`, if given.
 /// *On success:* the guest continues from the candidate, or boots: [`PhaseOutcome::candidate`] states which.
 /// *On failure:* [`Failure::guest`] states whether the guest runs.
 pub(in crate::os) fn reboot(
     host: &Host,
     name: &str,
-    only: Option<&str>,
+    only_phase: Option<&str>,
     end: End,
-    other_reason: impl FnOnce(&State) -> Option<Problem>,
+    find_other_problem: impl FnOnce(&State) -> Option<Problem>,
 ) -> Result<OsRebootReport, Failure> {
     let started = Instant::now();
     let rundir = RunDir::new(&host.root, name);
-    let prevents = |state: &State| other_reason(state).or_else(|| prevents(host, &rundir, state, only));
-    let mut replacement = vmm::begin_cold_reboot(host, name, OPERATION, prevents)?;
+    let find_any_problem =
+        |state: &State| find_other_problem(state).or_else(|| find_problem(host, &rundir, state, only_phase));
+    let mut replacement = vmm::begin_cold_reboot(host, name, OPERATION, find_any_problem)?;
     let handover = replacement.begin_handover(Kind::OsPhase).map_err(Failure::unchanged)?;
-    let reboot =
-        PhaseReboot { replacement, only: only.map(str::to_owned), end, started, shutdown: None, failed: Vec::new() };
+    let reboot = PhaseReboot {
+        replacement,
+        only_phase: only_phase.map(str::to_owned),
+        end,
+        started,
+        shutdown: None,
+        failed: Vec::new(),
+    };
     reboot.run(handover)
 }
 
 /// Returns the problem that prevents the reboot, checked while the guest still runs. Writes of the guest until its end
 /// may still make a candidate unusable.
-pub(in crate::os) fn prevents(host: &Host, rundir: &RunDir, state: &State, only: Option<&str>) -> Option<Problem> {
+pub(in crate::os) fn find_problem(
+    host: &Host,
+    rundir: &RunDir,
+    state: &State,
+    only_phase: Option<&str>,
+) -> Option<Problem> {
     let phases = &state.definition.phase.save;
     if phases.is_empty() {
         let why = "no phase of its boot is saved; list the phases that its guest announces under [phase] and restart \
@@ -59,27 +71,27 @@ pub(in crate::os) fn prevents(host: &Host, rundir: &RunDir, state: &State, only:
     if let Some(why) = super::why_unfit(&state.hardware) {
         return Some(Problem(format!("{why}; put `ram.dir` on a tmpfs, or use --how cold")));
     }
-    let only = only?;
-    if !phases.iter().any(|name| name == only) {
-        let why = format!("it saves no phase {only}; its phases are: {}", phases.join(", "));
+    let only_phase = only_phase?;
+    if !phases.iter().any(|name| name == only_phase) {
+        let why = format!("it saves no phase {only_phase}; its phases are: {}", phases.join(", "));
         return Some(Problem(why));
     }
-    let CandidateChoice { chosen, skipped } = choose(host, rundir, state, Some(only), &[]);
+    let CandidateChoice { chosen, skipped } = choose(host, rundir, state, Some(only_phase), &[]);
     if chosen.is_some() {
         return None;
     }
     let why = skipped.into_iter().next().map(|skipped| skipped.why).unwrap_or_default();
-    Some(unusable(only, &format!("may not be used: {why}")))
+    Some(unusable(only_phase, &format!("may not be used: {why}")))
 }
 
-fn unusable(only: &str, why: &str) -> Problem {
-    Problem(format!("candidate {only} {why}; omit --candidate, or use --how cold"))
+fn unusable(only_phase: &str, why: &str) -> Problem {
+    Problem(format!("candidate {only_phase} {why}; omit --candidate, or use --how cold"))
 }
 
 /// A reboot in progress.
 struct PhaseReboot {
     replacement: Replacement,
-    only: Option<String>,
+    only_phase: Option<String>,
     end: End,
     /// When the reboot command started.
     started: Instant,
@@ -95,7 +107,7 @@ impl PhaseReboot {
         loop {
             let Replacement { host, locked_vm, .. } = &self.replacement;
             let CandidateChoice { chosen, skipped } =
-                choose(host, &locked_vm.rundir, &locked_vm.state, self.only.as_deref(), &self.failed);
+                choose(host, &locked_vm.rundir, &locked_vm.state, self.only_phase.as_deref(), &self.failed);
             let Some(candidate) = chosen else {
                 return self.boot(handover, skipped).map_err(Failure::needs_recovery);
             };
@@ -114,7 +126,7 @@ impl PhaseReboot {
                 None => return Err(Failure::needs_recovery(error)),
             };
             let why = one_line(&error);
-            match (&self.only, self.shutdown) {
+            match (&self.only_phase, self.shutdown) {
                 (_, Some(_)) => {
                     tracing::warn!("cannot load candidate {}: {why}", candidate.name);
                     self.failed.push(SkippedCandidate { name: candidate.name, why });
@@ -124,8 +136,8 @@ impl PhaseReboot {
                     tracing::info!("cannot load candidate {} while the previous guest runs: {why}", candidate.name);
                     self.shut_down(&mut handover).map_err(Failure::needs_recovery)?;
                 }
-                (Some(only), None) => {
-                    let problem = unusable(only, &format!("cannot be loaded: {why}"));
+                (Some(only_phase), None) => {
+                    let problem = unusable(only_phase, &format!("cannot be loaded: {why}"));
                     let closed = handover.journal.close().map_err(self.replacement.file_error("operation.json"));
                     closed.map_err(Failure::needs_recovery)?;
                     let name = self.replacement.name().into();

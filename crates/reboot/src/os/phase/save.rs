@@ -1,4 +1,4 @@
-//! Saving a candidate.
+//! Saves one candidate: checks whether the phase may be saved, takes the snapshot, and replaces the previous candidate.
 
 use super::candidates::{self, CandidateInfo, one_line};
 use rekindle_protect::candidate;

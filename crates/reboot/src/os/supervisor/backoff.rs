@@ -1,4 +1,5 @@
-//! Decides when a dead helper is restarted, and when it is abandoned.
+//! Decides when a dead helper is restarted, and when it is abandoned: the first restart is immediate, further ones in a
+//! row wait longer and longer.
 
 use std::time::{Duration, Instant};
 
