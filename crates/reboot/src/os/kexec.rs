@@ -270,7 +270,7 @@ impl PreparedKexec {
             if let Some(outcome) = self.check_outcome()? {
                 return Ok(outcome);
             }
-            if is_other_boot(&self.vmm, &mut self.qmp, &self.old_boot_id)? == Some(true) {
+            if AnsweringBoot::query(&self.vmm, &mut self.qmp, &self.old_boot_id)? == AnsweringBoot::Other {
                 return Ok(KexecOutcome::Kexec);
             }
             if Instant::now() > boot_deadline {
@@ -324,12 +324,26 @@ fn not_returned(locked_vm: &Held, failure: &KexecFailure) -> RebootError {
     RebootError::Kexec { name: name.into(), what }
 }
 
-/// Returns whether the guest's agent runs in another boot than `old_boot_id`; `None` if no agent answers.
-fn is_other_boot(vmm: &Vmm, qmp: &mut Qmp, old_boot_id: &str) -> Result<Option<bool>, QmpError> {
-    if !agent::listens(qmp)? {
-        return Ok(None);
+/// The boot of the guest in which an agent answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum AnsweringBoot {
+    Old,
+    Other,
+    /// No agent answers.
+    None,
+}
+
+impl AnsweringBoot {
+    fn query(vmm: &Vmm, qmp: &mut Qmp, old_boot_id: &str) -> Result<Self, QmpError> {
+        if !agent::listens(qmp)? {
+            return Ok(Self::None);
+        }
+        Ok(match agent::boot_id(&vmm.directory().agent(), ANSWER_TIMEOUT) {
+            Ok(boot_id) if boot_id == old_boot_id => Self::Old,
+            Ok(_) => Self::Other,
+            Err(_) => Self::None,
+        })
     }
-    Ok(agent::boot_id(&vmm.directory().agent(), ANSWER_TIMEOUT).ok().map(|boot_id| boot_id != old_boot_id))
 }
 
 /// What the guest does after Rekindle was killed during a kexec.
@@ -364,14 +378,14 @@ pub(crate) fn recover(locked_vm: &Held, journal: &Journal, force: bool) -> Resul
         if !vmm.is_alive() || SHUT_DOWN.contains(&run_state(&mut qmp)?.as_str()) {
             return Ok(KexecRecovery::MustBoot);
         }
-        match is_other_boot(vmm, &mut qmp, &old_boot_id)? {
-            Some(true) => return Ok(KexecRecovery::RunsOtherKernel),
-            Some(false) => {
+        match AnsweringBoot::query(vmm, &mut qmp, &old_boot_id)? {
+            AnsweringBoot::Other => return Ok(KexecRecovery::RunsOtherKernel),
+            AnsweringBoot::Old => {
                 if old_boot_answers_since.get_or_insert_with(Instant::now).elapsed() > IGNORED_AFTER {
                     return Ok(KexecRecovery::RunsPreviousKernel);
                 }
             }
-            None => old_boot_answers_since = None,
+            AnsweringBoot::None => old_boot_answers_since = None,
         }
         thread::sleep(POLL_INTERVAL);
     }

@@ -41,7 +41,8 @@ struct HelperState {
 
 struct RunningHelper {
     process: Process,
-    known_since: Instant,
+    /// When this process was found or started.
+    found: Instant,
     /// Reports the death of the process.
     pidfd: OwnedFd,
 }
@@ -58,8 +59,8 @@ struct MissingHelper {
 pub(super) struct HelperSupervisor<'a> {
     rundir: &'a RunDir,
     log_limit: u64,
-    rotation_failure_reported: bool,
-    known: BTreeMap<Helper, HelperState>,
+    is_rotation_failure_logged: bool,
+    helpers: BTreeMap<Helper, HelperState>,
     record: Record,
 }
 
@@ -68,7 +69,7 @@ impl<'a> HelperSupervisor<'a> {
         let mut record = helpers::record(rundir);
         // Abandonments are those of a previous supervisor: a new one tries all helpers again.
         record.values_mut().for_each(|restarts| restarts.abandoned = None);
-        Self { rundir, log_limit, rotation_failure_reported: false, known: BTreeMap::new(), record }
+        Self { rundir, log_limit, is_rotation_failure_logged: false, helpers: BTreeMap::new(), record }
     }
 
     /// Supervises the helpers until `has_ended` is set.
@@ -82,10 +83,11 @@ impl<'a> HelperSupervisor<'a> {
         }
     }
 
+    /// Rotates logs that have become too long.
     fn bound_logs(&mut self) {
         let failures = self.rundir.bound_logs(self.log_limit);
         if let Some((log, e)) = failures.first()
-            && !std::mem::replace(&mut self.rotation_failure_reported, true)
+            && !std::mem::replace(&mut self.is_rotation_failure_logged, true)
         {
             // The log that cannot be rotated may be this process's own, so report the failure only once.
             tracing::warn!("cannot rotate {}: {e}", log.display());
@@ -96,17 +98,17 @@ impl<'a> HelperSupervisor<'a> {
     fn check_all(&mut self) -> std::io::Result<()> {
         let mut needed = helpers::needed(self.rundir)?;
         needed.retain(|helper| *helper != Helper::Watch);
-        self.known.retain(|helper, _| needed.contains(helper));
+        self.helpers.retain(|helper, _| needed.contains(helper));
         for helper in needed {
             let now = Instant::now();
-            let state = self.known.entry(helper.clone()).or_default();
+            let state = self.helpers.entry(helper.clone()).or_default();
             if state.process.as_ref().is_some_and(|running| running.process.is_alive()) {
                 continue;
             }
             if let Some(process) = helper.process(self.rundir)
                 && let Ok(pidfd) = process.pidfd()
             {
-                state.process = Some(RunningHelper { process, known_since: now, pidfd });
+                state.process = Some(RunningHelper { process, found: now, pidfd });
                 state.missing = None;
                 self.clear_abandoned(&helper);
                 continue;
@@ -127,11 +129,11 @@ impl<'a> HelperSupervisor<'a> {
 
     /// Restarts a helper that does not run if its time has come.
     fn handle_missing(&mut self, helper: &Helper, now: Instant) {
-        let Some(state) = self.known.get_mut(helper) else { return };
+        let Some(state) = self.helpers.get_mut(helper) else { return };
         let missing = match (state.process.take(), state.missing) {
             (Some(dead), _) => {
                 tracing::warn!("{}: {helper} (process {}) has died", self.rundir.name(), dead.process.pid);
-                let served = now.saturating_duration_since(dead.known_since);
+                let served = now.saturating_duration_since(dead.found);
                 let decision = state.backoff.died(now, served);
                 self.apply_decision(helper, now, decision, None)
             }
@@ -159,7 +161,7 @@ impl<'a> HelperSupervisor<'a> {
             }
         };
         let missing = MissingHelper { since, restart_at };
-        if let Some(state) = self.known.get_mut(helper) {
+        if let Some(state) = self.helpers.get_mut(helper) {
             state.missing = Some(missing);
         }
         missing
@@ -188,16 +190,16 @@ impl<'a> HelperSupervisor<'a> {
                 restarts.last_host_us = Some(host_us());
                 restarts.last_took_us = Some(u64::try_from(downtime.as_micros()).unwrap_or(u64::MAX));
                 self.write_record();
-                if let (Some(state), Ok(pidfd)) = (self.known.get_mut(helper), process.pidfd()) {
-                    state.process = Some(RunningHelper { process, known_since: now, pidfd });
+                if let (Some(state), Ok(pidfd)) = (self.helpers.get_mut(helper), process.pidfd()) {
+                    state.process = Some(RunningHelper { process, found: now, pidfd });
                     state.missing = None;
                 }
             }
-            Ok(None) => drop(self.known.remove(helper)),
+            Ok(None) => drop(self.helpers.remove(helper)),
             Err(why) => {
                 tracing::warn!("{name}: cannot restart {helper}: {why}");
                 let now = Instant::now();
-                let decision = self.known.get_mut(helper).map(|state| state.backoff.died(now, Duration::ZERO));
+                let decision = self.helpers.get_mut(helper).map(|state| state.backoff.died(now, Duration::ZERO));
                 let decision = decision.unwrap_or(RestartDecision::Abandon);
                 self.apply_decision(helper, missing_since, decision, Some(&why));
             }
@@ -212,11 +214,11 @@ impl<'a> HelperSupervisor<'a> {
 
     /// Waits until a helper dies, a restart is due, or new helpers are to be searched for.
     fn wait(&self) {
-        let next_restart = self.known.values().filter_map(|state| state.missing?.restart_at).min();
+        let next_restart = self.helpers.values().filter_map(|state| state.missing?.restart_at).min();
         let timeout = next_restart.map_or(POLL_INTERVAL, |restart_at| {
             restart_at.saturating_duration_since(Instant::now()).min(POLL_INTERVAL)
         });
-        let running = self.known.values().filter_map(|state| state.process.as_ref());
+        let running = self.helpers.values().filter_map(|state| state.process.as_ref());
         let mut pidfds: Vec<_> = running.map(|running| PollFd::new(&running.pidfd, PollFlags::IN)).collect();
         // Less than a second.
         let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };

@@ -63,13 +63,15 @@ fn with_either_binary<T>(
     load: impl Fn(&mut Handover, &Binary) -> Result<T, HandoverError>,
 ) -> Result<T, RebootError> {
     let binary_of = |vmm: Option<&Vmm>| vmm.map(|vmm| vmm.binary.clone());
-    let source = binary_of(handover.source()).unwrap_or_else(|| handover.state.definition.qemu.clone());
-    let destination = binary_of(handover.destination()).unwrap_or_else(|| source.clone());
-    let binary = handover.rundir.binary(&destination)?;
+    let source_binary = binary_of(handover.source()).unwrap_or_else(|| handover.state.definition.qemu.clone());
+    let destination_binary = binary_of(handover.destination()).unwrap_or_else(|| source_binary.clone());
+    let binary = handover.rundir.binary(&destination_binary)?;
     match load(handover, &binary) {
-        Err(error @ (HandoverError::DestinationFailed { .. } | HandoverError::Vmm(_))) if destination != source => {
-            tracing::warn!("{error}; trying {}", source.display());
-            let binary = handover.rundir.binary(&source)?;
+        Err(error @ (HandoverError::DestinationFailed { .. } | HandoverError::Vmm(_)))
+            if destination_binary != source_binary =>
+        {
+            tracing::warn!("{error}; trying {}", source_binary.display());
+            let binary = handover.rundir.binary(&source_binary)?;
             Ok(load(handover, &binary)?)
         }
         loaded => Ok(loaded?),

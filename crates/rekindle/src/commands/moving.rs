@@ -71,7 +71,7 @@ fn absolute_store(store: &StoreUrl) -> Result<StoreUrl> {
 
 pub fn receive() -> Result<ExitCode> {
     let host = Host::open()?;
-    let start_helpers = |name: &str| super::reboot::start_helpers(&host, name);
+    let start_helpers = |name: &str| super::helpers::start_helpers(&host, name);
     // Use the descriptors unbuffered: a wait for input polls the descriptor, and must not miss bytes in a buffer.
     let requests = File::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let answers = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);

@@ -1,7 +1,7 @@
 //! `rekindle ocf`: the actions of the resource agent, which [`rekindle_cluster`] carries out.
 
 use super::dry_run::{self, PlannedAction};
-use super::reboot::start_helpers;
+use super::helpers::start_helpers;
 use super::store::identity;
 use super::{disk_policy, moving};
 use crate::cli::{DiskRule, Ocf, OcfMigrate, OcfMonitor, OcfResource, OcfStop, StopMethod};

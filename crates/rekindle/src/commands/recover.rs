@@ -32,7 +32,7 @@ pub fn recover(output: &Output, arguments: &Recover) -> Result<ExitCode> {
     let policy = SilentQemuPolicy { wait: arguments.wait.as_duration(), force: arguments.force };
     let recovered = recover::recover(&host, name.as_str(), policy)?;
     if State::read(&rundir)?.is_some_and(|state| state.vmm.is_some()) {
-        super::reboot::start_helpers(&host, name.as_str());
+        super::helpers::start_helpers(&host, name.as_str());
     }
     output.result(&serde_json::json!({"name": name, "recovered": recovered}), format!("{name}: {recovered}"))?;
     Ok(ExitCode::SUCCESS)

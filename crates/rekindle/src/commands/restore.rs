@@ -42,7 +42,7 @@ pub fn restore(output: &Output, arguments: &Restore) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let restored = run(&host, &arguments.name, &request)?;
-    super::reboot::start_helpers(&host, &restored.name);
+    super::helpers::start_helpers(&host, &restored.name);
     let memory = if restored.filled { "all of its memory is loaded" } else { "its memory is loaded on demand" };
     let text = format!(
         "{} runs after {} from checkpoint {} of {} (QEMU process {}{}); {memory}; {}",

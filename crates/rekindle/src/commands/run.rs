@@ -17,7 +17,7 @@ pub fn run(output: &Output, arguments: Run) -> Result<ExitCode> {
     let vm = NewVm { definition, qemu: arguments.qemu, uuid: None, leftover_log };
     let state = boot::start(&host, vm, |_, _| Ok::<_, HandoverError>(()))?;
     let name = state.hardware.name.clone();
-    super::reboot::start_helpers(&host, &name);
+    super::helpers::start_helpers(&host, &name);
     let version = version_text(&state);
     let pid = state.vmm.as_ref().map(|vmm| vmm.pid);
     let text = format!(

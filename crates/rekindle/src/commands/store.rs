@@ -2,9 +2,9 @@
 
 use crate::cli::{StoreAt, StoreExport, StoreImport, StoreServe, Tls};
 use crate::output::{Output, Usage, bytes, duration};
+use crate::progress::start_progress_bar;
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use rekindle_store::admin;
 use rekindle_store::export as stream;
 use rekindle_store::listing::{ListedCheckpoint, Listing};
@@ -21,7 +21,6 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::ExitCode;
 use std::thread;
-use std::time::Duration;
 use uuid::Uuid;
 
 const PAGE_BYTES: u64 = 4096;
@@ -244,18 +243,4 @@ pub fn serve(output: &Output, arguments: &StoreServe) -> Result<ExitCode> {
     let _ = signal_thread.join();
     served?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Shows a progress bar with rate and remaining time, if standard error is a terminal.
-fn start_progress_bar(output: &Output, what: &'static str) -> ProgressBar {
-    if output.json() || !io::stderr().is_terminal() {
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(5)).with_message(what);
-    let template = "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
-    if let Ok(style) = ProgressStyle::with_template(template) {
-        bar.set_style(style);
-    }
-    bar.enable_steady_tick(Duration::from_secs(1));
-    bar
 }

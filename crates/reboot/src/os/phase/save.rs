@@ -40,9 +40,7 @@ pub(super) enum SaveOutcome {
 pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Result<SaveOutcome, String> {
     let locked_vm = lock_vm(host, rundir)?;
     let state = &locked_vm.state;
-    if let Some(why) = why_not_saved(state, vmm, phase)? {
-        return Err(why);
-    }
+    check_savable(state, vmm, phase)?;
     if candidates::find(host, rundir, state, phase).usable.is_ok() {
         return Ok(SaveOutcome::Existing);
     }
@@ -67,24 +65,29 @@ pub(super) fn save(host: &Host, rundir: &RunDir, vmm: &Vmm, phase: &str) -> Resu
     Ok(SaveOutcome::Saved { stopped_us: taken.stopped_us, bytes: taken.bytes })
 }
 
-/// Returns the reason why no candidate of this phase may be saved, or `None` if one may.
-fn why_not_saved(state: &State, vmm: &Vmm, phase: &str) -> Result<Option<String>, String> {
+/// Checks whether a candidate of this phase may be saved.
+///
+/// # Errors
+/// The reason why it may not.
+fn check_savable(state: &State, vmm: &Vmm, phase: &str) -> Result<(), String> {
     if state.vmm.as_ref() != Some(vmm) {
-        return Ok(Some("another QEMU runs the guest now".into()));
+        return Err("another QEMU runs the guest now".into());
     }
     if !state.definition.phase.save.iter().any(|name| name == phase) {
-        return Ok(Some("the VM's definition does not name it under phase.save".into()));
+        return Err("the VM's definition does not name it under phase.save".into());
     }
     if let Some(why) = super::why_unfit(&state.hardware) {
-        return Ok(Some(why));
+        return Err(why);
     }
     if let Some(why) = uncarriable(&state.definition).into_iter().next() {
-        return Ok(Some(why));
+        return Err(why);
     }
-    let untracked = untracked_image(vmm, &state.hardware).map_err(|e| one_line(&e))?;
-    Ok(untracked.map(|file| {
-        format!("QEMU has {file} open for the guest through `qemu_args`, so writes to it are not recorded")
-    }))
+    match untracked_image(vmm, &state.hardware).map_err(|e| one_line(&e))? {
+        Some(file) => {
+            Err(format!("QEMU has {file} open for the guest through `qemu_args`, so writes to it are not recorded"))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Waits until the guest's memory, if it is loaded from a checkpoint, is complete.
